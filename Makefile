@@ -1,25 +1,31 @@
-# A fresh machine needs two commands: `make demo` and `make test`.
+# On a fresh Debian machine, `make demo` and `make test` install what they need.
 SHELL := /bin/bash
 CARGO ?= cargo
 OUT ?= out
 
-.PHONY: help demo test test-python soak fuzz bench bench-peers evaluation guide lint build deb static deny setup guests clean
+.PHONY: help demo test test-all test-python soak fuzz bench bench-peers evaluation guide lint build deb static deny setup guests clean
 
 help:
-	@echo "make demo    set up, build, checkpoint a VM, restore it, show the result, write $(OUT)/demo.html"
-	@echo "make test    unit, property and end-to-end tests on real QEMU"
+	@echo "make demo         set up, build, checkpoint a VM, restore it; report in $(OUT)/demo.html"
+	@echo "make test         unit, property and end-to-end tests on real QEMU, 25 minutes on two cores;"
+	@echo "                  KEYFRAME_TEST_SEED (1) chooses the variants and the QEMU versions"
+	@echo "make test-all     the same with every variant on every QEMU, some hours"
 	@echo "make test-python  the Python package: types, and its tests on a real VM"
-	@echo "make soak    10,000 seeds each of the simulations of the store and of replication, then recordings of minutes; KEYFRAME_SEEDS, KEYFRAME_SOAK_SECONDS"
-	@echo "make fuzz    every parser of outside bytes; KEYFRAME_FUZZ_SECONDS each (30)"
-	@echo "make bench   every benchmark; JSON in $(OUT)/bench"
-	@echo "make bench-peers  databases and archivers that bench store compares with: installs them"
-	@echo "make evaluation  chapter 6 of the SimuBoost checkpoint paper on this machine, an hour; CSV, plots, report in $(OUT)/evaluation"
-	@echo "make guide   the guide (docs/guide) as a book, in $(OUT)/guide; installs mdBook into target/tools"
-	@echo "make lint    formatting, clippy, licences, sources and bans of dependencies"
-	@echo "make deny    cargo-deny: licences, banned crates, sources, advisories (3: these could not be had)"
-	@echo "make build   target/release/keyframe"
-	@echo "make deb     $(OUT)/keyframe_VERSION_amd64.deb, looked at by lintian, installed and removed in a directory"
-	@echo "make static  $(OUT)/keyframe-static: a program that needs no library"
+	@echo "make soak         tests that take long: 10,000 seeds of the simulations of the store and of"
+	@echo "                  replication, long recordings, benchmarks; KEYFRAME_SEEDS, KEYFRAME_SOAK_SECONDS"
+	@echo "make fuzz         every parser of outside bytes, KEYFRAME_FUZZ_SECONDS (30) each"
+	@echo "make bench        every benchmark; JSON and plots in $(OUT)/bench"
+	@echo "make bench-peers  install the databases and archivers that the store's benchmark compares with"
+	@echo "make evaluation   chapter 6 of the SimuBoost checkpoint paper on this machine, an hour;"
+	@echo "                  CSV, plots and report in $(OUT)/evaluation"
+	@echo "make guide        the guide (docs/guide) as a book in $(OUT)/guide; builds mdBook in target/tools"
+	@echo "make lint         formatting, clippy, and the licences, sources and bans of dependencies"
+	@echo "make deny         the same of dependencies, and advisories, with cargo-deny;"
+	@echo "                  exit code 3: the advisories could not be fetched"
+	@echo "make build        target/release/keyframe"
+	@echo "make deb          $(OUT)/keyframe_VERSION_amd64.deb, checked with lintian and a trial installation"
+	@echo "make static       $(OUT)/keyframe-static, a program that needs no library"
+	@echo "make clean        remove target and $(OUT)"
 
 setup:
 	@scripts/setup
@@ -35,6 +41,9 @@ demo: build guests
 
 test: guests
 	@scripts/test
+
+test-all: guests
+	@KEYFRAME_TEST_ALL=1 scripts/test
 
 test-python: build guests
 	@scripts/python-test

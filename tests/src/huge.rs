@@ -1,6 +1,6 @@
 //! 2 MiB pages for a test, given back at its end.
 
-use crate::Turn;
+use crate::{Scope, Turn, record_skip};
 
 const POOL: &str = "/proc/sys/vm/nr_hugepages";
 
@@ -12,17 +12,18 @@ pub struct HugePages {
 }
 
 impl HugePages {
-    /// Sees to it that `pages` are free; `None`, with the reason printed, where that cannot be.
+    /// Reserves until `pages` are free. If that fails, counts the running test as skipped and
+    /// returns `None`.
     pub fn reserve(pages: u64) -> Option<Self> {
         let turn = Turn::alone();
         let before = std::fs::read_to_string(POOL).unwrap_or_default().trim().parse().unwrap_or(0);
         let reserved = Self { before, _turn: turn };
         if free() < pages && std::fs::write(POOL, (before + pages).to_string()).is_err() {
-            println!("skipped: no permission to reserve 2 MiB pages in {POOL}");
+            record_skip(Scope::Test, format!("no permission to reserve 2 MiB pages in {POOL}"));
             return None;
         }
         if free() < pages {
-            println!("skipped: the kernel cannot reserve {pages} pages of 2 MiB");
+            record_skip(Scope::Test, "the kernel cannot reserve enough pages of 2 MiB");
             return None;
         }
         Some(reserved)

@@ -14,6 +14,7 @@ mod http;
 mod huge;
 mod journal;
 pub mod journaling;
+mod kvm;
 mod orphan;
 mod payload;
 mod process;
@@ -44,17 +45,22 @@ pub use hash::{HashLine, Sequence, hash_lines};
 pub use http::Http;
 pub use huge::HugePages;
 pub use journal::{JournalImage, journal_counter};
+pub use keyframe_testing::{
+    NO_QEMU_10, Qemu, Scope, chosen_qemus, distribution_qemu, has_program, qemu_10, qemus,
+    record_skip, seed, skip, small_guest, variants,
+};
+pub use kvm::missing_kvm;
 pub use orphan::{Orphan, is_gone};
-pub use payload::{PassLine, PassSequence, has_kvm, pass_lines};
+pub use payload::{PassLine, PassSequence, pass_lines};
 pub use process::{Process, children};
 pub use ram::{differing_pages, live_ram, stored_ram};
 pub use turn::Turn;
 
+use keyframe_testing::build_guest;
 use serde_json::Value;
-use std::fmt::Debug;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 /// The lines that have ended in a console's file. The last one breaks off anywhere while QEMU is
 /// writing it.
@@ -76,26 +82,11 @@ pub fn keyframe() -> PathBuf {
     path
 }
 
-/// The small guest's directory: `KEYFRAME_GUEST`, or what `guests/build small` says.
-pub fn guest_dir() -> PathBuf {
-    std::env::var_os("KEYFRAME_GUEST").map_or_else(|| built("small"), PathBuf::from)
-}
-
 /// The payload's image: in `KEYFRAME_PAYLOAD`, or where `guests/build payload` says.
 fn payload_image() -> PathBuf {
-    let dir = std::env::var_os("KEYFRAME_PAYLOAD").map_or_else(|| built("payload"), PathBuf::from);
+    let dir =
+        std::env::var_os("KEYFRAME_PAYLOAD").map_or_else(|| build_guest("payload"), PathBuf::from);
     dir.join("payload.bin")
-}
-
-fn built(guest: &str) -> PathBuf {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../guests/build");
-    let output = Command::new(&script).arg(guest).output().expect("run guests/build");
-    assert!(
-        output.status.success(),
-        "guests/build {guest}: {}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    PathBuf::from(String::from_utf8_lossy(&output.stdout).lines().last().expect("a directory"))
 }
 
 /// Where PATH has a program.
@@ -106,66 +97,10 @@ pub fn on_path(program: &str) -> PathBuf {
     found.unwrap_or_else(|| panic!("no {program} in PATH"))
 }
 
-/// A QEMU to test with.
-#[derive(Clone, Debug)]
-pub struct Qemu {
-    /// `7.2` or `10.0`, roughly.
-    pub label: &'static str,
-    /// The binary.
-    pub path: String,
-}
-
-/// The distribution's QEMU, and QEMU 10 where `KEYFRAME_QEMU10` names one.
-pub fn qemus() -> Vec<Qemu> {
-    let mut all = vec![Qemu { label: "distribution", path: "qemu-system-x86_64".into() }];
-    match std::env::var("KEYFRAME_QEMU10") {
-        Ok(path) => all.push(Qemu { label: "10.0", path }),
-        Err(_) => {
-            println!(
-                "skipped for QEMU 10.0: KEYFRAME_QEMU10 names none (guests/build qemu10 builds one)"
-            );
-        }
-    }
-    all
-}
-
-/// Whether each variant is to be tested, however long that takes.
-fn tests_every_one() -> bool {
-    std::env::var_os("KEYFRAME_EVERY").is_some_and(|value| value != "0")
-}
-
-/// So many of the variants that users choose from, others each day. All with `KEYFRAME_EVERY=1`.
-pub fn in_turn<T: Debug>(all: impl IntoIterator<Item = T>, count: usize) -> Vec<T> {
-    let mut all: Vec<T> = all.into_iter().collect();
-    if !tests_every_one() && count < all.len() {
-        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).expect("a clock");
-        let day = usize::try_from(now.as_secs() / 86_400).expect("a day");
-        let first = day * count % all.len();
-        all.rotate_left(first);
-        all.truncate(count);
-        println!("{all:?} alone; with KEYFRAME_EVERY=1 all");
-    }
-    all
-}
-
-/// The one of them that this test's name falls to: half of the tests run on each. All with
-/// `KEYFRAME_EVERY=1`.
-pub fn a_qemu() -> Vec<Qemu> {
-    let mut all = qemus();
-    if tests_every_one() {
-        return all;
-    }
-    let thread = std::thread::current();
-    let letters: usize = thread.name().unwrap_or_default().bytes().map(usize::from).sum();
-    let chosen = all.remove(letters % all.len());
-    println!("QEMU {} alone; with KEYFRAME_EVERY=1 on each", chosen.label);
-    vec![chosen]
-}
-
 /// As guests/run-lib.sh has them, with the reasons.
 fn microvm_parameters() -> String {
     let measured =
-        Command::new(guest_dir().join("tsc-khz")).output().expect("run the guest's tsc-khz");
+        Command::new(small_guest().join("tsc-khz")).output().expect("run the guest's tsc-khz");
     let khz: u64 =
         String::from_utf8_lossy(&measured.stdout).trim().parse().expect("a number of kHz");
     format!("reboot=t tsc_early_khz={khz} lpj={}", khz * 4)
@@ -249,7 +184,7 @@ impl Boot {
     }
 
     fn kernel(&self) -> Vec<String> {
-        let dir = guest_dir();
+        let dir = small_guest();
         let file = |name: &str| dir.join(name).display().to_string();
         // As guests/small/run.sh has them, with the reasons.
         let machine = if self.machine.starts_with("microvm") {

@@ -1,8 +1,6 @@
 //! The firmware payload: its console lines, computed again on the host (guests/payload/README.md
 //! defines them), and whether this machine can run it under KVM.
 
-use std::fs::OpenOptions;
-
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
 const START: u64 = 0x4B65_7966_7261_6D65;
 
@@ -81,17 +79,6 @@ fn mix(z: u64) -> u64 {
     let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
     z ^ (z >> 31)
-}
-
-/// True where `/dev/kvm` can be opened; otherwise says that the test is skipped, and why.
-pub fn has_kvm() -> bool {
-    match OpenOptions::new().read(true).write(true).open("/dev/kvm") {
-        Ok(_) => true,
-        Err(error) => {
-            println!("skipped: /dev/kvm: {error}");
-            false
-        }
-    }
 }
 
 #[cfg(test)]

@@ -4,8 +4,8 @@
 use keyframe_qemu::Qmp;
 use keyframe_tests::libvirt::Libvirt;
 use keyframe_tests::{
-    Bench, Boot, Foreign, PATIENCE, Process, Sequence, assert_restores_exactly, guest_dir,
-    hash_lines, number, qemus, until,
+    Bench, Boot, Foreign, PATIENCE, Process, Sequence, assert_restores_exactly, hash_lines, number,
+    qemus, small_guest, until,
 };
 use rustix::process::Signal;
 use std::path::Path;
@@ -286,7 +286,7 @@ fn domain_is_left_as_it_was(emulator: &str) {
     let bench = Bench::new();
     let home = tempfile::tempdir().unwrap();
     let Some(libvirt) = Libvirt::start(home.path()) else { return };
-    let (dir, serial) = (guest_dir(), bench.path().join("serial"));
+    let (dir, serial) = (small_guest(), bench.path().join("serial"));
     let inside = format!(
         "<os><type arch='x86_64' machine='pc'>hvm</type><kernel>{0}/vmlinux</kernel>\
          <initrd>{0}/initramfs.cpio.gz</initrd>\

@@ -6,7 +6,8 @@ use keyframe_tests::disks::{
     shell, socket_of, take, virtio, wait_for_records, words,
 };
 use keyframe_tests::{
-    Bench, Boot, Foreign, Process, Qemu, a_qemu, number, qemus, restored_pid, until,
+    Bench, Boot, Foreign, Process, Qemu, chosen_qemus, distribution_qemu, number, restored_pid,
+    until,
 };
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -130,7 +131,7 @@ fn each_checkpoint_has_its_disk(
 
 #[test]
 fn a_raw_image() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(0) {
         let bench = Bench::new();
         let image = image(&bench);
         each_checkpoint_has_its_disk(&qemu, &bench, &words(&virtio(&image, "raw")), &image, "raw");
@@ -139,7 +140,7 @@ fn a_raw_image() {
 
 #[test]
 fn a_qcow2_image_on_another_as_a_node() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(1) {
         let bench = Bench::new();
         let below = image(&bench).display().to_string();
         let over = bench.path().join("over.qcow2");
@@ -160,7 +161,7 @@ fn a_qcow2_image_on_another_as_a_node() {
 
 #[test]
 fn ram_and_disk_are_of_one_instant() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(0) {
         let bench = Bench::new();
         let image = image(&bench);
         let mut vm = foreign(&bench, &shell(&qemu, &words(&virtio(&image, "raw"))));
@@ -182,7 +183,7 @@ fn ram_and_disk_are_of_one_instant() {
 fn a_failed_checkpoint_gives_its_blocks_to_the_next() {
     let bench = Bench::new();
     let image = image(&bench);
-    let mut vm = foreign(&bench, &shell(&qemus()[0], &words(&virtio(&image, "raw"))));
+    let mut vm = foreign(&bench, &shell(&distribution_qemu(), &words(&virtio(&image, "raw"))));
     // The first, complete checkpoint has fewer pages and blocks than that, and each further one
     // some hundred.
     let mut attached = attach(&bench, &vm, &["--interval", "none", "--fault", "disk-full:33000"]);
@@ -216,7 +217,7 @@ fn what_a_killed_engine_leaves_is_taken_away_by_the_next() {
     for phase in ["paused", "copied", "sealing"] {
         let bench = Bench::new();
         let image = image(&bench);
-        let mut vm = foreign(&bench, &shell(&qemus()[0], &words(&virtio(&image, "raw"))));
+        let mut vm = foreign(&bench, &shell(&distribution_qemu(), &words(&virtio(&image, "raw"))));
         let before = vm.traces();
         let fault = format!("kill:{phase}:2");
         let mut attached = attach(&bench, &vm, &["--interval", "none", "--fault", &fault]);
@@ -249,7 +250,7 @@ fn what_a_killed_engine_leaves_is_taken_away_by_the_next() {
 fn a_disk_is_left_out_only_where_it_is_said_and_so_it_is_restored() {
     let bench = Bench::new();
     let image = image(&bench);
-    let mut vm = foreign(&bench, &shell(&qemus()[0], &words(&virtio(&image, "raw"))));
+    let mut vm = foreign(&bench, &shell(&distribution_qemu(), &words(&virtio(&image, "raw"))));
     let monitor = vm.socket("a");
     let refused =
         bench.attach_args(&["--qmp", &monitor], vm.console.pid(), &["--leave-out-disk", "other"]);
@@ -279,7 +280,7 @@ fn a_disk_is_left_out_only_where_it_is_said_and_so_it_is_restored() {
 fn an_nbd_server_or_a_job_of_somebody_elses_is_refused() {
     let bench = Bench::new();
     let image = image(&bench);
-    let vm = foreign(&bench, &shell(&qemus()[0], &words(&virtio(&image, "raw"))));
+    let vm = foreign(&bench, &shell(&distribution_qemu(), &words(&virtio(&image, "raw"))));
     let monitor = vm.socket("a");
     let options = ["--disk", "bitmap"];
     let args = bench.attach_args(&["--qmp", &monitor], vm.console.pid(), &options);

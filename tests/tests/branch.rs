@@ -5,8 +5,8 @@ use keyframe_qemu::Qmp;
 use keyframe_tests::disks::{copy_of_running, words};
 use keyframe_tests::journaling::{blank_image, journaling, records_of, wait_for_records};
 use keyframe_tests::{
-    Bench, Boot, JournalImage, PATIENCE, Process, Qemu, Sequence, a_qemu, ended_lines, hash_lines,
-    is_gone, number, qemus, until,
+    Bench, Boot, JournalImage, PATIENCE, Process, Qemu, Sequence, chosen_qemus, distribution_qemu,
+    ended_lines, hash_lines, is_gone, number, until,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -75,7 +75,7 @@ fn ram_kib(pid: u64) -> (u64, u64) {
 #[test]
 fn clones_go_on_from_the_checkpoint_each_by_itself() {
     let mut sequence = Sequence::new(16);
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(0) {
         let bench = Bench::new();
         checkpoint(&bench, &hashing(&qemu));
         let (mut process, clones) = branch(&bench, &["-n", "3", "--name", "c"]);
@@ -119,7 +119,7 @@ fn clones_go_on_from_the_checkpoint_each_by_itself() {
 /// VMs that nobody takes checkpoints of are there all the same.
 #[test]
 fn vms_without_an_engine_are_shown_and_ended_by_their_names() {
-    let qemu = a_qemu().remove(0);
+    let qemu = chosen_qemus(1).remove(0);
     let bench = Bench::new();
     checkpoint(&bench, &hashing(&qemu));
     let (mut clones, told) = branch(&bench, &["-n", "2", "--name", "c"]);
@@ -159,7 +159,7 @@ fn vms_without_an_engine_are_shown_and_ended_by_their_names() {
 
 #[test]
 fn pages_that_nobody_wrote_are_shared() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(0) {
         let bench = Bench::new();
         let mut boot = Boot::new("hash kf.mib=64");
         boot.qemu.clone_from(&qemu.path);
@@ -216,7 +216,7 @@ fn checkpoint_clone(bench: &Bench, clone: &Value) -> Vec<Value> {
 #[test]
 fn a_clone_can_be_checkpointed_and_its_checkpoints_know_where_they_grew() {
     let mut sequence = Sequence::new(16);
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(1) {
         let bench = Bench::new();
         checkpoint(&bench, &hashing(&qemu));
         let seed = number(&bench.list()[0], "id");
@@ -256,7 +256,7 @@ fn branch_of(bench: &Bench, id: &str) -> (Process, Value) {
 fn identity_is_fresh_unless_it_is_to_be_exact_and_names_are_had_once() {
     let bench = Bench::new();
     let guid = "324e6eaf-d1d1-4bf6-bf41-b9bb6c91fb87";
-    let boot = hashing(&qemus()[0]).with(&["-device", &format!("vmgenid,guid={guid}")]);
+    let boot = hashing(&distribution_qemu()).with(&["-device", &format!("vmgenid,guid={guid}")]);
     checkpoint(&bench, &boot);
     let ids = |clones: &[Value]| -> Vec<String> {
         let id = |clone: &Value| {
@@ -282,7 +282,7 @@ fn identity_is_fresh_unless_it_is_to_be_exact_and_names_are_had_once() {
 #[test]
 fn half_a_set_of_clones_is_none() {
     let bench = Bench::new();
-    checkpoint(&bench, &hashing(&qemus()[0]));
+    checkpoint(&bench, &hashing(&distribution_qemu()));
     // The second one's directory for a device is not there.
     let store = bench.store();
     std::fs::create_dir(bench.path().join("out-1")).unwrap();
@@ -310,7 +310,7 @@ fn written(clone: &Value) -> u64 {
 
 #[test]
 fn clones_have_disks_of_their_own() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(0) {
         println!("-- QEMU {}", qemu.label);
         let bench = Bench::new();
         let image = blank_image(&bench, "disk");
@@ -378,7 +378,7 @@ fn clones_have_disks_of_their_own() {
 fn a_clone_with_a_disk_can_be_checkpointed() {
     let bench = Bench::new();
     let image = blank_image(&bench, "disk");
-    let qemu = a_qemu().remove(0);
+    let qemu = chosen_qemus(1).remove(0);
     let mut run =
         bench.start(&["--interval", "none", "--name", "guest"], &journaling(&qemu, &image));
     run.wait_for("KF READY");
@@ -410,8 +410,10 @@ fn a_clone_with_a_disk_can_be_checkpointed() {
 fn half_a_set_of_clones_with_disks_leaves_nothing() {
     let bench = Bench::new();
     let image = blank_image(&bench, "disk");
-    let mut run =
-        bench.start(&["--interval", "none", "--name", "guest"], &journaling(&qemus()[0], &image));
+    let mut run = bench.start(
+        &["--interval", "none", "--name", "guest"],
+        &journaling(&distribution_qemu(), &image),
+    );
     run.wait_for("KF READY");
     bench.ok(&["take", "--name", "guest", "--tag", "seed"]);
     bench.ok(&["stop", "--name", "guest"]);

@@ -6,7 +6,8 @@ use keyframe_tests::disks::{
     take, virtio, words,
 };
 use keyframe_tests::{
-    Bench, Boot, JournalImage, Qemu, a_qemu, journal_counter, number, qemus, restored_pid,
+    Bench, Boot, JournalImage, Qemu, chosen_qemus, distribution_qemu, journal_counter, number,
+    restored_pid,
 };
 use rustix::process::Signal;
 use serde_json::Value;
@@ -98,7 +99,7 @@ fn each_checkpoint_is_an_image(bench: &Bench, boot: &Boot) {
 
 #[test]
 fn a_new_image_is_what_the_guest_had() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(0) {
         let bench = Bench::new();
         let drive = virtio(&image(&bench), "raw");
         each_checkpoint_is_an_image(&bench, &shell(&qemu, &words(&drive)));
@@ -113,7 +114,7 @@ fn a_new_image_is_what_the_guest_had() {
 #[test]
 fn a_guest_that_never_rests_has_its_records_in_each_image() {
     const MIB: u64 = 8;
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(1) {
         let bench = Bench::new();
         let path = bench.path().join("journal.raw");
         std::fs::File::create(&path).and_then(|file| file.set_len(MIB << 20)).expect("an image");
@@ -155,7 +156,7 @@ fn in_place_takes_a_word_and_no_vm_that_runs() {
     let base = image(&bench);
     let before = std::fs::read(&base).expect("the image");
     let drive = virtio(&base, "raw");
-    let boot = shell(&qemus()[0], &words(&drive));
+    let boot = shell(&distribution_qemu(), &words(&drive));
     let taken = three(&bench, &boot);
     let untouched = |what: &str| {
         assert_same(&std::fs::read(&base).expect("the image"), &before, what);
@@ -189,7 +190,7 @@ fn in_place_takes_a_word_and_no_vm_that_runs() {
         &base.display().to_string(),
         &overlay,
     ]);
-    let above = shell(&qemus()[0], &words(&virtio(Path::new(&overlay), "qcow2")));
+    let above = shell(&distribution_qemu(), &words(&virtio(Path::new(&overlay), "qcow2")));
     let mut other = bench.start(&["--interval", "none", "--name", "above"], &above);
     other.wait_for("KF READY");
     refused(&bench, &[id, "--in-place", "--yes"], &["VM above runs over it"]);
@@ -224,7 +225,7 @@ fn a_commit_that_is_killed_is_finished_by_the_same_command_and_by_no_other() {
     let base = image(&bench);
     let before = std::fs::read(&base).expect("the image");
     let drive = virtio(&base, "raw");
-    let taken = three(&bench, &shell(&qemus()[0], &words(&drive)));
+    let taken = three(&bench, &shell(&distribution_qemu(), &words(&drive)));
     let (id, expected) = &taken[2];
     let in_place = commit(&bench, &[id, "--in-place", "--yes"]);
     // The kernel ends it when it writes behind 8 MiB: what lies before is written then.
@@ -253,7 +254,7 @@ fn a_commit_that_is_killed_is_finished_by_the_same_command_and_by_no_other() {
 
 #[test]
 fn a_qcow2_image_is_written_and_the_one_beneath_is_not() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(0) {
         let bench = Bench::new();
         let overlay = over(&bench);
         let beneath = std::fs::read(bench.path().join("disk.raw")).expect("the image");
@@ -276,7 +277,7 @@ fn what_a_restored_vm_wrote_is_committed_with_its_checkpoint() {
     let bench = Bench::new();
     let base = image(&bench);
     let drive = virtio(&base, "raw");
-    let taken = three(&bench, &shell(&qemus()[0], &words(&drive)));
+    let taken = three(&bench, &shell(&distribution_qemu(), &words(&drive)));
     let known = places(&bench);
     let mut restored = bench.restore(&taken[1].0, &["--keep-disks"]);
     restored.wait_for_error("is running after");
@@ -309,7 +310,7 @@ fn what_a_restored_vm_wrote_is_committed_with_its_checkpoint() {
 #[test]
 fn one_disk_of_several_has_to_be_named() {
     let bench = Bench::new();
-    let qemu: &Qemu = &qemus()[0];
+    let qemu: &Qemu = &distribution_qemu();
     let one = image(&bench);
     let two = bench.path().join("two.raw");
     std::fs::write(&two, vec![5u8; 1 << 20]).expect("an image");

@@ -8,13 +8,14 @@
 //! ```
 //!
 //! The guest's `journal` is the file system check: it knows from RAM what each block of the disk
-//! must hold. `KEYFRAME_CYCLES` says how many cycles (4), `KEYFRAME_SEED` which; both are printed.
+//! must hold. `KEYFRAME_CYCLES` (2) is the number of cycles, and `KEYFRAME_TEST_SEED` draws them;
+//! the test prints both.
 
 use keyframe_disk::{Base, Disk, ImageFormat, Overlay, commit};
 use keyframe_tests::disks::{copy_of_running, socket_of};
 use keyframe_tests::journaling::{RING_MIB, blank_image, journaling, records_of, wait_for_records};
 use keyframe_tests::{
-    Bench, JournalImage, Orphan, Process, Qemu, journal_counter, number, qemus, until,
+    Bench, JournalImage, Orphan, Process, Qemu, journal_counter, number, qemus, seed, until,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use std::path::{Path, PathBuf};
@@ -42,10 +43,8 @@ fn from_environment(name: &str, otherwise: u64) -> u64 {
 #[test]
 fn random_cycles_of_checkpoints_kills_and_restores() {
     let cycles = from_environment("KEYFRAME_CYCLES", 2);
-    let clock =
-        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("a clock");
-    let seed = from_environment("KEYFRAME_SEED", clock.as_secs());
-    println!("KEYFRAME_CYCLES={cycles} KEYFRAME_SEED={seed}");
+    let seed = seed();
+    println!("KEYFRAME_CYCLES={cycles} KEYFRAME_TEST_SEED={seed}");
     let qemus = qemus();
     let mut random = Random(seed);
     for number in 0..cycles {

@@ -5,8 +5,8 @@
 
 use keyframe_disk::{Base, Disk, Disks, ImageFormat, Overlay, Slot, SlotFile, Spec, commit};
 use keyframe_tests::{
-    Bench, Boot, Foreign, JournalImage, Process, Qemu, a_qemu, assert_no_errors, journal_counter,
-    qemus, until,
+    Bench, Boot, Foreign, JournalImage, Process, Qemu, assert_no_errors, chosen_qemus,
+    distribution_qemu, journal_counter, until,
 };
 use rustix::process::Signal;
 use std::fs::File;
@@ -136,7 +136,7 @@ fn synced(guest: &Process) -> u64 {
 
 #[test]
 fn every_bus_writes_discards_and_zeroes() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(0) {
         for (bus, how) in BUSES.iter().zip(["direct", "fsync", "dsync", "fsync"]) {
             let context = format!("{} on QEMU {}, {how}", bus.name, qemu.label);
             println!("-- {context}");
@@ -162,7 +162,7 @@ fn every_bus_writes_discards_and_zeroes() {
 
 #[test]
 fn what_was_flushed_survives_the_end_of_everything() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(1) {
         let bed = Bed::new();
         let mut before = 0;
         for round in 0..4 {
@@ -199,7 +199,7 @@ fn what_was_flushed_survives_the_end_of_everything() {
 
 #[test]
 fn a_killed_qemu_leaves_the_disk_to_the_next_one() {
-    let qemu = &qemus()[0];
+    let qemu = &distribution_qemu();
     let bed = Bed::new();
     let mut disks = bed.serve();
     for round in 0..3 {
@@ -265,7 +265,7 @@ fn read_over_nbd(bed: &Bed, to: &Path) -> Vec<u8> {
 
 #[test]
 fn epochs_cut_in_a_pause_add_up_to_the_disk_of_that_instant() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(0) {
         for bus in [&BUSES[0], &BUSES[3]] {
             println!("-- {} on QEMU {}", bus.name, qemu.label);
             let bed = Bed::new();
@@ -317,7 +317,7 @@ fn epochs_cut_in_a_pause_add_up_to_the_disk_of_that_instant() {
 /// lost what it had not flushed.
 #[test]
 fn a_killed_server_stops_the_vm_and_tells_it_nothing_wrong() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(1) {
         let bed = Bed::new();
         let disks = bed.serve();
         let stopping = Bus {
@@ -344,7 +344,7 @@ fn a_killed_server_stops_the_vm_and_tells_it_nothing_wrong() {
 
 #[test]
 fn what_a_killed_vm_wrote_is_committed_and_never_by_surprise() {
-    let qemu = &qemus()[0];
+    let qemu = &distribution_qemu();
     let bed = Bed::new();
     let disks = bed.serve();
     let mut guest = bed.boot(qemu, &BUSES[0], "kf.rate=0", "");

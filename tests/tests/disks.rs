@@ -5,7 +5,9 @@ use keyframe_tests::disks::{
     RECORDS, assert_goes_on, assert_same, copy, does, image, places, qemu_img, records,
     restored_disk, restored_disk_of, shell, sock, start, take, virtio, wait_for_records, words,
 };
-use keyframe_tests::{Bench, Boot, Orphan, Qemu, a_qemu, in_turn, number, qemus, until};
+use keyframe_tests::{
+    Bench, Boot, Orphan, Qemu, chosen_qemus, distribution_qemu, number, until, variants,
+};
 use std::path::{Path, PathBuf};
 
 /// The guest writes, scattered and in rows, data and zeros; a copy of the disk is taken beside each
@@ -64,7 +66,7 @@ fn each_checkpoint_has_its_disk(qemu: &Qemu, bench: &Bench, boot: &Boot) {
 
 #[test]
 fn a_raw_image() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(0) {
         let bench = Bench::new();
         let image = image(&bench);
         let before = std::fs::read(&image).expect("the image");
@@ -76,7 +78,7 @@ fn a_raw_image() {
 
 #[test]
 fn a_qcow2_image_on_another_as_a_node() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(1) {
         let bench = Bench::new();
         let image = image(&bench);
         let before = std::fs::read(&image).expect("the image");
@@ -114,7 +116,7 @@ fn a_qcow2_image_on_another_as_a_node() {
 /// Whatever the way in which a disk is given, QEMU takes our line, and a restore has the disk.
 #[test]
 fn each_way_to_give_a_disk() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(0) {
         let bench = Bench::new();
         let image = image(&bench);
         let expected = std::fs::read(&image).expect("the image");
@@ -150,7 +152,7 @@ fn each_way_to_give_a_disk() {
             (&["-snapshot", "-drive", &drive("if=virtio,id=d")], "d"),
             (&["-blockdev", &json, "-device", "ide-hd,drive=d"], "d"),
         ];
-        for (way, export) in in_turn(ways, 4) {
+        for (way, export) in variants(ways, 4) {
             println!("-- QEMU {}: {}", qemu.label, way.join(" "));
             let mut boot = Boot::new("hash").with(way);
             boot.qemu.clone_from(&qemu.path);
@@ -168,7 +170,7 @@ fn each_way_to_give_a_disk() {
 
 #[test]
 fn ram_and_disk_are_of_one_instant() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(1) {
         println!("-- QEMU {}", qemu.label);
         let bench = Bench::new();
         let image = image(&bench);
@@ -196,7 +198,7 @@ fn a_failed_checkpoint_gives_its_blocks_to_the_next() {
     // The first, complete checkpoint has fewer pages than that, and each further one some hundred
     // blocks and pages.
     let options = ["--interval", "none", "--fault", "disk-full:28000"];
-    let mut run = start(&bench, &options, &shell(&qemus()[0], &words(&drive)));
+    let mut run = start(&bench, &options, &shell(&distribution_qemu(), &words(&drive)));
     let mut failed = false;
     for step in 0..60 {
         let seek = step % 10 * 600;
@@ -235,7 +237,7 @@ fn a_killed_engine_leaves_the_guest_its_disk() {
         let before = std::fs::read(&image).expect("the image");
         let drive = virtio(&image, "raw");
         let fault = format!("kill:{phase}:3");
-        let boot = shell(&qemus()[0], &words(&drive));
+        let boot = shell(&distribution_qemu(), &words(&drive));
         let mut run = start(&bench, &["--interval", "none", "--fault", &fault], &boot);
         let qemu = Orphan::of(&bench, &mut run, "guest");
         run.say(RECORDS);
@@ -277,7 +279,8 @@ fn an_image_that_has_changed_is_refused() {
     let bench = Bench::new();
     let image = image(&bench);
     let drive = virtio(&image, "raw");
-    let mut run = start(&bench, &["--interval", "none"], &shell(&qemus()[0], &words(&drive)));
+    let mut run =
+        start(&bench, &["--interval", "none"], &shell(&distribution_qemu(), &words(&drive)));
     let id = take(&bench);
     bench.ok(&["stop"]);
     run.wait();

@@ -2,8 +2,8 @@
 //! restored VM, page by page, for every backing of RAM and with devices writing to it.
 
 use keyframe_tests::{
-    Bench, Boot, HugePages, Process, assert_no_errors, assert_restores_exactly, echo, guest_dir,
-    in_turn, number,
+    Bench, Boot, HugePages, Process, assert_no_errors, assert_restores_exactly, echo, number,
+    small_guest, variants,
 };
 use serde_json::Value;
 
@@ -72,7 +72,7 @@ fn shared_memfd_ram() {
 
 #[test]
 fn file_ram() {
-    for share in in_turn(["on", "off"], 1) {
+    for share in variants(["on", "off"], 1) {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("ram");
         let object = format!(
@@ -92,8 +92,10 @@ fn hugetlb_ram() {
 
 #[test]
 fn a_disk_that_writes_to_ram_by_dma() {
-    let drive =
-        format!("file={},if=virtio,format=raw,readonly=on", guest_dir().join("disk.raw").display());
+    let drive = format!(
+        "file={},if=virtio,format=raw,readonly=on",
+        small_guest().join("disk.raw").display()
+    );
     exact(&Boot::new("disk").with(&["-drive", &drive]), "KF READY", |vm| {
         assert_no_errors(vm);
         assert!(

@@ -6,7 +6,8 @@ use crate::group;
 use keyframe_qemu::Qmp;
 use keyframe_tests::disks::{assert_same, image, shell, virtio, words};
 use keyframe_tests::{
-    Bench, Boot, Foreign, Process, Qemu, Sequence, a_qemu, hash_lines, qemus, until,
+    Bench, Boot, Foreign, Process, Qemu, Sequence, chosen_qemus, distribution_qemu, hash_lines,
+    skip, until,
 };
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -95,7 +96,7 @@ fn core(bytes: &[u8]) -> (&[u8], BTreeMap<u64, &[u8]>) {
 
 #[test]
 fn memory_and_registers_are_those_of_qemus_own_dump() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(0) {
         for machine in ["pc", "q35", "microvm"] {
             let bench = Bench::new();
             checkpoint_and_dump(&bench, &boot(&qemu, machine));
@@ -178,12 +179,11 @@ fn each_member_of_a_group_is_exported_by_its_name() {
 #[test]
 fn a_debugger_opens_the_core() {
     let Ok(version) = Command::new("gdb").arg("--version").output() else {
-        println!("skipped: no gdb (Debian package gdb)");
-        return;
+        skip!("no gdb (Debian package gdb)");
     };
     assert!(version.status.success());
     let bench = Bench::new();
-    checkpoint_and_dump(&bench, &boot(&qemus()[0], "pc"));
+    checkpoint_and_dump(&bench, &boot(&distribution_qemu(), "pc"));
     export(&bench, "elf", "ours.elf");
     let asked = |core: &str, commands: &[&str]| {
         let mut gdb = Command::new("gdb");
@@ -202,7 +202,7 @@ fn a_debugger_opens_the_core() {
 #[test]
 fn a_file_is_replaced_only_when_asked_to() {
     let bench = Bench::new();
-    checkpoint_and_dump(&bench, &boot(&qemus()[0], "pc"));
+    checkpoint_and_dump(&bench, &boot(&distribution_qemu(), "pc"));
     export(&bench, "raw", "there");
     let store = bench.store();
     let args = ["export", "latest", "--store", &store, "--format", "raw", "-o", "there"];
@@ -225,7 +225,7 @@ fn a_file_is_replaced_only_when_asked_to() {
 
 #[test]
 fn a_disk_is_exported_as_the_guest_had_it() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(1) {
         let bench = Bench::new();
         let drive = virtio(&image(&bench), "raw");
         let taken = three(&bench, &shell(&qemu, &words(&drive)));
@@ -256,7 +256,7 @@ fn a_disk_is_exported_as_the_guest_had_it() {
 
 #[test]
 fn stock_qemu_loads_an_exported_stream_and_the_guest_goes_on() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(0) {
         for machine in ["pc", "q35"] {
             let bench = Bench::new();
             let boot = boot(&qemu, machine).with(&["-device", "VGA"]);
@@ -301,7 +301,7 @@ fn import(bench: &Bench, file: &str, boot: &Boot) -> Vec<String> {
 
 #[test]
 fn qemus_own_stream_becomes_a_checkpoint_that_goes_on() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(1) {
         for machine in ["pc", "q35"] {
             let bench = Bench::new();
             let boot = boot(&qemu, machine).with(&["-device", "VGA"]);
@@ -321,7 +321,7 @@ fn qemus_own_stream_becomes_a_checkpoint_that_goes_on() {
 #[test]
 fn streams_that_are_hostile_or_another_machines_are_refused_and_leave_nothing() {
     let bench = Bench::new();
-    let boot = boot(&qemus()[0], "pc");
+    let boot = boot(&distribution_qemu(), "pc");
     let good = migrated(&bench, &boot);
     let refused = |name: &str, bytes: &[u8], boot: &Boot, words: &[&str]| {
         std::fs::write(bench.path().join(name), bytes).unwrap();

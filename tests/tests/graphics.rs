@@ -3,7 +3,7 @@
 
 use keyframe_qemu::Qmp;
 use keyframe_tests::disks::does;
-use keyframe_tests::{Bench, Boot, Process, Qemu, qemus, restored_pid};
+use keyframe_tests::{Bench, Boot, Process, Qemu, Scope, qemus, record_skip, restored_pid};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
@@ -301,7 +301,7 @@ fn spice_answers(path: &Path) {
 fn a_spice_display_comes_back() {
     for qemu in qemus() {
         if let Some(why) = lacks_spice(&qemu) {
-            println!("skipped for QEMU {}: it has no SPICE: {why}", qemu.label);
+            record_skip(Scope::Part, format!("QEMU {} has no SPICE: {why}", qemu.label));
             continue;
         }
         // Its path is the same for the restored VM; the picture is looked at by the display beside

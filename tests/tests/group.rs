@@ -2,8 +2,8 @@
 
 use keyframe_tests::journaling::{blank_image, journaling, records_of};
 use keyframe_tests::{
-    Bench, Boot, Foreign, HashLine, Process, Sequence, a_qemu, ended_lines, hash_lines, in_turn,
-    number, qemus, until,
+    Bench, Boot, Foreign, HashLine, Process, Sequence, chosen_qemus, distribution_qemu,
+    ended_lines, hash_lines, number, until, variants,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -92,7 +92,7 @@ fn status(bench: &Bench) -> Value {
 #[test]
 fn a_group_is_captured_exactly_by_each_strategy() {
     let bench = Bench::new();
-    for strategy in in_turn(["precopy", "stop-copy", "cow", "fork"], 2) {
+    for strategy in variants(["precopy", "stop-copy", "cow", "fork"], 2) {
         let before = bench.list().len();
         let mut run = start(
             &bench,
@@ -223,7 +223,7 @@ fn what_is_no_group_is_refused() {
 
 #[test]
 fn packets_between_members_are_neither_lost_nor_repeated() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(0) {
         let bench = Bench::new();
         let lan = bench.path().join("lan").display().to_string();
         let mut members = talking(&bench, &lan);
@@ -279,7 +279,7 @@ fn a_group_comes_back_with_its_disks() {
     let bench = Bench::new();
     let images = ["a", "b"].map(|name| blank_image(&bench, name));
     let member = |(name, image): (&str, &std::path::PathBuf)| {
-        let mut boot = journaling(&qemus()[0], image);
+        let mut boot = journaling(&distribution_qemu(), image);
         boot.serial = format!("file:{}", bench.path().join(format!("{name}.log")).display());
         boot.with(&["-name", name])
     };

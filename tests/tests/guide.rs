@@ -11,7 +11,7 @@
 
 use keyframe_bench::hosts::Host;
 use keyframe_tests::slurm::Cluster;
-use keyframe_tests::{Bench, guest_dir, keyframe};
+use keyframe_tests::{Bench, keyframe, small_guest};
 use rustix::process::{Pid, Signal, kill_process};
 use std::fmt::Write as _;
 use std::fs;
@@ -121,7 +121,7 @@ impl<'b> Page<'b> {
             .env("PATH", format!("{}:{path}", self.bench.path().join("bin").display()))
             .env("XDG_RUNTIME_DIR", self.bench.path())
             .env("XDG_STATE_HOME", self.bench.path().join("state"))
-            .env("GUEST", guest_dir())
+            .env("GUEST", small_guest())
             .env("KEYFRAME_SOURCE", source())
             .env_remove("KEYFRAME_STORE");
         command

@@ -3,7 +3,8 @@
 
 use keyframe_qemu::{Qmp, RunStatus, find_ram_blocks};
 use keyframe_tests::{
-    Bench, Boot, PATIENCE, Process, Sequence, assert_restores_exactly, hash_lines, number,
+    Bench, Boot, PATIENCE, Process, Scope, Sequence, assert_restores_exactly, hash_lines, number,
+    record_skip,
 };
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, waitid};
 use serde_json::{Value, json};
@@ -221,7 +222,7 @@ fn a_dimm_that_is_unplugged_is_in_no_further_checkpoint() {
     let deadline = Instant::now() + Duration::from_secs(10);
     while !gone() {
         if Instant::now() > deadline {
-            println!("skipped: this guest does not let go of the DIMM");
+            record_skip(Scope::Part, "this guest does not release the DIMM");
             return;
         }
         std::thread::sleep(Duration::from_millis(50));

@@ -1,10 +1,11 @@
 //! KVM: tracking, each strategy, restores within it and across to TCG and back, with a guest of
 //! which every byte is known.
 //!
-//! Each test says that it is skipped where `/dev/kvm` cannot be opened.
+//! Each test is skipped if `/dev/kvm` cannot be opened.
 
 use keyframe_tests::{
-    Bench, Boot, PassSequence, Process, a_qemu, has_kvm, in_turn, number, pass_lines, qemus,
+    Bench, Boot, PassSequence, Process, chosen_qemus, needs_kvm, number, pass_lines, qemus, skip,
+    variants,
 };
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
@@ -72,9 +73,7 @@ fn goes_on(bench: &Bench, checkpoint: &str, options: &[&str], sequence: &mut Pas
 
 #[test]
 fn every_strategy_is_exact_and_restores_go_on() {
-    if !has_kvm() {
-        return;
-    }
+    needs_kvm!();
     let mut sequence = sequence();
     for qemu in qemus() {
         for strategy in ["precopy", "stop-copy"] {
@@ -89,9 +88,7 @@ fn every_strategy_is_exact_and_restores_go_on() {
 
 #[test]
 fn copies_made_behind_the_pause_are_exact_and_restores_go_on() {
-    if !has_kvm() {
-        return;
-    }
+    needs_kvm!();
     let mut sequence = sequence();
     let memfd = ["-object", "memory-backend-memfd,id=mem,size=64M,share=on"];
     for (strategy, machine, extra) in
@@ -109,9 +106,7 @@ fn copies_made_behind_the_pause_are_exact_and_restores_go_on() {
 
 #[test]
 fn other_machines_and_backings_of_ram_are_exact_and_go_on() {
-    if !has_kvm() {
-        return;
-    }
+    needs_kvm!();
     let mut sequence = sequence();
     let memfd = ["-object", "memory-backend-memfd,id=mem,size=64M,share=on"];
     for (machine, extra) in [("q35,memory-backend=mem", &memfd[..]), ("microvm", &[])] {
@@ -125,9 +120,7 @@ fn other_machines_and_backings_of_ram_are_exact_and_go_on() {
 
 #[test]
 fn a_killed_engine_leaves_the_guest_running() {
-    if !has_kvm() {
-        return;
-    }
+    needs_kvm!();
     let mut sequence = sequence();
     for phase in ["copied", "encoding"] {
         println!("-- killed at {phase}");
@@ -181,12 +174,10 @@ fn crosses(
 
 #[test]
 fn a_checkpoint_of_kvm_goes_on_under_tcg() {
-    if !has_kvm() {
-        return;
-    }
+    needs_kvm!();
     let mut sequence = sequence();
     for qemu in qemus() {
-        for (machine, cpus) in in_turn([("pc", 1), ("q35", 2), ("microvm", 1)], 2) {
+        for (machine, cpus) in variants([("pc", 1), ("q35", 2), ("microvm", 1)], 2) {
             println!("-- {machine}, QEMU {}", qemu.label);
             crosses("kvm", "tcg", machine, cpus, &qemu.path, &mut sequence);
         }
@@ -195,12 +186,10 @@ fn a_checkpoint_of_kvm_goes_on_under_tcg() {
 
 #[test]
 fn a_checkpoint_of_tcg_goes_on_under_kvm() {
-    if !has_kvm() {
-        return;
-    }
+    needs_kvm!();
     let mut sequence = sequence();
     for qemu in qemus() {
-        for (machine, cpus) in in_turn([("pc", 1), ("q35", 2), ("microvm", 1)], 2) {
+        for (machine, cpus) in variants([("pc", 1), ("q35", 2), ("microvm", 1)], 2) {
             println!("-- {machine}, QEMU {}", qemu.label);
             crosses("tcg", "kvm", machine, cpus, &qemu.path, &mut sequence);
         }
@@ -209,9 +198,7 @@ fn a_checkpoint_of_tcg_goes_on_under_kvm() {
 
 #[test]
 fn what_tcg_cannot_go_on_with_is_refused_and_goes_on_under_kvm() {
-    if !has_kvm() {
-        return;
-    }
+    needs_kvm!();
     let mut sequence = sequence();
     let bench = Bench::alone();
     // The guest asks KVM for its clock, in a page that the payload does not use.
@@ -231,9 +218,7 @@ fn what_tcg_cannot_go_on_with_is_refused_and_goes_on_under_kvm() {
 /// transactions, and some KVMs have none either.
 #[test]
 fn what_the_guest_never_had_does_not_keep_it_from_moving() {
-    if !has_kvm() {
-        return;
-    }
+    needs_kvm!();
     let mut sequence = sequence();
     let bench = Bench::alone();
     let boot = Boot::payload("tcg", DIRTY).with(&["-cpu", "qemu64,-pni,+rtm,+hle"]);
@@ -251,9 +236,7 @@ fn what_the_guest_never_had_does_not_keep_it_from_moving() {
 /// A checkpoint of KVM comes to a host that has none.
 #[test]
 fn a_host_without_kvm_is_told_of_tcg() {
-    if !has_kvm() {
-        return;
-    }
+    needs_kvm!();
     let mut sequence = sequence();
     let bench = Bench::alone();
     let boot = Boot::payload("kvm", DIRTY).with(&PROCESSOR);
@@ -275,8 +258,7 @@ fn a_host_without_kvm_is_told_of_tcg() {
     let mut without = Process::start(command);
     let code = without.wait().code();
     if code == Some(77) || without.errors().starts_with("unshare:") {
-        println!("skipped: /dev/kvm cannot be hidden from a process here: {}", without.errors());
-        return;
+        skip!("/dev/kvm cannot be hidden from a process here: {}", without.errors());
     }
     assert_eq!(code, Some(1), "{}", without.report());
     without.wait_for_error("--accel tcg");
@@ -286,8 +268,10 @@ fn a_host_without_kvm_is_told_of_tcg() {
 /// to KVM.
 #[test]
 fn a_processor_that_lacks_what_the_guest_may_use_is_refused() {
-    if !has_kvm() {
-        return;
+    needs_kvm!();
+    let host = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    if host.contains(" 3dnow ") {
+        skip!("this machine's processor has 3DNow!");
     }
     let mut sequence = sequence();
     let bench = Bench::alone();
@@ -295,11 +279,6 @@ fn a_processor_that_lacks_what_the_guest_may_use_is_refused() {
     // it too.
     let boot = Boot::payload("tcg", DIRTY).with(&["-cpu", "qemu64,+pni,+3dnow"]);
     let id = checkpoints(&bench, &boot, &[], &mut sequence);
-    let host = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    if host.contains(" 3dnow ") {
-        println!("skipped: this machine's processor has 3DNow!");
-        return;
-    }
     let store = bench.store();
     bench.refused(
         &["restore", "--store", &store, &id, "--accel", "kvm"],
@@ -313,11 +292,8 @@ fn a_processor_that_lacks_what_the_guest_may_use_is_refused() {
 /// checkpoint stood.
 #[test]
 fn what_was_captured_under_kvm_is_simulated_under_tcg() {
-    if !has_kvm() {
-        println!("skipped: there is no KVM here");
-        return;
-    }
-    for qemu in a_qemu() {
+    needs_kvm!();
+    for qemu in chosen_qemus(0) {
         let bench = Bench::new();
         let boot = Boot { qemu: qemu.path.clone(), ..Boot::payload("kvm", DIRTY) };
         let mut run = bench.start(&["--interval", "400ms", "--count", "5"], &boot);

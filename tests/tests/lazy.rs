@@ -4,9 +4,9 @@
 use keyframe_kernel::read_memory;
 use keyframe_qemu::{Qmp, find_ram_blocks};
 use keyframe_tests::{
-    Bench, Boot, PATIENCE, PassSequence, Process, Qemu, a_qemu, assert_no_errors,
-    assert_restores_exactly_with, audited, has_kvm, is_gone, number, pass_lines, restored_pid,
-    until,
+    Bench, Boot, PATIENCE, PassSequence, Process, Qemu, assert_no_errors,
+    assert_restores_exactly_with, audited, chosen_qemus, is_gone, needs_kvm, number, pass_lines,
+    restored_pid, until,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use std::os::unix::fs::FileExt;
@@ -59,7 +59,7 @@ fn a_checkpoint_is_restored_exactly_whoever_is_killed() {
         ("a QEMU that is killed ends the restore", qemu_is_killed),
         ("a store that lost its packs is an error and leaves nothing", lost_packs),
     ];
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(0) {
         let bench = Bench::new();
         let id = checkpoint(&bench, &scribble(&qemu));
         assert_restores_exactly_with(&bench, &id, &["--lazy"]);
@@ -106,11 +106,9 @@ fn goes_on(bench: &Bench, id: &str) {
 
 #[test]
 fn under_kvm_it_goes_on_exactly() {
-    if !has_kvm() {
-        return;
-    }
+    needs_kvm!();
     let mut sequence = PassSequence::new(1024, 300);
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(1) {
         let bench = Bench::new();
         let boot = Boot { qemu: qemu.path.clone(), ..Boot::payload("kvm", 300) };
         let mut run = bench.start(&["--interval", "300ms", "--name", "guest"], &boot);

@@ -1,7 +1,9 @@
 //! The main job on every supported machine and QEMU: run, restore from the middle, go on exactly,
 //! reboot.
 
-use keyframe_tests::{Bench, Boot, Process, Qemu, Sequence, a_qemu, hash_lines, number, qemus};
+use keyframe_tests::{
+    Bench, Boot, Process, Qemu, Sequence, chosen_qemus, hash_lines, number, qemus,
+};
 
 /// The hash workload's default table.
 const MIB: u64 = 16;
@@ -67,12 +69,12 @@ fn pc_goes_on_after_a_restore_and_reboots() {
 
 #[test]
 fn q35_with_four_vcpus_goes_on_after_a_restore_and_reboots() {
-    on("q35", 4, a_qemu());
+    on("q35", 4, chosen_qemus(0));
 }
 
 #[test]
 fn microvm_goes_on_after_a_restore_and_reboots() {
-    on("microvm", 1, a_qemu());
+    on("microvm", 1, chosen_qemus(1));
 }
 
 #[test]

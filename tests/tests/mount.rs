@@ -4,7 +4,9 @@
 use crate::commit;
 use crate::group;
 use keyframe_tests::disks::{assert_same, image, shell, virtio, words};
-use keyframe_tests::{Bench, Boot, JournalImage, Process, journal_counter, number, qemus, until};
+use keyframe_tests::{
+    Bench, Boot, JournalImage, Process, distribution_qemu, journal_counter, number, until,
+};
 use rustix::mount::{UnmountFlags, unmount};
 use rustix::process::Signal;
 use std::fs::File;
@@ -236,7 +238,7 @@ fn disks_are_as_the_guest_had_them_and_an_error_once_their_image_has_changed() {
     let bench = Bench::new();
     let base = image(&bench);
     let drive = virtio(&base, "raw");
-    let taken = commit::three(&bench, &shell(&qemus()[0], &words(&drive)));
+    let taken = commit::three(&bench, &shell(&distribution_qemu(), &words(&drive)));
     let mounted = Mounted::new(&bench);
     assert_eq!(
         mounted.names("1"),

@@ -2,7 +2,7 @@
 
 use keyframe_tests::disks::{image, shell, virtio, words};
 use keyframe_tests::{
-    Bench, Boot, Process, assert_no_errors, assert_restores_exactly, number, qemus,
+    Bench, Boot, Process, assert_no_errors, assert_restores_exactly, distribution_qemu, number,
 };
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -126,7 +126,7 @@ fn copies_and_what_a_repair_saves_are_exactly_what_was_taken() {
     let bench = Bench::new();
     let (store, second) = (bench.store(), bench.path().join("second").display().to_string());
     let disk = virtio(&image(&bench), "raw");
-    let taken = crate::commit::three(&bench, &shell(&qemus()[0], &words(&disk)));
+    let taken = crate::commit::three(&bench, &shell(&distribution_qemu(), &words(&disk)));
     let [first, middle, last] = [0, 1, 2].map(|at: usize| taken[at].0.clone());
     bench.ok(&["tag", "--store", &store, &middle, "middle"]);
     bench.ok(&["pin", "--store", &store, &last]);

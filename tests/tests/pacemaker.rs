@@ -2,7 +2,7 @@
 //! it, on two "hosts" of a network namespace: two run directories.
 
 use keyframe_bench::hosts::Host;
-use keyframe_tests::{Bench, Boot, keyframe, until};
+use keyframe_tests::{Bench, Boot, keyframe, skip, until};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Output;
@@ -222,8 +222,7 @@ fn ocf_tester_finds_nothing() {
         .into_iter()
         .find(|p| Path::new(p).is_file())
     else {
-        println!("skipped: no ocf-tester (apt-get install resource-agents libxml2-utils)");
-        return;
+        skip!("no ocf-tester (Debian packages resource-agents, libxml2-utils)");
     };
     let cluster = Cluster::new();
     let mut command = cluster.host.command(tester);

@@ -2,7 +2,7 @@
 //! that notices nothing.
 
 use keyframe_qemu::Qmp;
-use keyframe_tests::{Bench, Boot, PATIENCE, Process, a_qemu, children, number, until};
+use keyframe_tests::{Bench, Boot, PATIENCE, Process, children, chosen_qemus, number, until};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -182,7 +182,7 @@ fn a_launched_vm_is_measured_and_ended() {
 
 #[test]
 fn a_running_vm_is_measured_and_left_as_it_was() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(0) {
         println!("-- QEMU {}", qemu.label);
         let bench = Bench::without_store();
         let socket = bench.path().join("qmp.sock");

@@ -5,7 +5,7 @@ use keyframe_bench::hosts::{Rate, Way};
 use keyframe_tests::protection::Hosts;
 use keyframe_tests::relay::relay;
 use keyframe_tests::trial::{Fault, LEDGER, Side, Trial};
-use keyframe_tests::{Bench, until};
+use keyframe_tests::{Bench, seed, until};
 use rustix::process::Signal;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -260,7 +260,7 @@ fn soak_vms_with_several_vcpus_survive_their_host() {
 /// there were.
 fn play(seed: u64, faults: usize) -> u32 {
     println!(
-        "seed {seed}, again with: KEYFRAME_SEED={seed} cargo test -p keyframe-tests --test end_to_end faults_by_seed"
+        "seed {seed}, again with: KEYFRAME_TEST_SEED={seed} cargo test -p keyframe-tests --test end_to_end faults_by_seed"
     );
     let mut state = seed;
     let mut draw = move || {
@@ -292,7 +292,7 @@ fn number(name: &str) -> Option<u64> {
 
 #[test]
 fn faults_by_seed() {
-    play(number("KEYFRAME_SEED").unwrap_or(1), FAULTS);
+    play(seed(), FAULTS);
 }
 
 #[test]
@@ -300,9 +300,7 @@ fn faults_by_seed() {
 fn soak_faults_by_seed_until_the_vm_has_changed_hosts_200_times() {
     let seeds = number("KEYFRAME_SEEDS").unwrap_or(1000);
     let mut failovers = 0;
-    for seed in (number("KEYFRAME_SEED").unwrap_or(2)..)
-        .take(usize::try_from(seeds).expect("a number of seeds"))
-    {
+    for seed in (seed()..).take(usize::try_from(seeds).expect("a number of seeds")) {
         failovers += play(seed, 3 * FAULTS);
         println!("{failovers} failovers so far");
         if failovers >= SOAK_FAILOVERS {

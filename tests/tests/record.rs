@@ -2,8 +2,8 @@
 //! and what goes wrong is told.
 
 use keyframe_tests::{
-    Bench, Boot, Debugger, Process, a_qemu, children, differing_pages, disks, guest_dir, is_gone,
-    live_ram, number, stored_ram, until,
+    Bench, Boot, Debugger, Process, children, chosen_qemus, differing_pages, disks, is_gone,
+    live_ram, number, small_guest, stored_ram, until,
 };
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
@@ -56,7 +56,7 @@ fn intervals(report: &Value) -> &[Value] {
 
 #[test]
 fn each_interval_replays_exactly_and_tools_see_the_same_side_by_side() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(0) {
         let bench = Bench::without_store();
         let image = disks::image(&bench);
         let disk = disks::virtio(&image, "raw");
@@ -146,7 +146,7 @@ fn each_interval_replays_exactly_and_tools_see_the_same_side_by_side() {
 #[ignore = "make soak"]
 fn soak_tools_see_a_machine_of_two_nodes() {
     const NODE_BYTES: u64 = 48 << 20;
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(1) {
         let bench = Bench::without_store();
         let nodes = [
             "-object",
@@ -201,7 +201,7 @@ fn soak_tools_see_a_machine_of_two_nodes() {
         assert!(first > 0 && second > 100, "{first} and {second} of {}", pages.len());
         assert!(first + second + 16 > pages.len(), "{first} and {second} of {}", pages.len());
 
-        let kernel = format!("symbols={}", guest_dir().join("vmlinux").display());
+        let kernel = format!("symbols={}", small_guest().join("vmlinux").display());
         let (found, out) = analyzed("syscalls", &kernel);
         let calls = std::fs::read_to_string(out.join("syscalls.csv")).expect("read syscalls.csv");
         // Stacks and tasks are in the CPU's node.
@@ -214,7 +214,7 @@ fn soak_tools_see_a_machine_of_two_nodes() {
 /// without, and each interval replays exactly.
 #[test]
 fn read_only_media_are_served_and_replay_exactly() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(0) {
         let bench = Bench::without_store();
         // It ends within a sector.
         let content: Vec<u8> =
@@ -293,7 +293,7 @@ fn read_only_media_are_served_and_replay_exactly() {
 /// interval replays exactly.
 #[test]
 fn a_recording_without_checkpoints_is_cut_by_a_replay() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(1) {
         let bench = Bench::without_store();
         let disk = disks::virtio(&disks::image(&bench), "raw");
         let mut vm = record(&bench, &[], &guest(&qemu.path, "journal").with(&disks::words(&disk)));
@@ -362,7 +362,7 @@ fn a_recording_without_checkpoints_is_cut_by_a_replay() {
 /// Then one goes to any instruction, on from there, and back.
 #[test]
 fn a_recording_is_followed_and_travelled_through() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(0) {
         let bench = Bench::without_store();
         let disk = disks::virtio(&disks::image(&bench), "raw");
         let boot = guest(&qemu.path, "journal").with(&disks::words(&disk));
@@ -522,7 +522,7 @@ fn moves_both_ways(bench: &Bench, icount: u64) {
 
 #[test]
 fn a_recording_ends_with_its_guest_and_one_that_was_cut_is_closed() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(1) {
         let bench = Bench::without_store();
         let mut vm = record(&bench, &[], &guest(&qemu.path, "compute"));
         vm.wait_for("compute t=");
@@ -579,7 +579,7 @@ fn a_recording_ends_before_the_instruction_within_which_its_qemu_ended() {
     // mov ecx, 0x2000000; again: mov [0x8000], ecx; dec ecx; jnz again; mov al, 16; out 0xf4, al
     const COUNTS_AND_ENDS: &[u8] =
         b"\x66\xb9\0\0\0\x02\x66\x89\x0e\0\x80\x66\x49\x75\xf7\xb0\x10\xe6\xf4";
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(0) {
         let bench = Bench::without_store();
         let mut image = COUNTS_AND_ENDS.to_vec();
         image.resize(1 << 20, 0);

@@ -2,7 +2,10 @@
 //! of them.
 
 use keyframe_tests::disks::{does, image_in, qemu_img, restored_disk, shell, take, virtio, words};
-use keyframe_tests::{Bench, Foreign, Process, number, qemus, until};
+use keyframe_tests::{
+    Bench, Foreign, Process, Qemu, Scope, chosen_qemus, distribution_qemu, number, record_skip,
+    until,
+};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -12,7 +15,8 @@ struct Mounted {
 }
 
 impl Mounted {
-    /// None, with a word why, where this machine cannot.
+    /// Makes and mounts a file system of `kind`. If this machine cannot, counts the running test as
+    /// skipped and returns `None`.
     fn new(bench: &Bench, kind: &str) -> Option<Self> {
         let (file, dir) = (bench.path().join(format!("{kind}.fs")), bench.path().join(kind));
         // What the two file systems take at least.
@@ -26,9 +30,9 @@ impl Mounted {
         for mut step in [make, mount] {
             let done = step.output();
             if !done.as_ref().is_ok_and(|output| output.status.success()) {
-                println!(
-                    "skipped for {kind}: {step:?}: {done:?} (needs root, loop devices, mkfs.{kind})"
-                );
+                let reason = format!("{kind} needs root, loop devices and mkfs.{kind}");
+                println!("{step:?}: {done:?}");
+                record_skip(Scope::Test, reason);
                 return None;
             }
         }
@@ -76,11 +80,10 @@ fn clones(dir: &Path) -> usize {
     names.flatten().filter(|e| e.file_name().to_string_lossy().contains(".keyframe-")).count()
 }
 
-#[test]
-fn each_checkpoint_has_a_clone_of_its_disk() {
-    for (kind, qemu) in ["btrfs", "xfs"].into_iter().zip(qemus().into_iter().cycle()) {
+fn each_checkpoint_has_a_clone_of_its_disk(kind: &str, qemus: Vec<Qemu>) {
+    for qemu in qemus {
         let bench = Bench::new();
-        let Some(mounted) = Mounted::new(&bench, kind) else { continue };
+        let Some(mounted) = Mounted::new(&bench, kind) else { return };
         println!("-- {kind}, QEMU {}", qemu.label);
         let image = image_in(&mounted.dir);
         let before = std::fs::read(&image).expect("the image");
@@ -111,6 +114,16 @@ fn each_checkpoint_has_a_clone_of_its_disk() {
 }
 
 #[test]
+fn each_checkpoint_has_a_clone_of_its_disk_on_btrfs() {
+    each_checkpoint_has_a_clone_of_its_disk("btrfs", chosen_qemus(0));
+}
+
+#[test]
+fn each_checkpoint_has_a_clone_of_its_disk_on_xfs() {
+    each_checkpoint_has_a_clone_of_its_disk("xfs", chosen_qemus(1));
+}
+
+#[test]
 fn a_vm_of_somebody_elses_on_a_qcow2_image_with_another_beneath() {
     let bench = Bench::new();
     let Some(mounted) = Mounted::new(&bench, "btrfs") else { return };
@@ -120,7 +133,7 @@ fn a_vm_of_somebody_elses_on_a_qcow2_image_with_another_beneath() {
     // By a relative name, which is looked for beside the clone.
     qemu_img(&["create", "-q", "-f", "qcow2", "-F", "raw", "-b", "disk.raw", &over]);
     let drive = virtio(Path::new(&over), "qcow2");
-    let mut vm = Foreign::start(&bench, &shell(&qemus()[0], &words(&drive)));
+    let mut vm = Foreign::start(&bench, &shell(&distribution_qemu(), &words(&drive)));
     vm.console.wait_for("KF READY");
     let monitor = vm.socket("a");
     // Reflink is found out by itself.
@@ -157,7 +170,7 @@ fn a_checkpoint_that_fails_leaves_no_clone() {
     let drive = format!("file={},format=raw,if=virtio,id=d", image_in(&mounted.dir).display());
     let options =
         ["--name", "guest", "--interval", "none", "--disk", "reflink", "--fault", "kill:sealing:2"];
-    let mut run = bench.start(&options, &shell(&qemus()[0], &["-drive", &drive]));
+    let mut run = bench.start(&options, &shell(&distribution_qemu(), &["-drive", &drive]));
     run.wait_for("KF READY");
     let qemu = keyframe_tests::Orphan::of(&bench, &mut run, "guest");
     let kept = take(&bench);
@@ -167,7 +180,7 @@ fn a_checkpoint_that_fails_leaves_no_clone() {
     assert!(clones(&mounted.dir) >= 1);
     // Whoever comes next removes what no checkpoint names, and nothing else.
     let options = ["--name", "guest", "--interval", "none", "--disk", "reflink"];
-    let mut anew = bench.start(&options, &shell(&qemus()[0], &["-drive", &drive]));
+    let mut anew = bench.start(&options, &shell(&distribution_qemu(), &["-drive", &drive]));
     anew.wait_for("KF READY");
     until("what the killed engine left is gone", || clones(&mounted.dir) == 1);
     bench.ok(&["stop", "--name", "guest"]);
@@ -180,7 +193,7 @@ fn a_file_system_that_does_not_clone_is_refused_by_name() {
     let bench = Bench::new();
     let dir = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
     let drive = format!("file={},format=raw,if=virtio,id=d", image_in(dir.path()).display());
-    let line = shell(&qemus()[0], &["-drive", &drive]).command();
+    let line = shell(&distribution_qemu(), &["-drive", &drive]).command();
     let store = bench.store();
     let mut args = vec!["run", "--store", &store, "--disk", "reflink", "--"];
     args.extend(line.iter().map(String::as_str));

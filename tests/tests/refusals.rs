@@ -1,7 +1,7 @@
 //! Bad input and bad luck: each gets a clear error that names the fix, the right exit code, and
 //! loses nothing.
 
-use keyframe_tests::{Bench, Boot, guest_dir};
+use keyframe_tests::{Bench, Boot, NO_QEMU_10, Scope, qemu_10, record_skip, small_guest};
 use std::process::Command;
 
 /// `keyframe run` of `boot` must be refused with `code` and say every one of `words`.
@@ -153,12 +153,12 @@ fn restores_that_cannot_be_right_are_refused() {
         1,
         &["/bin/true"],
     );
-    let Ok(ten) = std::env::var("KEYFRAME_QEMU10") else {
-        println!("skipped: another QEMU version: KEYFRAME_QEMU10 names none");
+    let Some(ten) = qemu_10() else {
+        record_skip(Scope::Part, NO_QEMU_10);
         return;
     };
     bench.refused(
-        &["restore", "--store", &store, "latest", "--qemu", &ten],
+        &["restore", "--store", &store, "latest", "--qemu", &ten.path],
         1,
         &["7.2", "10.0", "fix:"],
     );
@@ -259,7 +259,7 @@ fn a_store_of_a_later_version_is_left_alone() {
 #[test]
 fn a_user_without_the_right_to_trace_is_told_what_is_missing() {
     let bench = Bench::new();
-    let guest = guest_dir();
+    let guest = small_guest();
     // Somebody without capabilities: what doctor and run say must name what is missing.
     let dir = tempfile::tempdir().unwrap();
     let open = Command::new("chmod").args(["a+rx"]).arg(dir.path()).status().unwrap();

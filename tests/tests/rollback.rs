@@ -2,8 +2,8 @@
 //! where it cannot, it runs on as it was.
 
 use keyframe_tests::{
-    Bench, Boot, HashLine, PATIENCE, Process, Qemu, Sequence, a_qemu, assert_no_errors,
-    differing_pages, hash_lines, live_ram, number, qemus, until,
+    Bench, Boot, HashLine, PATIENCE, Process, Qemu, Sequence, assert_no_errors, chosen_qemus,
+    differing_pages, distribution_qemu, hash_lines, live_ram, number, until,
 };
 use std::path::PathBuf;
 
@@ -43,7 +43,7 @@ fn pid_and_state(bench: &Bench) -> (u64, String) {
 #[test]
 fn a_vm_under_load_goes_back_again_and_again_in_the_same_qemu() {
     let mut sequence = Sequence::new(16);
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(0) {
         let bench = Bench::new();
         let (boot, monitor) = hashing(&bench, &qemu);
         let mut run =
@@ -126,7 +126,7 @@ fn a_vm_under_load_goes_back_again_and_again_in_the_same_qemu() {
 #[test]
 fn a_rollback_that_fails_half_way_leaves_the_vm_as_it_was() {
     let mut sequence = Sequence::new(16);
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(1) {
         let bench = Bench::new();
         let (boot, _) = hashing(&bench, &qemu);
         let other = boot.clone().with(&["-device", "virtio-rng-pci"]);
@@ -157,7 +157,7 @@ fn a_rollback_that_fails_half_way_leaves_the_vm_as_it_was() {
 #[test]
 fn what_cannot_be_is_refused_before_the_vm_is_touched() {
     let bench = Bench::new();
-    let (boot, _) = hashing(&bench, &qemus()[0]);
+    let (boot, _) = hashing(&bench, &distribution_qemu());
     let mut small = boot.clone();
     small.mem_mib = 112;
     small.append = "kf.work=idle".into();

@@ -6,8 +6,8 @@ use keyframe_tests::journaling::{
     blank_image, journaling, records_of, wait_for_more_records, wait_for_records,
 };
 use keyframe_tests::{
-    Bench, JournalImage, Orphan, PATIENCE, Process, Qemu, a_qemu, in_turn, journal_counter, number,
-    qemus, restored_pid, until,
+    Bench, JournalImage, Orphan, PATIENCE, Process, Qemu, chosen_qemus, distribution_qemu,
+    journal_counter, number, restored_pid, until, variants,
 };
 use std::path::{Path, PathBuf};
 
@@ -62,7 +62,7 @@ fn went_back(lines: &[String], skip: usize, far: u64) -> bool {
 
 #[test]
 fn a_disk_goes_back_with_its_vm_again_and_again() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(0) {
         println!("-- QEMU {}", qemu.label);
         let bench = Bench::new();
         let (mut run, monitor) = start(&bench, &qemu, &["--interval", "700ms"]);
@@ -117,7 +117,7 @@ fn a_disk_goes_back_with_its_vm_again_and_again() {
 /// QEMU finds devices that it does not have: disk and RAM are again what they were.
 #[test]
 fn a_rollback_that_fails_half_way_leaves_the_disk_as_it_was() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(1) {
         let bench = Bench::new();
         let image = blank_image(&bench, "disk");
         let other = journaling(&qemu, &image).with(&["-device", "virtio-rng-pci"]);
@@ -145,11 +145,12 @@ fn a_rollback_that_fails_half_way_leaves_the_disk_as_it_was() {
 /// whole.
 #[test]
 fn an_engine_killed_in_a_rollback_leaves_no_vm_standing() {
-    for (step, ends) in in_turn([(1, false), (2, true), (3, true), (4, false)], 2) {
+    for (step, ends) in variants([(1, false), (2, true), (3, true), (4, false)], 2) {
         println!("-- killed at step {step}");
         let bench = Bench::new();
         let fault = format!("kill-rollback:{step}");
-        let (mut run, _) = start(&bench, &qemus()[0], &["--interval", "none", "--fault", &fault]);
+        let (mut run, _) =
+            start(&bench, &distribution_qemu(), &["--interval", "none", "--fault", &fault]);
         let target = take(&bench);
         let far = wait_for_more_records(&mut run, 300);
         let qemu = Orphan::of(&bench, &mut run, "guest");

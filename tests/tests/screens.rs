@@ -4,7 +4,7 @@
 
 use crate::mount::Mounted;
 use keyframe_qemu::Qmp;
-use keyframe_tests::{Bench, Http, Process, Qemu, a_qemu, qemus};
+use keyframe_tests::{Bench, Http, Process, Qemu, chosen_qemus, qemus};
 use rustix::process::Signal;
 use serde_json::Value;
 use std::io::Cursor;
@@ -293,7 +293,7 @@ fn without_a_system(bench: &Bench, qemu: &Qemu, arguments: &[&str]) -> (Process,
 
 #[test]
 fn the_firmwares_screen_is_in_files_the_mount_and_the_dashboard() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(0) {
         println!("-- QEMU {}", qemu.label);
         let bench = Bench::new();
         let (vm, expected) = without_a_system(&bench, &qemu, &["-device", "VGA"]);
@@ -325,7 +325,7 @@ fn the_firmwares_screen_is_in_files_the_mount_and_the_dashboard() {
 
 #[test]
 fn a_display_without_vga_is_shown() {
-    for qemu in a_qemu() {
+    for qemu in chosen_qemus(1) {
         let bench = Bench::new();
         let devices = ["-machine", "q35", "-device", "bochs-display"];
         let (vm, expected) = without_a_system(&bench, &qemu, &devices);
@@ -341,7 +341,7 @@ fn no_display_and_one_that_qemu_keeps_to_itself_are_told_apart() {
         (&["-vga", "none"][..], 404, "has no display"),
         (&["-device", "virtio-gpu-pci"], 422, "its display is virtio-gpu: its picture is in QEMU"),
     ] {
-        for qemu in a_qemu() {
+        for qemu in chosen_qemus(0) {
             let bench = Bench::new();
             let mut vm = start(&bench, &qemu, arguments);
             monitor(&bench, &mut vm);

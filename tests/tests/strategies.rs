@@ -3,8 +3,8 @@
 //! pages are still being copied.
 
 use keyframe_tests::{
-    Bench, Boot, HugePages, Orphan, Process, Sequence, assert_restores_exactly, audited,
-    hash_lines, in_turn, until,
+    Bench, Boot, HugePages, Orphan, Process, Scope, Sequence, assert_restores_exactly, audited,
+    hash_lines, record_skip, until, variants,
 };
 use std::path::Path;
 
@@ -74,7 +74,7 @@ fn auto_is_exact() {
 #[test]
 fn precopy_with_other_trackers_and_threads_is_exact() {
     for with in
-        in_turn([["--copy-threads", "2"], ["--tracker", "sync"], ["--tracker", "compare"]], 1)
+        variants([["--copy-threads", "2"], ["--tracker", "sync"], ["--tracker", "compare"]], 1)
     {
         exact(&scribbling(), &["--strategy", "precopy", with[0], with[1]], &["precopy"]);
     }
@@ -127,7 +127,7 @@ fn what_a_strategy_cannot_do_is_refused_before_the_guest_runs() {
             &["file on disk", "memory-backend-memfd"],
         );
     } else {
-        println!("skipped: copy-on-write over a file on disk: {} is no disk", dir.path().display());
+        record_skip(Scope::Part, "copy-on-write over a file on disk: the directory is in memory");
     }
 }
 

@@ -3,7 +3,9 @@
 //!
 //! The VM is one that runs already: RAM that is tracked from its first write on gets no huge pages.
 
-use keyframe_tests::{Bench, Boot, Foreign, assert_no_errors, assert_restores_exactly, in_turn};
+use keyframe_tests::{
+    Bench, Boot, Foreign, assert_no_errors, assert_restores_exactly, skip, variants,
+};
 
 const ENABLED: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
 const SHARED_ENABLED: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
@@ -69,10 +71,9 @@ fn exact(machine: &str, extra: &[&str], key: &str, strategy: &str) {
 #[test]
 fn private_memory_in_huge_pages_is_exact_by_each_strategy() {
     if chosen(ENABLED) == "never" {
-        println!("skipped: {ENABLED} is never, and no process may have what the system does not");
-        return;
+        skip!("{ENABLED} is `never`, which no process can override");
     }
-    for strategy in in_turn(["precopy", "pre-scan", "stop-copy", "cow", "fork"], 2) {
+    for strategy in variants(["precopy", "pre-scan", "stop-copy", "cow", "fork"], 2) {
         exact("pc", &[], "AnonHugePages:", strategy);
     }
 }
@@ -80,8 +81,7 @@ fn private_memory_in_huge_pages_is_exact_by_each_strategy() {
 #[test]
 fn shared_memory_in_huge_pages_is_exact() {
     if ["never", "deny"].contains(&chosen(SHARED_ENABLED).as_str()) {
-        println!("skipped: {SHARED_ENABLED} forbids huge pages of shared memory");
-        return;
+        skip!("{SHARED_ENABLED} forbids huge pages of shared memory");
     }
     let object = "memory-backend-memfd,id=mem,size=128M,share=on";
     for strategy in ["precopy", "cow"] {

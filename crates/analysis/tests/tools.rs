@@ -4,11 +4,13 @@
 mod support;
 
 use keyframe_analysis::Foreign;
-use keyframe_analysis::plugin::Interface;
 use keyframe_analysis::tools::by_name;
+use keyframe_testing::{
+    NO_QEMU_10, distribution_qemu, qemu_10, skip, small_guest, tests_every_variant,
+};
 use std::path::Path;
 use std::time::Duration;
-use support::{Qemu, Recording, guest_dir, qemus};
+use support::{Qemu, Recording};
 
 const WORK: &str = "hash+dirty kf.mib=4 kf.hash.pause_ms=5";
 
@@ -45,7 +47,7 @@ fn equal_in_both_ways(recording: &Recording, number: usize) {
     let (tool_name, arguments, line) = TOOLS[number];
     let name = format!("{tool_name}-{number}");
     let map = recording.file("System.map").display().to_string();
-    let kernel = guest_dir().join("vmlinux").display().to_string();
+    let kernel = small_guest().join("vmlinux").display().to_string();
     let program = recording.file("program").display().to_string();
     let filled = |one: &&str| {
         one.replace("MAP", &map).replace("KERNEL", &kernel).replace("PROGRAM", &program)
@@ -130,8 +132,7 @@ fn all_tools(qemu: &Qemu, half: usize) {
     println!("{qemu:?}: {:?}", recording.checkpoints);
     for (number, (_, arguments, _)) in TOOLS.into_iter().enumerate() {
         // The first two on each QEMU, each other one on one of them, unless all are asked for.
-        let all = std::env::var_os("KEYFRAME_EVERY").is_some_and(|value| value != "0");
-        if all || number < 2 || number % 2 == half {
+        if tests_every_variant() || number < 2 || number % 2 == half {
             equal_in_both_ways(&recording, number);
             if arguments == ["symbols=PROGRAM"] {
                 lines_are_the_guests(&recording, number);
@@ -155,18 +156,14 @@ fn counts_are_qemus_own(recording: &Recording) {
 
 #[test]
 fn side_by_side_equals_in_sequence_on_the_first_interface() {
-    let qemu = qemus()
-        .into_iter()
-        .find(|qemu| qemu.interface == Interface::V1)
-        .expect("the distribution's QEMU");
-    all_tools(&qemu, 0);
+    all_tools(&distribution_qemu().into(), 0);
 }
 
 #[test]
 fn side_by_side_equals_in_sequence_on_the_fourth_interface() {
-    match qemus().into_iter().find(|qemu| qemu.interface == Interface::V4) {
-        Some(qemu) => all_tools(&qemu, 1),
-        None => println!("skipped"),
+    match qemu_10() {
+        Some(qemu) => all_tools(&qemu.into(), 1),
+        None => skip!("{NO_QEMU_10}"),
     }
 }
 

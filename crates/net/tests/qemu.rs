@@ -4,6 +4,7 @@
 mod support;
 
 use keyframe_net::{Error, PortId, Switch};
+use keyframe_testing::{qemus, small_guest};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -14,20 +15,6 @@ use support::{Peer, frame, ping};
 
 const LIMIT: Duration = Duration::from_secs(120);
 const BRIEFLY: Duration = Duration::from_millis(300);
-
-/// The distribution's QEMU, and QEMU 10 where `KEYFRAME_QEMU10` names one.
-fn qemus() -> Vec<String> {
-    let mut all = vec!["qemu-system-x86_64".to_owned()];
-    match std::env::var("KEYFRAME_QEMU10") {
-        Ok(path) => all.push(path),
-        Err(_) => {
-            println!(
-                "skipped for QEMU 10: KEYFRAME_QEMU10 names none (guests/build qemu10 builds one)"
-            );
-        }
-    }
-    all
-}
 
 /// A QEMU with a NIC on `lan`, ended on drop.
 struct Qemu {
@@ -86,22 +73,19 @@ impl Qemu {
     }
 
     /// The small guest, with a static address ending in `host` and `workload`.
-    fn boot(program: &str, dir: &Path, lan: &Path, mac: &str, workload: &str) -> Option<Self> {
-        let Some(guest) = std::env::var_os("KEYFRAME_GUEST").map(std::path::PathBuf::from) else {
-            println!("skipped: KEYFRAME_GUEST names no guest (guests/build small builds one)");
-            return None;
-        };
+    fn boot(program: &str, dir: &Path, lan: &Path, mac: &str, workload: &str) -> Self {
+        let guest = small_guest();
         let file = |name: &str| guest.join(name).display().to_string();
         let (kernel, initrd) = (file("vmlinux"), file("initramfs.cpio.gz"));
         let append = format!("console=ttyS0 quiet panic=-1 tsc=unstable {workload}");
         let nic = format!("virtio-net-pci,netdev=n0,romfile=,mac={mac}");
-        Some(Self::start(
+        Self::start(
             program,
             dir,
             lan,
             &nic,
             &["-kernel", &kernel, "-initrd", &initrd, "-append", &append],
-        ))
+        )
     }
 
     fn monitor(&mut self, command: &str) {
@@ -149,7 +133,7 @@ fn connected(switch: &mut Switch, count: usize) -> Vec<PortId> {
 /// once, of which QEMU may read one only.
 #[test]
 fn a_packet_that_waits_in_qemu_is_seen_before_it_is_lost() {
-    for program in qemus() {
+    for keyframe_testing::Qemu { path: program, .. } in qemus() {
         for nic in ["virtio-net-pci,netdev=n0,romfile=", "e1000,netdev=n0,romfile="] {
             println!("{program} {nic}");
             let dir = tempfile::Builder::new().prefix("keyframe-test-").tempdir().unwrap();
@@ -190,16 +174,12 @@ fn a_packet_that_waits_in_qemu_is_seen_before_it_is_lost() {
 /// The guest is pinged, through holds in which it is stopped; each ping is answered once.
 #[test]
 fn a_guest_loses_no_packet_and_sees_none_twice_through_holds_and_stops() {
-    for program in qemus() {
+    for keyframe_testing::Qemu { path: program, .. } in qemus() {
         let dir = tempfile::Builder::new().prefix("keyframe-test-").tempdir().unwrap();
         let lan = dir.path().join("lan");
         let mut switch = Switch::new().unwrap();
         switch.listen(&lan).unwrap();
-        let Some(mut qemu) =
-            Qemu::boot(&program, dir.path(), &lan, "02:00:00:00:00:01", "kf.work=idle")
-        else {
-            return;
-        };
+        let mut qemu = Qemu::boot(&program, dir.path(), &lan, "02:00:00:00:00:01", "kf.work=idle");
         connected(&mut switch, 1);
         let mut peer = Peer::connect(&lan);
         let ports = connected(&mut switch, 2);

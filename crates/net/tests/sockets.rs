@@ -209,7 +209,7 @@ fn a_hold_that_lasts_too_long_or_loses_its_controller_ends_by_itself() {
 }
 
 #[test]
-#[ignore = "the switch's process of another test"]
+#[ignore = "a role of another test"]
 fn switch_process() {
     if std::env::var_os("KEYFRAME_PART").is_some() {
         let control = std::io::stdin().as_fd().try_clone_to_owned().unwrap();

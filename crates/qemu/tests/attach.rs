@@ -14,7 +14,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 use support::foreign::{Foreign, given, out, part, until};
@@ -28,7 +28,7 @@ fn watchdog(vm: &Vm) -> Watchdog {
 }
 
 #[test]
-#[ignore = "the watchdog's process of other tests"]
+#[ignore = "a role of another test"]
 fn watchdog_process() {
     let Some((_, words)) = given() else { return };
     watchdog::run(Watched::parse(&words).unwrap(), std::io::stdin(), out()).unwrap();
@@ -37,7 +37,7 @@ fn watchdog_process() {
 /// An engine that attaches, pauses the VM, says so and does nothing ever after. `KEYFRAME_PART` is
 /// `pid socket armed`.
 #[test]
-#[ignore = "the engine's process of other tests"]
+#[ignore = "a role of another test"]
 fn engine_process() {
     let Some((value, _)) = given() else { return };
     let [pid, socket, armed] = *value.split(' ').collect::<Vec<_>>() else { panic!("{value}") };
@@ -305,26 +305,21 @@ fn an_engine_that_stalls_finds_its_checkpoint_torn() {
     }
 }
 
-/// The small guest's kernel and initramfs, where `KEYFRAME_GUEST` names their directory.
-fn small_guest(line: &str) -> Option<Vec<String>> {
-    let dir = PathBuf::from(std::env::var_os("KEYFRAME_GUEST")?);
+/// A command line that boots the small guest.
+fn small_guest(line: &str) -> Vec<String> {
+    let dir = keyframe_testing::small_guest();
     let mut line = words(line);
     for (option, file) in [("-kernel", "vmlinux"), ("-initrd", "initramfs.cpio.gz")] {
         line.extend([option.to_owned(), dir.join(file).display().to_string()]);
     }
     let append = "console=ttyS0 quiet panic=-1 tsc=unstable kf.work=dirty kf.rate=2000 kf.mib=16";
     line.extend(["-append".to_owned(), append.to_owned()]);
-    Some(line)
+    line
 }
 
 #[test]
 fn memory_that_was_plugged_in_comes_back() {
-    let Some(mut line) =
-        small_guest("-machine pc -m 256M,slots=2,maxmem=1G -display none -nodefaults")
-    else {
-        eprintln!("skipped: KEYFRAME_GUEST does not name the small guest's directory");
-        return;
-    };
+    let mut line = small_guest("-machine pc -m 256M,slots=2,maxmem=1G -display none -nodefaults");
     let dir = tempfile::tempdir().unwrap();
     let serial = dir.path().join("serial");
     line.extend(["-serial".to_owned(), format!("file:{}", serial.display())]);

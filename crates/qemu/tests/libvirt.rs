@@ -15,7 +15,7 @@ use support::libvirt::Libvirt;
 use support::{checkpoint, passes, payload, qemus, read_blocks, said, wait_for};
 
 #[test]
-#[ignore = "the watchdog's process of other tests"]
+#[ignore = "a role of another test"]
 fn watchdog_process() {
     let Some((_, words)) = given() else { return };
     watchdog::run(Watched::parse(&words).unwrap(), std::io::stdin(), out()).unwrap();
@@ -24,7 +24,7 @@ fn watchdog_process() {
 /// An engine that attaches, pauses the VM, says so and does nothing ever after. `KEYFRAME_PART` is
 /// `pid domain uri`.
 #[test]
-#[ignore = "the engine's process of other tests"]
+#[ignore = "a role of another test"]
 fn engine_process() {
     let Some((value, _)) = given() else { return };
     let [pid, domain, uri] = *value.split(' ').collect::<Vec<_>>() else { panic!("{value}") };

@@ -17,6 +17,7 @@ use keyframe_analysis::{
     GuestRam, Icount, Interval, MergeContext, Part, RamFile, RamRange, RunContext, Summary,
 };
 use keyframe_replay::log::Boundaries;
+use keyframe_testing::small_guest;
 use keyframe_units::GuestPhys;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
@@ -37,31 +38,16 @@ pub struct Qemu {
     pub interface: Interface,
 }
 
-/// The distribution's, and the one that `KEYFRAME_QEMU10` names.
+/// The QEMUs to test with.
 pub fn qemus() -> Vec<Qemu> {
-    let mut all = vec![Qemu { path: "qemu-system-x86_64".into(), interface: Interface::V1 }];
-    match std::env::var("KEYFRAME_QEMU10") {
-        Ok(path) => all.push(Qemu { path, interface: Interface::V4 }),
-        Err(_) => {
-            println!("skipped for QEMU 10.0: KEYFRAME_QEMU10 names none (guests/build qemu10)")
-        }
-    }
-    all
+    keyframe_testing::qemus().into_iter().map(Qemu::from).collect()
 }
 
-/// The small guest's directory: `KEYFRAME_GUEST`, or what `guests/build small` says.
-pub fn guest_dir() -> PathBuf {
-    if let Some(dir) = std::env::var_os("KEYFRAME_GUEST") {
-        return dir.into();
+impl From<keyframe_testing::Qemu> for Qemu {
+    fn from(qemu: keyframe_testing::Qemu) -> Self {
+        let interface = if qemu.label == "10" { Interface::V4 } else { Interface::V1 };
+        Self { path: qemu.path, interface }
     }
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/build");
-    let output = Command::new(script).arg("small").output().expect("run guests/build");
-    assert!(
-        output.status.success(),
-        "guests/build small: {}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    PathBuf::from(String::from_utf8_lossy(&output.stdout).lines().last().expect("a directory"))
 }
 
 /// A running QEMU with its monitor; killed when dropped.
@@ -270,7 +256,7 @@ impl Recording {
     }
 
     fn line(&self, work: &str, mode: &str, ram: &Path, extra: &[String]) -> Vec<String> {
-        let guest = guest_dir();
+        let guest = small_guest();
         let suppress = if mode == "replay" { ",suppress-vmdesc=on" } else { "" };
         let console = self.file(if mode == "replay" { "replayed" } else { "console" });
         let mut line: Vec<String> = [

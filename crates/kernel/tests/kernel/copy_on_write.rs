@@ -110,8 +110,7 @@ fn the_copy_is_the_memory_at_the_stop() {
 
 #[test]
 fn the_copy_of_huge_pages_is_the_memory_at_the_stop() {
-    let Some(_pool) = HugePages::reserve(24, "the_copy_of_huge_pages_is_the_memory_at_the_stop")
-    else {
+    let Some(_pool) = HugePages::reserve(24) else {
         return;
     };
     for kind in ["hugetlb", "hugeanon"] {

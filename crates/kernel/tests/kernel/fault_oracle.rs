@@ -160,7 +160,7 @@ fn nothing_is_lost_of_what_is_discarded_meanwhile() {
 
 #[test]
 fn nothing_is_lost_in_huge_pages() {
-    let Some(_pool) = HugePages::reserve(24, "nothing_is_lost_in_huge_pages") else { return };
+    let Some(_pool) = HugePages::reserve(24) else { return };
     for kind in ["hugetlb", "hugeanon"] {
         (1..3).for_each(|seed| run(kind, seed, false));
         run_meanwhile(kind, 0);

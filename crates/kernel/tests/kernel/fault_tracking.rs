@@ -2,12 +2,14 @@
 //! left waiting.
 
 use crate::target::{
-    HUGE, HugePages, PAGE, Target, drain, part, role_arguments, sees_markers, start_role, try_drain,
+    HUGE, HugePages, PAGE, SEES_NO_MARKERS, Target, drain, part, role_arguments, sees_markers,
+    start_role, try_drain,
 };
 use keyframe_kernel::attach::inject_userfaultfd;
 use keyframe_kernel::fault_tracker::{FaultTracker, Touch};
 use keyframe_kernel::track::Written;
 use keyframe_kernel::{Error, Process, read_memory};
+use keyframe_testing::{Scope, record_skip, skip};
 use keyframe_units::{HostRange, HostVirt};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -45,8 +47,8 @@ fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
 #[test]
 fn the_first_drain_reports_all_and_each_further_one_what_was_written() {
     const PAGES: u64 = 2000;
-    if !sees_markers("the_first_drain_reports_all_and_each_further_one_what_was_written") {
-        return;
+    if !sees_markers() {
+        skip!("{SEES_NO_MARKERS}");
     }
     for kind in KINDS {
         let mut target = Target::start();
@@ -83,7 +85,7 @@ fn the_first_drain_reports_all_and_each_further_one_what_was_written() {
 
 #[test]
 fn huge_pages_are_tracked_whole() {
-    let Some(_pool) = HugePages::reserve(16, "huge_pages_are_tracked_whole") else { return };
+    let Some(_pool) = HugePages::reserve(16) else { return };
     for kind in ["hugetlb", "hugeanon"] {
         let mut target = Target::start();
         let ram = target.map(kind, 6 * HUGE);
@@ -165,8 +167,8 @@ fn a_hook_sees_each_page_once_before_it_is_written() {
 #[test]
 fn discarded_pages_are_reported_and_told() {
     const PAGES: u64 = 4 * 512;
-    if !sees_markers("discarded_pages_are_reported_and_told") {
-        return;
+    if !sees_markers() {
+        skip!("{SEES_NO_MARKERS}");
     }
     for kind in ["anon", "thp"] {
         let mut target = Target::start();
@@ -212,8 +214,8 @@ fn discarded_pages_are_reported_and_told() {
 /// What changes without a word to a hook beforehand can be found out: here, a discard.
 #[test]
 fn protection_lost_unseen_is_found() {
-    if !sees_markers("protection_lost_unseen_is_found") {
-        return;
+    if !sees_markers() {
+        skip!("{SEES_NO_MARKERS}");
     }
     let mut target = Target::start();
     let ram = target.map("anon", 2000 * PAGE);
@@ -291,9 +293,8 @@ fn a_descriptor_for_user_mode_faults_is_refused() {
     }
     let attached = inject_userfaultfd(&target.process).unwrap();
     if !attached.user_mode_only {
-        println!(
-            "skipped: a_descriptor_for_user_mode_faults_is_refused: the host permits all users more"
-        );
+        let reason = "a descriptor for user-mode faults alone: the host permits all users more";
+        record_skip(Scope::Part, reason);
     }
     let error = FaultTracker::new(&target.process, attached.uffd, true).unwrap_err();
     assert!(matches!(error, Error::UserModeOnly { .. }), "{error:?}");

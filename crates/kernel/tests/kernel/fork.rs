@@ -270,7 +270,7 @@ fn what_a_fork_does_not_freeze_is_refused_by_name() {
     assert!(
         matches!(refused(&target, wiped), Error::Unmapped { hole, .. } if hole == part(wiped, 16, 1).start)
     );
-    if let Some(_pool) = HugePages::reserve(4, "what_a_fork_does_not_freeze_is_refused_by_name") {
+    if let Some(_pool) = HugePages::reserve(4) {
         let huge = target.map("hugeanon", 2 * HUGE);
         assert!(
             matches!(refused(&target, huge), Error::NotForkable { range, .. } if range == huge)
@@ -291,8 +291,7 @@ fn what_a_fork_does_not_freeze_is_refused_by_name() {
 #[test]
 fn a_fork_that_fails_in_the_process_is_undone() {
     if !rustix::process::geteuid().is_root() {
-        println!("skipped: a_fork_that_fails_in_the_process_is_undone: takes root");
-        return;
+        keyframe_testing::skip!("only root can limit the processes of another process");
     }
     let mut target = Target::start();
     let ram = target.map("anon", 64 * PAGE);

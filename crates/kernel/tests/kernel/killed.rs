@@ -10,8 +10,8 @@ use crate::target::{PAGE, Target, role_arguments, start_role, start_role_under};
 use keyframe_kernel::Process;
 use keyframe_kernel::attach::inject_userfaultfd;
 use keyframe_kernel::fork::Snapshot;
+use keyframe_testing::{has_program, skip};
 use keyframe_units::{HostRange, HostVirt};
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 const TARGETS: u64 = 8;
@@ -159,33 +159,26 @@ fn kill_at_each_step(state: &str, expected: &str, of_fork: bool) {
     panic!("{state}, fork: {of_fork}: more steps than there can be");
 }
 
-fn has_strace(test: &str) -> bool {
-    let found = Command::new("sh").args(["-c", "command -v strace >/dev/null"]).status();
-    let found = found.is_ok_and(|status| status.success());
-    if !found {
-        println!("skipped: {test}: no strace");
-    }
-    found
-}
-
 /// In code of its own, and in each kind of system call that the kernel restarts in a way of its
 /// own.
 #[test]
 fn a_kill_at_each_step_leaves_the_process_running() {
-    if has_strace("a_kill_at_each_step_leaves_the_process_running") {
-        kill_at_each_step("toil 200 1", "ok ", false);
-        kill_at_each_step("sleep 200", "0 0", false);
-        kill_at_each_step("ppoll 200", "0 0", false);
-        kill_at_each_step("futex 200", "-1 110", false);
+    if !has_program("strace") {
+        skip!("no strace (Debian package strace)");
     }
+    kill_at_each_step("toil 200 1", "ok ", false);
+    kill_at_each_step("sleep 200", "0 0", false);
+    kill_at_each_step("ppoll 200", "0 0", false);
+    kill_at_each_step("futex 200", "-1 110", false);
 }
 
 #[test]
 fn a_kill_at_each_step_of_a_snapshot_leaves_the_process_running() {
-    if has_strace("a_kill_at_each_step_of_a_snapshot_leaves_the_process_running") {
-        kill_at_each_step("toil 200 1", "ok ", true);
-        kill_at_each_step("ppoll 200", "0 0", true);
+    if !has_program("strace") {
+        skip!("no strace (Debian package strace)");
     }
+    kill_at_each_step("toil 200 1", "ok ", true);
+    kill_at_each_step("ppoll 200", "0 0", true);
 }
 
 /// A wait that was interrupted and let go on is the kernel's alone to go on with: who comes next

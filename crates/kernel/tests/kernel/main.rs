@@ -1,8 +1,8 @@
 //! This crate against real processes: attach, track, read.
 //!
 //! Each test starts a process of its own (`testing/target.rs`) and tells it what to do with its
-//! memory. Tests need the right to trace it and Linux 6.7; what a host or user lacks besides (huge
-//! pages, swap, `CAP_SYS_ADMIN`) is printed as skipped.
+//! memory. Tests need the right to trace it and Linux 6.7. A test that needs more, such as huge
+//! pages, swap or `CAP_SYS_ADMIN`, is skipped if the host or the user lacks it.
 
 mod attach;
 mod copy_on_write;

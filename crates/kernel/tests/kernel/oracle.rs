@@ -252,7 +252,7 @@ fn nothing_is_lost_in_shared_memory() {
 
 #[test]
 fn nothing_is_lost_in_huge_pages() {
-    let Some(_pool) = HugePages::reserve(20, "nothing_is_lost_in_huge_pages") else { return };
+    let Some(_pool) = HugePages::reserve(20) else { return };
     for kind in ["hugetlb", "hugeanon"] {
         (1..3).for_each(|seed| run(kind, seed, false));
     }

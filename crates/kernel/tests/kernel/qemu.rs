@@ -23,8 +23,7 @@ struct Qemu {
 }
 
 impl Qemu {
-    /// `None`, and a line that says so, where that program is not there.
-    fn start(program: &str, options: &[&str], test: &str) -> Option<Self> {
+    fn start(program: &str, options: &[&str]) -> Self {
         let mut command = Command::new(program);
         command.args([
             "-M",
@@ -39,16 +38,13 @@ impl Qemu {
             "stdio",
         ]);
         let child = command.args(options).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
-        let Ok(mut child) = child else {
-            println!("skipped: {test}: no {program}");
-            return None;
-        };
+        let mut child = child.unwrap_or_else(|error| panic!("start {program}: {error}"));
         let (monitor, stdout) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
         let process = Process::open(child.id()).unwrap();
         let mut qemu = Self { child, monitor, answers: BufReader::new(stdout), process };
         qemu.line();
         qemu.ask("qmp_capabilities");
-        Some(qemu)
+        qemu
     }
 
     /// The next answer. QEMU answers or ends: either ends the wait.
@@ -90,10 +86,9 @@ impl Drop for Qemu {
     }
 }
 
-/// The one in PATH, and the one that `KEYFRAME_QEMU10` names.
+/// The programs of the QEMUs to test with.
 fn programs() -> Vec<String> {
-    let named = std::env::var("KEYFRAME_QEMU10").ok().filter(|path| !path.is_empty());
-    std::iter::once("qemu-system-x86_64".to_owned()).chain(named).collect()
+    keyframe_testing::qemus().into_iter().map(|qemu| qemu.path).collect()
 }
 
 fn read(process: &Process, range: HostRange) -> Vec<u8> {
@@ -110,9 +105,7 @@ fn page(ram: HostRange, number: u64) -> HostVirt {
 #[test]
 fn a_fork_of_qemu_freezes_its_ram() {
     for program in programs() {
-        let Some(mut qemu) = Qemu::start(&program, &[], "a_fork_of_qemu_freezes_its_ram") else {
-            continue;
-        };
+        let mut qemu = Qemu::start(&program, &[]);
         let ram = qemu.ram();
         for number in 0..500 {
             write_memory(&qemu.process, page(ram, number * 97), &[(number % 255) as u8 + 1; 64])
@@ -141,10 +134,7 @@ fn a_fork_of_qemu_freezes_its_ram() {
 fn a_qemu_under_seccomp_is_not_forked() {
     for program in programs() {
         let options = ["-sandbox", "on,spawn=deny"];
-        let Some(mut qemu) = Qemu::start(&program, &options, "a_qemu_under_seccomp_is_not_forked")
-        else {
-            continue;
-        };
+        let mut qemu = Qemu::start(&program, &options);
         let error = Snapshot::fork(&qemu.process, &[qemu.ram()]).unwrap_err();
         assert!(matches!(error, Error::Seccomp { .. }), "{program}: {error:?}");
         qemu.ask("query-status");
@@ -159,8 +149,7 @@ fn first_writes_to_the_ram_of_qemu_are_watched() {
             let backend = format!("memory-backend-{backend},id=m,size=192M");
             let options =
                 ["-object", backend.as_str(), "-machine", "memory-backend=m", "-sandbox", "on"];
-            let test = "first_writes_to_the_ram_of_qemu_are_watched";
-            let Some(mut qemu) = Qemu::start(&program, &options, test) else { continue };
+            let mut qemu = Qemu::start(&program, &options);
             let ram = qemu.ram();
             let attached = inject_userfaultfd(&qemu.process).unwrap();
             let mut tracker =
@@ -212,8 +201,7 @@ fn whoever_attaches_to_a_waiting_qemu_may_be_killed() {
     let sandbox = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
     for program in programs() {
         for options in [&[][..], &["-sandbox", sandbox]] {
-            let test = "whoever_attaches_to_a_waiting_qemu_may_be_killed";
-            let Some(mut qemu) = Qemu::start(&program, options, test) else { continue };
+            let mut qemu = Qemu::start(&program, options);
             let mask = signal_mask(&qemu.process);
             let context = format!("{program} {options:?}");
             kill_attachers(&mut qemu, 60, options.is_empty(), &context);
@@ -230,11 +218,7 @@ fn signal_mask(process: &Process) -> String {
 /// The guest boots, and then writes its memory and says so each second, all the while.
 #[test]
 fn whoever_attaches_to_a_running_qemu_may_be_killed() {
-    let test = "whoever_attaches_to_a_running_qemu_may_be_killed";
-    let Some(guest) = std::env::var("KEYFRAME_GUEST").ok().filter(|guest| !guest.is_empty()) else {
-        println!("skipped: {test}: KEYFRAME_GUEST names no guest");
-        return;
-    };
+    let guest = keyframe_testing::small_guest().display().to_string();
     for program in programs() {
         let console = tempfile::NamedTempFile::new().unwrap();
         let said = || std::fs::read_to_string(console.path()).unwrap_or_default();
@@ -253,7 +237,7 @@ fn whoever_attaches_to_a_running_qemu_may_be_killed() {
             append,
             "-no-reboot",
         ];
-        let Some(mut qemu) = Qemu::start(&program, &options, test) else { continue };
+        let mut qemu = Qemu::start(&program, &options);
         qemu.ask("cont");
         kill_attachers(&mut qemu, 60, true, &format!("{program}, booting"));
         let reports = |at_least: usize| {

@@ -174,9 +174,7 @@ fn data_extents_hold_all_data_and_few_zeros() {
         assert!(clipped.iter().all(|extent| part.contains(*extent)), "{kind}: {clipped:?}");
         assert_eq!(clipped.last().unwrap().end(), part.end(), "{kind}");
         // Protecting fills the holes with markers, which are not data.
-        if (kind == "anon" || kind == "memcopy")
-            && sees_markers("markers in data_extents_hold_all_data")
-        {
+        if (kind == "anon" || kind == "memcopy") && sees_markers() {
             let tracker = target.track(ram);
             tracker.scan_and_protect(ram, &mut Vec::new()).unwrap();
             assert_eq!(reader.data_extents(ram).unwrap(), expected, "{kind}, with markers");
@@ -207,7 +205,7 @@ fn data_of_shared_memory_counts_though_the_page_table_lacks_it() {
 
 #[test]
 fn huge_pages_are_read_by_calls_alone() {
-    let Some(_pool) = HugePages::reserve(8, "huge_pages_are_read_by_calls_alone") else { return };
+    let Some(_pool) = HugePages::reserve(8) else { return };
     let mut target = Target::start();
     for kind in ["hugetlb", "hugeanon"] {
         let ram = target.map(kind, 3 * HUGE);

@@ -5,6 +5,7 @@ use keyframe_kernel::fault_tracker::FaultTracker;
 use keyframe_kernel::memory::GuestReader;
 use keyframe_kernel::track::{WriteTracker, Written};
 use keyframe_kernel::{Process, Result};
+use keyframe_testing::{Scope, record_skip};
 use keyframe_units::{HostRange, HostVirt};
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -289,17 +290,16 @@ pub fn try_drain(tracker: &FaultTracker, range: HostRange) -> Result<Vec<(u64, b
     Ok(pages)
 }
 
-/// True where we may see swap entries, so can tell a marker from a page on swap; otherwise a line
-/// that says so.
-pub fn sees_markers(test: &str) -> bool {
+/// Why a test of exact reports is skipped.
+pub const SEES_NO_MARKERS: &str =
+    "without CAP_SYS_ADMIN the kernel reports more pages than were written";
+
+/// True if this process may see swap entries, which tell a marker from a page on swap.
+pub fn sees_markers() -> bool {
     const CAP_SYS_ADMIN: u64 = 1 << 21;
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let bits = status.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap().trim();
-    let sees = u64::from_str_radix(bits, 16).unwrap() & CAP_SYS_ADMIN != 0;
-    if !sees {
-        println!("skipped: {test}: without CAP_SYS_ADMIN more is reported than was written");
-    }
-    sees
+    u64::from_str_radix(bits, 16).unwrap() & CAP_SYS_ADMIN != 0
 }
 
 /// Reserves huge pages for one test, and gives them back.
@@ -312,19 +312,24 @@ const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 static POOL_USER: Mutex<()> = Mutex::new(());
 
 impl HugePages {
-    /// `None`, and a line that says so, where there are none to be had.
-    pub fn reserve(count: u64, test: &str) -> Option<Self> {
+    /// Adds `count` pages to the pool. If the host refuses, counts the running test as skipped and
+    /// returns `None`.
+    pub fn reserve(count: u64) -> Option<Self> {
+        let pool = Self::enlarge_pool(count);
+        if pool.is_none() {
+            record_skip(Scope::Test, "the host has too few huge pages");
+        }
+        pool
+    }
+
+    fn enlarge_pool(count: u64) -> Option<Self> {
         let one_at_a_time = POOL_USER.lock().unwrap_or_else(PoisonError::into_inner);
         let before = std::fs::read_to_string(POOL).ok()?;
         let pool = Self { before, _one_at_a_time: one_at_a_time };
         let wanted = pool.before.trim().parse::<u64>().ok()? + count;
         let raised = std::fs::write(POOL, wanted.to_string()).is_ok();
         let now = std::fs::read_to_string(POOL).ok()?.trim().parse::<u64>().ok()?;
-        if !raised || now < wanted {
-            println!("skipped: {test}: no huge pages can be reserved");
-            return None;
-        }
-        Some(pool)
+        (raised && now >= wanted).then_some(pool)
     }
 }
 

@@ -1,9 +1,12 @@
 //! What the tracker reports, for each kind of memory, and what it cannot see.
 
-use crate::target::{HUGE, HugePages, PAGE, Target, pages, scan, sees_markers, try_scan};
+use crate::target::{
+    HUGE, HugePages, PAGE, SEES_NO_MARKERS, Target, pages, scan, sees_markers, try_scan,
+};
 use keyframe_kernel::attach::inject_userfaultfd;
 use keyframe_kernel::memory::GuestReader;
 use keyframe_kernel::{Error, track::Written};
+use keyframe_testing::{Scope, record_skip, skip};
 use keyframe_units::{HostRange, HostVirt};
 
 /// Kinds with pages of 4 KiB, on which tracking is exact.
@@ -30,8 +33,8 @@ fn assert_first(found: &[(u64, bool)], pages: u64, present: &[u64], context: &st
 #[test]
 fn the_first_scan_reports_all_and_each_further_one_what_was_written() {
     const PAGES: u64 = 2000;
-    if !sees_markers("the_first_scan_reports_all_and_each_further_one_what_was_written") {
-        return;
+    if !sees_markers() {
+        skip!("{SEES_NO_MARKERS}");
     }
     for kind in EXACT {
         let mut target = Target::start();
@@ -69,8 +72,8 @@ fn the_first_scan_reports_all_and_each_further_one_what_was_written() {
 #[test]
 fn a_scan_by_two_threads_finds_what_one_does() {
     const PAGES: u64 = 5 << 18;
-    if !sees_markers("a_scan_by_two_threads_finds_what_one_does") {
-        return;
+    if !sees_markers() {
+        skip!("{SEES_NO_MARKERS}");
     }
     for kind in ["anon", "memfd"] {
         let mut target = Target::start();
@@ -102,8 +105,8 @@ fn a_scan_by_two_threads_finds_what_one_does() {
 #[test]
 fn a_page_that_is_only_read_is_not_reported() {
     const PAGES: u64 = 600;
-    if !sees_markers("a_page_that_is_only_read_is_not_reported") {
-        return;
+    if !sees_markers() {
+        skip!("{SEES_NO_MARKERS}");
     }
     for kind in EXACT {
         let mut target = Target::start();
@@ -128,8 +131,8 @@ fn a_page_that_is_only_read_is_not_reported() {
 #[test]
 fn discarded_private_pages_are_reported_each_time() {
     const PAGES: u64 = 4 * 512;
-    if !sees_markers("discarded_private_pages_are_reported_each_time") {
-        return;
+    if !sees_markers() {
+        skip!("{SEES_NO_MARKERS}");
     }
     for kind in ["anon", "thp", "copy", "memcopy"] {
         let mut target = Target::start();
@@ -156,9 +159,8 @@ fn discarded_private_pages_are_reported_each_time() {
 #[test]
 fn discarded_pages_that_are_read_before_the_scan_are_reported() {
     const PAGES: u64 = 3 * 512;
-    let test = "discarded_pages_that_are_read_before_the_scan_are_reported";
-    if !sees_markers(test) {
-        return;
+    if !sees_markers() {
+        skip!("{SEES_NO_MARKERS}");
     }
     for kind in ["anon", "thp", "copy", "memcopy"] {
         for trusting in [true, false] {
@@ -201,8 +203,7 @@ fn discarded_pages_that_are_read_before_the_scan_are_reported() {
 /// The kernel says nothing of them: refused where they can be discarded, tracked where not.
 #[test]
 fn private_huge_pages_that_can_be_discarded_are_refused() {
-    let test = "private_huge_pages_that_can_be_discarded_are_refused";
-    let Some(_pool) = HugePages::reserve(8, test) else { return };
+    let Some(_pool) = HugePages::reserve(8) else { return };
     for kind in ["hugeanon", "hugecopy"] {
         let mut target = Target::start();
         let ram = target.map(kind, 2 * HUGE);
@@ -234,8 +235,8 @@ fn private_huge_pages_that_can_be_discarded_are_refused() {
 #[test]
 fn a_page_touched_and_discarded_between_scans_is_reported() {
     const PAGES: u64 = 3 * 512;
-    if !sees_markers("a_page_touched_and_discarded_between_scans_is_reported") {
-        return;
+    if !sees_markers() {
+        skip!("{SEES_NO_MARKERS}");
     }
     let mut target = Target::start();
     let ram = target.map("anon", PAGES * PAGE);
@@ -254,8 +255,8 @@ fn a_page_touched_and_discarded_between_scans_is_reported() {
 #[test]
 fn without_watching_discards_writes_are_reported() {
     const PAGES: u64 = 1500;
-    if !sees_markers("without_watching_discards_writes_are_reported") {
-        return;
+    if !sees_markers() {
+        skip!("{SEES_NO_MARKERS}");
     }
     let mut target = Target::start();
     let ram = target.map("anon", PAGES * PAGE);
@@ -270,7 +271,7 @@ fn without_watching_discards_writes_are_reported() {
 
 #[test]
 fn huge_pages_are_tracked_whole() {
-    let Some(_pool) = HugePages::reserve(16, "huge_pages_are_tracked_whole") else { return };
+    let Some(_pool) = HugePages::reserve(16) else { return };
     for kind in ["hugetlb", "hugeanon"] {
         let mut target = Target::start();
         let ram = target.map(kind, 6 * HUGE);
@@ -300,7 +301,7 @@ fn huge_pages_are_tracked_whole() {
 fn writes_by_the_kernel_are_tracked() {
     for (kind, demoted) in [("anon", false), ("memfd", false), ("anon", true), ("memfd", true)] {
         if demoted && !rustix::process::geteuid().is_root() {
-            println!("skipped: writes_by_the_kernel_are_tracked, demoted: takes root");
+            record_skip(Scope::Part, "a process without rights: only root can start one");
             continue;
         }
         let mut target = Target::start();
@@ -511,11 +512,10 @@ fn swap_out(target: &mut Target, ram: HostRange) {
 fn a_page_on_swap_is_reported_as_present() {
     let swap = std::fs::read_to_string("/proc/swaps").unwrap_or_default();
     if swap.lines().count() < 2 {
-        println!("skipped: a_page_on_swap_is_reported_as_present: no swap");
-        return;
+        skip!("this host has no swap");
     }
-    if !sees_markers("a_page_on_swap_is_reported_as_present") {
-        return;
+    if !sees_markers() {
+        skip!("{SEES_NO_MARKERS}");
     }
     for kind in ["anon", "memcopy"] {
         let mut target = Target::start();

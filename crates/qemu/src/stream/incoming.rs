@@ -224,7 +224,10 @@ impl<R: Read> Incoming<R> {
                 return Err(Error::Migration { offset: from, problem });
             }
             None => {
-                return Err(Error::Migration { offset: from, problem: "it ends behind RAM".into() });
+                return Err(Error::Migration {
+                    offset: from,
+                    problem: "it ends behind RAM".into(),
+                });
             }
         }
         let Some(end) = end_mark(&state) else {

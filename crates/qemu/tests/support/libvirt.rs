@@ -3,6 +3,7 @@
 
 use super::foreign::until;
 use keyframe_qemu::{AttachOptions, Monitor};
+use keyframe_testing::{Scope, has_program, record_skip};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
@@ -34,13 +35,12 @@ pub struct Libvirt {
 }
 
 impl Libvirt {
-    /// Starts it in `dir`; `None`, with the reason printed, where that is not possible.
+    /// Starts it in `dir`. If this machine cannot, counts the running test as skipped and returns
+    /// `None`.
     pub fn start(dir: &Path) -> Option<Self> {
-        let skip = |why: &str| eprintln!("skipped: {why}");
+        let skip = |reason: &str| record_skip(Scope::Test, reason);
         for program in ["libvirtd", "virsh", "unshare"] {
-            let found =
-                Command::new("sh").args(["-c", "command -v \"$0\" >/dev/null", program]).status();
-            if !found.is_ok_and(|status| status.success()) {
+            if !has_program(program) {
                 skip(&format!(
                     "there is no {program} (Debian: libvirt-daemon-driver-qemu, libvirt-clients)"
                 ));

@@ -20,14 +20,9 @@ use std::time::{Duration, Instant};
 /// How long a guest may take for anything; far more than it needs on a busy machine.
 const PATIENCE: Duration = Duration::from_mins(1);
 
-/// The QEMUs at hand: the one in PATH, and the one that `KEYFRAME_QEMU10` names.
+/// The programs of the QEMUs to test with.
 pub fn qemus() -> Vec<String> {
-    let mut all = vec!["qemu-system-x86_64".to_owned()];
-    match std::env::var("KEYFRAME_QEMU10") {
-        Ok(path) if !path.is_empty() => all.push(path),
-        _ => eprintln!("skipped for QEMU 10: KEYFRAME_QEMU10 does not name its binary"),
-    }
-    all
+    keyframe_testing::qemus().into_iter().map(|qemu| qemu.path).collect()
 }
 
 /// Assembles the guest into `dir`.

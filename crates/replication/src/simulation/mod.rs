@@ -146,7 +146,7 @@ fn one_vm_runs_and_loses_nothing_whatever_fails() {
 }
 
 #[test]
-#[ignore = "long: for make soak"]
+#[ignore = "make soak"]
 fn soak_one_vm_runs_and_loses_nothing_whatever_fails() {
     play_all(SOAK_SEEDS);
 }

@@ -1,0 +1,53 @@
+//! The QEMUs to test with.
+
+use crate::seed::{choose, report_choice, seed, tests_every_variant};
+use crate::{Scope, record_skip};
+
+/// A QEMU to test with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Qemu {
+    /// `distribution` or `10`.
+    pub label: &'static str,
+    /// Its program: a path, or a name that `PATH` resolves.
+    pub path: String,
+}
+
+/// The distribution's QEMU, in `PATH`.
+pub fn distribution_qemu() -> Qemu {
+    Qemu { label: "distribution", path: "qemu-system-x86_64".into() }
+}
+
+/// QEMU 10, if `KEYFRAME_QEMU10` names its program. The caller records a skip if there is none.
+pub fn qemu_10() -> Option<Qemu> {
+    let path = std::env::var("KEYFRAME_QEMU10").ok().filter(|path| !path.is_empty())?;
+    Some(Qemu { label: "10", path })
+}
+
+/// Why a test runs without QEMU 10.
+pub const NO_QEMU_10: &str =
+    "QEMU 10: KEYFRAME_QEMU10 names no program (guests/build qemu10 builds one)";
+
+/// The distribution's QEMU and QEMU 10. If there is no QEMU 10, that part of the running test is
+/// recorded as skipped.
+pub fn qemus() -> Vec<Qemu> {
+    let ten = qemu_10();
+    if ten.is_none() {
+        record_skip(Scope::Part, NO_QEMU_10);
+    }
+    std::iter::once(distribution_qemu()).chain(ten).collect()
+}
+
+/// Chooses one of [`qemus`] by the seed; all of them if [`tests_every_variant`].
+///
+/// `turn` spreads the tests over the QEMUs: with one seed, tests with even turns run on one of
+/// them and tests with odd turns on the other. The next seed swaps them. Give the tests of a file
+/// the turns 0, 1, 0, 1, ...
+pub fn chosen_qemus(turn: u64) -> Vec<Qemu> {
+    let all = qemus();
+    if tests_every_variant() || all.len() == 1 {
+        return all;
+    }
+    let chosen = choose(all, 1, seed().wrapping_add(turn));
+    report_choice(&chosen);
+    chosen
+}
