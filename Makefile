@@ -9,7 +9,7 @@ help:
 	@echo "make demo         set up, build, checkpoint a VM, restore it; report in $(OUT)/demo.html"
 	@echo "make test         unit, property and end-to-end tests on real QEMU, 25 minutes on two cores;"
 	@echo "                  KEYFRAME_TEST_SEED (1) chooses the variants and the QEMU versions"
-	@echo "make test-all     the same with every variant on every QEMU, some hours"
+	@echo "make test-all     the same with every variant on every QEMU; takes far longer"
 	@echo "make test-python  the Python package: types, and its tests on a real VM"
 	@echo "make soak         tests that take long: 10,000 seeds of the simulations of the store and of"
 	@echo "                  replication, long recordings, benchmarks; KEYFRAME_SEEDS, KEYFRAME_SOAK_SECONDS"
