@@ -3,32 +3,13 @@
 //! Wiring only: each command is a file in `commands`, the work is done by the crates.
 
 mod commands;
-mod control;
-mod disks;
-mod failure;
 mod fetched;
 mod help;
-mod images;
-mod keys;
-mod lans;
-mod lineage;
-mod mount;
-mod output;
-mod paths;
-mod profile;
-mod protecting;
-mod replaying;
-mod report;
-mod reporting;
 mod rights;
-mod rundir;
-mod screens;
-mod serving;
-mod session;
 mod top;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
-use failure::Outcome;
+use keyframe_failure::Outcome;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::process::ExitCode;
 

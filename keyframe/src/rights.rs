@@ -10,7 +10,6 @@
 
 use crate::Command;
 use keyframe_confine::{Error, Keep, capabilities_but, no_programs};
-use std::path::PathBuf;
 
 /// Gives up what `command` does not use. Where the kernel refuses that, it says so and goes on: as
 /// it would without.
@@ -20,7 +19,7 @@ pub fn give_up(command: &Command) {
 
 fn tell(confined: Result<(), Error>) {
     if let Err(error) = confined {
-        let error = crate::failure::chain(&error);
+        let error = keyframe_failure::chain(&error);
         eprintln!("keyframe: warning: goes on with more rights than it needs: {error}");
     }
 }
@@ -86,20 +85,4 @@ fn confine(command: &Command) -> Result<(), Error> {
             no_programs()
         }
     }
-}
-
-/// Gives up what is for starting QEMU alone. Before there are threads that could do more.
-pub fn trace_only() {
-    tell(capabilities_but(Keep::Tracing));
-}
-
-/// The same of a thread that reads what others may have written, while QEMU is not started yet: it
-/// needs files alone.
-pub fn files_only() {
-    tell(capabilities_but(Keep::Files).and_then(|()| no_programs()));
-}
-
-/// Gives up changing files elsewhere than in `folders`; says so where the kernel cannot do that.
-pub fn writes_beneath(folders: &[PathBuf]) {
-    tell(keyframe_confine::writes_beneath(folders));
 }

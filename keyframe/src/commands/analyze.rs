@@ -2,14 +2,16 @@
 
 mod on;
 
-use crate::failure::{DONE, FAILED, Failure, Outcome};
-use crate::keys::{self, KeyArg};
-use crate::output;
-use crate::paths;
-use crate::replaying::{Analysis, Done, Head, Opened, Order, Stretch, dispatch_ns, jobs, tool};
 use indicatif::ProgressBar;
 use keyframe_analysis::{Summary, Tool, tools};
+use keyframe_failure::output;
+use keyframe_failure::paths;
+use keyframe_failure::{DONE, FAILED, Failure, Outcome};
 use keyframe_replay::interval::Interval;
+use keyframe_replay_driver::{
+    Analysis, Done, Head, Opened, Order, Stretch, dispatch_ns, jobs, tool,
+};
+use keyframe_store_keys::{self as keys, KeyArg};
 use on::{Driven, OnArgs};
 use serde::Serialize;
 use std::path::{Path, PathBuf};

@@ -2,10 +2,10 @@
 
 use super::StoreArg;
 use super::checkpoints::Checkpoints;
-use crate::control::OnExit;
-use crate::failure::{Failure, Outcome};
-use crate::session::{self, LanChoice, LeaveOut};
+use keyframe_failure::{Failure, Outcome};
 use keyframe_qemu::{AttachOptions, Monitor};
+use keyframe_session::control::OnExit;
+use keyframe_session::{LanChoice, LeaveOut};
 use std::path::PathBuf;
 
 /// Take continuous checkpoints of a QEMU that runs already
@@ -77,6 +77,6 @@ impl Attach {
         if let Some(control) = self.lan_control {
             session.lans = LanChoice::Control(control);
         }
-        session::attach(&store, &vms, session)
+        keyframe_session::attach(&store, &vms, session)
     }
 }

@@ -1,8 +1,8 @@
 //! `keyframe bench`: measures against peers, in one run.
 
-use crate::failure::{DONE, Failure, Outcome};
-use crate::keys::KeyArg;
-use crate::output;
+use keyframe_failure::output;
+use keyframe_failure::{DONE, Failure, Outcome};
+use keyframe_store_keys::KeyArg;
 use std::path::{Path, PathBuf};
 
 /// Measure Keyframe against its peers on this machine
@@ -97,7 +97,7 @@ impl Bench {
     pub fn run(&self) -> Outcome {
         if let Some(job) = &self.job {
             let line = keyframe_bench::run_job(job)
-                .map_err(|e| Failure::new(crate::failure::chain(&e)))?;
+                .map_err(|e| Failure::new(keyframe_failure::chain(&e)))?;
             output::print_line(&line)?;
             return Ok(DONE);
         }
@@ -122,14 +122,14 @@ impl Bench {
             warning: |line| eprintln!("keyframe bench: {line}"),
         };
         let result = keyframe_bench::run(&self.name, &options).map_err(|e| {
-            let failure = Failure::new(crate::failure::chain(&e));
+            let failure = Failure::new(keyframe_failure::chain(&e));
             match e.fix() {
                 Some(fix) => failure.fix(fix),
                 None => failure,
             }
         })?;
         if let Some(path) = &self.plot {
-            result.plot.write(path).map_err(|e| Failure::new(crate::failure::chain(&e)))?;
+            result.plot.write(path).map_err(|e| Failure::new(keyframe_failure::chain(&e)))?;
         }
         if self.json {
             output::json(&result)?;

@@ -11,18 +11,19 @@
 //! Left out: groups.
 
 use super::StoreArg;
-use super::restore::{Accel, refuse_recorded, source_of};
-use crate::control::OnExit;
-use crate::disks::{self, Served, restored};
-use crate::failure::{DONE, FAILED, Failure, Outcome};
-use crate::images::{Guest, StoredPages};
-use crate::output;
-use crate::rights;
-use crate::rundir::{Kind, RunDir};
+use super::restore::{Accel, refuse_recorded};
+use keyframe_failure::output;
+use keyframe_failure::{DONE, FAILED, Failure, Outcome};
+use keyframe_inspect::images::{Guest, StoredPages};
+use keyframe_inspect::source_of;
 use keyframe_qemu::DiskServer;
 use keyframe_qemu::restore::apart::{self, Clone as Cloned};
 use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored, SharedRam};
+use keyframe_session::control::OnExit;
+use keyframe_session::rights;
+use keyframe_session::rundir::{Kind, RunDir};
 use keyframe_store::{Loaded, Store};
+use keyframe_vm_disks::{self as disks, Served, restored};
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::ffi::OsString;

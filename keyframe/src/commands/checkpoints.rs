@@ -1,7 +1,7 @@
 //! What `run` and `attach` have in common: when checkpoints are taken, and how.
 
-use crate::control::{OnExit, Strategy, TrackerKind};
-use crate::session::{self, DiskWay, LanChoice, LeaveOut, Options};
+use keyframe_session::control::{OnExit, Strategy, TrackerKind};
+use keyframe_session::{DiskWay, LanChoice, LeaveOut, Options};
 use keyframe_store::Durability;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -83,10 +83,10 @@ pub struct Checkpoints {
     /// Whether the run recompresses packs that it does not write to any more, at the lowest
     /// priority; never with --keep-within or in object storage
     #[arg(long, value_enum, default_value = "never", value_name = "WHEN")]
-    recompress: session::Recompress,
+    recompress: keyframe_session::Recompress,
     /// Break on purpose, for tests: `kill|stall|pause:PHASE[:N]` at the Nth time
     #[arg(long, hide = true, value_name = "FAULT")]
-    fault: Option<session::Fault>,
+    fault: Option<keyframe_session::Fault>,
 }
 
 impl Checkpoints {

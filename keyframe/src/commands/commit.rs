@@ -1,17 +1,17 @@
 //! `keyframe commit`: writes a disk back to an image, a new one or its own.
 
-use crate::disks::base;
-use crate::disks::place;
-use crate::disks::standing::Standing;
-use crate::disks::stored::StoredDisk;
-use crate::disks::writing::{NewFormat, Progress, failure};
-use crate::failure::{DONE, Failure, Outcome, chain};
-use crate::keys::KeyArg;
-use crate::output;
 use keyframe_disk::commit::{self, Amount, InPlace};
 use keyframe_disk::{Base, Below, Disk, Error, ImageFormat, Layer, Overlay, Readable};
+use keyframe_failure::output;
+use keyframe_failure::{DONE, Failure, Outcome, chain};
 use keyframe_store::{DiskMeta, Store};
+use keyframe_store_keys::KeyArg;
 use keyframe_units::CheckpointId;
+use keyframe_vm_disks::base;
+use keyframe_vm_disks::place;
+use keyframe_vm_disks::standing::Standing;
+use keyframe_vm_disks::stored::StoredDisk;
+use keyframe_vm_disks::writing::{NewFormat, Progress, failure};
 use serde::Serialize;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};

@@ -1,8 +1,8 @@
 //! `keyframe __disks`: the process that serves a VM's disks, so that they outlive the engine. Not
 //! for people.
 
-use crate::disks::layer::Layers;
-use crate::failure::{DONE, Failure, Outcome};
+use keyframe_failure::{DONE, Failure, Outcome};
+use keyframe_vm_disks::layer::Layers;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 

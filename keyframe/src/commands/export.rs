@@ -1,17 +1,18 @@
 //! `keyframe export`: a checkpoint as a file that other tools read.
 
 use super::StoreArg;
-use crate::disks::stored::StoredDisk;
-use crate::disks::writing::{Progress, failure};
-use crate::failure::{DONE, Failure, Outcome};
-use crate::images::{Guest, StoredPages};
-use crate::{output, screens};
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_disk::{ImageFormat, Readable, commit};
+use keyframe_failure::output;
+use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_image::Image;
+use keyframe_inspect::images::{Guest, StoredPages};
+use keyframe_inspect::screens;
 use keyframe_qemu::stream;
 use keyframe_store::{Loaded, Store};
 use keyframe_units::CheckpointId;
+use keyframe_vm_disks::stored::StoredDisk;
+use keyframe_vm_disks::writing::{Progress, failure};
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::os::unix::fs::FileExt;

@@ -1,8 +1,9 @@
 //! `keyframe failover`: lets a protected VM run on the other host.
 
-use crate::control::{Request, Response, client};
-use crate::failure::{DONE, Failure, Outcome};
-use crate::{output, rundir};
+use keyframe_failure::output;
+use keyframe_failure::{DONE, Failure, Outcome};
+use keyframe_session::control::{Request, Response, client};
+use keyframe_session::rundir;
 use std::time::Duration;
 
 /// Let a protected VM run on the other host

@@ -1,11 +1,11 @@
 //! `keyframe find`: at which instructions a recorded guest wrote to an address.
 
 use super::recorded::RecordedArgs;
-use crate::failure::{DONE, FAILED, Failure, Outcome};
-use crate::output;
-use crate::replaying::{Analysis, Head, Subject, jobs};
 use keyframe_analysis::tools;
+use keyframe_failure::output;
+use keyframe_failure::{DONE, FAILED, Failure, Outcome};
 use keyframe_replay::interval::Interval;
+use keyframe_replay_driver::{Analysis, Head, Subject, jobs};
 use serde::Serialize;
 
 /// How often an interval is tried.

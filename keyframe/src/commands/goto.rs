@@ -1,10 +1,10 @@
 //! `keyframe goto`: a recorded VM as it was at an instruction.
 
 use super::recorded::RecordedArgs;
-use crate::failure::{DONE, Failure, Outcome};
-use crate::output;
-use crate::replaying::{self, Debugger, Replay, Source, Standing, Way, jobs};
+use keyframe_failure::output;
+use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_replay::{Times, cutting};
+use keyframe_replay_driver::{self as replaying, Debugger, Replay, Source, Standing, Way, jobs};
 use serde::Serialize;
 use std::ffi::OsString;
 use std::sync::atomic::{AtomicBool, Ordering};

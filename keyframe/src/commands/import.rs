@@ -7,13 +7,13 @@
 //! ```
 
 use super::StoreArg;
-use crate::failure::{DONE, Failure, Outcome};
-use crate::output;
-use crate::report::Entry;
-use crate::rundir;
-use crate::session::{machine_meta, refuse};
+use keyframe_failure::output;
+use keyframe_failure::{DONE, Failure, Outcome};
+use keyframe_inspect::report::Entry;
 use keyframe_qemu::stream::{Incoming, IncomingBlock, cpu_registers};
 use keyframe_qemu::{Invocation, LaunchOptions, Vm};
+use keyframe_session::rundir;
+use keyframe_session::{machine_meta, refuse};
 use keyframe_store::{MachineMeta, Run, SealRequest, Sealed, Timing};
 use keyframe_units::{PAGE_BYTES, PageIndex, RamBlock, RamLayout};
 use std::ffi::OsString;

@@ -1,9 +1,9 @@
 //! `keyframe init`: makes a store.
 
-use crate::failure::{DONE, Failure, Outcome, USAGE};
-use crate::keys::KeyArg;
-use crate::output;
+use keyframe_failure::output;
+use keyframe_failure::{DONE, Failure, Outcome, USAGE};
 use keyframe_store::Store;
+use keyframe_store_keys::KeyArg;
 use std::path::PathBuf;
 
 /// Make an empty store

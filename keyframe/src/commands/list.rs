@@ -1,10 +1,10 @@
 //! `keyframe list`: the checkpoints of a store.
 
 use super::{StoreArg, warn_of_unreadable};
-use crate::failure::Outcome;
-use crate::lineage;
-use crate::output;
-use crate::report::{self, Entry};
+use keyframe_failure::Outcome;
+use keyframe_failure::output;
+use keyframe_inspect::lineage;
+use keyframe_inspect::report::{self, Entry};
 
 /// List the checkpoints of a store
 #[derive(clap::Args, Debug)]

@@ -1,9 +1,9 @@
 //! `keyframe log`: what a recorded guest wrote to its console, by instruction.
 
 use super::recorded::RecordedArgs;
-use crate::failure::{DONE, FAILED, Outcome};
-use crate::output;
-use crate::replaying;
+use keyframe_failure::output;
+use keyframe_failure::{DONE, FAILED, Outcome};
+use keyframe_replay_driver as replaying;
 use serde::Serialize;
 
 /// Print a recorded guest's console, by instruction

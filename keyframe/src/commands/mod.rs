@@ -52,11 +52,9 @@ pub mod watchdog;
 pub mod witness;
 pub mod work;
 
-pub use restore::source_of;
-
-use crate::failure::{DONE, Failure, WARNED, chain};
-use crate::keys::KeyArg;
+use keyframe_failure::{DONE, Failure, WARNED, chain};
 use keyframe_store::{Listing, Store};
+use keyframe_store_keys::KeyArg;
 use std::path::PathBuf;
 
 /// Which store: on the command line, or in `KEYFRAME_STORE`.

@@ -1,9 +1,9 @@
 //! `keyframe mount`: the store's checkpoints as files.
 
 use super::StoreArg;
-use crate::failure::{DONE, Failure, Outcome};
-use crate::mount::{Files, Tree};
 use fuser::{BackgroundSession, Config, MountOption};
+use keyframe_failure::{DONE, Failure, Outcome};
+use keyframe_mount::{Files, Tree};
 use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
 use std::io;

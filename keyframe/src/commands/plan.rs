@@ -5,10 +5,10 @@ mod measured;
 mod options;
 mod simulated;
 
-use crate::failure::{DONE, Failure, Outcome};
-use crate::keys::KeyArg;
-use crate::output;
+use keyframe_failure::output;
+use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_model::{Constants, Formula, Plan as Recommended, Point, best, nodes_best};
+use keyframe_store_keys::KeyArg;
 use measured::Measured;
 use options::ClusterArgs;
 use serde::Serialize;
@@ -130,7 +130,7 @@ impl Plan {
         if let Some(path) = &self.plot {
             let rows = simulated.as_ref().map_or(&[][..], |simulated| &simulated.table);
             let figure = chart::figure(&constants, enough.best.nodes, &self.nodes, rows);
-            figure.write(path).map_err(|e| Failure::new(crate::failure::chain(&e)))?;
+            figure.write(path).map_err(|e| Failure::new(keyframe_failure::chain(&e)))?;
         }
         let report = Report {
             constants,

@@ -1,10 +1,10 @@
 //! `keyframe profile`: what a VM writes in epochs of different lengths.
 
-use crate::failure::{DONE, Failure, Outcome, WARNED, chain};
-use crate::output;
-use crate::profile::{self, Options, Profile, Start, Subject};
 use indicatif::{ProgressBar, ProgressStyle};
+use keyframe_failure::output;
+use keyframe_failure::{DONE, Failure, Outcome, WARNED, chain};
 use keyframe_profile::{Curve, Ladder, PLATEAU_PERCENT, Row, Statistic};
+use keyframe_profiler::{self as profile, Options, Profile, Start, Subject};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;

@@ -1,12 +1,12 @@
 //! `keyframe protect`: a VM with a standby on another host; and the processes beside it.
 
-use crate::failure::{DONE, Failure, Outcome, chain};
-use crate::paths;
-use crate::protecting::links::Addresses;
-use crate::protecting::primary::Finish;
-use crate::protecting::settings::{Settings, address};
-use crate::protecting::standby::{self, Wish};
-use crate::protecting::{guard, launch};
+use keyframe_failover::links::Addresses;
+use keyframe_failover::primary::Finish;
+use keyframe_failover::settings::{Settings, address};
+use keyframe_failover::standby::{self, Wish};
+use keyframe_failover::{guard, launch};
+use keyframe_failure::paths;
+use keyframe_failure::{DONE, Failure, Outcome, chain};
 use std::ffi::OsString;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;

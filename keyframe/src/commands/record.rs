@@ -1,16 +1,16 @@
 //! `keyframe record`: a VM's run, kept so that each of its instructions can be run again.
 
-use crate::control::OnExit;
-use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
-use crate::keys::KeyArg;
-use crate::output;
-use crate::paths;
-use crate::replaying::{Follower, adopt_first, jobs, places_in};
-use crate::session::{self, Commands, Options, Recorded};
+use keyframe_failure::output;
+use keyframe_failure::paths;
+use keyframe_failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use keyframe_qemu::{Invocation, Medium};
 use keyframe_replay::recording::{ImageMeta, OWN_STORE, VERSION};
 use keyframe_replay::{Ending, Keeper, Recording, RecordingMeta};
+use keyframe_replay_driver::{Follower, adopt_first, jobs, places_in};
+use keyframe_session::control::OnExit;
+use keyframe_session::{Commands, Options, Recorded};
 use keyframe_store::Store;
+use keyframe_store_keys::KeyArg;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -107,7 +107,7 @@ impl Record {
         });
         let follower = follower.transpose()?;
         let began = Instant::now();
-        let ran = session::run(store, Commands::One(command), options);
+        let ran = keyframe_session::run(store, Commands::One(command), options);
         let duration_ns = output::elapsed_ns(began);
         if let Err(e) = times.end() {
             eprintln!("keyframe: note: {e}: times of the recording are estimates from there on");
@@ -217,7 +217,7 @@ impl Record {
         Ok(RecordingMeta {
             version: VERSION,
             id: keyframe_replay::recording::new_id().map_err(|e| Failure::recording(&e))?,
-            vm: crate::rundir::name_from(vm),
+            vm: keyframe_session::rundir::name_from(vm),
             began_at: jiff::Timestamp::now(),
             duration_ns: 0,
             ending: Ending::Recording,

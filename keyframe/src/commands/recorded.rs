@@ -1,8 +1,8 @@
 //! What commands that replay a recording's intervals are told of it.
 
-use crate::failure::Failure;
-use crate::keys::KeyArg;
-use crate::replaying::Source;
+use keyframe_failure::Failure;
+use keyframe_replay_driver::Source;
+use keyframe_store_keys::KeyArg;
 use std::path::PathBuf;
 
 /// Which recording, and how many replays at a time.

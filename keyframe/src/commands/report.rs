@@ -1,12 +1,12 @@
 //! `keyframe report`: a store or a recording as one HTML file.
 
 use super::warn_of_unreadable;
-use crate::failure::{Failure, Outcome};
-use crate::keys::KeyArg;
-use crate::output;
-use crate::reporting::{Page, of_checkpoints, of_recording};
+use keyframe_dashboard::reporting::{Page, of_checkpoints, of_recording};
+use keyframe_failure::output;
+use keyframe_failure::{Failure, Outcome};
 use keyframe_replay::Recording;
 use keyframe_store::Sealed;
+use keyframe_store_keys::KeyArg;
 use std::path::{Path, PathBuf};
 
 /// Write a report of a store or a recording: one HTML file with tables and plots

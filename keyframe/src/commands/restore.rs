@@ -3,20 +3,19 @@
 mod group;
 
 use super::StoreArg;
-use crate::disks::{self, Served, restored};
-use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
-use crate::images::Stop;
-use crate::output;
-use crate::rights;
-use crate::rundir::{Kind, RunDir};
 use indicatif::{ProgressBar, ProgressStyle};
+use keyframe_failure::output;
+use keyframe_failure::{DONE, FAILED, Failure, Outcome, WARNED};
+use keyframe_inspect::images::Stop;
+use keyframe_inspect::source_of;
 use keyframe_qemu::restore::lazy::Residency;
-use keyframe_qemu::restore::{
-    self, Lineage, Plan, RamSource, RestoreOptions, RestoreSource, Restored,
-};
+use keyframe_qemu::restore::{self, Lineage, Plan, RamSource, RestoreOptions, Restored};
 use keyframe_qemu::{Accelerator, DiskServer};
+use keyframe_session::rights;
+use keyframe_session::rundir::{Kind, RunDir};
 use keyframe_store::{Loaded, MachineMeta, Meta, Store, Unmapped};
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
+use keyframe_vm_disks::{self as disks, Served, restored};
 use std::ffi::OsString;
 use std::io;
 use std::path::PathBuf;
@@ -135,7 +134,7 @@ impl StoredRam {
     }
 
     fn fail(&self, error: keyframe_store::Error) -> io::Error {
-        let text = crate::failure::chain(&error);
+        let text = keyframe_failure::chain(&error);
         if let Ok(mut failed) = self.failed.lock() {
             failed.get_or_insert(error);
         }
@@ -289,7 +288,7 @@ impl Restore {
         match (failed, error) {
             // It names the page, and the store's error behind it.
             (Some(store), keyframe_qemu::Error::PageLost { .. }) => {
-                let failure = Failure::new(crate::failure::chain(error));
+                let failure = Failure::new(keyframe_failure::chain(error));
                 match self.store.failure(&store).fix {
                     Some(fix) => failure.fix(fix),
                     None => failure,
@@ -407,20 +406,6 @@ pub fn refuse_recorded(meta: &Meta, id: CheckpointId) -> Result<(), Failure> {
     let Some(recorded) = &meta.machine.recorded else { return Ok(()) };
     Err(Failure::new(format!("checkpoint {id} is of a recording, and goes on only in a replay"))
         .fix(format!("bring it up there: keyframe goto REC --icount {}", recorded.icount)))
-}
-
-/// What a restore has to know of the machine.
-pub fn source_of(machine: &MachineMeta, ram: &RamLayout) -> RestoreSource {
-    RestoreSource {
-        user_command: machine.user_command.clone(),
-        qemu_path: machine.qemu_path.clone().into(),
-        qemu_version: machine.qemu_version.clone(),
-        qemu_blake3: machine.qemu_blake3.clone(),
-        machine_type: machine.machine_type.clone(),
-        working_directory: machine.working_directory.clone().into(),
-        ram: ram.clone(),
-        cpu_lacks: machine.cpu_lacks.clone(),
-    }
 }
 
 fn with_hint(error: &keyframe_qemu::Error, under_kvm: bool) -> Failure {

@@ -1,8 +1,9 @@
 //! `keyframe rollback`: a running VM back to a checkpoint, in place.
 
-use crate::control::{Request, Response, client};
-use crate::failure::{DONE, Failure, Outcome, WARNED};
-use crate::{output, rundir};
+use keyframe_failure::output;
+use keyframe_failure::{DONE, Failure, Outcome, WARNED};
+use keyframe_session::control::{Request, Response, client};
+use keyframe_session::rundir;
 use std::time::Duration;
 
 /// How long the engine may take. What fails is told sooner.

@@ -2,10 +2,10 @@
 
 use super::StoreArg;
 use super::checkpoints::Checkpoints;
-use crate::control::OnExit;
-use crate::failure::{FAILED, Failure, Outcome};
-use crate::paths;
-use crate::session::{self, Commands, LanChoice};
+use keyframe_failure::paths;
+use keyframe_failure::{FAILED, Failure, Outcome};
+use keyframe_session::control::OnExit;
+use keyframe_session::{Commands, LanChoice};
 use std::ffi::OsString;
 use std::path::PathBuf;
 
@@ -63,7 +63,7 @@ impl Run {
             options.lans = LanChoice::Own(paths);
         }
         let quiet = options.quiet;
-        let code = session::run(&store, commands, options)?;
+        let code = keyframe_session::run(&store, commands, options)?;
         if !quiet && code != FAILED {
             let place = self.store.store.display();
             eprintln!(

@@ -1,13 +1,13 @@
 //! `keyframe segment`: checkpoints of a recording that was made without, from a replay of it.
 
-use crate::control::OnExit;
-use crate::failure::{DONE, Failure, Outcome};
-use crate::keys::KeyArg;
-use crate::replaying::{Known, Live, Source, copy_places, jobs, places_in};
-use crate::session::{self, Options};
+use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_replay::cutting::{self, Every};
 use keyframe_replay::interval::Place;
 use keyframe_replay::{Growing, Recording, Times};
+use keyframe_replay_driver::{Known, Live, Source, copy_places, jobs, places_in};
+use keyframe_session::Options;
+use keyframe_session::control::OnExit;
+use keyframe_store_keys::KeyArg;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -91,7 +91,13 @@ impl Segment {
         let bar = jobs::bar("replaying", instructions, !self.quiet && !self.verbose);
         let mut course = Known { cuts: &cuts, boundaries: source.boundaries()?, places: &there };
         let mut tell = |icount| bar.set_position(icount);
-        let code = session::segment(&source, begin, &mut course, self.options(), &mut tell)?;
+        let code = keyframe_replay_driver::segment::segment(
+            &source,
+            begin,
+            &mut course,
+            self.options(),
+            &mut tell,
+        )?;
         bar.finish_and_clear();
         let taken = source.places()?.len().saturating_sub(there.len());
         let place =
@@ -157,7 +163,7 @@ impl Segment {
         let source = Source::growing(&recording, store);
         let options = Options { name: Some(follower_of(&recording)), ..self.options() };
         let mut course = Live::new(growing, recording.clone());
-        let code = session::segment(
+        let code = keyframe_replay_driver::segment::segment(
             &source,
             first(&source.places()?, &source)?,
             &mut course,

@@ -1,13 +1,12 @@
 //! `keyframe show`: everything that is known of one checkpoint.
 
 use super::StoreArg;
-use crate::disks::base;
-use crate::failure::{DONE, Outcome};
-use crate::output;
-use crate::report::{DiskEntry, Entry};
-use keyframe_store::{MachineMeta, MemberMeta, Sealed};
+use keyframe_failure::output;
+use keyframe_failure::{DONE, Outcome};
+use keyframe_inspect::report::DiskEntry;
+use keyframe_inspect::show::{entry, shown};
+use keyframe_store::{MachineMeta, Sealed};
 use keyframe_units::{BlockKind, RamBlock, RamLayout};
-use serde::Serialize;
 
 /// Show one checkpoint: its VM, RAM, pause by phase, pages
 #[derive(clap::Args, Debug)]
@@ -29,39 +28,6 @@ pub struct Show {
     /// Print JSON: times in ns, sizes in bytes
     #[arg(long)]
     json: bool,
-}
-
-/// What `--json` prints: the entry of `list`, the RAM blocks and the VM's definition.
-#[derive(Serialize)]
-struct Shown<'a> {
-    #[serde(flatten)]
-    entry: Entry,
-    ram: &'a [RamBlock],
-    machine: &'a MachineMeta,
-    /// The VMs of a group.
-    #[serde(skip_serializing_if = "<[_]>::is_empty")]
-    members: &'a [MemberMeta],
-    map_chain: &'a [u64],
-}
-
-/// The entry of a checkpoint, with whether its disks can be read.
-fn entry(sealed: &Sealed) -> Entry {
-    let mut entry = Entry::of(sealed);
-    for (shown, disk) in entry.disks.iter_mut().zip(&sealed.meta.disks) {
-        shown.unreadable = base::require_unchanged(&disk.base).err().map(|why| why.message);
-    }
-    entry
-}
-
-/// What `--json` prints of a checkpoint.
-pub fn shown(sealed: &Sealed) -> impl Serialize + '_ {
-    Shown {
-        entry: entry(sealed),
-        ram: sealed.meta.ram.blocks(),
-        machine: &sealed.meta.machine,
-        members: &sealed.meta.members,
-        map_chain: &sealed.meta.map_chain,
-    }
 }
 
 impl Show {

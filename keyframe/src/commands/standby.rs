@@ -1,10 +1,10 @@
 //! `keyframe standby`: holds what a protected VM is, and goes on with it.
 
 use super::protect::folder;
-use crate::failure::Outcome;
-use crate::protecting::links::Addresses;
-use crate::protecting::settings::{Settings, address};
-use crate::protecting::standby::{self, Wish};
+use keyframe_failover::links::Addresses;
+use keyframe_failover::settings::{Settings, address};
+use keyframe_failover::standby::{self, Wish};
+use keyframe_failure::Outcome;
 use std::ffi::OsString;
 use std::path::PathBuf;
 

@@ -1,9 +1,9 @@
 //! `keyframe stats`: what a store holds and what deduplication saved.
 
 use super::{StoreArg, warn_of_unreadable};
-use crate::failure::{Failure, Outcome, chain};
-use crate::output;
-use crate::report::{self, DiskSums, Entry, PauseQuantiles};
+use keyframe_failure::output;
+use keyframe_failure::{Failure, Outcome, chain};
+use keyframe_inspect::report::{self, DiskSums, Entry, PauseQuantiles};
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
 use keyframe_store::{Breakdown, Found, Growth, Sectors, Sharing};
 use serde::Serialize;

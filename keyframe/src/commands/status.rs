@@ -1,9 +1,10 @@
 //! `keyframe status`: how running engines go.
 
-use crate::control::{ReplicationStatus, Request, Response, Status as Shown, client};
-use crate::failure::{DONE, Failure, Outcome};
-use crate::rundir::{About, Kind, Orphan};
-use crate::{output, rundir};
+use keyframe_failure::output;
+use keyframe_failure::{DONE, Failure, Outcome};
+use keyframe_session::control::{ReplicationStatus, Request, Response, Status as Shown, client};
+use keyframe_session::rundir;
+use keyframe_session::rundir::{About, Kind, Orphan};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -259,7 +260,7 @@ pub fn text(s: &Shown) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::{RecompressorStatus, RecorderStatus};
+    use keyframe_session::control::{RecompressorStatus, RecorderStatus};
 
     /// As an engine of a version that had neither answers.
     const PLAIN: &str = r#"{"vm":"web","state":"running","qemu_pid":1,"engine_pid":2,"store":"/s","interval_ns":1000000000,

@@ -1,10 +1,11 @@
 //! `keyframe stop`: ends a running engine.
 
-use crate::control::{OnExit, Request, client};
-use crate::failure::{DONE, Failure, Outcome};
-use crate::rundir::{About, Kind, Orphan};
-use crate::{output, rundir};
+use keyframe_failure::output;
+use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_qemu::Qmp;
+use keyframe_session::control::{OnExit, Request, client};
+use keyframe_session::rundir;
+use keyframe_session::rundir::{About, Kind, Orphan};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;

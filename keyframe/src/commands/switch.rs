@@ -1,8 +1,8 @@
 //! `keyframe switch`: a network between VMs that checkpoints can hold; and `keyframe __switch`, the
 //! same started by an engine for its own VMs.
 
-use crate::failure::{DONE, Failure, Outcome, chain};
-use crate::output;
+use keyframe_failure::output;
+use keyframe_failure::{DONE, Failure, Outcome, chain};
 use keyframe_net::{Error, Switch as NetSwitch, serve, serve_until};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;

@@ -1,8 +1,9 @@
 //! `keyframe take`: a checkpoint now.
 
-use crate::control::{Request, Response, Strategy, client};
-use crate::failure::{DONE, Failure, Outcome};
-use crate::{output, rundir};
+use keyframe_failure::output;
+use keyframe_failure::{DONE, Failure, Outcome};
+use keyframe_session::control::{Request, Response, Strategy, client};
+use keyframe_session::rundir;
 use std::time::Duration;
 
 /// Take a checkpoint of a running VM now, and wait until it is sealed

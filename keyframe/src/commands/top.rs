@@ -1,10 +1,11 @@
 //! `keyframe top`: the running VMs, live.
 
-use crate::control::{Request, Response, client};
-use crate::failure::{DONE, Failure, Outcome, USAGE};
 use crate::top::history::{Answer, History};
 use crate::top::view;
-use crate::{output, rundir};
+use keyframe_failure::output;
+use keyframe_failure::{DONE, Failure, Outcome, USAGE};
+use keyframe_session::control::{Request, Response, client};
+use keyframe_session::rundir;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use ratatui::widgets::TableState;
 use ratatui::{DefaultTerminal, init, restore};

@@ -2,17 +2,17 @@
 //! checkpoint.
 
 use super::recorded::RecordedArgs;
-use crate::disks::Served;
-use crate::failure::{DONE, FAILED, Failure, Outcome};
-use crate::output;
-use crate::replaying::{
+use indicatif::ProgressBar;
+use keyframe_failure::output;
+use keyframe_failure::{DONE, FAILED, Failure, Outcome};
+use keyframe_qemu::restore::Until;
+use keyframe_replay::interval::{Interval, Place};
+use keyframe_replay_driver::{
     Difference, Reached, Replay, Side, Source, With, differing, differing_disks, differing_vms,
     jobs,
 };
-use indicatif::ProgressBar;
-use keyframe_qemu::restore::Until;
-use keyframe_replay::interval::{Interval, Place};
 use keyframe_units::CheckpointId;
+use keyframe_vm_disks::Served;
 use serde::Serialize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,7 +1,7 @@
 //! `keyframe __watchdog`: the process that resumes a VM whose engine died or stalled in a pause.
 //! Not for people.
 
-use crate::failure::{DONE, Failure, Outcome};
+use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_qemu::watchdog::{self, Watched};
 use std::ffi::OsString;
 

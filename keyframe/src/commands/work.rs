@@ -1,11 +1,11 @@
 //! `keyframe __work`: a worker of an analysis that another process wants, on this node. Pilots of
 //! Slurm's run it.
 
-use crate::failure::{DONE, FAILED, Failure, Outcome};
-use crate::keys::KeyArg;
-use crate::paths;
-use crate::replaying::{Head, Order, jobs, tool};
 use keyframe_cluster::{Item, Placement, Queue, Worker, slurm::Slurm};
+use keyframe_failure::paths;
+use keyframe_failure::{DONE, FAILED, Failure, Outcome};
+use keyframe_replay_driver::{Head, Order, jobs, tool};
+use keyframe_store_keys::KeyArg;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};

@@ -1,7 +1,7 @@
 //! What is known of each VM: its engine's newest answer, and the checkpoints or epochs that were
 //! seen to come.
 
-use crate::control::Status;
+use keyframe_session::control::Status;
 use std::collections::{BTreeMap, VecDeque};
 
 /// Checkpoints of a VM that are kept.
@@ -91,7 +91,7 @@ impl History {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::ReplicationStatus;
+    use keyframe_session::control::ReplicationStatus;
 
     fn epoch(engine_pid: u32, number: u64) -> Status {
         let replication = Some(ReplicationStatus {

@@ -11,7 +11,7 @@
 
 use super::history::{History, Vm};
 use crate::commands::status;
-use crate::output;
+use keyframe_failure::output;
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Modifier, Style};
@@ -129,7 +129,7 @@ fn bold() -> Style {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::{ReplicationStatus, Status};
+    use keyframe_session::control::{ReplicationStatus, Status};
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
 

@@ -1,10 +1,10 @@
 //! `--on`: where the intervals are worked off.
 
-use crate::failure::Failure;
-use crate::replaying::{Analysis, jobs as replays};
 use indicatif::ProgressBar;
 use keyframe_cluster::slurm::{self, Programs, Slurm, Standing};
 use keyframe_cluster::{Feed, Item, More, On, Queue, Runner, drive};
+use keyframe_failure::Failure;
+use keyframe_replay_driver::{Analysis, jobs as replays};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -1,12 +1,12 @@
 //! The model's constants, from what a recording and an analysis of it took.
 
-use crate::failure::Failure;
-use crate::keys::KeyArg;
-use crate::replaying::{Source, made_before, sealed_in};
+use keyframe_failure::Failure;
 use keyframe_model::{Fit, fit};
 use keyframe_replay::RecordingMeta;
 use keyframe_replay::interval::{Interval, Place};
+use keyframe_replay_driver::{Source, made_before, sealed_in};
 use keyframe_store::Sealed;
+use keyframe_store_keys::KeyArg;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::Path;

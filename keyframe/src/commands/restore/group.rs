@@ -2,15 +2,15 @@
 //! then all run.
 
 use super::{Beside, Place, Restore, RestoredDisks, StoredRam};
-use crate::failure::{DONE, FAILED, Failure, Outcome, chain};
-use crate::lans::Lans;
-use crate::output;
-use crate::paths;
-use crate::rights;
 use keyframe_capture::group::split_states;
+use keyframe_failure::output;
+use keyframe_failure::paths;
+use keyframe_failure::{DONE, FAILED, Failure, Outcome, chain};
 use keyframe_net::InFlight;
 use keyframe_qemu::network::with_lan;
 use keyframe_qemu::restore::{self, Lineage, Plan, RamSource, Restored};
+use keyframe_session::lans::Lans;
+use keyframe_session::rights;
 use keyframe_store::{MachineMeta, MemberMeta, Meta};
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
 use std::ffi::OsString;

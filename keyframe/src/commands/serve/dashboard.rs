@@ -1,8 +1,8 @@
 //! What `keyframe serve` is told about the dashboard, and the thread that serves it.
 
-use crate::failure::Failure;
-use crate::keys::KeyArg;
-use crate::serving::{Served, Shown};
+use keyframe_dashboard::{Served, Shown};
+use keyframe_failure::Failure;
+use keyframe_store_keys::KeyArg;
 use keyframe_web::{Error, LogFormat, Options, Server};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
@@ -154,5 +154,5 @@ fn address(text: &str) -> Result<SocketAddr, Failure> {
 }
 
 fn failure(error: &Error) -> Failure {
-    Failure { fix: error.fix(), ..Failure::new(crate::failure::chain(error)) }
+    Failure { fix: error.fix(), ..Failure::new(keyframe_failure::chain(error)) }
 }

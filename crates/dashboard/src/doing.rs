@@ -1,0 +1,43 @@
+//! What the page may have done to a VM that runs: put back to a checkpoint, by its engine.
+
+use super::listed::Listed;
+use super::said;
+use keyframe_failure::Failure;
+use keyframe_failure::output;
+use keyframe_session::control::{Request, Response, client};
+use keyframe_session::rundir;
+use keyframe_web::Problem;
+use std::path::Path;
+use std::time::Duration;
+
+/// A page waits no longer.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Puts the VM that checkpoint `id` is of, and that runs, back to it.
+pub fn roll_back(listed: &Listed, id: u64) -> Result<String, Problem> {
+    let listing = listed.listing()?;
+    let one =
+        listing.get(id).ok_or_else(|| Problem::Unknown(format!("there is no checkpoint {id}")))?;
+    let failed = |failure: Failure| Problem::Failed(said(&failure));
+    let engine = rundir::find(Some(&one.vm)).map_err(|failure| Problem::Unknown(said(&failure)))?;
+    let ask = |request: &Request| client::ask(&engine, request, PATIENCE).map_err(failed);
+    // Another VM of that name may write to another store.
+    match ask(&Request::Status)? {
+        Response::Status(status) if Path::new(&status.store) == listed.place() => {}
+        _ => {
+            return Err(Problem::Unknown(format!(
+                "VM {} runs, and does not write to this store",
+                one.vm
+            )));
+        }
+    }
+    match ask(&Request::Rollback { checkpoint: id.to_string() })? {
+        Response::RolledBack(done) => Ok(format!(
+            "VM {} is back at checkpoint {id} after {}; what it was is checkpoint {}",
+            done.vm,
+            output::duration(done.stood_ns),
+            done.before
+        )),
+        other => Err(Problem::Failed(format!("unexpected answer: {other:?}"))),
+    }
+}

@@ -1,0 +1,183 @@
+//! What the dashboard shows, gathered: running VMs, stores, recordings and analyses.
+//!
+//! ```text
+//!   engines' control sockets ──▶ vms ──which stores──▶ stores ──▶ listed (one a store): what is new since the last look
+//!   --recordings, --analysis ──▶ recordings               ├────▶ details: one checkpoint, commands
+//!                                                         ├────▶ differences: heat, diff; the last few are kept
+//!                                                         └────▶ screens: pictures of displays; likewise
+//! ```
+//!
+//! Invariants: everything that is asked again and again is kept for a while, and read anew only
+//! where a directory says that it changed; a store, recording or engine that cannot be read is
+//! shown with the reason and hides no other; nothing is written but pins and tags, and by engines
+//! what a rollback takes.
+
+pub mod details;
+pub mod differences;
+pub mod doing;
+pub mod listed;
+pub mod recordings;
+pub mod reporting;
+pub mod screens;
+pub mod starting;
+pub mod stores;
+pub mod vms;
+
+pub use listed::as_shown;
+
+use keyframe_failure::Failure;
+use keyframe_store::CheckpointId;
+use keyframe_store_keys::KeyArg;
+use keyframe_web::{Action, Heat, Listing, Problem, Sizes, Source, StoreHead, VmState};
+use serde_json::Value;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// What to show.
+#[derive(Debug)]
+pub struct Shown {
+    /// A store beside those that running VMs write to.
+    pub store: Option<PathBuf>,
+    /// What opens stores that are encrypted.
+    pub key: KeyArg,
+    /// Recordings, or directories of them.
+    pub recordings: Vec<PathBuf>,
+    /// Analyses' directories, or directories of them.
+    pub analyses: Vec<PathBuf>,
+    /// Whether clones may be started.
+    pub starts: bool,
+}
+
+/// The source of the dashboard.
+pub struct Served {
+    vms: vms::Vms,
+    stores: stores::Stores,
+    recordings: recordings::Recordings,
+    differences: differences::Differences,
+    screens: screens::Screens,
+    starts: bool,
+}
+
+impl Served {
+    /// Of what `shown` names.
+    pub fn new(shown: Shown) -> Self {
+        let Shown { store, key, recordings, analyses, starts } = shown;
+        Self {
+            vms: vms::Vms::default(),
+            stores: stores::Stores::new(store, key),
+            recordings: recordings::Recordings::new(recordings, analyses),
+            differences: differences::Differences::default(),
+            screens: screens::Screens::default(),
+            starts,
+        }
+    }
+
+    /// The store with that id, from among those that are shown.
+    fn store(&self, id: &str) -> Result<Arc<listed::Listed>, Problem> {
+        // It may be one that a VM has only just begun to write to.
+        self.stores
+            .get(id)
+            .or_else(|| {
+                self.vms();
+                self.stores.get(id)
+            })
+            .ok_or_else(|| Problem::Unknown(format!("no store {id} is shown here")))
+    }
+}
+
+impl Source for Served {
+    fn vms(&self) -> Vec<VmState> {
+        self.vms.all(&self.stores)
+    }
+
+    fn stores(&self) -> Vec<StoreHead> {
+        // Which stores there are follows from what runs.
+        self.vms();
+        self.stores.heads()
+    }
+
+    fn listing(&self, store: &str) -> Result<Arc<Listing>, Problem> {
+        self.store(store)?.listing()
+    }
+
+    fn checkpoint(&self, store: &str, id: u64) -> Result<Value, Problem> {
+        let runs = self.vms().into_iter().map(|vm| vm.name).collect();
+        details::of(&*self.store(store)?, id, &runs, self.starts)
+    }
+
+    fn heat(&self, store: &str, id: u64, pieces: u64) -> Result<Heat, Problem> {
+        self.differences.heat(&*self.store(store)?, id, pieces)
+    }
+
+    fn diff(&self, store: &str, id: u64) -> Result<Value, Problem> {
+        self.differences.diff(&*self.store(store)?, id)
+    }
+
+    fn screen(&self, store: &str, id: u64, member: Option<&str>) -> Result<Arc<[u8]>, Problem> {
+        self.screens.of(&*self.store(store)?, id, member)
+    }
+
+    fn sizes(&self, store: &str) -> Result<Sizes, Problem> {
+        self.store(store)?.sizes()
+    }
+
+    fn recordings(&self) -> Value {
+        self.recordings.all(&self.stores)
+    }
+
+    fn act(&self, store: &str, action: &Action) -> Result<String, Problem> {
+        let listed = self.store(store)?;
+        let store = listed.store();
+        let done = match action {
+            Action::Rollback(id) => return doing::roll_back(&listed, *id),
+            Action::Branch(_) | Action::Restore(_) if !self.starts => {
+                return Err(Problem::Bad(
+                    "this server starts no VMs; start it with --allow-start, or run the command"
+                        .into(),
+                ));
+            }
+            Action::Branch(id) => return starting::branch(&listed, *id),
+            Action::Restore(id) => return starting::restore(&listed, *id),
+            Action::Pin(id) => {
+                store.pin(CheckpointId(*id)).map(|()| format!("checkpoint {id} is pinned"))
+            }
+            Action::Unpin(id) => store.unpin(CheckpointId(*id)).map(|was| {
+                if was {
+                    format!("checkpoint {id} is not pinned any more")
+                } else {
+                    format!("checkpoint {id} was not pinned")
+                }
+            }),
+            Action::Tag(id, tag) => {
+                store.set_tag(tag, CheckpointId(*id)).map(|_| format!("{tag} is checkpoint {id}"))
+            }
+            Action::Untag(tag) => store.remove_tag(tag).map(|_| format!("tag {tag} is removed")),
+        };
+        listed.look_again();
+        done.map_err(|e| of_store(&e, listed.place()))
+    }
+}
+
+/// A store's error, as an answer.
+fn of_store(error: &keyframe_store::Error, place: &std::path::Path) -> Problem {
+    use keyframe_store::Error;
+    let text = said(&Failure::store(error, place));
+    match error {
+        Error::UnknownCheckpoint { .. } | Error::UnknownTag { .. } => Problem::Unknown(text),
+        Error::InvalidTag { .. } => Problem::Bad(text),
+        _ => Problem::Failed(text),
+    }
+}
+
+/// A failure in one line, with what to do about it.
+fn said(failure: &Failure) -> String {
+    match &failure.fix {
+        Some(fix) => format!("{}; {fix}", failure.message),
+        None => failure.message.clone(),
+    }
+}
+
+/// What a thread that panicked left is as good as what there was before.
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

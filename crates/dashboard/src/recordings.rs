@@ -1,0 +1,160 @@
+//! Recordings with their intervals, and how analyses of them get on.
+//!
+//! A directory that is named is a recording or an analysis itself, or one that has them in it, one
+//! level deep.
+
+use super::{locked, said, stores::Stores};
+use keyframe_failure::Failure;
+use keyframe_replay::interval::{Interval, Place, intervals};
+use keyframe_replay::{Ending, Recording};
+use keyframe_replay_driver::progress;
+use keyframe_store::CheckpointId;
+use keyframe_web::chunks;
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+/// What was found is kept for so long.
+const KEPT: Duration = Duration::from_secs(2);
+/// Intervals are shown in at most so many pieces.
+const PIECES_MAX: usize = 300;
+/// Recordings and analyses that are shown at most.
+const SHOWN_MAX: usize = 200;
+
+/// Those that were named.
+pub struct Recordings {
+    named: Vec<PathBuf>,
+    analyses: Vec<PathBuf>,
+    kept: Mutex<Option<(Instant, Value)>>,
+}
+
+impl Recordings {
+    /// In these directories.
+    pub fn new(recordings: Vec<PathBuf>, analyses: Vec<PathBuf>) -> Self {
+        Self { named: recordings, analyses, kept: Mutex::default() }
+    }
+
+    /// All of them, each with the analyses of it, and the analyses of others.
+    pub fn all(&self, stores: &Stores) -> Value {
+        let mut kept = locked(&self.kept);
+        if let Some((at, all)) = &*kept
+            && at.elapsed() < KEPT
+        {
+            return all.clone();
+        }
+        let mut analyses: Vec<(String, Value)> =
+            places(&self.analyses, "analysis.json").iter().map(|place| analysis(place)).collect();
+        let mut recordings = Vec::new();
+        for place in places(&self.named, "recording.json") {
+            let mut shown = recording(&place, stores);
+            let id = shown.get("id").and_then(Value::as_str).unwrap_or_default().to_owned();
+            let is_of_it = |one: &(String, Value)| !id.is_empty() && one.0 == id;
+            let of_it: Vec<Value> =
+                analyses.extract_if(.., |one| is_of_it(one)).map(|(_, one)| one).collect();
+            if let Some(object) = shown.as_object_mut() {
+                object.insert("analyses".into(), json!(of_it));
+            }
+            recordings.push(shown);
+        }
+        let others: Vec<Value> = analyses.into_iter().map(|(_, one)| one).collect();
+        let all = json!({ "recordings": recordings, "analyses": others });
+        *kept = Some((Instant::now(), all.clone()));
+        all
+    }
+}
+
+/// The directories with a file `mark`, among `named` and in them.
+fn places(named: &[PathBuf], mark: &str) -> Vec<PathBuf> {
+    let mut found = BTreeSet::new();
+    for place in named {
+        if place.join(mark).is_file() || !place.is_dir() {
+            found.insert(place.clone());
+            continue;
+        }
+        let inside =
+            std::fs::read_dir(place).into_iter().flatten().flatten().map(|entry| entry.path());
+        found.extend(inside.filter(|place| place.join(mark).is_file()));
+    }
+    found.into_iter().take(SHOWN_MAX).collect()
+}
+
+fn recording(place: &Path, stores: &Stores) -> Value {
+    let path = place.display().to_string();
+    let recording = match Recording::open(place) {
+        Ok(recording) => recording,
+        Err(e) => return json!({ "path": path, "problem": said(&Failure::recording(&e)) }),
+    };
+    let meta = &recording.meta;
+    let store = recording.store_path();
+    let id = stores.name(BTreeSet::from([store.clone()])).remove(&store);
+    let listed = id.as_deref().and_then(|id| stores.get(id));
+    let recorded =
+        listed.map(|listed| listed.recorded(&meta.id)).and_then(Result::ok).unwrap_or_default();
+    let place = |one: &super::listed::Recorded| Place {
+        icount: one.icount,
+        checkpoint: CheckpointId(one.checkpoint),
+    };
+    // While it is made, it ends at its newest checkpoint, as far as one can tell from outside.
+    let newest = recorded.iter().map(|one| one.icount).max().unwrap_or(0);
+    let instructions = if meta.ending == Ending::Recording { newest } else { meta.instructions };
+    let all = intervals(recorded.iter().map(place).collect(), instructions);
+    json!({
+        "path": path,
+        "id": meta.id,
+        "vm": meta.vm,
+        "began_at": meta.began_at,
+        "duration_ns": meta.duration_ns,
+        "ending": meta.ending,
+        "is_being_made": recording.has_maker().unwrap_or(false),
+        "instructions": instructions,
+        "log_bytes": meta.log_bytes,
+        "stored_log_bytes": recording.stored_log_bytes(),
+        "store": id,
+        "checkpoints": recorded.len(),
+        "intervals": all.len(),
+        "pieces": pieces(&all),
+    })
+}
+
+/// Intervals in a row, few enough to be drawn.
+fn pieces(all: &[Interval]) -> Vec<Value> {
+    let of = |piece: std::ops::Range<usize>| {
+        let (first, last) = (all[piece.start], all[piece.end - 1]);
+        json!({
+            "first": first.index,
+            "last": last.index,
+            "checkpoint": first.begin.checkpoint,
+            "from_icount": first.from_icount,
+            "end_icount": last.end_icount,
+        })
+    };
+    chunks(all.len(), PIECES_MAX).map(of).collect()
+}
+
+/// How one gets on, and which recording it is of.
+fn analysis(place: &Path) -> (String, Value) {
+    let path = place.display().to_string();
+    let (head, states) = match progress(place) {
+        Ok(found) => found,
+        Err(failure) => return (String::new(), json!({ "path": path, "problem": said(&failure) })),
+    };
+    let count = |wanted: &str| states.iter().filter(|state| **state == wanted).count();
+    let pieces = chunks(states.len(), PIECES_MAX).map(|piece| {
+        let some = &states[piece.clone()];
+        let of = |wanted: &str| some.iter().filter(|state| **state == wanted).count();
+        json!({ "first": piece.start, "last": piece.end - 1, "done": of("done"), "failed": of("failed") })
+    });
+    let shown = json!({
+        "path": path,
+        "tool": head.tool,
+        "arguments": head.arguments,
+        "is_approximate": head.is_approximate,
+        "intervals": states.len(),
+        "done": count("done"),
+        "failed": count("failed"),
+        "pieces": pieces.collect::<Vec<_>>(),
+    });
+    (head.recording, shown)
+}

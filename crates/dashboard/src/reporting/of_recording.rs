@@ -1,0 +1,160 @@
+//! What a recording tells, as a report: its intervals, instructions and sizes, and analyses of it.
+
+use super::Page;
+use keyframe_failure::output;
+use keyframe_failure::{Failure, chain};
+use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
+use keyframe_replay::interval::{Interval, Place, intervals};
+use keyframe_replay::{Ending, Recording};
+use keyframe_replay_driver::made_before;
+use keyframe_store::Sealed;
+use std::path::Path;
+
+/// Rows of the table of intervals; of more, the plot tells.
+const ROWS_MAX: usize = 200;
+
+/// The checkpoints of `recording` among `sealed`, in the order of their instructions.
+pub fn checkpoints(recording: &Recording, sealed: Vec<Sealed>) -> Vec<(Place, Sealed)> {
+    let of = |one: Sealed| {
+        let place = one.meta.machine.recorded.as_ref()?;
+        let is_ours = place.recording == recording.meta.id;
+        is_ours.then_some((Place { icount: place.icount, checkpoint: one.id }, one))
+    };
+    let mut all: Vec<_> = sealed.into_iter().filter_map(of).collect();
+    all.sort_by_key(|(place, _)| *place);
+    all
+}
+
+/// Adds all parts about it.
+pub fn add(page: &mut Page, recording: &Recording, places: Vec<Place>) -> Result<(), Failure> {
+    let meta = &recording.meta;
+    let newest = places.iter().map(|place| place.icount).max().unwrap_or(0);
+    let instructions = if meta.ending == Ending::Recording { newest } else { meta.instructions };
+    let all = intervals(places, instructions);
+    let ending = match meta.ending {
+        Ending::Recording => "it is still being made",
+        Ending::Complete => "complete",
+        Ending::Cut => "cut: QEMU was killed",
+    };
+    let seconds = meta.duration_ns as f64 / 1e9;
+    let speed = if seconds > 0.0 {
+        format!("{:.1} million a second", instructions as f64 / seconds / 1e6)
+    } else {
+        "-".into()
+    };
+    page.part("Recording");
+    page.facts(
+        "What was recorded",
+        &[
+            ("VM", meta.vm.clone()),
+            ("Began (UTC)", meta.began_at.to_string()),
+            ("Took", output::duration(meta.duration_ns)),
+            ("Ended", ending.into()),
+            ("Instructions", format!("{instructions}, {speed}")),
+            (
+                "Log",
+                format!(
+                    "{} as QEMU wrote it, {} on disk",
+                    output::bytes(meta.log_bytes),
+                    output::bytes(recording.stored_log_bytes())
+                ),
+            ),
+            ("Intervals", all.len().to_string()),
+            ("QEMU", meta.qemu_version.clone()),
+            ("Command", meta.user_command.join(" ")),
+        ],
+    );
+    if all.is_empty() {
+        page.line("It has no checkpoints, and so no intervals: keyframe segment takes them from a replay.");
+        return Ok(());
+    }
+    let mut lengths: Vec<u64> = all.iter().map(Interval::len).collect();
+    lengths.sort_unstable();
+    let at = |percent| output::percentile(&lengths, percent).to_string();
+    page.table(
+        "Instructions of an interval",
+        &["Shortest", "Median", "90 %", "Longest"],
+        &[vec![at(0), at(50), at(90), at(100)]],
+    );
+    let points = all.iter().map(|one| Point {
+        x: f64::from(one.index),
+        y: one.len() as f64 / 1e6,
+        deviation: None,
+    });
+    let chart = Chart {
+        title: "Instructions of each interval".into(),
+        x: Axis::new("interval", Scale::Linear),
+        y: Axis::new("million instructions", Scale::Linear),
+        series: vec![Series { name: "instructions".into(), points: points.collect() }],
+    };
+    page.figure(
+        &Figure { title: String::new(), charts: vec![chart] },
+        "How much there is to replay in each interval.",
+    )?;
+    let row = |one: &Interval| {
+        let end = one.end.map_or_else(|| "the log's".into(), |id| id.to_string());
+        vec![
+            one.index.to_string(),
+            one.begin.checkpoint.to_string(),
+            end,
+            one.from_icount.to_string(),
+            one.len().to_string(),
+        ]
+    };
+    let rows: Vec<_> = all.iter().take(ROWS_MAX).map(row).collect();
+    let caption = if all.len() > ROWS_MAX { "The first intervals" } else { "Intervals" };
+    page.table(
+        caption,
+        &["Interval", "From checkpoint", "To", "First instruction", "Instructions"],
+        &rows,
+    );
+    Ok(())
+}
+
+/// Adds an analysis in `out`.
+pub fn add_analysis(page: &mut Page, out: &Path) -> Result<(), Failure> {
+    let (head, took) = made_before(out)?;
+    page.part(&format!("Analysis {}", head.tool));
+    let mut each: Vec<u64> = took.iter().map(|one| one.wall_ns).collect();
+    each.sort_unstable();
+    let at = |percent| output::duration(output::percentile(&each, percent));
+    let begin = took.iter().map(|one| one.began_at_ns).min().unwrap_or(0);
+    let end = took.iter().map(|one| one.began_at_ns.saturating_add(one.wall_ns)).max().unwrap_or(0);
+    let (sum, span) = (each.iter().sum::<u64>(), end.saturating_sub(begin));
+    let at_once = if span > 0 {
+        format!("{:.1} at a time, on average", sum as f64 / span as f64)
+    } else {
+        "-".into()
+    };
+    page.facts(
+        "How it went",
+        &[
+            ("Directory", out.display().to_string()),
+            ("Arguments", head.arguments.join(" ")),
+            ("Intervals", format!("{} of {} done", took.len(), head.intervals.len())),
+            ("Tried again", took.iter().filter(|one| one.tries > 1).count().to_string()),
+            ("An interval took", format!("{} in the median, {} at most", at(50), at(100))),
+            ("All together", output::duration(sum)),
+            ("From the first's start to the last's end", output::duration(span)),
+            ("Side by side", at_once),
+        ],
+    );
+    if head.is_approximate {
+        page.line("It is of a run that was not recorded: nobody can say that what is seen was so.");
+    }
+    let results = std::fs::read_dir(out)
+        .map_err(|e| Failure::new(format!("read {}: {}", out.display(), chain(&e))))?;
+    let mut files: Vec<Vec<String>> = results
+        .flatten()
+        .filter_map(|file| {
+            Some((file.file_name().to_string_lossy().into_owned(), file.metadata().ok()?))
+        })
+        .filter(|(name, found)| {
+            found.is_file() && !["lock", "analysis.json", "intervals.json"].contains(&name.as_str())
+        })
+        .map(|(name, found)| vec![name, output::bytes(found.len())])
+        .collect();
+    files.sort();
+    page.table("Results", &["File", "Size"], &files);
+    Ok(())
+}

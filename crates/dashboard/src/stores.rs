@@ -1,0 +1,110 @@
+//! The stores that are shown: one that was named, those that running VMs write to, those of
+//! recordings.
+//!
+//! A store that was shown once stays: its checkpoints outlive the VM. One that cannot be opened is
+//! tried again now and then.
+
+use super::listed::Listed;
+use super::{locked, said};
+use keyframe_failure::Failure;
+use keyframe_store::{Error, Store};
+use keyframe_store_keys::KeyArg;
+use keyframe_web::StoreHead;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// A store that could not be opened is tried again after that.
+const AGAIN: Duration = Duration::from_secs(10);
+/// More than these are not kept: a run that makes a store each time would fill the page.
+const STORES_MAX: usize = 64;
+
+/// All of them.
+pub struct Stores {
+    key: KeyArg,
+    known: Mutex<BTreeMap<PathBuf, Known>>,
+}
+
+enum Known {
+    Open(Arc<Listed>),
+    Closed { tried_at: Instant, why: String },
+}
+
+impl Stores {
+    /// With the one that was named.
+    pub fn new(named: Option<PathBuf>, key: KeyArg) -> Self {
+        let stores = Self { key, known: Mutex::default() };
+        if let Some(place) = named {
+            stores.name(BTreeSet::from([place]));
+        }
+        stores
+    }
+
+    /// Adds the stores at `places`; their ids, of those that could be opened.
+    pub fn name(&self, places: BTreeSet<PathBuf>) -> BTreeMap<PathBuf, String> {
+        let mut known = locked(&self.known);
+        let mut ids = BTreeMap::new();
+        for place in places {
+            let again = match known.get(&place) {
+                Some(Known::Open(_)) => false,
+                Some(Known::Closed { tried_at, .. }) => tried_at.elapsed() > AGAIN,
+                None => known.len() < STORES_MAX,
+            };
+            if again {
+                let opened = match self.open(&place) {
+                    Ok(store) => Known::Open(Arc::new(Listed::new(store))),
+                    Err(e) => Known::Closed {
+                        tried_at: Instant::now(),
+                        why: said(&Failure::store(&e, &place)),
+                    },
+                };
+                known.insert(place.clone(), opened);
+            }
+            if let Some(Known::Open(listed)) = known.get(&place) {
+                ids.insert(place, listed.id().to_owned());
+            }
+        }
+        ids
+    }
+
+    /// Never asks at the terminal: a dashboard that waits there shows nothing.
+    fn open(&self, place: &Path) -> Result<Store, Error> {
+        match Store::open(place) {
+            Err(Error::KeyNeeded { .. }) if self.key.is_given() => self.key.open(place),
+            other => other,
+        }
+    }
+
+    /// The one with that id.
+    pub fn get(&self, id: &str) -> Option<Arc<Listed>> {
+        let known = locked(&self.known);
+        known.values().find_map(|one| match one {
+            Known::Open(listed) if listed.id() == id => Some(Arc::clone(listed)),
+            _ => None,
+        })
+    }
+
+    /// What a list shows of them: each once, whatever paths lead to it.
+    pub fn heads(&self) -> Vec<StoreHead> {
+        let mut open = BTreeMap::<String, Arc<Listed>>::new();
+        let mut heads = Vec::new();
+        for (place, one) in &*locked(&self.known) {
+            match one {
+                Known::Open(listed) => drop(open.insert(listed.id().into(), Arc::clone(listed))),
+                Known::Closed { why, .. } => {
+                    let place = place.display().to_string();
+                    let problem = Some(why.clone());
+                    heads.push(StoreHead {
+                        id: format!("closed:{place}"),
+                        place,
+                        problem,
+                        ..StoreHead::default()
+                    });
+                }
+            }
+        }
+        heads.extend(open.values().map(|listed| listed.head()));
+        heads
+    }
+}

@@ -1,0 +1,53 @@
+//! How much the protected VM computes: for how long the threads of its virtual CPUs ran, or waited
+//! for a core.
+
+use keyframe_kernel::cputime;
+use keyframe_session::machines::{Machines, Member};
+use std::time::{Duration, Instant};
+
+/// How long a list of threads counts: virtual CPUs come and go.
+const LISTED_FOR: Duration = Duration::from_secs(10);
+
+/// The threads of all virtual CPUs.
+#[derive(Default)]
+pub struct Busy {
+    /// Process and thread.
+    threads: Vec<(u32, u32)>,
+    listed: Option<Instant>,
+}
+
+impl Busy {
+    /// Of all threads together, since they began; `None` where that cannot be told, or where there
+    /// are others than before.
+    pub fn ns(&mut self, machines: &mut Machines) -> Option<u64> {
+        if self.listed.is_none_or(|at| at.elapsed() > LISTED_FOR) {
+            let threads = list(machines);
+            let same = threads == self.threads;
+            (self.threads, self.listed) = (threads, Some(Instant::now()));
+            if !same {
+                return None;
+            }
+        }
+        if self.threads.is_empty() {
+            return None;
+        }
+        let wanted =
+            self.threads.iter().map(|(pid, thread)| cputime::wanted_by_thread(*pid, *thread));
+        let Some(all) = wanted.sum::<Option<Duration>>() else {
+            self.listed = None;
+            return None;
+        };
+        u64::try_from(all.as_nanos()).ok()
+    }
+}
+
+/// None where one of them does not tell.
+fn list(machines: &mut Machines) -> Vec<(u32, u32)> {
+    let of_vm = |member: &mut Member| {
+        let pid = member.machine.vm.pid();
+        let threads = member.machine.vm.qmp().cpu_threads().ok()?;
+        Some(threads.into_iter().map(move |thread| (pid, thread)))
+    };
+    let all: Option<Vec<_>> = machines.members_mut().iter_mut().map(of_vm).collect();
+    all.unwrap_or_default().into_iter().flatten().collect()
+}

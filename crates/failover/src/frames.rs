@@ -1,0 +1,206 @@
+//! What a primary and a standby send each other beside the messages of the protocol's core
+//! (`keyframe_replication`): who connects for what, the machine, and epochs.
+//!
+//! ```text
+//!   control   Greeting ▶ │ Machine ▶ ◀ Ready │ Core ◀▶ ...                       Epoch ▶ (devices; its batches are on the data streams)
+//!                                                        ◀ Have ◀ Have ... (having.rs)
+//!   beat      Greeting ▶ │ Core ◀▶ ...                                           the second path: signs of life alone
+//!   data 0..n Greeting ▶ │ Batch ▶ Batch ▶ ... Mark ▶ │ Batch ▶ ... Discard ▶ │
+//!
+//!   Batch     session 8 | 0 8 | batch (keyframe_transfer)      Mark   session 8 | epoch 8      Discard   session 8 | 0 8
+//!   Epoch     session 8 | epoch 8 | length of the JSON 4 | EpochHead as JSON | device state                      all little-endian
+//! ```
+//!
+//! Batches belong to the epoch whose Mark follows; a Discard drops them. An epoch is whole when its
+//! Epoch and the Mark of each data stream have come.
+
+use keyframe_failure::Failure;
+use keyframe_units::RamLayout;
+use serde::{Deserialize, Serialize};
+
+/// Both sides must have the same.
+pub const VERSION: u32 = 1;
+/// The longest description of a machine.
+pub const JSON_BYTES_MAX: usize = 4 << 20;
+
+/// What a frame is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Kind {
+    Greeting = 1,
+    Machine = 2,
+    Ready = 3,
+    Core = 4,
+    Batch = 5,
+    Mark = 6,
+    Discard = 7,
+    Epoch = 8,
+    Have = 9,
+}
+
+impl Kind {
+    pub fn of(number: u8) -> Option<Self> {
+        Some(match number {
+            1 => Self::Greeting,
+            2 => Self::Machine,
+            3 => Self::Ready,
+            4 => Self::Core,
+            5 => Self::Batch,
+            6 => Self::Mark,
+            7 => Self::Discard,
+            8 => Self::Epoch,
+            9 => Self::Have,
+            _ => return None,
+        })
+    }
+}
+
+/// What a connection is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Purpose {
+    Control,
+    Beat,
+    Data { stream: usize },
+}
+
+/// The first frame of each connection, from who has connected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Greeting {
+    pub version: u32,
+    pub purpose: Purpose,
+    /// Tells the connections of one primary process, made at one time, from others.
+    pub connection: u64,
+}
+
+/// A disk that is replicated.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReplicatedDisk {
+    /// Its export's name.
+    pub name: String,
+    pub disk_bytes: u64,
+}
+
+/// Who decides, as both sides have to be told alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Arbiter {
+    Witness,
+    Fencing,
+    Manual,
+}
+
+/// What the standby needs to have the same machine ready.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MachineFrame {
+    /// The VM's name.
+    pub name: String,
+    /// The group's id, as hexadecimal digits.
+    pub group: String,
+    pub arbiter: Arbiter,
+    pub detection_ns: u64,
+    /// The primary has a second path.
+    pub paths: u8,
+    pub streams: usize,
+    pub user_command: Vec<String>,
+    pub qemu_path: String,
+    pub qemu_version: String,
+    pub qemu_blake3: String,
+    pub machine_type: String,
+    pub working_directory: String,
+    pub cpu_lacks: Option<Vec<String>>,
+    pub ram: RamLayout,
+    pub disks: Vec<ReplicatedDisk>,
+}
+
+/// The answer to a machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ReadyFrame {
+    Ready,
+    Refused { problem: String, fix: Option<String> },
+}
+
+/// What an epoch is, beside its pages and devices.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EpochHead {
+    /// The epoch that it builds upon; none of one that has all of the VM.
+    pub after: Option<u64>,
+    /// Why it was taken.
+    pub reason: String,
+    /// When the VM was paused, on the primary's wall clock, in nanoseconds since 1970.
+    pub taken_at_ns: u64,
+    pub pages: u64,
+    pub wire_bytes: u64,
+    /// With `--verify`: hashes of RAM as it was in the pause.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub checks: Vec<String>,
+}
+
+/// JSON of a frame.
+pub fn parse<T: serde::de::DeserializeOwned>(payload: &[u8]) -> Result<T, Failure> {
+    if payload.len() > JSON_BYTES_MAX {
+        return Err(Failure::new(format!("a message of {} bytes", payload.len())));
+    }
+    serde_json::from_slice(payload)
+        .map_err(|e| Failure::new(format!("a message that is none: {e}")))
+}
+
+/// A frame's JSON.
+pub fn text(value: &impl Serialize) -> Result<Vec<u8>, Failure> {
+    serde_json::to_vec(value).map_err(|e| Failure::new(format!("encode a message: {e}")))
+}
+
+/// Session and epoch before a payload.
+pub fn marked(session: u64, epoch: u64) -> [u8; 16] {
+    let mut head = [0; 16];
+    head[..8].copy_from_slice(&session.to_le_bytes());
+    head[8..].copy_from_slice(&epoch.to_le_bytes());
+    head
+}
+
+/// The same, taken apart: session, epoch, and what is behind.
+pub fn unmarked(payload: &[u8]) -> Option<(u64, u64, &[u8])> {
+    let (session, rest) = payload.split_first_chunk::<8>()?;
+    let (epoch, rest) = rest.split_first_chunk::<8>()?;
+    Some((u64::from_le_bytes(*session), u64::from_le_bytes(*epoch), rest))
+}
+
+/// Head and device state of an Epoch frame.
+pub fn epoch_parts(rest: &[u8]) -> Option<(EpochHead, &[u8])> {
+    let (len, rest) = rest.split_first_chunk::<4>()?;
+    let (head, devices) = rest.split_at_checked(u32::from_le_bytes(*len) as usize)?;
+    (head.len() <= JSON_BYTES_MAX)
+        .then(|| serde_json::from_slice(head).ok())?
+        .map(|head| (head, devices))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn epochs_are_taken_apart_as_they_were_put_together_and_nonsense_is_none() {
+        let head = EpochHead {
+            after: Some(3),
+            reason: "due".into(),
+            taken_at_ns: 5,
+            pages: 7,
+            wire_bytes: 9,
+            checks: Vec::new(),
+        };
+        let json = text(&head).unwrap();
+        let whole =
+            [&marked(3, 4)[..], &(json.len() as u32).to_le_bytes(), &json, b"devices"].concat();
+        let (session, epoch, rest) = unmarked(&whole).unwrap();
+        assert_eq!((session, epoch), (3, 4));
+        assert_eq!(epoch_parts(rest), Some((head, &b"devices"[..])));
+        for len in 0..rest.len() - 7 {
+            assert_eq!(epoch_parts(&rest[..len]), None);
+        }
+        assert!(unmarked(&whole[..15]).is_none());
+        assert!(
+            (0..=255).filter(|n| Kind::of(*n).is_some_and(|kind| kind as u8 == *n)).count() == 9
+        );
+    }
+}

@@ -1,0 +1,79 @@
+//! The VM with the gate before its network, as the capture's machine: what the guest has sent is
+//! cut into epochs as it is paused.
+
+use keyframe_capture::{BoxError, Machine, Resumed, Stopped};
+use keyframe_net::GateRemote;
+use keyframe_session::machines::Machines;
+use keyframe_units::RamLayout;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The gate of the VM's network; none where it has no network.
+#[derive(Clone)]
+pub struct Gate(Arc<Mutex<Option<GateRemote>>>);
+
+impl Gate {
+    pub fn new(remote: Option<GateRemote>) -> Self {
+        Self(Arc::new(Mutex::new(remote)))
+    }
+
+    pub fn ask<T>(
+        &self,
+        ask: impl FnOnce(&mut GateRemote) -> keyframe_net::Result<T>,
+    ) -> Result<Option<T>, BoxError> {
+        let mut remote = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(remote.as_mut().map(ask).transpose()?)
+    }
+
+    /// Lets go of it.
+    pub fn end(&self) {
+        let remote = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(remote) = remote {
+            remote.end();
+        }
+    }
+}
+
+/// The VM with its gate, as the capture's machine.
+pub struct Gated {
+    pub machines: Machines,
+    pub gate: Gate,
+    /// What the newest pause has cut.
+    pub cut: Option<u64>,
+}
+
+impl Machine for Gated {
+    fn ram(&mut self) -> Result<RamLayout, BoxError> {
+        self.machines.ram()
+    }
+
+    fn before_stop(&mut self) -> Result<(), BoxError> {
+        self.machines.before_stop()
+    }
+
+    fn stop(&mut self) -> Result<Stopped, BoxError> {
+        let stopped = self.machines.stop()?;
+        match self.gate.ask(GateRemote::cut) {
+            Ok(cut) => {
+                self.cut = cut;
+                Ok(stopped)
+            }
+            Err(error) => {
+                let _ = self.machines.resume(stopped);
+                let _ = self.machines.resumed(stopped);
+                Err(error)
+            }
+        }
+    }
+
+    fn save_devices(&mut self) -> Result<Vec<u8>, BoxError> {
+        self.machines.save_devices()
+    }
+
+    fn resume(&mut self, stopped: Stopped) -> Result<(), BoxError> {
+        self.machines.resume(stopped)
+    }
+
+    fn resumed(&mut self, stopped: Stopped) -> Result<Resumed, BoxError> {
+        self.machines.resumed(stopped)
+    }
+}

@@ -1,0 +1,201 @@
+//! What stops a protected VM should its engine stall, and ends it should its engine die: its right
+//! to run lasts no longer than somebody looks after it.
+//!
+//! ```text
+//!   engine ──▶ F          free: the VM runs alone by right, and may outlive the engine
+//!   engine ──▶ U<ns>      it may run until then, by CLOCK_MONOTONIC
+//!   engine ──▶ S          it is not to run
+//!   engine ──▶ P          it does not run, since the engine has paused it by its monitor; it ends with the engine
+//!   engine ◀── K<0|1>     the answer to each; 1 where the guard has the VM standing
+//!
+//!   U passes, or S ─▶ SIGSTOP        F, or a later U ─▶ SIGCONT        end of input without F ─▶ SIGKILL
+//! ```
+//!
+//! Invariant: a VM that is not free runs only while its engine lives and has said until when. The
+//! process is one of its own: no stalled engine holds it up. It knows QEMU by a descriptor (pidfd),
+//! which names no other process ever.
+
+use keyframe_failure::Failure;
+use keyframe_replication::Guard;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+const LINE_BYTES_MAX: usize = 64;
+
+/// This host's clock, as the guard and the protocol use it.
+pub fn now_ns() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    (now.tv_sec.cast_unsigned())
+        .saturating_mul(1_000_000_000)
+        .saturating_add(now.tv_nsec.cast_unsigned())
+}
+
+/// The engine's hold of it.
+pub struct GuardRemote {
+    stream: BufReader<UnixStream>,
+    child: Child,
+    /// It has the VM standing.
+    pub stands: bool,
+}
+
+impl GuardRemote {
+    /// Starts one that guards the QEMU with that pid, which is free at first.
+    pub fn spawn(qemu: u32) -> Result<Self, Failure> {
+        let failed = |e: std::io::Error| Failure::new(format!("start the guard: {e}"));
+        let (ours, theirs) = UnixStream::pair().map_err(failed)?;
+        ours.set_read_timeout(Some(ANSWER_TIMEOUT)).map_err(failed)?;
+        let mut command = Command::new("/proc/self/exe");
+        command.arg0("keyframe").arg("__guard").arg(qemu.to_string());
+        command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::null()).process_group(0);
+        let child = command.spawn().map_err(failed)?;
+        // The command holds the other end, whose closing must be seen.
+        command.stdin(Stdio::null());
+        let mut guard = Self { stream: BufReader::new(ours), child, stands: false };
+        guard.say("F")?;
+        Ok(guard)
+    }
+
+    /// Tells it. The VM stands when this returns, where it is to.
+    pub fn set(&mut self, guard: Guard) -> Result<(), Failure> {
+        match guard {
+            Guard::Free => self.say("F"),
+            Guard::Until(ns) => self.say(&format!("U{ns}")),
+            Guard::Stopped => self.say("S"),
+        }
+    }
+
+    /// The VM is paused by its monitor, and has to go on answering there.
+    pub fn paused(&mut self) -> Result<(), Failure> {
+        self.say("P")
+    }
+
+    fn say(&mut self, line: &str) -> Result<(), Failure> {
+        let failed =
+            |e: std::io::Error| Failure::new(format!("the guard of the VM's right to run: {e}"));
+        self.stream.get_mut().write_all(format!("{line}\n").as_bytes()).map_err(failed)?;
+        let mut answer = String::new();
+        self.stream.read_line(&mut answer).map_err(failed)?;
+        self.stands = match answer.trim() {
+            "K0" => false,
+            "K1" => true,
+            _ => return Err(Failure::new("the guard of the VM's right to run has ended")),
+        };
+        Ok(())
+    }
+
+    /// Lets go of it; a VM that is not free ends with this.
+    pub fn end(self) {
+        let Self { stream, mut child, .. } = self;
+        drop(stream);
+        let _ = child.wait();
+    }
+}
+
+/// The guard's process: its orders come from standard input.
+pub fn guard(qemu: u32, orders: UnixStream) -> Result<(), Failure> {
+    let pid = i32::try_from(qemu).ok().and_then(Pid::from_raw);
+    let pid = pid.ok_or_else(|| Failure::new(format!("{qemu} is no process")))?;
+    let qemu = pidfd_open(pid, PidfdFlags::empty())
+        .map_err(|e| Failure::new(format!("guard {qemu}: {e}")))?;
+    // On a host with more to do than it can, the VM is to stand all the same when its right has run
+    // out.
+    keyframe_kernel::priority::raise();
+    Keeper { qemu, orders: BufReader::new(orders), state: State::Free, stands: false }.run()
+}
+
+enum State {
+    Free,
+    Until(u64),
+    Stopped,
+    Paused,
+}
+
+struct Keeper {
+    qemu: OwnedFd,
+    orders: BufReader<UnixStream>,
+    state: State,
+    stands: bool,
+}
+
+impl Keeper {
+    fn run(mut self) -> Result<(), Failure> {
+        loop {
+            let left_ns = match self.state {
+                State::Until(until) if !self.stands => Some(until.saturating_sub(now_ns())),
+                _ => None,
+            };
+            if left_ns == Some(0) {
+                self.stand(true);
+                continue;
+            }
+            let timeout = left_ns.map(|ns| Timespec {
+                tv_sec: (ns / 1_000_000_000).cast_signed(),
+                tv_nsec: (ns % 1_000_000_000).cast_signed(),
+            });
+            let (heard, gone) = {
+                let mut fds = [
+                    PollFd::from_borrowed_fd(self.orders.get_ref().as_fd(), PollFlags::IN),
+                    PollFd::new(&self.qemu, PollFlags::IN),
+                ];
+                match poll(&mut fds, timeout.as_ref()) {
+                    Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                    Err(e) => return Err(Failure::new(format!("wait for orders: {e}"))),
+                }
+                (!fds[0].revents().is_empty(), !fds[1].revents().is_empty())
+            };
+            if gone {
+                return Ok(());
+            }
+            if heard && !self.obey() {
+                if !matches!(self.state, State::Free) {
+                    let _ = pidfd_send_signal(&self.qemu, Signal::KILL);
+                }
+                return Ok(());
+            }
+        }
+    }
+
+    /// Takes an order; false where there will be none any more.
+    fn obey(&mut self) -> bool {
+        let mut line = String::new();
+        let read = std::io::Read::take(&mut self.orders, LINE_BYTES_MAX as u64);
+        match BufReader::with_capacity(1, read).read_line(&mut line) {
+            Ok(len) if len > 0 => {}
+            _ => return false,
+        }
+        self.state = match line.trim().split_at_checked(1) {
+            Some(("F", "")) => State::Free,
+            Some(("S", "")) => State::Stopped,
+            Some(("P", "")) => State::Paused,
+            Some(("U", until)) => match until.parse() {
+                Ok(until) => State::Until(until),
+                Err(_) => return false,
+            },
+            _ => return false,
+        };
+        let stand = match self.state {
+            State::Free | State::Paused => false,
+            State::Until(until) => until <= now_ns(),
+            State::Stopped => true,
+        };
+        self.stand(stand);
+        let answer = if self.stands { "K1\n" } else { "K0\n" };
+        self.orders.get_mut().write_all(answer.as_bytes()).is_ok()
+    }
+
+    fn stand(&mut self, stand: bool) {
+        if stand != self.stands {
+            let signal = if stand { Signal::STOP } else { Signal::CONT };
+            // One that has ended is found by its descriptor.
+            let _ = pidfd_send_signal(&self.qemu, signal);
+            self.stands = stand;
+        }
+    }
+}

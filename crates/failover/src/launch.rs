@@ -1,0 +1,283 @@
+//! Everything before a protected VM's first instruction; and before a standby's, once it has taken
+//! over.
+
+use super::frames::{MachineFrame, ReplicatedDisk};
+use super::links::Addresses;
+use super::primary::{self, In};
+use super::sending::SharedWire;
+use super::settings::{Setup, interruption, random};
+use super::vm::{self, Gate};
+use keyframe_failure::Failure;
+use keyframe_net::{GateNic, GateRemote};
+use keyframe_qemu::gate::NicSockets;
+use keyframe_qemu::{DiskServer, Invocation, LaunchOptions, QemuIdentity, Vm};
+use keyframe_replication::{Config, GroupId, NodeId, Start};
+use keyframe_session::control::server::{SharedStatus, Socket};
+use keyframe_session::control::{OnExit, ReplicationStatus, Status};
+use keyframe_session::copying::Copying;
+use keyframe_session::disks::SessionDisks;
+use keyframe_session::launch as sessions;
+use keyframe_session::machine::QemuMachine;
+use keyframe_session::machines::{Beside, Machines, Member};
+use keyframe_session::rights;
+use keyframe_session::rundir::RunDir;
+use keyframe_session::storage::Storage;
+use keyframe_session::{Options, machine_meta, refuse};
+use keyframe_store::MachineMeta;
+use keyframe_units::PAGE_BYTES;
+use keyframe_vm_disks::place::Place;
+use keyframe_vm_disks::{self as disks, Served, Wanted};
+use std::ffi::OsString;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::AtomicBool;
+use std::sync::mpsc::{Receiver, Sender};
+use std::sync::{Arc, Mutex};
+
+/// The socket of the disks' server, in the run directory.
+pub const DISKS_SOCKET: &str = "disks.sock";
+
+/// A VM that is there and does not run yet, and what stands beside it.
+pub struct Found {
+    pub vm: Vm,
+    pub identity: QemuIdentity,
+    pub machine: Option<MachineMeta>,
+    pub directory: PathBuf,
+    pub served: Option<Served>,
+    pub gate: Gate,
+}
+
+/// Where a VM is and who talks to it.
+pub struct Home {
+    pub name: String,
+    pub run_dir: RunDir,
+    pub status: SharedStatus,
+    /// Set when the user wants an end.
+    pub interrupted: Arc<AtomicBool>,
+    pub inbox: Option<(Receiver<In>, Sender<In>, Socket)>,
+}
+
+/// Starts the gate of a VM's network; none for a VM without.
+pub fn start_gate(nics: &[NicSockets]) -> Result<Gate, Failure> {
+    if nics.is_empty() {
+        return Ok(Gate::new(None));
+    }
+    for nic in nics {
+        for socket in [&nic.out, &nic.back] {
+            match std::fs::remove_file(socket) {
+                Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+                    return Err(Failure::new(format!("remove {}: {e}", socket.display())));
+                }
+                _ => {}
+            }
+        }
+    }
+    let nics: Vec<GateNic> = nics
+        .iter()
+        .map(|nic| GateNic { from_guest: nic.out.clone(), to_network: nic.back.clone() })
+        .collect();
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("keyframe").arg("__gate");
+    let remote = GateRemote::spawn(&mut command, &nics)
+        .map_err(|e| Failure::new(keyframe_failure::chain(&e)))?;
+    Ok(Gate::new(Some(remote)))
+}
+
+/// Launches the VM of `command`, with its network behind a gate and its disks served, and protects
+/// it. `is_last`: this process starts no other program later, and gives up the right to.
+pub fn protect(
+    command: Vec<OsString>,
+    name: Option<String>,
+    folder: &Path,
+    addresses: Addresses,
+    setup: Setup,
+    is_last: bool,
+) -> Result<primary::Engine, Failure> {
+    let options = Options::every(None, OnExit::Kill);
+    sessions::require_kernel(&options)?;
+    // From here on: a QEMU that nobody guards yet is not to be left behind.
+    let interrupted = interruption()?;
+    let directory = std::env::current_dir()
+        .map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
+    let mut line = Invocation::parse(command).map_err(|e| Failure::qemu(&e))?;
+    let identity = line.identity().map_err(|e| Failure::qemu(&e))?;
+    let name =
+        name.unwrap_or_else(|| keyframe_session::rundir::name_from(line.vm_name().unwrap_or("vm")));
+    let run_dir = RunDir::claim(&name)?;
+    let nics = line.gate(run_dir.path()).map_err(|e| Failure::qemu(&e))?;
+    let drives = line.drives().map_err(|e| Failure::qemu(&e))?;
+    let socket = run_dir.path().join(DISKS_SOCKET);
+    let mut served = None;
+    if !drives.is_empty() {
+        let wanted =
+            drives.iter().map(|drive| Wanted::of_drive(drive, "")).collect::<Result<_, _>>()?;
+        let server = DiskServer { socket: socket.clone(), prefix: String::new() };
+        line.serve_drives(&server).map_err(|e| Failure::qemu(&e))?;
+        let place = Place::claim_in(&folder.join("overlays"), &name)?;
+        served = Some(disks::serve_in(place, &name, None, wanted, &socket)?);
+    }
+    let gate = start_gate(&nics)?;
+    let vm = Vm::launch(line, &LaunchOptions { run_dir: run_dir.path().into() });
+    let vm = vm.and_then(|mut vm| match vm.require_whole_line() {
+        Ok(()) => Ok(vm),
+        Err(hidden) => {
+            let _ = vm.qmp().quit();
+            Err(hidden)
+        }
+    });
+    let vm = match vm {
+        Ok(vm) => vm,
+        Err(error) => {
+            gate.end();
+            if let Some(served) = served {
+                let _ = served.end(false);
+            }
+            return Err(Failure::qemu(&error));
+        }
+    };
+    if is_last {
+        rights::trace_only();
+    }
+    let group = GroupId(u128::from(random()?) << 64 | u128::from(random()?));
+    let mut config =
+        Config::new(NodeId(random()?), random()?, group, setup.arbitration, setup.detection_ns);
+    config.paths = if addresses.beat.is_some() { 2 } else { 1 };
+    let status = first_status(&name, vm.pid(), "primary");
+    let found = Found { vm, identity, machine: None, directory, served, gate };
+    let place = Home { name, run_dir, status, interrupted, inbox: None };
+    engine(found, place, setup, config, (Start::First, 1), Some(addresses))
+}
+
+/// An engine over a VM that does not run yet, and is let run. The VM ends where it cannot be made.
+pub fn engine(
+    found: Found,
+    place: Home,
+    setup: Setup,
+    config: Config,
+    (start, first_epoch): (Start, u64),
+    addresses: Option<Addresses>,
+) -> Result<primary::Engine, Failure> {
+    let qemu = keyframe_kernel::Process::open(found.vm.pid());
+    let gate = found.gate.clone();
+    made(found, place, setup, config, (start, first_epoch), addresses).inspect_err(|_| {
+        if let Ok(qemu) = &qemu {
+            let _ = rustix::process::pidfd_send_signal(qemu.pidfd(), rustix::process::Signal::KILL);
+        }
+        gate.end();
+    })
+}
+
+fn made(
+    found: Found,
+    place: Home,
+    setup: Setup,
+    config: Config,
+    (start, first_epoch): (Start, u64),
+    addresses: Option<Addresses>,
+) -> Result<primary::Engine, Failure> {
+    let Found { mut vm, identity, machine, directory, served, gate } = found;
+    let Home { name, run_dir, status, interrupted, inbox } = place;
+    refuse(&mut vm)?;
+    let options = Options::every(None, OnExit::Kill);
+    let copying = Copying::start(&mut [(&*name, &mut vm)], false, &options)?;
+    let machine = match machine {
+        Some(machine) => machine,
+        None => machine_meta(&mut vm, &identity, &directory)?,
+    };
+    let exports: Vec<(String, u64)> = served
+        .iter()
+        .flat_map(|served| &served.metas)
+        .map(|disk| (disk.name.clone(), disk.disk_bytes))
+        .collect();
+    let frame = MachineFrame {
+        name: name.clone(),
+        group: format!("{:032x}", config.group.0),
+        arbiter: setup.arbiter(),
+        detection_ns: config.detection_ns,
+        paths: config.paths,
+        streams: setup.streams,
+        user_command: machine.user_command.clone(),
+        qemu_path: machine.qemu_path.clone(),
+        qemu_version: machine.qemu_version.clone(),
+        qemu_blake3: machine.qemu_blake3.clone(),
+        machine_type: machine.machine_type.clone(),
+        working_directory: machine.working_directory.clone(),
+        cpu_lacks: machine.cpu_lacks.clone(),
+        ram: copying.layout.clone(),
+        disks: exports
+            .iter()
+            .map(|(name, disk_bytes)| ReplicatedDisk {
+                name: name.clone(),
+                disk_bytes: *disk_bytes,
+            })
+            .collect(),
+    };
+    let blocks: Vec<u64> =
+        exports.iter().map(|(_, bytes)| bytes.div_ceil(PAGE_BYTES as u64)).collect();
+    let wire =
+        SharedWire::new(setup.streams, setup.wire_bytes, copying.layout.len_pages(), &blocks);
+    let watchdog = sessions::spawn_watchdog(&vm)?;
+    let qemu = vm.pid();
+    let socket = run_dir.path().join(DISKS_SOCKET);
+    let has_disks = served.is_some();
+    let storage =
+        served.map(|served| Storage::Served(SessionDisks::new(served, options.pause_limit)));
+    let watches = copying.watches_discards.first().copied().unwrap_or(false);
+    let machine = QemuMachine::new(vm, watchdog, options.pause_limit, watches);
+    let member = Member::new(name.clone(), machine, true);
+    let mut machines = Machines::new(vec![member], false, Beside { lans: None, disks: storage });
+    for member in machines.members_mut() {
+        member.machine.vm.qmp().cont().map_err(|e| Failure::qemu(&e))?;
+    }
+    if let Ok(mut status) = status.lock() {
+        status.qemu_pid = qemu;
+        "running".clone_into(&mut status.state);
+    }
+    let vm = vm::Parts {
+        machines,
+        copying,
+        gate: gate.clone(),
+        wire: wire.clone(),
+        policy: setup.policy.build(setup.parameters),
+        verify: setup.verify,
+        disks: has_disks.then_some((socket, exports)),
+        first_epoch,
+    };
+    let machine = frame;
+    primary::Engine::new(primary::Parts {
+        name,
+        run_dir,
+        setup,
+        config,
+        start,
+        machine,
+        addresses,
+        vm,
+        gate,
+        wire,
+        qemu,
+        status,
+        interrupted,
+        inbox,
+    })
+}
+
+/// What is shown of a VM or a standby that nothing is known of yet.
+pub fn first_status(name: &str, qemu_pid: u32, role: &str) -> SharedStatus {
+    let replication = ReplicationStatus {
+        role: role.into(),
+        state: "starting".into(),
+        ..ReplicationStatus::default()
+    };
+    Arc::new(Mutex::new(Status {
+        vm: name.into(),
+        state: "paused".into(),
+        qemu_pid,
+        engine_pid: std::process::id(),
+        phase: "idle".into(),
+        encoder: "sealed".into(),
+        replication: Some(replication),
+        ..Status::default()
+    }))
+}

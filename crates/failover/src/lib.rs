@@ -1,0 +1,76 @@
+//! A VM with a standby on another host: every epoch is there before what it sent leaves.
+//!
+//! ```text
+//!   keyframe protect                                             keyframe standby
+//!   ┌ QEMU ─ gate ─▶ network   guard ┐                           ┌ QEMU that waits, its RAM, disks ┐
+//!   │ vm: policy, capture ─▶ sending ├── data streams (TLS) ────▶│ standby/streams ─▶ standby/image │
+//!   │ primary: core, outputs         ├── control, beat (TLS) ───▶│ standby: core, outputs           │
+//!   └───────────────┬────────────────┘                           └──────────────┬──────────────────┘
+//!                   └───────────────▶ keyframe witness ◀────────────────────────┘
+//! ```
+//!
+//! Who may do what, and when, is `keyframe_replication`'s, which does no I/O; here it is done. When
+//! an epoch is taken is a policy's (`keyframe_scheduling::replication`), how its pages travel
+//! `keyframe_transfer`'s.
+
+pub mod busy;
+pub mod deciding;
+pub mod frames;
+pub mod gated;
+pub mod guard;
+pub mod having;
+pub mod launch;
+pub mod links;
+pub mod primary;
+pub mod sending;
+pub mod settings;
+pub mod standby;
+pub mod verify;
+pub mod vm;
+pub mod witnessing;
+
+use keyframe_replication::{Note, Refusal};
+
+/// A note that both roles have in common, for users.
+pub fn said(note: &Note) -> String {
+    match note {
+        Note::WitnessUnreachable => "the witness does not answer".into(),
+        Note::WitnessRefused => "the witness knows nothing of this VM, or has no room for it".into(),
+        Note::FenceFailed(times) => format!("the fence hook has failed ({times}); it is tried again"),
+        Note::Deposed(term) => format!("another host runs the VM, in term {}", term.0),
+        Note::CannotSwitchOver => "the VM cannot go over now: it is not protected".into(),
+        Note::SwitchOverFailed => "the VM could not go over; it goes on here where it may".into(),
+        Note::Refused(refusal) => format!("the other host does not take this one: {}", refused(*refusal)),
+        Note::PrimaryLost { held, complete } => format!(
+            "the primary is silent; this standby holds {}{}",
+            held.map_or_else(|| "nothing".into(), |epoch| format!("epoch {}", epoch.0)),
+            if *complete { ", and all that clients have seen is in it" } else { "; clients may have seen more" }
+        ),
+        Note::TakeOverRefused => "this standby may not take over: the other side has the right".into(),
+        Note::NeedsForce => {
+            "nobody decides who takes over (no --witness, no --fence-with): where the other host is off for sure, say: keyframe failover --force"
+                .into()
+        }
+        Note::NothingHeld => "there is nothing to take over with: no epoch has come whole".into(),
+        Note::ApplyFailed(reason) => format!("an epoch could not be applied: {reason}"),
+        Note::VmEnded => "the VM has ended".into(),
+        Note::Joined(_)
+        | Note::Protected
+        | Note::Unprotected(_)
+        | Note::StandbyLost(_)
+        | Note::Stopped
+        | Note::Resumed => format!("{note:?}"),
+    }
+}
+
+fn refused(refusal: Refusal) -> String {
+    match refusal {
+        Refusal::WrongGroup => "it protects another VM".into(),
+        Refusal::WrongConfig => {
+            "their settings differ (--detection, --witness, --fence-with have to be alike)".into()
+        }
+        Refusal::Busy => "it has a standby, or has to find out what became of it".into(),
+        Refusal::StaleTerm(term) => format!("the VM runs in term {} by now", term.0),
+        Refusal::SameRole => "both have the same role".into(),
+    }
+}

@@ -1,0 +1,222 @@
+//! The primary's connections with its standby, made again whenever they break.
+//!
+//! ```text
+//!   connector   ── control ─▶ Greeting, Machine ─▶ Ready ─▶ data 0..n ─▶ Linked ─ ─ broken ─▶ wait, again
+//!   beater      ── beat ────▶ Greeting ────────────────────────────────▶ Beating
+//!   readers     each a thread: Core messages ─▶ the protocol's inbox
+//! ```
+
+use super::frames::{
+    Greeting, Kind, MachineFrame, Purpose, ReadyFrame, VERSION, parse, text, unmarked,
+};
+use super::sending::Link;
+use keyframe_failure::{Failure, chain};
+use keyframe_link::{Channel, Input, Party};
+use keyframe_replication::Message;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// How long a connection may take to come about.
+pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// The standby starts QEMU before it answers.
+const READY_TIMEOUT: Duration = Duration::from_secs(60);
+/// Between two tries to connect.
+const RECONNECT: Duration = Duration::from_millis(300);
+const READ_WAIT: Duration = Duration::from_millis(200);
+
+/// What a connection tells the protocol's thread.
+pub enum FromLink {
+    /// Control and data are there; the number tells them from others.
+    Linked(u64, Arc<Link>),
+    /// The second path is there.
+    Beating(u64, Arc<Channel>),
+    /// A message on a path.
+    Said { path: u8, number: u64, message: Message },
+    /// What the standby has already: of which session, from which page on, hashes.
+    Have { number: u64, session: u64, first: u64, hashes: Vec<u8> },
+    /// A path is broken.
+    Broken { path: u8, number: u64 },
+    /// It could not be connected.
+    Trouble(String),
+}
+
+/// Where the standby is.
+#[derive(Clone, Copy)]
+pub struct Addresses {
+    pub control: SocketAddr,
+    pub beat: Option<SocketAddr>,
+}
+
+/// Starts the threads that connect, again whenever `linked` or `beating` says that what there was
+/// is broken.
+pub fn start(
+    party: &Party,
+    addresses: Addresses,
+    machine: &MachineFrame,
+    tell: impl Fn(FromLink) + Clone + Send + 'static,
+    (linked, beating): (&Arc<AtomicBool>, &Arc<AtomicBool>),
+    ends: &Arc<AtomicBool>,
+) -> Result<(), Failure> {
+    let started = |e: std::io::Error| Failure::new(format!("start a thread: {e}"));
+    let (own_party, machine, tell_control) = (party.clone(), machine.clone(), tell.clone());
+    let (linked, ending) = (Arc::clone(linked), Arc::clone(ends));
+    let control = move || {
+        let mut number = 0;
+        while !ending.load(Ordering::Relaxed) {
+            if !linked.load(Ordering::Relaxed) {
+                number += 1;
+                // Before it is told: whoever hears that it is broken takes it back.
+                linked.store(true, Ordering::Relaxed);
+                let made = connect(
+                    &own_party,
+                    addresses.control,
+                    &machine,
+                    number,
+                    &tell_control,
+                    &ending,
+                );
+                if made.is_none() {
+                    linked.store(false, Ordering::Relaxed);
+                }
+            }
+            std::thread::sleep(RECONNECT);
+        }
+    };
+    std::thread::Builder::new().name("connect".into()).spawn(control).map_err(started)?;
+    let Some(address) = addresses.beat else { return Ok(()) };
+    let (party, beating, ending) = (party.clone(), Arc::clone(beating), Arc::clone(ends));
+    let beat = move || {
+        let mut number = 0;
+        while !ending.load(Ordering::Relaxed) {
+            if !beating.load(Ordering::Relaxed) {
+                number += 1;
+                if let Ok(channel) = greeted(&party, address, Purpose::Beat, number) {
+                    beating.store(true, Ordering::Relaxed);
+                    tell(FromLink::Beating(number, Arc::clone(&channel)));
+                    read(channel, 1, number, tell.clone(), Arc::clone(&ending), || ());
+                }
+            }
+            std::thread::sleep(RECONNECT);
+        }
+    };
+    std::thread::Builder::new().name("beat".into()).spawn(beat).map(drop).map_err(started)
+}
+
+/// Connects control and data, and reads from then on. `None` where it could not be, which has been
+/// told.
+fn connect(
+    party: &Party,
+    address: SocketAddr,
+    machine: &MachineFrame,
+    number: u64,
+    tell: &(impl Fn(FromLink) + Clone + Send + 'static),
+    ends: &Arc<AtomicBool>,
+) -> Option<Arc<Link>> {
+    match made(party, address, machine, number) {
+        Ok(link) => {
+            let link = Arc::new(link);
+            tell(FromLink::Linked(number, Arc::clone(&link)));
+            let closing = Arc::clone(&link);
+            read(Arc::clone(&link.control), 0, number, tell.clone(), Arc::clone(ends), move || {
+                closing.close();
+            });
+            Some(link)
+        }
+        Err(failure) => {
+            tell(FromLink::Trouble(failure.to_string()));
+            None
+        }
+    }
+}
+
+fn made(
+    party: &Party,
+    address: SocketAddr,
+    machine: &MachineFrame,
+    number: u64,
+) -> Result<Link, Failure> {
+    let control = greeted(party, address, Purpose::Control, number)?;
+    control.send(Kind::Machine as u8, &[&text(machine)?]).map_err(|e| failed(&e))?;
+    let ready = control.receive(&mut Input::default(), READY_TIMEOUT).map_err(|e| failed(&e))?;
+    let ready = ready.filter(|frame| Kind::of(frame.kind) == Some(Kind::Ready));
+    let ready =
+        ready.ok_or_else(|| Failure::new(format!("the standby at {address} does not answer")))?;
+    if let ReadyFrame::Refused { problem, fix } = parse(&ready.payload)? {
+        let failure = Failure::new(format!("the standby at {address}: {problem}"));
+        return Err(match fix {
+            Some(fix) => failure.fix(fix),
+            None => failure,
+        });
+    }
+    let data = (0..machine.streams)
+        .map(|stream| greeted(party, address, Purpose::Data { stream }, number))
+        .collect::<Result<_, _>>()?;
+    Ok(Link { control, data })
+}
+
+/// Connects, and says what for.
+pub fn greeted(
+    party: &Party,
+    address: SocketAddr,
+    purpose: Purpose,
+    connection: u64,
+) -> Result<Arc<Channel>, Failure> {
+    let channel = party.connect(address, CONNECT_TIMEOUT).map_err(|e| failed(&e))?;
+    let greeting = Greeting { version: VERSION, purpose, connection };
+    channel.send(Kind::Greeting as u8, &[&text(&greeting)?]).map_err(|e| failed(&e))?;
+    Ok(Arc::new(channel))
+}
+
+/// Reads messages of the protocol until the connection breaks.
+pub fn read(
+    channel: Arc<Channel>,
+    path: u8,
+    number: u64,
+    tell: impl Fn(FromLink) + Send + 'static,
+    ends: Arc<AtomicBool>,
+    broken: impl FnOnce() + Send + 'static,
+) {
+    let work = move || {
+        let mut input = Input::default();
+        while !ends.load(Ordering::Relaxed) {
+            match channel.receive(&mut input, READ_WAIT) {
+                Ok(None) => {}
+                Ok(Some(frame)) => {
+                    let said = match Kind::of(frame.kind) {
+                        Some(Kind::Core) => Message::decode(&frame.payload)
+                            .ok()
+                            .map(|message| FromLink::Said { path, number, message }),
+                        Some(Kind::Have) => {
+                            unmarked(&frame.payload).map(|(session, first, hashes)| {
+                                FromLink::Have { number, session, first, hashes: hashes.to_vec() }
+                            })
+                        }
+                        _ => None,
+                    };
+                    // Whoever cannot be understood is no peer.
+                    let Some(said) = said else { break };
+                    tell(said);
+                }
+                Err(_) => break,
+            }
+        }
+        channel.close();
+        broken();
+        tell(FromLink::Broken { path, number });
+    };
+    // Where there is no thread to be had, the path stays silent and is taken as lost.
+    let _ = std::thread::Builder::new().name("link".into()).spawn(work);
+}
+
+/// Sends a message of the protocol; false where the connection is broken.
+pub fn say(channel: &Channel, message: &Message) -> bool {
+    let mut bytes = Vec::new();
+    message.encode(&mut bytes);
+    channel.send(Kind::Core as u8, &[&bytes]).is_ok()
+}
+
+pub fn failed(error: &keyframe_link::Error) -> Failure {
+    Failure { fix: error.fix(), ..Failure::new(chain(error)) }
+}

@@ -1,0 +1,597 @@
+//! The primary's protocol thread: what the core says is done, at once; what takes time is others'
+//! (`vm`, `links`).
+//!
+//! ```text
+//!   links, witness, VM's thread, control socket ──▶ inbox ──▶ core ──▶ guard, gate, orders to the VM's thread, messages
+//! ```
+//!
+//! Invariant: outputs are carried out in their order, before the next input is handed in. Nothing
+//! here waits for QEMU or the network.
+
+use super::deciding;
+use super::frames::MachineFrame;
+use super::guard::{GuardRemote, now_ns};
+use super::links::{self, Addresses, FromLink};
+use super::sending::{Link, SharedWire};
+use super::settings::Setup;
+use super::vm::{Event, Gate, Order, Told, VmThread};
+use super::witnessing::Asked;
+use keyframe_failure::{DONE, FAILED, Failure, WARNED};
+use keyframe_link::Channel;
+use keyframe_net::GateRemote;
+use keyframe_replication::{
+    Config, Epoch, Guard, Message, Note, Primary, PrimaryInput, PrimaryOutput, PrimaryState, Start,
+    Why,
+};
+use keyframe_session::control::server::{self, Pending, SharedStatus};
+use keyframe_session::control::{ReplicationStatus, Request, Response};
+use keyframe_session::rundir::RunDir;
+use rustix::process::{Signal, pidfd_send_signal};
+use std::collections::{BTreeMap, VecDeque};
+use std::os::fd::OwnedFd;
+use std::process::ExitStatus;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// How long the last words may take to get out.
+const LAST_WORDS: Duration = Duration::from_millis(200);
+/// How long the VM's thread may take to end a VM that is to end.
+const END_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What wakes the thread.
+pub enum In {
+    Link(FromLink),
+    Vm(Event),
+    Asked(Asked),
+    Fenced(bool),
+    Request(Pending),
+}
+
+/// A protected VM, ready to run.
+pub struct Parts {
+    pub name: String,
+    pub run_dir: RunDir,
+    pub setup: Setup,
+    pub config: Config,
+    pub start: Start,
+    pub machine: MachineFrame,
+    pub addresses: Option<Addresses>,
+    pub vm: super::vm::Parts,
+    pub gate: Gate,
+    pub wire: SharedWire,
+    pub qemu: u32,
+    pub status: SharedStatus,
+    /// Set when the user wants an end.
+    pub interrupted: Arc<AtomicBool>,
+    /// Listens already, on behalf of whoever has been here before.
+    pub inbox: Option<(Receiver<In>, Sender<In>, server::Socket)>,
+}
+
+/// The thread's own.
+pub struct Engine {
+    name: String,
+    setup: Setup,
+    core: Primary,
+    vm: Option<VmThread>,
+    gate: Gate,
+    guard: GuardRemote,
+    wire: SharedWire,
+    qemu: OwnedFd,
+    qemu_pid: u32,
+    inbox: Receiver<In>,
+    sender: Sender<In>,
+    link: Option<(u64, Arc<Link>)>,
+    beat: Option<(u64, Arc<Channel>)>,
+    linked: Arc<AtomicBool>,
+    beating: Arc<AtomicBool>,
+    /// What each captured epoch is at the gate.
+    gates: BTreeMap<u64, u64>,
+    acknowledged: Option<u64>,
+    vm_stopped: bool,
+    status: SharedStatus,
+    ends: Arc<AtomicBool>,
+    interrupted: Arc<AtomicBool>,
+    exit: Option<ExitStatus>,
+    done: Option<Done>,
+    trouble: Option<(String, Instant)>,
+    _socket: server::Socket,
+    _run_dir: RunDir,
+}
+
+/// What is left to do once an engine has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Finish {
+    /// Nothing: the exit code.
+    Code(u8),
+    /// Another host runs the VM: this one may become its standby.
+    Elsewhere,
+}
+
+/// How it ended.
+enum Done {
+    Vm,
+    Deposed(u64),
+}
+
+impl Engine {
+    /// The VM runs from here on.
+    pub fn new(parts: Parts) -> Result<Self, Failure> {
+        let (inbox, sender, socket) = match parts.inbox {
+            Some(inbox) => inbox,
+            None => listen(&parts.run_dir, &parts.status)?,
+        };
+        let guard = GuardRemote::spawn(parts.qemu)?;
+        let qemu = keyframe_kernel::Process::open(parts.qemu).map_err(|e| Failure::kernel(&e))?;
+        let qemu = rustix::io::dup(qemu.pidfd())
+            .map_err(|e| Failure::new(format!("take hold of QEMU: {e}")))?;
+        let events = sender.clone();
+        let vm = VmThread::start(parts.vm, move |event| {
+            let _ = events.send(In::Vm(event));
+        })?;
+        let ends = Arc::new(AtomicBool::new(false));
+        let (linked, beating) =
+            (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        if let Some(addresses) = parts.addresses {
+            let sent = sender.clone();
+            let tell = move |from| {
+                let _ = sent.send(In::Link(from));
+            };
+            let party = &parts.setup.party;
+            links::start(party, addresses, &parts.machine, tell, (&linked, &beating), &ends)?;
+        }
+        Ok(Self {
+            name: parts.name,
+            setup: parts.setup,
+            core: Primary::new(parts.config, parts.start),
+            vm: Some(vm),
+            gate: parts.gate,
+            guard,
+            wire: parts.wire,
+            qemu,
+            qemu_pid: parts.qemu,
+            inbox,
+            sender,
+            link: None,
+            beat: None,
+            linked,
+            beating,
+            gates: BTreeMap::new(),
+            acknowledged: None,
+            vm_stopped: false,
+            status: parts.status,
+            ends,
+            interrupted: parts.interrupted,
+            exit: None,
+            done: None,
+            trouble: None,
+            _socket: socket,
+            _run_dir: parts.run_dir,
+        })
+    }
+
+    /// Runs until the VM has ended, or runs elsewhere.
+    pub fn run(mut self) -> Result<Finish, Failure> {
+        self.handle(PrimaryInput::Tick);
+        self.show();
+        let mut killed_at: Option<Instant> = None;
+        while self.done.is_none() {
+            if self.interrupted.load(Ordering::Relaxed) && killed_at.is_none() {
+                killed_at = Some(Instant::now());
+                self.kill();
+            }
+            // A VM that does not end is not waited for.
+            if killed_at.is_some_and(|at| at.elapsed() > END_TIMEOUT) {
+                break;
+            }
+            let until = Duration::from_nanos(self.core.deadline_ns().saturating_sub(now_ns()));
+            match self.inbox.recv_timeout(until.min(LOOK_EVERY)) {
+                Ok(input) => self.take(input),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => break,
+            }
+            if now_ns() >= self.core.deadline_ns() {
+                self.handle(PrimaryInput::Tick);
+            }
+            self.show();
+        }
+        self.end()
+    }
+
+    fn take(&mut self, input: In) {
+        match input {
+            In::Link(from) => self.take_link(from),
+            In::Vm(event) => self.take_event(event),
+            In::Asked(Asked::Answered(reply)) => self.handle(PrimaryInput::Witness(reply)),
+            In::Asked(Asked::Lost { sent }) => self.handle(PrimaryInput::WitnessLost { sent }),
+            In::Fenced(off) => self.handle(PrimaryInput::Fenced(off)),
+            In::Request(pending) => self.answer(&pending),
+        }
+    }
+
+    fn take_link(&mut self, from: FromLink) {
+        match from {
+            FromLink::Linked(number, link) => {
+                self.trouble = None;
+                // Nothing goes out there before the core has heard what the standby has.
+                self.link = Some((number, link));
+                self.handle(PrimaryInput::PathUp(0));
+            }
+            FromLink::Beating(number, channel) => {
+                self.beat = Some((number, channel));
+                self.handle(PrimaryInput::PathUp(1));
+            }
+            FromLink::Said { path, number, message } => {
+                let current = match path {
+                    0 => self.link.as_ref().map(|(number, _)| *number),
+                    _ => self.beat.as_ref().map(|(number, _)| *number),
+                };
+                if current == Some(number) {
+                    self.handle(PrimaryInput::Peer { path, message });
+                }
+            }
+            FromLink::Have { number, session, first, hashes } => {
+                if self.link.as_ref().is_some_and(|(known, _)| *known == number) {
+                    self.order(Order::Have { session, first, hashes });
+                }
+            }
+            FromLink::Broken { path: 0, number } => {
+                if self.link.take_if(|(known, _)| *known == number).is_some() {
+                    self.wire.connect(None);
+                    self.linked.store(false, Ordering::Relaxed);
+                    self.handle(PrimaryInput::PathDown(0));
+                }
+            }
+            FromLink::Broken { path, number } => {
+                if self.beat.take_if(|(known, _)| *known == number).is_some() {
+                    self.beating.store(false, Ordering::Relaxed);
+                    self.handle(PrimaryInput::PathDown(path));
+                }
+            }
+            FromLink::Trouble(text) => {
+                if self.trouble.as_ref().is_none_or(|(old, _)| *old != text) {
+                    self.setup.say(&format!(
+                        "no standby, tried again and again; meanwhile the VM runs unprotected: {text}"
+                    ));
+                    self.trouble = Some((text, Instant::now()));
+                }
+            }
+        }
+    }
+
+    fn take_event(&mut self, event: Event) {
+        match event {
+            Event::Captured { epoch, gate, reason } => {
+                if let Some(gate) = gate {
+                    self.gates.insert(epoch, gate);
+                }
+                self.update(|status| {
+                    status.epoch = Some(epoch);
+                    reason.clone_into(&mut status.reason);
+                });
+                self.handle(PrimaryInput::Captured { epoch: Epoch(epoch) });
+            }
+            Event::CaptureFailed(problem) => {
+                if self.core.state() != PrimaryState::Solo {
+                    self.setup.say(&format!("an epoch failed: {problem}"));
+                }
+                self.handle(PrimaryInput::CaptureFailed);
+            }
+            Event::Stopped => {
+                self.vm_stopped = true;
+                if let Err(failure) = self.guard.paused() {
+                    eprintln!("keyframe: {failure}");
+                }
+                self.handle(PrimaryInput::VmStopped);
+            }
+            Event::Resumed => self.handle(PrimaryInput::VmResumed),
+            Event::Ended(exit) => {
+                self.exit = Some(exit);
+                self.handle(PrimaryInput::VmEnded);
+            }
+            Event::Told(told) => self.told(&told),
+        }
+    }
+
+    fn told(&mut self, told: &Told) {
+        self.update(|status| {
+            status.acknowledged = told.acknowledged;
+            status.epochs += 1;
+            status.pages = told.pages;
+            status.wire_bytes = told.wire_bytes;
+            status.all_wire_bytes += told.wire_bytes;
+            status.all_raw_bytes += told.raw_bytes;
+            status.pause_ns = told.pause_ns;
+            status.transfer_ns = told.transfer_ns;
+            status.epoch_ns = told.epoch_ns;
+            status.all_pages += told.pages;
+            status.all_pause_ns += told.pause_ns;
+            status.all_transfer_ns += told.transfer_ns;
+            status.all_suspended_ns += told.suspended_ns;
+            *status.reasons.entry(told.reason.to_owned()).or_default() += 1;
+            status.estimates =
+                told.estimates.iter().map(|(name, value)| ((*name).into(), *value)).collect();
+        });
+    }
+
+    fn answer(&mut self, pending: &Pending) {
+        let response = match pending.request {
+            Request::FailOver { .. } => match self.core.state() {
+                PrimaryState::Protected => {
+                    self.handle(PrimaryInput::SwitchOver);
+                    Response::Done("the VM goes over to the standby".into())
+                }
+                _ => Response::Failed(
+                    "the VM has no standby that holds all of it; wait until keyframe status says protected"
+                        .into(),
+                ),
+            },
+            Request::Stop { .. } => {
+                self.interrupted.store(true, Ordering::Relaxed);
+                Response::Stopping
+            }
+            _ => Response::Failed(
+                "a protected VM's checkpoints go to its standby; that cannot be done here".into(),
+            ),
+        };
+        let _ = pending.answer.send(response);
+    }
+
+    /// Hands an input to the core and does what it says; what that comes to is handed in behind it.
+    fn handle(&mut self, input: PrimaryInput) {
+        let mut inputs = VecDeque::from([input]);
+        while let Some(input) = inputs.pop_front() {
+            let outputs = self.core.handle(now_ns(), input);
+            self.settle_acknowledged();
+            for output in outputs {
+                if let Some(next) = self.act(output) {
+                    inputs.push_back(next);
+                }
+            }
+        }
+    }
+
+    fn settle_acknowledged(&mut self) {
+        let acknowledged = self.core.acknowledged().map(|epoch| epoch.0);
+        if acknowledged != self.acknowledged {
+            self.acknowledged = acknowledged;
+            if let Some(epoch) = acknowledged {
+                self.order(Order::Acknowledged { epoch });
+            }
+        }
+    }
+
+    fn order(&self, order: Order) {
+        if let Some(vm) = &self.vm {
+            let _ = vm.orders.send(order);
+        }
+    }
+
+    fn act(&mut self, output: PrimaryOutput) -> Option<PrimaryInput> {
+        match output {
+            PrimaryOutput::Send { path, message } => self.say(path, &message),
+            PrimaryOutput::AskWitness(request) => {
+                deciding::ask(&self.setup, request, &self.sender, In::Asked);
+            }
+            PrimaryOutput::Guard(guard) => self.guard(guard),
+            PrimaryOutput::StopVm => {
+                if self.core.state() == PrimaryState::SwitchingOver {
+                    // It has to go on answering: its last epoch is yet to be taken.
+                    self.order(Order::Stop);
+                } else {
+                    return Some(PrimaryInput::VmStopped);
+                }
+            }
+            PrimaryOutput::ResumeVm => {
+                if std::mem::take(&mut self.vm_stopped) {
+                    self.order(Order::Resume);
+                } else {
+                    return Some(PrimaryInput::VmResumed);
+                }
+            }
+            PrimaryOutput::KillVm => self.kill(),
+            PrimaryOutput::HoldOutput => self.gate_do(GateRemote::hold),
+            PrimaryOutput::Release { epoch } => {
+                let released = self.gates.range(..=epoch.0).next_back().map(|(_, gate)| *gate);
+                self.gates = self.gates.split_off(&(epoch.0 + 1));
+                if let Some(gate) = released {
+                    self.gate_do(|remote| remote.release(gate));
+                }
+            }
+            PrimaryOutput::ReleaseAll => {
+                self.gates.clear();
+                self.gate_do(GateRemote::open);
+            }
+            PrimaryOutput::BeginSync { session } => {
+                self.connect_wire();
+                self.order(Order::Sync { session: session.0 });
+            }
+            PrimaryOutput::Capture { last } => self.order(Order::Capture { last }),
+            PrimaryOutput::Owe { after } => {
+                self.connect_wire();
+                self.order(Order::Owe { after: after.map(|epoch| epoch.0) });
+            }
+            PrimaryOutput::MayCapture(may) => self.order(Order::MayCapture(may)),
+            PrimaryOutput::Fence => {
+                deciding::fence(&self.setup, &self.name, "primary", &self.sender, In::Fenced);
+            }
+            PrimaryOutput::Note(note) => self.note(&note),
+            PrimaryOutput::Ended { deposed_by } => {
+                self.done = Some(deposed_by.map_or(Done::Vm, |term| Done::Deposed(term.0)));
+            }
+        }
+        None
+    }
+
+    fn connect_wire(&self) {
+        self.wire.connect(self.link.as_ref().map(|(_, link)| Arc::clone(link)));
+    }
+
+    fn say(&self, path: u8, message: &Message) {
+        let channel = match path {
+            0 => self.link.as_ref().map(|(_, link)| &link.control),
+            _ => self.beat.as_ref().map(|(_, channel)| channel),
+        };
+        if let Some(channel) = channel
+            && !links::say(channel, message)
+        {
+            // Its reader tells that it is broken.
+            channel.close();
+        }
+    }
+
+    fn guard(&mut self, guard: Guard) {
+        // While it hands over, the VM is paused by its monitor, and may answer there.
+        let switching = self.core.state() == PrimaryState::SwitchingOver;
+        if guard == Guard::Stopped && switching {
+            return;
+        }
+        if let Err(failure) = self.guard.set(guard) {
+            eprintln!("keyframe: {failure}; another one is started");
+            match GuardRemote::spawn(self.qemu_pid) {
+                Ok(mut fresh) => {
+                    let set = fresh.set(guard);
+                    self.guard = fresh;
+                    if set.is_ok() {
+                        return;
+                    }
+                }
+                Err(failure) => eprintln!("keyframe: {failure}"),
+            }
+            // Without a guard the VM has no right that anybody looks after.
+            let _ = pidfd_send_signal(&self.qemu, Signal::STOP);
+        }
+    }
+
+    fn gate_do(&self, ask: impl FnOnce(&mut GateRemote) -> keyframe_net::Result<()>) {
+        if let Err(error) = self.gate.ask(ask) {
+            // What is held stays held.
+            eprintln!("keyframe: the gate of the VM's network: {error}");
+        }
+    }
+
+    fn kill(&self) {
+        let _ = pidfd_send_signal(&self.qemu, Signal::KILL);
+    }
+
+    fn note(&mut self, note: &Note) {
+        let text = match note {
+            Note::Joined(node) => format!("standby {node} has joined and gets the whole VM"),
+            Note::Protected => "protected: a failure of this host loses nothing".into(),
+            Note::Unprotected(why) => format!("the VM runs unprotected: {}", because(why)),
+            Note::StandbyLost(why) => {
+                format!("the standby is lost ({}); may the VM run without?", because(why))
+            }
+            Note::Stopped => "the VM stands still until the standby or who decides answers".into(),
+            Note::Resumed => "the VM runs again, protected as before".into(),
+            other => super::said(other),
+        };
+        self.setup.say(&text);
+        self.update(|status| status.note = text);
+    }
+
+    fn show(&mut self) {
+        let state = self.core.state();
+        let held = self.gate.ask(GateRemote::look).ok().flatten().unwrap_or_default();
+        let (term, linked) = (self.core.term().0, self.link.is_some());
+        let name = state_name(state);
+        self.update(|status| {
+            name.clone_into(&mut status.state);
+            status.term = term;
+            status.connected = linked;
+            status.held_packets = held.held_frames;
+            status.held_bytes = held.held_bytes;
+            status.passed_packets = held.passed_frames;
+            status.dropped_packets = held.dropped_frames;
+        });
+    }
+
+    fn update(&self, change: impl FnOnce(&mut ReplicationStatus)) {
+        let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner);
+        change(status.replication.get_or_insert_default());
+    }
+
+    fn end(mut self) -> Result<Finish, Failure> {
+        self.ends.store(true, Ordering::Relaxed);
+        if let Some((_, link)) = &self.link {
+            // What was said last is on its way.
+            std::thread::sleep(LAST_WORDS);
+            link.close();
+        }
+        if let Some((_, beat)) = &self.beat {
+            beat.close();
+        }
+        if matches!(self.done, Some(Done::Deposed(_)) | None) {
+            self.kill();
+        }
+        self.wire.connect(None);
+        if let Some(vm) = self.vm.take() {
+            let (vms, beside) = vm.end()?.into_vms();
+            for (_, mut vm) in vms {
+                let _ = vm.kill();
+            }
+            if let Some(disks) = beside.disks
+                && let Some(place) = disks.end()?
+            {
+                self.setup.say(&format!(
+                    "what the VM has written to its disks is in {}",
+                    place.display()
+                ));
+            }
+        }
+        self.gate.end();
+        self.guard.end();
+        match self.done {
+            Some(Done::Deposed(term)) => {
+                self.setup.say(&format!("the VM runs on the other host, in term {term}"));
+                Ok(Finish::Elsewhere)
+            }
+            Some(Done::Vm) => {
+                let success = self.exit.is_none_or(|exit| exit.success());
+                let stopped = self.interrupted.load(Ordering::Relaxed);
+                Ok(Finish::Code(if success || stopped { DONE } else { FAILED }))
+            }
+            None => Ok(Finish::Code(WARNED)),
+        }
+    }
+}
+
+fn because(why: &Why) -> String {
+    match why {
+        Why::Silence => "it is silent".into(),
+        Why::NoData => "data does not get through".into(),
+        Why::Sick(reason) => format!("it says: {reason}"),
+        Why::Restarted => "it was started again".into(),
+        Why::HandOver => "it was to take over, and is silent".into(),
+        Why::Command => "as was asked for".into(),
+    }
+}
+
+fn state_name(state: PrimaryState) -> &'static str {
+    match state {
+        PrimaryState::Solo => "unprotected",
+        PrimaryState::Syncing => "syncing",
+        PrimaryState::Closing => "closing",
+        PrimaryState::Pairing => "pairing",
+        PrimaryState::Protected => "protected",
+        PrimaryState::Stopped => "stopped",
+        PrimaryState::SwitchingOver => "switching over",
+        PrimaryState::HandedOver => "handed over",
+        PrimaryState::Ended => "ended",
+    }
+}
+
+/// An inbox, and a control socket that delivers to it.
+pub fn listen(
+    run_dir: &RunDir,
+    status: &SharedStatus,
+) -> Result<(Receiver<In>, Sender<In>, server::Socket), Failure> {
+    let (sender, inbox) = channel();
+    let requests = sender.clone();
+    let deliver = move |pending| requests.send(In::Request(pending)).is_ok();
+    let socket = server::listen(run_dir.path(), status, deliver)
+        .map_err(|e| Failure::new(format!("listen in {}: {e}", run_dir.path().display())))?;
+    Ok((inbox, sender, socket))
+}

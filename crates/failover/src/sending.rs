@@ -1,0 +1,327 @@
+//! Epochs on their way to the standby: pages to streams, each encoded by a thread of its own.
+//!
+//! ```text
+//!   capture ─▶ WireSink ─▶ Wire: by page, stream 0: Encoder ─▶ channel 0
+//!                                         stream 1: Encoder ─▶ channel 1          seal: Mark on each, Epoch on the control channel
+//! ```
+//!
+//! Invariants: what the encoders take the standby to have, it has: after an epoch that was given
+//! up, and after another session began, they forget it. A send that fails fails the epoch, and its
+//! pages are owed to the next.
+
+use super::frames::{EpochHead, Kind, marked, text};
+use super::having::Having;
+use super::verify::Checks;
+use keyframe_capture::{BoxError, Captured, Sink};
+use keyframe_link::Channel;
+use keyframe_session::{BlockSink, DiskCut};
+use keyframe_transfer::{Encoder, Sent, stream_of};
+use keyframe_units::{Page, PageIndex, ZERO_PAGE};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Pages in a batch: a frame of at most 4 MiB.
+const BATCH_PAGES: usize = 512;
+/// Blocks of disks that are collected before they are sent.
+const BLOCKS: usize = 2048;
+
+/// Connections with a standby.
+pub struct Link {
+    pub control: Arc<Channel>,
+    pub data: Vec<Arc<Channel>>,
+}
+
+impl Link {
+    pub fn close(&self) {
+        self.control.close();
+        self.data.iter().for_each(|channel| channel.close());
+    }
+}
+
+/// The streams and what they know of the standby. Shared by who captures and who encodes.
+pub struct Wire {
+    encoders: Vec<Encoder>,
+    link: Option<Arc<Link>>,
+    session: u64,
+    /// What the standby is known to have of it.
+    base: Option<u64>,
+    /// What it had when the session began, until its first epoch is there.
+    having: Option<Having>,
+    /// Those before it were given up, but the encoder may not know yet.
+    first_epoch: u64,
+    /// One of those was just refused: nothing that is in progress goes with it.
+    refused: bool,
+    /// Of the epoch in progress.
+    sent: Sent,
+    /// Where each disk begins, in pages of the whole space.
+    disks: Vec<u64>,
+    blocks: Vec<(PageIndex, Box<Page>)>,
+}
+
+/// The same, for several hands.
+#[derive(Clone)]
+pub struct SharedWire(Arc<Mutex<Wire>>);
+
+/// What an epoch took.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SentEpoch {
+    pub sent: Sent,
+    pub pause_ns: u64,
+    pub interval_ns: u64,
+}
+
+impl SharedWire {
+    /// `streams` of them, with `memory_bytes` for what the standby has; RAM is `ram_pages`, then
+    /// come disks of so many blocks.
+    pub fn new(streams: usize, memory_bytes: usize, ram_pages: u64, disk_blocks: &[u64]) -> Self {
+        let mut at = ram_pages;
+        let disks = disk_blocks
+            .iter()
+            .map(|blocks| {
+                at += blocks;
+                at - blocks
+            })
+            .collect();
+        let encoders = (0..streams).map(|_| Encoder::new(memory_bytes / streams.max(1))).collect();
+        Self(Arc::new(Mutex::new(Wire {
+            encoders,
+            link: None,
+            session: 0,
+            base: None,
+            having: None,
+            first_epoch: 0,
+            refused: false,
+            sent: Sent::default(),
+            disks,
+            blocks: Vec::new(),
+        })))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Wire> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From here on epochs go there; or nowhere.
+    pub fn connect(&self, link: Option<Arc<Link>>) {
+        self.lock().link = link;
+    }
+
+    /// Another session, whose first epoch will have this number: its standby has what `having`
+    /// says.
+    pub fn begin(&self, session: u64, first_epoch: u64, having: Option<Having>) {
+        let mut wire = self.lock();
+        wire.first_epoch = first_epoch;
+        wire.encoders.iter_mut().for_each(Encoder::forget);
+        (wire.session, wire.base, wire.sent) = (session, None, Sent::default());
+        wire.having = having;
+        wire.blocks.clear();
+    }
+
+    /// The standby has all epochs up to this one.
+    pub fn acknowledged(&self, epoch: u64) {
+        let mut wire = self.lock();
+        wire.encoders.iter_mut().for_each(Encoder::finish);
+        wire.having = None;
+        wire.base = Some(epoch);
+    }
+
+    /// The standby has what was acknowledged, and no more; the next epoch will have this number.
+    pub fn resume(&self, first_epoch: u64) {
+        let mut wire = self.lock();
+        wire.first_epoch = first_epoch;
+        wire.encoders.iter_mut().for_each(Encoder::abandon);
+        wire.having = None;
+        wire.sent = Sent::default();
+        wire.blocks.clear();
+    }
+
+    /// Sends blocks of a disk as they are now, of the epoch in progress.
+    pub fn put_blocks(&self, disk: usize, first: u64, pages: &[Page]) -> Result<(), BoxError> {
+        let mut wire = self.lock();
+        for (block, page) in (first..).zip(pages) {
+            wire.put_block(disk, block, page)?;
+        }
+        wire.flush_blocks()
+    }
+
+    /// Blocks of a disk are zeros: it is said where the standby has something else.
+    pub fn put_hole(&self, disk: usize, first: u64, blocks: u64) -> Result<(), BoxError> {
+        let mut wire = self.lock();
+        let begin = *wire.disks.get(disk).ok_or("no such disk")?;
+        let (mut from, end) = (begin + first, begin + first + blocks);
+        while let Some(page) =
+            wire.having.as_ref().and_then(|having| having.next_not_zero(from, end))
+        {
+            wire.put_block(disk, page - begin, &ZERO_PAGE)?;
+            from = page + 1;
+        }
+        wire.flush_blocks()
+    }
+}
+
+impl Wire {
+    fn link(&self) -> Result<Arc<Link>, BoxError> {
+        self.link.clone().ok_or_else(|| "no standby is connected".into())
+    }
+
+    fn put(&mut self, pages: &[(PageIndex, &Page)]) -> Result<(), BoxError> {
+        let link = self.link()?;
+        let streams = self.encoders.len();
+        let mut of_stream: Vec<Vec<(PageIndex, &Page)>> = vec![Vec::new(); streams];
+        for page in pages {
+            if self.having.as_mut().is_some_and(|having| having.has(page.0, page.1)) {
+                self.sent.pages += 1;
+                self.sent.same += 1;
+                continue;
+            }
+            if let Some(stream) = of_stream.get_mut(stream_of(page.0, streams)) {
+                stream.push(*page);
+            }
+        }
+        let head = marked(self.session, 0);
+        let work = |encoder: &mut Encoder, pages: &[(PageIndex, &Page)], channel: &Channel| {
+            let (mut all, mut batch) = (Sent::default(), Vec::new());
+            for part in pages.chunks(BATCH_PAGES) {
+                batch.clear();
+                all = all.plus(encoder.encode(part, &mut batch));
+                if !batch.is_empty() {
+                    channel.send(Kind::Batch as u8, &[&head, &batch])?;
+                }
+            }
+            Ok::<Sent, keyframe_link::Error>(all)
+        };
+        let jobs = self
+            .encoders
+            .iter_mut()
+            .zip(&of_stream)
+            .zip(&link.data)
+            .filter(|((_, p), _)| !p.is_empty());
+        let results: Vec<_> = std::thread::scope(|scope| {
+            let mut jobs: Vec<_> = jobs.collect();
+            // One of them here.
+            let own = jobs.pop();
+            let threads: Vec<_> = jobs
+                .into_iter()
+                .map(|((encoder, pages), channel)| {
+                    scope.spawn(move || work(encoder, pages, channel))
+                })
+                .collect();
+            let own = own.map(|((encoder, pages), channel)| work(encoder, pages, channel));
+            let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
+                thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            };
+            threads.into_iter().map(join).chain(own).collect()
+        });
+        for result in results {
+            self.sent = self.sent.plus(result?);
+        }
+        Ok(())
+    }
+
+    fn flush_blocks(&mut self) -> Result<(), BoxError> {
+        let blocks = std::mem::take(&mut self.blocks);
+        let pages: Vec<(PageIndex, &Page)> =
+            blocks.iter().map(|(page, content)| (*page, &**content)).collect();
+        self.put(&pages)
+    }
+
+    fn finish(&mut self, label: &EpochLabel, captured: &Captured) -> Result<SentEpoch, BoxError> {
+        self.flush_blocks()?;
+        let link = self.link()?;
+        let head = marked(self.session, label.epoch);
+        for channel in &link.data {
+            channel.send(Kind::Mark as u8, &[&head])?;
+        }
+        let taken_at = captured.taken_at.duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+        let said = EpochHead {
+            after: self.base,
+            reason: label.reason.into(),
+            taken_at_ns: u64::try_from(taken_at.as_nanos()).unwrap_or(u64::MAX),
+            pages: self.sent.pages,
+            wire_bytes: self.sent.bytes,
+            checks: label
+                .checks
+                .as_ref()
+                .and_then(|checks| checks.get().cloned())
+                .unwrap_or_default(),
+        };
+        let json = text(&said).map_err(|e| BoxError::from(e.to_string()))?;
+        let len = (json.len() as u32).to_le_bytes();
+        link.control.send(Kind::Epoch as u8, &[&head, &len, &json, &captured.device_state])?;
+        let done = SentEpoch {
+            sent: Sent { bytes: self.sent.bytes + captured.device_state.len() as u64, ..self.sent },
+            pause_ns: captured.timeline.pause_ns,
+            interval_ns: captured.timeline.interval_ns,
+        };
+        self.sent = Sent::default();
+        Ok(done)
+    }
+
+    fn discard(&mut self) {
+        self.encoders.iter_mut().for_each(Encoder::abandon);
+        self.having = None;
+        self.blocks.clear();
+        self.sent = Sent::default();
+        let head = marked(self.session, 0);
+        for channel in self.link.iter().flat_map(|link| &link.data) {
+            // Where it cannot be said, the connection is at its end, and the standby drops it by
+            // itself.
+            let _ = channel.send(Kind::Discard as u8, &[&head]);
+        }
+    }
+}
+
+impl BlockSink for Wire {
+    fn put_block(&mut self, disk: usize, block: u64, content: &Page) -> Result<(), BoxError> {
+        let first = self.disks.get(disk).ok_or("no such disk")?;
+        self.blocks.push((PageIndex(first + block), Box::new(*content)));
+        if self.blocks.len() >= BLOCKS { self.flush_blocks() } else { Ok(()) }
+    }
+
+    fn put_zero_blocks(&mut self, disk: usize, block: u64, blocks: u64) -> Result<(), BoxError> {
+        (block..block + blocks).try_for_each(|block| self.put_block(disk, block, &ZERO_PAGE))
+    }
+}
+
+/// What is known of an epoch beyond what was captured.
+pub struct EpochLabel {
+    /// Its number.
+    pub epoch: u64,
+    pub reason: &'static str,
+    /// What its pause cut from the disks.
+    pub cut: Option<DiskCut>,
+    /// What its RAM was, where that is verified.
+    pub checks: Option<Checks>,
+}
+
+/// The wire as the checkpoint cycle's sink.
+pub struct WireSink(pub SharedWire);
+
+impl Sink for WireSink {
+    type Label = EpochLabel;
+    type Sealed = SentEpoch;
+
+    fn put(&mut self, pages: &[(PageIndex, &Page)]) -> Result<(), BoxError> {
+        self.0.lock().put(pages)
+    }
+
+    fn seal(&mut self, captured: &Captured, label: EpochLabel) -> Result<SentEpoch, BoxError> {
+        let mut wire = self.0.lock();
+        // Its pages went with what is in progress now, which has all of them again; as an epoch it
+        // would be torn.
+        if label.epoch < wire.first_epoch {
+            wire.refused = true;
+            return Err(format!("epoch {} was given up", label.epoch).into());
+        }
+        if let Some(cut) = &label.cut {
+            cut.put_into(&mut *wire)?;
+        }
+        wire.finish(&label, captured)
+    }
+
+    fn abandon(&mut self) {
+        let mut wire = self.0.lock();
+        if !std::mem::take(&mut wire.refused) {
+            wire.discard();
+        }
+    }
+}

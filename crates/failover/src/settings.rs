@@ -1,0 +1,217 @@
+//! What both roles are told on the command line.
+
+use super::frames::Arbiter;
+use keyframe_failure::{Failure, USAGE, chain};
+use keyframe_link::{Key, Party};
+use keyframe_replication::Arbitration;
+use keyframe_scheduling::replication::{
+    LatencyParameters, LatencyTarget, OverheadTarget, ReplicationPolicy,
+};
+use keyframe_session::interrupt;
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+
+/// How long the fence hook may take.
+const FENCE_TIMEOUT: Duration = Duration::from_mins(2);
+
+/// Options of `protect` and `standby` alike.
+#[derive(clap::Args, Clone, Debug)]
+pub struct Settings {
+    #[command(flatten)]
+    key: HostKey,
+    /// The witness (keyframe witness), which lets at most one host run the VM: failover is
+    /// automatic
+    #[arg(long, value_name = "HOST:PORT", conflicts_with = "fence_with")]
+    witness: Option<String>,
+    /// A command that switches the other host off, and succeeds only if that is off for sure:
+    /// failover is automatic. It finds the VM's name in KEYFRAME_VM and its own host's role in
+    /// KEYFRAME_ROLE
+    #[arg(long, value_name = "COMMAND")]
+    fence_with: Option<String>,
+    /// How long the other host is silent before it is taken as lost
+    #[arg(long, value_name = "TIME", default_value = "500ms", value_parser = humantime::parse_duration)]
+    detection: Duration,
+    /// When epochs are taken: adaptive, paper (Gerofi & Ishikawa 2011, figure 6) or fixed:INTERVAL
+    #[arg(long, value_name = "POLICY", default_value = "adaptive")]
+    policy: ReplicationPolicy,
+    /// With adaptive: take as few epochs as keep packets from waiting longer than this
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    latency: Option<Duration>,
+    /// With adaptive: the largest part of the guest's time that epochs may take
+    #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=95), conflicts_with = "latency")]
+    overhead: Option<u32>,
+    /// Connections that carry pages side by side
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=16))]
+    streams: u8,
+    /// Memory for what the standby has of the pages sent last, in MiB: changes are sent against it
+    #[arg(long, value_name = "MIB", default_value_t = 256)]
+    wire_memory: usize,
+    /// Hash all of RAM in each pause and at the standby, and compare: pauses as long as that takes
+    #[arg(long)]
+    verify: bool,
+    /// Nothing but errors
+    #[arg(long, short)]
+    quiet: bool,
+}
+
+/// The same, understood.
+#[derive(Clone)]
+pub struct Setup {
+    pub party: Party,
+    pub witness: Option<SocketAddr>,
+    pub fence_with: Option<String>,
+    pub arbitration: Arbitration,
+    pub detection_ns: u64,
+    pub policy: ReplicationPolicy,
+    pub parameters: LatencyParameters,
+    pub streams: usize,
+    pub wire_bytes: usize,
+    pub verify: bool,
+    pub quiet: bool,
+}
+
+/// The key by which hosts know each other.
+#[derive(clap::Args, Clone, Debug)]
+pub struct HostKey {
+    /// The key that all hosts share: a file for its owner's eyes alone
+    #[arg(long, value_name = "FILE", env = "KEYFRAME_KEY")]
+    key: Option<PathBuf>,
+}
+
+impl HostKey {
+    /// Who proves with it that it is one of these hosts.
+    pub fn party(&self) -> Result<Party, Failure> {
+        let Some(path) = &self.key else {
+            let failure = Failure::new("hosts know each other by a key, and none is named");
+            let fix = "make one, copy it to each host, and name it with --key KEY or KEYFRAME_KEY: \
+                       (umask 077; head -c 32 /dev/urandom | base64 > KEY)";
+            return Err(Failure { code: USAGE, ..failure.fix(fix) });
+        };
+        let key =
+            Key::read(path).map_err(|e| Failure { fix: e.fix(), ..Failure::new(chain(&e)) })?;
+        Party::new(&key).map_err(|e| Failure::new(chain(&e)))
+    }
+}
+
+impl Settings {
+    pub fn understood(&self) -> Result<Setup, Failure> {
+        let party = self.key.party()?;
+        let witness = self.witness.as_deref().map(address).transpose()?;
+        let arbitration = match (&self.witness, &self.fence_with) {
+            (Some(_), _) => Arbitration::Witness,
+            (None, Some(_)) => Arbitration::Fencing,
+            (None, None) => Arbitration::Manual,
+        };
+        if !(Duration::from_millis(100)..=Duration::from_mins(5)).contains(&self.detection) {
+            return Err(Failure::new("--detection: from 100ms to 5m are possible"));
+        }
+        let mut parameters = LatencyParameters::default();
+        if self.policy != ReplicationPolicy::Adaptive
+            && (self.latency.is_some() || self.overhead.is_some())
+        {
+            return Err(Failure::new(format!(
+                "--latency and --overhead are for --policy adaptive, not {}",
+                self.policy
+            )));
+        }
+        if let Some(latency) = self.latency {
+            parameters.latency =
+                Some(LatencyTarget { ns: u64::try_from(latency.as_nanos()).unwrap_or(u64::MAX) });
+        }
+        if let Some(percent) = self.overhead {
+            parameters.overhead = Some(OverheadTarget { percent: f64::from(percent) });
+        }
+        Ok(Setup {
+            party,
+            witness,
+            fence_with: self.fence_with.clone(),
+            arbitration,
+            detection_ns: u64::try_from(self.detection.as_nanos()).unwrap_or(u64::MAX),
+            policy: self.policy,
+            parameters,
+            streams: self.streams.into(),
+            wire_bytes: self.wire_memory << 20,
+            verify: self.verify,
+            quiet: self.quiet,
+        })
+    }
+}
+
+impl Setup {
+    /// As the other side is told.
+    pub fn arbiter(&self) -> Arbiter {
+        match self.arbitration {
+            Arbitration::Witness => Arbiter::Witness,
+            Arbitration::Fencing => Arbiter::Fencing,
+            Arbitration::Manual => Arbiter::Manual,
+        }
+    }
+
+    pub fn say(&self, text: &str) {
+        if !self.quiet {
+            eprintln!("keyframe: {text}");
+        }
+    }
+
+    /// Runs the fence hook; true where the other host is off.
+    pub fn fence(&self, vm: &str, role: &str) -> bool {
+        let Some(text) = &self.fence_with else { return false };
+        let mut command = Command::new("/bin/sh");
+        command.arg("-c").arg(text).env("KEYFRAME_VM", vm).env("KEYFRAME_ROLE", role);
+        command.stdin(Stdio::null());
+        let mut child = match command.spawn() {
+            Ok(child) => child,
+            Err(error) => {
+                eprintln!("keyframe: run the fence hook: {error}");
+                return false;
+            }
+        };
+        let deadline = Instant::now() + FENCE_TIMEOUT;
+        loop {
+            match child.try_wait() {
+                Ok(Some(exit)) => return exit.success(),
+                Ok(None) if Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(5))
+                }
+                _ => {
+                    let _ = child.kill();
+                    let _ = child.wait();
+                    return false;
+                }
+            }
+        }
+    }
+}
+
+/// Set when the user asks for an end.
+pub fn interruption() -> Result<Arc<AtomicBool>, Failure> {
+    let interrupted = interrupt::interruption()?;
+    let hangup = signal_hook::consts::SIGHUP;
+    signal_hook::flag::register(hangup, Arc::clone(&interrupted))
+        .map_err(|e| Failure::new(format!("catch signal {hangup}: {e}")))?;
+    Ok(interrupted)
+}
+
+/// A host and a port.
+pub fn address(text: &str) -> Result<SocketAddr, Failure> {
+    let bad = |problem: String| {
+        Failure::new(format!("{text}: {problem}"))
+            .fix("name a host and a port, as in 192.0.2.7:7430")
+    };
+    let mut found = text.to_socket_addrs().map_err(|e| bad(e.to_string()))?;
+    found.next().ok_or_else(|| bad("the name stands for no address".into()))
+}
+
+/// Eight random bytes as a number that is not 0.
+pub fn random() -> Result<u64, Failure> {
+    use std::io::Read;
+    let mut bytes = [0; 8];
+    std::fs::File::open("/dev/urandom")
+        .and_then(|mut file| file.read_exact(&mut bytes))
+        .map_err(|e| Failure::new(format!("read /dev/urandom: {e}")))?;
+    Ok(u64::from_le_bytes(bytes).max(1))
+}

@@ -1,0 +1,109 @@
+//! Who has the key is let in, and says what for.
+
+use super::super::frames::{Greeting, Kind, MachineFrame, Purpose, VERSION, parse};
+use super::super::links;
+use super::super::settings::Setup;
+use super::{In, Refusals};
+use keyframe_failure::{Failure, chain};
+use keyframe_link::{Channel, Input};
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
+use std::time::{Duration, Instant};
+
+/// How long who has connected may take to say what for.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
+/// Connections whose greeting is awaited.
+const STRANGERS_MAX: usize = 32;
+const REBIND_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Listens; who listened there until now may need a moment to be gone.
+pub fn bound(address: SocketAddr) -> Result<TcpListener, Failure> {
+    let deadline = Instant::now() + REBIND_TIMEOUT;
+    loop {
+        match TcpListener::bind(address) {
+            Err(e) if e.kind() == std::io::ErrorKind::AddrInUse && Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            bound => {
+                return bound.map_err(|e| {
+                    Failure::new(format!("listen at {address}: {e}"))
+                        .fix("name another port: --listen")
+                });
+            }
+        }
+    }
+}
+
+/// Lets in who has the key, each by a thread until it has said what for.
+pub fn admit(
+    listener: TcpListener,
+    setup: &Setup,
+    sender: &Sender<In>,
+    ends: &Arc<AtomicBool>,
+) -> Result<(), Failure> {
+    let failed = |e: std::io::Error| Failure::new(format!("listen: {e}"));
+    listener.set_nonblocking(true).map_err(failed)?;
+    let (setup, sender, ends) = (setup.clone(), sender.clone(), Arc::clone(ends));
+    let (strangers, refusals) = (Arc::new(()), Arc::new(Refusals::default()));
+    let work = move || {
+        while !ends.load(Ordering::Relaxed) {
+            let Ok((stream, _)) = listener.accept() else {
+                std::thread::sleep(Duration::from_millis(5));
+                continue;
+            };
+            if Arc::strong_count(&strangers) > STRANGERS_MAX {
+                continue;
+            }
+            let (setup, sender, stranger) = (setup.clone(), sender.clone(), Arc::clone(&strangers));
+            let refusals = Arc::clone(&refusals);
+            let greet = move || {
+                let channel =
+                    stream.set_nonblocking(false).map_err(|e| e.to_string()).and_then(|()| {
+                        setup.party.accept(stream, GREETING_TIMEOUT).map_err(|e| chain(&e))
+                    });
+                match channel
+                    .and_then(|channel| greeted(channel).map_err(|failure| failure.to_string()))
+                {
+                    Ok(input) => {
+                        refusals.forget();
+                        drop(sender.send(input));
+                    }
+                    Err(problem) => {
+                        refusals.say(&setup, format!("a connection is refused: {problem}"))
+                    }
+                }
+                drop(stranger);
+            };
+            let _ = std::thread::Builder::new().name("greet".into()).spawn(greet);
+        }
+    };
+    std::thread::Builder::new().name("admit".into()).spawn(work).map(drop).map_err(failed)
+}
+
+fn greeted(channel: Channel) -> Result<In, Failure> {
+    let mut input = Input::default();
+    let mut next = |what: Kind| {
+        let frame = channel.receive(&mut input, GREETING_TIMEOUT).map_err(|e| links::failed(&e))?;
+        let frame = frame.filter(|frame| Kind::of(frame.kind) == Some(what));
+        frame.map(|frame| frame.payload).ok_or_else(|| Failure::new("it does not say what for"))
+    };
+    let greeting: Greeting = parse(&next(Kind::Greeting)?)?;
+    if greeting.version != VERSION {
+        return Err(Failure::new(format!(
+            "it speaks version {} of the protocol, and {VERSION} is known",
+            greeting.version
+        ))
+        .fix("run the same Keyframe on both hosts"));
+    }
+    let number = greeting.connection;
+    Ok(match greeting.purpose {
+        Purpose::Control => {
+            let machine = Box::new(parse::<MachineFrame>(&next(Kind::Machine)?)?);
+            In::Control { number, machine, channel: Arc::new(channel) }
+        }
+        Purpose::Beat => In::Beat { number, channel: Arc::new(channel) },
+        Purpose::Data { stream } => In::Data { stream, number, channel: Box::new(channel) },
+    })
+}

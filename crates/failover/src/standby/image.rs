@@ -1,0 +1,197 @@
+//! What a standby holds: the VM as of the epoch applied last.
+//!
+//! ```text
+//!   page space   | main RAM: the memory of the QEMU that waits | small blocks: here | disk 0: DIR/disks/0-NAME.raw | ...
+//! ```
+//!
+//! Invariant: an epoch is applied wholly or not at all: where a page cannot be written, those
+//! before it get their old content back.
+
+use super::super::frames::MachineFrame;
+use keyframe_failure::Failure;
+use keyframe_qemu::restore::{PreparedRam, RamSource};
+use keyframe_session::rundir::name_from;
+use keyframe_transfer::{Epoch, Image};
+use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, ZERO_PAGE};
+use rustix::fs::{FlockOperation, flock};
+use std::collections::HashMap;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::{PoisonError, RwLock};
+
+/// A disk's copy.
+struct DiskFile {
+    pages: PageRange,
+    file: File,
+    disk_bytes: u64,
+}
+
+/// The VM's pages.
+pub struct StandbyImage {
+    ram: PreparedRam,
+    ram_pages: u64,
+    small: RwLock<HashMap<PageIndex, Box<Page>>>,
+    disks: Vec<DiskFile>,
+}
+
+/// Two standbys in one directory would write over each other's disks.
+pub fn own(folder: &Path) -> Result<File, Failure> {
+    let path = folder.join("lock");
+    let failed = |e: io::Error| Failure::new(format!("lock {}: {e}", path.display()));
+    std::fs::create_dir_all(folder).map_err(failed)?;
+    let file =
+        File::options().create(true).truncate(false).write(true).open(&path).map_err(failed)?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(file),
+        Err(rustix::io::Errno::WOULDBLOCK) => {
+            Err(Failure::new(format!("another standby uses {}", folder.display()))
+                .fix("give each a directory of its own: --dir DIR"))
+        }
+        Err(e) => Err(failed(e.into())),
+    }
+}
+
+/// The files of a machine's disks.
+pub fn disk_paths(folder: &Path, machine: &MachineFrame) -> Vec<PathBuf> {
+    let path = |(number, name): (usize, &str)| {
+        folder.join("disks").join(format!("{number}-{}.raw", name_from(name)))
+    };
+    machine.disks.iter().map(|disk| disk.name.as_str()).enumerate().map(path).collect()
+}
+
+/// Makes the files, as long as the disks are.
+pub fn make_disks(folder: &Path, machine: &MachineFrame) -> Result<Vec<PathBuf>, Failure> {
+    let failed = |path: &Path, e: io::Error| Failure::new(format!("make {}: {e}", path.display()));
+    let paths = disk_paths(folder, machine);
+    std::fs::create_dir_all(folder.join("disks")).map_err(|e| failed(folder, e))?;
+    for (path, disk) in paths.iter().zip(&machine.disks) {
+        let file = File::options().create(true).truncate(false).read(true).write(true).open(path);
+        file.and_then(|file| file.set_len(disk.disk_bytes)).map_err(|e| failed(path, e))?;
+    }
+    Ok(paths)
+}
+
+impl StandbyImage {
+    /// Over a QEMU's memory and files that are there.
+    pub fn new(
+        ram: PreparedRam,
+        machine: &MachineFrame,
+        paths: &[PathBuf],
+    ) -> Result<Self, Failure> {
+        let ram_pages = machine.ram.len_pages();
+        let (mut at, mut disks) = (ram_pages, Vec::new());
+        for (path, disk) in paths.iter().zip(&machine.disks) {
+            let file = File::options().read(true).write(true).open(path);
+            let file = file.map_err(|e| Failure::new(format!("open {}: {e}", path.display())))?;
+            let pages = PageRange::new(PageIndex(at), disk.disk_bytes.div_ceil(PAGE_BYTES as u64));
+            at = pages.end().0;
+            disks.push(DiskFile { pages, file, disk_bytes: disk.disk_bytes });
+        }
+        Ok(Self { ram, ram_pages, small: RwLock::default(), disks })
+    }
+
+    /// All pages, disks included.
+    pub fn len_pages(&self) -> u64 {
+        self.disks.last().map_or(self.ram_pages, |disk| disk.pages.end().0)
+    }
+
+    /// Whether its disks have never been written to. Its RAM is all zeros at first.
+    pub fn disks_are_blank(&self) -> bool {
+        self.disks.iter().all(|disk| disk.file.metadata().is_ok_and(|known| known.blocks() == 0))
+    }
+
+    /// Makes the pages of `epochs` what is held.
+    pub fn apply(&self, epochs: &[Epoch]) -> io::Result<()> {
+        let mut undo = Vec::new();
+        for (page, content) in epochs.iter().flat_map(Epoch::pages) {
+            let mut old = ZERO_PAGE;
+            let written = Image::read(self, page, &mut old).and_then(|()| {
+                undo.push((page, Box::new(old)));
+                self.write(page, content)
+            });
+            if let Err(error) = written {
+                return Err(match self.undo(&undo) {
+                    Ok(()) => error,
+                    Err(again) => {
+                        io::Error::new(again.kind(), format!("{error}; and back: {again}"))
+                    }
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// All of them, whatever becomes of each.
+    fn undo(&self, undo: &[(PageIndex, Box<Page>)]) -> io::Result<()> {
+        let mut result = Ok(());
+        for (page, old) in undo.iter().rev() {
+            if let Err(error) = self.write(*page, old) {
+                // The page that there was no room for is what it was, and there is none for its
+                // zeros either.
+                let mut now = ZERO_PAGE;
+                if Image::read(self, *page, &mut now).is_err() || now != **old {
+                    result = Err(error);
+                }
+            }
+        }
+        result
+    }
+
+    fn disk(&self, page: PageIndex) -> Option<(&DiskFile, u64, usize)> {
+        let disk =
+            self.disks.iter().find(|disk| (disk.pages.first..disk.pages.end()).contains(&page))?;
+        let offset = (page.0 - disk.pages.first.0) * PAGE_BYTES as u64;
+        Some((disk, offset, (disk.disk_bytes - offset).min(PAGE_BYTES as u64) as usize))
+    }
+
+    fn write(&self, page: PageIndex, content: &Page) -> io::Result<()> {
+        if self.ram.write_page(page, content)? {
+            return Ok(());
+        }
+        if let Some((disk, offset, len)) = self.disk(page) {
+            return disk.file.write_all_at(content.get(..len).unwrap_or_default(), offset);
+        }
+        if page.0 >= self.ram_pages {
+            return Err(io::Error::other(format!("page {} is none of the VM's", page.0)));
+        }
+        self.small.write().unwrap_or_else(PoisonError::into_inner).insert(page, Box::new(*content));
+        Ok(())
+    }
+}
+
+impl Image for StandbyImage {
+    fn read(&self, page: PageIndex, into: &mut Page) -> io::Result<()> {
+        *into = ZERO_PAGE;
+        if self.ram.read_page(page, into)? {
+            return Ok(());
+        }
+        if let Some((disk, offset, len)) = self.disk(page) {
+            return disk.file.read_exact_at(into.get_mut(..len).unwrap_or_default(), offset);
+        }
+        if let Some(content) = self.small.read().unwrap_or_else(PoisonError::into_inner).get(&page)
+        {
+            *into = **content;
+        }
+        Ok(())
+    }
+}
+
+/// The small blocks, for QEMU's stream.
+impl RamSource for StandbyImage {
+    fn read(
+        &self,
+        range: PageRange,
+        sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let mut page = ZERO_PAGE;
+        for index in range.iter() {
+            Image::read(self, index, &mut page)?;
+            if page != ZERO_PAGE {
+                sink(index, &page)?;
+            }
+        }
+        Ok(())
+    }
+}

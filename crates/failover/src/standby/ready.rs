@@ -1,0 +1,186 @@
+//! A QEMU that waits for a primary's VM, with the VM's disks and the gate before its network.
+
+use super::super::frames::{Arbiter, EpochHead, MachineFrame, ReplicatedDisk};
+use super::super::gated::Gate;
+use super::super::launch::{DISKS_SOCKET, start_gate};
+use super::super::settings::random;
+use super::Keeper;
+use super::image::{StandbyImage, make_disks};
+use super::streams::Streams;
+use keyframe_failure::Failure;
+use keyframe_inspect::source_of;
+use keyframe_qemu::gate::net_gate;
+use keyframe_qemu::restore::{Plan, Prepared, RestoreOptions, prepare};
+use keyframe_qemu::{DiskServer, Drive};
+use keyframe_replication::{Config, GroupId, NodeId, Standby, StandbyState, Term};
+use keyframe_store::MachineMeta;
+use keyframe_vm_disks::place::Place;
+use keyframe_vm_disks::{self as disks, Served, Wanted};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// A machine that waits.
+pub struct Ready {
+    pub machine: MachineFrame,
+    pub prepared: Prepared,
+    pub image: Arc<StandbyImage>,
+    pub streams: Arc<Streams>,
+    pub served: Option<Served>,
+    pub gate: Gate,
+    pub core: Standby,
+    pub config: Config,
+    /// Of the epoch that is held.
+    pub devices: Option<Vec<u8>>,
+    /// What has come of an epoch beside its pages.
+    pub coming: Option<(u64, u64, EpochHead, Vec<u8>)>,
+    pub marks: Vec<Option<(u64, u64)>>,
+    /// Epochs that are being applied.
+    pub applying: u32,
+    /// Nothing was ever applied.
+    pub blank: bool,
+    /// A session whose primary is to be told what is here.
+    pub having: Option<u64>,
+}
+
+impl Keeper {
+    /// Has a QEMU wait that is this machine.
+    pub(super) fn get_ready(&mut self, machine: MachineFrame) -> Result<(), Failure> {
+        let setup = self.wish.setup.clone();
+        if machine.arbiter != setup.arbiter() {
+            let (theirs, own) = (flag(machine.arbiter), flag(setup.arbiter()));
+            return Err(Failure::new(format!(
+                "the primary is started {theirs}, this standby {own}"
+            ))
+            .fix("start both alike"));
+        }
+        if self.ready.as_ref().is_some_and(|ready| {
+            matches!(ready.core.state(), StandbyState::Armed | StandbyState::Asking)
+        }) {
+            return Err(Failure::new(
+                "this standby holds another VM, which it may have to take over",
+            ));
+        }
+        self.dismiss();
+        let folder = &self.wish.folder;
+        let paths = make_disks(folder, &machine)?;
+        let meta = meta_of(&machine);
+        let words = machine.user_command.get(1..).unwrap_or_default();
+        let gated = net_gate(words, self.run_dir.path()).map_err(|e| Failure::qemu(&e))?;
+        let gate = start_gate(&gated.nics)?;
+        let socket = self.run_dir.path().join(DISKS_SOCKET);
+        let made = self.serve(&machine, &paths, &socket).and_then(|served| {
+            let server = DiskServer { socket: socket.clone(), prefix: String::new() };
+            let disks = served.as_ref().map(|_| server);
+            let options =
+                RestoreOptions { disks, added: gated.words.clone(), ..RestoreOptions::default() };
+            let source = source_of(&meta, &machine.ram);
+            let prepared = Plan::new(source, self.wish.extra.clone(), options).and_then(|plan| {
+                for note in plan.notes() {
+                    setup.say(&format!("note: {note}"));
+                }
+                let prepared = prepare(plan)?;
+                let memory = prepared.memory()?;
+                Ok((prepared, memory))
+            });
+            match prepared {
+                Ok(prepared) => Ok((prepared, served)),
+                Err(error) => {
+                    if let Some(served) = served {
+                        let _ = served.end(false);
+                    }
+                    Err(Failure::qemu(&error))
+                }
+            }
+        });
+        let ((prepared, memory), served) = made.inspect_err(|_| gate.end())?;
+        let image = Arc::new(StandbyImage::new(memory, &machine, &paths)?);
+        let streams = Arc::new(Streams::new(machine.streams.clamp(1, 64), Arc::clone(&image)));
+        let group = u128::from_str_radix(&machine.group, 16)
+            .map_err(|_| Failure::new("the primary's group is no number"))?;
+        let arbitration = setup.arbitration;
+        let mut config = Config::new(
+            NodeId(random()?),
+            random()?,
+            GroupId(group),
+            arbitration,
+            machine.detection_ns,
+        );
+        config.paths = machine.paths;
+        let core = Standby::new(config, Term(0), None);
+        let (marks, blank) = (vec![None; streams.len()], image.disks_are_blank());
+        setup.say(&format!("a QEMU waits for VM {} (pid {})", machine.name, prepared.pid()));
+        self.ready = Some(Ready {
+            machine,
+            prepared,
+            image,
+            streams,
+            served,
+            gate,
+            core,
+            config,
+            devices: None,
+            coming: None,
+            marks,
+            applying: 0,
+            blank,
+            having: None,
+        });
+        Ok(())
+    }
+
+    fn serve(
+        &self,
+        machine: &MachineFrame,
+        paths: &[PathBuf],
+        socket: &Path,
+    ) -> Result<Option<Served>, Failure> {
+        if paths.is_empty() {
+            return Ok(None);
+        }
+        let wanted = |(path, disk): (&PathBuf, &ReplicatedDisk)| {
+            let drive = Drive {
+                name: disk.name.clone(),
+                image: path.clone(),
+                format: Some("raw".into()),
+                temporary: false,
+                remote: false,
+            };
+            Wanted::of_drive(&drive, "")
+        };
+        let wanted = paths.iter().zip(&machine.disks).map(wanted).collect::<Result<_, _>>()?;
+        let place = Place::claim_in(&self.wish.folder.join("overlays"), &self.wish.name)?;
+        disks::serve_in(place, &machine.name, None, wanted, socket).map(Some)
+    }
+
+    /// Lets go of the machine that waited.
+    pub(super) fn dismiss(&mut self) {
+        let Some(ready) = self.ready.take() else { return };
+        drop(ready.prepared);
+        if let Some(served) = ready.served {
+            let _ = served.end(false);
+        }
+        ready.gate.end();
+    }
+}
+
+fn flag(arbiter: Arbiter) -> &'static str {
+    match arbiter {
+        Arbiter::Witness => "with --witness",
+        Arbiter::Fencing => "with --fence-with",
+        Arbiter::Manual => "without --witness or --fence-with",
+    }
+}
+
+/// What a restore has to know.
+pub fn meta_of(machine: &MachineFrame) -> MachineMeta {
+    MachineMeta {
+        qemu_path: machine.qemu_path.clone(),
+        qemu_version: machine.qemu_version.clone(),
+        qemu_blake3: machine.qemu_blake3.clone(),
+        machine_type: machine.machine_type.clone(),
+        working_directory: machine.working_directory.clone(),
+        user_command: machine.user_command.clone(),
+        cpu_lacks: machine.cpu_lacks.clone(),
+        ..MachineMeta::default()
+    }
+}

@@ -1,0 +1,235 @@
+//! The data streams of a standby: batches in, whole epochs out.
+//!
+//! ```text
+//!   channel s ─▶ thread: Batch ─▶ building ──Mark──▶ done ──taken, all streams at once──▶ applied ─▶ next batch
+//! ```
+//!
+//! Invariants: nothing of an epoch is decoded before the epoch before it is applied: its bases are
+//! what is held then. No data of a session is dropped because it comes before the word that the
+//! session begins.
+
+use super::super::frames::{Kind, unmarked};
+use super::image::StandbyImage;
+use keyframe_failure::chain;
+use keyframe_link::{Channel, Input};
+use keyframe_transfer::{Decoder, Epoch};
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+const READ_WAIT: Duration = Duration::from_millis(200);
+/// How long the epoch before may take to be applied.
+const APPLY_WAIT: Duration = Duration::from_secs(60);
+/// How long the word that a session begins may take, which goes by another connection than its
+/// data.
+const SESSION_WAIT: Duration = Duration::from_secs(10);
+/// Sessions whose data may still be on its way.
+const PAST_MAX: usize = 64;
+
+/// What a stream tells.
+pub enum FromStream {
+    /// All of this epoch has come.
+    Marked { stream: usize, session: u64, epoch: u64 },
+    /// What came makes no sense.
+    Failed(String),
+}
+
+#[derive(Default)]
+struct State {
+    /// The session whose data is taken.
+    session: Option<u64>,
+    /// Those before it.
+    past: VecDeque<u64>,
+    /// The connections that count.
+    connection: u64,
+    /// How often what had come was dropped.
+    dropped: u64,
+    building: Vec<Epoch>,
+    done: Vec<Option<(u64, u64, Epoch)>>,
+}
+
+/// All streams.
+pub struct Streams {
+    state: Mutex<State>,
+    applied: Condvar,
+    image: Arc<StandbyImage>,
+}
+
+impl Streams {
+    pub fn new(streams: usize, image: Arc<StandbyImage>) -> Self {
+        let state = State {
+            session: None,
+            past: VecDeque::new(),
+            connection: 0,
+            dropped: 0,
+            building: (0..streams).map(|_| Epoch::default()).collect(),
+            done: (0..streams).map(|_| None).collect(),
+        };
+        Self { state: Mutex::new(state), applied: Condvar::new(), image }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn len(&self) -> usize {
+        self.lock().done.len()
+    }
+
+    /// Takes data of this session alone.
+    pub fn receive(&self, session: u64) {
+        self.discard();
+        let mut state = self.lock();
+        if let Some(old) = state.session.replace(session) {
+            state.past.push_back(old);
+            if state.past.len() > PAST_MAX {
+                state.past.pop_front();
+            }
+        }
+        // Its data may be there already.
+        self.applied.notify_all();
+    }
+
+    /// From now on only connections of this number count.
+    pub fn connected(&self, connection: u64) {
+        self.discard();
+        self.lock().connection = connection;
+        self.applied.notify_all();
+    }
+
+    /// Drops what is not taken.
+    pub fn discard(&self) {
+        let mut state = self.lock();
+        state.dropped += 1;
+        state.building.iter_mut().for_each(Epoch::clear);
+        state.done.iter_mut().for_each(|done| *done = None);
+        self.applied.notify_all();
+    }
+
+    /// The pages of an epoch that has come on all streams; none where it has not.
+    pub fn take(&self, session: u64, epoch: u64) -> Option<Vec<Epoch>> {
+        let mut state = self.lock();
+        let is = |done: &Option<(u64, u64, Epoch)>| {
+            done.as_ref().is_some_and(|d| (d.0, d.1) == (session, epoch))
+        };
+        if !state.done.iter().all(is) {
+            return None;
+        }
+        // The places stay taken until it is applied.
+        let take = |done: &mut Option<(u64, u64, Epoch)>| {
+            done.as_mut().map(|(_, _, pages)| std::mem::take(pages)).unwrap_or_default()
+        };
+        Some(state.done.iter_mut().map(take).collect())
+    }
+
+    /// What was taken is what is held; the next epoch may be decoded.
+    pub fn applied(&self) {
+        self.lock().done.iter_mut().for_each(|done| *done = None);
+        self.applied.notify_all();
+    }
+
+    /// Reads a stream until its connection breaks.
+    pub fn read(
+        self: &Arc<Self>,
+        (stream, connection): (usize, u64),
+        channel: Channel,
+        tell: impl Fn(FromStream) + Send + 'static,
+        ends: Arc<AtomicBool>,
+    ) {
+        let streams = Arc::clone(self);
+        let work = move || {
+            let decoder = Decoder::new(streams.image.len_pages());
+            let mut input = Input::default();
+            while !ends.load(Ordering::Relaxed) {
+                match channel.receive(&mut input, READ_WAIT) {
+                    Ok(None) => {}
+                    Ok(Some(frame)) => {
+                        match streams.take_in(
+                            (stream, connection),
+                            frame.kind,
+                            &frame.payload,
+                            &decoder,
+                        ) {
+                            Ok(None) => {}
+                            Ok(Some((session, epoch))) => {
+                                tell(FromStream::Marked { stream, session, epoch })
+                            }
+                            Err(problem) => {
+                                tell(FromStream::Failed(problem));
+                                break;
+                            }
+                        }
+                    }
+                    Err(_) => break,
+                }
+            }
+            channel.close();
+        };
+        // Without a thread the stream is never read, and the primary's epochs do not get through.
+        let _ = std::thread::Builder::new().name("stream".into()).spawn(work);
+    }
+
+    fn take_in(
+        &self,
+        (stream, connection): (usize, u64),
+        kind: u8,
+        payload: &[u8],
+        decoder: &Decoder,
+    ) -> Result<Option<(u64, u64)>, String> {
+        let kind = Kind::of(kind).ok_or("a message that is none")?;
+        let (session, epoch, rest) = unmarked(payload).ok_or("a message that is cut off")?;
+        let unknown = |state: &mut State| {
+            state.connection == connection
+                && state.session != Some(session)
+                && !state.past.contains(&session)
+        };
+        let waited = self.applied.wait_timeout_while(self.lock(), SESSION_WAIT, unknown);
+        let (state, late) = waited.unwrap_or_else(PoisonError::into_inner);
+        if late.timed_out() {
+            return Err(format!("data of session {session:016x}, which never began"));
+        }
+        let waits = |state: &mut State| {
+            let counts = state.session == Some(session) && state.connection == connection;
+            counts && state.done.get(stream).is_some_and(Option::is_some)
+        };
+        let waited = self.applied.wait_timeout_while(state, APPLY_WAIT, waits);
+        let (mut state, late) = waited.unwrap_or_else(PoisonError::into_inner);
+        if late.timed_out() {
+            return Err("the epoch before it was never applied".into());
+        }
+        if state.session != Some(session) || state.connection != connection {
+            return Ok(None);
+        }
+        let dropped = state.dropped;
+        let State { building, done, .. } = &mut *state;
+        let (Some(building), Some(done)) = (building.get_mut(stream), done.get_mut(stream)) else {
+            return Err(format!("there is no stream {stream}"));
+        };
+        match kind {
+            Kind::Batch => {
+                // Others need the lock meanwhile.
+                let mut own = std::mem::take(building);
+                drop(state);
+                let decoded = decoder.decode(rest, &mut own, &*self.image);
+                let mut state = self.lock();
+                if state.dropped == dropped
+                    && let Some(building) = state.building.get_mut(stream)
+                {
+                    *building = own;
+                }
+                decoded.map_err(|e| chain(&e))?;
+                Ok(None)
+            }
+            Kind::Mark => {
+                *done = Some((session, epoch, std::mem::take(building)));
+                Ok(Some((session, epoch)))
+            }
+            Kind::Discard => {
+                building.clear();
+                Ok(None)
+            }
+            _ => Err("a message that belongs elsewhere".into()),
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! Asking the witness, and being it.
+//!
+//! ```text
+//!   node ──TLS, WitnessRequest──▶ witness ── changed? ─▶ DIR/witness.state.new, synced, renamed ─▶ WitnessReply
+//! ```
+//!
+//! Invariant: an answer tells only what would be found again after the host lost power.
+
+use super::frames::Kind;
+use keyframe_failure::{Failure, chain};
+use keyframe_link::{Channel, Input, Party};
+use keyframe_replication::{Witness, WitnessReply, WitnessRequest};
+use std::fs::File;
+use std::io::Write;
+use std::net::{SocketAddr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// What was asked may have been granted once it has left.
+pub enum Asked {
+    Answered(WitnessReply),
+    Lost { sent: bool },
+}
+
+/// How long the witness may take for each step.
+const TIMEOUT: Duration = Duration::from_secs(2);
+/// Questions at the same time.
+const CLIENTS_MAX: usize = 64;
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+const STATE: &str = "witness.state";
+const STATE_BYTES_MAX: u64 = 16 << 20;
+
+/// Asks, and waits for the answer.
+pub fn ask(party: &Party, address: SocketAddr, request: WitnessRequest) -> Asked {
+    let Ok(channel) = party.connect(address, TIMEOUT) else { return Asked::Lost { sent: false } };
+    let mut bytes = Vec::new();
+    request.encode(&mut bytes);
+    if channel.send(Kind::Core as u8, &[&bytes]).is_err() {
+        return Asked::Lost { sent: true };
+    }
+    let reply = channel.receive(&mut Input::default(), TIMEOUT).ok().flatten();
+    match reply.and_then(|frame| WitnessReply::decode(&frame.payload).ok()) {
+        Some(reply) => Asked::Answered(reply),
+        None => Asked::Lost { sent: true },
+    }
+}
+
+/// A witness with what it knows in a directory.
+pub struct WitnessServer {
+    state: Mutex<Witness>,
+    folder: PathBuf,
+    party: Party,
+}
+
+impl WitnessServer {
+    /// With what is known in `folder`.
+    pub fn open(folder: &Path, party: Party) -> Result<Self, Failure> {
+        let path = folder.join(STATE);
+        let bad = |problem: String| {
+            Failure::new(format!("{}: {problem}", path.display()))
+                .fix("a witness without its memory could let two hosts run one VM: bring the file back, or remove it while no VM is protected")
+        };
+        std::fs::create_dir_all(folder)
+            .map_err(|e| Failure::new(format!("make {}: {e}", folder.display())))?;
+        let state = match std::fs::metadata(&path) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Witness::default(),
+            Err(e) => return Err(bad(e.to_string())),
+            Ok(known) if known.len() > STATE_BYTES_MAX => return Err(bad("it is too long".into())),
+            Ok(_) => {
+                let bytes = std::fs::read(&path).map_err(|e| bad(e.to_string()))?;
+                Witness::decode(&bytes).map_err(|e| bad(chain(&e)))?
+            }
+        };
+        Ok(Self { state: Mutex::new(state), folder: folder.to_owned(), party })
+    }
+
+    /// How many VMs it knows.
+    pub fn groups(&self) -> usize {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).groups().count()
+    }
+
+    /// Answers until `stop` is set.
+    pub fn serve(
+        self: &Arc<Self>,
+        listener: &TcpListener,
+        stop: &AtomicBool,
+    ) -> Result<(), Failure> {
+        let clients = Arc::new(AtomicUsize::new(0));
+        listener.set_nonblocking(true).map_err(|e| Failure::new(format!("listen: {e}")))?;
+        while !stop.load(Ordering::Relaxed) {
+            let Ok((stream, _)) = listener.accept() else {
+                std::thread::sleep(LOOK_EVERY / 20);
+                continue;
+            };
+            if clients.fetch_add(1, Ordering::Relaxed) >= CLIENTS_MAX {
+                clients.fetch_sub(1, Ordering::Relaxed);
+                continue;
+            }
+            let (server, counted) = (Arc::clone(self), Arc::clone(&clients));
+            let spawned =
+                std::thread::Builder::new().name("witness-client".into()).spawn(move || {
+                    let served = stream.set_nonblocking(false).ok().and_then(|()| {
+                        let channel = server.party.accept(stream, TIMEOUT).ok()?;
+                        server.answer(&channel)
+                    });
+                    // Who is not answered asks again.
+                    let _ = served;
+                    counted.fetch_sub(1, Ordering::Relaxed);
+                });
+            drop(spawned);
+        }
+        Ok(())
+    }
+
+    fn answer(&self, channel: &Channel) -> Option<()> {
+        let frame = channel.receive(&mut Input::default(), TIMEOUT).ok()??;
+        let request = WitnessRequest::decode(&frame.payload).ok()?;
+        let reply = {
+            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut next = state.clone();
+            let (reply, changed) = next.handle(request);
+            if changed {
+                if let Err(error) = self.keep(&next) {
+                    eprintln!("keyframe: {error}: the question is not answered");
+                    return None;
+                }
+                *state = next;
+            }
+            reply
+        };
+        let mut bytes = Vec::new();
+        reply.encode(&mut bytes);
+        channel.send(Kind::Core as u8, &[&bytes]).ok()?;
+        // It closes once it has read.
+        let _ = channel.receive(&mut Input::default(), TIMEOUT);
+        Some(())
+    }
+
+    fn keep(&self, state: &Witness) -> Result<(), Failure> {
+        let (path, fresh) = (self.folder.join(STATE), self.folder.join("witness.state.new"));
+        let mut bytes = Vec::new();
+        state.encode(&mut bytes);
+        let written = File::create(&fresh)
+            .and_then(|mut file| file.write_all(&bytes).and_then(|()| file.sync_all()))
+            .and_then(|()| std::fs::rename(&fresh, &path))
+            .and_then(|()| File::open(&self.folder)?.sync_all());
+        written.map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
+    }
+}

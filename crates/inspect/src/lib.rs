@@ -1,0 +1,26 @@
+//! What a checkpoint holds, as people and programs ask for it: its entry in listings, its RAM as an
+//! image, a picture of its display, what it grew from.
+
+pub mod images;
+pub mod lineage;
+pub mod report;
+pub mod screens;
+pub mod show;
+
+use keyframe_qemu::restore::RestoreSource;
+use keyframe_store::MachineMeta;
+use keyframe_units::RamLayout;
+
+/// What a restore has to know of the machine.
+pub fn source_of(machine: &MachineMeta, ram: &RamLayout) -> RestoreSource {
+    RestoreSource {
+        user_command: machine.user_command.clone(),
+        qemu_path: machine.qemu_path.clone().into(),
+        qemu_version: machine.qemu_version.clone(),
+        qemu_blake3: machine.qemu_blake3.clone(),
+        machine_type: machine.machine_type.clone(),
+        working_directory: machine.working_directory.clone().into(),
+        ram: ram.clone(),
+        cpu_lacks: machine.cpu_lacks.clone(),
+    }
+}

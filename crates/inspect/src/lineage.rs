@@ -1,0 +1,192 @@
+//! Which checkpoint grew from which: runs that go on, and branches from restores, clones and
+//! rollbacks.
+//!
+//! ```text
+//!   1-4     web     4 checkpoints
+//!   ├─ 5-6  web     2 checkpoints           what became of it the first time
+//!   └─ 7-9  web-1   3 checkpoints           from a clone of 4, or after a rollback to 4
+//! ```
+//!
+//! Invariant: every checkpoint is in the tree once, whatever is missing of its ancestors: one whose
+//! parent is not there is a root. A parent is always older, so that there are no circles.
+
+use crate::report::Entry;
+use keyframe_failure::output;
+use std::collections::{BTreeMap, HashMap};
+
+/// Sets the parent of each entry: what it was restored from, or the one before it in its run.
+pub fn set_parents(entries: &mut [Entry]) {
+    let mut newest_of_run: HashMap<String, u64> = HashMap::new();
+    for entry in entries {
+        let before = newest_of_run.insert(entry.run.clone(), entry.id);
+        entry.parent = entry.restored_from.or(before);
+    }
+}
+
+/// Checkpoints of one run in a row, with no branch growing between them.
+#[derive(Debug)]
+struct Stretch<'a> {
+    entries: Vec<&'a Entry>,
+    children: Vec<usize>,
+}
+
+/// The tree of `entries`, which are in rising order and have their parents: rows of
+/// `id vm checkpoints taken tags`.
+pub fn tree(entries: &[Entry]) -> String {
+    let (stretches, roots) = stretches(entries);
+    let mut rows = Vec::new();
+    // Depth first, without recursion: a chain of rollbacks may be long.
+    let mut stack: Vec<(usize, String, Option<bool>)> =
+        roots.iter().rev().map(|root| (*root, String::new(), None)).collect();
+    while let Some((number, prefix, last)) = stack.pop() {
+        let Some(stretch) = stretches.get(number) else { continue };
+        let (own, below) = match last {
+            None => ("", ""),
+            Some(false) => ("├─ ", "│  "),
+            Some(true) => ("└─ ", "   "),
+        };
+        rows.push(row(stretch, &format!("{prefix}{own}"), entries));
+        let prefix = format!("{prefix}{below}");
+        let children = stretch.children.iter().enumerate().rev();
+        stack.extend(
+            children
+                .map(|(i, child)| (*child, prefix.clone(), Some(i + 1 == stretch.children.len()))),
+        );
+    }
+    output::table(&["checkpoints", "vm", "count", "taken (UTC)", "tags"], &rows)
+}
+
+fn row(stretch: &Stretch<'_>, prefix: &str, all: &[Entry]) -> Vec<String> {
+    let (Some(first), Some(last)) = (stretch.entries.first(), stretch.entries.last()) else {
+        return Vec::new();
+    };
+    let ids = if first.id == last.id {
+        first.id.to_string()
+    } else {
+        format!("{}-{}", first.id, last.id)
+    };
+    let time = |e: &Entry| e.taken_at.get(..19).unwrap_or(&e.taken_at).replace('T', " ");
+    let taken = if first.id == last.id {
+        time(first)
+    } else {
+        format!("{} to {}", time(first), time(last).get(11..).unwrap_or_default())
+    };
+    let tags =
+        stretch.entries.iter().flat_map(|e| e.tags.iter().map(|tag| format!("{tag}={}", e.id)));
+    let pinned = stretch.entries.iter().filter(|e| e.pinned).map(|e| format!("(pinned)={}", e.id));
+    let mut tags: Vec<String> = tags.chain(pinned).collect();
+    // The parent of a branch stands at the end of the line above it, except where it is not listed.
+    if let Some(parent) =
+        first.parent.filter(|parent| all.binary_search_by_key(parent, |e| e.id).is_err())
+    {
+        tags.push(format!("(from {parent}, not listed)"));
+    }
+    vec![
+        format!("{prefix}{ids}"),
+        first.vm.clone(),
+        stretch.entries.len().to_string(),
+        taken,
+        tags.join(" "),
+    ]
+}
+
+/// The stretches, and those of them that grow from none.
+fn stretches(entries: &[Entry]) -> (Vec<Stretch<'_>>, Vec<usize>) {
+    let mut children: BTreeMap<u64, usize> = BTreeMap::new();
+    for parent in entries.iter().filter_map(|e| e.parent) {
+        *children.entry(parent).or_default() += 1;
+    }
+    let mut all: Vec<Stretch<'_>> = Vec::new();
+    let mut roots = Vec::new();
+    // The stretch that ends in each checkpoint.
+    let mut ends: HashMap<u64, usize> = HashMap::new();
+    for entry in entries {
+        let above = entry.parent.and_then(|parent| Some((parent, *ends.get(&parent)?)));
+        let number = match above {
+            Some((parent, above))
+                if entry.restored_from.is_none() && children.get(&parent) == Some(&1) =>
+            {
+                above
+            }
+            _ => {
+                let number = all.len();
+                match above.and_then(|(_, above)| all.get_mut(above)) {
+                    Some(stretch) => stretch.children.push(number),
+                    None => roots.push(number),
+                }
+                all.push(Stretch { entries: Vec::new(), children: Vec::new() });
+                number
+            }
+        };
+        if let Some(stretch) = all.get_mut(number) {
+            stretch.entries.push(entry);
+        }
+        ends.insert(entry.id, number);
+    }
+    (all, roots)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn entry(id: u64, run: &str, restored_from: Option<u64>) -> Entry {
+        let pause = json!({"stop": 0, "scan": 0, "copy": 0, "device_state": 0, "resume": 0});
+        let mut value = json!({
+            "id": id, "vm": format!("vm-{run}"), "run": run, "taken_at": "2026-01-02T03:04:05Z", "reason": "interval",
+            "tags": [], "strategy": "x", "round_pages": [], "pause": pause
+        });
+        for key in [
+            "epoch",
+            "pause_ns",
+            "precopy_rounds",
+            "dirty_pages",
+            "zero_pages",
+            "dedup_pages",
+            "unchanged_pages",
+            "stored_pages",
+            "stored_bytes",
+            "map_bytes",
+            "device_bytes",
+            "interval_ns",
+            "backlog_ns",
+            "encode_ns",
+            "ram_bytes",
+        ] {
+            value[key] = json!(0);
+        }
+        Entry { restored_from, ..serde_json::from_value(value).unwrap() }
+    }
+
+    fn shown(mut entries: Vec<Entry>) -> Vec<String> {
+        set_parents(&mut entries);
+        let column = |line: &str| {
+            line.split("  ").find(|c| !c.is_empty()).unwrap_or_default().trim().to_owned()
+        };
+        tree(&entries).lines().skip(1).map(|line| column(line.trim_end())).collect()
+    }
+
+    #[test]
+    fn runs_split_where_branches_grow() {
+        let mut entries = vec![entry(1, "a", None), entry(2, "a", None), entry(3, "a", None)];
+        entries.extend([entry(4, "a", Some(2)), entry(5, "a", None), entry(6, "b", Some(5))]);
+        entries.extend([entry(7, "c", Some(2)), entry(8, "d", None), entry(9, "e", Some(100))]);
+        let lines = shown(entries);
+        assert_eq!(lines[0], "1-2");
+        for (line, wanted) in lines.iter().zip(["1-2", "├─ 3", "├─ 4-5", "│", "└─ 7", "8", "9"])
+        {
+            assert!(line.starts_with(wanted), "{lines:?}");
+        }
+        assert_eq!(lines.len(), 7);
+    }
+
+    #[test]
+    fn a_long_chain_of_rollbacks_is_no_deep_recursion() {
+        let entries: Vec<_> =
+            (1..3000).map(|id| entry(id, "a", (id > 1).then_some(id - 1))).collect();
+        let mut parents = entries;
+        set_parents(&mut parents);
+        assert_eq!(stretches(&parents).0.len(), 2999);
+    }
+}

@@ -1,0 +1,317 @@
+//! A checkpoint as `list --json` prints it, and tables over many.
+
+use keyframe_failure::output;
+use keyframe_store::{Breakdown, DiskCounts, DiskMeta, PausePhases, Sealed};
+use keyframe_units::PAGE_BYTES;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// One entry of `list --json`. Times in nanoseconds, sizes in bytes, dirty pages of 4 KiB.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Entry {
+    /// The number of the checkpoint in its store.
+    pub id: u64,
+    /// The VM's name.
+    pub vm: String,
+    /// The run that took it.
+    pub run: String,
+    /// When the VM was paused for it.
+    pub taken_at: String,
+    /// Why it was taken: `interval`, `take`, `rollback` (before one, and after it) or `import`.
+    pub reason: String,
+    /// Its place in the run; 0 is the complete first one.
+    pub epoch: u64,
+    /// The checkpoint that the VM had been brought back to before this one (restore, branch,
+    /// rollback).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub restored_from: Option<u64>,
+    /// The checkpoint that it grew from: that one, or the one before in its run. Only `list` knows.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<u64>,
+    /// Names given to it.
+    pub tags: Vec<String>,
+    /// No rule forgets it.
+    #[serde(default)]
+    pub pinned: bool,
+    /// How its pages were copied.
+    pub strategy: String,
+    /// From before the request to stop until QEMU confirmed that the VM runs.
+    pub pause_ns: u64,
+    /// The pause by phase.
+    pub pause: PausePhases,
+    /// Copy rounds before the pause.
+    pub precopy_rounds: u32,
+    /// Pages that each round found.
+    pub round_pages: Vec<u64>,
+    /// Distinct pages that it holds.
+    pub dirty_pages: u64,
+    /// Of these: zeros, which cost nothing.
+    pub zero_pages: u64,
+    /// Of these: found in the store already.
+    pub dedup_pages: u64,
+    /// Of the deduplicated ones: what a disk had brought into the store.
+    #[serde(default)]
+    pub dedup_disk_pages: u64,
+    /// Of the dirty ones: written, but with what they held before.
+    pub unchanged_pages: u64,
+    /// Of these: new, and stored.
+    pub stored_pages: u64,
+    /// Bytes that they take in the packs.
+    pub stored_bytes: u64,
+    /// Bytes of its page map.
+    pub map_bytes: u64,
+    /// Bytes of the device state, as QEMU gave it.
+    pub device_bytes: u64,
+    /// Since the pause of the one before; 0 for the first of a run.
+    pub interval_ns: u64,
+    /// How late it began, because the one before was still being encoded.
+    pub backlog_ns: u64,
+    /// Hashing, compressing and storing, after the pause.
+    pub encode_ns: u64,
+    /// RAM of the VM, all blocks.
+    pub ram_bytes: u64,
+    /// The disks that the guest can write to, with what it wrote since the checkpoint before.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<DiskEntry>,
+}
+
+/// A disk in a checkpoint. Blocks of 4 KiB.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct DiskEntry {
+    /// Its id or node name; in a group `MEMBER/NAME`.
+    pub name: String,
+    /// Its size.
+    pub disk_bytes: u64,
+    /// The image beneath; `blank` where there is none.
+    pub base: String,
+    /// It is no part of the checkpoint.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub left_out: bool,
+    /// Bytes of the blocks that were written.
+    #[serde(default)]
+    pub written_bytes: u64,
+    /// Its blocks in the checkpoint.
+    #[serde(flatten)]
+    pub counts: DiskCounts,
+    /// What deduplication did for them, in sectors of 512 bytes.
+    #[serde(default)]
+    pub dedup: Breakdown,
+    /// Why it cannot be read now. Only `show` looks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unreadable: Option<String>,
+}
+
+impl DiskEntry {
+    fn of(disk: &DiskMeta) -> Self {
+        let DiskMeta { name, disk_bytes, base, counts, left_out } = disk.clone();
+        let base = if base.is_blank() { base.format } else { base.path };
+        let written_bytes = counts.written_blocks * PAGE_BYTES as u64;
+        let dedup = Breakdown::of(&counts);
+        Self { name, disk_bytes, base, left_out, written_bytes, counts, dedup, unreadable: None }
+    }
+}
+
+impl Entry {
+    /// The entry of a sealed checkpoint.
+    pub fn of(sealed: &Sealed) -> Self {
+        let (meta, timing, counts) = (&sealed.meta, &sealed.meta.timing, &sealed.meta.counts);
+        Self {
+            id: sealed.id.0,
+            vm: meta.vm.clone(),
+            run: meta.run.clone(),
+            taken_at: meta.taken_at.to_string(),
+            reason: meta.reason.clone(),
+            epoch: meta.epoch.0,
+            restored_from: meta.parent.map(|id| id.0),
+            parent: None,
+            tags: sealed.names().cloned().collect(),
+            pinned: sealed.is_pinned(),
+            strategy: timing.strategy.clone(),
+            pause_ns: timing.pause_ns,
+            pause: timing.pause,
+            precopy_rounds: timing.precopy_rounds,
+            round_pages: timing.round_pages.clone(),
+            dirty_pages: counts.dirty_pages,
+            zero_pages: counts.zero_pages,
+            dedup_pages: counts.dedup_pages,
+            dedup_disk_pages: counts.dedup_disk_pages,
+            unchanged_pages: counts.unchanged_pages,
+            stored_pages: counts.stored_pages,
+            stored_bytes: counts.stored_bytes,
+            map_bytes: counts.map_bytes,
+            device_bytes: counts.device_bytes,
+            interval_ns: timing.interval_ns,
+            backlog_ns: timing.backlog_ns,
+            encode_ns: timing.encode_ns,
+            ram_bytes: meta.ram.len_bytes(),
+            disks: meta.disks.iter().map(DiskEntry::of).collect(),
+        }
+    }
+}
+
+/// What a VM has written to a disk, over many checkpoints.
+#[derive(Clone, Debug, Serialize)]
+pub struct DiskSums {
+    /// The VM's name.
+    pub vm: String,
+    /// The disk's; in a group `MEMBER/NAME`.
+    pub name: String,
+    /// The checkpoints' blocks together.
+    #[serde(flatten)]
+    pub counts: DiskCounts,
+    /// Bytes of the blocks that were written.
+    pub written_bytes: u64,
+    /// Each checkpoint with the disk.
+    pub checkpoints: Vec<DiskWritten>,
+}
+
+/// What one checkpoint holds of a disk.
+#[derive(Clone, Debug, Serialize)]
+pub struct DiskWritten {
+    /// The checkpoint.
+    pub id: u64,
+    /// Bytes of the blocks written since the one before.
+    pub written_bytes: u64,
+    /// Bytes appended to packs for them.
+    pub stored_bytes: u64,
+}
+
+impl DiskSums {
+    /// Over `entries`: one for each disk of each VM.
+    pub fn of(entries: &[Entry]) -> Vec<Self> {
+        let mut sums: BTreeMap<(&str, &str), Self> = BTreeMap::new();
+        for (entry, disk) in entries.iter().flat_map(|e| e.disks.iter().map(move |disk| (e, disk)))
+        {
+            let sum = sums.entry((&entry.vm, &disk.name)).or_insert_with(|| Self {
+                vm: entry.vm.clone(),
+                name: disk.name.clone(),
+                counts: DiskCounts::default(),
+                written_bytes: 0,
+                checkpoints: Vec::new(),
+            });
+            sum.counts += disk.counts;
+            sum.written_bytes += disk.written_bytes;
+            let (written_bytes, stored_bytes) = (disk.written_bytes, disk.counts.stored_bytes);
+            sum.checkpoints.push(DiskWritten { id: entry.id, written_bytes, stored_bytes });
+        }
+        sums.into_values().collect()
+    }
+}
+
+/// What was written to each disk: in all, and in a checkpoint.
+pub fn disk_table(disks: &[DiskSums]) -> String {
+    let rows: Vec<Vec<String>> = disks
+        .iter()
+        .map(|disk| {
+            let mut sample: Vec<u64> =
+                disk.checkpoints.iter().map(|one| one.written_bytes).collect();
+            sample.sort_unstable();
+            let each = |percent| output::bytes(output::percentile(&sample, percent));
+            vec![
+                format!("{} {}", disk.vm, disk.name),
+                sample.len().to_string(),
+                output::bytes(disk.written_bytes),
+                each(50),
+                each(100),
+                disk.counts.zero_blocks.to_string(),
+                (disk.counts.dedup_blocks + disk.counts.unchanged_blocks).to_string(),
+                output::bytes(disk.counts.stored_bytes),
+            ]
+        })
+        .collect();
+    let header = ["disk", "checkpoints", "written", "p50 each", "most", "zero", "dedup", "stored"];
+    output::table(&header, &rows)
+}
+
+/// The table of `list`. Where VMs have disks, `disk` is what was written to them.
+pub fn table(entries: &[Entry]) -> String {
+    let with_disks = entries.iter().any(|e| !e.disks.is_empty());
+    let rows: Vec<Vec<String>> = entries
+        .iter()
+        .map(|e| {
+            let mut cells = vec![
+                e.id.to_string(),
+                e.vm.clone(),
+                e.epoch.to_string(),
+                e.taken_at.get(..19).unwrap_or(&e.taken_at).replace('T', " "),
+                output::duration(e.pause_ns),
+                e.dirty_pages.to_string(),
+                e.zero_pages.to_string(),
+                (e.dedup_pages + e.unchanged_pages).to_string(),
+                output::bytes(e.stored_bytes),
+                output::bytes(e.map_bytes),
+            ];
+            if with_disks {
+                cells.push(output::bytes(e.disks.iter().map(|disk| disk.written_bytes).sum()));
+            }
+            let pinned = e.pinned.then(|| "(pinned)".to_owned());
+            cells.push(e.tags.iter().cloned().chain(pinned).collect::<Vec<_>>().join(","));
+            cells
+        })
+        .collect();
+    let mut header = vec![
+        "id",
+        "vm",
+        "epoch",
+        "taken (UTC)",
+        "pause",
+        "dirty",
+        "zero",
+        "dedup",
+        "stored",
+        "map",
+    ];
+    header.extend(with_disks.then_some("disk"));
+    header.push("tags");
+    output::table(&header, &rows)
+}
+
+/// A pause's phases, in their order, and the whole.
+type PhaseOf = fn(&Entry) -> u64;
+const PHASES: [(&str, PhaseOf); 6] = [
+    ("stop", |e| e.pause.stop),
+    ("scan", |e| e.pause.scan),
+    ("copy", |e| e.pause.copy),
+    ("device_state", |e| e.pause.device_state),
+    ("resume", |e| e.pause.resume),
+    ("pause", |e| e.pause_ns),
+];
+
+/// Median and 99th percentile (nearest rank) of each phase over many checkpoints, in nanoseconds.
+#[derive(Clone, Debug, Serialize)]
+pub struct PauseQuantiles {
+    /// By phase; `pause` is the whole.
+    pub p50_ns: BTreeMap<&'static str, u64>,
+    /// By phase; `pause` is the whole.
+    pub p99_ns: BTreeMap<&'static str, u64>,
+}
+
+impl PauseQuantiles {
+    /// Over `entries`.
+    pub fn of(entries: &[Entry]) -> Self {
+        let quantile = |percent| {
+            let at = |value: PhaseOf| {
+                let mut sample: Vec<u64> = entries.iter().map(value).collect();
+                sample.sort_unstable();
+                output::percentile(&sample, percent)
+            };
+            PHASES.iter().map(|(name, value)| (*name, at(*value))).collect()
+        };
+        Self { p50_ns: quantile(50), p99_ns: quantile(99) }
+    }
+}
+
+/// The pauses of many checkpoints by phase: median and 99th percentile.
+pub fn pause_table(entries: &[Entry]) -> String {
+    let quantiles = PauseQuantiles::of(entries);
+    let rows: Vec<Vec<String>> = PHASES
+        .iter()
+        .map(|(name, _)| {
+            let cell = |of: &BTreeMap<&str, u64>| {
+                of.get(name).map_or_else(String::new, |ns| output::duration(*ns))
+            };
+            vec![name.replace('_', " "), cell(&quantiles.p50_ns), cell(&quantiles.p99_ns)]
+        })
+        .collect();
+    output::table(&["pause by phase", "p50", "p99"], &rows)
+}

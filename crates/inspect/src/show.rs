@@ -1,0 +1,40 @@
+//! A checkpoint as `show --json` prints it.
+
+use crate::report::Entry;
+use keyframe_store::{MachineMeta, MemberMeta, Sealed};
+use keyframe_units::RamBlock;
+use keyframe_vm_disks::base;
+use serde::Serialize;
+
+/// What `--json` prints: the entry of `list`, the RAM blocks and the VM's definition.
+#[derive(Serialize)]
+struct Shown<'a> {
+    #[serde(flatten)]
+    entry: Entry,
+    ram: &'a [RamBlock],
+    machine: &'a MachineMeta,
+    /// The VMs of a group.
+    #[serde(skip_serializing_if = "<[_]>::is_empty")]
+    members: &'a [MemberMeta],
+    map_chain: &'a [u64],
+}
+
+/// The entry of a checkpoint, with whether its disks can be read.
+pub fn entry(sealed: &Sealed) -> Entry {
+    let mut entry = Entry::of(sealed);
+    for (shown, disk) in entry.disks.iter_mut().zip(&sealed.meta.disks) {
+        shown.unreadable = base::require_unchanged(&disk.base).err().map(|why| why.message);
+    }
+    entry
+}
+
+/// What `--json` prints of a checkpoint.
+pub fn shown(sealed: &Sealed) -> impl Serialize + '_ {
+    Shown {
+        entry: entry(sealed),
+        ram: sealed.meta.ram.blocks(),
+        machine: &sealed.meta.machine,
+        members: &sealed.meta.members,
+        map_chain: &sealed.meta.map_chain,
+    }
+}

@@ -1,0 +1,87 @@
+//! A checkpoint's disks as files.
+//!
+//! Invariant: what is given of a disk is of the image that the checkpoint stands on. It is looked
+//! at before its disk is opened and again behind each read; from then on it is an error, until it
+//! is as it was and is opened anew.
+
+use super::node::DISKS_MAX;
+use keyframe_disk::{Below, Readable};
+use keyframe_failure::{Failure, chain};
+use keyframe_store::{DiskMeta, LoadedDisks};
+use keyframe_vm_disks::stored::StoredDisk;
+use std::sync::Arc;
+
+/// A disk that somebody has open.
+pub struct OpenDisk {
+    stored: StoredDisk,
+    disk: Below,
+    /// For messages.
+    name: String,
+}
+
+impl OpenDisk {
+    /// Disk number `number`; `name` is what messages call it. Error: why it cannot be read.
+    pub fn new(disks: Arc<LoadedDisks>, number: u8, name: String) -> Result<Self, String> {
+        let problem = |e: Failure| format!("open {name}: {e}");
+        let stored =
+            StoredDisk::of(disks, usize::from(number)).ok_or_else(|| format!("no {name}"))?;
+        let disk = stored.open().map_err(problem)?;
+        Ok(Self { stored, disk, name })
+    }
+
+    /// Up to `len` bytes from `offset` on. Error: why they cannot be read.
+    pub fn read(&self, offset: u64, len: usize) -> Result<Vec<u8>, String> {
+        let problem = |why: String| format!("read {} at {offset:#x}: {why}", self.name);
+        let left = self.disk.disk_bytes().saturating_sub(offset);
+        let mut bytes = vec![0; usize::try_from(left).unwrap_or(usize::MAX).min(len)];
+        self.disk.read(offset, &mut bytes).map_err(|e| problem(chain(&e)))?;
+        self.stored.require_unchanged().map_err(|e| problem(e.to_string()))?;
+        Ok(bytes)
+    }
+}
+
+/// The disks of `member`, or of the only VM: their numbers, and the names of their files.
+pub fn files<'a>(
+    all: &'a [DiskMeta],
+    member: Option<&str>,
+) -> impl Iterator<Item = (u8, String)> + use<'a> {
+    let prefix = member.map(|member| format!("{member}/")).unwrap_or_default();
+    (0u8..).zip(all).take(DISKS_MAX).filter_map(move |(number, disk)| {
+        let name = disk.name.strip_prefix(&prefix)?;
+        Some((number, format!("disk-{}.raw", escaped(name, |_| false))))
+    })
+}
+
+/// A name as that of a file: what no file name may hold, and what `further` names, as `%` and two
+/// digits.
+pub fn escaped(name: &str, further: impl Fn(char) -> bool) -> String {
+    let hex = |digit: u32| char::from_digit(digit, 16).map_or('0', |c| c.to_ascii_uppercase());
+    let mut out = String::with_capacity(name.len());
+    for c in name.chars() {
+        if matches!(c, '/' | '%' | '\0') || (c.is_ascii() && further(c)) {
+            out.extend(['%', hex(c as u32 / 16), hex(c as u32 % 16)]);
+        } else {
+            out.push(c);
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_disk_has_a_file_of_its_own() {
+        let named = |name: &str| DiskMeta { name: name.into(), ..DiskMeta::default() };
+        let alone = ["vda", "#block/1", "100%"].map(named);
+        let names: Vec<_> = files(&alone, None).collect();
+        let expected =
+            ["disk-vda.raw", "disk-#block%2F1.raw", "disk-100%25.raw"].map(str::to_owned);
+        assert_eq!(names, (0..).zip(expected).collect::<Vec<_>>());
+        let group = ["web/vda", "db/vda", "web/b/c"].map(named);
+        let of = |member| files(&group, Some(member)).collect::<Vec<_>>();
+        assert_eq!(of("web"), [(0, "disk-vda.raw".into()), (2, "disk-b%2Fc.raw".into())]);
+        assert_eq!(of("db"), [(1, "disk-vda.raw".into())]);
+    }
+}

@@ -1,0 +1,430 @@
+//! The store as directories and files, without FUSE: names, sizes, bytes.
+
+use super::disks::{self, OpenDisk};
+use super::node::{Kind, Node, Place};
+use keyframe_failure::{Failure, chain};
+use keyframe_image::Image;
+use keyframe_inspect::images::{Guest, StoredPages};
+use keyframe_inspect::screens::{self, NoPicture, Shown};
+use keyframe_inspect::show;
+use keyframe_store::{Error, Loaded, LoadedDisks, Store};
+use keyframe_units::CheckpointId;
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
+
+/// Checkpoints that are held loaded; further ones push out the one unused for longest.
+pub const LOADED_MAX: usize = 8;
+/// Different messages that are said.
+const MESSAGES_MAX: usize = 1000;
+/// Members of a group that have inodes.
+const MEMBERS_MAX: usize = u16::MAX as usize;
+/// The longest name that a file may have.
+const NAME_BYTES_MAX: usize = 255;
+const LATEST: &str = "latest";
+
+/// Why something cannot be given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Denied {
+    /// It does not exist, or no longer.
+    Absent,
+    /// It cannot be read; why was said.
+    Unreadable,
+}
+
+/// What a node looks like from outside.
+#[derive(Clone, Copy, Debug)]
+pub struct Look {
+    /// Bytes, or those of a link's target.
+    pub len_bytes: u64,
+    /// When the checkpoint was taken, or the store made.
+    pub time: SystemTime,
+    /// False where it may look different a moment later.
+    pub lasts: bool,
+}
+
+/// A checkpoint in use.
+struct Opened {
+    loaded: Loaded,
+    /// Its VM, or those of its group.
+    vms: Vec<OpenedVm>,
+    /// Once one of its disks was opened.
+    disks: Mutex<Option<Arc<LoadedDisks>>>,
+}
+
+/// A VM of it.
+struct OpenedVm {
+    guest: Guest,
+    /// The name of its directory, where it is one of a group.
+    directory: Option<String>,
+    raw: Option<Image>,
+    core: Option<Image>,
+    screen: Option<Shown>,
+    /// It as a file, once that was wanted.
+    png: Mutex<Option<Arc<[u8]>>>,
+}
+
+/// The store.
+pub struct Tree {
+    store: Store,
+    opened: Mutex<VecDeque<Arc<Opened>>>,
+    links: Mutex<Vec<String>>,
+    said: Mutex<BTreeSet<String>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Tree {
+    /// Over a store.
+    pub fn new(store: Store) -> Self {
+        Self { store, opened: Mutex::default(), links: Mutex::default(), said: Mutex::default() }
+    }
+
+    /// The names in a directory.
+    pub fn list(&self, directory: Node) -> Result<Vec<(String, Node)>, Denied> {
+        match directory {
+            Node::Root => {
+                let ids = self.store.ids().map_err(|e| self.denied(&e))?;
+                let tags = self.store.tags().map_err(|e| self.denied(&e))?;
+                let latest = ids.last().map(|_| LATEST.to_owned());
+                let links = latest.into_iter().chain(tags.into_keys()).map(|name| {
+                    let link = self.link(&name);
+                    (name, link)
+                });
+                let numbered = ids.iter().filter(|id| Node::has_inodes(**id));
+                let checkpoints =
+                    numbered.map(|id| (id.to_string(), Node::Directory(Place::of(*id))));
+                Ok(links.chain(checkpoints).collect())
+            }
+            Node::Directory(place) => {
+                let opened = self.open(place.id)?;
+                let files = Kind::ALL.into_iter().filter(|kind| opened.has(place, *kind));
+                let files = files.map(|kind| (kind.name().to_owned(), Node::File(place, kind)));
+                let disks = opened
+                    .disks(place)
+                    .into_iter()
+                    .map(|(disk, name)| (name, Node::Disk(place, disk)));
+                Ok(files.chain(disks).chain(opened.directories(place)).collect())
+            }
+            Node::File(..) | Node::Disk(..) | Node::Link(_) => Err(Denied::Absent),
+        }
+    }
+
+    /// What a name in a directory stands for.
+    pub fn find(&self, directory: Node, name: &str) -> Result<Node, Denied> {
+        match directory {
+            Node::Root => {
+                // A link's target must exist too.
+                let id = self.store.resolve(name).map_err(|e| self.denied(&e))?;
+                match Node::Directory(Place::of(id)) {
+                    _ if !Node::has_inodes(id) => Err(Denied::Absent),
+                    checkpoint if name == id.to_string() => Ok(checkpoint),
+                    // 007 is no name of 7.
+                    _ if name.bytes().all(|c| c.is_ascii_digit()) => Err(Denied::Absent),
+                    _ => Ok(self.link(name)),
+                }
+            }
+            Node::Directory(place) => {
+                let opened = self.open(place.id)?;
+                let Some(kind) = Kind::ALL.into_iter().find(|k| k.name() == name) else {
+                    if let Some((disk, _)) =
+                        opened.disks(place).into_iter().find(|(_, file)| file == name)
+                    {
+                        return Ok(Node::Disk(place, disk));
+                    }
+                    let found = opened.directories(place).find(|(directory, _)| directory == name);
+                    return found.map(|(_, node)| node).ok_or(Denied::Absent);
+                };
+                if opened.has(place, kind) {
+                    Ok(Node::File(place, kind))
+                } else {
+                    Err(Denied::Absent)
+                }
+            }
+            Node::File(..) | Node::Disk(..) | Node::Link(_) => Err(Denied::Absent),
+        }
+    }
+
+    /// What a node looks like.
+    pub fn look(&self, node: Node) -> Result<Look, Denied> {
+        match node {
+            Node::Root => {
+                Ok(Look { len_bytes: 0, time: self.store.created().into(), lasts: false })
+            }
+            Node::Link(n) => {
+                let target = self.target(n)?;
+                Ok(Look {
+                    len_bytes: target.len() as u64,
+                    time: self.store.created().into(),
+                    lasts: false,
+                })
+            }
+            Node::Directory(place) => self.look_at(place, None),
+            Node::File(place, kind) => self.look_at(place, Some(kind)),
+            Node::Disk(place, disk) => {
+                let look = self.look_at(place, None)?;
+                let opened = self.open(place.id)?;
+                let known = opened.loaded.meta.disks.get(usize::from(disk));
+                Ok(Look { len_bytes: known.ok_or(Denied::Absent)?.disk_bytes, ..look })
+            }
+        }
+    }
+
+    /// Opens a disk.
+    pub fn open_disk(&self, place: Place, disk: u8) -> Result<OpenDisk, Denied> {
+        let opened = self.open(place.id)?;
+        let (_, name) = opened
+            .disks(place)
+            .into_iter()
+            .find(|(number, _)| *number == disk)
+            .ok_or(Denied::Absent)?;
+        let loaded = {
+            let mut loaded = lock(&opened.disks);
+            if let Some(disks) = &*loaded {
+                Arc::clone(disks)
+            } else {
+                let disks = self.store.load_disks(place.id).map_err(|e| self.denied(&e))?;
+                Arc::clone(loaded.insert(Arc::new(disks)))
+            }
+        };
+        OpenDisk::new(loaded, disk, format!("{name} of checkpoint {}", place.id)).map_err(
+            |problem| {
+                self.say(problem);
+                Denied::Unreadable
+            },
+        )
+    }
+
+    /// Reads up to `len` bytes of a disk from `offset` on.
+    pub fn read_disk(&self, disk: &OpenDisk, offset: u64, len: usize) -> Result<Vec<u8>, Denied> {
+        disk.read(offset, len).map_err(|problem| {
+            self.say(problem);
+            Denied::Unreadable
+        })
+    }
+
+    fn look_at(&self, place: Place, kind: Option<Kind>) -> Result<Look, Denied> {
+        let id = place.id;
+        // It may have been forgotten since.
+        self.store.resolve(&id.to_string()).map_err(|e| self.denied(&e))?;
+        let opened = self.open(id)?;
+        let vm = || opened.vm(place).ok_or(Denied::Absent);
+        let len_bytes = match kind {
+            None => 0,
+            Some(Kind::Info) => self.info(id)?.len() as u64,
+            Some(Kind::Devices) => vm()?.guest.device_state.len() as u64,
+            Some(Kind::Screen) => self.png(&opened, vm()?)?.len() as u64,
+            Some(kind) => vm()?.image(kind).ok_or(Denied::Absent)?.len_bytes(),
+        };
+        let time = opened.loaded.meta.taken_at.into();
+        Ok(Look { len_bytes, time, lasts: kind != Some(Kind::Info) })
+    }
+
+    /// Where a link points.
+    pub fn target(&self, link: u64) -> Result<String, Denied> {
+        let name = usize::try_from(link).ok().and_then(|n| lock(&self.links).get(n).cloned());
+        let id = self.store.resolve(&name.ok_or(Denied::Absent)?).map_err(|e| self.denied(&e))?;
+        Ok(id.to_string())
+    }
+
+    /// Up to `len` bytes of a file from `offset` on.
+    pub fn read(
+        &self,
+        place: Place,
+        kind: Kind,
+        offset: u64,
+        len: usize,
+    ) -> Result<Vec<u8>, Denied> {
+        let id = place.id;
+        let part = |bytes: &[u8]| {
+            let start = usize::try_from(offset).unwrap_or(usize::MAX).min(bytes.len());
+            let end = start.saturating_add(len).min(bytes.len());
+            bytes.get(start..end).unwrap_or_default().to_vec()
+        };
+        if kind == Kind::Info {
+            return Ok(part(self.info(id)?.as_bytes()));
+        }
+        let opened = self.open(id)?;
+        let vm = opened.vm(place).ok_or(Denied::Absent)?;
+        if kind == Kind::Screen {
+            return Ok(part(&self.png(&opened, vm)?));
+        }
+        let Some(image) = vm.image(kind) else { return Ok(part(&vm.guest.device_state)) };
+        let mut bytes = vec![0; len];
+        let read = image.read_at(&StoredPages::new(&opened.loaded, &vm.guest), offset, &mut bytes);
+        let read = read.map_err(|e| {
+            self.say(format!("read {} of checkpoint {id} at {offset:#x}: {e}", kind.name()));
+            Denied::Unreadable
+        })?;
+        bytes.truncate(read);
+        Ok(bytes)
+    }
+
+    /// What the display of a VM showed, as a file.
+    fn png(&self, opened: &Opened, vm: &OpenedVm) -> Result<Arc<[u8]>, Denied> {
+        let shown = vm.screen.as_ref().ok_or(Denied::Absent)?;
+        let mut png = lock(&vm.png);
+        if let Some(png) = &*png {
+            return Ok(Arc::clone(png));
+        }
+        let made =
+            shown.picture(&opened.loaded, &vm.guest).and_then(|picture| screens::png(&picture));
+        let made = made.map_err(|e| {
+            self.say(format!(
+                "read {} of checkpoint {}: {e}",
+                Kind::Screen.name(),
+                opened.loaded.id
+            ));
+            Denied::Unreadable
+        })?;
+        Ok(Arc::clone(png.insert(made.into())))
+    }
+
+    fn lacks(&self, id: CheckpointId, kind: Kind, why: &Failure) {
+        self.say(format!("checkpoint {id} has no {}: {why}", kind.name()));
+    }
+
+    fn info(&self, id: CheckpointId) -> Result<String, Denied> {
+        let sealed = self.store.sealed(id).map_err(|e| self.denied(&e))?;
+        let text = serde_json::to_string_pretty(&show::shown(&sealed));
+        text.map(|text| text + "\n").map_err(|e| {
+            self.say(format!("info.json of checkpoint {id}: {e}"));
+            Denied::Unreadable
+        })
+    }
+
+    /// Loads a checkpoint, or finds it among those that are.
+    fn open(&self, id: CheckpointId) -> Result<Arc<Opened>, Denied> {
+        {
+            let mut all = lock(&self.opened);
+            if let Some(opened) =
+                all.iter().position(|o| o.loaded.id == id).and_then(|at| all.remove(at))
+            {
+                all.push_back(Arc::clone(&opened));
+                return Ok(opened);
+            }
+        }
+        let loaded = self.store.load(id).map_err(|e| self.denied(&e))?;
+        let made = |image: Result<Image, Failure>, kind: Kind| {
+            image.map_err(|e| self.lacks(id, kind, &e)).ok()
+        };
+        let vm = |guest: Guest| OpenedVm {
+            directory: guest.member.as_deref().map(directory_name),
+            raw: made(guest.raw(), Kind::Raw),
+            core: made(guest.core(), Kind::Core),
+            screen: match Shown::of(&guest) {
+                Ok(shown) => Some(shown),
+                Err(NoPicture::NoDisplay | NoPicture::NotDrawn(_)) => None,
+                Err(NoPicture::Failed(e)) => {
+                    self.lacks(id, Kind::Screen, &e);
+                    None
+                }
+            },
+            png: Mutex::default(),
+            guest,
+        };
+        let guests = Guest::all(&loaded).unwrap_or_else(|e| {
+            self.say(e.to_string());
+            Vec::new()
+        });
+        let vms = guests.into_iter().take(MEMBERS_MAX).map(vm).collect();
+        let opened = Arc::new(Opened { loaded, vms, disks: Mutex::default() });
+        let mut all = lock(&self.opened);
+        all.push_back(Arc::clone(&opened));
+        if all.len() > LOADED_MAX {
+            all.pop_front();
+        }
+        Ok(opened)
+    }
+
+    fn link(&self, name: &str) -> Node {
+        let mut links = lock(&self.links);
+        let at = links.iter().position(|l| l == name).unwrap_or_else(|| {
+            links.push(name.to_owned());
+            links.len() - 1
+        });
+        Node::Link(at as u64)
+    }
+
+    fn denied(&self, error: &Error) -> Denied {
+        if matches!(error, Error::UnknownCheckpoint { .. }) {
+            return Denied::Absent;
+        }
+        self.say(chain(error));
+        Denied::Unreadable
+    }
+
+    /// Says a message the first time.
+    fn say(&self, message: String) {
+        let mut said = lock(&self.said);
+        if said.len() < MESSAGES_MAX && !said.contains(&message) {
+            eprintln!("keyframe: {message}");
+            said.insert(message);
+        }
+    }
+}
+
+impl Opened {
+    /// The VM whose files are in a place.
+    fn vm(&self, place: Place) -> Option<&OpenedVm> {
+        let is_group = !self.loaded.meta.members.is_empty();
+        let at = if is_group { usize::from(place.member).checked_sub(1)? } else { 0 };
+        self.vms.get(at).filter(|_| is_group || place.member == 0)
+    }
+
+    /// The directories in a place.
+    fn directories(&self, place: Place) -> impl Iterator<Item = (String, Node)> {
+        let all = if place.member == 0 { &self.vms[..] } else { &[] };
+        let named = (1..).zip(all).filter_map(|(member, vm)| Some((vm.directory.clone()?, member)));
+        named
+            .filter(|(name, _)| (1..=NAME_BYTES_MAX).contains(&name.len()))
+            .map(move |(name, member)| (name, Node::Directory(Place { member, ..place })))
+    }
+
+    /// The disks in a place: their numbers in the checkpoint, and the names of their files.
+    fn disks(&self, place: Place) -> Vec<(u8, String)> {
+        let Some(vm) = self.vm(place) else { return Vec::new() };
+        disks::files(&self.loaded.meta.disks, vm.guest.member.as_deref())
+            .filter(|(_, name)| name.len() <= NAME_BYTES_MAX)
+            .collect()
+    }
+
+    fn has(&self, place: Place, kind: Kind) -> bool {
+        match kind {
+            Kind::Info => place.member == 0,
+            Kind::Devices => self.vm(place).is_some(),
+            Kind::Screen => self.vm(place).is_some_and(|vm| vm.screen.is_some()),
+            Kind::Raw | Kind::Core => self.vm(place).is_some_and(|vm| vm.image(kind).is_some()),
+        }
+    }
+}
+
+impl OpenedVm {
+    fn image(&self, kind: Kind) -> Option<&Image> {
+        match kind {
+            Kind::Raw => self.raw.as_ref(),
+            Kind::Core => self.core.as_ref(),
+            Kind::Info | Kind::Devices | Kind::Screen => None,
+        }
+    }
+}
+
+/// A member's name as that of a directory: what no file name may hold, or is a name already, as `%`
+/// and two digits.
+fn directory_name(member: &str) -> String {
+    let taken = member.starts_with('.') || Kind::ALL.iter().any(|kind| kind.name() == member);
+    disks::escaped(member, |c| c == '.' && taken)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_member_has_a_directory_of_its_own() {
+        let names = ["web", "a/b", "a%2Fb", ".", "..", "info.json", "db.1"].map(directory_name);
+        assert_eq!(names, ["web", "a%2Fb", "a%252Fb", "%2E", "%2E%2E", "info%2Ejson", "db.1"]);
+    }
+}

@@ -1,0 +1,143 @@
+//! QEMU's standard output: passed through, or to standard error where standard output is for JSON;
+//! watched for a text.
+//!
+//! ```text
+//!   nothing asked    QEMU ───────────────────────────▶ our standard output
+//!   JSON             QEMU ───────────────────────────▶ our standard error
+//!   --when TEXT      QEMU ──pipe──▶ thread, looks ───▶ one of these
+//! ```
+//!
+//! QEMU inherits our standard output, so that is another file for the moment of the launch.
+
+use keyframe_failure::Failure;
+use rustix::pipe::{PipeFlags, pipe_with};
+use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+/// The part of a line that is looked at.
+const LINE_BYTES_MAX: usize = 16 << 10;
+/// How long the last words of a QEMU that has ended may take to arrive.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// What QEMU says, where it is watched.
+pub struct Console {
+    shown: Arc<AtomicBool>,
+    ended: Option<Receiver<()>>,
+}
+
+impl Console {
+    /// Whether the text was seen.
+    pub fn has_shown(&self) -> bool {
+        self.shown.load(Ordering::Relaxed)
+    }
+
+    /// Waits for the last words of a QEMU that has ended.
+    pub fn finish(self) {
+        if let Some(ended) = self.ended {
+            let _ = ended.recv_timeout(LAST_WORDS);
+        }
+    }
+}
+
+/// Runs `launch` with standard output as a QEMU started in it is to have it.
+pub fn around<T>(
+    when: Option<&str>,
+    to_stderr: bool,
+    launch: impl FnOnce() -> Result<T, Failure>,
+) -> Result<(T, Console), Failure> {
+    let shown = Arc::new(AtomicBool::new(false));
+    if when.is_none() && !to_stderr {
+        return Ok((launch()?, Console { shown, ended: None }));
+    }
+    let failed = |e: std::io::Error| Failure::new(format!("redirect QEMU's standard output: {e}"));
+    let ours =
+        rustix::io::fcntl_dupfd_cloexec(std::io::stdout(), 3).map_err(|e| failed(e.into()))?;
+    let (theirs, pipe) = match when {
+        Some(_) => {
+            let (read, write) = pipe_with(PipeFlags::CLOEXEC).map_err(|e| failed(e.into()))?;
+            (write, Some(read))
+        }
+        None => (
+            rustix::io::fcntl_dupfd_cloexec(std::io::stderr(), 3).map_err(|e| failed(e.into()))?,
+            None,
+        ),
+    };
+    rustix::stdio::dup2_stdout(&theirs).map_err(|e| failed(e.into()))?;
+    let launched = launch();
+    let restored = rustix::stdio::dup2_stdout(&ours).map_err(|e| failed(e.into()));
+    drop(theirs);
+    let launched = launched?;
+    restored?;
+    let ended = match (pipe, when) {
+        (Some(pipe), Some(text)) => Some(watch(pipe, text, to_stderr, &shown)),
+        _ => None,
+    };
+    Ok((launched, Console { shown, ended }))
+}
+
+/// Passes on what comes through `pipe`, until all of its writers are gone.
+fn watch(pipe: OwnedFd, text: &str, to_stderr: bool, shown: &Arc<AtomicBool>) -> Receiver<()> {
+    let (done, ended) = channel();
+    let (text, shown) = (text.as_bytes().to_vec(), Arc::clone(shown));
+    std::thread::spawn(move || {
+        let mut pipe = std::fs::File::from(pipe);
+        let mut look = Look { text, line: Vec::new() };
+        let mut bytes = [0; 4096];
+        while let Ok(len @ 1..) = pipe.read(&mut bytes) {
+            // Whoever reads us may be gone; the guest must not wait for that.
+            if to_stderr {
+                let _ = std::io::stderr().write_all(&bytes[..len]);
+            } else {
+                let mut out = std::io::stdout().lock();
+                let _ = out.write_all(&bytes[..len]).and_then(|()| out.flush());
+            }
+            if look.sees(&bytes[..len]) {
+                shown.store(true, Ordering::Relaxed);
+            }
+        }
+        let _ = done.send(());
+    });
+    ended
+}
+
+/// Looks for a text in lines that come in pieces. A prompt has no line end, so each piece is looked
+/// at.
+struct Look {
+    text: Vec<u8>,
+    line: Vec<u8>,
+}
+
+impl Look {
+    fn sees(&mut self, bytes: &[u8]) -> bool {
+        let mut seen = false;
+        for piece in bytes.split_inclusive(|b| *b == b'\n') {
+            self.line.extend(piece);
+            seen |= self.line.windows(self.text.len().max(1)).any(|w| w == self.text);
+            if piece.ends_with(b"\n") || self.line.len() > LINE_BYTES_MAX {
+                self.line.clear();
+            }
+        }
+        seen
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_text_is_found_across_pieces_and_without_a_line_end() {
+        let mut look = Look { text: b"login:".to_vec(), line: Vec::new() };
+        assert!(!look.sees(b"booting\r\nlog"));
+        assert!(!look.sees(b"in\n:"));
+        assert!(!look.sees(b"\nthe log"));
+        assert!(look.sees(b"in: "));
+        look.line.clear();
+        assert!(!look.sees(&vec![b'x'; LINE_BYTES_MAX * 2]));
+        assert!(look.line.len() <= LINE_BYTES_MAX);
+    }
+}

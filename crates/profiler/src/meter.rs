@@ -1,0 +1,141 @@
+//! Measures one epoch after the other on an attached VM.
+
+use super::counters::Counters;
+use super::target::Target;
+use keyframe_failure::Failure;
+use keyframe_kernel::attach::inject_userfaultfd;
+use keyframe_kernel::track::WriteTracker;
+use keyframe_profile::Epoch;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// How long after Ctrl-C an epoch goes on at most.
+const SLICE: Duration = Duration::from_millis(50);
+/// How long a QEMU whose memory or monitor is gone may take to be gone itself.
+const EXIT_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// What came of an epoch.
+pub enum Step {
+    /// It was measured.
+    Epoch(Epoch),
+    /// The VM ended in it.
+    Ended,
+    /// Somebody wants it all to end.
+    Interrupted,
+}
+
+/// Begins to track the RAM of `target`.
+fn track(target: &Target) -> Result<WriteTracker, keyframe_kernel::Error> {
+    let attached = inject_userfaultfd(&target.process)?;
+    keyframe_failure::output::warn_unguarded(&attached, target.process.pid());
+    let mut tracker = WriteTracker::new(&target.process, attached.uffd)?;
+    tracker.set_watch_discards(target.watch_discards);
+    for range in &target.ranges {
+        tracker.register(*range)?;
+    }
+    Ok(tracker)
+}
+
+/// The tracking of one VM's RAM, and its counters.
+pub struct Meter {
+    tracker: WriteTracker,
+    counters: Counters,
+}
+
+impl Meter {
+    /// Begins to track. Until [`Self::detach`] the VM pays a fault for the first write to each page
+    /// in each epoch.
+    pub fn attach(target: &mut Target) -> Result<Self, Failure> {
+        let tracker = match track(target) {
+            Err(keyframe_kernel::Error::DiscardsUnseen { .. }) => {
+                target.watch_discards = false;
+                target.notes.push(
+                    "RAM: pages that the VM discards (balloon) are not counted in this kind of memory".into(),
+                );
+                track(target)
+            }
+            tracked => tracked,
+        };
+        let tracker = tracker.map_err(|e| Failure::kernel(&e))?;
+        let counters = Counters::new(target);
+        Ok(Self { tracker, counters })
+    }
+
+    /// Ends it: dropping the tracker ends the tracking.
+    pub fn detach(self, target: &mut Target) {
+        self.counters.remove(target);
+    }
+
+    /// One epoch of `length`.
+    pub fn epoch(
+        &mut self,
+        target: &mut Target,
+        length: Duration,
+        interrupted: &AtomicBool,
+    ) -> Result<Step, Failure> {
+        if target.has_ended()? {
+            return Ok(Step::Ended);
+        }
+        match self.try_epoch(target, length, interrupted) {
+            Err(_) if target.ends_within(EXIT_TIMEOUT) => Ok(Step::Ended),
+            other => other,
+        }
+    }
+
+    /// Disks are asked about outside of the two scans, since the answer takes a millisecond;
+    /// packets, which are counted without QEMU, right at them.
+    fn try_epoch(
+        &mut self,
+        target: &mut Target,
+        length: Duration,
+        interrupted: &AtomicBool,
+    ) -> Result<Step, Failure> {
+        let disks = self.counters.disks(target)?;
+        self.scan(target)?;
+        let begun = Instant::now();
+        let packets = self.counters.packets(target);
+        if !sleep_until(begun + length, interrupted) {
+            return Ok(Step::Interrupted);
+        }
+        let measured = begun.elapsed();
+        let pages = self.scan(target)?;
+        let packets_after = self.counters.packets(target);
+        let disks_after = self.counters.disks(target)?;
+        let grown = |before: Option<u64>, after: Option<u64>| after?.checked_sub(before?);
+        Ok(Step::Epoch(Epoch {
+            length,
+            measured_ns: u64::try_from(measured.as_nanos()).unwrap_or(u64::MAX),
+            pages,
+            sectors: grown(disks.map(|d| d.sectors), disks_after.map(|d| d.sectors)),
+            disk_writes: grown(disks.map(|d| d.writes), disks_after.map(|d| d.writes)),
+            packets: grown(packets, packets_after),
+        }))
+    }
+
+    /// The pages written since the last scan, which are protected again.
+    fn scan(&mut self, target: &Target) -> Result<u64, Failure> {
+        let mut pages = 0;
+        let mut found = Vec::new();
+        for range in &target.ranges {
+            found.clear();
+            let stats = self
+                .tracker
+                .scan_and_protect(*range, &mut found)
+                .map_err(|e| Failure::kernel(&e))?;
+            pages += stats.written_pages;
+        }
+        Ok(pages)
+    }
+}
+
+/// Sleeps; false where it was told to stop.
+fn sleep_until(deadline: Instant, interrupted: &AtomicBool) -> bool {
+    while !interrupted.load(Ordering::Relaxed) {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return true;
+        }
+        std::thread::sleep(left.min(SLICE));
+    }
+    false
+}

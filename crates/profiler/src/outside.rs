@@ -1,0 +1,133 @@
+//! Guest RAM of a running QEMU, found without its monitor: mappings of exactly the sizes that its
+//! command line names.
+//!
+//! QEMU maps each block of RAM by itself, between pages that may not be touched. Where the number
+//! of writable mappings of a size is not the number of blocks of that size, nothing is guessed: the
+//! monitor knows.
+
+use super::command_line;
+use keyframe_failure::Failure;
+use keyframe_failure::output;
+use keyframe_kernel::{Mapping, Process};
+use keyframe_units::HostRange;
+use std::path::Path;
+
+/// What is read of a command line at most.
+const LINE_BYTES_MAX: usize = 4 << 20;
+
+/// What was found.
+pub struct Found {
+    /// Guest RAM.
+    pub ranges: Vec<HostRange>,
+    /// Virtual CPUs, where the line tells.
+    pub vcpus: Option<u32>,
+}
+
+/// Finds the guest RAM of `process`.
+pub fn find(process: &Process) -> Result<Found, Failure> {
+    let pid = process.pid();
+    let words = words(pid)?;
+    let said = words.split_first().map_or(Err(String::new()), |(_, rest)| command_line::read(rest));
+    let said = said.map_err(|part| {
+        let problem =
+            format!("the RAM of process {pid} cannot be told from its command line: {part:?}");
+        Failure::new(problem).fix(ASK_MONITOR)
+    })?;
+    let maps = process.maps().map_err(|e| Failure::kernel(&e))?;
+    if !process.is_alive() {
+        return Err(Failure::new(format!("process {pid} has ended")));
+    }
+    Ok(Found { ranges: choose(pid, &said.ram_bytes, &maps)?, vcpus: said.vcpus })
+}
+
+const ASK_MONITOR: &str = "name its monitor, which knows: --qmp SOCKET";
+
+/// The command line of `pid`, which must be a QEMU.
+fn words(pid: u32) -> Result<Vec<String>, Failure> {
+    let path = format!("/proc/{pid}/cmdline");
+    let bytes = std::fs::read(&path).map_err(|e| Failure::new(format!("read {path}: {e}")))?;
+    let text = String::from_utf8_lossy(&bytes[..bytes.len().min(LINE_BYTES_MAX)]);
+    let words: Vec<String> = text.trim_end_matches('\0').split('\0').map(str::to_owned).collect();
+    let program = std::fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
+    let is_qemu = |path: &Path| {
+        path.file_name()
+            .is_some_and(|n| ["qemu", "kvm"].iter().any(|word| n.to_string_lossy().contains(word)))
+    };
+    if !is_qemu(&program) && !is_qemu(Path::new(words.first().map_or("", String::as_str))) {
+        return Err(Failure::new(format!(
+            "process {pid} is no QEMU: it runs {}",
+            program.display()
+        ))
+        .fix("give the pid of the qemu-system process, or its monitor with --qmp SOCKET"));
+    }
+    Ok(words)
+}
+
+/// The mappings of exactly these sizes.
+fn choose(pid: u32, sizes: &[u64], maps: &[Mapping]) -> Result<Vec<HostRange>, Failure> {
+    let mut ranges: Vec<HostRange> = Vec::new();
+    for size in sizes {
+        let fits = |m: &&Mapping| m.readable && m.writable && m.range.len_bytes == *size;
+        let found: Vec<HostRange> = maps.iter().filter(fits).map(|m| m.range).collect();
+        let wanted = sizes.iter().filter(|s| *s == size).count();
+        if found.len() != wanted {
+            let (size, count) = (output::bytes(*size), found.len());
+            let problem = format!(
+                "guest RAM of process {pid}: its command line names {wanted} of {size}, and {count} mappings have that size"
+            );
+            return Err(Failure::new(problem).fix(ASK_MONITOR));
+        }
+        ranges.extend(found);
+    }
+    ranges.sort_by_key(|r| r.start);
+    ranges.dedup();
+    Ok(ranges)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_units::HostVirt;
+
+    fn mapping(start: u64, len_bytes: u64, writable: bool) -> Mapping {
+        Mapping {
+            range: HostRange { start: HostVirt(start), len_bytes },
+            readable: true,
+            writable,
+            shared: false,
+            offset: 0,
+            inode: 0,
+            dev: 0,
+            path: String::new(),
+            page_bytes: 4096,
+        }
+    }
+
+    #[test]
+    fn ram_is_taken_only_where_it_is_beyond_doubt() {
+        let maps = [
+            mapping(0x1000, 0x10000, true),
+            mapping(0x20000, 0x8000, true),
+            mapping(0x30000, 0x8000, false),
+            mapping(0x40000, 0x10000, true),
+        ];
+        let chosen = |sizes: &[u64]| {
+            choose(7, sizes, &maps).map(|r| r.iter().map(|r| r.start.0).collect::<Vec<_>>())
+        };
+        assert_eq!(chosen(&[0x8000]).unwrap(), [0x20000]);
+        assert_eq!(chosen(&[0x10000, 0x8000, 0x10000]).unwrap(), [0x1000, 0x20000, 0x40000]);
+        for sizes in [&[0x10000][..], &[0x8000, 0x8000], &[0x4000]] {
+            let failure = chosen(sizes).unwrap_err();
+            assert!(
+                failure.message.contains("process 7") && failure.fix.unwrap().contains("--qmp")
+            );
+        }
+    }
+
+    #[test]
+    fn a_process_that_is_no_qemu_is_named() {
+        let us = Process::open(std::process::id()).unwrap();
+        let failure = find(&us).err().unwrap();
+        assert!(failure.message.contains("is no QEMU"), "{}", failure.message);
+    }
+}

@@ -1,0 +1,241 @@
+//! The VM that is measured: launched for it, or running already; with a monitor, or seen from
+//! outside alone.
+
+use super::console::{self, Console};
+use super::{Start, outside};
+use keyframe_failure::Failure;
+use keyframe_kernel::Process;
+use keyframe_qemu::{
+    Event, HostBlock, Invocation, LaunchOptions, Qmp, Refusal, RunStatus, Severity, Vm,
+    find_ram_blocks,
+};
+use keyframe_units::{HostRange, PAGE_BYTES};
+use std::ffi::OsString;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// How long a monitor may take to greet.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A VM whose RAM is known. Dropping it ends a VM that was launched, and leaves another one alone.
+pub struct Target {
+    /// QEMU.
+    pub process: Process,
+    /// Its guest RAM.
+    pub ranges: Vec<HostRange>,
+    /// Its virtual CPUs, where that is known.
+    pub vcpus: Option<u32>,
+    /// Whether it may discard RAM, which then counts as written.
+    pub watch_discards: bool,
+    /// What cannot be counted, and why.
+    pub notes: Vec<String>,
+    access: Access,
+}
+
+/// How QEMU is talked to.
+enum Access {
+    /// Not at all.
+    Outside,
+    /// By a monitor of the user's.
+    Monitor(Box<Qmp>),
+    /// It was launched here.
+    Launched(Box<Launched>),
+}
+
+/// A VM that was launched here, with its sockets in a directory of its own. Dropping it ends it.
+struct Launched {
+    vm: Vm,
+    _dir: TempDir,
+}
+
+impl Drop for Launched {
+    fn drop(&mut self) {
+        if let Err(e) = self.vm.kill() {
+            eprintln!("keyframe: warning: {}", Failure::qemu(&e));
+        }
+    }
+}
+
+impl Target {
+    /// The VM that runs as `pid`; behind the monitor at `qmp`, if given.
+    pub fn running(pid: u32, qmp: Option<&Path>) -> Result<Self, Failure> {
+        let process = Process::open(pid).map_err(|e| Failure::kernel(&e))?;
+        let Some(path) = qmp else {
+            let found = outside::find(&process)?;
+            let without = "not counted without a monitor: name QEMU's with --qmp SOCKET";
+            let notes = vec![
+                format!("sectors and packets: {without}"),
+                "RAM: the guest's main memory alone, without video RAM and ROMs".into(),
+            ];
+            let (ranges, vcpus) = (found.ranges, found.vcpus);
+            return Ok(Self {
+                process,
+                ranges,
+                vcpus,
+                watch_discards: true,
+                notes,
+                access: Access::Outside,
+            }
+            .with_page_sizes_noted());
+        };
+        let mut qmp = Qmp::connect_running(path, CONNECT_TIMEOUT).map_err(|e| {
+            Failure::qemu(&e)
+                .fix("name a QMP socket (-qmp unix:PATH,server=on,wait=off) that nobody else uses")
+        })?;
+        let blocks = find_ram_blocks(&mut qmp, pid).map_err(|e| {
+            Failure::qemu(&e).fix(format!("is process {pid} the QEMU behind {}?", path.display()))
+        })?;
+        let answer = qmp.execute("query-cpus-fast", None).map_err(|e| Failure::qemu(&e))?;
+        let vcpus = answer.as_array().and_then(|all| u32::try_from(all.len()).ok());
+        let access = Access::Monitor(Box::new(qmp));
+        let target = Self {
+            process,
+            ranges: ranges(&blocks),
+            vcpus,
+            watch_discards: true,
+            notes: vec![],
+            access,
+        };
+        target.noting_a_pause()
+    }
+
+    /// Starts a VM, which runs when this returns.
+    pub fn launch(
+        command: Vec<OsString>,
+        vcpus: Option<u32>,
+        start: &Start,
+    ) -> Result<(Self, Console), Failure> {
+        let invocation = Invocation::parse(command).map_err(|e| Failure::qemu(&e))?;
+        let starts_paused = invocation.starts_paused();
+        let dir = tempfile::Builder::new()
+            .prefix("keyframe-profile-")
+            .permissions(std::fs::Permissions::from_mode(0o700))
+            .tempdir()
+            .map_err(|e| Failure::new(format!("make a directory for QEMU's monitors: {e}")))?;
+        let options = LaunchOptions { run_dir: dir.path().into() };
+        let (mut launched, console) =
+            console::around(start.when.as_deref(), start.quiet_stdout, || {
+                let vm = Vm::launch_mortal(invocation, &options).map_err(|e| Failure::qemu(&e))?;
+                Ok(Box::new(Launched { vm, _dir: dir }))
+            })?;
+        let prepared = Self::prepare(&mut launched.vm, vcpus, starts_paused)?;
+        let Prepared { process, ranges, vcpus, watch_discards, notes } = prepared;
+        let access = Access::Launched(launched);
+        let target = Self { process, ranges, vcpus: Some(vcpus), watch_discards, notes, access };
+        Ok((target.noting_a_pause()?, console))
+    }
+
+    fn prepare(vm: &mut Vm, asked: Option<u32>, starts_paused: bool) -> Result<Prepared, Failure> {
+        let failed = |e: keyframe_qemu::Error| Failure::qemu(&e);
+        let vcpus = vm.cpus().map_err(failed)?;
+        if let Some(asked) = asked.filter(|n| *n != vcpus) {
+            return Err(Failure::new(format!(
+                "QEMU started with {vcpus} vCPUs where {asked} were asked for"
+            ))
+            .fix("leave the number of CPUs in the QEMU command line to -smp"));
+        }
+        let notes = vm.audit().map_err(failed)?.iter().filter_map(note).collect();
+        let watch_discards = vm.discards_ram().map_err(failed)?;
+        let blocks = vm.ram_blocks().map_err(failed)?;
+        let process = Process::open(vm.pid()).map_err(|e| Failure::kernel(&e))?;
+        if !starts_paused {
+            vm.qmp().cont().map_err(failed)?;
+        }
+        Ok(Prepared { process, ranges: ranges(&blocks), vcpus, watch_discards, notes })
+    }
+
+    /// QEMU's monitor, where there is one.
+    pub fn qmp(&mut self) -> Option<&mut Qmp> {
+        match &mut self.access {
+            Access::Outside => None,
+            Access::Monitor(qmp) => Some(qmp),
+            Access::Launched(launched) => Some(launched.vm.qmp()),
+        }
+    }
+
+    /// Bytes of RAM that are watched.
+    pub fn ram_bytes(&self) -> u64 {
+        self.ranges.iter().map(|r| r.len_bytes).sum()
+    }
+
+    /// Whether the VM has ended, or shuts down. Notes a pause that somebody made.
+    pub fn has_ended(&mut self) -> Result<bool, Failure> {
+        if !self.process.is_alive() {
+            return Ok(true);
+        }
+        let Some(qmp) = self.qmp() else { return Ok(false) };
+        let events = match qmp.drain_events() {
+            Ok(events) => events,
+            Err(_) if self.ends_within(Duration::from_millis(500)) => return Ok(true),
+            Err(e) => return Err(Failure::qemu(&e)),
+        };
+        let paused = "the VM was paused by somebody else for part of the time: counts are too low";
+        if events.contains(&Event::Stop) && !self.notes.iter().any(|n| n == paused) {
+            self.notes.push(paused.into());
+        }
+        Ok(events.iter().any(|e| matches!(e, Event::Shutdown { .. })))
+    }
+
+    /// Waits for QEMU's end; true where it came.
+    pub fn ends_within(&self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
+        while self.process.is_alive() {
+            if Instant::now() > deadline {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        true
+    }
+
+    fn noting_a_pause(mut self) -> Result<Self, Failure> {
+        let status = match self.qmp() {
+            Some(qmp) => qmp.status().map_err(|e| Failure::qemu(&e))?,
+            None => RunStatus::Running,
+        };
+        if !status.is_running() {
+            self.notes
+                .push(format!("the VM was not running when the measuring began ({status:?})"));
+        }
+        Ok(self.with_page_sizes_noted())
+    }
+
+    /// Memory in large pages is tracked in these.
+    fn with_page_sizes_noted(mut self) -> Self {
+        let maps = self.process.maps().unwrap_or_default();
+        let is_large = |m: &&keyframe_kernel::Mapping| {
+            m.page_bytes > PAGE_BYTES as u64
+                && self.ranges.iter().any(|r| m.range.start < r.end() && r.start < m.range.end())
+        };
+        if let Some(large) = maps.iter().find(is_large) {
+            let kib = large.page_bytes / 1024;
+            self.notes.push(format!(
+                "RAM lies in pages of {kib} KiB: one write counts as all 4 KiB pages of these"
+            ));
+        }
+        self
+    }
+}
+
+/// What is known of a VM before its first instruction.
+struct Prepared {
+    process: Process,
+    ranges: Vec<HostRange>,
+    vcpus: u32,
+    watch_discards: bool,
+    notes: Vec<String>,
+}
+
+fn ranges(blocks: &[HostBlock]) -> Vec<HostRange> {
+    blocks.iter().map(|b| HostRange { start: b.host, len_bytes: b.block.total_bytes }).collect()
+}
+
+/// What stands in the way of exact checkpoints mostly hides writes to RAM; disks that can be
+/// written to do not.
+fn note(finding: &Refusal) -> Option<String> {
+    let about_ram = finding.severity == Severity::Refused
+        && !finding.reason.starts_with("disks that the guest can write");
+    about_ram.then(|| format!("pages may be counted too low: {}: {}", finding.what, finding.reason))
+}

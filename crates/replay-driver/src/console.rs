@@ -1,0 +1,93 @@
+//! What a recorded guest wrote to its console: put together by replays, once.
+
+use super::{Reached, Replay, Source, With, jobs};
+use keyframe_failure::Failure;
+use keyframe_qemu::restore::Until;
+use keyframe_replay::interval::Interval;
+use keyframe_replay::{Console, log, read_output};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// More than any guest says.
+const CONSOLE_BYTES_MAX: u64 = 1 << 30;
+
+/// The console's lines. Where nobody asked before, the recording is replayed for it, `jobs`
+/// intervals at a time.
+pub fn console(
+    source: &Source,
+    jobs: Option<u64>,
+    shows_progress: bool,
+) -> Result<Console, Failure> {
+    let failed = |e| Failure::recording(&e);
+    let path = source.recording.console_path();
+    if !path.exists() {
+        replay(source, &path, jobs, shows_progress)?;
+    }
+    let written = read_output(&path, CONSOLE_BYTES_MAX).map_err(failed)?;
+    let events = log::open(source.log()).map_err(failed)?;
+    Console::new(events, &written).map_err(failed)
+}
+
+/// Has the intervals write what the guest wrote in them, and puts it together at `path`.
+fn replay(
+    source: &Source,
+    path: &Path,
+    jobs: Option<u64>,
+    shows_progress: bool,
+) -> Result<(), Failure> {
+    let intervals = source.with_standing_ends(&source.intervals()?)?;
+    let interrupted = jobs::interruption()?;
+    let bar = jobs::bar("replaying", intervals.iter().map(Interval::len).sum(), shows_progress);
+    let mut parts = jobs::side_by_side(source, &intervals, jobs, &interrupted, |interval| {
+        let part = part(source, interval, &interrupted);
+        bar.inc(interval.len());
+        (interval.index, part)
+    })?;
+    bar.finish_and_clear();
+    if interrupted.load(Ordering::Relaxed) {
+        return Err(Failure::new("interrupted"));
+    }
+    parts.sort_by_key(|(index, _)| *index);
+    let mut all = Vec::new();
+    for (index, part) in parts {
+        all.extend(part.map_err(|failure| Failure {
+            message: format!("interval {index}: {}", failure.message),
+            ..failure
+        })?);
+    }
+    // Whole or not at all.
+    let temporary = path.with_extension("part");
+    let failed = |e| Failure::new(format!("write {}: {e}", temporary.display()));
+    std::fs::write(&temporary, all).map_err(failed)?;
+    std::fs::rename(&temporary, path)
+        .map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
+}
+
+/// What the guest wrote in `interval`.
+fn part(
+    source: &Source,
+    interval: &Interval,
+    interrupted: &AtomicBool,
+) -> Result<Vec<u8>, Failure> {
+    let folder = tempfile::Builder::new().prefix("keyframe-console-").tempdir();
+    let folder =
+        folder.map_err(|e| Failure::new(format!("make a directory for a console: {e}")))?;
+    let path = folder.path().join("console");
+    let with = With { console: Some(path.clone()), lazy: true, ..With::default() };
+    let read = || read_output(&path, CONSOLE_BYTES_MAX).map_err(|e| Failure::recording(&e));
+    let end = source.until(interval.end_icount)?;
+    let warms_up = interval.begin.icount < interval.from_icount;
+    let first = if warms_up { Until::Instruction(interval.from_icount) } else { end };
+    let mut replay = Replay::start(source, interval.begin, first, &with)?;
+    let mut reached = replay.arrive(interrupted, &mut |_| ())?;
+    let mut before = 0;
+    if warms_up && reached != Reached::Interrupted {
+        before = read()?.len();
+        reached = replay.go_on(end, interrupted, &mut |_| ())?;
+    }
+    if reached == Reached::Interrupted {
+        return Err(Failure::new("interrupted"));
+    }
+    replay.end()?;
+    Ok(read()?.split_off(before))
+}

@@ -1,0 +1,114 @@
+//! A recording whose intervals are looked into while it is still made.
+//!
+//! ```text
+//!   log         ──────────────────────────────────────┤ as far as QEMU has written it
+//!   checkpoints 0         1         2         3    (4: sealed, but the log does not reach it)
+//!   intervals   [    0    ][    1    ][    2    ]     whole: nothing that is still to come changes them
+//! ```
+//!
+//! When it has ended, it is a recording like all others, and the rest of its intervals comes about.
+
+use super::source::{Source, places_in};
+use keyframe_failure::Failure;
+use keyframe_replay::cutting::Every;
+use keyframe_replay::interval::{Interval, intervals, with_standing_ends};
+use keyframe_replay::{Growing, Recording};
+use keyframe_store::Store;
+use keyframe_store_keys::KeyArg;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+/// It.
+pub struct Followed {
+    /// The recording, as it was when it was opened.
+    pub recording: Recording,
+    /// Where its checkpoints come about.
+    pub store: Store,
+    place: Option<PathBuf>,
+    key: KeyArg,
+    growing: Mutex<Option<Growing>>,
+    ended: OnceLock<Arc<Source>>,
+}
+
+impl Followed {
+    /// The recording at `path`, with the store that it names, or another one. None where that store
+    /// is not there yet: the recording has just begun.
+    pub fn open(path: &Path, store: Option<&Path>, key: &KeyArg) -> Result<Option<Self>, Failure> {
+        let recording = Recording::open(path).map_err(|e| Failure::recording(&e))?;
+        let place = store.map_or_else(|| recording.store_path(), Path::to_owned);
+        let opened = match key.open(&place) {
+            Err(keyframe_store::Error::NoStore { .. }) if store.is_none() => return Ok(None),
+            other => other.map_err(|e| Failure::store(&e, &place))?,
+        };
+        let (place, key) = (store.map(Path::to_owned), key.clone());
+        let (growing, ended) = (Mutex::new(None), OnceLock::new());
+        Ok(Some(Self { recording, store: opened, place, key, growing, ended }))
+    }
+
+    /// It as one can replay it now.
+    pub fn now(&self) -> Result<Arc<Source>, Failure> {
+        if let Some(source) = self.ended()? {
+            return Ok(source);
+        }
+        let boundaries = self.look(|growing| growing.boundaries().clone())?.unwrap_or_default();
+        Ok(Arc::new(Source::so_far(&self.recording, self.store.clone(), boundaries)))
+    }
+
+    /// It, where nobody makes it any more.
+    fn ended(&self) -> Result<Option<Arc<Source>>, Failure> {
+        if let Some(source) = self.ended.get() {
+            return Ok(Some(Arc::clone(source)));
+        }
+        if self.recording.is_being_made().map_err(|e| Failure::recording(&e))? {
+            return Ok(None);
+        }
+        let source = Source::open(self.recording.path(), self.place.as_deref(), &self.key)?;
+        Ok(Some(Arc::clone(self.ended.get_or_init(|| Arc::new(source)))))
+    }
+
+    /// Its intervals that are whole, with ends where a replay can stand and go on if that is
+    /// wanted; and whether these are all.
+    pub fn intervals(&self, with_standing: bool) -> Result<(Vec<Interval>, bool), Failure> {
+        if let Some(source) = self.ended()? {
+            return Ok((source.intervals_for_tool(with_standing)?, true));
+        }
+        // Before the log is looked at: it reaches what was sealed, or soon does.
+        let places = places_in(&self.store, &self.recording)?;
+        let whole = |growing: &Growing| {
+            let end = growing.last_standing();
+            let known = places.iter().filter(|place| place.icount < end).copied().collect();
+            let all = intervals(known, end);
+            if with_standing { with_standing_ends(&all, growing.boundaries()) } else { all }
+        };
+        let mut all = self.look(whole)?.unwrap_or_default();
+        // What ends with the log as it is now.
+        all.pop();
+        Ok((all, false))
+    }
+
+    /// What a replay of each of `intervals`, which are whole, takes ([`Interval::effort`]).
+    pub fn efforts(&self, intervals: &[Interval]) -> Result<Vec<u64>, Failure> {
+        if let Some(source) = self.ended()? {
+            return source.efforts(intervals);
+        }
+        let of = |growing: &Growing| {
+            intervals.iter().map(|one| one.effort(growing.boundaries())).collect()
+        };
+        let efforts = self.look(of)?;
+        Ok(efforts.unwrap_or_else(|| intervals.iter().map(Interval::len).collect()))
+    }
+
+    /// The log as it is now; none where QEMU has written nothing.
+    fn look<T>(&self, look: impl FnOnce(&Growing) -> T) -> Result<Option<T>, Failure> {
+        let failed = |e| Failure::recording(&e);
+        let mut growing = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
+        if growing.is_none() {
+            let (log, times) = (self.recording.log_path(), self.recording.times_path());
+            *growing =
+                Growing::open(&log, &times, Every::Instructions(u64::MAX)).map_err(failed)?;
+        }
+        let Some(growing) = growing.as_mut() else { return Ok(None) };
+        growing.refresh().map_err(failed)?;
+        Ok(Some(look(growing)))
+    }
+}

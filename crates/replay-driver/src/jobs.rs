@@ -1,0 +1,74 @@
+//! Several replays side by side.
+
+use super::Source;
+use indicatif::{ProgressBar, ProgressStyle};
+use keyframe_failure::Failure;
+use keyframe_replay::interval::Interval;
+pub use keyframe_session::interrupt::interruption;
+use std::cmp::Reverse;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// An error where the user has asked for an end of what can be gone on with.
+pub fn unless(interrupted: &AtomicBool) -> Result<(), Failure> {
+    if interrupted.load(Ordering::Relaxed) {
+        return Err(Failure::new("interrupted")
+            .fix("call it again: it goes on with the intervals that are missing"));
+    }
+    Ok(())
+}
+
+/// How many at a time, where nobody says.
+pub fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
+}
+
+/// Has `job` done for each of `intervals` of `source`, `jobs` at a time, or as many as there are
+/// cores. Those that were begun before `interrupted`; in any order. Those with the most effort
+/// begin first, so that all jobs end at about the same time (longest processing time first: Graham,
+/// Bounds on multiprocessing timing anomalies, 1969).
+pub fn side_by_side<T: Send>(
+    source: &Source,
+    intervals: &[Interval],
+    jobs: Option<u64>,
+    interrupted: &AtomicBool,
+    job: impl Fn(&Interval) -> T + Sync,
+) -> Result<Vec<T>, Failure> {
+    let jobs = jobs.map_or_else(cores, |n| n as usize).min(intervals.len().max(1));
+    let mut longest_first: Vec<_> = source.efforts(intervals)?.into_iter().zip(intervals).collect();
+    longest_first.sort_by_key(|(effort, _)| Reverse(*effort));
+    let (next, done) = (AtomicUsize::new(0), Mutex::new(Vec::with_capacity(intervals.len())));
+    std::thread::scope(|scope| {
+        for _ in 0..jobs {
+            scope.spawn(|| {
+                while let Some((_, interval)) =
+                    longest_first.get(next.fetch_add(1, Ordering::Relaxed))
+                {
+                    if interrupted.load(Ordering::Relaxed) {
+                        return;
+                    }
+                    let one = job(interval);
+                    if let Ok(mut done) = done.lock() {
+                        done.push(one);
+                    }
+                }
+            });
+        }
+    });
+    Ok(done.into_inner().unwrap_or_default())
+}
+
+/// A bar of `instructions`, while the VM is `doing` something: `replaying`. One that is not shown
+/// may be moved all the same.
+pub fn bar(doing: &str, instructions: u64, is_shown: bool) -> ProgressBar {
+    if !is_shown {
+        return ProgressBar::hidden();
+    }
+    let bar = ProgressBar::new(instructions);
+    let template =
+        format!("{doing} {{wide_bar}} {{percent}}% of {{human_len}} instructions, {{eta}} {{msg}}");
+    if let Ok(style) = ProgressStyle::with_template(&template) {
+        bar.set_style(style);
+    }
+    bar
+}

@@ -1,0 +1,129 @@
+//! A replay, as a VM of which checkpoints are taken.
+
+use crate::{Course, Passage, Reached, SOCKET, Source, Started, With, begin, jobs};
+use keyframe_failure::{DONE, Failure, Outcome};
+use keyframe_qemu::restore::Until;
+use keyframe_qemu::{QemuIdentity, Vm};
+use keyframe_replay::interval::Place;
+use keyframe_session::disks::SessionDisks;
+use keyframe_session::engine::{ReplaySteps, Step};
+use keyframe_session::launch::{self, Found, Refused};
+use keyframe_session::machines::Beside;
+use keyframe_session::rundir::RunDir;
+use keyframe_session::storage::Storage;
+use keyframe_session::{Options, Recorded, engine_over};
+use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
+
+/// Replays the recording from its checkpoint `from` on and takes a checkpoint at each cut of
+/// `course` into its store.
+pub fn segment(
+    source: &Source,
+    from: Place,
+    course: &mut dyn Course,
+    mut options: Options,
+    tell: &mut dyn FnMut(u64),
+) -> Outcome {
+    let interrupted = jobs::interruption()?;
+    launch::require_kernel(&options)?;
+    let Some(first) = course.next_cut(from.icount, &interrupted)? else { return Ok(DONE) };
+    let name = options.name.clone().unwrap_or_else(|| source.recording.meta.vm.clone());
+    let run_dir = RunDir::claim(&name)?;
+    let writer = launch::lock(&source.store, "segment", &name, &options)?;
+    let until = Until::Instruction(first);
+    let with = With::default();
+    let mut passage = Passage {
+        icount: from.icount,
+        until,
+        holds: source.holds()?,
+        log: source.log().into(),
+        patience: with.patience,
+    };
+    let Started { mut restored, disks, loaded } = begin(source, from, passage.next_stop(), &with)?;
+    let arrived = passage.arrive(&mut restored, &interrupted, tell);
+    let socket = disks.as_ref().map(|(_, folder)| folder.path().join(SOCKET));
+    let (served, _folder) =
+        disks.map_or((None, None), |(served, folder)| (Some(served), Some(folder)));
+    let pause_limit = options.pause_limit;
+    let disks = served.map(|served| Storage::Served(SessionDisks::new(served, pause_limit)));
+    let mut vm = restored.into_vm();
+    if let Some(socket) = socket {
+        vm.mind_server(socket);
+    }
+    if !matches!(arrived, Ok(Reached::There)) {
+        let _ = vm.kill();
+        if let Some(disks) = disks {
+            let _ = disks.end();
+        }
+        return Err(match arrived? {
+            Reached::Interrupted => Failure::new("interrupted"),
+            _ => Failure::new(format!("the log ends before instruction {first}")),
+        });
+    }
+    let machine = &loaded.meta.machine;
+    let identity = QemuIdentity {
+        path: PathBuf::from(&machine.qemu_path),
+        version: machine.qemu_version.clone(),
+        blake3: machine.qemu_blake3.clone(),
+    };
+    let directory = PathBuf::from(&machine.working_directory);
+    options.recorded = Some(Recorded {
+        recording: source.recording.meta.id.clone(),
+        log: source.log().to_owned(),
+        machine: Some(machine.clone()),
+        begin: Some(from.checkpoint),
+    });
+    let found = Found { name: name.clone(), vm, identity, directory, monitor: None, runs: false };
+    let beside = Beside { lans: None, disks };
+    let parts = launch::prepare(
+        &source.store,
+        writer,
+        run_dir,
+        (name, false),
+        (vec![found], beside),
+        &options,
+    )
+    .map_err(|refused| {
+        let Refused { failure, found, beside } = *refused;
+        launch::end(found, beside);
+        failure
+    })?;
+    let engine = engine_over(&source.store, parts, options)?;
+    tell(passage.icount);
+    engine.run_through(&mut Steps { passage, course, tell })
+}
+
+/// The cuts of a course, reached one after the other by a passage.
+struct Steps<'a> {
+    passage: Passage,
+    course: &'a mut dyn Course,
+    tell: &'a mut dyn FnMut(u64),
+}
+
+impl ReplaySteps for Steps<'_> {
+    fn is_captured(&self) -> bool {
+        self.course.is_there(self.passage.icount)
+    }
+
+    fn advance(
+        &mut self,
+        vm: &mut Vm,
+        is_busy: bool,
+        interrupted: &AtomicBool,
+    ) -> Result<Step, Failure> {
+        let next = if is_busy {
+            self.course.behind_answer(self.passage.icount, interrupted)?
+        } else {
+            self.course.next_cut(self.passage.icount, interrupted)?
+        };
+        let Some(next) = next else { return Ok(Step::End) };
+        let until = Until::Instruction(next);
+        let reached = self.passage.go_on(vm, until, interrupted, self.tell)?;
+        (self.tell)(self.passage.icount);
+        Ok(match reached {
+            Reached::There => Step::Stands,
+            Reached::LogEnd => Step::End,
+            Reached::Interrupted => Step::Interrupted,
+        })
+    }
+}

@@ -1,0 +1,306 @@
+//! The strategies and the tracker of a session: which there are on this VM, and why not the others.
+
+use super::Options;
+use super::faults::{Fault, FaultyReader, FaultyTracker};
+use super::machines::group_layout;
+use crate::control::{Strategy as Name, TrackerKind};
+use keyframe_capture::compare::CompareTracker;
+use keyframe_capture::group::{GroupFirstWrites, GroupFreezer, GroupReader, GroupTracker};
+use keyframe_capture::parallel::ParallelReader;
+use keyframe_capture::ram::{ForkFreezer, GuestRam, ProcessPages, RamFaults, RamTracker, Scan};
+use keyframe_capture::strategy::{Auto, CopyOnWrite, Fork, Precopy, Prescan, StopCopy, Strategy};
+use keyframe_capture::{Cycle, FirstWrites, Freezer, PageReader, Pool, Tracker};
+use keyframe_failure::{Failure, chain};
+use keyframe_kernel::Process;
+use keyframe_kernel::attach::{Attached, inject_userfaultfd};
+use keyframe_kernel::fault_tracker::FaultTracker;
+use keyframe_kernel::memory::GuestReader;
+use keyframe_kernel::track::WriteTracker;
+use keyframe_qemu::Vm;
+use keyframe_units::{PAGE_BYTES, RamLayout};
+use std::sync::Arc;
+
+/// A VM that is tracked, and how its pages can be copied.
+pub struct Copying {
+    /// The capture.
+    pub cycle: Cycle,
+    /// The ways to copy.
+    pub strategies: Strategies,
+    /// The RAM blocks.
+    pub layout: RamLayout,
+    /// Of each VM, whether discarded RAM is found.
+    pub watches_discards: Vec<bool>,
+    /// How long QEMU's main thread was stopped to take hold of its memory.
+    pub stopped_ns: Option<u64>,
+}
+
+impl Copying {
+    /// Finds the RAM of `vms` and begins to track it. They come with their names, which are those
+    /// of a group's members where `is_group`.
+    pub fn start(
+        vms: &mut [(&str, &mut Vm)],
+        is_group: bool,
+        options: &Options,
+    ) -> Result<Self, Failure> {
+        let mut ways = Vec::with_capacity(vms.len());
+        for (_, vm) in vms.iter_mut() {
+            ways.push(Ways::into_ram(vm)?);
+        }
+        let layout = if is_group {
+            let named: Vec<_> = vms
+                .iter()
+                .zip(&ways)
+                .map(|((name, _), w)| (*name, w.ram.layout().clone()))
+                .collect();
+            group_layout(&named).map_err(|e| no_layout(&e))?
+        } else {
+            ways.first().map(|w| w.ram.layout().clone()).ok_or_else(|| Failure::new("no VM"))?
+        };
+        let watches_discards = ways.iter().map(|w| w.watches_discards).collect();
+        let plain = one(ways.iter().map(|w| (w.len_pages(), w.pages())).collect(), |all| {
+            Arc::new(GroupReader::new(all))
+        });
+        let parallel: Arc<dyn PageReader> = match options.copy_threads {
+            Some(1) => plain,
+            Some(threads) => {
+                Arc::new(ParallelReader::new(plain, threads).map_err(|e| no_threads(&e))?)
+            }
+            None => Arc::new(
+                ParallelReader::adaptive(plain, copy_threads_max()).map_err(|e| no_threads(&e))?,
+            ),
+        };
+        let reader = faulty(parallel, options.fault.as_ref());
+        let (mut cow, mut stopped_ns) = (None, None);
+        let tracker: Box<dyn Tracker> = match options.tracker_kind()? {
+            TrackerKind::Compare => {
+                let key = random_key()?;
+                Box::new(CompareTracker::new(Arc::clone(&reader), layout.len_pages(), key))
+            }
+            TrackerKind::Sync => {
+                let (mut trackers, mut writes) = (Vec::new(), Vec::new());
+                for way in &ways {
+                    let (tracker, ns) = fault_tracker(&way.process, &way.ram)?;
+                    stopped_ns = stopped_ns.max(Some(ns));
+                    let told: Arc<dyn FirstWrites> =
+                        Arc::new(RamFaults::new(Arc::clone(&way.ram), Arc::clone(&tracker)));
+                    writes.push((way.len_pages(), told));
+                    trackers.push((way.len_pages(), way.tracker(tracker)));
+                }
+                cow =
+                    Some(CopyOnWrite::new(one(writes, |all| Arc::new(GroupFirstWrites::new(all)))));
+                one(trackers, |all| Box::new(GroupTracker::new(all)))
+            }
+            TrackerKind::WriteProtect | TrackerKind::Auto => {
+                let mut trackers = Vec::new();
+                for way in &ways {
+                    let (tracker, ns) =
+                        write_tracker(&way.process, &way.ram, way.watches_discards)?;
+                    stopped_ns = stopped_ns.max(Some(ns));
+                    trackers.push((way.len_pages(), way.tracker(tracker)));
+                }
+                one(trackers, |all| Box::new(GroupTracker::new(all)))
+            }
+        };
+        let tracker = match &options.fault {
+            Some(fault) => Box::new(FaultyTracker(tracker, fault.clone())),
+            None => tracker,
+        };
+        let pool = Pool::new(staging_pages(options, &layout));
+        let cycle = Cycle::new(layout.clone(), tracker, reader, pool);
+        let mut strategies = Strategies {
+            auto: Auto::default(),
+            precopy: Precopy::default(),
+            prescan: Prescan,
+            stop_copy: StopCopy,
+            cow,
+            fork: None,
+            ways,
+        };
+        // What this VM does not allow is refused here: a launched guest has not run yet.
+        strategies.get(options.strategy)?;
+        Ok(Self { cycle, strategies, layout, watches_discards, stopped_ns })
+    }
+}
+
+/// The ways into the RAM of one VM.
+struct Ways {
+    ram: Arc<GuestRam>,
+    process: Process,
+    memory: Arc<GuestReader>,
+    /// It has devices that discard RAM.
+    watches_discards: bool,
+}
+
+impl Ways {
+    fn into_ram(vm: &mut Vm) -> Result<Self, Failure> {
+        let watches_discards = vm.discards_ram().map_err(|e| Failure::qemu(&e))?;
+        let blocks = vm.ram_blocks().map_err(|e| Failure::qemu(&e))?;
+        let hosts = blocks.iter().map(|b| b.host).collect();
+        let layout = RamLayout::new(blocks.into_iter().map(|b| b.block).collect())
+            .map_err(|e| no_layout(&e))?;
+        let ram = Arc::new(GuestRam::new(layout, hosts));
+        let process = Process::open(vm.pid()).map_err(|e| Failure::kernel(&e))?;
+        let memory =
+            Arc::new(GuestReader::new(&process, &ram.ranges()).map_err(|e| Failure::kernel(&e))?);
+        Ok(Self { ram, process, memory, watches_discards })
+    }
+
+    fn len_pages(&self) -> u64 {
+        self.ram.layout().len_pages()
+    }
+
+    fn pages(&self) -> Arc<dyn PageReader> {
+        Arc::new(ProcessPages::new(Arc::clone(&self.ram), Arc::clone(&self.memory)))
+    }
+
+    fn tracker(&self, scan: impl Scan + 'static) -> Box<dyn Tracker> {
+        Box::new(RamTracker::new(Arc::clone(&self.ram), Arc::clone(&self.memory), scan))
+    }
+}
+
+/// The only one as it is; several, each with the number of its pages, as `group` makes them one.
+fn one<T>(mut members: Vec<(u64, T)>, group: impl FnOnce(Vec<(u64, T)>) -> T) -> T {
+    match (members.pop(), members.is_empty()) {
+        (Some((_, only)), true) => only,
+        (last, _) => group(members.into_iter().chain(last).collect()),
+    }
+}
+
+fn no_layout(error: &keyframe_units::LayoutError) -> Failure {
+    Failure::new(format!("QEMU's list of RAM blocks: {error}"))
+}
+
+/// A tracker, and how long QEMU's main thread was stopped for it.
+type Stopped<T> = Result<(T, u64), Failure>;
+
+fn take_hold(process: &Process) -> Result<Attached, Failure> {
+    let attached = inject_userfaultfd(process).map_err(|e| Failure::kernel(&e))?;
+    keyframe_failure::output::warn_unguarded(&attached, process.pid());
+    Ok(attached)
+}
+
+fn write_tracker(
+    process: &Process,
+    ram: &GuestRam,
+    watches_discards: bool,
+) -> Stopped<WriteTracker> {
+    let attached = take_hold(process)?;
+    let mut tracker = WriteTracker::new(process, attached.uffd).map_err(|e| Failure::kernel(&e))?;
+    tracker.set_watch_discards(watches_discards);
+    for range in ram.ranges() {
+        tracker.register(range).map_err(|e| Failure::kernel(&e))?;
+    }
+    Ok((tracker, attached.stopped_ns))
+}
+
+fn fault_tracker(process: &Process, ram: &GuestRam) -> Stopped<Arc<FaultTracker>> {
+    let attached = take_hold(process)?;
+    let mut tracker = FaultTracker::new(process, attached.uffd, attached.user_mode_only)
+        .map_err(|e| Failure::kernel(&e))?;
+    for range in ram.ranges() {
+        tracker.register(range).map_err(|e| Failure::kernel(&e))?;
+    }
+    Ok((Arc::new(tracker), attached.stopped_ns))
+}
+
+/// The ways to copy that this VM allows.
+pub struct Strategies {
+    auto: Auto,
+    precopy: Precopy,
+    prescan: Prescan,
+    stop_copy: StopCopy,
+    /// With its tracker alone.
+    cow: Option<CopyOnWrite>,
+    /// Looked into when it is first asked for.
+    fork: Option<Fork>,
+    ways: Vec<Ways>,
+}
+
+impl Strategies {
+    /// The RAM of the first VM, as it is in this moment.
+    pub fn ram(&self) -> Option<Arc<dyn PageReader>> {
+        self.ways.first().map(Ways::pages)
+    }
+
+    /// Pre-copy leaves no more than `target_pages` to the pause, if it can.
+    pub fn tune(&mut self, target_pages: u64) {
+        self.precopy.policy.target_pages = target_pages;
+        self.auto.precopy.policy.target_pages = target_pages;
+    }
+
+    /// Lets go of the tracker: of the same RAM there can be only one.
+    pub fn untrack(&mut self) {
+        (self.cow, self.fork) = (None, None);
+    }
+
+    /// The one of that name, or why it cannot be.
+    pub fn get(&mut self, name: Name) -> Result<&mut dyn Strategy, Failure> {
+        Ok(match name {
+            Name::Auto => &mut self.auto,
+            Name::Precopy => &mut self.precopy,
+            Name::PreScan => &mut self.prescan,
+            Name::StopCopy => &mut self.stop_copy,
+            Name::Cow => self.cow.as_mut().ok_or_else(|| {
+                Failure::new("copy-on-write has to answer the guest's first writes itself, and this run's tracker does not")
+                    .fix("start the run with --strategy cow, or --tracker sync")
+            })?,
+            Name::Fork => {
+                if self.fork.is_none() {
+                    let freezer = |way: &Ways| -> Result<(u64, Box<dyn Freezer>), Failure> {
+                        let freezer = ForkFreezer::new(Arc::clone(&way.ram), &way.process);
+                        Ok((way.len_pages(), Box::new(freezer.map_err(|e| Failure::kernel(&e))?)))
+                    };
+                    let freezers = self.ways.iter().map(freezer).collect::<Result<_, _>>()?;
+                    self.fork = Some(Fork::new(one(freezers, |all| Box::new(GroupFreezer::new(all)))));
+                }
+                self.fork.as_mut().ok_or_else(|| Failure::new("no fork"))?
+            }
+        })
+    }
+}
+
+fn no_threads(error: &keyframe_capture::BoxError) -> Failure {
+    Failure::new(format!("start the copying threads: {error}"))
+}
+
+/// More threads than this do not copy faster: memory is the limit.
+fn copy_threads_max() -> usize {
+    std::thread::available_parallelism().map_or(1, |cores| cores.get().min(8))
+}
+
+fn faulty(reader: Arc<dyn PageReader>, fault: Option<&Fault>) -> Arc<dyn PageReader> {
+    match fault {
+        Some(fault) => Arc::new(FaultyReader(reader, fault.clone())),
+        None => reader,
+    }
+}
+
+/// Memory for copied pages: as large as RAM where that is at most a quarter of what is free.
+fn staging_pages(options: &Options, layout: &RamLayout) -> u64 {
+    const MIB_PAGES: u64 = (1 << 20) / PAGE_BYTES as u64;
+    match options.staging_mib {
+        Some(mib) => mib.saturating_mul(MIB_PAGES),
+        None => layout
+            .len_pages()
+            .min(available_memory_bytes() / 4 / PAGE_BYTES as u64)
+            .max(64 * MIB_PAGES),
+    }
+}
+
+fn available_memory_bytes() -> u64 {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    text.lines()
+        .find_map(|l| {
+            l.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()
+        })
+        .map_or(1 << 30, |kib| kib.saturating_mul(1024))
+}
+
+fn random_key() -> Result<[u8; 32], Failure> {
+    use std::io::Read;
+    let mut key = [0; 32];
+    std::fs::File::open("/dev/urandom")
+        .and_then(|mut file| file.read_exact(&mut key))
+        .map_err(|e| Failure::new(format!("read /dev/urandom: {}", chain(&e))))?;
+    Ok(key)
+}

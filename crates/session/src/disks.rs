@@ -1,0 +1,337 @@
+//! The disks of a session: cut in each pause, and their blocks handed to the store behind it.
+//!
+//! ```text
+//!   engine     begin: sync ─▶ before_stop: sync, pause ─▶ stop ─▶ cut ─▶ ... ─▶ settled ─▶ cont ─▶ resumed
+//!   encoder                                        the label's epochs ◀─────────┘  ─▶ blocks ─▶ seal
+//!   engine     captured ─▶ in flight ─▶ sealed: released      failed: it and all behind it given back
+//! ```
+//!
+//! Invariants: an epoch that was cut is in flight until its checkpoint is sealed or has failed,
+//! whoever fails; between `before_stop` and `resumed` the encoder asks the server nothing, so that
+//! the pause does not wait for it.
+
+use keyframe_capture::BoxError;
+use keyframe_disk::{DiskBlock, DiskEpoch, Extent};
+use keyframe_failure::{Failure, chain};
+use keyframe_store::{DiskMeta, Meta, Run, Store};
+use keyframe_units::{CheckpointId, PAGE_BYTES, Page};
+use keyframe_vm_disks::Served;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+/// How many slots are read at once: 1 MiB.
+const SLOTS: u64 = 256;
+/// How long the encoder waits for a pause to end before it asks all the same.
+const PAUSE_WAIT: Duration = Duration::from_secs(10);
+
+/// The epochs that a capture has cut, of each disk: known once its pause has begun.
+pub type Cut = Arc<OnceLock<Vec<DiskEpoch>>>;
+
+struct Shared {
+    state: Mutex<State>,
+    idle: Condvar,
+}
+
+struct State {
+    served: Option<Served>,
+    pausing: bool,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ask<T>(
+        &self,
+        ask: impl FnOnce(&mut keyframe_disk::Disks) -> keyframe_disk::Result<T>,
+    ) -> Result<T, BoxError> {
+        let mut state = self.lock();
+        let served = state.served.as_mut().ok_or("the disks are not served any more")?;
+        Ok(ask(&mut served.disks)?)
+    }
+
+    /// The same, for one who can wait until no pause is under way.
+    fn ask_idle<T>(
+        &self,
+        ask: impl FnOnce(&mut keyframe_disk::Disks) -> keyframe_disk::Result<T>,
+    ) -> Result<T, BoxError> {
+        let waited = self.idle.wait_timeout_while(self.lock(), PAUSE_WAIT, |state| state.pausing);
+        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let served = state.served.as_mut().ok_or("the disks are not served any more")?;
+        Ok(ask(&mut served.disks)?)
+    }
+}
+
+/// The engine's side.
+pub struct SessionDisks {
+    shared: Arc<Shared>,
+    metas: Vec<DiskMeta>,
+    pause_limit: Duration,
+    current: Option<Cut>,
+    in_flight: BTreeMap<u64, Vec<DiskEpoch>>,
+}
+
+/// The encoder's side.
+#[derive(Clone)]
+pub struct SinkDisks(Arc<Shared>);
+
+impl SessionDisks {
+    /// Over disks that are served; pauses are ended by others after `pause_limit`.
+    pub fn new(served: Served, pause_limit: Duration) -> Self {
+        let metas = served.metas.clone();
+        let state = Mutex::new(State { served: Some(served), pausing: false });
+        let shared = Arc::new(Shared { state, idle: Condvar::new() });
+        Self { shared, metas, pause_limit, current: None, in_flight: BTreeMap::new() }
+    }
+
+    /// What is known of them.
+    pub fn metas(&self) -> &[DiskMeta] {
+        &self.metas
+    }
+
+    /// For the encoder.
+    pub fn for_sink(&self) -> SinkDisks {
+        SinkDisks(Arc::clone(&self.shared))
+    }
+
+    /// What was written until now is taken as known, while the guest runs: the next cut holds what
+    /// is written from here on.
+    pub fn begin_anew(&mut self) -> Result<(), BoxError> {
+        self.shared.ask(|disks| {
+            let epochs = disks.cut()?;
+            disks.release(&epochs)
+        })
+    }
+
+    /// Bytes written since the last cut.
+    pub fn written_bytes(&self) -> Result<u64, BoxError> {
+        let stats = self.shared.ask(keyframe_disk::Disks::stats)?;
+        Ok(stats.disks.iter().map(|disk| disk.dirty_blocks * PAGE_BYTES as u64).sum())
+    }
+
+    /// Requests are answered on `core`, on which the one guest runs alone, before it runs on.
+    pub fn answer_on(&self, core: u32) -> Result<(), BoxError> {
+        self.shared.ask(|disks| disks.answer_on(core))
+    }
+
+    /// A capture begins: what is dirty is synced while the guest runs.
+    pub fn begin(&mut self) -> Result<Cut, BoxError> {
+        self.shared.ask(keyframe_disk::Disks::prepare)?;
+        let cut = Cut::default();
+        self.current = Some(Arc::clone(&cut));
+        Ok(cut)
+    }
+
+    /// Just before the VM is stopped.
+    pub fn before_stop(&mut self) -> Result<(), BoxError> {
+        let limit = self.pause_limit;
+        self.shared.lock().pausing = true;
+        // What the last rounds of copying left dirty.
+        let ready = self.shared.ask(|disks| disks.prepare().and_then(|()| disks.pause(limit)));
+        if ready.is_err() {
+            self.resumed();
+        }
+        ready
+    }
+
+    /// The VM stands still. The server cuts while its devices are saved.
+    pub fn cut(&mut self) -> Result<(), BoxError> {
+        if self.current.is_none() {
+            return Ok(());
+        }
+        self.shared.ask(keyframe_disk::Disks::begin_cut)
+    }
+
+    /// The VM is about to run: the disks are cut, and what it was told is durable, is.
+    pub fn settled(&mut self) -> Result<(), BoxError> {
+        let mut epochs = None;
+        let settled = self.shared.ask(|disks| {
+            let settled = match disks.finish_cut() {
+                Some((cut, settled)) => {
+                    epochs = Some(cut);
+                    settled
+                }
+                None => disks.settled(),
+            };
+            // Once more: space may have come free.
+            settled.or_else(|_| disks.settled())
+        });
+        if let (Some(epochs), Some(current)) = (epochs, &self.current) {
+            let twice = |_| BoxError::from("the disks were cut twice in a capture");
+            current.set(epochs?).map_err(twice)?;
+        }
+        settled
+    }
+
+    /// It runs again, or was never stopped.
+    pub fn resumed(&mut self) {
+        // A server that does not hear us is found out by whoever needs it.
+        let _ = self.shared.ask(keyframe_disk::Disks::resumed);
+        self.shared.lock().pausing = false;
+        self.shared.idle.notify_all();
+    }
+
+    /// The capture came to an end: it has number `seq`, or failed.
+    pub fn captured(&mut self, seq: Option<u64>) {
+        let Some(epochs) = self.current.take().and_then(|cut| cut.get().cloned()) else { return };
+        match seq {
+            Some(seq) => {
+                self.in_flight.insert(seq, epochs);
+            }
+            None => self.give_back(&epochs),
+        }
+    }
+
+    /// The checkpoint of capture `seq` is sealed.
+    pub fn sealed(&mut self, seq: u64) {
+        if let Some(epochs) = self.in_flight.remove(&seq) {
+            let released = self.shared.ask_idle(|disks| disks.release(&epochs));
+            report("release the blocks of a checkpoint", released);
+        }
+    }
+
+    /// The checkpoints of these captures are lost.
+    pub fn failed(&mut self, lost: &[u64]) {
+        for seq in lost {
+            if let Some(epochs) = self.in_flight.remove(seq) {
+                self.give_back(&epochs);
+            }
+        }
+    }
+
+    /// Opens the disks of checkpoint `id` beside those that are served, which the VM is to go back
+    /// to.
+    pub fn stage(&mut self, store: &Store, id: CheckpointId, meta: &Meta) -> Result<(), Failure> {
+        self.served(|served| served.stage(store, id, meta))
+    }
+
+    /// Serves those in place of what is served, or the other way. The VM stands, and nothing is in
+    /// flight.
+    pub fn exchange(&mut self) -> Result<(), BoxError> {
+        self.shared.ask(keyframe_disk::Disks::exchange)
+    }
+
+    /// What is served from now on comes from checkpoint `id`.
+    pub fn came_from(&mut self, id: CheckpointId) -> Result<(), Failure> {
+        self.served(|served| served.describe(id))
+    }
+
+    /// Removes what is not served.
+    pub fn dismiss(&mut self) -> Result<(), Failure> {
+        self.served(Served::dismiss)
+    }
+
+    fn served<T>(
+        &mut self,
+        ask: impl FnOnce(&mut Served) -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
+        let mut state = self.shared.lock();
+        ask(state
+            .served
+            .as_mut()
+            .ok_or_else(|| Failure::new("the disks are not served any more"))?)
+    }
+
+    fn give_back(&self, epochs: &[DiskEpoch]) {
+        let given = self.shared.ask_idle(|disks| disks.give_back(epochs));
+        report("give the blocks of a failed checkpoint to the next one", given);
+    }
+
+    /// The VMs have ended: ends the server too, and tells where what they have written lies, if
+    /// anything.
+    pub fn end(self) -> Result<Option<PathBuf>, Failure> {
+        let served = self.shared.lock().served.take();
+        served.map_or(Ok(None), |served| served.end(true))
+    }
+
+    /// The VMs run on: so does the server, until they have ended. Tells where what they write lies.
+    pub fn keep(self) -> Option<PathBuf> {
+        let served = self.shared.lock().served.take();
+        served.map(|served| served.place.path().to_owned())
+    }
+}
+
+/// The server has no more use for the epoch either way once it is gone, which the next capture says
+/// too.
+fn report(operation: &str, result: Result<(), BoxError>) {
+    if let Err(error) = result {
+        eprintln!("keyframe: warning: {operation}: {}", chain(&*error));
+    }
+}
+
+/// Takes blocks of disks in.
+pub trait BlockSink {
+    /// A block of disk number `disk`.
+    fn put_block(&mut self, disk: usize, block: u64, content: &Page) -> Result<(), BoxError>;
+    /// `blocks` blocks of zeros, from `block` on.
+    fn put_zero_blocks(&mut self, disk: usize, block: u64, blocks: u64) -> Result<(), BoxError>;
+}
+
+impl BlockSink for Run {
+    fn put_block(&mut self, disk: usize, block: u64, content: &Page) -> Result<(), BoxError> {
+        Ok(Self::put_block(self, disk, block, content).map(drop)?)
+    }
+
+    fn put_zero_blocks(&mut self, disk: usize, block: u64, blocks: u64) -> Result<(), BoxError> {
+        Ok(Self::put_zero_blocks(self, disk, block, blocks).map(drop)?)
+    }
+}
+
+impl SinkDisks {
+    /// Puts the blocks that `cut` covers into the checkpoint in progress of `run`.
+    pub fn put(
+        &self,
+        cut: &Cut,
+        run: &mut impl BlockSink,
+        fault: &mut dyn FnMut() -> Result<(), BoxError>,
+    ) -> Result<(), BoxError> {
+        let epochs = cut.get().ok_or("the checkpoint's disks were not cut")?;
+        let mut buffer = vec![0; SLOTS as usize * PAGE_BYTES];
+        for (index, epoch) in epochs.iter().enumerate() {
+            let slots = self.0.ask_idle(|disks| disks.slot_file(index))?;
+            let mut from = Some(DiskBlock(0));
+            while let Some(at) = from {
+                let (extents, next) =
+                    self.0.ask_idle(|disks| disks.pages_from(index, *epoch, at))?;
+                for extent in extents {
+                    put_extent(index, extent, &slots, run, &mut buffer, fault)?;
+                }
+                from = next;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn put_extent(
+    disk: usize,
+    extent: Extent,
+    slots: &keyframe_disk::SlotFile,
+    run: &mut impl BlockSink,
+    buffer: &mut [u8],
+    fault: &mut dyn FnMut() -> Result<(), BoxError>,
+) -> Result<(), BoxError> {
+    let Extent { block, blocks, slot } = extent;
+    let Some(slot) = slot else {
+        run.put_zero_blocks(disk, block.0, blocks)?;
+        return Ok(());
+    };
+    let mut done = 0;
+    while done < blocks {
+        let part = (blocks - done).min(SLOTS);
+        let bytes = &mut buffer[..part as usize * PAGE_BYTES];
+        let from =
+            u32::try_from(u64::from(slot.0) + done).map_err(|_| "a slot beyond the overlay")?;
+        slots.read(keyframe_disk::Slot(from), bytes)?;
+        let (pages, _) = bytes.as_chunks::<PAGE_BYTES>();
+        for (at, page) in (block.0 + done..).zip(pages) {
+            fault()?;
+            run.put_block(disk, at, page)?;
+        }
+        done += part;
+    }
+    Ok(())
+}

@@ -1,0 +1,62 @@
+//! The encoder's thread: everything after the capture, at low priority, in the order of the
+//! captures.
+//!
+//! Invariant: the thread ends when its queue is closed and worked off; what was captured before
+//! that is sealed, or its failure reported.
+
+use keyframe_capture::{Encoder, Message, Phase, Report, Sink};
+use keyframe_failure::Failure;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+
+/// A running encoder.
+pub struct Encoding<S: Sink> {
+    queue: Sender<Message<S::Label>>,
+    thread: JoinHandle<S>,
+}
+
+impl<S: Sink + 'static> Encoding<S> {
+    /// Starts one that feeds `sink`; `watch` is told of its phases, and `report` gets what becomes
+    /// of each capture.
+    pub fn start(
+        sink: S,
+        space_pages: u64,
+        watch: Box<dyn FnMut(Phase) + Send>,
+        report: impl FnMut(Report<S::Sealed>) + Send + 'static,
+    ) -> Result<Self, Failure> {
+        let encoder = Encoder::new(sink, space_pages, watch);
+        let (queue, messages) = channel();
+        let work = move || work(encoder, &messages, report);
+        let thread = std::thread::Builder::new()
+            .name("encoder".into())
+            .spawn(work)
+            .map_err(|e| Failure::new(format!("start the encoder's thread: {e}")))?;
+        Ok(Self { queue, thread })
+    }
+
+    /// Where captures are handed over.
+    pub fn queue(&mut self) -> &mut Sender<Message<S::Label>> {
+        &mut self.queue
+    }
+
+    /// Closes the queue, waits until it is worked off, and gives the sink back. Its reports have
+    /// been given.
+    pub fn finish(self) -> Result<S, Failure> {
+        drop(self.queue);
+        self.thread.join().map_err(|_| Failure::new("the encoder's thread has failed"))
+    }
+}
+
+fn work<S: Sink>(
+    mut encoder: Encoder<S>,
+    messages: &Receiver<Message<S::Label>>,
+    mut report: impl FnMut(Report<S::Sealed>),
+) -> S {
+    keyframe_kernel::priority::lower();
+    for message in messages {
+        if let Some(said) = encoder.handle(message) {
+            report(said);
+        }
+    }
+    encoder.into_sink()
+}

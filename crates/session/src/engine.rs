@@ -1,0 +1,510 @@
+//! The loop: checkpoints when due, requests and the encoder's reports when they come, and an
+//! orderly end.
+//!
+//! A due checkpoint is captured even where earlier ones are still being encoded, as long as there
+//! is memory for its pages: so intervals stay uniform. Where memory is short it waits, and is late.
+
+mod ending;
+mod outcome;
+mod rollback;
+mod stepping;
+
+pub use stepping::{ReplaySteps, Step};
+
+use super::Options;
+use super::audit::Audit;
+use super::copying::Copying;
+use super::encoding::Encoding;
+use super::faults::Fault;
+use super::launch::Parts;
+use super::machines::{Machines, Member};
+use super::recompressor::Recompressor;
+use super::recorder::Recorder;
+use super::sink::{Label, MachinesMeta, StoreSink};
+use super::storage::Storage;
+use super::tuning::Tuning;
+use super::watch::Watch;
+use crate::control::server::{self, Pending, SharedStatus};
+use crate::control::{MemberStatus, OnExit, Request, Response, Status, Strategy};
+use crate::rundir::RunDir;
+use keyframe_capture::{CycleError, Phase, Report, Settled};
+use keyframe_failure::output;
+use keyframe_failure::{DONE, FAILED, Failure, Outcome, WARNED, chain};
+use keyframe_inspect::report::Entry;
+use keyframe_scheduling::Cadence;
+use keyframe_store::{CheckpointId, Sealed, Store, Writer};
+use std::collections::BTreeMap;
+use std::process::ExitStatus;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// How often a VM's own doings (it exits, it is paused) are looked at, when nothing else wakes the
+/// engine.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+const NO_STANDBY: &str = "this VM has no standby: start it with keyframe protect";
+
+/// How often a run that falls behind says so; each checkpoint's backlog is in its entry all the
+/// same.
+const SAY_LATE_EVERY: Duration = Duration::from_secs(30);
+
+/// What wakes the engine.
+pub enum Inbox {
+    /// A client of the control socket.
+    Request(Pending),
+    /// The encoder.
+    Report(Box<Report<Sealed>>),
+}
+
+/// How a run ended.
+enum End {
+    /// The VM ended by itself.
+    Vm(ExitStatus),
+    /// Enough checkpoints, a signal, or `keyframe stop`.
+    Asked(OnExit),
+}
+
+/// A running engine.
+pub struct Engine<'a> {
+    store: &'a Store,
+    name: String,
+    run_dir: RunDir,
+    machines: Machines,
+    copying: Copying,
+    /// `None` only at the end, and between two runs.
+    encoding: Option<Encoding<StoreSink>>,
+    writer: Writer,
+    /// Present where the run forgets as it goes.
+    recorder: Option<Recorder>,
+    recompressor: Option<Recompressor>,
+    meta: MachinesMeta,
+    options: Options,
+    watch: Watch,
+    status: SharedStatus,
+    inbox: Receiver<Inbox>,
+    inbox_sender: Sender<Inbox>,
+    /// Who waits for which capture to be sealed.
+    takers: BTreeMap<u64, Sender<Response>>,
+    /// Pages of the newest checkpoint.
+    last_pages: u64,
+    /// The newest checkpoint that was sealed.
+    newest: Option<CheckpointId>,
+    /// Where the VM was rolled back to, until a checkpoint says so; and the number of that
+    /// rollback.
+    came_from: Option<(CheckpointId, u64)>,
+    rollbacks: u64,
+    interrupted: Arc<AtomicBool>,
+    _socket: server::Socket,
+    born: Instant,
+    cadence: Option<Cadence>,
+    tuning: Option<Tuning>,
+    sealed: u64,
+    failed: u64,
+    audited_wrong: u64,
+    /// No more checkpoints can be taken.
+    given_up: bool,
+    /// A monitor is lost: nobody tells whether its VM runs.
+    is_blind: bool,
+    sealed_at: Option<Instant>,
+    said_late: Option<Instant>,
+}
+
+impl<'a> Engine<'a> {
+    /// An engine over a VM that is ready to run.
+    pub fn new(store: &'a Store, parts: Parts, options: Options) -> Result<Self, Failure> {
+        let status = Arc::new(Mutex::new(first_status(store, &parts, &options)));
+        let (inbox_sender, inbox) = channel();
+        let requests = inbox_sender.clone();
+        let deliver = move |pending| requests.send(Inbox::Request(pending)).is_ok();
+        let socket = server::listen(parts.run_dir.path(), &status, deliver).map_err(|e| {
+            Failure::new(format!("listen in {}: {e}", parts.run_dir.path().display()))
+        })?;
+        let interrupted = Arc::new(AtomicBool::new(false));
+        for signal in
+            [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
+        {
+            signal_hook::flag::register(signal, Arc::clone(&interrupted))
+                .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
+        }
+        let audit = match &options.audit {
+            Some(dir) => Some(
+                Audit::new(dir.clone())
+                    .map_err(|e| Failure::new(format!("make {}: {e}", dir.display())))?,
+            ),
+            None => None,
+        };
+        let space_pages = parts.copying.layout.len_pages();
+        let fault = options.fault.clone();
+        let encoding =
+            encode(parts.sink, space_pages, inbox_sender.clone(), Arc::clone(&status), fault)?;
+        let recorder = Recorder::start(store, &parts.name, &options, &status)?;
+        let recompressor = Recompressor::start(store, &options, &status)?;
+        Ok(Self {
+            store,
+            recorder,
+            recompressor,
+            name: parts.name,
+            run_dir: parts.run_dir,
+            machines: parts.machines,
+            copying: parts.copying,
+            encoding: Some(encoding),
+            writer: parts.writer,
+            meta: parts.meta,
+            watch: Watch::new(Arc::clone(&status), options.fault.clone(), audit),
+            status,
+            inbox,
+            inbox_sender,
+            takers: BTreeMap::new(),
+            last_pages: 0,
+            newest: None,
+            came_from: None,
+            rollbacks: 0,
+            interrupted,
+            _socket: socket,
+            born: Instant::now(),
+            cadence: options.interval.map(|i| Cadence::new(ns(i), 0)),
+            tuning: Tuning::new(&options)?,
+            sealed: 0,
+            failed: 0,
+            audited_wrong: 0,
+            given_up: false,
+            is_blind: false,
+            sealed_at: None,
+            said_late: None,
+            options,
+        })
+    }
+
+    /// Runs the VM to its end, or until the run is ended.
+    pub fn run(mut self) -> Outcome {
+        self.say(&self.greeting());
+        if self.options.recorded.is_some() {
+            // A replay begins with a checkpoint.
+            self.capture("begin", None, None).map_err(Failure::new)?;
+        }
+        self.machines.start()?;
+        let end = self.until_end();
+        if matches!(end, Ok(End::Asked(OnExit::Kill))) && self.options.recorded.is_some() {
+            self.take_last();
+        }
+        self.finish(end)
+    }
+
+    /// The last interval of a recording is to end at a checkpoint, as the others do.
+    fn take_last(&mut self) {
+        let stands =
+            self.machines.members_mut().iter_mut().try_for_each(|m| m.machine.stand().map(drop));
+        match stands {
+            // What went wrong has been said.
+            Ok(()) if !self.given_up => drop(self.capture("end", None, None)),
+            Ok(()) => {}
+            Err(error) => {
+                eprintln!("keyframe: no checkpoint at the recording's end: {}", chain(&*error))
+            }
+        }
+    }
+
+    fn until_end(&mut self) -> Result<End, Failure> {
+        loop {
+            if let Some(exit) = self.machines.try_wait()? {
+                return Ok(End::Vm(exit));
+            }
+            self.mind_the_lost();
+            if self.options.count.is_some_and(|count| self.sealed >= count)
+                || self.interrupted.load(Ordering::Relaxed)
+                || self.is_in_vain()
+            {
+                return Ok(End::Asked(self.options.on_exit));
+            }
+            self.look();
+            // Requests and reports first: where checkpoints take longer than the interval, one is
+            // always due.
+            match self.inbox.recv_timeout(self.patience()) {
+                Ok(Inbox::Request(pending)) => {
+                    if let Some(end) = self.answer(pending) {
+                        return Ok(end);
+                    }
+                }
+                Ok(Inbox::Report(report)) => self.settle(*report),
+                Err(RecvTimeoutError::Timeout) if self.is_due() && self.may_capture() => {
+                    // What went wrong has been said.
+                    let _ = self.capture("interval", None, None);
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => std::thread::sleep(LOOK_EVERY),
+            }
+        }
+    }
+
+    /// Whether nothing is left to do, as no more checkpoints can be taken: of a VM that is not
+    /// ours, and where --count was to end the run. Any other VM that was launched is watched on to
+    /// its end.
+    fn is_in_vain(&self) -> bool {
+        let ends = self.machines.is_attached() || self.options.count.is_some();
+        self.given_up && ends && self.copying.cycle.in_flight() == 0
+    }
+
+    /// Whether a checkpoint is to be taken now. A VM that stands still has not changed.
+    fn is_due(&self) -> bool {
+        let due = self.cadence.as_ref().is_some_and(|c| c.due_ns() <= ns(self.born.elapsed()));
+        due && self.machines.run() && !self.given_up
+    }
+
+    /// Whether one may begin although others are still being encoded.
+    fn may_capture(&self) -> bool {
+        let in_flight = self.copying.cycle.in_flight();
+        if in_flight == 0 {
+            return true;
+        }
+        if self.machines.disks.as_ref().is_some_and(Storage::is_busy) {
+            return false;
+        }
+        // An audit keeps a whole copy of RAM for the checkpoint that it compares; and --count is
+        // exact.
+        let enough = self.options.count.is_some_and(|count| self.sealed + in_flight >= count);
+        let pool = self.copying.cycle.pool();
+        let wanted = (self.last_pages + self.last_pages / 2 + 8192).min(pool.capacity_pages() / 2);
+        self.watch.audit.is_none() && !enough && pool.free_pages() >= wanted
+    }
+
+    fn patience(&self) -> Duration {
+        match &self.cadence {
+            Some(cadence) if self.machines.run() && !self.given_up => {
+                let due =
+                    Duration::from_nanos(cadence.due_ns().saturating_sub(ns(self.born.elapsed())));
+                // A due checkpoint that may not begin waits for a report.
+                if due.is_zero() && !self.may_capture() { LOOK_EVERY } else { due.min(LOOK_EVERY) }
+            }
+            _ => LOOK_EVERY,
+        }
+    }
+
+    /// What the VM has been up to.
+    fn look(&mut self) {
+        self.machines.look();
+        let state = match (self.is_blind, self.machines.run()) {
+            (true, _) => "unknown",
+            (_, true) => "running",
+            (_, false) => "paused",
+        };
+        self.update(|status| state.clone_into(&mut status.state));
+    }
+
+    /// Without one of its members a group has no more checkpoints.
+    fn mind_the_lost(&mut self) {
+        if !self.given_up
+            && let Some(name) = self.machines.lost()
+        {
+            eprintln!(
+                "keyframe: VM {name} has ended: no more checkpoints of the group are taken; the others run on"
+            );
+            self.given_up = true;
+        }
+    }
+
+    fn answer(&mut self, pending: Pending) -> Option<End> {
+        let (response, end) = match pending.request {
+            Request::Take { tag, strategy } => match self.take(tag, strategy) {
+                Ok(seq) => {
+                    self.takers.insert(seq, pending.answer);
+                    return None;
+                }
+                Err(message) => (Response::Failed(message), None),
+            },
+            Request::Stop { on_exit } => {
+                (Response::Stopping, Some(End::Asked(on_exit.unwrap_or(self.options.on_exit))))
+            }
+            Request::Rollback { checkpoint } => (self.answer_rollback(&checkpoint), None),
+            Request::FailOver { .. } => (Response::Failed(NO_STANDBY.into()), None),
+            Request::Status => (Response::Failed("answered elsewhere".into()), None),
+        };
+        // Who asked may be gone; the deed is done all the same.
+        let _ = pending.answer.send(response);
+        end
+    }
+
+    fn take(&mut self, tag: Option<String>, strategy: Option<Strategy>) -> Result<u64, String> {
+        if let Some(tag) = &tag {
+            keyframe_store::check_tag(tag).map_err(|e| chain(&e))?;
+        }
+        if self.given_up {
+            return Err("no more checkpoints are taken: see keyframe status".into());
+        }
+        self.capture("take", tag, strategy)
+    }
+
+    /// Captures one checkpoint; its seal is reported later.
+    fn capture(
+        &mut self,
+        reason: &'static str,
+        tag: Option<String>,
+        strategy: Option<Strategy>,
+    ) -> Result<u64, String> {
+        let now_ns = ns(self.born.elapsed());
+        let backlog_ns = match (&mut self.cadence, reason) {
+            (Some(cadence), "interval") => cadence.start(now_ns),
+            (Some(cadence), _) => {
+                cadence.restart(now_ns);
+                0
+            }
+            (None, _) => 0,
+        };
+        let cut = self.machines.storage().map(|(disks, vms)| disks.begin(vms)).transpose();
+        let cut = cut.map_err(|e| {
+            self.failed(&format!("prepare the VM's disks: {}", chain(&*e)), 1, false)
+        })?;
+        let copying = &mut self.copying;
+        let strategy = copying.strategies.get(strategy.unwrap_or(self.options.strategy));
+        let strategy = strategy.map_err(|failure| failure.to_string())?;
+        let position = self.machines.mark();
+        let label = Label { reason, backlog_ns, tag, cut, parent: self.came_from, position };
+        let Some(encoding) = &mut self.encoding else { return Err("the run is ending".into()) };
+        let result = copying.cycle.capture(
+            &mut self.machines,
+            &mut self.watch,
+            strategy,
+            encoding.queue(),
+            label,
+        );
+        keyframe_kernel::priority::lower();
+        if let Some((disks, vms)) = self.machines.storage() {
+            disks.captured(result.as_ref().ok().copied(), vms);
+        }
+        let queued = self.copying.cycle.in_flight();
+        self.update(|status| {
+            status.phase = "idle".into();
+            status.backlog_ns = backlog_ns;
+            status.queued = queued;
+        });
+        match result {
+            Ok(seq) => {
+                if let Some(audit) = &mut self.watch.audit {
+                    audit.captured(seq);
+                }
+                Ok(seq)
+            }
+            Err(error) => Err(self.stumbled(&error)),
+        }
+    }
+
+    fn greeting(&self) -> String {
+        let replays =
+            self.options.recorded.as_ref().is_some_and(|recorded| recorded.machine.is_some());
+        let every = match self.options.interval {
+            _ if replays => "replaying its recording: checkpoints".into(),
+            Some(interval) => {
+                format!("a checkpoint every {}", humantime::format_duration(interval))
+            }
+            None => "checkpoints by `keyframe take`".into(),
+        };
+        let attached = match self.copying.stopped_ns {
+            Some(ns) if self.machines.is_attached() => {
+                format!(", whose main thread stood still for {}", output::duration(ns))
+            }
+            _ => String::new(),
+        };
+        let qemu = |m: &Member| {
+            let of = if self.machines.is_group() { format!(" {}", m.name) } else { String::new() };
+            format!("QEMU{of} {}", m.machine.vm.pid())
+        };
+        let qemus: Vec<_> = self.machines.members().iter().map(qemu).collect();
+        format!(
+            "{} {}: {every} into {} ({}{attached})",
+            if self.machines.is_group() { "group" } else { "VM" },
+            self.name,
+            self.store.path().display(),
+            qemus.join(", ")
+        )
+    }
+
+    fn say(&self, text: &str) {
+        if !self.options.quiet {
+            eprintln!("keyframe: {text}");
+        }
+    }
+
+    fn update(&self, change: impl FnOnce(&mut Status)) {
+        if let Ok(mut status) = self.status.lock() {
+            status.last_age_ns = self.sealed_at.map(|at| ns(at.elapsed()));
+            change(&mut status);
+        }
+    }
+}
+
+/// Starts an encoder that feeds `sink` and reports to `inbox`.
+fn encode(
+    sink: StoreSink,
+    space_pages: u64,
+    inbox: Sender<Inbox>,
+    status: SharedStatus,
+    fault: Option<Fault>,
+) -> Result<Encoding<StoreSink>, Failure> {
+    let watch = move |phase: Phase| {
+        if let Ok(mut status) = status.lock() {
+            phase.name().clone_into(&mut status.encoder);
+        }
+        if let Some(fault) = &fault {
+            fault.reached(phase);
+        }
+    };
+    let report = move |report| {
+        // The engine may have ended already; the checkpoint is sealed all the same.
+        let _ = inbox.send(Inbox::Report(Box::new(report)));
+    };
+    Encoding::start(sink, space_pages, Box::new(watch), report)
+}
+
+fn first_status(store: &Store, parts: &Parts, options: &Options) -> Status {
+    let members: Vec<_> = parts
+        .machines
+        .members()
+        .iter()
+        .enumerate()
+        .map(|member| member_status(member, parts))
+        .collect();
+    Status {
+        vm: parts.name.clone(),
+        state: if parts.machines.run() { "running" } else { "paused" }.into(),
+        qemu_pid: members.first().map_or(0, |m| m.qemu_pid),
+        engine_pid: std::process::id(),
+        store: store.absolute_path().unwrap_or_else(|_| store.path().into()).display().to_string(),
+        interval_ns: options.interval.map(ns),
+        tuned: None,
+        sealed: 0,
+        failed: 0,
+        last_error: None,
+        backlog_ns: 0,
+        phase: "idle".into(),
+        encoder: "sealed".into(),
+        queued: 0,
+        last: None,
+        last_age_ns: None,
+        qmp: members.first().map_or_else(String::new, |m| m.qmp.clone()),
+        members: if parts.machines.is_group() { members } else { Vec::new() },
+        recorder: None,
+        recompressor: None,
+        replication: None,
+    }
+}
+
+/// A member and the monitor that its engine uses.
+fn member_status((number, member): (usize, &Member), parts: &Parts) -> MemberStatus {
+    let path = if member.machine.vm.is_attached() {
+        member.machine.monitor.clone()
+    } else if parts.machines.is_group() {
+        Some(parts.run_dir.path().join(number.to_string()).join("qmp.sock"))
+    } else {
+        Some(parts.run_dir.path().join("qmp.sock"))
+    };
+    MemberStatus {
+        name: member.name.clone(),
+        qemu_pid: member.machine.vm.pid(),
+        qmp: path.map_or_else(String::new, |path| path.display().to_string()),
+    }
+}
+
+fn ns(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,105 @@
+//! Checkpoints of a VM that replays a recording: at chosen instructions, while it stands there.
+//!
+//! ```text
+//!   stands at a cut ─▶ no disk request under way? ─▶ checkpoint ─▶ advance to the next cut ─▶ ...
+//!                              └─ one is: advance past the next answer of a disk
+//! ```
+
+use super::{DONE, End, Engine, Failure, Inbox, OnExit, Outcome};
+use keyframe_failure::chain;
+use keyframe_qemu::Vm;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// How long the engine waits for a report of the encoder at a time.
+const WAIT: Duration = Duration::from_millis(50);
+
+/// How far a replay got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// The VM stands at the next instruction at which a checkpoint may be taken.
+    Stands,
+    /// There is no further one.
+    End,
+    /// The user has asked for an end.
+    Interrupted,
+}
+
+/// Brings a VM that replays a recording from one instruction to the next.
+pub trait ReplaySteps {
+    /// Whether a checkpoint of the instruction at which the VM stands exists already.
+    fn is_captured(&self) -> bool;
+
+    /// Lets `vm` run to the next instruction at which a checkpoint may be taken. `is_busy`: a
+    /// request of a disk is under way at the present one, so the next one is the instruction after
+    /// the request's answer.
+    fn advance(
+        &mut self,
+        vm: &mut Vm,
+        is_busy: bool,
+        interrupted: &AtomicBool,
+    ) -> Result<Step, Failure>;
+}
+
+impl Engine<'_> {
+    /// Takes a checkpoint at each instruction to which `steps` brings the VM, which stands at the
+    /// first of them.
+    pub fn run_through(mut self, steps: &mut dyn ReplaySteps) -> Outcome {
+        self.say(&self.greeting());
+        let followed = self.follow(steps);
+        // In any case: no user has a use for a replay that stands.
+        let code = self.finish(Ok(End::Asked(OnExit::Kill)));
+        match followed {
+            Err(failure) => Err(failure),
+            Ok(false) if matches!(code, Ok(DONE)) => {
+                Err(Failure::new("interrupted")
+                    .fix("call it again: it goes on with what is missing"))
+            }
+            Ok(_) => code,
+        }
+    }
+
+    /// False if it was interrupted.
+    fn follow(&mut self, steps: &mut dyn ReplaySteps) -> Result<bool, Failure> {
+        loop {
+            self.await_room();
+            if self.interrupted.load(Ordering::Relaxed) {
+                return Ok(false);
+            }
+            self.look();
+            let is_busy = self.is_busy()?;
+            if !is_busy && !steps.is_captured() {
+                self.capture("segment", None, None).map_err(Failure::new)?;
+            }
+            let Some(member) = self.machines.members_mut().first_mut() else { return Ok(true) };
+            match steps.advance(&mut member.machine.vm, is_busy, &self.interrupted)? {
+                Step::Interrupted => return Ok(false),
+                Step::End => return Ok(!self.interrupted.load(Ordering::Relaxed)),
+                Step::Stands => {}
+            }
+        }
+    }
+
+    fn is_busy(&mut self) -> Result<bool, Failure> {
+        let Some(member) = self.machines.members_mut().first_mut() else { return Ok(false) };
+        let machine = &mut member.machine;
+        machine.disks.are_busy(machine.vm.qmp()).map_err(|e| Failure::new(chain(&*e)))
+    }
+
+    /// Takes in the encoder's reports, and waits while the next capture has no room.
+    fn await_room(&mut self) {
+        loop {
+            let message = if self.may_capture() || self.interrupted.load(Ordering::Relaxed) {
+                self.inbox.try_recv().ok()
+            } else {
+                self.inbox.recv_timeout(WAIT).ok()
+            };
+            match message {
+                Some(Inbox::Report(report)) => self.settle(*report),
+                Some(Inbox::Request(pending)) => drop(self.answer(pending)),
+                None if self.may_capture() || self.interrupted.load(Ordering::Relaxed) => return,
+                None => {}
+            }
+        }
+    }
+}

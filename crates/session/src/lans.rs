@@ -1,0 +1,147 @@
+//! The networks between the VMs of a group, held while it is checkpointed: the switch as the engine
+//! and a restore use it.
+//!
+//! ```text
+//!   hold ─▶ quiet ─▶ (all VMs stop) ─▶ collect ─▶ (all VMs run) ─▶ release
+//! ```
+//!
+//! Invariant: a hold that fails, or whose checkpoint fails, is released; the guests' packets are
+//! late and never lost.
+
+use keyframe_capture::BoxError;
+use keyframe_failure::{Failure, chain};
+use keyframe_net::{HOLD_MAX, InFlight, PortId, Remote};
+use keyframe_qemu::network::{self, Link};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+/// How long the VMs get to take in what was sent to them. A NIC that nobody listens at is noticed
+/// sooner.
+const QUIET_TIMEOUT: Duration = Duration::from_secs(3);
+/// How long fresh VMs get to connect.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The switch of a group.
+pub struct Lans {
+    remote: Remote,
+    held: bool,
+}
+
+impl Lans {
+    /// A switch of our own that listens at `paths`.
+    pub fn start(paths: &[PathBuf]) -> Result<Self, Failure> {
+        let mut command = Command::new("/proc/self/exe");
+        command.arg0("keyframe").arg("__switch");
+        let mut remote = Remote::spawn(&mut command).map_err(|e| failure(&e))?;
+        for path in paths {
+            remote.listen(path).map_err(|e| failure(&e))?;
+        }
+        Ok(Self { remote, held: false })
+    }
+
+    /// The switch of the user's (`keyframe switch`) with that control socket.
+    pub fn connect(control: &Path) -> Result<Self, Failure> {
+        Ok(Self { remote: Remote::connect(control).map_err(|e| failure(&e))?, held: false })
+    }
+
+    /// Nothing is delivered from here on, and all that was sent has been taken in.
+    pub fn hold(&mut self) -> Result<(), BoxError> {
+        self.held = true;
+        let quiet = self.remote.hold(HOLD_MAX).and_then(|()| self.remote.quiesce(QUIET_TIMEOUT));
+        if quiet.is_err() {
+            self.release();
+        }
+        Ok(quiet?)
+    }
+
+    /// The packets on their way, once all VMs stand still.
+    pub fn collect(&mut self) -> Result<Vec<u8>, BoxError> {
+        Ok(self.remote.collect()?.encode()?)
+    }
+
+    /// Delivers what was held.
+    pub fn release(&mut self) {
+        if std::mem::take(&mut self.held) {
+            // A switch that does not hear us releases by itself.
+            let _ = self.remote.release();
+        }
+    }
+
+    /// Holds, and puts the packets of a checkpoint before fresh VMs, once these are connected.
+    /// `pids`: the process ids of the recorded VMs, and of the fresh ones; `now`: where a recorded
+    /// network is.
+    pub fn restore(
+        &mut self,
+        in_flight: &InFlight,
+        pids: &[(u32, u32)],
+        now: impl Fn(&str) -> String,
+    ) -> Result<(), Failure> {
+        let stands_in = |port: &PortId| {
+            let (_, pid) = pids.iter().find(|(then, _)| *then == port.pid)?;
+            Some((port.clone(), PortId { lan: now(&port.lan), pid: *pid, number: port.number }))
+        };
+        let ports: Vec<(PortId, PortId)> =
+            in_flight.ports.iter().filter_map(|recorded| stands_in(&recorded.port)).collect();
+        let deadline = Instant::now() + CONNECT_TIMEOUT;
+        loop {
+            let there = self.remote.ports().map_err(|e| failure(&e))?.ports;
+            let missing =
+                ports.iter().find(|(_, port)| !there.iter().any(|status| status.port == *port));
+            match missing {
+                None => break,
+                Some((_, port)) if Instant::now() >= deadline => {
+                    return Err(Failure::new(format!(
+                        "the restored VM did not connect: no {port}"
+                    )));
+                }
+                Some(_) => std::thread::sleep(Duration::from_millis(2)),
+            }
+        }
+        self.held = true;
+        self.remote
+            .hold(HOLD_MAX)
+            .and_then(|()| self.remote.restore(in_flight, &ports))
+            .map_err(|e| failure(&e))
+    }
+
+    /// The sockets of its networks, as far as VMs are connected to them.
+    pub fn connected(&mut self) -> Result<Vec<PathBuf>, Failure> {
+        let ports = self.remote.ports().map_err(|e| failure(&e))?.ports;
+        let mut lans: Vec<PathBuf> =
+            ports.into_iter().map(|status| status.port.lan.into()).collect();
+        lans.dedup();
+        Ok(lans)
+    }
+
+    /// Lets go of it. One of our own ends once its last VM has gone.
+    pub fn end(mut self) {
+        self.release();
+        let _ = self.remote.end();
+    }
+}
+
+/// Warns of links of a group's member that no checkpoint can hold.
+pub fn warn_of_loose_links(vm: &str, words: &[String], directory: &Path, lans: &[PathBuf]) {
+    let is_held =
+        |link: &Link| link.lan.as_ref().is_some_and(|path| lans.contains(&directory.join(path)));
+    for link in network::links(words).iter().filter(|link| link.may_meet_others() && !is_held(link))
+    {
+        eprintln!(
+            "keyframe: warning: VM {vm}: {}: packets that are on their way there at a checkpoint are lost at a restore; \
+             between members connect it to a --lan",
+            link.option
+        );
+    }
+    for option in if lans.is_empty() { Vec::new() } else { network::detours(words) } {
+        eprintln!(
+            "keyframe: warning: VM {vm}: {option}: packets that wait in it at a checkpoint are lost at a restore; leave it out, or \
+             connect the NIC to a --lan without it"
+        );
+    }
+}
+
+fn failure(error: &keyframe_net::Error) -> Failure {
+    Failure { fix: error.fix(), ..Failure::new(chain(error)) }
+}

@@ -1,0 +1,538 @@
+//! Everything before the guest's first instruction: launch, audit, attach, watchdog, run directory.
+
+use super::copying::Copying;
+use super::disks::SessionDisks;
+use super::machine::QemuMachine;
+use super::machines::{Beside, Machines, Member};
+use super::recorder;
+use super::sink::{MachinesMeta, StoreSink};
+use super::storage::{self, DiskWay, Storage};
+use super::{LanChoice, Options};
+use crate::control::TrackerKind;
+use crate::lans::{self, Lans};
+use crate::rights;
+use crate::rundir::{self, RunDir};
+use keyframe_failure::Failure;
+use keyframe_qemu::watchdog::Watchdog;
+use keyframe_qemu::{DiskServer, Drive, Invocation, LaunchOptions, QemuIdentity, Severity, Vm};
+use keyframe_store::{DiskState, Durability, MachineMeta, MemberMeta, Store, Tuning, Writer};
+use keyframe_vm_disks::media::Media;
+use keyframe_vm_disks::place::left_over;
+use keyframe_vm_disks::{self as disks, Served, Wanted};
+use std::ffi::OsString;
+use std::os::fd::AsFd;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// VMs that are ready to run, tracked, with a run in the store.
+pub struct Parts {
+    /// The VM's name, or the group's.
+    pub name: String,
+    /// The run directory.
+    pub run_dir: RunDir,
+    /// The VMs and their watchdogs.
+    pub machines: Machines,
+    /// The capture.
+    pub copying: Copying,
+    /// The store's end.
+    pub sink: StoreSink,
+    /// Begins further runs.
+    pub writer: Writer,
+    /// The machines, for those.
+    pub meta: MachinesMeta,
+}
+
+/// What is to be run.
+pub enum Commands {
+    /// One VM's command line.
+    One(Vec<OsString>),
+    /// Those of a group's members.
+    Group(Vec<Vec<OsString>>),
+}
+
+/// A VM that is there and has not been looked into.
+pub struct Found {
+    /// Its name: among a group's members no other has it.
+    pub name: String,
+    /// Its QEMU.
+    pub vm: Vm,
+    /// The binary.
+    pub identity: QemuIdentity,
+    /// Where it was started.
+    pub directory: PathBuf,
+    /// The socket of its monitor, where it was attached to by one.
+    pub monitor: Option<PathBuf>,
+    /// Whether the guest is to run, or runs already.
+    pub runs: bool,
+}
+
+/// Brings VMs up to just before their first instruction.
+pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Parts, Failure> {
+    require_kernel(options)?;
+    let directory = std::env::current_dir()
+        .map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
+    let (commands, is_group) = match commands {
+        Commands::One(command) => (vec![command], false),
+        Commands::Group(commands) => (commands, true),
+    };
+    let mut starting = Vec::with_capacity(commands.len());
+    for command in commands {
+        let invocation = Invocation::parse(command).map_err(|e| Failure::qemu(&e))?;
+        let identity = invocation.identity().map_err(|e| Failure::qemu(&e))?;
+        starting.push((invocation, identity));
+    }
+    let wanted: Vec<_> =
+        starting.iter().map(|(line, _)| line.vm_name().map(str::to_owned)).collect();
+    let (name, members) = names(&wanted, is_group, options)?;
+    let run_dir = RunDir::claim(&name)?;
+    let writer = lock(store, "run", &name, options)?;
+    // Before the VMs: they connect as they start.
+    let lans = open_lans(options)?;
+    let way = storage::choose::for_launch(options.disk, &all_drives(&starting, &directory)?)?;
+    let served = if way == DiskWay::Served {
+        serve_disks(store, &name, run_dir.path(), &mut starting, is_group.then_some(&members))?
+    } else {
+        None
+    };
+    let mut media = None;
+    if let Some(recorded) = &options.recorded {
+        media = recorded.prepare(&mut starting, (&directory, run_dir.path()), options.quiet)?;
+    }
+    let disks =
+        served.map(|served| Storage::Served(SessionDisks::new(served, options.pause_limit)));
+    let mut beside = Beside { lans, disks };
+    let mut found: Vec<Found> = Vec::with_capacity(starting.len());
+    let launched = starting.into_iter().zip(members).enumerate().try_for_each(
+        |(number, ((line, identity), name))| {
+            // A number, not the name: paths of sockets have to be short.
+            let run_dir = if is_group {
+                run_dir.path().join(number.to_string())
+            } else {
+                run_dir.path().into()
+            };
+            let runs = !line.starts_paused();
+            let mut vm =
+                Vm::launch(line, &LaunchOptions { run_dir }).map_err(|e| Failure::qemu(&e))?;
+            let whole = vm.require_whole_line().map_err(|e| Failure::qemu(&e));
+            let answered = answer_on(vm.core(), beside.disks.as_ref(), media.as_mut());
+            if let Some(media) = media.take() {
+                vm.accompany(media);
+            }
+            found.push(Found {
+                name,
+                vm,
+                identity,
+                directory: directory.clone(),
+                monitor: None,
+                runs,
+            });
+            answered?;
+            match whole {
+                Err(hidden) if options.recorded.is_some() => Err(hidden),
+                Err(hidden) => {
+                    eprintln!(
+                        "keyframe: note: {}; {}",
+                        hidden.message,
+                        hidden.fix.unwrap_or_default()
+                    );
+                    Ok(())
+                }
+                Ok(()) => Ok(()),
+            }
+        },
+    );
+    // The guests have not run: nothing is lost by ending them.
+    let launched = launched.and_then(|()| {
+        if way != DiskWay::Served {
+            let place = (store, &*name, run_dir.path());
+            beside.disks =
+                storage::choose::own(place, (&mut found, is_group), way, &options.leave_out)?;
+        }
+        Ok(())
+    });
+    match launched {
+        Ok(()) => {
+            // Before there are threads that copy and encode.
+            rights::trace_only();
+            prepare(store, writer, run_dir, (name, is_group), (found, beside), options).map_err(
+                |refused| {
+                    let Refused { failure, found, beside } = *refused;
+                    end(found, beside);
+                    failure
+                },
+            )
+        }
+        Err(failure) => {
+            end(found, beside);
+            Err(failure)
+        }
+    }
+}
+
+/// Has what a recorded guest reads and writes answered on its core, where it has one.
+fn answer_on(
+    core: Option<u32>,
+    disks: Option<&Storage>,
+    media: Option<&mut Media>,
+) -> Result<(), Failure> {
+    let Some(core) = core else { return Ok(()) };
+    disks.map_or(Ok(()), |disks| disks.answer_on(core)).map_err(|e| Failure::new(e.to_string()))?;
+    media.map_or(Ok(()), |media| media.answer_on(core))
+}
+
+/// The disks of all lines, by paths that hold anywhere.
+fn all_drives(
+    starting: &[(Invocation, QemuIdentity)],
+    directory: &Path,
+) -> Result<Vec<Drive>, Failure> {
+    let mut all = Vec::new();
+    for (line, _) in starting {
+        let drives = line.drives().map_err(|e| Failure::qemu(&e))?;
+        all.extend(
+            drives.into_iter().map(|drive| Drive { image: directory.join(&drive.image), ..drive }),
+        );
+    }
+    Ok(all)
+}
+
+/// Has all disks that the guests can write to served, and the lines name the server.
+fn serve_disks(
+    store: &Store,
+    name: &str,
+    run_dir: &Path,
+    starting: &mut [(Invocation, QemuIdentity)],
+    members: Option<&Vec<String>>,
+) -> Result<Option<Served>, Failure> {
+    let socket = run_dir.join("disks.sock");
+    let mut wanted = Vec::new();
+    for (number, (line, _)) in starting.iter_mut().enumerate() {
+        let member = members.and_then(|members| members.get(number));
+        let prefix = member.map_or_else(String::new, |member| format!("{member}/"));
+        let drives = line.drives().map_err(|e| Failure::qemu(&e))?;
+        for drive in &drives {
+            wanted.push(Wanted::of_drive(drive, &prefix)?);
+        }
+        if !drives.is_empty() {
+            let server = DiskServer { socket: socket.clone(), prefix };
+            line.serve_drives(&server).map_err(|e| Failure::qemu(&e))?;
+        }
+    }
+    if wanted.is_empty() {
+        return Ok(None);
+    }
+    let bases: Vec<&str> = wanted.iter().map(|disk| disk.meta.base.path.as_str()).collect();
+    for (place, info, base) in left_over(store, &bases) {
+        eprintln!(
+            "keyframe: note: VM {} (started {:.0}) has written to {base}: that is in {}, and no part of this run, which \
+             begins with the image as it is",
+            info.vm,
+            info.began,
+            place.display()
+        );
+    }
+    disks::serve(store, name, None, wanted, &socket).map(Some)
+}
+
+/// Ends VMs, and what stands beside them.
+pub fn end(found: Vec<Found>, beside: Beside) {
+    for mut one in found {
+        let _ = one.vm.kill();
+    }
+    if let Some(disks) = beside.disks {
+        let _ = disks.end();
+    }
+}
+
+/// The name of the VM or the group, and those of the members, from those that the VMs have
+/// themselves.
+pub fn names(
+    wanted: &[Option<String>],
+    is_group: bool,
+    options: &Options,
+) -> Result<(String, Vec<String>), Failure> {
+    if !is_group {
+        let own = wanted.iter().flatten().next().map_or("vm", |name| name);
+        let name = options.name.clone().unwrap_or_else(|| rundir::name_from(own));
+        return Ok((name.clone(), vec![name]));
+    }
+    let members: Vec<_> = wanted
+        .iter()
+        .enumerate()
+        .map(|(i, name)| name.as_deref().map_or_else(|| format!("vm{}", i + 1), rundir::name_from))
+        .collect();
+    if let Some((_, twice)) =
+        members.iter().enumerate().find(|(i, name)| members[..*i].contains(name))
+    {
+        return Err(Failure::new(format!("two VMs of the group are named {twice}"))
+            .fix("give each a name of its own with QEMU's -name"));
+    }
+    Ok((options.name.clone().unwrap_or_else(|| "group".into()), members))
+}
+
+/// The right to write into `store`.
+pub fn lock(
+    store: &Store,
+    command: &str,
+    name: &str,
+    options: &Options,
+) -> Result<Writer, Failure> {
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let mut tuning = Tuning {
+        encode_threads: options.encode_threads.unwrap_or((cores / 4).clamp(1, 8)),
+        base_bytes: (options.encode_memory_mib as usize) << 20,
+        index_bytes: (options.index_memory_mib as usize) << 20,
+        durability: options.durability,
+        ..Tuning::default()
+    };
+    if options.keep_within.is_some() {
+        tuning.pack_bytes_max = recorder::PACK_BYTES_MAX;
+    }
+    let owner = format!("keyframe {command}, VM {name}");
+    let writer =
+        store.lock_writer_tuned(&owner, tuning).map_err(|e| Failure::store(&e, store.path()))?;
+    for torn in writer.torn() {
+        eprintln!(
+            "keyframe: checkpoint {} was not durable when the machine went down, and was set aside ({}): {}",
+            torn.id,
+            store.path().join("quarantine").display(),
+            torn.problem
+        );
+    }
+    if let Some(from) = writer.in_doubt() {
+        eprintln!(
+            "keyframe: a sync of checkpoints from {from} on has failed since the machine was started: they can be read now, and \
+             the next power loss may take them; keep what matters with: keyframe copy --to STORE2"
+        );
+    }
+    if let Some(note) = no_effect(options.durability, writer.durability(), store.is_remote())
+        .filter(|_| !options.quiet)
+    {
+        eprintln!("keyframe: {note}");
+    }
+    Ok(writer)
+}
+
+/// What to say where the durability that was asked for is not what there is.
+fn no_effect(asked: Durability, given: Durability, is_remote: bool) -> Option<String> {
+    let why = if is_remote {
+        "what is put into object storage is durable at once"
+    } else {
+        "the store's place cannot hold back what is put into it"
+    };
+    (asked != given).then(|| {
+        format!(
+            "--durability has no effect here: {why}, so that each checkpoint is durable before it is listed"
+        )
+    })
+}
+
+/// The networks that `options` name.
+pub fn open_lans(options: &Options) -> Result<Option<Lans>, Failure> {
+    match &options.lans {
+        LanChoice::None => Ok(None),
+        LanChoice::Own(paths) => Lans::start(paths).map(Some),
+        LanChoice::Control(path) => Lans::connect(path).map(Some),
+    }
+}
+
+/// VMs that were refused, and why.
+pub struct Refused {
+    /// Why.
+    pub failure: Failure,
+    /// The VMs.
+    pub found: Vec<Found>,
+    /// What stands beside them.
+    pub beside: Beside,
+}
+
+/// Everything that can be refused of VMs that are there: audit, attach, the run in the store, the
+/// watchdogs. Those that are refused are given back.
+pub fn prepare(
+    store: &Store,
+    mut writer: Writer,
+    run_dir: RunDir,
+    (name, is_group): (String, bool),
+    (mut found, mut beside): (Vec<Found>, Beside),
+    options: &Options,
+) -> Result<Parts, Box<Refused>> {
+    if is_group && let Err(failure) = look_at_links(&mut found, beside.lans.as_mut(), options) {
+        return Err(Box::new(Refused { failure, found, beside }));
+    }
+    let disks = beside.disks.as_ref();
+    match looked_into(store, &mut writer, (&name, is_group), (&mut found, disks), options) {
+        Ok((copying, sink, meta, watchdogs)) => {
+            let guarded = found.into_iter().zip(watchdogs).zip(&copying.watches_discards);
+            let member = |((found, watchdog), watches): ((Found, Watchdog), &bool)| {
+                let mut machine =
+                    QemuMachine::new(found.vm, watchdog, options.pause_limit, *watches);
+                machine.monitor = found.monitor;
+                machine.is_recorded = options.recorded.is_some();
+                Member::new(found.name, machine, found.runs)
+            };
+            let machines = Machines::new(guarded.map(member).collect(), is_group, beside);
+            Ok(Parts { name, run_dir, machines, copying, sink, writer, meta })
+        }
+        Err(failure) => Err(Box::new(Refused { failure, found, beside })),
+    }
+}
+
+/// Warns of links between the members of a group that cannot be held.
+fn look_at_links(
+    found: &mut [Found],
+    lans: Option<&mut Lans>,
+    options: &Options,
+) -> Result<(), Failure> {
+    let held = match (&options.lans, lans) {
+        (LanChoice::Own(paths), _) => paths.clone(),
+        (_, Some(lans)) => lans.connected()?,
+        (_, None) => Vec::new(),
+    };
+    for one in found {
+        let words = one.vm.user_command().get(1..).unwrap_or_default();
+        lans::warn_of_loose_links(&one.name, words, &one.directory, &held);
+    }
+    Ok(())
+}
+
+fn looked_into(
+    store: &Store,
+    writer: &mut Writer,
+    (name, is_group): (&str, bool),
+    (found, disks): (&mut [Found], Option<&Storage>),
+    options: &Options,
+) -> Result<(Copying, StoreSink, MachinesMeta, Vec<Watchdog>), Failure> {
+    for one in found.iter_mut() {
+        refuse(&mut one.vm)
+            .map_err(|failure| if is_group { failure.about(&one.name) } else { failure })?;
+    }
+    let mut vms: Vec<_> = found.iter_mut().map(|one| (&*one.name, &mut one.vm)).collect();
+    let copying = Copying::start(&mut vms, is_group, options)?;
+    let mut members = Vec::with_capacity(found.len());
+    for one in found.iter_mut() {
+        let ram_blocks = one.vm.ram_layout().map_err(|e| Failure::qemu(&e))?.blocks().len();
+        let replayed = options.recorded.as_ref().and_then(|recorded| recorded.machine.clone());
+        let machine = match replayed {
+            Some(machine) => machine,
+            None => machine_meta(&mut one.vm, &one.identity, &one.directory)?,
+        };
+        let pid = one.vm.pid();
+        members.push(MemberMeta { name: one.name.clone(), pid, ram_blocks, machine });
+    }
+    let meta = MachinesMeta::new(members, is_group);
+    let disk_metas = disks.map_or_else(Vec::new, |disks| disks.metas().to_vec());
+    let has_disks = !disk_metas.is_empty();
+    let run = writer.begin_run_with(name, &copying.layout, disk_metas, DiskState::default());
+    let mut run = run.map_err(|e| Failure::store(&e, store.path()))?;
+    if let Some(begin) =
+        options.recorded.as_ref().and_then(|recorded| recorded.begin).filter(|_| has_disks)
+    {
+        run.put_disks_of(begin).map_err(|e| Failure::store(&e, store.path()))?;
+    }
+    // A group's members come from one checkpoint.
+    let lineage = found.first().and_then(|one| one.vm.lineage()).filter(|l| l.store == store.id());
+    let origin = lineage.map(|l| l.checkpoint);
+    let mut sink = StoreSink::new(run, meta.clone(), options.fault.clone(), origin);
+    sink.recording = options.recorded.as_ref().map(|recorded| recorded.recording.clone());
+    if let (Some(fault), Some(first)) = (&options.fault, found.first_mut()) {
+        let monitor = first.vm.qmp().as_fd().try_clone_to_owned();
+        fault.bind(
+            first.vm.pid(),
+            monitor.map_err(|e| Failure::new(format!("copy a descriptor: {e}")))?,
+        );
+    }
+    let watchdogs = found.iter().map(|one| spawn_watchdog(&one.vm)).collect::<Result<_, _>>()?;
+    Ok((copying, sink, meta, watchdogs))
+}
+
+/// Refuses a kernel or a user that cannot do it, before anything is started.
+pub fn require_kernel(options: &Options) -> Result<(), Failure> {
+    if options.tracker_kind()? == TrackerKind::Compare {
+        // That one needs nothing but the right to read.
+        return Ok(());
+    }
+    let features = keyframe_kernel::features::probe();
+    let missing: Vec<_> = features.items.iter().filter(|f| f.required && !f.available).collect();
+    let Some(first) = missing.first() else { return Ok(()) };
+    let names: Vec<_> = missing.iter().map(|f| format!("{} ({})", f.name, f.detail)).collect();
+    let fix = first.fix.clone().unwrap_or_else(|| "see keyframe doctor".into());
+    Err(Failure::new(format!("this machine lacks what Keyframe needs: {}", names.join("; ")))
+        .fix(fix))
+}
+
+/// Refuses a VM that cannot be checkpointed exactly, with all the reasons at once.
+pub fn refuse(vm: &mut Vm) -> Result<(), Failure> {
+    let found = vm.audit().map_err(|e| Failure::qemu(&e))?;
+    for warning in found.iter().filter(|r| r.severity == Severity::Warning) {
+        eprintln!("keyframe: warning: {}: {}", warning.what, warning.reason);
+    }
+    let refusals: Vec<_> = found.iter().filter(|r| r.severity == Severity::Refused).collect();
+    if refusals.is_empty() {
+        return Ok(());
+    }
+    let texts: Vec<_> = refusals.iter().map(|r| format!("{}: {}", r.what, r.reason)).collect();
+    let mut fixes: Vec<&str> = refusals.iter().map(|r| r.fix.as_str()).collect();
+    fixes.dedup();
+    let lead = if refusals.len() > 1 {
+        "this VM cannot be checkpointed:\n  "
+    } else {
+        "this VM cannot be checkpointed: "
+    };
+    Err(Failure::new(format!("{lead}{}", texts.join("\n  "))).fix(fixes.join("\n       ")))
+}
+
+/// The machine as it is now, with what was plugged in since its line was written.
+pub fn machine_meta(
+    vm: &mut Vm,
+    identity: &QemuIdentity,
+    directory: &Path,
+) -> Result<MachineMeta, Failure> {
+    let (user_command, full_command) = lines_now(vm)?;
+    Ok(MachineMeta {
+        qemu_path: identity.path.to_string_lossy().into_owned(),
+        qemu_version: identity.version.clone(),
+        qemu_blake3: identity.blake3.clone(),
+        machine_type: vm.machine_type().map_err(|e| Failure::qemu(&e))?,
+        cpus: vm.cpus().map_err(|e| Failure::qemu(&e))?,
+        working_directory: directory.to_string_lossy().into_owned(),
+        user_command,
+        full_command,
+        cpu_lacks: Some(vm.cpu_lacks().map_err(|e| Failure::qemu(&e))?),
+        guest_map: Some(vm.guest_map().map_err(|e| Failure::qemu(&e))?),
+        recorded: None,
+    })
+}
+
+/// The user's line and the whole one, as they would have to read to make the machine as it is now.
+pub fn lines_now(vm: &mut Vm) -> Result<(Vec<String>, Vec<String>), Failure> {
+    let plugged = vm.plugged_memory().map_err(|e| Failure::qemu(&e))?;
+    let with_plugged = |line: &[String]| line.iter().chain(&plugged).cloned().collect();
+    Ok((with_plugged(vm.user_command()), with_plugged(vm.full_command())))
+}
+
+/// Starts the watchdog: a process of its own, so that it survives whatever ends this one.
+pub fn spawn_watchdog(vm: &Vm) -> Result<Watchdog, Failure> {
+    let watched = vm.watched().map_err(|e| Failure::qemu(&e))?;
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("keyframe").arg("__watchdog");
+    Watchdog::spawn(&mut command, &watched).map_err(|e| Failure::qemu(&e))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_durability_that_the_place_does_not_know_is_said_with_the_reason() {
+        let every = Durability::Every(std::time::Duration::from_secs(9));
+        assert_eq!(no_effect(every, every, false), None);
+        assert_eq!(no_effect(Durability::Checkpoint, Durability::Checkpoint, true), None);
+        for asked in [every, Durability::Never] {
+            let said = no_effect(asked, Durability::Checkpoint, true).unwrap();
+            assert!(
+                said.contains("--durability has no effect") && said.contains("object storage"),
+                "{said}"
+            );
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! A VM under continuous checkpoints, from its launch to its end.
+//!
+//! ```text
+//!   launch (paused) ─▶ audit ─▶ attach ─▶ watchdog ─▶ cont ─▶ ┌ due, or asked for ─▶ cycle ┐ ─▶ end: finish the pack,
+//!        │ refused: ended before the guest ran                └────────────────────────────┘    kill or keep the VM
+//! ```
+//!
+//! Two threads: the engine captures, at a raised priority; the encoder stores what was captured, at
+//! a lowered one. With --keep-within a third one forgets and prunes, as low as the encoder
+//! (`recorder`); else one recompresses packs (`recompressor`). The control socket's threads only
+//! hand requests over. Whatever the engine suffers, the VM outlives it.
+
+pub mod attach;
+pub mod audit;
+pub mod control;
+pub mod copying;
+pub mod disks;
+pub mod encoding;
+pub mod engine;
+pub mod faults;
+pub mod interrupt;
+pub mod lans;
+pub mod launch;
+pub mod machine;
+pub mod machines;
+pub mod recompressor;
+pub mod recorded;
+pub mod recorder;
+pub mod rights;
+pub mod rundir;
+pub mod sink;
+pub mod storage;
+pub mod tuning;
+pub mod watch;
+
+pub use disks::BlockSink;
+pub use faults::Fault;
+pub use launch::{Commands, machine_meta, refuse};
+pub use recompressor::Recompress;
+pub use recorded::Recorded;
+pub use storage::{Cut as DiskCut, DiskWay, LeaveOut};
+
+use crate::control::{OnExit, Strategy, TrackerKind};
+use keyframe_failure::{Failure, Outcome};
+use keyframe_qemu::AttachOptions;
+use keyframe_store::Store;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Which networks are held at a group's checkpoints.
+#[derive(Clone, Debug, Default)]
+pub enum LanChoice {
+    /// None.
+    #[default]
+    None,
+    /// A switch of our own, at these sockets.
+    Own(Vec<PathBuf>),
+    /// The user's, with this control socket.
+    Control(PathBuf),
+}
+
+/// What `run` was asked for.
+pub struct Options {
+    /// Between checkpoints; none: by command only.
+    pub interval: Option<Duration>,
+    /// End after so many.
+    pub count: Option<u64>,
+    /// The VM's name.
+    pub name: Option<String>,
+    /// What becomes of the VM at the end.
+    pub on_exit: OnExit,
+    /// How pages are copied.
+    pub strategy: Strategy,
+    /// How dirty pages are found.
+    pub tracker: TrackerKind,
+    /// The longest pause that is asked for.
+    pub max_pause: Option<Duration>,
+    /// The largest part of the guest's time that is asked for.
+    pub max_overhead: Option<f64>,
+    /// Threads that copy; none: as many as turn out to be fastest.
+    pub copy_threads: Option<usize>,
+    /// Staging memory.
+    pub staging_mib: Option<u64>,
+    /// Threads that encode; none: as many as suit the machine.
+    pub encode_threads: Option<usize>,
+    /// Memory for what changes are stored against.
+    pub encode_memory_mib: u64,
+    /// Memory for the index of deduplication.
+    pub index_memory_mib: u64,
+    /// When checkpoints become durable.
+    pub durability: keyframe_store::Durability,
+    /// The watchdog's patience.
+    pub pause_limit: Duration,
+    /// A line for each checkpoint.
+    pub verbose: bool,
+    /// Nothing but errors.
+    pub quiet: bool,
+    /// Full copies for comparison.
+    pub audit: Option<PathBuf>,
+    /// How disks get into checkpoints.
+    pub disk: DiskWay,
+    /// Disks that stay out of them.
+    pub leave_out: LeaveOut,
+    /// The networks between the members of a group.
+    pub lans: LanChoice,
+    /// Forget what is older than this, as the run goes on.
+    pub keep_within: Option<Duration>,
+    /// The VM is recorded.
+    pub recorded: Option<Recorded>,
+    /// When packs are recompressed.
+    pub recompress: Recompress,
+    /// A fault to suffer.
+    pub fault: Option<Fault>,
+}
+
+impl Options {
+    /// A checkpoint each `interval`, and all else as it is without options.
+    pub fn every(interval: Option<Duration>, on_exit: OnExit) -> Self {
+        Self {
+            interval,
+            count: None,
+            name: None,
+            on_exit,
+            strategy: Strategy::Precopy,
+            tracker: TrackerKind::Auto,
+            max_pause: None,
+            max_overhead: None,
+            copy_threads: None,
+            staging_mib: None,
+            encode_threads: None,
+            encode_memory_mib: 256,
+            index_memory_mib: 256,
+            durability: keyframe_store::Durability::default(),
+            pause_limit: Duration::from_secs(5),
+            verbose: false,
+            quiet: false,
+            audit: None,
+            disk: DiskWay::Auto,
+            leave_out: LeaveOut::default(),
+            lans: LanChoice::None,
+            keep_within: None,
+            recorded: None,
+            recompress: Recompress::default(),
+            fault: None,
+        }
+    }
+
+    /// The tracker that the strategy needs, or an objection.
+    pub fn tracker_kind(&self) -> Result<TrackerKind, Failure> {
+        match (self.tracker, self.strategy) {
+            (TrackerKind::Auto, Strategy::Cow) => Ok(TrackerKind::Sync),
+            (TrackerKind::Auto, _) => Ok(TrackerKind::WriteProtect),
+            (TrackerKind::WriteProtect | TrackerKind::Compare, Strategy::Cow) => {
+                Err(Failure::new("copy-on-write has to answer the guest's first writes itself")
+                    .fix("use --tracker sync, or leave --tracker out"))
+            }
+            (other, _) => Ok(other),
+        }
+    }
+}
+
+/// Runs the VMs of `commands` under checkpoints into `store`, to their end.
+pub fn run(store: &Store, commands: Commands, options: Options) -> Outcome {
+    tuning::check(&options)?;
+    let parts = launch::launch(store, commands, &options)?;
+    engine_over(store, parts, options)?.run()
+}
+
+/// An engine over VMs that end with it where it cannot be made: nobody knows of them, and their
+/// guests have not run, or only replay; nothing is lost.
+pub fn engine_over(
+    store: &Store,
+    parts: launch::Parts,
+    options: Options,
+) -> Result<engine::Engine<'_>, Failure> {
+    let open = |member: &machines::Member| keyframe_kernel::Process::open(member.machine.vm.pid());
+    let qemus: Vec<_> = parts.machines.members().iter().map(open).collect();
+    engine::Engine::new(store, parts, options).inspect_err(|_| {
+        for qemu in qemus.iter().flatten() {
+            let _ = rustix::process::pidfd_send_signal(qemu.pidfd(), rustix::process::Signal::KILL);
+        }
+    })
+}
+
+/// Takes checkpoints of the running QEMUs with those process ids into `store`, until asked to end
+/// or the VMs end. Several are a group.
+pub fn attach(store: &Store, vms: &[(u32, AttachOptions)], options: Options) -> Outcome {
+    tuning::check(&options)?;
+    let parts = attach::attach(store, vms, &options)?;
+    engine::Engine::new(store, parts, options)?.run()
+}

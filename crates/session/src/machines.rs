@@ -1,0 +1,337 @@
+//! The VMs of a session as the checkpoint cycle's one machine: one VM alone, or a group that is
+//! checkpointed at one instant.
+//!
+//! ```text
+//!   before_stop   the disks are ready to be cut; the network between members stands still, and what was sent to them has arrived
+//!   stop          all members, at once; where one cannot be stopped, the others run again; the disks are cut
+//!   save_devices  of all; then the packets that are on their way
+//!   resume        all, once what their disks promised is durable; then the network
+//! ```
+//!
+//! Every member has been stopped before any runs again, and nothing is delivered meanwhile. So no
+//! member has seen a packet that its sender has not sent yet, and a packet that was sent and not
+//! received is in the checkpoint.
+//!
+//! Invariant: a member that was paused by somebody else stays so, and whatever fails, none that ran
+//! is left standing.
+
+use super::machine::QemuMachine;
+use super::recorded::Position;
+use super::storage::Storage;
+use crate::lans::Lans;
+use keyframe_capture::group::join_states;
+use keyframe_capture::{BoxError, Machine, Resumed, Stopped};
+use keyframe_failure::Failure;
+use keyframe_qemu::{Error, Event, Vm};
+use keyframe_units::{RamBlock, RamLayout};
+use std::process::ExitStatus;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// One VM of a session.
+pub struct Member {
+    /// Its name.
+    pub name: String,
+    /// Its QEMU, and the watchdog of its pauses.
+    pub machine: QemuMachine,
+    /// Whether its guest runs, or is to.
+    pub runs: bool,
+    shut_down: bool,
+    ended: Option<ExitStatus>,
+    /// What stopping it found, in a pause.
+    stopped: Option<Stopped>,
+}
+
+impl Member {
+    /// A VM that has not ended.
+    pub fn new(name: String, machine: QemuMachine, runs: bool) -> Self {
+        Self { name, machine, runs, shut_down: false, ended: None, stopped: None }
+    }
+
+    fn vm(&mut self) -> &mut Vm {
+        &mut self.machine.vm
+    }
+}
+
+/// What stands beside the VMs, and stops and goes on with them.
+#[derive(Default)]
+pub struct Beside {
+    /// The networks between them.
+    pub lans: Option<Lans>,
+    /// Their disks.
+    pub disks: Option<Storage>,
+}
+
+/// All VMs of a session.
+pub struct Machines {
+    members: Vec<Member>,
+    is_group: bool,
+    /// The networks between them.
+    lans: Option<Lans>,
+    /// Their disks.
+    pub disks: Option<Storage>,
+}
+
+impl Machines {
+    /// One VM, or with `is_group` those of a group.
+    pub fn new(members: Vec<Member>, is_group: bool, beside: Beside) -> Self {
+        Self { members, is_group, lans: beside.lans, disks: beside.disks }
+    }
+
+    /// Each of them.
+    pub fn members(&self) -> &[Member] {
+        &self.members
+    }
+
+    /// Each of them.
+    pub fn members_mut(&mut self) -> &mut [Member] {
+        &mut self.members
+    }
+
+    /// Their disks, and the VMs whose they are.
+    pub fn storage(&mut self) -> Option<(&mut Storage, &mut [Member])> {
+        self.disks.as_mut().map(|disks| (disks, &mut self.members[..]))
+    }
+
+    /// Whether they are a group.
+    pub fn is_group(&self) -> bool {
+        self.is_group
+    }
+
+    /// True where somebody else started them.
+    pub fn is_attached(&self) -> bool {
+        self.members.iter().any(|m| m.machine.vm.is_attached())
+    }
+
+    /// Of a VM that is recorded: where the next checkpoint's instruction will be told.
+    pub fn mark(&mut self) -> Option<Position> {
+        let machine = self
+            .members
+            .first_mut()
+            .map(|m| &mut m.machine)
+            .filter(|machine| machine.is_recorded)?;
+        let position = Position::default();
+        machine.position = Some(Arc::clone(&position));
+        Some(position)
+    }
+
+    /// Whether any of them runs.
+    pub fn run(&self) -> bool {
+        self.members.iter().any(|m| m.runs)
+    }
+
+    /// Lets those run that were launched to.
+    pub fn start(&mut self) -> Result<(), Failure> {
+        for member in self.members.iter_mut().filter(|m| m.runs && !m.machine.vm.is_attached()) {
+            member.vm().qmp().cont().map_err(|e| Failure::qemu(&e))?;
+        }
+        Ok(())
+    }
+
+    /// Takes in what their monitors have told.
+    pub fn look(&mut self) {
+        for member in &mut self.members {
+            let Ok(events) = member.machine.vm.qmp().drain_events() else { continue };
+            for event in events {
+                match event {
+                    Event::Stop => member.runs = false,
+                    Event::Shutdown { .. } => (member.runs, member.shut_down) = (false, true),
+                    Event::Resume => member.runs = true,
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    /// How they ended, once all have: that of the first that failed.
+    pub fn try_wait(&mut self) -> Result<Option<ExitStatus>, Failure> {
+        for member in self.members.iter_mut().filter(|m| m.ended.is_none()) {
+            let mut ended = member.machine.vm.try_wait().map_err(|e| Failure::qemu(&e))?;
+            if ended.is_none() && std::mem::take(&mut member.shut_down) {
+                ended = member.machine.vm.finish_shutdown().map_err(|e| Failure::qemu(&e))?;
+            }
+            if ended.is_some() {
+                (member.ended, member.runs) = (ended, false);
+            }
+        }
+        let ends: Option<Vec<ExitStatus>> = self.members.iter().map(|m| m.ended).collect();
+        Ok(ends.and_then(|ends| ends.iter().find(|e| !e.success()).or(ends.first()).copied()))
+    }
+
+    /// A member that has ended while others have not.
+    pub fn lost(&self) -> Option<&str> {
+        let lost = self.members.iter().find(|m| m.ended.is_some())?;
+        self.members.iter().any(|m| m.ended.is_none()).then_some(&*lost.name)
+    }
+
+    /// A QEMU that runs and has closed its monitor.
+    pub fn without_monitor(&mut self) -> Option<u32> {
+        self.members.iter_mut().filter(|m| m.ended.is_none()).find_map(|member| {
+            let gone = matches!(member.vm().qmp().status(), Err(Error::Gone { .. }));
+            gone.then(|| member.machine.vm.pid())
+        })
+    }
+
+    /// Whether one of them has ended; one that does not answer gets a moment to be seen as ended.
+    pub fn any_has_ended(&mut self) -> bool {
+        self.look();
+        if self.members.iter().any(|m| m.shut_down || m.ended.is_some()) {
+            return true;
+        }
+        let deadline = Instant::now() + Duration::from_secs(2);
+        let silent =
+            self.members.iter_mut().filter_map(|m| m.vm().qmp().status().is_err().then_some(m));
+        for member in silent {
+            while Instant::now() < deadline {
+                if matches!(member.vm().try_wait(), Ok(Some(_))) {
+                    return true;
+                }
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
+        false
+    }
+
+    /// `operation` on each member; on all at once where there are several.
+    fn each<T: Send>(&mut self, operation: impl Fn(&mut Member) -> T + Sync) -> Vec<T> {
+        if let [member] = &mut self.members[..] {
+            return vec![operation(member)];
+        }
+        std::thread::scope(|scope| {
+            let operation = &operation;
+            let threads: Vec<_> =
+                self.members.iter_mut().map(|m| scope.spawn(move || operation(m))).collect();
+            let join = |thread: std::thread::ScopedJoinHandle<'_, T>| {
+                thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            };
+            threads.into_iter().map(join).collect()
+        })
+    }
+
+    /// The first error of all, with the name of the member that it is of.
+    fn all<T>(&self, results: Vec<Result<T, BoxError>>) -> Result<Vec<T>, BoxError> {
+        let named = |(result, member): (Result<T, BoxError>, &Member)| match result {
+            Err(e) if self.is_group => {
+                Err(format!("VM {}: {}", member.name, keyframe_failure::chain(&*e)).into())
+            }
+            other => other,
+        };
+        results.into_iter().zip(&self.members).map(named).collect()
+    }
+
+    /// Ends the watchdogs and returns the VMs with their names, and what stands beside them.
+    pub fn into_vms(self) -> (Vec<(String, Vm)>, Beside) {
+        let beside = Beside { lans: self.lans, disks: self.disks };
+        (self.members.into_iter().map(|m| (m.name, m.machine.into_vm())).collect(), beside)
+    }
+
+    fn release(&mut self) {
+        if let Some(lans) = &mut self.lans {
+            lans.release();
+        }
+    }
+}
+
+/// The RAM blocks of a group as those of one VM.
+pub fn group_layout(
+    members: &[(&str, RamLayout)],
+) -> Result<RamLayout, keyframe_units::LayoutError> {
+    let of_member = |(name, layout): &(&str, RamLayout)| {
+        let rename =
+            |block: &RamBlock| RamBlock { name: format!("{name}/{}", block.name), ..block.clone() };
+        layout.blocks().iter().map(rename).collect::<Vec<_>>()
+    };
+    RamLayout::new(members.iter().flat_map(of_member).collect())
+}
+
+impl Machine for Machines {
+    fn ram(&mut self) -> Result<RamLayout, BoxError> {
+        let layouts = self.each(|m| m.machine.ram());
+        let mut layouts = self.all(layouts)?;
+        if !self.is_group && layouts.len() == 1 {
+            return Ok(layouts.remove(0));
+        }
+        let named: Vec<_> = self.members.iter().map(|m| &*m.name).zip(layouts).collect();
+        Ok(group_layout(&named)?)
+    }
+
+    fn before_stop(&mut self) -> Result<(), BoxError> {
+        if let Some(lans) = &mut self.lans {
+            lans.hold()?;
+        }
+        let ready = self.disks.as_mut().map_or(Ok(()), Storage::before_stop);
+        // Last, since what it waits for lasts a moment only.
+        let ready = ready.and_then(|()| {
+            let rested = self.members.iter_mut().try_for_each(|m| m.machine.before_stop());
+            if let (Err(_), Some((disks, vms))) = (&rested, self.storage()) {
+                let _ = disks.resumed(vms);
+            }
+            rested
+        });
+        if ready.is_err() {
+            self.release();
+        }
+        ready
+    }
+
+    fn stop(&mut self) -> Result<Stopped, BoxError> {
+        let results = self.each(|member| {
+            let stopped = member.machine.stop();
+            member.stopped = stopped.as_ref().ok().copied();
+            stopped
+        });
+        let stopped = self.all(results);
+        let cut = if stopped.is_ok() {
+            self.storage().map_or(Ok(()), |(disks, vms)| disks.cut(vms))
+        } else {
+            Ok(())
+        };
+        match cut.and(stopped) {
+            Ok(stopped) if stopped.contains(&Stopped::ByUs) => Ok(Stopped::ByUs),
+            Ok(_) => Ok(Stopped::Already),
+            Err(error) => {
+                // One that failed to stop has been let run already.
+                let _ = self.resume(Stopped::ByUs);
+                let _ = self.resumed(Stopped::ByUs);
+                Err(error)
+            }
+        }
+    }
+
+    fn save_devices(&mut self) -> Result<Vec<u8>, BoxError> {
+        let states = self.each(|member| member.machine.save_devices());
+        let mut states = self.all(states)?;
+        if !self.is_group && states.len() == 1 {
+            return Ok(states.remove(0));
+        }
+        states.push(match &mut self.lans {
+            Some(lans) => lans.collect()?,
+            None => Vec::new(),
+        });
+        Ok(join_states(&states))
+    }
+
+    fn resume(&mut self, _: Stopped) -> Result<(), BoxError> {
+        let settled = self.disks.as_mut().map_or(Ok(()), Storage::settled);
+        // Also where that failed: the guest's next flush tells it, and a VM that nobody resumes is
+        // worse.
+        let resumed = self.each(|member| match member.stopped {
+            Some(stopped) => member.machine.resume(stopped),
+            None => Ok(()),
+        });
+        self.all(resumed).and(settled)
+    }
+
+    fn resumed(&mut self, _: Stopped) -> Result<Resumed, BoxError> {
+        // Whatever comes next, the guests' network is not kept waiting.
+        self.release();
+        let by = self.each(|member| match member.stopped.take() {
+            Some(stopped) => member.machine.resumed(stopped),
+            None => Ok(Resumed::ByUs),
+        });
+        let exported = self.storage().map_or(Ok(()), |(disks, vms)| disks.resumed(vms));
+        let by = self.all(by)?;
+        exported?;
+        Ok(if by.contains(&Resumed::ByOther) { Resumed::ByOther } else { Resumed::ByUs })
+    }
+}

@@ -1,0 +1,190 @@
+//! Recompression beside a run: packs that are not written to any more are written anew, as small as
+//! they get.
+//!
+//! ```text
+//!   look ─▶ are there enough bytes in cold packs? ─ no ─▶ rest
+//!    ▲                   │ yes
+//!    │                   ▼
+//!    └── rest ◀── one part of them ─▶ new packs ─▶ the writer follows with its next checkpoint ─▶ maps ─▶ old packs gone
+//! ```
+//!
+//! A thread of its own at the lowest priority: it gets the core when nobody else wants it, and
+//! rests three times as long as it has worked. It has nothing in common with the engine but the
+//! store's files; the writer follows behind the pause, as it follows any prune.
+//!
+//! Invariants: at most one part is at work, of a pack or so; what is not done when the run ends is
+//! left to `keyframe prune --recompress`, and said. It may be killed at any instant, as a prune
+//! may. Not here: what recompression is (the store's prune).
+
+use super::Options;
+use crate::control::RecompressorStatus;
+use crate::control::server::SharedStatus;
+use keyframe_failure::output;
+use keyframe_failure::{Failure, chain};
+use keyframe_store::{Error, PruneOptions, Store};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+/// When packs are recompressed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Recompress {
+    /// While the run goes on, when there is time
+    Idle,
+    /// Not by the run: keyframe prune --recompress does it
+    #[default]
+    Never,
+}
+
+/// How often it is looked.
+const LOOK: Duration = Duration::from_secs(5);
+/// Fewer bytes are not worth a prune, which the writer has to follow. About so many are
+/// recompressed at a time.
+const PART_BYTES: u64 = 64 << 20;
+/// It rests so many times as long as it has worked.
+const RESTS: u32 = 3;
+/// Where checkpoints are further apart than this, it is tried again later.
+const ANSWER_WAIT: Duration = Duration::from_secs(20);
+/// What was begun may come to its end when the run does.
+const END_WAIT: Duration = Duration::from_secs(3);
+/// Nice value of the thread.
+const NICE: i32 = 19;
+
+/// A running recompression. Dropping it ends it.
+pub struct Recompressor {
+    store: Store,
+    stop: Option<Sender<()>>,
+    ended: Receiver<()>,
+}
+
+impl Recompressor {
+    /// Starts it over `store`, unless that was not asked for, or is not worth it: what a flight
+    /// recorder keeps is soon gone, and over a network the old packs would have to be read again.
+    /// `status` shows it.
+    pub fn start(
+        store: &Store,
+        options: &Options,
+        status: &SharedStatus,
+    ) -> Result<Option<Self>, Failure> {
+        if options.recompress == Recompress::Never {
+            return Ok(None);
+        }
+        let off = if options.keep_within.is_some() {
+            Some("what --keep-within keeps is soon gone")
+        } else {
+            store.is_remote().then_some("the store is in object storage")
+        };
+        let shown = Shown { status: Arc::clone(status), off: off.map(String::from) };
+        shown.change(|_| {});
+        if off.is_some() {
+            return Ok(None);
+        }
+        let (stop, stopped) = channel();
+        let (end, ended) = channel();
+        let work = store.clone();
+        let thread = std::thread::Builder::new().name("recompressor".into());
+        let spawned = thread.spawn(move || {
+            until_stopped(&work, &stopped, &shown);
+            drop(end);
+        });
+        spawned.map_err(|e| Failure::new(format!("start the thread that recompresses: {e}")))?;
+        Ok(Some(Self { store: store.clone(), stop: Some(stop), ended }))
+    }
+
+    /// Ends it, and says what is left.
+    pub fn finish(mut self, say: &dyn Fn(&str)) {
+        self.end();
+        let left_bytes = self.store.cold_bytes().unwrap_or(0);
+        if left_bytes >= PART_BYTES {
+            say(&format!(
+                "{} in packs are not recompressed yet: keyframe prune --recompress makes them smaller",
+                output::bytes(left_bytes)
+            ));
+        }
+    }
+
+    fn end(&mut self) {
+        // Answered by the thread's end. One that takes longer may be killed with the process.
+        if self.stop.take().is_some() {
+            let _ = self.ended.recv_timeout(END_WAIT);
+        }
+    }
+}
+
+impl Drop for Recompressor {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// What `status` shows of it.
+struct Shown {
+    status: SharedStatus,
+    off: Option<String>,
+}
+
+impl Shown {
+    fn change(&self, change: impl FnOnce(&mut RecompressorStatus)) {
+        if let Ok(mut status) = self.status.lock() {
+            let first =
+                || RecompressorStatus { off: self.off.clone(), ..RecompressorStatus::default() };
+            change(status.recompressor.get_or_insert_with(first));
+        }
+    }
+}
+
+fn until_stopped(store: &Store, stopped: &Receiver<()>, shown: &Shown) {
+    // What is not permitted stays as it is.
+    let _ = rustix::process::setpriority_process(None, NICE);
+    let (mut rest, mut said) = (LOOK, String::new());
+    while matches!(stopped.recv_timeout(rest), Err(RecvTimeoutError::Timeout)) {
+        let began = Instant::now();
+        let looked = look(store, shown);
+        shown.change(|status| {
+            status.at_work = false;
+            status.last_error = looked.as_ref().err().filter(|e| !is_taken(e)).map(|e| chain(e));
+        });
+        match looked {
+            Ok(()) => said.clear(),
+            Err(error) if is_taken(&error) => said.clear(),
+            // Once, not at every look.
+            Err(error) => {
+                let text = chain(&error);
+                if text != said {
+                    eprintln!("keyframe: warning: recompress: {}: {text}", store.path().display());
+                }
+                said = text;
+            }
+        }
+        rest = (began.elapsed() * RESTS).max(LOOK);
+    }
+}
+
+/// Somebody else prunes.
+fn is_taken(error: &Error) -> bool {
+    matches!(error, Error::Locked { .. })
+}
+
+fn look(store: &Store, shown: &Shown) -> Result<(), Error> {
+    let cold_bytes = store.cold_bytes()?;
+    shown.change(|status| {
+        (status.cold_bytes, status.at_work) = (cold_bytes, cold_bytes >= PART_BYTES)
+    });
+    if cold_bytes < PART_BYTES {
+        return Ok(());
+    }
+    // Nothing is copied for the space alone.
+    let options = PruneOptions {
+        max_unused: 1.0,
+        wait: ANSWER_WAIT,
+        recompress_bytes: PART_BYTES,
+        dry_run: false,
+    };
+    let report = store.prune(&options, &mut |_| {})?;
+    let cold_bytes = store.cold_bytes()?;
+    shown.change(|status| {
+        status.recompressed_packs += report.recompressed_packs;
+        status.cold_bytes = cold_bytes;
+    });
+    Ok(())
+}

@@ -1,0 +1,119 @@
+//! A VM that is recorded, or replays a recording, while checkpoints are taken of it.
+//!
+//! ```text
+//!   no request under way? ─▶ stop ─▶ still none? ─▶ icount ─▶ ... the checkpoint as of any VM ...
+//!    ▲ a moment │ one is       ▲          │ one is
+//!    └──────────┘              └── cont ◀─┘ a moment
+//! ```
+//!
+//! Requests are those of disks, and packets that a network card is to send.
+
+use keyframe_capture::BoxError;
+use keyframe_failure::Failure;
+use keyframe_qemu::record::Queues;
+use keyframe_qemu::{Invocation, QemuIdentity, Qmp};
+use keyframe_store::MachineMeta;
+use keyframe_units::CheckpointId;
+use keyframe_vm_disks::media::Media;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+/// How long a VM may always have requests under way before a checkpoint of it is given up.
+const BUSY_MAX: Duration = Duration::from_secs(5);
+/// How long it runs on between two looks.
+const MOMENT: Duration = Duration::from_micros(500);
+
+/// The instruction of a checkpoint, from the pause to the seal.
+pub type Position = Arc<OnceLock<u64>>;
+
+/// How the VM is recorded.
+#[derive(Clone, Debug)]
+pub struct Recorded {
+    /// The recording's id.
+    pub recording: String,
+    /// QEMU's log.
+    pub log: PathBuf,
+    /// Of a VM that replays it: the machine as the recording's own checkpoints know it.
+    pub machine: Option<MachineMeta>,
+    /// Of such a VM: the checkpoint that it began with, whose disks it has.
+    pub begin: Option<CheckpointId>,
+}
+
+impl Recorded {
+    /// Has the VM of `starting` recorded, whose paths hold in the first directory. Its media,
+    /// served on a socket in the second one.
+    pub fn prepare(
+        &self,
+        starting: &mut [(Invocation, QemuIdentity)],
+        (directory, run_dir): (&Path, &Path),
+        quiet: bool,
+    ) -> Result<Option<Media>, Failure> {
+        let [(line, _)] = starting else {
+            return Err(
+                Failure::new("QEMU records one VM, not a group").fix("record each VM by itself")
+            );
+        };
+        let media = Media::serve(&line.media(), directory, run_dir).unwrap_or_else(|failure| {
+            if !quiet {
+                eprintln!("keyframe: note: QEMU reads the guest's read-only media itself ({}): what waits for them waits longer", failure.message);
+            }
+            None
+        });
+        if let Some(media) = &media {
+            line.serve_media(&media.server());
+        }
+        for note in line.record(&self.log).map_err(|e| Failure::qemu(&e))? {
+            if !quiet {
+                eprintln!("keyframe: note: {note}");
+            }
+        }
+        Ok(media)
+    }
+}
+
+/// The disks and network cards of a VM that is recorded.
+#[derive(Debug, Default)]
+pub struct Disks(Option<Queues>);
+
+impl Disks {
+    /// Waits, while the VM runs, until no request is under way, or has been for [`BUSY_MAX`].
+    ///
+    /// A stop that has to be taken back costs the guest time.
+    pub fn await_rest(&mut self, qmp: &mut Qmp) -> Result<(), BoxError> {
+        let began = Instant::now();
+        while self.are_busy(qmp)? && began.elapsed() < BUSY_MAX {
+            std::thread::sleep(MOMENT);
+        }
+        Ok(())
+    }
+
+    /// Lets a VM that has just been stopped run on until no request is under way as it stands.
+    pub fn settle(&mut self, qmp: &mut Qmp) -> Result<(), BoxError> {
+        let began = Instant::now();
+        while self.are_busy(qmp)? {
+            if began.elapsed() > BUSY_MAX {
+                return Err(format!(
+                    "the guest's disks and network cards have had requests under way for {} s without a moment's rest: there a recording \
+                     cannot be cut",
+                    BUSY_MAX.as_secs()
+                )
+                .into());
+            }
+            qmp.cont()?;
+            std::thread::sleep(MOMENT);
+            self.await_rest(qmp)?;
+            qmp.stop()?;
+        }
+        Ok(())
+    }
+
+    /// Whether a request is under way.
+    pub fn are_busy(&mut self, qmp: &mut Qmp) -> Result<bool, BoxError> {
+        let queues = match &mut self.0 {
+            Some(queues) => queues,
+            none => none.insert(Queues::find(qmp)?),
+        };
+        Ok(queues.are_busy(qmp)?)
+    }
+}

@@ -1,0 +1,232 @@
+//! A flight recorder: beside a run, forgets what has become too old and gives its space back.
+//!
+//! ```text
+//!   look ─▶ new checkpoints read ─▶ those older than --keep-within ─▶ forgotten ─▶ a part of all? ─▶ prune ─▶ rest
+//!    ▲                                                                                 │ not yet             │
+//!    └─────────────────────────────────────────────────────────────────────────────────┴────────────────────┘
+//! ```
+//!
+//! A thread of its own, at the lowest priority that still gets its turn, or at the encoder's where
+//! it falls behind. It has nothing in common with the engine but the store's files and the
+//! checkpoints that a rollback holds. The writer follows a prune with its next checkpoint, behind
+//! the pause.
+//!
+//! Invariants: only checkpoints of this very run are taken, never what was there before; never the
+//! newest, a tagged or a pinned one, one that a disk's overlay stands on or that a rollback goes
+//! to. Whatever fails is said, and tried again at a later look. It may be killed at any instant, as
+//! forgetting and pruning may.
+
+use super::Options;
+use crate::control::RecorderStatus;
+use crate::control::server::SharedStatus;
+use keyframe_failure::{Failure, chain};
+use keyframe_scheduling::Recording;
+use keyframe_store::{CheckpointId, Error, Moment, PruneOptions, Retention, Sealed, Store};
+use keyframe_vm_disks::forget;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Packs of a run with a recorder: what is in the one that is open cannot be given back.
+pub const PACK_BYTES_MAX: u64 = 64 << 20;
+/// More copying than this is not worth the space.
+const MAX_UNUSED: f64 = 0.25;
+/// Nice value of the thread.
+const NICE: i32 = 19;
+/// Where checkpoints are further apart than this, a prune is tried again at the next look.
+const ANSWER_WAIT: Duration = Duration::from_secs(20);
+/// At the end of a run, a prune may come to its end.
+const END_WAIT: Duration = Duration::from_secs(3);
+
+/// A running recorder. Dropping it ends it.
+pub struct Recorder {
+    stop: Option<Sender<()>>,
+    ended: Receiver<()>,
+    held: Arc<Mutex<BTreeSet<CheckpointId>>>,
+}
+
+impl Recorder {
+    /// Starts one over what the run called `vm` puts into `store` from now on, and shows it in
+    /// `status`; `None` where none was asked for.
+    pub fn start(
+        store: &Store,
+        vm: &str,
+        options: &Options,
+        status: &SharedStatus,
+    ) -> Result<Option<Self>, Failure> {
+        let Some(within) = options.keep_within else { return Ok(None) };
+        let before = store.ids().map_err(|e| Failure::store(&e, store.path()))?.last().copied();
+        let (stop, stopped) = channel();
+        let (end, ended) = channel();
+        let held = Arc::<Mutex<BTreeSet<_>>>::default();
+        let within_ns = u64::try_from(within.as_nanos()).unwrap_or(u64::MAX);
+        let work = Work {
+            store: store.clone(),
+            vm: vm.into(),
+            rules: Retention { within: Some(within), ..Retention::default() },
+            before,
+            known: BTreeMap::new(),
+            held: Arc::clone(&held),
+            recording: Recording::new(within_ns),
+            born: Instant::now(),
+            said: String::new(),
+            shown: RecorderStatus { keep_within_ns: within_ns, ..RecorderStatus::default() },
+            status: Arc::clone(status),
+        };
+        work.show();
+        let thread = std::thread::Builder::new().name("recorder".into());
+        let spawned = thread.spawn(move || {
+            work.until_stopped(&stopped);
+            drop(end);
+        });
+        spawned.map_err(|e| Failure::new(format!("start the recorder's thread: {e}")))?;
+        Ok(Some(Self { stop: Some(stop), ended, held }))
+    }
+
+    /// Keeps a checkpoint for this run: a rollback goes to it, and the next checkpoint stands on
+    /// it.
+    pub fn hold(&self, id: CheckpointId) {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner).insert(id);
+    }
+}
+
+impl Drop for Recorder {
+    fn drop(&mut self) {
+        self.stop = None;
+        // Answered by the thread's end. One that takes longer may be killed with the process.
+        let _ = self.ended.recv_timeout(END_WAIT);
+    }
+}
+
+/// Of the calling thread. What is not permitted, or cannot be, stays as it is.
+fn set_priority(is_behind: bool) {
+    if is_behind {
+        keyframe_kernel::priority::lower();
+    } else {
+        let _ = rustix::process::setpriority_process(None, NICE);
+    }
+}
+
+/// What the thread has.
+struct Work {
+    store: Store,
+    vm: String,
+    rules: Retention,
+    /// The newest checkpoint from before.
+    before: Option<CheckpointId>,
+    /// The run's checkpoints, by number; their tags are looked up each time.
+    known: BTreeMap<CheckpointId, Moment>,
+    held: Arc<Mutex<BTreeSet<CheckpointId>>>,
+    recording: Recording,
+    born: Instant,
+    said: String,
+    /// What `status` shows of it.
+    shown: RecorderStatus,
+    status: SharedStatus,
+}
+
+impl Work {
+    fn show(&self) {
+        if let Ok(mut status) = self.status.lock() {
+            status.recorder = Some(self.shown.clone());
+        }
+    }
+
+    fn until_stopped(mut self, stopped: &Receiver<()>) {
+        set_priority(false);
+        let look = Duration::from_nanos(self.recording.look_ns());
+        while matches!(stopped.recv_timeout(look), Err(RecvTimeoutError::Timeout)) {
+            let looked = self.look();
+            self.shown.kept = self.known.len() as u64;
+            self.shown.last_error = looked.as_ref().err().map(ToString::to_string);
+            self.show();
+            match looked {
+                Ok(()) => self.said.clear(),
+                // Once, not at every look.
+                Err(failure) => {
+                    let text = failure.to_string();
+                    if text != self.said {
+                        eprintln!("keyframe: flight recorder: {text}; it is tried again");
+                    }
+                    self.said = text;
+                }
+            }
+        }
+    }
+
+    fn look(&mut self) -> Result<(), Failure> {
+        let now_ns =
+            |work: &Self| u64::try_from(work.born.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        let gone = self.old()?;
+        if !gone.is_empty() {
+            forget::forget(&self.store, &gone, &mut |clone, why| {
+                eprintln!("keyframe: flight recorder: remove {}: {why}", clone.display());
+            })?;
+            self.known.retain(|id, _| !gone.contains(id));
+            self.shown.forgotten += gone.len() as u64;
+        }
+        let began_ns = now_ns(self);
+        let kept = self.known.len() as u64;
+        if self.recording.forgot(began_ns, gone.len() as u64, kept) {
+            set_priority(self.recording.is_behind(kept));
+            let options = PruneOptions {
+                max_unused: MAX_UNUSED,
+                wait: ANSWER_WAIT,
+                ..PruneOptions::default()
+            };
+            let pruned = self.store.prune(&options, &mut |_| {});
+            let all = pruned.as_ref().is_ok_and(|report| report.postponed_packs == 0);
+            set_priority(false);
+            self.recording.pruned(began_ns, now_ns(self), all);
+            match pruned {
+                Ok(report) => {
+                    self.shown.freed_packs += report.removed_packs + report.rewritten_packs
+                }
+                // Somebody else prunes.
+                Err(Error::Locked { .. }) => {}
+                Err(error) => return Err(self.failure(&error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// What may go. Only new checkpoints are read for it.
+    fn old(&mut self) -> Result<BTreeSet<CheckpointId>, Failure> {
+        let ids = self.store.ids().map_err(|e| self.failure(&e))?;
+        let there: BTreeSet<CheckpointId> =
+            ids.into_iter().filter(|id| Some(*id) > self.before).collect();
+        self.known.retain(|id, _| there.contains(id));
+        for id in &there {
+            if self.known.contains_key(id) {
+                continue;
+            }
+            match self.store.sealed(*id) {
+                Ok(sealed) if sealed.meta.vm == self.vm => {
+                    self.known.insert(*id, Moment::from(&sealed));
+                }
+                Ok(_) | Err(Error::UnknownCheckpoint { .. }) => {}
+                Err(error) => return Err(self.failure(&error)),
+            }
+        }
+        let mut tags = self.store.tags_of_checkpoints().map_err(|e| self.failure(&e))?;
+        for (id, moment) in &mut self.known {
+            let of = tags.remove(id).unwrap_or_default();
+            (moment.tags, moment.pinned) = Sealed::split_tags(*id, &of);
+        }
+        let moments: Vec<Moment> = self.known.values().cloned().collect();
+        let mut standing: BTreeSet<CheckpointId> =
+            forget::standing(&self.store)?.into_keys().collect();
+        standing.extend(self.held.lock().unwrap_or_else(PoisonError::into_inner).iter());
+        let verdicts = self.rules.judge(&moments, &standing);
+        Ok(verdicts
+            .into_iter()
+            .filter(|verdict| verdict.kept.is_empty())
+            .map(|verdict| verdict.id)
+            .collect())
+    }
+
+    fn failure(&self, error: &Error) -> Failure {
+        Failure::new(format!("{}: {}", self.store.path().display(), chain(error)))
+    }
+}

@@ -1,0 +1,363 @@
+//! The directories of running engines: one per VM, with its sockets.
+//!
+//! ```text
+//!   $XDG_RUNTIME_DIR/keyframe/        (or /run/keyframe for root, /tmp/keyframe-UID otherwise), mode 0700
+//!     NAME/
+//!       engine.pid    who runs it; locked (flock) while it lives
+//!       qmp.sock      QEMU's monitor, for the engine
+//!       watchdog.sock QEMU's monitor, for the watchdog
+//!       control.sock  the engine's own
+//!       runs          of a standby that has taken over: the VM's name, by which it is found, too
+//!     .clones/NAME/   a clone: engine.pid (its `keyframe branch`), qmp.sock, console.sock, console.log, about.json
+//!     .restored/NAME/ a VM that was restored: engine.pid (its `keyframe restore`), about.json; from the dashboard: console.log
+//! ```
+//!
+//! A directory whose `engine.pid` nobody locks is left over from an engine that was killed: its
+//! name is free again, unless a kept VM still answers on its sockets.
+
+use keyframe_failure::Failure;
+use keyframe_units::CheckpointId;
+pub use keyframe_vm_disks::vm_name::{is_name_char, name_from};
+use rustix::fs::{FlockOperation, flock};
+use rustix::net::sockopt::socket_peercred;
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use serde::{Deserialize, Serialize};
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io::{Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+/// Where VMs without an engine have theirs; no VM's name begins with a dot.
+const CLONES: &str = ".clones";
+const RESTORED: &str = ".restored";
+/// What such a VM tells about itself.
+pub const ABOUT: &str = "about.json";
+/// How many VMs that were restored may have one name, told apart by numbers.
+const NAMESAKES_MAX: u32 = 99;
+const ABOUT_BYTES_MAX: u64 = 64 << 10;
+/// Whose VM a standby runs.
+const RUNS: &str = "runs";
+const NAME_BYTES_MAX: u64 = 64;
+
+/// Where a VM without an engine comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Kind {
+    /// `keyframe branch`.
+    Clone,
+    /// `keyframe restore`.
+    Restored,
+}
+
+/// What a VM without an engine tells about itself.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct About {
+    /// Its name here.
+    pub vm: String,
+    /// Where it comes from.
+    pub kind: Kind,
+    /// The store, and the checkpoint in it.
+    pub store: String,
+    /// The checkpoint that the VM was brought back to.
+    pub checkpoint: u64,
+    /// Its QEMU; of a group, the first member's.
+    pub qemu_pid: u32,
+    /// The command that it ends with.
+    pub keyframe_pid: u32,
+}
+
+/// A claimed run directory.
+pub struct RunDir {
+    path: PathBuf,
+    /// Holds the lock.
+    _pid: File,
+    keep: bool,
+}
+
+impl RunDir {
+    /// Claims the directory for VM `name`; refuses a name that is in use.
+    pub fn claim(name: &str) -> Result<Self, Failure> {
+        Self::claim_in(&base()?, name)
+    }
+
+    /// The same for a clone, which has no engine, and may get one of its name.
+    pub fn claim_clone(name: &str) -> Result<Self, Failure> {
+        Self::claim_beside(CLONES, name)
+    }
+
+    /// The same for one that is restored, which may have namesakes: `NAME`, `NAME-2`, ...
+    pub fn claim_restored(name: &str) -> Result<Self, Failure> {
+        let name = name_from(name);
+        let numbered = (2..=NAMESAKES_MAX).map(|number| format!("{name}-{number}"));
+        let first = Self::claim_beside(RESTORED, &name);
+        numbered
+            .fold(first, |claimed, name| claimed.or_else(|_| Self::claim_beside(RESTORED, &name)))
+    }
+
+    fn claim_beside(folder: &str, name: &str) -> Result<Self, Failure> {
+        Self::claim_in(&beside(folder)?, name)
+    }
+
+    /// Writes down what the VM without an engine is that this process has started: for
+    /// `keyframe status` and `stop`.
+    pub fn tell(
+        &self,
+        kind: Kind,
+        store: &Path,
+        checkpoint: CheckpointId,
+        qemu_pid: u32,
+    ) -> Result<(), Failure> {
+        let about = About {
+            vm: name_of(&self.path),
+            kind,
+            store: store.display().to_string(),
+            checkpoint: checkpoint.0,
+            qemu_pid,
+            keyframe_pid: std::process::id(),
+        };
+        let path = self.path.join(ABOUT);
+        let text =
+            serde_json::to_vec(&about).map_err(|e| Failure::new(format!("write JSON: {e}")))?;
+        std::fs::write(&path, text)
+            .map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
+    }
+
+    /// Writes down that this engine runs VM `vm` from here on, which it has taken over.
+    pub fn runs(&self, vm: &str) -> Result<(), Failure> {
+        let path = self.path.join(RUNS);
+        std::fs::write(&path, vm)
+            .map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
+    }
+
+    /// It has ended; what else is in the directory stays for a look.
+    pub fn untell(&self) {
+        let _ = std::fs::remove_file(self.path.join(ABOUT));
+    }
+
+    fn claim_in(base: &Path, name: &str) -> Result<Self, Failure> {
+        if name.is_empty()
+            || name.len() > 64
+            || name.starts_with('.')
+            || !name.chars().all(is_name_char)
+        {
+            return Err(Failure::new(format!("{name:?} is no name for a VM"))
+                .fix("use --name with 1 to 64 letters, digits, '-', '_' and '.'"));
+        }
+        let path = base.join(name);
+        make_private(&path)?;
+        let fail =
+            |what: &str, e: std::io::Error| Failure::new(format!("{what} {}: {e}", path.display()));
+        let mut pid = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .mode(0o600)
+            .open(path.join("engine.pid"))
+            .map_err(|e| fail("open engine.pid in", e))?;
+        let in_use = |who: &str| {
+            Failure::new(format!("a VM named {name} {who}"))
+                .fix("give this one another name: --name NAME")
+        };
+        if flock(&pid, FlockOperation::NonBlockingLockExclusive).is_err() {
+            return Err(in_use("is running under Keyframe already"));
+        }
+        if UnixStream::connect(path.join("qmp.sock")).is_ok() {
+            return Err(in_use("still runs, left by an earlier run"));
+        }
+        for file in ["qmp.sock", "watchdog.sock", "control.sock", RUNS] {
+            match std::fs::remove_file(path.join(file)) {
+                Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(fail("clear", e)),
+                _ => {}
+            }
+        }
+        pid.set_len(0).map_err(|e| fail("write engine.pid in", e))?;
+        writeln!(pid, "{}", std::process::id()).map_err(|e| fail("write engine.pid in", e))?;
+        Ok(Self { path, _pid: pid, keep: false })
+    }
+
+    /// The directory.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Leaves the sockets in place when the engine ends: the VM goes on and uses them.
+    pub fn keep(&mut self) {
+        self.keep = true;
+    }
+}
+
+impl Drop for RunDir {
+    fn drop(&mut self) {
+        if !self.keep {
+            // Left-overs do no harm: the next engine of this name clears them.
+            let _ = std::fs::remove_dir_all(&self.path);
+        }
+    }
+}
+
+/// The directories of engines that live.
+pub fn all() -> Result<Vec<PathBuf>, Failure> {
+    living_in(&base()?)
+}
+
+/// The directories of VMs without an engine whose `keyframe branch` or `restore` lives, and what
+/// they tell.
+pub fn without_engine() -> Result<Vec<(PathBuf, About)>, Failure> {
+    // One that says nothing is just being made.
+    let about = |dir: PathBuf| about(&dir).map(|about| (dir, about));
+    let base = base()?;
+    let all = living_in(&base.join(CLONES))?.into_iter().chain(living_in(&base.join(RESTORED))?);
+    Ok(all.filter_map(about).collect())
+}
+
+/// A VM that runs on without an engine: that has died, or left it by `--on-exit keep`.
+#[derive(Clone, Debug, Serialize)]
+pub struct Orphan {
+    /// Its name here.
+    pub vm: String,
+    /// Always `orphan`.
+    pub kind: &'static str,
+    /// Its QEMU.
+    pub qemu_pid: u32,
+    /// The socket of its monitor.
+    pub qmp: PathBuf,
+}
+
+/// All of them.
+pub fn orphans() -> Result<Vec<Orphan>, Failure> {
+    let of = |dir: PathBuf| {
+        let qmp = dir.join("qmp.sock");
+        // Nobody else talks to it: its engine held the lock.
+        let stream = if lives(&dir) { None } else { UnixStream::connect(&qmp).ok() }?;
+        let qemu_pid = socket_peercred(&stream).ok()?.pid.as_raw_nonzero().get().cast_unsigned();
+        Some(Orphan { vm: name_of(&dir), kind: "orphan", qemu_pid, qmp })
+    };
+    let mut all: Vec<Orphan> = entries(&base()?)?.filter_map(of).collect();
+    all.sort_by(|one, other| one.vm.cmp(&other.vm));
+    Ok(all)
+}
+
+/// Where those that are restored have their directories.
+pub fn of_restored() -> Result<PathBuf, Failure> {
+    beside(RESTORED)
+}
+
+/// Has the command end that the VM of this directory ends with.
+pub fn end_with(dir: &Path, about: &About) -> Result<(), Failure> {
+    let fail = |e: rustix::io::Errno| Failure::new(format!("end VM {}: {e}", about.vm));
+    let gone = || Failure::new(format!("VM {} has just ended", about.vm));
+    let pid = i32::try_from(about.keyframe_pid).ok().and_then(Pid::from_raw).ok_or_else(gone)?;
+    let process = pidfd_open(pid, PidfdFlags::empty()).map_err(fail)?;
+    // It held the lock after we took hold of it: nobody else has its number.
+    if !lives(dir) {
+        return Err(gone());
+    }
+    pidfd_send_signal(&process, Signal::TERM).map_err(fail)
+}
+
+fn about(dir: &Path) -> Option<About> {
+    let mut text = String::new();
+    File::open(dir.join(ABOUT)).ok()?.take(ABOUT_BYTES_MAX).read_to_string(&mut text).ok()?;
+    serde_json::from_str(&text).ok()
+}
+
+fn beside(folder: &str) -> Result<PathBuf, Failure> {
+    let folder = base()?.join(folder);
+    make_private(&folder)?;
+    Ok(folder)
+}
+
+/// What a directory has, which need not be there.
+fn entries(base: &Path) -> Result<impl Iterator<Item = PathBuf>, Failure> {
+    let entries = match std::fs::read_dir(base) {
+        Ok(entries) => Some(entries),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => None,
+        Err(e) => return Err(Failure::new(format!("read {}: {e}", base.display()))),
+    };
+    Ok(entries.into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path())))
+}
+
+fn living_in(base: &Path) -> Result<Vec<PathBuf>, Failure> {
+    let mut live: Vec<PathBuf> = entries(base)?.filter(|path| lives(path)).collect();
+    live.sort();
+    Ok(live)
+}
+
+/// The name of the VM whose engine has this directory.
+pub fn name_of(run_dir: &Path) -> String {
+    run_dir.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned())
+}
+
+/// The VM that the standby of this directory has taken over.
+fn taken_over(dir: &Path) -> Option<String> {
+    let mut text = String::new();
+    File::open(dir.join(RUNS)).ok()?.take(NAME_BYTES_MAX).read_to_string(&mut text).ok()?;
+    Some(text)
+}
+
+/// The directory of the engine of VM `name`, or of the only one there is. A directory's own name
+/// comes before that of a VM that was taken over: both hosts may be one machine.
+pub fn find(name: Option<&str>) -> Result<PathBuf, Failure> {
+    let mut live = all()?;
+    let names =
+        |live: &[PathBuf]| live.iter().map(|dir| name_of(dir)).collect::<Vec<_>>().join(", ");
+    match name {
+        Some(name) => {
+            let running = names(&live);
+            let own = live.iter().find(|dir| name_of(dir) == name);
+            let runs = || live.iter().find(|dir| taken_over(dir).is_some_and(|vm| vm == name));
+            own.or_else(runs).cloned().ok_or_else(|| {
+                let fix = if running.is_empty() {
+                    "nothing runs".into()
+                } else {
+                    format!("running: {running}")
+                };
+                Failure::new(format!("no VM named {name} runs under Keyframe")).fix(fix)
+            })
+        }
+        None if live.len() > 1 => Err(Failure::new("several VMs run")
+            .fix(format!("choose one with --name: {}", names(&live)))),
+        None => live.pop().ok_or_else(|| {
+            Failure::new("no VM runs under Keyframe")
+                .fix("start one with: keyframe run --store STORE -- qemu-system-x86_64 ...")
+        }),
+    }
+}
+
+/// Whether its command lives.
+pub fn lives(dir: &Path) -> bool {
+    File::open(dir.join("engine.pid"))
+        .is_ok_and(|pid| flock(&pid, FlockOperation::NonBlockingLockShared).is_err())
+}
+
+/// The directory above all run directories, private to this user.
+fn base() -> Result<PathBuf, Failure> {
+    let uid = rustix::process::getuid();
+    let base = match std::env::var_os("XDG_RUNTIME_DIR") {
+        Some(dir) if !dir.is_empty() => PathBuf::from(dir).join("keyframe"),
+        _ if uid.is_root() && Path::new("/run").is_dir() => PathBuf::from("/run/keyframe"),
+        _ => std::env::temp_dir().join(format!("keyframe-{}", uid.as_raw())),
+    };
+    make_private(&base)?;
+    Ok(base)
+}
+
+/// Makes a directory that only we may enter; one that is another user's is refused.
+fn make_private(path: &Path) -> Result<(), Failure> {
+    let fail = |e: std::io::Error| Failure::new(format!("make {}: {e}", path.display()));
+    match DirBuilder::new().mode(0o700).create(path) {
+        Ok(()) => {}
+        Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
+        Err(e) => return Err(fail(e)),
+    }
+    let meta = std::fs::symlink_metadata(path).map_err(fail)?;
+    if !meta.is_dir()
+        || meta.uid() != rustix::process::getuid().as_raw()
+        || meta.mode() & 0o077 != 0
+    {
+        return Err(Failure::new(format!("{} is not a private directory of ours", path.display()))
+            .fix("remove it, or point XDG_RUNTIME_DIR to a directory that only you may enter"));
+    }
+    Ok(())
+}

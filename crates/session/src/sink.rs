@@ -1,0 +1,185 @@
+//! The store as the checkpoint cycle's sink.
+
+use super::faults::{Fault, Kind};
+use super::launch::lines_now;
+use super::recorded::Position;
+use super::storage::Cut;
+use keyframe_capture::{BoxError, Captured, Sink};
+use keyframe_failure::Failure;
+use keyframe_qemu::Vm;
+use keyframe_store::{
+    DiskState, MachineMeta, MemberMeta, PausePhases, Recorded, Run, SealRequest, Sealed, Timing,
+};
+use keyframe_units::{CheckpointId, Epoch, Page, PageIndex};
+
+/// What the session knows of a checkpoint beyond what the cycle captured.
+#[derive(Clone, Debug, Default)]
+pub struct Label {
+    /// Why it is taken.
+    pub reason: &'static str,
+    /// How late it began.
+    pub backlog_ns: u64,
+    /// A name for it.
+    pub tag: Option<String>,
+    /// What its pause cut from the disks.
+    pub cut: Option<Cut>,
+    /// The checkpoint that the VM was brought back to since the one before, and how often it has
+    /// been brought back by then.
+    pub parent: Option<(CheckpointId, u64)>,
+    /// Of a VM that is recorded: its instruction.
+    pub position: Option<Position>,
+}
+
+/// The machines of a session.
+#[derive(Clone, Debug, Default)]
+pub struct MachinesMeta {
+    machine: MachineMeta,
+    members: Vec<MemberMeta>,
+}
+
+impl MachinesMeta {
+    /// Those of a group, or else of the one VM.
+    pub fn new(mut members: Vec<MemberMeta>, is_group: bool) -> Self {
+        if is_group {
+            return Self { machine: MachineMeta::default(), members };
+        }
+        Self { machine: members.pop().unwrap_or_default().machine, members: Vec::new() }
+    }
+
+    /// That of the one VM.
+    pub fn machine(&self) -> &MachineMeta {
+        &self.machine
+    }
+
+    /// Their lines and RAM blocks as they are now.
+    pub fn refresh<'a>(&mut self, vms: impl Iterator<Item = &'a mut Vm>) -> Result<(), Failure> {
+        if self.members.is_empty() {
+            for vm in vms {
+                refresh(&mut self.machine, vm)?;
+            }
+            return Ok(());
+        }
+        for (member, vm) in self.members.iter_mut().zip(vms) {
+            refresh(&mut member.machine, vm)?;
+            member.ram_blocks = vm.ram_layout().map_err(|e| Failure::qemu(&e))?.blocks().len();
+        }
+        Ok(())
+    }
+}
+
+fn refresh(machine: &mut MachineMeta, vm: &mut Vm) -> Result<(), Failure> {
+    (machine.user_command, machine.full_command) = lines_now(vm)?;
+    machine.guest_map = Some(vm.guest_map().map_err(|e| Failure::qemu(&e))?);
+    Ok(())
+}
+
+/// Stores the checkpoints of one run.
+pub struct StoreSink {
+    run: Run,
+    machines: MachinesMeta,
+    fault: Option<Fault>,
+    origin: Option<CheckpointId>,
+    /// The recording that the VM is in.
+    pub recording: Option<String>,
+    /// How many rollbacks the newest sealed checkpoint knows of.
+    went_back: u64,
+}
+
+impl StoreSink {
+    /// A sink into `run`, whose VM came from checkpoint `origin`.
+    pub fn new(
+        run: Run,
+        machines: MachinesMeta,
+        fault: Option<Fault>,
+        origin: Option<CheckpointId>,
+    ) -> Self {
+        Self { run, machines, fault, origin, recording: None, went_back: 0 }
+    }
+
+    /// Closes the run's pack, and tells what the last sealed checkpoint knows of the disks.
+    pub fn finish(mut self) -> Result<DiskState, keyframe_store::Error> {
+        let disks = self.run.disk_state();
+        self.run.finish()?;
+        Ok(disks)
+    }
+
+    fn strike(fault: Option<&Fault>) -> Result<(), BoxError> {
+        fault.and_then(|fault| fault.strike(Kind::DiskFull)).map_or(Ok(()), Err)
+    }
+}
+
+impl Sink for StoreSink {
+    type Label = Label;
+    type Sealed = Sealed;
+
+    fn put(&mut self, pages: &[(PageIndex, &Page)]) -> Result<(), BoxError> {
+        let (mut whole, mut struck) = (pages.len(), Ok(()));
+        if let Some(fault) = &self.fault {
+            // At one page of them: those before it are put.
+            let strike = (0..pages.len()).find_map(|at| Some((at, fault.strike(Kind::DiskFull)?)));
+            if let Some((at, error)) = strike {
+                (whole, struck) = (at, Err(error));
+            }
+        }
+        self.run.put_pages(pages.get(..whole).unwrap_or_default(), &mut |_, _| ())?;
+        struck
+    }
+
+    fn seal(&mut self, captured: &Captured, label: Label) -> Result<Sealed, BoxError> {
+        // A checkpoint may have been taken before the one behind the rollback was sealed: it
+        // follows that one.
+        let parent = label.parent.filter(|(_, times)| *times > self.went_back);
+        if let Some(cut) = &label.cut {
+            if let Some((parent, _)) = parent {
+                // The overlay is a new one over that checkpoint.
+                self.run.put_disks_of(parent)?;
+            }
+            let fault = self.fault.as_ref();
+            cut.put(&mut self.run, &mut || Self::strike(fault))?;
+        }
+        let icount = label.position.as_ref().and_then(|position| position.get().copied());
+        let recorded = self
+            .recording
+            .clone()
+            .zip(icount)
+            .map(|(recording, icount)| Recorded { recording, icount });
+        let t = &captured.timeline;
+        let timing = Timing {
+            interval_ns: t.interval_ns,
+            backlog_ns: label.backlog_ns,
+            pause_ns: t.pause_ns,
+            pause: PausePhases {
+                stop: t.stop_ns,
+                scan: t.scan_ns,
+                copy: t.copy_ns,
+                device_state: t.device_state_ns,
+                resume: t.resume_ns,
+            },
+            precopy_rounds: t.rounds.len() as u32,
+            strategy: t.strategy.into(),
+            round_pages: t.rounds.iter().map(|r| r.pages).chain([t.pause_pages]).collect(),
+            encode_ns: t.encode_ns,
+        };
+        let sealed = self.run.seal(SealRequest {
+            taken_at: captured.taken_at.try_into()?,
+            reason: label.reason.into(),
+            parent: parent
+                .map(|(id, _)| id)
+                .or(self.origin.filter(|_| self.run.epoch() == Epoch(0))),
+            ram: captured.ram.clone(),
+            machine: MachineMeta { recorded, ..self.machines.machine.clone() },
+            members: self.machines.members.clone(),
+            timing,
+            device_state: &captured.device_state,
+            tag: label.tag.as_deref(),
+        })?;
+        if let Some((_, times)) = parent {
+            self.went_back = times;
+        }
+        Ok(sealed)
+    }
+
+    fn abandon(&mut self) {
+        self.run.abandon();
+    }
+}

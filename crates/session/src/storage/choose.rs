@@ -1,0 +1,228 @@
+//! Which way the disks of a session go into checkpoints, and which stay out.
+//!
+//! | `--disk` | `run` | `attach` |
+//! |---|---|---|
+//! | `served` | the line names our server; images are never written | refused: QEMU has its images open |
+//! | `reflink` | QEMU writes to its images, which are cloned | the same |
+//! | `bitmap` | QEMU writes to its images, and is asked what changed | the same |
+//! | `auto` | served | reflink where it is cheap, else bitmap |
+//!
+//! Under `run`, `auto` never depends on the file system: whether an image is written is nothing to
+//! find out afterwards.
+
+use super::own::OwnDisk;
+use super::{Clones, Fleeces, Storage};
+use crate::launch::Found;
+use keyframe_disk::ImageFormat;
+use keyframe_failure::Failure;
+use keyframe_qemu::{Drive, LineDisk, Vm, fleece};
+use keyframe_store::{BaseMeta, DiskMeta, Store};
+use keyframe_vm_disks::base;
+use std::path::Path;
+
+/// How disks get into checkpoints.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum DiskWay {
+    /// Served under `run`; under `attach` reflink where that is cheap for all images, else bitmap.
+    #[default]
+    Auto,
+    /// Keyframe serves them, and leaves the images as they are (`run` alone).
+    Served,
+    /// QEMU writes to its images; what changed is known by its dirty bitmaps, and read behind the
+    /// pause.
+    Bitmap,
+    /// QEMU writes to its images; each checkpoint clones their files (btrfs, XFS).
+    Reflink,
+}
+
+/// Disks that are to stay out of checkpoints, by name; `all`.
+#[derive(Clone, Debug, Default)]
+pub struct LeaveOut(pub Vec<String>);
+
+impl LeaveOut {
+    fn has(&self, disk: &OwnDisk) -> bool {
+        self.0
+            .iter()
+            .any(|name| name == "all" || *name == disk.meta.name || *name == disk.node.device)
+    }
+}
+
+/// What `way` comes to for the disks of VMs that are to be launched.
+pub fn for_launch(way: DiskWay, drives: &[Drive]) -> Result<DiskWay, Failure> {
+    match way {
+        DiskWay::Auto | DiskWay::Served => Ok(DiskWay::Served),
+        DiskWay::Bitmap => Ok(DiskWay::Bitmap),
+        DiskWay::Reflink if drives.is_empty() => Ok(DiskWay::Served),
+        DiskWay::Reflink => {
+            for drive in drives {
+                let objection = if drive.temporary {
+                    Some(format!("what is written to {} is not to last (snapshot=on)", drive.name))
+                } else if drive.remote {
+                    Some(no_file(&drive.name))
+                } else {
+                    super::clones::objection(&drive.image, format_of(drive), false)
+                };
+                if let Some(why) = objection {
+                    return Err(not_cloned(&why));
+                }
+            }
+            Ok(DiskWay::Reflink)
+        }
+    }
+}
+
+fn no_file(disk: &str) -> String {
+    format!("{disk} is no file, but an export that QEMU reaches by NBD")
+}
+
+fn not_cloned(why: &str) -> Failure {
+    Failure::new(format!("--disk reflink: {why}"))
+        .fix("put the image on btrfs or XFS, or leave --disk out: another way is chosen then")
+}
+
+fn format_of(drive: &Drive) -> Option<ImageFormat> {
+    match drive.format.as_deref() {
+        Some(name) => ImageFormat::named(name),
+        None => ImageFormat::probe(&drive.image).ok(),
+    }
+}
+
+/// The disks of VMs whose QEMUs have their images open, and how they are captured. None where no
+/// guest can write to a disk.
+pub fn own(
+    (store, name, run_dir): (&Store, &str, &Path),
+    (found, is_group): (&mut [Found], bool),
+    way: DiskWay,
+    leave_out: &LeaveOut,
+) -> Result<Option<Storage>, Failure> {
+    let mut disks = Vec::new();
+    for (member, one) in found.iter_mut().enumerate() {
+        let prefix = if is_group { format!("{}/", one.name) } else { String::new() };
+        // An engine that was killed may have left nodes above the disks.
+        fleece::sweep(one.vm.qmp()).map_err(|e| Failure::qemu(&e))?;
+        let mut of_vm = disks_of(&mut one.vm, &one.directory, member, &prefix)?;
+        one.vm.mind_nodes(of_vm.iter().map(|disk| disk.node.node.clone()).collect());
+        disks.append(&mut of_vm);
+    }
+    leave(&mut disks, leave_out)?;
+    if disks.is_empty() {
+        return Ok(None);
+    }
+    for one in found.iter_mut() {
+        if let Some(job) = fleece::other_job(one.vm.qmp()).map_err(|e| Failure::qemu(&e))? {
+            return Err(Failure::new(format!(
+                "a job works on the VM's disk {job} (a backup, a mirror, a commit)"
+            ))
+            .fix("wait until it ends, or cancel it (block-job-cancel)"));
+        }
+    }
+    let kept = || disks.iter().filter(|disk| !disk.left_out);
+    let objection = kept().find_map(|disk| {
+        if disk.temporary {
+            return Some(format!(
+                "what is written to {} is not in its image (snapshot=on)",
+                disk.meta.name
+            ));
+        }
+        if disk.remote {
+            return Some(no_file(&disk.meta.name));
+        }
+        super::clones::objection(&disk.image, disk.format, way == DiskWay::Auto)
+    });
+    match (way, objection) {
+        (DiskWay::Served, _) => {
+            Err(Failure::new("--disk served: QEMU has its images open already")
+                .fix("leave --disk out, or start the VM with `keyframe run`"))
+        }
+        (DiskWay::Reflink, Some(why)) => Err(not_cloned(&why)),
+        (DiskWay::Reflink | DiskWay::Auto, None) => cloned(store, name, disks).map(Some),
+        (DiskWay::Bitmap | DiskWay::Auto, _) => fleeced(store, run_dir, disks, found).map(Some),
+    }
+}
+
+fn cloned(store: &Store, name: &str, mut disks: Vec<OwnDisk>) -> Result<Storage, Failure> {
+    for disk in disks.iter_mut().filter(|disk| !disk.left_out) {
+        if let Some(format) = disk.format {
+            disk.meta.base = base::describe(&disk.image, format)?;
+        }
+    }
+    Clones::new(store, name, disks).map(Storage::Cloned)
+}
+
+fn fleeced(
+    store: &Store,
+    run_dir: &Path,
+    disks: Vec<OwnDisk>,
+    found: &mut [Found],
+) -> Result<Storage, Failure> {
+    let through_libvirt = |one: &Found| one.vm.is_attached() && one.monitor.is_none();
+    let kept = disks.iter().find(|disk| !disk.left_out);
+    if let Some(disk) = kept.filter(|disk| found.get(disk.member).is_some_and(through_libvirt)) {
+        return Err(Failure::new(format!(
+            "disk {}: libvirt keeps its QEMU from files and sockets of others, so its disks cannot be read through QEMU",
+            disk.meta.name
+        ))
+        .fix(
+            "put the image on btrfs or XFS (--disk reflink), leave the disk out (--leave-out-disk NAME), or give the domain a \
+             QMP socket of its own and attach by --qmp",
+        ));
+    }
+    let mut vms: Vec<&mut Vm> = found.iter_mut().map(|one| &mut one.vm).collect();
+    Fleeces::new(store, run_dir, disks, &mut vms).map(Storage::Fleeced)
+}
+
+fn disks_of(
+    vm: &mut Vm,
+    directory: &Path,
+    member: usize,
+    prefix: &str,
+) -> Result<Vec<OwnDisk>, Failure> {
+    let mut disks = Vec::new();
+    for LineDisk { drive, node } in vm.line_disks(directory).map_err(|e| Failure::qemu(&e))? {
+        // One that the line does not make is the audit's.
+        let Some(drive) = drive else { continue };
+        let meta = DiskMeta {
+            name: format!("{prefix}{}", drive.name),
+            disk_bytes: node.disk_bytes,
+            base: BaseMeta::blank(),
+            ..DiskMeta::default()
+        };
+        let format = if drive.remote { Some(ImageFormat::Raw) } else { format_of(&drive) };
+        // With -snapshot QEMU writes to a file of its own.
+        let (temporary, remote) = (drive.temporary, drive.remote);
+        let image = drive.image;
+        disks.push(OwnDisk {
+            member,
+            node,
+            meta,
+            image,
+            format,
+            temporary,
+            remote,
+            left_out: false,
+        });
+    }
+    Ok(disks)
+}
+
+/// Marks those that stay out.
+fn leave(disks: &mut [OwnDisk], leave_out: &LeaveOut) -> Result<(), Failure> {
+    for disk in disks.iter_mut().filter(|disk| leave_out.has(disk)) {
+        let format = disk.format.map_or_else(|| "raw".into(), |format| format.to_string());
+        disk.meta.base =
+            BaseMeta { path: disk.image.display().to_string(), format, files: Vec::new() };
+        disk.meta.left_out = true;
+        disk.left_out = true;
+    }
+    let unknown = |name: &&String| {
+        *name != "all" && !disks.iter().any(|disk| LeaveOut(vec![(*name).clone()]).has(disk))
+    };
+    if let Some(name) = leave_out.0.iter().find(unknown) {
+        let names: Vec<&str> = disks.iter().map(|disk| disk.meta.name.as_str()).collect();
+        return Err(Failure::new(format!(
+            "--leave-out-disk {name}: the guest can write to no disk of that name"
+        ))
+        .fix(format!("its disks are {}", names.join(", "))));
+    }
+    Ok(())
+}

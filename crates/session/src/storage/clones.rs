@@ -1,0 +1,325 @@
+//! Disks whose image files are cloned in each pause, by file systems that can (btrfs, XFS).
+//!
+//! ```text
+//!   begin: empty files beside the images ─▶ sync the images ─▶ stop (QEMU drains and flushes) ─▶ FICLONE ─▶ cont
+//!   encoder: sync the clones, make them read-only, describe them ─▶ the checkpoint's base of each disk
+//!   sealed: they stay      failed: they are removed      engine gone: the next one removes what no checkpoint names
+//!
+//!   DIR/disk.qcow2
+//!   DIR/.disk.qcow2.keyframe-1a2b3c4d-web-17      beside the image, so that backing files are found by the same names
+//! ```
+//!
+//! Invariant: a checkpoint names its clone only when that is durable, and nothing is removed that a
+//! checkpoint names.
+
+use super::own::{OwnDisk, require_same};
+use crate::machines::Member;
+use keyframe_capture::BoxError;
+use keyframe_disk::ImageFormat;
+use keyframe_failure::{Failure, chain};
+use keyframe_store::{DiskMeta, Run, Store};
+use keyframe_vm_disks::base;
+use std::collections::BTreeMap;
+use std::fs::{File, Permissions};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+/// What the name of an image may take of that of its clones.
+const STEM_BYTES_MAX: usize = 100;
+/// More clones than anybody keeps beside an image.
+const CLONES_MAX: u64 = 1 << 32;
+/// A clone that takes longer is no cheaper than what else there is.
+const CHEAP: Duration = Duration::from_millis(5);
+
+/// A clone that a capture makes of a disk.
+#[derive(Clone, Debug)]
+struct Made {
+    disk: usize,
+    path: PathBuf,
+    format: ImageFormat,
+}
+
+/// What a capture has cloned: known once its pause has begun.
+#[derive(Clone, Debug)]
+pub struct ClonedCut(Arc<OnceLock<Vec<Made>>>);
+
+/// An image that is cloned.
+struct Source {
+    /// The disk's number.
+    disk: usize,
+    image: PathBuf,
+    file: File,
+    format: ImageFormat,
+}
+
+/// The engine's side.
+pub struct Clones {
+    disks: Vec<OwnDisk>,
+    metas: Vec<DiskMeta>,
+    sources: Vec<Source>,
+    /// Whose clones they are, in their names.
+    owner: String,
+    next: u64,
+    prepared: Vec<(Made, File)>,
+    current: Option<ClonedCut>,
+    in_flight: BTreeMap<u64, ClonedCut>,
+}
+
+impl Clones {
+    /// Over `disks`, for checkpoints of `vm` in `store`. Removes what an engine that was killed has
+    /// left.
+    pub fn new(store: &Store, vm: &str, disks: Vec<OwnDisk>) -> Result<Self, Failure> {
+        let owner = format!("keyframe-{:.8}-{}", store.id(), crate::rundir::name_from(vm));
+        let mut sources = Vec::new();
+        for (number, disk) in disks.iter().enumerate().filter(|(_, disk)| !disk.left_out) {
+            let format = disk
+                .format
+                .ok_or_else(|| Failure::new(format!("disk {}: unknown format", disk.meta.name)))?;
+            let file = File::open(&disk.image).map_err(|e| failed("open", &disk.image, &e))?;
+            sources.push(Source { disk: number, image: disk.image.clone(), file, format });
+        }
+        remove_left_over(store, &sources)?;
+        let metas = disks.iter().map(|disk| disk.meta.clone()).collect();
+        let (prepared, in_flight) = (Vec::new(), BTreeMap::new());
+        Ok(Self { disks, metas, sources, owner, next: 1, prepared, current: None, in_flight })
+    }
+
+    /// What is known of the disks.
+    pub fn metas(&self) -> &[DiskMeta] {
+        &self.metas
+    }
+
+    /// A capture begins: files to clone into, and little left to flush.
+    pub fn begin(&mut self, members: &mut [Member]) -> Result<ClonedCut, BoxError> {
+        require_same(&self.disks, members)?;
+        self.discard_prepared();
+        for source in &self.sources {
+            let (path, file) = claim(&source.image, &self.owner, &mut self.next)?;
+            self.prepared.push((Made { disk: source.disk, path, format: source.format }, file));
+        }
+        self.sync()?;
+        let cut = ClonedCut(Arc::default());
+        self.current = Some(cut.clone());
+        Ok(cut)
+    }
+
+    /// Flushes the images, so that little is left to.
+    pub fn sync(&self) -> Result<(), BoxError> {
+        for source in &self.sources {
+            source.file.sync_data().map_err(|e| text("sync", &source.image, &e))?;
+        }
+        Ok(())
+    }
+
+    /// The VMs stand still, and QEMU has flushed what it had.
+    pub fn cut(&mut self) -> Result<(), BoxError> {
+        let Some(current) = &self.current else { return Ok(()) };
+        for (source, (made, file)) in self.sources.iter().zip(&self.prepared) {
+            rustix::fs::ioctl_ficlone(file, &source.file).map_err(|e| {
+                let target = made.path.display();
+                BoxError::from(format!(
+                    "clone {} into {target}: {}",
+                    source.image.display(),
+                    io::Error::from(e)
+                ))
+            })?;
+        }
+        let made = self.prepared.drain(..).map(|(made, _)| made).collect();
+        current.0.set(made).map_err(|_| "the disks were cloned twice in a capture".into())
+    }
+
+    /// That the images are still those that the guests write to.
+    pub fn require_same(&self, members: &mut [Member]) -> Result<(), BoxError> {
+        require_same(&self.disks, members)
+    }
+
+    /// The capture came to an end: it has number `seq`, or failed.
+    pub fn captured(&mut self, seq: Option<u64>) {
+        self.discard_prepared();
+        let Some(cut) = self.current.take() else { return };
+        match seq {
+            Some(seq) => {
+                self.in_flight.insert(seq, cut);
+            }
+            None => cut.discard(),
+        }
+    }
+
+    /// The checkpoint of capture `seq` is sealed, and has its clones.
+    pub fn sealed(&mut self, seq: u64) {
+        self.in_flight.remove(&seq);
+    }
+
+    /// The checkpoints of these captures are lost.
+    pub fn failed(&mut self, lost: &[u64]) {
+        lost.iter().filter_map(|seq| self.in_flight.remove(seq)).for_each(|cut| cut.discard());
+    }
+
+    fn discard_prepared(&mut self) {
+        for (made, _) in self.prepared.drain(..) {
+            discard(&made.path);
+        }
+    }
+}
+
+impl Drop for Clones {
+    fn drop(&mut self) {
+        self.captured(None);
+    }
+}
+
+impl ClonedCut {
+    /// Makes the clones durable, and the bases of the checkpoint in progress of `run`.
+    pub fn put(
+        &self,
+        run: &mut Run,
+        fault: &mut dyn FnMut() -> Result<(), BoxError>,
+    ) -> Result<(), BoxError> {
+        for made in self.0.get().ok_or("the checkpoint's disks were not cloned")? {
+            fault()?;
+            let path = &made.path;
+            let durable = || {
+                let file = File::open(path)?;
+                file.set_permissions(Permissions::from_mode(0o400))?;
+                file.sync_all()?;
+                File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
+            };
+            durable().map_err(|e| text("sync", path, &e))?;
+            let base = base::describe(path, made.format).map_err(|failure| failure.message)?;
+            run.set_base(made.disk, base)?;
+        }
+        Ok(())
+    }
+
+    fn discard(&self) {
+        self.0.get().into_iter().flatten().for_each(|made| discard(&made.path));
+    }
+}
+
+/// Why the image cannot be cloned, if so; `cheaply`: also where that takes long. It is tried.
+pub fn objection(image: &Path, format: Option<ImageFormat>, cheaply: bool) -> Option<String> {
+    tried(image, format, cheaply).err()
+}
+
+fn tried(image: &Path, format: Option<ImageFormat>, cheaply: bool) -> Result<(), String> {
+    let name = image.display();
+    let io = |operation: &str, e: io::Error| format!("{operation} {name}: {e}");
+    if format.is_none() {
+        return Err(format!("{name} is neither raw nor qcow2"));
+    }
+    let source = File::open(image).map_err(|e| io("open", e))?;
+    if !source.metadata().map_err(|e| io("look at", e))?.is_file() {
+        return Err(format!("{name} is no file"));
+    }
+    if format == Some(ImageFormat::Qcow2) {
+        stands_alone(&source).map_err(|why| format!("{name} {why}"))?;
+    }
+    let folder = image.parent().unwrap_or(Path::new("/"));
+    let target = tempfile::Builder::new().prefix(".keyframe-try-").tempfile_in(folder);
+    let target = target.map_err(|e| io("make a file beside", e))?;
+    source.sync_data().map_err(|e| io("sync", e))?;
+    let began = Instant::now();
+    rustix::fs::ioctl_ficlone(&target, &source).map_err(|e| {
+        format!("the file system of {name} does not clone files ({})", io::Error::from(e))
+    })?;
+    let took = began.elapsed();
+    if cheaply && took > CHEAP {
+        return Err(format!("to clone {name} takes {} ms", took.as_millis()));
+    }
+    Ok(())
+}
+
+/// That a clone of this qcow2 file is an image: its data are in it, and its tables are whole
+/// whenever QEMU has flushed.
+fn stands_alone(file: &File) -> Result<(), &'static str> {
+    let mut header = [0u8; 88];
+    let read = file.read_exact_at(&mut header, 0);
+    let version = header[4..8].iter().fold(0u32, |n, b| n << 8 | u32::from(*b));
+    if read.is_err() || version < 3 {
+        return Ok(());
+    }
+    // The lowest byte of the incompatible features, and of the compatible ones.
+    let (incompatible, compatible) = (header[79], header[87]);
+    if incompatible & 4 != 0 {
+        return Err("has its data in another file (data_file)");
+    }
+    if incompatible & 2 != 0 {
+        return Err("is marked as corrupt");
+    }
+    if compatible & 1 != 0 {
+        return Err("has lazy_refcounts, and is whole only when QEMU has ended");
+    }
+    Ok(())
+}
+
+/// A file of its own to clone into.
+fn claim(image: &Path, owner: &str, next: &mut u64) -> Result<(PathBuf, File), BoxError> {
+    let folder = image.parent().unwrap_or(Path::new("/"));
+    let stem = stem(image);
+    while *next < CLONES_MAX {
+        let path = folder.join(format!(".{stem}.{owner}-{next}"));
+        *next += 1;
+        match File::options().write(true).create_new(true).mode(0o600).open(&path) {
+            Ok(file) => return Ok((path, file)),
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(e) => return Err(text("make", &path, &e)),
+        }
+    }
+    Err(format!("{}: too many clones of {}", folder.display(), image.display()).into())
+}
+
+fn stem(image: &Path) -> String {
+    let name = image.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let end = (0..=name.len().min(STEM_BYTES_MAX))
+        .rev()
+        .find(|at| name.is_char_boundary(*at))
+        .unwrap_or(0);
+    name[..end].to_owned()
+}
+
+/// Removes the clones of this store beside the images that none of its checkpoints names.
+fn remove_left_over(store: &Store, sources: &[Source]) -> Result<(), Failure> {
+    if sources.is_empty() {
+        return Ok(());
+    }
+    let listing = store.checkpoints().map_err(|e| Failure::store(&e, store.path()))?;
+    if !listing.unreadable.is_empty() {
+        // What an unreadable checkpoint names is not known.
+        return Ok(());
+    }
+    let disks = listing.sealed.iter().flat_map(|sealed| &sealed.meta.disks);
+    let named: Vec<&str> = disks.map(|disk| disk.base.path.as_str()).collect();
+    for source in sources {
+        let folder = source.image.parent().unwrap_or(Path::new("/"));
+        let ours = format!(".{}.keyframe-{:.8}-", stem(&source.image), store.id());
+        let entries = std::fs::read_dir(folder).map_err(|e| failed("list", folder, &e))?;
+        for path in entries.flatten().map(|entry| entry.path()) {
+            let is_ours =
+                path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(&ours));
+            if is_ours && !path.to_str().is_some_and(|path| named.contains(&path)) {
+                discard(&path);
+            }
+        }
+    }
+    Ok(())
+}
+
+fn discard(path: &Path) {
+    match std::fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => {
+            eprintln!("keyframe: warning: remove {}: {}", path.display(), chain(&e));
+        }
+        _ => {}
+    }
+}
+
+fn failed(operation: &str, path: &Path, error: &io::Error) -> Failure {
+    Failure::new(format!("{operation} {}: {error}", path.display()))
+}
+
+fn text(operation: &str, path: &Path, error: &io::Error) -> BoxError {
+    format!("{operation} {}: {error}", path.display()).into()
+}

@@ -1,0 +1,420 @@
+//! Disks that are read through QEMU behind each pause, as they were in it.
+//!
+//! ```text
+//!   begin: scratch files below nodes of ours ─▶ stop ─▶ bitmaps swapped, copy-before-write begins ─▶ cont ─▶ exports
+//!   encoder: the whole disk, or what the frozen bitmap says, over NBD ─▶ blocks
+//!   read: exports, jobs, nodes go     sealed: the frozen bitmap goes     failed: it is merged into the present one
+//! ```
+//!
+//! The first checkpoint has all that is allocated; what it does not have is zero, as its base is
+//! blank. Each further one has what was written since. One capture's disks are read at a time, as
+//! QEMU has one such job for each disk: the next waits.
+//!
+//! Invariants: a bitmap is dropped only once the checkpoint that has its blocks is sealed; with no
+//! complete checkpoint sealed or under way, the next one is complete.
+
+use super::own::{OwnDisk, require_same};
+use crate::machines::Member;
+use keyframe_capture::BoxError;
+use keyframe_disk::nbd::client::Client;
+use keyframe_failure::{Failure, chain};
+use keyframe_qemu::fleece::{self, Point};
+use keyframe_qemu::{Qmp, Vm};
+use keyframe_store::{DiskMeta, Run, Store};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+/// How long the disks of the capture before may still be read.
+const READ_TIMEOUT: Duration = Duration::from_secs(120);
+/// How long QEMU may take to forget what is ours, once no more checkpoints are taken.
+const DETACH_TIMEOUT: Duration = Duration::from_secs(10);
+/// What has to be free for the scratch files: a guest's write fails where what it overwrites cannot
+/// be kept.
+const FREE_BYTES_MIN: u64 = 1 << 30;
+
+/// A disk that can be read as it was.
+#[derive(Debug)]
+struct Export {
+    disk: usize,
+    socket: PathBuf,
+    name: String,
+    /// The metadata context that tells what is to be read, and what its flags say then.
+    context: String,
+    wanted: fn(u32) -> bool,
+    disk_bytes: u64,
+}
+
+#[derive(Debug, Default)]
+struct Reading {
+    exports: OnceLock<Vec<Export>>,
+    done: AtomicBool,
+}
+
+/// What a capture has cut: it can be read once the VMs run again.
+#[derive(Clone, Debug)]
+pub struct FleecedCut(Arc<Reading>);
+
+/// A cut whose checkpoint is not sealed.
+#[derive(Clone, Copy, Debug)]
+struct Pending {
+    frozen: Option<u64>,
+    complete: bool,
+}
+
+/// What QEMU has open for a capture.
+struct Open {
+    cut: FleecedCut,
+    /// Once it is cut.
+    pending: Option<Pending>,
+}
+
+/// The engine's side.
+pub struct Fleeces {
+    disks: Vec<OwnDisk>,
+    metas: Vec<DiskMeta>,
+    /// Where the scratch files are made.
+    folder: PathBuf,
+    /// Of each member.
+    sockets: Vec<PathBuf>,
+    /// The bitmap that notes what is written now; none before the first cut.
+    present: Option<u64>,
+    next: u64,
+    /// A complete checkpoint is sealed or under way.
+    based: bool,
+    open: Option<Open>,
+    in_flight: BTreeMap<u64, Pending>,
+}
+
+impl Fleeces {
+    /// Over `disks` of `vms`, whose QEMUs are to listen in `run_dir`.
+    pub fn new(
+        store: &Store,
+        run_dir: &Path,
+        disks: Vec<OwnDisk>,
+        vms: &mut [&mut Vm],
+    ) -> Result<Self, Failure> {
+        let folder =
+            store.local_folder().map_err(|e| Failure::store(&e, store.path()))?.join("disks");
+        std::fs::create_dir_all(&folder)
+            .map_err(|e| Failure::new(format!("make {}: {e}", folder.display())))?;
+        let sockets: Vec<PathBuf> =
+            (0..vms.len()).map(|n| run_dir.join(format!("nbd-{n}.sock"))).collect();
+        for (number, socket) in sockets.iter().enumerate() {
+            let started = Self::start(vms[number].qmp(), socket);
+            if started.is_err() {
+                for vm in &mut vms[..number] {
+                    let _ = fleece::stop_server(vm.qmp());
+                }
+            }
+            started?;
+        }
+        let metas = disks.iter().map(|disk| disk.meta.clone()).collect();
+        let in_flight = BTreeMap::new();
+        Ok(Self {
+            disks,
+            metas,
+            folder,
+            sockets,
+            present: None,
+            next: 1,
+            based: false,
+            open: None,
+            in_flight,
+        })
+    }
+
+    fn start(qmp: &mut Qmp, socket: &Path) -> Result<(), Failure> {
+        fleece::start_server(qmp, socket).map_err(|e| {
+            Failure::new(format!("the VM's disks cannot be read: {}", chain(&e))).fix(
+                "QEMU has one NBD server: where it serves somebody else (a backup, a migration), wait until that ends; where it \
+                 may not make a socket there, run keyframe as the user that QEMU runs as, or use --leave-out-disk",
+            )
+        })
+    }
+
+    /// What is known of the disks.
+    pub fn metas(&self) -> &[DiskMeta] {
+        &self.metas
+    }
+
+    /// The disks of the capture before are still being read.
+    pub fn is_busy(&self) -> bool {
+        self.open.as_ref().is_some_and(|open| !open.cut.is_read())
+    }
+
+    /// A capture begins: scratch files, and nodes over them.
+    pub fn begin(&mut self, members: &mut [Member]) -> Result<FleecedCut, BoxError> {
+        self.close_when_read(members)?;
+        require_same(&self.disks, members)?;
+        self.require_space()?;
+        let cut = FleecedCut(Arc::default());
+        self.open = Some(Open { cut: cut.clone(), pending: None });
+        let added = self.add_scratch(members);
+        if added.is_err() {
+            self.close(members);
+        }
+        added.map(|()| cut)
+    }
+
+    /// A guest's write fails where what it overwrites cannot be kept.
+    fn require_space(&self) -> Result<(), BoxError> {
+        let stat = rustix::fs::statvfs(&self.folder)?;
+        let free = stat.f_bavail.saturating_mul(stat.f_frsize);
+        let all: u64 = self.captured_disks().map(|(_, disk)| disk.node.disk_bytes).sum();
+        if free < all.min(FREE_BYTES_MIN) {
+            let folder = self.folder.display();
+            return Err(format!(
+                "{folder} has {free} bytes free, too few for what the guest overwrites meanwhile; free some"
+            )
+            .into());
+        }
+        Ok(())
+    }
+
+    fn add_scratch(&self, members: &mut [Member]) -> Result<(), BoxError> {
+        for (number, disk) in self.captured_disks() {
+            let file = tempfile::Builder::new().prefix(".fleece-").tempdir_in(&self.folder)?;
+            let path = file.path().join("scratch.qcow2");
+            keyframe_disk::commit::empty_qcow2(&path, disk.node.disk_bytes)?;
+            // QEMU keeps it open, so that it is gone when QEMU lets go of it, whoever is killed.
+            fleece::add_scratch(qmp(members, disk)?, number, &path, &disk.node)?;
+        }
+        Ok(())
+    }
+
+    /// The VMs stand still.
+    pub fn cut(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
+        let begun = self.next;
+        let pending = Pending { frozen: self.present, complete: !self.based };
+        for member in 0..members.len() {
+            let points: Vec<Point<'_>> = self
+                .captured_disks()
+                .filter(|(_, disk)| disk.member == member)
+                .map(|(number, disk)| Point {
+                    disk: &disk.node,
+                    number,
+                    frozen: pending.frozen,
+                    begun,
+                })
+                .collect();
+            if points.is_empty() {
+                continue;
+            }
+            if let Err(error) = fleece::cut(members[member].machine.vm.qmp(), &points) {
+                // Of a group, the members before are a bitmap ahead: what they froze is lost to the
+                // count, so all is owed.
+                self.start_anew(members);
+                return Err(error.into());
+            }
+        }
+        self.next += 1;
+        self.present = Some(begun);
+        if let Some(open) = &mut self.open {
+            open.pending = Some(pending);
+        }
+        Ok(())
+    }
+
+    /// The VMs run: what was cut can be read from now on.
+    pub fn resumed(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
+        let Some(Open { cut, pending: Some(pending) }) = &self.open else { return Ok(()) };
+        // A complete checkpoint reads what is allocated, whatever the bitmap says.
+        let bitmap = pending.frozen.filter(|_| !pending.complete);
+        let mut exports = Vec::new();
+        for (number, disk) in self.captured_disks() {
+            fleece::export(qmp(members, disk)?, number, bitmap)?;
+            let (context, wanted): (_, fn(u32) -> bool) = match bitmap {
+                Some(bitmap) => {
+                    (format!("qemu:dirty-bitmap:{}", fleece::bitmap_name(bitmap)), |flags| {
+                        flags & 1 != 0
+                    })
+                }
+                None => ("base:allocation".into(), |flags| flags & 2 == 0),
+            };
+            let (socket, name) = (self.sockets[disk.member].clone(), fleece::export_name(number));
+            exports.push(Export {
+                disk: number,
+                socket,
+                name,
+                context,
+                wanted,
+                disk_bytes: disk.node.disk_bytes,
+            });
+        }
+        cut.0.exports.set(exports).map_err(|_| "the disks were exported twice in a capture".into())
+    }
+
+    /// The capture came to an end: it has number `seq`, or failed.
+    pub fn captured(&mut self, seq: Option<u64>, members: &mut [Member]) {
+        let pending = self.open.as_ref().and_then(|open| open.pending);
+        match (seq, pending) {
+            (Some(seq), Some(pending)) => {
+                self.based = true;
+                self.in_flight.insert(seq, pending);
+            }
+            (_, pending) => {
+                self.close(members);
+                if let Some(pending) = pending {
+                    self.give_back(pending, members);
+                }
+            }
+        }
+    }
+
+    /// The checkpoint of capture `seq` is sealed.
+    pub fn sealed(&mut self, seq: u64, members: &mut [Member]) {
+        if !self.is_busy() {
+            self.close(members);
+        }
+        let Some(Pending { frozen: Some(frozen), .. }) = self.in_flight.remove(&seq) else {
+            return;
+        };
+        for (_, disk) in self.captured_disks() {
+            let forgot =
+                qmp(members, disk).and_then(|qmp| Ok(fleece::forget(qmp, &disk.node, frozen)?));
+            report("forget what a checkpoint has of a disk", forgot);
+        }
+    }
+
+    /// The checkpoints of these captures are lost.
+    pub fn failed(&mut self, lost: &[u64], members: &mut [Member]) {
+        self.close(members);
+        for pending in lost.iter().filter_map(|seq| self.in_flight.remove(seq)).collect::<Vec<_>>()
+        {
+            self.give_back(pending, members);
+        }
+    }
+
+    fn give_back(&mut self, pending: Pending, members: &mut [Member]) {
+        if pending.complete {
+            self.based = false;
+        }
+        let (Some(frozen), Some(present)) = (pending.frozen, self.present) else { return };
+        for (_, disk) in self.disks.iter().enumerate().filter(|(_, disk)| !disk.left_out) {
+            let given = qmp(members, disk)
+                .and_then(|qmp| Ok(fleece::give_back(qmp, &disk.node, frozen, present)?));
+            if given.is_err() {
+                // Then all of it.
+                self.based = false;
+            }
+            report("give the blocks of a failed checkpoint to the next one", given);
+        }
+    }
+
+    /// Drops all that is noted: the next checkpoint is complete.
+    fn start_anew(&mut self, members: &mut [Member]) {
+        self.based = false;
+        self.present = None;
+        for (number, member) in members.iter_mut().enumerate() {
+            let qmp = member.machine.vm.qmp();
+            let swept = fleece::sweep(qmp).and_then(|found| {
+                if found { fleece::start_server(qmp, &self.sockets[number]) } else { Ok(()) }
+            });
+            report("begin anew with the VM's disks", swept.map_err(Into::into));
+        }
+    }
+
+    fn close_when_read(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
+        let began = Instant::now();
+        while self.is_busy() {
+            if began.elapsed() > READ_TIMEOUT {
+                return Err(format!(
+                    "the disks of the checkpoint before are not read after {} s",
+                    READ_TIMEOUT.as_secs()
+                )
+                .into());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        self.close(members);
+        Ok(())
+    }
+
+    /// Takes away what QEMU has open for reading.
+    fn close(&mut self, members: &mut [Member]) {
+        if self.open.take().is_none() {
+            return;
+        }
+        for member in members {
+            let taken = fleece::take_away(member.machine.vm.qmp());
+            report("take away what a disk was read by", taken.map_err(Into::into));
+        }
+    }
+
+    /// QEMU is left without a trace of ours.
+    pub fn detach(&mut self, members: &mut [Member]) {
+        self.open = None;
+        for member in members {
+            let qmp = member.machine.vm.qmp();
+            let before = qmp.set_timeout(DETACH_TIMEOUT);
+            let swept = fleece::sweep(qmp).and_then(|_| fleece::stop_server(qmp));
+            qmp.set_timeout(before);
+            if !matches!(swept, Err(keyframe_qemu::Error::Gone { .. })) {
+                report("take away what the VM's disks were captured by", swept.map_err(Into::into));
+            }
+        }
+    }
+
+    /// The same of VMs that were refused before their first checkpoint.
+    pub fn undo(vms: &mut [&mut Vm]) {
+        for vm in vms {
+            let _ = fleece::stop_server(vm.qmp());
+        }
+    }
+
+    fn captured_disks(&self) -> impl Iterator<Item = (usize, &OwnDisk)> {
+        self.disks.iter().enumerate().filter(|(_, disk)| !disk.left_out)
+    }
+}
+
+fn qmp<'a>(members: &'a mut [Member], disk: &OwnDisk) -> Result<&'a mut Qmp, BoxError> {
+    let member = members.get_mut(disk.member).ok_or("a disk of no VM")?;
+    Ok(member.machine.vm.qmp())
+}
+
+fn report(operation: &str, result: Result<(), BoxError>) {
+    if let Err(error) = result {
+        eprintln!("keyframe: warning: {operation}: {}", chain(&*error));
+    }
+}
+
+impl FleecedCut {
+    /// The encoder has done with it: read it, or dropped it.
+    fn is_read(&self) -> bool {
+        self.0.done.load(Ordering::Acquire) || Arc::strong_count(&self.0) == 1
+    }
+
+    /// Puts the blocks of what was cut into the checkpoint in progress of `run`.
+    pub fn put(
+        &self,
+        run: &mut Run,
+        fault: &mut dyn FnMut() -> Result<(), BoxError>,
+    ) -> Result<(), BoxError> {
+        let exports = self.0.exports.get().ok_or("the checkpoint's disks were not cut")?;
+        let put = exports.iter().try_for_each(|export| put_export(export, run, fault));
+        self.0.done.store(true, Ordering::Release);
+        put
+    }
+}
+
+fn put_export(
+    export: &Export,
+    run: &mut Run,
+    fault: &mut dyn FnMut() -> Result<(), BoxError>,
+) -> Result<(), BoxError> {
+    let mut client = Client::connect(&export.socket, &export.name, &export.context)?;
+    if client.len_bytes() != export.disk_bytes {
+        let (now, then) = (client.len_bytes(), export.disk_bytes);
+        return Err(format!("{}: {now} bytes, and had {then}", export.name).into());
+    }
+    client.each_block(export.wanted, |first, blocks| {
+        for (block, page) in (first..).zip(blocks) {
+            fault()?;
+            run.put_block(export.disk, block, page)?;
+        }
+        Ok(())
+    })
+}

@@ -1,0 +1,72 @@
+//! The budgets of a session: `--max-pause` and `--max-overhead`, kept by what each checkpoint
+//! measured.
+
+use super::Options;
+use keyframe_failure::Failure;
+use keyframe_failure::output;
+use keyframe_inspect::report::Entry;
+use keyframe_scheduling::{Budget, Measured, Tuned, Tuner, Why};
+
+/// A change of the interval smaller than this, in percent, is not worth a message.
+const SAY_PERCENT: u64 = 25;
+
+/// Refuses budgets that nothing could keep, before a VM is there that would have to be ended for
+/// it.
+pub fn check(options: &Options) -> Result<(), Failure> {
+    if options.interval.is_some() || (options.max_pause.is_none() && options.max_overhead.is_none())
+    {
+        return Ok(());
+    }
+    Err(Failure::new(
+        "a budget is kept by when checkpoints are taken, and --interval none takes none",
+    )
+    .fix("give an interval: the shortest that you want"))
+}
+
+/// Keeps budgets.
+pub struct Tuning {
+    tuner: Tuner,
+    said_ns: u64,
+    said: Why,
+}
+
+impl Tuning {
+    /// None where nothing was asked for.
+    pub fn new(options: &Options) -> Result<Option<Self>, Failure> {
+        let pause_ns = options.max_pause.map(|p| u64::try_from(p.as_nanos()).unwrap_or(u64::MAX));
+        let budget = Budget { pause_ns, overhead: options.max_overhead };
+        if budget == Budget::default() {
+            return Ok(None);
+        }
+        check(options)?;
+        let Some(interval) = options.interval else { return Ok(None) };
+        let interval_ns = u64::try_from(interval.as_nanos()).unwrap_or(u64::MAX);
+        let first_write_ns =
+            keyframe_kernel::cost::first_write_ns().map_err(|e| Failure::kernel(&e))?;
+        let tuner = Tuner::new(budget, interval_ns, first_write_ns);
+        Ok(Some(Self { tuner, said_ns: interval_ns, said: Why::AsAsked }))
+    }
+
+    /// Takes in a sealed checkpoint: what to do from now on, and what to say of it, if anything.
+    pub fn learn(&mut self, entry: &Entry) -> (Tuned, Option<String>) {
+        // The complete first one says nothing of those that follow.
+        if entry.epoch > 0 {
+            self.tuner.learn(&Measured {
+                interval_ns: entry.interval_ns,
+                pause_ns: entry.pause_ns,
+                copy_ns: entry.pause.copy,
+                pause_pages: entry.round_pages.last().copied().unwrap_or(0),
+                written_pages: entry.round_pages.iter().sum(),
+                precopied: entry.strategy == "precopy",
+            });
+        }
+        let tuned = self.tuner.tuned();
+        let moved = tuned.interval_ns.abs_diff(self.said_ns) > self.said_ns / 100 * SAY_PERCENT;
+        let other = std::mem::discriminant(&tuned.why) != std::mem::discriminant(&self.said);
+        let said = (moved || other).then(|| {
+            (self.said_ns, self.said) = (tuned.interval_ns, tuned.why.clone());
+            format!("a checkpoint every {}: {}", output::duration(tuned.interval_ns), tuned.why)
+        });
+        (tuned, said)
+    }
+}

@@ -1,0 +1,295 @@
+//! What opens an encrypted store: a key file, or a passphrase from the environment or the terminal.
+//!
+//! ```text
+//!   --key-file FILE, KEYFRAME_KEY_FILE ──▶ key file         KEYFRAME_PASSPHRASE, else /dev/tty ──▶ passphrase
+//!                                   └────▶ for __disks, in its environment ◀────┘
+//! ```
+//!
+//! Where checkpoints are copied, the store that they go to has a key of its own: `--to-key-file`,
+//! `KEYFRAME_TO_KEY_FILE`, `KEYFRAME_TO_PASSPHRASE`.
+//!
+//! Invariants: a key on the command line would be for all to see, so it is never there; one is
+//! asked for only where a store needs it; a key that was given for a store that is not encrypted is
+//! an error, for whoever gave it counts on encryption.
+
+use keyframe_store::{Error, Secret, SecretKind, Store};
+use rustix::termios::{LocalModes, OptionalActions, tcgetattr, tcsetattr};
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+use zeroize::Zeroizing;
+
+const PASSPHRASE: &str = "KEYFRAME_PASSPHRASE";
+const KEY_FILE: &str = "KEYFRAME_KEY_FILE";
+const TO_PASSPHRASE: &str = "KEYFRAME_TO_PASSPHRASE";
+const TO_KEY_FILE: &str = "KEYFRAME_TO_KEY_FILE";
+const TERMINAL: &str = "/dev/tty";
+const BYTES_MAX: u64 = 64 << 10;
+
+/// What opened a store in this process, for those that it starts.
+static OPENED_WITH: OnceLock<Given> = OnceLock::new();
+
+enum Given {
+    File(PathBuf),
+    Passphrase(Zeroizing<String>),
+}
+
+/// A store that a passphrase opens cannot be opened by a job of the cluster: no job gets it in secret.
+#[derive(Clone, Copy, Debug, thiserror::Error)]
+#[error("the store is opened by a passphrase, which no job can be given in secret")]
+pub struct PassphraseInJob;
+
+impl PassphraseInJob {
+    /// What to do about it.
+    pub fn fix(self) -> &'static str {
+        "keep checkpoints for the cluster in a store with a key file: keyframe init --encrypt --key-file FILE"
+    }
+}
+
+/// What opens an encrypted store, on the command line or in the environment.
+#[derive(clap::Args, Clone, Debug, Default)]
+pub struct KeyArg {
+    /// What an encrypted store was made with [env: KEYFRAME_KEY_FILE], where that is no passphrase
+    /// (KEYFRAME_PASSPHRASE, or asked for)
+    #[arg(long, value_name = "FILE")]
+    key_file: Option<PathBuf>,
+}
+
+/// What opens an encrypted store that checkpoints are copied to.
+#[derive(clap::Args, Clone, Debug, Default)]
+pub struct TargetKeyArg {
+    /// What the store that is copied to was made with, if that is encrypted
+    /// [env: KEYFRAME_TO_KEY_FILE], where that is no passphrase (KEYFRAME_TO_PASSPHRASE, or asked
+    /// for). --key-file is that of the store that is copied from
+    #[arg(long, value_name = "FILE")]
+    to_key_file: Option<PathBuf>,
+}
+
+impl TargetKeyArg {
+    /// Opens the store to copy to, encrypted or not.
+    pub fn open(&self, store: &Path) -> Result<Store, Error> {
+        Keys { option: self.to_key_file.as_deref(), place: &TARGET }.open(store)
+    }
+}
+
+impl KeyArg {
+    /// What the environment alone says.
+    pub fn from_environment() -> Self {
+        Self::default()
+    }
+
+    fn keys(&self) -> Keys<'_> {
+        Keys { option: self.key_file.as_deref(), place: &STORE }
+    }
+
+    /// What a key file alone says.
+    pub fn of_file(key_file: Option<PathBuf>) -> Self {
+        Self { key_file }
+    }
+
+    /// True where something is given, be it needed or not.
+    pub fn is_given(&self) -> bool {
+        self.keys().is_given()
+    }
+
+    /// Opens a store, encrypted or not.
+    pub fn open(&self, store: &Path) -> Result<Store, Error> {
+        self.keys().open(store)
+    }
+
+    /// Makes a store that this opens.
+    pub fn init(&self, store: &Path) -> Result<Store, Error> {
+        self.keys().init(store)
+    }
+}
+
+/// Where what opens a store is looked for, beside the command line.
+struct Place {
+    passphrase: &'static str,
+    key_file: &'static str,
+    prompt: &'static str,
+    /// Processes of ours open this one, too.
+    passed_on: bool,
+}
+
+const STORE: Place = Place {
+    passphrase: PASSPHRASE,
+    key_file: KEY_FILE,
+    prompt: "passphrase of the store: ",
+    passed_on: true,
+};
+
+const TARGET: Place = Place {
+    passphrase: TO_PASSPHRASE,
+    key_file: TO_KEY_FILE,
+    prompt: "passphrase of the store to copy to: ",
+    passed_on: false,
+};
+
+/// What opens one store.
+struct Keys<'a> {
+    option: Option<&'a Path>,
+    place: &'static Place,
+}
+
+impl Keys<'_> {
+    fn is_given(&self) -> bool {
+        self.file().is_some() || self.passphrase().is_some()
+    }
+
+    /// A variable that is empty names none.
+    fn file(&self) -> Option<PathBuf> {
+        let variable = || std::env::var_os(self.place.key_file).filter(|file| !file.is_empty());
+        self.option.map(PathBuf::from).or_else(|| variable().map(PathBuf::from))
+    }
+
+    fn passphrase(&self) -> Option<Zeroizing<String>> {
+        std::env::var(self.place.passphrase)
+            .ok()
+            .filter(|words| !words.is_empty())
+            .map(Zeroizing::new)
+    }
+
+    fn open(&self, store: &Path) -> Result<Store, Error> {
+        let opened = Store::open_with(store, &|kind| self.secret(kind, false))?;
+        if !opened.is_encrypted() && self.is_given() {
+            return Err(Error::NotEncrypted { object: store.display().to_string() });
+        }
+        Ok(opened)
+    }
+
+    fn init(&self, store: &Path) -> Result<Store, Error> {
+        let kind = if self.file().is_some() { SecretKind::KeyFile } else { SecretKind::Passphrase };
+        let secret = self.secret(kind, true)?;
+        let object = || store.display().to_string();
+        Store::init_with(
+            store,
+            Some(&secret.ok_or_else(|| Error::KeyNeeded { object: object(), kind })?),
+        )
+    }
+
+    /// What was given of that kind. A passphrase that is asked for to be `new` is asked for twice.
+    fn secret(&self, kind: SecretKind, is_new: bool) -> Result<Option<Secret>, Error> {
+        let io = |object: &Path, operation| {
+            let object = object.display().to_string();
+            move |source| Error::Io { object, operation, source }
+        };
+        let secret = match (kind, self.file()) {
+            (SecretKind::KeyFile, None) => return Ok(None),
+            (SecretKind::KeyFile, Some(file)) => {
+                let mut bytes = Zeroizing::new(Vec::new());
+                let read =
+                    File::open(&file).and_then(|f| f.take(BYTES_MAX).read_to_end(&mut bytes));
+                read.map_err(io(&file, "read the key file"))?;
+                let file = std::path::absolute(&file).map_err(io(&file, "resolve"))?;
+                self.remember(Given::File(file));
+                Secret::KeyFile(bytes)
+            }
+            (SecretKind::Passphrase, _) => {
+                let Some(words) = self
+                    .passphrase()
+                    .map(Ok)
+                    .or_else(|| ask(self.place.prompt, is_new).transpose())
+                else {
+                    return Ok(None);
+                };
+                let words = words.map_err(io(Path::new(TERMINAL), "ask for the passphrase"))?;
+                self.remember(Given::Passphrase(words.clone()));
+                Secret::Passphrase(words)
+            }
+        };
+        Ok(Some(secret))
+    }
+
+    fn remember(&self, given: Given) {
+        if self.place.passed_on {
+            let _ = OPENED_WITH.set(given);
+        }
+    }
+}
+
+/// Gives a process of ours what opened the store, so that it can do so too.
+pub fn pass_on(command: &mut Command) {
+    match OPENED_WITH.get() {
+        Some(Given::File(file)) => command.env(KEY_FILE, file),
+        Some(Given::Passphrase(words)) => command.env(PASSPHRASE, words.as_str()),
+        None => return,
+    };
+}
+
+/// The key file that opened the store, for processes on other hosts; an error where it was a
+/// passphrase, which would be for all to read who may read the job's script.
+pub fn file_for_jobs() -> Result<Option<PathBuf>, PassphraseInJob> {
+    match OPENED_WITH.get() {
+        None => Ok(None),
+        Some(Given::File(file)) => Ok(Some(file.clone())),
+        Some(Given::Passphrase(_)) => Err(PassphraseInJob),
+    }
+}
+
+/// The same about the store that checkpoints are copied to.
+pub fn fix_of_target(error: &Error) -> Option<String> {
+    Some(match error {
+        Error::KeyNeeded { kind: SecretKind::KeyFile, .. } => {
+            "name it with --to-key-file FILE, or in KEYFRAME_TO_KEY_FILE; --key-file is that of the store to copy from".into()
+        }
+        Error::KeyNeeded { .. } => {
+            "put it into KEYFRAME_TO_PASSPHRASE, or run this at a terminal; KEYFRAME_PASSPHRASE is that of the store to copy from"
+                .into()
+        }
+        Error::NotEncrypted { .. } => "leave out --to-key-file, KEYFRAME_TO_KEY_FILE and KEYFRAME_TO_PASSPHRASE if this \
+             is the store you mean; --key-file and the others are for the store to copy from"
+            .into(),
+        other => return fix(other),
+    })
+}
+
+/// For a person, what to do about an error with keys.
+pub fn fix(error: &Error) -> Option<String> {
+    Some(match error {
+        Error::KeyNeeded { kind: SecretKind::KeyFile, .. } => {
+            "name it with --key-file FILE, or in KEYFRAME_KEY_FILE".into()
+        }
+        Error::KeyNeeded { .. } => "put it into KEYFRAME_PASSPHRASE, or run this at a terminal".into(),
+        Error::WrongKey { kind, .. } => {
+            format!("give the {kind} that the store was made with; nothing was changed")
+        }
+        Error::NotEncrypted { .. } => {
+            "leave out --key-file, KEYFRAME_KEY_FILE and KEYFRAME_PASSPHRASE if this is the store you mean"
+                .into()
+        }
+        Error::WeakKey { kind: SecretKind::KeyFile, .. } => {
+            "make one with: (umask 077; head -c 32 /dev/urandom > FILE)".into()
+        }
+        Error::WeakKey { .. } => "take several words".into(),
+        _ => return None,
+    })
+}
+
+/// Asks at the terminal, without showing what is typed. None where there is no terminal.
+fn ask(prompt: &str, is_new: bool) -> io::Result<Option<Zeroizing<String>>> {
+    let Ok(terminal) = File::options().read(true).write(true).open(TERMINAL) else {
+        return Ok(None);
+    };
+    let words = ask_once(&terminal, prompt)?;
+    if is_new && *ask_once(&terminal, "the same again: ")? != *words {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "the two differ"));
+    }
+    Ok(Some(words))
+}
+
+fn ask_once(mut terminal: &File, prompt: &str) -> io::Result<Zeroizing<String>> {
+    terminal.write_all(prompt.as_bytes())?;
+    let shown = tcgetattr(terminal)?;
+    let mut hidden = shown.clone();
+    hidden.local_modes.remove(LocalModes::ECHO);
+    tcsetattr(terminal, OptionalActions::Flush, &hidden)?;
+    let mut line = Zeroizing::new(String::new());
+    let read = BufReader::new(terminal.take(BYTES_MAX)).read_line(&mut line);
+    tcsetattr(terminal, OptionalActions::Flush, &shown)?;
+    terminal.write_all(b"\n")?;
+    read?;
+    Ok(Zeroizing::new(line.trim_end_matches(['\n', '\r']).to_owned()))
+}

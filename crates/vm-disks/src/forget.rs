@@ -1,0 +1,109 @@
+//! Checkpoints that are forgotten, with the clones of disk images that only they name.
+//!
+//! Invariants: a clone of an image is removed only after the checkpoints that name it are gone, and
+//! only if the names in all other checkpoints are known.
+
+use crate::place;
+use keyframe_failure::Failure;
+use keyframe_store::{CheckpointId, Listing, Sealed, Store};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+/// The checkpoints that overlays of disks stand on, each with one of these.
+pub fn standing(store: &Store) -> Result<BTreeMap<CheckpointId, PathBuf>, Failure> {
+    let folder = store.local_folder().map_err(|e| Failure::store(&e, store.path()))?.join("disks");
+    let places = place::all(store);
+    let known: BTreeSet<&Path> = places.iter().map(|(path, _)| path.as_path()).collect();
+    let entries = match std::fs::read_dir(&folder) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(BTreeMap::new()),
+        other => other.map_err(|e| Failure::new(format!("list {}: {e}", folder.display())))?,
+    };
+    for path in
+        entries.flatten().map(|entry| entry.path()).filter(|path| !known.contains(path.as_path()))
+    {
+        let holds = std::fs::read_dir(&path).is_ok_and(|mut inside| inside.next().is_some());
+        // Described in the meantime, or not at all.
+        if holds && place::info(&path).is_none() {
+            return Err(Failure::new(format!(
+                "{}: its disks.json cannot be read, so that the checkpoint that it stands on is not known",
+                path.display()
+            ))
+            .fix(
+                "run it again if a VM is being started; else save what the directory holds, and remove it",
+            ));
+        }
+    }
+    let on = |(path, info): (PathBuf, place::Info)| Some((CheckpointId(info.checkpoint?), path));
+    Ok(place::all(store).into_iter().filter_map(on).collect())
+}
+
+/// The clones of images that only `forgotten` checkpoints name; and whether some may be that are
+/// not known.
+pub fn clones_of(
+    store: &Store,
+    listing: &Listing,
+    forgotten: &BTreeSet<CheckpointId>,
+) -> (Vec<PathBuf>, bool) {
+    let mark = format!(".keyframe-{:.8}-", store.id());
+    let is_clone = |path: &&str| {
+        let name = Path::new(path).file_name().unwrap_or_default().to_string_lossy();
+        name.starts_with('.') && name.contains(&mark)
+    };
+    let (gone, left): (Vec<_>, Vec<_>) =
+        listing.sealed.iter().partition(|sealed| forgotten.contains(&sealed.id));
+    let paths = |sealed: &[&Sealed]| {
+        let bases = sealed.iter().flat_map(|sealed| &sealed.meta.disks).map(|disk| &disk.base);
+        let all = bases.flat_map(|base| {
+            std::iter::once(base.path.clone())
+                .chain(base.files.iter().map(|file| file.path.clone()))
+        });
+        all.collect::<BTreeSet<String>>()
+    };
+    let left = paths(&left);
+    let clones: Vec<_> = paths(&gone)
+        .iter()
+        .filter(|path| !left.contains(*path))
+        .map(String::as_str)
+        .filter(is_clone)
+        .map(PathBuf::from)
+        .collect();
+    let hidden = listing.unreadable.iter().any(|(id, _)| !forgotten.contains(id));
+    if hidden && !clones.is_empty() { (Vec::new(), true) } else { (clones, false) }
+}
+
+/// Forgets checkpoints of which none is pinned, and removes the clones of images that none names
+/// any more; `warn` hears of those that cannot be removed.
+pub fn forget(
+    store: &Store,
+    ids: &BTreeSet<CheckpointId>,
+    warn: &mut dyn FnMut(&Path, &std::io::Error),
+) -> Result<(), Failure> {
+    let failure = |e| Failure::store(&e, store.path());
+    // Without disks there are no clones, and what the others name needs no look.
+    let has_disks =
+        |id: &CheckpointId| store.sealed(*id).map_or(true, |s| !s.meta.disks.is_empty());
+    let clones = if ids.iter().any(has_disks) {
+        clones_of(store, &store.checkpoints().map_err(failure)?, ids).0
+    } else {
+        Vec::new()
+    };
+    store.forget(ids).map_err(failure)?;
+    remove_clones(clones, warn);
+    Ok(())
+}
+
+/// Removes clones; returns those that were there.
+pub fn remove_clones(
+    clones: Vec<PathBuf>,
+    warn: &mut dyn FnMut(&Path, &std::io::Error),
+) -> Vec<PathBuf> {
+    let remove = |clone: &PathBuf| match std::fs::remove_file(clone) {
+        Ok(()) => true,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => false,
+        Err(e) => {
+            warn(clone, &e);
+            false
+        }
+    };
+    clones.into_iter().filter(remove).collect()
+}

@@ -1,0 +1,89 @@
+//! A checkpoint's blocks of a disk, between the image and the overlay of a VM that was restored
+//! from it.
+
+use keyframe_disk::{Block, Content, DiskBlock, Error, Layer, Result};
+use keyframe_store::{BlockContent, LoadedDisks};
+use keyframe_store_keys::KeyArg;
+use keyframe_units::{CheckpointId, PageIndex, PageRange};
+use serde::{Deserialize, Serialize};
+use std::cell::RefCell;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Which blocks, as the process that serves the disks is told.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Source {
+    /// The store.
+    pub store: PathBuf,
+    /// The checkpoint.
+    pub checkpoint: CheckpointId,
+    /// The disk's number in it.
+    pub disk: usize,
+}
+
+/// Opens layers; the disks of one checkpoint share what was read of it.
+#[derive(Default)]
+pub struct Layers {
+    last: RefCell<Option<(PathBuf, Arc<LoadedDisks>)>>,
+}
+
+impl Layers {
+    /// The layer that `text`, a [`Source`] as JSON, names.
+    pub fn open(&self, text: &str) -> Result<Box<dyn Layer>> {
+        let refused = |problem: String| Error::Server { problem };
+        let source: Source =
+            serde_json::from_str(text).map_err(|e| refused(format!("no layer {text:?}: {e}")))?;
+        let known = self.last.borrow().clone();
+        let disks = match known {
+            Some((store, disks)) if store == source.store && disks.id == source.checkpoint => disks,
+            _ => {
+                let loaded = KeyArg::from_environment()
+                    .open(&source.store)
+                    .and_then(|store| store.load_disks(source.checkpoint));
+                Arc::new(loaded.map_err(|e| refused(keyframe_failure::chain(&e)))?)
+            }
+        };
+        *self.last.borrow_mut() = Some((source.store, Arc::clone(&disks)));
+        let id = disks.id;
+        let layer = StoredLayer::of(disks, source.disk);
+        let layer =
+            layer.ok_or_else(|| refused(format!("checkpoint {id} has no disk {}", source.disk)))?;
+        Ok(Box::new(layer))
+    }
+}
+
+/// A disk's blocks in a checkpoint.
+pub struct StoredLayer {
+    disks: Arc<LoadedDisks>,
+    blocks: PageRange,
+}
+
+impl StoredLayer {
+    /// Those of disk number `disk`; none where there is no such disk.
+    pub fn of(disks: Arc<LoadedDisks>, disk: usize) -> Option<Self> {
+        let blocks = disks.meta.blocks_of(disk)?;
+        Some(Self { disks, blocks })
+    }
+}
+
+impl Layer for StoredLayer {
+    fn read_block(&self, block: DiskBlock, into: &mut Block) -> Result<Content> {
+        if block.0 >= self.blocks.len_pages {
+            return Ok(Content::Absent);
+        }
+        let read = self.disks.read_block(PageIndex(self.blocks.first.0 + block.0), into);
+        match read.map_err(|e| Error::Server { problem: keyframe_failure::chain(&e) })? {
+            BlockContent::Base => Ok(Content::Absent),
+            BlockContent::Zero => Ok(Content::Zero),
+            BlockContent::Data => Ok(Content::Data),
+        }
+    }
+
+    fn next_block(&self, from: DiskBlock) -> Result<Option<DiskBlock>> {
+        if from.0 >= self.blocks.len_pages {
+            return Ok(None);
+        }
+        let next = self.disks.next_block(PageIndex(self.blocks.first.0 + from.0));
+        Ok(next.filter(|b| *b < self.blocks.end()).map(|b| DiskBlock(b.0 - self.blocks.first.0)))
+    }
+}

@@ -1,0 +1,169 @@
+//! What stands on an image: what would be lost, or broken, if somebody wrote to it.
+//!
+//! | stands on it | while it is written |
+//! |---|---|
+//! | a VM that runs | its guest would see its disk change |
+//! | writes that a VM left | they lie over an image that is another |
+//! | a checkpoint | its disk lies over an image that is another: it is refused from then on |
+//!
+//! Left out: other stores, and VMs that are not ours. Of those that run, an image's locks tell
+//! (`keyframe_disk`).
+
+use super::place;
+use keyframe_failure::Failure;
+use keyframe_store::{BaseMeta, Store};
+use keyframe_units::CheckpointId;
+use serde::Serialize;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+/// What stands on an image, or on one that stands on it.
+#[derive(Debug, Default, Serialize)]
+pub struct Standing {
+    /// VMs that run over it.
+    pub running: Vec<String>,
+    /// Where writes of VMs that have ended lie.
+    pub left: Vec<PathBuf>,
+    /// Checkpoints with disks over it.
+    pub checkpoints: Vec<CheckpointId>,
+    /// Checkpoints that cannot be read: they may be, too.
+    pub unreadable: Vec<CheckpointId>,
+}
+
+impl Standing {
+    /// What of `store` stands on `image`, except for the overlay in `own`.
+    pub fn on(image: &Path, store: &Store, own: Option<&Path>) -> Result<Self, Failure> {
+        let mut images = Images { wanted: resolved(image), known: HashMap::new() };
+        let mut standing = Self::default();
+        let own = own.map(resolved);
+        for (path, info) in place::all(store) {
+            let mut over = info.disks.iter().filter(|(disk, overlay)| {
+                own.as_deref() != Some(&*resolved(Path::new(overlay))) && images.holds(&disk.base)
+            });
+            let overlays: Vec<&str> = over.by_ref().map(|(_, overlay)| overlay.as_str()).collect();
+            if overlays.iter().any(|overlay| place::is_in_use(Path::new(overlay))) {
+                standing.running.push(info.vm);
+            } else if !overlays.is_empty() {
+                standing.left.push(path);
+            }
+        }
+        let listing = store.checkpoints().map_err(|e| Failure::store(&e, store.path()))?;
+        for sealed in &listing.sealed {
+            if sealed.meta.disks.iter().any(|disk| images.holds(&disk.base)) {
+                standing.checkpoints.push(sealed.id);
+            }
+        }
+        standing.unreadable = listing.unreadable.iter().map(|(id, _)| *id).collect();
+        Ok(standing)
+    }
+
+    /// Refuses to write to `image` while a VM runs over it.
+    pub fn require_stopped(&self, image: &Path) -> Result<(), Failure> {
+        if self.running.is_empty() {
+            return Ok(());
+        }
+        let names = self.running.join(", ");
+        Err(Failure::new(format!(
+            "{}: VM {names} runs over it; nothing was changed",
+            image.display()
+        ))
+        .fix("end that VM first (keyframe stop), or write a new image with -o FILE"))
+    }
+
+    /// What is lost by writing to the image, a line each.
+    pub fn losses(&self) -> Vec<String> {
+        let mut lines = Vec::new();
+        if !self.checkpoints.is_empty() {
+            lines.push(format!(
+                "Checkpoints that stand on it can no longer be restored, nor their disks read: {}.",
+                ranges(&self.checkpoints)
+            ));
+        }
+        if !self.unreadable.is_empty() {
+            lines.push(format!(
+                "Checkpoints that cannot be read may stand on it too: {}.",
+                ranges(&self.unreadable)
+            ));
+        }
+        for place in &self.left {
+            lines.push(format!(
+                "What a VM has written over it can no longer be used: {}.",
+                place.display()
+            ));
+        }
+        lines
+    }
+}
+
+/// Which images are the one that is wanted, by whatever path.
+struct Images {
+    wanted: PathBuf,
+    known: HashMap<String, bool>,
+}
+
+impl Images {
+    fn holds(&mut self, base: &BaseMeta) -> bool {
+        let Self { wanted, known } = self;
+        base.files.iter().map(|file| &file.path).chain([&base.path]).any(|path| {
+            if let Some(is) = known.get(path) {
+                return *is;
+            }
+            let is = resolved(Path::new(path)) == *wanted;
+            known.insert(path.clone(), is);
+            is
+        })
+    }
+}
+
+/// Without links, where it is there.
+fn resolved(path: &Path) -> PathBuf {
+    path.canonicalize().unwrap_or_else(|_| path.to_owned())
+}
+
+/// Rising numbers as a person writes them: `1-4, 7`.
+fn ranges(ids: &[CheckpointId]) -> String {
+    let mut runs: Vec<(u64, u64)> = Vec::new();
+    for id in ids {
+        match runs.last_mut() {
+            Some((_, last)) if *last + 1 == id.0 => *last = id.0,
+            _ => runs.push((id.0, id.0)),
+        }
+    }
+    let text = |(first, last): &(u64, u64)| {
+        if first == last { first.to_string() } else { format!("{first}-{last}") }
+    };
+    runs.iter().map(text).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_store::BaseFile;
+
+    #[test]
+    fn an_image_is_found_by_any_of_its_names_and_beneath_others() {
+        let dir = tempfile::tempdir().unwrap();
+        let (image, link) = (dir.path().join("a.img"), dir.path().join("link.img"));
+        std::fs::write(&image, "x").unwrap();
+        std::os::unix::fs::symlink(&image, &link).unwrap();
+        let base = |paths: &[&Path]| {
+            let file =
+                |path: &&Path| BaseFile { path: path.display().to_string(), ..BaseFile::default() };
+            BaseMeta {
+                path: paths[0].display().to_string(),
+                files: paths.iter().map(file).collect(),
+                ..BaseMeta::default()
+            }
+        };
+        let mut images = Images { wanted: resolved(&image), known: HashMap::new() };
+        assert!(images.holds(&base(&[&image])) && images.holds(&base(&[&link])));
+        assert!(images.holds(&base(&[Path::new("/other.qcow2"), &link])));
+        assert!(!images.holds(&base(&[Path::new("/other.qcow2")])));
+    }
+
+    #[test]
+    fn numbers_in_a_row_are_a_range() {
+        assert_eq!(ranges(&[1, 2, 3, 7, 9, 10].map(CheckpointId)), "1-3, 7, 9-10");
+        assert_eq!(ranges(&[]), "");
+    }
+}

@@ -1,0 +1,14 @@
+//! Names of VMs, as directories and files may carry them.
+
+/// Whether a VM's name may have this character.
+pub fn is_name_char(c: char) -> bool {
+    c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.')
+}
+
+/// Turns any text into a VM name.
+pub fn name_from(text: &str) -> String {
+    let name: String =
+        text.chars().map(|c| if is_name_char(c) { c } else { '-' }).take(64).collect();
+    let name = name.trim_start_matches('.').to_owned();
+    if name.is_empty() { "vm".into() } else { name }
+}

@@ -1,0 +1,92 @@
+//! What commit and export share in writing a disk: how far it has got, giving up, and what an error
+//! means.
+
+use super::base;
+use indicatif::{ProgressBar, ProgressStyle};
+use keyframe_disk::{Error, ImageFormat, Result};
+use keyframe_failure::{Failure, chain};
+use keyframe_store::BaseMeta;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// How an image that is made is encoded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum NewFormat {
+    /// As it is.
+    Raw,
+    /// QEMU's own.
+    Qcow2,
+}
+
+impl From<NewFormat> for ImageFormat {
+    fn from(format: NewFormat) -> Self {
+        match format {
+            NewFormat::Raw => Self::Raw,
+            NewFormat::Qcow2 => Self::Qcow2,
+        }
+    }
+}
+
+/// A bar on the terminal, and whether somebody has given it up (Ctrl-C, SIGTERM).
+pub struct Progress {
+    bar: ProgressBar,
+    interrupted: Arc<AtomicBool>,
+    object: String,
+    bytes: u64,
+    image: Option<BaseMeta>,
+}
+
+impl Progress {
+    /// Of so many bytes of `object`; `verb` is what is being done.
+    pub fn new(verb: &str, object: &Path, bytes: u64, quiet: bool) -> Result<Self, Failure> {
+        let interrupted = Arc::new(AtomicBool::new(false));
+        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+            signal_hook::flag::register(signal, Arc::clone(&interrupted))
+                .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
+        }
+        let bar = if quiet { ProgressBar::hidden() } else { ProgressBar::new(bytes) };
+        if let Ok(style) =
+            ProgressStyle::with_template(&format!("{verb} {{wide_bar}} {{bytes}}/{{total_bytes}}"))
+        {
+            bar.set_style(style);
+        }
+        Ok(Self { bar, interrupted, object: object.display().to_string(), bytes, image: None })
+    }
+
+    /// What is written is read from `image`, which may not change meanwhile, if it is known.
+    #[must_use]
+    pub fn reading(self, image: Option<BaseMeta>) -> Self {
+        Self { image, ..self }
+    }
+
+    /// So many bytes are done. Errors: somebody has given it up; at the end, that the image has
+    /// changed.
+    pub fn reached(&self, done_bytes: u64) -> Result<()> {
+        self.bar.set_position(done_bytes);
+        if self.interrupted.load(Ordering::Relaxed) {
+            let source = std::io::Error::other("it was given up");
+            return Err(Error::Io { object: self.object.clone(), operation: "write", source });
+        }
+        match &self.image {
+            Some(image) if done_bytes >= self.bytes => {
+                base::require_unchanged(image).map_err(|changed| {
+                    let fix = changed.fix.unwrap_or_default();
+                    Error::Refused { object: self.object.clone(), problem: changed.message, fix }
+                })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Takes the bar away.
+    pub fn end(&self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+/// A disk's error, for a person.
+pub fn failure(error: &Error) -> Failure {
+    let failed = Failure::new(chain(error));
+    if error.is_disk_full() { failed.fix("free some space, and run it again") } else { failed }
+}
