@@ -185,7 +185,7 @@ fn a_torn_pause_is_dropped_and_the_next_checkpoint_is_exact() {
     ];
     let mut run = bench.start(&options, &boot());
     run.wait_for("KF READY");
-    run.wait_for_error("resumed by somebody else");
+    run.wait_for_error("the VM ran during the pause");
     let mark = bench.list().len();
     let taken = run.wait_until(|_| (bench.list().len() >= mark + 3).then_some(()));
     assert!(taken.is_some(), "{}", run.report());

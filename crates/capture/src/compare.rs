@@ -1,39 +1,40 @@
-//! Finds written pages by reading and hashing every page: needs nothing of the kernel but reading.
+//! Finds written pages by reading and hashing every page. It needs the kernel only for reading.
 //!
-//! It is the oracle of the other trackers and the fallback where the kernel cannot protect, and as
-//! slow as reading all of RAM (some 0.3 s for 1 GiB), in the pause too.
+//! It serves as the oracle of the other trackers, and as the fallback if the kernel cannot protect
+//! pages. It takes as long as reading all of RAM, also in the pause.
 //!
-//! Invariants: the hash is cryptographic and keyed afresh in each process, so that no guest can
-//! write a page without being seen. A page that was copied while the VM ran is found again by the
-//! next look, whatever it holds: its copy may be of a moment between two looks at which the page
-//! held the same.
+//! Invariants: the hash is cryptographic and each process chooses a new key, so a guest cannot
+//! write a page unnoticed. A page that was copied while the VM ran is reported again by the next
+//! scan, even if its content has not changed between the scans: the guest may have changed it for
+//! the moment of the copy.
 
-use crate::ports::{BoxError, PageReader, Tracker};
+use crate::ports::{BoxError, DirtyTracker, PageReader};
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, PageSet};
 use rayon::prelude::*;
 use std::sync::Arc;
 
-/// Pages read in one go.
+/// Pages per read.
 const BATCH_PAGES: u64 = 4096;
-/// Enough against collisions: 2^64 pages would have to be tried for one.
+/// 128 bits: a collision needs about 2^64 tries.
 const HASH_BYTES: usize = 16;
 
 type PageHash = [u8; HASH_BYTES];
 
-/// Compares RAM with hashes of what it held.
+/// Compares the pages of RAM with hashes of their contents at the previous scan.
 pub struct CompareTracker {
     reader: Arc<dyn PageReader>,
     key: [u8; 32],
     hashes: Vec<PageHash>,
-    /// Pages whose copies need not be what was hashed.
+    /// Pages that were copied while the VM ran: their copies may differ from the hashed content.
     unsettled: PageSet,
     buffer: Vec<u8>,
 }
 
 impl CompareTracker {
-    /// Looks at `space_pages` pages through `reader`. `key` must be random and secret.
+    /// Creates a tracker of `space_pages` pages, read through `reader`. `key` must be random and
+    /// secret.
     pub fn new(reader: Arc<dyn PageReader>, space_pages: u64, key: [u8; 32]) -> Self {
-        // Until the first look a page counts as zeros, which need not be captured.
+        // Before the first scan a page counts as zeros, which need not be captured.
         let zero = hash(&key, &[0; PAGE_BYTES]);
         let buffer = vec![0; (BATCH_PAGES.min(space_pages) as usize) * PAGE_BYTES];
         Self {
@@ -46,7 +47,7 @@ impl CompareTracker {
     }
 }
 
-impl Tracker for CompareTracker {
+impl DirtyTracker for CompareTracker {
     fn drain(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
         let space_pages = self.hashes.len() as u64;
         let mut first = 0;
@@ -55,7 +56,7 @@ impl Tracker for CompareTracker {
             let bytes = self
                 .buffer
                 .get_mut(..range.len_bytes() as usize)
-                .ok_or("the buffer is too short")?;
+                .ok_or("the page buffer is too short")?;
             self.reader.read(&[range], bytes)?;
             let key = &self.key;
             let fresh: Vec<PageHash> =
@@ -118,7 +119,7 @@ mod tests {
         assert_eq!(drain(), [3, PAGES - 1]);
         write(3, 0);
         write(5, 0);
-        assert_eq!(drain(), [3], "what is written with the same content has not changed");
+        assert_eq!(drain(), [3], "a page that is written with the same content has not changed");
     }
 
     #[test]

@@ -1,240 +1,102 @@
-//! One checkpoint, from the first scan until it is handed to the encoder; and what is known of
-//! those under way.
+//! The checkpoint cycle of one machine: captures checkpoints one after the other, and keeps track
+//! of those that the encoder has not sealed yet.
 //!
 //! ```text
-//!            ┌─────────┐                          ┌─────────────── VM paused ────────────────────┐
-//!   Idle ──▶ │ Precopy │ ────────▶ Stopping ─────▶│ Paused ─▶ DeviceState ─▶ Copied               │─▶ Resumed
-//!    ▲       └─────────┘                          └──────────────────────────────────────────────┘      │ collect
-//!    │ any failure: the VM runs again,                                                                  ▼
-//!    ├────── the pages stay owed ──────────────────────────────────────────────────────────────────  captured
-//!    │                                                       encoder: Encoding ─▶ Sealing ─▶ Sealed     │
-//!    └── a failure there: the pages of all captured checkpoints are owed again ◀────────────────────────┘
+//!            ┌─────────┐                 ┌────────── VM paused ───────────┐
+//!   Idle ──▶ │ Precopy │ ──▶ Stopping ──▶│ Paused ─▶ DeviceState ─▶ Copied │─▶ Resumed
+//!    ▲       └─────────┘                 └────────────────────────────────┘      │ collect
+//!    │ any failure: the VM runs again,                                           ▼
+//!    ├────── the pages stay owed ──────────────────────────────────────────── captured
+//!    │                                      encoder: Encoding ─▶ Sealing ─▶ Sealed  │
+//!    └── a failure there: the pages of all captured checkpoints are owed again ◀────┘
 //! ```
 //!
-//! How pages are copied before, in and after the pause is the [`Strategy`]'s. The device state
-//! comes before the last scan, because saving a device may write guest memory. (Scanning meanwhile
-//! and once more behind it was measured and was slower: a clean scan costs as much as what it
-//! hides, and slows QEMU down.)
+//! A [`CopyStrategy`] copies the pages before, in and after the pause. The device state is saved
+//! before the last scan, because saving a device may write guest memory.
 //!
-//! Invariants: the VM leaves every cycle as it was found, running or paused; a page is struck out
-//! of the [`DirtyLog`] only when the seal of a checkpoint that holds it is reported; between
-//! Stopping and Resumed nothing is handed over; a seal is handed over only once QEMU has said,
-//! behind the pause, that its RAM blocks are those that were copied. (Asking takes QEMU some ms
-//! where the guest computes. So what was answered behind one pause stands for what is before the
-//! next, and the encoder has the pages meanwhile. Where they have changed, the capture is tried
-//! again.)
+//! Invariants:
 //!
-//! Left out on purpose: when to take a checkpoint (the caller's), and threads: the caller runs the
-//! encoder where it likes and brings its reports back by [`Cycle::settle`].
+//! - The VM leaves every cycle as it entered it, running or paused.
+//! - A page is struck out of the [`DirtyLog`] only when the report says that a checkpoint that
+//!   holds it is sealed.
+//! - Nothing is handed to the encoder between Stopping and Resumed.
+//! - A checkpoint is handed over for sealing only after the VMM has confirmed, after the pause,
+//!   that its RAM blocks are the ones that were copied. The request takes QEMU some milliseconds
+//!   while the guest computes. So the answer after one pause also serves as the list before the
+//!   next one, and the encoder has the pages meanwhile. If the blocks have changed, the capture is
+//!   tried again.
+//!
+//! Not here: the time at which a checkpoint is taken, and threads. The caller runs the encoder on a
+//! thread of its own and hands its reports to [`CaptureCycle::settle`].
 
+use crate::checkpoint::{CapturePhase, CaptureTimeline, CapturedCheckpoint, nanoseconds};
+use crate::context::CaptureContext;
 use crate::dirty::DirtyLog;
-use crate::encoder::{EncodeError, Message, Outlet, Report};
-use crate::parcel::{Parcel, StagingError};
-use crate::pool::Pool;
-use crate::ports::{BoxError, Machine, Observer, PageReader, Resumed, Stopped, Tracker};
-use crate::strategy::{Hands, Precopy, Strategy, ns};
-use keyframe_scheduling::Round;
+use crate::encoder::{EncodeError, EncodeReport, EncoderMessage, EncoderQueue};
+use crate::error::{CaptureError, machine_error};
+use crate::machine::{Machine, PauseRecord, PauseWork, Stopped};
+use crate::ports::{BoxError, CaptureObserver, DirtyTracker, PageReader};
+use crate::staged_pages::{StagedPages, StagingError};
+use crate::staging_pool::StagingPool;
+use crate::strategy::{CopyStrategy, PrecopyStrategy};
 use keyframe_units::{PageSet, RamLayout};
 use std::cell::OnceCell;
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::{Instant, SystemTime};
+use std::time::Instant;
 
-/// Where a cycle is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Phase {
-    /// Copying while the guest runs.
-    Precopy,
-    /// About to pause the VM.
-    Stopping,
-    /// The VM is paused.
-    Paused,
-    /// The device state is here.
-    DeviceState,
-    /// The last dirty pages are known, and copied or frozen.
-    Copied,
-    /// The VM runs again.
-    Resumed,
-    /// Pages go to the sink.
-    Encoding,
-    /// The sink makes the checkpoint durable.
-    Sealing,
-    /// The checkpoint is sealed.
-    Sealed,
-}
-
-impl Phase {
-    /// All phases, in order.
-    pub const ALL: [Self; 9] = [
-        Self::Precopy,
-        Self::Stopping,
-        Self::Paused,
-        Self::DeviceState,
-        Self::Copied,
-        Self::Resumed,
-        Self::Encoding,
-        Self::Sealing,
-        Self::Sealed,
-    ];
-
-    /// The name, as users and fault switches spell it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Precopy => "precopy",
-            Self::Stopping => "stopping",
-            Self::Paused => "paused",
-            Self::Copied => "copied",
-            Self::DeviceState => "device-state",
-            Self::Resumed => "resumed",
-            Self::Encoding => "encoding",
-            Self::Sealing => "sealing",
-            Self::Sealed => "sealed",
-        }
-    }
-}
-
-/// Where the time of a checkpoint went. The five phases of the pause are consecutive parts of it
-/// and add up to `pause_ns` but for the time between two readings of the clock. The pause is
-/// counted from just before QEMU is asked to stop until it has confirmed that the VM runs.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Timeline {
-    /// The pre-copy rounds.
-    pub rounds: Vec<Round>,
-    /// The whole pause.
-    pub pause_ns: u64,
-    /// Until QEMU confirmed the stop.
-    pub stop_ns: u64,
-    /// Scanning for the last dirty pages.
-    pub scan_ns: u64,
-    /// Copying them.
-    pub copy_ns: u64,
-    /// Saving the device state.
-    pub device_state_ns: u64,
-    /// Until QEMU confirmed that the VM runs.
-    pub resume_ns: u64,
-    /// Handing the pages to the sink.
-    pub encode_ns: u64,
-    /// Pages copied in the pause.
-    pub pause_pages: u64,
-    /// Copying what the pause only froze, while the guest ran again.
-    pub collect_ns: u64,
-    /// The strategy that copied the pages.
-    pub strategy: &'static str,
-    /// Since the pause of the checkpoint before; 0 for the first.
-    pub interval_ns: u64,
-}
-
-/// A checkpoint that is in memory, or partly in the sink, and not sealed yet.
-#[derive(Clone, Debug)]
-pub struct Captured {
-    /// The RAM blocks at the instant of the pause.
-    pub ram: RamLayout,
-    /// QEMU's device state.
-    pub device_state: Vec<u8>,
-    /// The wall clock when the VM was paused.
-    pub taken_at: SystemTime,
-    /// The same instant on the monotonic clock.
-    pub paused_at: Instant,
-    /// Distinct pages that this checkpoint holds.
-    pub dirty_pages: u64,
-    /// Where the time went.
-    pub timeline: Timeline,
-}
-
-/// Why there is no checkpoint. Nothing is lost: its pages go into the next one.
-#[derive(Debug, thiserror::Error)]
-pub enum CycleError {
-    /// QEMU did not do what it was asked to.
-    #[error("{operation}: {source}")]
-    Machine {
-        /// What it was asked to do.
-        operation: &'static str,
-        /// Why not.
-        source: BoxError,
-    },
-    /// Dirty pages could not be found; all pages are taken as dirty from now on.
-    #[error("scan for dirty pages: {0}")]
-    Scan(BoxError),
-    /// Dirty pages could not be copied.
-    #[error(transparent)]
-    Staging(#[from] StagingError),
-    /// The sink failed.
-    #[error("{operation}: {source}")]
-    Sink {
-        /// What it was to do.
-        operation: &'static str,
-        /// Why it did not.
-        source: BoxError,
-    },
-    /// The VM ran during the pause.
-    #[error("the VM was resumed by somebody else during the pause, so what was copied is torn")]
-    Torn,
-    /// Pages of a frozen set were changed without notice.
-    #[error(
-        "{pages} pages were discarded or merged while the checkpoint was copied (balloon, free page reporting, KSM)"
-    )]
-    Unannounced {
-        /// How many.
-        pages: u64,
-    },
-    /// QEMU resized a RAM block meanwhile.
-    #[error("a RAM block was resized while the checkpoint was taken")]
-    Resized,
-    /// QEMU's RAM blocks are not the ones that are tracked.
-    #[error("the VM's RAM blocks have changed: memory was plugged or unplugged")]
-    OtherRam,
-    /// An observer's objection.
-    #[error("audit: {0}")]
-    Audit(BoxError),
-}
-
-/// Takes checkpoints of one VM, one after the other.
-pub struct Cycle {
+/// Takes checkpoints of one machine, one after the other.
+pub struct CaptureCycle {
     log: DirtyLog,
-    pool: Pool,
+    pool: StagingPool,
     reader: Arc<dyn PageReader>,
     space: RamLayout,
-    /// The blocks as they were behind the newest pause.
+    /// The RAM blocks after the newest pause.
     ram: Option<RamLayout>,
-    first: Precopy,
-    /// Pages that a pause had no memory for; what the next one has at least.
+    /// The pages for which a pause had no memory: the next one gets at least as much.
     lacked_pages: u64,
     generation: u64,
     next_seq: u64,
-    /// When the newest sealed checkpoint's pause began, and those of the checkpoints in flight.
-    sealed_at: Option<Instant>,
-    in_flight: VecDeque<(u64, Instant)>,
+    /// When the pause of the newest sealed checkpoint began.
+    sealed_pause: Option<Instant>,
+    in_flight: VecDeque<CheckpointInFlight>,
 }
 
-/// What a report came to.
+/// A captured checkpoint that the encoder has not sealed yet.
+struct CheckpointInFlight {
+    seq: u64,
+    paused_at: Instant,
+}
+
+/// The effect of one encoder report on the cycle.
 #[derive(Debug)]
-pub enum Settled<T> {
-    /// The checkpoint is sealed.
+pub enum SettledReport<T> {
+    /// A checkpoint is sealed.
     Sealed {
         /// The number of its capture.
         seq: u64,
-        /// What the sink told.
+        /// The sink's result.
         sealed: T,
     },
-    /// It failed, and with it all that were captured behind it; their pages are owed again.
+    /// A checkpoint failed, and with it all later ones. Their pages are owed again.
     Failed {
-        /// The numbers of the captures that are lost; none where it failed while it was being
-        /// captured.
+        /// The numbers of the lost captures; empty if the checkpoint failed while it was captured.
         lost: Vec<u64>,
-        /// Why.
+        /// The reason.
         error: EncodeError,
     },
-    /// Known already.
+    /// The report is about a checkpoint that has been given up before.
     Stale,
 }
 
-impl Cycle {
-    /// A cycle over the VM whose RAM is `space`. `tracker` must not have been drained before.
+impl CaptureCycle {
+    /// Creates a cycle over a machine with the RAM `space`. `tracker` must not have been drained
+    /// before.
     pub fn new(
         space: RamLayout,
-        tracker: Box<dyn Tracker>,
+        tracker: Box<dyn DirtyTracker>,
         reader: Arc<dyn PageReader>,
-        pool: Pool,
+        pool: StagingPool,
     ) -> Self {
         Self {
             log: DirtyLog::new(tracker, space.len_pages()),
@@ -242,94 +104,98 @@ impl Cycle {
             reader,
             space,
             ram: None,
-            first: Precopy::default(),
             lacked_pages: 0,
             generation: 0,
             next_seq: 0,
-            sealed_at: None,
+            sealed_pause: None,
             in_flight: VecDeque::new(),
         }
     }
 
-    /// Pages that were drained and are neither in a sealed checkpoint nor in one under way.
+    /// The number of drained pages that neither a sealed checkpoint nor one in flight holds.
     pub fn owed_pages(&self) -> u64 {
         self.log.owed_pages()
     }
 
-    /// Checkpoints captured that are not sealed yet.
+    /// The number of captured checkpoints that are not sealed yet.
     pub fn in_flight(&self) -> u64 {
         self.log.in_flight()
     }
 
-    /// About how many pages a checkpoint taken now would have to copy; none where that cannot be
-    /// told cheaply.
+    /// Estimates how many pages a checkpoint taken now would copy. Returns `None` if the tracker
+    /// cannot count cheaply.
     pub fn estimate_pages(&mut self) -> Option<u64> {
         self.log.estimate_pages()
     }
 
-    /// What is in flight did not arrive: its pages are owed again, and what is reported of it is
-    /// stale.
+    /// Gives up the checkpoints in flight: their pages are owed again, and later reports about them
+    /// are stale.
     pub fn give_back(&mut self) {
         self.log.give_back();
         self.generation += 1;
         self.in_flight.clear();
     }
 
-    /// The sink has nothing any more: the next checkpoint is a complete one. What is in flight is
-    /// reported as stale.
+    /// Begins anew for a sink that holds no page: the next checkpoint is complete. Later reports
+    /// about the checkpoints in flight are stale.
     pub fn restart(&mut self) {
         self.log.restart();
         self.generation += 1;
         self.in_flight.clear();
-        self.sealed_at = None;
+        self.sealed_pause = None;
     }
 
-    /// Ends the tracking, for good: nothing more can be captured.
+    /// Ends dirty tracking for good. Every later capture fails.
     pub fn untrack(&mut self) {
         self.log.untrack();
     }
 
-    /// Memory for copied pages.
-    pub fn pool(&self) -> &Pool {
+    /// The memory for copied pages.
+    pub fn pool(&self) -> &StagingPool {
         &self.pool
     }
 
-    /// Captures one checkpoint and hands it to the encoder; its number is in the report that
-    /// follows. On an error the VM goes on as it was and the pages are owed to the next checkpoint.
-    /// Where a pause found more pages than there was memory for at that moment, it is tried once
-    /// more with that much made free; and where RAM blocks have changed since the one before, with
+    /// Captures one checkpoint and hands it to the encoder. Returns the capture's number, which the
+    /// encoder's report repeats.
+    ///
+    /// It tries once more in two cases: if the pause found more pages than there was memory for, it
+    /// frees that much first; if RAM blocks have changed since the previous checkpoint, it takes
     /// the new ones.
-    pub fn capture<M: Machine, O: Observer, L>(
+    ///
+    /// # Errors
+    ///
+    /// After an error the VM is as it was before, and the next checkpoint owes the pages.
+    pub fn capture<M: Machine, O: CaptureObserver, L>(
         &mut self,
         machine: &mut M,
         observer: &mut O,
-        strategy: &mut dyn Strategy,
-        outlet: &mut dyn Outlet<L>,
+        strategy: &mut dyn CopyStrategy,
+        queue: &mut dyn EncoderQueue<L>,
         label: L,
-    ) -> Result<u64, CycleError> {
-        // Without a checkpoint before it all of RAM is dirty: no strategy may copy that in the
-        // pause.
-        let complete = self.sealed_at.is_none() && self.in_flight.is_empty();
-        let mut first = std::mem::take(&mut self.first);
-        let strategy = if complete { &mut first } else { strategy };
+    ) -> Result<u64, CaptureError> {
+        // All of RAM is dirty before the first checkpoint: too much for a pause, so pre-copy is
+        // used whatever the strategy.
+        let is_complete = self.sealed_pause.is_none() && self.in_flight.is_empty();
+        let mut precopy = PrecopyStrategy::default();
+        let strategy = if is_complete { &mut precopy } else { strategy };
         let generation = self.generation;
         let captured = loop {
             let (mut handed_over, lacked_pages) = (false, self.lacked_pages);
-            let remembered = self.ram.is_some();
-            let result = self.attempt(machine, observer, strategy, complete, &mut |parcel| {
+            let knows_ram = self.ram.is_some();
+            let result = self.attempt(machine, observer, strategy, is_complete, &mut |pages| {
                 handed_over = true;
-                outlet.send(Message::Pages { generation, parcel })
+                queue.send(EncoderMessage::Pages { generation, pages })
             });
             strategy.release();
             match result {
                 Ok(captured) => break captured,
                 Err(error) => {
                     if handed_over {
-                        // Where nobody takes it any more, nothing is put either.
-                        let _ = outlet.send(Message::Abandon { generation });
+                        // If the encoder has ended, it cannot put the pages either.
+                        let _ = queue.send(EncoderMessage::Abandon { generation });
                     }
-                    let has_changed = remembered && matches!(error, CycleError::Resized);
-                    // A burst just before the pause: the next attempt makes that much room for it.
+                    let has_changed = knows_ram && matches!(error, CaptureError::Resized);
+                    // A burst just before the pause: the next attempt frees memory for it.
                     let has_room = lacked_pages == 0
                         && (1..=self.pool.capacity_pages()).contains(&self.lacked_pages);
                     if !(has_changed || has_room) {
@@ -341,156 +207,135 @@ impl Cycle {
         self.lacked_pages = 0;
         let seq = self.next_seq;
         let paused_at = captured.paused_at;
-        outlet
-            .send(Message::Seal { generation, seq, captured: Box::new(captured), label })
-            .map_err(|source| CycleError::Sink { operation: "hand the checkpoint over", source })?;
+        queue
+            .send(EncoderMessage::Seal { generation, seq, captured: Box::new(captured), label })
+            .map_err(|source| CaptureError::Sink {
+                operation: "hand the checkpoint over",
+                source,
+            })?;
         self.next_seq += 1;
-        self.log.captured();
-        self.in_flight.push_back((seq, paused_at));
+        self.log.record_captured();
+        self.in_flight.push_back(CheckpointInFlight { seq, paused_at });
         Ok(seq)
     }
 
-    /// Takes in what the encoder reports.
-    pub fn settle<T>(&mut self, report: Report<T>) -> Settled<T> {
+    /// Takes in a report of the encoder.
+    pub fn settle<T>(&mut self, report: EncodeReport<T>) -> SettledReport<T> {
         if report.generation < self.generation {
-            return Settled::Stale;
+            return SettledReport::Stale;
         }
         match (report.outcome, report.seq) {
             (Ok(sealed), Some(seq)) => {
-                self.log.sealed();
-                if let Some((_, paused_at)) = self.in_flight.pop_front() {
-                    self.sealed_at = Some(paused_at);
+                self.log.record_sealed();
+                if let Some(checkpoint) = self.in_flight.pop_front() {
+                    self.sealed_pause = Some(checkpoint.paused_at);
                 }
-                Settled::Sealed { seq, sealed }
+                SettledReport::Sealed { seq, sealed }
             }
-            (Ok(_), None) => Settled::Stale,
+            (Ok(_), None) => SettledReport::Stale,
             (Err(error), _) => {
                 self.log.give_back();
                 self.generation += 1;
-                Settled::Failed {
-                    lost: self.in_flight.drain(..).map(|(seq, _)| seq).collect(),
-                    error,
-                }
+                let lost = self.in_flight.drain(..).map(|checkpoint| checkpoint.seq).collect();
+                SettledReport::Failed { lost, error }
             }
         }
     }
 
-    fn attempt<M: Machine, O: Observer>(
+    fn attempt<M: Machine, O: CaptureObserver>(
         &mut self,
         machine: &mut M,
         observer: &mut O,
-        strategy: &mut dyn Strategy,
-        complete: bool,
-        outlet: &mut dyn FnMut(Parcel) -> Result<(), BoxError>,
-    ) -> Result<Captured, CycleError> {
-        observer.reached(Phase::Precopy);
+        strategy: &mut dyn CopyStrategy,
+        is_complete: bool,
+        outlet: &mut dyn FnMut(StagedPages) -> Result<(), BoxError>,
+    ) -> Result<CapturedCheckpoint, CaptureError> {
+        observer.reached(CapturePhase::Precopy);
         let ram = match self.ram.take() {
             Some(ram) => ram,
             None => machine.ram().map_err(machine_error("list RAM blocks"))?,
         };
         if !ram.same_space(&self.space) {
-            return Err(CycleError::OtherRam);
+            return Err(CaptureError::OtherRam);
         }
-        let mut hands = Hands {
+        let previous_pause =
+            self.in_flight.back().map(|checkpoint| checkpoint.paused_at).or(self.sealed_pause);
+        let mut context = CaptureContext {
             log: &mut self.log,
             reader: &self.reader,
             pool: &self.pool,
-            parcel: Parcel::new(&self.pool),
+            staged: StagedPages::new(&self.pool),
             held: PageSet::new(self.space.len_pages()),
-            timeline: Timeline::default(),
-            complete,
+            timeline: CaptureTimeline::default(),
+            is_complete,
             lacked_pages: self.lacked_pages,
             expected: OnceCell::new(),
             outlet,
         };
-        strategy.before(&mut hands)?;
-        let before = self.in_flight.back().map(|(_, at)| *at).or(self.sealed_at);
-        let paused = pause(&mut hands, machine, observer, strategy, &ram, before);
-        if let Err(CycleError::Staging(StagingError::Full { needed_pages, .. })) = &paused {
+        strategy.before(&mut context)?;
+        let mut look = LastLook { context: &mut context, observer, strategy, ram: &ram };
+        let paused = machine.pause(&mut look);
+        if let Err(CaptureError::Staging(StagingError::Full { needed_pages, .. })) = &paused {
             self.lacked_pages = *needed_pages;
         }
-        let mut captured = paused?;
-        let collect = Instant::now();
-        strategy.collect(&mut hands)?;
-        hands.timeline.collect_ns = ns(collect.elapsed());
-        hands.hand_over()?;
+        let paused = paused?;
+        record_pause(&mut context.timeline, &paused, previous_pause);
+        let collecting = Instant::now();
+        strategy.collect(&mut context)?;
+        context.timeline.collect_ns = nanoseconds(collecting.elapsed());
+        context.hand_over()?;
         if machine.ram().map_err(machine_error("list RAM blocks"))? != ram {
-            return Err(CycleError::Resized);
+            return Err(CaptureError::Resized);
         }
-        captured.dirty_pages = hands.held.len();
-        captured.timeline = hands.timeline;
-        captured.timeline.strategy = strategy.name();
-        strategy.learn(&captured.timeline, captured.dirty_pages);
-        self.ram = Some(ram);
-        Ok(captured)
+        let dirty_pages = context.held.len();
+        let timeline = CaptureTimeline { strategy: strategy.name(), ..context.timeline };
+        strategy.learn(&timeline, dirty_pages);
+        self.ram = Some(ram.clone());
+        Ok(CapturedCheckpoint {
+            ram,
+            device_state: paused.device_state,
+            taken_at: paused.taken_at,
+            paused_at: paused.paused_at,
+            dirty_pages,
+            timeline,
+        })
     }
 }
 
-fn pause<M: Machine, O: Observer>(
-    hands: &mut Hands<'_>,
-    machine: &mut M,
-    observer: &mut O,
-    strategy: &mut dyn Strategy,
-    ram: &RamLayout,
-    before: Option<Instant>,
-) -> Result<Captured, CycleError> {
-    machine.before_stop().map_err(machine_error("prepare the pause"))?;
-    observer.reached(Phase::Stopping);
-    let (taken_at, start) = (SystemTime::now(), Instant::now());
-    let stopped = machine.stop().map_err(machine_error("pause the VM"))?;
-    hands.timeline.stop_ns = ns(start.elapsed());
-    let inside = inside_pause(hands, machine, observer, strategy, ram);
-    let resume = Instant::now();
-    let resumed = machine.resume(stopped);
-    hands.timeline.resume_ns = ns(resume.elapsed());
-    hands.timeline.pause_ns = ns(start.elapsed());
-    observer.reached(Phase::Resumed);
-    // Both, whatever came before: the watchdog must be disarmed even where the checkpoint is lost
-    // already.
-    let by = machine.resumed(stopped);
-    let device_state = inside?;
-    resumed.map_err(machine_error("resume the VM"))?;
-    if by.map_err(machine_error("find out who resumed the VM"))? == Resumed::ByOther {
-        return Err(CycleError::Torn);
+/// Enters the times of a pause into the timeline. `previous_pause`: when the previous one began.
+fn record_pause(
+    timeline: &mut CaptureTimeline,
+    pause: &PauseRecord,
+    previous_pause: Option<Instant>,
+) {
+    timeline.stop_ns = pause.stop_ns;
+    timeline.device_state_ns = pause.device_state_ns;
+    timeline.resume_ns = pause.resume_ns;
+    // The guest of a VM that was paused before did not wait for the checkpoint.
+    timeline.pause_ns = if pause.stopped == Stopped::Already { 0 } else { pause.pause_ns };
+    if let Some(previous) = previous_pause {
+        timeline.interval_ns = nanoseconds(pause.paused_at.duration_since(previous));
     }
-    if let Some(before) = before {
-        hands.timeline.interval_ns = ns(start.duration_since(before));
-    }
-    if stopped == Stopped::Already {
-        // Nobody waited for us: the time that it took was no pause of the guest's.
-        hands.timeline.pause_ns = 0;
-    }
-    Ok(Captured {
-        ram: ram.clone(),
-        device_state,
-        taken_at,
-        paused_at: start,
-        dirty_pages: 0,
-        timeline: Timeline::default(),
-    })
 }
 
-/// Everything between the stop and the resume.
-fn inside_pause<M: Machine, O: Observer>(
-    hands: &mut Hands<'_>,
-    machine: &mut M,
-    observer: &mut O,
-    strategy: &mut dyn Strategy,
-    ram: &RamLayout,
-) -> Result<Vec<u8>, CycleError> {
-    observer.reached(Phase::Paused);
-    let saving = Instant::now();
-    let device_state = machine.save_devices().map_err(machine_error("save the device state"))?;
-    hands.timeline.device_state_ns = ns(saving.elapsed());
-    observer.reached(Phase::DeviceState);
-    strategy.freeze(hands)?;
-    observer.reached(Phase::Copied);
-    observer.paused(&**hands.reader, ram).map_err(CycleError::Audit)?;
-    Ok(device_state)
+/// The cycle's part in the pause: the strategy's last pages, then the observer's look at the VM.
+struct LastLook<'a, 'b, O> {
+    context: &'a mut CaptureContext<'b>,
+    observer: &'a mut O,
+    strategy: &'a mut dyn CopyStrategy,
+    ram: &'a RamLayout,
 }
 
-fn machine_error(operation: &'static str) -> impl Fn(BoxError) -> CycleError {
-    move |source| CycleError::Machine { operation, source }
+impl<O: CaptureObserver> PauseWork for LastLook<'_, '_, O> {
+    fn reached(&mut self, phase: CapturePhase) {
+        self.observer.reached(phase);
+    }
+
+    fn look(&mut self) -> Result<(), CaptureError> {
+        self.strategy.freeze(self.context)?;
+        self.observer.reached(CapturePhase::Copied);
+        self.observer.paused(&**self.context.reader, self.ram).map_err(CaptureError::Audit)
+    }
 }
 
 #[cfg(test)]

@@ -1,48 +1,48 @@
-//! The pages that the next sealed checkpoint owes.
+//! The pages that the next sealed checkpoint must hold: the *owed* pages.
 //!
-//! Draining a tracker is destructive, so the pages that it reports are written down here before
-//! anything else happens, and struck out only when a checkpoint that holds them is sealed. An
-//! aborted checkpoint needs no clean-up: whatever went wrong, its pages are still owed and the next
-//! checkpoint copies them again.
+//! Draining a tracker is destructive. So its pages are recorded here at once, and are struck out
+//! only when a checkpoint that holds them is sealed. An aborted checkpoint needs no clean-up: its
+//! pages are still owed, and the next checkpoint copies them again.
 //!
 //! ```text
-//!   tracker ──drain──▶ owed ──captured──▶ in flight (one set for each checkpoint) ──sealed──▶ struck out
-//!                       ▲                     │ any of them fails: all that are in flight
-//!                       └─────────────────────┘ (a later one is a difference to an earlier one)
+//!   tracker ──drain──▶ owed ──captured──▶ in flight (a set per checkpoint) ──sealed──▶ struck out
+//!                       ▲                     │ one fails: all sets in flight are owed again,
+//!                       └─────────────────────┘ since each is a difference to the one before
 //! ```
 
-use crate::ports::{BoxError, Tracker};
+use crate::ports::{BoxError, DirtyTracker};
 use keyframe_units::{PageIndex, PageRange, PageSet};
 use std::collections::VecDeque;
 
 /// A tracker and the pages it reported that no sealed checkpoint holds.
 pub struct DirtyLog {
-    tracker: Box<dyn Tracker>,
+    tracker: Box<dyn DirtyTracker>,
     owed: PageSet,
     in_flight: VecDeque<PageSet>,
 }
 
 impl DirtyLog {
-    /// Nothing is owed yet: the tracker's first report is complete.
-    pub fn new(tracker: Box<dyn Tracker>, space_pages: u64) -> Self {
+    /// Creates a log that owes nothing: the first drain of `tracker` reports every page.
+    pub fn new(tracker: Box<dyn DirtyTracker>, space_pages: u64) -> Self {
         Self { tracker, owed: PageSet::new(space_pages), in_flight: VecDeque::new() }
     }
 
-    /// Drains the tracker. Returns the pages written since the last drain. If that fails, every
+    /// Drains the tracker and returns the pages written since the last drain. After an error every
     /// page is owed.
     pub fn drain(&mut self) -> Result<PageSet, BoxError> {
         self.drain_by(|tracker, written| tracker.drain(written))
     }
 
-    /// As [`Self::drain`], in the pause; with `owed`, all that is owed.
-    pub fn drain_still(&mut self, owed: bool) -> Result<PageSet, BoxError> {
+    /// Drains the tracker while the VM is paused. Returns the pages written since the last drain;
+    /// with `all_owed`, all pages that are owed.
+    pub fn drain_still(&mut self, all_owed: bool) -> Result<PageSet, BoxError> {
         let written = self.drain_by(|tracker, written| tracker.drain_still(written))?;
-        Ok(if owed { self.owed.clone() } else { written })
+        Ok(if all_owed { self.owed.clone() } else { written })
     }
 
     fn drain_by(
         &mut self,
-        drain: impl Fn(&mut dyn Tracker, &mut PageSet) -> Result<(), BoxError>,
+        drain: impl Fn(&mut dyn DirtyTracker, &mut PageSet) -> Result<(), BoxError>,
     ) -> Result<PageSet, BoxError> {
         let mut written = PageSet::new(self.owed.space_pages());
         match drain(&mut *self.tracker, &mut written) {
@@ -57,36 +57,36 @@ impl DirtyLog {
         }
     }
 
-    /// As [`Self::drain`], and returns all that is owed: the first round of a checkpoint.
+    /// Drains the tracker and returns all pages that are owed, for the first round of a checkpoint.
     pub fn drain_owed(&mut self) -> Result<PageSet, BoxError> {
         self.drain()?;
         Ok(self.owed.clone())
     }
 
-    /// Copies of `pages` were made while the VM ran.
+    /// Tells the tracker that `pages` were copied while the VM ran.
     pub fn copied_unfrozen(&mut self, pages: &PageSet) {
         self.tracker.copied_unfrozen(pages);
     }
 
-    /// About how many pages the next [`Self::drain_owed`] would find; none where that cannot be
-    /// told cheaply.
+    /// Estimates how many pages the next [`Self::drain_owed`] would return. Returns `None` if the
+    /// tracker cannot count cheaply.
     pub fn estimate_pages(&mut self) -> Option<u64> {
         Some(self.tracker.count()?.saturating_add(self.owed.len()))
     }
 
-    /// A checkpoint that holds every owed page is captured.
-    pub fn captured(&mut self) {
+    /// Records that a checkpoint that holds every owed page is captured.
+    pub fn record_captured(&mut self) {
         let empty = PageSet::new(self.owed.space_pages());
         self.in_flight.push_back(std::mem::replace(&mut self.owed, empty));
     }
 
-    /// The oldest checkpoint in flight is sealed.
-    pub fn sealed(&mut self) {
+    /// Records that the oldest checkpoint in flight is sealed.
+    pub fn record_sealed(&mut self) {
         self.in_flight.pop_front();
     }
 
-    /// A checkpoint in flight failed: the pages of all of them are owed again. Returns how many
-    /// checkpoints that were.
+    /// Owes the pages of all checkpoints in flight again, since one of them failed. Returns the
+    /// number of these checkpoints.
     pub fn give_back(&mut self) -> u64 {
         let lost = self.in_flight.len() as u64;
         for set in self.in_flight.drain(..) {
@@ -95,22 +95,22 @@ impl DirtyLog {
         lost
     }
 
-    /// Drops the tracker. Every drain fails from here on.
+    /// Drops the tracker. Every later drain fails.
     pub fn untrack(&mut self) {
-        self.tracker = Box::new(Untracked);
+        self.tracker = Box::new(EndedTracker);
     }
 
-    /// Captured checkpoints that are not sealed yet.
+    /// The number of captured checkpoints that are not sealed yet.
     pub fn in_flight(&self) -> u64 {
         self.in_flight.len() as u64
     }
 
-    /// Pages drained that neither a sealed checkpoint nor one in flight holds.
+    /// The number of drained pages that neither a sealed checkpoint nor one in flight holds.
     pub fn owed_pages(&self) -> u64 {
         self.owed.len()
     }
 
-    /// Every page is owed, and no checkpoint is in flight: there is a sink that has none of them.
+    /// Owes every page and forgets the checkpoints in flight, for a sink that holds none of them.
     pub fn restart(&mut self) {
         self.in_flight.clear();
         self.owe_everything();
@@ -121,12 +121,12 @@ impl DirtyLog {
     }
 }
 
-/// What is left when tracking has ended.
-struct Untracked;
+/// Takes the tracker's place when tracking has ended.
+struct EndedTracker;
 
-impl Tracker for Untracked {
+impl DirtyTracker for EndedTracker {
     fn drain(&mut self, _: &mut PageSet) -> Result<(), BoxError> {
-        Err("this VM is not tracked any more".into())
+        Err("dirty tracking of this VM has ended".into())
     }
 }
 
@@ -134,9 +134,9 @@ impl Tracker for Untracked {
 mod tests {
     use super::*;
 
-    /// Reports what it is told to, once.
+    /// Reports each scripted result once.
     struct Script(Vec<Result<Vec<u64>, &'static str>>);
-    impl Tracker for Script {
+    impl DirtyTracker for Script {
         fn drain(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
             match self.0.remove(0) {
                 Ok(pages) => pages.into_iter().for_each(|p| {
@@ -163,7 +163,7 @@ mod tests {
         assert_eq!(pages(&log.drain().unwrap()), [3]);
         // Aborted here: never captured.
         assert_eq!(pages(&log.drain_owed().unwrap()), [1, 2, 3, 4]);
-        log.captured();
+        log.record_captured();
         assert_eq!(pages(&log.drain_owed().unwrap()), [5]);
     }
 
@@ -172,9 +172,9 @@ mod tests {
         let mut log = log(vec![Ok(vec![1]), Ok(vec![2]), Ok(vec![3]), Ok(vec![4]), Ok(vec![])]);
         for _ in 0..3 {
             log.drain_owed().unwrap();
-            log.captured();
+            log.record_captured();
         }
-        log.sealed();
+        log.record_sealed();
         log.drain_owed().unwrap();
         assert_eq!((log.give_back(), log.in_flight()), (2, 0));
         assert_eq!(pages(&log.drain_owed().unwrap()), [2, 3, 4]);

@@ -1,182 +1,194 @@
-//! The other end of the capture: takes parcels of pages, hands them to the sink, seals.
+//! The encoder: hands staged pages to the sink and seals checkpoints, on a thread of the caller.
 //!
 //! ```text
 //!   capture ──Pages, Pages, Seal 7, Pages, Seal 8──▶ encoder ──put*, seal──▶ sink
 //!      ▲                                                │
-//!      └──────────── Report 7, Report 8 ◀───────────────┘
+//!      └──────────── report 7, report 8 ◀───────────────┘
 //! ```
 //!
-//! A checkpoint is a difference to the one before it. So where one fails, everything behind it in
-//! the queue is dropped too, until the capture has learnt of it and begins a new *generation*, in
-//! which those pages come again.
+//! A checkpoint is a difference to the previous one. So if one fails, the encoder drops every later
+//! message of the same *generation*. The capture begins a new generation once it has read the
+//! report, and sends those pages again.
 //!
-//! Invariants: each Seal is answered by one report; a failure before the seal by one report of its
-//! own, before that; after a failure nothing of the same generation reaches the sink.
+//! Invariants: each `Seal` gets one report; a failure before the `Seal` gets one more report, before
+//! that one; after a failure the sink receives nothing of the same generation.
 
-use crate::cycle::{Captured, Phase};
-use crate::parcel::Parcel;
-use crate::ports::{BoxError, Sink};
+use crate::checkpoint::{CapturePhase, CapturedCheckpoint, nanoseconds};
+use crate::ports::{BoxError, CheckpointSink};
+use crate::staged_pages::StagedPages;
 use keyframe_units::PageSet;
 use std::time::Instant;
 
-/// Pages handed to the sink at a time: enough for several threads.
+/// Pages per call of the sink: enough work for several threads.
 const PUT_PAGES: usize = 8192;
 
-/// What the capture sends.
-pub enum Message<L> {
+/// A message of the capture to the encoder.
+pub enum EncoderMessage<L> {
     /// Pages of the checkpoint in progress.
     Pages {
-        /// Messages of a generation that has failed are dropped.
+        /// The capture's generation; messages of a failed generation are dropped.
         generation: u64,
         /// The pages.
-        parcel: Parcel,
+        pages: StagedPages,
     },
-    /// All its pages have been sent.
+    /// All pages of the checkpoint have been sent; seal it.
     Seal {
-        /// As above.
+        /// The capture's generation.
         generation: u64,
         /// The number of the capture.
         seq: u64,
-        /// What it is.
-        captured: Box<Captured>,
-        /// What the caller says of it.
+        /// The checkpoint.
+        captured: Box<CapturedCheckpoint>,
+        /// The caller's data for the sink.
         label: L,
     },
-    /// The checkpoint in progress was aborted after pages of it had been sent.
+    /// The checkpoint in progress failed after pages of it had been sent.
     Abandon {
-        /// As above.
+        /// The capture's generation.
         generation: u64,
     },
 }
 
-/// Why a checkpoint that was captured is not in the store.
+/// Why a captured checkpoint was not sealed.
 #[derive(Debug, thiserror::Error)]
 pub enum EncodeError {
     /// The sink failed.
     #[error("{operation}: {source}")]
     Sink {
-        /// What it was to do.
+        /// The operation.
         operation: &'static str,
-        /// Why it did not.
+        /// The sink's error.
         source: BoxError,
     },
-    /// One before it failed.
+    /// An earlier checkpoint, on which this one builds, failed.
     #[error("the checkpoint before it failed")]
     Behind,
 }
 
-/// What became of a checkpoint.
+/// The result of one checkpoint in the encoder.
 #[derive(Debug)]
-pub struct Report<T> {
-    /// The generation it belonged to.
+pub struct EncodeReport<T> {
+    /// The generation of the checkpoint.
     pub generation: u64,
-    /// The number of its capture; none where it failed before all its pages had been sent.
+    /// The number of the capture; `None` if it failed before its `Seal` arrived.
     pub seq: Option<u64>,
-    /// Sealed, or why not.
+    /// The sink's result, or why the checkpoint was not sealed.
     pub outcome: Result<T, EncodeError>,
 }
 
-/// Where the capture sends to.
-pub trait Outlet<L> {
-    /// Hands a message over. An error where nobody is there to take it.
-    fn send(&mut self, message: Message<L>) -> Result<(), BoxError>;
+/// The queue through which a capture sends messages to its encoder.
+pub trait EncoderQueue<L> {
+    /// Sends a message. Fails if the encoder has ended.
+    fn send(&mut self, message: EncoderMessage<L>) -> Result<(), BoxError>;
 }
 
-impl<L: Send + 'static> Outlet<L> for std::sync::mpsc::Sender<Message<L>> {
-    fn send(&mut self, message: Message<L>) -> Result<(), BoxError> {
+impl<L: Send + 'static> EncoderQueue<L> for std::sync::mpsc::Sender<EncoderMessage<L>> {
+    fn send(&mut self, message: EncoderMessage<L>) -> Result<(), BoxError> {
         std::sync::mpsc::Sender::send(self, message).map_err(|_| "the encoder has ended".into())
     }
 }
 
-/// Feeds a sink.
-pub struct Encoder<S> {
+/// Carries out the messages of a capture on a sink.
+pub struct CheckpointEncoder<S> {
     sink: S,
-    watch: Box<dyn FnMut(Phase) + Send>,
+    watch: Box<dyn FnMut(CapturePhase) + Send>,
     seen: PageSet,
     failed_generation: Option<u64>,
     encode_ns: u64,
 }
 
-impl<S: Sink> Encoder<S> {
-    /// An encoder for a VM of `space_pages` pages; `watch` is told of the phases that it reaches.
-    pub fn new(sink: S, space_pages: u64, watch: Box<dyn FnMut(Phase) + Send>) -> Self {
+impl<S: CheckpointSink> CheckpointEncoder<S> {
+    /// Creates an encoder for a VM of `space_pages` pages. It calls `watch` with each phase that it
+    /// reaches.
+    pub fn new(sink: S, space_pages: u64, watch: Box<dyn FnMut(CapturePhase) + Send>) -> Self {
         Self { sink, watch, seen: PageSet::new(space_pages), failed_generation: None, encode_ns: 0 }
     }
 
-    /// Does what a message asks for.
-    pub fn handle(&mut self, message: Message<S::Label>) -> Option<Report<S::Sealed>> {
+    /// Carries out one message. Returns a report if a checkpoint was sealed or failed.
+    pub fn handle(&mut self, message: EncoderMessage<S::Label>) -> Option<EncodeReport<S::Sealed>> {
         match message {
-            Message::Pages { generation, .. } | Message::Abandon { generation }
-                if self.is_lost(generation) =>
+            EncoderMessage::Pages { generation, .. } | EncoderMessage::Abandon { generation }
+                if self.has_failed(generation) =>
             {
                 None
             }
-            Message::Pages { generation, parcel } => {
-                let error = self.put(&parcel).err()?;
+            EncoderMessage::Pages { generation, pages } => {
+                let error = self.put(&pages).err()?;
                 Some(self.fail(generation, None, error))
             }
-            Message::Abandon { .. } => {
+            EncoderMessage::Abandon { .. } => {
                 self.sink.abandon();
                 self.encode_ns = 0;
                 None
             }
-            Message::Seal { generation, seq, .. } if self.is_lost(generation) => {
-                Some(Report { generation, seq: Some(seq), outcome: Err(EncodeError::Behind) })
+            EncoderMessage::Seal { generation, seq, .. } if self.has_failed(generation) => {
+                Some(EncodeReport { generation, seq: Some(seq), outcome: Err(EncodeError::Behind) })
             }
-            Message::Seal { generation, seq, mut captured, label } => {
-                captured.timeline.encode_ns = std::mem::take(&mut self.encode_ns);
-                (self.watch)(Phase::Sealing);
-                let sealed = self.sink.seal(&captured, label);
-                Some(match sealed {
-                    Ok(sealed) => {
-                        (self.watch)(Phase::Sealed);
-                        Report { generation, seq: Some(seq), outcome: Ok(sealed) }
-                    }
-                    Err(source) => {
-                        let error = EncodeError::Sink { operation: "seal the checkpoint", source };
-                        self.fail(generation, Some(seq), error)
-                    }
+            EncoderMessage::Seal { generation, seq, captured, label } => {
+                Some(match self.seal(captured, label) {
+                    Ok(sealed) => EncodeReport { generation, seq: Some(seq), outcome: Ok(sealed) },
+                    Err(error) => self.fail(generation, Some(seq), error),
                 })
             }
         }
     }
 
-    /// The sink, to look at.
+    /// The sink, for tests.
     #[cfg(test)]
-    pub(crate) fn image(&self) -> &S {
+    pub(crate) fn sink(&self) -> &S {
         &self.sink
     }
 
-    /// The sink, at the end.
+    /// Ends the encoder and returns its sink.
     pub fn into_sink(self) -> S {
         self.sink
     }
 
-    fn is_lost(&self, generation: u64) -> bool {
+    fn has_failed(&self, generation: u64) -> bool {
         self.failed_generation.is_some_and(|failed| generation <= failed)
     }
 
-    fn put(&mut self, parcel: &Parcel) -> Result<(), EncodeError> {
-        (self.watch)(Phase::Encoding);
+    fn put(&mut self, staged: &StagedPages) -> Result<(), EncodeError> {
+        (self.watch)(CapturePhase::Encoding);
         let started = Instant::now();
-        let mut pages = parcel.pages(&mut self.seen);
+        let mut pages = staged.pages(&mut self.seen);
         loop {
-            let some: Vec<_> = pages.by_ref().take(PUT_PAGES).collect();
-            if some.is_empty() {
+            let batch: Vec<_> = pages.by_ref().take(PUT_PAGES).collect();
+            if batch.is_empty() {
                 break;
             }
             self.sink
-                .put(&some)
+                .put(&batch)
                 .map_err(|source| EncodeError::Sink { operation: "store pages", source })?;
         }
-        self.encode_ns += u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.encode_ns += nanoseconds(started.elapsed());
         Ok(())
     }
 
-    fn fail(&mut self, generation: u64, seq: Option<u64>, error: EncodeError) -> Report<S::Sealed> {
+    fn seal(
+        &mut self,
+        mut captured: Box<CapturedCheckpoint>,
+        label: S::Label,
+    ) -> Result<S::Sealed, EncodeError> {
+        captured.timeline.encode_ns = std::mem::take(&mut self.encode_ns);
+        (self.watch)(CapturePhase::Sealing);
+        let sealed = self
+            .sink
+            .seal(&captured, label)
+            .map_err(|source| EncodeError::Sink { operation: "seal the checkpoint", source })?;
+        (self.watch)(CapturePhase::Sealed);
+        Ok(sealed)
+    }
+
+    fn fail(
+        &mut self,
+        generation: u64,
+        seq: Option<u64>,
+        error: EncodeError,
+    ) -> EncodeReport<S::Sealed> {
         self.sink.abandon();
         self.failed_generation = Some(generation);
         self.encode_ns = 0;
-        Report { generation, seq, outcome: Err(error) }
+        EncodeReport { generation, seq, outcome: Err(error) }
     }
 }

@@ -1,26 +1,29 @@
-//! Several VMs as one: their page spaces end to end, so that one cycle takes one checkpoint of all
-//! of them at one instant.
+//! The ports of a group of VMs: their page spaces are joined end to end, so one cycle takes one
+//! checkpoint of all members at one instant.
 //!
 //! ```text
 //!   member    a                  b              c
-//!   page      0 ...... 65535 | 65536 .... | ............      the group's space
-//!             0 ...... 65535 | 0 ........ | 0 ..........      each member's own
+//!   page      0 ...... 65535 | 65536 .... | ............      the group's page space
+//!             0 ...... 65535 | 0 ........ | 0 ..........      each member's page space
 //! ```
 //!
-//! Invariant: a page of the group's space belongs to exactly one member, and a range that spans
-//! members is cut at their borders. Left out: stopping them together, which is the machine's.
+//! Invariant: a page of the group's space belongs to exactly one member; a range over several
+//! members is cut at their borders. Not here: pausing the members together, which
+//! [`crate::Machine`] does.
 
-use crate::ports::{BoxError, FirstWriteHook, FirstWrites, Freezer, PageReader, Tracker};
+use crate::ports::{
+    BoxError, DirtyTracker, FirstWriteHook, FirstWriteMonitor, PageReader, RamFreezer,
+};
 use keyframe_units::{PageIndex, PageRange, PageSet};
 use std::sync::Arc;
 
 const STATES_MAGIC: &[u8; 8] = b"KFGROUP1";
 
-/// Something of each member, with its place in the group's space.
+/// A port of each member, with the member's pages in the group's space.
 struct Members<T>(Vec<(PageRange, T)>);
 
 impl<T> Members<T> {
-    /// Lays the members end to end; each with the number of its pages.
+    /// Lays the members end to end. Each comes with the number of its pages.
     fn new(members: impl IntoIterator<Item = (u64, T)>) -> Self {
         let mut first = 0;
         let place = |(len_pages, member)| {
@@ -31,8 +34,8 @@ impl<T> Members<T> {
         Self(members.into_iter().map(place).collect())
     }
 
-    /// Adds what each member's `find` puts into a set of its own space to `found`, a set of the
-    /// group's.
+    /// Calls `find` for each member with an empty set of its own space, and adds the pages that it
+    /// inserts to `found`, a set of the group's space.
     fn gather<E>(
         &mut self,
         found: &mut PageSet,
@@ -53,18 +56,18 @@ fn to_group(place: PageRange, range: PageRange) -> PageRange {
     PageRange::new(PageIndex(place.first.0 + range.first.0), range.len_pages)
 }
 
-/// The part of `range` (of the group's space) that is in `place`, in that member's own space.
+/// The pages of `range` (of the group's space) that lie in `place`, in that member's own space.
 fn to_member(place: PageRange, range: PageRange) -> Option<PageRange> {
     let first = range.first.max(place.first);
     let end = range.end().min(place.end());
     (first < end).then(|| PageRange::new(PageIndex(first.0 - place.first.0), end.0 - first.0))
 }
 
-/// Reads pages of all members.
+/// Reads the pages of all members.
 pub struct GroupReader(Members<Arc<dyn PageReader>>);
 
 impl GroupReader {
-    /// Each member's pages, and how it is read.
+    /// Creates a reader from each member's number of pages and reader.
     pub fn new(members: Vec<(u64, Arc<dyn PageReader>)>) -> Self {
         Self(Members::new(members))
     }
@@ -72,7 +75,7 @@ impl GroupReader {
 
 impl PageReader for GroupReader {
     fn read(&self, ranges: &[PageRange], mut dst: &mut [u8]) -> Result<(), BoxError> {
-        // Neighbours of one member are read in one go.
+        // Consecutive ranges of one member are one read.
         let mut run: Vec<PageRange> = Vec::with_capacity(ranges.len());
         let mut of = 0;
         let mut flush = |of: usize, run: &mut Vec<PageRange>| -> Result<(), BoxError> {
@@ -80,7 +83,7 @@ impl PageReader for GroupReader {
                 let len: u64 = run.iter().map(|r| r.len_bytes()).sum();
                 let (now, rest) = std::mem::take(&mut dst)
                     .split_at_mut_checked(usize::try_from(len)?)
-                    .ok_or("the buffer is shorter than the pages")?;
+                    .ok_or("the buffer is shorter than the pages to read")?;
                 dst = rest;
                 reader.read(run, now)?;
                 run.clear();
@@ -109,18 +112,18 @@ impl PageReader for GroupReader {
 }
 
 /// Finds the written pages of all members.
-pub struct GroupTracker(Members<Box<dyn Tracker>>);
+pub struct GroupTracker(Members<Box<dyn DirtyTracker>>);
 
 impl GroupTracker {
-    /// Each member's pages, and its tracker.
-    pub fn new(members: Vec<(u64, Box<dyn Tracker>)>) -> Self {
+    /// Creates a tracker from each member's number of pages and tracker.
+    pub fn new(members: Vec<(u64, Box<dyn DirtyTracker>)>) -> Self {
         Self(Members::new(members))
     }
 }
 
-impl Tracker for GroupTracker {
+impl DirtyTracker for GroupTracker {
     fn drain(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
-        // Where one fails, the pages of those before it are lost as well: the caller takes all as
+        // If one fails, the pages of those before it are lost too: the caller takes every page as
         // written.
         self.0.gather(written, |tracker, own| tracker.drain(own))
     }
@@ -146,17 +149,17 @@ impl Tracker for GroupTracker {
     }
 }
 
-/// Tells of the first writes of all members.
-pub struct GroupFirstWrites(Members<Arc<dyn FirstWrites>>);
+/// Delays the first writes of all members.
+pub struct GroupFirstWriteMonitor(Members<Arc<dyn FirstWriteMonitor>>);
 
-impl GroupFirstWrites {
-    /// Each member's pages, and what tells of its first writes.
-    pub fn new(members: Vec<(u64, Arc<dyn FirstWrites>)>) -> Self {
+impl GroupFirstWriteMonitor {
+    /// Creates a monitor from each member's number of pages and monitor.
+    pub fn new(members: Vec<(u64, Arc<dyn FirstWriteMonitor>)>) -> Self {
         Self(Members::new(members))
     }
 }
 
-impl FirstWrites for GroupFirstWrites {
+impl FirstWriteMonitor for GroupFirstWriteMonitor {
     fn set_hook(&self, hook: Option<FirstWriteHook>) {
         for (place, member) in &self.0.0 {
             let place = *place;
@@ -177,17 +180,17 @@ impl FirstWrites for GroupFirstWrites {
     }
 }
 
-/// Freezes the RAM of all members, one after the other: all of them stand still.
-pub struct GroupFreezer(Vec<(u64, Box<dyn Freezer>)>);
+/// Freezes the RAM of all members, one after the other, while all of them are paused.
+pub struct GroupFreezer(Vec<(u64, Box<dyn RamFreezer>)>);
 
 impl GroupFreezer {
-    /// Each member's pages, and how it is frozen.
-    pub fn new(members: Vec<(u64, Box<dyn Freezer>)>) -> Self {
+    /// Creates a freezer from each member's number of pages and freezer.
+    pub fn new(members: Vec<(u64, Box<dyn RamFreezer>)>) -> Self {
         Self(members)
     }
 }
 
-impl Freezer for GroupFreezer {
+impl RamFreezer for GroupFreezer {
     fn freeze(&mut self) -> Result<Box<dyn PageReader>, BoxError> {
         let frozen =
             self.0.iter_mut().map(|(len, freezer)| Ok((*len, Arc::from(freezer.freeze()?))));
@@ -195,9 +198,10 @@ impl Freezer for GroupFreezer {
     }
 }
 
-/// The device states of a group's members as one: `"KFGROUP1"`, their number (u32), the length of
-/// each (u64), the states themselves; all integers little-endian. The last one is the network's.
-pub fn join_states(states: &[Vec<u8>]) -> Vec<u8> {
+/// Joins the device states of a group's members, and last that of its network, into one: the bytes
+/// `KFGROUP1`, the number of states (u32), the length of each (u64), then the states. Integers are
+/// little-endian.
+pub fn join_device_states(states: &[Vec<u8>]) -> Vec<u8> {
     let mut out = Vec::with_capacity(64 + states.iter().map(Vec::len).sum::<usize>());
     out.extend_from_slice(STATES_MAGIC);
     out.extend_from_slice(&(states.len() as u32).to_le_bytes());
@@ -208,26 +212,32 @@ pub fn join_states(states: &[Vec<u8>]) -> Vec<u8> {
     out
 }
 
-/// The parts of what [`join_states`] made; none where it is not of that form.
-pub fn split_states(joined: &[u8]) -> Option<Vec<&[u8]>> {
+/// Splits the result of [`join_device_states`] into its states. Returns `None` if `joined` has
+/// another form.
+pub fn split_device_states(joined: &[u8]) -> Option<Vec<&[u8]>> {
     let rest = joined.strip_prefix(STATES_MAGIC)?;
     let (count, mut rest) = rest.split_first_chunk::<4>()?;
     let count =
         usize::try_from(u32::from_le_bytes(*count)).ok().filter(|n| *n <= rest.len() / 8)?;
     let mut lens = Vec::with_capacity(count);
     for _ in 0..count {
-        let (len, behind) = rest.split_first_chunk::<8>()?;
+        let (len, tail) = rest.split_first_chunk::<8>()?;
         lens.push(usize::try_from(u64::from_le_bytes(*len)).ok()?);
-        rest = behind;
+        rest = tail;
     }
     let mut states = Vec::with_capacity(count);
     for len in lens {
-        let (state, behind) = rest.split_at_checked(len)?;
+        let (state, tail) = rest.split_at_checked(len)?;
         states.push(state);
-        rest = behind;
+        rest = tail;
     }
     rest.is_empty().then_some(states)
 }
+
+pub use {
+    GroupFirstWriteMonitor as GroupFirstWrites, join_device_states as join_states,
+    split_device_states as split_states,
+};
 
 #[cfg(test)]
 mod tests {
@@ -249,7 +259,7 @@ mod tests {
 
     #[derive(Default)]
     struct Told(Arc<Mutex<Vec<u64>>>, Vec<u64>);
-    impl Tracker for Told {
+    impl DirtyTracker for Told {
         fn drain(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
             for page in self.1.drain(..) {
                 written.insert(PageIndex(page));
@@ -296,7 +306,7 @@ mod tests {
         fn members_are_told_of_their_own_pages_and_tell_theirs(pages in prop::collection::btree_set(0u64..31, 0..31)) {
             let told: Vec<Arc<Mutex<Vec<u64>>>> = (0..3).map(|_| Arc::default()).collect();
             let own = |m: usize| pages.iter().map(|p| locate(*p)).filter(|(n, _)| *n as usize == m).map(|(_, p)| p).collect::<Vec<_>>();
-            let member = |m: usize| (LENS[m], Box::new(Told(Arc::clone(&told[m]), own(m))) as Box<dyn Tracker>);
+            let member = |m: usize| (LENS[m], Box::new(Told(Arc::clone(&told[m]), own(m))) as Box<dyn DirtyTracker>);
             let mut tracker = GroupTracker::new((0..3).map(member).collect());
             let mut written = PageSet::new(31);
             tracker.drain(&mut written).unwrap();
@@ -311,9 +321,9 @@ mod tests {
     proptest! {
         #[test]
         fn joined_states_come_apart_again(states in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..40), 0..6), cut in 0usize..300) {
-            let joined = join_states(&states);
-            prop_assert_eq!(split_states(&joined), Some(states.iter().map(Vec::as_slice).collect()));
-            prop_assert_eq!(split_states(&joined[..cut.min(joined.len() - 1)]), None);
+            let joined = join_device_states(&states);
+            prop_assert_eq!(split_device_states(&joined), Some(states.iter().map(Vec::as_slice).collect()));
+            prop_assert_eq!(split_device_states(&joined[..cut.min(joined.len() - 1)]), None);
         }
 
         #[test]
@@ -321,7 +331,7 @@ mod tests {
             let mut bytes = STATES_MAGIC.to_vec();
             bytes.extend_from_slice(&count.to_le_bytes());
             bytes.extend_from_slice(&tail);
-            let _ = split_states(&bytes);
+            let _ = split_device_states(&bytes);
         }
     }
 
@@ -334,7 +344,7 @@ mod tests {
     #[test]
     fn first_writes_carry_the_groups_numbers() {
         struct Writes(Mutex<Option<FirstWriteHook>>);
-        impl FirstWrites for Writes {
+        impl FirstWriteMonitor for Writes {
             fn set_hook(&self, hook: Option<FirstWriteHook>) {
                 *self.0.lock().unwrap() = hook;
             }
@@ -345,8 +355,8 @@ mod tests {
             }
         }
         let members: Vec<_> = (0..2).map(|_| Arc::new(Writes(Mutex::default()))).collect();
-        let group = GroupFirstWrites::new(
-            members.iter().map(|m| (1, Arc::clone(m) as Arc<dyn FirstWrites>)).collect(),
+        let group = GroupFirstWriteMonitor::new(
+            members.iter().map(|m| (1, Arc::clone(m) as Arc<dyn FirstWriteMonitor>)).collect(),
         );
         let seen = Arc::new(Mutex::new(Vec::new()));
         let hook: FirstWriteHook = {

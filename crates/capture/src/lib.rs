@@ -1,40 +1,60 @@
-//! Captures a VM: finds the pages that it wrote, copies them while it runs, pauses it for the rest,
-//! hands all to a sink.
+//! Captures checkpoints of a VM: finds the pages that it wrote, copies most of them while it runs,
+//! pauses it to copy the rest, and hands all of them to a sink.
 //!
 //! ```text
-//!            Tracker, PageReader                Machine                        Sink
-//!   ┌──────────────▼──────────────┐   ┌────────────▼───────────┐   ┌────────────▼──────────┐
+//!        DirtyTracker, PageReader              Machine                   CheckpointSink
+//!   ┌──────────────▼──────────────┐   ┌───────────▼────────────┐   ┌────────────▼──────────┐
 //!   │ pre-copy rounds             │──▶│ pause: device state,   │──▶│ encode, seal          │
 //!   │ (guest runs)                │   │ last pages             │   │ (guest runs)          │
 //!   └─────────────────────────────┘   └────────────────────────┘   └───────────────────────┘
-//!                         Pool: bounded memory between the copy and the sink
+//!                  StagingPool: the bounded memory between the copy and the sink
 //! ```
 //!
-//! [`cycle::Cycle`] captures a checkpoint, by a [`strategy`]; [`encoder::Encoder`] takes it from
-//! there, on a thread of the caller's. The traits in [`ports`] are all that they know of QEMU, of
-//! the kernel and of the store; [`ram`] implements those of the kernel.
+//! [`CaptureCycle`] captures checkpoints with a [`strategy::CopyStrategy`]; [`CheckpointEncoder`]
+//! hands them to the sink, on a thread of the caller. They reach the VMM through [`Machine`], and
+//! the guest's memory and the store through the traits in [`ports`]; [`ram`] implements the
+//! memory's traits over the kernel.
 //!
-//! Architecture invariants: no page that was drained from a tracker is forgotten before a
-//! checkpoint that holds it is sealed ([`dirty::DirtyLog`]); nothing is hashed, compressed or
-//! written while the VM is paused; the queue before the encoder is bounded by memory
-//! ([`pool::Pool`]).
+//! Architecture invariants: a page that was drained from a tracker stays in the [`dirty::DirtyLog`]
+//! until a checkpoint that holds it is sealed; nothing is hashed, compressed or written while the
+//! VM is paused; memory bounds the queue before the encoder ([`StagingPool`]).
 
+pub mod checkpoint;
 pub mod compare;
+pub mod context;
 pub mod cycle;
 pub mod dirty;
 pub mod encoder;
+pub mod error;
 pub mod group;
+pub mod machine;
 pub mod parallel;
-pub mod parcel;
-pub mod pool;
 pub mod ports;
 pub mod ram;
+pub mod staged_pages;
+pub mod staging_pool;
 pub mod strategy;
 
-pub use cycle::{Captured, Cycle, CycleError, Phase, Settled, Timeline};
-pub use encoder::{EncodeError, Encoder, Message, Outlet, Report};
-pub use pool::Pool;
+pub use checkpoint::{CapturePhase, CaptureTimeline, CapturedCheckpoint};
+pub use cycle::{CaptureCycle, SettledReport};
+pub use encoder::{CheckpointEncoder, EncodeError, EncodeReport, EncoderMessage, EncoderQueue};
+pub use error::CaptureError;
+pub use machine::{Machine, PauseRecord, PauseWork, Resumed, Stopped};
 pub use ports::{
-    BoxError, FirstWriteHook, FirstWrites, Freezer, Machine, Observer, PageReader, Resumed, Sink,
-    Stopped, Tracker,
+    BoxError, CaptureObserver, CheckpointSink, DirtyTracker, FirstWriteHook, FirstWriteMonitor,
+    NoObserver, PageReader, RamFreezer,
 };
+pub use staging_pool::StagingPool;
+
+// Names that callers still use.
+pub use checkpoint::{CapturePhase as Phase, CapturedCheckpoint as Captured};
+pub use cycle::{CaptureCycle as Cycle, SettledReport as Settled};
+pub use encoder::{
+    CheckpointEncoder as Encoder, EncodeReport as Report, EncoderMessage as Message,
+};
+pub use error::CaptureError as CycleError;
+pub use ports::{
+    CaptureObserver as Observer, CheckpointSink as Sink, DirtyTracker as Tracker,
+    FirstWriteMonitor as FirstWrites, RamFreezer as Freezer,
+};
+pub use staging_pool::StagingPool as Pool;

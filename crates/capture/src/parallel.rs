@@ -1,4 +1,4 @@
-//! Copying with several threads (Schötterl-Glausch 2018, parallel copy): a reader over a reader.
+//! Copies pages with several threads (Schötterl-Glausch 2018, parallel copy), over another reader.
 
 use crate::ports::{BoxError, PageReader};
 use keyframe_scheduling::ThreadChoice;
@@ -7,21 +7,22 @@ use rayon::prelude::*;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-/// Fewer pages are copied by the caller alone: waking threads costs what copying these does.
+/// Fewer pages are copied by the calling thread: waking threads costs as much as copying them.
 const PART_PAGES_MIN: u64 = 256;
-/// A copy of fewer pages says nothing of how many threads are fastest.
+/// A copy of fewer pages does not tell which number of threads is fastest.
 const LEARN_PAGES_MIN: u64 = 1024;
 
-/// Splits what is to be read among threads of its own.
-pub struct ParallelReader {
+/// Splits each read among threads of its own.
+pub struct ParallelPageReader {
     inner: Arc<dyn PageReader>,
     threads: rayon::ThreadPool,
-    /// Chooses how many of them work, where that was not asked for.
+    /// Chooses the number of threads; `None` if the caller fixed it.
     choice: Option<Mutex<ThreadChoice>>,
 }
 
-impl ParallelReader {
-    /// Reads through `inner` with `threads` threads.
+impl ParallelPageReader {
+    /// Creates a reader that reads through `inner` with `threads` threads. Fails if a thread cannot
+    /// be started.
     pub fn new(inner: Arc<dyn PageReader>, threads: usize) -> Result<Self, BoxError> {
         let threads = rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
@@ -30,13 +31,13 @@ impl ParallelReader {
         Ok(Self { inner, threads, choice: None })
     }
 
-    /// Reads with as many threads, up to `max`, as turn out to be fastest.
+    /// Creates a reader that measures which number of threads up to `max` is fastest, and uses it.
     pub fn adaptive(inner: Arc<dyn PageReader>, max: usize) -> Result<Self, BoxError> {
         let choice = Some(Mutex::new(ThreadChoice::new(max)));
         Ok(Self { choice, ..Self::new(inner, max)? })
     }
 
-    fn read_by(
+    fn read_with(
         &self,
         threads: usize,
         ranges: &[PageRange],
@@ -58,25 +59,25 @@ impl ParallelReader {
     }
 }
 
-impl PageReader for ParallelReader {
+impl PageReader for ParallelPageReader {
     fn read(&self, ranges: &[PageRange], dst: &mut [u8]) -> Result<(), BoxError> {
         let pages: u64 = ranges.iter().map(|r| r.len_pages).sum();
         let choice = self.choice.as_ref().filter(|_| pages >= LEARN_PAGES_MIN);
         let Some(choice) = choice else {
             let threads =
                 if self.choice.is_some() { 1 } else { self.threads.current_num_threads() };
-            return self.read_by(threads, ranges, pages, dst);
+            return self.read_with(threads, ranges, pages, dst);
         };
         let threads = choice.lock().unwrap_or_else(PoisonError::into_inner).choose();
         let began = Instant::now();
-        self.read_by(threads, ranges, pages, dst)?;
+        self.read_with(threads, ranges, pages, dst)?;
         let took_ns = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
         choice.lock().unwrap_or_else(PoisonError::into_inner).learn(threads, pages, took_ns);
         Ok(())
     }
 }
 
-/// Cuts `ranges` into parts of `part_pages` pages, the last one shorter.
+/// Cuts `ranges` into parts of `part_pages` pages; the last part may be shorter.
 fn cut(ranges: &[PageRange], part_pages: u64) -> Vec<Vec<PageRange>> {
     let mut parts = vec![Vec::new()];
     let mut room = part_pages;
@@ -97,6 +98,8 @@ fn cut(ranges: &[PageRange], part_pages: u64) -> Vec<Vec<PageRange>> {
     }
     parts
 }
+
+pub use ParallelPageReader as ParallelReader;
 
 #[cfg(test)]
 mod tests {
@@ -126,9 +129,9 @@ mod tests {
             let pages: Vec<u64> = ranges.iter().flat_map(|r| r.iter()).map(|p| p.0).collect();
             let mut dst = vec![0; pages.len() * PAGE_BYTES];
             let reader = if threads == 4 {
-                ParallelReader::adaptive(Arc::new(Numbered), 4)
+                ParallelPageReader::adaptive(Arc::new(Numbered), 4)
             } else {
-                ParallelReader::new(Arc::new(Numbered), threads)
+                ParallelPageReader::new(Arc::new(Numbered), threads)
             };
             let reader = reader.unwrap();
             reader.read(&ranges, &mut vec![0; pages.len() * PAGE_BYTES]).unwrap();
@@ -141,7 +144,7 @@ mod tests {
 
     #[test]
     fn an_error_of_one_thread_is_the_error() {
-        let reader = ParallelReader::new(Arc::new(Numbered), 3).unwrap();
+        let reader = ParallelPageReader::new(Arc::new(Numbered), 3).unwrap();
         let mut dst = vec![0; 3000 * PAGE_BYTES];
         assert!(reader.read(&[PageRange::new(PageIndex(0), 3000)], &mut dst).is_err());
     }

@@ -1,36 +1,40 @@
-//! What the checkpoint cycle asks of the rest of the world.
+//! The traits through which a capture reaches the guest's memory, the store and its observer.
+//!
+//! The VMM's trait is [`crate::machine::Machine`].
 
-use crate::cycle::Phase;
+use crate::checkpoint::{CapturePhase, CapturedCheckpoint};
 use keyframe_units::{Page, PageIndex, PageRange, PageSet, RamLayout};
 use std::sync::Arc;
 
-/// Any error of an implementation, carried through with its own text and sources.
+/// An error of an implementation, with its own text and sources.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Finds pages that were written.
-pub trait Tracker: Send {
-    /// Adds to `written` each page written since the last call, and protects it again, as one step
-    /// per page. **This is destructive**: the bits are gone. On the first call every page that may
-    /// hold something other than zeros counts.
+/// Finds the pages that the guest wrote.
+pub trait DirtyTracker: Send {
+    /// Adds to `written` each page written since the last call, and protects it again in the same
+    /// step. **Destructive**: the tracker forgets the pages. The first call reports every page
+    /// that may hold anything but zeros.
     ///
-    /// On an error some pages may have been protected and not reported: the caller must take all
-    /// pages as written.
+    /// # Errors
+    ///
+    /// After an error some pages may have been protected without being reported, so the caller
+    /// must take every page as written.
     fn drain(&mut self, written: &mut PageSet) -> Result<(), BoxError>;
 
-    /// As [`Tracker::drain`], while the VM stands still and few pages are expected: its processors
-    /// are free to help.
+    /// Does the same as [`DirtyTracker::drain`] while the VM is paused, when few pages are
+    /// expected and the VM's processors are free to help.
     fn drain_still(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
         self.drain(written)
     }
 
-    /// Copies of `pages` were made while the VM ran: what they hold need not be what the last drain
-    /// saw. A tracker that judges by content must report them again.
+    /// Tells the tracker that `pages` were copied while the VM ran, so the copies may differ from
+    /// the contents at the last drain. A tracker that compares contents must report them again.
     fn copied_unfrozen(&mut self, pages: &PageSet) {
         let _ = pages;
     }
 
-    /// About how many pages the next [`Tracker::drain`] would find, where that can be told without
-    /// draining and cheaply.
+    /// Estimates how many pages the next [`DirtyTracker::drain`] would report. Returns `None` if
+    /// counting them needs a drain or is expensive.
     fn count(&mut self) -> Option<u64> {
         None
     }
@@ -39,110 +43,71 @@ pub trait Tracker: Send {
 /// Called with pages that the VM is about to write for the first time since they were protected.
 pub type FirstWriteHook = Arc<dyn Fn(PageRange) + Send + Sync>;
 
-/// Holds up the first write to a protected page: the ground of copy-on-write.
-pub trait FirstWrites: Send + Sync {
-    /// From here on calls `hook` before each such write; the writer waits meanwhile. When this
-    /// returns, the former hook runs no more.
+/// Delays the first write to each protected page: the basis of copy-on-write.
+pub trait FirstWriteMonitor: Send + Sync {
+    /// Calls `hook` before each first write from now on; the writing processor waits until the
+    /// hook returns. The previous hook is no longer called once this method has returned.
     fn set_hook(&self, hook: Option<FirstWriteHook>);
 
-    /// The pages that could be written since they were protected without the hook being told (they
-    /// were discarded, or merged by the kernel): a copy of such a page that was made later is worth
-    /// nothing.
+    /// Returns the pages that may have changed since they were protected without a call of the
+    /// hook, because they were discarded or because the kernel merged them. A later copy of such
+    /// a page is invalid.
     fn unannounced(&self) -> Result<PageSet, BoxError>;
 }
 
-/// Freezes all of the VM's RAM at once, in the pause.
-pub trait Freezer: Send {
-    /// RAM as it is now, readable until dropped, while the VM goes on writing.
+/// Freezes all of the VM's RAM at once, while the VM is paused.
+pub trait RamFreezer: Send {
+    /// Returns a reader of the RAM as it is now. It stays valid until it is dropped, while the VM
+    /// runs on and writes.
     fn freeze(&mut self) -> Result<Box<dyn PageReader>, BoxError>;
 }
 
 /// Copies pages of the VM's RAM.
 pub trait PageReader: Send + Sync {
-    /// Copies the pages of `ranges`, in their order and end to end, into `dst`, whose length is
-    /// theirs together.
+    /// Copies the pages of `ranges` into `dst`, in their order and without gaps. The length of
+    /// `dst` must be the total length of `ranges` in bytes.
     fn read(&self, ranges: &[PageRange], dst: &mut [u8]) -> Result<(), BoxError>;
 }
 
-/// What stopping the VM found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stopped {
-    /// It ran, and is now paused by us.
-    ByUs,
-    /// It was paused already; it must stay so.
-    Already,
-}
-
-/// What resuming the VM found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Resumed {
-    /// It stood still for the whole pause and runs again.
-    ByUs,
-    /// Somebody else (the watchdog, a user's monitor) let it run during the pause: what was
-    /// captured is torn.
-    ByOther,
-}
-
-/// Controls the VM.
-pub trait Machine: Send {
-    /// The RAM blocks as they are now, with the bytes they use.
-    fn ram(&mut self) -> Result<RamLayout, BoxError>;
-
-    /// Called just before [`Machine::stop`], while the VM still runs, for what need not be done in
-    /// the pause. It is undone by [`Machine::resumed`]; and at once where this or the stop fails.
-    fn before_stop(&mut self) -> Result<(), BoxError> {
-        Ok(())
-    }
-
-    /// Pauses the VM, with a watchdog armed that resumes it should we die or take too long.
-    fn stop(&mut self) -> Result<Stopped, BoxError>;
-
-    /// The state of all devices. May write guest memory on the way.
-    fn save_devices(&mut self) -> Result<Vec<u8>, BoxError>;
-
-    /// Ends the pause. `stopped` is what [`Machine::stop`] answered: a VM that was paused already
-    /// is left so.
-    fn resume(&mut self, stopped: Stopped) -> Result<(), BoxError>;
-
-    /// After the pause: disarms the watchdog, and tells who resumed the VM.
-    fn resumed(&mut self, stopped: Stopped) -> Result<Resumed, BoxError>;
-}
-
-/// Takes the pages of checkpoints in and seals them.
-pub trait Sink: Send {
-    /// What the caller says of a checkpoint when it is captured.
+/// Receives the pages of checkpoints and seals the checkpoints.
+pub trait CheckpointSink: Send {
+    /// The caller's data about one checkpoint, handed through from the capture.
     type Label: Send;
-    /// What sealing tells.
+    /// The result of sealing a checkpoint.
     type Sealed;
 
-    /// Pages of the checkpoint in progress, each once; a later put of the same page replaces an
-    /// earlier one.
+    /// Adds pages to the checkpoint in progress. No page occurs twice in `pages`; a page of a
+    /// later call replaces the same page of an earlier one.
     fn put(&mut self, pages: &[(PageIndex, &Page)]) -> Result<(), BoxError>;
 
     /// Makes the checkpoint durable and visible.
-    fn seal(&mut self, captured: &Captured, label: Self::Label) -> Result<Self::Sealed, BoxError>;
+    fn seal(
+        &mut self,
+        captured: &CapturedCheckpoint,
+        label: Self::Label,
+    ) -> Result<Self::Sealed, BoxError>;
 
-    /// Forgets everything put since the last seal.
+    /// Drops every page that was put since the last seal.
     fn abandon(&mut self);
 }
 
-pub use crate::cycle::Captured;
-
-/// Watches a cycle go by: for status, for audits, for fault injection.
-pub trait Observer: Send {
-    /// The cycle has reached `phase`.
-    fn reached(&mut self, phase: Phase) {
+/// Watches a capture, for status output, audits and fault injection.
+pub trait CaptureObserver: Send {
+    /// The capture has reached `phase`.
+    fn reached(&mut self, phase: CapturePhase) {
         let _ = phase;
     }
 
-    /// The VM is paused and its last pages have been copied: what `reader` reads now is what the
-    /// checkpoint must hold.
+    /// The VM is paused and its last pages are copied: `reader` reads the contents that the
+    /// checkpoint must hold. An error fails the checkpoint.
     fn paused(&mut self, reader: &dyn PageReader, ram: &RamLayout) -> Result<(), BoxError> {
         let _ = (reader, ram);
         Ok(())
     }
 }
 
-/// Watches nothing.
+/// An observer that does nothing.
 pub struct NoObserver;
-impl Observer for NoObserver {}
+impl CaptureObserver for NoObserver {}
+
+pub use CaptureObserver as Observer;

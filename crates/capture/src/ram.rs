@@ -1,13 +1,15 @@
-//! The VM's linear page space over the address space of the QEMU process: trackers, readers, first
-//! writes, frozen children.
+//! The ports of a VM whose RAM lies in another process: page readers, trackers, first writes and
+//! forked children, over the kernel crate.
 //!
 //! ```text
 //!   PageIndex   0 ......... 65535 | 65536 ... 69631 | ...         RamLayout
 //!                     │                    │
-//!   HostVirt    0x7fce57e00000      0x7fce6e400000                one start per block
+//!   HostVirt    0x7fce57e00000      0x7fce6e400000                one address per block
 //! ```
 
-use crate::ports::{BoxError, FirstWriteHook, FirstWrites, Freezer, PageReader, Tracker};
+use crate::ports::{
+    BoxError, DirtyTracker, FirstWriteHook, FirstWriteMonitor, PageReader, RamFreezer,
+};
 use keyframe_kernel::Process;
 use keyframe_kernel::fault_tracker::{self, FaultTracker, Touch};
 use keyframe_kernel::fork::{ForkPlan, Snapshot};
@@ -16,7 +18,7 @@ use keyframe_kernel::track::{WriteTracker, Written};
 use keyframe_units::{HostRange, HostVirt, PAGE_BYTES, PageIndex, PageRange, PageSet, RamLayout};
 use std::sync::{Arc, OnceLock};
 
-/// Where each RAM block lies in the QEMU process.
+/// The addresses of the RAM blocks in the VMM process.
 #[derive(Clone, Debug)]
 pub struct GuestRam {
     layout: RamLayout,
@@ -24,29 +26,32 @@ pub struct GuestRam {
 }
 
 impl GuestRam {
-    /// `hosts[i]` is where block `i` of `layout` begins. Panics where their numbers differ: a bug
-    /// of the caller.
+    /// `hosts[i]` is the address of block `i` of `layout`.
+    ///
+    /// # Panics
+    ///
+    /// If the numbers of blocks and addresses differ.
     pub fn new(layout: RamLayout, hosts: Vec<HostVirt>) -> Self {
         assert_eq!(layout.blocks().len(), hosts.len(), "one address per RAM block");
         Self { layout, hosts }
     }
 
-    /// The blocks.
+    /// The RAM blocks.
     pub fn layout(&self) -> &RamLayout {
         &self.layout
     }
 
-    /// The bytes of block `block` in the QEMU process.
+    /// The addresses of block `block` in the VMM process.
     pub fn block_range(&self, block: usize) -> HostRange {
         HostRange { start: self.hosts[block], len_bytes: self.layout.pages_of(block).len_bytes() }
     }
 
-    /// Every block's bytes, in page order.
+    /// The addresses of every block, in page order.
     pub fn ranges(&self) -> Vec<HostRange> {
         (0..self.hosts.len()).map(|block| self.block_range(block)).collect()
     }
 
-    /// Where the pages of `range` lie; more than one range where it spans blocks.
+    /// Adds the addresses of the pages of `range` to `out`: one range per block.
     fn host_ranges(&self, mut range: PageRange, out: &mut Vec<HostRange>) -> Result<(), BoxError> {
         while range.len_pages > 0 {
             let (block, offset) = self
@@ -61,7 +66,7 @@ impl GuestRam {
         Ok(())
     }
 
-    /// The blocks that bytes of `range` belong to.
+    /// The blocks that overlap `range`.
     fn blocks_of(&self, range: HostRange) -> impl Iterator<Item = usize> {
         (0..self.hosts.len()).filter(move |block| {
             let block = self.block_range(*block);
@@ -69,7 +74,7 @@ impl GuestRam {
         })
     }
 
-    /// The pages of `range`, cut to block `block`: large pages may stick out of a small block.
+    /// The pages of `range` that lie in block `block`: a large page may exceed a small block.
     fn pages(&self, block: usize, range: HostRange) -> PageRange {
         let (start, block_pages) = (self.hosts[block].0, self.layout.pages_of(block));
         let page = PAGE_BYTES as u64;
@@ -79,20 +84,20 @@ impl GuestRam {
     }
 }
 
-/// Reads pages through the fastest way that each block's memory allows.
-pub struct ProcessPages {
+/// Reads pages of the VMM process, each block in the fastest way that its memory allows.
+pub struct ProcessPageReader {
     ram: Arc<GuestRam>,
     reader: Arc<GuestReader>,
 }
 
-impl ProcessPages {
-    /// Reads the RAM `ram` through `reader`, which must have been made over `ram.ranges()`.
+impl ProcessPageReader {
+    /// Creates a reader of `ram`. `reader` must have been made over `ram.ranges()`.
     pub fn new(ram: Arc<GuestRam>, reader: Arc<GuestReader>) -> Self {
         Self { ram, reader }
     }
 }
 
-impl PageReader for ProcessPages {
+impl PageReader for ProcessPageReader {
     fn read(&self, ranges: &[PageRange], dst: &mut [u8]) -> Result<(), BoxError> {
         let mut host = Vec::with_capacity(ranges.len() + 4);
         for range in ranges {
@@ -102,12 +107,13 @@ impl PageReader for ProcessPages {
     }
 }
 
-/// A tracker of the kernel crate.
-pub trait Scan: Send {
-    /// The pages of `range` written since its last scan; protects them again.
+/// A write tracker of the kernel crate.
+pub trait WriteScanner: Send {
+    /// Adds the parts of `range` that were written since its last scan to `out`, and protects them
+    /// again.
     fn scan(&self, range: HostRange, out: &mut Vec<Written>) -> Result<(), keyframe_kernel::Error>;
 
-    /// As [`Scan::scan`], while the VM stands still.
+    /// Does the same as [`WriteScanner::scan`], while the VM is paused.
     fn scan_still(
         &self,
         range: HostRange,
@@ -116,13 +122,13 @@ pub trait Scan: Send {
         self.scan(range, out)
     }
 
-    /// About how many the next scan would find, where that can be told.
+    /// Estimates how many pages the next scan of `range` would find, if the tracker can.
     fn count(&self, range: HostRange) -> Option<u64>;
 }
 
 /// Asynchronous write protection: `PAGEMAP_SCAN` finds written pages and protects them again in one
 /// step.
-impl Scan for WriteTracker {
+impl WriteScanner for WriteTracker {
     fn scan(&self, range: HostRange, out: &mut Vec<Written>) -> Result<(), keyframe_kernel::Error> {
         self.scan_and_protect(range, out).map(drop)
     }
@@ -140,8 +146,8 @@ impl Scan for WriteTracker {
     }
 }
 
-/// Synchronous write protection: each first write waits for a handler of ours.
-impl Scan for Arc<FaultTracker> {
+/// Synchronous write protection: each first write waits for a handler in this process.
+impl WriteScanner for Arc<FaultTracker> {
     fn scan(&self, range: HostRange, out: &mut Vec<Written>) -> Result<(), keyframe_kernel::Error> {
         self.drain(range, out).map(drop)
     }
@@ -151,9 +157,8 @@ impl Scan for Arc<FaultTracker> {
     }
 }
 
-/// Finds written pages of the VM by a tracker of the kernel crate, with which every block of RAM is
-/// registered.
-pub struct RamTracker<S> {
+/// Finds the written pages of a VM with a tracker of the kernel crate.
+pub struct ProcessDirtyTracker<S> {
     ram: Arc<GuestRam>,
     reader: Arc<GuestReader>,
     scan: S,
@@ -161,14 +166,14 @@ pub struct RamTracker<S> {
     found: Vec<Written>,
 }
 
-impl<S: Scan> RamTracker<S> {
-    /// Asks `scan`, with which all of `ram.ranges()` must be registered.
+impl<S: WriteScanner> ProcessDirtyTracker<S> {
+    /// Creates a tracker. All of `ram.ranges()` must be registered with `scan`.
     pub fn new(ram: Arc<GuestRam>, reader: Arc<GuestReader>, scan: S) -> Self {
         Self { ram, reader, scan, drained: false, found: Vec::with_capacity(4096) }
     }
 }
 
-impl<S: Scan> Tracker for RamTracker<S> {
+impl<S: WriteScanner> DirtyTracker for ProcessDirtyTracker<S> {
     fn drain(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
         self.drain_with(written, S::scan)
     }
@@ -183,7 +188,7 @@ impl<S: Scan> Tracker for RamTracker<S> {
     }
 }
 
-impl<S: Scan> RamTracker<S> {
+impl<S: WriteScanner> ProcessDirtyTracker<S> {
     fn drain_with(
         &mut self,
         written: &mut PageSet,
@@ -194,9 +199,8 @@ impl<S: Scan> RamTracker<S> {
             self.found.clear();
             scan(&self.scan, range, &mut self.found)?;
             for found in &self.found {
-                // The first scan reports every page that was never protected, touched or not. One
-                // that is not mapped holds zeros, or what its file holds, which the extents below
-                // tell.
+                // The first scan reports every page that was never protected, touched or not. An
+                // unmapped page holds zeros, or its file's data, which the extents below tell.
                 if self.drained || found.present {
                     written.insert_range(self.ram.pages(block, found.range));
                 }
@@ -212,25 +216,25 @@ impl<S: Scan> RamTracker<S> {
     }
 }
 
-/// Tells of first writes, page by page.
-pub struct RamFaults {
+/// Delays the first writes to the pages of a VM.
+pub struct ProcessFirstWriteMonitor {
     ram: Arc<GuestRam>,
     tracker: Arc<FaultTracker>,
 }
 
-impl RamFaults {
-    /// Those that `tracker` sees, with which all of `ram.ranges()` must be registered.
+impl ProcessFirstWriteMonitor {
+    /// Creates a monitor. All of `ram.ranges()` must be registered with `tracker`.
     pub fn new(ram: Arc<GuestRam>, tracker: Arc<FaultTracker>) -> Self {
         Self { ram, tracker }
     }
 }
 
-impl FirstWrites for RamFaults {
+impl FirstWriteMonitor for ProcessFirstWriteMonitor {
     fn set_hook(&self, hook: Option<FirstWriteHook>) {
         let ram = Arc::clone(&self.ram);
         self.tracker.set_hook(hook.map(|hook| -> fault_tracker::Hook {
             Arc::new(move |touch| {
-                // A page that is being discarded may be lost already; `unannounced` tells.
+                // A page that is being discarded may be lost already; `unannounced` reports it.
                 let (Touch::Write(range) | Touch::Discard(range)) = touch;
                 for block in ram.blocks_of(range) {
                     hook(ram.pages(block, range));
@@ -250,46 +254,56 @@ impl FirstWrites for RamFaults {
     }
 }
 
-/// Freezes RAM by forking QEMU.
+/// Freezes RAM by forking the VMM process.
 pub struct ForkFreezer {
     ram: Arc<GuestRam>,
     plan: ForkPlan,
 }
 
 impl ForkFreezer {
-    /// Looks whether the RAM of `process` can be frozen so: it takes milliseconds.
+    /// Prepares to fork `process`, which takes milliseconds. Fails if its RAM cannot be frozen by a
+    /// fork.
     pub fn new(ram: Arc<GuestRam>, process: &Process) -> Result<Self, keyframe_kernel::Error> {
         let plan = ForkPlan::new(process, &ram.ranges())?;
         Ok(Self { ram, plan })
     }
 }
 
-impl Freezer for ForkFreezer {
+impl RamFreezer for ForkFreezer {
     fn freeze(&mut self) -> Result<Box<dyn PageReader>, BoxError> {
         let snapshot = self.plan.fork()?;
-        Ok(Box::new(Frozen { ram: Arc::clone(&self.ram), pages: OnceLock::new(), snapshot }))
+        Ok(Box::new(ForkedRamReader {
+            ram: Arc::clone(&self.ram),
+            pages: OnceLock::new(),
+            snapshot,
+        }))
     }
 }
 
-/// The memory of a frozen child. How it is read is found out at the first read, which is behind the
-/// pause.
-struct Frozen {
+/// Reads the memory of a forked child. The first read, which comes after the pause, finds out how.
+struct ForkedRamReader {
     ram: Arc<GuestRam>,
-    pages: OnceLock<ProcessPages>,
+    pages: OnceLock<ProcessPageReader>,
     snapshot: Snapshot,
 }
 
-impl PageReader for Frozen {
+impl PageReader for ForkedRamReader {
     fn read(&self, ranges: &[PageRange], dst: &mut [u8]) -> Result<(), BoxError> {
         let pages = if let Some(pages) = self.pages.get() {
             pages
         } else {
             let reader = GuestReader::new(self.snapshot.process(), &self.ram.ranges())?;
-            self.pages.get_or_init(|| ProcessPages::new(Arc::clone(&self.ram), Arc::new(reader)))
+            self.pages
+                .get_or_init(|| ProcessPageReader::new(Arc::clone(&self.ram), Arc::new(reader)))
         };
         pages.read(ranges, dst)
     }
 }
+
+pub use {
+    ProcessDirtyTracker as RamTracker, ProcessFirstWriteMonitor as RamFaults,
+    ProcessPageReader as ProcessPages, WriteScanner as Scan,
+};
 
 #[cfg(test)]
 mod tests {

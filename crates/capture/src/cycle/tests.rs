@@ -2,9 +2,15 @@
 //! sealed checkpoint must equal the RAM at its pause, and the VM must run after every cycle.
 
 use super::*;
-use crate::encoder::Encoder;
-use crate::ports::{FirstWriteHook, FirstWrites, Freezer, Observer, Sink};
-use crate::strategy::{Auto, CopyOnWrite, Fork, Prescan, StopCopy, Strategy};
+use crate::encoder::CheckpointEncoder;
+use crate::machine::Resumed;
+use crate::ports::{
+    CaptureObserver, CheckpointSink, FirstWriteHook, FirstWriteMonitor, RamFreezer,
+};
+use crate::strategy::{
+    AutoStrategy, CopyOnWriteStrategy, CopyStrategy, ForkStrategy, PrescanStrategy,
+    StopCopyStrategy,
+};
 use keyframe_scheduling::PrecopyPolicy;
 use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock};
 use proptest::prelude::*;
@@ -117,7 +123,7 @@ impl Vm {
     }
 }
 
-impl Tracker for Vm {
+impl DirtyTracker for Vm {
     fn drain(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
         let mut world = self.world();
         let failed = world.call("drain");
@@ -210,7 +216,31 @@ impl Machine for Vm {
     }
 }
 
-impl Observer for Vm {
+/// A VMM that pauses, saves its devices and resumes in one command.
+struct OneCommandVm(Vm);
+
+impl Machine for OneCommandVm {
+    fn ram(&mut self) -> Result<RamLayout, BoxError> {
+        self.0.ram()
+    }
+    fn stop(&mut self) -> Result<Stopped, BoxError> {
+        unreachable!("it has no command for this step alone")
+    }
+    fn save_devices(&mut self) -> Result<Vec<u8>, BoxError> {
+        unreachable!("it has no command for this step alone")
+    }
+    fn resume(&mut self, _: Stopped) -> Result<(), BoxError> {
+        unreachable!("it has no command for this step alone")
+    }
+    fn resumed(&mut self, _: Stopped) -> Result<Resumed, BoxError> {
+        unreachable!("it has no command for this step alone")
+    }
+    fn pause(&mut self, work: &mut dyn PauseWork) -> Result<PauseRecord, CaptureError> {
+        self.0.pause(work)
+    }
+}
+
+impl CaptureObserver for Vm {
     fn paused(&mut self, _: &dyn PageReader, _: &RamLayout) -> Result<(), BoxError> {
         let mut world = self.world();
         world.call("audit")?;
@@ -224,7 +254,7 @@ impl Observer for Vm {
 }
 
 /// Tells first writes while a hook is set.
-impl FirstWrites for Vm {
+impl FirstWriteMonitor for Vm {
     fn set_hook(&self, hook: Option<FirstWriteHook>) {
         self.serve_faults();
         self.world().hook = hook;
@@ -238,7 +268,7 @@ impl FirstWrites for Vm {
 
 /// A copy of all RAM stands for the frozen child.
 struct Child(Vm, Vec<u64>);
-impl Freezer for Vm {
+impl RamFreezer for Vm {
     fn freeze(&mut self) -> Result<Box<dyn PageReader>, BoxError> {
         self.world().call("fork")?;
         let ram = self.world().ram.clone();
@@ -280,7 +310,7 @@ impl Image {
     }
 }
 
-impl Sink for Image {
+impl CheckpointSink for Image {
     type Label = Vec<u64>;
     type Sealed = ();
     fn put(&mut self, pages: &[(PageIndex, &Page)]) -> Result<(), BoxError> {
@@ -291,7 +321,7 @@ impl Sink for Image {
         }
         Ok(())
     }
-    fn seal(&mut self, captured: &Captured, _: Vec<u64>) -> Result<(), BoxError> {
+    fn seal(&mut self, captured: &CapturedCheckpoint, _: Vec<u64>) -> Result<(), BoxError> {
         self.call("seal")?;
         assert_eq!(captured.dirty_pages, self.put.len() as u64);
         self.sealed.append(&mut self.put);
@@ -306,9 +336,9 @@ impl Sink for Image {
 
 /// A queue before the encoder, which works when it is told to; or at once.
 struct Queue {
-    messages: VecDeque<Message<Vec<u64>>>,
-    encoder: Encoder<Image>,
-    reports: Vec<Report<()>>,
+    messages: VecDeque<EncoderMessage<Vec<u64>>>,
+    encoder: CheckpointEncoder<Image>,
+    reports: Vec<EncodeReport<()>>,
     at_once: bool,
     /// Busy until a capture is given up.
     idle_at_abandon: bool,
@@ -322,9 +352,9 @@ impl Queue {
     }
 }
 
-impl Outlet<Vec<u64>> for Queue {
-    fn send(&mut self, message: Message<Vec<u64>>) -> Result<(), BoxError> {
-        self.at_once |= self.idle_at_abandon && matches!(message, Message::Abandon { .. });
+impl EncoderQueue<Vec<u64>> for Queue {
+    fn send(&mut self, message: EncoderMessage<Vec<u64>>) -> Result<(), BoxError> {
+        self.at_once |= self.idle_at_abandon && matches!(message, EncoderMessage::Abandon { .. });
         self.messages.push_back(message);
         if self.at_once {
             self.handle(usize::MAX);
@@ -335,7 +365,7 @@ impl Outlet<Vec<u64>> for Queue {
 
 struct Bench {
     vm: Vm,
-    cycle: Cycle,
+    cycle: CaptureCycle,
     queue: Queue,
     /// RAM at the pause of each capture in flight.
     expected: BTreeMap<u64, Vec<u64>>,
@@ -362,11 +392,12 @@ impl Bench {
             resized_in_pause: None,
         })));
         // Hardly more than RAM, so that pages go through the encoder while they are captured.
-        let pool = Pool::of_chunks(21, 2);
-        let cycle = Cycle::new(Vm::layout(PAGES), Box::new(vm.clone()), Arc::new(vm.clone()), pool);
+        let pool = StagingPool::of_chunks(21, 2);
+        let cycle =
+            CaptureCycle::new(Vm::layout(PAGES), Box::new(vm.clone()), Arc::new(vm.clone()), pool);
         let (sealed, put) = (BTreeMap::new(), BTreeMap::new());
         let image = Image { vm: vm.clone(), sealed, put, broken: false, used_pages: 0 };
-        let encoder = Encoder::new(image, PAGES, Box::new(|_| {}));
+        let encoder = CheckpointEncoder::new(image, PAGES, Box::new(|_| {}));
         let queue = Queue {
             messages: VecDeque::new(),
             encoder,
@@ -377,7 +408,7 @@ impl Bench {
         Self { vm, cycle, queue, expected: BTreeMap::new() }
     }
 
-    fn capture(&mut self, strategy: &mut dyn Strategy) -> Result<u64, CycleError> {
+    fn capture(&mut self, strategy: &mut dyn CopyStrategy) -> Result<u64, CaptureError> {
         self.vm.world().at_pause = None;
         let (mut machine, mut observer) = (self.vm.clone(), self.vm.clone());
         let captured =
@@ -404,39 +435,39 @@ impl Bench {
         counts
     }
 
-    fn settle(&mut self, report: Report<()>) -> (usize, usize) {
+    fn settle(&mut self, report: EncodeReport<()>) -> (usize, usize) {
         match self.cycle.settle(report) {
-            Settled::Sealed { seq, .. } => {
+            SettledReport::Sealed { seq, .. } => {
                 let expected = self.expected.remove(&seq).unwrap();
                 // Reports come one by one, the image may be of a later checkpoint: compared where
                 // it is of this one.
                 if self.queue.messages.is_empty() && self.expected.is_empty() {
-                    let sealed = &self.queue.encoder.image().sealed;
+                    let sealed = &self.queue.encoder.sink().sealed;
                     let image: Vec<u64> = (0..PAGES).map(|p| sealed[&p]).collect();
                     assert_eq!(image, expected, "checkpoint {seq}");
                 }
                 (1, 0)
             }
-            Settled::Failed { lost, .. } => {
+            SettledReport::Failed { lost, .. } => {
                 for seq in &lost {
                     self.expected.remove(seq).unwrap();
                 }
                 (0, lost.len().max(1))
             }
-            Settled::Stale => (0, 0),
+            SettledReport::Stale => (0, 0),
         }
     }
 }
 
-fn strategies(vm: &Vm, rounds_max: u32) -> [Box<dyn Strategy>; 6] {
+fn strategies(vm: &Vm, rounds_max: u32) -> [Box<dyn CopyStrategy>; 6] {
     let policy = PrecopyPolicy { target_pages: 2, rounds_max, converging_percent: 90 };
     [
-        Box::new(Precopy { policy }),
-        Box::new(StopCopy),
-        Box::new(CopyOnWrite::new(Arc::new(vm.clone()))),
-        Box::new(Fork::new(Box::new(vm.clone()))),
-        Box::new(Auto::default()),
-        Box::new(Prescan),
+        Box::new(PrecopyStrategy { policy }),
+        Box::new(StopCopyStrategy),
+        Box::new(CopyOnWriteStrategy::new(Arc::new(vm.clone()))),
+        Box::new(ForkStrategy::new(Box::new(vm.clone()))),
+        Box::new(AutoStrategy::default()),
+        Box::new(PrescanStrategy),
     ]
 }
 
@@ -467,8 +498,34 @@ proptest! {
         bench.queue.at_once = true;
         let free = bench.cycle.pool().free_pages();
         prop_assert_eq!(free, bench.cycle.pool().capacity_pages(), "memory was lost");
-        bench.capture(&mut StopCopy).unwrap();
+        bench.capture(&mut StopCopyStrategy).unwrap();
         prop_assert_eq!(bench.encode(usize::MAX), (1, 0));
+    }
+}
+
+#[test]
+fn a_machine_that_pauses_in_one_command_is_captured_by_every_strategy() {
+    for which in 0..6 {
+        let mut bench = Bench::new(5, 1);
+        bench.queue.at_once = true;
+        let mut strategies = strategies(&bench.vm, 3);
+        for _ in 0..3 {
+            let (mut machine, mut observer) = (OneCommandVm(bench.vm.clone()), bench.vm.clone());
+            let seq = bench
+                .cycle
+                .capture(
+                    &mut machine,
+                    &mut observer,
+                    &mut *strategies[which],
+                    &mut bench.queue,
+                    Vec::new(),
+                )
+                .unwrap();
+            let at_pause = bench.vm.world().at_pause.take().unwrap();
+            bench.expected.insert(seq, at_pause);
+            assert_eq!(bench.encode(usize::MAX), (1, 0), "strategy {which}");
+            assert!(bench.vm.world().running, "strategy {which}");
+        }
     }
 }
 
@@ -514,7 +571,7 @@ fn a_block_that_was_resized_since_the_checkpoint_before_is_captured_as_it_is_now
             bench.capture(&mut *strategies[which]).unwrap();
             assert_eq!(bench.encode(usize::MAX), (1, 0), "strategy {which}");
             assert_eq!(
-                bench.queue.encoder.image().used_pages,
+                bench.queue.encoder.sink().used_pages,
                 in_pause.unwrap_or(before),
                 "strategy {which}"
             );
@@ -523,10 +580,10 @@ fn a_block_that_was_resized_since_the_checkpoint_before_is_captured_as_it_is_now
         let mut bench = Bench::new(12, 1);
         bench.queue.at_once = true;
         bench.vm.world().resized_in_pause = Some(PAGES - 1);
-        assert!(matches!(bench.capture(&mut StopCopy), Err(CycleError::Resized)));
-        bench.capture(&mut StopCopy).unwrap();
+        assert!(matches!(bench.capture(&mut StopCopyStrategy), Err(CaptureError::Resized)));
+        bench.capture(&mut StopCopyStrategy).unwrap();
         assert_eq!(
-            (bench.encode(usize::MAX), bench.queue.encoder.image().used_pages),
+            (bench.encode(usize::MAX), bench.queue.encoder.sink().used_pages),
             ((1, 0), PAGES - 1)
         );
     }
@@ -537,13 +594,13 @@ fn a_burst_that_a_pause_had_no_memory_for_is_captured_at_the_second_attempt() {
     let mut bench = Bench::new(7, 0);
     bench.vm.world().burst_pages = 20;
     bench.queue.idle_at_abandon = true;
-    bench.capture(&mut StopCopy).unwrap();
+    bench.capture(&mut StopCopyStrategy).unwrap();
     assert!(bench.queue.at_once, "there was memory enough: nothing was tested");
     assert_eq!(bench.encode(usize::MAX), (1, 0));
     // Where there is never enough it is an error.
     let mut bench = Bench::new(7, 0);
     bench.vm.world().burst_pages = 20;
-    let error = bench.capture(&mut StopCopy).unwrap_err();
-    assert!(matches!(error, CycleError::Staging(StagingError::Full { .. })), "{error}");
+    let error = bench.capture(&mut StopCopyStrategy).unwrap_err();
+    assert!(matches!(error, CaptureError::Staging(StagingError::Full { .. })), "{error}");
     assert!(bench.vm.world().running);
 }

@@ -1,28 +1,31 @@
-//! Chooses for each checkpoint by what the ones before it measured.
+//! Chooses between pre-copy and stop-and-copy for each checkpoint, by what the previous ones
+//! measured.
 //!
-//! Copying in the pause costs `dirty pages x time per page`; a pre-copy round saves that and costs
-//! the guest a fault for each page that it writes again. So few pages are copied in the pause, many
-//! before it; which is few, `keyframe-scheduling` says. Fork and copy-on-write lose to pre-copy at
-//! every dirty rate that was measured (`bench pause`), so they are chosen by hand alone.
+//! Copying in the pause costs `dirty pages x time per page`. A pre-copy round shortens the pause
+//! and costs the guest a fault for each page that it writes again. So few pages are copied in the
+//! pause, and many before it; `keyframe-scheduling` draws the line. Fork and copy-on-write are
+//! chosen by the user alone (docs/design/results/capture.md has the measurements).
 
-use super::{Hands, Precopy, StopCopy, Strategy};
-use crate::cycle::{CycleError, Timeline};
+use super::{CopyStrategy, PrecopyStrategy, StopCopyStrategy};
+use crate::checkpoint::CaptureTimeline;
+use crate::context::CaptureContext;
+use crate::error::CaptureError;
 use keyframe_scheduling::{AutoPolicy, Choice, Observed};
 
-/// Pre-copy or stop-and-copy, whichever fits.
+/// Uses pre-copy or stop-and-copy, whichever makes the checkpoint cheaper.
 #[derive(Debug, Default)]
-pub struct Auto {
-    /// The policy.
+pub struct AutoStrategy {
+    /// The policy that chooses.
     pub policy: AutoPolicy,
-    /// The one of the two that has a policy of its own.
-    pub precopy: Precopy,
-    stop_copy: StopCopy,
+    /// The pre-copy strategy, whose own policy the caller may set.
+    pub precopy: PrecopyStrategy,
+    stop_copy: StopCopyStrategy,
     choice: Choice,
     observed: Observed,
 }
 
-impl Auto {
-    fn chosen(&mut self) -> &mut dyn Strategy {
+impl AutoStrategy {
+    fn chosen(&mut self) -> &mut dyn CopyStrategy {
         match self.choice {
             Choice::Precopy => &mut self.precopy,
             Choice::StopCopy => &mut self.stop_copy,
@@ -30,7 +33,7 @@ impl Auto {
     }
 }
 
-impl Strategy for Auto {
+impl CopyStrategy for AutoStrategy {
     fn name(&self) -> &'static str {
         match self.choice {
             Choice::Precopy => self.precopy.name(),
@@ -38,21 +41,21 @@ impl Strategy for Auto {
         }
     }
 
-    fn before(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
-        let dirty_pages = hands.expected_pages();
-        self.choice = if hands.complete {
+    fn before(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {
+        let dirty_pages = context.expected_pages();
+        self.choice = if context.is_complete {
             Choice::Precopy
         } else {
             self.policy.choose(dirty_pages, &self.observed)
         };
-        self.chosen().before(hands)
+        self.chosen().before(context)
     }
 
-    fn freeze(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
-        self.chosen().freeze(hands)
+    fn freeze(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {
+        self.chosen().freeze(context)
     }
 
-    fn learn(&mut self, timeline: &Timeline, _: u64) {
+    fn learn(&mut self, timeline: &CaptureTimeline, _: u64) {
         self.observed.learn(
             timeline.rounds.iter().copied(),
             timeline.pause_pages,

@@ -1,53 +1,58 @@
-//! Fork: in the pause QEMU is forked into a child that never runs. Its memory stays as it was, by
-//! the kernel's own copy-on-write, and the dirty pages are copied from there while the guest runs
-//! again.
+//! Fork: in the pause the VMM process is forked into a child that never runs. The kernel's own
+//! copy-on-write keeps the child's memory as it was, and the dirty pages are copied from the child
+//! while the guest runs again.
 //!
-//! The pause grows with the page tables (5 to 15 ms for 1 GiB), not with the dirty pages; and each
-//! first write of the guest to any page of RAM costs a copy in the kernel while the child lives.
+//! The pause grows with the size of the page tables, not with the number of dirty pages. While the
+//! child lives, each first write of the guest to any page costs the kernel a copy.
 
-use super::{Hands, Strategy, ns};
-use crate::cycle::CycleError;
-use crate::ports::{Freezer, PageReader};
+use super::CopyStrategy;
+use crate::checkpoint::nanoseconds;
+use crate::context::CaptureContext;
+use crate::error::{CaptureError, machine_error};
+use crate::ports::{PageReader, RamFreezer};
 use keyframe_units::PageSet;
 use std::time::Instant;
 
-/// Copies from a frozen child.
-pub struct Fork {
-    freezer: Box<dyn Freezer>,
-    frozen: Option<(PageSet, Box<dyn PageReader>)>,
+/// Copies the pages from a forked child.
+pub struct ForkStrategy {
+    freezer: Box<dyn RamFreezer>,
+    frozen: Option<FrozenPages>,
 }
 
-impl Fork {
-    /// Children come from `freezer`.
-    pub fn new(freezer: Box<dyn Freezer>) -> Self {
+/// The dirty pages of a checkpoint and the frozen RAM that holds them.
+struct FrozenPages {
+    pages: PageSet,
+    reader: Box<dyn PageReader>,
+}
+
+impl ForkStrategy {
+    /// Creates the strategy with `freezer`, which forks the VMM.
+    pub fn new(freezer: Box<dyn RamFreezer>) -> Self {
         Self { freezer, frozen: None }
     }
 }
 
-impl Strategy for Fork {
+impl CopyStrategy for ForkStrategy {
     fn name(&self) -> &'static str {
         "fork"
     }
 
-    fn before(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
-        hands.prepare_memory(hands.pool.capacity_pages() / 4)
+    fn before(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {
+        context.prepare_memory(context.pool.capacity_pages() / 4)
     }
 
-    fn freeze(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
-        let set = hands.last_scan()?;
-        let copy = Instant::now();
-        let frozen = self.freezer.freeze().map_err(|source| CycleError::Machine {
-            operation: "fork QEMU as a snapshot",
-            source,
-        })?;
-        hands.timeline.copy_ns = ns(copy.elapsed());
-        self.frozen = Some((set, frozen));
+    fn freeze(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {
+        let pages = context.last_scan()?;
+        let started = Instant::now();
+        let reader = self.freezer.freeze().map_err(machine_error("fork QEMU as a snapshot"))?;
+        context.timeline.copy_ns = nanoseconds(started.elapsed());
+        self.frozen = Some(FrozenPages { pages, reader });
         Ok(())
     }
 
-    fn collect(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
+    fn collect(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {
         match self.frozen.take() {
-            Some((set, reader)) => hands.stage_waiting(&set, &*reader, false),
+            Some(frozen) => context.copy_running(&frozen.pages, &*frozen.reader, false),
             None => Ok(()),
         }
     }

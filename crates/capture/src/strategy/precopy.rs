@@ -1,58 +1,59 @@
 //! Pre-copy: rounds of scan and copy while the guest runs, until so few pages are left that the
-//! pause is cheap. When rounds end is `keyframe-scheduling`'s policy.
+//! pause is short. A policy of `keyframe-scheduling` ends the rounds.
 
-use super::{Hands, Strategy};
-use crate::cycle::CycleError;
+use super::CopyStrategy;
+use crate::context::CaptureContext;
+use crate::error::CaptureError;
 use keyframe_scheduling::{Decision, PrecopyPolicy};
 
 /// Copies most pages before the pause.
 #[derive(Debug, Default)]
-pub struct Precopy {
-    /// When rounds end.
+pub struct PrecopyStrategy {
+    /// The policy that ends the rounds.
     pub policy: PrecopyPolicy,
 }
 
-impl Strategy for Precopy {
+impl CopyStrategy for PrecopyStrategy {
     fn name(&self) -> &'static str {
         "precopy"
     }
 
-    fn before(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
-        while self.policy.decide(&hands.timeline.rounds) == Decision::Again {
-            hands.round()?;
+    fn before(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {
+        while self.policy.decide(&context.timeline.rounds) == Decision::Again {
+            context.round()?;
         }
-        if hands.timeline.rounds.is_empty() {
-            hands.relieve(None)?;
+        if context.timeline.rounds.is_empty() {
+            context.relieve_memory(None)?;
         }
-        let last = hands.timeline.rounds.last().map_or(0, |round| round.pages);
-        hands.prepare_memory(last.saturating_mul(2).saturating_add(4096))
+        let last = context.timeline.rounds.last().map_or(0, |round| round.pages);
+        context.prepare_memory(last.saturating_mul(2).saturating_add(4096))
     }
 
-    fn freeze(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
-        hands.take_the_rest()
+    fn freeze(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {
+        context.copy_remaining()
     }
 }
 
-/// Pre-scan (Schoetterl-Glausch 2018): pre-copy whose one round only finds and protects. The pause
-/// copies all dirty pages, and its scan finds few of them: what it saves is the walk over pages
-/// that were written once and not again.
+/// Pre-scan (Schoetterl-Glausch 2018): pre-copy with one round that only finds and protects pages.
+/// The pause copies all dirty pages, but its scan finds few: it need not walk the pages that the
+/// guest wrote once and not again.
 #[derive(Debug, Default)]
-pub struct Prescan;
+pub struct PrescanStrategy;
 
-impl Strategy for Prescan {
+impl CopyStrategy for PrescanStrategy {
     fn name(&self) -> &'static str {
         "pre-scan"
     }
 
-    fn before(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
-        // What it drains is owed, and the pause takes all that is owed.
-        hands.log.drain().map_err(CycleError::Scan)?;
-        hands.relieve(None)?;
-        let owed = hands.log.owed_pages();
-        hands.prepare_memory(owed + owed / 4 + 4096)
+    fn before(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {
+        // The drained pages are owed, and the pause copies all owed pages.
+        context.log.drain().map_err(CaptureError::Scan)?;
+        context.relieve_memory(None)?;
+        let owed = context.log.owed_pages();
+        context.prepare_memory(owed + owed / 4 + 4096)
     }
 
-    fn freeze(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
-        hands.take_the_rest()
+    fn freeze(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {
+        context.copy_remaining()
     }
 }

@@ -1,27 +1,28 @@
-//! Stop and copy: every dirty page is copied in the pause. The simplest, and the peer of all
-//! others.
+//! Stop and copy: every dirty page is copied in the pause. The simplest strategy, and the baseline
+//! of the others.
 
-use super::{Hands, Strategy};
-use crate::cycle::CycleError;
+use super::CopyStrategy;
+use crate::context::CaptureContext;
+use crate::error::CaptureError;
 
-/// Copies everything in the pause.
+/// Copies every page in the pause.
 #[derive(Debug, Default)]
-pub struct StopCopy;
+pub struct StopCopyStrategy;
 
-impl Strategy for StopCopy {
+impl CopyStrategy for StopCopyStrategy {
     fn name(&self) -> &'static str {
         "stop-copy"
     }
 
-    fn before(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
-        // The guest writes on between the count and the pause.
-        let expected = hands.expected_pages();
-        hands.relieve(expected)?;
+    fn before(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {
+        let expected = context.expected_pages();
+        context.relieve_memory(expected)?;
         let expected = expected.unwrap_or(0);
-        hands.prepare_memory(expected + expected / 4 + 4096)
+        // More than expected, since the guest writes on between the count and the pause.
+        context.prepare_memory(expected + expected / 4 + 4096)
     }
 
-    fn freeze(&mut self, hands: &mut Hands<'_>) -> Result<(), CycleError> {
-        hands.take_the_rest()
+    fn freeze(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {
+        context.copy_remaining()
     }
 }

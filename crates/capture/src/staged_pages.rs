@@ -1,77 +1,79 @@
 //! The copied pages of one checkpoint, or of a part of it.
 //!
 //! ```text
-//!   chunk 0 (1,024 pages)    chunk 1                 slots, handed out rising
+//!   chunk 0 (1,024 pages)    chunk 1                 slots, in rising order
 //!  |s0 s1 s2 ............. |s1024 ..... | free ....|
-//!   └─ runs: pages 7..9, page 40, pages 100..220 ...  a page that a later round found again has a later slot too
+//!   └─ runs: pages 7..9, page 40, pages 100..220 ...  a later round's copy takes a later slot
 //! ```
 //!
-//! Slots are handed out end to end, so that a scan's pages are one long copy. Of a page with
-//! several slots the last one counts.
+//! Slots are allotted without gaps, so the pages of one scan are one long copy. If a page has
+//! several slots, the last one holds its valid copy.
 
-use crate::pool::{Chunk, Pool, PoolError};
 use crate::ports::{BoxError, PageReader};
+use crate::staging_pool::{StagingChunk, StagingPool, StagingPoolError};
 use keyframe_units::{Page, PageIndex, PageRange, PageSet};
 
-/// Why pages could not be staged.
+/// Why pages could not be copied into staging memory.
 #[derive(Debug, thiserror::Error)]
 pub enum StagingError {
-    /// The memory limit does not hold them.
+    /// The pages exceed the memory limit.
     #[error(
-        "{needed_pages} pages to copy at once and memory for {free_pages} of {capacity_pages} (a larger --staging has more)"
+        "{needed_pages} pages must be copied at once, but only {free_pages} of {capacity_pages} \
+         pages of staging memory are free; a larger --staging allows more"
     )]
     Full {
-        /// Pages to be staged.
+        /// The number of pages to copy.
         needed_pages: u64,
-        /// Pages that still fit.
+        /// The number of pages that still fit.
         free_pages: u64,
-        /// The limit.
+        /// The memory limit in pages.
         capacity_pages: u64,
     },
-    /// Reading them failed.
+    /// Reading the pages failed.
     #[error("copy {pages} pages of guest RAM: {source}")]
     Read {
-        /// Pages to be read.
+        /// The number of pages to read.
         pages: u64,
-        /// Why not.
+        /// The reader's error.
         source: BoxError,
     },
     /// No memory for another chunk.
     #[error(transparent)]
-    Memory(#[from] PoolError),
+    Memory(#[from] StagingPoolError),
 }
 
-/// Pages and where their copies lie: `slots[i]` belongs to the i-th page of `runs`.
-pub struct Parcel {
-    pool: Pool,
-    chunks: Vec<Chunk>,
+/// Copies of pages in chunks of staging memory.
+pub struct StagedPages {
+    pool: StagingPool,
+    chunks: Vec<StagingChunk>,
+    /// The copied pages: slot `i` holds the i-th page of these ranges.
     runs: Vec<PageRange>,
     used_slots: u64,
 }
 
-impl Parcel {
-    /// An empty parcel, with memory from `pool`.
-    pub fn new(pool: &Pool) -> Self {
+impl StagedPages {
+    /// Creates an empty set that takes its memory from `pool`.
+    pub fn new(pool: &StagingPool) -> Self {
         Self { pool: pool.clone(), chunks: Vec::new(), runs: Vec::new(), used_slots: 0 }
     }
 
-    /// True where nothing is in it.
+    /// True if it holds no page.
     pub fn is_empty(&self) -> bool {
         self.used_slots == 0
     }
 
-    /// Copies in it, superseded ones included.
+    /// The number of copies, including those that a later copy of the same page replaces.
     pub fn len_pages(&self) -> u64 {
         self.used_slots
     }
 
-    /// Pages that still fit.
+    /// The number of pages that still fit.
     pub fn room_pages(&self) -> u64 {
         self.chunks.len() as u64 * self.pool.chunk_pages() - self.used_slots
             + self.pool.free_pages()
     }
 
-    /// Copies every page of `set`, or nothing where they do not fit.
+    /// Copies every page of `set`. After an error it holds none of them.
     pub fn stage(&mut self, set: &PageSet, reader: &dyn PageReader) -> Result<(), StagingError> {
         let slots = self.allot(set)?;
         for batch in slots.chunk_by(|a, b| a.chunk == b.chunk) {
@@ -83,9 +85,9 @@ impl Parcel {
         Ok(())
     }
 
-    /// Hands out slots for every page of `set`, rising, for [`Self::fill`]; none where they do not
-    /// fit.
-    pub fn allot(&mut self, set: &PageSet) -> Result<Vec<Slots>, StagingError> {
+    /// Allots a slot to every page of `set`, in rising order, for [`Self::fill`]. Allots none if
+    /// they do not all fit.
+    pub fn allot(&mut self, set: &PageSet) -> Result<Vec<SlotRange>, StagingError> {
         let chunk_pages = self.pool.chunk_pages();
         let wanted = (self.used_slots + set.len()).div_ceil(chunk_pages);
         while (self.chunks.len() as u64) < wanted {
@@ -106,7 +108,7 @@ impl Parcel {
             while range.len_pages > 0 {
                 let (chunk, at) = (self.used_slots / chunk_pages, self.used_slots % chunk_pages);
                 let part = PageRange::new(range.first, range.len_pages.min(chunk_pages - at));
-                slots.push(Slots { pages: part, chunk, at });
+                slots.push(SlotRange { pages: part, chunk, at });
                 self.used_slots += part.len_pages;
                 range = PageRange::new(part.end(), range.len_pages - part.len_pages);
             }
@@ -114,20 +116,24 @@ impl Parcel {
         Ok(slots)
     }
 
-    /// Reads the pages of `slots`, which lie end to end in one chunk.
-    pub fn fill(&mut self, slots: &[Slots], reader: &dyn PageReader) -> Result<(), StagingError> {
+    /// Copies the pages of `slots`, which must be consecutive slots of one chunk.
+    pub fn fill(
+        &mut self,
+        slots: &[SlotRange],
+        reader: &dyn PageReader,
+    ) -> Result<(), StagingError> {
         let Some(first) = slots.first() else { return Ok(()) };
         let ranges: Vec<PageRange> = slots.iter().map(|s| s.pages).collect();
         let pages = ranges.iter().map(|r| r.len_pages).sum();
         let read = match self.chunks.get_mut(first.chunk as usize) {
             Some(chunk) => reader.read(&ranges, chunk.bytes_mut(first.at, pages)),
-            None => Err("the chunk is not there".into()),
+            None => Err("the staging chunk does not exist".into()),
         };
         read.map_err(|source| StagingError::Read { pages, source })
     }
 
     /// Undoes the newest [`Self::allot`].
-    fn take_back(&mut self, slots: &[Slots]) {
+    fn take_back(&mut self, slots: &[SlotRange]) {
         let pages: u64 = slots.iter().map(|s| s.pages.len_pages).sum();
         self.used_slots -= pages;
         let mut left = pages;
@@ -136,7 +142,8 @@ impl Parcel {
         }
     }
 
-    /// The last copy of each page, in page order. `seen` is scratch space over the VM's pages.
+    /// Returns the valid copy of each page, in page order. `seen` is scratch space of the VM's
+    /// page space.
     pub fn pages(&self, seen: &mut PageSet) -> impl Iterator<Item = (PageIndex, &Page)> {
         seen.clear();
         let mut live: Vec<(PageIndex, u64)> = Vec::with_capacity(self.used_slots as usize);
@@ -154,17 +161,17 @@ impl Parcel {
     }
 }
 
-/// Where copies of consecutive pages go: within one chunk.
+/// The slots of consecutive pages, all in one chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Slots {
+pub struct SlotRange {
     /// The pages.
     pub pages: PageRange,
     chunk: u64,
     at: u64,
 }
 
-impl Slots {
-    /// The slot of one page of it.
+impl SlotRange {
+    /// The slot of `page`, which must be in the range.
     #[must_use]
     pub fn of(&self, page: PageIndex) -> Self {
         let offset = page.0.saturating_sub(self.pages.first.0);
@@ -179,8 +186,8 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::BTreeMap;
 
-    /// Each page reads as its number and the generation of the reader; fails at page `1`'s multiple
-    /// of the second.
+    /// Each page reads as its number and the reader's generation, which is the first field. Pages
+    /// after the second field cannot be read.
     struct Numbered(u64, Option<u64>);
     impl PageReader for Numbered {
         fn read(&self, ranges: &[PageRange], dst: &mut [u8]) -> Result<(), BoxError> {
@@ -205,34 +212,34 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(48))]
-        /// Against a map of pages: the newest copy of every page, across chunk borders and failed
-        /// rounds.
+        /// Compares with a map of pages: the newest copy of every page, across chunk borders and
+        /// failed rounds.
         #[test]
         fn staged_pages_read_back(rounds in prop::collection::vec(
             (prop::collection::vec((0u64..20_000, 1u64..5_000), 0..5), prop::option::weighted(0.2, 0u64..20_000)), 1..6)) {
             const SPACE: u64 = 25_000;
-            let pool = Pool::of_chunks(2 * SPACE / 64, 64);
-            let mut parcel = Parcel::new(&pool);
+            let pool = StagingPool::of_chunks(2 * SPACE / 64, 64);
+            let mut staged = StagedPages::new(&pool);
             let mut oracle = BTreeMap::new();
             let mut seen = PageSet::new(SPACE);
             for (generation, (ranges, fails)) in rounds.into_iter().enumerate() {
                 let mut set = PageSet::new(SPACE);
                 for (first, len) in ranges { set.insert_range(PageRange::new(PageIndex(first), len)); }
-                let room = parcel.room_pages();
-                match parcel.stage(&set, &Numbered(generation as u64, fails)) {
+                let room = staged.room_pages();
+                match staged.stage(&set, &Numbered(generation as u64, fails)) {
                     Ok(()) => oracle.extend(set.iter().map(|p| (p.0, generation as u64))),
                     Err(StagingError::Full { .. }) => prop_assert!(set.len() > room),
                     Err(StagingError::Read { .. }) => prop_assert!(fails.is_some()),
                     Err(e) => return Err(TestCaseError::fail(e.to_string())),
                 }
                 let mut expected = oracle.iter();
-                for (page, cell) in parcel.pages(&mut seen) {
+                for (page, cell) in staged.pages(&mut seen) {
                     let (want, generation) = expected.next().unwrap();
                     prop_assert_eq!((page.0, *cell), (*want, content(*want, *generation)));
                 }
                 prop_assert!(expected.next().is_none());
             }
-            drop(parcel);
+            drop(staged);
             prop_assert_eq!(pool.free_pages(), pool.capacity_pages());
         }
     }

@@ -1,39 +1,39 @@
-//! Bounded memory for copied pages, between the copy and the sink.
+//! The bounded memory that holds copied pages until the sink has taken them.
 //!
 //! ```text
-//!   made, free        lent to a parcel             back when the parcel is dropped
+//!   free chunks       lent to staged pages         free again when these are dropped
 //!   ┌────┐┌────┐      ┌────┐┌────┐┌────┐
 //!   │4MiB││4MiB│ ───▶ │4MiB││4MiB││4MiB│ ───────────────▶ free
-//!   └────┘└────┘      └────┘└────┘└────┘     made + free never exceed the capacity
+//!   └────┘└────┘      └────┘└────┘└────┘     free + lent chunks never exceed the capacity
 //! ```
 //!
-//! Chunks are faulted in when they are made, which is outside the pause by [`Pool::reserve`]; they
-//! are kept for the next checkpoint. Several checkpoints may hold chunks at a time: the queue
-//! before the encoder is bounded by this memory.
+//! [`StagingPool::reserve`] allocates chunks and faults them in before the pause. Freed chunks stay
+//! allocated for the next checkpoint. Several checkpoints may hold chunks at the same time, so this
+//! memory bounds the queue before the encoder.
 
 use keyframe_kernel::memory::Arena;
 use keyframe_units::{PAGE_BYTES, Page};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Pages of one chunk: 4 MiB.
+/// Pages per chunk: 4 MiB.
 const CHUNK_PAGES: u64 = 1024;
-/// Fewer chunks than this leave no room for one checkpoint being captured beside one being encoded.
+/// Fewer chunks would not hold one checkpoint that is captured and one that is encoded.
 const CHUNKS_MIN: u64 = 16;
 
-/// No memory for a chunk.
+/// The kernel refused the memory for a chunk.
 #[derive(Debug, thiserror::Error)]
 #[error("allocate {len_bytes} bytes of staging memory: {source}")]
-pub struct PoolError {
-    /// Bytes of the chunk.
+pub struct StagingPoolError {
+    /// The size of the chunk in bytes.
     pub len_bytes: u64,
-    /// Why not.
+    /// The kernel's error.
     pub source: keyframe_kernel::Error,
 }
 
-/// The memory. Clones share it.
+/// The pool of chunks. Clones share it.
 #[derive(Clone)]
-pub struct Pool(Arc<Shared>);
+pub struct StagingPool(Arc<Shared>);
 
 struct Shared {
     state: Mutex<State>,
@@ -54,13 +54,13 @@ impl Shared {
     }
 }
 
-impl Pool {
-    /// At most `capacity_pages`, at least sixteen chunks.
+impl StagingPool {
+    /// Creates a pool of at most `capacity_pages` pages, and at least 16 chunks.
     pub fn new(capacity_pages: u64) -> Self {
         Self::of_chunks(capacity_pages.div_ceil(CHUNK_PAGES).max(CHUNKS_MIN), CHUNK_PAGES)
     }
 
-    /// `capacity_chunks` chunks of `chunk_pages` pages.
+    /// Creates a pool of `capacity_chunks` chunks of `chunk_pages` pages each.
     pub(crate) fn of_chunks(capacity_chunks: u64, chunk_pages: u64) -> Self {
         Self(Arc::new(Shared {
             state: Mutex::default(),
@@ -70,25 +70,25 @@ impl Pool {
         }))
     }
 
-    /// Pages of one chunk.
+    /// The number of pages per chunk.
     pub fn chunk_pages(&self) -> u64 {
         self.0.chunk_pages
     }
 
-    /// Pages that it can hold at most.
+    /// The number of pages that the pool holds at most.
     pub fn capacity_pages(&self) -> u64 {
         self.0.capacity_chunks * self.0.chunk_pages
     }
 
-    /// Pages that can be taken now.
+    /// The number of pages that can be taken now.
     pub fn free_pages(&self) -> u64 {
         let state = self.0.state();
         (self.0.capacity_chunks - state.made + state.free.len() as u64) * self.0.chunk_pages
     }
 
-    /// Makes chunks until `pages` are free and faulted in, as far as the limit allows. Slow: never
-    /// in the pause.
-    pub fn reserve(&self, pages: u64) -> Result<(), PoolError> {
+    /// Allocates chunks until `pages` pages are free and faulted in, or until the limit is reached.
+    /// Slow: not for the pause.
+    pub fn reserve(&self, pages: u64) -> Result<(), StagingPoolError> {
         let wanted = pages.div_ceil(self.0.chunk_pages);
         loop {
             {
@@ -103,8 +103,8 @@ impl Pool {
         }
     }
 
-    /// A chunk; none where the limit is reached.
-    pub fn take(&self) -> Result<Option<Chunk>, PoolError> {
+    /// Takes a chunk. Returns `None` if the limit is reached.
+    pub fn take(&self) -> Result<Option<StagingChunk>, StagingPoolError> {
         let arena = {
             let mut state = self.0.state();
             match state.free.pop() {
@@ -120,10 +120,10 @@ impl Pool {
             Some(arena) => arena,
             None => self.make()?,
         };
-        Ok(Some(Chunk { arena: Some(arena), home: Arc::clone(&self.0) }))
+        Ok(Some(StagingChunk { arena: Some(arena), home: Arc::clone(&self.0) }))
     }
 
-    /// Waits until `pages` can be taken; false where they cannot be within `timeout`.
+    /// Waits until `pages` pages can be taken. Returns false if they cannot within `timeout`.
     pub fn wait_free(&self, pages: u64, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
         let wanted = pages.div_ceil(self.0.chunk_pages).min(self.0.capacity_chunks);
@@ -139,37 +139,37 @@ impl Pool {
         true
     }
 
-    /// A fresh arena, which the caller has counted already.
-    fn make(&self) -> Result<Arena, PoolError> {
+    /// Allocates an arena, which the caller has counted in `made` already.
+    fn make(&self) -> Result<Arena, StagingPoolError> {
         let len_bytes = self.0.chunk_pages * PAGE_BYTES as u64;
         Arena::new(len_bytes as usize).map_err(|source| {
             self.0.state().made -= 1;
-            PoolError { len_bytes, source }
+            StagingPoolError { len_bytes, source }
         })
     }
 }
 
-/// Memory for a pool's [`Pool::chunk_pages`] pages; goes back to its pool when dropped.
-pub struct Chunk {
-    /// `None` only while it is being dropped.
+/// Memory for [`StagingPool::chunk_pages`] pages. Dropping it returns it to its pool.
+pub struct StagingChunk {
+    /// `None` only while the chunk is being dropped.
     arena: Option<Arena>,
     home: Arc<Shared>,
 }
 
-impl Chunk {
-    /// Its pages.
+impl StagingChunk {
+    /// The pages of the chunk.
     pub fn pages(&self) -> &[Page] {
         self.arena.as_ref().map_or(&[], |arena| arena.as_chunks::<PAGE_BYTES>().0)
     }
 
-    /// Its bytes from page `from` on, `len_pages` pages.
+    /// The bytes of `len_pages` pages from page `from` on.
     pub fn bytes_mut(&mut self, from: u64, len_pages: u64) -> &mut [u8] {
         let (from, len) = (from as usize * PAGE_BYTES, len_pages as usize * PAGE_BYTES);
         self.arena.as_mut().and_then(|arena| arena.get_mut(from..from + len)).unwrap_or_default()
     }
 }
 
-impl Drop for Chunk {
+impl Drop for StagingChunk {
     fn drop(&mut self) {
         if let Some(arena) = self.arena.take() {
             self.home.state().free.push(arena);
@@ -184,7 +184,7 @@ mod tests {
 
     #[test]
     fn chunks_are_bounded_and_come_back() {
-        let pool = Pool::of_chunks(16, 8);
+        let pool = StagingPool::of_chunks(16, 8);
         pool.reserve(1000).unwrap();
         assert_eq!((pool.free_pages(), pool.capacity_pages()), (128, 128));
         let taken: Vec<_> = std::iter::from_fn(|| pool.take().unwrap()).collect();

@@ -1,0 +1,168 @@
+//! The state of the checkpoint in progress that the cycle hands to its strategy, and the copying
+//! operations that strategies have in common.
+
+use crate::checkpoint::{CaptureTimeline, nanoseconds};
+use crate::dirty::DirtyLog;
+use crate::error::CaptureError;
+use crate::ports::{BoxError, PageReader};
+use crate::staged_pages::{StagedPages, StagingError};
+use crate::staging_pool::StagingPool;
+use keyframe_scheduling::Round;
+use keyframe_units::PageSet;
+use std::cell::OnceCell;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The longest time that a capture waits for the encoder to free memory.
+const MEMORY_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 60 });
+/// The most pages that are copied before they are handed to the encoder, if memory is short.
+const PORTION_PAGES_MAX: u64 = 16_384;
+
+/// The checkpoint in progress, as a strategy sees it.
+pub struct CaptureContext<'a> {
+    /// The owed pages.
+    pub log: &'a mut DirtyLog,
+    /// Reads the VM's current RAM.
+    pub reader: &'a Arc<dyn PageReader>,
+    /// The staging memory.
+    pub pool: &'a StagingPool,
+    /// The pages that are copied and not handed to the encoder yet.
+    pub staged: StagedPages,
+    /// The distinct pages that the checkpoint holds so far.
+    pub held: PageSet,
+    /// How long each part took.
+    pub timeline: CaptureTimeline,
+    /// True if the checkpoint is complete: it is the first one and holds all of RAM. Its pages are
+    /// handed to the encoder while they are copied.
+    pub is_complete: bool,
+    /// The pages for which the previous pause had no memory; 0 if it had enough.
+    pub(crate) lacked_pages: u64,
+    /// The result of [`CaptureContext::expected_pages`].
+    pub(crate) expected: OnceCell<Option<u64>>,
+    pub(crate) outlet: &'a mut dyn FnMut(StagedPages) -> Result<(), BoxError>,
+}
+
+impl CaptureContext<'_> {
+    /// Runs one pre-copy round while the guest runs: finds dirty pages and copies them. The first
+    /// round includes the pages that aborted checkpoints left owed.
+    pub fn round(&mut self) -> Result<(), CaptureError> {
+        let started = Instant::now();
+        let is_first = self.timeline.rounds.is_empty();
+        let set = if is_first { self.log.drain_owed() } else { self.log.drain() }
+            .map_err(CaptureError::Scan)?;
+        let is_eager = is_first && self.is_complete;
+        let reader = Arc::clone(self.reader);
+        self.log.copied_unfrozen(&set);
+        self.copy_running(&set, &*reader, is_eager)?;
+        let duration_ns = nanoseconds(started.elapsed());
+        self.timeline.rounds.push(Round { pages: set.len(), duration_ns });
+        Ok(())
+    }
+
+    /// Estimates how many pages the checkpoint will hold, once per checkpoint and before the pause.
+    /// Returns `None` if the tracker cannot count cheaply.
+    pub fn expected_pages(&mut self) -> Option<u64> {
+        *self.expected.get_or_init(|| self.log.estimate_pages())
+    }
+
+    /// Runs one round before the pause if half of the memory might not hold the owed or expected
+    /// pages. For strategies that copy everything in the pause: without the round, a checkpoint
+    /// that exceeds the memory would fail again and again.
+    pub fn relieve_memory(&mut self, expected_pages: Option<u64>) -> Result<(), CaptureError> {
+        let pages = expected_pages.unwrap_or(0).max(self.log.owed_pages());
+        if pages > self.pool.capacity_pages() / 2 { self.round() } else { Ok(()) }
+    }
+
+    /// Copies `set` while the guest runs. If memory is short, or with `is_eager`, it copies in
+    /// portions, hands each to the encoder, and waits for free memory.
+    pub fn copy_running(
+        &mut self,
+        set: &PageSet,
+        reader: &dyn PageReader,
+        is_eager: bool,
+    ) -> Result<(), CaptureError> {
+        if !is_eager && set.len() <= self.staged.room_pages() {
+            self.staged.stage(set, reader)?;
+            self.held.union_with(set);
+            return Ok(());
+        }
+        self.hand_over()?;
+        let portion_pages = (self.pool.capacity_pages() / 4).min(PORTION_PAGES_MAX);
+        let mut portion = PageSet::new(set.space_pages());
+        for page in set.iter() {
+            portion.insert(page);
+            if portion.len() >= portion_pages {
+                self.copy_portion(&portion, reader)?;
+                self.hand_over()?;
+                portion.clear();
+            }
+        }
+        self.copy_portion(&portion, reader)
+    }
+
+    fn copy_portion(
+        &mut self,
+        portion: &PageSet,
+        reader: &dyn PageReader,
+    ) -> Result<(), CaptureError> {
+        if !self.pool.wait_free(portion.len(), MEMORY_TIMEOUT) {
+            return Err(CaptureError::Staging(StagingError::Full {
+                needed_pages: portion.len(),
+                free_pages: self.pool.free_pages(),
+                capacity_pages: self.pool.capacity_pages(),
+            }));
+        }
+        self.staged.stage(portion, reader)?;
+        self.held.union_with(portion);
+        Ok(())
+    }
+
+    /// Scans for the remaining dirty pages and copies them, in the pause.
+    pub fn copy_remaining(&mut self) -> Result<(), CaptureError> {
+        let set = self.last_scan()?;
+        let started = Instant::now();
+        self.staged.stage(&set, &**self.reader)?;
+        self.held.union_with(&set);
+        self.timeline.pause_pages = set.len();
+        self.timeline.copy_ns = nanoseconds(started.elapsed());
+        Ok(())
+    }
+
+    /// Scans for the remaining dirty pages, in the pause. Without a round before, the result
+    /// includes the pages that aborted checkpoints left owed.
+    pub fn last_scan(&mut self) -> Result<PageSet, CaptureError> {
+        let all_owed = self.timeline.rounds.is_empty();
+        let started = Instant::now();
+        let set = self.log.drain_still(all_owed).map_err(CaptureError::Scan)?;
+        self.timeline.scan_ns = nanoseconds(started.elapsed());
+        Ok(set)
+    }
+
+    /// Allocates memory for a pause that copies `pages` more pages. If memory is short, it hands
+    /// the staged pages over and waits for the encoder. A timeout is no error: the pause may need
+    /// less than expected.
+    pub fn prepare_memory(&mut self, pages: u64) -> Result<(), CaptureError> {
+        // The pause may find as many pages as a round did: with large pages, and with guests that
+        // write in bursts.
+        let skipped = usize::from(self.is_complete);
+        let burst_pages =
+            self.timeline.rounds.iter().skip(skipped).map(|round| round.pages).max().unwrap_or(0);
+        let least = burst_pages.max(self.lacked_pages);
+        let wanted = pages.max(least + least / 4).min(self.pool.capacity_pages());
+        if self.staged.room_pages() < wanted {
+            self.hand_over()?;
+            self.pool.wait_free(wanted, MEMORY_TIMEOUT);
+        }
+        Ok(self.pool.reserve(pages.min(wanted)).map_err(StagingError::Memory)?)
+    }
+
+    /// Hands the staged pages to the encoder and begins an empty set.
+    pub fn hand_over(&mut self) -> Result<(), CaptureError> {
+        if self.staged.is_empty() {
+            return Ok(());
+        }
+        let full = std::mem::replace(&mut self.staged, StagedPages::new(self.pool));
+        (self.outlet)(full)
+            .map_err(|source| CaptureError::Sink { operation: "hand pages over", source })
+    }
+}
