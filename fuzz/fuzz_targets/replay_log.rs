@@ -1,29 +1,29 @@
 #![no_main]
-//! QEMU's log of a recording, behind its header.
+//! The events of QEMU's record/replay log.
 
-use keyframe_replay::cutting::{Cutter, Every};
-use keyframe_replay::log::{Boundaries, Events};
+use keyframe_replay::cut_points::{CutFinder, CutSpacing};
+use keyframe_replay::log::{LogIndex, LogReader};
 use libfuzzer_sys::fuzz_target;
 use std::path::Path;
 use std::time::Duration;
 
 fuzz_target!(|data: &[u8]| {
-    let mut events = Events::new(data, Path::new("log"));
-    let mut boundaries = Boundaries::default();
-    let mut cutters =
-        [Every::Instructions(1 << 20), Every::Time(Duration::from_millis(1))].map(Cutter::new);
-    while let Ok(Some(placed)) = events.next_event() {
-        boundaries.take(placed);
-        if cutters.iter_mut().any(|cutter| cutter.take(placed).is_err()) {
+    let mut reader = LogReader::new(data, Path::new("log"));
+    let mut index = LogIndex::default();
+    let mut finders =
+        [CutSpacing::Instructions(1 << 20), CutSpacing::Time(Duration::from_millis(1))].map(CutFinder::new);
+    while let Ok(Some(event)) = reader.next_event() {
+        index.add(event);
+        if finders.iter_mut().any(|finder| finder.add_event(event).is_err()) {
             return;
         }
     }
-    for mut cutter in cutters {
+    for mut finder in finders {
         let mut last = 0;
-        while let Some(cut) = cutter.next_cut(&boundaries) {
+        while let Some(cut) = finder.next_cut(&index) {
             assert!(
-                cut > last && boundaries.is_unambiguous(cut),
-                "cuts rise, where the log has nothing"
+                cut > last && index.is_unambiguous(cut),
+                "cuts rise and are unambiguous"
             );
             last = cut;
         }

@@ -5,8 +5,8 @@
 
 use super::{locked, said, stores::Stores};
 use keyframe_failure::Failure;
-use keyframe_replay::interval::{Interval, Place, intervals};
-use keyframe_replay::{Ending, Recording};
+use keyframe_replay::interval::{Interval, RecordedCheckpoint, intervals};
+use keyframe_replay::{Recording, RecordingEnding};
 use keyframe_replay_driver::progress;
 use keyframe_store::CheckpointId;
 use keyframe_web::chunks;
@@ -92,13 +92,14 @@ fn recording(place: &Path, stores: &Stores) -> Value {
     let listed = id.as_deref().and_then(|id| stores.get(id));
     let recorded =
         listed.map(|listed| listed.recorded(&meta.id)).and_then(Result::ok).unwrap_or_default();
-    let place = |one: &super::listed::Recorded| Place {
+    let place = |one: &super::listed::Recorded| RecordedCheckpoint {
         icount: one.icount,
         checkpoint: CheckpointId(one.checkpoint),
     };
     // While it is made, it ends at its newest checkpoint, as far as one can tell from outside.
     let newest = recorded.iter().map(|one| one.icount).max().unwrap_or(0);
-    let instructions = if meta.ending == Ending::Recording { newest } else { meta.instructions };
+    let instructions =
+        if meta.ending == RecordingEnding::Recording { newest } else { meta.instructions };
     let all = intervals(recorded.iter().map(place).collect(), instructions);
     json!({
         "path": path,
@@ -107,7 +108,7 @@ fn recording(place: &Path, stores: &Stores) -> Value {
         "began_at": meta.began_at,
         "duration_ns": meta.duration_ns,
         "ending": meta.ending,
-        "is_being_made": recording.has_maker().unwrap_or(false),
+        "is_being_made": recording.is_recorder_running().unwrap_or(false),
         "instructions": instructions,
         "log_bytes": meta.log_bytes,
         "stored_log_bytes": recording.stored_log_bytes(),

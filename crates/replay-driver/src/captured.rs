@@ -21,7 +21,7 @@ use keyframe_kernel::cputime;
 use keyframe_qemu::restore::apart::{self, Clone as Apart};
 use keyframe_qemu::restore::{self, Plan, RestoreOptions};
 use keyframe_qemu::{Accelerator, Event};
-use keyframe_replay::interval::{Interval, Place};
+use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use keyframe_store::{Sealed, Store};
 use keyframe_units::CheckpointId;
 use std::sync::Arc;
@@ -88,7 +88,7 @@ impl Captured {
             let end_icount = icount.saturating_add(ran_ns >> SHIFT);
             if end_icount > icount {
                 let index = u32::try_from(intervals.len()).unwrap_or(u32::MAX);
-                let place = Place { icount, checkpoint: begin.id };
+                let place = RecordedCheckpoint { icount, checkpoint: begin.id };
                 intervals.push(Interval {
                     index,
                     begin: place,

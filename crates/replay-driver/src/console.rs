@@ -4,7 +4,7 @@ use super::{Reached, Replay, Source, With, jobs};
 use keyframe_failure::Failure;
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::Interval;
-use keyframe_replay::{Console, log, read_output};
+use keyframe_replay::{Console, log, read_console_output};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -23,7 +23,7 @@ pub fn console(
     if !path.exists() {
         replay(source, &path, jobs, shows_progress)?;
     }
-    let written = read_output(&path, CONSOLE_BYTES_MAX).map_err(failed)?;
+    let written = read_console_output(&path, CONSOLE_BYTES_MAX).map_err(failed)?;
     let events = log::open(source.log()).map_err(failed)?;
     Console::new(events, &written).map_err(failed)
 }
@@ -35,7 +35,7 @@ fn replay(
     jobs: Option<u64>,
     shows_progress: bool,
 ) -> Result<(), Failure> {
-    let intervals = source.with_standing_ends(&source.intervals()?)?;
+    let intervals = source.with_unambiguous_ends(&source.intervals()?)?;
     let interrupted = jobs::interruption()?;
     let bar = jobs::bar("replaying", intervals.iter().map(Interval::len).sum(), shows_progress);
     let mut parts = jobs::side_by_side(source, &intervals, jobs, &interrupted, |interval| {
@@ -74,7 +74,7 @@ fn part(
         folder.map_err(|e| Failure::new(format!("make a directory for a console: {e}")))?;
     let path = folder.path().join("console");
     let with = With { console: Some(path.clone()), lazy: true, ..With::default() };
-    let read = || read_output(&path, CONSOLE_BYTES_MAX).map_err(|e| Failure::recording(&e));
+    let read = || read_console_output(&path, CONSOLE_BYTES_MAX).map_err(|e| Failure::recording(&e));
     let end = source.until(interval.end_icount)?;
     let warms_up = interval.begin.icount < interval.from_icount;
     let first = if warms_up { Until::Instruction(interval.from_icount) } else { end };

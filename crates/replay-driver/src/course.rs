@@ -2,9 +2,9 @@
 //! is still being written.
 
 use keyframe_failure::Failure;
-use keyframe_replay::interval::Place;
-use keyframe_replay::log::Boundaries;
-use keyframe_replay::{Growing, Recording};
+use keyframe_replay::interval::RecordedCheckpoint;
+use keyframe_replay::log::LogIndex;
+use keyframe_replay::{GrowingLog, Recording};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -36,9 +36,9 @@ pub struct Known<'a> {
     /// The cuts, rising.
     pub cuts: &'a [u64],
     /// What the log says of them.
-    pub boundaries: &'a Boundaries,
+    pub boundaries: &'a LogIndex,
     /// The checkpoints that there are.
-    pub places: &'a [Place],
+    pub places: &'a [RecordedCheckpoint],
 }
 
 impl Course for Known<'_> {
@@ -51,7 +51,7 @@ impl Course for Known<'_> {
         icount: u64,
         _interrupted: &AtomicBool,
     ) -> Result<Option<u64>, Failure> {
-        Ok(self.boundaries.next_behind_answer(icount))
+        Ok(self.boundaries.next_unambiguous_after_disk_answer(icount))
     }
 
     fn is_there(&self, icount: u64) -> bool {
@@ -61,14 +61,14 @@ impl Course for Known<'_> {
 
 /// Over a log that is being written.
 pub struct Live {
-    growing: Growing,
+    growing: GrowingLog,
     recording: Recording,
     has_ended: bool,
 }
 
 impl Live {
     /// Over the log of `recording`.
-    pub fn new(growing: Growing, recording: Recording) -> Self {
+    pub fn new(growing: GrowingLog, recording: Recording) -> Self {
         Self { growing, recording, has_ended: false }
     }
 
@@ -76,7 +76,7 @@ impl Live {
     fn wait_for(
         &mut self,
         interrupted: &AtomicBool,
-        find: &mut dyn FnMut(&mut Growing) -> Option<u64>,
+        find: &mut dyn FnMut(&mut GrowingLog) -> Option<u64>,
     ) -> Result<Option<u64>, Failure> {
         let failed = |e| Failure::recording(&e);
         let mut asked = Instant::now();
@@ -114,7 +114,9 @@ impl Course for Live {
         icount: u64,
         interrupted: &AtomicBool,
     ) -> Result<Option<u64>, Failure> {
-        self.wait_for(interrupted, &mut |growing| growing.boundaries().next_behind_answer(icount))
+        self.wait_for(interrupted, &mut |growing| {
+            growing.index().next_unambiguous_after_disk_answer(icount)
+        })
     }
 
     fn is_there(&self, _icount: u64) -> bool {

@@ -10,9 +10,9 @@
 
 use super::source::{Source, places_in};
 use keyframe_failure::Failure;
-use keyframe_replay::cutting::Every;
-use keyframe_replay::interval::{Interval, intervals, with_standing_ends};
-use keyframe_replay::{Growing, Recording};
+use keyframe_replay::cut_points::CutSpacing;
+use keyframe_replay::interval::{Interval, intervals, with_unambiguous_ends};
+use keyframe_replay::{GrowingLog, Recording};
 use keyframe_store::Store;
 use keyframe_store_keys::KeyArg;
 use std::path::{Path, PathBuf};
@@ -26,7 +26,7 @@ pub struct Followed {
     pub store: Store,
     place: Option<PathBuf>,
     key: KeyArg,
-    growing: Mutex<Option<Growing>>,
+    growing: Mutex<Option<GrowingLog>>,
     ended: OnceLock<Arc<Source>>,
 }
 
@@ -50,7 +50,7 @@ impl Followed {
         if let Some(source) = self.ended()? {
             return Ok(source);
         }
-        let boundaries = self.look(|growing| growing.boundaries().clone())?.unwrap_or_default();
+        let boundaries = self.look(|growing| growing.index().clone())?.unwrap_or_default();
         Ok(Arc::new(Source::so_far(&self.recording, self.store.clone(), boundaries)))
     }
 
@@ -59,7 +59,7 @@ impl Followed {
         if let Some(source) = self.ended.get() {
             return Ok(Some(Arc::clone(source)));
         }
-        if self.recording.is_being_made().map_err(|e| Failure::recording(&e))? {
+        if self.recording.is_in_progress().map_err(|e| Failure::recording(&e))? {
             return Ok(None);
         }
         let source = Source::open(self.recording.path(), self.place.as_deref(), &self.key)?;
@@ -74,11 +74,11 @@ impl Followed {
         }
         // Before the log is looked at: it reaches what was sealed, or soon does.
         let places = places_in(&self.store, &self.recording)?;
-        let whole = |growing: &Growing| {
-            let end = growing.last_standing();
+        let whole = |growing: &GrowingLog| {
+            let end = growing.last_stop();
             let known = places.iter().filter(|place| place.icount < end).copied().collect();
             let all = intervals(known, end);
-            if with_standing { with_standing_ends(&all, growing.boundaries()) } else { all }
+            if with_standing { with_unambiguous_ends(&all, growing.index()) } else { all }
         };
         let mut all = self.look(whole)?.unwrap_or_default();
         // What ends with the log as it is now.
@@ -91,21 +91,21 @@ impl Followed {
         if let Some(source) = self.ended()? {
             return source.efforts(intervals);
         }
-        let of = |growing: &Growing| {
-            intervals.iter().map(|one| one.effort(growing.boundaries())).collect()
+        let of = |growing: &GrowingLog| {
+            intervals.iter().map(|one| one.effort(growing.index())).collect()
         };
         let efforts = self.look(of)?;
         Ok(efforts.unwrap_or_else(|| intervals.iter().map(Interval::len).collect()))
     }
 
     /// The log as it is now; none where QEMU has written nothing.
-    fn look<T>(&self, look: impl FnOnce(&Growing) -> T) -> Result<Option<T>, Failure> {
+    fn look<T>(&self, look: impl FnOnce(&GrowingLog) -> T) -> Result<Option<T>, Failure> {
         let failed = |e| Failure::recording(&e);
         let mut growing = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
         if growing.is_none() {
             let (log, times) = (self.recording.log_path(), self.recording.times_path());
-            *growing =
-                Growing::open(&log, &times, Every::Instructions(u64::MAX)).map_err(failed)?;
+            *growing = GrowingLog::open(&log, &times, CutSpacing::Instructions(u64::MAX))
+                .map_err(failed)?;
         }
         let Some(growing) = growing.as_mut() else { return Ok(None) };
         growing.refresh().map_err(failed)?;

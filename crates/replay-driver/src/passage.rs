@@ -5,7 +5,7 @@ use keyframe_failure::Failure;
 use keyframe_kernel::openfile::OpenFile;
 use keyframe_qemu::restore::{Restored, Until};
 use keyframe_qemu::{Event, Vm};
-use keyframe_replay::{Progress, Verdict};
+use keyframe_replay::{ReplayProgress, StallDetector};
 use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::sync::Arc;
@@ -124,7 +124,7 @@ impl Passage {
         tell: &mut dyn FnMut(u64),
     ) -> Result<Reached, Failure> {
         let began = Instant::now();
-        let mut progress = Progress::new(self.icount, self.patience);
+        let mut progress = StallDetector::new(self.icount, self.patience);
         let mut asked = began;
         let pid = replay.vm().pid();
         let log = OpenFile::of(pid, &self.log);
@@ -157,8 +157,8 @@ impl Passage {
                 match replay.vm().qmp().icount() {
                     Ok(icount) => {
                         tell(icount);
-                        if let Verdict::Frozen { icount } =
-                            progress.look(began.elapsed(), icount, log_offset)
+                        if let ReplayProgress::Stalled { icount } =
+                            progress.observe(began.elapsed(), icount, log_offset)
                         {
                             return Err(self.frozen(replay.vm(), icount, log_offset));
                         }

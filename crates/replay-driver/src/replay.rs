@@ -9,7 +9,7 @@
 //! A replay that stands takes from the log what QEMU's main loop finds there, also what belongs
 //! behind the recording's own going on. So it never stands at its checkpoint, and goes on only from
 //! an instruction at which the log has nothing
-//! ([`Boundaries::next_unambiguous`](keyframe_replay::log::Boundaries::next_unambiguous)).
+//! ([`LogIndex::next_unambiguous`](keyframe_replay::log::LogIndex::next_unambiguous)).
 //!
 //! Invariant: a [`Replay`] that is dropped leaves no QEMU behind.
 
@@ -23,7 +23,7 @@ use keyframe_qemu::restore::{
     self, Plan, RamSource, RestoreOptions, RestoreSource, Restored, Until,
 };
 use keyframe_qemu::{DiskServer, media_of};
-use keyframe_replay::interval::Place;
+use keyframe_replay::interval::RecordedCheckpoint;
 use keyframe_store::{Loaded, Store};
 use keyframe_units::{Page, PageIndex, PageRange};
 use keyframe_vm_disks::media::Media;
@@ -100,7 +100,7 @@ impl Replay {
     /// Starts QEMU at `place`, and lets it run to `until`.
     pub fn start(
         source: &Source,
-        place: Place,
+        place: RecordedCheckpoint,
         until: Until,
         with: &With,
     ) -> Result<Self, Failure> {
@@ -190,7 +190,12 @@ pub struct Started {
 }
 
 /// Starts QEMU at `place`, and lets it run to `until`.
-pub fn begin(source: &Source, place: Place, until: Until, with: &With) -> Result<Started, Failure> {
+pub fn begin(
+    source: &Source,
+    place: RecordedCheckpoint,
+    until: Until,
+    with: &With,
+) -> Result<Started, Failure> {
     let loaded =
         source.store.load(place.checkpoint).map_err(|e| Failure::store(&e, source.store.path()))?;
     let loaded = Arc::new(loaded);

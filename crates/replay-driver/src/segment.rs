@@ -4,7 +4,7 @@ use crate::{Course, Passage, Reached, SOCKET, Source, Started, With, begin, jobs
 use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_qemu::restore::Until;
 use keyframe_qemu::{QemuIdentity, Vm};
-use keyframe_replay::interval::Place;
+use keyframe_replay::interval::RecordedCheckpoint;
 use keyframe_session::disks::SessionDisks;
 use keyframe_session::engine::{ReplaySteps, Step};
 use keyframe_session::launch::{self, Found, Refused};
@@ -19,7 +19,7 @@ use std::sync::atomic::AtomicBool;
 /// `course` into its store.
 pub fn segment(
     source: &Source,
-    from: Place,
+    from: RecordedCheckpoint,
     course: &mut dyn Course,
     mut options: Options,
     tell: &mut dyn FnMut(u64),

@@ -3,11 +3,11 @@
 use keyframe_failure::Failure;
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::{
-    Interval, Place, intervals, with_standing_end, with_standing_ends,
+    Interval, RecordedCheckpoint, intervals, with_unambiguous_ends, with_unambiguous_last_end,
 };
-use keyframe_replay::log::Boundaries;
-use keyframe_replay::recording::{ImageMeta, Readable};
-use keyframe_replay::{Ending, Recording};
+use keyframe_replay::log::LogIndex;
+use keyframe_replay::recording::{ImageMeta, ReadableLog};
+use keyframe_replay::{Recording, RecordingEnding};
 use keyframe_store::{Sealed, Store};
 use keyframe_store_keys::KeyArg;
 use std::path::{Path, PathBuf};
@@ -19,8 +19,8 @@ pub struct Source {
     pub recording: Recording,
     /// Where its checkpoints are.
     pub store: Store,
-    log: Readable,
-    boundaries: OnceLock<Boundaries>,
+    log: ReadableLog,
+    boundaries: OnceLock<LogIndex>,
     holds: OnceLock<Arc<[u64]>>,
 }
 
@@ -29,8 +29,8 @@ impl Source {
     pub fn open(path: &Path, store: Option<&Path>, key: &KeyArg) -> Result<Self, Failure> {
         let failed = |e| Failure::recording(&e);
         let mut recording = Recording::open(path).map_err(failed)?;
-        if recording.meta.ending == Ending::Recording {
-            if recording.is_being_made().map_err(failed)? {
+        if recording.meta.ending == RecordingEnding::Recording {
+            if recording.is_in_progress().map_err(failed)? {
                 return Err(Failure::new(format!("{} is still being recorded", path.display()))
                     .fix("wait until its `keyframe record` has ended, or end it: keyframe stop"));
             }
@@ -43,7 +43,7 @@ impl Source {
         }
         let place: PathBuf = store.map_or_else(|| recording.store_path(), Path::to_owned);
         let store = key.open(&place).map_err(|e| Failure::store(&e, &place))?;
-        if !recording.has_maker().map_err(failed)? {
+        if !recording.is_recorder_running().map_err(failed)? {
             adopt_first(&recording, &store, key)?;
         }
         // Those that it could write to stand with each checkpoint.
@@ -54,7 +54,7 @@ impl Source {
 
     /// One that is still being recorded, with the store for its checkpoints.
     pub fn growing(recording: &Recording, store: Store) -> Self {
-        let log = recording.growing_log();
+        let log = recording.live_log();
         Self {
             recording: recording.clone(),
             store,
@@ -65,8 +65,8 @@ impl Source {
     }
 
     /// One that takes its checkpoints while it is recorded, with what its log has so far.
-    pub fn so_far(recording: &Recording, store: Store, boundaries: Boundaries) -> Self {
-        let (log, holds) = (recording.growing_log(), Arc::<[u64]>::from(boundaries.holds()));
+    pub fn so_far(recording: &Recording, store: Store, boundaries: LogIndex) -> Self {
+        let (log, holds) = (recording.live_log(), Arc::<[u64]>::from(boundaries.holds()));
         let (boundaries, holds) = (OnceLock::from(boundaries), OnceLock::from(holds));
         Self { recording: recording.clone(), store, log, boundaries, holds }
     }
@@ -77,11 +77,11 @@ impl Source {
     }
 
     /// Where the log has something. It is read once.
-    pub fn boundaries(&self) -> Result<&Boundaries, Failure> {
+    pub fn boundaries(&self) -> Result<&LogIndex, Failure> {
         if let Some(boundaries) = self.boundaries.get() {
             return Ok(boundaries);
         }
-        let read = Boundaries::read(self.log()).map_err(|e| Failure::recording(&e))?;
+        let read = LogIndex::read(self.log()).map_err(|e| Failure::recording(&e))?;
         Ok(self.boundaries.get_or_init(|| read))
     }
 
@@ -91,13 +91,13 @@ impl Source {
         Ok(intervals.iter().map(|interval| interval.effort(boundaries)).collect())
     }
 
-    /// Where a replay must stand on its way ([`Boundaries::holds`]). None of one that is still
+    /// Where a replay must stand on its way ([`LogIndex::holds`]). None of one that is still
     /// being recorded: what follows it takes its checkpoints, so that the recording stands nowhere.
     pub fn holds(&self) -> Result<Arc<[u64]>, Failure> {
         if let Some(holds) = self.holds.get() {
             return Ok(Arc::clone(holds));
         }
-        let is_growing = self.recording.meta.ending == Ending::Recording;
+        let is_growing = self.recording.meta.ending == RecordingEnding::Recording;
         let found: Arc<[u64]> =
             if is_growing { Arc::new([]) } else { self.boundaries()?.holds().into() };
         Ok(Arc::clone(self.holds.get_or_init(|| found)))
@@ -108,14 +108,15 @@ impl Source {
     /// the log breaks off or an instruction within which QEMU ended, as it would again.
     pub fn ends_with_log(&self) -> Result<bool, Failure> {
         let (meta, boundaries) = (&self.recording.meta, self.boundaries()?);
-        let is_whole = meta.ending == Ending::Complete && meta.instructions >= boundaries.end();
-        Ok(is_whole && !boundaries.end_with_shutdown())
+        let is_whole =
+            meta.ending == RecordingEnding::Complete && meta.instructions >= boundaries.end();
+        Ok(is_whole && !boundaries.ends_with_shutdown())
     }
 
     /// The last instruction that a replay can stand before.
     pub fn last_standing(&self) -> Result<u64, Failure> {
         let end = self.recording.meta.instructions;
-        let end = if self.recording.meta.ending == Ending::Complete {
+        let end = if self.recording.meta.ending == RecordingEnding::Complete {
             end
         } else {
             end.saturating_sub(1)
@@ -130,7 +131,7 @@ impl Source {
     }
 
     /// Its checkpoints, by instruction.
-    pub fn places(&self) -> Result<Vec<Place>, Failure> {
+    pub fn places(&self) -> Result<Vec<RecordedCheckpoint>, Failure> {
         let places = places_in(&self.store, &self.recording)?;
         if places.is_empty() {
             return Err(Failure::new(format!(
@@ -147,7 +148,7 @@ impl Source {
     pub fn intervals(&self) -> Result<Vec<Interval>, Failure> {
         let end = self.boundaries()?.end().min(self.recording.meta.instructions);
         let mut all = intervals(self.places()?, end);
-        if self.recording.meta.ending == Ending::Cut {
+        if self.recording.meta.ending == RecordingEnding::Cut {
             // Behind the last checkpoint the log ends in the middle, and a QEMU that reads on there
             // ends too.
             all.retain(|interval| interval.end.is_some());
@@ -165,29 +166,35 @@ impl Source {
     /// where a replay can stand and go on if that is wanted.
     pub fn intervals_for_tool(&self, with_standing: bool) -> Result<Vec<Interval>, Failure> {
         let all = self.intervals()?;
-        let all =
-            if self.ends_with_log()? { all } else { with_standing_end(all, self.boundaries()?) };
-        if with_standing { self.with_standing_ends(&all) } else { Ok(all) }
+        let all = if self.ends_with_log()? {
+            all
+        } else {
+            with_unambiguous_last_end(all, self.boundaries()?)
+        };
+        if with_standing { self.with_unambiguous_ends(&all) } else { Ok(all) }
     }
 
     /// `all` with ends where a replay can stand and go on.
-    pub fn with_standing_ends(&self, all: &[Interval]) -> Result<Vec<Interval>, Failure> {
-        Ok(with_standing_ends(all, self.boundaries()?))
+    pub fn with_unambiguous_ends(&self, all: &[Interval]) -> Result<Vec<Interval>, Failure> {
+        Ok(with_unambiguous_ends(all, self.boundaries()?))
     }
 }
 
 /// The checkpoints of `recording` in `store`, by instruction.
-pub fn places_in(store: &Store, recording: &Recording) -> Result<Vec<Place>, Failure> {
+pub fn places_in(store: &Store, recording: &Recording) -> Result<Vec<RecordedCheckpoint>, Failure> {
     Ok(sealed_in(store, recording)?.into_iter().map(|(place, _)| place).collect())
 }
 
 /// The same, with what each tells about itself.
-pub fn sealed_in(store: &Store, recording: &Recording) -> Result<Vec<(Place, Sealed)>, Failure> {
+pub fn sealed_in(
+    store: &Store,
+    recording: &Recording,
+) -> Result<Vec<(RecordedCheckpoint, Sealed)>, Failure> {
     let listing = store.checkpoints().map_err(|e| Failure::store(&e, store.path()))?;
     let of = |sealed: Sealed| {
         let place = sealed.meta.machine.recorded.as_ref()?;
         let ours = place.recording == recording.meta.id;
-        ours.then_some((Place { icount: place.icount, checkpoint: sealed.id }, sealed))
+        ours.then_some((RecordedCheckpoint { icount: place.icount, checkpoint: sealed.id }, sealed))
     };
     let mut all: Vec<_> = listing.sealed.into_iter().filter_map(of).collect();
     all.sort_unstable_by_key(|(place, _)| *place);
@@ -195,7 +202,7 @@ pub fn sealed_in(store: &Store, recording: &Recording) -> Result<Vec<(Place, Sea
 }
 
 /// Brings checkpoints to another store, unless they are there.
-pub fn copy_places(from: &Store, places: &[Place], to: &Store) -> Result<(), Failure> {
+pub fn copy_places(from: &Store, places: &[RecordedCheckpoint], to: &Store) -> Result<(), Failure> {
     let ids = places.iter().map(|place| place.checkpoint).collect();
     from.copy_to(to, &ids, &mut |_| ()).map(drop).map_err(|e| Failure::store(&e, to.path()))
 }

@@ -4,7 +4,7 @@
 use super::{Captured, Followed, Reached, Replay, Source, With};
 use keyframe_failure::Failure;
 use keyframe_qemu::restore::Until;
-use keyframe_replay::interval::{Interval, Place};
+use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use keyframe_store::Store;
 use std::sync::atomic::AtomicBool;
 
@@ -76,7 +76,7 @@ impl<'a> Subject<'a> {
     /// these.
     pub fn go_through(
         self,
-        begin: Place,
+        begin: RecordedCheckpoint,
         intervals: &[Interval],
         with: With,
         (interrupted, tell): (&AtomicBool, &mut dyn FnMut(u64)),
@@ -108,7 +108,7 @@ impl<'a> Subject<'a> {
 
 fn replay(
     source: &Source,
-    begin: Place,
+    begin: RecordedCheckpoint,
     intervals: &[Interval],
     with: &With,
     (interrupted, tell): (&AtomicBool, &mut dyn FnMut(u64)),

@@ -13,7 +13,7 @@ use super::{Reached, Replay, Source, With};
 use keyframe_failure::Failure;
 use keyframe_gdb::Link;
 use keyframe_qemu::restore::Until;
-use keyframe_replay::interval::Place;
+use keyframe_replay::interval::RecordedCheckpoint;
 use std::ffi::OsString;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::AtomicBool;
@@ -22,7 +22,7 @@ use std::sync::atomic::AtomicBool;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Way {
     /// The checkpoint to begin with.
-    pub begin: Place,
+    pub begin: RecordedCheckpoint,
     /// Where its replay stands then.
     pub icount: u64,
     /// The same, for QEMU.
@@ -32,7 +32,11 @@ pub struct Way {
 impl Way {
     /// To `icount`, or, where that is the recording's beginning, to the first instruction that a
     /// replay can stand before. `places` are the recording's checkpoints.
-    pub fn to(source: &Source, places: &[Place], icount: u64) -> Result<Self, Failure> {
+    pub fn to(
+        source: &Source,
+        places: &[RecordedCheckpoint],
+        icount: u64,
+    ) -> Result<Self, Failure> {
         let last = source.last_standing()?;
         let icount = icount.max(places.first().map_or(0, |place| place.icount) + 1);
         let before = places.partition_point(|place| place.icount < icount);

@@ -1,86 +1,102 @@
-//! What the guest wrote to its console, by instruction.
+//! The lines that the guest wrote to its serial console, each with its instructions.
 //!
 //! ```text
 //!   log      ... 1000 instructions | output: 1 byte | 40 instructions | output: 1 byte ...
 //!   console  "H" "i"                ─▶  H at 1000, i at 1040
 //! ```
 //!
-//! The log says when bytes were taken and how many, not which; the console's file has them in
-//! order. It says neither of which console they are: with more than one that is recorded nothing
-//! can be told.
+//! The log says when the console took how many bytes; the console's file has the bytes in order.
+//! The log does not say which console took them, so a recording with two recorded consoles has no
+//! usable lines.
 
-use crate::log::{Event, Events};
+use crate::log::{LogEvent, LogReader};
 use crate::{Error, Result};
+use std::fs::File;
 use std::io::Read;
+use std::path::Path;
 
-/// A line of the console.
+/// A longer line is split into lines of this many bytes.
+const LINE_BYTES_MAX: usize = 4096;
+
+/// A line of a console.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Written {
-    /// Instructions before its first byte.
+pub struct ConsoleLine {
+    /// Instructions that ran before its first byte was written.
     pub first: u64,
-    /// Before its last one.
+    /// Instructions that ran before its last byte was written.
     pub last: u64,
-    /// Without its end, as text.
+    /// The line without its end, invalid UTF-8 replaced.
     pub text: String,
 }
 
-/// A console's lines.
+/// The output of a console.
 #[derive(Clone, Debug, Default)]
 pub struct Console {
-    /// In order.
-    pub lines: Vec<Written>,
-    /// Bytes of the console that the log knows nothing of.
+    /// The lines in order.
+    pub lines: Vec<ConsoleLine>,
+    /// Trailing bytes of the console's file that the log has no events for.
     pub unplaced_bytes: u64,
 }
 
-/// A line that never ends is given in parts of this size.
-const LINE_BYTES_MAX: usize = 4096;
+/// A line that is not complete yet.
+struct PartialLine {
+    first: u64,
+    last: u64,
+    bytes: Vec<u8>,
+}
 
 impl Console {
-    /// The lines of `output`, which the log of `events` tells the times of.
-    pub fn new<R: Read>(mut events: Events<R>, output: &[u8]) -> Result<Self> {
+    /// Splits `output`, the console's file, into lines and places them by the events of `log`.
+    ///
+    /// Errors: those of [`LogReader::next_event`].
+    pub fn new<R: Read>(mut log: LogReader<R>, output: &[u8]) -> Result<Self> {
         let mut console = Self::default();
         let mut left = output;
-        let mut line: Option<(u64, u64, Vec<u8>)> = None;
-        while let Some(placed) = events.next_event()? {
-            let Event::ConsoleOutput(count) = placed.event else { continue };
+        let mut line: Option<PartialLine> = None;
+        while let Some(event) = log.next_event()? {
+            let LogEvent::ConsoleOutput(count) = event.event else { continue };
             let count = usize::try_from(count).unwrap_or(0).min(left.len());
-            let (now, rest) = left.split_at(count);
+            let (taken, rest) = left.split_at(count);
             left = rest;
-            for byte in now {
-                let (_, last, text) =
-                    line.get_or_insert_with(|| (placed.icount, placed.icount, Vec::new()));
-                *last = placed.icount;
-                match byte {
-                    b'\n' => console.end(&mut line),
-                    _ => text.push(*byte),
+            let icount = event.icount;
+            for byte in taken {
+                let current = line.get_or_insert_with(|| PartialLine {
+                    first: icount,
+                    last: icount,
+                    bytes: Vec::new(),
+                });
+                current.last = icount;
+                if *byte != b'\n' {
+                    current.bytes.push(*byte);
                 }
-                if line.as_ref().is_some_and(|(.., text)| text.len() >= LINE_BYTES_MAX) {
-                    console.end(&mut line);
+                if *byte == b'\n' || current.bytes.len() >= LINE_BYTES_MAX {
+                    console.push_line(&mut line);
                 }
             }
         }
-        console.end(&mut line);
+        console.push_line(&mut line);
         console.unplaced_bytes = left.len() as u64;
         Ok(console)
     }
 
-    fn end(&mut self, line: &mut Option<(u64, u64, Vec<u8>)>) {
-        if let Some((first, last, text)) = line.take() {
-            let text = String::from_utf8_lossy(&text).trim_end_matches('\r').to_owned();
-            self.lines.push(Written { first, last, text });
+    fn push_line(&mut self, line: &mut Option<PartialLine>) {
+        if let Some(PartialLine { first, last, bytes }) = line.take() {
+            let text = String::from_utf8_lossy(&bytes).trim_end_matches('\r').to_owned();
+            self.lines.push(ConsoleLine { first, last, text });
         }
     }
 
-    /// The first line that holds `marker`, and the instruction at which it was complete.
-    pub fn find(&self, marker: &str) -> Option<&Written> {
+    /// The first line that contains `marker`.
+    pub fn find(&self, marker: &str) -> Option<&ConsoleLine> {
         self.lines.iter().find(|line| line.text.contains(marker))
     }
 }
 
-/// The console's file, at most `bytes_max` of it.
-pub fn read_output(path: &std::path::Path, bytes_max: u64) -> Result<Vec<u8>> {
-    let file = std::fs::File::open(path).map_err(Error::io("open", path))?;
+/// Reads the first `bytes_max` bytes of the console's file.
+///
+/// Error: [`Error::Io`].
+pub fn read_console_output(path: &Path, bytes_max: u64) -> Result<Vec<u8>> {
+    let file = File::open(path).map_err(Error::io("open", path))?;
     let mut output = Vec::new();
     file.take(bytes_max).read_to_end(&mut output).map_err(Error::io("read", path))?;
     Ok(output)
@@ -90,10 +106,9 @@ pub fn read_output(path: &std::path::Path, bytes_max: u64) -> Result<Vec<u8>> {
 mod tests {
     use super::*;
     use crate::log::tests::bytes;
-    use std::path::Path;
 
     #[test]
-    fn lines_are_where_their_bytes_were_taken() {
+    fn lines_are_placed_by_the_instructions_of_their_bytes() {
         let run = |n: u8| vec![0, 0, 0, 0, n];
         let taken = |n: u8| vec![22, 0, 0, 0, n, 0, 0, 0, 0];
         let log = bytes(&[
@@ -105,8 +120,9 @@ mod tests {
             &taken(1),
             &[22, 255, 255, 255, 255, 0, 0, 0, 0],
         ]);
-        let console = Console::new(Events::new(&log[12..], Path::new("log")), b"a\r\nbc").unwrap();
-        let line = |first, last, text: &str| Written { first, last, text: text.into() };
+        let console =
+            Console::new(LogReader::new(&log[12..], Path::new("log")), b"a\r\nbc").unwrap();
+        let line = |first, last, text: &str| ConsoleLine { first, last, text: text.into() };
         assert_eq!(console.lines, [line(10, 15, "a"), line(20, 20, "b")]);
         assert_eq!(console.unplaced_bytes, 1);
         assert_eq!(console.find("b").unwrap().first, 20);

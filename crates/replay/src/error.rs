@@ -1,96 +1,113 @@
-//! What can go wrong with a recording.
+//! The errors of this crate.
 
 use std::path::PathBuf;
 
-/// Result of this crate.
+/// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// What can go wrong with a recording.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file could not be read or written.
-    #[error("{operation} {}", path.display())]
+    #[error("cannot {operation} {}", path.display())]
     Io {
-        /// What was tried.
+        /// The operation that failed, a verb.
         operation: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why it failed.
+        /// The cause.
         source: std::io::Error,
     },
-    /// There is no recording there.
-    #[error("{} is no recording: it has no recording.json", path.display())]
+    /// The directory is not a recording.
+    #[error("{} is not a recording: it has no recording.json", path.display())]
     NoRecording {
         /// The directory.
         path: PathBuf,
     },
-    /// A directory that is to become a recording holds something.
+    /// The directory of a new recording is not empty.
     #[error("{} exists and is not empty", path.display())]
     Exists {
         /// The directory.
         path: PathBuf,
     },
-    /// A file of the recording is not what it should be.
+    /// A file of the recording has invalid contents.
     #[error("{} is damaged at byte {offset}: {problem}", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,
-        /// Where.
+        /// Byte offset of the problem.
         offset: u64,
-        /// What is wrong.
+        /// What is invalid.
         problem: String,
     },
-    /// An image that the guest could only read is not what it read when it was recorded.
-    #[error("{} has changed since the guest was recorded, which read it: {how}", path.display())]
+    /// An image that the guest could only read has changed since the recording.
+    #[error("the image {} has changed since the recording: {how}", path.display())]
     Changed {
         /// The image.
         path: PathBuf,
         /// What is different.
         how: String,
-        /// When it had been written last, in nanoseconds since 1970.
+        /// When it was last modified before the recording, in nanoseconds since 1970.
         modified_ns: i64,
     },
-    /// The host's clock is nowhere in the log.
-    #[error("{} says nothing of the host's clock", path.display())]
-    NoClock {
-        /// The log.
+    /// The recording has no times, so it cannot be cut or searched by time.
+    #[error("{} has no times", path.display())]
+    NoTimes {
+        /// The file of times.
         path: PathBuf,
     },
-    /// The log would be cut too often.
-    #[error("that would be more than {cuts_max} cuts")]
+    /// The requested spacing gives too many cut points.
+    #[error("that spacing gives more than {cuts_max} cuts")]
     TooManyCuts {
-        /// How many there may be.
+        /// The largest permitted number.
         cuts_max: usize,
     },
-    /// It was written by a later version.
-    #[error("{} has format version {found}; this Keyframe knows versions up to {known}", path.display())]
-    LaterVersion {
+    /// The recording has a version that this program does not know.
+    #[error("{} has format version {found}; this Keyframe reads version {known}", path.display())]
+    UnsupportedVersion {
         /// The file.
         path: PathBuf,
         /// Its version.
         found: u32,
-        /// Ours.
+        /// The version that this program reads.
         known: u32,
+    },
+    /// The recording was made by a build from before the first release.
+    #[error(
+        "{} has format version {found} of a pre-release Keyframe, which this Keyframe does not read",
+        path.display()
+    )]
+    PreRelease {
+        /// The file.
+        path: PathBuf,
+        /// Its version.
+        found: u32,
     },
 }
 
 impl Error {
-    /// What a person can do about it.
+    /// What the user can do about it.
     pub fn fix(&self) -> Option<String> {
         match self {
             Self::NoRecording { .. } => {
                 Some("make one with: keyframe record --out REC -- qemu-system-x86_64 ...".into())
             }
             Self::Exists { .. } => Some("name a directory that does not exist yet".into()),
-            Self::LaterVersion { .. } => Some("read it with a later Keyframe".into()),
-            Self::NoClock { .. } => Some("cut it by instructions: --every-instructions".into()),
+            Self::UnsupportedVersion { .. } => {
+                Some("read it with the Keyframe that recorded it, or a newer one".into())
+            }
+            Self::PreRelease { .. } => Some("record the VM again with this Keyframe".into()),
+            Self::NoTimes { .. } => {
+                Some("use instructions instead: --every-instructions, --icount".into())
+            }
             Self::Changed { path, modified_ns, .. } => Some(format!(
-                "put it back as it was; where you are sure that it is the same, say so by: touch -d @{}.{:09} {}",
+                "restore the image; if its contents are unchanged, reset its time: \
+                 touch -d @{}.{:09} {}",
                 modified_ns.div_euclid(1_000_000_000),
                 modified_ns.rem_euclid(1_000_000_000),
                 path.display()
             )),
-            Self::TooManyCuts { .. } => Some("cut it less often".into()),
+            Self::TooManyCuts { .. } => Some("choose a larger spacing".into()),
             Self::Io { .. } | Self::Damaged { .. } => None,
         }
     }

@@ -1,30 +1,34 @@
-//! Recordings of a VM's run: what QEMU wrote down of it (`log`), what is kept beside that
-//! (`recording`), and the intervals between checkpoints in which it is replayed (`interval`); where
-//! one is cut that has none yet (`cutting`), also while it is being written (`growing`); what a
-//! replay is to read otherwise than QEMU wrote it (`warps`).
+//! Recordings of a VM's run: QEMU's record/replay log, the files beside it, and the intervals
+//! between checkpoints in which it is replayed.
 //!
 //! ```text
-//!   record ──▶ REC/replay.log + recording.json ──▶ intervals [checkpoint i, checkpoint i+1) ──▶ one replay each
-//!                    │
-//!                    └─ pauses, console output and its end, by instruction
+//!   record ─▶ REC/replay.log, recording.json ─▶ intervals [checkpoint i, checkpoint i+1) ─▶ one replay each
 //! ```
 //!
-//! No QEMU is started here, and no store is read.
+//! - [`recording`]: a recording on disk.
+//! - [`log`]: QEMU's log, read event by event, and the index of its events.
+//! - [`interval`]: the intervals of a recording.
+//! - [`cut_points`]: where to cut a recording that has no checkpoints yet; [`GrowingLog`]: the same
+//!   while the log is being written.
+//! - [`LogTimes`]: when each part of the log was written. [`Console`]: the guest's console output.
+//! - [`StallDetector`]: whether a replay still advances.
+//!
+//! This crate starts no QEMU and reads no store.
 
 mod console;
-pub mod cutting;
+pub mod cut_points;
 mod error;
-mod growing;
+mod growing_log;
+mod icount_warp;
 pub mod interval;
 pub mod log;
-mod progress;
+mod log_times;
 pub mod recording;
-mod times;
-mod warps;
+mod stall_detector;
 
-pub use console::{Console, Written, read_output};
+pub use console::{Console, ConsoleLine, read_console_output};
 pub use error::{Error, Result};
-pub use growing::Growing;
-pub use progress::{Progress, Verdict};
-pub use recording::{Ending, Recording, RecordingMeta};
-pub use times::{Keeper, Times};
+pub use growing_log::GrowingLog;
+pub use log_times::{LogTime, LogTimeRecorder, LogTimes};
+pub use recording::{Recording, RecordingEnding, RecordingMeta};
+pub use stall_detector::{ReplayProgress, StallDetector};

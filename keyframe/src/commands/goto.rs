@@ -3,7 +3,7 @@
 use super::recorded::RecordedArgs;
 use keyframe_failure::output;
 use keyframe_failure::{DONE, Failure, Outcome};
-use keyframe_replay::{Times, cutting};
+use keyframe_replay::cut_points::instruction_at_time;
 use keyframe_replay_driver::{self as replaying, Debugger, Replay, Source, Standing, Way, jobs};
 use serde::Serialize;
 use std::ffi::OsString;
@@ -139,8 +139,8 @@ impl Goto {
         }
         if let Some(time) = self.to.time {
             let failed = |e| Failure::recording(&e);
-            let times = Times::open(&source.recording.times_path()).map_err(failed)?;
-            let found = cutting::at_time(source.log(), times, time).map_err(failed)?;
+            let found = instruction_at_time(source.log(), &source.recording.times_path(), time)
+                .map_err(failed)?;
             return found.map(standing).ok_or_else(|| {
                 let took = output::duration(source.recording.meta.duration_ns);
                 Failure::new(format!("the recording is shorter than {time:?}"))

@@ -4,8 +4,8 @@ use keyframe_failure::output;
 use keyframe_failure::paths;
 use keyframe_failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use keyframe_qemu::{Invocation, Medium};
-use keyframe_replay::recording::{ImageMeta, OWN_STORE, VERSION};
-use keyframe_replay::{Ending, Keeper, Recording, RecordingMeta};
+use keyframe_replay::recording::{FORMAT, ImageMeta, OWN_STORE, VERSION};
+use keyframe_replay::{LogTimeRecorder, Recording, RecordingEnding, RecordingMeta};
 use keyframe_replay_driver::{Follower, adopt_first, jobs, places_in};
 use keyframe_session::control::OnExit;
 use keyframe_session::{Commands, Options, Recorded};
@@ -100,7 +100,7 @@ impl Record {
             recorded: Some(recorded),
             ..Options::every(self.checkpoint_every.filter(|_| !self.follow), OnExit::Kill)
         };
-        let times = Keeper::begin(recording.log_path(), &recording.times_path());
+        let times = LogTimeRecorder::start(recording.log_path(), &recording.times_path());
         let times = times.map_err(|e| Failure::recording(&e))?;
         let follower = self.follow.then(|| {
             Follower::start(recording.path(), self.follow_every(), &recording.store_path())
@@ -130,7 +130,7 @@ impl Record {
             follower.map(|follower| self.wait_for(follower, &recording, &kept)).transpose()?;
         recording.pack().map_err(|e| Failure::recording(&e))?;
         let code = ran?;
-        let cut = recording.meta.ending == Ending::Cut;
+        let cut = recording.meta.ending == RecordingEnding::Cut;
         if !self.quiet {
             let (log, stored) =
                 (output::bytes(summary.bytes), output::bytes(recording.stored_log_bytes()));
@@ -215,12 +215,13 @@ impl Record {
         let media = invocation.media().into_iter().filter_map(medium).collect();
         let vm = self.name.as_deref().or(invocation.vm_name()).unwrap_or("vm");
         Ok(RecordingMeta {
+            format: FORMAT.into(),
             version: VERSION,
             id: keyframe_replay::recording::new_id().map_err(|e| Failure::recording(&e))?,
             vm: keyframe_session::rundir::name_from(vm),
             began_at: jiff::Timestamp::now(),
             duration_ns: 0,
-            ending: Ending::Recording,
+            ending: RecordingEnding::Recording,
             instructions: 0,
             log_bytes: 0,
             qemu_path: identity.path.to_string_lossy().into_owned(),

@@ -1,9 +1,9 @@
 //! `keyframe segment`: checkpoints of a recording that was made without, from a replay of it.
 
 use keyframe_failure::{DONE, Failure, Outcome};
-use keyframe_replay::cutting::{self, Every};
-use keyframe_replay::interval::Place;
-use keyframe_replay::{Growing, Recording, Times};
+use keyframe_replay::cut_points::{CutSpacing, find_cut_points};
+use keyframe_replay::interval::RecordedCheckpoint;
+use keyframe_replay::{GrowingLog, Recording};
 use keyframe_replay_driver::{Known, Live, Source, copy_places, jobs, places_in};
 use keyframe_session::Options;
 use keyframe_session::control::OnExit;
@@ -159,7 +159,7 @@ impl Segment {
         let every = self.every()?;
         let (log, times) = (recording.log_path(), recording.times_path());
         let growing =
-            wait.until("its log", || Growing::open(&log, &times, every).map_err(failed))?;
+            wait.until("its log", || GrowingLog::open(&log, &times, every).map_err(failed))?;
         let source = Source::growing(&recording, store);
         let options = Options { name: Some(follower_of(&recording)), ..self.options() };
         let mut course = Live::new(growing, recording.clone());
@@ -179,18 +179,23 @@ impl Segment {
         Options { verbose: self.verbose, quiet: self.quiet, ..Options::every(None, OnExit::Kill) }
     }
 
-    fn every(&self) -> Result<Every, Failure> {
+    fn every(&self) -> Result<CutSpacing, Failure> {
         match (self.every_instructions, self.every) {
-            (Some(count), _) => Ok(Every::Instructions(count)),
-            (None, Some(time)) => Ok(Every::Time(time)),
+            (Some(count), _) => Ok(CutSpacing::Instructions(count)),
+            (None, Some(time)) => Ok(CutSpacing::Time(time)),
             (None, None) => Err(Failure::new("--every or --every-instructions is needed")),
         }
     }
 
     fn cuts(&self, source: &Source) -> Result<Vec<u64>, Failure> {
         let failed = |e| Failure::recording(&e);
-        let times = Times::open(&source.recording.times_path()).map_err(failed)?;
-        cutting::cuts(source.log(), times, self.every()?, source.boundaries()?).map_err(failed)
+        find_cut_points(
+            source.log(),
+            &source.recording.times_path(),
+            self.every()?,
+            source.boundaries()?,
+        )
+        .map_err(failed)
     }
 
     fn say(&self, text: &str) {
@@ -237,13 +242,13 @@ impl Wait<'_> {
 }
 
 /// Whether there is a checkpoint for a cut already: at it, or behind it and before the next one.
-fn is_there(places: &[Place], cut: u64, next: Option<&u64>) -> bool {
+fn is_there(places: &[RecordedCheckpoint], cut: u64, next: Option<&u64>) -> bool {
     let from = places.partition_point(|place| place.icount < cut);
     places.get(from).is_some_and(|place| next.is_none_or(|next| place.icount < *next))
 }
 
 /// The checkpoint before the first instruction.
-fn first(places: &[Place], source: &Source) -> Result<Place, Failure> {
+fn first(places: &[RecordedCheckpoint], source: &Source) -> Result<RecordedCheckpoint, Failure> {
     let first = places.first().filter(|first| first.icount == 0).copied();
     first.ok_or_else(|| {
         let place = source.store.path().display();

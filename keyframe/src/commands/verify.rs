@@ -6,7 +6,7 @@ use indicatif::ProgressBar;
 use keyframe_failure::output;
 use keyframe_failure::{DONE, FAILED, Failure, Outcome};
 use keyframe_qemu::restore::Until;
-use keyframe_replay::interval::{Interval, Place};
+use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use keyframe_replay_driver::{
     Difference, Reached, Replay, Side, Source, With, differing, differing_disks, differing_vms,
     jobs,
@@ -285,7 +285,7 @@ fn beyond(
     let Some(at) = source.boundaries()?.next_unambiguous(interval.end_icount) else {
         return at_log_end(source, interval, end, with, interrupted);
     };
-    let place = Place { icount: interval.end_icount, checkpoint: end };
+    let place = RecordedCheckpoint { icount: interval.end_icount, checkpoint: end };
     let until = Until::Instruction(at);
     let mut one = Replay::start(source, interval.begin, until, with)?;
     let mut other = Replay::start(source, place, until, with)?;

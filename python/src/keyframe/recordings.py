@@ -15,6 +15,7 @@ from .errors import BadAnswer, KeyframeError
 from .program import Key, Program, expect_list, expect_object, find_program
 from .store import Store, Via
 
+_FORMAT = "keyframe-recording"
 _VERSION = 1
 _FILE = "recording.json"
 _OWN_STORE = "."
@@ -195,6 +196,10 @@ def _read(file: Path) -> Mapping[str, Any]:
         raw = expect_object(json.loads(text), str(file))
     except ValueError as error:
         raise BadAnswer(f"{file}: no JSON: {error}") from error
+    if raw.get("format") != _FORMAT:
+        raise BadAnswer(
+            f"{file}: version {raw.get('version')} of a pre-release Keyframe, which this package does not read; record the VM again"
+        )
     if raw.get("version") != _VERSION:
         raise BadAnswer(f"{file}: version {raw.get('version')}, this package reads version {_VERSION}; take a later one")
     return raw

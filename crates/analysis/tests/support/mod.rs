@@ -16,7 +16,7 @@ use keyframe_analysis::tools::{Running, Tool};
 use keyframe_analysis::{
     GuestRam, Icount, Interval, MergeContext, Part, RamFile, RamRange, RunContext, Summary,
 };
-use keyframe_replay::log::Boundaries;
+use keyframe_replay::log::LogIndex;
 use keyframe_testing::small_guest;
 use keyframe_units::GuestPhys;
 use serde_json::{Value, json};
@@ -216,7 +216,7 @@ impl Recording {
         println!("checkpoints {:?}, end {:?}", recording.checkpoints, vm.icount());
         vm.quit();
         std::fs::write(recording.file("work"), work).unwrap();
-        let boundaries = Boundaries::read(&recording.file("log")).unwrap();
+        let boundaries = LogIndex::read(&recording.file("log")).unwrap();
         let behind =
             |at: &Icount| Icount(boundaries.next_unambiguous(at.0).expect("the log goes on"));
         recording.starts = recording.checkpoints.iter().map(behind).collect();

@@ -4,8 +4,8 @@ use super::Page;
 use keyframe_failure::output;
 use keyframe_failure::{Failure, chain};
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
-use keyframe_replay::interval::{Interval, Place, intervals};
-use keyframe_replay::{Ending, Recording};
+use keyframe_replay::interval::{Interval, RecordedCheckpoint, intervals};
+use keyframe_replay::{Recording, RecordingEnding};
 use keyframe_replay_driver::made_before;
 use keyframe_store::Sealed;
 use std::path::Path;
@@ -14,11 +14,14 @@ use std::path::Path;
 const ROWS_MAX: usize = 200;
 
 /// The checkpoints of `recording` among `sealed`, in the order of their instructions.
-pub fn checkpoints(recording: &Recording, sealed: Vec<Sealed>) -> Vec<(Place, Sealed)> {
+pub fn checkpoints(
+    recording: &Recording,
+    sealed: Vec<Sealed>,
+) -> Vec<(RecordedCheckpoint, Sealed)> {
     let of = |one: Sealed| {
         let place = one.meta.machine.recorded.as_ref()?;
         let is_ours = place.recording == recording.meta.id;
-        is_ours.then_some((Place { icount: place.icount, checkpoint: one.id }, one))
+        is_ours.then_some((RecordedCheckpoint { icount: place.icount, checkpoint: one.id }, one))
     };
     let mut all: Vec<_> = sealed.into_iter().filter_map(of).collect();
     all.sort_by_key(|(place, _)| *place);
@@ -26,15 +29,20 @@ pub fn checkpoints(recording: &Recording, sealed: Vec<Sealed>) -> Vec<(Place, Se
 }
 
 /// Adds all parts about it.
-pub fn add(page: &mut Page, recording: &Recording, places: Vec<Place>) -> Result<(), Failure> {
+pub fn add(
+    page: &mut Page,
+    recording: &Recording,
+    places: Vec<RecordedCheckpoint>,
+) -> Result<(), Failure> {
     let meta = &recording.meta;
     let newest = places.iter().map(|place| place.icount).max().unwrap_or(0);
-    let instructions = if meta.ending == Ending::Recording { newest } else { meta.instructions };
+    let instructions =
+        if meta.ending == RecordingEnding::Recording { newest } else { meta.instructions };
     let all = intervals(places, instructions);
     let ending = match meta.ending {
-        Ending::Recording => "it is still being made",
-        Ending::Complete => "complete",
-        Ending::Cut => "cut: QEMU was killed",
+        RecordingEnding::Recording => "it is still being made",
+        RecordingEnding::Complete => "complete",
+        RecordingEnding::Cut => "cut: QEMU was killed",
     };
     let seconds = meta.duration_ns as f64 / 1e9;
     let speed = if seconds > 0.0 {

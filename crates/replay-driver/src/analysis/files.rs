@@ -33,9 +33,18 @@ pub(super) fn said(path: &Path) -> String {
     read.map_or_else(|_| String::new(), |_| String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// What `analysis.json` says.
+/// The value of `format` in `analysis.json`.
+const FORMAT: &str = "keyframe-analysis";
+/// The version of `analysis.json` and of what lies beside it that is written and read.
+const VERSION: u32 = 1;
+
+/// The contents of `analysis.json`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Head {
+    /// [`FORMAT`].
+    pub(super) format: String,
+    /// [`VERSION`].
+    pub(super) version: u32,
     /// The recording's id, or that of a run that was not recorded.
     pub recording: String,
     /// That of a run: nobody can say that what is seen was so.
@@ -50,16 +59,26 @@ pub struct Head {
 }
 
 impl Head {
-    /// That of the analysis in `out`.
+    /// Reads that of the analysis in `out`, and refuses other formats.
     pub fn read(out: &Path) -> Result<Self, Failure> {
-        read(&out.join(HEAD))
+        let path = out.join(HEAD);
+        require_format(&path, &read(&path)?)?;
+        read(&path)
     }
 
     /// Without its intervals.
     pub fn of(subject: Subject<'_>, tool: &str, arguments: &[String]) -> Self {
         let is_approximate = subject.is_approximate();
         let (recording, tool) = (subject.id().to_owned(), tool.to_owned());
-        Self { recording, is_approximate, tool, arguments: arguments.into(), intervals: Vec::new() }
+        Self {
+            format: FORMAT.into(),
+            version: VERSION,
+            recording,
+            is_approximate,
+            tool,
+            arguments: arguments.into(),
+            intervals: Vec::new(),
+        }
     }
 
     /// Leaves it in `out`, as a whole: workers read it meanwhile.
@@ -78,6 +97,30 @@ impl Head {
     }
 }
 
+/// The keys of `analysis.json` that tell its format.
+#[derive(Deserialize)]
+struct FormatHead {
+    format: Option<String>,
+    version: Option<u32>,
+}
+
+/// Refuses `analysis.json` at `path` unless it has the format and version of this program.
+fn require_format(path: &Path, head: &FormatHead) -> Result<(), Failure> {
+    let path = path.display();
+    let version = head.version.map_or_else(|| "none".into(), |version| version.to_string());
+    let message = match head.format.as_deref() {
+        Some(FORMAT) if head.version == Some(VERSION) => return Ok(()),
+        Some(FORMAT) => {
+            format!("{path} has format version {version}; this Keyframe reads version {VERSION}")
+        }
+        _ => format!(
+            "{path} is of a pre-release Keyframe (format version {version}), \
+             which this Keyframe does not read"
+        ),
+    };
+    Err(Failure::new(message).fix("analyze again, into a new directory: --out DIR"))
+}
+
 /// A part that is there.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Done {
@@ -87,11 +130,9 @@ pub struct Done {
     pub tries: u32,
     /// From QEMU's start to its end.
     pub wall_ns: u64,
-    /// When it was begun with, since 1970.
-    #[serde(default)]
+    /// When its first try began, in nanoseconds since 1970.
     pub began_at_ns: u64,
-    /// Who made it.
-    #[serde(default)]
+    /// The worker that made it.
     pub worker: String,
     /// It was there from an earlier run.
     #[serde(skip)]
@@ -124,8 +165,7 @@ pub struct Took {
     pub tries: u32,
     /// From QEMU's start to its end.
     pub wall_ns: u64,
-    /// When it was begun with, since 1970.
-    #[serde(default)]
+    /// When its first try began, in nanoseconds since 1970.
     pub began_at_ns: u64,
 }
 
@@ -204,6 +244,9 @@ pub(super) fn claim(out: &Path, head: &Head) -> Result<std::fs::File, Failure> {
     let file = out.join(HEAD);
     match std::fs::read_to_string(&file) {
         Ok(there) => {
+            if let Ok(format) = serde_json::from_str::<FormatHead>(&there) {
+                require_format(&file, &format)?;
+            }
             let is_same =
                 serde_json::from_str::<Head>(&there).is_ok_and(|there| head.goes_on_with(&there));
             if !is_same {
@@ -247,5 +290,23 @@ fn lock(out: &Path) -> Result<std::fs::File, Failure> {
         Err(std::fs::TryLockError::Error(e)) => {
             Err(Failure::new(format!("lock {}: {e}", path.display())))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn analyses_of_other_formats_are_refused() {
+        let check = |text: &str| {
+            let head: FormatHead = serde_json::from_str(text).unwrap();
+            require_format(Path::new("analysis.json"), &head).map_err(|refused| refused.message)
+        };
+        assert!(check(r#"{"format": "keyframe-analysis", "version": 1}"#).is_ok());
+        let later = check(r#"{"format": "keyframe-analysis", "version": 2}"#).unwrap_err();
+        assert!(later.contains("version 2; this Keyframe reads version 1"), "{later}");
+        let old = check(r#"{"recording": "0", "tool": "icount"}"#).unwrap_err();
+        assert!(old.contains("pre-release Keyframe (format version none)"), "{old}");
     }
 }

@@ -31,7 +31,7 @@ use keyframe_cluster::{Feed, Item, Local, More, Queue, WorkerId, drive};
 use keyframe_failure::Failure;
 use keyframe_failure::paths;
 use keyframe_inspect::source_of;
-use keyframe_replay::interval::{Interval, Place};
+use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::ops::Range;
@@ -430,7 +430,7 @@ impl<'a> Analysis<'a> {
     fn go_through(
         &self,
         dir: &Path,
-        begin: Place,
+        begin: RecordedCheckpoint,
         intervals: &[Interval],
         interrupted: &AtomicBool,
         tell: &mut dyn FnMut(u64),
@@ -463,7 +463,7 @@ impl<'a> Analysis<'a> {
     }
 
     /// The guest's RAM at `place`.
-    fn ram(&self, place: Place) -> Result<GuestRam, Failure> {
+    fn ram(&self, place: RecordedCheckpoint) -> Result<GuestRam, Failure> {
         let store = self.subject.store();
         let meta =
             store.sealed(place.checkpoint).map_err(|e| Failure::store(&e, store.path()))?.meta;

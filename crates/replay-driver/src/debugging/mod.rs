@@ -19,7 +19,7 @@ use super::Source;
 use super::travel::{Standing, Way};
 use keyframe_failure::Failure;
 use keyframe_gdb::{Command, Link, Point, Received, StopReply, command};
-use keyframe_replay::interval::Place;
+use keyframe_replay::interval::RecordedCheckpoint;
 use reverse::Back;
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -40,7 +40,7 @@ const ASK_EVERY: Duration = Duration::from_secs(1);
 struct With<'a> {
     source: &'a Source,
     /// Its checkpoints.
-    places: Vec<Place>,
+    places: Vec<RecordedCheckpoint>,
     /// Further words for QEMU.
     extra: Vec<OsString>,
     interrupted: &'a AtomicBool,
@@ -251,7 +251,7 @@ impl Session<'_> {
                 .map_err(|e| Failure::qemu(&e))?;
         }
         stub.send(payload)?;
-        let (mut idling, mut watch, mut has_stopped) = (stub.idling(), Frozen::new(), false);
+        let (mut idling, mut watch, mut has_stopped) = (stub.idling(), StallWatch::new(), false);
         loop {
             stub.wait(gdb, &mut idling)?;
             match stub.receive(Duration::ZERO)? {
@@ -327,13 +327,13 @@ fn with_reverse(mut answer: Vec<u8>) -> Vec<u8> {
 }
 
 /// Looks at a VM that runs now and then.
-struct Frozen {
-    progress: Option<keyframe_replay::Progress>,
+struct StallWatch {
+    progress: Option<keyframe_replay::StallDetector>,
     began: Instant,
     asked: Instant,
 }
 
-impl Frozen {
+impl StallWatch {
     fn new() -> Self {
         Self { progress: None, began: Instant::now(), asked: Instant::now() }
     }
@@ -345,10 +345,11 @@ impl Frozen {
         }
         self.asked = Instant::now();
         let icount = stub.icount()?;
-        let progress =
-            self.progress.get_or_insert_with(|| keyframe_replay::Progress::new(icount, PATIENCE));
-        let keyframe_replay::Verdict::Frozen { icount } =
-            progress.look(self.began.elapsed(), icount, None)
+        let progress = self
+            .progress
+            .get_or_insert_with(|| keyframe_replay::StallDetector::new(icount, PATIENCE));
+        let keyframe_replay::ReplayProgress::Stalled { icount } =
+            progress.observe(self.began.elapsed(), icount, None)
         else {
             return Ok(false);
         };

@@ -3,7 +3,7 @@
 use keyframe_failure::Failure;
 use keyframe_model::{Fit, fit};
 use keyframe_replay::RecordingMeta;
-use keyframe_replay::interval::{Interval, Place};
+use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use keyframe_replay_driver::{Source, made_before, sealed_in};
 use keyframe_store::Sealed;
 use keyframe_store_keys::KeyArg;
@@ -143,7 +143,7 @@ impl Measured {
 
 fn pieces(
     meta: &RecordingMeta,
-    checkpoints: &[(Place, Sealed)],
+    checkpoints: &[(RecordedCheckpoint, Sealed)],
     all: &[Interval],
     (took, each_s): (&BTreeMap<u32, f64>, f64),
 ) -> Vec<Piece> {
@@ -161,7 +161,7 @@ fn pieces(
     };
     // What each checkpoint brought, and all up to it.
     let mut sum = 0.0;
-    let sums: BTreeMap<Place, (f64, f64)> = checkpoints
+    let sums: BTreeMap<RecordedCheckpoint, (f64, f64)> = checkpoints
         .iter()
         .map(|(place, sealed)| {
             let counts = &sealed.meta.counts;
