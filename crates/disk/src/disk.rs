@@ -9,9 +9,10 @@
 use crate::layers::{Below, Range, Readable};
 use crate::overlay::{Lasting, Overlay, Size};
 use crate::{BLOCK, Base, DiskBlock, Layer, Result};
+use keyframe_locks::IgnorePoison;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, RwLock};
 use std::time::{Duration, Instant};
 
 /// What a disk holds.
@@ -98,13 +99,13 @@ impl Disk {
 
     /// What it holds now.
     pub(crate) fn stack(&self) -> Arc<Stack> {
-        Arc::clone(&self.stack.read().unwrap_or_else(PoisonError::into_inner))
+        Arc::clone(&self.stack.read().ignore_poison())
     }
 
     /// Holds what `other` does from now on, which becomes what it held. Both are disks of one
     /// length.
     pub(crate) fn exchange(&self, other: &mut Arc<Stack>) {
-        std::mem::swap(&mut *self.stack.write().unwrap_or_else(PoisonError::into_inner), other);
+        std::mem::swap(&mut *self.stack.write().ignore_poison(), other);
     }
 
     /// Bytes of the disk.
@@ -193,14 +194,13 @@ impl Disk {
     /// for as long as the VM stands still, since nobody can act on the acknowledgement. `limit`
     /// must end before anybody else lets the VM run.
     pub fn pause(&self, limit: Duration) {
-        self.pause.lock().unwrap_or_else(PoisonError::into_inner).until =
-            Instant::now().checked_add(limit);
+        self.pause.lock().ignore_poison().until = Instant::now().checked_add(limit);
     }
 
     /// Ends a pause: what was acknowledged in it is durable. To be awaited before the VM runs;
     /// where it fails, the VM must not run, and it can be tried again.
     pub fn settled(&self) -> Result<()> {
-        self.pause.lock().unwrap_or_else(PoisonError::into_inner).until = None;
+        self.pause.lock().ignore_poison().until = None;
         if self.paid.load(Ordering::Acquire) < self.owed.load(Ordering::Acquire) {
             self.sync()
         } else {
@@ -221,7 +221,7 @@ impl Disk {
     /// A client's flush.
     pub fn flush(&self) -> Result<Flushed> {
         {
-            let pause = self.pause.lock().unwrap_or_else(PoisonError::into_inner);
+            let pause = self.pause.lock().ignore_poison();
             if pause.until.is_some_and(|until| Instant::now() < until) {
                 // Under the lock, so that `settled` sees it.
                 self.owed.fetch_add(1, Ordering::AcqRel);

@@ -38,6 +38,7 @@ use crate::gadgets::Gadgets;
 use crate::ptrace::{SignalMask, Stop, Tracee};
 use crate::{Error, Process, Result, abi, write_memory};
 use keyframe_units::HostVirt;
+use keyframe_units::elapsed_ns;
 use rustix::process::{PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_send_signal};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -295,7 +296,7 @@ impl<'p> Hijack<'p> {
 
     /// How long ago the thread was stopped, in nanoseconds.
     pub(crate) fn stopped_ns(&self) -> u64 {
-        u64::try_from(self.begun.elapsed().as_nanos()).unwrap_or(u64::MAX)
+        elapsed_ns(self.begun)
     }
 
     /// True where the thread gives itself back if we do not.

@@ -6,6 +6,7 @@ use crate::ranges::between;
 use crate::scan::{Pagemap, Query};
 use crate::{Error, Process, Result};
 use keyframe_units::PAGE_BYTES;
+use keyframe_units::elapsed_ns;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use std::os::fd::AsFd;
 use std::ptr::null_mut;
@@ -59,7 +60,7 @@ pub fn first_write_ns() -> Result<u64> {
         pagemap.scan(Query::WRITTEN.protecting(), range, &mut buffer, |_, _| {}).map_err(failed)?;
         let began = Instant::now();
         write();
-        best_ns = best_ns.min(u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX));
+        best_ns = best_ns.min(elapsed_ns(began));
     }
     Ok((best_ns / PAGES as u64).max(1))
 }

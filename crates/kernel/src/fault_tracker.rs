@@ -58,10 +58,11 @@ use crate::stretch::{self, Stretch};
 use crate::track::{ScanStats, Written};
 use crate::{Error, Process, Result};
 use handler::{Handler, Segment, Shared, State};
+use keyframe_locks::IgnorePoison;
 use keyframe_units::{HostRange, PAGE_BYTES};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// Pages to protect that are closer than this are protected by one call: it costs as much as
@@ -211,7 +212,7 @@ impl FaultTracker {
     /// written. [`Error::Gone`]. Any other: nothing was done. `out` is unchanged in every case.
     pub fn drain(&self, range: HostRange, out: &mut Vec<Written>) -> Result<ScanStats> {
         let pid = self.shared.process.pid();
-        let mut buffer = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut buffer = self.scratch.lock().ignore_poison();
         let guard = self.shared.lock();
         let parts = self.parts(&guard, range, "drain")?;
         let before = out.len();
@@ -239,7 +240,7 @@ impl FaultTracker {
     pub fn unannounced(&self, range: HostRange) -> Result<Vec<HostRange>> {
         let operation = "look for lost protection";
         let failed = |source| self.range_error(operation, range, source);
-        let mut buffer = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut buffer = self.scratch.lock().ignore_poison();
         let guard = self.shared.lock();
         if let Some(source) = guard.broken() {
             return Err(failed(source));

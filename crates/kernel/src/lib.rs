@@ -44,6 +44,7 @@ pub mod fork;
 mod frame;
 pub mod fresh;
 mod gadgets;
+mod interrupt;
 pub mod lineage;
 pub mod malloc;
 mod maps;
@@ -62,6 +63,7 @@ pub mod track;
 mod transfer;
 
 pub use error::{Error, Result};
+pub use interrupt::{END_SIGNALS, Interrupt, signal_socket};
 pub use maps::Mapping;
 pub use process::Process;
 pub use transfer::{read_memory, write_memory};

@@ -50,10 +50,11 @@ use crate::ranges::{
 use crate::scan::{Pagemap, Query};
 use crate::stretch::{self, Stretch};
 use crate::{Error, Process, Result};
+use keyframe_locks::IgnorePoison;
 use keyframe_units::{HostRange, PAGE_BYTES};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 /// From this size on a second thread, which takes 0.1 ms to start, is worth it.
 const SHARED_BYTES: u64 = 2 << 30;
@@ -187,7 +188,7 @@ impl WriteTracker {
     pub fn set_watch_discards(&mut self, watch: bool) {
         self.watch_discards = watch;
         // What was not kept up to date is not to be relied on; without it a scan reports too much.
-        self.scratch.get_mut().unwrap_or_else(PoisonError::into_inner).not_own.clear();
+        self.scratch.get_mut().ignore_poison().not_own.clear();
     }
 
     /// From here on trusts the kernel with no more than its first version of `PAGEMAP_SCAN` did,
@@ -210,7 +211,7 @@ impl WriteTracker {
             .map_err(|source| self.range_error("register", range, source))?;
         self.segments.extend(segments);
         self.segments.sort_unstable_by_key(|segment| segment.range.start);
-        let scratch = self.scratch.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let scratch = self.scratch.get_mut().ignore_poison();
         scratch.unscanned = union(&[&scratch.unscanned, &[range]]);
         Ok(())
     }
@@ -237,7 +238,7 @@ impl WriteTracker {
                     .map(move |range| Stretch { range, ..segment })
             })
             .collect();
-        let scratch = self.scratch.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let scratch = self.scratch.get_mut().ignore_poison();
         scratch.unscanned = without(&scratch.unscanned, range);
         scratch.not_own = without(&scratch.not_own, range);
         Ok(())
@@ -269,7 +270,7 @@ impl WriteTracker {
     fn scan_by(&self, threads: u32, range: HostRange, out: &mut Vec<Written>) -> Result<ScanStats> {
         let parts = self.parts(range, "scan")?;
         self.ensure_discards_seen(&parts, "scan")?;
-        let mut guard = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut guard = self.scratch.lock().ignore_poison();
         let scratch = &mut *guard;
         scratch.by_two = threads > 1;
         let before = out.len();
@@ -447,7 +448,7 @@ impl WriteTracker {
     /// refuses.
     pub fn count_written(&self, range: HostRange) -> Result<u64> {
         let parts = self.parts(range, "count written pages")?;
-        let mut guard = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut guard = self.scratch.lock().ignore_poison();
         let scratch = &mut *guard;
         let mut pages = 0;
         for part in parts {

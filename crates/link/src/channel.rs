@@ -9,12 +9,13 @@
 //! both send take in, too.
 
 use crate::{Error, FRAME_BYTES_MAX, Result};
+use keyframe_locks::IgnorePoison;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustls::Connection;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 const HEAD_BYTES: usize = 5;
@@ -97,7 +98,7 @@ impl Channel {
         let mut head = [0; HEAD_BYTES];
         head[..4].copy_from_slice(&(len as u32).to_le_bytes());
         head[4] = kind;
-        let _alone = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = self.sending.lock().ignore_poison();
         for part in std::iter::once(&head[..]).chain(parts.iter().copied()) {
             for piece in part.chunks(PART_BYTES) {
                 self.write(piece)?;
@@ -209,7 +210,7 @@ impl Channel {
     }
 
     fn lock(&self) -> MutexGuard<'_, Connection> {
-        self.tls.lock().unwrap_or_else(PoisonError::into_inner)
+        self.tls.lock().ignore_poison()
     }
 
     fn io(&self, operation: &'static str) -> impl FnOnce(io::Error) -> Error {

@@ -15,6 +15,7 @@
 
 use crate::frame::Frame;
 use crate::{Error, Result};
+use keyframe_bytes::{ByteReader, ReadError};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -105,29 +106,28 @@ impl InFlight {
 
     /// From bytes.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
-        let mut reader = Reader { left: bytes, len: bytes.len() };
+        let mut reader = ByteReader::new(bytes);
         if bytes.len() > IN_FLIGHT_BYTES_MAX {
             return Err(bad(0, "more bytes than any recording has"));
         }
         if reader.array::<8>()? != *MAGIC {
             return Err(bad(0, "no recording of packets in flight"));
         }
-        match reader.u32()? {
+        match reader.u32_le()? {
             IN_FLIGHT_VERSION => {}
             found if found > IN_FLIGHT_VERSION => {
                 return Err(Error::LaterVersion { found, known: IN_FLIGHT_VERSION });
             }
             found => return Err(bad(VERSION_AT, format!("there was no version {found}"))),
         }
-        let covered =
-            bytes.len().checked_sub(HASH_BYTES).ok_or_else(|| reader.problem("ends early"))?;
-        let (covered, hash) = bytes.split_at(covered);
+        let (covered, hash) =
+            bytes.split_last_chunk::<HASH_BYTES>().ok_or_else(|| bad(0, "ends early"))?;
         if blake3::hash(covered).as_bytes() != hash {
             return Err(bad(covered.len(), "the checksum does not match"));
         }
-        reader =
-            Reader { left: covered.get(VERSION_AT + 4..).unwrap_or_default(), len: covered.len() };
-        reader.ports()
+        let mut reader = ByteReader::new(covered);
+        reader.take(VERSION_AT + 4)?;
+        read_ports(&mut reader)
     }
 }
 
@@ -140,75 +140,50 @@ fn bad(offset: usize, problem: impl Into<String>) -> Error {
     Error::InFlight { offset, problem: problem.into() }
 }
 
-struct Reader<'a> {
-    left: &'a [u8],
-    len: usize,
+impl From<ReadError> for Error {
+    fn from(error: ReadError) -> Self {
+        let (ReadError::Truncated { at, .. }
+        | ReadError::Trailing { at, .. }
+        | ReadError::Varint { at }) = error;
+        bad(at, String::from(error))
+    }
 }
 
-impl<'a> Reader<'a> {
-    fn problem(&self, problem: impl Into<String>) -> Error {
-        bad(self.len - self.left.len(), problem)
+fn read_ports(reader: &mut ByteReader<'_>) -> Result<InFlight> {
+    let count = reader.u32_le()? as usize;
+    if count > PORTS_MAX {
+        let problem = format!("{count} ports, and a switch has {PORTS_MAX} at most");
+        return Err(bad(reader.position(), problem));
     }
-
-    fn take(&mut self, len: usize) -> Result<&'a [u8]> {
-        let (head, tail) = self
-            .left
-            .split_at_checked(len)
-            .ok_or_else(|| self.problem(format!("{len} more bytes expected")))?;
-        self.left = tail;
-        Ok(head)
-    }
-
-    fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
-        let mut out = [0; N];
-        out.copy_from_slice(self.take(N)?);
-        Ok(out)
-    }
-
-    fn u32(&mut self) -> Result<u32> {
-        self.array().map(u32::from_le_bytes)
-    }
-
-    fn ports(&mut self) -> Result<InFlight> {
-        let count = self.u32()? as usize;
-        if count > PORTS_MAX {
-            return Err(
-                self.problem(format!("{count} ports, and a switch has {PORTS_MAX} at most"))
-            );
+    let mut ports: Vec<PortInFlight> = Vec::with_capacity(count);
+    for _ in 0..count {
+        let port = read_port(reader)?;
+        if ports.last().is_some_and(|before| before.port >= port.port) {
+            return Err(bad(reader.position(), format!("{} is out of order", port.port)));
         }
-        let mut ports: Vec<PortInFlight> = Vec::with_capacity(count);
-        for _ in 0..count {
-            let port = self.port()?;
-            if ports.last().is_some_and(|before| before.port >= port.port) {
-                return Err(self.problem(format!("{} is out of order", port.port)));
-            }
-            ports.push(port);
-        }
-        if self.left.is_empty() {
-            Ok(InFlight { ports })
-        } else {
-            Err(self.problem("the end expected"))
-        }
+        ports.push(port);
     }
+    reader.expect_end()?;
+    Ok(InFlight { ports })
+}
 
-    fn port(&mut self) -> Result<PortInFlight> {
-        let name_len = usize::from(u16::from_le_bytes(self.array()?));
-        if name_len > LAN_BYTES_MAX {
-            return Err(self.problem(format!("a LAN's name of {name_len} bytes")));
-        }
-        let name = std::str::from_utf8(self.take(name_len)?)
-            .map_err(|_| self.problem("a name that is no text"))?;
-        let port = PortId { lan: name.to_owned(), pid: self.u32()?, number: self.u32()? };
-        let count = self.u32()?;
-        let mut frames = Vec::new();
-        for _ in 0..count {
-            let len = self.u32()? as usize;
-            let frame = Frame::new(self.take(len)?)
-                .ok_or_else(|| self.problem(format!("a frame of {len} bytes")))?;
-            frames.push(frame);
-        }
-        Ok(PortInFlight { port, frames })
+fn read_port(reader: &mut ByteReader<'_>) -> Result<PortInFlight> {
+    let name_len = usize::from(reader.u16_le()?);
+    if name_len > LAN_BYTES_MAX {
+        return Err(bad(reader.position(), format!("a LAN's name of {name_len} bytes")));
     }
+    let name = std::str::from_utf8(reader.take(name_len)?)
+        .map_err(|_| bad(reader.position(), "a name that is no text"))?;
+    let port = PortId { lan: name.to_owned(), pid: reader.u32_le()?, number: reader.u32_le()? };
+    let count = reader.u32_le()?;
+    let mut frames = Vec::new();
+    for _ in 0..count {
+        let len = reader.u32_le()? as usize;
+        let frame = Frame::new(reader.take(len)?)
+            .ok_or_else(|| bad(reader.position(), format!("a frame of {len} bytes")))?;
+        frames.push(frame);
+    }
+    Ok(PortInFlight { port, frames })
 }
 
 #[cfg(test)]

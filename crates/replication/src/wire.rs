@@ -1,5 +1,6 @@
 //! Little-endian numbers in a slice, read with bounds.
 
+use keyframe_bytes::{ByteReader, ReadError};
 use thiserror::Error;
 
 /// Why bytes are no message.
@@ -44,49 +45,47 @@ pub enum DecodeError {
     Text(&'static str),
 }
 
-/// Reads fields one after the other.
-pub struct Reader<'a> {
-    bytes: &'a [u8],
-    at: usize,
+impl From<ReadError> for DecodeError {
+    fn from(error: ReadError) -> Self {
+        match error {
+            ReadError::Truncated { at, wanted } => Self::Short { at, need: wanted },
+            ReadError::Trailing { len, .. } => Self::Trailing(len),
+            // No message holds a varint.
+            ReadError::Varint { at } => Self::Value { field: "a number", value: 0, at },
+        }
+    }
 }
+
+/// Reads fields one after the other.
+pub struct Reader<'a>(ByteReader<'a>);
 
 impl<'a> Reader<'a> {
     pub fn new(bytes: &'a [u8]) -> Self {
-        Self { bytes, at: 0 }
+        Self(ByteReader::new(bytes))
     }
 
     pub fn take(&mut self, need: usize) -> Result<&'a [u8], DecodeError> {
-        let end = self.at.checked_add(need).filter(|end| *end <= self.bytes.len());
-        let end = end.ok_or(DecodeError::Short { at: self.at, need })?;
-        let taken = &self.bytes[self.at..end];
-        self.at = end;
-        Ok(taken)
-    }
-
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], DecodeError> {
-        let mut array = [0; N];
-        array.copy_from_slice(self.take(N)?);
-        Ok(array)
+        Ok(self.0.take(need)?)
     }
 
     pub fn u8(&mut self) -> Result<u8, DecodeError> {
-        Ok(self.array::<1>()?[0])
+        Ok(self.0.u8()?)
     }
 
     pub fn u16(&mut self) -> Result<u16, DecodeError> {
-        self.array().map(u16::from_le_bytes)
+        Ok(self.0.u16_le()?)
     }
 
     pub fn u32(&mut self) -> Result<u32, DecodeError> {
-        self.array().map(u32::from_le_bytes)
+        Ok(self.0.u32_le()?)
     }
 
     pub fn u64(&mut self) -> Result<u64, DecodeError> {
-        self.array().map(u64::from_le_bytes)
+        Ok(self.0.u64_le()?)
     }
 
     pub fn u128(&mut self) -> Result<u128, DecodeError> {
-        self.array().map(u128::from_le_bytes)
+        Ok(self.0.u128_le()?)
     }
 
     /// A number behind a byte that says whether there is one.
@@ -100,14 +99,11 @@ impl<'a> Reader<'a> {
 
     /// The error for the byte that was read last.
     pub fn unknown(&self, field: &'static str, value: u8) -> DecodeError {
-        DecodeError::Value { field, value, at: self.at.saturating_sub(1) }
+        DecodeError::Value { field, value, at: self.0.position().saturating_sub(1) }
     }
 
     pub fn end(self) -> Result<(), DecodeError> {
-        match self.bytes.len() - self.at {
-            0 => Ok(()),
-            more => Err(DecodeError::Trailing(more)),
-        }
+        Ok(self.0.expect_end()?)
     }
 }
 

@@ -100,15 +100,15 @@ impl Stored<'_> {
 
 fn decode_content(content: &[u8], id: u64, store: StoreId) -> Result<(Meta, Stored<'_>), Problem> {
     let mut cursor = Cursor::new(content);
-    let flags = cursor.u32()?;
-    let found = cursor.u64()?;
+    let flags = cursor.u32_le()?;
+    let found = cursor.u64_le()?;
     if found != id {
         return Err(format!("holds checkpoint {found} instead"));
     }
     if cursor.array()? != store.0 {
         return Err("belongs to another store".into());
     }
-    let (meta_len, stored_len, device_len) = (cursor.u64()?, cursor.u64()?, cursor.u64()?);
+    let (meta_len, stored_len, device_len) = (cursor.u64_le()?, cursor.u64_le()?, cursor.u64_le()?);
     let meta = cursor.take(usize::try_from(meta_len).map_err(|e| e.to_string())?)?;
     let stored = cursor.take(usize::try_from(stored_len).map_err(|e| e.to_string())?)?;
     let is_coded = match flags {

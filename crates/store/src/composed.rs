@@ -141,7 +141,7 @@ impl Composition {
             return Err("a composed block lists a record that it does not use".into());
         }
         let composition = Self(parts);
-        composition.decode_literals(codec, cursor.rest(), page)?;
+        composition.decode_literals(codec, cursor.remaining(), page)?;
         Ok(composition)
     }
 
@@ -173,7 +173,7 @@ fn decode_records(
     let mut records = Vec::with_capacity(PARTS);
     let mut before = PageRef::ZERO;
     for _ in 0..listed {
-        let record = PageRef(cursor.u64()?);
+        let record = PageRef(cursor.u64_le()?);
         let is_place = record.pack() > 0 && record.offset() >= PACK_HEADER_BYTES as u64;
         if !is_place || record <= before || record >= place {
             return Err(format!("a composed block cannot refer to {record:?}"));

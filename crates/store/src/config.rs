@@ -24,7 +24,6 @@ use crate::secret::{DataKey, Lock, Secret, SecretKind};
 use crate::{Error, Result};
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
-use std::io::Read;
 use zeroize::Zeroizing;
 
 /// The file's name.
@@ -206,13 +205,14 @@ fn name(id: StoreId, created: Timestamp) -> String {
     format!("{FORMAT} {ENCRYPTED_VERSION} {} {created}", to_hex(&id.0))
 }
 
-/// Bytes from the system's random source.
+/// Returns `N` bytes from the kernel's random number generator.
 pub fn random<const N: usize>() -> Result<[u8; N]> {
-    const SOURCE: &str = "/dev/urandom";
     let mut bytes = [0; N];
-    std::fs::File::open(SOURCE)
-        .and_then(|mut f| f.read_exact(&mut bytes))
-        .map_err(|source| Error::Io { object: SOURCE.into(), operation: "read", source })?;
+    getrandom::fill(&mut bytes).map_err(|error| Error::Io {
+        object: "the kernel's random number generator".into(),
+        operation: "read",
+        source: error.into(),
+    })?;
     Ok(bytes)
 }
 

@@ -52,11 +52,11 @@ impl Delta {
     /// Parses the payload of the record at `place`.
     pub fn decode(codec: Codec, payload: &[u8], place: PageRef) -> Result<Self, Problem> {
         let mut cursor = Cursor::new(payload);
-        let (base, check) = (PageRef(cursor.u64()?), cursor.array()?);
+        let (base, check) = (PageRef(cursor.u64_le()?), cursor.array()?);
         if base.pack() == 0 || base.offset() < PACK_HEADER_BYTES as u64 || base >= place {
             return Err(format!("a delta cannot be on {base:?}"));
         }
-        let patch = decompress_patch(codec, cursor.rest(), PATCH_BYTES_MAX)?;
+        let patch = decompress_patch(codec, cursor.remaining(), PATCH_BYTES_MAX)?;
         Ok(Self { base, check, patch })
     }
 

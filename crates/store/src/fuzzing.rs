@@ -114,7 +114,7 @@ pub fn trailer(data: &[u8]) {
     tail.extend_from_slice(hash.as_bytes());
     let Some(footer) = tail.len().checked_sub(64).and_then(|at| tail.get(at..)) else { return };
     // The records before it are left out, so it may be of a pack of any length.
-    let claimed = Cursor::new(footer.get(16..).unwrap_or_default()).u64().unwrap_or_default();
+    let claimed = Cursor::new(footer.get(16..).unwrap_or_default()).u64_le().unwrap_or_default();
     let Some(pack_len) = claimed.checked_add(tail.len() as u64) else { return };
     if let Some(Ok(footer)) = parse_footer(footer, pack_len) {
         let _ = decode_trailer(header, &tail, &footer);

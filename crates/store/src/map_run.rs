@@ -210,13 +210,13 @@ impl MapRun {
 
     fn decode_content(content: &[u8], store: StoreId) -> Result<Self, Problem> {
         let mut cursor = Cursor::new(content);
-        let flags = cursor.u32()?;
-        let (id, parent, run) = (cursor.u64()?, cursor.u64()?, cursor.array()?);
+        let flags = cursor.u32_le()?;
+        let (id, parent, run) = (cursor.u64_le()?, cursor.u64_le()?, cursor.array()?);
         if cursor.array()? != store.0 {
             return Err("belongs to another store".into());
         }
-        let (space_pages, extents, refs) = (cursor.u64()?, cursor.u64()?, cursor.u64()?);
-        let body_len = cursor.u64()?;
+        let (space_pages, extents, refs) = (cursor.u64_le()?, cursor.u64_le()?, cursor.u64_le()?);
+        let body_len = cursor.u64_le()?;
         let stored = cursor.take(content.len() - cursor.position())?;
         let body = match flags {
             0 if body_len == stored.len() as u64 => stored.to_vec(),

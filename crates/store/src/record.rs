@@ -185,7 +185,8 @@ pub fn check_pack_header(bytes: &[u8], id: StoreId, number: u32, object: &str) -
     if PLAIN_VERSIONS.iter().any(|version| bytes == encode_pack_header(id, number, *version)) {
         return Ok(PACK_HEADER_BYTES as u64);
     }
-    let dictionary_bytes = bytes.get(DICTIONARY_LEN_AT..).and_then(|at| Cursor::new(at).u64().ok());
+    let dictionary_bytes =
+        bytes.get(DICTIONARY_LEN_AT..).and_then(|at| Cursor::new(at).u64_le().ok());
     if let Some(dictionary_bytes) =
         dictionary_bytes.filter(|len| *len <= DICTIONARY_BYTES_MAX as u64)
         && DENSE_VERSIONS
@@ -203,7 +204,7 @@ pub fn check_pack_header(bytes: &[u8], id: StoreId, number: u32, object: &str) -
         return damaged("the checksum of its header does not match");
     }
     let mut cursor = Cursor::new(covered);
-    match (cursor.array::<8>(), cursor.u32()) {
+    match (cursor.array::<8>(), cursor.u32_le()) {
         (Ok(magic), Ok(found)) if magic == *PACK_MAGIC && found > DENSE_WITH_WORDS => {
             Err(Error::LaterVersion { object: object.into(), found, known: DENSE_WITH_WORDS })
         }
@@ -246,9 +247,9 @@ impl<'a> Record<'a> {
     /// Parses the record at `place`, with which `bytes` begin; they may go on behind it.
     pub fn parse(bytes: &'a [u8], place: PageRef) -> Result<Self, Problem> {
         let mut cursor = Cursor::new(bytes);
-        let check = cursor.u64()?;
+        let check = cursor.u64_le()?;
         let [kind, codec] = cursor.array()?;
-        let payload_len = usize::from(u16::from_le_bytes(cursor.array()?));
+        let payload_len = usize::from(cursor.u16_le()?);
         let hash = PageHash::from_bytes(cursor.array()?);
         let Some(kind) = Kind::of_letter(kind).filter(|_| payload_len <= PAGE_BYTES) else {
             return Err("no page record".into());
@@ -396,7 +397,7 @@ pub fn parse_footer(bytes: &[u8], pack_len: u64) -> Option<Result<Footer, Proble
     if cursor.array::<8>().ok()? != *FOOTER_MAGIC {
         return None;
     }
-    let (entries, records_end) = (cursor.u64().ok()?, cursor.u64().ok()?);
+    let (entries, records_end) = (cursor.u64_le().ok()?, cursor.u64_le().ok()?);
     let plausible = entries
         .checked_mul(ENTRY_BYTES as u64)
         .and_then(|len| len.checked_add(records_end))
@@ -425,7 +426,7 @@ pub fn decode_trailer(header: &[u8], tail: &[u8], footer: &Footer) -> Result<Vec
         Vec::with_capacity((footer.entries as usize).min(covered.len() / ENTRY_BYTES));
     let mut least = PACK_HEADER_BYTES as u64;
     for _ in 0..footer.entries {
-        let entry = Entry { hash: PageHash::from_bytes(cursor.array()?), word: cursor.u64()? };
+        let entry = Entry { hash: PageHash::from_bytes(cursor.array()?), word: cursor.u64_le()? };
         let offset = entry.offset();
         if offset < least || offset >= footer.records_end || entry.known_kind().is_none() {
             return Err(format!("its trailer lists an impossible record at offset {offset}"));

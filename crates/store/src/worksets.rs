@@ -49,10 +49,10 @@ pub fn decode(
     space_pages: u64,
 ) -> Option<Vec<PageIndex>> {
     let mut cursor = Cursor::new(envelope::open(bytes, MAGIC, "").ok()?);
-    let fits = cursor.u64().ok()? == id.0
+    let fits = cursor.u64_le().ok()? == id.0
         && cursor.array::<16>().ok()? == store.0
-        && cursor.u64().ok()? == space_pages;
-    let count = cursor.u64().ok().filter(|count| fits && *count <= PAGES_MAX as u64)?;
+        && cursor.u64_le().ok()? == space_pages;
+    let count = cursor.u64_le().ok().filter(|count| fits && *count <= PAGES_MAX as u64)?;
     let mut pages = Vec::new();
     let mut previous = 0;
     for _ in 0..count {

@@ -2,7 +2,7 @@
 
 use crate::batch::Kind;
 use crate::{Error, Result};
-use keyframe_pages::bytes::Cursor;
+use keyframe_bytes::{ByteReader, ReadError};
 use keyframe_pages::patch::{PATCH_BYTES_MAX, apply};
 use keyframe_pages::words;
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, ZERO_PAGE};
@@ -89,19 +89,19 @@ impl Decoder {
 
     /// Adds the pages of a batch to `epoch`, over what `image` has.
     pub fn decode(&self, batch: &[u8], epoch: &mut Epoch, image: &dyn Image) -> Result<()> {
-        let mut cursor = Cursor::new(batch);
+        let mut reader = ByteReader::new(batch);
         let mut page = 0u64;
-        while !cursor.is_empty() {
-            let at = cursor.position();
+        while !reader.is_empty() {
+            let at = reader.position();
             let malformed = |problem: String| Error::Malformed { at, problem };
-            let head = cursor.varint().map_err(malformed)?;
+            let head = reader.varint().map_err(|e| malformed(e.into()))?;
             page = page.checked_add(head >> 3).filter(|page| *page < self.space_pages).ok_or_else(
                 || malformed(format!("a page beyond the VM's {} pages", self.space_pages)),
             )?;
             let kind =
                 Kind::of(head & 7).ok_or_else(|| malformed(format!("no kind {}", head & 7)))?;
             let mut content = ZERO_PAGE;
-            self.content(kind, PageIndex(page), &mut cursor, (&*epoch, image), &mut content)
+            self.content(kind, PageIndex(page), &mut reader, (&*epoch, image), &mut content)
                 .map_err(|problem| match problem {
                     Trouble::Malformed(problem) => Error::Malformed { at, problem },
                     Trouble::Image(page, source) => Error::Image { page: page.0, source },
@@ -115,7 +115,7 @@ impl Decoder {
         &self,
         kind: Kind,
         page: PageIndex,
-        cursor: &mut Cursor<'_>,
+        reader: &mut ByteReader<'_>,
         (epoch, image): (&Epoch, &dyn Image),
         into: &mut Page,
     ) -> Result<(), Trouble> {
@@ -128,17 +128,17 @@ impl Decoder {
         };
         match kind {
             Kind::Zero => {}
-            Kind::Raw => *into = cursor.array()?,
-            Kind::Lz4 => lz4(counted(cursor, PAGE_BYTES)?, into)?,
-            Kind::Words => words::decode(counted(cursor, PAGE_BYTES)?, into)?,
+            Kind::Raw => *into = reader.array()?,
+            Kind::Lz4 => lz4(counted(reader, PAGE_BYTES)?, into)?,
+            Kind::Words => words::decode(counted(reader, PAGE_BYTES)?, into)?,
             Kind::Patch => {
-                let patch = counted(cursor, PATCH_BYTES_MAX)?;
+                let patch = counted(reader, PATCH_BYTES_MAX)?;
                 standing(page, into)?;
                 apply(patch, into)?;
             }
             Kind::PackedPatch => {
-                let len = cursor.varint()?;
-                let packed = counted(cursor, PATCH_BYTES_MAX)?;
+                let len = reader.varint()?;
+                let packed = counted(reader, PATCH_BYTES_MAX)?;
                 let mut patch = [0; PATCH_BYTES_MAX];
                 let patch = usize::try_from(len).ok().and_then(|len| patch.get_mut(..len));
                 let patch = patch.ok_or_else(|| format!("a patch of {len} bytes"))?;
@@ -147,7 +147,7 @@ impl Decoder {
                 apply(patch, into)?;
             }
             Kind::Like => {
-                let like = cursor.varint()?;
+                let like = reader.varint()?;
                 if like >= self.space_pages {
                     return Err(Trouble::Malformed(format!(
                         "like page {like}, which there is not"
@@ -165,6 +165,12 @@ enum Trouble {
     Image(PageIndex, std::io::Error),
 }
 
+impl From<ReadError> for Trouble {
+    fn from(error: ReadError) -> Self {
+        Self::Malformed(error.into())
+    }
+}
+
 impl From<String> for Trouble {
     fn from(problem: String) -> Self {
         Self::Malformed(problem)
@@ -172,10 +178,10 @@ impl From<String> for Trouble {
 }
 
 /// The bytes behind their length.
-fn counted<'a>(cursor: &mut Cursor<'a>, len_max: usize) -> Result<&'a [u8], String> {
-    let len = cursor.varint()?;
+fn counted<'a>(reader: &mut ByteReader<'a>, len_max: usize) -> Result<&'a [u8], String> {
+    let len = reader.varint()?;
     let len = usize::try_from(len).ok().filter(|len| *len <= len_max);
-    cursor.take(len.ok_or_else(|| "a payload longer than a page".to_owned())?)
+    Ok(reader.take(len.ok_or_else(|| "a payload longer than a page".to_owned())?)?)
 }
 
 fn lz4(packed: &[u8], into: &mut [u8]) -> Result<(), String> {

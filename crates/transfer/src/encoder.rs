@@ -1,7 +1,7 @@
 //! From pages to batches, for one stream.
 
 use crate::batch::Kind;
-use keyframe_pages::bytes::put_varint;
+use keyframe_bytes::varint::put_varint;
 use keyframe_pages::patch::{PATCH_BYTES_MAX, diff};
 use keyframe_pages::words::WordCoder;
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, ZERO_PAGE};

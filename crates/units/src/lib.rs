@@ -14,10 +14,12 @@
 mod guest;
 mod layout;
 mod pages;
+mod time;
 
 pub use guest::{GuestPhys, GuestRegion};
 pub use layout::{BlockKind, LayoutError, RamBlock, RamLayout};
 pub use pages::{PageIndex, PageRange, PageSet};
+pub use time::{duration_ns, elapsed_ns};
 
 use serde::{Deserialize, Serialize};
 use std::fmt;

@@ -12,11 +12,12 @@
 
 use super::wire::{
     CHUNK_BLOCK_STATUS, CHUNK_DONE, CHUNK_OFFSET_DATA, CMD_BLOCK_STATUS, CMD_DISC, CMD_READ,
-    FIXED_NEWSTYLE, IHAVEOPT, INFO_EXPORT, NBDMAGIC, NO_ZEROES, Numbers, OPT_GO,
-    OPT_SET_META_CONTEXT, OPT_STRUCTURED_REPLY, OPTION_REPLY, REP_ACK, REP_INFO, REP_META_CONTEXT,
-    REQUEST, STRUCTURED_REPLY,
+    FIXED_NEWSTYLE, IHAVEOPT, INFO_EXPORT, NBDMAGIC, NO_ZEROES, OPT_GO, OPT_SET_META_CONTEXT,
+    OPT_STRUCTURED_REPLY, OPTION_REPLY, REP_ACK, REP_INFO, REP_META_CONTEXT, REQUEST,
+    STRUCTURED_REPLY,
 };
 use crate::{BLOCK, BLOCK_BYTES, Block, Error, Result};
+use keyframe_bytes::ByteReader;
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -83,15 +84,15 @@ impl Client {
         let answers = client.option(OPT_SET_META_CONTEXT, &asked)?;
         let id = answers.iter().find(|(kind, _)| *kind == REP_META_CONTEXT);
         client.context = id
-            .and_then(|(_, bytes)| Numbers(bytes).u32())
+            .and_then(|(_, bytes)| ByteReader::new(bytes).u32_be().ok())
             .ok_or_else(|| client.wrong(format!("it does not know {context}")))?;
         let mut asked = string(export);
         asked.extend(0u16.to_be_bytes());
         let answers = client.option(OPT_GO, &asked)?;
         let len_bytes =
             answers.iter().filter(|(kind, _)| *kind == REP_INFO).find_map(|(_, bytes)| {
-                let mut at = Numbers(bytes);
-                (at.u16()? == INFO_EXPORT).then(|| at.u64())?
+                let mut reader = ByteReader::new(bytes);
+                (reader.u16_be().ok()? == INFO_EXPORT).then(|| reader.u64_be().ok())?
             });
         client.len_bytes = len_bytes.ok_or_else(|| client.wrong("it has no size".into()))?;
         Ok(client)
@@ -110,13 +111,13 @@ impl Client {
         self.request(CMD_BLOCK_STATUS, offset, len as u32)?;
         let (context, end) = (self.context, offset + len);
         self.replies(&mut |_, kind, bytes| {
-            let mut at = Numbers(bytes);
-            if kind != CHUNK_BLOCK_STATUS || at.u32() != Some(context) {
+            let mut reader = ByteReader::new(bytes);
+            if kind != CHUNK_BLOCK_STATUS || reader.u32_be() != Ok(context) {
                 return None;
             }
             let mut from = offset;
-            while !at.0.is_empty() {
-                let (len, flags) = (u64::from(at.u32()?), at.u32()?);
+            while !reader.is_empty() {
+                let (len, flags) = (u64::from(reader.u32_be().ok()?), reader.u32_be().ok()?);
                 // The last one may tell of more than was asked for.
                 let len = len.min(end.saturating_sub(from));
                 if found.len() >= STATUS_PARTS_MAX {
@@ -147,19 +148,20 @@ impl Client {
         // to be there.
         let mut filled = 0;
         self.replies(&mut |_, kind, bytes| {
-            let mut at = Numbers(bytes);
-            let start = usize::try_from(at.u64()?.checked_sub(offset)?).ok()?;
+            let mut reader = ByteReader::new(bytes);
+            let start = usize::try_from(reader.u64_be().ok()?.checked_sub(offset)?).ok()?;
             if start != filled {
                 return None;
             }
             let part = match kind {
                 CHUNK_OFFSET_DATA => {
-                    let part = into.get_mut(start..start.checked_add(at.0.len())?)?;
-                    part.copy_from_slice(at.0);
+                    let part = into.get_mut(start..start.checked_add(reader.remaining().len())?)?;
+                    part.copy_from_slice(reader.remaining());
                     part.len()
                 }
                 CHUNK_OFFSET_HOLE => {
-                    let part = into.get_mut(start..start.checked_add(at.u32()? as usize)?)?;
+                    let part =
+                        into.get_mut(start..start.checked_add(reader.u32_be().ok()? as usize)?)?;
                     part.fill(0);
                     part.len()
                 }
@@ -209,9 +211,10 @@ impl Client {
 
     fn greet(&mut self) -> Result<()> {
         let start = self.take::<18>()?;
-        let mut at = Numbers(&start);
-        let (magic, option, flags) = (at.u64(), at.u64(), at.u16().unwrap_or_default());
-        if magic != Some(NBDMAGIC) || option != Some(IHAVEOPT) || flags & FIXED_NEWSTYLE == 0 {
+        let mut reader = ByteReader::new(&start);
+        let (magic, option, flags) =
+            (reader.u64_be(), reader.u64_be(), reader.u16_be().unwrap_or_default());
+        if magic != Ok(NBDMAGIC) || option != Ok(IHAVEOPT) || flags & FIXED_NEWSTYLE == 0 {
             return Err(self.wrong("it does not greet as an NBD server does".into()));
         }
         self.send(&u32::from(FIXED_NEWSTYLE | NO_ZEROES & flags).to_be_bytes())
@@ -227,10 +230,11 @@ impl Client {
         let mut answers = Vec::new();
         while answers.len() < ANSWERS_MAX {
             let header = self.take::<20>()?;
-            let mut at = Numbers(&header);
-            let (magic, about) = (at.u64(), at.u32());
-            let (kind, len) = (at.u32().unwrap_or_default(), at.u32().unwrap_or_default());
-            if magic != Some(OPTION_REPLY) || about != Some(option) || len > ANSWER_BYTES_MAX {
+            let mut reader = ByteReader::new(&header);
+            let (magic, about) = (reader.u64_be(), reader.u32_be());
+            let (kind, len) =
+                (reader.u32_be().unwrap_or_default(), reader.u32_be().unwrap_or_default());
+            if magic != Ok(OPTION_REPLY) || about != Ok(option) || len > ANSWER_BYTES_MAX {
                 return Err(self.wrong(format!("an answer to option {option} that is none")));
             }
             let bytes = self.take_some(len)?;
@@ -263,19 +267,21 @@ impl Client {
     fn replies(&mut self, take: Take<'_>) -> Result<()> {
         for _ in 0..CHUNKS_MAX {
             let header = self.take::<20>()?;
-            let mut at = Numbers(&header);
-            let magic = at.u32();
-            let (flags, kind) = (at.u16().unwrap_or_default(), at.u16().unwrap_or_default());
-            let (cookie, len) = (at.u64(), at.u32().unwrap_or_default());
+            let mut reader = ByteReader::new(&header);
+            let magic = reader.u32_be();
+            let (flags, kind) =
+                (reader.u16_be().unwrap_or_default(), reader.u16_be().unwrap_or_default());
+            let (cookie, len) = (reader.u64_be(), reader.u32_be().unwrap_or_default());
             let longest = super::wire::PAYLOAD_BYTES_MAX + ANSWER_BYTES_MAX;
-            if magic != Some(STRUCTURED_REPLY) || cookie != Some(self.cookie) || len > longest {
+            if magic != Ok(STRUCTURED_REPLY) || cookie != Ok(self.cookie) || len > longest {
                 return Err(self.wrong("a reply that is none".into()));
             }
             let bytes = self.take_some(len)?;
             if kind & CHUNK_IS_ERROR != 0 {
-                let mut at = Numbers(&bytes);
-                let errno = at.u32().unwrap_or_default();
-                let why = String::from_utf8_lossy(at.0.get(2..).unwrap_or_default()).into_owned();
+                let mut reader = ByteReader::new(&bytes);
+                let errno = reader.u32_be().unwrap_or_default();
+                let why = String::from_utf8_lossy(reader.remaining().get(2..).unwrap_or_default())
+                    .into_owned();
                 return Err(self.wrong(format!("it answers with error {errno} {why}")));
             }
             if kind != 0 && take(flags, kind, &bytes).is_none() {

@@ -3,13 +3,14 @@
 use super::input::Input;
 use super::wire::{
     EXPORT_DONT_FRAGMENT, EXPORT_FLAGS, FIXED_NEWSTYLE, IHAVEOPT, INFO_BLOCK_SIZE, INFO_EXPORT,
-    NAME_BYTES_MAX, NBDMAGIC, NO_ZEROES, Numbers, OPT_ABORT, OPT_EXPORT_NAME, OPT_GO, OPT_INFO,
-    OPT_LIST, OPT_LIST_META_CONTEXT, OPT_SET_META_CONTEXT, OPT_STRUCTURED_REPLY, OPTION_BYTES_MAX,
+    NAME_BYTES_MAX, NBDMAGIC, NO_ZEROES, OPT_ABORT, OPT_EXPORT_NAME, OPT_GO, OPT_INFO, OPT_LIST,
+    OPT_LIST_META_CONTEXT, OPT_SET_META_CONTEXT, OPT_STRUCTURED_REPLY, OPTION_BYTES_MAX,
     OPTION_REPLY, PAYLOAD_BYTES_MAX, REP_ACK, REP_ERR_INVALID, REP_ERR_TOO_BIG, REP_ERR_UNKNOWN,
-    REP_ERR_UNSUP, REP_INFO, REP_META_CONTEXT, REP_SERVER,
+    REP_ERR_UNSUP, REP_INFO, REP_META_CONTEXT, REP_SERVER, read_string,
 };
 use super::{Export, Shared};
 use crate::{BLOCK_BYTES, Error, Result};
+use keyframe_bytes::ByteReader;
 use std::io::Write;
 use std::os::unix::net::UnixStream;
 
@@ -65,9 +66,10 @@ pub fn negotiate(shared: &Shared, input: &mut Input, output: UnixStream) -> Resu
         if !input.fill(&mut header)? {
             return Ok(None);
         }
-        let mut at = Numbers(&header);
-        let (magic, option, len) = (at.u64(), at.u32().unwrap_or(0), at.u32().unwrap_or(u32::MAX));
-        if magic != Some(IHAVEOPT) {
+        let mut reader = ByteReader::new(&header);
+        let (magic, option, len) =
+            (reader.u64_be(), reader.u32_be().unwrap_or(0), reader.u32_be().unwrap_or(u32::MAX));
+        if magic != Ok(IHAVEOPT) {
             return Err(protocol("an option does not begin as one does"));
         }
         if len > OPTION_BYTES_MAX {
@@ -168,10 +170,11 @@ impl Handshake<'_> {
     }
 
     fn go(&mut self, option: u32, data: &[u8]) -> Result<Next> {
-        let mut at = Numbers(data);
-        let parsed = at.string().zip(at.u16()).filter(|(name, count)| {
-            name.len() <= NAME_BYTES_MAX && at.0.len() == usize::from(*count) * 2
-        });
+        let mut reader = ByteReader::new(data);
+        let parsed =
+            read_string(&mut reader).ok().zip(reader.u16_be().ok()).filter(|(name, count)| {
+                name.len() <= NAME_BYTES_MAX && reader.remaining().len() == usize::from(*count) * 2
+            });
         let Some((name, _)) = parsed else {
             self.reply(option, REP_ERR_INVALID, b"not a name and a list of wishes")?;
             return Ok(Next::Option);
@@ -236,14 +239,14 @@ impl Handshake<'_> {
 
 /// An export's name and what is asked for.
 fn parse_contexts(data: &[u8]) -> Option<(&[u8], Vec<&[u8]>)> {
-    let mut at = Numbers(data);
-    let name = at.string().filter(|name| name.len() <= NAME_BYTES_MAX)?;
-    let count = at.u32()?;
+    let mut reader = ByteReader::new(data);
+    let name = read_string(&mut reader).ok().filter(|name| name.len() <= NAME_BYTES_MAX)?;
+    let count = reader.u32_be().ok()?;
     let mut queries = Vec::new();
     for _ in 0..count {
-        queries.push(at.string()?);
+        queries.push(read_string(&mut reader).ok()?);
     }
-    at.0.is_empty().then_some((name, queries))
+    reader.is_empty().then_some((name, queries))
 }
 
 #[cfg(test)]

@@ -31,10 +31,11 @@ pub(crate) mod wire;
 
 use crate::{Disk, Error, Result};
 use affinity::Affinity;
+use keyframe_locks::IgnorePoison;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// How many clients there can be at once.
@@ -156,7 +157,7 @@ impl Shared {
             }
             number += 1;
             let Ok(handle) = stream.try_clone() else { continue };
-            self.connections.lock().unwrap_or_else(PoisonError::into_inner).push((number, handle));
+            self.connections.lock().ignore_poison().push((number, handle));
             let (shared, id) = (Arc::clone(self), number);
             let thread = std::thread::Builder::new().name("nbd-client".into()).spawn(move || {
                 shared.traffic.clients.fetch_add(1, Ordering::AcqRel);
@@ -170,8 +171,7 @@ impl Shared {
                 Err(_) => self.forget(number),
             }
         }
-        for (_, stream) in self.connections.lock().unwrap_or_else(PoisonError::into_inner).drain(..)
-        {
+        for (_, stream) in self.connections.lock().ignore_poison().drain(..) {
             let _ = stream.shutdown(std::net::Shutdown::Both);
         }
         for thread in threads {
@@ -180,10 +180,7 @@ impl Shared {
     }
 
     fn forget(&self, id: u64) {
-        self.connections
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .retain(|(other, _)| *other != id);
+        self.connections.lock().ignore_poison().retain(|(other, _)| *other != id);
     }
 }
 

@@ -8,9 +8,10 @@ use super::wire::{
     SIMPLE_REPLY, STRUCTURED_REPLY,
 };
 use crate::{Error, Result};
+use keyframe_locks::IgnorePoison;
 use std::io::Write;
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// Gathered replies go out at this size: small ones are worth a common system call, large ones are
 /// not worth a wait.
@@ -31,7 +32,7 @@ impl Sender {
     }
 
     fn send(&self, bytes: &[u8]) -> Result<()> {
-        let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut stream = self.stream.lock().ignore_poison();
         stream.write_all(bytes).map_err(Error::io("an NBD client", "write to"))
     }
 

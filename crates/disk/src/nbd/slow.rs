@@ -8,8 +8,9 @@ use super::transmission::number;
 use super::wire::Request;
 use crate::{Disk, Error, Result};
 use keyframe_kernel::cores;
+use keyframe_locks::IgnorePoison;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 /// Each holds the content of one read.
@@ -60,7 +61,7 @@ fn serve(disk: &Disk, requests: &Mutex<Receiver<Request>>, sender: Sender) {
     let mut output = Output::new(sender);
     loop {
         // One of them waits in here, the others for the lock.
-        let request = requests.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let request = requests.lock().ignore_poison().recv();
         let Ok(request) = request else { return };
         let read =
             |buf: &mut [u8]| disk.read(request.offset, buf).map(|()| true).map_err(|e| number(&e));

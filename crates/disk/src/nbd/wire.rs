@@ -2,6 +2,8 @@
 //!
 //! Source: `doc/proto.md` of the NBD project.
 
+use keyframe_bytes::{ByteReader, ReadError};
+
 /// The greeting's first eight bytes.
 pub const NBDMAGIC: u64 = 0x4e42_444d_4147_4943;
 /// The greeting's second eight bytes, and the start of each option.
@@ -95,45 +97,22 @@ pub struct Request {
 impl Request {
     /// `None` where it does not begin as a request does.
     pub fn parse(bytes: &[u8; REQUEST_BYTES]) -> Option<Self> {
-        let mut at = Numbers(bytes);
-        (at.u32()? == REQUEST).then_some(())?;
+        let mut reader = ByteReader::new(bytes);
+        (reader.u32_be().ok()? == REQUEST).then_some(())?;
         Some(Self {
-            flags: at.u16()?,
-            command: at.u16()?,
-            cookie: at.u64()?,
-            offset: at.u64()?,
-            len: at.u32()?,
+            flags: reader.u16_be().ok()?,
+            command: reader.u16_be().ok()?,
+            cookie: reader.u64_be().ok()?,
+            offset: reader.u64_be().ok()?,
+            len: reader.u32_be().ok()?,
         })
     }
 }
 
-/// Takes numbers from the front of bytes; `None` at their end.
-pub struct Numbers<'a>(pub &'a [u8]);
-
-impl<'a> Numbers<'a> {
-    pub fn bytes(&mut self, len: usize) -> Option<&'a [u8]> {
-        let (taken, rest) = self.0.split_at_checked(len)?;
-        self.0 = rest;
-        Some(taken)
-    }
-
-    pub fn u16(&mut self) -> Option<u16> {
-        self.bytes(2).and_then(|b| b.try_into().ok()).map(u16::from_be_bytes)
-    }
-
-    pub fn u32(&mut self) -> Option<u32> {
-        self.bytes(4).and_then(|b| b.try_into().ok()).map(u32::from_be_bytes)
-    }
-
-    pub fn u64(&mut self) -> Option<u64> {
-        self.bytes(8).and_then(|b| b.try_into().ok()).map(u64::from_be_bytes)
-    }
-
-    /// A length of 32 bits, and as many bytes.
-    pub fn string(&mut self) -> Option<&'a [u8]> {
-        let len = self.u32()?;
-        self.bytes(len as usize)
-    }
+/// Reads a length of 32 bits, and as many bytes.
+pub fn read_string<'a>(reader: &mut ByteReader<'a>) -> Result<&'a [u8], ReadError> {
+    let len = reader.u32_be()?;
+    reader.take(len as usize)
 }
 
 #[cfg(test)]
@@ -145,8 +124,8 @@ mod tests {
         #[test]
         fn any_bytes_are_a_request_or_none(bytes in prop::array::uniform28(any::<u8>())) {
             prop_assert!(Request::parse(&bytes).is_none_or(|_| bytes[..4] == REQUEST.to_be_bytes()));
-            let mut at = Numbers(&bytes);
-            while at.string().is_some() {}
+            let mut reader = ByteReader::new(&bytes);
+            while read_string(&mut reader).is_ok() {}
         }
     }
 }

@@ -4,13 +4,14 @@ use super::DATA;
 use super::journal::{HEADER_BYTES, NAME, mend};
 use super::medium::{Folder, Medium};
 use crate::Result;
+use keyframe_locks::IgnorePoison;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 type Bytes = Arc<Mutex<Vec<u8>>>;
 
 fn held<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock().ignore_poison()
 }
 
 /// A directory in memory.

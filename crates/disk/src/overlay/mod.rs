@@ -38,13 +38,14 @@ use crate::extents::ExtentMap;
 use crate::{BLOCK, BLOCK_BYTES, DiskBlock, DiskEpoch, Error, Result, Slot};
 use chain::{Chain, Place};
 use journal::{Journal, Record};
+use keyframe_locks::IgnorePoison;
 pub use medium::Lasting;
 use medium::{Folder, Medium, RealFolder, read_or_zero};
 use slots::Slots;
 use std::fs::File;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 const DATA: &str = "data";
 /// How many records may wait for a sync; the write that reaches it syncs.
@@ -102,7 +103,7 @@ pub struct Size {
 pub type Missing = Vec<(usize, usize)>;
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock().ignore_poison()
 }
 
 impl Overlay {
@@ -170,11 +171,11 @@ impl Overlay {
     }
 
     fn map(&self) -> RwLockReadGuard<'_, State> {
-        self.state.read().unwrap_or_else(PoisonError::into_inner)
+        self.state.read().ignore_poison()
     }
 
     fn map_alone(&self) -> RwLockWriteGuard<'_, State> {
-        self.state.write().unwrap_or_else(PoisonError::into_inner)
+        self.state.write().ignore_poison()
     }
 
     fn sound(&self) -> Result<()> {

@@ -4,13 +4,14 @@
 use super::Bed;
 use crate::nbd::wire::{
     CMD_BLOCK_STATUS, CMD_DISC, CMD_FLUSH, CMD_READ, CMD_TRIM, CMD_WRITE, EINVAL, IHAVEOPT,
-    NBDMAGIC, Numbers, OPT_EXPORT_NAME, OPT_GO, OPT_LIST, OPTION_REPLY, REP_ACK, REP_ERR_UNKNOWN,
+    NBDMAGIC, OPT_EXPORT_NAME, OPT_GO, OPT_LIST, OPTION_REPLY, REP_ACK, REP_ERR_UNKNOWN,
     REP_SERVER, REQUEST, SIMPLE_REPLY,
 };
 use crate::nbd::{Export, Server};
 use crate::{
     BLOCK_BYTES, Base, Block, Content, Disk, DiskBlock, ImageFormat, Lasting, Layer, Result,
 };
+use keyframe_bytes::ByteReader;
 use keyframe_kernel::cores;
 use proptest::prelude::*;
 use std::io::{Read, Write};
@@ -31,8 +32,11 @@ impl Raw {
         stream.set_write_timeout(Some(PATIENCE)).unwrap();
         let mut raw = Self(stream);
         let greeting = raw.take(18);
-        let mut at = Numbers(&greeting);
-        assert_eq!((at.u64(), at.u64(), at.u16()), (Some(NBDMAGIC), Some(IHAVEOPT), Some(3)));
+        let mut reader = ByteReader::new(&greeting);
+        assert_eq!(
+            (reader.u64_be(), reader.u64_be(), reader.u16_be()),
+            (Ok(NBDMAGIC), Ok(IHAVEOPT), Ok(3))
+        );
         raw.send(&[&flags.to_be_bytes()]);
         raw
     }
@@ -67,9 +71,9 @@ impl Raw {
     /// The kind of an answer to an option, and its data.
     fn answer(&mut self) -> (u32, Vec<u8>) {
         let header = self.take(20);
-        let mut at = Numbers(&header);
-        assert_eq!(at.u64(), Some(OPTION_REPLY));
-        let (_, kind, len) = (at.u32(), at.u32().unwrap(), at.u32().unwrap());
+        let mut reader = ByteReader::new(&header);
+        assert_eq!(reader.u64_be(), Ok(OPTION_REPLY));
+        let (_, kind, len) = (reader.u32_be(), reader.u32_be().unwrap(), reader.u32_be().unwrap());
         (kind, self.take(len as usize))
     }
 
@@ -80,10 +84,10 @@ impl Raw {
     /// The cookie and the error of a simple reply.
     fn reply(&mut self) -> (u64, u32) {
         let header = self.take(16);
-        let mut at = Numbers(&header);
-        assert_eq!(at.u32(), Some(SIMPLE_REPLY));
-        let error = at.u32().unwrap();
-        (at.u64().unwrap(), error)
+        let mut reader = ByteReader::new(&header);
+        assert_eq!(reader.u32_be(), Ok(SIMPLE_REPLY));
+        let error = reader.u32_be().unwrap();
+        (reader.u64_be().unwrap(), error)
     }
 }
 
@@ -129,9 +133,9 @@ fn exports_are_listed_and_chosen_by_name_the_old_way_too() {
     // The old way, without the flag that leaves out the zeros, and with simple replies.
     raw.option(OPT_EXPORT_NAME, b"b");
     let chosen = raw.take(8 + 2 + 124);
-    let mut at = Numbers(&chosen);
-    assert_eq!(at.u64(), Some(1 << 20));
-    assert!(at.u16().unwrap() & 1 == 1 && at.0.iter().all(|byte| *byte == 0));
+    let mut reader = ByteReader::new(&chosen);
+    assert_eq!(reader.u64_be(), Ok(1 << 20));
+    assert!(reader.u16_be().unwrap() & 1 == 1 && reader.remaining().iter().all(|byte| *byte == 0));
     raw.request(CMD_WRITE, 1, 5000, 3, b"abc");
     raw.request(CMD_FLUSH, 2, 0, 0, b"");
     raw.request(CMD_READ, 3, 4999, 5, b"");

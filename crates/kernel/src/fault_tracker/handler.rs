@@ -18,13 +18,14 @@ use crate::abi::{self, MESSAGE_BYTES, Message};
 use crate::ranges::{between, intersection, union};
 use crate::stretch::Stretch;
 use crate::{Process, priority};
+use keyframe_locks::IgnorePoison;
 use keyframe_units::{HostRange, HostVirt};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -158,7 +159,7 @@ enum Answer {
 
 impl Shared {
     pub fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().ignore_poison()
     }
 
     /// Reads messages, where there are any; gives back how many.

@@ -13,6 +13,7 @@ use crate::maps::Mapping;
 use crate::ranges::{between, clip, push_joined, union};
 use crate::scan::{Pagemap, Query};
 use crate::{Error, Process, Result, abi};
+use keyframe_locks::IgnorePoison;
 use keyframe_units::{HostRange, PAGE_BYTES};
 use rustix::fs::{
     AtFlags, Dir, FileType, Mode, OFlags, SeekFrom, Stat, fstat, openat, seek, statat,
@@ -20,7 +21,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 /// The file behind a mapping, opened anew, for reading.
 #[derive(Debug)]
@@ -67,7 +68,7 @@ impl File {
 
     /// The extents of bytes `from..to` that hold data, as offsets.
     fn data(&self, from: u64, to: u64) -> rustix::io::Result<Vec<(u64, u64)>> {
-        let _one_at_a_time = self.seeking.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one_at_a_time = self.seeking.lock().ignore_poison();
         let mut extents = Vec::new();
         let mut at = from;
         while at < to {

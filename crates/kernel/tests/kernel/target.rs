@@ -5,12 +5,13 @@ use keyframe_kernel::fault_tracker::FaultTracker;
 use keyframe_kernel::memory::GuestReader;
 use keyframe_kernel::track::{WriteTracker, Written};
 use keyframe_kernel::{Process, Result};
+use keyframe_locks::IgnorePoison;
 use keyframe_testing::{Scope, record_skip};
 use keyframe_units::{HostRange, HostVirt};
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 pub const PAGE: u64 = 4096;
@@ -323,7 +324,7 @@ impl HugePages {
     }
 
     fn enlarge_pool(count: u64) -> Option<Self> {
-        let one_at_a_time = POOL_USER.lock().unwrap_or_else(PoisonError::into_inner);
+        let one_at_a_time = POOL_USER.lock().ignore_poison();
         let before = std::fs::read_to_string(POOL).ok()?;
         let pool = Self { before, _one_at_a_time: one_at_a_time };
         let wanted = pool.before.trim().parse::<u64>().ok()? + count;

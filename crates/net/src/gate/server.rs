@@ -4,6 +4,7 @@ use super::{Answer, GateNic, NICS_MAX, Order, Queue};
 use crate::frame::{Deframer, Frame};
 use crate::wire::{Messages, encode};
 use crate::{Error, Result};
+use keyframe_units::elapsed_ns;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
@@ -164,7 +165,7 @@ impl Gate {
 
     /// Takes in all that the guest has sent on a NIC by now.
     fn take(&mut self, number: usize) {
-        let now_ns = u64::try_from(self.born.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        let now_ns = elapsed_ns(self.born);
         let Some(nic) = self.nics.get_mut(number) else { return };
         nic.from_guest.greet();
         let mut chunk = vec![0; READ_BYTES];
@@ -254,7 +255,7 @@ impl Gate {
             }
             Order::Look => {
                 self.take_all();
-                let now_ns = u64::try_from(self.born.elapsed().as_nanos()).unwrap_or(u64::MAX);
+                let now_ns = elapsed_ns(self.born);
                 return Answer::Look(self.queue.look(now_ns));
             }
         }

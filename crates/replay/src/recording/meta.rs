@@ -3,8 +3,6 @@
 use crate::{Error, Result};
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
-use std::fs::File;
-use std::io::Read;
 use std::path::Path;
 
 /// The value of `format`.
@@ -98,14 +96,16 @@ impl RecordingMeta {
     }
 }
 
-/// Returns a random recording id.
+/// Returns a random id of 32 hexadecimal digits for a new recording.
 ///
 /// Error: [`Error::Io`].
 pub fn new_id() -> Result<String> {
-    let source = Path::new("/dev/urandom");
     let mut bytes = [0; 16];
-    let mut file = File::open(source).map_err(Error::io("open", source))?;
-    file.read_exact(&mut bytes).map_err(Error::io("read", source))?;
+    getrandom::fill(&mut bytes).map_err(|error| Error::Io {
+        operation: "read",
+        path: "the kernel's random number generator".into(),
+        source: error.into(),
+    })?;
     Ok(format!("{:032x}", u128::from_be_bytes(bytes)))
 }
 

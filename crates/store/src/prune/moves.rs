@@ -96,7 +96,7 @@ impl Moves {
             return Err("belongs to another store".into());
         }
         let generation = cursor.array()?;
-        let (victims, records) = (cursor.u64()?, cursor.u64()?);
+        let (victims, records) = (cursor.u64_le()?, cursor.u64_le()?);
         let mut moves = Self { generation, ..Self::default() };
         for _ in 0..victims {
             moves.victims.insert(u32::try_from(cursor.varint()?).map_err(|e| e.to_string())?);

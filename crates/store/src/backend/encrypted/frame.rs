@@ -78,12 +78,12 @@ impl Header {
 
     pub fn decode(bytes: &[u8; HEADER_BYTES], object: &str) -> Result<Self> {
         let mut cursor = crate::bytes::Cursor::new(bytes);
-        let damaged = |problem: crate::bytes::Problem| Error::damaged(object, problem);
+        let damaged = |problem: keyframe_bytes::ReadError| Error::damaged(object, problem);
         if cursor.array::<8>().map_err(damaged)? != *MAGIC {
             return Err(Error::damaged(object, "is not encrypted, as all files of this store are"));
         }
         // Version 5 of `store.json` says that files are so.
-        let kind = match (cursor.u32().map_err(damaged)?, cursor.u32().map_err(damaged)?) {
+        let kind = match (cursor.u32_le().map_err(damaged)?, cursor.u32_le().map_err(damaged)?) {
             (1, 0) => Kind::Whole,
             (2, 0) => Kind::Growing,
             (other, _) => {
@@ -207,7 +207,8 @@ pub fn frames(block: &[u8], number: u64) -> Vec<Frame> {
 
 fn frame_at(block: &[u8], at: usize) -> Option<Frame> {
     let mut cursor = crate::bytes::Cursor::new(block.get(at..at + FRAME_BYTES)?);
-    let (plain, len, counter) = (cursor.u64().ok()?, cursor.u32().ok()?, cursor.u64().ok()?);
+    let (plain, len, counter) =
+        (cursor.u64_le().ok()?, cursor.u32_le().ok()?, cursor.u64_le().ok()?);
     let (len, is_last) = (len & !LAST, len & LAST != 0);
     let inside = at..at.checked_add(FRAME_BYTES + TAG_BYTES + len as usize)?;
     let fits = inside.end <= block.len() && (len > 0 || is_last);

@@ -242,11 +242,11 @@ impl Request {
                 if cursor.array::<8>()? != MAGIC {
                     return Err("it is not of this protocol".into());
                 }
-                let version = u16::from_le_bytes(cursor.array()?);
+                let version = cursor.u16_le()?;
                 if version != VERSION {
                     return Err(format!("version {version} of the protocol; this is {VERSION}"));
                 }
-                let len = usize::from(u16::from_le_bytes(cursor.array()?));
+                let len = usize::from(cursor.u16_le()?);
                 if len > TOKEN_BYTES_MAX {
                     return Err(format!("a token of {len} bytes"));
                 }
@@ -255,10 +255,10 @@ impl Request {
             [LIST] => Self::List { folder: name(cursor)? },
             [FILE] => {
                 let name = name(cursor)?;
-                Self::File { name, len_bytes_max: cursor.u64()?, known: known(cursor)? }
+                Self::File { name, len_bytes_max: cursor.u64_le()?, known: known(cursor)? }
             }
             [LOOK] => {
-                let count = usize::from(u16::from_le_bytes(cursor.array()?));
+                let count = usize::from(cursor.u16_le()?);
                 if count > LOOKS_MAX {
                     return Err(format!("a look at {count} files"));
                 }
@@ -266,8 +266,8 @@ impl Request {
             }
             [RANGE] => {
                 let name = name(cursor)?;
-                let (identity, offset) = (cursor.u64()?, cursor.u64()?);
-                let len_bytes = u32::from_le_bytes(cursor.array()?);
+                let (identity, offset) = (cursor.u64_le()?, cursor.u64_le()?);
+                let len_bytes = cursor.u32_le()?;
                 if len_bytes > RANGE_BYTES_MAX {
                     return Err(format!("a range of {len_bytes} bytes"));
                 }
@@ -325,7 +325,7 @@ pub fn welcomed(bytes: &[u8]) -> Result<[u8; 16], String> {
     if cursor.array::<8>()? != MAGIC {
         return Err("it is no checkpoint server".into());
     }
-    match u16::from_le_bytes(cursor.array()?) {
+    match cursor.u16_le()? {
         VERSION => Ok(cursor.array()?),
         other => Err(format!("it speaks version {other} of the protocol; this is {VERSION}")),
     }
@@ -359,7 +359,8 @@ pub fn decode_looks(bytes: &[u8], count: usize) -> Result<Vec<Option<Look>>, Str
             looks.push(None);
             continue;
         }
-        let (identity, modified, len_bytes) = (cursor.u64()?, cursor.u64()?, cursor.u64()?);
+        let (identity, modified, len_bytes) =
+            (cursor.u64_le()?, cursor.u64_le()?, cursor.u64_le()?);
         let [len] = cursor.array::<1>()?;
         let head = cursor.take(usize::from(len))?.to_vec();
         looks.push(Some(Look { identity, modified, len_bytes, head }));
@@ -418,8 +419,8 @@ impl Head {
             [1] => Encoding::Zstd,
             [other] => return Err(format!("an answer in encoding {other}")),
         };
-        let code = Code::of(u16::from_le_bytes(cursor.array()?));
-        Ok(Self { kind, encoding, code, wire_bytes: cursor.u64()?, len_bytes: cursor.u64()? })
+        let code = Code::of(cursor.u16_le()?);
+        Ok(Self { kind, encoding, code, wire_bytes: cursor.u64_le()?, len_bytes: cursor.u64_le()? })
     }
 }
 
