@@ -5,7 +5,6 @@
 //! name that fits nothing is refused.
 
 use crate::Error;
-use std::error::Error as _;
 
 /// The wanted ones.
 pub struct Parts<'a> {
@@ -36,20 +35,6 @@ impl<'a> Parts<'a> {
 
 fn fits(part: &str, name: &str) -> bool {
     name.strip_prefix(part).is_some_and(|rest| rest.is_empty() || rest.starts_with('_'))
-}
-
-/// An error and what is behind it.
-pub fn chain(error: &Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(error) = source {
-        let next = error.to_string();
-        if !text.contains(&next) {
-            text = format!("{text}: {next}");
-        }
-        source = error.source();
-    }
-    text
 }
 
 #[cfg(test)]

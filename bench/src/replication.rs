@@ -22,9 +22,9 @@ mod rows;
 mod workload;
 
 use crate::guest::Guest as Files;
-use crate::hosts::{Network, Rate};
 use crate::interrupt::Interrupt;
 use crate::{Error, Options, Report};
+use keyframe_test_hosts::{Network, Rate};
 use pair::Lab;
 use rows::Rows;
 use workload::{Done, Kind};

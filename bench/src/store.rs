@@ -95,7 +95,7 @@ pub fn run(options: &Options) -> Result<Report, Error> {
     Ok(report)
 }
 
-/// What a process of `keyframe bench store --job JOB` does; gives back the line that it prints.
+/// Runs one job of `keyframe-bench store --job JOB` and returns its result as a line of JSON.
 pub fn run_job(job: &str) -> Result<String, Error> {
     let failed = |e: keyframe_bench_feed::Error| Error::failed("do the job", e);
     let job = Job::parse(job).map_err(failed)?;
@@ -222,12 +222,10 @@ impl Bench<'_> {
         };
         let measured = match peers {
             Some(peers) => child::measure(&peers.program, &[], &job, self.interrupt),
-            None => child::measure(
-                &self.options.keyframe,
-                &["bench", "store", "--job"],
-                &job,
-                self.interrupt,
-            ),
+            None => {
+                let program = crate::cli::own_path()?;
+                child::measure(&program, &["store", "--job"], &job, self.interrupt)
+            }
         };
         std::fs::remove_dir_all(&dir).map_err(Error::io(format!("remove {}", dir.display())))?;
         measured

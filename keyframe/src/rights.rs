@@ -42,7 +42,6 @@ fn confine(command: &Command) -> Result<(), Error> {
         | Command::Find(_)
         | Command::Analyze(_)
         | Command::Verify(_)
-        | Command::Bench(_)
         | Command::Work(_) => Ok(()),
         Command::Serve(serve) if serve.starts() => Ok(()),
         Command::Attach(_) | Command::Watchdog(_) => capabilities_but(Keep::Tracing),

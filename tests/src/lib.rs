@@ -72,12 +72,14 @@ pub fn ended_lines(path: &Path) -> Vec<String> {
 
 /// The binary under test: `KEYFRAME_BIN`, or the one built beside the tests.
 pub fn keyframe() -> PathBuf {
-    if let Some(path) = std::env::var_os("KEYFRAME_BIN") {
-        return path.into();
-    }
+    std::env::var_os("KEYFRAME_BIN").map_or_else(|| built_program("keyframe"), PathBuf::from)
+}
+
+/// The program `name` that was built with the tests.
+fn built_program(name: &str) -> PathBuf {
     let test = std::env::current_exe().expect("the path of the test program");
     let profile = test.parent().and_then(Path::parent).expect("target/PROFILE/deps/TEST");
-    let path = profile.join("keyframe");
+    let path = profile.join(name);
     assert!(path.is_file(), "no {}: build it first (make test does)", path.display());
     path
 }
@@ -277,7 +279,19 @@ impl Bench {
 
     /// `keyframe ARGS`, ready to be started, with this bench's run directory.
     pub fn command(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(keyframe());
+        self.command_of(&keyframe(), args)
+    }
+
+    /// `keyframe-bench ARGS`, ready to be started, as [`Self::command`]. It measures the binary
+    /// under test.
+    pub fn benchmark(&self, args: &[&str]) -> Command {
+        let mut command = self.command_of(&built_program("keyframe-bench"), args);
+        command.env("KEYFRAME_BIN", keyframe());
+        command
+    }
+
+    fn command_of(&self, program: &Path, args: &[&str]) -> Command {
+        let mut command = Command::new(program);
         command
             .args(args)
             .env("XDG_RUNTIME_DIR", &self.path)

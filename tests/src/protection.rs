@@ -1,11 +1,11 @@
 //! A protected VM on hosts of a test's own, and a client that believes nothing.
 //!
 //! Host a runs `keyframe protect`, b `keyframe standby`, c the witness and the client
-//! (`keyframe_bench::hosts` draws them); the guest is 10.78.0.15, wherever it runs.
+//! (`keyframe_test_hosts::Network` draws them); the guest is 10.78.0.15, wherever it runs.
 
 use crate::{Bench, Boot, PATIENCE, Process, until};
-use keyframe_bench::hosts::{Network, Rate, Way};
-use keyframe_bench::ledger::{self, Ledger};
+use keyframe_test_hosts::ledger::{self, Ledger};
+use keyframe_test_hosts::{Direction, Network, Rate};
 use rustix::process::Signal;
 use serde_json::Value;
 use std::os::unix::fs::PermissionsExt;
@@ -213,8 +213,8 @@ impl Hosts {
     }
 
     /// Has a host's cable lose everything one way, or mends it.
-    pub fn mute(&self, host: &str, way: Way, mute: bool) {
-        self.network.mute(host, way, mute).expect("mute a cable, or mend it");
+    pub fn mute(&self, host: &str, direction: Direction, mute: bool) {
+        self.network.mute(host, direction, mute).expect("mute a cable, or mend it");
     }
 
     /// A client that enters values, from host c.

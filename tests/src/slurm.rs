@@ -10,7 +10,7 @@
 //! with the cluster.
 
 use crate::{Bench, until};
-use keyframe_bench::hosts::Host;
+use keyframe_test_hosts::Host;
 use std::fs::{self, File};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -138,7 +138,7 @@ impl Drop for Cluster {
 /// The host of node `n`, with a link to the server's bridge.
 fn linked(server: &Host, n: u32) -> Host {
     let host = made();
-    ok(server, &format!("ip link add n{n} type veth peer name eth0 netns {}", host.holder()));
+    ok(server, &format!("ip link add n{n} type veth peer name eth0 netns {}", host.holder_pid()));
     ok(server, &format!("ip link set n{n} master bridge up"));
     ok(&host, "ip link set lo up");
     ok(&host, &format!("ip addr add 10.77.0.{}/24 dev eth0", 10 + n));

@@ -9,7 +9,7 @@
 
 use crate::protection::{Client, Hosts, Seen};
 use crate::{Bench, Boot, Process};
-use keyframe_bench::hosts::Way;
+use keyframe_test_hosts::Direction;
 use rustix::process::Signal;
 use std::time::{Duration, Instant};
 
@@ -37,7 +37,7 @@ pub enum Fault {
     /// The standby's, for so many ms.
     StandbyCut(u64),
     /// One way of a host's cable, for so many ms: the standby may take over or not.
-    OneWay(Side, Way, u64),
+    OneWay(Side, Direction, u64),
     /// The primary's cable, 200 ms out of 500, so many times.
     LinkFlaps(u64),
     /// Power loss of the standby's host.
@@ -78,7 +78,7 @@ impl Fault {
             11 => Self::WitnessAndStandbyDie,
             12 => {
                 let side = if detail & 1 == 0 { Side::Primary } else { Side::Standby };
-                let way = if detail & 2 == 0 { Way::In } else { Way::Out };
+                let way = if detail & 2 == 0 { Direction::In } else { Direction::Out };
                 Self::OneWay(side, way, 100 + (detail >> 2) % 8000)
             }
             _ => Self::SwitchOver,

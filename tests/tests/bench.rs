@@ -10,9 +10,9 @@ use std::time::Duration;
 /// How long a benchmark may take on a machine that has other things to do; they take 20 to 40 s.
 const LIMIT: Duration = Duration::from_mins(5);
 
-/// Runs `keyframe bench ARGS`, which must succeed.
+/// Runs `keyframe-bench ARGS`, which must succeed.
 fn report(bench: &Bench, args: &[&str]) -> (Value, Output) {
-    let output = Bench::run_within(bench.command(&[&["bench", "--json"], args].concat()), LIMIT);
+    let output = Bench::run_within(bench.benchmark(&[&["--json"], args].concat()), LIMIT);
     let errors = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{errors}");
     let report: Value =
@@ -22,6 +22,16 @@ fn report(bench: &Bench, args: &[&str]) -> (Value, Output) {
         assert!(values(&report, part).values().all(Value::is_f64), "{report}");
     }
     (report, output)
+}
+
+/// Runs `keyframe-bench ARGS`, which must fail with `code` and say every one of `words`.
+fn refused(bench: &Bench, args: &[&str], code: i32, words: &[&str]) {
+    let output = Bench::run_within(bench.benchmark(args), LIMIT);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "keyframe-bench {args:?}: {text}");
+    for word in words {
+        assert!(text.contains(word), "keyframe-bench {args:?}: no {word:?} in: {text}");
+    }
 }
 
 fn values<'a>(report: &'a Value, part: &str) -> &'a Map<String, Value> {
@@ -96,7 +106,7 @@ fn soak_a_peer_that_cannot_run_is_left_out_aloud() {
         std::os::unix::fs::symlink(keyframe_tests::on_path(program), bin.join(program))
             .expect("link it");
     }
-    let mut command = bench.command(&["bench", "pause", "--json", "--only", "1k", "--rounds", "1"]);
+    let mut command = bench.benchmark(&["pause", "--json", "--only", "1k", "--rounds", "1"]);
     command.env("PATH", &bin);
     let output = Bench::run_within(command, LIMIT);
     let errors = String::from_utf8_lossy(&output.stderr);
@@ -114,7 +124,7 @@ fn soak_a_peer_that_cannot_run_is_left_out_aloud() {
 fn a_stream_of_pages_is_fed_to_keyframe_and_to_a_flat_file_and_comes_back() {
     let bench = Bench::without_store();
     let args = ["store", "--quick", "--only", "keyframe,flat_file", "--quiet"];
-    let mut command = bench.command(&[&["bench", "--json"], &args[..]].concat());
+    let mut command = bench.benchmark(&[&["--json"], &args[..]].concat());
     // What it leaves behind would be here.
     let place = bench.path().join("place");
     std::fs::create_dir(&place).expect("make a directory");
@@ -164,17 +174,8 @@ fn the_ram_of_a_recorded_run_is_fed_and_comes_back() {
     let mut run = bench.start(&["--name", "guest", "--interval", "10m"], &boot);
     run.wait_for("KF READY");
     let store = bench.store();
-    let feed = || {
-        bench.command(&[
-            "bench",
-            "store",
-            "--from",
-            &store,
-            "--only",
-            "keyframe,flat_file",
-            "--json",
-        ])
-    };
+    let feed =
+        || bench.benchmark(&["store", "--from", &store, "--only", "keyframe,flat_file", "--json"]);
     let take = || drop(bench.ok(&["take", "--name", "guest"]));
     take();
     // More than are fed: the last ten are.
@@ -203,19 +204,16 @@ fn the_ram_of_a_recorded_run_is_fed_and_comes_back() {
 
     let empty = bench.path().join("empty").display().to_string();
     bench.ok(&["init", &empty]);
-    bench.refused(&["bench", "store", "--from", &empty], 1, &["no checkpoint"]);
-    bench.refused(
-        &["bench", "store", "--from", &store, "--only", "dirtier"],
-        1,
-        &["no part dirtier"],
-    );
-    bench.refused(&["bench", "pause", "--from", &store], 1, &["pause has no --from"]);
+    refused(&bench, &["store", "--from", &empty], 1, &["no checkpoint"]);
+    refused(&bench, &["store", "--from", &store, "--only", "dirtier"], 1, &["no part dirtier"]);
+    refused(&bench, &["pause", "--from", &store], 1, &["pause has no --from"]);
 }
 
 #[test]
 fn databases_that_are_not_built_are_left_out_aloud() {
     let bench = Bench::without_store();
-    let output = bench.run(&["bench", "store", "--quick", "--only", "kyoto", "--json"]);
+    let command = bench.benchmark(&["store", "--quick", "--only", "kyoto", "--json"]);
+    let output = Bench::run_within(command, LIMIT);
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{errors}");
     assert!(
@@ -291,8 +289,7 @@ fn soak_what_a_standby_costs_and_how_soon_it_takes_over_are_measured() {
 fn soak_a_benchmark_that_is_interrupted_leaves_no_host_behind() {
     let mut bench = Bench::without_store();
     let place = a_place(&mut bench);
-    let mut running =
-        Process::start(bench.command(&["bench", "replication", "--only", "failover"]));
+    let mut running = Process::start(bench.benchmark(&["replication", "--only", "failover"]));
     running.wait_for_error("failover 1");
     // In the middle of something: a guest boots, or is about to be protected.
     std::thread::sleep(Duration::from_secs(3));
@@ -329,32 +326,23 @@ fn nothing_is_left_in(place: &Path) {
 #[test]
 fn what_a_benchmark_does_not_have_is_refused() {
     let bench = Bench::new();
-    bench.refused(&["bench", "pause", "--only", "20k,7k"], 1, &["no part 7k", "60k", "4gib"]);
-    bench.refused(&["bench", "overhead", "--only", "1s"], 1, &["no part 1s", "compute_1s"]);
-    bench.refused(&["bench", "restore", "--only", "lazy"], 1, &["restore has no --only"]);
-    bench.refused(
-        &["bench", "replay", "--only", "oracle"],
-        1,
-        &["no part oracle", "memtrace", "redis"],
-    );
-    bench.refused(&["bench", "restore", "--qemu", "/nowhere"], 1, &["restore has no --qemu"]);
-    bench.refused(&["bench", "evaluation", "--only", "3s"], 1, &["no part 3s", "bonnie", "500ms"]);
-    bench.refused(&["bench", "evaluation", "--rounds", "2"], 1, &["evaluation has no --rounds"]);
-    bench.refused(
-        &["bench", "replication", "--only", "100mbit"],
-        1,
-        &["no part 100mbit", "10gbit", "sp"],
-    );
-    bench.refused(&["bench", "pause", "--seconds", "5"], 1, &["pause has no --seconds"]);
-    bench.refused(&["bench", "replication", "--seconds", "1"], 2, &["--seconds"]);
-    bench.refused(&["bench", "restore", "--out", "here"], 1, &["restore has no --out"]);
-    bench.refused(&["bench", "pause", "--rounds", "0"], 2, &["--rounds"]);
-    bench.refused(
-        &["bench", "store", "--only", "oracle"],
-        1,
-        &["no part oracle", "rocksdb", "flat_file"],
-    );
-    bench.refused(&["bench", "store", "--job", "{}"], 1, &["read the job"]);
+    refused(&bench, &["pause", "--only", "20k,7k"], 1, &["no part 7k", "60k", "4gib"]);
+    refused(&bench, &["overhead", "--only", "1s"], 1, &["no part 1s", "compute_1s"]);
+    refused(&bench, &["restore", "--only", "lazy"], 1, &["restore has no --only"]);
+    refused(&bench, &["replay", "--only", "oracle"], 1, &["no part oracle", "memtrace", "redis"]);
+    refused(&bench, &["restore", "--qemu", "/nowhere"], 1, &["restore has no --qemu"]);
+    refused(&bench, &["evaluation", "--only", "3s"], 1, &["no part 3s", "bonnie", "500ms"]);
+    refused(&bench, &["evaluation", "--rounds", "2"], 1, &["evaluation has no --rounds"]);
+    refused(&bench, &["replication", "--only", "100mbit"], 1, &["no part 100mbit", "10gbit", "sp"]);
+    refused(&bench, &["pause", "--seconds", "5"], 1, &["pause has no --seconds"]);
+    refused(&bench, &["replication", "--seconds", "1"], 2, &["--seconds"]);
+    refused(&bench, &["restore", "--out", "here"], 1, &["restore has no --out"]);
+    refused(&bench, &["pause", "--rounds", "0"], 2, &["--rounds"]);
+    refused(&bench, &["store", "--only", "oracle"], 1, &["no part oracle", "rocksdb", "flat_file"]);
+    refused(&bench, &["store", "--job", "{}"], 1, &["read the job"]);
+    refused(&bench, &["store", "--from", "/nowhere"], 10, &["keyframe init /nowhere"]);
+    refused(&bench, &["pause", "--keyframe", "/nowhere"], 1, &["no /nowhere", "--keyframe PATH"]);
+    refused(&bench, &["oracle"], 2, &["pause", "evaluation"]);
 }
 
 /// A look: one workload, two intervals, the last part of each recording analysed.

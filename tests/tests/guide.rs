@@ -9,7 +9,7 @@
 //! In a line that is shown a word with a digit stands for any such word, a unit for any unit, and `...` for any words. A page that
 //! leaves a process behind fails. Left out: whether what a page says between its commands is true.
 
-use keyframe_bench::hosts::Host;
+use keyframe_test_hosts::Host;
 use keyframe_tests::slurm::Cluster;
 use keyframe_tests::{Bench, keyframe, small_guest};
 use rustix::process::{Pid, Signal, kill_process};

@@ -1,7 +1,7 @@
 //! The resource agent for Pacemaker (packaging/ocf/keyframe), each action as a cluster would call
 //! it, on two "hosts" of a network namespace: two run directories.
 
-use keyframe_bench::hosts::Host;
+use keyframe_test_hosts::Host;
 use keyframe_tests::{Bench, Boot, keyframe, skip, until};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};

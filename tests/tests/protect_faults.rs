@@ -1,7 +1,7 @@
 //! What befalls a protected VM: whatever it is, one host runs it, and nothing that a client was
 //! answered is taken back.
 
-use keyframe_bench::hosts::{Rate, Way};
+use keyframe_test_hosts::{Direction, Rate};
 use keyframe_tests::protection::Hosts;
 use keyframe_tests::relay::relay;
 use keyframe_tests::trial::{Fault, LEDGER, Side, Trial};
@@ -161,7 +161,7 @@ fn soak_a_link_that_flaps_costs_time_and_nothing_else() {
 #[ignore = "make soak"]
 fn soak_a_cable_that_carries_one_way_alone_costs_time_and_nothing_else() {
     for side in [Side::Primary, Side::Standby] {
-        for way in [Way::In, Way::Out] {
+        for way in [Direction::In, Direction::Out] {
             let mut trial = survives(Fault::OneWay(side, way, 500));
             let (was, other) = (trial.primary(), trial.other());
             let (mute, runs, says) = match side {

@@ -1,4 +1,4 @@
-//! What `keyframe bench store` feeds to each store, and how it measures them: one stream, one way,
+//! What `keyframe-bench store` feeds to each store, and how it measures them: one stream, one way,
 //! for Keyframe and its peers.
 //!
 //! ```text

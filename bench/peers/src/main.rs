@@ -1,4 +1,4 @@
-//! The databases that `keyframe bench store` compares with, each through its own library: one file
+//! The databases that `keyframe-bench store` compares with, each through its own library: one file
 //! a database.
 //!
 //! ```text
@@ -49,7 +49,7 @@ fn main() -> std::process::ExitCode {
             }
         },
         None => {
-            eprintln!("keyframe bench store runs this program; run that: keyframe bench store");
+            eprintln!("keyframe-bench store runs this program; run: keyframe-bench store");
             return std::process::ExitCode::from(2);
         }
     }

@@ -43,7 +43,7 @@ pub fn measure(from: &Path, dir: &Path) -> Result<Processing, Error> {
     let ram = source.load(*first).map_err(failed("load a checkpoint"))?.meta.ram;
     let store = Store::init(&path).map_err(failed("make a store"))?;
     let mut writer =
-        store.lock_writer("keyframe bench evaluation").map_err(failed("lock a store"))?;
+        store.lock_writer("keyframe-bench evaluation").map_err(failed("lock a store"))?;
     let mut run = writer.begin_run("again", &ram).map_err(failed("begin a run"))?;
     let mut sum = Processing::default();
     let mut before: Option<Loaded> = None;

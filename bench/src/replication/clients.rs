@@ -5,9 +5,9 @@
 
 use super::workload::Done;
 use crate::Error;
-use crate::hosts::Host;
 use crate::interrupt::Interrupt;
-use crate::ledger::{self, Ledger};
+use keyframe_test_hosts::Host;
+use keyframe_test_hosts::ledger::{self, Ledger};
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;

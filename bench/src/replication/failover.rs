@@ -2,7 +2,7 @@
 
 use super::pair::{Lab, Running};
 use crate::Error;
-use crate::ledger::{self, Ledger};
+use keyframe_test_hosts::ledger::{self, Ledger};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};

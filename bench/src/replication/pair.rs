@@ -1,10 +1,10 @@
 //! The guest on hosts of its own: plain QEMU, or `keyframe protect` with a standby and a witness.
 
 use crate::guest::Guest as Files;
-use crate::hosts::{Host, Network};
 use crate::interrupt::Interrupt;
 use crate::vm::Guest;
 use crate::{Error, Options};
+use keyframe_test_hosts::{Host, Network};
 use serde_json::Value;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;

@@ -116,7 +116,7 @@ impl Archiver {
             .env("BORG_BASE_DIR", dir.join("cache"))
             .env("BORG_UNKNOWN_UNENCRYPTED_REPO_ACCESS_IS_OK", "yes")
             .env("RESTIC_CACHE_DIR", dir.join("cache"))
-            .env("RESTIC_PASSWORD", "keyframe bench store")
+            .env("RESTIC_PASSWORD", "keyframe-bench store")
             .stdin(Stdio::null());
         command
     }

@@ -1,7 +1,7 @@
 //! A job as a process of its own: its memory and its CPU time are those of one store.
 //!
 //! ```text
-//!   keyframe bench store ──▶ keyframe bench store --job JOB      Keyframe, the flat file, borg, restic
+//!   keyframe-bench store ──▶ keyframe-bench store --job JOB      Keyframe, the flat file, borg, restic
 //!                        └─▶ keyframe-bench-peers JOB            databases
 //! ```
 //!

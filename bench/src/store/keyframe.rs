@@ -16,7 +16,7 @@ impl Store for Keyframe {
         let ram = layout(image_pages)?;
         let store = keyframe_store::Store::init(dir).map_err(failed("make a store"))?;
         let mut writer =
-            store.lock_writer("keyframe bench store").map_err(failed("lock the store"))?;
+            store.lock_writer("keyframe-bench store").map_err(failed("lock the store"))?;
         let run = writer.begin_run("bench", &ram).map_err(failed("begin a run"))?;
         Ok(Box::new(Open { run, writer, ram }))
     }

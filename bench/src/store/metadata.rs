@@ -31,7 +31,7 @@ pub fn sizes(dir: &Path, report: &mut Report) -> Result<(), Error> {
 fn measure_sizes(dir: &Path) -> Fed<(f64, f64)> {
     let ram = layout(RAM_PAGES)?;
     let store = Store::init(dir).map_err(failed("make a store"))?;
-    let mut writer = store.lock_writer("keyframe bench store").map_err(failed("lock the store"))?;
+    let mut writer = store.lock_writer("keyframe-bench store").map_err(failed("lock the store"))?;
     let mut run = writer.begin_run("bench", &ram).map_err(failed("begin a run"))?;
     for page in 0..USED_PAGES {
         run.put_page(PageIndex(page), &content(page, 0)).map_err(failed("put a page"))?;
@@ -103,7 +103,7 @@ fn measure_opening(dir: &Path) -> Fed<[f64; 3]> {
     {
         let store = Store::init(dir).map_err(failed("make a store"))?;
         let mut writer =
-            store.lock_writer("keyframe bench store").map_err(failed("lock the store"))?;
+            store.lock_writer("keyframe-bench store").map_err(failed("lock the store"))?;
         let mut run = writer.begin_run("bench", &ram).map_err(failed("begin a run"))?;
         for checkpoint in 0..MANY {
             // A few pages each: 40 MB of packs' index would be another matter.
@@ -124,7 +124,7 @@ fn measure_opening(dir: &Path) -> Fed<[f64; 3]> {
     let read_ns = ns(start);
     let start = Instant::now();
     let store = Store::open(dir).map_err(failed("open the store"))?;
-    let mut writer = store.lock_writer("keyframe bench store").map_err(failed("lock the store"))?;
+    let mut writer = store.lock_writer("keyframe-bench store").map_err(failed("lock the store"))?;
     let run = writer.begin_run("bench", &ram).map_err(failed("begin a run"))?;
     let write_ns = ns(start);
     drop((run, writer));

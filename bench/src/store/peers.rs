@@ -27,9 +27,9 @@ struct Listed {
 }
 
 impl Peers {
-    /// Looks beside the keyframe binary and in the source tree, and builds it there.
+    /// Looks beside this program and in the source tree, and builds it there.
     pub fn find(options: &Options, interrupt: &Interrupt) -> Result<Self, Error> {
-        let beside = options.keyframe.with_file_name(NAME);
+        let beside = crate::cli::own_path()?.with_file_name(NAME);
         let in_tree = Path::new(BUILT).join(NAME);
         if beside.is_file() {
             return Self::ask(beside);

@@ -1,6 +1,6 @@
 //! Measures how fast pages go in, on one thread:
 //! `cargo run --release -p keyframe-store --example ingest [MIB]`. The stream of
-//! `keyframe bench store`: an image and nine seconds; best of five turns.
+//! `keyframe-bench store`: an image and nine seconds; best of five turns.
 
 use keyframe_bench_feed::{Stream, Words};
 use keyframe_store::{SealRequest, Store};

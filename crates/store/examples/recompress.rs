@@ -1,6 +1,6 @@
 //! What recompression leaves of a stream of pages, and what it costs:
 //! `cargo run --release -p keyframe-store --example recompress [MIB] [DIR]`. The stream is that of
-//! `keyframe bench store`, which does the same beside its peers (docs/design/benchmarks.md).
+//! `keyframe-bench store`, which does the same beside its peers (docs/design/benchmarks.md).
 
 use keyframe_bench_feed::{Stream, Words};
 use keyframe_store::{PruneOptions, SealRequest, Store};

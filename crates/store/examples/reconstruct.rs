@@ -1,6 +1,6 @@
 //! Measures how fast an image is read back:
 //! `cargo run --release -p keyframe-store --example reconstruct [MIB]`. The stream of
-//! `keyframe bench store`: an image and nine seconds; the last checkpoint, warm, best of five
+//! `keyframe-bench store`: an image and nine seconds; the last checkpoint, warm, best of five
 //! turns.
 
 use keyframe_bench_feed::{Stream, Words};

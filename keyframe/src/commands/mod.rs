@@ -2,7 +2,6 @@
 
 pub mod analyze;
 pub mod attach;
-pub mod bench;
 pub mod branch;
 pub mod check;
 pub mod checkpoints;

@@ -26,7 +26,7 @@ const GROUPS: [(&str, &[&str]); 7] = [
         &["record", "segment", "verify", "log", "goto", "find", "analyze", "plan"],
     ),
     ("Survive a host", &["protect", "standby", "witness", "failover"]),
-    ("Show and measure", &["serve", "report", "bench"]),
+    ("Show", &["serve", "report"]),
     ("Learn and install", &["help", "completions", "man"]),
 ];
 

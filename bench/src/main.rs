@@ -1,0 +1,69 @@
+//! `keyframe-bench`: benchmarks of Keyframe against its peers.
+//!
+//! Each benchmark runs the product and its peers as a user would, on the same guest, in one run.
+//! Each has one file and a directory for its parts; the other files are shared. A figure is always
+//! measured in the run that prints it, and a ratio is computed from two figures of the same run. A
+//! part that cannot be measured has no key. A benchmark does not judge its figures: it succeeds if
+//! it could measure.
+//!
+//! ```text
+//!   pause ───────┬─▶ vm::Protected ─▶ keyframe run -- qemu ...   pause as `keyframe take` reports it
+//!                └─▶ peer::Peer ────▶ qemu ... + monitor         pause by QEMU's STOP and RESUME
+//!   overhead ────┬─▶ vm::Protected ─┐
+//!                └─▶ vm::Guest ─────┴▶ the guest's counter of its work, against the host's clock
+//!   restore ─────┬─▶ keyframe restore, eager and lazy            from the command until the VM runs
+//!                └─▶ qemu -loadvm, and memcpy
+//!   replay ──────┬─▶ qemu, plain and counting; keyframe record   the same work, by the guest's lines
+//!                └─▶ keyframe verify, segment, analyze           its recordings
+//!   replication ─┬─▶ keyframe protect, standby, witness on hosts of network namespaces
+//!                │                                               against plain QEMU there
+//!                └─▶ a host that loses power                     until a client's next answer
+//!   evaluation ────▶ keyframe record, list, stats, analyze, plan chapter 6 of the checkpoint paper
+//!   store ───────┬─▶ keyframe-bench store --job                  one process for each store
+//!                └─▶ keyframe-bench-peers, borg, restic
+//! ```
+
+mod benchmark;
+mod cli;
+mod error;
+mod evaluation;
+mod events;
+mod guest;
+mod interrupt;
+mod overhead;
+mod parts;
+mod pause;
+mod peer;
+mod replay;
+mod replication;
+mod report;
+mod restore;
+mod sample;
+mod store;
+mod store_key;
+mod vm;
+
+use benchmark::Options;
+use clap::Parser;
+use error::Error;
+use report::Report;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    raise_open_files();
+    match cli::Cli::parse().run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            eprintln!("keyframe-bench: {failure}");
+            ExitCode::from(failure.code)
+        }
+    }
+}
+
+/// Raises the limit of open files: a store with many packs needs as many.
+fn raise_open_files() {
+    let limit = getrlimit(Resource::Nofile);
+    // If the kernel refuses, the open that exceeds the limit reports it.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
+}
