@@ -74,7 +74,7 @@ impl DirtyTracker for CompareTracker {
         Ok(())
     }
 
-    fn copied_unfrozen(&mut self, pages: &PageSet) {
+    fn mark_unfrozen_copies(&mut self, pages: &PageSet) {
         self.unsettled.union_with(pages);
     }
 }
@@ -134,7 +134,7 @@ mod tests {
             drained.push(set.iter().map(|p| p.0).collect::<Vec<_>>());
             if round == 0 {
                 // Copied as something else, then written back.
-                tracker.copied_unfrozen(&set);
+                tracker.mark_unfrozen_copies(&set);
             }
         }
         assert_eq!(drained, [vec![2], vec![2], vec![]]);

@@ -52,7 +52,7 @@ impl CaptureContext<'_> {
             .map_err(CaptureError::Scan)?;
         let is_eager = is_first && self.is_complete;
         let reader = Arc::clone(self.reader);
-        self.log.copied_unfrozen(&set);
+        self.log.mark_unfrozen_copies(&set);
         self.copy_running(&set, &*reader, is_eager)?;
         let duration_ns = nanoseconds(started.elapsed());
         self.timeline.rounds.push(Round { pages: set.len(), duration_ns });
@@ -133,7 +133,7 @@ impl CaptureContext<'_> {
     pub fn last_scan(&mut self) -> Result<PageSet, CaptureError> {
         let all_owed = self.timeline.rounds.is_empty();
         let started = Instant::now();
-        let set = self.log.drain_still(all_owed).map_err(CaptureError::Scan)?;
+        let set = self.log.drain_paused(all_owed).map_err(CaptureError::Scan)?;
         self.timeline.scan_ns = nanoseconds(started.elapsed());
         Ok(set)
     }

@@ -34,7 +34,7 @@ use crate::context::CaptureContext;
 use crate::dirty::DirtyLog;
 use crate::encoder::{EncodeError, EncodeReport, EncoderMessage, EncoderQueue};
 use crate::error::{CaptureError, machine_error};
-use crate::machine::{Machine, PauseRecord, PauseWork, Stopped};
+use crate::machine::{HoldOutcome, Machine, PauseRecord, PauseWork};
 use crate::ports::{BoxError, CaptureObserver, DirtyTracker, PageReader};
 use crate::staged_pages::{StagedPages, StagingError};
 use crate::staging_pool::StagingPool;
@@ -253,7 +253,7 @@ impl CaptureCycle {
         observer.reached(CapturePhase::Precopy);
         let ram = match self.ram.take() {
             Some(ram) => ram,
-            None => machine.ram().map_err(machine_error("list RAM blocks"))?,
+            None => machine.ram_layout().map_err(machine_error("list RAM blocks"))?,
         };
         if !ram.same_space(&self.space) {
             return Err(CaptureError::OtherRam);
@@ -284,7 +284,7 @@ impl CaptureCycle {
         strategy.collect(&mut context)?;
         context.timeline.collect_ns = nanoseconds(collecting.elapsed());
         context.hand_over()?;
-        if machine.ram().map_err(machine_error("list RAM blocks"))? != ram {
+        if machine.ram_layout().map_err(machine_error("list RAM blocks"))? != ram {
             return Err(CaptureError::Resized);
         }
         let dirty_pages = context.held.len();
@@ -312,7 +312,7 @@ fn record_pause(
     timeline.device_state_ns = pause.device_state_ns;
     timeline.resume_ns = pause.resume_ns;
     // The guest of a VM that was paused before did not wait for the checkpoint.
-    timeline.pause_ns = if pause.stopped == Stopped::Already { 0 } else { pause.pause_ns };
+    timeline.pause_ns = if pause.hold == HoldOutcome::AlreadyPaused { 0 } else { pause.pause_ns };
     if let Some(previous) = previous_pause {
         timeline.interval_ns = nanoseconds(pause.paused_at.duration_since(previous));
     }

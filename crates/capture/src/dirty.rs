@@ -35,8 +35,8 @@ impl DirtyLog {
 
     /// Drains the tracker while the VM is paused. Returns the pages written since the last drain;
     /// with `all_owed`, all pages that are owed.
-    pub fn drain_still(&mut self, all_owed: bool) -> Result<PageSet, BoxError> {
-        let written = self.drain_by(|tracker, written| tracker.drain_still(written))?;
+    pub fn drain_paused(&mut self, all_owed: bool) -> Result<PageSet, BoxError> {
+        let written = self.drain_by(|tracker, written| tracker.drain_paused(written))?;
         Ok(if all_owed { self.owed.clone() } else { written })
     }
 
@@ -64,14 +64,14 @@ impl DirtyLog {
     }
 
     /// Tells the tracker that `pages` were copied while the VM ran.
-    pub fn copied_unfrozen(&mut self, pages: &PageSet) {
-        self.tracker.copied_unfrozen(pages);
+    pub fn mark_unfrozen_copies(&mut self, pages: &PageSet) {
+        self.tracker.mark_unfrozen_copies(pages);
     }
 
     /// Estimates how many pages the next [`Self::drain_owed`] would return. Returns `None` if the
     /// tracker cannot count cheaply.
     pub fn estimate_pages(&mut self) -> Option<u64> {
-        Some(self.tracker.count()?.saturating_add(self.owed.len()))
+        Some(self.tracker.estimate_pages()?.saturating_add(self.owed.len()))
     }
 
     /// Records that a checkpoint that holds every owed page is captured.

@@ -128,11 +128,11 @@ impl DirtyTracker for GroupTracker {
         self.0.gather(written, |tracker, own| tracker.drain(own))
     }
 
-    fn drain_still(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
-        self.0.gather(written, |tracker, own| tracker.drain_still(own))
+    fn drain_paused(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
+        self.0.gather(written, |tracker, own| tracker.drain_paused(own))
     }
 
-    fn copied_unfrozen(&mut self, pages: &PageSet) {
+    fn mark_unfrozen_copies(&mut self, pages: &PageSet) {
         let ranges: Vec<PageRange> = pages.ranges().collect();
         for (place, tracker) in &mut self.0.0 {
             let mut own = PageSet::new(place.len_pages);
@@ -140,12 +140,12 @@ impl DirtyTracker for GroupTracker {
                 .iter()
                 .filter_map(|r| to_member(*place, *r))
                 .for_each(|part| own.insert_range(part));
-            tracker.copied_unfrozen(&own);
+            tracker.mark_unfrozen_copies(&own);
         }
     }
 
-    fn count(&mut self) -> Option<u64> {
-        self.0.0.iter_mut().map(|(_, tracker)| tracker.count()).sum()
+    fn estimate_pages(&mut self) -> Option<u64> {
+        self.0.0.iter_mut().map(|(_, tracker)| tracker.estimate_pages()).sum()
     }
 }
 
@@ -234,11 +234,6 @@ pub fn split_device_states(joined: &[u8]) -> Option<Vec<&[u8]>> {
     rest.is_empty().then_some(states)
 }
 
-pub use {
-    GroupFirstWriteMonitor as GroupFirstWrites, join_device_states as join_states,
-    split_device_states as split_states,
-};
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -266,7 +261,7 @@ mod tests {
             }
             Ok(())
         }
-        fn copied_unfrozen(&mut self, pages: &PageSet) {
+        fn mark_unfrozen_copies(&mut self, pages: &PageSet) {
             self.0.lock().unwrap().extend(pages.iter().map(|p| p.0));
         }
     }
@@ -311,7 +306,7 @@ mod tests {
             let mut written = PageSet::new(31);
             tracker.drain(&mut written).unwrap();
             prop_assert_eq!(written.iter().map(|p| p.0).collect::<Vec<_>>(), pages.iter().copied().collect::<Vec<_>>());
-            tracker.copied_unfrozen(&written);
+            tracker.mark_unfrozen_copies(&written);
             for (m, told) in told.iter().enumerate() {
                 prop_assert_eq!(&*told.lock().unwrap(), &own(m));
             }

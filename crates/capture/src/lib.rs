@@ -39,22 +39,9 @@ pub use checkpoint::{CapturePhase, CaptureTimeline, CapturedCheckpoint};
 pub use cycle::{CaptureCycle, SettledReport};
 pub use encoder::{CheckpointEncoder, EncodeError, EncodeReport, EncoderMessage, EncoderQueue};
 pub use error::CaptureError;
-pub use machine::{Machine, PauseRecord, PauseWork, Resumed, Stopped};
+pub use machine::{HoldOutcome, Machine, PauseOutcome, PauseRecord, PauseSteps, PauseWork};
 pub use ports::{
     BoxError, CaptureObserver, CheckpointSink, DirtyTracker, FirstWriteHook, FirstWriteMonitor,
     NoObserver, PageReader, RamFreezer,
 };
 pub use staging_pool::StagingPool;
-
-// Names that callers still use.
-pub use checkpoint::{CapturePhase as Phase, CapturedCheckpoint as Captured};
-pub use cycle::{CaptureCycle as Cycle, SettledReport as Settled};
-pub use encoder::{
-    CheckpointEncoder as Encoder, EncodeReport as Report, EncoderMessage as Message,
-};
-pub use error::CaptureError as CycleError;
-pub use ports::{
-    CaptureObserver as Observer, CheckpointSink as Sink, DirtyTracker as Tracker,
-    FirstWriteMonitor as FirstWrites, RamFreezer as Freezer,
-};
-pub use staging_pool::StagingPool as Pool;

@@ -6,8 +6,9 @@
 //! ```
 //!
 //! The pause is one operation, [`Machine::pause`]: it holds the VM, lets the capture look at it,
-//! and releases it. A VMM with separate commands implements the steps and takes the provided
-//! method; a VMM that pauses, saves its devices and resumes in one command overrides it.
+//! and releases it. A machine with separate commands implements [`PauseSteps`] and calls
+//! [`pause_in_steps`]; a VMM that pauses, saves its devices and resumes in one command implements
+//! `pause` directly.
 //!
 //! Invariant: a held VM is released on every path, also if a step fails or panics.
 
@@ -17,23 +18,23 @@ use crate::ports::BoxError;
 use keyframe_units::RamLayout;
 use std::time::{Instant, SystemTime};
 
-/// What stopping the VM found.
+/// The state in which [`PauseSteps::hold`] found the VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stopped {
-    /// The VM ran and is now paused by this call.
-    ByUs,
-    /// The VM was paused before; it must stay paused.
-    Already,
+pub enum HoldOutcome {
+    /// The VM ran, and is paused now.
+    Held,
+    /// The VM was paused before, and must stay paused.
+    AlreadyPaused,
 }
 
-/// What resuming the VM found.
+/// Whether the VM stayed paused until it was released.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Resumed {
-    /// The VM stayed paused for the whole pause and runs again.
-    ByUs,
+pub enum PauseOutcome {
+    /// The VM stayed paused for the whole pause.
+    StayedPaused,
     /// The watchdog or another monitor client resumed the VM during the pause, so the copied
     /// pages are not of one instant.
-    ByOther,
+    RanMeanwhile,
 }
 
 /// The capture's part in a pause. The machine calls it while it pauses the VM.
@@ -53,7 +54,7 @@ pub struct PauseRecord {
     /// The monotonic clock just before the VM was paused.
     pub paused_at: Instant,
     /// Whether the VM ran before the pause.
-    pub stopped: Stopped,
+    pub hold: HoldOutcome,
     /// The VMM's device state.
     pub device_state: Vec<u8>,
     /// From the request to stop until the VMM confirmed it.
@@ -66,70 +67,71 @@ pub struct PauseRecord {
     pub pause_ns: u64,
 }
 
-/// Controls the VM.
+/// One VM, or a group of VMs that is paused together.
 pub trait Machine: Send {
     /// Returns the RAM blocks as they are now, with the bytes that each uses.
-    fn ram(&mut self) -> Result<RamLayout, BoxError>;
-
-    /// Prepares a pause while the VM still runs: everything that need not be done in the pause.
-    /// [`Machine::resumed`] undoes it. If this method or [`Machine::stop`] fails, the
-    /// implementation undoes it at once.
-    fn before_stop(&mut self) -> Result<(), BoxError> {
-        Ok(())
-    }
-
-    /// Pauses the VM. Before, it arms a watchdog that resumes the VM if this process dies or
-    /// exceeds the longest pause. After an error the VM is as it was.
-    fn stop(&mut self) -> Result<Stopped, BoxError>;
-
-    /// Returns the state of all devices. Saving it may write guest memory.
-    fn save_devices(&mut self) -> Result<Vec<u8>, BoxError>;
-
-    /// Ends the pause. `stopped` is the answer of [`Machine::stop`]: a VM that was paused before
-    /// stays paused.
-    fn resume(&mut self, stopped: Stopped) -> Result<(), BoxError>;
-
-    /// Disarms the watchdog after the pause, and tells whether the VM ran during it.
-    fn resumed(&mut self, stopped: Stopped) -> Result<Resumed, BoxError>;
+    fn ram_layout(&mut self) -> Result<RamLayout, BoxError>;
 
     /// Holds the VM, saves its device state, calls `work.look()`, and releases the VM.
     ///
     /// # Errors
     ///
-    /// If any step or the look fails, or if the VM ran during the pause
-    /// ([`CaptureError::Torn`]). The VM is released in every case.
-    fn pause(&mut self, work: &mut dyn PauseWork) -> Result<PauseRecord, CaptureError> {
-        pause_in_steps(self, work)
-    }
+    /// If a step or the look fails, or if the VM ran during the pause ([`CaptureError::Torn`]).
+    /// The VM is released in every case.
+    fn pause(&mut self, work: &mut dyn PauseWork) -> Result<PauseRecord, CaptureError>;
 }
 
-/// The pause of a machine that stops, saves its devices and resumes by separate commands.
-fn pause_in_steps<M: Machine + ?Sized>(
+/// The steps of a pause, for a machine that has a command for each.
+pub trait PauseSteps: Send {
+    /// Does the work that need not be done in the pause, while the VM still runs.
+    /// [`PauseSteps::finish_pause`] undoes it. If this method or [`PauseSteps::hold`] fails, the
+    /// implementation undoes it at once.
+    fn prepare_pause(&mut self) -> Result<(), BoxError> {
+        Ok(())
+    }
+
+    /// Arms a watchdog that resumes the VM if this process dies or exceeds the longest pause, then
+    /// pauses the VM. After an error the VM is as it was before.
+    fn hold(&mut self) -> Result<HoldOutcome, BoxError>;
+
+    /// Returns the state of all devices. Saving it may write guest memory.
+    fn save_device_state(&mut self) -> Result<Vec<u8>, BoxError>;
+
+    /// Lets the VM run again if `hold`, the result of [`PauseSteps::hold`], says that it ran.
+    fn release(&mut self, hold: HoldOutcome) -> Result<(), BoxError>;
+
+    /// Disarms the watchdog after the pause, and tells whether the VM ran during it.
+    fn finish_pause(&mut self, hold: HoldOutcome) -> Result<PauseOutcome, BoxError>;
+}
+
+/// Carries out [`Machine::pause`] by the steps of `machine`.
+pub fn pause_in_steps<M: PauseSteps + ?Sized>(
     machine: &mut M,
     work: &mut dyn PauseWork,
 ) -> Result<PauseRecord, CaptureError> {
-    machine.before_stop().map_err(machine_error("prepare the pause"))?;
+    machine.prepare_pause().map_err(machine_error("prepare the pause"))?;
     work.reached(CapturePhase::Stopping);
     let (taken_at, paused_at) = (SystemTime::now(), Instant::now());
     let mut held = HeldMachine::hold(machine).map_err(machine_error("pause the VM"))?;
     let stop_ns = nanoseconds(paused_at.elapsed());
     let looked = held.look(work);
-    let resuming = Instant::now();
-    let resumed = held.resume();
-    let resume_ns = nanoseconds(resuming.elapsed());
+    let releasing = Instant::now();
+    let released = held.release();
+    let resume_ns = nanoseconds(releasing.elapsed());
     let pause_ns = nanoseconds(paused_at.elapsed());
     work.reached(CapturePhase::Resumed);
-    let stopped = held.stopped;
-    let resumed_by = held.finish();
+    let hold = held.hold;
+    let outcome = held.finish();
     let (device_state, device_state_ns) = looked?;
-    resumed.map_err(machine_error("resume the VM"))?;
-    if resumed_by.map_err(machine_error("find out who resumed the VM"))? == Resumed::ByOther {
-        return Err(CaptureError::Torn);
+    released.map_err(machine_error("resume the VM"))?;
+    match outcome.map_err(machine_error("find out whether the VM ran in the pause"))? {
+        PauseOutcome::RanMeanwhile => return Err(CaptureError::Torn),
+        PauseOutcome::StayedPaused => {}
     }
     Ok(PauseRecord {
         taken_at,
         paused_at,
-        stopped,
+        hold,
         device_state,
         stop_ns,
         device_state_ns,
@@ -139,17 +141,17 @@ fn pause_in_steps<M: Machine + ?Sized>(
 }
 
 /// A machine whose VM is held. Dropping it releases the VM.
-struct HeldMachine<'a, M: Machine + ?Sized> {
+struct HeldMachine<'a, M: PauseSteps + ?Sized> {
     machine: &'a mut M,
-    stopped: Stopped,
-    is_resumed: bool,
+    hold: HoldOutcome,
+    is_released: bool,
     is_finished: bool,
 }
 
-impl<'a, M: Machine + ?Sized> HeldMachine<'a, M> {
+impl<'a, M: PauseSteps + ?Sized> HeldMachine<'a, M> {
     fn hold(machine: &'a mut M) -> Result<Self, BoxError> {
-        let stopped = machine.stop()?;
-        Ok(Self { machine, stopped, is_resumed: false, is_finished: false })
+        let hold = machine.hold()?;
+        Ok(Self { machine, hold, is_released: false, is_finished: false })
     }
 
     /// Saves the device state, then looks; returns the state and how long saving it took, in ns.
@@ -157,7 +159,7 @@ impl<'a, M: Machine + ?Sized> HeldMachine<'a, M> {
     fn look(&mut self, work: &mut dyn PauseWork) -> Result<(Vec<u8>, u64), CaptureError> {
         work.reached(CapturePhase::Paused);
         let saving = Instant::now();
-        let saved = self.machine.save_devices();
+        let saved = self.machine.save_device_state();
         let device_state = saved.map_err(machine_error("save the device state"))?;
         let device_state_ns = nanoseconds(saving.elapsed());
         work.reached(CapturePhase::DeviceState);
@@ -165,26 +167,26 @@ impl<'a, M: Machine + ?Sized> HeldMachine<'a, M> {
         Ok((device_state, device_state_ns))
     }
 
-    fn resume(&mut self) -> Result<(), BoxError> {
-        self.is_resumed = true;
-        self.machine.resume(self.stopped)
+    fn release(&mut self) -> Result<(), BoxError> {
+        self.is_released = true;
+        self.machine.release(self.hold)
     }
 
-    /// Disarms the watchdog, also after a failed resume.
-    fn finish(mut self) -> Result<Resumed, BoxError> {
+    /// Disarms the watchdog, also after a failed release.
+    fn finish(mut self) -> Result<PauseOutcome, BoxError> {
         self.is_finished = true;
-        self.machine.resumed(self.stopped)
+        self.machine.finish_pause(self.hold)
     }
 }
 
-impl<M: Machine + ?Sized> Drop for HeldMachine<'_, M> {
+impl<M: PauseSteps + ?Sized> Drop for HeldMachine<'_, M> {
     fn drop(&mut self) {
-        // The step that left early has told its own error.
-        if !self.is_resumed {
-            let _ = self.machine.resume(self.stopped);
+        // The step that left early has its own error.
+        if !self.is_released {
+            let _ = self.machine.release(self.hold);
         }
         if !self.is_finished {
-            let _ = self.machine.resumed(self.stopped);
+            let _ = self.machine.finish_pause(self.hold);
         }
     }
 }

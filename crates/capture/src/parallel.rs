@@ -99,8 +99,6 @@ fn cut(ranges: &[PageRange], part_pages: u64) -> Vec<Vec<PageRange>> {
     parts
 }
 
-pub use ParallelPageReader as ParallelReader;
-
 #[cfg(test)]
 mod tests {
     use super::*;

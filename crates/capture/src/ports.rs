@@ -23,19 +23,19 @@ pub trait DirtyTracker: Send {
 
     /// Does the same as [`DirtyTracker::drain`] while the VM is paused, when few pages are
     /// expected and the VM's processors are free to help.
-    fn drain_still(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
+    fn drain_paused(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
         self.drain(written)
     }
 
     /// Tells the tracker that `pages` were copied while the VM ran, so the copies may differ from
     /// the contents at the last drain. A tracker that compares contents must report them again.
-    fn copied_unfrozen(&mut self, pages: &PageSet) {
+    fn mark_unfrozen_copies(&mut self, pages: &PageSet) {
         let _ = pages;
     }
 
     /// Estimates how many pages the next [`DirtyTracker::drain`] would report. Returns `None` if
     /// counting them needs a drain or is expensive.
-    fn count(&mut self) -> Option<u64> {
+    fn estimate_pages(&mut self) -> Option<u64> {
         None
     }
 }
@@ -109,5 +109,3 @@ pub trait CaptureObserver: Send {
 /// An observer that does nothing.
 pub struct NoObserver;
 impl CaptureObserver for NoObserver {}
-
-pub use CaptureObserver as Observer;

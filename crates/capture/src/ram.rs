@@ -114,7 +114,7 @@ pub trait WriteScanner: Send {
     fn scan(&self, range: HostRange, out: &mut Vec<Written>) -> Result<(), keyframe_kernel::Error>;
 
     /// Does the same as [`WriteScanner::scan`], while the VM is paused.
-    fn scan_still(
+    fn scan_paused(
         &self,
         range: HostRange,
         out: &mut Vec<Written>,
@@ -123,7 +123,7 @@ pub trait WriteScanner: Send {
     }
 
     /// Estimates how many pages the next scan of `range` would find, if the tracker can.
-    fn count(&self, range: HostRange) -> Option<u64>;
+    fn estimate_pages(&self, range: HostRange) -> Option<u64>;
 }
 
 /// Asynchronous write protection: `PAGEMAP_SCAN` finds written pages and protects them again in one
@@ -133,7 +133,7 @@ impl WriteScanner for WriteTracker {
         self.scan_and_protect(range, out).map(drop)
     }
 
-    fn scan_still(
+    fn scan_paused(
         &self,
         range: HostRange,
         out: &mut Vec<Written>,
@@ -141,7 +141,7 @@ impl WriteScanner for WriteTracker {
         self.scan_and_protect_by_two(range, out).map(drop)
     }
 
-    fn count(&self, range: HostRange) -> Option<u64> {
+    fn estimate_pages(&self, range: HostRange) -> Option<u64> {
         self.count_written(range).ok()
     }
 }
@@ -152,7 +152,7 @@ impl WriteScanner for Arc<FaultTracker> {
         self.drain(range, out).map(drop)
     }
 
-    fn count(&self, _: HostRange) -> Option<u64> {
+    fn estimate_pages(&self, _: HostRange) -> Option<u64> {
         None
     }
 }
@@ -178,13 +178,13 @@ impl<S: WriteScanner> DirtyTracker for ProcessDirtyTracker<S> {
         self.drain_with(written, S::scan)
     }
 
-    fn drain_still(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
-        self.drain_with(written, S::scan_still)
+    fn drain_paused(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
+        self.drain_with(written, S::scan_paused)
     }
 
-    fn count(&mut self) -> Option<u64> {
+    fn estimate_pages(&mut self) -> Option<u64> {
         let blocks = 0..self.ram.layout.blocks().len();
-        blocks.map(|block| self.scan.count(self.ram.block_range(block))).sum()
+        blocks.map(|block| self.scan.estimate_pages(self.ram.block_range(block))).sum()
     }
 }
 
@@ -299,11 +299,6 @@ impl PageReader for ForkedRamReader {
         pages.read(ranges, dst)
     }
 }
-
-pub use {
-    ProcessDirtyTracker as RamTracker, ProcessFirstWriteMonitor as RamFaults,
-    ProcessPageReader as ProcessPages, WriteScanner as Scan,
-};
 
 #[cfg(test)]
 mod tests {

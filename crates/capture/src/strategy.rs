@@ -57,9 +57,3 @@ pub trait CopyStrategy: Send {
         let _ = (timeline, dirty_pages);
     }
 }
-
-pub use {
-    AutoStrategy as Auto, CopyOnWriteStrategy as CopyOnWrite, CopyStrategy as Strategy,
-    ForkStrategy as Fork, PrecopyStrategy as Precopy, PrescanStrategy as Prescan,
-    StopCopyStrategy as StopCopy,
-};

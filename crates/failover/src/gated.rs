@@ -1,7 +1,10 @@
 //! The VM with the gate before its network, as the capture's machine: what the guest has sent is
 //! cut into epochs as it is paused.
 
-use keyframe_capture::{BoxError, Machine, Resumed, Stopped};
+use keyframe_capture::machine::pause_in_steps;
+use keyframe_capture::{
+    BoxError, CaptureError, HoldOutcome, Machine, PauseOutcome, PauseRecord, PauseSteps, PauseWork,
+};
 use keyframe_net::GateRemote;
 use keyframe_session::machines::Machines;
 use keyframe_units::RamLayout;
@@ -42,38 +45,44 @@ pub struct Gated {
 }
 
 impl Machine for Gated {
-    fn ram(&mut self) -> Result<RamLayout, BoxError> {
-        self.machines.ram()
+    fn ram_layout(&mut self) -> Result<RamLayout, BoxError> {
+        self.machines.ram_layout()
     }
 
-    fn before_stop(&mut self) -> Result<(), BoxError> {
-        self.machines.before_stop()
+    fn pause(&mut self, work: &mut dyn PauseWork) -> Result<PauseRecord, CaptureError> {
+        pause_in_steps(self, work)
+    }
+}
+
+impl PauseSteps for Gated {
+    fn prepare_pause(&mut self) -> Result<(), BoxError> {
+        self.machines.prepare_pause()
     }
 
-    fn stop(&mut self) -> Result<Stopped, BoxError> {
-        let stopped = self.machines.stop()?;
+    fn hold(&mut self) -> Result<HoldOutcome, BoxError> {
+        let stopped = self.machines.hold()?;
         match self.gate.ask(GateRemote::cut) {
             Ok(cut) => {
                 self.cut = cut;
                 Ok(stopped)
             }
             Err(error) => {
-                let _ = self.machines.resume(stopped);
-                let _ = self.machines.resumed(stopped);
+                let _ = self.machines.release(stopped);
+                let _ = self.machines.finish_pause(stopped);
                 Err(error)
             }
         }
     }
 
-    fn save_devices(&mut self) -> Result<Vec<u8>, BoxError> {
-        self.machines.save_devices()
+    fn save_device_state(&mut self) -> Result<Vec<u8>, BoxError> {
+        self.machines.save_device_state()
     }
 
-    fn resume(&mut self, stopped: Stopped) -> Result<(), BoxError> {
-        self.machines.resume(stopped)
+    fn release(&mut self, stopped: HoldOutcome) -> Result<(), BoxError> {
+        self.machines.release(stopped)
     }
 
-    fn resumed(&mut self, stopped: Stopped) -> Result<Resumed, BoxError> {
-        self.machines.resumed(stopped)
+    fn finish_pause(&mut self, stopped: HoldOutcome) -> Result<PauseOutcome, BoxError> {
+        self.machines.finish_pause(stopped)
     }
 }

@@ -12,7 +12,7 @@
 use super::frames::{EpochHead, Kind, marked, text};
 use super::having::Having;
 use super::verify::Checks;
-use keyframe_capture::{BoxError, Captured, Sink};
+use keyframe_capture::{BoxError, CapturedCheckpoint, CheckpointSink};
 use keyframe_link::Channel;
 use keyframe_session::{BlockSink, DiskCut};
 use keyframe_transfer::{Encoder, Sent, stream_of};
@@ -224,7 +224,11 @@ impl Wire {
         self.put(&pages)
     }
 
-    fn finish(&mut self, label: &EpochLabel, captured: &Captured) -> Result<SentEpoch, BoxError> {
+    fn finish(
+        &mut self,
+        label: &EpochLabel,
+        captured: &CapturedCheckpoint,
+    ) -> Result<SentEpoch, BoxError> {
         self.flush_blocks()?;
         let link = self.link()?;
         let head = marked(self.session, label.epoch);
@@ -296,7 +300,7 @@ pub struct EpochLabel {
 /// The wire as the checkpoint cycle's sink.
 pub struct WireSink(pub SharedWire);
 
-impl Sink for WireSink {
+impl CheckpointSink for WireSink {
     type Label = EpochLabel;
     type Sealed = SentEpoch;
 
@@ -304,7 +308,11 @@ impl Sink for WireSink {
         self.0.lock().put(pages)
     }
 
-    fn seal(&mut self, captured: &Captured, label: EpochLabel) -> Result<SentEpoch, BoxError> {
+    fn seal(
+        &mut self,
+        captured: &CapturedCheckpoint,
+        label: EpochLabel,
+    ) -> Result<SentEpoch, BoxError> {
         let mut wire = self.0.lock();
         // Its pages went with what is in progress now, which has all of them again; as an epoch it
         // would be torn.

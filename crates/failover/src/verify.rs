@@ -2,7 +2,7 @@
 //! is applied; where these differ the epoch is not taken. It makes each pause as long as hashing
 //! RAM takes: for tests, and for whoever wants to see it.
 
-use keyframe_capture::ports::Observer;
+use keyframe_capture::ports::CaptureObserver;
 use keyframe_capture::{BoxError, PageReader};
 use keyframe_transfer::Image;
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, RamLayout, ZERO_PAGE};
@@ -27,7 +27,7 @@ fn batches(pages: u64) -> impl Iterator<Item = PageRange> {
     })
 }
 
-impl Observer for Verifier {
+impl CaptureObserver for Verifier {
     fn paused(&mut self, reader: &dyn PageReader, ram: &RamLayout) -> Result<(), BoxError> {
         let Some(checks) = self.checks.take() else { return Ok(()) };
         let mut buffer = Vec::new();

@@ -21,7 +21,7 @@ use super::guard::now_ns;
 use super::having::Having;
 use super::sending::{EpochLabel, SentEpoch, SharedWire, WireSink};
 use super::verify::{Checks, Verifier};
-use keyframe_capture::{EncodeError, Report, Settled};
+use keyframe_capture::{EncodeError, EncodeReport, SettledReport};
 use keyframe_failure::{Failure, chain};
 use keyframe_net::{GateLook, GateRemote};
 use keyframe_scheduling::replication::{Acknowledged, Decision, Look, Policy, Reason};
@@ -65,7 +65,7 @@ pub enum Order {
     /// A packet is held, the first of its epoch.
     Packet,
     /// The encoder is done with an epoch.
-    Report(Box<Report<SentEpoch>>),
+    Report(Box<EncodeReport<SentEpoch>>),
     /// Give the VM back.
     End,
 }
@@ -200,7 +200,7 @@ fn listen(mut bell: PipeReader, orders: Sender<Order>) -> Result<(), Failure> {
 struct InFlight {
     epoch: u64,
     /// What the encoder said of it; its seal is believed once the standby acknowledges.
-    report: Option<Report<SentEpoch>>,
+    report: Option<EncodeReport<SentEpoch>>,
     acknowledged: bool,
     captured_ns: u64,
     reason: &'static str,
@@ -456,7 +456,7 @@ impl Keeper {
         Ok(Event::Captured { epoch, gate: self.gated.cut, reason })
     }
 
-    fn reported(&mut self, report: Report<SentEpoch>) {
+    fn reported(&mut self, report: EncodeReport<SentEpoch>) {
         if let Err(error) = &report.outcome {
             let text = chain(error);
             if self.settle(report) {
@@ -536,8 +536,9 @@ impl Keeper {
             self.finish();
             return;
         }
-        let report =
-            in_flight.report.map(|report| Report { outcome: Err(EncodeError::Behind), ..report });
+        let report = in_flight
+            .report
+            .map(|report| EncodeReport { outcome: Err(EncodeError::Behind), ..report });
         match report {
             Some(report) => {
                 self.settle(report);
@@ -552,19 +553,19 @@ impl Keeper {
     }
 
     /// True where it is of an epoch that was given up.
-    fn settle(&mut self, report: Report<SentEpoch>) -> bool {
+    fn settle(&mut self, report: EncodeReport<SentEpoch>) -> bool {
         match self.copying.cycle.settle(report) {
-            Settled::Sealed { seq, .. } => {
+            SettledReport::Sealed { seq, .. } => {
                 if let Some((disks, vms)) = self.gated.machines.storage() {
                     disks.sealed(seq, vms);
                 }
             }
-            Settled::Failed { lost, .. } => {
+            SettledReport::Failed { lost, .. } => {
                 if let Some((disks, vms)) = self.gated.machines.storage() {
                     disks.failed(&lost, vms);
                 }
             }
-            Settled::Stale => return true,
+            SettledReport::Stale => return true,
         }
         false
     }

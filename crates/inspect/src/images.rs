@@ -1,6 +1,6 @@
 //! A checkpoint's VMs as image files, over the store.
 
-use keyframe_capture::group::split_states;
+use keyframe_capture::group::split_device_states;
 use keyframe_failure::{Failure, chain};
 use keyframe_image::{GuestView, Image};
 use keyframe_qemu::restore::RamSource;
@@ -115,7 +115,7 @@ impl Guest {
         };
         let rams = meta.members_ram().ok_or_else(contradicts)?;
         // The last one is the network's.
-        let states = split_states(&loaded.device_state)
+        let states = split_device_states(&loaded.device_state)
             .filter(|states| states.len() == meta.members.len() + 1)
             .ok_or_else(contradicts)?;
         let members = meta.members.iter().zip(rams).zip(states);

@@ -5,11 +5,19 @@ use super::faults::{Fault, FaultyReader, FaultyTracker};
 use super::machines::group_layout;
 use crate::control::{Strategy as Name, TrackerKind};
 use keyframe_capture::compare::CompareTracker;
-use keyframe_capture::group::{GroupFirstWrites, GroupFreezer, GroupReader, GroupTracker};
-use keyframe_capture::parallel::ParallelReader;
-use keyframe_capture::ram::{ForkFreezer, GuestRam, ProcessPages, RamFaults, RamTracker, Scan};
-use keyframe_capture::strategy::{Auto, CopyOnWrite, Fork, Precopy, Prescan, StopCopy, Strategy};
-use keyframe_capture::{Cycle, FirstWrites, Freezer, PageReader, Pool, Tracker};
+use keyframe_capture::group::{GroupFirstWriteMonitor, GroupFreezer, GroupReader, GroupTracker};
+use keyframe_capture::parallel::ParallelPageReader;
+use keyframe_capture::ram::{
+    ForkFreezer, GuestRam, ProcessDirtyTracker, ProcessFirstWriteMonitor, ProcessPageReader,
+    WriteScanner,
+};
+use keyframe_capture::strategy::{
+    AutoStrategy, CopyOnWriteStrategy, CopyStrategy, ForkStrategy, PrecopyStrategy,
+    PrescanStrategy, StopCopyStrategy,
+};
+use keyframe_capture::{
+    CaptureCycle, DirtyTracker, FirstWriteMonitor, PageReader, RamFreezer, StagingPool,
+};
 use keyframe_failure::{Failure, chain};
 use keyframe_kernel::Process;
 use keyframe_kernel::attach::{Attached, inject_userfaultfd};
@@ -23,7 +31,7 @@ use std::sync::Arc;
 /// A VM that is tracked, and how its pages can be copied.
 pub struct Copying {
     /// The capture.
-    pub cycle: Cycle,
+    pub cycle: CaptureCycle,
     /// The ways to copy.
     pub strategies: Strategies,
     /// The RAM blocks.
@@ -63,15 +71,16 @@ impl Copying {
         let parallel: Arc<dyn PageReader> = match options.copy_threads {
             Some(1) => plain,
             Some(threads) => {
-                Arc::new(ParallelReader::new(plain, threads).map_err(|e| no_threads(&e))?)
+                Arc::new(ParallelPageReader::new(plain, threads).map_err(|e| no_threads(&e))?)
             }
             None => Arc::new(
-                ParallelReader::adaptive(plain, copy_threads_max()).map_err(|e| no_threads(&e))?,
+                ParallelPageReader::adaptive(plain, copy_threads_max())
+                    .map_err(|e| no_threads(&e))?,
             ),
         };
         let reader = faulty(parallel, options.fault.as_ref());
         let (mut cow, mut stopped_ns) = (None, None);
-        let tracker: Box<dyn Tracker> = match options.tracker_kind()? {
+        let tracker: Box<dyn DirtyTracker> = match options.tracker_kind()? {
             TrackerKind::Compare => {
                 let key = random_key()?;
                 Box::new(CompareTracker::new(Arc::clone(&reader), layout.len_pages(), key))
@@ -81,13 +90,16 @@ impl Copying {
                 for way in &ways {
                     let (tracker, ns) = fault_tracker(&way.process, &way.ram)?;
                     stopped_ns = stopped_ns.max(Some(ns));
-                    let told: Arc<dyn FirstWrites> =
-                        Arc::new(RamFaults::new(Arc::clone(&way.ram), Arc::clone(&tracker)));
+                    let told: Arc<dyn FirstWriteMonitor> = Arc::new(ProcessFirstWriteMonitor::new(
+                        Arc::clone(&way.ram),
+                        Arc::clone(&tracker),
+                    ));
                     writes.push((way.len_pages(), told));
                     trackers.push((way.len_pages(), way.tracker(tracker)));
                 }
-                cow =
-                    Some(CopyOnWrite::new(one(writes, |all| Arc::new(GroupFirstWrites::new(all)))));
+                cow = Some(CopyOnWriteStrategy::new(one(writes, |all| {
+                    Arc::new(GroupFirstWriteMonitor::new(all))
+                })));
                 one(trackers, |all| Box::new(GroupTracker::new(all)))
             }
             TrackerKind::WriteProtect | TrackerKind::Auto => {
@@ -105,13 +117,13 @@ impl Copying {
             Some(fault) => Box::new(FaultyTracker(tracker, fault.clone())),
             None => tracker,
         };
-        let pool = Pool::new(staging_pages(options, &layout));
-        let cycle = Cycle::new(layout.clone(), tracker, reader, pool);
+        let pool = StagingPool::new(staging_pages(options, &layout));
+        let cycle = CaptureCycle::new(layout.clone(), tracker, reader, pool);
         let mut strategies = Strategies {
-            auto: Auto::default(),
-            precopy: Precopy::default(),
-            prescan: Prescan,
-            stop_copy: StopCopy,
+            auto: AutoStrategy::default(),
+            precopy: PrecopyStrategy::default(),
+            prescan: PrescanStrategy,
+            stop_copy: StopCopyStrategy,
             cow,
             fork: None,
             ways,
@@ -150,11 +162,11 @@ impl Ways {
     }
 
     fn pages(&self) -> Arc<dyn PageReader> {
-        Arc::new(ProcessPages::new(Arc::clone(&self.ram), Arc::clone(&self.memory)))
+        Arc::new(ProcessPageReader::new(Arc::clone(&self.ram), Arc::clone(&self.memory)))
     }
 
-    fn tracker(&self, scan: impl Scan + 'static) -> Box<dyn Tracker> {
-        Box::new(RamTracker::new(Arc::clone(&self.ram), Arc::clone(&self.memory), scan))
+    fn tracker(&self, scan: impl WriteScanner + 'static) -> Box<dyn DirtyTracker> {
+        Box::new(ProcessDirtyTracker::new(Arc::clone(&self.ram), Arc::clone(&self.memory), scan))
     }
 }
 
@@ -205,14 +217,14 @@ fn fault_tracker(process: &Process, ram: &GuestRam) -> Stopped<Arc<FaultTracker>
 
 /// The ways to copy that this VM allows.
 pub struct Strategies {
-    auto: Auto,
-    precopy: Precopy,
-    prescan: Prescan,
-    stop_copy: StopCopy,
+    auto: AutoStrategy,
+    precopy: PrecopyStrategy,
+    prescan: PrescanStrategy,
+    stop_copy: StopCopyStrategy,
     /// With its tracker alone.
-    cow: Option<CopyOnWrite>,
+    cow: Option<CopyOnWriteStrategy>,
     /// Looked into when it is first asked for.
-    fork: Option<Fork>,
+    fork: Option<ForkStrategy>,
     ways: Vec<Ways>,
 }
 
@@ -234,7 +246,7 @@ impl Strategies {
     }
 
     /// The one of that name, or why it cannot be.
-    pub fn get(&mut self, name: Name) -> Result<&mut dyn Strategy, Failure> {
+    pub fn get(&mut self, name: Name) -> Result<&mut dyn CopyStrategy, Failure> {
         Ok(match name {
             Name::Auto => &mut self.auto,
             Name::Precopy => &mut self.precopy,
@@ -246,12 +258,12 @@ impl Strategies {
             })?,
             Name::Fork => {
                 if self.fork.is_none() {
-                    let freezer = |way: &Ways| -> Result<(u64, Box<dyn Freezer>), Failure> {
+                    let freezer = |way: &Ways| -> Result<(u64, Box<dyn RamFreezer>), Failure> {
                         let freezer = ForkFreezer::new(Arc::clone(&way.ram), &way.process);
                         Ok((way.len_pages(), Box::new(freezer.map_err(|e| Failure::kernel(&e))?)))
                     };
                     let freezers = self.ways.iter().map(freezer).collect::<Result<_, _>>()?;
-                    self.fork = Some(Fork::new(one(freezers, |all| Box::new(GroupFreezer::new(all)))));
+                    self.fork = Some(ForkStrategy::new(one(freezers, |all| Box::new(GroupFreezer::new(all)))));
                 }
                 self.fork.as_mut().ok_or_else(|| Failure::new("no fork"))?
             }

@@ -4,27 +4,29 @@
 //! Invariant: the thread ends when its queue is closed and worked off; what was captured before
 //! that is sealed, or its failure reported.
 
-use keyframe_capture::{Encoder, Message, Phase, Report, Sink};
+use keyframe_capture::{
+    CapturePhase, CheckpointEncoder, CheckpointSink, EncodeReport, EncoderMessage,
+};
 use keyframe_failure::Failure;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
 /// A running encoder.
-pub struct Encoding<S: Sink> {
-    queue: Sender<Message<S::Label>>,
+pub struct Encoding<S: CheckpointSink> {
+    queue: Sender<EncoderMessage<S::Label>>,
     thread: JoinHandle<S>,
 }
 
-impl<S: Sink + 'static> Encoding<S> {
+impl<S: CheckpointSink + 'static> Encoding<S> {
     /// Starts one that feeds `sink`; `watch` is told of its phases, and `report` gets what becomes
     /// of each capture.
     pub fn start(
         sink: S,
         space_pages: u64,
-        watch: Box<dyn FnMut(Phase) + Send>,
-        report: impl FnMut(Report<S::Sealed>) + Send + 'static,
+        watch: Box<dyn FnMut(CapturePhase) + Send>,
+        report: impl FnMut(EncodeReport<S::Sealed>) + Send + 'static,
     ) -> Result<Self, Failure> {
-        let encoder = Encoder::new(sink, space_pages, watch);
+        let encoder = CheckpointEncoder::new(sink, space_pages, watch);
         let (queue, messages) = channel();
         let work = move || work(encoder, &messages, report);
         let thread = std::thread::Builder::new()
@@ -35,7 +37,7 @@ impl<S: Sink + 'static> Encoding<S> {
     }
 
     /// Where captures are handed over.
-    pub fn queue(&mut self) -> &mut Sender<Message<S::Label>> {
+    pub fn queue(&mut self) -> &mut Sender<EncoderMessage<S::Label>> {
         &mut self.queue
     }
 
@@ -47,10 +49,10 @@ impl<S: Sink + 'static> Encoding<S> {
     }
 }
 
-fn work<S: Sink>(
-    mut encoder: Encoder<S>,
-    messages: &Receiver<Message<S::Label>>,
-    mut report: impl FnMut(Report<S::Sealed>),
+fn work<S: CheckpointSink>(
+    mut encoder: CheckpointEncoder<S>,
+    messages: &Receiver<EncoderMessage<S::Label>>,
+    mut report: impl FnMut(EncodeReport<S::Sealed>),
 ) -> S {
     keyframe_kernel::priority::lower();
     for message in messages {

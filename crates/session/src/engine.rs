@@ -27,7 +27,7 @@ use super::watch::Watch;
 use crate::control::server::{self, Pending, SharedStatus};
 use crate::control::{MemberStatus, OnExit, Request, Response, Status, Strategy};
 use crate::rundir::RunDir;
-use keyframe_capture::{CycleError, Phase, Report, Settled};
+use keyframe_capture::{CaptureError, CapturePhase, EncodeReport, SettledReport};
 use keyframe_failure::output;
 use keyframe_failure::{DONE, FAILED, Failure, Outcome, WARNED, chain};
 use keyframe_inspect::report::Entry;
@@ -55,7 +55,7 @@ pub enum Inbox {
     /// A client of the control socket.
     Request(Pending),
     /// The encoder.
-    Report(Box<Report<Sealed>>),
+    Report(Box<EncodeReport<Sealed>>),
 }
 
 /// How a run ended.
@@ -441,7 +441,7 @@ fn encode(
     status: SharedStatus,
     fault: Option<Fault>,
 ) -> Result<Encoding<StoreSink>, Failure> {
-    let watch = move |phase: Phase| {
+    let watch = move |phase: CapturePhase| {
         if let Ok(mut status) = status.lock() {
             phase.name().clone_into(&mut status.encoder);
         }

@@ -10,7 +10,7 @@
 //!   disk-full|scan-error|short-read|slow-encoder|slow-copy|kill-rollback [:N]
 //! ```
 
-use keyframe_capture::{BoxError, PageReader, Phase, Tracker};
+use keyframe_capture::{BoxError, CapturePhase, DirtyTracker, PageReader};
 use keyframe_units::{PAGE_BYTES, PageRange, PageSet};
 use rustix::process::{Pid, Signal, getpid, kill_process};
 use std::os::fd::OwnedFd;
@@ -71,7 +71,7 @@ impl Kind {
 #[derive(Clone, Debug)]
 pub struct Fault {
     kind: Kind,
-    phase: Option<Phase>,
+    phase: Option<CapturePhase>,
     /// How many times its place is passed before it strikes.
     left: Arc<AtomicU32>,
     victim: Arc<OnceLock<(u32, OwnedFd)>>,
@@ -88,11 +88,10 @@ impl FromStr for Fault {
             .ok_or_else(|| format!("faults: {}", Kind::ALL.map(|(_, known)| known).join(", ")))?;
         let phase = if kind.has_phase() {
             let name = parts.next().unwrap_or_default();
-            let phase = Phase::ALL.into_iter().find(|p| p.name() == name);
-            Some(
-                phase
-                    .ok_or_else(|| format!("phases: {}", Phase::ALL.map(Phase::name).join(", ")))?,
-            )
+            let phase = CapturePhase::ALL.into_iter().find(|p| p.name() == name);
+            Some(phase.ok_or_else(|| {
+                format!("phases: {}", CapturePhase::ALL.map(CapturePhase::name).join(", "))
+            })?)
         } else {
             None
         };
@@ -112,8 +111,8 @@ impl Fault {
     }
 
     /// Strikes where `phase` is its own and it is due.
-    pub fn reached(&self, phase: Phase) {
-        if self.kind == Kind::SlowEncoder && phase == Phase::Encoding {
+    pub fn reached(&self, phase: CapturePhase) {
+        if self.kind == Kind::SlowEncoder && phase == CapturePhase::Encoding {
             std::thread::sleep(Duration::from_millis(500));
         }
         if self.phase != Some(phase) || !self.is_due() {
@@ -172,9 +171,9 @@ fn die() {
 
 /// A tracker whose scans fail on purpose: what it found is lost, as where the kernel fails half
 /// way.
-pub struct FaultyTracker(pub Box<dyn Tracker>, pub Fault);
+pub struct FaultyTracker(pub Box<dyn DirtyTracker>, pub Fault);
 
-impl Tracker for FaultyTracker {
+impl DirtyTracker for FaultyTracker {
     fn drain(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
         if let Some(error) = self.1.strike(Kind::ScanError) {
             self.0.drain(&mut PageSet::new(written.space_pages()))?;
@@ -183,12 +182,12 @@ impl Tracker for FaultyTracker {
         self.0.drain(written)
     }
 
-    fn copied_unfrozen(&mut self, pages: &PageSet) {
-        self.0.copied_unfrozen(pages);
+    fn mark_unfrozen_copies(&mut self, pages: &PageSet) {
+        self.0.mark_unfrozen_copies(pages);
     }
 
-    fn count(&mut self) -> Option<u64> {
-        self.0.count()
+    fn estimate_pages(&mut self) -> Option<u64> {
+        self.0.estimate_pages()
     }
 }
 
@@ -215,7 +214,7 @@ mod tests {
     #[test]
     fn faults_are_read_and_refused() {
         let fault: Fault = "kill:device-state:3".parse().unwrap();
-        assert_eq!((fault.kind, fault.phase), (Kind::Kill, Some(Phase::DeviceState)));
+        assert_eq!((fault.kind, fault.phase), (Kind::Kill, Some(CapturePhase::DeviceState)));
         assert!("kill:nowhere".parse::<Fault>().unwrap_err().contains("precopy"));
         assert!("hug".parse::<Fault>().unwrap_err().contains("scan-error"));
         assert!("kill:paused:0".parse::<Fault>().is_err());

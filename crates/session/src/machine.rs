@@ -14,7 +14,7 @@
 //! Invariant: whatever fails in a pause of ours, the VM runs again before the next look at it.
 
 use super::recorded::{Disks, Position};
-use keyframe_capture::{BoxError, Machine, Resumed, Stopped};
+use keyframe_capture::{BoxError, HoldOutcome, PauseOutcome, PauseSteps};
 use keyframe_qemu::watchdog::Watchdog;
 use keyframe_qemu::{Qmp, Vm};
 use keyframe_units::RamLayout;
@@ -67,8 +67,10 @@ impl QemuMachine {
     }
 }
 
-impl Machine for QemuMachine {
-    fn ram(&mut self) -> Result<RamLayout, BoxError> {
+impl QemuMachine {
+    /// Returns the VM's RAM blocks. Fails if a device that discards RAM was plugged in and this
+    /// run's tracker does not see discarded pages.
+    pub fn ram_layout(&mut self) -> Result<RamLayout, BoxError> {
         // Looking for discarded pages is half of a scan's time, so it is done only for machines
         // that can discard. The cycle asks after each pause, before it is sealed, so a device
         // plugged in meanwhile cannot slip through.
@@ -83,8 +85,10 @@ impl Machine for QemuMachine {
         }
         Ok(layout)
     }
+}
 
-    fn before_stop(&mut self) -> Result<(), BoxError> {
+impl PauseSteps for QemuMachine {
+    fn prepare_pause(&mut self) -> Result<(), BoxError> {
         if !self.is_recorded {
             return Ok(());
         }
@@ -92,18 +96,18 @@ impl Machine for QemuMachine {
         self.disks.await_rest(self.vm.qmp())
     }
 
-    fn stop(&mut self) -> Result<Stopped, BoxError> {
+    fn hold(&mut self) -> Result<HoldOutcome, BoxError> {
         if self.stands.is_some() {
             // The watchdog stays as it is.
-            return Ok(Stopped::Already);
+            return Ok(HoldOutcome::AlreadyPaused);
         }
         self.watchdog.arm(self.pause_limit)?;
         match self.vm.qmp().stop() {
-            Ok(stopped) if stopped.was_running => self.settle().map(|()| Stopped::ByUs),
+            Ok(stopped) if stopped.was_running => self.settle().map(|()| HoldOutcome::Held),
             Ok(_) => {
                 // Paused by somebody else, who will resume it: the watchdog must not.
                 let _ = self.watchdog.disarm()?;
-                Ok(Stopped::Already)
+                Ok(HoldOutcome::AlreadyPaused)
             }
             Err(e) => {
                 // The request may have arrived although its answer did not: let the VM run,
@@ -120,33 +124,33 @@ impl Machine for QemuMachine {
         }
     }
 
-    fn save_devices(&mut self) -> Result<Vec<u8>, BoxError> {
+    fn save_device_state(&mut self) -> Result<Vec<u8>, BoxError> {
         if let Some(position) = self.position.take() {
             let _ = position.set(self.vm.qmp().icount()?);
         }
         Ok(self.vm.save_devices()?)
     }
 
-    fn resume(&mut self, stopped: Stopped) -> Result<(), BoxError> {
+    fn release(&mut self, stopped: HoldOutcome) -> Result<(), BoxError> {
         let resumed = match stopped {
-            Stopped::ByUs => self.vm.qmp().cont().map_err(|error| {
+            HoldOutcome::Held => self.vm.qmp().cont().map_err(|error| {
                 self.rescue();
                 error.into()
             }),
-            Stopped::Already => Ok(()),
+            HoldOutcome::AlreadyPaused => Ok(()),
         };
         self.vm.may_answer_late(true);
         resumed
     }
 
-    fn resumed(&mut self, stopped: Stopped) -> Result<Resumed, BoxError> {
+    fn finish_pause(&mut self, stopped: HoldOutcome) -> Result<PauseOutcome, BoxError> {
         // The watchdog is disarmed whatever the monitor says.
         let fired = match stopped {
-            Stopped::ByUs => self.watchdog.disarm()?.0,
-            Stopped::Already => false,
+            HoldOutcome::Held => self.watchdog.disarm()?.0,
+            HoldOutcome::AlreadyPaused => false,
         };
         let other = self.vm.qmp().resumed_by_other()?;
-        Ok(if other || fired { Resumed::ByOther } else { Resumed::ByUs })
+        Ok(if other || fired { PauseOutcome::RanMeanwhile } else { PauseOutcome::StayedPaused })
     }
 }
 
@@ -171,8 +175,8 @@ impl QemuMachine {
     /// Stops the VM until [`Self::go`]; checkpoints taken meanwhile are of one instant. Whether it
     /// ran. Where the engine dies, it runs again.
     pub fn stand(&mut self) -> Result<bool, BoxError> {
-        let stopped = Machine::stop(self)?;
-        let ran = stopped == Stopped::ByUs;
+        let stopped = self.hold()?;
+        let ran = stopped == HoldOutcome::Held;
         self.stands = Some(ran);
         if ran { Ok(self.watchdog.arm(STAND_MAX).map(|()| ran)?) } else { Ok(ran) }
     }
@@ -201,7 +205,7 @@ impl QemuMachine {
     /// The VM runs again, where it did.
     pub fn go(&mut self) -> Result<(), BoxError> {
         let Some(true) = self.stands.take() else { return Ok(()) };
-        self.resume(Stopped::ByUs)?;
+        self.release(HoldOutcome::Held)?;
         // One that has ended is found at the next checkpoint; the VM runs.
         let _ = self.watchdog.disarm();
         Ok(())

@@ -2,10 +2,10 @@
 //! checkpointed at one instant.
 //!
 //! ```text
-//!   before_stop   the disks are ready to be cut; the network between members stands still, and what was sent to them has arrived
-//!   stop          all members, at once; where one cannot be stopped, the others run again; the disks are cut
-//!   save_devices  of all; then the packets that are on their way
-//!   resume        all, once what their disks promised is durable; then the network
+//!   prepare_pause      the disks are ready to be cut; the network between members stands still, and what was sent to them has arrived
+//!   hold               all members, at once; where one cannot be stopped, the others run again; the disks are cut
+//!   save_device_state  of all; then the packets that are on their way
+//!   release            all, once what their disks promised is durable; then the network
 //! ```
 //!
 //! Every member has been stopped before any runs again, and nothing is delivered meanwhile. So no
@@ -19,8 +19,11 @@ use super::machine::QemuMachine;
 use super::recorded::Position;
 use super::storage::Storage;
 use crate::lans::Lans;
-use keyframe_capture::group::join_states;
-use keyframe_capture::{BoxError, Machine, Resumed, Stopped};
+use keyframe_capture::group::join_device_states;
+use keyframe_capture::machine::pause_in_steps;
+use keyframe_capture::{
+    BoxError, CaptureError, HoldOutcome, Machine, PauseOutcome, PauseRecord, PauseSteps, PauseWork,
+};
 use keyframe_failure::Failure;
 use keyframe_qemu::{Error, Event, Vm};
 use keyframe_units::{RamBlock, RamLayout};
@@ -39,7 +42,7 @@ pub struct Member {
     shut_down: bool,
     ended: Option<ExitStatus>,
     /// What stopping it found, in a pause.
-    stopped: Option<Stopped>,
+    stopped: Option<HoldOutcome>,
 }
 
 impl Member {
@@ -225,7 +228,7 @@ impl Machines {
         (self.members.into_iter().map(|m| (m.name, m.machine.into_vm())).collect(), beside)
     }
 
-    fn release(&mut self) {
+    fn release_lans(&mut self) {
         if let Some(lans) = &mut self.lans {
             lans.release();
         }
@@ -245,8 +248,8 @@ pub fn group_layout(
 }
 
 impl Machine for Machines {
-    fn ram(&mut self) -> Result<RamLayout, BoxError> {
-        let layouts = self.each(|m| m.machine.ram());
+    fn ram_layout(&mut self) -> Result<RamLayout, BoxError> {
+        let layouts = self.each(|m| m.machine.ram_layout());
         let mut layouts = self.all(layouts)?;
         if !self.is_group && layouts.len() == 1 {
             return Ok(layouts.remove(0));
@@ -255,28 +258,34 @@ impl Machine for Machines {
         Ok(group_layout(&named)?)
     }
 
-    fn before_stop(&mut self) -> Result<(), BoxError> {
+    fn pause(&mut self, work: &mut dyn PauseWork) -> Result<PauseRecord, CaptureError> {
+        pause_in_steps(self, work)
+    }
+}
+
+impl PauseSteps for Machines {
+    fn prepare_pause(&mut self) -> Result<(), BoxError> {
         if let Some(lans) = &mut self.lans {
             lans.hold()?;
         }
         let ready = self.disks.as_mut().map_or(Ok(()), Storage::before_stop);
         // Last, since what it waits for lasts a moment only.
         let ready = ready.and_then(|()| {
-            let rested = self.members.iter_mut().try_for_each(|m| m.machine.before_stop());
+            let rested = self.members.iter_mut().try_for_each(|m| m.machine.prepare_pause());
             if let (Err(_), Some((disks, vms))) = (&rested, self.storage()) {
                 let _ = disks.resumed(vms);
             }
             rested
         });
         if ready.is_err() {
-            self.release();
+            self.release_lans();
         }
         ready
     }
 
-    fn stop(&mut self) -> Result<Stopped, BoxError> {
+    fn hold(&mut self) -> Result<HoldOutcome, BoxError> {
         let results = self.each(|member| {
-            let stopped = member.machine.stop();
+            let stopped = member.machine.hold();
             member.stopped = stopped.as_ref().ok().copied();
             stopped
         });
@@ -287,19 +296,19 @@ impl Machine for Machines {
             Ok(())
         };
         match cut.and(stopped) {
-            Ok(stopped) if stopped.contains(&Stopped::ByUs) => Ok(Stopped::ByUs),
-            Ok(_) => Ok(Stopped::Already),
+            Ok(stopped) if stopped.contains(&HoldOutcome::Held) => Ok(HoldOutcome::Held),
+            Ok(_) => Ok(HoldOutcome::AlreadyPaused),
             Err(error) => {
                 // One that failed to stop has been let run already.
-                let _ = self.resume(Stopped::ByUs);
-                let _ = self.resumed(Stopped::ByUs);
+                let _ = self.release(HoldOutcome::Held);
+                let _ = self.finish_pause(HoldOutcome::Held);
                 Err(error)
             }
         }
     }
 
-    fn save_devices(&mut self) -> Result<Vec<u8>, BoxError> {
-        let states = self.each(|member| member.machine.save_devices());
+    fn save_device_state(&mut self) -> Result<Vec<u8>, BoxError> {
+        let states = self.each(|member| member.machine.save_device_state());
         let mut states = self.all(states)?;
         if !self.is_group && states.len() == 1 {
             return Ok(states.remove(0));
@@ -308,30 +317,34 @@ impl Machine for Machines {
             Some(lans) => lans.collect()?,
             None => Vec::new(),
         });
-        Ok(join_states(&states))
+        Ok(join_device_states(&states))
     }
 
-    fn resume(&mut self, _: Stopped) -> Result<(), BoxError> {
+    fn release(&mut self, _: HoldOutcome) -> Result<(), BoxError> {
         let settled = self.disks.as_mut().map_or(Ok(()), Storage::settled);
         // Also where that failed: the guest's next flush tells it, and a VM that nobody resumes is
         // worse.
         let resumed = self.each(|member| match member.stopped {
-            Some(stopped) => member.machine.resume(stopped),
+            Some(stopped) => member.machine.release(stopped),
             None => Ok(()),
         });
         self.all(resumed).and(settled)
     }
 
-    fn resumed(&mut self, _: Stopped) -> Result<Resumed, BoxError> {
+    fn finish_pause(&mut self, _: HoldOutcome) -> Result<PauseOutcome, BoxError> {
         // Whatever comes next, the guests' network is not kept waiting.
-        self.release();
+        self.release_lans();
         let by = self.each(|member| match member.stopped.take() {
-            Some(stopped) => member.machine.resumed(stopped),
-            None => Ok(Resumed::ByUs),
+            Some(stopped) => member.machine.finish_pause(stopped),
+            None => Ok(PauseOutcome::StayedPaused),
         });
         let exported = self.storage().map_or(Ok(()), |(disks, vms)| disks.resumed(vms));
         let by = self.all(by)?;
         exported?;
-        Ok(if by.contains(&Resumed::ByOther) { Resumed::ByOther } else { Resumed::ByUs })
+        Ok(if by.contains(&PauseOutcome::RanMeanwhile) {
+            PauseOutcome::RanMeanwhile
+        } else {
+            PauseOutcome::StayedPaused
+        })
     }
 }

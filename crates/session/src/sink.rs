@@ -4,7 +4,7 @@ use super::faults::{Fault, Kind};
 use super::launch::lines_now;
 use super::recorded::Position;
 use super::storage::Cut;
-use keyframe_capture::{BoxError, Captured, Sink};
+use keyframe_capture::{BoxError, CapturedCheckpoint, CheckpointSink};
 use keyframe_failure::Failure;
 use keyframe_qemu::Vm;
 use keyframe_store::{
@@ -108,7 +108,7 @@ impl StoreSink {
     }
 }
 
-impl Sink for StoreSink {
+impl CheckpointSink for StoreSink {
     type Label = Label;
     type Sealed = Sealed;
 
@@ -125,7 +125,7 @@ impl Sink for StoreSink {
         struck
     }
 
-    fn seal(&mut self, captured: &Captured, label: Label) -> Result<Sealed, BoxError> {
+    fn seal(&mut self, captured: &CapturedCheckpoint, label: Label) -> Result<Sealed, BoxError> {
         // A checkpoint may have been taken before the one behind the rollback was sealed: it
         // follows that one.
         let parent = label.parent.filter(|(_, times)| *times > self.went_back);

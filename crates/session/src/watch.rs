@@ -3,7 +3,7 @@
 use super::audit::Audit;
 use super::faults::Fault;
 use crate::control::server::SharedStatus;
-use keyframe_capture::{BoxError, Observer, PageReader, Phase};
+use keyframe_capture::{BoxError, CaptureObserver, CapturePhase, PageReader};
 use keyframe_units::RamLayout;
 
 /// The engine's observer.
@@ -21,14 +21,14 @@ impl Watch {
     }
 }
 
-impl Observer for Watch {
-    fn reached(&mut self, phase: Phase) {
-        if phase == Phase::Precopy {
+impl CaptureObserver for Watch {
+    fn reached(&mut self, phase: CapturePhase) {
+        if phase == CapturePhase::Precopy {
             keyframe_kernel::priority::raise();
         }
         // Between Stopping and Resumed the guest waits: no lock that a client of the control socket
         // may hold.
-        if phase == Phase::Precopy
+        if phase == CapturePhase::Precopy
             && let Ok(mut status) = self.status.lock()
         {
             phase.name().clone_into(&mut status.phase);

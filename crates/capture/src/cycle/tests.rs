@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::encoder::CheckpointEncoder;
-use crate::machine::Resumed;
+use crate::machine::{PauseOutcome, PauseSteps, pause_in_steps};
 use crate::ports::{
     CaptureObserver, CheckpointSink, FirstWriteHook, FirstWriteMonitor, RamFreezer,
 };
@@ -16,6 +16,7 @@ use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};
+use std::time::SystemTime;
 
 const PAGES: u64 = 40;
 
@@ -153,7 +154,7 @@ impl DirtyTracker for Vm {
         Ok(())
     }
 
-    fn count(&mut self) -> Option<u64> {
+    fn estimate_pages(&mut self) -> Option<u64> {
         Some(self.world().written.len())
     }
 }
@@ -173,21 +174,27 @@ impl PageReader for Vm {
 }
 
 impl Machine for Vm {
-    fn ram(&mut self) -> Result<RamLayout, BoxError> {
+    fn ram_layout(&mut self) -> Result<RamLayout, BoxError> {
         let mut world = self.world();
         world.call("ram")?;
         Ok(Self::layout(world.used_pages))
     }
-    fn stop(&mut self) -> Result<Stopped, BoxError> {
+    fn pause(&mut self, work: &mut dyn PauseWork) -> Result<PauseRecord, CaptureError> {
+        pause_in_steps(self, work)
+    }
+}
+
+impl PauseSteps for Vm {
+    fn hold(&mut self) -> Result<HoldOutcome, BoxError> {
         let mut world = self.world();
         world.call("stop")?;
         for page in 0..world.burst_pages {
             world.land(page, 4);
         }
         world.running = false;
-        Ok(Stopped::ByUs)
+        Ok(HoldOutcome::Held)
     }
-    fn save_devices(&mut self) -> Result<Vec<u8>, BoxError> {
+    fn save_device_state(&mut self) -> Result<Vec<u8>, BoxError> {
         let mut world = self.world();
         world.used_pages = world.resized_in_pause.take().unwrap_or(world.used_pages);
         world.call("save devices")?;
@@ -196,22 +203,22 @@ impl Machine for Vm {
         self.world().write();
         Ok(b"devices".to_vec())
     }
-    fn resume(&mut self, stopped: Stopped) -> Result<(), BoxError> {
-        assert_eq!(stopped, Stopped::ByUs);
+    fn release(&mut self, stopped: HoldOutcome) -> Result<(), BoxError> {
+        assert_eq!(stopped, HoldOutcome::Held);
         let mut world = self.world();
         world.running = true;
         world.call("resume")
     }
-    fn resumed(&mut self, _: Stopped) -> Result<Resumed, BoxError> {
+    fn finish_pause(&mut self, _: HoldOutcome) -> Result<PauseOutcome, BoxError> {
         // The guest runs again: its writes so far reach their pages before anything was copied in
         // the background.
         self.serve_faults();
         let mut world = self.world();
         world.call("resumed")?;
         Ok(if std::mem::take(&mut world.resumed_by_other) {
-            Resumed::ByOther
+            PauseOutcome::RanMeanwhile
         } else {
-            Resumed::ByUs
+            PauseOutcome::StayedPaused
         })
     }
 }
@@ -220,23 +227,27 @@ impl Machine for Vm {
 struct OneCommandVm(Vm);
 
 impl Machine for OneCommandVm {
-    fn ram(&mut self) -> Result<RamLayout, BoxError> {
-        self.0.ram()
-    }
-    fn stop(&mut self) -> Result<Stopped, BoxError> {
-        unreachable!("it has no command for this step alone")
-    }
-    fn save_devices(&mut self) -> Result<Vec<u8>, BoxError> {
-        unreachable!("it has no command for this step alone")
-    }
-    fn resume(&mut self, _: Stopped) -> Result<(), BoxError> {
-        unreachable!("it has no command for this step alone")
-    }
-    fn resumed(&mut self, _: Stopped) -> Result<Resumed, BoxError> {
-        unreachable!("it has no command for this step alone")
+    fn ram_layout(&mut self) -> Result<RamLayout, BoxError> {
+        self.0.ram_layout()
     }
     fn pause(&mut self, work: &mut dyn PauseWork) -> Result<PauseRecord, CaptureError> {
-        self.0.pause(work)
+        let (taken_at, paused_at) = (SystemTime::now(), Instant::now());
+        self.0.world().running = false;
+        let device_state = self.0.save_device_state();
+        let looked = work.look();
+        self.0.world().running = true;
+        self.0.serve_faults();
+        looked?;
+        Ok(PauseRecord {
+            taken_at,
+            paused_at,
+            hold: HoldOutcome::Held,
+            device_state: device_state.map_err(machine_error("save"))?,
+            stop_ns: 0,
+            device_state_ns: 0,
+            resume_ns: 0,
+            pause_ns: nanoseconds(paused_at.elapsed()),
+        })
     }
 }
 

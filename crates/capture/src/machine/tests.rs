@@ -18,25 +18,26 @@ impl ScriptedMachine {
     }
 }
 
-impl Machine for ScriptedMachine {
-    fn ram(&mut self) -> Result<RamLayout, BoxError> {
-        Ok(RamLayout::new(Vec::new())?)
-    }
-    fn before_stop(&mut self) -> Result<(), BoxError> {
+impl PauseSteps for ScriptedMachine {
+    fn prepare_pause(&mut self) -> Result<(), BoxError> {
         self.call("prepare")
     }
-    fn stop(&mut self) -> Result<Stopped, BoxError> {
-        self.call("stop").map(|()| Stopped::ByUs)
+    fn hold(&mut self) -> Result<HoldOutcome, BoxError> {
+        self.call("stop").map(|()| HoldOutcome::Held)
     }
-    fn save_devices(&mut self) -> Result<Vec<u8>, BoxError> {
+    fn save_device_state(&mut self) -> Result<Vec<u8>, BoxError> {
         self.call("save").map(|()| b"devices".to_vec())
     }
-    fn resume(&mut self, stopped: Stopped) -> Result<(), BoxError> {
-        assert_eq!(stopped, Stopped::ByUs);
+    fn release(&mut self, stopped: HoldOutcome) -> Result<(), BoxError> {
+        assert_eq!(stopped, HoldOutcome::Held);
         self.call("resume")
     }
-    fn resumed(&mut self, _: Stopped) -> Result<Resumed, BoxError> {
-        let by = if self.ran_meanwhile { Resumed::ByOther } else { Resumed::ByUs };
+    fn finish_pause(&mut self, _: HoldOutcome) -> Result<PauseOutcome, BoxError> {
+        let by = if self.ran_meanwhile {
+            PauseOutcome::RanMeanwhile
+        } else {
+            PauseOutcome::StayedPaused
+        };
         self.call("finish").map(|()| by)
     }
 }
@@ -61,7 +62,7 @@ fn pause(
     look: &mut dyn FnMut() -> Result<(), CaptureError>,
 ) -> Result<PauseRecord, CaptureError> {
     let mut work = RecordingWork { phases: Vec::new(), look };
-    let paused = machine.pause(&mut work);
+    let paused = pause_in_steps(machine, &mut work);
     if machine.calls.contains(&"finish") {
         assert!(work.phases.contains(&CapturePhase::Resumed), "{:?}", work.phases);
     }
@@ -89,7 +90,7 @@ fn a_step_that_fails_after_the_stop_releases_the_vm_and_is_the_error() {
         ("stop", "pause the VM: injected", &WHOLE[..2]),
         ("save", "save the device state: injected", &WHOLE[..]),
         ("resume", "resume the VM: injected", &WHOLE[..]),
-        ("finish", "find out who resumed the VM: injected", &WHOLE[..]),
+        ("finish", "find out whether the VM ran in the pause: injected", &WHOLE[..]),
     ];
     for (fails, text, calls) in expected {
         let mut machine = ScriptedMachine { fails: Some(fails), ..ScriptedMachine::default() };
@@ -109,7 +110,7 @@ fn a_look_that_fails_or_panics_releases_the_vm() {
     let panicked = catch_unwind(AssertUnwindSafe(|| {
         let mut look = || panic!("injected");
         let mut work = RecordingWork { phases: Vec::new(), look: &mut look };
-        machine.pause(&mut work)
+        pause_in_steps(&mut machine, &mut work)
     }));
     assert!(panicked.is_err());
     assert_eq!(machine.calls, WHOLE);

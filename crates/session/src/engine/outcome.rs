@@ -1,15 +1,15 @@
 //! What becomes of captures: sealed, failed, or of RAM that is not there any more.
 
 use super::{
-    Arc, Copying, CycleError, Engine, Entry, Failure, Instant, Report, Response, SAY_LATE_EVERY,
-    Sealed, Settled, StoreSink, chain, encode, ns, output,
+    Arc, CaptureError, Copying, EncodeReport, Engine, Entry, Failure, Instant, Response,
+    SAY_LATE_EVERY, Sealed, SettledReport, StoreSink, chain, encode, ns, output,
 };
 
 impl Engine<'_> {
     /// Takes in what the encoder reports.
-    pub(super) fn settle(&mut self, report: Report<Sealed>) {
+    pub(super) fn settle(&mut self, report: EncodeReport<Sealed>) {
         match self.copying.cycle.settle(report) {
-            Settled::Sealed { seq, sealed } => {
+            SettledReport::Sealed { seq, sealed } => {
                 if let Some((disks, vms)) = self.machines.storage() {
                     disks.sealed(seq, vms);
                 }
@@ -18,7 +18,7 @@ impl Engine<'_> {
                     let _ = taker.send(Response::Taken(Box::new(entry)));
                 }
             }
-            Settled::Failed { lost, error } => {
+            SettledReport::Failed { lost, error } => {
                 if let Some((disks, vms)) = self.machines.storage() {
                     disks.failed(&lost, vms);
                 }
@@ -27,7 +27,7 @@ impl Engine<'_> {
                     let _ = taker.send(Response::Failed(text.clone()));
                 }
             }
-            Settled::Stale => {}
+            SettledReport::Stale => {}
         }
         let queued = self.copying.cycle.in_flight();
         self.update(|status| status.queued = queued);
@@ -107,14 +107,14 @@ impl Engine<'_> {
     }
 
     /// A checkpoint that failed: say why (once for a row of the same), and whether there is hope.
-    pub(super) fn stumbled(&mut self, error: &CycleError) -> String {
+    pub(super) fn stumbled(&mut self, error: &CaptureError) -> String {
         let mut message = chain(error);
         // A VM that ended in the middle is no failure; the loop finds out and says how it ended.
         if self.machines.any_has_ended() {
             message = format!("the VM ended before the checkpoint was complete ({message})");
             return message;
         }
-        if matches!(error, CycleError::OtherRam) {
+        if matches!(error, CaptureError::OtherRam) {
             return match self.begin_anew() {
                 Ok(()) => format!("{message}; the next checkpoint is complete"),
                 Err(failure) => {

@@ -2,7 +2,7 @@
 //! then all run.
 
 use super::{Beside, Place, Restore, RestoredDisks, StoredRam};
-use keyframe_capture::group::split_states;
+use keyframe_capture::group::split_device_states;
 use keyframe_failure::output;
 use keyframe_failure::paths;
 use keyframe_failure::{DONE, FAILED, Failure, Outcome, chain};
@@ -280,7 +280,7 @@ fn members<'a>(
     };
     let members = &group.meta.members;
     let rams = group.meta.members_ram().ok_or_else(contradicts)?;
-    let states = split_states(group.device_state)
+    let states = split_device_states(group.device_state)
         .filter(|states| states.len() == members.len() + 1)
         .ok_or_else(contradicts)?;
     let in_flight = match states.last() {
