@@ -198,12 +198,12 @@ fn made(
         paths: config.paths,
         streams: setup.streams,
         user_command: machine.user_command.clone(),
-        qemu_path: machine.qemu_path.clone(),
-        qemu_version: machine.qemu_version.clone(),
-        qemu_blake3: machine.qemu_blake3.clone(),
+        qemu_path: machine.binary_path.clone(),
+        qemu_version: machine.vmm_version.clone(),
+        qemu_blake3: machine.binary_blake3.clone(),
         machine_type: machine.machine_type.clone(),
         working_directory: machine.working_directory.clone(),
-        cpu_lacks: machine.cpu_lacks.clone(),
+        cpu_lacks: machine.missing_cpu_features.clone(),
         ram: copying.layout.clone(),
         disks: exports
             .iter()

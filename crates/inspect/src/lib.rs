@@ -13,14 +13,5 @@ use keyframe_units::RamLayout;
 
 /// What a restore has to know of the machine.
 pub fn source_of(machine: &MachineMeta, ram: &RamLayout) -> RestoreSource {
-    RestoreSource {
-        user_command: machine.user_command.clone(),
-        qemu_path: machine.qemu_path.clone().into(),
-        qemu_version: machine.qemu_version.clone(),
-        qemu_blake3: machine.qemu_blake3.clone(),
-        machine_type: machine.machine_type.clone(),
-        working_directory: machine.working_directory.clone().into(),
-        ram: ram.clone(),
-        cpu_lacks: machine.cpu_lacks.clone(),
-    }
+    RestoreSource { machine: machine.clone(), ram: ram.clone() }
 }

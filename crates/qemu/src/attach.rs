@@ -23,6 +23,7 @@ use crate::lifetime::{Lifetime, Other};
 use crate::statefile::StateFile;
 use crate::vm::{Origin, Vm, check_target};
 use crate::{Error, Qmp, Result, RunStatus, options};
+use keyframe_machine::{MachineSpec, VmmKind};
 use running::Running;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -80,8 +81,38 @@ impl Vm {
 
     /// Which QEMU it is, as it runs: a file that was replaced since is not it.
     pub fn identity(&mut self) -> Result<QemuIdentity> {
+        if let Some(identity) = &self.identity {
+            return Ok(identity.clone());
+        }
         let pid = self.pid();
-        running::identity(self.qmp(), pid)
+        let identity = running::identity(self.qmp(), pid)?;
+        Ok(self.identity.insert(identity).clone())
+    }
+
+    /// Sets the identity of the QEMU that runs this VM, if the caller knows it already.
+    pub fn set_identity(&mut self, identity: QemuIdentity) {
+        self.identity = Some(identity);
+    }
+
+    /// The machine as it is now, with the memory that was plugged in since its line was written.
+    pub fn spec(&mut self) -> Result<MachineSpec> {
+        let identity = self.identity()?;
+        let plugged = self.plugged_memory()?;
+        let with_plugged = |line: &[String]| line.iter().chain(&plugged).cloned().collect();
+        Ok(MachineSpec {
+            vmm: VmmKind::Qemu,
+            binary_path: identity.path.to_string_lossy().into_owned(),
+            vmm_version: identity.version,
+            binary_blake3: identity.blake3,
+            machine_type: self.machine_type()?,
+            vcpus: self.cpus()?,
+            working_directory: self.working_directory()?.to_string_lossy().into_owned(),
+            user_command: with_plugged(self.user_command()),
+            full_command: with_plugged(self.full_command()),
+            missing_cpu_features: Some(self.cpu_lacks()?),
+            guest_map: Some(self.guest_map()?),
+            recorded: None,
+        })
     }
 
     /// Where the relative paths of its line begin.
@@ -106,7 +137,7 @@ fn connect(
         Monitor::Socket(path) => {
             let qmp = Qmp::connect_running(path, GREETING_TIMEOUT)?;
             check_peer(&qmp, pid)?;
-            Ok((qmp, Origin::Attached))
+            Ok((qmp, Origin::Attached { monitor: path.clone() }))
         }
         Monitor::Libvirt { domain, uri } => {
             running.check_domain(pid, domain)?;

@@ -12,30 +12,9 @@
 //! blocks a migration of it.
 
 use crate::{Qmp, Result, drives};
+use keyframe_vmm::{AuditFinding, Severity};
 use serde_json::{Value, json};
 use std::path::Path;
-
-/// How serious a finding is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Severity {
-    /// The VM cannot be checkpointed exactly and must not start.
-    Refused,
-    /// It can, as far as is known.
-    Warning,
-}
-
-/// Something about a machine that stands in the way of exact checkpoints.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Refusal {
-    /// The device, drive or option.
-    pub what: String,
-    /// Why it is a problem.
-    pub reason: String,
-    /// What to do about it.
-    pub fix: String,
-    /// How serious it is.
-    pub severity: Severity,
-}
 
 /// Types of devices whose RAM accesses, or part of them, come from outside QEMU.
 const FOREIGN: &[(&str, &str)] = &[
@@ -67,7 +46,7 @@ pub(crate) fn audit(
     qmp: &mut Qmp,
     machine_type: &str,
     (disks, minded): (Disks<'_>, &[String]),
-) -> Result<Vec<Refusal>> {
+) -> Result<Vec<AuditFinding>> {
     let mut found = Vec::new();
     machine(machine_type, &mut found);
     let blocks = qmp.execute("query-block", None)?;
@@ -87,13 +66,13 @@ pub(crate) fn audit(
 }
 
 /// What of a machine that runs already QEMU itself could not save.
-pub(crate) fn blockers(qmp: &mut Qmp) -> Result<Vec<Refusal>> {
+pub(crate) fn blockers(qmp: &mut Qmp) -> Result<Vec<AuditFinding>> {
     let answer = qmp.execute("query-migrate", None)?;
     let reasons = answer.get("blocked-reasons").and_then(Value::as_array);
     Ok(reasons.into_iter().flatten().filter_map(Value::as_str).map(blocker).collect())
 }
 
-fn blocker(reason: &str) -> Refusal {
+fn blocker(reason: &str) -> AuditFinding {
     let what = reason.strip_prefix("non-migratable device: ");
     let name = what
         .map_or("the machine".into(), |device| format!("device {}", device.trim_end_matches('.')));
@@ -151,20 +130,24 @@ pub(crate) fn ask_with_plugged(
     Ok((answer, discards))
 }
 
-fn refused(what: impl Into<String>, reason: impl Into<String>, fix: impl Into<String>) -> Refusal {
-    Refusal {
-        what: what.into(),
+fn refused(
+    subject: impl Into<String>,
+    reason: impl Into<String>,
+    fix: impl Into<String>,
+) -> AuditFinding {
+    AuditFinding {
+        subject: subject.into(),
         reason: reason.into(),
         fix: fix.into(),
         severity: Severity::Refused,
     }
 }
 
-fn machine(machine_type: &str, found: &mut Vec<Refusal>) {
+fn machine(machine_type: &str, found: &mut Vec<AuditFinding>) {
     let known = ["pc-i440fx-", "pc-q35-"].iter().any(|p| machine_type.starts_with(p))
         || machine_type == "microvm";
     if !known {
-        found.push(Refusal {
+        found.push(AuditFinding {
             severity: Severity::Warning,
             ..refused(
                 format!("machine type {machine_type}"),
@@ -175,7 +158,7 @@ fn machine(machine_type: &str, found: &mut Vec<Refusal>) {
     }
 }
 
-fn drive(block: &Value, (disks, minded): (Disks<'_>, &[String]), found: &mut Vec<Refusal>) {
+fn drive(block: &Value, (disks, minded): (Disks<'_>, &[String]), found: &mut Vec<AuditFinding>) {
     let Some(inserted) = block.get("inserted") else { return };
     let text = |value: &Value, key: &str| {
         value.get(key).and_then(Value::as_str).unwrap_or_default().to_owned()
@@ -214,7 +197,7 @@ fn drive(block: &Value, (disks, minded): (Disks<'_>, &[String]), found: &mut Vec
     }
 }
 
-fn device(child: &Value, shared: bool, found: &mut Vec<Refusal>) {
+fn device(child: &Value, shared: bool, found: &mut Vec<AuditFinding>) {
     let text = |key: &str| child.get(key).and_then(Value::as_str).unwrap_or_default();
     let Some(kind) = text("type").strip_prefix("child<").and_then(|t| t.strip_suffix('>')) else {
         return;
@@ -236,7 +219,7 @@ fn device(child: &Value, shared: bool, found: &mut Vec<Refusal>) {
     }
 }
 
-fn network(text: &str, found: &mut Vec<Refusal>) {
+fn network(text: &str, found: &mut Vec<AuditFinding>) {
     for line in text.lines() {
         for kind in ["vhost-user", "vhost-vdpa"] {
             if line.contains(&format!("type={kind}")) {
@@ -256,7 +239,7 @@ fn network(text: &str, found: &mut Vec<Refusal>) {
 mod tests {
     use super::*;
 
-    fn of(run: impl FnOnce(&mut Vec<Refusal>)) -> Vec<Refusal> {
+    fn of(run: impl FnOnce(&mut Vec<AuditFinding>)) -> Vec<AuditFinding> {
         let mut found = Vec::new();
         run(&mut found);
         found
@@ -267,11 +250,9 @@ mod tests {
         let block = json!({"device": "ide0-hd0", "inserted": {"ro": false, "file": "a.img", "cache": {"direct": true}}});
         let found = of(|f| drive(&block, (Disks::Launched(None), &[]), f));
         assert_eq!(found.len(), 2);
-        assert!(
-            found.iter().all(|r| r.what.contains("ide0-hd0")
-                && r.what.contains("a.img")
-                && !r.fix.is_empty())
-        );
+        assert!(found.iter().all(|r| r.subject.contains("ide0-hd0")
+            && r.subject.contains("a.img")
+            && !r.fix.is_empty()));
         let found = of(|f| drive(&block, (Disks::Foreign, &[]), f));
         assert!(found[0].fix.contains("unplug"));
         let minded = [String::from("n")];
@@ -312,14 +293,14 @@ mod tests {
     #[test]
     fn a_foreign_network_backend_is_refused() {
         let text = "virtio-net-pci.0: index=0,type=nic,model=virtio-net-pci\r\n \\ n0: index=0,type=vhost-user,vhost-user\r\n";
-        assert!(of(|f| network(text, f))[0].what.contains("n0"));
+        assert!(of(|f| network(text, f))[0].subject.contains("n0"));
         assert_eq!(of(|f| network("n0: index=0,type=user,net=10.0.2.0", f)), []);
     }
 
     #[test]
     fn what_blocks_a_migration_is_refused_in_qemus_words() {
         let found = blocker("non-migratable device: 0000:00:02.0/nvme");
-        assert!(found.what.contains("0000:00:02.0/nvme") && found.severity == Severity::Refused);
+        assert!(found.subject.contains("0000:00:02.0/nvme") && found.severity == Severity::Refused);
         assert!(blocker("State blocked by invtsc").reason.contains("invtsc"));
     }
 

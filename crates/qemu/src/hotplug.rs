@@ -13,9 +13,9 @@
 //! machine makes itself; media that were changed; configuration files of the line's, whose devices
 //! are not looked up.
 
-use crate::audit::{Refusal, Severity};
 use crate::options::{self, Argument, Object, escape, properties, value_of};
 use crate::{Error, Qmp, Result};
+use keyframe_vmm::{AuditFinding, Severity};
 use serde_json::{Value, json};
 
 /// More than any machine has.
@@ -67,7 +67,7 @@ pub(crate) fn memory_words(qmp: &mut Qmp, line: &[Argument]) -> Result<Vec<Strin
 }
 
 /// Devices with an id that `line` does not name, or that it names and the machine has no more.
-pub(crate) fn refusals(qmp: &mut Qmp, line: &[Argument]) -> Result<Vec<Refusal>> {
+pub(crate) fn refusals(qmp: &mut Qmp, line: &[Argument]) -> Result<Vec<AuditFinding>> {
     if line.iter().any(|a| a.name() == "readconfig") {
         return Ok(Vec::new());
     }
@@ -82,9 +82,9 @@ pub(crate) fn refusals(qmp: &mut Qmp, line: &[Argument]) -> Result<Vec<Refusal>>
     Ok(compare(&present, &named_devices(line)))
 }
 
-fn compare(present: &[(String, String)], named: &[String]) -> Vec<Refusal> {
-    let refused = |what: String, reason: &str, fix: &str| Refusal {
-        what,
+fn compare(present: &[(String, String)], named: &[String]) -> Vec<AuditFinding> {
+    let refused = |what: String, reason: &str, fix: &str| AuditFinding {
+        subject: what,
         reason: reason.into(),
         fix: fix.into(),
         severity: Severity::Refused,
@@ -251,7 +251,7 @@ mod tests {
         ));
         assert_eq!(named, ["net0", "n0"]);
         let found = compare(&present, &named);
-        let what: Vec<_> = found.iter().map(|r| r.what.as_str()).collect();
+        let what: Vec<_> = found.iter().map(|r| r.subject.as_str()).collect();
         assert_eq!(what, ["device usb7 (usb-storage)", "device n0"]);
     }
 }

@@ -4,48 +4,15 @@
 //! the process that cannot come to mean another one.
 
 use crate::{Error, Result, spawn};
+use keyframe_vmm::VmExit;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal};
-use std::fmt;
 use std::os::fd::OwnedFd;
-use std::process::{Child, ExitStatus};
+use std::process::Child;
 use std::time::{Duration, Instant};
 
 /// How long a killed process may take to be gone.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// How a QEMU ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ended {
-    /// A child of ours, with this status.
-    With(ExitStatus),
-    /// One that somebody else started, who alone learns how.
-    Unknown,
-}
-
-impl Ended {
-    /// False where it is known that it ended in failure.
-    pub fn success(&self) -> bool {
-        matches!(self, Self::Unknown) || matches!(self, Self::With(status) if status.success())
-    }
-
-    /// Its status, or success where that is not known.
-    pub fn status(&self) -> ExitStatus {
-        match self {
-            Self::With(status) => *status,
-            Self::Unknown => ExitStatus::default(),
-        }
-    }
-}
-
-impl fmt::Display for Ended {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::With(status) => status.fmt(f),
-            Self::Unknown => f.write_str("a status that only its parent knows"),
-        }
-    }
-}
 
 /// A QEMU process.
 pub(crate) enum Lifetime {
@@ -108,20 +75,20 @@ impl Lifetime {
     }
 
     /// How it ended, if it has.
-    pub fn ended(&mut self) -> Result<Option<Ended>> {
+    pub fn ended(&mut self) -> Result<Option<VmExit>> {
         self.wait(Duration::ZERO)
     }
 
     /// Waits for its end for at most `timeout`; `None` where it still runs then.
-    pub fn wait(&mut self, timeout: Duration) -> Result<Option<Ended>> {
+    pub fn wait(&mut self, timeout: Duration) -> Result<Option<VmExit>> {
         match self {
-            Self::Child(child) => Ok(spawn::wait(child, timeout)?.map(Ended::With)),
+            Self::Child(child) => Ok(spawn::wait(child, timeout)?.map(VmExit::Status)),
             Self::Other(other) => {
                 let deadline = Instant::now() + timeout;
                 loop {
                     let left = deadline.saturating_duration_since(Instant::now());
                     if other.has_ended(left)? {
-                        return Ok(Some(Ended::Unknown));
+                        return Ok(Some(VmExit::Unknown));
                     }
                     if Instant::now() >= deadline {
                         return Ok(None);
@@ -132,9 +99,9 @@ impl Lifetime {
     }
 
     /// Ends it by force and waits until it is gone.
-    pub fn kill(&mut self) -> Result<Ended> {
+    pub fn kill(&mut self) -> Result<VmExit> {
         match self {
-            Self::Child(child) => spawn::kill(child).map(Ended::With),
+            Self::Child(child) => spawn::kill(child).map(VmExit::Status),
             Self::Other(other) => {
                 let operation = format!("kill QEMU (pid {})", other.pid);
                 match rustix::process::pidfd_send_signal(&other.pidfd, Signal::KILL) {
@@ -166,7 +133,7 @@ mod tests {
         assert_eq!(other.wait(Duration::from_millis(20)).unwrap(), None);
         let ended = other.kill().unwrap();
         assert!(ended.success() && ended.status().success(), "nobody told us how");
-        assert_eq!(other.ended().unwrap(), Some(Ended::Unknown));
+        assert_eq!(other.ended().unwrap(), Some(VmExit::Unknown));
         child.wait().unwrap();
         assert!(other.kill().is_ok(), "gone and waited for");
     }

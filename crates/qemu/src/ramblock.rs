@@ -21,14 +21,7 @@ const LIST: &str = "x-query-ramblock";
 /// More blocks than any machine has.
 const BLOCKS_MAX: usize = 4096;
 
-/// A RAM block and where it lies.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct HostBlock {
-    /// The block.
-    pub block: RamBlock,
-    /// Its first byte in QEMU's address space; all `total_bytes` of it are mapped from there on.
-    pub host: HostVirt,
-}
+pub use keyframe_machine::HostBlock;
 
 /// A row of QEMU's list.
 #[derive(Clone, Debug, PartialEq, Eq)]

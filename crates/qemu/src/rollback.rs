@@ -18,10 +18,8 @@
 
 mod image;
 
-use crate::restore::RamSource;
 use crate::stream::{self, MigrationHead};
 use crate::{Error, Qmp, Result, Vm};
-use keyframe_units::{PageIndex, RamLayout};
 use serde_json::{Value, json};
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -34,19 +32,7 @@ const LOAD_TIMEOUT: Duration = Duration::from_mins(1);
 const LOAD_TIMEOUT_GIB: Duration = Duration::from_mins(1);
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
-/// What a VM is put back to.
-pub struct Target<'a> {
-    /// The machine's type with aliases resolved.
-    pub machine_type: &'a str,
-    /// The RAM blocks, as they are in VM and checkpoint alike.
-    pub layout: &'a RamLayout,
-    /// Where the checkpoint's pages come from.
-    pub ram: &'a dyn RamSource,
-    /// The pages that are to be written, rising.
-    pub pages: &'a [PageIndex],
-    /// The state of all devices.
-    pub device_state: &'a [u8],
-}
+pub use keyframe_vmm::RollbackTarget as Target;
 
 impl Vm {
     /// Puts the VM, which is paused, back to `target`; it stays paused. The state passes through

@@ -17,14 +17,16 @@
 //! 2. A launch that fails leaves no process behind.
 
 use crate::invocation::{Invocation, Parts};
-use crate::lifetime::{Ended, Lifetime};
+use crate::lifetime::Lifetime;
 use crate::ramblock::{self, HostBlock, find_ram_blocks};
 use crate::record::Mode;
 use crate::spawn;
 use crate::statefile::StateFile;
 use crate::turns::{self, Turns};
 use crate::watchdog::Watched;
-use crate::{Error, Qmp, Refusal, Result, accel, audit, error, hotplug, wrapper};
+use crate::{
+    AuditFinding, Error, QemuIdentity, Qmp, Result, VmExit, accel, audit, error, hotplug, wrapper,
+};
 use keyframe_units::RamLayout;
 use rustix::fs::MemfdFlags;
 use serde_json::{Value, json};
@@ -70,6 +72,8 @@ pub struct Vm {
     server: Option<PathBuf>,
     /// Of one that records or replays.
     turns: Option<Turns>,
+    /// Which QEMU it is, once that is known.
+    pub(crate) identity: Option<QemuIdentity>,
     /// What has to be there for as long as it is.
     kept: Vec<Box<dyn Any + Send + Sync>>,
 }
@@ -85,8 +89,11 @@ pub(crate) enum Origin {
     },
     /// Brought to life from a checkpoint.
     Restored,
-    /// Started by somebody else; its monitor is a socket.
-    Attached,
+    /// Started by another program.
+    Attached {
+        /// The socket of its monitor.
+        monitor: PathBuf,
+    },
     /// Started by libvirt.
     Libvirt {
         /// The domain's name.
@@ -185,6 +192,7 @@ impl Vm {
             minded: Vec::new(),
             server: None,
             turns: None,
+            identity: None,
             kept: Vec::new(),
         }
     }
@@ -235,7 +243,7 @@ impl Vm {
 
     /// True where somebody else started it.
     pub fn is_attached(&self) -> bool {
-        matches!(self.origin, Origin::Attached | Origin::Libvirt { .. })
+        matches!(self.origin, Origin::Attached { .. } | Origin::Libvirt { .. })
     }
 
     /// What its watchdog is to watch: see [`crate::watchdog::Watchdog::spawn`].
@@ -246,11 +254,15 @@ impl Vm {
                 let set = Some(self.state.set());
                 Ok(Watched::Libvirt { domain: domain.clone(), uri: uri.clone(), set })
             }
-            Origin::Restored | Origin::Attached => match self.qmp.duplicate()? {
+            Origin::Restored | Origin::Attached { .. } => match self.qmp.duplicate()? {
                 Some(socket) => Ok(Watched::Shared { socket, set: self.state.set() }),
                 None => Err(Error::Watchdog { problem: "the VM's monitor is no socket".into() }),
             },
         }
+    }
+
+    pub(crate) fn origin_detail(&self) -> &Origin {
+        &self.origin
     }
 
     /// Its monitor.
@@ -269,7 +281,7 @@ impl Vm {
     }
 
     /// What stands in the way of exact checkpoints of this machine; all of it.
-    pub fn audit(&mut self) -> Result<Vec<Refusal>> {
+    pub fn audit(&mut self) -> Result<Vec<AuditFinding>> {
         let machine_type = self.machine_type()?;
         let disks = match (&self.origin, &self.server) {
             (Origin::Launched { disks, .. }, _) => audit::Disks::Launched(disks.as_deref()),
@@ -372,7 +384,7 @@ impl Vm {
     }
 
     /// How QEMU ended, if it has.
-    pub fn ended(&mut self) -> Result<Option<Ended>> {
+    pub fn ended(&mut self) -> Result<Option<VmExit>> {
         self.lifetime.ended()
     }
 

@@ -40,9 +40,11 @@ mod watched;
 pub use watched::Watched;
 
 use crate::{Error, Result};
+use keyframe_vmm::Resumer;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::ffi::OsString;
 use std::io::{Read, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -324,10 +326,23 @@ impl Watchdog {
     /// Starts the watchdog as `command`, to which the words that [`Watched::parse`] reads are
     /// added, and waits until it is ready.
     pub fn spawn(command: &mut Command, watched: &Watched) -> Result<Self> {
-        command.args(watched.words()).stdin(Stdio::piped()).stdout(Stdio::piped());
-        // Ctrl-C is not to end it together with the engine.
+        Self::spawn_by(command, &watched.words(), &watched.inherited())
+    }
+
+    /// As [`Watchdog::spawn`], with the words and descriptors of `resumer`.
+    pub fn spawn_resumer(command: &mut Command, resumer: &Resumer) -> Result<Self> {
+        Self::spawn_by(command, &resumer.words, &resumer.descriptors.iter().collect::<Vec<_>>())
+    }
+
+    fn spawn_by(
+        command: &mut Command,
+        words: &[OsString],
+        descriptors: &[&OwnedFd],
+    ) -> Result<Self> {
+        command.args(words).stdin(Stdio::piped()).stdout(Stdio::piped());
+        // Ctrl-C must not end it together with the engine.
         command.process_group(0);
-        let mut child = crate::spawn::start(command, &watched.inherited())?;
+        let mut child = crate::spawn::start(command, descriptors)?;
         match (child.stdin.take(), child.stdout.take()) {
             (Some(stdin), Some(stdout)) => Self::new(child, stdin, stdout),
             _ => Err(Error::Watchdog { problem: "it was started without pipes".into() }),

@@ -200,7 +200,7 @@ fn a_device_that_qemu_cannot_save_is_refused() {
         let guest =
             Foreign::start(&qemu, &words(&format!("{BARE} -device nvme,serial=x")), dir.path());
         let found = guest.attach().unwrap().audit().unwrap();
-        assert!(found.len() == 1 && found[0].what.contains("nvme"), "{found:?}");
+        assert!(found.len() == 1 && found[0].subject.contains("nvme"), "{found:?}");
     }
 }
 
@@ -362,7 +362,7 @@ fn memory_that_was_plugged_in_comes_back() {
         let seen = vm.qmp().hmp(&look).unwrap();
         assert!(seen.contains("0xa5a5a5a5a5a5a5a5"), "{seen}");
         let mut taken = checkpoint(&mut vm);
-        taken.source.user_command.extend(plugged);
+        taken.source.machine.user_command.extend(plugged);
         drop(vm);
         drop(guest);
 
@@ -396,7 +396,7 @@ fn other_devices_that_came_and_went_are_refused() {
     vm.qmp().execute("device_add", Some(plugged)).unwrap();
     let found = vm.audit().unwrap();
     assert!(
-        found.len() == 1 && found[0].what.contains("rng1") && !found[0].fix.is_empty(),
+        found.len() == 1 && found[0].subject.contains("rng1") && !found[0].fix.is_empty(),
         "{found:?}"
     );
 }

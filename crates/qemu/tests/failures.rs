@@ -55,7 +55,7 @@ impl RamSource for Broken {
 
 fn refuses_what_does_not_fit(taken: &Checkpoint) {
     let mut other = fresh(taken);
-    other.source.machine_type = "pc-i440fx-1.0".into();
+    other.source.machine.machine_type = "pc-i440fx-1.0".into();
     let error = try_restore(&other, &[]).unwrap_err();
     assert!(
         matches!(&error, Error::DifferentMachine { expected, .. } if expected == "pc-i440fx-1.0"),
@@ -79,9 +79,9 @@ fn refuses_what_does_not_fit(taken: &Checkpoint) {
     );
 
     let mut other = fresh(taken);
-    other.source.qemu_version = "6.6.6 (Elsewhere)".into();
+    other.source.machine.vmm_version = "6.6.6 (Elsewhere)".into();
     // The very binary that is known is not asked for its version.
-    other.source.qemu_blake3 = "0".repeat(64);
+    other.source.machine.binary_blake3 = "0".repeat(64);
     let error = try_restore(&other, &[]).unwrap_err();
     assert!(
         error.to_string().contains("6.6.6") && error.fix().unwrap().contains("--qemu"),
@@ -89,7 +89,7 @@ fn refuses_what_does_not_fit(taken: &Checkpoint) {
     );
 
     let mut other = fresh(taken);
-    other.source.qemu_path = "/no/such/qemu".into();
+    other.source.machine.binary_path = "/no/such/qemu".into();
     let error = try_restore(&other, &[]).unwrap_err();
     assert!(error.to_string().contains("/no/such/qemu") && error.fix().is_some(), "{error}");
 

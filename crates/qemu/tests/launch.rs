@@ -19,7 +19,7 @@ fn refusals(line: &str, dir: &Path) -> Vec<String> {
     found
         .into_iter()
         .filter(|r| r.severity == Severity::Refused)
-        .map(|r| format!("{}: {}", r.what, r.reason))
+        .map(|r| format!("{}: {}", r.subject, r.reason))
         .collect()
 }
 

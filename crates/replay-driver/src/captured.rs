@@ -106,7 +106,7 @@ impl Captured {
             .fix("take some: keyframe run --store S -- qemu-system-x86_64 ..."));
         }
         let (run, qemu_version) =
-            (newest.meta.run.clone(), newest.meta.machine.qemu_version.clone());
+            (newest.meta.run.clone(), newest.meta.machine.vmm_version.clone());
         drop(listing);
         Ok(Self { store, run, qemu_version, intervals })
     }
@@ -128,15 +128,16 @@ impl Captured {
             log: with.log,
             ..RestoreOptions::default()
         };
-        let mut machine = source_of(&loaded.meta.machine, &loaded.meta.ram);
+        let mut source = source_of(&loaded.meta.machine, &loaded.meta.ram);
         // Its consoles and networks lead nowhere that anybody else is.
         let place = tempfile::Builder::new().prefix("keyframe-simulated-").tempdir();
         let place =
             place.map_err(|e| Failure::new(format!("make a directory for consoles: {e}")))?;
         let own = Apart { directory: place.path(), exact: true };
-        let line = apart::line(&machine.user_command, &[], own).map_err(|e| Failure::qemu(&e))?;
-        machine.user_command = line.words;
-        let plan = Plan::new(machine, extra, options).map_err(|e| Failure::qemu(&e))?;
+        let line =
+            apart::line(&source.machine.user_command, &[], own).map_err(|e| Failure::qemu(&e))?;
+        source.machine.user_command = line.words;
+        let plan = Plan::new(source, extra, options).map_err(|e| Failure::qemu(&e))?;
         let ram = StoredRam(Arc::clone(&loaded));
         let restored =
             restore::start(plan, &ram, &loaded.device_state).map_err(|e| Failure::qemu(&e))?;

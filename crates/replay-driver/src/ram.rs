@@ -15,7 +15,7 @@
 use keyframe_analysis::plugin::Interface;
 use keyframe_analysis::{GuestRam, RamFile, RamRange};
 use keyframe_failure::Failure;
-use keyframe_qemu::restore::{RestoreSource, ram_file};
+use keyframe_qemu::restore::{RestoreSource, backends_as_made, ram_file};
 use keyframe_units::{BlockKind, GuestRegion};
 
 /// QEMU puts each block of RAM at a multiple of this (`find_ram_offset`).
@@ -48,7 +48,7 @@ pub fn of(
         .fix("record it with fewer NUMA nodes"));
     }
     let has_modules = || {
-        let mut pairs = source.user_command.windows(2);
+        let mut pairs = source.machine.user_command.windows(2);
         pairs.any(|pair| pair[0].trim_start_matches('-') == "device" && pair[1].contains("memdev"))
     };
     if interface == Interface::V1 && of_backends.len() > 1 && has_modules() {
@@ -57,7 +57,7 @@ pub fn of(
         )
         .fix("record with QEMU 10, or with all memory in -m"));
     }
-    let made = source.backends_as_made().map_err(|e| Failure::qemu(&e))?;
+    let made = backends_as_made(source).map_err(|e| Failure::qemu(&e))?;
     let made: Vec<Backend> = made
         .into_iter()
         .map(|block| {
@@ -120,6 +120,7 @@ fn numbers(made: &[Backend]) -> Option<Vec<u64>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use keyframe_store::MachineMeta;
     use keyframe_units::{GuestPhys, RamBlock, RamLayout};
 
     const MIB: u64 = 1 << 20;
@@ -131,16 +132,12 @@ mod tests {
             used_bytes: len_bytes,
             total_bytes: len_bytes,
         };
-        RestoreSource {
+        let machine = MachineMeta {
             user_command: line.split(' ').map(str::to_owned).collect(),
-            qemu_path: "qemu".into(),
-            qemu_version: String::new(),
-            qemu_blake3: String::new(),
-            machine_type: String::new(),
-            working_directory: "/".into(),
-            ram: RamLayout::new(blocks.iter().map(block).collect()).unwrap(),
-            cpu_lacks: None,
-        }
+            ..MachineMeta::default()
+        };
+        let ram = RamLayout::new(blocks.iter().map(block).collect()).unwrap();
+        RestoreSource { machine, ram }
     }
 
     fn region(block: &str, start: u64, offset_bytes: u64, len_bytes: u64) -> GuestRegion {

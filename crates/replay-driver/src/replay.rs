@@ -201,8 +201,9 @@ pub fn begin(
     let loaded = Arc::new(loaded);
     let mut disks = serve(&source.store, &loaded)?;
     let server = server(&disks);
-    let mut machine = source_of(&loaded.meta.machine, &loaded.meta.ram);
-    let media = serve_media(&machine);
+    let mut source = source_of(&loaded.meta.machine, &loaded.meta.ram);
+    let media = serve_media(&source.machine);
+    let machine = &mut source.machine;
     let media_server = media.as_ref().map(Media::server);
     let words = machine.user_command.split_off(1.min(machine.user_command.len()));
     let wanted = Wanted {
@@ -210,7 +211,7 @@ pub fn begin(
         log: source.log(),
         disks: server.as_ref(),
         media: media_server.as_ref(),
-        version: &machine.qemu_version,
+        version: &machine.vmm_version,
         console: with.console.as_deref(),
         clock: Clock::As(&loaded.meta.machine.full_command),
     };
@@ -218,7 +219,7 @@ pub fn begin(
     machine.user_command.extend(line.words);
     let options =
         RestoreOptions { replays: Some(until), log: with.log.clone(), ..RestoreOptions::default() };
-    let plan = Plan::new(machine, with.extra.clone(), options).map_err(|e| Failure::qemu(&e))?;
+    let plan = Plan::new(source, with.extra.clone(), options).map_err(|e| Failure::qemu(&e))?;
     let ram = Arc::new(StoredRam(Arc::clone(&loaded)));
     let restored = if with.lazy {
         restore::start_lazy(plan, ram, &loaded.device_state)
@@ -255,9 +256,9 @@ pub(super) fn serve(store: &Store, loaded: &Loaded) -> Result<Disks, Failure> {
 }
 
 /// The media that the guest can only read; none where QEMU has to read them itself.
-fn serve_media(machine: &RestoreSource) -> Option<Media> {
+fn serve_media(machine: &MachineMeta) -> Option<Media> {
     let media = media_of(machine.user_command.get(1..)?).ok()?;
-    Media::serve(&media, &machine.working_directory, &std::env::temp_dir()).ok()?
+    Media::serve(&media, &machine.directory(), &std::env::temp_dir()).ok()?
 }
 
 /// Who serves them.

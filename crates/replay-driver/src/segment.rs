@@ -62,9 +62,9 @@ pub fn segment(
     }
     let machine = &loaded.meta.machine;
     let identity = QemuIdentity {
-        path: PathBuf::from(&machine.qemu_path),
-        version: machine.qemu_version.clone(),
-        blake3: machine.qemu_blake3.clone(),
+        path: PathBuf::from(&machine.binary_path),
+        version: machine.vmm_version.clone(),
+        blake3: machine.binary_blake3.clone(),
     };
     let directory = PathBuf::from(&machine.working_directory);
     options.recorded = Some(Recorded {

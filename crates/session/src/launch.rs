@@ -464,13 +464,13 @@ pub fn require_kernel(options: &Options) -> Result<(), Failure> {
 pub fn refuse(vm: &mut Vm) -> Result<(), Failure> {
     let found = vm.audit().map_err(|e| Failure::qemu(&e))?;
     for warning in found.iter().filter(|r| r.severity == Severity::Warning) {
-        eprintln!("keyframe: warning: {}: {}", warning.what, warning.reason);
+        eprintln!("keyframe: warning: {}: {}", warning.subject, warning.reason);
     }
     let refusals: Vec<_> = found.iter().filter(|r| r.severity == Severity::Refused).collect();
     if refusals.is_empty() {
         return Ok(());
     }
-    let texts: Vec<_> = refusals.iter().map(|r| format!("{}: {}", r.what, r.reason)).collect();
+    let texts: Vec<_> = refusals.iter().map(|r| format!("{}: {}", r.subject, r.reason)).collect();
     let mut fixes: Vec<&str> = refusals.iter().map(|r| r.fix.as_str()).collect();
     fixes.dedup();
     let lead = if refusals.len() > 1 {
@@ -489,17 +489,17 @@ pub fn machine_meta(
 ) -> Result<MachineMeta, Failure> {
     let (user_command, full_command) = lines_now(vm)?;
     Ok(MachineMeta {
-        qemu_path: identity.path.to_string_lossy().into_owned(),
-        qemu_version: identity.version.clone(),
-        qemu_blake3: identity.blake3.clone(),
+        binary_path: identity.path.to_string_lossy().into_owned(),
+        vmm_version: identity.version.clone(),
+        binary_blake3: identity.blake3.clone(),
         machine_type: vm.machine_type().map_err(|e| Failure::qemu(&e))?,
-        cpus: vm.cpus().map_err(|e| Failure::qemu(&e))?,
+        vcpus: vm.cpus().map_err(|e| Failure::qemu(&e))?,
         working_directory: directory.to_string_lossy().into_owned(),
         user_command,
         full_command,
-        cpu_lacks: Some(vm.cpu_lacks().map_err(|e| Failure::qemu(&e))?),
+        missing_cpu_features: Some(vm.cpu_lacks().map_err(|e| Failure::qemu(&e))?),
         guest_map: Some(vm.guest_map().map_err(|e| Failure::qemu(&e))?),
-        recorded: None,
+        ..MachineMeta::default()
     })
 }
 

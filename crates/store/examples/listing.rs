@@ -44,9 +44,9 @@ fn fill(store: &Store, count: u64) -> keyframe_store::Result<()> {
         (layout(), "-device virtio-blk-pci,drive=d,id=disk0,bus=pci.0,addr=0x5 -m 128M".split(' '));
     let words: Vec<String> = words.cycle().take(40).map(String::from).collect();
     let machine = MachineMeta {
-        qemu_path: "/usr/bin/qemu-system-x86_64".into(),
-        qemu_version: "7.2.0".into(),
-        qemu_blake3: "5a".repeat(32),
+        binary_path: "/usr/bin/qemu-system-x86_64".into(),
+        vmm_version: "7.2.0".into(),
+        binary_blake3: "5a".repeat(32),
         machine_type: "pc-i440fx-7.2".into(),
         cpus: 1,
         user_command: words.clone(),

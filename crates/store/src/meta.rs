@@ -3,7 +3,7 @@
 
 use crate::disks::DiskMeta;
 use jiff::Timestamp;
-use keyframe_units::{CheckpointId, Epoch, GuestRegion, PageIndex, RamBlock, RamLayout};
+use keyframe_units::{CheckpointId, Epoch, PageIndex, RamBlock, RamLayout};
 use serde::{Deserialize, Serialize};
 
 /// A sealed checkpoint: complete, verifiable, immutable.
@@ -106,46 +106,11 @@ pub struct MemberMeta {
     pub machine: MachineMeta,
 }
 
-/// The machine that the checkpoint was taken of.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MachineMeta {
-    /// The QEMU binary.
-    pub qemu_path: String,
-    /// What it calls its version.
-    pub qemu_version: String,
-    /// BLAKE3 of the binary, hexadecimal.
-    pub qemu_blake3: String,
-    /// The machine type with aliases resolved (`pc-i440fx-7.2`).
-    pub machine_type: String,
-    /// Virtual CPUs.
-    pub cpus: u32,
-    /// Where QEMU was started.
-    pub working_directory: String,
-    /// The command line as the user gave it.
-    pub user_command: Vec<String>,
-    /// The command line as it was run.
-    pub full_command: Vec<String>,
-    /// Features of its processor model that the guest was not given, as accelerator or host lack
-    /// them; `None` in checkpoints of versions that did not ask.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub cpu_lacks: Option<Vec<String>>,
-    /// Where RAM blocks lie in the guest's physical address space; absent in checkpoints of early
-    /// versions.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub guest_map: Option<Vec<GuestRegion>>,
-    /// Where in its recording the machine was; absent where it was not recorded.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub recorded: Option<Recorded>,
-}
+/// The machine that a checkpoint was taken of.
+pub use keyframe_machine::MachineSpec as MachineMeta;
 
-/// A place in a recording.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Recorded {
-    /// The recording's id.
-    pub recording: String,
-    /// Instructions before the checkpoint.
-    pub icount: u64,
-}
+/// The position of a checkpoint in a recording.
+pub use keyframe_machine::RecordingPosition as Recorded;
 
 /// How long the steps of the checkpoint took, measured in that very cycle. All in nanoseconds.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

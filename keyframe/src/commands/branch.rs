@@ -236,9 +236,9 @@ impl Branch {
         let extra = self.extra.iter().map(of_clone).collect::<Result<Vec<_>, _>>()?;
         let mut source = source_of(&loaded.meta.machine, &loaded.meta.ram);
         let cloned = Cloned { directory: place.directory.path(), exact: self.exact };
-        let own =
-            apart::line(&source.user_command, &extra, cloned).map_err(|e| Failure::qemu(&e))?;
-        source.user_command = own.words;
+        let own = apart::line(&source.machine.user_command, &extra, cloned)
+            .map_err(|e| Failure::qemu(&e))?;
+        source.machine.user_command = own.words;
         let options = RestoreOptions {
             qemu: self.qemu.clone(),
             // They run when all are there.

@@ -168,7 +168,7 @@ fn of_machine(machine: &MachineMeta) -> [String; 2] {
     [
         format!(
             "machine    {}, {} CPUs, QEMU {}",
-            machine.machine_type, machine.cpus, machine.qemu_version
+            machine.machine_type, machine.vcpus, machine.vmm_version
         ),
         format!("command    {}", machine.user_command.join(" ")),
     ]

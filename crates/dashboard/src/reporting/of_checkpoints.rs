@@ -96,7 +96,7 @@ fn summary(page: &mut Page, sealed: &[Sealed], of_vms: &BTreeMap<&str, Vec<&Entr
             output::bytes(last.ram_bytes),
             format!(
                 "{}, {} CPUs, QEMU {}",
-                machine.machine_type, machine.cpus, machine.qemu_version
+                machine.machine_type, machine.vcpus, machine.vmm_version
             ),
         ])
     };

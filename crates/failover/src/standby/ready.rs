@@ -174,13 +174,13 @@ fn flag(arbiter: Arbiter) -> &'static str {
 /// What a restore has to know.
 pub fn meta_of(machine: &MachineFrame) -> MachineMeta {
     MachineMeta {
-        qemu_path: machine.qemu_path.clone(),
-        qemu_version: machine.qemu_version.clone(),
-        qemu_blake3: machine.qemu_blake3.clone(),
+        binary_path: machine.qemu_path.clone(),
+        vmm_version: machine.qemu_version.clone(),
+        binary_blake3: machine.qemu_blake3.clone(),
         machine_type: machine.machine_type.clone(),
         working_directory: machine.working_directory.clone(),
         user_command: machine.user_command.clone(),
-        cpu_lacks: machine.cpu_lacks.clone(),
+        missing_cpu_features: machine.cpu_lacks.clone(),
         ..MachineMeta::default()
     }
 }

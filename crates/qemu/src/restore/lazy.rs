@@ -19,7 +19,6 @@
 //! Left out: pages of zeros are not placed before they are touched; small blocks (ROMs), which come
 //! by the stream.
 
-use super::RamSource;
 use super::fill::{Memory, Run, check_within, pieces};
 use crate::{Error, Result};
 use keyframe_kernel::missing::MissingPages;
@@ -50,31 +49,7 @@ const TOUCHED_MAX: usize = 1 << 20;
 /// Unreadable pages that are named.
 const NAMED_MAX: usize = 8;
 
-/// Where pages come from, kept as long as they are needed.
-pub type SharedSource = Arc<dyn RamSource + Send>;
-
-/// How far a lazy restore is.
-#[derive(Clone, Debug, Default)]
-pub struct Residency {
-    /// From the beginning of the restore until all pages were there, in nanoseconds; `None` before.
-    pub resident_ns: Option<u64>,
-    /// Pages that the VM waited for.
-    pub served_pages: u64,
-    /// Pages that were fetched before it touched them.
-    pub prefetched_pages: u64,
-    /// Pages that it was expected to touch soon, which were fetched before all others.
-    pub expected_pages: u64,
-    /// Pages that cannot be read. The VM ends if it touches one.
-    pub unreadable_pages: u64,
-    /// The first of them, and why.
-    pub unreadable: Vec<(PageIndex, String)>,
-    /// True once every page was fetched, or found unreadable.
-    pub prefetched: bool,
-    /// True once the VM is on its own, and does not end with us any more.
-    pub settled: bool,
-    /// Why that is not so although all pages are there. It is tried again.
-    pub held_by: Option<String>,
-}
+pub use keyframe_vmm::{Residency, SharedRamSource as SharedSource};
 
 /// The serving of a VM's RAM. Dropped before all is there, it leaves the VM waiting for pages that
 /// never come, and to be ended with the thread that started it.

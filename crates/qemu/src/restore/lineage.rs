@@ -10,28 +10,18 @@
 use crate::Vm;
 use crate::options::{self, keys, value_of};
 use keyframe_units::CheckpointId;
+use keyframe_vmm::Lineage;
 
 /// What begins the word. Like all of ours it begins with `keyframe`.
 const MARK: &str = "keyframe-from:";
 
-/// The checkpoint that a VM was brought to life from.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Lineage {
-    /// The id of its store.
-    pub store: String,
-    /// Its number there.
-    pub checkpoint: CheckpointId,
+pub(crate) fn mark(lineage: &Lineage) -> String {
+    format!("{MARK}{}:{}", options::escape(&lineage.store), lineage.checkpoint.0)
 }
 
-impl Lineage {
-    pub(crate) fn mark(&self) -> String {
-        format!("{MARK}{}:{}", options::escape(&self.store), self.checkpoint.0)
-    }
-
-    fn parse(mark: &str) -> Option<Self> {
-        let (store, number) = mark.strip_prefix(MARK)?.rsplit_once(':')?;
-        Some(Self { store: store.into(), checkpoint: CheckpointId(number.parse().ok()?) })
-    }
+fn parse(mark: &str) -> Option<Lineage> {
+    let (store, number) = mark.strip_prefix(MARK)?.rsplit_once(':')?;
+    Some(Lineage { store: store.into(), checkpoint: CheckpointId(number.parse().ok()?) })
 }
 
 impl Vm {
@@ -39,7 +29,7 @@ impl Vm {
     pub fn lineage(&self) -> Option<Lineage> {
         let arguments = options::parse(self.full_command().get(1..)?).ok()?;
         let added = arguments.iter().filter(|a| a.name() == "add-fd");
-        added.rev().find_map(|a| Lineage::parse(value_of(&keys(a.value(), ""), "opaque")?))
+        added.rev().find_map(|a| parse(value_of(&keys(a.value(), ""), "opaque")?))
     }
 }
 
@@ -50,11 +40,11 @@ mod tests {
     #[test]
     fn what_is_written_is_read_again_and_nothing_else() {
         let lineage = Lineage { store: "0af3".into(), checkpoint: CheckpointId(12) };
-        assert_eq!(Lineage::parse(&lineage.mark()), Some(lineage));
+        assert_eq!(parse(&mark(&lineage)), Some(lineage));
         for other in
             ["keyframe", "keyframe-engine:1:2:3", "keyframe-from:x", "keyframe-from:x:y", "web"]
         {
-            assert_eq!(Lineage::parse(other), None, "{other}");
+            assert_eq!(parse(other), None, "{other}");
         }
     }
 }

@@ -9,9 +9,13 @@ use keyframe_units::{RamBlock, RamLayout};
 pub(super) fn check_machine(qmp: &mut Qmp, plan: &Plan) -> Result<()> {
     let source = &plan.source;
     let found = machine_type(qmp)?;
-    if found != source.machine_type {
+    if found != source.machine.machine_type {
         let what = "machine type".into();
-        return Err(Error::DifferentMachine { what, expected: source.machine_type.clone(), found });
+        return Err(Error::DifferentMachine {
+            what,
+            expected: source.machine.machine_type.clone(),
+            found,
+        });
     }
     let backends = ramblock::backend_ids(qmp)?;
     let found = ramblock::layout(qmp, &backends)?;

@@ -27,8 +27,8 @@ mod plan;
 mod prepared;
 mod shared;
 
-pub use lineage::Lineage;
-pub use plan::Plan;
+pub use keyframe_vmm::{Lineage, RamSource, RestoreSource};
+pub use plan::{Plan, backends_as_made};
 pub use prepared::{Prepared, PreparedRam, prepare};
 pub use shared::{SharedRam, start_shared};
 
@@ -42,7 +42,7 @@ use crate::turns::{self, Turns};
 use crate::vm::{Origin, Vm, inherited_path, memfd, monitor_config, socket_config};
 use crate::{Error, Qmp, Result, RunStatus, record::Mode, wakeups};
 use fill::Memory;
-use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange, RamLayout, ZERO_PAGE};
+use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange, ZERO_PAGE};
 use lazy::{Lazy, SharedSource};
 use machine::check_machine;
 use plan::Word;
@@ -71,28 +71,6 @@ const WHILE_LOADING: &str = "while it read the checkpoint's devices";
 /// `backend`-th of those RAM blocks of the layout that lie behind a backend, from 0.
 pub fn ram_file(backend: usize) -> String {
     format!("/keyframe-ram-{backend}.")
-}
-
-/// What a checkpoint knows of its machine.
-#[derive(Clone, Debug)]
-pub struct RestoreSource {
-    /// The line as the user gave it, the binary first.
-    pub user_command: Vec<String>,
-    /// The QEMU binary.
-    pub qemu_path: PathBuf,
-    /// Its version.
-    pub qemu_version: String,
-    /// Its BLAKE3, hexadecimal.
-    pub qemu_blake3: String,
-    /// The machine's type with aliases resolved.
-    pub machine_type: String,
-    /// Where the line's relative paths begin.
-    pub working_directory: PathBuf,
-    /// The RAM blocks.
-    pub ram: RamLayout,
-    /// Features of its processor model that the guest was not given ([`Vm::cpu_lacks`]); `None`
-    /// where that is not known.
-    pub cpu_lacks: Option<Vec<String>>,
 }
 
 /// How to restore.
@@ -134,31 +112,6 @@ pub enum Until {
     Instruction(u64),
     /// With its log.
     LogEnd,
-}
-
-/// Where a checkpoint's pages come from.
-pub trait RamSource: Sync {
-    /// Gives `sink` each page of `range` that is not zero, once, in any order, and ends with the
-    /// sink's error where it gives one.
-    fn read(
-        &self,
-        range: PageRange,
-        sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
-    ) -> io::Result<()>;
-
-    /// The same for single pages.
-    fn read_some(
-        &self,
-        pages: &[PageIndex],
-        sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
-    ) -> io::Result<()> {
-        pages.iter().try_for_each(|page| self.read(PageRange::new(*page, 1), sink))
-    }
-
-    /// The pages that a VM is expected to touch first, in that order; for lazy restores.
-    fn wanted_first(&self) -> Vec<PageIndex> {
-        Vec::new()
-    }
 }
 
 /// A VM brought to life.
@@ -210,6 +163,11 @@ impl Restored {
     /// The VM, for all the rest.
     pub fn vm(&mut self) -> &mut Vm {
         &mut self.vm
+    }
+
+    /// The VM, and the loading of its RAM if the restore was a lazy one.
+    pub(crate) fn into_parts(self) -> (Vm, Option<Lazy>) {
+        (self.vm, self.lazy)
     }
 
     /// The VM alone; not to be asked of a lazy restore before all of its RAM is there.
@@ -265,7 +223,7 @@ fn start_with(plan: Plan, ram: &Ram<'_>, device_state: &[u8]) -> Result<Restored
     let (mut child, full_command) = starting.spawn(&plan, &state, crossing.as_ref())?;
     match starting.load(&plan, &mut child, ram, device_state, crossing.as_ref()) {
         Ok(Loaded { qmp, lazy, turns, ready_ns, filled_ns }) => {
-            let lines = (plan.source.user_command, full_command);
+            let lines = (plan.source.machine.user_command, full_command);
             let mut vm =
                 Vm::from_parts(Lifetime::Child(child), qmp, state, lines, Origin::Restored);
             vm.take_turns(turns);
@@ -296,7 +254,7 @@ impl Crossing {
             return Ok(None);
         }
         accel::check_line(&plan.arguments, to)?;
-        let words = accel::machine_words(&plan.arguments, &plan.source.machine_type, from);
+        let words = accel::machine_words(&plan.arguments, &plan.source.machine.machine_type, from);
         Ok(Some(Self { to, device_state: stream::convert(device_state, to)?, words }))
     }
 }
@@ -400,7 +358,7 @@ impl Starting {
             // network: nothing that was recorded.
             words.extend(["-global", "migration.announce-rounds=0"].map(String::from));
         }
-        words.extend(state.arguments_of(plan.lineage.as_ref().map(Lineage::mark)));
+        words.extend(state.arguments_of(plan.lineage.as_ref().map(lineage::mark)));
         words.extend(["-only-migratable".into(), "-readconfig".into(), inherited_path(&config)]);
         words.extend(["-incoming".into(), format!("fd:{}", spawn::number(&incoming))]);
 
@@ -510,7 +468,11 @@ impl Starting {
         let mut qmp = connect(monitor, child)?;
         check_machine(&mut qmp, plan)?;
         if let Some(to) = crossing.map(|c| c.to) {
-            accel::check_processors(&mut qmp, to, plan.source.cpu_lacks.as_deref())?;
+            accel::check_processors(
+                &mut qmp,
+                to,
+                plan.source.machine.missing_cpu_features.as_deref(),
+            )?;
         }
         Ok(qmp)
     }

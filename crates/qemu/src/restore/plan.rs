@@ -143,7 +143,7 @@ impl Plan {
         let mut notes = Vec::new();
         let binary = find_binary(&source, qemu.as_deref(), &mut notes)?;
         let extra = check_extra(extra)?;
-        let kept = options::parse(source.user_command.get(1..).unwrap_or_default())?;
+        let kept = options::parse(source.machine.user_command.get(1..).unwrap_or_default())?;
         let kept = carried::carry(&kept, &extra, &mut notes)?;
         let kept = match &disks {
             Some(server) => drives::rewrite(&kept, server)?,
@@ -159,11 +159,11 @@ impl Plan {
         let counted = icount_shift.map(|shift| ["-icount".into(), format!("shift={shift}")]);
         words.extend(counted.into_iter().flatten().map(Word::Plain));
         words.extend(extra.iter().flat_map(Argument::words).map(Word::Plain));
-        let working_directory = Some(source.working_directory.clone()).filter(|dir| dir.is_dir());
+        let working_directory = Some(source.machine.directory()).filter(|dir| dir.is_dir());
         if working_directory.is_none() {
             notes.push(format!(
                 "the VM's working directory {} is gone: relative paths of its line are looked for here",
-                source.working_directory.display()
+                source.machine.working_directory
             ));
         }
         let arguments = kept.into_iter().chain(extra).collect();
@@ -216,34 +216,37 @@ fn find_binary(
             })?;
             binary::find(name)?
         }
-        None => binary::find(&source.qemu_path.to_string_lossy()).map_err(|e| match e {
+        None => binary::find(&source.machine.binary_path).map_err(|e| match e {
             Error::Binary { path, reason, .. } => Error::Binary {
                 path,
                 reason,
-                fix: format!("install QEMU {}, or name it with --qemu PATH", source.qemu_version),
+                fix: format!(
+                    "install QEMU {}, or name it with --qemu PATH",
+                    source.machine.vmm_version
+                ),
             },
             other => other,
         })?,
     };
     let known = QemuIdentity {
         path: path.clone(),
-        version: source.qemu_version.clone(),
-        blake3: source.qemu_blake3.clone(),
+        version: source.machine.vmm_version.clone(),
+        blake3: source.machine.binary_blake3.clone(),
     };
     let identity = QemuIdentity::of_known(&path, &known)?;
-    if release(&identity.version) != release(&source.qemu_version) {
+    if release(&identity.version) != release(&source.machine.vmm_version) {
         return Err(Error::DifferentVersion {
             path,
-            expected: source.qemu_version.clone(),
+            expected: source.machine.vmm_version.clone(),
             found: identity.version,
         });
     }
-    if identity.blake3 != source.qemu_blake3 {
+    if identity.blake3 != source.machine.binary_blake3 {
         notes.push(format!(
             "{} (QEMU {}) is not the very binary that the checkpoint was taken of (QEMU {}), but of the same release",
             path.display(),
             identity.version,
-            source.qemu_version
+            source.machine.vmm_version
         ));
     }
     std::path::absolute(&path).map_err(Error::io(format!("resolve {}", path.display())))
@@ -309,15 +312,13 @@ fn rewrite(kept: &[Argument], ram: &RamLayout, notes: &mut Vec<String>) -> Resul
     Ok(words)
 }
 
-impl RestoreSource {
-    /// The numbers of the RAM blocks behind backends, in the order in which a restored QEMU makes
-    /// them.
-    pub fn backends_as_made(&self) -> Result<Vec<usize>> {
-        let kept = options::parse(self.user_command.get(1..).unwrap_or_default())?;
-        let words = rewrite(&kept, &self.ram, &mut Vec::new())?;
-        let number = |word| if let Word::Backend(number) = word { Some(number) } else { None };
-        Ok(words.into_iter().filter_map(number).collect())
-    }
+/// The numbers of the RAM blocks behind memory backends, in the order in which a restored QEMU
+/// makes them.
+pub fn backends_as_made(source: &RestoreSource) -> Result<Vec<usize>> {
+    let kept = options::parse(source.machine.user_command.get(1..).unwrap_or_default())?;
+    let words = rewrite(&kept, &source.ram, &mut Vec::new())?;
+    let number = |word| if let Word::Backend(number) = word { Some(number) } else { None };
+    Ok(words.into_iter().filter_map(number).collect())
 }
 
 /// Where `argument` defines a backend that holds a block of `ram`: the block's number.

@@ -140,8 +140,10 @@ impl Prepared {
         match self.load(&mut qmp, &mut child, small, device_state) {
             Ok(()) => {
                 let ready_ns = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
-                let lines =
-                    (self.plan.source.user_command.clone(), std::mem::take(&mut self.full_command));
+                let lines = (
+                    self.plan.source.machine.user_command.clone(),
+                    std::mem::take(&mut self.full_command),
+                );
                 let vm =
                     Vm::from_parts(Lifetime::Child(child), qmp, state, lines, Origin::Restored);
                 Ok(Restored { vm, lazy: None, ready_ns, filled_ns: None })

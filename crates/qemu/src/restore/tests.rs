@@ -2,6 +2,7 @@
 
 use super::machine::same_blocks;
 use super::*;
+use keyframe_units::RamLayout;
 use keyframe_units::RamBlock;
 
 fn layout(blocks: &[(&str, BlockKind, u64)]) -> RamLayout {

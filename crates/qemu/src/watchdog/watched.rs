@@ -22,6 +22,7 @@
 
 use super::{CONNECT_TIMEOUT, LAST_STOP, LOOK_EVERY};
 use crate::{Error, Qmp, Result, RunStatus, spawn, statefile};
+use keyframe_vmm::Resumer;
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::SendFlags;
 use rustix::process::{PidfdFlags, PidfdGetfdFlags};
@@ -78,6 +79,16 @@ impl Watched {
                 words
             }
         }
+    }
+
+    /// The same as a value of crate `vmm`, for [`super::Watchdog::spawn_resumer`].
+    pub fn into_resumer(self) -> Resumer {
+        let words = self.words();
+        let descriptors = match self {
+            Self::Shared { socket, .. } => vec![socket],
+            _ => Vec::new(),
+        };
+        Resumer { words, descriptors }
     }
 
     pub(super) fn inherited(&self) -> Vec<&OwnedFd> {

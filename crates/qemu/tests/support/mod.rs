@@ -6,6 +6,7 @@
 pub mod foreign;
 pub mod libvirt;
 
+use keyframe_machine::MachineSpec;
 use keyframe_qemu::restore::{RamSource, RestoreSource};
 use keyframe_qemu::{HostBlock, Invocation, LaunchOptions, Vm};
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, RamLayout, ZERO_PAGE};
@@ -99,16 +100,17 @@ pub fn checkpoint(vm: &mut Vm) -> Checkpoint {
     let command = vm.user_command().to_vec();
     let invocation = Invocation::parse(command.iter().map(OsString::from).collect()).unwrap();
     let identity = invocation.identity().unwrap();
-    let source = RestoreSource {
+    let machine = MachineSpec {
         user_command: command,
-        qemu_path: identity.path,
-        qemu_version: identity.version,
-        qemu_blake3: identity.blake3,
+        binary_path: identity.path.to_str().unwrap().into(),
+        vmm_version: identity.version,
+        binary_blake3: identity.blake3,
         machine_type: vm.machine_type().unwrap(),
-        working_directory: std::env::current_dir().unwrap(),
-        ram: layout,
-        cpu_lacks: Some(vm.cpu_lacks().unwrap()),
+        working_directory: std::env::current_dir().unwrap().to_str().unwrap().into(),
+        missing_cpu_features: Some(vm.cpu_lacks().unwrap()),
+        ..MachineSpec::default()
     };
+    let source = RestoreSource { machine, ram: layout };
     Checkpoint { source, device_state, ram }
 }
 

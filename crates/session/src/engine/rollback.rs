@@ -160,8 +160,8 @@ impl Engine<'_> {
         let (here, there) = (self.meta.machine(), &target.meta.machine);
         let pairs = [
             ("machine type", here.machine_type.clone(), there.machine_type.clone()),
-            ("QEMU", here.qemu_version.clone(), there.qemu_version.clone()),
-            ("number of processors", here.cpus.to_string(), there.cpus.to_string()),
+            ("QEMU", here.vmm_version.clone(), there.vmm_version.clone()),
+            ("number of processors", here.vcpus.to_string(), there.vcpus.to_string()),
         ];
         let differs = pairs.into_iter().find(|(_, here, there)| here != there);
         if let Some((what, here, there)) = differs {

@@ -1,0 +1,34 @@
+//! Describes a virtual machine: which VMM runs it, with which command line, on which processors.
+//!
+//! [`MachineSpec`] is the one description that all parts of Keyframe share. A checkpoint stores it
+//! as JSON, a restore starts a VMM from it, and a primary sends it to its standby.
+//!
+//! ```text
+//!   running VM ──▶ MachineSpec ──▶ checkpoint ──▶ restore
+//!                       └────────▶ standby ─────▶ failover
+//! ```
+//!
+//! The RAM blocks are described by [`RamLayout`](keyframe_units::RamLayout), which checkpoints keep
+//! beside the machine because a group of VMs has several machines and one RAM layout.
+//!
+//! This crate does no I/O.
+
+mod recording;
+mod spec;
+mod vmm_kind;
+
+pub use recording::RecordingPosition;
+pub use spec::MachineSpec;
+pub use vmm_kind::VmmKind;
+
+use keyframe_units::{HostVirt, RamBlock};
+
+/// A RAM block of a running VM, with its address in the VMM's process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostBlock {
+    /// The block.
+    pub block: RamBlock,
+    /// Address of the block's first byte in the VMM's address space. All `total_bytes` of the block
+    /// are mapped there without a gap.
+    pub host: HostVirt,
+}

@@ -1,0 +1,112 @@
+//! The description of a virtual machine.
+
+use crate::{RecordingPosition, VmmKind};
+use keyframe_units::GuestRegion;
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+/// What a virtual machine is: the VMM, its command line and the machine that the guest sees.
+///
+/// The JSON names of the fields are part of the checkpoint format. Fields that were added for a
+/// VMM other than QEMU are left out of QEMU's JSON.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MachineSpec {
+    /// The VMM.
+    #[serde(default, skip_serializing_if = "VmmKind::is_default")]
+    pub vmm: VmmKind,
+    /// Path of the VMM's binary.
+    #[serde(rename = "qemu_path")]
+    pub binary_path: String,
+    /// The VMM's version, as the binary reports it (`7.2.22 (Debian 1:7.2+dfsg-7+deb12u18)`).
+    #[serde(rename = "qemu_version")]
+    pub vmm_version: String,
+    /// BLAKE3 hash of the binary, in hexadecimal.
+    #[serde(rename = "qemu_blake3")]
+    pub binary_blake3: String,
+    /// Machine type with aliases resolved (`pc-i440fx-7.2`).
+    pub machine_type: String,
+    /// Number of virtual CPUs.
+    #[serde(rename = "cpus")]
+    pub vcpus: u32,
+    /// Directory that relative paths of the command line start from.
+    pub working_directory: String,
+    /// Command line as the user gave it, the binary first.
+    pub user_command: Vec<String>,
+    /// Command line as it was run, with the options that Keyframe added.
+    pub full_command: Vec<String>,
+    /// Features of the processor model that the guest does not have because the accelerator or the
+    /// host lacks them. `None` if the VMM was not asked.
+    #[serde(rename = "cpu_lacks", default, skip_serializing_if = "Option::is_none")]
+    pub missing_cpu_features: Option<Vec<String>>,
+    /// Position of the RAM blocks in the guest's physical address space. `None` if the VMM was not
+    /// asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub guest_map: Option<Vec<GuestRegion>>,
+    /// Position of the VM in its recording. `None` if the VM is not recorded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub recorded: Option<RecordingPosition>,
+}
+
+impl MachineSpec {
+    /// Path of the VMM's binary.
+    pub fn binary(&self) -> &Path {
+        Path::new(&self.binary_path)
+    }
+
+    /// Directory that relative paths of the command line start from.
+    pub fn directory(&self) -> PathBuf {
+        PathBuf::from(&self.working_directory)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn spec() -> MachineSpec {
+        MachineSpec {
+            binary_path: "/usr/bin/qemu-system-x86_64".into(),
+            vmm_version: "7.2.22".into(),
+            binary_blake3: "5a".repeat(32),
+            machine_type: "pc-i440fx-7.2".into(),
+            vcpus: 2,
+            working_directory: "/home/u".into(),
+            user_command: vec!["qemu-system-x86_64".into()],
+            full_command: vec!["qemu-system-x86_64".into(), "-S".into()],
+            ..MachineSpec::default()
+        }
+    }
+
+    #[test]
+    fn json_field_names_of_a_qemu_machine_are_fixed() {
+        let expected = json!({
+            "qemu_path": "/usr/bin/qemu-system-x86_64",
+            "qemu_version": "7.2.22",
+            "qemu_blake3": "5a".repeat(32),
+            "machine_type": "pc-i440fx-7.2",
+            "cpus": 2,
+            "working_directory": "/home/u",
+            "user_command": ["qemu-system-x86_64"],
+            "full_command": ["qemu-system-x86_64", "-S"],
+        });
+        assert_eq!(serde_json::to_value(spec()).unwrap(), expected);
+        assert_eq!(serde_json::from_value::<MachineSpec>(expected).unwrap(), spec());
+    }
+
+    #[test]
+    fn optional_fields_survive_json() {
+        let full = MachineSpec {
+            vmm: VmmKind::Firecracker,
+            missing_cpu_features: Some(vec!["rtm".into()]),
+            guest_map: Some(Vec::new()),
+            recorded: Some(RecordingPosition { recording: "ab".into(), icount: 7 }),
+            ..spec()
+        };
+        let json = serde_json::to_value(&full).unwrap();
+        assert_eq!(json["vmm"], "firecracker");
+        assert_eq!(json["cpu_lacks"], json!(["rtm"]));
+        assert_eq!(json["recorded"], json!({ "recording": "ab", "icount": 7 }));
+        assert_eq!(serde_json::from_value::<MachineSpec>(json).unwrap(), full);
+    }
+}

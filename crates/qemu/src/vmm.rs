@@ -1,0 +1,312 @@
+//! QEMU behind the traits of crate `vmm`: a running VM, the watchdog of its pauses, and restores.
+
+use crate::restore::lazy::Lazy;
+use crate::restore::{self, Plan, RestoreOptions, Restored};
+use crate::vm::Origin;
+use crate::watchdog::Watchdog;
+use crate::{Error, Event, Qmp, Result, RunStatus, Vm};
+use keyframe_machine::{HostBlock, MachineSpec, VmmKind};
+use keyframe_units::RamLayout;
+use keyframe_vmm::{
+    Ability, AuditFinding, Capabilities, LazyLoading, Lineage, PauseWatchdog, PlanOptions,
+    Residency, RestorePlan, RestoreRam, RestoreSource, RestoredVm, Restorer, Resumer,
+    RollbackTarget, RunState, StopOutcome, VmEvent, VmExit, VmOrigin, Vmm, VmmError, VmmErrorKind,
+};
+use std::any::Any;
+use std::fs::File;
+use std::path::Path;
+use std::time::Duration;
+
+/// How long the watchdog gets to resume a VM whose monitor does not answer the engine.
+const RESCUE_TIME: Duration = Duration::from_millis(300);
+/// How long a new connection to the monitor may take.
+const RECONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+
+impl From<Error> for VmmError {
+    fn from(error: Error) -> Self {
+        let kind = match &error {
+            Error::Gone { .. } => VmmErrorKind::MonitorLost,
+            Error::Timeout { .. } => VmmErrorKind::Timeout,
+            _ => VmmErrorKind::Other,
+        };
+        let fix = error.fix();
+        Self::new(kind, error, fix)
+    }
+}
+
+/// The abilities of a VM that Keyframe starts under QEMU.
+pub fn capabilities() -> Capabilities {
+    Capabilities::all(VmmKind::Qemu)
+}
+
+/// The same for a VM that another program started.
+fn capabilities_if_attached(is_libvirts: bool) -> Capabilities {
+    let attached = capabilities()
+        .without(
+            Ability::Record,
+            "a recording begins with the VM's first instruction, and this VM already runs",
+            "start the VM with: keyframe record",
+        )
+        .without(
+            Ability::Protect,
+            "its disks and its network were not set up for a standby when it was started",
+            "start the VM with: keyframe protect",
+        )
+        .without(
+            Ability::ServedDisks,
+            "QEMU has opened its disks itself",
+            "start the VM with: keyframe run",
+        );
+    if !is_libvirts {
+        return attached;
+    }
+    attached.without(
+        Ability::Rollback,
+        "libvirt controls it and would not notice the rollback",
+        "end the VM, and restore the checkpoint: keyframe restore",
+    )
+}
+
+impl Vmm for Vm {
+    fn pid(&self) -> u32 {
+        self.pid()
+    }
+
+    fn origin(&self) -> VmOrigin {
+        match self.origin_detail() {
+            Origin::Launched { .. } => VmOrigin::Launched,
+            Origin::Restored => VmOrigin::Restored,
+            Origin::Attached { .. } | Origin::Libvirt { .. } => VmOrigin::Attached,
+        }
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        match self.origin_detail() {
+            Origin::Launched { .. } | Origin::Restored => capabilities(),
+            Origin::Attached { .. } => capabilities_if_attached(false),
+            Origin::Libvirt { .. } => capabilities_if_attached(true),
+        }
+    }
+
+    fn spec(&mut self) -> Result<MachineSpec, VmmError> {
+        Ok(self.spec()?)
+    }
+
+    fn lineage(&self) -> Option<Lineage> {
+        self.lineage()
+    }
+
+    fn audit(&mut self) -> Result<Vec<AuditFinding>, VmmError> {
+        Ok(self.audit()?)
+    }
+
+    fn ram_blocks(&mut self) -> Result<Vec<HostBlock>, VmmError> {
+        Ok(self.ram_blocks()?)
+    }
+
+    fn ram_layout(&mut self) -> Result<RamLayout, VmmError> {
+        Ok(self.ram_layout()?)
+    }
+
+    fn discards_ram(&mut self) -> Result<bool, VmmError> {
+        Ok(self.discards_ram()?)
+    }
+
+    fn ram_layout_and_discards(&mut self) -> Result<(RamLayout, bool), VmmError> {
+        Ok(self.ram_layout_and_discards()?)
+    }
+
+    fn run_state(&mut self) -> Result<RunState, VmmError> {
+        Ok(match self.qmp().status()? {
+            RunStatus::Running => RunState::Running,
+            RunStatus::Paused | RunStatus::Prelaunch => RunState::Paused,
+            RunStatus::Shutdown => RunState::ShutDown,
+            RunStatus::InMigrate => RunState::Other("inmigrate".into()),
+            RunStatus::Other(name) => RunState::Other(name),
+        })
+    }
+
+    fn drain_events(&mut self) -> Result<Vec<VmEvent>, VmmError> {
+        let events = self.qmp().drain_events()?;
+        Ok(events.into_iter().filter_map(vm_event).collect())
+    }
+
+    fn stop(&mut self) -> Result<StopOutcome, VmmError> {
+        let stopped = self.qmp().stop()?;
+        Ok(if stopped.was_running { StopOutcome::Stopped } else { StopOutcome::AlreadyPaused })
+    }
+
+    fn resume(&mut self) -> Result<(), VmmError> {
+        Ok(self.qmp().cont()?)
+    }
+
+    fn resume_by_new_connection(&mut self) {
+        // QEMU accepts a new client once the lost connection is closed. A launched VM has a second
+        // monitor, which its watchdog uses.
+        if let Origin::Attached { monitor } = self.origin_detail() {
+            let _ = Qmp::connect(monitor, RECONNECT_TIMEOUT).and_then(|mut qmp| qmp.cont());
+        }
+    }
+
+    fn ran_meanwhile(&mut self) -> Result<bool, VmmError> {
+        Ok(self.qmp().resumed_by_other()?)
+    }
+
+    fn save_devices(&mut self) -> Result<Vec<u8>, VmmError> {
+        Ok(self.save_devices()?)
+    }
+
+    fn resumer(&self) -> Result<Resumer, VmmError> {
+        Ok(self.watched()?.into_resumer())
+    }
+
+    fn roll_back(&mut self, target: &RollbackTarget<'_>, scratch: File) -> Result<(), VmmError> {
+        Ok(self.roll_back(target, scratch)?)
+    }
+
+    fn exit(&mut self) -> Result<Option<VmExit>, VmmError> {
+        Ok(self.ended()?)
+    }
+
+    fn wait_exit(&mut self, timeout: Duration) -> Result<Option<VmExit>, VmmError> {
+        Ok(self.wait(timeout)?.map(VmExit::Status))
+    }
+
+    fn finish_shutdown(&mut self) -> Result<Option<VmExit>, VmmError> {
+        Ok(self.finish_shutdown()?.map(VmExit::Status))
+    }
+
+    fn end(&mut self) -> Result<(), VmmError> {
+        Ok(self.kill()?)
+    }
+
+    fn leave_running(self: Box<Self>) -> u32 {
+        self.keep()
+    }
+
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
+    }
+}
+
+fn vm_event(event: Event) -> Option<VmEvent> {
+    match event {
+        Event::Stop => Some(VmEvent::Paused),
+        Event::Resume => Some(VmEvent::Resumed),
+        Event::Shutdown { .. } => Some(VmEvent::ShutDown),
+        _ => None,
+    }
+}
+
+impl PauseWatchdog for Watchdog {
+    fn arm(&mut self, limit: Duration) -> Result<(), VmmError> {
+        Ok(self.arm(limit)?)
+    }
+
+    fn disarm(&mut self) -> Result<bool, VmmError> {
+        Ok(self.disarm()?.0)
+    }
+
+    fn forbid_running(&mut self) -> Result<bool, VmmError> {
+        Ok(self.between()?.0)
+    }
+
+    fn resume_now(&mut self) {
+        if self.arm(Duration::ZERO).is_ok() {
+            std::thread::sleep(RESCUE_TIME);
+        }
+    }
+
+    fn end(self: Box<Self>) {
+        (*self).end();
+    }
+}
+
+/// Restores checkpoints under QEMU.
+#[derive(Clone, Debug, Default)]
+pub struct QemuRestorer {
+    /// Choices that only QEMU has. Those that are in [`PlanOptions`] too are ignored.
+    pub options: RestoreOptions,
+}
+
+impl Restorer for QemuRestorer {
+    fn capabilities(&self) -> Capabilities {
+        capabilities()
+    }
+
+    fn plan(
+        &self,
+        source: RestoreSource,
+        options: PlanOptions,
+    ) -> Result<Box<dyn RestorePlan>, VmmError> {
+        let PlanOptions { binary, arguments, paused, lineage, log } = options;
+        let options = RestoreOptions { qemu: binary, paused, lineage, log, ..self.options.clone() };
+        Ok(Box::new(Plan::new(source, arguments, options)?))
+    }
+}
+
+impl RestorePlan for Plan {
+    fn binary(&self) -> &Path {
+        self.binary()
+    }
+
+    fn notes(&self) -> &[String] {
+        self.notes()
+    }
+
+    fn start(
+        self: Box<Self>,
+        ram: RestoreRam<'_>,
+        device_state: &[u8],
+    ) -> Result<RestoredVm, VmmError> {
+        let restored = match ram {
+            RestoreRam::Eager(source) => restore::start(*self, source, device_state)?,
+            RestoreRam::Lazy(source) => restore::start_lazy(*self, source, device_state)?,
+        };
+        Ok(restored.into())
+    }
+}
+
+impl From<Restored> for RestoredVm {
+    fn from(restored: Restored) -> Self {
+        let (ready_ns, filled_ns) = (restored.ready_ns(), restored.filled_ns());
+        let (vm, lazy) = restored.into_parts();
+        let loading = lazy.map(|lazy| Box::new(lazy) as Box<dyn LazyLoading>);
+        Self { vm: Box::new(vm), loading, ready_ns, filled_ns }
+    }
+}
+
+impl LazyLoading for Lazy {
+    fn residency(&self) -> Residency {
+        self.residency()
+    }
+
+    fn settle(&mut self) -> Result<(), VmmError> {
+        Ok(self.settle()?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_keep_their_text_and_fix() {
+        let error = Error::MonitorBusy { monitor: "/q".into() };
+        let (text, fix) = (error.to_string(), error.fix());
+        let wrapped = VmmError::from(error);
+        assert_eq!((wrapped.to_string(), wrapped.fix()), (text, fix.as_deref()));
+        assert_eq!(wrapped.kind(), VmmErrorKind::Other);
+        let gone = Error::Gone { monitor: "/q".into(), operation: "cont".into() };
+        assert_eq!(VmmError::from(gone).kind(), VmmErrorKind::MonitorLost);
+    }
+
+    #[test]
+    fn attached_vms_lack_what_is_set_up_at_launch() {
+        let attached = capabilities_if_attached(false);
+        assert!(attached.require(Ability::Protect).is_err());
+        assert!(attached.require(Ability::Rollback).is_ok());
+        let refusal = capabilities_if_attached(true).require(Ability::Rollback).unwrap_err();
+        assert!(refusal.to_string().contains("libvirt") && !refusal.fix.is_empty());
+    }
+}

@@ -1,0 +1,23 @@
+//! Findings of an audit: properties of a machine that prevent exact checkpoints.
+
+/// How serious a finding is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Severity {
+    /// The VM cannot be checkpointed exactly; Keyframe refuses it.
+    Refused,
+    /// The VM can be checkpointed, as far as Keyframe knows.
+    Warning,
+}
+
+/// A device, drive or option that prevents exact checkpoints, or may do so.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AuditFinding {
+    /// The device, drive or option.
+    pub subject: String,
+    /// Why it is a problem.
+    pub reason: String,
+    /// What the user can do about it.
+    pub fix: String,
+    /// How serious it is.
+    pub severity: Severity,
+}

@@ -1,0 +1,72 @@
+//! The error of all operations on a VMM.
+
+use crate::Unsupported;
+use std::error::Error;
+use std::fmt;
+
+/// What a [`VmmError`] means for the caller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VmmErrorKind {
+    /// The VMM closed its monitor: the VM has ended, or it can no longer be controlled.
+    MonitorLost,
+    /// The VMM did not answer in time. The request may still take effect.
+    Timeout,
+    /// This VMM does not have the ability.
+    Unsupported,
+    /// Any other failure.
+    Other,
+}
+
+/// A failed operation on a VMM. The text is the driver's own error text.
+#[derive(Debug)]
+pub struct VmmError {
+    kind: VmmErrorKind,
+    error: Box<dyn Error + Send + Sync>,
+    fix: Option<String>,
+}
+
+impl VmmError {
+    /// Wraps a driver's `error`; `fix` tells the user what to do about it, if that is known.
+    pub fn new(
+        kind: VmmErrorKind,
+        error: impl Into<Box<dyn Error + Send + Sync>>,
+        fix: Option<String>,
+    ) -> Self {
+        Self { kind, error: error.into(), fix }
+    }
+
+    /// What the error means for the caller.
+    pub fn kind(&self) -> VmmErrorKind {
+        self.kind
+    }
+
+    /// What the user can do about it, if that is known.
+    pub fn fix(&self) -> Option<&str> {
+        self.fix.as_deref()
+    }
+
+    /// The driver's error, for example to downcast it to the driver's own type.
+    pub fn driver_error(&self) -> &(dyn Error + Send + Sync + 'static) {
+        &*self.error
+    }
+}
+
+impl fmt::Display for VmmError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl Error for VmmError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        // The driver's error is the text of this one: its source is the next cause.
+        self.error.source()
+    }
+}
+
+impl From<Unsupported> for VmmError {
+    fn from(unsupported: Unsupported) -> Self {
+        let fix = Some(unsupported.fix.clone());
+        Self::new(VmmErrorKind::Unsupported, unsupported, fix)
+    }
+}

@@ -1,0 +1,518 @@
+//! A VM in memory that tests script: it fails at a step, ends during a pause, loses its monitor.
+//!
+//! ```
+//! use keyframe_vmm::fake::{FakeVm, Incident, Step};
+//! use keyframe_vmm::{PauseVerdict, WatchedVm};
+//! use std::time::Duration;
+//!
+//! let (vm, watchdog, control) = FakeVm::new(16);
+//! let mut vm = WatchedVm::new(Box::new(vm), Box::new(watchdog), Duration::from_millis(500));
+//! control.at(Step::SaveDevices, Incident::ResumedByOther);
+//! let mut pause = vm.pause().unwrap();
+//! assert!(pause.save_devices().is_ok());
+//! assert_eq!(pause.release().unwrap(), PauseVerdict::RanMeanwhile);
+//! assert!(control.runs());
+//! ```
+
+use crate::{
+    AuditFinding, Capabilities, Lineage, PauseWatchdog, Resumer, RollbackTarget, RunState,
+    StopOutcome, VmEvent, VmExit, VmOrigin, Vmm, VmmError, VmmErrorKind,
+};
+use keyframe_machine::{HostBlock, MachineSpec, VmmKind};
+use keyframe_units::{
+    BlockKind, HostVirt, PAGE_BYTES, Page, PageIndex, PageRange, PageSet, RamBlock, RamLayout,
+    ZERO_PAGE,
+};
+use std::any::Any;
+use std::collections::{BTreeMap, VecDeque};
+use std::fs::File;
+use std::os::unix::process::ExitStatusExt;
+use std::process::ExitStatus;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// Process id of every fake.
+const PID: u32 = 4_000_001;
+/// Address of the RAM block in the imagined process.
+const HOST: HostVirt = HostVirt(0x7f00_0000_0000);
+
+/// An operation of the fake VM or of its watchdog.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Step {
+    /// [`Vmm::spec`].
+    Spec,
+    /// [`Vmm::audit`].
+    Audit,
+    /// [`Vmm::ram_blocks`] and [`Vmm::ram_layout`].
+    Ram,
+    /// [`Vmm::run_state`].
+    RunState,
+    /// [`Vmm::drain_events`].
+    DrainEvents,
+    /// [`Vmm::stop`].
+    Stop,
+    /// [`Vmm::save_devices`].
+    SaveDevices,
+    /// [`Vmm::resume`].
+    Resume,
+    /// [`Vmm::resume_by_new_connection`].
+    ResumeByNewConnection,
+    /// [`Vmm::ran_meanwhile`].
+    RanMeanwhile,
+    /// [`Vmm::roll_back`].
+    RollBack,
+    /// [`Vmm::exit`], [`Vmm::wait_exit`] and [`Vmm::finish_shutdown`].
+    Exit,
+    /// [`Vmm::end`].
+    End,
+    /// [`PauseWatchdog::arm`].
+    Arm,
+    /// [`PauseWatchdog::disarm`].
+    Disarm,
+    /// [`PauseWatchdog::forbid_running`].
+    ForbidRunning,
+    /// [`PauseWatchdog::resume_now`].
+    ResumeNow,
+    /// [`PauseWatchdog::end`].
+    EndWatchdog,
+}
+
+/// What happens at a step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Incident {
+    /// The operation fails with this text and has no effect.
+    Fail(String),
+    /// The operation takes effect, and its answer is lost: it fails with a timeout.
+    LoseAnswer,
+    /// Another client resumes the VM just before the operation.
+    ResumedByOther,
+    /// Another client pauses the VM just before the operation.
+    PausedByOther,
+    /// The watchdog resumes the VM just before the operation.
+    WatchdogFires,
+    /// The guest shuts down just before the operation; the VMM ends with this exit code.
+    End(i32),
+    /// The monitor is lost just before the operation: it and all later ones fail.
+    LoseMonitor,
+}
+
+/// The state of the watchdog.
+#[derive(Default)]
+struct WatchdogState {
+    is_armed: bool,
+    has_fired: bool,
+    running_forbidden: bool,
+}
+
+/// The state that the VM, its watchdog and the test share.
+struct FakeState {
+    runs: bool,
+    exit: Option<ExitStatus>,
+    monitor_lost: bool,
+    ran_meanwhile: bool,
+    watchdog: WatchdogState,
+    events: VecDeque<VmEvent>,
+    script: BTreeMap<Step, VecDeque<Incident>>,
+    steps: Vec<Step>,
+    ram: Vec<Page>,
+    dirty: PageSet,
+    device_state: Vec<u8>,
+    findings: Vec<AuditFinding>,
+    spec: MachineSpec,
+    capabilities: Capabilities,
+}
+
+impl FakeState {
+    fn resume(&mut self) {
+        if !self.runs && self.exit.is_none() {
+            self.runs = true;
+            self.events.push_back(VmEvent::Resumed);
+        }
+    }
+
+    fn pause(&mut self) {
+        if self.runs {
+            self.runs = false;
+            self.events.push_back(VmEvent::Paused);
+        }
+    }
+
+    fn end(&mut self, code: i32) {
+        if self.exit.is_none() {
+            (self.runs, self.monitor_lost) = (false, true);
+            self.exit = Some(ExitStatus::from_raw(code << 8));
+            self.events.push_back(VmEvent::ShutDown);
+        }
+    }
+
+    /// Notes `step` and lets the scripted incident happen; true if the answer is to be lost.
+    fn enter(&mut self, step: Step) -> Result<bool, VmmError> {
+        self.steps.push(step);
+        match self.script.get_mut(&step).and_then(VecDeque::pop_front) {
+            Some(Incident::Fail(text)) => {
+                return Err(VmmError::new(VmmErrorKind::Other, text, None));
+            }
+            Some(Incident::LoseAnswer) => return Ok(true),
+            Some(Incident::ResumedByOther) => {
+                self.ran_meanwhile |= !self.runs;
+                self.resume();
+            }
+            Some(Incident::PausedByOther) => self.pause(),
+            Some(Incident::WatchdogFires) => {
+                self.watchdog.has_fired |= !self.runs;
+                self.resume();
+            }
+            Some(Incident::End(code)) => self.end(code),
+            Some(Incident::LoseMonitor) => self.monitor_lost = true,
+            None => {}
+        }
+        Ok(false)
+    }
+}
+
+/// A scripted VM with one RAM block.
+pub struct FakeVm {
+    shared: Arc<Mutex<FakeState>>,
+}
+
+/// The watchdog of a [`FakeVm`]. It resumes the VM only when the test or the engine says so: it has
+/// no clock.
+pub struct FakeWatchdog {
+    shared: Arc<Mutex<FakeState>>,
+}
+
+/// The test's view of a [`FakeVm`].
+#[derive(Clone)]
+pub struct FakeControl {
+    shared: Arc<Mutex<FakeState>>,
+}
+
+fn lock(shared: &Mutex<FakeState>) -> MutexGuard<'_, FakeState> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl FakeVm {
+    /// A running VM with `len_pages` pages of zeros, its watchdog, and the test's view of both.
+    pub fn new(len_pages: usize) -> (Self, FakeWatchdog, FakeControl) {
+        let state = FakeState {
+            runs: true,
+            exit: None,
+            monitor_lost: false,
+            ran_meanwhile: false,
+            watchdog: WatchdogState::default(),
+            events: VecDeque::new(),
+            script: BTreeMap::new(),
+            steps: Vec::new(),
+            ram: vec![ZERO_PAGE; len_pages],
+            dirty: PageSet::new(len_pages as u64),
+            device_state: b"devices".to_vec(),
+            findings: Vec::new(),
+            spec: MachineSpec { machine_type: "fake-1".into(), vcpus: 1, ..MachineSpec::default() },
+            capabilities: Capabilities::all(VmmKind::Qemu),
+        };
+        let shared = Arc::new(Mutex::new(state));
+        let watchdog = FakeWatchdog { shared: Arc::clone(&shared) };
+        (Self { shared: Arc::clone(&shared) }, watchdog, FakeControl { shared })
+    }
+
+    /// Enters `step` and has `operation` act on the state, if the monitor answers.
+    fn run<T>(
+        &self,
+        step: Step,
+        operation: impl FnOnce(&mut FakeState) -> Result<T, VmmError>,
+    ) -> Result<T, VmmError> {
+        let mut state = lock(&self.shared);
+        let is_lost = state.enter(step)?;
+        if state.monitor_lost {
+            return Err(VmmError::new(
+                VmmErrorKind::MonitorLost,
+                "the VM has closed its monitor",
+                None,
+            ));
+        }
+        let result = operation(&mut state)?;
+        if is_lost {
+            return Err(VmmError::new(VmmErrorKind::Timeout, "the answer was lost", None));
+        }
+        Ok(result)
+    }
+
+    fn look_for_exit(&self) -> Result<Option<VmExit>, VmmError> {
+        let mut state = lock(&self.shared);
+        state.enter(Step::Exit)?;
+        Ok(state.exit.map(VmExit::Status))
+    }
+}
+
+impl Vmm for FakeVm {
+    fn pid(&self) -> u32 {
+        PID
+    }
+
+    fn origin(&self) -> VmOrigin {
+        VmOrigin::Launched
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        lock(&self.shared).capabilities.clone()
+    }
+
+    fn spec(&mut self) -> Result<MachineSpec, VmmError> {
+        self.run(Step::Spec, |state| Ok(state.spec.clone()))
+    }
+
+    fn lineage(&self) -> Option<Lineage> {
+        None
+    }
+
+    fn audit(&mut self) -> Result<Vec<AuditFinding>, VmmError> {
+        self.run(Step::Audit, |state| Ok(state.findings.clone()))
+    }
+
+    fn ram_blocks(&mut self) -> Result<Vec<HostBlock>, VmmError> {
+        self.run(Step::Ram, |state| Ok(vec![HostBlock { block: block(state), host: HOST }]))
+    }
+
+    fn ram_layout(&mut self) -> Result<RamLayout, VmmError> {
+        self.run(Step::Ram, |state| {
+            RamLayout::new(vec![block(state)])
+                .map_err(|e| VmmError::new(VmmErrorKind::Other, e, None))
+        })
+    }
+
+    fn discards_ram(&mut self) -> Result<bool, VmmError> {
+        Ok(false)
+    }
+
+    fn run_state(&mut self) -> Result<RunState, VmmError> {
+        self.run(Step::RunState, |state| {
+            Ok(if state.runs { RunState::Running } else { RunState::Paused })
+        })
+    }
+
+    fn drain_events(&mut self) -> Result<Vec<VmEvent>, VmmError> {
+        let mut state = lock(&self.shared);
+        state.enter(Step::DrainEvents)?;
+        Ok(state.events.drain(..).collect())
+    }
+
+    fn stop(&mut self) -> Result<StopOutcome, VmmError> {
+        self.run(Step::Stop, |state| {
+            let outcome =
+                if state.runs { StopOutcome::Stopped } else { StopOutcome::AlreadyPaused };
+            state.pause();
+            state.ran_meanwhile = false;
+            Ok(outcome)
+        })
+    }
+
+    fn resume(&mut self) -> Result<(), VmmError> {
+        self.run(Step::Resume, |state| {
+            state.resume();
+            Ok(())
+        })
+    }
+
+    fn resume_by_new_connection(&mut self) {
+        let mut state = lock(&self.shared);
+        if state.enter(Step::ResumeByNewConnection).is_ok() {
+            state.resume();
+        }
+    }
+
+    fn ran_meanwhile(&mut self) -> Result<bool, VmmError> {
+        self.run(Step::RanMeanwhile, |state| Ok(state.ran_meanwhile))
+    }
+
+    fn save_devices(&mut self) -> Result<Vec<u8>, VmmError> {
+        self.run(Step::SaveDevices, |state| Ok(state.device_state.clone()))
+    }
+
+    fn resumer(&self) -> Result<Resumer, VmmError> {
+        Ok(Resumer::default())
+    }
+
+    fn roll_back(&mut self, target: &RollbackTarget<'_>, _: File) -> Result<(), VmmError> {
+        self.run(Step::RollBack, |state| {
+            for page in target.pages {
+                set_page(state, *page, &ZERO_PAGE);
+            }
+            let mut place = |page: PageIndex, content: &Page| {
+                set_page(state, page, content);
+                Ok(())
+            };
+            let read = target.ram.read_some(target.pages, &mut place);
+            read.map_err(|e| VmmError::new(VmmErrorKind::Other, e, None))?;
+            state.device_state = target.device_state.to_vec();
+            Ok(())
+        })
+    }
+
+    fn exit(&mut self) -> Result<Option<VmExit>, VmmError> {
+        self.look_for_exit()
+    }
+
+    fn wait_exit(&mut self, _: Duration) -> Result<Option<VmExit>, VmmError> {
+        self.look_for_exit()
+    }
+
+    fn finish_shutdown(&mut self) -> Result<Option<VmExit>, VmmError> {
+        self.look_for_exit()
+    }
+
+    fn end(&mut self) -> Result<(), VmmError> {
+        let mut state = lock(&self.shared);
+        state.enter(Step::End)?;
+        state.end(0);
+        Ok(())
+    }
+
+    fn leave_running(self: Box<Self>) -> u32 {
+        PID
+    }
+
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
+    }
+}
+
+impl PauseWatchdog for FakeWatchdog {
+    fn arm(&mut self, _: Duration) -> Result<(), VmmError> {
+        let mut state = lock(&self.shared);
+        state.enter(Step::Arm)?;
+        (state.watchdog.is_armed, state.watchdog.running_forbidden) = (true, false);
+        Ok(())
+    }
+
+    fn disarm(&mut self) -> Result<bool, VmmError> {
+        let mut state = lock(&self.shared);
+        state.enter(Step::Disarm)?;
+        (state.watchdog.is_armed, state.watchdog.running_forbidden) = (false, false);
+        Ok(std::mem::take(&mut state.watchdog.has_fired))
+    }
+
+    fn forbid_running(&mut self) -> Result<bool, VmmError> {
+        let mut state = lock(&self.shared);
+        state.enter(Step::ForbidRunning)?;
+        (state.watchdog.is_armed, state.watchdog.running_forbidden) = (false, true);
+        Ok(std::mem::take(&mut state.watchdog.has_fired))
+    }
+
+    fn resume_now(&mut self) {
+        let mut state = lock(&self.shared);
+        if state.enter(Step::ResumeNow).is_ok() {
+            state.watchdog.has_fired |= !state.runs;
+            state.resume();
+        }
+    }
+
+    fn end(self: Box<Self>) {
+        let mut state = lock(&self.shared);
+        let _ = state.enter(Step::EndWatchdog);
+        state.watchdog.is_armed = false;
+    }
+}
+
+impl FakeControl {
+    /// Has `incident` happen at the next call of `step` that has none yet.
+    pub fn at(&self, step: Step, incident: Incident) {
+        lock(&self.shared).script.entry(step).or_default().push_back(incident);
+    }
+
+    /// The steps so far, in order; forgets them.
+    pub fn take_steps(&self) -> Vec<Step> {
+        std::mem::take(&mut lock(&self.shared).steps)
+    }
+
+    /// Whether the guest runs.
+    pub fn runs(&self) -> bool {
+        lock(&self.shared).runs
+    }
+
+    /// Pauses the guest, as another client would.
+    pub fn pause(&self) {
+        lock(&self.shared).pause();
+    }
+
+    /// Ends the VMM with this exit code.
+    pub fn end(&self, code: i32) {
+        lock(&self.shared).end(code);
+    }
+
+    /// Has all operations on the monitor fail from here on; the guest runs on.
+    pub fn lose_monitor(&self) {
+        lock(&self.shared).monitor_lost = true;
+    }
+
+    /// Whether a watchdog is armed.
+    pub fn is_watchdog_armed(&self) -> bool {
+        lock(&self.shared).watchdog.is_armed
+    }
+
+    /// Whether the VM must not run ([`PauseWatchdog::forbid_running`]).
+    pub fn is_running_forbidden(&self) -> bool {
+        lock(&self.shared).watchdog.running_forbidden
+    }
+
+    /// Sets the audit's findings.
+    pub fn set_findings(&self, findings: Vec<AuditFinding>) {
+        lock(&self.shared).findings = findings;
+    }
+
+    /// Sets the machine's description.
+    pub fn set_spec(&self, spec: MachineSpec) {
+        lock(&self.shared).spec = spec;
+    }
+
+    /// Sets the VM's abilities.
+    pub fn set_capabilities(&self, capabilities: Capabilities) {
+        lock(&self.shared).capabilities = capabilities;
+    }
+
+    /// Sets the state of all devices.
+    pub fn set_device_state(&self, device_state: Vec<u8>) {
+        lock(&self.shared).device_state = device_state;
+    }
+
+    /// Writes a page of guest RAM, as the guest would, and notes it as dirty.
+    pub fn write_page(&self, page: PageIndex, content: &Page) {
+        set_page(&mut lock(&self.shared), page, content);
+    }
+
+    /// The pages written since the last call.
+    pub fn take_dirty(&self) -> PageSet {
+        let mut state = lock(&self.shared);
+        let clean = PageSet::new(state.ram.len() as u64);
+        std::mem::replace(&mut state.dirty, clean)
+    }
+
+    /// Number of pages of guest RAM.
+    pub fn len_pages(&self) -> u64 {
+        lock(&self.shared).ram.len() as u64
+    }
+
+    /// Copies the pages of `ranges`, one after the other, into `dst`.
+    ///
+    /// # Panics
+    ///
+    /// If a range lies outside guest RAM, or `dst` is shorter than the ranges.
+    pub fn read_pages(&self, ranges: &[PageRange], dst: &mut [u8]) {
+        let state = lock(&self.shared);
+        let pages = ranges.iter().flat_map(|range| range.iter());
+        for (page, out) in pages.zip(dst.chunks_exact_mut(PAGE_BYTES)) {
+            out.copy_from_slice(&state.ram[page.0 as usize]);
+        }
+    }
+}
+
+fn set_page(state: &mut FakeState, page: PageIndex, content: &Page) {
+    if let Some(slot) = state.ram.get_mut(page.0 as usize) {
+        *slot = *content;
+        state.dirty.insert(page);
+    }
+}
+
+fn block(state: &FakeState) -> RamBlock {
+    let bytes = (state.ram.len() * PAGE_BYTES) as u64;
+    RamBlock { name: "ram".into(), kind: BlockKind::Backend, used_bytes: bytes, total_bytes: bytes }
+}

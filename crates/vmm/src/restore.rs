@@ -1,0 +1,172 @@
+//! Restoring a checkpoint: into a new VM, or into the running one.
+
+use crate::{Capabilities, Vmm, VmmError};
+use keyframe_machine::MachineSpec;
+use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
+use std::ffi::OsString;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// The machine that a restore makes: its description and its RAM blocks.
+#[derive(Clone, Debug)]
+pub struct RestoreSource {
+    /// The machine.
+    pub machine: MachineSpec,
+    /// The RAM blocks.
+    pub ram: RamLayout,
+}
+
+/// The checkpoint that a VM was restored from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lineage {
+    /// Id of its store.
+    pub store: String,
+    /// Its number in that store.
+    pub checkpoint: CheckpointId,
+}
+
+/// Reads the RAM pages of a checkpoint.
+pub trait RamSource: Sync {
+    /// Gives `sink` each page of `range` that is not all zeros, exactly once, in any order. An error
+    /// of `sink` ends the reading and is returned.
+    fn read(
+        &self,
+        range: PageRange,
+        sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
+    ) -> io::Result<()>;
+
+    /// As [`RamSource::read`], for single pages.
+    fn read_some(
+        &self,
+        pages: &[PageIndex],
+        sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
+    ) -> io::Result<()> {
+        pages.iter().try_for_each(|page| self.read(PageRange::new(*page, 1), sink))
+    }
+
+    /// The pages that the VM is expected to touch first, in that order. A lazy restore loads them
+    /// before the others.
+    fn wanted_first(&self) -> Vec<PageIndex> {
+        Vec::new()
+    }
+}
+
+/// A source that lives until a lazy restore has read all pages.
+pub type SharedRamSource = Arc<dyn RamSource + Send>;
+
+/// Where a new VM's RAM comes from, and when it is loaded.
+pub enum RestoreRam<'a> {
+    /// All RAM is loaded before the VM runs.
+    Eager(&'a dyn RamSource),
+    /// The VM runs at once and waits for each page that it touches before the page is loaded.
+    Lazy(SharedRamSource),
+}
+
+/// Choices of a restore that each VMM understands.
+#[derive(Clone, Debug, Default)]
+pub struct PlanOptions {
+    /// Use this binary instead of the checkpoint's. It must be of the same version.
+    pub binary: Option<PathBuf>,
+    /// Arguments to add to the VMM's command line.
+    pub arguments: Vec<OsString>,
+    /// Leave the VM paused at the checkpoint.
+    pub paused: bool,
+    /// The checkpoint, for the new VM's [`Vmm::lineage`].
+    pub lineage: Option<Lineage>,
+    /// Append the VMM's standard error to this file instead of our own standard error.
+    pub log: Option<PathBuf>,
+}
+
+/// Starts VMs from checkpoints.
+pub trait Restorer {
+    /// The abilities of the VMs that it starts.
+    fn capabilities(&self) -> Capabilities;
+
+    /// Checks that `source` can be restored on this host and plans the restore. Starts nothing.
+    fn plan(
+        &self,
+        source: RestoreSource,
+        options: PlanOptions,
+    ) -> Result<Box<dyn RestorePlan>, VmmError>;
+}
+
+/// A restore that is ready to start.
+pub trait RestorePlan {
+    /// The VMM's binary.
+    fn binary(&self) -> &Path;
+
+    /// Differences between the restored VM and the checkpoint's that the user should know.
+    fn notes(&self) -> &[String];
+
+    /// Starts the VMM and loads RAM and devices. The VM runs afterwards, unless
+    /// [`PlanOptions::paused`] was set. On an error no process is left.
+    ///
+    /// With [`RestoreRam::Lazy`] the calling thread must live until
+    /// [`Residency::settled`]: if it ends before, the kernel ends the VM.
+    fn start(
+        self: Box<Self>,
+        ram: RestoreRam<'_>,
+        device_state: &[u8],
+    ) -> Result<RestoredVm, VmmError>;
+}
+
+/// A VM that was started from a checkpoint.
+pub struct RestoredVm {
+    /// The VM. It is declared first so that it is dropped before `loading`.
+    pub vm: Box<dyn Vmm>,
+    /// The loading of its RAM, if the restore is a lazy one.
+    pub loading: Option<Box<dyn LazyLoading>>,
+    /// Nanoseconds from the start of the restore until the VM ran, or could run if it is paused.
+    pub ready_ns: u64,
+    /// Nanoseconds that copying all RAM took; `None` for a lazy restore.
+    pub filled_ns: Option<u64>,
+}
+
+/// The loading of RAM after the VM has started.
+pub trait LazyLoading: Send {
+    /// How far the loading is.
+    fn residency(&self) -> Residency;
+
+    /// Separates the VM from this process once all RAM is loaded. To be called repeatedly until
+    /// [`Residency::settled`]. Fails if the VM needed a page that could not be read.
+    fn settle(&mut self) -> Result<(), VmmError>;
+}
+
+/// How far a lazy restore is.
+#[derive(Clone, Debug, Default)]
+pub struct Residency {
+    /// Nanoseconds from the start of the restore until all pages were loaded; `None` before.
+    pub resident_ns: Option<u64>,
+    /// Number of pages that the VM waited for.
+    pub served_pages: u64,
+    /// Number of pages that were loaded before the VM touched them.
+    pub prefetched_pages: u64,
+    /// Number of pages that the VM was expected to touch soon, which were loaded first.
+    pub expected_pages: u64,
+    /// Number of pages that cannot be read. The VM ends if it touches one.
+    pub unreadable_pages: u64,
+    /// The first of them, and why.
+    pub unreadable: Vec<(PageIndex, String)>,
+    /// True once each page was loaded or found unreadable.
+    pub prefetched: bool,
+    /// True once the VM no longer needs this process.
+    pub settled: bool,
+    /// Why the VM is not separated from this process although all pages are loaded. Another attempt
+    /// follows.
+    pub held_by: Option<String>,
+}
+
+/// The checkpoint that a running VM is put back to.
+pub struct RollbackTarget<'a> {
+    /// Machine type with aliases resolved.
+    pub machine_type: &'a str,
+    /// The RAM blocks, which the VM and the checkpoint have in common.
+    pub layout: &'a RamLayout,
+    /// The checkpoint's RAM.
+    pub ram: &'a dyn RamSource,
+    /// The pages to write, in ascending order.
+    pub pages: &'a [PageIndex],
+    /// The state of all devices.
+    pub device_state: &'a [u8],
+}

@@ -1,0 +1,196 @@
+//! The trait of a running VM.
+
+use crate::{
+    Ability, AuditFinding, Capabilities, Lineage, Resumer, RollbackTarget, Unsupported, VmmError,
+};
+use keyframe_machine::{HostBlock, MachineSpec, VmmKind};
+use keyframe_units::RamLayout;
+use std::any::Any;
+use std::fmt;
+use std::fs::File;
+use std::process::ExitStatus;
+use std::time::Duration;
+
+/// How Keyframe came to control a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VmOrigin {
+    /// Keyframe started it.
+    Launched,
+    /// Keyframe started it from a checkpoint.
+    Restored,
+    /// Another program started it, and Keyframe attached to it.
+    Attached,
+}
+
+/// Whether a VM's virtual CPUs run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RunState {
+    /// They run.
+    Running,
+    /// They are stopped, and can run again.
+    Paused,
+    /// The guest has shut down; the VMM is still there.
+    ShutDown,
+    /// Another state, by the VMM's own name for it.
+    Other(String),
+}
+
+/// An event that the engine reacts to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VmEvent {
+    /// The virtual CPUs were stopped.
+    Paused,
+    /// The virtual CPUs were resumed.
+    Resumed,
+    /// The guest shuts down, or the VMM was asked to end.
+    ShutDown,
+}
+
+/// The VM's state before [`Vmm::stop`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StopOutcome {
+    /// It ran, and this call stopped it.
+    Stopped,
+    /// Another client had paused it. That client must resume it.
+    AlreadyPaused,
+}
+
+/// How a VMM's process ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VmExit {
+    /// With this status; the process was Keyframe's child.
+    Status(ExitStatus),
+    /// Another program started the process, and only its parent learns the status.
+    Unknown,
+}
+
+impl VmExit {
+    /// False if the process is known to have failed.
+    pub fn success(&self) -> bool {
+        self.status().success()
+    }
+
+    /// The status; success if it is unknown.
+    pub fn status(&self) -> ExitStatus {
+        match self {
+            Self::Status(status) => *status,
+            Self::Unknown => ExitStatus::default(),
+        }
+    }
+}
+
+impl fmt::Display for VmExit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Status(status) => status.fmt(f),
+            Self::Unknown => f.write_str("a status that only its parent knows"),
+        }
+    }
+}
+
+/// A running VM under the control of its VMM.
+///
+/// Dropping the value leaves the guest running; only [`Vmm::end`] ends it.
+pub trait Vmm: Send {
+    /// The process id of the VMM.
+    fn pid(&self) -> u32;
+
+    /// How Keyframe came to control the VM.
+    fn origin(&self) -> VmOrigin;
+
+    /// The kind of VMM.
+    fn kind(&self) -> VmmKind {
+        self.capabilities().vmm()
+    }
+
+    /// The abilities of this VM.
+    fn capabilities(&self) -> Capabilities;
+
+    /// The machine as it is now, with devices and memory that were plugged in since its start.
+    fn spec(&mut self) -> Result<MachineSpec, VmmError>;
+
+    /// The checkpoint that the VM was restored from, if it was.
+    fn lineage(&self) -> Option<Lineage>;
+
+    /// Everything about the machine that prevents exact checkpoints, or may do so.
+    fn audit(&mut self) -> Result<Vec<AuditFinding>, VmmError>;
+
+    /// The RAM blocks with their addresses in the VMM's process, in page order.
+    fn ram_blocks(&mut self) -> Result<Vec<HostBlock>, VmmError>;
+
+    /// The RAM blocks with their present sizes, in the same order.
+    fn ram_layout(&mut self) -> Result<RamLayout, VmmError>;
+
+    /// Whether a device can discard guest RAM (balloon, virtio-mem). Discarded pages become zero
+    /// without a write.
+    fn discards_ram(&mut self) -> Result<bool, VmmError>;
+
+    /// [`Vmm::ram_layout`] and [`Vmm::discards_ram`] in one request, if the VMM allows that.
+    fn ram_layout_and_discards(&mut self) -> Result<(RamLayout, bool), VmmError> {
+        Ok((self.ram_layout()?, self.discards_ram()?))
+    }
+
+    /// Whether the virtual CPUs run.
+    fn run_state(&mut self) -> Result<RunState, VmmError>;
+
+    /// The events since the last call, oldest first. Does not wait.
+    fn drain_events(&mut self) -> Result<Vec<VmEvent>, VmmError>;
+
+    /// Stops the virtual CPUs. On an error the VM may be stopped or about to stop.
+    ///
+    /// Use [`WatchedVm::hold`](crate::WatchedVm::hold) instead: it guards the pause.
+    fn stop(&mut self) -> Result<StopOutcome, VmmError>;
+
+    /// Resumes the virtual CPUs. Does nothing if they run.
+    fn resume(&mut self) -> Result<(), VmmError>;
+
+    /// Resumes the virtual CPUs another way, after [`Vmm::resume`] failed: for example over a new
+    /// connection to the monitor. The default does nothing.
+    fn resume_by_new_connection(&mut self) {}
+
+    /// Whether another client resumed the VM between the last [`Vmm::stop`] and the
+    /// [`Vmm::resume`] after it, or until now if there was none.
+    fn ran_meanwhile(&mut self) -> Result<bool, VmmError>;
+
+    /// The state of all devices, in the VMM's own format. The VM must be paused.
+    fn save_devices(&mut self) -> Result<Vec<u8>, VmmError>;
+
+    /// How another process can resume the VM.
+    fn resumer(&self) -> Result<Resumer, VmmError>;
+
+    /// Puts the paused VM back to `target`; it stays paused. `scratch` is an empty file that may
+    /// grow as large as the pages.
+    ///
+    /// After an error the VM is in an unknown state: it must not run before another rollback
+    /// succeeds.
+    fn roll_back(&mut self, target: &RollbackTarget<'_>, scratch: File) -> Result<(), VmmError> {
+        let _ = (target, scratch);
+        Err(Unsupported {
+            vmm: self.kind(),
+            ability: Ability::Rollback,
+            reason: "its VMM cannot load a state into a running process".into(),
+            fix: "end the VM and restore the checkpoint: keyframe restore".into(),
+        }
+        .into())
+    }
+
+    /// How the VMM ended, or `None` if it still runs. Does not wait.
+    fn exit(&mut self) -> Result<Option<VmExit>, VmmError>;
+
+    /// Waits at most `timeout` for the VMM's end.
+    fn wait_exit(&mut self, timeout: Duration) -> Result<Option<VmExit>, VmmError>;
+
+    /// To be called after [`VmEvent::ShutDown`]: waits for the VMM's end, and ends a VMM that hangs
+    /// in its own shutdown. `None` if the VMM stays although the guest has shut down.
+    fn finish_shutdown(&mut self) -> Result<Option<VmExit>, VmmError>;
+
+    /// Ends the VMM: on request, or by force if Keyframe started it. Does nothing if it has ended.
+    fn end(&mut self) -> Result<(), VmmError>;
+
+    /// Leaves the guest running together with everything that it needs from this process. Returns
+    /// the VMM's process id.
+    fn leave_running(self: Box<Self>) -> u32;
+
+    /// The driver's own type, for abilities of one VMM only (recording, for example).
+    fn as_any_mut(&mut self) -> &mut dyn Any;
+}
