@@ -6,7 +6,7 @@ use super::{Start, outside};
 use keyframe_failure::Failure;
 use keyframe_kernel::Process;
 use keyframe_qemu::{
-    Event, HostBlock, Invocation, LaunchOptions, Qmp, Refusal, RunStatus, Severity, Vm,
+    AuditFinding, Event, HostBlock, Invocation, LaunchOptions, Qmp, RunStatus, Severity, Vm,
     find_ram_blocks,
 };
 use keyframe_units::{HostRange, PAGE_BYTES};
@@ -234,8 +234,9 @@ fn ranges(blocks: &[HostBlock]) -> Vec<HostRange> {
 
 /// What stands in the way of exact checkpoints mostly hides writes to RAM; disks that can be
 /// written to do not.
-fn note(finding: &Refusal) -> Option<String> {
+fn note(finding: &AuditFinding) -> Option<String> {
     let about_ram = finding.severity == Severity::Refused
         && !finding.reason.starts_with("disks that the guest can write");
-    about_ram.then(|| format!("pages may be counted too low: {}: {}", finding.what, finding.reason))
+    about_ram
+        .then(|| format!("pages may be counted too low: {}: {}", finding.subject, finding.reason))
 }

@@ -19,12 +19,10 @@ use keyframe_failure::Failure;
 use keyframe_inspect::images::Stop;
 use keyframe_inspect::source_of;
 use keyframe_qemu::record::{self, Clock, Mode, Wanted};
-use keyframe_qemu::restore::{
-    self, Plan, RamSource, RestoreOptions, RestoreSource, Restored, Until,
-};
+use keyframe_qemu::restore::{self, Plan, RamSource, RestoreOptions, Restored, Until};
 use keyframe_qemu::{DiskServer, media_of};
 use keyframe_replay::interval::RecordedCheckpoint;
-use keyframe_store::{Loaded, Store};
+use keyframe_store::{Loaded, MachineMeta, Store};
 use keyframe_units::{Page, PageIndex, PageRange};
 use keyframe_vm_disks::media::Media;
 use keyframe_vm_disks::{self as disks, Served, restored};
@@ -201,9 +199,9 @@ pub fn begin(
     let loaded = Arc::new(loaded);
     let mut disks = serve(&source.store, &loaded)?;
     let server = server(&disks);
-    let mut source = source_of(&loaded.meta.machine, &loaded.meta.ram);
-    let media = serve_media(&source.machine);
-    let machine = &mut source.machine;
+    let mut restored_from = source_of(&loaded.meta.machine, &loaded.meta.ram);
+    let media = serve_media(&restored_from.machine);
+    let machine = &mut restored_from.machine;
     let media_server = media.as_ref().map(Media::server);
     let words = machine.user_command.split_off(1.min(machine.user_command.len()));
     let wanted = Wanted {
@@ -219,7 +217,8 @@ pub fn begin(
     machine.user_command.extend(line.words);
     let options =
         RestoreOptions { replays: Some(until), log: with.log.clone(), ..RestoreOptions::default() };
-    let plan = Plan::new(source, with.extra.clone(), options).map_err(|e| Failure::qemu(&e))?;
+    let plan =
+        Plan::new(restored_from, with.extra.clone(), options).map_err(|e| Failure::qemu(&e))?;
     let ram = Arc::new(StoredRam(Arc::clone(&loaded)));
     let restored = if with.lazy {
         restore::start_lazy(plan, ram, &loaded.device_state)

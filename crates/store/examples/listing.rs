@@ -48,7 +48,7 @@ fn fill(store: &Store, count: u64) -> keyframe_store::Result<()> {
         vmm_version: "7.2.0".into(),
         binary_blake3: "5a".repeat(32),
         machine_type: "pc-i440fx-7.2".into(),
-        cpus: 1,
+        vcpus: 1,
         user_command: words.clone(),
         ..MachineMeta::default()
     };

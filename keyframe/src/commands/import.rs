@@ -115,9 +115,9 @@ impl Import {
             None => Failure::qemu(&e),
         })?;
         if let Ok(cpus) = cpu_registers(&device_state)
-            && cpus.len() != machine.cpus as usize
+            && cpus.len() != machine.vcpus as usize
         {
-            return Err(another("processors", &cpus.len().to_string(), &machine.cpus.to_string()));
+            return Err(another("processors", &cpus.len().to_string(), &machine.vcpus.to_string()));
         }
         let request = SealRequest {
             taken_at: jiff::Timestamp::now(),

@@ -2,8 +2,7 @@
 
 use super::machine::same_blocks;
 use super::*;
-use keyframe_units::RamLayout;
-use keyframe_units::RamBlock;
+use keyframe_units::{RamBlock, RamLayout};
 
 fn layout(blocks: &[(&str, BlockKind, u64)]) -> RamLayout {
     let block = |(name, kind, pages): &(&str, BlockKind, u64)| RamBlock {
