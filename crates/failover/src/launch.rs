@@ -3,7 +3,7 @@
 
 use super::frames::{MachineFrame, ReplicatedDisk};
 use super::links::Addresses;
-use super::primary::{self, In};
+use super::primary::{self, PrimaryEngineEvent};
 use super::sending::SharedWire;
 use super::settings::{Setup, interruption, random};
 use super::vm::{self, Gate};
@@ -55,7 +55,7 @@ pub struct Home {
     pub status: SharedStatus,
     /// Set when the user wants an end.
     pub interrupted: Arc<AtomicBool>,
-    pub inbox: Option<(Receiver<In>, Sender<In>, Socket)>,
+    pub inbox: Option<(Receiver<PrimaryEngineEvent>, Sender<PrimaryEngineEvent>, Socket)>,
 }
 
 /// Starts the gate of a VM's network; none for a VM without.

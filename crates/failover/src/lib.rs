@@ -13,8 +13,8 @@
 //! an epoch is taken is a policy's (`keyframe_scheduling::replication`), how its pages travel
 //! `keyframe_transfer`'s.
 
+pub mod arbitration;
 pub mod busy;
-pub mod deciding;
 pub mod frames;
 pub mod gated;
 pub mod guard;

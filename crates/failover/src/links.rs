@@ -27,19 +27,19 @@ const RECONNECT: Duration = Duration::from_millis(300);
 const READ_WAIT: Duration = Duration::from_millis(200);
 
 /// What a connection tells the protocol's thread.
-pub enum FromLink {
+pub enum LinkEvent {
     /// Control and data are there; the number tells them from others.
-    Linked(u64, Arc<Link>),
+    Connected(u64, Arc<Link>),
     /// The second path is there.
-    Beating(u64, Arc<Channel>),
+    BeatConnected(u64, Arc<Channel>),
     /// A message on a path.
-    Said { path: u8, number: u64, message: Message },
+    Received { path: u8, number: u64, message: Message },
     /// What the standby has already: of which session, from which page on, hashes.
-    Have { number: u64, session: u64, first: u64, hashes: Vec<u8> },
+    PageHashes { number: u64, session: u64, first: u64, hashes: Vec<u8> },
     /// A path is broken.
     Broken { path: u8, number: u64 },
     /// It could not be connected.
-    Trouble(String),
+    ConnectFailed(String),
 }
 
 /// Where the standby is.
@@ -55,7 +55,7 @@ pub fn start(
     party: &Party,
     addresses: Addresses,
     machine: &MachineFrame,
-    tell: impl Fn(FromLink) + Clone + Send + 'static,
+    tell: impl Fn(LinkEvent) + Clone + Send + 'static,
     (linked, beating): (&Arc<AtomicBool>, &Arc<AtomicBool>),
     ends: &Arc<AtomicBool>,
 ) -> Result<(), Failure> {
@@ -94,7 +94,7 @@ pub fn start(
                 number += 1;
                 if let Ok(channel) = greeted(&party, address, Purpose::Beat, number) {
                     beating.store(true, Ordering::Relaxed);
-                    tell(FromLink::Beating(number, Arc::clone(&channel)));
+                    tell(LinkEvent::BeatConnected(number, Arc::clone(&channel)));
                     read(channel, 1, number, tell.clone(), Arc::clone(&ending), || ());
                 }
             }
@@ -111,13 +111,13 @@ fn connect(
     address: SocketAddr,
     machine: &MachineFrame,
     number: u64,
-    tell: &(impl Fn(FromLink) + Clone + Send + 'static),
+    tell: &(impl Fn(LinkEvent) + Clone + Send + 'static),
     ends: &Arc<AtomicBool>,
 ) -> Option<Arc<Link>> {
     match made(party, address, machine, number) {
         Ok(link) => {
             let link = Arc::new(link);
-            tell(FromLink::Linked(number, Arc::clone(&link)));
+            tell(LinkEvent::Connected(number, Arc::clone(&link)));
             let closing = Arc::clone(&link);
             read(Arc::clone(&link.control), 0, number, tell.clone(), Arc::clone(ends), move || {
                 closing.close();
@@ -125,7 +125,7 @@ fn connect(
             Some(link)
         }
         Err(failure) => {
-            tell(FromLink::Trouble(failure.to_string()));
+            tell(LinkEvent::ConnectFailed(failure.to_string()));
             None
         }
     }
@@ -174,7 +174,7 @@ pub fn read(
     channel: Arc<Channel>,
     path: u8,
     number: u64,
-    tell: impl Fn(FromLink) + Send + 'static,
+    tell: impl Fn(LinkEvent) + Send + 'static,
     ends: Arc<AtomicBool>,
     broken: impl FnOnce() + Send + 'static,
 ) {
@@ -187,10 +187,15 @@ pub fn read(
                     let said = match Kind::of(frame.kind) {
                         Some(Kind::Core) => Message::decode(&frame.payload)
                             .ok()
-                            .map(|message| FromLink::Said { path, number, message }),
+                            .map(|message| LinkEvent::Received { path, number, message }),
                         Some(Kind::Have) => {
                             unmarked(&frame.payload).map(|(session, first, hashes)| {
-                                FromLink::Have { number, session, first, hashes: hashes.to_vec() }
+                                LinkEvent::PageHashes {
+                                    number,
+                                    session,
+                                    first,
+                                    hashes: hashes.to_vec(),
+                                }
                             })
                         }
                         _ => None,
@@ -204,7 +209,7 @@ pub fn read(
         }
         channel.close();
         broken();
-        tell(FromLink::Broken { path, number });
+        tell(LinkEvent::Broken { path, number });
     };
     // Where there is no thread to be had, the path stays silent and is taken as lost.
     let _ = std::thread::Builder::new().name("link".into()).spawn(work);

@@ -8,19 +8,19 @@
 //! Invariant: outputs are carried out in their order, before the next input is handed in. Nothing
 //! here waits for QEMU or the network.
 
-use super::deciding;
+use super::arbitration;
 use super::frames::MachineFrame;
 use super::guard::{GuardRemote, now_ns};
-use super::links::{self, Addresses, FromLink};
+use super::links::{self, Addresses, LinkEvent};
 use super::sending::{Link, SharedWire};
 use super::settings::Setup;
-use super::vm::{Event, Gate, Order, Told, VmThread};
-use super::witnessing::Asked;
+use super::vm::{EpochReport, Gate, VmAction, VmEvent, VmThread};
+use super::witnessing::WitnessAnswer;
 use keyframe_failure::{DONE, FAILED, Failure, WARNED};
 use keyframe_link::Channel;
 use keyframe_net::GateRemote;
 use keyframe_replication::{
-    Config, Epoch, Guard, Message, Note, Primary, PrimaryInput, PrimaryOutput, PrimaryState, Start,
+    Config, Epoch, Guard, Message, Note, Primary, PrimaryAction, PrimaryEvent, PrimaryState, Start,
     Why,
 };
 use keyframe_session::control::server::{self, Pending, SharedStatus};
@@ -42,10 +42,10 @@ const LAST_WORDS: Duration = Duration::from_millis(200);
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What wakes the thread.
-pub enum In {
-    Link(FromLink),
-    Vm(Event),
-    Asked(Asked),
+pub enum PrimaryEngineEvent {
+    Link(LinkEvent),
+    Vm(VmEvent),
+    Witness(WitnessAnswer),
     Fenced(bool),
     Request(Pending),
 }
@@ -67,7 +67,7 @@ pub struct Parts {
     /// Set when the user wants an end.
     pub interrupted: Arc<AtomicBool>,
     /// Listens already, on behalf of whoever has been here before.
-    pub inbox: Option<(Receiver<In>, Sender<In>, server::Socket)>,
+    pub inbox: Option<(Receiver<PrimaryEngineEvent>, Sender<PrimaryEngineEvent>, server::Socket)>,
 }
 
 /// The thread's own.
@@ -81,8 +81,8 @@ pub struct Engine {
     wire: SharedWire,
     qemu: OwnedFd,
     qemu_pid: u32,
-    inbox: Receiver<In>,
-    sender: Sender<In>,
+    inbox: Receiver<PrimaryEngineEvent>,
+    sender: Sender<PrimaryEngineEvent>,
     link: Option<(u64, Arc<Link>)>,
     beat: Option<(u64, Arc<Channel>)>,
     linked: Arc<AtomicBool>,
@@ -129,7 +129,7 @@ impl Engine {
             .map_err(|e| Failure::new(format!("take hold of QEMU: {e}")))?;
         let events = sender.clone();
         let vm = VmThread::start(parts.vm, move |event| {
-            let _ = events.send(In::Vm(event));
+            let _ = events.send(PrimaryEngineEvent::Vm(event));
         })?;
         let ends = Arc::new(AtomicBool::new(false));
         let (linked, beating) =
@@ -137,7 +137,7 @@ impl Engine {
         if let Some(addresses) = parts.addresses {
             let sent = sender.clone();
             let tell = move |from| {
-                let _ = sent.send(In::Link(from));
+                let _ = sent.send(PrimaryEngineEvent::Link(from));
             };
             let party = &parts.setup.party;
             links::start(party, addresses, &parts.machine, tell, (&linked, &beating), &ends)?;
@@ -174,7 +174,7 @@ impl Engine {
 
     /// Runs until the VM has ended, or runs elsewhere.
     pub fn run(mut self) -> Result<Finish, Failure> {
-        self.handle(PrimaryInput::Tick);
+        self.handle(PrimaryEvent::Tick);
         self.show();
         let mut killed_at: Option<Instant> = None;
         while self.done.is_none() {
@@ -188,69 +188,73 @@ impl Engine {
             }
             let until = Duration::from_nanos(self.core.deadline_ns().saturating_sub(now_ns()));
             match self.inbox.recv_timeout(until.min(LOOK_EVERY)) {
-                Ok(input) => self.take(input),
+                Ok(event) => self.handle_event(event),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
             }
             if now_ns() >= self.core.deadline_ns() {
-                self.handle(PrimaryInput::Tick);
+                self.handle(PrimaryEvent::Tick);
             }
             self.show();
         }
         self.end()
     }
 
-    fn take(&mut self, input: In) {
-        match input {
-            In::Link(from) => self.take_link(from),
-            In::Vm(event) => self.take_event(event),
-            In::Asked(Asked::Answered(reply)) => self.handle(PrimaryInput::Witness(reply)),
-            In::Asked(Asked::Lost { sent }) => self.handle(PrimaryInput::WitnessLost { sent }),
-            In::Fenced(off) => self.handle(PrimaryInput::Fenced(off)),
-            In::Request(pending) => self.answer(&pending),
+    fn handle_event(&mut self, event: PrimaryEngineEvent) {
+        match event {
+            PrimaryEngineEvent::Link(from) => self.handle_link_event(from),
+            PrimaryEngineEvent::Vm(event) => self.handle_vm_event(event),
+            PrimaryEngineEvent::Witness(WitnessAnswer::Answered(reply)) => {
+                self.handle(PrimaryEvent::Witness(reply))
+            }
+            PrimaryEngineEvent::Witness(WitnessAnswer::Lost { sent }) => {
+                self.handle(PrimaryEvent::WitnessLost { sent })
+            }
+            PrimaryEngineEvent::Fenced(off) => self.handle(PrimaryEvent::Fenced(off)),
+            PrimaryEngineEvent::Request(pending) => self.answer(&pending),
         }
     }
 
-    fn take_link(&mut self, from: FromLink) {
+    fn handle_link_event(&mut self, from: LinkEvent) {
         match from {
-            FromLink::Linked(number, link) => {
+            LinkEvent::Connected(number, link) => {
                 self.trouble = None;
                 // Nothing goes out there before the core has heard what the standby has.
                 self.link = Some((number, link));
-                self.handle(PrimaryInput::PathUp(0));
+                self.handle(PrimaryEvent::PathUp(0));
             }
-            FromLink::Beating(number, channel) => {
+            LinkEvent::BeatConnected(number, channel) => {
                 self.beat = Some((number, channel));
-                self.handle(PrimaryInput::PathUp(1));
+                self.handle(PrimaryEvent::PathUp(1));
             }
-            FromLink::Said { path, number, message } => {
+            LinkEvent::Received { path, number, message } => {
                 let current = match path {
                     0 => self.link.as_ref().map(|(number, _)| *number),
                     _ => self.beat.as_ref().map(|(number, _)| *number),
                 };
                 if current == Some(number) {
-                    self.handle(PrimaryInput::Peer { path, message });
+                    self.handle(PrimaryEvent::Peer { path, message });
                 }
             }
-            FromLink::Have { number, session, first, hashes } => {
+            LinkEvent::PageHashes { number, session, first, hashes } => {
                 if self.link.as_ref().is_some_and(|(known, _)| *known == number) {
-                    self.order(Order::Have { session, first, hashes });
+                    self.send_to_vm(VmAction::PageHashes { session, first, hashes });
                 }
             }
-            FromLink::Broken { path: 0, number } => {
+            LinkEvent::Broken { path: 0, number } => {
                 if self.link.take_if(|(known, _)| *known == number).is_some() {
                     self.wire.connect(None);
                     self.linked.store(false, Ordering::Relaxed);
-                    self.handle(PrimaryInput::PathDown(0));
+                    self.handle(PrimaryEvent::PathDown(0));
                 }
             }
-            FromLink::Broken { path, number } => {
+            LinkEvent::Broken { path, number } => {
                 if self.beat.take_if(|(known, _)| *known == number).is_some() {
                     self.beating.store(false, Ordering::Relaxed);
-                    self.handle(PrimaryInput::PathDown(path));
+                    self.handle(PrimaryEvent::PathDown(path));
                 }
             }
-            FromLink::Trouble(text) => {
+            LinkEvent::ConnectFailed(text) => {
                 if self.trouble.as_ref().is_none_or(|(old, _)| *old != text) {
                     self.setup.say(&format!(
                         "no standby, tried again and again; meanwhile the VM runs unprotected: {text}"
@@ -261,9 +265,9 @@ impl Engine {
         }
     }
 
-    fn take_event(&mut self, event: Event) {
+    fn handle_vm_event(&mut self, event: VmEvent) {
         match event {
-            Event::Captured { epoch, gate, reason } => {
+            VmEvent::Captured { epoch, gate, reason } => {
                 if let Some(gate) = gate {
                     self.gates.insert(epoch, gate);
                 }
@@ -271,48 +275,48 @@ impl Engine {
                     status.epoch = Some(epoch);
                     reason.clone_into(&mut status.reason);
                 });
-                self.handle(PrimaryInput::Captured { epoch: Epoch(epoch) });
+                self.handle(PrimaryEvent::Captured { epoch: Epoch(epoch) });
             }
-            Event::CaptureFailed(problem) => {
+            VmEvent::CaptureFailed(problem) => {
                 if self.core.state() != PrimaryState::Solo {
                     self.setup.say(&format!("an epoch failed: {problem}"));
                 }
-                self.handle(PrimaryInput::CaptureFailed);
+                self.handle(PrimaryEvent::CaptureFailed);
             }
-            Event::Stopped => {
+            VmEvent::Stopped => {
                 self.vm_stopped = true;
                 if let Err(failure) = self.guard.paused() {
                     eprintln!("keyframe: {failure}");
                 }
-                self.handle(PrimaryInput::VmStopped);
+                self.handle(PrimaryEvent::VmStopped);
             }
-            Event::Resumed => self.handle(PrimaryInput::VmResumed),
-            Event::Ended(exit) => {
+            VmEvent::Resumed => self.handle(PrimaryEvent::VmResumed),
+            VmEvent::Ended(exit) => {
                 self.exit = Some(exit);
-                self.handle(PrimaryInput::VmEnded);
+                self.handle(PrimaryEvent::VmEnded);
             }
-            Event::Told(told) => self.told(&told),
+            VmEvent::EpochDone(report) => self.record_epoch(&report),
         }
     }
 
-    fn told(&mut self, told: &Told) {
+    fn record_epoch(&mut self, report: &EpochReport) {
         self.update(|status| {
-            status.acknowledged = told.acknowledged;
+            status.acknowledged = report.acknowledged;
             status.epochs += 1;
-            status.pages = told.pages;
-            status.wire_bytes = told.wire_bytes;
-            status.all_wire_bytes += told.wire_bytes;
-            status.all_raw_bytes += told.raw_bytes;
-            status.pause_ns = told.pause_ns;
-            status.transfer_ns = told.transfer_ns;
-            status.epoch_ns = told.epoch_ns;
-            status.all_pages += told.pages;
-            status.all_pause_ns += told.pause_ns;
-            status.all_transfer_ns += told.transfer_ns;
-            status.all_suspended_ns += told.suspended_ns;
-            *status.reasons.entry(told.reason.to_owned()).or_default() += 1;
+            status.pages = report.pages;
+            status.wire_bytes = report.wire_bytes;
+            status.all_wire_bytes += report.wire_bytes;
+            status.all_raw_bytes += report.raw_bytes;
+            status.pause_ns = report.pause_ns;
+            status.transfer_ns = report.transfer_ns;
+            status.epoch_ns = report.epoch_ns;
+            status.all_pages += report.pages;
+            status.all_pause_ns += report.pause_ns;
+            status.all_transfer_ns += report.transfer_ns;
+            status.all_suspended_ns += report.suspended_ns;
+            *status.reasons.entry(report.reason.to_owned()).or_default() += 1;
             status.estimates =
-                told.estimates.iter().map(|(name, value)| ((*name).into(), *value)).collect();
+                report.estimates.iter().map(|(name, value)| ((*name).into(), *value)).collect();
         });
     }
 
@@ -320,7 +324,7 @@ impl Engine {
         let response = match pending.request {
             Request::FailOver { .. } => match self.core.state() {
                 PrimaryState::Protected => {
-                    self.handle(PrimaryInput::SwitchOver);
+                    self.handle(PrimaryEvent::SwitchOver);
                     Response::Done("the VM goes over to the standby".into())
                 }
                 _ => Response::Failed(
@@ -340,7 +344,7 @@ impl Engine {
     }
 
     /// Hands an input to the core and does what it says; what that comes to is handed in behind it.
-    fn handle(&mut self, input: PrimaryInput) {
+    fn handle(&mut self, input: PrimaryEvent) {
         let mut inputs = VecDeque::from([input]);
         while let Some(input) = inputs.pop_front() {
             let outputs = self.core.handle(now_ns(), input);
@@ -358,67 +362,73 @@ impl Engine {
         if acknowledged != self.acknowledged {
             self.acknowledged = acknowledged;
             if let Some(epoch) = acknowledged {
-                self.order(Order::Acknowledged { epoch });
+                self.send_to_vm(VmAction::Acknowledged { epoch });
             }
         }
     }
 
-    fn order(&self, order: Order) {
+    fn send_to_vm(&self, action: VmAction) {
         if let Some(vm) = &self.vm {
-            let _ = vm.orders.send(order);
+            let _ = vm.actions.send(action);
         }
     }
 
-    fn act(&mut self, output: PrimaryOutput) -> Option<PrimaryInput> {
+    fn act(&mut self, output: PrimaryAction) -> Option<PrimaryEvent> {
         match output {
-            PrimaryOutput::Send { path, message } => self.say(path, &message),
-            PrimaryOutput::AskWitness(request) => {
-                deciding::ask(&self.setup, request, &self.sender, In::Asked);
+            PrimaryAction::Send { path, message } => self.say(path, &message),
+            PrimaryAction::AskWitness(request) => {
+                arbitration::ask(&self.setup, request, &self.sender, PrimaryEngineEvent::Witness);
             }
-            PrimaryOutput::Guard(guard) => self.guard(guard),
-            PrimaryOutput::StopVm => {
+            PrimaryAction::Guard(guard) => self.guard(guard),
+            PrimaryAction::StopVm => {
                 if self.core.state() == PrimaryState::SwitchingOver {
                     // It has to go on answering: its last epoch is yet to be taken.
-                    self.order(Order::Stop);
+                    self.send_to_vm(VmAction::Stop);
                 } else {
-                    return Some(PrimaryInput::VmStopped);
+                    return Some(PrimaryEvent::VmStopped);
                 }
             }
-            PrimaryOutput::ResumeVm => {
+            PrimaryAction::ResumeVm => {
                 if std::mem::take(&mut self.vm_stopped) {
-                    self.order(Order::Resume);
+                    self.send_to_vm(VmAction::Resume);
                 } else {
-                    return Some(PrimaryInput::VmResumed);
+                    return Some(PrimaryEvent::VmResumed);
                 }
             }
-            PrimaryOutput::KillVm => self.kill(),
-            PrimaryOutput::HoldOutput => self.gate_do(GateRemote::hold),
-            PrimaryOutput::Release { epoch } => {
+            PrimaryAction::KillVm => self.kill(),
+            PrimaryAction::HoldOutput => self.gate_do(GateRemote::hold),
+            PrimaryAction::Release { epoch } => {
                 let released = self.gates.range(..=epoch.0).next_back().map(|(_, gate)| *gate);
                 self.gates = self.gates.split_off(&(epoch.0 + 1));
                 if let Some(gate) = released {
                     self.gate_do(|remote| remote.release(gate));
                 }
             }
-            PrimaryOutput::ReleaseAll => {
+            PrimaryAction::ReleaseAll => {
                 self.gates.clear();
                 self.gate_do(GateRemote::open);
             }
-            PrimaryOutput::BeginSync { session } => {
+            PrimaryAction::BeginSync { session } => {
                 self.connect_wire();
-                self.order(Order::Sync { session: session.0 });
+                self.send_to_vm(VmAction::Sync { session: session.0 });
             }
-            PrimaryOutput::Capture { last } => self.order(Order::Capture { last }),
-            PrimaryOutput::Owe { after } => {
+            PrimaryAction::Capture { last } => self.send_to_vm(VmAction::Capture { last }),
+            PrimaryAction::Owe { after } => {
                 self.connect_wire();
-                self.order(Order::Owe { after: after.map(|epoch| epoch.0) });
+                self.send_to_vm(VmAction::Owe { after: after.map(|epoch| epoch.0) });
             }
-            PrimaryOutput::MayCapture(may) => self.order(Order::MayCapture(may)),
-            PrimaryOutput::Fence => {
-                deciding::fence(&self.setup, &self.name, "primary", &self.sender, In::Fenced);
+            PrimaryAction::MayCapture(may) => self.send_to_vm(VmAction::MayCapture(may)),
+            PrimaryAction::Fence => {
+                arbitration::fence(
+                    &self.setup,
+                    &self.name,
+                    "primary",
+                    &self.sender,
+                    PrimaryEngineEvent::Fenced,
+                );
             }
-            PrimaryOutput::Note(note) => self.note(&note),
-            PrimaryOutput::Ended { deposed_by } => {
+            PrimaryAction::Note(note) => self.note(&note),
+            PrimaryAction::Ended { deposed_by } => {
                 self.done = Some(deposed_by.map_or(Done::Vm, |term| Done::Deposed(term.0)));
             }
         }
@@ -587,10 +597,10 @@ fn state_name(state: PrimaryState) -> &'static str {
 pub fn listen(
     run_dir: &RunDir,
     status: &SharedStatus,
-) -> Result<(Receiver<In>, Sender<In>, server::Socket), Failure> {
+) -> Result<(Receiver<PrimaryEngineEvent>, Sender<PrimaryEngineEvent>, server::Socket), Failure> {
     let (sender, inbox) = channel();
     let requests = sender.clone();
-    let deliver = move |pending| requests.send(In::Request(pending)).is_ok();
+    let deliver = move |pending| requests.send(PrimaryEngineEvent::Request(pending)).is_ok();
     let socket = server::listen(run_dir.path(), status, deliver)
         .map_err(|e| Failure::new(format!("listen in {}: {e}", run_dir.path().display())))?;
     Ok((inbox, sender, socket))

@@ -1,8 +1,8 @@
 //! The thread that has the VM: it takes epochs when the policy says so, or the protocol does.
 //!
 //! ```text
-//!   protocol ──Order──▶ Keeper: look ─▶ policy ─▶ capture ─▶ [encoder: WireSink] ─▶ standby
-//!            ◀──Event──                              │
+//!   protocol ─VmAction─▶ Keeper: look ─▶ policy ─▶ capture ─▶ [encoder: WireSink] ─▶ standby
+//!            ◀──VmEvent──                             │
 //!                                                  gate: cut in the pause
 //! ```
 //!
@@ -44,8 +44,8 @@ const RETRY: Duration = Duration::from_millis(50);
 /// How often the disks are asked what was written to them, in nanoseconds.
 const DISK_LOOK_NS: u64 = 20_000_000;
 
-/// What the thread is told.
-pub enum Order {
+/// An action that the primary asks of the VM's thread.
+pub enum VmAction {
     /// Whether the policy may take epochs.
     MayCapture(bool),
     /// Take one now; with `last` the VM stands, and stays so.
@@ -53,7 +53,7 @@ pub enum Order {
     /// Take a complete one for this session.
     Sync { session: u64 },
     /// What the standby of a session that begins has already.
-    Have { session: u64, first: u64, hashes: Vec<u8> },
+    PageHashes { session: u64, first: u64, hashes: Vec<u8> },
     /// The standby has all up to this one.
     Acknowledged { epoch: u64 },
     /// The standby has nothing after this one.
@@ -70,8 +70,8 @@ pub enum Order {
     End,
 }
 
-/// What it tells.
-pub enum Event {
+/// An event that the VM's thread reports to the primary.
+pub enum VmEvent {
     /// This epoch is captured; what the guest has sent up to then has this number at the gate.
     Captured {
         epoch: u64,
@@ -79,18 +79,18 @@ pub enum Event {
         reason: &'static str,
     },
     CaptureFailed(String),
-    /// As ordered.
+    /// The VM is paused, as [`VmAction::Stop`] asked.
     Stopped,
     Resumed,
     /// QEMU has ended.
     Ended(ExitStatus),
-    /// How it goes.
-    Told(Box<Told>),
+    /// The standby has acknowledged an epoch.
+    EpochDone(Box<EpochReport>),
 }
 
-/// What users are shown of it.
+/// An acknowledged epoch as it is shown to users.
 #[derive(Clone, Debug, Default)]
-pub struct Told {
+pub struct EpochReport {
     pub acknowledged: Option<u64>,
     pub pages: u64,
     pub wire_bytes: u64,
@@ -122,23 +122,23 @@ pub struct Parts {
 
 /// The thread's handle.
 pub struct VmThread {
-    pub orders: Sender<Order>,
+    pub actions: Sender<VmAction>,
     thread: JoinHandle<Machines>,
 }
 
 impl VmThread {
     /// Starts it. The VM runs from here on, where it is to.
-    pub fn start(parts: Parts, events: impl Fn(Event) + Send + 'static) -> Result<Self, Failure> {
-        let (orders, inbox) = channel();
-        let reports = orders.clone();
+    pub fn start(parts: Parts, events: impl Fn(VmEvent) + Send + 'static) -> Result<Self, Failure> {
+        let (actions, inbox) = channel();
+        let reports = actions.clone();
         let space = parts.copying.layout.len_pages();
         let report = move |report| {
-            let _ = reports.send(Order::Report(Box::new(report)));
+            let _ = reports.send(VmAction::Report(Box::new(report)));
         };
         let encoding =
             Encoding::start(WireSink(parts.wire.clone()), space, Box::new(|_| ()), report)?;
         if let Ok(Some(bell)) = parts.gate.ask(|gate| gate.bell()) {
-            listen(bell, orders.clone())?;
+            listen(bell, actions.clone())?;
         }
         let keeper = Keeper {
             gated: Gated { machines: parts.machines, gate: parts.gate, cut: None },
@@ -167,26 +167,26 @@ impl VmThread {
         };
         let thread = std::thread::Builder::new().name("vm".into()).spawn(move || keeper.run());
         let thread = thread.map_err(|e| Failure::new(format!("start the VM's thread: {e}")))?;
-        Ok(Self { orders, thread })
+        Ok(Self { actions, thread })
     }
 
     /// Ends it and gives the VM back.
     pub fn end(self) -> Result<Machines, Failure> {
-        let _ = self.orders.send(Order::End);
+        let _ = self.actions.send(VmAction::End);
         self.thread.join().map_err(|_| Failure::new("the VM's thread has failed"))
     }
 }
 
 /// Has the VM looked at as soon as it has sent something: else a packet would wait for the next
 /// look by the clock.
-fn listen(mut bell: PipeReader, orders: Sender<Order>) -> Result<(), Failure> {
+fn listen(mut bell: PipeReader, actions: Sender<VmAction>) -> Result<(), Failure> {
     let listen = move || {
         let mut rings = [0; 64];
         loop {
             match bell.read(&mut rings) {
                 // It ends with the gate.
                 Ok(0) => break,
-                Ok(_) if orders.send(Order::Packet).is_err() => break,
+                Ok(_) if actions.send(VmAction::Packet).is_err() => break,
                 Err(e) if e.kind() != ErrorKind::Interrupted => break,
                 Ok(_) | Err(_) => {}
             }
@@ -220,8 +220,8 @@ struct Keeper {
     verify: bool,
     verifier: Verifier,
     disks: Option<(PathBuf, Vec<(String, u64)>)>,
-    events: Box<dyn Fn(Event) + Send>,
-    inbox: Receiver<Order>,
+    events: Box<dyn Fn(VmEvent) + Send>,
+    inbox: Receiver<VmAction>,
     next_epoch: u64,
     may_capture: bool,
     in_flight: Option<InFlight>,
@@ -246,8 +246,8 @@ impl Keeper {
         let mut wait = LOOK_EVERY;
         loop {
             match self.inbox.recv_timeout(wait) {
-                Ok(Order::End) | Err(RecvTimeoutError::Disconnected) => break,
-                Ok(order) => self.obey(order),
+                Ok(VmAction::End) | Err(RecvTimeoutError::Disconnected) => break,
+                Ok(action) => self.handle_action(action),
                 Err(RecvTimeoutError::Timeout) => {}
             }
             self.mind();
@@ -259,31 +259,31 @@ impl Keeper {
         self.gated.machines
     }
 
-    fn tell(&self, event: Event) {
+    fn tell(&self, event: VmEvent) {
         (self.events)(event);
     }
 
-    fn obey(&mut self, order: Order) {
-        match order {
-            Order::MayCapture(may) => {
+    fn handle_action(&mut self, action: VmAction) {
+        match action {
+            VmAction::MayCapture(may) => {
                 self.may_capture = may;
                 if !may {
                     self.unsuspend();
                 }
             }
-            Order::Capture { last } => self.capture(Reason::Asked.name(), last),
-            Order::Sync { session } => {
+            VmAction::Capture { last } => self.capture(Reason::Asked.name(), last),
+            VmAction::Sync { session } => {
                 self.give_up(None);
                 self.wanted_session = Some(session);
                 self.begin();
             }
-            Order::Have { session, first, hashes } => self.have(session, first, &hashes),
-            Order::Acknowledged { epoch } => self.acknowledged(epoch),
-            Order::Owe { after } => {
+            VmAction::PageHashes { session, first, hashes } => self.have(session, first, &hashes),
+            VmAction::Acknowledged { epoch } => self.acknowledged(epoch),
+            VmAction::Owe { after } => {
                 self.give_up(after);
                 self.wire.resume(self.next_epoch);
             }
-            Order::Stop => {
+            VmAction::Stop => {
                 let stopped = self
                     .gated
                     .machines
@@ -291,17 +291,17 @@ impl Keeper {
                     .iter_mut()
                     .try_for_each(|member| member.machine.vm.qmp().stop().map(drop));
                 if let Err(error) = stopped {
-                    self.tell(Event::CaptureFailed(format!("pause the VM: {}", chain(&error))));
+                    self.tell(VmEvent::CaptureFailed(format!("pause the VM: {}", chain(&error))));
                 }
-                self.tell(Event::Stopped);
+                self.tell(VmEvent::Stopped);
             }
-            Order::Resume => {
+            VmAction::Resume => {
                 self.cont();
-                self.tell(Event::Resumed);
+                self.tell(VmEvent::Resumed);
             }
-            Order::Report(report) => self.reported(*report),
+            VmAction::Report(report) => self.reported(*report),
             // What to do is decided at the look that follows.
-            Order::Packet | Order::End => {}
+            VmAction::Packet | VmAction::End => {}
         }
     }
 
@@ -330,7 +330,7 @@ impl Keeper {
             Ok(Some(exit)) => {
                 self.ended = true;
                 self.may_capture = false;
-                self.tell(Event::Ended(exit));
+                self.tell(VmEvent::Ended(exit));
             }
             Ok(None) => {}
             Err(failure) => eprintln!("keyframe: {failure}"),
@@ -418,12 +418,12 @@ impl Keeper {
             Err(error) => {
                 // It is asked for again at once.
                 std::thread::sleep(RETRY);
-                self.tell(Event::CaptureFailed(error));
+                self.tell(VmEvent::CaptureFailed(error));
             }
         }
     }
 
-    fn captured(&mut self, reason: &'static str) -> Result<Event, String> {
+    fn captured(&mut self, reason: &'static str) -> Result<VmEvent, String> {
         let cut = self.gated.machines.storage().map(|(disks, vms)| disks.begin(vms)).transpose();
         let cut = cut.map_err(|e| format!("prepare the VM's disks: {}", chain(&*e)))?;
         let epoch = self.next_epoch;
@@ -453,7 +453,7 @@ impl Keeper {
         let (report, acknowledged, stood_ns) = (None, false, None);
         self.in_flight =
             Some(InFlight { epoch, report, acknowledged, captured_ns, reason, stood_ns, seq });
-        Ok(Event::Captured { epoch, gate: self.gated.cut, reason })
+        Ok(VmEvent::Captured { epoch, gate: self.gated.cut, reason })
     }
 
     fn reported(&mut self, report: EncodeReport<SentEpoch>) {
@@ -464,7 +464,7 @@ impl Keeper {
             }
             self.in_flight = None;
             // Where the connection broke, the protocol hears of it by itself.
-            self.tell(Event::CaptureFailed(text));
+            self.tell(VmEvent::CaptureFailed(text));
             return;
         }
         match &mut self.in_flight {
@@ -509,7 +509,7 @@ impl Keeper {
         // Where it was suspended, the look that follows has it run again, or checkpoints it as it
         // stands.
         self.policy.acknowledged(&acked);
-        let told = Told {
+        let report = EpochReport {
             acknowledged: Some(epoch),
             pages: acked.pages,
             wire_bytes: acked.wire_bytes,
@@ -521,7 +521,7 @@ impl Keeper {
             suspended_ns: self.suspended_at_ns.map_or(0, |at_ns| now_ns().saturating_sub(at_ns)),
             estimates: self.policy.describe(),
         };
-        self.tell(Event::Told(Box::new(told)));
+        self.tell(VmEvent::EpochDone(Box::new(report)));
         if std::mem::take(&mut self.wanted) {
             self.capture(Reason::Asked.name(), false);
         }

@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// What was asked may have been granted once it has left.
-pub enum Asked {
+pub enum WitnessAnswer {
     Answered(WitnessReply),
     Lost { sent: bool },
 }
@@ -33,17 +33,19 @@ const STATE: &str = "witness.state";
 const STATE_BYTES_MAX: u64 = 16 << 20;
 
 /// Asks, and waits for the answer.
-pub fn ask(party: &Party, address: SocketAddr, request: WitnessRequest) -> Asked {
-    let Ok(channel) = party.connect(address, TIMEOUT) else { return Asked::Lost { sent: false } };
+pub fn ask(party: &Party, address: SocketAddr, request: WitnessRequest) -> WitnessAnswer {
+    let Ok(channel) = party.connect(address, TIMEOUT) else {
+        return WitnessAnswer::Lost { sent: false };
+    };
     let mut bytes = Vec::new();
     request.encode(&mut bytes);
     if channel.send(Kind::Core as u8, &[&bytes]).is_err() {
-        return Asked::Lost { sent: true };
+        return WitnessAnswer::Lost { sent: true };
     }
     let reply = channel.receive(&mut Input::default(), TIMEOUT).ok().flatten();
     match reply.and_then(|frame| WitnessReply::decode(&frame.payload).ok()) {
-        Some(reply) => Asked::Answered(reply),
-        None => Asked::Lost { sent: true },
+        Some(reply) => WitnessAnswer::Answered(reply),
+        None => WitnessAnswer::Lost { sent: true },
     }
 }
 

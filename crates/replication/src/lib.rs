@@ -34,8 +34,8 @@ pub use message::{
     Hello, MESSAGE_BYTES_MAX, Message, PROTOCOL_VERSION, REASON_BYTES_MAX, Refusal, Role,
 };
 pub use note::{Note, Why};
-pub use primary::{Guard, Primary, PrimaryInput, PrimaryOutput, PrimaryState, Start};
-pub use standby::{Standby, StandbyInput, StandbyOutput, StandbyState};
+pub use primary::{Guard, Primary, PrimaryAction, PrimaryEvent, PrimaryState, Start};
+pub use standby::{Standby, StandbyAction, StandbyEvent, StandbyState};
 pub use wire::DecodeError;
 pub use witness::{GROUPS_MAX, GroupState, Mode, Witness, WitnessReply, WitnessRequest};
 

@@ -3,7 +3,7 @@
 use super::super::frames::{Greeting, Kind, MachineFrame, Purpose, VERSION, parse};
 use super::super::links;
 use super::super::settings::Setup;
-use super::{In, Refusals};
+use super::{Refusals, StandbyEngineEvent};
 use keyframe_failure::{Failure, chain};
 use keyframe_link::{Channel, Input};
 use std::net::{SocketAddr, TcpListener};
@@ -40,7 +40,7 @@ pub fn bound(address: SocketAddr) -> Result<TcpListener, Failure> {
 pub fn admit(
     listener: TcpListener,
     setup: &Setup,
-    sender: &Sender<In>,
+    sender: &Sender<StandbyEngineEvent>,
     ends: &Arc<AtomicBool>,
 ) -> Result<(), Failure> {
     let failed = |e: std::io::Error| Failure::new(format!("listen: {e}"));
@@ -82,7 +82,7 @@ pub fn admit(
     std::thread::Builder::new().name("admit".into()).spawn(work).map(drop).map_err(failed)
 }
 
-fn greeted(channel: Channel) -> Result<In, Failure> {
+fn greeted(channel: Channel) -> Result<StandbyEngineEvent, Failure> {
     let mut input = Input::default();
     let mut next = |what: Kind| {
         let frame = channel.receive(&mut input, GREETING_TIMEOUT).map_err(|e| links::failed(&e))?;
@@ -101,9 +101,11 @@ fn greeted(channel: Channel) -> Result<In, Failure> {
     Ok(match greeting.purpose {
         Purpose::Control => {
             let machine = Box::new(parse::<MachineFrame>(&next(Kind::Machine)?)?);
-            In::Control { number, machine, channel: Arc::new(channel) }
+            StandbyEngineEvent::Control { number, machine, channel: Arc::new(channel) }
         }
-        Purpose::Beat => In::Beat { number, channel: Arc::new(channel) },
-        Purpose::Data { stream } => In::Data { stream, number, channel: Box::new(channel) },
+        Purpose::Beat => StandbyEngineEvent::Beat { number, channel: Arc::new(channel) },
+        Purpose::Data { stream } => {
+            StandbyEngineEvent::Data { stream, number, channel: Box::new(channel) }
+        }
     })
 }

@@ -14,22 +14,22 @@ mod image;
 mod ready;
 mod streams;
 
-use super::deciding;
+use super::arbitration;
 use super::frames::{EpochHead, Kind, MachineFrame, ReadyFrame, epoch_parts, text, unmarked};
 use super::guard::now_ns;
 use super::having;
 use super::launch::{self, DISKS_SOCKET, Found, Home};
 use super::links::{self, Addresses};
-use super::primary::{self, Finish, In as PrimaryIn};
+use super::primary::{self, Finish, PrimaryEngineEvent};
 use super::settings::{Setup, interruption};
 use super::verify;
-use super::witnessing::Asked;
+use super::witnessing::WitnessAnswer;
 use admitting::{admit, bound};
 use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_link::{Channel, Input};
 use keyframe_qemu::QemuIdentity;
 use keyframe_replication::{
-    Epoch, Message, Note, StandbyInput, StandbyOutput, StandbyState, Start, Term,
+    Epoch, Message, Note, StandbyAction, StandbyEvent, StandbyState, Start, Term,
 };
 use keyframe_session::control::server::{Pending, SharedStatus};
 use keyframe_session::control::{ReplicationStatus, Request, Response};
@@ -43,7 +43,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use streams::FromStream;
+use streams::StreamEvent;
 
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 const READ_WAIT: Duration = Duration::from_millis(200);
@@ -63,16 +63,16 @@ pub struct Wish {
 }
 
 /// What wakes the thread.
-enum In {
+enum StandbyEngineEvent {
     Control { number: u64, machine: Box<MachineFrame>, channel: Arc<Channel> },
     Beat { number: u64, channel: Arc<Channel> },
     Data { stream: usize, number: u64, channel: Box<Channel> },
-    Said { path: u8, number: u64, message: Message },
+    Received { path: u8, number: u64, message: Message },
     Epoch { number: u64, session: u64, epoch: u64, head: EpochHead, devices: Vec<u8> },
     Broken { path: u8, number: u64 },
-    Stream(FromStream),
+    Stream(StreamEvent),
     Applied { epoch: u64, devices: Vec<u8>, result: Result<(), String> },
-    Asked(Asked),
+    Witness(WitnessAnswer),
     Fenced(bool),
 }
 
@@ -128,10 +128,10 @@ struct Keeper {
     wish: Wish,
     run_dir: RunDir,
     status: SharedStatus,
-    sender: Sender<In>,
-    inbox: Receiver<In>,
+    sender: Sender<StandbyEngineEvent>,
+    inbox: Receiver<StandbyEngineEvent>,
     /// The control socket's.
-    requests: Receiver<PrimaryIn>,
+    requests: Receiver<PrimaryEngineEvent>,
     ready: Option<Ready>,
     control: Option<(u64, Arc<Channel>)>,
     beat: Option<(u64, Arc<Channel>)>,
@@ -174,16 +174,16 @@ impl Keeper {
             let deadline_ns =
                 self.ready.as_ref().map_or(u64::MAX, |ready| ready.core.deadline_ns());
             let until = Duration::from_nanos(deadline_ns.saturating_sub(now_ns()));
-            while let Ok(PrimaryIn::Request(pending)) = self.requests.try_recv() {
+            while let Ok(PrimaryEngineEvent::Request(pending)) = self.requests.try_recv() {
                 self.answer(&pending, interrupted);
             }
             match self.inbox.recv_timeout(until.min(LOOK_EVERY)) {
-                Ok(input) => self.take(input),
+                Ok(event) => self.handle_event(event),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return Ok(None),
             }
             if now_ns() >= deadline_ns {
-                self.handle(StandbyInput::Tick);
+                self.handle(StandbyEvent::Tick);
             }
             self.mind()?;
             self.show();
@@ -205,33 +205,33 @@ impl Keeper {
         Ok(())
     }
 
-    fn take(&mut self, input: In) {
-        match input {
-            In::Control { number, machine, channel } => {
+    fn handle_event(&mut self, event: StandbyEngineEvent) {
+        match event {
+            StandbyEngineEvent::Control { number, machine, channel } => {
                 self.take_control(number, *machine, channel)
             }
-            In::Beat { number, channel } => {
+            StandbyEngineEvent::Beat { number, channel } => {
                 self.read(Arc::clone(&channel), 1, number);
                 self.beat = Some((number, channel));
-                self.handle(StandbyInput::PathUp(1));
+                self.handle(StandbyEvent::PathUp(1));
             }
-            In::Data { stream, number, channel } => {
+            StandbyEngineEvent::Data { stream, number, channel } => {
                 if let Some(ready) = &self.ready
                     && stream < ready.streams.len()
                 {
                     let sender = self.sender.clone();
                     let tell = move |from| {
-                        let _ = sender.send(In::Stream(from));
+                        let _ = sender.send(StandbyEngineEvent::Stream(from));
                     };
                     ready.streams.read((stream, number), *channel, tell, Arc::clone(&self.ends));
                 }
             }
-            In::Said { path, number, message } => {
+            StandbyEngineEvent::Received { path, number, message } => {
                 if self.current(path) == Some(number) {
-                    self.handle(StandbyInput::Peer { path, message });
+                    self.handle(StandbyEvent::Peer { path, message });
                 }
             }
-            In::Epoch { number, session, epoch, head, devices } => {
+            StandbyEngineEvent::Epoch { number, session, epoch, head, devices } => {
                 if self.current(0) == Some(number)
                     && let Some(ready) = &mut self.ready
                 {
@@ -239,16 +239,16 @@ impl Keeper {
                     self.complete();
                 }
             }
-            In::Broken { path, number } => {
+            StandbyEngineEvent::Broken { path, number } => {
                 if self.current(path) == Some(number) {
                     match path {
                         0 => self.control = None,
                         _ => self.beat = None,
                     }
-                    self.handle(StandbyInput::PathDown(path));
+                    self.handle(StandbyEvent::PathDown(path));
                 }
             }
-            In::Stream(FromStream::Marked { stream, session, epoch }) => {
+            StandbyEngineEvent::Stream(StreamEvent::Marked { stream, session, epoch }) => {
                 if let Some(mark) =
                     self.ready.as_mut().and_then(|ready| ready.marks.get_mut(stream))
                 {
@@ -256,10 +256,10 @@ impl Keeper {
                     self.complete();
                 }
             }
-            In::Stream(FromStream::Failed(reason)) => {
-                self.handle(StandbyInput::ApplyFailed { reason })
+            StandbyEngineEvent::Stream(StreamEvent::Failed(reason)) => {
+                self.handle(StandbyEvent::ApplyFailed { reason })
             }
-            In::Applied { epoch, devices, result } => {
+            StandbyEngineEvent::Applied { epoch, devices, result } => {
                 if let Some(ready) = &mut self.ready {
                     ready.streams.applied();
                     ready.applying = ready.applying.saturating_sub(1);
@@ -268,14 +268,18 @@ impl Keeper {
                     }
                 }
                 self.handle(match result {
-                    Ok(()) => StandbyInput::Applied { epoch: Epoch(epoch) },
-                    Err(reason) => StandbyInput::ApplyFailed { reason },
+                    Ok(()) => StandbyEvent::Applied { epoch: Epoch(epoch) },
+                    Err(reason) => StandbyEvent::ApplyFailed { reason },
                 });
                 self.tell_what_is_here();
             }
-            In::Asked(Asked::Answered(reply)) => self.handle(StandbyInput::Witness(reply)),
-            In::Asked(Asked::Lost { sent }) => self.handle(StandbyInput::WitnessLost { sent }),
-            In::Fenced(off) => self.handle(StandbyInput::Fenced(off)),
+            StandbyEngineEvent::Witness(WitnessAnswer::Answered(reply)) => {
+                self.handle(StandbyEvent::Witness(reply))
+            }
+            StandbyEngineEvent::Witness(WitnessAnswer::Lost { sent }) => {
+                self.handle(StandbyEvent::WitnessLost { sent })
+            }
+            StandbyEngineEvent::Fenced(off) => self.handle(StandbyEvent::Fenced(off)),
         }
     }
 
@@ -290,16 +294,16 @@ impl Keeper {
             Request::FailOver { force: true }
                 if self.ready.as_ref().is_some_and(|ready| ready.devices.is_some()) =>
             {
-                self.handle(StandbyInput::FailOver { force: true });
+                self.handle(StandbyEvent::FailOver { force: true });
                 Response::Done("this standby takes over".into())
             }
             Request::FailOver { force } => match state.filter(|_| !force) {
                 Some(StandbyState::Armed | StandbyState::Following) if self.control.is_some() => {
-                    self.handle(StandbyInput::SwitchOver);
+                    self.handle(StandbyEvent::SwitchOver);
                     Response::Done("the primary is asked to let the VM go over".into())
                 }
                 Some(StandbyState::Armed | StandbyState::Following) => {
-                    self.handle(StandbyInput::FailOver { force: false });
+                    self.handle(StandbyEvent::FailOver { force: false });
                     Response::Done("who decides is asked whether this standby may take over".into())
                 }
                 _ if self.ready.as_ref().is_some_and(|ready| ready.devices.is_some()) => Response::Failed(
@@ -338,7 +342,7 @@ impl Keeper {
         }
         if let Some((_, old)) = self.control.take() {
             old.close();
-            self.handle(StandbyInput::PathDown(0));
+            self.handle(StandbyEvent::PathDown(0));
         }
         if let Some(ready) = &mut self.ready {
             ready.streams.connected(number);
@@ -346,7 +350,7 @@ impl Keeper {
         }
         self.read(Arc::clone(&channel), 0, number);
         self.control = Some((number, channel));
-        self.handle(StandbyInput::PathUp(0));
+        self.handle(StandbyEvent::PathUp(0));
     }
 
     /// Reads a connection until it breaks.
@@ -363,11 +367,11 @@ impl Keeper {
                 let said = match Kind::of(frame.kind) {
                     Some(Kind::Core) => Message::decode(&frame.payload)
                         .ok()
-                        .map(|message| In::Said { path, number, message }),
+                        .map(|message| StandbyEngineEvent::Received { path, number, message }),
                     Some(Kind::Epoch) => {
                         unmarked(&frame.payload).and_then(|(session, epoch, rest)| {
                             let (head, devices) = epoch_parts(rest)?;
-                            Some(In::Epoch {
+                            Some(StandbyEngineEvent::Epoch {
                                 number,
                                 session,
                                 epoch,
@@ -385,7 +389,7 @@ impl Keeper {
                 }
             }
             channel.close();
-            let _ = sender.send(In::Broken { path, number });
+            let _ = sender.send(StandbyEngineEvent::Broken { path, number });
         };
         // Without a thread the path stays silent, and counts as lost.
         let _ = std::thread::Builder::new().name("link".into()).spawn(work);
@@ -399,11 +403,11 @@ impl Keeper {
         if whole {
             let (session, epoch) = (keyframe_replication::Session(*session), Epoch(*epoch));
             let after = head.after.map(Epoch);
-            self.handle(StandbyInput::EpochComplete { session, epoch, after });
+            self.handle(StandbyEvent::EpochComplete { session, epoch, after });
         }
     }
 
-    fn handle(&mut self, input: StandbyInput) {
+    fn handle(&mut self, input: StandbyEvent) {
         let mut inputs = VecDeque::from([input]);
         while let Some(input) = inputs.pop_front() {
             let Some(ready) = &mut self.ready else { return };
@@ -415,9 +419,9 @@ impl Keeper {
         }
     }
 
-    fn act(&mut self, output: StandbyOutput) -> Option<StandbyInput> {
+    fn act(&mut self, output: StandbyAction) -> Option<StandbyEvent> {
         match output {
-            StandbyOutput::Send { path, message } => {
+            StandbyAction::Send { path, message } => {
                 let of = if path == 0 { &self.control } else { &self.beat };
                 if let Some((_, channel)) = of
                     && !links::say(channel, &message)
@@ -426,10 +430,15 @@ impl Keeper {
                     channel.close();
                 }
             }
-            StandbyOutput::AskWitness(request) => {
-                deciding::ask(&self.wish.setup, request, &self.sender, In::Asked);
+            StandbyAction::AskWitness(request) => {
+                arbitration::ask(
+                    &self.wish.setup,
+                    request,
+                    &self.sender,
+                    StandbyEngineEvent::Witness,
+                );
             }
-            StandbyOutput::Receive { session } => {
+            StandbyAction::Receive { session } => {
                 let ready = self.ready.as_mut()?;
                 ready.streams.receive(session.0);
                 (ready.devices, ready.coming) = (None, None);
@@ -437,22 +446,28 @@ impl Keeper {
                 ready.having = Some(session.0);
                 self.tell_what_is_here();
             }
-            StandbyOutput::Apply { epoch } => return self.apply(epoch.0),
-            StandbyOutput::Reject { .. } | StandbyOutput::DiscardPartial => {
+            StandbyAction::Apply { epoch } => return self.apply(epoch.0),
+            StandbyAction::Reject { .. } | StandbyAction::DiscardPartial => {
                 let ready = self.ready.as_mut()?;
                 ready.streams.discard();
                 ready.coming = None;
                 ready.marks.fill(None);
             }
-            StandbyOutput::Fence => {
+            StandbyAction::Fence => {
                 let name =
                     self.ready.as_ref().map(|ready| ready.machine.name.clone()).unwrap_or_default();
-                deciding::fence(&self.wish.setup, &name, "standby", &self.sender, In::Fenced);
+                arbitration::fence(
+                    &self.wish.setup,
+                    &name,
+                    "standby",
+                    &self.sender,
+                    StandbyEngineEvent::Fenced,
+                );
             }
-            StandbyOutput::Activate { epoch, term, forced } => {
+            StandbyAction::Activate { epoch, term, forced } => {
                 self.activate = Some((epoch.0, term, forced))
             }
-            StandbyOutput::Note(note) => {
+            StandbyAction::Note(note) => {
                 let text = match &note {
                     Note::Joined(_) => "joined".into(),
                     other => super::said(other),
@@ -482,8 +497,8 @@ impl Keeper {
     }
 
     /// Makes an epoch that has come whole what is held, beside the heartbeats.
-    fn apply(&mut self, epoch: u64) -> Option<StandbyInput> {
-        let failed = |reason: &str| Some(StandbyInput::ApplyFailed { reason: reason.into() });
+    fn apply(&mut self, epoch: u64) -> Option<StandbyEvent> {
+        let failed = |reason: &str| Some(StandbyEvent::ApplyFailed { reason: reason.into() });
         let ready = self.ready.as_mut()?;
         let Some((session, _, head, devices)) =
             ready.coming.take_if(|(_, number, ..)| *number == epoch)
@@ -502,7 +517,7 @@ impl Keeper {
                 [] => Ok(()),
                 checks => verify::compare(&*image, ram_pages, checks),
             });
-            let _ = sender.send(In::Applied { epoch, devices, result });
+            let _ = sender.send(StandbyEngineEvent::Applied { epoch, devices, result });
         };
         if std::thread::Builder::new().name("apply".into()).spawn(work).is_err() {
             return failed("no thread is to be had");
@@ -551,7 +566,7 @@ impl Keeper {
     /// The VM goes on here.
     fn take_over(
         mut self,
-        (sender, socket): (Sender<PrimaryIn>, keyframe_session::control::server::Socket),
+        (sender, socket): (Sender<PrimaryEngineEvent>, keyframe_session::control::server::Socket),
         (epoch, term, forced): (u64, Term, bool),
         interrupted: &Arc<AtomicBool>,
     ) -> Result<Finish, Failure> {

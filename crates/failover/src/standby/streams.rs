@@ -28,7 +28,7 @@ const SESSION_WAIT: Duration = Duration::from_secs(10);
 const PAST_MAX: usize = 64;
 
 /// What a stream tells.
-pub enum FromStream {
+pub enum StreamEvent {
     /// All of this epoch has come.
     Marked { stream: usize, session: u64, epoch: u64 },
     /// What came makes no sense.
@@ -134,7 +134,7 @@ impl Streams {
         self: &Arc<Self>,
         (stream, connection): (usize, u64),
         channel: Channel,
-        tell: impl Fn(FromStream) + Send + 'static,
+        tell: impl Fn(StreamEvent) + Send + 'static,
         ends: Arc<AtomicBool>,
     ) {
         let streams = Arc::clone(self);
@@ -153,10 +153,10 @@ impl Streams {
                         ) {
                             Ok(None) => {}
                             Ok(Some((session, epoch))) => {
-                                tell(FromStream::Marked { stream, session, epoch })
+                                tell(StreamEvent::Marked { stream, session, epoch })
                             }
                             Err(problem) => {
-                                tell(FromStream::Failed(problem));
+                                tell(StreamEvent::Failed(problem));
                                 break;
                             }
                         }

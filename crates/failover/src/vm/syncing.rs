@@ -1,7 +1,7 @@
 //! The begin of a session with a standby: what it has already is left out, all else goes over.
 
 use super::Keeper;
-use super::{Event, Having, chain};
+use super::{Having, VmEvent, chain};
 use keyframe_capture::BoxError;
 use keyframe_disk::nbd::client::Client;
 use keyframe_units::PAGE_BYTES;
@@ -18,7 +18,7 @@ impl Keeper {
         let Some((_, having)) = &mut self.having else { return };
         if let Err(problem) = having.take_in(first, hashes, pages) {
             self.having = None;
-            return self.tell(Event::CaptureFailed(format!(
+            return self.tell(VmEvent::CaptureFailed(format!(
                 "what the standby says that it has: {problem}"
             )));
         }
@@ -50,7 +50,7 @@ impl Keeper {
             self.copying.cycle.restart();
         }
         if let Err(error) = self.sync_disks() {
-            self.tell(Event::CaptureFailed(format!("copy the disks: {}", chain(&*error))));
+            self.tell(VmEvent::CaptureFailed(format!("copy the disks: {}", chain(&*error))));
             return;
         }
         self.capture("first", false);

@@ -6,7 +6,7 @@
 //!   fencing: while the lease lasts, heartbeats with pairing 0 until one is answered so; then the hook
 //! ```
 
-use super::{Ask, Exposure, Handing, Phase, Primary, PrimaryOutput};
+use super::{Ask, Exposure, Handing, Phase, Primary, PrimaryAction};
 use crate::{Arbitration, Mode, Note, Why, WitnessReply, WitnessRequest};
 
 /// Fencing that failed is tried again after `retry_ns` times two to this at most.
@@ -86,7 +86,7 @@ impl Primary {
         if self.vm_ended {
             self.finish();
         } else if std::mem::take(&mut self.holding) {
-            self.out.push(PrimaryOutput::ReleaseAll);
+            self.out.push(PrimaryAction::ReleaseAll);
         }
     }
 
@@ -154,7 +154,7 @@ impl Primary {
             WitnessRequest::Solo { .. } => self.exposure.solo_sent = true,
             _ => {}
         }
-        self.out.push(PrimaryOutput::AskWitness(request));
+        self.out.push(PrimaryAction::AskWitness(request));
     }
 
     pub(super) fn witness_lost(&mut self, sent: bool) {
@@ -238,7 +238,7 @@ impl Primary {
     pub(super) fn fence(&mut self) {
         if self.wants_fence() && !self.fencing && self.now_ns >= self.fence_at_ns {
             self.fencing = true;
-            self.out.push(PrimaryOutput::Fence);
+            self.out.push(PrimaryAction::Fence);
         }
     }
 

@@ -63,7 +63,7 @@ pub enum Guard {
 
 /// What happens to a primary.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum PrimaryInput {
+pub enum PrimaryEvent {
     /// Time has passed.
     Tick,
     /// A path is connected, or connected anew.
@@ -107,7 +107,7 @@ pub enum PrimaryInput {
 
 /// What the driver has to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum PrimaryOutput {
+pub enum PrimaryAction {
     /// Send this, if the path is still connected.
     Send {
         /// On which path.
@@ -274,7 +274,7 @@ pub struct Primary {
     holding: bool,
     may_capture: bool,
     vm_ended: bool,
-    out: Vec<PrimaryOutput>,
+    out: Vec<PrimaryAction>,
 }
 
 impl Primary {
@@ -320,28 +320,28 @@ impl Primary {
     }
 
     /// Takes what happened; what is to be done, in this order.
-    pub fn handle(&mut self, now_ns: u64, input: PrimaryInput) -> Vec<PrimaryOutput> {
+    pub fn handle(&mut self, now_ns: u64, input: PrimaryEvent) -> Vec<PrimaryAction> {
         self.now_ns = self.now_ns.max(now_ns);
         if self.phase == Phase::Ended {
             return Vec::new();
         }
         match input {
-            PrimaryInput::Tick | PrimaryInput::VmResumed => {}
-            PrimaryInput::PathUp(path) => self.path_up(path),
-            PrimaryInput::PathDown(path) => self.path_down(path),
-            PrimaryInput::Peer { path, message } => self.hear(path, message),
-            PrimaryInput::Witness(reply) => self.witness(reply),
-            PrimaryInput::WitnessLost { sent } => self.witness_lost(sent),
-            PrimaryInput::Captured { epoch } => self.captured(epoch),
-            PrimaryInput::CaptureFailed => self.capture_failed(),
-            PrimaryInput::VmStopped => self.vm_stopped(),
-            PrimaryInput::Fenced(off) => self.fenced(off),
-            PrimaryInput::SwitchOver => self.switch_over(),
-            PrimaryInput::GoSolo => {
+            PrimaryEvent::Tick | PrimaryEvent::VmResumed => {}
+            PrimaryEvent::PathUp(path) => self.path_up(path),
+            PrimaryEvent::PathDown(path) => self.path_down(path),
+            PrimaryEvent::Peer { path, message } => self.hear(path, message),
+            PrimaryEvent::Witness(reply) => self.witness(reply),
+            PrimaryEvent::WitnessLost { sent } => self.witness_lost(sent),
+            PrimaryEvent::Captured { epoch } => self.captured(epoch),
+            PrimaryEvent::CaptureFailed => self.capture_failed(),
+            PrimaryEvent::VmStopped => self.vm_stopped(),
+            PrimaryEvent::Fenced(off) => self.fenced(off),
+            PrimaryEvent::SwitchOver => self.switch_over(),
+            PrimaryEvent::GoSolo => {
                 self.unsettled = self.config.arbitration == Arbitration::Witness;
                 self.become_solo(Why::Command);
             }
-            PrimaryInput::VmEnded => self.ended_in_order(),
+            PrimaryEvent::VmEnded => self.ended_in_order(),
         }
         let steps =
             [Self::watch, Self::pair, Self::ask, Self::fence, Self::heartbeat, Self::settle];
@@ -410,7 +410,7 @@ impl Primary {
     }
 
     fn note(&mut self, note: Note) {
-        self.out.push(PrimaryOutput::Note(note));
+        self.out.push(PrimaryAction::Note(note));
     }
 
     fn has_lease(&self) -> bool {
@@ -434,18 +434,18 @@ impl Primary {
         };
         if guard != self.guard {
             self.guard = guard;
-            self.out.insert(0, PrimaryOutput::Guard(guard));
+            self.out.insert(0, PrimaryAction::Guard(guard));
         }
         let run = self.may_run();
         if run != self.running {
             self.running = run;
             if run {
-                self.out.push(PrimaryOutput::ResumeVm);
+                self.out.push(PrimaryAction::ResumeVm);
                 if matches!(self.phase, Phase::Pairing | Phase::Protected) {
                     self.note(Note::Resumed);
                 }
             } else {
-                self.out.push(PrimaryOutput::StopVm);
+                self.out.push(PrimaryAction::StopVm);
                 self.stops += 1;
                 if !matches!(self.phase, Phase::Handing(_)) {
                     self.note(Note::Stopped);
@@ -457,7 +457,7 @@ impl Primary {
         let may = data && phase && !self.vm_ended;
         if may != self.may_capture {
             self.may_capture = may;
-            self.out.push(PrimaryOutput::MayCapture(may));
+            self.out.push(PrimaryAction::MayCapture(may));
         }
     }
 
@@ -468,10 +468,10 @@ impl Primary {
         }
         if self.phase == Phase::Handing(Handing::Stopping) {
             self.phase = Phase::Handing(Handing::Last(None));
-            self.out.push(PrimaryOutput::Capture { last: true });
+            self.out.push(PrimaryAction::Capture { last: true });
         } else if self.running && self.may_run() {
             // The guard was faster than the standby's answer.
-            self.out.push(PrimaryOutput::ResumeVm);
+            self.out.push(PrimaryAction::ResumeVm);
         }
     }
 
@@ -489,10 +489,10 @@ impl Primary {
     fn capture_failed(&mut self) {
         match (self.phase, self.session()) {
             (Phase::Syncing { first: None }, Some(session)) => {
-                self.out.push(PrimaryOutput::BeginSync { session });
+                self.out.push(PrimaryAction::BeginSync { session });
             }
             (Phase::Closing { gate: None }, _) => {
-                self.out.push(PrimaryOutput::Capture { last: false })
+                self.out.push(PrimaryAction::Capture { last: false })
             }
             (Phase::Handing(Handing::Last(None)), _) => self.abort_switch_over(),
             _ => {}
@@ -508,14 +508,14 @@ impl Primary {
         peer.acked = Some(epoch);
         let session = peer.session;
         if self.holding {
-            self.out.push(PrimaryOutput::Release { epoch });
+            self.out.push(PrimaryAction::Release { epoch });
         }
         match self.phase {
             Phase::Syncing { first: Some(first) } if first <= epoch => {
                 self.phase = Phase::Closing { gate: None };
                 self.holding = true;
                 self.out
-                    .extend([PrimaryOutput::HoldOutput, PrimaryOutput::Capture { last: false }]);
+                    .extend([PrimaryAction::HoldOutput, PrimaryAction::Capture { last: false }]);
             }
             Phase::Closing { gate: Some(gate) } if gate <= epoch => self.phase = Phase::Pairing,
             Phase::Handing(Handing::Last(Some(last))) if last <= epoch => {
@@ -563,9 +563,9 @@ impl Primary {
     fn finish(&mut self) {
         self.phase = Phase::Ended;
         if std::mem::take(&mut self.holding) {
-            self.out.push(PrimaryOutput::ReleaseAll);
+            self.out.push(PrimaryAction::ReleaseAll);
         }
-        self.out.push(PrimaryOutput::Ended { deposed_by: None });
+        self.out.push(PrimaryAction::Ended { deposed_by: None });
     }
 
     /// Another node runs the VM, by right.
@@ -576,10 +576,10 @@ impl Primary {
         self.phase = Phase::Ended;
         self.peer = None;
         self.out.extend([
-            PrimaryOutput::Guard(Guard::Stopped),
-            PrimaryOutput::KillVm,
-            PrimaryOutput::Note(Note::Deposed(term)),
-            PrimaryOutput::Ended { deposed_by: Some(term) },
+            PrimaryAction::Guard(Guard::Stopped),
+            PrimaryAction::KillVm,
+            PrimaryAction::Note(Note::Deposed(term)),
+            PrimaryAction::Ended { deposed_by: Some(term) },
         ]);
     }
 }

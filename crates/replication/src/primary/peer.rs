@@ -1,6 +1,6 @@
 //! What a primary says to its standby, and makes of what that says.
 
-use super::{Handing, Peer, Phase, Primary, PrimaryOutput};
+use super::{Handing, Peer, Phase, Primary, PrimaryAction};
 use crate::{Arbitration, Epoch, Hello, Message, Note, Refusal, Role, Session, Why};
 
 /// The path of the data.
@@ -8,7 +8,7 @@ const DATA: u8 = 0;
 
 impl Primary {
     pub(super) fn send(&mut self, path: u8, message: Message) {
-        self.out.push(PrimaryOutput::Send { path, message });
+        self.out.push(PrimaryAction::Send { path, message });
     }
 
     pub(super) fn send_all(&mut self, message: &Message) {
@@ -206,7 +206,7 @@ impl Primary {
         self.note(Note::Joined(hello.node));
         let (term, sequence) = (self.term, self.sequence);
         self.send(DATA, Message::HelloAck { term, session, sequence });
-        self.out.push(PrimaryOutput::BeginSync { session });
+        self.out.push(PrimaryAction::BeginSync { session });
     }
 
     /// The session goes on; on a data path that is new, with what has not arrived.
@@ -224,21 +224,21 @@ impl Primary {
         match &mut self.phase {
             Phase::Syncing { first } if after.is_none() || *first > after => {
                 *first = None;
-                self.out.push(PrimaryOutput::BeginSync { session });
+                self.out.push(PrimaryAction::BeginSync { session });
             }
             Phase::Handing(Handing::Last(last @ Some(_))) if *last > after => {
                 *last = None;
                 self.out
-                    .extend([PrimaryOutput::Owe { after }, PrimaryOutput::Capture { last: true }]);
+                    .extend([PrimaryAction::Owe { after }, PrimaryAction::Capture { last: true }]);
             }
             Phase::Syncing { .. }
             | Phase::Closing { .. }
             | Phase::Pairing
             | Phase::Protected
             | Phase::Handing(Handing::Stopping | Handing::Last(None)) => {
-                self.out.push(PrimaryOutput::Owe { after });
+                self.out.push(PrimaryAction::Owe { after });
                 if !matches!(self.phase, Phase::Handing(_) | Phase::Syncing { .. }) {
-                    self.out.push(PrimaryOutput::Capture { last: false });
+                    self.out.push(PrimaryAction::Capture { last: false });
                 }
             }
             _ => {}

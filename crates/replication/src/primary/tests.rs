@@ -20,24 +20,24 @@ struct Test {
 impl Test {
     fn new(arbitration: Arbitration) -> Self {
         let mut test = Self { primary: Primary::new(config(arbitration), Start::First), now_ns: 0 };
-        test.after(0, PrimaryInput::PathUp(0));
+        test.after(0, PrimaryEvent::PathUp(0));
         test
     }
 
-    fn after(&mut self, ms: u64, input: PrimaryInput) -> Vec<PrimaryOutput> {
+    fn after(&mut self, ms: u64, input: PrimaryEvent) -> Vec<PrimaryAction> {
         self.now_ns += ms * MS;
         self.primary.handle(self.now_ns, input)
     }
 
-    fn hear(&mut self, message: Message) -> Vec<PrimaryOutput> {
-        self.after(1, PrimaryInput::Peer { path: 0, message })
+    fn hear(&mut self, message: Message) -> Vec<PrimaryAction> {
+        self.after(1, PrimaryEvent::Peer { path: 0, message })
     }
 
     fn session(&self) -> Session {
         self.primary.session().expect("a session")
     }
 
-    fn greet(&mut self, session: Option<Session>, complete: Option<Epoch>) -> Vec<PrimaryOutput> {
+    fn greet(&mut self, session: Option<Session>, complete: Option<Epoch>) -> Vec<PrimaryAction> {
         let hello = Hello {
             role: Role::Standby,
             group: GROUP,
@@ -52,7 +52,7 @@ impl Test {
         self.hear(Message::Hello(hello))
     }
 
-    fn answer(&mut self, pairing: u64, held: Option<u64>) -> Vec<PrimaryOutput> {
+    fn answer(&mut self, pairing: u64, held: Option<u64>) -> Vec<PrimaryAction> {
         let (sequence, session) = (self.primary.sequence, self.session());
         let (sent_ns, held) = (self.now_ns, held.map(Epoch));
         self.hear(Message::HeartbeatAck { sequence, sent_ns, session, pairing, held })
@@ -64,21 +64,21 @@ impl Test {
         term: u64,
         owner: NodeId,
         mode: Mode,
-    ) -> Vec<PrimaryOutput> {
+    ) -> Vec<PrimaryAction> {
         let state = Some(GroupState { generation, term: Term(term), owner, mode });
-        self.after(1, PrimaryInput::Witness(WitnessReply { group: GROUP, state }))
+        self.after(1, PrimaryEvent::Witness(WitnessReply { group: GROUP, state }))
     }
 
     /// Up to where the standby is to be trusted; what that step says.
-    fn pair(&mut self) -> Vec<PrimaryOutput> {
+    fn pair(&mut self) -> Vec<PrimaryAction> {
         self.greet(None, None);
-        self.after(1, PrimaryInput::Captured { epoch: Epoch(1) });
+        self.after(1, PrimaryEvent::Captured { epoch: Epoch(1) });
         let closing = self.answer(0, Some(1));
         assert!(
             closing
-                .starts_with(&[PrimaryOutput::HoldOutput, PrimaryOutput::Capture { last: false }])
+                .starts_with(&[PrimaryAction::HoldOutput, PrimaryAction::Capture { last: false }])
         );
-        self.after(1, PrimaryInput::Captured { epoch: Epoch(2) });
+        self.after(1, PrimaryEvent::Captured { epoch: Epoch(2) });
         self.answer(0, Some(2))
     }
 
@@ -102,11 +102,11 @@ impl Test {
 fn the_guard_knows_before_the_witness_is_asked() {
     let mut test = Test::new(Arbitration::Witness);
     let outputs = test.pair();
-    assert!(matches!(outputs[0], PrimaryOutput::Guard(Guard::Until(_))), "{outputs:?}");
+    assert!(matches!(outputs[0], PrimaryAction::Guard(Guard::Until(_))), "{outputs:?}");
     assert!(
         outputs.iter().any(|output| matches!(
             output,
-            PrimaryOutput::AskWitness(WitnessRequest::Paired { .. })
+            PrimaryAction::AskWitness(WitnessRequest::Paired { .. })
         ))
     );
     assert_eq!(test.primary.state(), PrimaryState::Pairing);
@@ -116,11 +116,11 @@ fn the_guard_knows_before_the_witness_is_asked() {
 fn what_is_held_is_released_once_by_the_newest_acknowledgement() {
     let mut test = Test::protect(Arbitration::Witness);
     for epoch in 3..=5 {
-        test.after(1, PrimaryInput::Captured { epoch: Epoch(epoch) });
+        test.after(1, PrimaryEvent::Captured { epoch: Epoch(epoch) });
     }
     let session = test.session();
     let ack = |epoch| Message::EpochAck { session, epoch: Epoch(epoch) };
-    assert_eq!(test.hear(ack(5)), [PrimaryOutput::Release { epoch: Epoch(5) }]);
+    assert_eq!(test.hear(ack(5)), [PrimaryAction::Release { epoch: Epoch(5) }]);
     assert_eq!(test.hear(ack(4)), []);
     assert_eq!(test.hear(ack(6)), [], "it was not captured");
     assert_eq!(test.hear(Message::EpochAck { session: Session(1), epoch: Epoch(5) }), []);
@@ -129,17 +129,17 @@ fn what_is_held_is_released_once_by_the_newest_acknowledgement() {
 #[test]
 fn a_lease_that_ends_stops_the_vm_and_an_answer_in_time_resumes_it() {
     let mut test = Test::protect(Arbitration::Fencing);
-    let outputs = test.after(430, PrimaryInput::Tick);
-    assert_eq!(outputs[0], PrimaryOutput::Guard(Guard::Stopped));
-    assert!(outputs.contains(&PrimaryOutput::StopVm) && outputs.contains(&PrimaryOutput::Fence));
-    test.after(1, PrimaryInput::VmStopped);
+    let outputs = test.after(430, PrimaryEvent::Tick);
+    assert_eq!(outputs[0], PrimaryAction::Guard(Guard::Stopped));
+    assert!(outputs.contains(&PrimaryAction::StopVm) && outputs.contains(&PrimaryAction::Fence));
+    test.after(1, PrimaryEvent::VmStopped);
     let outputs = test.answer(1, None);
-    assert!(matches!(outputs[0], PrimaryOutput::Guard(Guard::Until(_))));
-    assert!(outputs.contains(&PrimaryOutput::ResumeVm));
+    assert!(matches!(outputs[0], PrimaryAction::Guard(Guard::Until(_))));
+    assert!(outputs.contains(&PrimaryAction::ResumeVm));
     // The hook may have been as fast.
-    let outputs = test.after(1, PrimaryInput::Fenced(true));
+    let outputs = test.after(1, PrimaryEvent::Fenced(true));
     assert!(
-        outputs.contains(&PrimaryOutput::Guard(Guard::Free))
+        outputs.contains(&PrimaryAction::Guard(Guard::Free))
             || test.primary.state() == PrimaryState::Solo
     );
 }
@@ -148,14 +148,14 @@ fn a_lease_that_ends_stops_the_vm_and_an_answer_in_time_resumes_it() {
 fn only_a_state_newer_than_the_pairing_lets_it_run_alone() {
     let mut test = Test::new(Arbitration::Witness);
     test.pair();
-    test.after(1, PrimaryInput::WitnessLost { sent: true });
-    let outputs = test.after(700, PrimaryInput::Tick);
+    test.after(1, PrimaryEvent::WitnessLost { sent: true });
+    let outputs = test.after(700, PrimaryEvent::Tick);
     let solo = WitnessRequest::Solo { group: GROUP, node: ME, term: Term(1), generation: 0 };
-    assert!(outputs.contains(&PrimaryOutput::AskWitness(solo)), "{outputs:?}");
+    assert!(outputs.contains(&PrimaryAction::AskWitness(solo)), "{outputs:?}");
     // The pairing did arrive: the right is not there yet.
     let mode = Mode::Paired { standby: YOU, session: test.session() };
     let outputs = test.reply(1, 1, ME, mode);
-    assert!(outputs.contains(&PrimaryOutput::AskWitness(WitnessRequest::Solo {
+    assert!(outputs.contains(&PrimaryAction::AskWitness(WitnessRequest::Solo {
         group: GROUP,
         node: ME,
         term: Term(1),
@@ -163,9 +163,9 @@ fn only_a_state_newer_than_the_pairing_lets_it_run_alone() {
     })));
     assert_eq!(test.primary.state(), PrimaryState::Stopped);
     let outputs = test.reply(2, 1, ME, Mode::Solo);
-    assert_eq!(outputs[0], PrimaryOutput::Guard(Guard::Free));
+    assert_eq!(outputs[0], PrimaryAction::Guard(Guard::Free));
     assert!(
-        outputs.contains(&PrimaryOutput::ReleaseAll) && outputs.contains(&PrimaryOutput::ResumeVm)
+        outputs.contains(&PrimaryAction::ReleaseAll) && outputs.contains(&PrimaryAction::ResumeVm)
     );
 }
 
@@ -173,11 +173,11 @@ fn only_a_state_newer_than_the_pairing_lets_it_run_alone() {
 fn a_pairing_that_never_left_exposes_nothing() {
     let mut test = Test::new(Arbitration::Witness);
     test.pair();
-    let outputs = test.after(1, PrimaryInput::WitnessLost { sent: false });
-    assert_eq!(outputs[0], PrimaryOutput::Guard(Guard::Free));
-    let outputs = test.after(700, PrimaryInput::Tick);
+    let outputs = test.after(1, PrimaryEvent::WitnessLost { sent: false });
+    assert_eq!(outputs[0], PrimaryAction::Guard(Guard::Free));
+    let outputs = test.after(700, PrimaryEvent::Tick);
     assert!(
-        outputs.contains(&PrimaryOutput::ReleaseAll) && !outputs.contains(&PrimaryOutput::StopVm),
+        outputs.contains(&PrimaryAction::ReleaseAll) && !outputs.contains(&PrimaryAction::StopVm),
         "{outputs:?}"
     );
 }
@@ -185,14 +185,14 @@ fn a_pairing_that_never_left_exposes_nothing() {
 #[test]
 fn who_is_deposed_releases_nothing() {
     let mut test = Test::protect(Arbitration::Witness);
-    test.after(430, PrimaryInput::Tick);
+    test.after(430, PrimaryEvent::Tick);
     let outputs = test.reply(2, 2, YOU, Mode::Solo);
-    assert!(outputs.contains(&PrimaryOutput::KillVm));
-    assert!(outputs.ends_with(&[PrimaryOutput::Ended { deposed_by: Some(Term(2)) }]));
+    assert!(outputs.contains(&PrimaryAction::KillVm));
+    assert!(outputs.ends_with(&[PrimaryAction::Ended { deposed_by: Some(Term(2)) }]));
     assert!(
         !outputs.iter().any(|output| matches!(
             output,
-            PrimaryOutput::ReleaseAll | PrimaryOutput::Release { .. }
+            PrimaryAction::ReleaseAll | PrimaryAction::Release { .. }
         ))
     );
     assert_eq!(test.hear(Message::TookOver { term: Term(3) }), []);
@@ -205,70 +205,70 @@ fn a_sick_standby_is_disarmed_before_the_primary_is_alone() {
     let outputs = test.hear(Message::Sick { session, reason: "full".into() });
     assert!(!outputs.iter().any(|output| matches!(
         output,
-        PrimaryOutput::StopVm | PrimaryOutput::Fence | PrimaryOutput::ReleaseAll
+        PrimaryAction::StopVm | PrimaryAction::Fence | PrimaryAction::ReleaseAll
     )));
     assert!(outputs.iter().any(|output| matches!(
         output,
-        PrimaryOutput::Send { message: Message::Heartbeat { pairing: 0, .. }, .. }
+        PrimaryAction::Send { message: Message::Heartbeat { pairing: 0, .. }, .. }
     )));
     let outputs = test.answer(0, None);
-    assert!(outputs.contains(&PrimaryOutput::ReleaseAll), "{outputs:?}");
+    assert!(outputs.contains(&PrimaryAction::ReleaseAll), "{outputs:?}");
 }
 
 #[test]
 fn what_a_broken_data_path_swallowed_is_owed() {
     let mut test = Test::protect(Arbitration::Witness);
-    test.after(1, PrimaryInput::Captured { epoch: Epoch(3) });
-    assert!(test.after(1, PrimaryInput::PathDown(0)).contains(&PrimaryOutput::MayCapture(false)));
-    test.after(1, PrimaryInput::PathUp(0));
+    test.after(1, PrimaryEvent::Captured { epoch: Epoch(3) });
+    assert!(test.after(1, PrimaryEvent::PathDown(0)).contains(&PrimaryAction::MayCapture(false)));
+    test.after(1, PrimaryEvent::PathUp(0));
     let outputs = test.greet(Some(test.session()), Some(Epoch(2)));
     let owed =
-        [PrimaryOutput::Owe { after: Some(Epoch(2)) }, PrimaryOutput::Capture { last: false }];
+        [PrimaryAction::Owe { after: Some(Epoch(2)) }, PrimaryAction::Capture { last: false }];
     assert!(outputs.windows(2).any(|two| two == owed), "{outputs:?}");
-    assert!(outputs.contains(&PrimaryOutput::MayCapture(true)));
+    assert!(outputs.contains(&PrimaryAction::MayCapture(true)));
 }
 
 #[test]
 fn the_output_of_a_vm_that_ended_leaves_when_nobody_can_take_it_over() {
     let mut test = Test::protect(Arbitration::Witness);
-    let outputs = test.after(1, PrimaryInput::VmEnded);
-    assert!(!outputs.contains(&PrimaryOutput::ReleaseAll));
+    let outputs = test.after(1, PrimaryEvent::VmEnded);
+    assert!(!outputs.contains(&PrimaryAction::ReleaseAll));
     let session = test.session();
     let outputs = test.hear(Message::Bye { session });
-    assert_eq!(outputs, [PrimaryOutput::ReleaseAll, PrimaryOutput::Ended { deposed_by: None }]);
+    assert_eq!(outputs, [PrimaryAction::ReleaseAll, PrimaryAction::Ended { deposed_by: None }]);
 }
 
 #[test]
 fn what_was_handed_over_does_not_run_on_a_lease() {
     for arbitration in [Arbitration::Witness, Arbitration::Fencing] {
         let mut test = Test::protect(arbitration);
-        assert!(test.after(1, PrimaryInput::SwitchOver).contains(&PrimaryOutput::StopVm));
-        let outputs = test.after(1, PrimaryInput::VmStopped);
-        assert_eq!(outputs, [PrimaryOutput::Capture { last: true }]);
-        test.after(1, PrimaryInput::Captured { epoch: Epoch(3) });
+        assert!(test.after(1, PrimaryEvent::SwitchOver).contains(&PrimaryAction::StopVm));
+        let outputs = test.after(1, PrimaryEvent::VmStopped);
+        assert_eq!(outputs, [PrimaryAction::Capture { last: true }]);
+        test.after(1, PrimaryEvent::Captured { epoch: Epoch(3) });
         let outputs = test.answer(1, Some(3));
         let hand_over = Message::HandOver { session: test.session(), epoch: Epoch(3) };
-        assert_eq!(outputs[0], PrimaryOutput::Release { epoch: Epoch(3) });
-        assert!(outputs.contains(&PrimaryOutput::Send { path: 0, message: hand_over }));
-        assert!(!test.answer(1, Some(3)).contains(&PrimaryOutput::ResumeVm));
-        let outputs = test.after(700, PrimaryInput::Tick);
-        let asks = outputs.iter().any(|output| matches!(output, PrimaryOutput::AskWitness(_)));
+        assert_eq!(outputs[0], PrimaryAction::Release { epoch: Epoch(3) });
+        assert!(outputs.contains(&PrimaryAction::Send { path: 0, message: hand_over }));
+        assert!(!test.answer(1, Some(3)).contains(&PrimaryAction::ResumeVm));
+        let outputs = test.after(700, PrimaryEvent::Tick);
+        let asks = outputs.iter().any(|output| matches!(output, PrimaryAction::AskWitness(_)));
         assert_eq!(asks, arbitration == Arbitration::Witness);
         assert!(
-            !outputs.contains(&PrimaryOutput::Fence),
+            !outputs.contains(&PrimaryAction::Fence),
             "who took over would lose what clients saw since"
         );
         let outputs = test.hear(Message::TookOver { term: Term(2) });
-        assert!(outputs.contains(&PrimaryOutput::KillVm));
+        assert!(outputs.contains(&PrimaryAction::KillVm));
     }
 }
 
 #[test]
 fn without_arbiter_the_vm_never_stops() {
     let mut test = Test::protect(Arbitration::Manual);
-    let outputs = test.after(700, PrimaryInput::Tick);
+    let outputs = test.after(700, PrimaryEvent::Tick);
     assert!(
-        outputs.contains(&PrimaryOutput::ReleaseAll) && !outputs.contains(&PrimaryOutput::StopVm)
+        outputs.contains(&PrimaryAction::ReleaseAll) && !outputs.contains(&PrimaryAction::StopVm)
     );
     assert_eq!(test.primary.state(), PrimaryState::Solo);
 }

@@ -5,7 +5,7 @@ use super::net::{Data, MS, Packet};
 use super::node::{Engine, Input, Replica, Role, Vm};
 use super::world::{Event, Local, World};
 use crate::{
-    Epoch, Guard, Message, Primary, PrimaryInput, PrimaryOutput, StandbyInput, StandbyOutput,
+    Epoch, Guard, Message, Primary, PrimaryAction, PrimaryEvent, StandbyAction, StandbyEvent,
     Start, WitnessReply, WitnessRequest,
 };
 use std::rc::Rc;
@@ -50,14 +50,14 @@ pub fn input(world: &mut World, node: usize, input: Input) {
             let input = match input {
                 Input::Primary(input) => input,
                 Input::Standby(_) | Input::Data(_) | Input::Done(_) => return,
-                Input::Tick => PrimaryInput::Tick,
-                Input::Up(path) => PrimaryInput::PathUp(path),
-                Input::Down(path) => PrimaryInput::PathDown(path),
+                Input::Tick => PrimaryEvent::Tick,
+                Input::Up(path) => PrimaryEvent::PathUp(path),
+                Input::Down(path) => PrimaryEvent::PathDown(path),
                 Input::Message(path, _) => {
-                    PrimaryInput::Peer { path, message: message.expect("decoded") }
+                    PrimaryEvent::Peer { path, message: message.expect("decoded") }
                 }
-                Input::Answer(..) => PrimaryInput::Witness(answer.expect("decoded")),
-                Input::WitnessLost(_, sent) => PrimaryInput::WitnessLost { sent },
+                Input::Answer(..) => PrimaryEvent::Witness(answer.expect("decoded")),
+                Input::WitnessLost(_, sent) => PrimaryEvent::WitnessLost { sent },
             };
             let before = primary.state();
             let outputs = primary.handle(now_ns, input);
@@ -73,19 +73,19 @@ pub fn input(world: &mut World, node: usize, input: Input) {
             let input = match input {
                 Input::Standby(input) => input,
                 Input::Primary(_) | Input::Data(_) | Input::Done(_) => return,
-                Input::Tick => StandbyInput::Tick,
+                Input::Tick => StandbyEvent::Tick,
                 Input::Up(path) => {
                     if path == 0 {
                         engine.partial = None;
                     }
-                    StandbyInput::PathUp(path)
+                    StandbyEvent::PathUp(path)
                 }
-                Input::Down(path) => StandbyInput::PathDown(path),
+                Input::Down(path) => StandbyEvent::PathDown(path),
                 Input::Message(path, _) => {
-                    StandbyInput::Peer { path, message: message.expect("decoded") }
+                    StandbyEvent::Peer { path, message: message.expect("decoded") }
                 }
-                Input::Answer(..) => StandbyInput::Witness(answer.expect("decoded")),
-                Input::WitnessLost(_, sent) => StandbyInput::WitnessLost { sent },
+                Input::Answer(..) => StandbyEvent::Witness(answer.expect("decoded")),
+                Input::WitnessLost(_, sent) => StandbyEvent::WitnessLost { sent },
             };
             let before = standby.state();
             let outputs = standby.handle(now_ns, input);
@@ -162,22 +162,22 @@ fn vm(world: &mut World, node: usize, what: Local) {
     world.local(node, at_ns - now_ns, what);
 }
 
-fn primary_output(world: &mut World, node: usize, id: u64, output: PrimaryOutput) {
+fn primary_output(world: &mut World, node: usize, id: u64, output: PrimaryAction) {
     if !world.is_engine(node, id) {
         return;
     }
     if !matches!(
         output,
-        PrimaryOutput::Send { .. }
-            | PrimaryOutput::Guard(Guard::Until(_))
-            | PrimaryOutput::Release { .. }
+        PrimaryAction::Send { .. }
+            | PrimaryAction::Guard(Guard::Until(_))
+            | PrimaryAction::Release { .. }
     ) {
         world.tell(&format!("{node}: {output:?}"));
     }
     match output {
-        PrimaryOutput::Send { path, message } => say(world, node, path, &message),
-        PrimaryOutput::AskWitness(request) => ask(world, node, request),
-        PrimaryOutput::Guard(guard) => {
+        PrimaryAction::Send { path, message } => say(world, node, path, &message),
+        PrimaryAction::AskWitness(request) => ask(world, node, request),
+        PrimaryAction::Guard(guard) => {
             world.nodes[node].guard = guard;
             if let Guard::Until(until_ns) = guard {
                 let at_ns = world.nodes[node].true_ns(until_ns).saturating_sub(world.now_ns);
@@ -185,33 +185,33 @@ fn primary_output(world: &mut World, node: usize, id: u64, output: PrimaryOutput
                 world.at(at_ns + late_ns, Event::Guard { node });
             }
         }
-        PrimaryOutput::StopVm => vm(world, node, Local::Stop),
-        PrimaryOutput::ResumeVm => vm(world, node, Local::Resume),
-        PrimaryOutput::KillVm => {
+        PrimaryAction::StopVm => vm(world, node, Local::Stop),
+        PrimaryAction::ResumeVm => vm(world, node, Local::Resume),
+        PrimaryAction::KillVm => {
             world.nodes[node].gate = super::node::Gate::default();
             world.nodes[node].gate.holding = true;
             vm(world, node, Local::Kill);
         }
-        PrimaryOutput::HoldOutput => {
+        PrimaryAction::HoldOutput => {
             world.nodes[node].gate.holding = world.mutant != Some(Mutant::HoldsNothing);
         }
-        PrimaryOutput::Release { epoch } => release(world, node, epoch.0),
-        PrimaryOutput::ReleaseAll => {
+        PrimaryAction::Release { epoch } => release(world, node, epoch.0),
+        PrimaryAction::ReleaseAll => {
             release(world, node, u64::MAX);
             world.nodes[node].gate.holding = false;
         }
-        PrimaryOutput::BeginSync { .. } => {
+        PrimaryAction::BeginSync { .. } => {
             if let Some(engine) = &mut world.nodes[node].engine {
                 engine.sent = None;
             }
             let wait_ns = world.rng.u64(5 * MS..60 * MS);
             world.local(node, wait_ns, Local::Capture { last: false });
         }
-        PrimaryOutput::Capture { last } => {
+        PrimaryAction::Capture { last } => {
             let wait_ns = world.rng.u64(MS..15 * MS);
             world.local(node, wait_ns, Local::Capture { last });
         }
-        PrimaryOutput::Owe { after } => {
+        PrimaryAction::Owe { after } => {
             let term = world.nodes[node].primary().expect("primary").term();
             let len_of = |epoch: Epoch| world.snapshots.get(&(term, epoch.0)).map(|log| log.len());
             let sent = after.and_then(|epoch| Some((len_of(epoch)?, epoch.0)));
@@ -220,7 +220,7 @@ fn primary_output(world: &mut World, node: usize, id: u64, output: PrimaryOutput
             }
             world.came("owed");
         }
-        PrimaryOutput::MayCapture(may) => {
+        PrimaryAction::MayCapture(may) => {
             if let Some(engine) = &mut world.nodes[node].engine
                 && std::mem::replace(&mut engine.may_capture, may) != may
                 && may
@@ -228,14 +228,14 @@ fn primary_output(world: &mut World, node: usize, id: u64, output: PrimaryOutput
                 world.local(node, 30 * MS, Local::Scheduled);
             }
         }
-        PrimaryOutput::Fence => fence(world, node),
-        PrimaryOutput::Note(note) => {
+        PrimaryAction::Fence => fence(world, node),
+        PrimaryAction::Note(note) => {
             if note == crate::Note::Protected {
                 world.came("protected");
                 world.nodes[node].insisted = false;
             }
         }
-        PrimaryOutput::Ended { deposed_by } => {
+        PrimaryAction::Ended { deposed_by } => {
             if let Some(term) = deposed_by {
                 world.nodes[node].term = term;
                 world.came("deposed");
@@ -265,25 +265,25 @@ fn fence(world: &mut World, node: usize) {
     world.local(node, wait_ns, Local::Fence);
 }
 
-fn standby_output(world: &mut World, node: usize, id: u64, output: StandbyOutput) {
+fn standby_output(world: &mut World, node: usize, id: u64, output: StandbyAction) {
     if !world.is_engine(node, id) {
         return;
     }
-    if !matches!(output, StandbyOutput::Send { .. } | StandbyOutput::Apply { .. }) {
+    if !matches!(output, StandbyAction::Send { .. } | StandbyAction::Apply { .. }) {
         world.tell(&format!("{node}: {output:?}"));
     }
     match output {
-        StandbyOutput::Send { path, message } => say(world, node, path, &message),
-        StandbyOutput::AskWitness(request) => ask(world, node, request),
-        StandbyOutput::Receive { session } => {
+        StandbyAction::Send { path, message } => say(world, node, path, &message),
+        StandbyAction::AskWitness(request) => ask(world, node, request),
+        StandbyAction::Receive { session } => {
             if let Some(engine) = &mut world.nodes[node].engine {
                 engine.receives = Some(session);
                 engine.partial = None;
             }
         }
-        StandbyOutput::Apply { epoch } => {
+        StandbyAction::Apply { epoch } => {
             if world.mutant == Some(Mutant::AcknowledgesEarly) {
-                let applied = Input::Standby(StandbyInput::Applied { epoch });
+                let applied = Input::Standby(StandbyEvent::Applied { epoch });
                 world.at(0, Event::Input { node, engine: id, input: applied });
             }
             let wait_ns = world.rng.u64(MS..20 * MS);
@@ -293,22 +293,22 @@ fn standby_output(world: &mut World, node: usize, id: u64, output: StandbyOutput
             let at_ns = engine.apply_at_ns - now_ns;
             world.local(node, at_ns, Local::Apply { epoch: epoch.0 });
         }
-        StandbyOutput::DiscardPartial => {
+        StandbyAction::DiscardPartial => {
             if let Some(engine) = &mut world.nodes[node].engine {
                 engine.partial = None;
             }
         }
-        StandbyOutput::Reject { epoch } => {
+        StandbyAction::Reject { epoch } => {
             world.came("rejected");
             if let Some(engine) = &mut world.nodes[node].engine {
                 engine.whole.retain(|data| data.epoch != epoch.0);
             }
         }
-        StandbyOutput::Fence => fence(world, node),
-        StandbyOutput::Activate { epoch, term, forced } => {
+        StandbyAction::Fence => fence(world, node),
+        StandbyAction::Activate { epoch, term, forced } => {
             activate(world, node, epoch, term, forced)
         }
-        StandbyOutput::Note(_) => {}
+        StandbyAction::Note(_) => {}
     }
 }
 
@@ -335,7 +335,7 @@ fn done(world: &mut World, node: usize, what: Local) {
             if let Some(vm) = &mut world.nodes[node].vm {
                 vm.running = false;
             }
-            world.input(node, Input::Primary(PrimaryInput::VmStopped));
+            world.input(node, Input::Primary(PrimaryEvent::VmStopped));
         }
         Local::Resume | Local::Launch => {
             let local_ns = world.nodes[node].local_ns(world.now_ns);
@@ -347,7 +347,7 @@ fn done(world: &mut World, node: usize, what: Local) {
             };
             if let Some(vm) = &mut host.vm {
                 vm.running = may;
-                let told = if may { PrimaryInput::VmResumed } else { PrimaryInput::VmStopped };
+                let told = if may { PrimaryEvent::VmResumed } else { PrimaryEvent::VmStopped };
                 if may || matches!(host.guard, Guard::Until(_)) {
                     world.input(node, Input::Primary(told));
                 }
@@ -365,8 +365,8 @@ fn done(world: &mut World, node: usize, what: Local) {
                 world.power_off(1 - node);
             }
             let input = match world.nodes[node].engine.as_ref().map(|engine| &engine.role) {
-                Some(Role::Primary(_)) => Input::Primary(PrimaryInput::Fenced(off)),
-                _ => Input::Standby(StandbyInput::Fenced(off)),
+                Some(Role::Primary(_)) => Input::Primary(PrimaryEvent::Fenced(off)),
+                _ => Input::Standby(StandbyEvent::Fenced(off)),
             };
             world.input(node, input);
         }
@@ -391,7 +391,7 @@ fn capture(world: &mut World, node: usize, last: bool) {
         return;
     };
     let Some(vm) = host.vm.as_ref().filter(|vm| !(fails || last && vm.running)) else {
-        world.input(node, Input::Primary(PrimaryInput::CaptureFailed));
+        world.input(node, Input::Primary(PrimaryEvent::CaptureFailed));
         return;
     };
     let (term, session) = (primary.term(), primary.session());
@@ -404,7 +404,7 @@ fn capture(world: &mut World, node: usize, last: bool) {
     if world.mutant == Some(Mutant::ReleasesAtCapture) {
         release(world, node, epoch);
     }
-    world.input(node, Input::Primary(PrimaryInput::Captured { epoch: Epoch(epoch) }));
+    world.input(node, Input::Primary(PrimaryEvent::Captured { epoch: Epoch(epoch) }));
     let Some(session) = session else { return };
     let writes = Rc::new(log[base.min(log.len())..].to_vec());
     for piece in 0..3 {
@@ -437,7 +437,7 @@ fn apply(world: &mut World, node: usize, epoch: u64) {
     if full {
         engine.whole.clear();
         world.came("disk full");
-        world.input(node, Input::Standby(StandbyInput::ApplyFailed { reason: "disk full".into() }));
+        world.input(node, Input::Standby(StandbyEvent::ApplyFailed { reason: "disk full".into() }));
         return;
     }
     let data = engine.whole.remove(at).expect("at its place");
@@ -455,5 +455,5 @@ fn apply(world: &mut World, node: usize, epoch: u64) {
     host.replica = Some(Replica { term, epoch, log: Rc::new(log) });
     assert!(whole, "epoch {epoch} builds upon what node {node} does not hold");
     world.check_replica(node);
-    world.input(node, Input::Standby(StandbyInput::Applied { epoch: Epoch(epoch) }));
+    world.input(node, Input::Standby(StandbyEvent::Applied { epoch: Epoch(epoch) }));
 }

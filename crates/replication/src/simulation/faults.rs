@@ -4,7 +4,7 @@ use super::Mutant;
 use super::net::{LINKS, MS, end_of};
 use super::node::{Gate, Input};
 use super::world::{Event, World};
-use crate::{Arbitration, Guard, PrimaryInput, PrimaryState, StandbyInput};
+use crate::{Arbitration, Guard, PrimaryEvent, PrimaryState, StandbyEvent};
 
 /// An operator looks at a VM that does not run for so long.
 const PATIENCE_NS: u64 = 4000 * MS;
@@ -63,7 +63,7 @@ impl World {
             2 => self.cut(&[2 + node], 1000 * MS),
             _ => {}
         }
-        self.input(node, Input::Primary(PrimaryInput::VmEnded));
+        self.input(node, Input::Primary(PrimaryEvent::VmEnded));
         self.play(self.now_ns + RECOVERY_NS);
         let over = self.nodes[node].primary().is_none() && self.nodes[node].gate.held.is_empty();
         assert!(over || self.activated.len() > takeovers, "the VM has ended, its primary has not");
@@ -116,7 +116,7 @@ impl World {
             15..17 => {
                 self.tell(&format!("user: switch over, at {node}"));
                 self.came("switch-over asked");
-                self.command(node, PrimaryInput::SwitchOver, StandbyInput::SwitchOver);
+                self.command(node, PrimaryEvent::SwitchOver, StandbyEvent::SwitchOver);
                 if !calm && self.chance(2) {
                     self.interrupt_switch_over();
                 }
@@ -124,7 +124,7 @@ impl World {
             17 => {
                 self.tell(&format!("user: fail over, at {node}"));
                 let force = self.mutant == Some(Mutant::TakesOverAtOnce);
-                self.command(node, PrimaryInput::Tick, StandbyInput::FailOver { force });
+                self.command(node, PrimaryEvent::Tick, StandbyEvent::FailOver { force });
             }
             18 => {
                 let link = self.rng.usize(..4);
@@ -176,7 +176,7 @@ impl World {
         self.cut(&[2 + node], longer_ns);
     }
 
-    fn command(&mut self, node: usize, primary: PrimaryInput, standby: StandbyInput) {
+    fn command(&mut self, node: usize, primary: PrimaryEvent, standby: StandbyEvent) {
         let input = if self.nodes[node].primary().is_some() {
             Input::Primary(primary)
         } else {
@@ -321,7 +321,7 @@ impl World {
         } else {
             self.tell(&format!("user: {node} goes on alone"));
             self.nodes[node].insisted = true;
-            self.input(node, Input::Primary(PrimaryInput::GoSolo));
+            self.input(node, Input::Primary(PrimaryEvent::GoSolo));
         }
     }
 
@@ -335,7 +335,7 @@ impl World {
         match best.filter(|node| newest(node).is_some()) {
             Some(node) => {
                 self.tell(&format!("user: {node} takes over, by force"));
-                self.input(node, Input::Standby(StandbyInput::FailOver { force: true }));
+                self.input(node, Input::Standby(StandbyEvent::FailOver { force: true }));
             }
             None if self.nodes.iter().all(|node| node.standby_state().is_some()) => {
                 self.tell("nobody has the VM any more");

@@ -7,7 +7,7 @@
 use super::net::Data;
 use super::world::Local;
 use crate::{
-    Epoch, Guard, Primary, PrimaryInput, PrimaryState, Session, Standby, StandbyInput,
+    Epoch, Guard, Primary, PrimaryEvent, PrimaryState, Session, Standby, StandbyEvent,
     StandbyState, Term,
 };
 use std::collections::VecDeque;
@@ -39,8 +39,8 @@ pub enum Role {
 
 #[derive(Clone)]
 pub enum Input {
-    Primary(PrimaryInput),
-    Standby(StandbyInput),
+    Primary(PrimaryEvent),
+    Standby(StandbyEvent),
     /// For whichever role.
     Tick,
     Up(u8),
@@ -106,7 +106,7 @@ impl Engine {
     }
 
     /// A piece of an epoch has come; the epoch, if it is whole now.
-    pub fn receive(&mut self, data: Data) -> Option<StandbyInput> {
+    pub fn receive(&mut self, data: Data) -> Option<StandbyEvent> {
         if self.receives != Some(data.session) {
             return None;
         }
@@ -125,7 +125,7 @@ impl Engine {
         self.partial = None;
         let (session, epoch, after) = (data.session, Epoch(data.epoch), data.after.map(Epoch));
         self.whole.push_back(data);
-        Some(StandbyInput::EpochComplete { session, epoch, after })
+        Some(StandbyEvent::EpochComplete { session, epoch, after })
     }
 }
 

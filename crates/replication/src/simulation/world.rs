@@ -5,7 +5,7 @@ use super::net::{LINKS, Link, MS, Packet, WITNESS, end_of};
 use super::node::{Engine, Gate, Input, Node, Role, Vm};
 use super::{Mutant, Tally};
 use crate::{
-    Arbitration, Config, Epoch, GroupId, GroupState, Guard, Mode, NodeId, Primary, PrimaryInput,
+    Arbitration, Config, Epoch, GroupId, GroupState, Guard, Mode, NodeId, Primary, PrimaryEvent,
     Standby, Start, Term, Witness, WitnessReply, WitnessRequest,
 };
 use std::collections::{BTreeMap, BTreeSet};
@@ -370,7 +370,7 @@ impl World {
             vm.running = false;
             self.tell(&format!("guard {node} stops the VM"));
             self.came("stopped by the guard");
-            self.input(node, Input::Primary(PrimaryInput::VmStopped));
+            self.input(node, Input::Primary(PrimaryEvent::VmStopped));
         }
     }
 

@@ -33,7 +33,7 @@ const SICK_WAIT: u64 = 10;
 
 /// What happens to a standby.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum StandbyInput {
+pub enum StandbyEvent {
     /// Time has passed.
     Tick,
     /// A path is connected, or connected anew.
@@ -86,7 +86,7 @@ pub enum StandbyInput {
 
 /// What the driver has to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum StandbyOutput {
+pub enum StandbyAction {
     /// Send this, if the path is still connected.
     Send {
         /// On which path.
@@ -194,7 +194,7 @@ pub struct Standby {
     fencing: bool,
     fence_at_ns: u64,
     fence_failed: u32,
-    out: Vec<StandbyOutput>,
+    out: Vec<StandbyAction>,
 }
 
 impl Standby {
@@ -232,33 +232,33 @@ impl Standby {
     }
 
     /// Takes what happened; what is to be done, in this order.
-    pub fn handle(&mut self, now_ns: u64, input: StandbyInput) -> Vec<StandbyOutput> {
+    pub fn handle(&mut self, now_ns: u64, input: StandbyEvent) -> Vec<StandbyAction> {
         self.stalled(now_ns.saturating_sub(self.now_ns));
         self.now_ns = self.now_ns.max(now_ns);
         match input {
-            StandbyInput::Tick => {}
-            StandbyInput::PathUp(path) if path >= self.config.paths => {}
-            StandbyInput::PathUp(path) => {
+            StandbyEvent::Tick => {}
+            StandbyEvent::PathUp(path) if path >= self.config.paths => {}
+            StandbyEvent::PathUp(path) => {
                 self.paths.set(path, true);
                 if path == 0 && self.session.is_some() {
-                    self.out.push(StandbyOutput::DiscardPartial);
+                    self.out.push(StandbyAction::DiscardPartial);
                 }
                 if matches!(self.phase, Phase::Alone | Phase::Following) {
                     self.hello(path);
                 }
             }
-            StandbyInput::PathDown(path) => self.paths.set(path, false),
-            StandbyInput::Peer { path, message } => self.hear(path, &message),
-            StandbyInput::Witness(reply) => self.witness(reply),
-            StandbyInput::WitnessLost { sent } => self.witness_lost(sent),
-            StandbyInput::EpochComplete { session, epoch, after } => {
+            StandbyEvent::PathDown(path) => self.paths.set(path, false),
+            StandbyEvent::Peer { path, message } => self.hear(path, &message),
+            StandbyEvent::Witness(reply) => self.witness(reply),
+            StandbyEvent::WitnessLost { sent } => self.witness_lost(sent),
+            StandbyEvent::EpochComplete { session, epoch, after } => {
                 self.complete(session, epoch, after)
             }
-            StandbyInput::Applied { epoch } => self.applied(epoch),
-            StandbyInput::ApplyFailed { reason } => self.apply_failed(reason),
-            StandbyInput::Fenced(off) => self.fenced(off),
-            StandbyInput::FailOver { force } => self.fail_over(force),
-            StandbyInput::SwitchOver => {
+            StandbyEvent::Applied { epoch } => self.applied(epoch),
+            StandbyEvent::ApplyFailed { reason } => self.apply_failed(reason),
+            StandbyEvent::Fenced(off) => self.fenced(off),
+            StandbyEvent::FailOver { force } => self.fail_over(force),
+            StandbyEvent::SwitchOver => {
                 match self.session.filter(|_| self.phase == Phase::Following) {
                     Some(session) => self.send_all(&Message::WantSwitchOver { session }),
                     None => self.note(Note::CannotSwitchOver),
@@ -315,11 +315,11 @@ impl Standby {
     }
 
     fn note(&mut self, note: Note) {
-        self.out.push(StandbyOutput::Note(note));
+        self.out.push(StandbyAction::Note(note));
     }
 
     fn send(&mut self, path: u8, message: Message) {
-        self.out.push(StandbyOutput::Send { path, message });
+        self.out.push(StandbyAction::Send { path, message });
     }
 
     fn send_all(&mut self, message: &Message) {
@@ -449,7 +449,7 @@ impl Standby {
         self.sequence = sequence;
         self.heard_ns = self.now_ns;
         self.phase = Phase::Following;
-        self.out.extend([StandbyOutput::DiscardPartial, StandbyOutput::Receive { session }]);
+        self.out.extend([StandbyAction::DiscardPartial, StandbyAction::Receive { session }]);
     }
 
     fn answer(&mut self, path: u8, sequence: u64, sent_ns: u64, pairing: u64) {
@@ -486,9 +486,9 @@ impl Standby {
         {
             self.complete = Some(epoch);
             self.applying += 1;
-            self.out.push(StandbyOutput::Apply { epoch });
+            self.out.push(StandbyAction::Apply { epoch });
         } else {
-            self.out.push(StandbyOutput::Reject { epoch });
+            self.out.push(StandbyAction::Reject { epoch });
         }
     }
 
@@ -509,7 +509,7 @@ impl Standby {
         self.note(Note::ApplyFailed(reason.clone()));
         self.complete = self.applied;
         self.applying = 0;
-        self.out.push(StandbyOutput::DiscardPartial);
+        self.out.push(StandbyAction::DiscardPartial);
         if let Some(session) = self.session {
             self.send_all(&Message::Sick { session, reason: reason.clone() });
             self.sick = Some(reason);
@@ -522,7 +522,7 @@ impl Standby {
         self.left = self.session.or(self.left);
         self.forget();
         self.phase = Phase::Alone;
-        self.out.push(StandbyOutput::DiscardPartial);
+        self.out.push(StandbyAction::DiscardPartial);
         let wait_ns = if was_sick { self.config.detection_ns.saturating_mul(SICK_WAIT) } else { 0 };
         self.hello_at_ns = self.now_ns.saturating_add(wait_ns);
     }

@@ -5,7 +5,7 @@
 //!   fencing: armed ─▶ the hook          handed over: at once          manual: a user insists
 //! ```
 
-use super::{Phase, Standby, StandbyOutput};
+use super::{Phase, Standby, StandbyAction};
 use crate::{Arbitration, Message, Mode, Note, WitnessReply, WitnessRequest};
 
 /// Fencing that failed is tried again after `retry_ns` times two to this at most.
@@ -70,7 +70,7 @@ impl Standby {
                 _ if self.handed => self.phase = Phase::Granted { forced: false },
                 Arbitration::Fencing if !self.fencing && self.now_ns >= self.fence_at_ns => {
                     self.fencing = true;
-                    self.out.push(StandbyOutput::Fence);
+                    self.out.push(StandbyAction::Fence);
                 }
                 _ => {}
             }
@@ -88,7 +88,7 @@ impl Standby {
         self.term = self.term.next();
         let term = self.term;
         self.send_all(&Message::TookOver { term });
-        self.out.push(StandbyOutput::Activate { epoch, term, forced });
+        self.out.push(StandbyAction::Activate { epoch, term, forced });
     }
 
     fn ask(&mut self) {
@@ -103,7 +103,7 @@ impl Standby {
             generation => WitnessRequest::TakeOver { group, node, term, generation, session },
         };
         self.ask = Some(request);
-        self.out.push(StandbyOutput::AskWitness(request));
+        self.out.push(StandbyAction::AskWitness(request));
     }
 
     pub(super) fn witness_lost(&mut self, sent: bool) {

@@ -20,29 +20,29 @@ impl Test {
         let standby =
             Standby::new(Config::new(ME, 200, GROUP, arbitration, 600 * MS), Term(0), None);
         let mut test = Self { standby, now_ns: 0, sequence: 0 };
-        let outputs = test.after(1, StandbyInput::PathUp(0));
-        assert!(matches!(outputs[..], [StandbyOutput::Send { message: Message::Hello(_), .. }]));
+        let outputs = test.after(1, StandbyEvent::PathUp(0));
+        assert!(matches!(outputs[..], [StandbyAction::Send { message: Message::Hello(_), .. }]));
         test.hear(Message::HelloAck { term: Term(1), session: S, sequence: 0 });
         test.hold(1);
         test
     }
 
-    fn after(&mut self, ms: u64, input: StandbyInput) -> Vec<StandbyOutput> {
+    fn after(&mut self, ms: u64, input: StandbyEvent) -> Vec<StandbyAction> {
         self.now_ns += ms * MS;
         self.standby.handle(self.now_ns, input)
     }
 
-    fn hear(&mut self, message: Message) -> Vec<StandbyOutput> {
-        self.after(1, StandbyInput::Peer { path: 0, message })
+    fn hear(&mut self, message: Message) -> Vec<StandbyAction> {
+        self.after(1, StandbyEvent::Peer { path: 0, message })
     }
 
-    fn hold(&mut self, epoch: u64) -> Vec<StandbyOutput> {
+    fn hold(&mut self, epoch: u64) -> Vec<StandbyAction> {
         let epoch = Epoch(epoch);
-        assert_eq!(self.after(1, complete(epoch.0)), [StandbyOutput::Apply { epoch }]);
-        self.after(1, StandbyInput::Applied { epoch })
+        assert_eq!(self.after(1, complete(epoch.0)), [StandbyAction::Apply { epoch }]);
+        self.after(1, StandbyEvent::Applied { epoch })
     }
 
-    fn beat(&mut self, pairing: u64) -> Vec<StandbyOutput> {
+    fn beat(&mut self, pairing: u64) -> Vec<StandbyAction> {
         self.sequence += 1;
         let (sequence, sent_ns) = (self.sequence, self.now_ns);
         self.hear(Message::Heartbeat {
@@ -55,10 +55,10 @@ impl Test {
     }
 
     /// So long nothing happens but ticks.
-    fn silence(&mut self, ms: u64) -> Vec<StandbyOutput> {
+    fn silence(&mut self, ms: u64) -> Vec<StandbyAction> {
         let mut outputs = Vec::new();
         for _ in 0..ms / 50 {
-            outputs.extend(self.after(50, StandbyInput::Tick));
+            outputs.extend(self.after(50, StandbyEvent::Tick));
         }
         outputs
     }
@@ -69,31 +69,31 @@ impl Test {
         term: u64,
         owner: NodeId,
         mode: Mode,
-    ) -> Vec<StandbyOutput> {
+    ) -> Vec<StandbyAction> {
         let state = Some(GroupState { generation, term: Term(term), owner, mode });
-        self.after(1, StandbyInput::Witness(WitnessReply { group: GROUP, state }))
+        self.after(1, StandbyEvent::Witness(WitnessReply { group: GROUP, state }))
     }
 }
 
-fn complete(epoch: u64) -> StandbyInput {
+fn complete(epoch: u64) -> StandbyEvent {
     let after = epoch.checked_sub(1).filter(|after| *after > 0).map(Epoch);
-    StandbyInput::EpochComplete { session: S, epoch: Epoch(epoch), after }
+    StandbyEvent::EpochComplete { session: S, epoch: Epoch(epoch), after }
 }
 
 #[test]
 fn an_epoch_that_builds_upon_what_did_not_come_is_rejected() {
     let mut test = Test::following(Arbitration::Witness);
-    assert_eq!(test.after(1, complete(3)), [StandbyOutput::Reject { epoch: Epoch(3) }]);
+    assert_eq!(test.after(1, complete(3)), [StandbyAction::Reject { epoch: Epoch(3) }]);
     test.hold(2);
 }
 
-fn activation(term: u64, forced: bool) -> StandbyOutput {
-    StandbyOutput::Activate { epoch: Epoch(1), term: Term(term), forced }
+fn activation(term: u64, forced: bool) -> StandbyAction {
+    StandbyAction::Activate { epoch: Epoch(1), term: Term(term), forced }
 }
 
-fn answers(outputs: &[StandbyOutput]) -> bool {
+fn answers(outputs: &[StandbyAction]) -> bool {
     outputs.iter().any(|output| {
-        matches!(output, StandbyOutput::Send { message: Message::HeartbeatAck { .. }, .. })
+        matches!(output, StandbyAction::Send { message: Message::HeartbeatAck { .. }, .. })
     })
 }
 
@@ -109,15 +109,15 @@ fn it_takes_over_once_when_the_witness_grants_it() {
         generation: 4,
         session: S,
     };
-    assert!(outputs.contains(&StandbyOutput::AskWitness(request)), "{outputs:?}");
+    assert!(outputs.contains(&StandbyAction::AskWitness(request)), "{outputs:?}");
     assert!(!answers(&test.beat(4)), "the question may be granted");
     assert!(test.reply(5, 2, ME, Mode::Solo).contains(&activation(2, false)));
     assert_eq!(test.reply(5, 2, ME, Mode::Solo), []);
-    assert_eq!(test.after(1, StandbyInput::FailOver { force: true }), []);
+    assert_eq!(test.after(1, StandbyEvent::FailOver { force: true }), []);
     let outputs = test.beat(4);
     assert_eq!(
         outputs,
-        [StandbyOutput::Send { path: 0, message: Message::TookOver { term: Term(2) } }]
+        [StandbyAction::Send { path: 0, message: Message::TookOver { term: Term(2) } }]
     );
 }
 
@@ -125,7 +125,7 @@ fn it_takes_over_once_when_the_witness_grants_it() {
 fn without_the_generation_it_asks_for_the_state_first() {
     let mut test = Test::following(Arbitration::Witness);
     let outputs = test.silence(700);
-    assert!(outputs.contains(&StandbyOutput::AskWitness(WitnessRequest::State { group: GROUP })));
+    assert!(outputs.contains(&StandbyAction::AskWitness(WitnessRequest::State { group: GROUP })));
     let outputs = test.reply(4, 1, NodeId(1), Mode::Paired { standby: ME, session: S });
     let request = WitnessRequest::TakeOver {
         group: GROUP,
@@ -134,9 +134,9 @@ fn without_the_generation_it_asks_for_the_state_first() {
         generation: 4,
         session: S,
     };
-    assert!(outputs.contains(&StandbyOutput::AskWitness(request)));
+    assert!(outputs.contains(&StandbyAction::AskWitness(request)));
     let outputs = test.reply(5, 1, NodeId(1), Mode::Solo);
-    assert!(outputs.contains(&StandbyOutput::Note(Note::TakeOverRefused)));
+    assert!(outputs.contains(&StandbyAction::Note(Note::TakeOverRefused)));
     assert_eq!(test.standby.state(), StandbyState::Alone);
 }
 
@@ -146,7 +146,7 @@ fn a_question_that_never_left_can_be_taken_back() {
         let mut test = Test::following(Arbitration::Witness);
         test.beat(4);
         test.silence(700);
-        test.after(1, StandbyInput::WitnessLost { sent });
+        test.after(1, StandbyEvent::WitnessLost { sent });
         assert_eq!(answers(&test.beat(4)), !sent);
     }
 }
@@ -156,12 +156,12 @@ fn an_epoch_that_comes_while_it_asks_is_not_left_out() {
     let mut test = Test::following(Arbitration::Witness);
     test.beat(4);
     test.silence(700);
-    test.after(1, StandbyInput::WitnessLost { sent: false });
+    test.after(1, StandbyEvent::WitnessLost { sent: false });
     test.hold(2);
     let outputs = test.beat(4);
     let held = Some(Epoch(2));
     assert!(outputs.iter().any(
-        |output| matches!(output, StandbyOutput::Send { message: Message::HeartbeatAck { held: of, .. }, .. } if *of == held)
+        |output| matches!(output, StandbyAction::Send { message: Message::HeartbeatAck { held: of, .. }, .. } if *of == held)
     ));
 }
 
@@ -170,9 +170,9 @@ fn it_does_not_take_over_in_the_middle_of_an_epoch() {
     let mut test = Test::following(Arbitration::Fencing);
     test.beat(1);
     test.after(1, complete(2));
-    assert!(test.silence(700).contains(&StandbyOutput::Fence));
-    assert_eq!(test.after(1, StandbyInput::Fenced(true)), []);
-    let outputs = test.after(1, StandbyInput::ApplyFailed { reason: "full".into() });
+    assert!(test.silence(700).contains(&StandbyAction::Fence));
+    assert_eq!(test.after(1, StandbyEvent::Fenced(true)), []);
+    let outputs = test.after(1, StandbyEvent::ApplyFailed { reason: "full".into() });
     assert!(outputs.contains(&activation(2, false)), "{outputs:?}");
 }
 
@@ -180,7 +180,7 @@ fn it_does_not_take_over_in_the_middle_of_an_epoch() {
 fn the_hook_is_for_who_is_armed() {
     let mut test = Test::following(Arbitration::Fencing);
     test.beat(0);
-    assert!(!test.silence(700).contains(&StandbyOutput::Fence));
+    assert!(!test.silence(700).contains(&StandbyAction::Fence));
     assert_eq!(test.standby.state(), StandbyState::Alone);
 }
 
@@ -189,10 +189,10 @@ fn a_hook_that_fails_is_tried_again_later() {
     let mut test = Test::following(Arbitration::Fencing);
     test.beat(1);
     test.silence(700);
-    let outputs = test.after(1, StandbyInput::Fenced(false));
-    assert_eq!(outputs, [StandbyOutput::Note(Note::FenceFailed(1))]);
-    assert!(!test.silence(500).contains(&StandbyOutput::Fence));
-    assert!(test.silence(200).contains(&StandbyOutput::Fence));
+    let outputs = test.after(1, StandbyEvent::Fenced(false));
+    assert_eq!(outputs, [StandbyAction::Note(Note::FenceFailed(1))]);
+    assert!(!test.silence(500).contains(&StandbyAction::Fence));
+    assert!(test.silence(200).contains(&StandbyAction::Fence));
 }
 
 #[test]
@@ -200,36 +200,36 @@ fn without_arbiter_only_a_user_who_insists_makes_it_take_over() {
     let mut test = Test::following(Arbitration::Manual);
     test.beat(1);
     let outputs = test.silence(700);
-    assert!(outputs.contains(&StandbyOutput::Note(Note::PrimaryLost {
+    assert!(outputs.contains(&StandbyAction::Note(Note::PrimaryLost {
         held: Some(Epoch(1)),
         complete: true
     })));
     assert_eq!(
-        test.after(1, StandbyInput::FailOver { force: false }),
-        [StandbyOutput::Note(Note::NeedsForce)]
+        test.after(1, StandbyEvent::FailOver { force: false }),
+        [StandbyAction::Note(Note::NeedsForce)]
     );
-    assert!(test.after(1, StandbyInput::FailOver { force: true }).contains(&activation(2, true)));
+    assert!(test.after(1, StandbyEvent::FailOver { force: true }).contains(&activation(2, true)));
 }
 
 #[test]
 fn a_command_to_fail_over_waits_for_the_end_of_the_lease() {
     let mut test = Test::following(Arbitration::Fencing);
     test.beat(1);
-    assert_eq!(test.after(1, StandbyInput::FailOver { force: false }), []);
+    assert_eq!(test.after(1, StandbyEvent::FailOver { force: false }), []);
     assert!(!answers(&test.beat(1)));
-    assert!(!test.silence(500).contains(&StandbyOutput::Fence));
-    assert!(test.silence(150).contains(&StandbyOutput::Fence));
+    assert!(!test.silence(500).contains(&StandbyAction::Fence));
+    assert!(test.silence(150).contains(&StandbyAction::Fence));
 }
 
 #[test]
 fn a_stall_of_its_own_is_no_silence_of_the_primary() {
     let mut test = Test::following(Arbitration::Fencing);
     test.beat(1);
-    assert_eq!(test.after(3000, StandbyInput::Tick), []);
+    assert_eq!(test.after(3000, StandbyEvent::Tick), []);
     assert!(answers(&test.beat(1)));
     // One that never runs in time judges all the same.
-    test.after(400, StandbyInput::Tick);
-    assert!(test.after(400, StandbyInput::Tick).contains(&StandbyOutput::Fence));
+    test.after(400, StandbyEvent::Tick);
+    assert!(test.after(400, StandbyEvent::Tick).contains(&StandbyAction::Fence));
 }
 
 #[test]
@@ -253,5 +253,5 @@ fn a_stale_primary_is_told() {
     test.standby.term = Term(3);
     let outputs = test.beat(1);
     let stale = Message::Refused(Refusal::StaleTerm(Term(3)));
-    assert_eq!(outputs, [StandbyOutput::Send { path: 0, message: stale }]);
+    assert_eq!(outputs, [StandbyAction::Send { path: 0, message: stale }]);
 }

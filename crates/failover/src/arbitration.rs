@@ -2,7 +2,7 @@
 //! switches the other host off. The answer comes to an engine's inbox.
 
 use super::settings::Setup;
-use super::witnessing::{self, Asked};
+use super::witnessing::{self, WitnessAnswer};
 use keyframe_replication::WitnessRequest;
 use std::sync::mpsc::Sender;
 
@@ -11,14 +11,14 @@ pub fn ask<T: Send + 'static>(
     setup: &Setup,
     request: WitnessRequest,
     inbox: &Sender<T>,
-    wrap: fn(Asked) -> T,
+    wrap: fn(WitnessAnswer) -> T,
 ) {
     let Some(address) = setup.witness else {
-        let _ = inbox.send(wrap(Asked::Lost { sent: false }));
+        let _ = inbox.send(wrap(WitnessAnswer::Lost { sent: false }));
         return;
     };
     let party = setup.party.clone();
-    aside("ask-witness", inbox, wrap, Asked::Lost { sent: false }, move || {
+    aside("ask-witness", inbox, wrap, WitnessAnswer::Lost { sent: false }, move || {
         witnessing::ask(&party, address, request)
     });
 }
