@@ -10,11 +10,12 @@
 //! stop. Peers have the advantage.
 
 use crate::Error;
+use keyframe_locks::IgnorePoison;
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// The longest line that is read; events are far shorter.
@@ -57,7 +58,7 @@ impl Events {
                     Ok(_) => {}
                 }
                 if let Some(change) = serde_json::from_slice(&line).ok().as_ref().and_then(parse) {
-                    seen.lock().unwrap_or_else(PoisonError::into_inner).push(change);
+                    seen.lock().ignore_poison().push(change);
                 }
             }
         });
@@ -66,14 +67,14 @@ impl Events {
 
     /// Forgets what was. Call before what is to be measured.
     pub fn forget(&self) {
-        self.changes.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        self.changes.lock().ignore_poison().clear();
     }
 
     /// How long QEMU stood still since [`Events::forget`], in ns. It must run again.
     pub fn pause_ns(&self, operation: &str) -> Result<f64, Error> {
         let deadline = Instant::now() + LATE;
         loop {
-            let changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let changes = self.changes.lock().ignore_poison().clone();
             if let Some(us) = stood_us(&changes) {
                 return Ok(us as f64 * 1e3);
             }

@@ -1,30 +1,23 @@
 //! A signal that asks to end, for benchmarks that have to clear up behind themselves.
 
 use crate::Error;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// Set by a signal that asks to end.
 #[derive(Clone)]
-pub struct Interrupt(Arc<AtomicBool>);
+pub struct Interrupt(keyframe_kernel::Interrupt);
 
 impl Interrupt {
     /// Begins to listen.
     pub fn listen() -> Result<Self, Error> {
-        let flag = Arc::new(AtomicBool::new(false));
-        for signal in
-            [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
-        {
-            signal_hook::flag::register(signal, flag.clone())
-                .map_err(Error::io("listen to signals"))?;
-        }
-        Ok(Self(flag))
+        keyframe_kernel::Interrupt::on(&keyframe_kernel::END_SIGNALS)
+            .map(Self)
+            .map_err(Error::io("listen to signals"))
     }
 
     /// Whether to end.
     pub fn is_set(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
+        self.0.is_set()
     }
 
     /// Fails once it is set.

@@ -4,6 +4,7 @@
 //! is all it ever said. A thread only keeps the pipe from filling up meanwhile.
 
 use crate::foreign::PATIENCE;
+use keyframe_locks::IgnorePoison;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use std::io::Write;
@@ -205,7 +206,7 @@ impl Collected {
 
     /// All that was said until now.
     fn said(&self) -> MutexGuard<'_, Said> {
-        let mut said = self.said.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut said = self.said.lock().ignore_poison();
         let mut buffer = [0; 4096];
         for _ in 0..READS_MAX {
             match rustix::io::read(&self.pipe, &mut buffer) {

@@ -55,12 +55,9 @@ impl Cluster {
     }
 
     fn start_munge(&mut self) {
-        use std::io::Read;
         let run = self.dir.join("run");
         let mut key = [0; 128];
-        File::open("/dev/urandom")
-            .and_then(|mut f| f.read_exact(&mut key))
-            .expect("read random bytes");
+        getrandom::fill(&mut key).expect("read random bytes");
         let path = run.join("munge.key");
         fs::write(&path, key).expect("write the key");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).expect("protect the key");

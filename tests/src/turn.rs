@@ -10,11 +10,12 @@
 //! With `KEYFRAME_TEST_TIMES=FILE` each test leaves a line in FILE when its turn ends: how many
 //! seconds it took, and its name.
 
+use keyframe_locks::IgnorePoison;
 use std::cell::Cell;
 use std::io::Write;
 use std::marker::PhantomData;
 use std::num::NonZero;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 #[derive(Default)]
@@ -37,7 +38,7 @@ thread_local! {
 pub struct Turn(PhantomData<*const ()>);
 
 fn state() -> MutexGuard<'static, State> {
-    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+    STATE.lock().ignore_poison()
 }
 
 impl Turn {
@@ -61,7 +62,7 @@ impl Turn {
                 s.alone
                     || if alone { s.shared > 0 } else { s.waiting > 0 || s.shared >= places.max(3) }
             };
-            state = CHANGED.wait_while(state, must_wait).unwrap_or_else(PoisonError::into_inner);
+            state = CHANGED.wait_while(state, must_wait).ignore_poison();
             state.waiting -= usize::from(alone);
             state.shared += usize::from(!alone);
             state.alone = alone;

@@ -11,11 +11,12 @@
 //! nothing on a machine that has a core for each. The kernel tells it of each thread
 //! (`/proc/PID/task/TID/schedstat`); it is looked at as QEMU runs, for afterwards it is gone.
 
+use keyframe_locks::IgnorePoison;
 use std::collections::HashMap;
 use std::fs::read_to_string;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -61,7 +62,7 @@ impl Clock {
             while !over.load(Ordering::Relaxed) {
                 qemu = qemu.or_else(|| find(pid, DEPTH_MAX));
                 let now = qemu.and_then(|qemu| look(qemu, &mut threads));
-                let mut seen = all.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut seen = all.lock().ignore_poison();
                 match now {
                     Some(now) => seen.push(now),
                     None if is_glimpse(&seen) => {
@@ -82,17 +83,17 @@ impl Clock {
 
     /// What it took between two instants; none where it was not seen then.
     pub fn between(&self, from: Instant, to: Instant) -> Option<Spent> {
-        spent(&self.seen.lock().unwrap_or_else(PoisonError::into_inner), from, to)
+        spent(&self.seen.lock().ignore_poison(), from, to)
     }
 
     /// When it was seen last.
     pub fn last(&self) -> Option<Instant> {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner).last().map(|seen| seen.at)
+        self.seen.lock().ignore_poison().last().map(|seen| seen.at)
     }
 
     /// What it took in all.
     pub fn life(&self) -> Option<Spent> {
-        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let seen = self.seen.lock().ignore_poison();
         spent(&seen, seen.first()?.at, seen.last()?.at)
     }
 }

@@ -2,7 +2,7 @@
 
 use keyframe_scheduling::Round;
 use keyframe_units::RamLayout;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Instant, SystemTime};
 
 /// The phases that one checkpoint goes through, from the first scan until it is sealed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -105,9 +105,4 @@ pub struct CapturedCheckpoint {
     pub dirty_pages: u64,
     /// How long each part took.
     pub timeline: CaptureTimeline,
-}
-
-/// `duration` in nanoseconds; `u64::MAX` if it does not fit.
-pub(crate) fn nanoseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }

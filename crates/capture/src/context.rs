@@ -1,14 +1,14 @@
 //! The state of the checkpoint in progress that the cycle hands to its strategy, and the copying
 //! operations that strategies have in common.
 
-use crate::checkpoint::{CaptureTimeline, nanoseconds};
+use crate::checkpoint::CaptureTimeline;
 use crate::dirty::DirtyLog;
 use crate::error::CaptureError;
 use crate::ports::{BoxError, PageReader};
 use crate::staged_pages::{StagedPages, StagingError};
 use crate::staging_pool::StagingPool;
 use keyframe_scheduling::Round;
-use keyframe_units::PageSet;
+use keyframe_units::{PageSet, elapsed_ns};
 use std::cell::OnceCell;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -54,7 +54,7 @@ impl CaptureContext<'_> {
         let reader = Arc::clone(self.reader);
         self.log.mark_unfrozen_copies(&set);
         self.copy_running(&set, &*reader, is_eager)?;
-        let duration_ns = nanoseconds(started.elapsed());
+        let duration_ns = elapsed_ns(started);
         self.timeline.rounds.push(Round { pages: set.len(), duration_ns });
         Ok(())
     }
@@ -124,7 +124,7 @@ impl CaptureContext<'_> {
         self.staged.stage(&set, &**self.reader)?;
         self.held.union_with(&set);
         self.timeline.pause_pages = set.len();
-        self.timeline.copy_ns = nanoseconds(started.elapsed());
+        self.timeline.copy_ns = elapsed_ns(started);
         Ok(())
     }
 
@@ -134,7 +134,7 @@ impl CaptureContext<'_> {
         let all_owed = self.timeline.rounds.is_empty();
         let started = Instant::now();
         let set = self.log.drain_paused(all_owed).map_err(CaptureError::Scan)?;
-        self.timeline.scan_ns = nanoseconds(started.elapsed());
+        self.timeline.scan_ns = elapsed_ns(started);
         Ok(set)
     }
 

@@ -29,7 +29,7 @@
 //! Not here: the time at which a checkpoint is taken, and threads. The caller runs the encoder on a
 //! thread of its own and hands its reports to [`CaptureCycle::settle`].
 
-use crate::checkpoint::{CapturePhase, CaptureTimeline, CapturedCheckpoint, nanoseconds};
+use crate::checkpoint::{CapturePhase, CaptureTimeline, CapturedCheckpoint};
 use crate::context::CaptureContext;
 use crate::dirty::DirtyLog;
 use crate::encoder::{EncodeError, EncodeReport, EncoderMessage, EncoderQueue};
@@ -39,7 +39,7 @@ use crate::ports::{BoxError, CaptureObserver, DirtyTracker, PageReader};
 use crate::staged_pages::{StagedPages, StagingError};
 use crate::staging_pool::StagingPool;
 use crate::strategy::{CopyStrategy, PrecopyStrategy};
-use keyframe_units::{PageSet, RamLayout};
+use keyframe_units::{PageSet, RamLayout, duration_ns, elapsed_ns};
 use std::cell::OnceCell;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -282,7 +282,7 @@ impl CaptureCycle {
         record_pause(&mut context.timeline, &paused, previous_pause);
         let collecting = Instant::now();
         strategy.collect(&mut context)?;
-        context.timeline.collect_ns = nanoseconds(collecting.elapsed());
+        context.timeline.collect_ns = elapsed_ns(collecting);
         context.hand_over()?;
         if machine.ram_layout().map_err(machine_error("list RAM blocks"))? != ram {
             return Err(CaptureError::Resized);
@@ -314,7 +314,7 @@ fn record_pause(
     // The guest of a VM that was paused before did not wait for the checkpoint.
     timeline.pause_ns = if pause.hold == HoldOutcome::AlreadyPaused { 0 } else { pause.pause_ns };
     if let Some(previous) = previous_pause {
-        timeline.interval_ns = nanoseconds(pause.paused_at.duration_since(previous));
+        timeline.interval_ns = duration_ns(pause.paused_at.duration_since(previous));
     }
 }
 

@@ -13,10 +13,10 @@
 //! Invariants: each `Seal` gets one report; a failure before the `Seal` gets one more report, before
 //! that one; after a failure the sink receives nothing of the same generation.
 
-use crate::checkpoint::{CapturePhase, CapturedCheckpoint, nanoseconds};
+use crate::checkpoint::{CapturePhase, CapturedCheckpoint};
 use crate::ports::{BoxError, CheckpointSink};
 use crate::staged_pages::StagedPages;
-use keyframe_units::PageSet;
+use keyframe_units::{PageSet, elapsed_ns};
 use std::time::Instant;
 
 /// Pages per call of the sink: enough work for several threads.
@@ -161,7 +161,7 @@ impl<S: CheckpointSink> CheckpointEncoder<S> {
                 .put(&batch)
                 .map_err(|source| EncodeError::Sink { operation: "store pages", source })?;
         }
-        self.encode_ns += nanoseconds(started.elapsed());
+        self.encode_ns += elapsed_ns(started);
         Ok(())
     }
 

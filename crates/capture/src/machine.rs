@@ -12,10 +12,10 @@
 //!
 //! Invariant: a held VM is released on every path, also if a step fails or panics.
 
-use crate::checkpoint::{CapturePhase, nanoseconds};
+use crate::checkpoint::CapturePhase;
 use crate::error::{CaptureError, machine_error};
 use crate::ports::BoxError;
-use keyframe_units::RamLayout;
+use keyframe_units::{RamLayout, elapsed_ns};
 use std::time::{Instant, SystemTime};
 
 /// The state in which [`PauseSteps::hold`] found the VM.
@@ -113,12 +113,12 @@ pub fn pause_in_steps<M: PauseSteps + ?Sized>(
     work.reached(CapturePhase::Stopping);
     let (taken_at, paused_at) = (SystemTime::now(), Instant::now());
     let mut held = HeldMachine::hold(machine).map_err(machine_error("pause the VM"))?;
-    let stop_ns = nanoseconds(paused_at.elapsed());
+    let stop_ns = elapsed_ns(paused_at);
     let looked = held.look(work);
     let releasing = Instant::now();
     let released = held.release();
-    let resume_ns = nanoseconds(releasing.elapsed());
-    let pause_ns = nanoseconds(paused_at.elapsed());
+    let resume_ns = elapsed_ns(releasing);
+    let pause_ns = elapsed_ns(paused_at);
     work.reached(CapturePhase::Resumed);
     let hold = held.hold;
     let outcome = held.finish();
@@ -161,7 +161,7 @@ impl<'a, M: PauseSteps + ?Sized> HeldMachine<'a, M> {
         let saving = Instant::now();
         let saved = self.machine.save_device_state();
         let device_state = saved.map_err(machine_error("save the device state"))?;
-        let device_state_ns = nanoseconds(saving.elapsed());
+        let device_state_ns = elapsed_ns(saving);
         work.reached(CapturePhase::DeviceState);
         work.look()?;
         Ok((device_state, device_state_ns))

@@ -1,10 +1,12 @@
 //! Copies pages with several threads (Schötterl-Glausch 2018, parallel copy), over another reader.
 
 use crate::ports::{BoxError, PageReader};
+use keyframe_locks::IgnorePoison;
 use keyframe_scheduling::ThreadChoice;
+use keyframe_units::elapsed_ns;
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange};
 use rayon::prelude::*;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 /// Fewer pages are copied by the calling thread: waking threads costs as much as copying them.
@@ -68,11 +70,11 @@ impl PageReader for ParallelPageReader {
                 if self.choice.is_some() { 1 } else { self.threads.current_num_threads() };
             return self.read_with(threads, ranges, pages, dst);
         };
-        let threads = choice.lock().unwrap_or_else(PoisonError::into_inner).choose();
+        let threads = choice.lock().ignore_poison().choose();
         let began = Instant::now();
         self.read_with(threads, ranges, pages, dst)?;
-        let took_ns = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        choice.lock().unwrap_or_else(PoisonError::into_inner).learn(threads, pages, took_ns);
+        let took_ns = elapsed_ns(began);
+        choice.lock().ignore_poison().learn(threads, pages, took_ns);
         Ok(())
     }
 }

@@ -12,8 +12,9 @@
 //! memory bounds the queue before the encoder.
 
 use keyframe_kernel::memory::Arena;
+use keyframe_locks::IgnorePoison;
 use keyframe_units::{PAGE_BYTES, Page};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// Pages per chunk: 4 MiB.
@@ -50,7 +51,7 @@ struct State {
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().ignore_poison()
     }
 }
 
@@ -134,7 +135,7 @@ impl StagingPool {
                 return false;
             }
             let waited = self.0.freed.wait_timeout(state, left);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            state = waited.ignore_poison().0;
         }
         true
     }

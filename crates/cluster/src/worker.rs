@@ -1,9 +1,10 @@
 //! A worker: takes item after item from a queue, in several slots, until none is left.
 
 use crate::{Item, Placement, Queue, Result, WorkerId};
+use keyframe_locks::IgnorePoison;
+use std::sync::Condvar;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Condvar, PoisonError};
 use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 
@@ -92,17 +93,13 @@ struct Ended(Mutex<bool>, Condvar);
 
 impl Ended {
     fn set(&self) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        *self.0.lock().ignore_poison() = true;
         self.1.notify_all();
     }
 
     fn within(&self, time: Duration) -> bool {
-        let ended = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        *self
-            .1
-            .wait_timeout_while(ended, time, |ended| !*ended)
-            .unwrap_or_else(PoisonError::into_inner)
-            .0
+        let ended = self.0.lock().ignore_poison();
+        *self.1.wait_timeout_while(ended, time, |ended| !*ended).ignore_poison().0
     }
 }
 

@@ -26,12 +26,13 @@ pub mod vms;
 pub use listed::as_shown;
 
 use keyframe_failure::Failure;
+use keyframe_locks::IgnorePoison;
 use keyframe_store::CheckpointId;
 use keyframe_store_keys::KeyArg;
 use keyframe_web::{Action, Heat, Listing, Problem, Sizes, Source, StoreHead, VmState};
 use serde_json::Value;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// What to show.
 #[derive(Debug)]
@@ -179,5 +180,5 @@ fn said(failure: &Failure) -> String {
 
 /// What a thread that panicked left is as good as what there was before.
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock().ignore_poison()
 }

@@ -5,10 +5,11 @@ use keyframe_capture::machine::pause_in_steps;
 use keyframe_capture::{
     BoxError, CaptureError, HoldOutcome, Machine, PauseOutcome, PauseRecord, PauseSteps, PauseWork,
 };
+use keyframe_locks::IgnorePoison;
 use keyframe_net::GateRemote;
 use keyframe_session::machines::Machines;
 use keyframe_units::RamLayout;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// The gate of the VM's network; none where it has no network.
 #[derive(Clone)]
@@ -23,13 +24,13 @@ impl Gate {
         &self,
         ask: impl FnOnce(&mut GateRemote) -> keyframe_net::Result<T>,
     ) -> Result<Option<T>, BoxError> {
-        let mut remote = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut remote = self.0.lock().ignore_poison();
         Ok(remote.as_mut().map(ask).transpose()?)
     }
 
     /// Lets go of it.
     pub fn end(&self) {
-        let remote = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let remote = self.0.lock().ignore_poison().take();
         if let Some(remote) = remote {
             remote.end();
         }

@@ -5,7 +5,7 @@ use super::frames::{MachineFrame, ReplicatedDisk};
 use super::links::Addresses;
 use super::primary::{self, PrimaryEngineEvent};
 use super::sending::SharedWire;
-use super::settings::{Setup, interruption, random};
+use super::settings::{Setup, random};
 use super::vm::{self, Gate};
 use keyframe_failure::Failure;
 use keyframe_net::{GateNic, GateRemote};
@@ -16,6 +16,7 @@ use keyframe_session::control::server::{SharedStatus, Socket};
 use keyframe_session::control::{OnExit, ReplicationStatus, Status};
 use keyframe_session::copying::Copying;
 use keyframe_session::disks::SessionDisks;
+use keyframe_session::interrupt;
 use keyframe_session::launch as sessions;
 use keyframe_session::machine::QemuMachine;
 use keyframe_session::machines::{Beside, Machines, Member};
@@ -97,7 +98,7 @@ pub fn protect(
     let options = Options::every(None, OnExit::Kill);
     sessions::require_kernel(&options)?;
     // From here on: a QEMU that nobody guards yet is not to be left behind.
-    let interrupted = interruption()?;
+    let interrupted = interrupt::interruption_or_hangup()?;
     let directory = std::env::current_dir()
         .map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
     let mut line = Invocation::parse(command).map_err(|e| Failure::qemu(&e))?;

@@ -18,6 +18,7 @@ use super::vm::{EpochReport, Gate, VmAction, VmEvent, VmThread};
 use super::witnessing::WitnessAnswer;
 use keyframe_failure::{DONE, FAILED, Failure, WARNED};
 use keyframe_link::Channel;
+use keyframe_locks::IgnorePoison;
 use keyframe_net::GateRemote;
 use keyframe_replication::{
     Config, Epoch, Guard, Message, Note, Primary, PrimaryAction, PrimaryEvent, PrimaryState, Start,
@@ -30,9 +31,9 @@ use rustix::process::{Signal, pidfd_send_signal};
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::OwnedFd;
 use std::process::ExitStatus;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 const LOOK_EVERY: Duration = Duration::from_millis(100);
@@ -519,7 +520,7 @@ impl Engine {
     }
 
     fn update(&self, change: impl FnOnce(&mut ReplicationStatus)) {
-        let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut status = self.status.lock().ignore_poison();
         change(status.replication.get_or_insert_default());
     }
 

@@ -14,10 +14,12 @@ use super::having::Having;
 use super::verify::Checks;
 use keyframe_capture::{BoxError, CapturedCheckpoint, CheckpointSink};
 use keyframe_link::Channel;
+use keyframe_locks::IgnorePoison;
 use keyframe_session::{BlockSink, DiskCut};
 use keyframe_transfer::{Encoder, Sent, stream_of};
+use keyframe_units::duration_ns;
 use keyframe_units::{Page, PageIndex, ZERO_PAGE};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Pages in a batch: a frame of at most 4 MiB.
 const BATCH_PAGES: usize = 512;
@@ -97,7 +99,7 @@ impl SharedWire {
     }
 
     fn lock(&self) -> MutexGuard<'_, Wire> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().ignore_poison()
     }
 
     /// From here on epochs go there; or nowhere.
@@ -239,7 +241,7 @@ impl Wire {
         let said = EpochHead {
             after: self.base,
             reason: label.reason.into(),
-            taken_at_ns: u64::try_from(taken_at.as_nanos()).unwrap_or(u64::MAX),
+            taken_at_ns: duration_ns(taken_at),
             pages: self.sent.pages,
             wire_bytes: self.sent.bytes,
             checks: label

@@ -7,12 +7,10 @@ use keyframe_replication::Arbitration;
 use keyframe_scheduling::replication::{
     LatencyParameters, LatencyTarget, OverheadTarget, ReplicationPolicy,
 };
-use keyframe_session::interrupt;
+use keyframe_units::duration_ns;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 /// How long the fence hook may take.
@@ -119,8 +117,7 @@ impl Settings {
             )));
         }
         if let Some(latency) = self.latency {
-            parameters.latency =
-                Some(LatencyTarget { ns: u64::try_from(latency.as_nanos()).unwrap_or(u64::MAX) });
+            parameters.latency = Some(LatencyTarget { ns: duration_ns(latency) });
         }
         if let Some(percent) = self.overhead {
             parameters.overhead = Some(OverheadTarget { percent: f64::from(percent) });
@@ -130,7 +127,7 @@ impl Settings {
             witness,
             fence_with: self.fence_with.clone(),
             arbitration,
-            detection_ns: u64::try_from(self.detection.as_nanos()).unwrap_or(u64::MAX),
+            detection_ns: duration_ns(self.detection),
             policy: self.policy,
             parameters,
             streams: self.streams.into(),
@@ -187,15 +184,6 @@ impl Setup {
     }
 }
 
-/// Set when the user asks for an end.
-pub fn interruption() -> Result<Arc<AtomicBool>, Failure> {
-    let interrupted = interrupt::interruption()?;
-    let hangup = signal_hook::consts::SIGHUP;
-    signal_hook::flag::register(hangup, Arc::clone(&interrupted))
-        .map_err(|e| Failure::new(format!("catch signal {hangup}: {e}")))?;
-    Ok(interrupted)
-}
-
 /// A host and a port.
 pub fn address(text: &str) -> Result<SocketAddr, Failure> {
     let bad = |problem: String| {
@@ -206,12 +194,9 @@ pub fn address(text: &str) -> Result<SocketAddr, Failure> {
     found.next().ok_or_else(|| bad("the name stands for no address".into()))
 }
 
-/// Eight random bytes as a number that is not 0.
+/// Returns a random number other than 0.
 pub fn random() -> Result<u64, Failure> {
-    use std::io::Read;
-    let mut bytes = [0; 8];
-    std::fs::File::open("/dev/urandom")
-        .and_then(|mut file| file.read_exact(&mut bytes))
-        .map_err(|e| Failure::new(format!("read /dev/urandom: {e}")))?;
-    Ok(u64::from_le_bytes(bytes).max(1))
+    let number = getrandom::u64()
+        .map_err(|e| Failure::new(format!("read the kernel's random number generator: {e}")))?;
+    Ok(number.max(1))
 }

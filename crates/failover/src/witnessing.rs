@@ -9,13 +9,14 @@
 use super::frames::Kind;
 use keyframe_failure::{Failure, chain};
 use keyframe_link::{Channel, Input, Party};
+use keyframe_locks::IgnorePoison;
 use keyframe_replication::{Witness, WitnessReply, WitnessRequest};
 use std::fs::File;
 use std::io::Write;
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// What was asked may have been granted once it has left.
@@ -80,7 +81,7 @@ impl WitnessServer {
 
     /// How many VMs it knows.
     pub fn groups(&self) -> usize {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).groups().count()
+        self.state.lock().ignore_poison().groups().count()
     }
 
     /// Answers until `stop` is set.
@@ -120,7 +121,7 @@ impl WitnessServer {
         let frame = channel.receive(&mut Input::default(), TIMEOUT).ok()??;
         let request = WitnessRequest::decode(&frame.payload).ok()?;
         let reply = {
-            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut state = self.state.lock().ignore_poison();
             let mut next = state.clone();
             let (reply, changed) = next.handle(request);
             if changed {

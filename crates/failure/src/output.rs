@@ -117,11 +117,6 @@ fn unguarded(guarded: bool, pid: u32) -> Option<String> {
     })
 }
 
-/// How long ago `began` was, in nanoseconds.
-pub fn elapsed_ns(began: std::time::Instant) -> u64 {
-    u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -46,9 +46,9 @@ impl Interrupt {
         self.0.store(true, Ordering::Relaxed);
     }
 
-    /// Returns the flag for code that polls an [`AtomicBool`].
-    pub fn flag(&self) -> &Arc<AtomicBool> {
-        &self.0
+    /// Returns the flag itself, for code that polls an [`AtomicBool`].
+    pub fn into_flag(self) -> Arc<AtomicBool> {
+        self.0
     }
 }
 

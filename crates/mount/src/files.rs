@@ -7,9 +7,10 @@ use fuser::{
     Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, LockOwner,
     OpenFlags, ReplyAttr, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyOpen, Request,
 };
+use keyframe_locks::IgnorePoison;
 use std::collections::HashMap;
 use std::ffi::OsStr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 /// How long the kernel may go by what it was told of names and sizes: a forgotten checkpoint is
@@ -40,11 +41,11 @@ impl Files {
     }
 
     fn listings(&self) -> MutexGuard<'_, HashMap<u64, Vec<(String, Node)>>> {
-        self.listings.lock().unwrap_or_else(PoisonError::into_inner)
+        self.listings.lock().ignore_poison()
     }
 
     fn disks(&self) -> MutexGuard<'_, HashMap<u64, Arc<OpenDisk>>> {
-        self.disks.lock().unwrap_or_else(PoisonError::into_inner)
+        self.disks.lock().ignore_poison()
     }
 
     fn open_disk(&self, place: Place, disk: u8) -> Result<u64, Errno> {

@@ -7,10 +7,11 @@ use keyframe_image::Image;
 use keyframe_inspect::images::{Guest, StoredPages};
 use keyframe_inspect::screens::{self, NoPicture, Shown};
 use keyframe_inspect::show;
+use keyframe_locks::IgnorePoison;
 use keyframe_store::{Error, Loaded, LoadedDisks, Store};
 use keyframe_units::CheckpointId;
 use std::collections::{BTreeSet, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::SystemTime;
 
 /// Checkpoints that are held loaded; further ones push out the one unused for longest.
@@ -73,7 +74,7 @@ pub struct Tree {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock().ignore_poison()
 }
 
 impl Tree {

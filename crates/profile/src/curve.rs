@@ -13,6 +13,7 @@
 //! really took.
 
 use crate::Statistic;
+use keyframe_units::duration_ns;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -102,7 +103,7 @@ impl Curve {
 
 fn row(length: Duration, epochs: &[Epoch]) -> Option<Row> {
     Some(Row {
-        epoch_ns: u64::try_from(length.as_nanos()).unwrap_or(u64::MAX),
+        epoch_ns: duration_ns(length),
         samples: epochs.len() as u64,
         measured_ns: Statistic::of_all(epochs.iter().map(|e| Some(e.measured_ns)))?,
         pages: Statistic::of_all(epochs.iter().map(|e| Some(e.pages)))?,

@@ -33,6 +33,7 @@ pub mod target;
 
 use indicatif::ProgressBar;
 use keyframe_failure::Failure;
+use keyframe_kernel::{END_SIGNALS, Interrupt};
 use keyframe_profile::{Curve, Epoch, Ladder};
 use meter::{Meter, Step};
 use serde::Serialize;
@@ -102,13 +103,9 @@ pub struct Profile {
 
 /// Measures `subject`.
 pub fn measure(subject: Subject, options: &Options, bar: &ProgressBar) -> Result<Profile, Failure> {
-    let interrupted = Arc::new(AtomicBool::new(false));
-    for signal in
-        [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
-    {
-        signal_hook::flag::register(signal, Arc::clone(&interrupted))
-            .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
-    }
+    let interrupted = Interrupt::on(&END_SIGNALS)
+        .map_err(|e| Failure::new(format!("catch signals: {e}")))?
+        .into_flag();
     let mut run = Run { options, bar, interrupted, profile: Profile::empty() };
     match subject {
         Subject::Running { pid, qmp } => run.target(Target::running(pid, qmp.as_deref())?, 1)?,

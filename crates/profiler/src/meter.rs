@@ -6,6 +6,7 @@ use keyframe_failure::Failure;
 use keyframe_kernel::attach::inject_userfaultfd;
 use keyframe_kernel::track::WriteTracker;
 use keyframe_profile::Epoch;
+use keyframe_units::duration_ns;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -104,7 +105,7 @@ impl Meter {
         let grown = |before: Option<u64>, after: Option<u64>| after?.checked_sub(before?);
         Ok(Step::Epoch(Epoch {
             length,
-            measured_ns: u64::try_from(measured.as_nanos()).unwrap_or(u64::MAX),
+            measured_ns: duration_ns(measured),
             pages,
             sectors: grown(disks.map(|d| d.sectors), disks_after.map(|d| d.sectors)),
             disk_writes: grown(disks.map(|d| d.writes), disks_after.map(|d| d.writes)),

@@ -10,11 +10,12 @@
 //! start, under a lock, so that no other QEMU started by us inherits them.
 
 use crate::{Error, Result};
+use keyframe_locks::IgnorePoison;
 use nix::sys::signal::{SigSet, Signal};
 use rustix::io::FdFlags;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::process::{Child, Command, ExitStatus};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 static STARTING: Mutex<()> = Mutex::new(());
@@ -39,7 +40,7 @@ pub fn start(command: &mut Command, descriptors: &[&OwnedFd]) -> Result<Child> {
     }
     let operation = || format!("start {}", command.get_program().to_string_lossy());
     let failed = operation();
-    let _alone = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
+    let _alone = STARTING.lock().ignore_poison();
     let mut blocked = SigSet::empty();
     blocked.extend(TERMINAL_KEYS);
     let before = blocked

@@ -15,14 +15,15 @@
 
 use crate::options::{Argument, keys, value_of};
 use crate::{Error, Qmp, Result, spawn};
+use keyframe_locks::IgnorePoison;
 use rustix::fs::{MemfdFlags, OFlags, SeekFrom};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 /// More than any device state: a vGPU's is some MiB.
 const STATE_BYTES_MAX: u64 = 1 << 30;
@@ -53,7 +54,7 @@ pub(crate) struct StateFile {
 
 impl Drop for StateFile {
     fn drop(&mut self) {
-        IN_USE.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.number);
+        IN_USE.lock().ignore_poison().remove(&self.number);
     }
 }
 
@@ -77,7 +78,7 @@ impl StateFile {
             rustix::fs::open(path, OFlags::WRONLY | OFlags::CLOEXEC, rustix::fs::Mode::empty())
                 .map_err(Error::io(operation))?;
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
-        IN_USE.lock().unwrap_or_else(PoisonError::into_inner).insert(number);
+        IN_USE.lock().ignore_poison().insert(number);
         Ok(Self { write_end, read_end: File::from(fd), set, number })
     }
 
@@ -253,7 +254,7 @@ fn living(mark: &str) -> Option<u32> {
     let mut parts = mark.strip_prefix(ENGINE_MARK)?.split(':');
     let (pid, start, number) =
         (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
-    let in_use = || IN_USE.lock().unwrap_or_else(PoisonError::into_inner).contains(&number);
+    let in_use = || IN_USE.lock().ignore_poison().contains(&number);
     let lives = started_ticks(pid) == Some(start) && (pid != std::process::id() || in_use());
     lives.then_some(pid)
 }

@@ -10,13 +10,14 @@
 
 use super::source::{Source, places_in};
 use keyframe_failure::Failure;
+use keyframe_locks::IgnorePoison;
 use keyframe_replay::cut_points::CutSpacing;
 use keyframe_replay::interval::{Interval, intervals, with_unambiguous_ends};
 use keyframe_replay::{GrowingLog, Recording};
 use keyframe_store::Store;
 use keyframe_store_keys::KeyArg;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 
 /// It.
 pub struct Followed {
@@ -101,7 +102,7 @@ impl Followed {
     /// The log as it is now; none where QEMU has written nothing.
     fn look<T>(&self, look: impl FnOnce(&GrowingLog) -> T) -> Result<Option<T>, Failure> {
         let failed = |e| Failure::recording(&e);
-        let mut growing = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut growing = self.growing.lock().ignore_poison();
         if growing.is_none() {
             let (log, times) = (self.recording.log_path(), self.recording.times_path());
             *growing = GrowingLog::open(&log, &times, CutSpacing::Instructions(u64::MAX))

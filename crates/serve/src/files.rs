@@ -4,6 +4,7 @@
 //! gets on. Invariants: as many as [`OPEN_MAX`] are open, and answers under way take no more memory
 //! than [`MEMORY_BYTES_MAX`], but for one that is larger alone.
 
+use keyframe_locks::IgnorePoison;
 use keyframe_store::Error;
 use keyframe_store::backend::served::wire::{
     self, Code, HEAD_BYTES, Hash, LIST_BYTES_MAX, Look, Request,
@@ -12,7 +13,7 @@ use keyframe_store::backend::served::{FOLDERS, State, is_file};
 use keyframe_store::backend::{Backend, Readable, Stamp};
 use std::collections::HashMap;
 use std::io::ErrorKind;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 /// Files that are kept open.
@@ -151,7 +152,7 @@ impl Files {
 
     fn keep(&self, name: &str, identity: u64, file: Arc<dyn Readable>) {
         let now = Instant::now();
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = self.open.lock().ignore_poison();
         if open.len() >= OPEN_MAX && !open.contains_key(name) {
             let oldest =
                 open.iter().min_by_key(|(_, open)| open.used).map(|(name, _)| name.clone());
@@ -165,7 +166,7 @@ impl Files {
     /// The file of that name; the one that is meant, where the client says which.
     fn file(&self, name: &str, identity: u64) -> Result<Arc<dyn Readable>, No> {
         require_file(name)?;
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = self.open.lock().ignore_poison();
         if let Some(known) = open.get_mut(name).filter(|known| known.identity == identity) {
             known.used = Instant::now();
             return Ok(known.file.clone());
@@ -184,7 +185,7 @@ impl Files {
     /// then.
     pub fn tidy(&self) {
         let now = Instant::now();
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = self.open.lock().ignore_poison();
         open.retain(|_, open| now.duration_since(open.used) < OPEN_FOR);
     }
 }
@@ -218,10 +219,10 @@ struct Share<'a> {
 
 impl Memory {
     fn take(&self, bytes: u64) -> Result<Share<'_>, No> {
-        let taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let taken = self.taken.lock().ignore_poison();
         let is_full = |taken: &mut u64| *taken > 0 && *taken + bytes > MEMORY_BYTES_MAX;
         let waited = self.freed.wait_timeout_while(taken, WAIT_MAX, is_full);
-        let (mut taken, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+        let (mut taken, timeout) = waited.ignore_poison();
         if timeout.timed_out() {
             return Err(No(Code::Failed, "the server has no memory for it now".into()));
         }
@@ -232,7 +233,7 @@ impl Memory {
 
 impl Drop for Share<'_> {
     fn drop(&mut self) {
-        *self.memory.taken.lock().unwrap_or_else(PoisonError::into_inner) -= self.bytes;
+        *self.memory.taken.lock().ignore_poison() -= self.bytes;
         self.memory.freed.notify_all();
     }
 }

@@ -3,6 +3,7 @@
 use crate::connection::Common;
 use crate::files::Files;
 use crate::{Error, Identity, Result};
+use keyframe_locks::IgnorePoison;
 use keyframe_store::backend;
 use keyframe_store::backend::served::{Fingerprint, show_fingerprint};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -13,7 +14,7 @@ use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use zeroize::Zeroizing;
 
@@ -157,7 +158,7 @@ impl Server {
     }
 
     fn open(&self) -> std::sync::MutexGuard<'_, HashMap<u64, TcpStream>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+        self.open.lock().ignore_poison()
     }
 
     fn begin(&self, number: u64, socket: TcpStream) {
@@ -204,6 +205,6 @@ struct Done {
 
 impl Drop for Done {
     fn drop(&mut self) {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.number);
+        self.open.lock().ignore_poison().remove(&self.number);
     }
 }

@@ -18,7 +18,7 @@ use keyframe_capture::strategy::{
 use keyframe_capture::{
     CaptureCycle, DirtyTracker, FirstWriteMonitor, PageReader, RamFreezer, StagingPool,
 };
-use keyframe_failure::{Failure, chain};
+use keyframe_failure::Failure;
 use keyframe_kernel::Process;
 use keyframe_kernel::attach::{Attached, inject_userfaultfd};
 use keyframe_kernel::fault_tracker::FaultTracker;
@@ -309,10 +309,8 @@ fn available_memory_bytes() -> u64 {
 }
 
 fn random_key() -> Result<[u8; 32], Failure> {
-    use std::io::Read;
     let mut key = [0; 32];
-    std::fs::File::open("/dev/urandom")
-        .and_then(|mut file| file.read_exact(&mut key))
-        .map_err(|e| Failure::new(format!("read /dev/urandom: {}", chain(&e))))?;
+    getrandom::fill(&mut key)
+        .map_err(|e| Failure::new(format!("read the kernel's random number generator: {e}")))?;
     Ok(key)
 }

@@ -13,12 +13,13 @@
 use keyframe_capture::BoxError;
 use keyframe_disk::{DiskBlock, DiskEpoch, Extent};
 use keyframe_failure::{Failure, chain};
+use keyframe_locks::IgnorePoison;
 use keyframe_store::{DiskMeta, Meta, Run, Store};
 use keyframe_units::{CheckpointId, PAGE_BYTES, Page};
 use keyframe_vm_disks::Served;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
 /// How many slots are read at once: 1 MiB.
@@ -41,7 +42,7 @@ struct State {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().ignore_poison()
     }
 
     fn ask<T>(
@@ -59,7 +60,7 @@ impl Shared {
         ask: impl FnOnce(&mut keyframe_disk::Disks) -> keyframe_disk::Result<T>,
     ) -> Result<T, BoxError> {
         let waited = self.idle.wait_timeout_while(self.lock(), PAUSE_WAIT, |state| state.pausing);
-        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let (mut state, _) = waited.ignore_poison();
         let served = state.served.as_mut().ok_or("the disks are not served any more")?;
         Ok(ask(&mut served.disks)?)
     }

@@ -33,6 +33,7 @@ use keyframe_failure::{DONE, FAILED, Failure, Outcome, WARNED, chain};
 use keyframe_inspect::report::Entry;
 use keyframe_scheduling::Cadence;
 use keyframe_store::{CheckpointId, Sealed, Store, Writer};
+use keyframe_units::{duration_ns, elapsed_ns};
 use std::collections::BTreeMap;
 use std::process::ExitStatus;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -121,13 +122,7 @@ impl<'a> Engine<'a> {
         let socket = server::listen(parts.run_dir.path(), &status, deliver).map_err(|e| {
             Failure::new(format!("listen in {}: {e}", parts.run_dir.path().display()))
         })?;
-        let interrupted = Arc::new(AtomicBool::new(false));
-        for signal in
-            [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
-        {
-            signal_hook::flag::register(signal, Arc::clone(&interrupted))
-                .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
-        }
+        let interrupted = crate::interrupt::interruption_or_hangup()?;
         let audit = match &options.audit {
             Some(dir) => Some(
                 Audit::new(dir.clone())
@@ -164,7 +159,7 @@ impl<'a> Engine<'a> {
             interrupted,
             _socket: socket,
             born: Instant::now(),
-            cadence: options.interval.map(|i| Cadence::new(ns(i), 0)),
+            cadence: options.interval.map(|i| Cadence::new(duration_ns(i), 0)),
             tuning: Tuning::new(&options)?,
             sealed: 0,
             failed: 0,
@@ -248,7 +243,7 @@ impl<'a> Engine<'a> {
 
     /// Whether a checkpoint is to be taken now. A VM that stands still has not changed.
     fn is_due(&self) -> bool {
-        let due = self.cadence.as_ref().is_some_and(|c| c.due_ns() <= ns(self.born.elapsed()));
+        let due = self.cadence.as_ref().is_some_and(|c| c.due_ns() <= elapsed_ns(self.born));
         due && self.machines.run() && !self.given_up
     }
 
@@ -273,7 +268,7 @@ impl<'a> Engine<'a> {
         match &self.cadence {
             Some(cadence) if self.machines.run() && !self.given_up => {
                 let due =
-                    Duration::from_nanos(cadence.due_ns().saturating_sub(ns(self.born.elapsed())));
+                    Duration::from_nanos(cadence.due_ns().saturating_sub(elapsed_ns(self.born)));
                 // A due checkpoint that may not begin waits for a report.
                 if due.is_zero() && !self.may_capture() { LOOK_EVERY } else { due.min(LOOK_EVERY) }
             }
@@ -342,7 +337,7 @@ impl<'a> Engine<'a> {
         tag: Option<String>,
         strategy: Option<Strategy>,
     ) -> Result<u64, String> {
-        let now_ns = ns(self.born.elapsed());
+        let now_ns = elapsed_ns(self.born);
         let backlog_ns = match (&mut self.cadence, reason) {
             (Some(cadence), "interval") => cadence.start(now_ns),
             (Some(cadence), _) => {
@@ -427,7 +422,7 @@ impl<'a> Engine<'a> {
 
     fn update(&self, change: impl FnOnce(&mut Status)) {
         if let Ok(mut status) = self.status.lock() {
-            status.last_age_ns = self.sealed_at.map(|at| ns(at.elapsed()));
+            status.last_age_ns = self.sealed_at.map(|at| elapsed_ns(at));
             change(&mut status);
         }
     }
@@ -470,7 +465,7 @@ fn first_status(store: &Store, parts: &Parts, options: &Options) -> Status {
         qemu_pid: members.first().map_or(0, |m| m.qemu_pid),
         engine_pid: std::process::id(),
         store: store.absolute_path().unwrap_or_else(|_| store.path().into()).display().to_string(),
-        interval_ns: options.interval.map(ns),
+        interval_ns: options.interval.map(duration_ns),
         tuned: None,
         sealed: 0,
         failed: 0,
@@ -503,8 +498,4 @@ fn member_status((number, member): (usize, &Member), parts: &Parts) -> MemberSta
         qemu_pid: member.machine.vm.pid(),
         qmp: path.map_or_else(String::new, |path| path.display().to_string()),
     }
-}
-
-fn ns(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }

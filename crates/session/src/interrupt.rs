@@ -1,15 +1,23 @@
-//! The signals by which a user asks for an end.
+//! The signals by which a user asks a command to end.
 
 use keyframe_failure::Failure;
+use keyframe_kernel::{END_SIGNALS, Interrupt};
+use rustix::process::Signal;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// Set when the user asks for an end, by SIGINT or SIGTERM.
+/// Returns a flag that SIGINT and SIGTERM set. SIGHUP still ends the process.
 pub fn interruption() -> Result<Arc<AtomicBool>, Failure> {
-    let interrupted = Arc::new(AtomicBool::new(false));
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        signal_hook::flag::register(signal, Arc::clone(&interrupted))
-            .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
-    }
-    Ok(interrupted)
+    flag_on(&[Signal::INT, Signal::TERM])
+}
+
+/// Returns a flag that SIGINT, SIGTERM and SIGHUP set.
+pub fn interruption_or_hangup() -> Result<Arc<AtomicBool>, Failure> {
+    flag_on(&END_SIGNALS)
+}
+
+fn flag_on(signals: &[Signal]) -> Result<Arc<AtomicBool>, Failure> {
+    let interrupt =
+        Interrupt::on(signals).map_err(|e| Failure::new(format!("catch signals: {e}")))?;
+    Ok(interrupt.into_flag())
 }

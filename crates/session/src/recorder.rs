@@ -20,12 +20,14 @@ use super::Options;
 use crate::control::RecorderStatus;
 use crate::control::server::SharedStatus;
 use keyframe_failure::{Failure, chain};
+use keyframe_locks::IgnorePoison;
 use keyframe_scheduling::Recording;
 use keyframe_store::{CheckpointId, Error, Moment, PruneOptions, Retention, Sealed, Store};
+use keyframe_units::{duration_ns, elapsed_ns};
 use keyframe_vm_disks::forget;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Packs of a run with a recorder: what is in the one that is open cannot be given back.
@@ -60,7 +62,7 @@ impl Recorder {
         let (stop, stopped) = channel();
         let (end, ended) = channel();
         let held = Arc::<Mutex<BTreeSet<_>>>::default();
-        let within_ns = u64::try_from(within.as_nanos()).unwrap_or(u64::MAX);
+        let within_ns = duration_ns(within);
         let work = Work {
             store: store.clone(),
             vm: vm.into(),
@@ -87,7 +89,7 @@ impl Recorder {
     /// Keeps a checkpoint for this run: a rollback goes to it, and the next checkpoint stands on
     /// it.
     pub fn hold(&self, id: CheckpointId) {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner).insert(id);
+        self.held.lock().ignore_poison().insert(id);
     }
 }
 
@@ -156,8 +158,7 @@ impl Work {
     }
 
     fn look(&mut self) -> Result<(), Failure> {
-        let now_ns =
-            |work: &Self| u64::try_from(work.born.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        let now_ns = |work: &Self| elapsed_ns(work.born);
         let gone = self.old()?;
         if !gone.is_empty() {
             forget::forget(&self.store, &gone, &mut |clone, why| {
@@ -217,7 +218,7 @@ impl Work {
         let moments: Vec<Moment> = self.known.values().cloned().collect();
         let mut standing: BTreeSet<CheckpointId> =
             forget::standing(&self.store)?.into_keys().collect();
-        standing.extend(self.held.lock().unwrap_or_else(PoisonError::into_inner).iter());
+        standing.extend(self.held.lock().ignore_poison().iter());
         let verdicts = self.rules.judge(&moments, &standing);
         Ok(verdicts
             .into_iter()

@@ -6,6 +6,7 @@ use keyframe_failure::Failure;
 use keyframe_failure::output;
 use keyframe_inspect::report::Entry;
 use keyframe_scheduling::{Budget, Measured, Tuned, Tuner, Why};
+use keyframe_units::duration_ns;
 
 /// A change of the interval smaller than this, in percent, is not worth a message.
 const SAY_PERCENT: u64 = 25;
@@ -33,14 +34,14 @@ pub struct Tuning {
 impl Tuning {
     /// None where nothing was asked for.
     pub fn new(options: &Options) -> Result<Option<Self>, Failure> {
-        let pause_ns = options.max_pause.map(|p| u64::try_from(p.as_nanos()).unwrap_or(u64::MAX));
+        let pause_ns = options.max_pause.map(|p| duration_ns(p));
         let budget = Budget { pause_ns, overhead: options.max_overhead };
         if budget == Budget::default() {
             return Ok(None);
         }
         check(options)?;
         let Some(interval) = options.interval else { return Ok(None) };
-        let interval_ns = u64::try_from(interval.as_nanos()).unwrap_or(u64::MAX);
+        let interval_ns = duration_ns(interval);
         let first_write_ns =
             keyframe_kernel::cost::first_write_ns().map_err(|e| Failure::kernel(&e))?;
         let tuner = Tuner::new(budget, interval_ns, first_write_ns);

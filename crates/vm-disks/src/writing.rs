@@ -5,7 +5,9 @@ use super::base;
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_disk::{Error, ImageFormat, Result};
 use keyframe_failure::{Failure, chain};
+use keyframe_kernel::Interrupt;
 use keyframe_store::BaseMeta;
+use rustix::process::Signal;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -40,11 +42,9 @@ pub struct Progress {
 impl Progress {
     /// Of so many bytes of `object`; `verb` is what is being done.
     pub fn new(verb: &str, object: &Path, bytes: u64, quiet: bool) -> Result<Self, Failure> {
-        let interrupted = Arc::new(AtomicBool::new(false));
-        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-            signal_hook::flag::register(signal, Arc::clone(&interrupted))
-                .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
-        }
+        let interrupted = Interrupt::on(&[Signal::INT, Signal::TERM])
+            .map_err(|e| Failure::new(format!("catch signals: {e}")))?
+            .into_flag();
         let bar = if quiet { ProgressBar::hidden() } else { ProgressBar::new(bytes) };
         if let Ok(style) =
             ProgressStyle::with_template(&format!("{verb} {{wide_bar}} {{bytes}}/{{total_bytes}}"))

@@ -8,6 +8,7 @@
 //! asks for everything again. Invariant: nobody looks while nobody listens.
 
 use crate::source::{Source, StoreHead, VmState};
+use keyframe_locks::IgnorePoison;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -65,7 +66,7 @@ impl Live {
     /// Looks, and tells what is new.
     pub fn look(&self, source: &dyn Source) {
         let (vms, stores, recordings) = (source.vms(), source.stores(), source.recordings());
-        let mut told = self.told.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut told = self.told.lock().ignore_poison();
         for event in told.renew(vms, stores, recordings) {
             // Whoever listened may just have gone.
             let _ = self.events.send(event);

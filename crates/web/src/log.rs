@@ -2,6 +2,7 @@
 //!
 //! Of a request its path is told, never its query or headers: the token is not in a log.
 
+use keyframe_units::duration_ns;
 use serde::Serialize;
 use std::io::Write;
 use std::net::SocketAddr;
@@ -39,7 +40,7 @@ impl<'a> Line<'a> {
         peer: SocketAddr,
     ) -> Self {
         let level = if status >= 500 { "error" } else { "info" };
-        let duration_ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+        let duration_ns = duration_ns(took);
         let time = jiff::Timestamp::now();
         Self { time, level, message: "request", method, path, status, duration_ns, peer }
     }

@@ -199,7 +199,7 @@ impl Analyze {
         }
         let done = analysis.collect()?;
         let summary = analysis.merge(done.clone())?;
-        let wall_ns = output::elapsed_ns(began);
+        let wall_ns = keyframe_units::elapsed_ns(began);
         let sequential =
             self.check_sequential.then(|| self.in_sequence(&analysis, &summary, &interrupted));
         let sequential = sequential.transpose()?;
@@ -256,7 +256,7 @@ impl Analyze {
             bar.set_position(icount.saturating_sub(first))
         })?;
         bar.finish_and_clear();
-        let wall_ns = output::elapsed_ns(began);
+        let wall_ns = keyframe_units::elapsed_ns(began);
         let mut differing = Vec::new();
         for (parallel, sequential) in summary.files.iter().zip(&sequential.files) {
             if !are_equal(parallel, sequential)? {

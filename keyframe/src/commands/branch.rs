@@ -28,7 +28,6 @@ use serde::Serialize;
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -183,11 +182,7 @@ impl Branch {
             ))
             .fix("restore it: all members come to life together"));
         }
-        let interrupted = Arc::new(AtomicBool::new(false));
-        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-            signal_hook::flag::register(signal, Arc::clone(&interrupted))
-                .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
-        }
+        let interrupted = keyframe_session::interrupt::interruption()?;
         let places = self.places(&store, &loaded)?;
         let lineage = Lineage { store: store.id().into(), checkpoint: id };
         let (mut plans, mut notes) = (Vec::with_capacity(places.len()), BTreeSet::new());
@@ -324,7 +319,7 @@ impl Branch {
             output::json(&clones.iter().map(shown).collect::<Vec<_>>())?;
         }
         if !self.quiet {
-            let after_ns = output::elapsed_ns(began);
+            let after_ns = keyframe_units::elapsed_ns(began);
             let (count, after) = (clones.len(), output::duration(after_ns));
             eprintln!("keyframe: {count} clones of checkpoint {id} are {state} after {after}");
             for clone in clones {

@@ -112,11 +112,7 @@ impl Export {
                 ));
             }
         };
-        let interrupted = Arc::new(AtomicBool::new(false));
-        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-            signal_hook::flag::register(signal, Arc::clone(&interrupted))
-                .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
-        }
+        let interrupted = keyframe_session::interrupt::interruption()?;
         let len_bytes = image.as_ref().map_or(guest.ram.len_bytes(), Image::len_bytes);
         let bar = if self.quiet { ProgressBar::hidden() } else { ProgressBar::new(len_bytes) };
         if let Ok(style) =

@@ -133,7 +133,7 @@ impl Find {
             len: self.len,
             is_physical: self.physical,
             instructions,
-            wall_ns: output::elapsed_ns(began),
+            wall_ns: keyframe_units::elapsed_ns(began),
             writes,
         };
         self.tell(&report)

@@ -116,7 +116,7 @@ impl Goto {
             },
             checkpoint: way.begin.checkpoint.0,
             replayed_instructions: way.icount - way.begin.icount,
-            wall_ns: output::elapsed_ns(began),
+            wall_ns: keyframe_units::elapsed_ns(began),
             qemu_pid: restored.pid(),
             gdb: debugger.as_ref().map(Debugger::port),
             registers: registers.replace('\r', ""),

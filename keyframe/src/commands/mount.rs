@@ -8,8 +8,7 @@ use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// Threads that answer the kernel.
@@ -51,11 +50,7 @@ impl Mount {
         let store = self.store.open()?;
         let path = store.path().to_path_buf();
         let dir = check_directory(&self.dir)?;
-        let interrupted = Arc::new(AtomicBool::new(false));
-        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-            signal_hook::flag::register(signal, Arc::clone(&interrupted))
-                .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
-        }
+        let interrupted = keyframe_session::interrupt::interruption()?;
         let mut config = Config::default();
         config.mount_options = vec![
             MountOption::FSName("keyframe".into()),

@@ -108,7 +108,7 @@ impl Record {
         let follower = follower.transpose()?;
         let began = Instant::now();
         let ran = keyframe_session::run(store, Commands::One(command), options);
-        let duration_ns = output::elapsed_ns(began);
+        let duration_ns = keyframe_units::elapsed_ns(began);
         if let Err(e) = times.end() {
             eprintln!("keyframe: note: {e}: times of the recording are estimates from there on");
         }
@@ -192,7 +192,7 @@ impl Record {
             );
         } else if !self.quiet {
             let count = places_in(kept, recording)?.len();
-            let after = output::duration(output::elapsed_ns(ended));
+            let after = output::duration(keyframe_units::elapsed_ns(ended));
             eprintln!("keyframe: {count} checkpoints, the last {after} behind the recording's end");
         }
         Ok(has_followed)

@@ -198,11 +198,7 @@ impl Restore {
             bar.set_style(style);
         }
         let ram = StoredRam::new(head, bar)?;
-        let interrupted = Arc::new(AtomicBool::new(false));
-        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-            signal_hook::flag::register(signal, Arc::clone(&interrupted))
-                .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
-        }
+        let interrupted = keyframe_session::interrupt::interruption()?;
         refuse_recorded(&meta, id)?;
         self.mind_left_out(id, &meta)?;
         let disks = RestoredDisks::serve(&store, id, &meta)?;
@@ -229,7 +225,7 @@ impl Restore {
         let beside = Beside { disks: disks.server(""), lineage, spawned: Some(rights::trace_only) };
         let plan = self.plan(&meta.machine, &meta.ram, self.extra.clone(), self.paused, beside)?;
         let under_kvm = plan.named_accelerator() == Some(Accelerator::Kvm);
-        let before_ns = output::elapsed_ns(began);
+        let before_ns = keyframe_units::elapsed_ns(began);
         let started = if self.lazy {
             restore::start_lazy(plan, Arc::clone(ram) as _, device_state)
         } else {

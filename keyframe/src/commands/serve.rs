@@ -10,7 +10,6 @@ use keyframe_store::backend::served::{TOKEN, read_token};
 use serde::Serialize;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use zeroize::Zeroizing;
@@ -92,11 +91,7 @@ impl Serve {
 
     /// Serves until a signal comes.
     pub fn run(&self) -> Outcome {
-        let stop = Arc::new(AtomicBool::new(false));
-        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-            signal_hook::flag::register(signal, Arc::clone(&stop))
-                .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
-        }
+        let stop = keyframe_session::interrupt::interruption()?;
         let token = self.token()?;
         let needs_token = token.is_some();
         let dashboard = self.dashboard.bind(self.store.as_deref(), token.as_ref())?;

@@ -3,6 +3,7 @@
 
 use keyframe_failure::output;
 use keyframe_failure::{DONE, Failure, Outcome, chain};
+use keyframe_kernel::{END_SIGNALS, signal_socket};
 use keyframe_net::{Error, Switch as NetSwitch, serve, serve_until};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -35,8 +36,8 @@ pub struct Switch {
 impl Switch {
     /// Switches until a signal comes.
     pub fn run(&self) -> Outcome {
-        let stop =
-            signalled().map_err(|e| Failure::new(format!("install signal handlers: {e}")))?;
+        let stop = signal_socket(&END_SIGNALS)
+            .map_err(|e| Failure::new(format!("install signal handlers: {e}")))?;
         let mut switch = NetSwitch::new().map_err(|e| failure(&e))?;
         for path in &self.listen {
             switch.listen(path).map_err(|e| failure(&e))?;
@@ -64,17 +65,6 @@ impl SwitchProcess {
         serve(UnixStream::from(control)).map_err(|e| failure(&e))?;
         Ok(DONE)
     }
-}
-
-/// Can be read from when a signal to end has come.
-fn signalled() -> std::io::Result<UnixStream> {
-    let (ours, theirs) = UnixStream::pair()?;
-    for signal in
-        [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
-    {
-        signal_hook::low_level::pipe::register(signal, theirs.try_clone()?)?;
-    }
-    Ok(ours)
 }
 
 fn failure(error: &Error) -> Failure {

@@ -10,7 +10,6 @@ use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers
 use ratatui::widgets::TableState;
 use ratatui::{DefaultTerminal, init, restore};
 use std::io::IsTerminal;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -52,13 +51,7 @@ impl Top {
             let fix = "use --once for a table, or keyframe status --json for scripts";
             return Err(Failure { code: USAGE, ..failure.fix(fix) });
         }
-        let stop = Arc::new(AtomicBool::new(false));
-        for signal in
-            [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
-        {
-            signal_hook::flag::register(signal, Arc::clone(&stop))
-                .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
-        }
+        let stop = keyframe_session::interrupt::interruption_or_hangup()?;
         let mut terminal = init();
         let shown = self.show(&mut terminal, &mut history, &stop);
         restore();

@@ -235,7 +235,7 @@ fn check(source: &Source, interval: &Interval, limits: Limits<'_>, bar: &Progres
         error,
         tries: failed_tries.len() as u32 + 1,
         failed_tries,
-        wall_ns: output::elapsed_ns(began),
+        wall_ns: keyframe_units::elapsed_ns(began),
     }
 }
 

@@ -9,7 +9,6 @@ use keyframe_session::rights;
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 /// Decide, on a third host, which of two hosts runs a protected VM
 #[derive(clap::Args, Debug)]
@@ -38,11 +37,7 @@ impl Witness {
         let folder = folder(self.dir, "witness")?;
         let server = Arc::new(WitnessServer::open(&folder, party)?);
         rights::writes_beneath(&[folder]);
-        let stop = Arc::new(AtomicBool::new(false));
-        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-            signal_hook::flag::register(signal, Arc::clone(&stop))
-                .map_err(|e| Failure::new(format!("catch signal {signal}: {e}")))?;
-        }
+        let stop = keyframe_session::interrupt::interruption()?;
         let wanted = address(&self.listen)?;
         let listener = TcpListener::bind(wanted).map_err(|e| {
             Failure::new(format!("listen at {wanted}: {e}")).fix("name another port: --listen")

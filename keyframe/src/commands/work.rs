@@ -4,11 +4,12 @@
 use keyframe_cluster::{Item, Placement, Queue, Worker, slurm::Slurm};
 use keyframe_failure::paths;
 use keyframe_failure::{DONE, FAILED, Failure, Outcome};
+use keyframe_locks::IgnorePoison;
 use keyframe_replay_driver::{Head, Order, jobs, tool};
 use keyframe_store_keys::KeyArg;
 use std::path::PathBuf;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Makes parts of an analysis until none is left
@@ -55,7 +56,7 @@ impl Work {
             });
             if let Err(failure) = made {
                 // It cannot even say so where it should: nor will it with the next.
-                *broken.lock().unwrap_or_else(PoisonError::into_inner) = Some(failure);
+                *broken.lock().ignore_poison() = Some(failure);
                 interrupted.store(true, Ordering::Relaxed);
             }
         };
@@ -64,7 +65,7 @@ impl Work {
             Worker { id: id.clone(), slots, placement: Placement::Neighbours, lease: self.lease };
         let count = worker.run(&queue, &interrupted, job).map_err(failed)?;
         eprintln!("keyframe: {} settled {count} intervals", id.as_str());
-        match broken.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        match broken.into_inner().ignore_poison() {
             Some(failure) => Err(failure),
             None if interrupted.load(Ordering::Relaxed) => Ok(FAILED),
             None => Ok(DONE),

@@ -13,13 +13,13 @@
 //! on.
 
 use super::CopyStrategy;
-use crate::checkpoint::nanoseconds;
 use crate::context::CaptureContext;
 use crate::error::CaptureError;
 use crate::ports::{FirstWriteHook, FirstWriteMonitor, PageReader};
 use crate::staged_pages::{SlotRange, StagedPages, StagingError};
-use keyframe_units::{PageIndex, PageRange, PageSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use keyframe_locks::IgnorePoison;
+use keyframe_units::{PageIndex, PageRange, PageSet, elapsed_ns};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
 /// Pages that the background copies under one lock: a write to a waiting page may wait that long.
@@ -115,7 +115,7 @@ impl CopyOnWriteStrategy {
 }
 
 fn lock(state: &Mutex<CopyState>) -> MutexGuard<'_, CopyState> {
-    state.lock().unwrap_or_else(PoisonError::into_inner)
+    state.lock().ignore_poison()
 }
 
 impl CopyStrategy for CopyOnWriteStrategy {
@@ -151,7 +151,7 @@ impl CopyStrategy for CopyOnWriteStrategy {
             }
         }
         *state = CopyState::Copying(copying);
-        context.timeline.copy_ns = nanoseconds(started.elapsed());
+        context.timeline.copy_ns = elapsed_ns(started);
         Ok(())
     }
 

@@ -6,11 +6,10 @@
 //! child lives, each first write of the guest to any page costs the kernel a copy.
 
 use super::CopyStrategy;
-use crate::checkpoint::nanoseconds;
 use crate::context::CaptureContext;
 use crate::error::{CaptureError, machine_error};
 use crate::ports::{PageReader, RamFreezer};
-use keyframe_units::PageSet;
+use keyframe_units::{PageSet, elapsed_ns};
 use std::time::Instant;
 
 /// Copies the pages from a forked child.
@@ -45,7 +44,7 @@ impl CopyStrategy for ForkStrategy {
         let pages = context.last_scan()?;
         let started = Instant::now();
         let reader = self.freezer.freeze().map_err(machine_error("fork QEMU as a snapshot"))?;
-        context.timeline.copy_ns = nanoseconds(started.elapsed());
+        context.timeline.copy_ns = elapsed_ns(started);
         self.frozen = Some(FrozenPages { pages, reader });
         Ok(())
     }

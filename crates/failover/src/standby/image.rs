@@ -9,6 +9,7 @@
 
 use super::super::frames::MachineFrame;
 use keyframe_failure::Failure;
+use keyframe_locks::IgnorePoison;
 use keyframe_qemu::restore::{PreparedRam, RamSource};
 use keyframe_session::rundir::name_from;
 use keyframe_transfer::{Epoch, Image};
@@ -19,7 +20,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::{PoisonError, RwLock};
+use std::sync::RwLock;
 
 /// A disk's copy.
 struct DiskFile {
@@ -156,7 +157,7 @@ impl StandbyImage {
         if page.0 >= self.ram_pages {
             return Err(io::Error::other(format!("page {} is none of the VM's", page.0)));
         }
-        self.small.write().unwrap_or_else(PoisonError::into_inner).insert(page, Box::new(*content));
+        self.small.write().ignore_poison().insert(page, Box::new(*content));
         Ok(())
     }
 }
@@ -170,8 +171,7 @@ impl Image for StandbyImage {
         if let Some((disk, offset, len)) = self.disk(page) {
             return disk.file.read_exact_at(into.get_mut(..len).unwrap_or_default(), offset);
         }
-        if let Some(content) = self.small.read().unwrap_or_else(PoisonError::into_inner).get(&page)
-        {
+        if let Some(content) = self.small.read().ignore_poison().get(&page) {
             *into = **content;
         }
         Ok(())

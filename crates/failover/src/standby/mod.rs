@@ -27,12 +27,14 @@ use super::witnessing::WitnessAnswer;
 use admitting::{admit, bound};
 use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_link::{Channel, Input};
+use keyframe_locks::IgnorePoison;
 use keyframe_qemu::QemuIdentity;
 use keyframe_replication::{
     Epoch, Message, Note, StandbyAction, StandbyEvent, StandbyState, Start, Term,
 };
 use keyframe_session::control::server::{Pending, SharedStatus};
 use keyframe_session::control::{ReplicationStatus, Request, Response};
+use keyframe_session::interrupt;
 use keyframe_session::rundir::RunDir;
 use ready::{Ready, meta_of};
 use std::collections::VecDeque;
@@ -41,7 +43,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use streams::StreamEvent;
 
@@ -79,7 +81,7 @@ enum StandbyEngineEvent {
 /// Listens, and is a standby until the VM has run here to its end, or a signal comes. When the VM
 /// has gone elsewhere again, it is a standby again.
 pub fn run(wish: &Wish) -> Outcome {
-    let interrupted = interruption()?;
+    let interrupted = interrupt::interruption_or_hangup()?;
     let _owned = image::own(&wish.folder)?;
     loop {
         if let Finish::Code(code) = once(wish.clone(), &interrupted)? {
@@ -147,7 +149,7 @@ struct Refusals(Mutex<Option<String>>);
 
 impl Refusals {
     fn say(&self, setup: &Setup, text: String) {
-        let mut said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut said = self.0.lock().ignore_poison();
         if said.as_ref() != Some(&text) {
             setup.say(&text);
             *said = Some(text);
@@ -155,7 +157,7 @@ impl Refusals {
     }
 
     fn forget(&self) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *self.0.lock().ignore_poison() = None;
     }
 }
 
@@ -559,7 +561,7 @@ impl Keeper {
     }
 
     fn update(&self, change: impl FnOnce(&mut ReplicationStatus)) {
-        let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut status = self.status.lock().ignore_poison();
         change(status.replication.get_or_insert_default());
     }
 

@@ -12,10 +12,11 @@ use super::super::frames::{Kind, unmarked};
 use super::image::StandbyImage;
 use keyframe_failure::chain;
 use keyframe_link::{Channel, Input};
+use keyframe_locks::IgnorePoison;
 use keyframe_transfer::{Decoder, Epoch};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 const READ_WAIT: Duration = Duration::from_millis(200);
@@ -70,7 +71,7 @@ impl Streams {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().ignore_poison()
     }
 
     pub fn len(&self) -> usize {
@@ -185,7 +186,7 @@ impl Streams {
                 && !state.past.contains(&session)
         };
         let waited = self.applied.wait_timeout_while(self.lock(), SESSION_WAIT, unknown);
-        let (state, late) = waited.unwrap_or_else(PoisonError::into_inner);
+        let (state, late) = waited.ignore_poison();
         if late.timed_out() {
             return Err(format!("data of session {session:016x}, which never began"));
         }
@@ -194,7 +195,7 @@ impl Streams {
             counts && state.done.get(stream).is_some_and(Option::is_some)
         };
         let waited = self.applied.wait_timeout_while(state, APPLY_WAIT, waits);
-        let (mut state, late) = waited.unwrap_or_else(PoisonError::into_inner);
+        let (mut state, late) = waited.ignore_poison();
         if late.timed_out() {
             return Err("the epoch before it was never applied".into());
         }

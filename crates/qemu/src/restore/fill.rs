@@ -13,6 +13,7 @@
 use super::RamSource;
 use crate::{Error, Result};
 use keyframe_kernel::fresh::FreshMemory;
+use keyframe_units::elapsed_ns;
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, RamBlock};
 use rustix::fs::MemfdFlags;
 use std::fs::File;
@@ -74,7 +75,7 @@ struct Target<'a> {
 pub fn fill(memories: &[Memory], source: &dyn RamSource, cancelled: &AtomicBool) -> Result<u64> {
     let started = Instant::now();
     let placing = fill_all(memories.iter().map(Target::new).collect(), source, cancelled)?;
-    let filled_ns = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    let filled_ns = elapsed_ns(started);
     // Taking hundreds of thousands of pages out of our page tables is nothing that the VM should
     // wait for.
     let _ = std::thread::Builder::new().name("unmap-ram".into()).spawn(move || drop(placing));

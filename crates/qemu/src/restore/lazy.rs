@@ -23,13 +23,15 @@ use super::fill::{Memory, Run, check_within, pieces};
 use crate::{Error, Result};
 use keyframe_kernel::missing::MissingPages;
 use keyframe_kernel::{Process, priority};
+use keyframe_locks::IgnorePoison;
+use keyframe_units::elapsed_ns;
 use keyframe_units::{HostRange, HostVirt, PAGE_BYTES, Page, PageIndex, PageRange, PageSet};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{FallocateFlags, fallocate, fstat};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -209,7 +211,7 @@ impl Lazy {
 
     /// The pages that the VM waited for, in the order in which it touched them.
     pub fn touched(&self) -> Vec<PageIndex> {
-        self.shared.touched.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.shared.touched.lock().ignore_poison().clone()
     }
 
     fn end(&mut self) {
@@ -282,7 +284,7 @@ fn window(within: PageRange, page: PageIndex) -> PageRange {
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().ignore_poison()
     }
 
     fn process_lives(&self) -> bool {
@@ -354,7 +356,7 @@ impl Shared {
         }
         self.set_there(page);
         self.state().residency.served_pages += 1;
-        let mut touched = self.touched.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut touched = self.touched.lock().ignore_poison();
         if touched.len() < TOUCHED_MAX {
             touched.push(page);
         }
@@ -404,7 +406,7 @@ impl Shared {
         let wanted = self.with_neighbours(&wanted);
         let listed = wanted.chunks(PIECE_PAGES as usize).map(|pages| Job::Listed(pages.to_vec()));
         let ranges = self.places.iter().flat_map(|p| pieces(p.pages, PIECE_PAGES)).map(Job::Range);
-        *self.jobs.lock().unwrap_or_else(PoisonError::into_inner) = listed.chain(ranges).collect();
+        *self.jobs.lock().ignore_poison() = listed.chain(ranges).collect();
     }
 
     /// The pages, then those around each, once each: only the first of a window was waited for the
@@ -419,7 +421,7 @@ impl Shared {
 
     fn job(&self) -> Option<Job> {
         let number = self.next.fetch_add(1, Ordering::SeqCst);
-        self.jobs.lock().unwrap_or_else(PoisonError::into_inner).get(number).cloned()
+        self.jobs.lock().ignore_poison().get(number).cloned()
     }
 
     /// Fetches until all is there; the last thread that is done says so.
@@ -442,8 +444,7 @@ impl Shared {
         }
         match self.missing.complete() {
             Ok(()) => {
-                let resident_ns =
-                    u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+                let resident_ns = elapsed_ns(self.started);
                 state.residency.resident_ns = Some(resident_ns);
             }
             Err(error) => {

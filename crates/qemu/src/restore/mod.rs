@@ -42,6 +42,7 @@ use crate::turns::{self, Turns};
 use crate::vm::{Origin, Vm, inherited_path, memfd, monitor_config, socket_config};
 use crate::{Error, Qmp, Result, RunStatus, record::Mode, wakeups};
 use fill::Memory;
+use keyframe_units::elapsed_ns;
 use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange, ZERO_PAGE};
 use lazy::{Lazy, SharedSource};
 use machine::check_machine;
@@ -434,7 +435,7 @@ impl Starting {
         if !plan.paused && plan.replays.is_none() {
             qmp.cont()?;
         }
-        let ready_ns = u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        let ready_ns = elapsed_ns(self.started);
         if let Some(lazy) = &mut lazy {
             lazy.prefetch()?;
         }

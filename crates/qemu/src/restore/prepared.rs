@@ -15,6 +15,7 @@ use crate::spawn;
 use crate::statefile::StateFile;
 use crate::vm::{Origin, Vm};
 use crate::{Error, Qmp, Result, stream};
+use keyframe_units::elapsed_ns;
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange};
 use std::fs::File;
 use std::io;
@@ -139,7 +140,7 @@ impl Prepared {
         };
         match self.load(&mut qmp, &mut child, small, device_state) {
             Ok(()) => {
-                let ready_ns = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+                let ready_ns = elapsed_ns(started);
                 let lines = (
                     self.plan.source.machine.user_command.clone(),
                     std::mem::take(&mut self.full_command),

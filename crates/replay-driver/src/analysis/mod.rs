@@ -22,6 +22,8 @@ pub use files::{Done, Head, dispatch_ns, made_before, progress};
 use files::{
     DONE, FAILED, QEMU_LOG, SAID_LINES, TIMES, Took, claim, done_in, fresh, place_in, said, write,
 };
+use keyframe_locks::IgnorePoison;
+use keyframe_units::duration_ns;
 
 use super::{Subject, With, jobs, ram};
 use indicatif::ProgressBar;
@@ -37,7 +39,7 @@ use std::fmt::Write as _;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// How often it is looked whether intervals have come about.
@@ -81,7 +83,7 @@ impl<'a> Analysis<'a> {
     ) -> Result<Self, Failure> {
         let out = paths::absolute(out)?;
         let mut this = Self { range, ..Self::join(subject, tool, head, &out)? };
-        let course = this.course.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let course = this.course.get_mut().ignore_poison();
         course.head.intervals = within(&course.all, &this.range);
         if course.is_all && course.head.intervals.is_empty() {
             let Range { start, end } = this.range;
@@ -134,7 +136,7 @@ impl<'a> Analysis<'a> {
     }
 
     fn course(&self) -> RwLockReadGuard<'_, Course> {
-        self.course.read().unwrap_or_else(PoisonError::into_inner)
+        self.course.read().ignore_poison()
     }
 
     /// Its intervals, as far as they have come about.
@@ -145,7 +147,7 @@ impl<'a> Analysis<'a> {
     /// Looks what has come about.
     fn look(&self) -> Result<(), Failure> {
         let (all, is_all) = self.subject.intervals(self.tool.can_cut())?;
-        let mut course = self.course.write().unwrap_or_else(PoisonError::into_inner);
+        let mut course = self.course.write().ignore_poison();
         let head = Head { intervals: within(&all, &self.range), ..course.head.clone() };
         if !head.goes_on_with(&course.head) {
             return Err(Failure::new(
@@ -221,7 +223,7 @@ impl<'a> Analysis<'a> {
             return Ok(interval);
         }
         let (all, _) = self.subject.intervals(self.tool.can_cut())?;
-        self.course.write().unwrap_or_else(PoisonError::into_inner).all = all;
+        self.course.write().ignore_poison().all = all;
         find().ok_or_else(|| Failure::new(format!("the recording has no interval {index}")))
     }
 
@@ -350,9 +352,9 @@ impl<'a> Analysis<'a> {
             write(&dir.join("log"), log.as_bytes())?;
             match ran {
                 Ok(parts) => {
-                    let wall_ns = keyframe_failure::output::elapsed_ns(began);
+                    let wall_ns = keyframe_units::elapsed_ns(began);
                     let since = began_at.duration_since(UNIX_EPOCH).unwrap_or_default();
-                    let began_at_ns = u64::try_from(since.as_nanos()).unwrap_or(u64::MAX);
+                    let began_at_ns = duration_ns(since);
                     let (index, worker) = (interval.index, maker.to_owned());
                     let done =
                         Done { index, tries, wall_ns, began_at_ns, worker, is_old: false, parts };

@@ -1,6 +1,7 @@
 //! The policy that a user names: `adaptive`, `paper` or `fixed:100ms`.
 
 use super::{Fixed, Latency, LatencyParameters, Paper, Policy};
+use keyframe_units::duration_ns;
 use std::{fmt, str::FromStr, time::Duration};
 
 /// Shorter intervals than this would have the VM stand most of its time.
@@ -87,7 +88,7 @@ impl FromStr for ReplicationPolicy {
         let wrong = |why: String| UnknownPolicy::Interval { text: interval.to_owned(), why };
         let parsed =
             humantime::parse_duration(interval).map_err(|error| wrong(error.to_string()))?;
-        let interval_ns = u64::try_from(parsed.as_nanos()).unwrap_or(u64::MAX);
+        let interval_ns = duration_ns(parsed);
         if !(INTERVAL_NS_MIN..=INTERVAL_NS_MAX).contains(&interval_ns) {
             return Err(wrong("it must be between 1ms and 1h".to_owned()));
         }

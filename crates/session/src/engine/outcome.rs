@@ -2,8 +2,9 @@
 
 use super::{
     Arc, CaptureError, Copying, EncodeReport, Engine, Entry, Failure, Instant, Response,
-    SAY_LATE_EVERY, Sealed, SettledReport, StoreSink, chain, encode, ns, output,
+    SAY_LATE_EVERY, Sealed, SettledReport, StoreSink, chain, encode, output,
 };
+use keyframe_units::duration_ns;
 
 impl Engine<'_> {
     /// Takes in what the encoder reports.
@@ -44,7 +45,7 @@ impl Engine<'_> {
         }
         self.sealed_at = Some(Instant::now());
         self.tune(&entry);
-        let behind = self.options.interval.is_some_and(|i| backlog_ns > ns(i) / 10);
+        let behind = self.options.interval.is_some_and(|i| backlog_ns > duration_ns(i) / 10);
         if behind && self.said_late.is_none_or(|at| at.elapsed() > SAY_LATE_EVERY) {
             self.said_late = Some(Instant::now());
             self.say(&format!(

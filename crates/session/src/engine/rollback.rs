@@ -24,13 +24,13 @@
 //! Left out: groups, libvirt.
 
 use super::super::machine::QemuMachine;
-use super::{Duration, Engine, Inbox, Instant, LOOK_EVERY, Response, chain, channel, ns};
+use super::{Duration, Engine, Inbox, Instant, LOOK_EVERY, Response, chain, channel};
 use crate::control::RolledBack;
 use keyframe_failure::Failure;
 use keyframe_inspect::images::{Guest, StoredPages};
 use keyframe_qemu::rollback::Target;
 use keyframe_store::{CheckpointId, Loaded};
-use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, RamLayout};
+use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, RamLayout, elapsed_ns};
 use keyframe_vm_disks::restored::are_same;
 use std::sync::mpsc::TryRecvError;
 
@@ -94,7 +94,7 @@ impl Engine<'_> {
                 .fix(format!("end it (keyframe stop) and restore: keyframe restore {name}")));
         }
         self.machine()?.go().map_err(|e| Failure::new(chain(&*e)))?;
-        let stood_ns = ns(began.elapsed());
+        let stood_ns = elapsed_ns(began);
         self.look();
         let (before, now, pages) = gone.map_err(|stuck| match stuck {
             Stuck::Unharmed(why) | Stuck::Lost(why) => {

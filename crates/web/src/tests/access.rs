@@ -3,7 +3,7 @@
 use super::{Served, TOKEN};
 use crate::synthetic::{STORE, Synthetic};
 use crate::{Action, Error, Options, Server};
-use std::sync::PoisonError;
+use keyframe_locks::IgnorePoison;
 
 const HERE: &str = "host: localhost:7421";
 const BEARER: &str = "authorization: Bearer a token";
@@ -110,9 +110,7 @@ fn what_changes_something_needs_the_token_even_here() {
             "{one}"
         );
     }
-    let acted = |served: &Served| {
-        served.source.acted.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    };
+    let acted = |served: &Served| served.source.acted.lock().ignore_poison().clone();
     assert_eq!(acted(&without), []);
     let expected = [
         Action::Pin(7),

@@ -121,7 +121,7 @@ pub fn restore(command: &Restore, group: &Kept<'_>, interrupted: &AtomicBool) ->
     }
     command.say(|| {
         let state = if command.paused { "paused" } else { "running" };
-        let after = output::duration(output::elapsed_ns(group.began));
+        let after = output::duration(keyframe_units::elapsed_ns(group.began));
         let named =
             members.iter().zip(&restored).map(|(k, m)| format!("QEMU {} {}", k.meta.name, m.pid()));
         let named = named.collect::<Vec<_>>().join(", ");
