@@ -21,7 +21,7 @@ use super::having;
 use super::launch::{self, DISKS_SOCKET, Found, Home};
 use super::links::{self, Addresses};
 use super::primary::{self, Finish, PrimaryEngineEvent};
-use super::settings::{Setup, interruption};
+use super::settings::Setup;
 use super::verify;
 use super::witnessing::WitnessAnswer;
 use admitting::{admit, bound};
