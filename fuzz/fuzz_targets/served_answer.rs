@@ -3,4 +3,4 @@
 
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|data: &[u8]| keyframe_store::fuzzing::served_answer(data));
+fuzz_target!(|data: &[u8]| keyframe_store_backend::fuzzing::served_answer(data));

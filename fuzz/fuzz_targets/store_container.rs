@@ -3,4 +3,4 @@
 
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|data: &[u8]| keyframe_store::fuzzing::container(data));
+fuzz_target!(|data: &[u8]| keyframe_store_backend::fuzzing::encrypted_file(data));

@@ -30,7 +30,7 @@ fn main() {
     for (name, len) in [("empty", 0), ("short", 40), ("long", 3000), ("blocks", 140_000)] {
         let plain: Vec<u8> = (0..len).map(|at| (at % 251) as u8).collect();
         for (way, bytes) in
-            ["put", "appended"].iter().zip(keyframe_store::fuzzing::containers(&plain))
+            ["put", "appended"].iter().zip(keyframe_store_backend::fuzzing::encrypted_seeds(&plain))
         {
             corpora.add("store_container", &format!("{name}-{way}"), &bytes);
         }

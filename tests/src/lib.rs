@@ -31,7 +31,7 @@ mod turn;
 pub mod libvirt;
 
 /// An S3 server of a test's own, as the store's tests start it.
-#[path = "../../crates/store/tests/support/s3.rs"]
+#[path = "../../crates/store-backend/src/testing/s3_server.rs"]
 pub mod s3;
 
 pub use browser::Browser;

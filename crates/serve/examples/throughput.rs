@@ -5,7 +5,7 @@
 
 use keyframe_serve::{Identity, Options, Server};
 use keyframe_store::Store;
-use keyframe_store::backend::{Backend, Readable, Served};
+use keyframe_store_backend::{Backend, ReadFile, ServedBackend};
 use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
@@ -72,8 +72,8 @@ fn measure(url: &str, clients: u64, time: Duration) -> u64 {
     read.into_inner()
 }
 
-fn open(url: &str) -> Arc<dyn Readable> {
-    Served::open_in(Path::new(url), &|_| None)
+fn open(url: &str) -> Arc<dyn ReadFile> {
+    ServedBackend::open_in(Path::new(url), &|_| None)
         .and_then(|served| served.open(PACK))
         .expect("the pack")
 }

@@ -5,10 +5,11 @@
 //!                └─ no token: one answer that says so, after a second
 //! ```
 
-use crate::files::{Files, No, Reply};
+use crate::files::{Files, Refusal, Reply};
 use crate::server::Counts;
-use keyframe_store::backend::served::wire::{
-    Code, Encoding, HELLO_BYTES_MAX, Head, Kind, REQUEST_BYTES_MAX, Request,
+use keyframe_store_backend::served::wire::{
+    AnswerEncoding, AnswerHead, AnswerKind, HELLO_BYTES_MAX, REQUEST_BYTES_MAX, RefusalCode,
+    Request,
 };
 use rustls::{ServerConfig, ServerConnection, StreamOwned};
 use std::io::{self, Read, Write};
@@ -96,10 +97,15 @@ impl Common {
                 std::thread::sleep(WRONG_TOKEN_PAUSE);
                 return self.send(
                     &mut stream,
-                    Err(No(Code::Token, "the token is not the one of this server".into())),
+                    Err(Refusal(
+                        RefusalCode::Token,
+                        "the token is not the one of this server".into(),
+                    )),
                 );
             }
-            Some(Err(problem)) => return self.send(&mut stream, Err(No(Code::Strange, problem))),
+            Some(Err(problem)) => {
+                return self.send(&mut stream, Err(Refusal(RefusalCode::Strange, problem)));
+            }
             Some(Ok(_)) | None => return Ok(()),
         };
         self.send(&mut stream, reply)?;
@@ -108,7 +114,9 @@ impl Common {
             match request {
                 Ok(request) => self.send(&mut stream, self.files.answer(&request))?,
                 // Where the next request would begin is not known.
-                Err(problem) => return self.send(&mut stream, Err(No(Code::Strange, problem))),
+                Err(problem) => {
+                    return self.send(&mut stream, Err(Refusal(RefusalCode::Strange, problem)));
+                }
             }
         }
         Ok(())
@@ -119,12 +127,14 @@ impl Common {
         self.token.is_none_or(|expected| blake3::hash(token) == expected)
     }
 
-    fn send(&self, stream: &mut Stream, reply: Result<Reply, No>) -> io::Result<()> {
+    fn send(&self, stream: &mut Stream, reply: Result<Reply, Refusal>) -> io::Result<()> {
         let (kind, code, bytes, is_packed) = match reply {
-            Ok(Reply::Data { bytes, is_packed }) => (Kind::Data, Code::None, bytes, is_packed),
-            Ok(Reply::Same) => (Kind::Same, Code::None, Vec::new(), true),
-            Err(No(code, said)) => (
-                Kind::Refused,
+            Ok(Reply::Data { bytes, is_packed }) => {
+                (AnswerKind::Data, RefusalCode::None, bytes, is_packed)
+            }
+            Ok(Reply::Same) => (AnswerKind::Same, RefusalCode::None, Vec::new(), true),
+            Err(Refusal(code, said)) => (
+                AnswerKind::Refused,
                 code,
                 said.chars().take(1000).collect::<String>().into_bytes(),
                 true,
@@ -137,11 +147,11 @@ impl Common {
             zstd::bulk::compress(&bytes, LEVEL).ok()
         };
         let (encoding, bytes) = match packed.filter(|packed| packed.len() < bytes.len()) {
-            Some(packed) => (Encoding::Zstd, packed),
-            None => (Encoding::Plain, bytes),
+            Some(packed) => (AnswerEncoding::Zstd, packed),
+            None => (AnswerEncoding::Plain, bytes),
         };
         let head =
-            Head { kind, encoding, code, wire_bytes: bytes.len() as u64, len_bytes }.encode();
+            AnswerHead { kind, encoding, code, wire_bytes: bytes.len() as u64, len_bytes }.encode();
         stream.write_all(&head)?;
         stream.write_all(&bytes)?;
         stream.flush()?;

@@ -5,12 +5,13 @@
 //! than [`MEMORY_BYTES_MAX`], but for one that is larger alone.
 
 use keyframe_locks::IgnorePoison;
-use keyframe_store::Error;
-use keyframe_store::backend::served::wire::{
-    self, Code, HEAD_BYTES, Hash, LIST_BYTES_MAX, Look, Request,
+use keyframe_store_backend::Error;
+use keyframe_store_backend::layout::{READ_FOLDERS, is_file};
+use keyframe_store_backend::served::StoreState;
+use keyframe_store_backend::served::wire::{
+    self, FileStat, HEAD_BYTES, Hash, LIST_BYTES_MAX, RefusalCode, Request,
 };
-use keyframe_store::backend::served::{FOLDERS, State, is_file};
-use keyframe_store::backend::{Backend, Readable, Stamp};
+use keyframe_store_backend::{Backend, FileStamp, ReadFile};
 use std::collections::HashMap;
 use std::io::ErrorKind;
 use std::sync::{Arc, Condvar, Mutex};
@@ -36,19 +37,23 @@ pub enum Reply {
 
 /// Why nothing is.
 #[derive(Debug)]
-pub struct No(pub Code, pub String);
+pub struct Refusal(pub RefusalCode, pub String);
 
-impl From<Error> for No {
+impl From<Error> for Refusal {
     fn from(error: Error) -> Self {
         // Where the store lies on this machine is none of the client's business.
         match (&error, error.io_kind()) {
-            (_, Some(ErrorKind::NotFound)) => Self(Code::NotFound, "there is no such file".into()),
-            (_, Some(ErrorKind::UnexpectedEof)) => Self(Code::Ends, "the file ends before".into()),
-            (Error::Damaged { problem, .. }, _) => Self(Code::TooLong, problem.clone()),
-            (Error::Io { operation, source, .. }, _) => {
-                Self(Code::Failed, format!("the server could not {operation} it: {source}"))
+            (_, Some(ErrorKind::NotFound)) => {
+                Self(RefusalCode::NotFound, "there is no such file".into())
             }
-            _ => Self(Code::Failed, "the server could not read it".into()),
+            (_, Some(ErrorKind::UnexpectedEof)) => {
+                Self(RefusalCode::Ends, "the file ends before".into())
+            }
+            (Error::Damaged { problem, .. }, _) => Self(RefusalCode::TooLong, problem.clone()),
+            (Error::Io { operation, source, .. }, _) => {
+                Self(RefusalCode::Failed, format!("the server could not {operation} it: {source}"))
+            }
+            _ => Self(RefusalCode::Failed, "the server could not read it".into()),
         }
     }
 }
@@ -65,7 +70,7 @@ pub struct Files {
 #[derive(Debug)]
 struct Open {
     identity: u64,
-    file: Arc<dyn Readable>,
+    file: Arc<dyn ReadFile>,
     used: Instant,
 }
 
@@ -76,15 +81,17 @@ impl Files {
     }
 
     /// What a client that has shown who it is is answered.
-    pub fn answer(&self, request: &Request) -> Result<Reply, No> {
+    pub fn answer(&self, request: &Request) -> Result<Reply, Refusal> {
         let plain = |bytes| Ok(Reply::Data { bytes, is_packed: false });
         match request {
-            Request::Hello { .. } => plain(wire::welcome(self.store)),
+            Request::Hello { .. } => plain(wire::encode_welcome(self.store)),
             Request::List { folder } => plain(self.list(folder)?),
-            Request::Look { names } => {
-                let looks =
-                    names.iter().map(|name| self.look(name)).collect::<Result<Vec<_>, No>>()?;
-                plain(wire::encode_looks(&looks))
+            Request::Stat { names } => {
+                let stats = names
+                    .iter()
+                    .map(|name| self.stat(name))
+                    .collect::<Result<Vec<_>, Refusal>>()?;
+                plain(wire::encode_stats(&stats))
             }
             Request::File { name, len_bytes_max, known } => {
                 self.whole(name, *len_bytes_max, known.as_ref())
@@ -96,33 +103,41 @@ impl Files {
                 Ok(unless_known(bytes, known.as_ref(), true))
             }
             Request::State => {
-                let (holder, is_pruned) = (self.backend.holder()?, self.backend.is_pruned()?);
-                let state = State { holder, is_pruned, boot: self.backend.boot()? };
+                let (holder, is_pruned) = (self.backend.lock_holder()?, self.backend.is_pruning()?);
+                let state = StoreState { holder, is_pruned, boot: self.backend.boot_id()? };
                 plain(serde_json::to_vec(&state).unwrap_or_default())
             }
         }
     }
 
-    fn list(&self, folder: &str) -> Result<Vec<u8>, No> {
-        if !FOLDERS.contains(&folder) {
+    fn list(&self, folder: &str) -> Result<Vec<u8>, Refusal> {
+        if !READ_FOLDERS.contains(&folder) {
             return Err(strange());
         }
         let names = self.backend.list(folder)?;
         let files = names.iter().filter(|name| is_file(&format!("{folder}/{name}")));
         let bytes = wire::encode_names(files.map(String::as_str));
         if bytes.len() as u64 > LIST_BYTES_MAX {
-            return Err(No(Code::Failed, "there are more files than a listing can have".into()));
+            return Err(Refusal(
+                RefusalCode::Failed,
+                "there are more files than a listing can have".into(),
+            ));
         }
         Ok(bytes)
     }
 
-    fn whole(&self, name: &str, len_bytes_max: u64, known: Option<&Hash>) -> Result<Reply, No> {
+    fn whole(
+        &self,
+        name: &str,
+        len_bytes_max: u64,
+        known: Option<&Hash>,
+    ) -> Result<Reply, Refusal> {
         require_file(name)?;
         let file = self.backend.open(name)?;
         let len = file.len_bytes()?;
         if len > len_bytes_max {
-            return Err(No(
-                Code::TooLong,
+            return Err(Refusal(
+                RefusalCode::TooLong,
                 format!("{len} bytes long; at most {len_bytes_max} make sense"),
             ));
         }
@@ -133,7 +148,7 @@ impl Files {
     }
 
     /// What a file is now, whatever was known of its name.
-    fn look(&self, name: &str) -> Result<Option<Look>, No> {
+    fn stat(&self, name: &str) -> Result<Option<FileStat>, Refusal> {
         require_file(name)?;
         let file = match self.backend.open(name) {
             Err(error) if error.io_kind() == Some(ErrorKind::NotFound) => return Ok(None),
@@ -144,13 +159,13 @@ impl Files {
         let mut head = vec![0; len_bytes.min(HEAD_BYTES as u64) as usize];
         file.read_at(0, &mut head)?;
         // What it held when it had that length: a stamp of before would be of less.
-        let Stamp { identity, modified } =
-            file.stamp()?.filter(|now| *now == stamp).unwrap_or(Stamp { modified: 0, ..stamp });
+        let FileStamp { identity, modified } =
+            file.stamp()?.filter(|now| *now == stamp).unwrap_or(FileStamp { modified: 0, ..stamp });
         self.keep(name, identity, file);
-        Ok(Some(Look { identity, modified, len_bytes, head }))
+        Ok(Some(FileStat { identity, modified, len_bytes, head }))
     }
 
-    fn keep(&self, name: &str, identity: u64, file: Arc<dyn Readable>) {
+    fn keep(&self, name: &str, identity: u64, file: Arc<dyn ReadFile>) {
         let now = Instant::now();
         let mut open = self.open.lock().ignore_poison();
         if open.len() >= OPEN_MAX && !open.contains_key(name) {
@@ -164,7 +179,7 @@ impl Files {
     }
 
     /// The file of that name; the one that is meant, where the client says which.
-    fn file(&self, name: &str, identity: u64) -> Result<Arc<dyn Readable>, No> {
+    fn file(&self, name: &str, identity: u64) -> Result<Arc<dyn ReadFile>, Refusal> {
         require_file(name)?;
         let mut open = self.open.lock().ignore_poison();
         if let Some(known) = open.get_mut(name).filter(|known| known.identity == identity) {
@@ -175,7 +190,7 @@ impl Files {
         let file = self.backend.open(name)?;
         let found = file.stamp()?.unwrap_or_default().identity;
         if identity != 0 && found != identity {
-            return Err(No(Code::NotFound, "the file has been replaced".into()));
+            return Err(Refusal(RefusalCode::NotFound, "the file has been replaced".into()));
         }
         self.keep(name, found, file.clone());
         Ok(file)
@@ -190,11 +205,11 @@ impl Files {
     }
 }
 
-fn strange() -> No {
-    No(Code::Strange, "no name that a store's file has".into())
+fn strange() -> Refusal {
+    Refusal(RefusalCode::Strange, "no name that a store's file has".into())
 }
 
-fn require_file(name: &str) -> Result<(), No> {
+fn require_file(name: &str) -> Result<(), Refusal> {
     if is_file(name) { Ok(()) } else { Err(strange()) }
 }
 
@@ -218,13 +233,13 @@ struct Share<'a> {
 }
 
 impl Memory {
-    fn take(&self, bytes: u64) -> Result<Share<'_>, No> {
+    fn take(&self, bytes: u64) -> Result<Share<'_>, Refusal> {
         let taken = self.taken.lock().ignore_poison();
         let is_full = |taken: &mut u64| *taken > 0 && *taken + bytes > MEMORY_BYTES_MAX;
         let waited = self.freed.wait_timeout_while(taken, WAIT_MAX, is_full);
         let (mut taken, timeout) = waited.ignore_poison();
         if timeout.timed_out() {
-            return Err(No(Code::Failed, "the server has no memory for it now".into()));
+            return Err(Refusal(RefusalCode::Failed, "the server has no memory for it now".into()));
         }
         *taken += bytes;
         Ok(Share { memory: self, bytes })

@@ -3,7 +3,7 @@
 //! One that it made is kept, so that who has pinned its fingerprint knows it again after a restart.
 
 use crate::{Error, Result};
-use keyframe_store::backend::served::{Fingerprint, fingerprint};
+use keyframe_store_backend::served::{Fingerprint, fingerprint};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use std::io::{self, Write};

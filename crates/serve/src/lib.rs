@@ -7,7 +7,7 @@
 //!
 //! It sends what the store's files hold, as they hold it: packs are compressed already, and what is
 //! encrypted stays so; the server needs no key. What it is asked for is described in
-//! `docs/formats/serve.md`, and read in `keyframe_store::backend::served`.
+//! `docs/formats/serve.md`, and read in `keyframe_store_backend::served`.
 //!
 //! Invariants: nothing is written; nobody without the token learns anything; no name leads out of
 //! the store; connections, the length of requests, the memory for answers and each wait are

@@ -1,11 +1,11 @@
 //! The server: it listens, gives each connection a thread, and ends when it is told to.
 
+use keyframe_locks::IgnorePoison;
 use crate::connection::Common;
 use crate::files::Files;
 use crate::{Error, Identity, Result};
-use keyframe_locks::IgnorePoison;
-use keyframe_store::backend;
-use keyframe_store::backend::served::{Fingerprint, show_fingerprint};
+use keyframe_store_backend as backend;
+use keyframe_store_backend::served::{Fingerprint, show_fingerprint};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustls::ServerConfig;
 use serde::Serialize;
@@ -79,7 +79,7 @@ impl Server {
         if !listen.ip().is_loopback() && token.is_none() {
             return Err(Error::Open(listen));
         }
-        let files = backend::open(place)?;
+        let files = backend::open(place).map_err(keyframe_store::Error::from)?;
         let store = keyframe_store::id_on(&*files, place)?;
         let fingerprint = identity.fingerprint();
         let bad = |e: rustls::Error| Error::Certificate {

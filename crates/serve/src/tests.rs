@@ -1,9 +1,9 @@
 //! Clients that do what no client of ours does. What ours does is tested with it, in
-//! `keyframe_store::backend::served`.
+//! `keyframe_store_backend::served`.
 
 use crate::{Error, Identity, Options, Server};
 use keyframe_store::Store;
-use keyframe_store::backend::served::wire::{Answer, Code, Request};
+use keyframe_store_backend::served::wire::{Answer, RefusalCode, Request};
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 use std::io::{Read, Write};
@@ -119,7 +119,7 @@ fn what_makes_no_sense_ends_its_connection_and_no_other() {
             let mut link = link(address, config);
             link.write_all(bytes).unwrap();
             let answer = Answer::read(&mut link, 1000).unwrap().0;
-            assert!(matches!(answer, Answer::Refused(Code::Strange, _)), "{answer:?}");
+            assert!(matches!(answer, Answer::Refused(RefusalCode::Strange, _)), "{answer:?}");
             assert!(has_ended(&mut link));
         }
         // Behind it.
@@ -130,7 +130,7 @@ fn what_makes_no_sense_ends_its_connection_and_no_other() {
             assert!(matches!(say(&mut link, &hello()), Answer::Data(_)));
             link.write_all(&bytes).unwrap();
             let answer = Answer::read(&mut link, 1000).unwrap().0;
-            assert!(matches!(answer, Answer::Refused(Code::Strange, _)), "{answer:?}");
+            assert!(matches!(answer, Answer::Refused(RefusalCode::Strange, _)), "{answer:?}");
             assert!(has_ended(&mut link));
         }
         // Gone in the middle of a request.
@@ -140,12 +140,12 @@ fn what_makes_no_sense_ends_its_connection_and_no_other() {
         drop(gone);
         // A name that is none is an answer like others.
         let asked = say(&mut good, &Request::List { folder: "../..".into() });
-        assert!(matches!(asked, Answer::Refused(Code::Strange, _)), "{asked:?}");
+        assert!(matches!(asked, Answer::Refused(RefusalCode::Strange, _)), "{asked:?}");
         let whole =
             Request::File { name: "store.json".into(), len_bytes_max: 1 << 16, known: None };
         let Answer::Data(bytes) = say(&mut good, &whole) else { panic!("no store.json") };
         let short = Request::File { name: "store.json".into(), len_bytes_max: 5, known: None };
-        assert!(matches!(say(&mut good, &short), Answer::Refused(Code::TooLong, _)));
+        assert!(matches!(say(&mut good, &short), Answer::Refused(RefusalCode::TooLong, _)));
         let known = Some(*blake3::hash(&bytes).as_bytes());
         let same = Request::File { name: "store.json".into(), len_bytes_max: 1 << 16, known };
         assert_eq!(say(&mut good, &same), Answer::Same);
@@ -164,7 +164,7 @@ fn what_makes_no_sense_ends_its_connection_and_no_other() {
             len_bytes: 9,
             known: None,
         };
-        assert!(matches!(say(&mut good, &other), Answer::Refused(Code::NotFound, _)));
+        assert!(matches!(say(&mut good, &other), Answer::Refused(RefusalCode::NotFound, _)));
         assert_eq!(say(&mut good, &whole), Answer::Data(bytes));
     });
     assert_eq!(report.refused, 0);

@@ -16,7 +16,8 @@ use crate::identity::{LANES, PageHash, PageRef};
 use crate::pack_file::Content;
 use crate::record::Record;
 use crate::store::Inner;
-use crate::{Error, Result, names};
+use crate::{Error, Result};
+use keyframe_store_backend::layout;
 use keyframe_units::{Page, ZERO_PAGE};
 use std::cell::Cell;
 use std::ops::Range;
@@ -222,7 +223,7 @@ impl Inner {
     }
 
     pub fn damaged_at(&self, at: PageRef, problem: impl Into<String>) -> Error {
-        let object = self.backend.describe(&names::pack(at.pack()));
+        let object = self.backend.describe(&layout::pack(at.pack()));
         Error::damaged(format!("{object} at offset {}", at.offset()), problem)
     }
 }

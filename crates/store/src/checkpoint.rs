@@ -7,7 +7,8 @@
 //!    56  8 device state length               64 .. meta (JSON), device state       end-32 32 BLAKE3
 //! ```
 
-use crate::bytes::{Cursor, Problem};
+use keyframe_bytes::ByteReader;
+use keyframe_pages::bytes::Problem;
 use crate::codec::{compress_section, decompress_section};
 use crate::config::StoreId;
 use crate::meta::Meta;
@@ -99,24 +100,24 @@ impl Stored<'_> {
 }
 
 fn decode_content(content: &[u8], id: u64, store: StoreId) -> Result<(Meta, Stored<'_>), Problem> {
-    let mut cursor = Cursor::new(content);
-    let flags = cursor.u32_le()?;
-    let found = cursor.u64_le()?;
+    let mut reader = ByteReader::new(content);
+    let flags = reader.u32_le()?;
+    let found = reader.u64_le()?;
     if found != id {
         return Err(format!("holds checkpoint {found} instead"));
     }
-    if cursor.array()? != store.0 {
+    if reader.array()? != store.0 {
         return Err("belongs to another store".into());
     }
-    let (meta_len, stored_len, device_len) = (cursor.u64_le()?, cursor.u64_le()?, cursor.u64_le()?);
-    let meta = cursor.take(usize::try_from(meta_len).map_err(|e| e.to_string())?)?;
-    let stored = cursor.take(usize::try_from(stored_len).map_err(|e| e.to_string())?)?;
+    let (meta_len, stored_len, device_len) = (reader.u64_le()?, reader.u64_le()?, reader.u64_le()?);
+    let meta = reader.take(usize::try_from(meta_len).map_err(|e| e.to_string())?)?;
+    let stored = reader.take(usize::try_from(stored_len).map_err(|e| e.to_string())?)?;
     let is_coded = match flags {
         0 if device_len == stored_len => false,
         FLAG_LZ4 if device_len <= CHECKPOINT_BYTES_MAX => true,
         _ => return Err("flags or lengths contradict each other".into()),
     };
-    if !cursor.is_empty() {
+    if !reader.is_empty() {
         return Err("has bytes behind its last section".into());
     }
     let meta: Meta = serde_json::from_slice(meta).map_err(|e| format!("its description: {e}"))?;

@@ -16,7 +16,8 @@
 //! second where the record is read). There is at least one reference, and every record listed is
 //! used. A reader compares the whole with its hash.
 
-use crate::bytes::{Cursor, Problem};
+use keyframe_bytes::ByteReader;
+use keyframe_pages::bytes::Problem;
 use crate::codec::{Codec, PageCompressor, decompress_exactly};
 use crate::identity::PageRef;
 use crate::record::PACK_HEADER_BYTES;
@@ -116,19 +117,19 @@ impl Composition {
         place: PageRef,
         page: &mut Page,
     ) -> Result<Self, Problem> {
-        let mut cursor = Cursor::new(payload);
-        let [zeros, references, listed] = cursor.array()?;
+        let mut reader = ByteReader::new(payload);
+        let [zeros, references, listed] = reader.array()?;
         if zeros & references != 0 || references == 0 {
             return Err("a composed block whose parts contradict each other".into());
         }
-        let records = decode_records(&mut cursor, listed, place)?;
+        let records = decode_records(&mut reader, listed, place)?;
         let mut used = vec![false; records.len()];
         let mut parts = [Part::Literal; PARTS];
         for (at, part) in parts.iter_mut().enumerate() {
             if zeros & 1 << at != 0 {
                 *part = Part::Zero;
             } else if references & 1 << at != 0 {
-                let [word] = cursor.array()?;
+                let [word] = reader.array()?;
                 let index = usize::from(word >> 3);
                 let record = records
                     .get(index)
@@ -141,7 +142,7 @@ impl Composition {
             return Err("a composed block lists a record that it does not use".into());
         }
         let composition = Self(parts);
-        composition.decode_literals(codec, cursor.remaining(), page)?;
+        composition.decode_literals(codec, reader.remaining(), page)?;
         Ok(composition)
     }
 
@@ -163,7 +164,7 @@ impl Composition {
 }
 
 fn decode_records(
-    cursor: &mut Cursor<'_>,
+    reader: &mut ByteReader<'_>,
     listed: u8,
     place: PageRef,
 ) -> Result<Vec<PageRef>, Problem> {
@@ -173,7 +174,7 @@ fn decode_records(
     let mut records = Vec::with_capacity(PARTS);
     let mut before = PageRef::ZERO;
     for _ in 0..listed {
-        let record = PageRef(cursor.u64_le()?);
+        let record = PageRef(reader.u64_le()?);
         let is_place = record.pack() > 0 && record.offset() >= PACK_HEADER_BYTES as u64;
         if !is_place || record <= before || record >= place {
             return Err(format!("a composed block cannot refer to {record:?}"));

@@ -18,16 +18,16 @@
 //! later version is told from a damaged one. The bytes behind the checksum are fixed, so that no
 //! byte of the file goes unchecked.
 
-use crate::bytes::{from_hex, to_hex};
+use keyframe_bytes::hex::{from_hex, to_hex};
 use crate::identity::HashKey;
-use crate::secret::{DataKey, Lock, Secret, SecretKind};
+use crate::secret::{Lock, Secret, SecretKind};
 use crate::{Error, Result};
 use jiff::Timestamp;
+use keyframe_store_backend::layout::STORE_JSON;
+use keyframe_store_backend::{DataKey, random_bytes};
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
-/// The file's name.
-pub const STORE_JSON: &str = "store.json";
 /// The version of the store format (of all its files) that is written, and the highest that is
 /// read.
 pub const FORMAT_VERSION: u32 = 1;
@@ -99,11 +99,11 @@ impl Config {
     /// A new identity with keys from the system's random source, which are locked with `secret`
     /// where there is one.
     pub fn fresh(secret: Option<&Secret>) -> Result<Self> {
-        let (id, created, key) = (StoreId(random()?), now(), HashKey(random()?));
+        let (id, created, key) = (StoreId(random_bytes()?), now(), HashKey(random_bytes()?));
         let encryption = match secret {
             None => None,
             Some(secret) => {
-                let data_key = DataKey(Zeroizing::new(random()?));
+                let data_key = DataKey(Zeroizing::new(random_bytes()?));
                 Some(Encryption {
                     lock: Lock::close(secret, &key, &data_key, &name(id, created))?,
                     data_key,
@@ -203,17 +203,6 @@ impl Stored {
 /// What a lock is bound to.
 fn name(id: StoreId, created: Timestamp) -> String {
     format!("{FORMAT} {ENCRYPTED_VERSION} {} {created}", to_hex(&id.0))
-}
-
-/// Returns `N` bytes from the kernel's random number generator.
-pub fn random<const N: usize>() -> Result<[u8; N]> {
-    let mut bytes = [0; N];
-    getrandom::fill(&mut bytes).map_err(|error| Error::Io {
-        object: "the kernel's random number generator".into(),
-        operation: "read",
-        source: error.into(),
-    })?;
-    Ok(bytes)
 }
 
 /// The time, in whole seconds.

@@ -14,7 +14,8 @@
 //! step. A patch is at most [`PATCH_BYTES_MAX`] long, and within the page. That the base is the
 //! record that was meant is told by its hash.
 
-use crate::bytes::{Cursor, Problem};
+use keyframe_bytes::ByteReader;
+use keyframe_pages::bytes::Problem;
 use crate::codec::{Codec, decompress_patch};
 use crate::identity::{PageHash, PageRef};
 use crate::record::PACK_HEADER_BYTES;
@@ -51,12 +52,12 @@ impl Delta {
 
     /// Parses the payload of the record at `place`.
     pub fn decode(codec: Codec, payload: &[u8], place: PageRef) -> Result<Self, Problem> {
-        let mut cursor = Cursor::new(payload);
-        let (base, check) = (PageRef(cursor.u64_le()?), cursor.array()?);
+        let mut reader = ByteReader::new(payload);
+        let (base, check) = (PageRef(reader.u64_le()?), reader.array()?);
         if base.pack() == 0 || base.offset() < PACK_HEADER_BYTES as u64 || base >= place {
             return Err(format!("a delta cannot be on {base:?}"));
         }
-        let patch = decompress_patch(codec, cursor.remaining(), PATCH_BYTES_MAX)?;
+        let patch = decompress_patch(codec, reader.remaining(), PATCH_BYTES_MAX)?;
         Ok(Self { base, check, patch })
     }
 

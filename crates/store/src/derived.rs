@@ -2,7 +2,7 @@
 //!
 //! Invariant: what they stand on is plain, so that there is one step whatever a damaged store says.
 
-use crate::bytes::Problem;
+use keyframe_pages::bytes::Problem;
 use crate::composed::{Composition, Part};
 use crate::delta::Delta;
 use crate::identity::{PageHash, PageRef};

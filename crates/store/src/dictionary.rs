@@ -12,7 +12,7 @@
 //! Invariants: what is decompressed is bounded by the memory that is given for it, whatever the
 //! bytes say. A dictionary is of its pack alone, so that packs come and go each by itself.
 
-use crate::bytes::Problem;
+use keyframe_pages::bytes::Problem;
 use keyframe_units::Page;
 use std::cell::RefCell;
 use zstd::zstd_safe::{

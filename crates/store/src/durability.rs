@@ -25,7 +25,8 @@
 
 use crate::prune::packs;
 use crate::store::Inner;
-use crate::{Error, Result, names};
+use crate::{Error, Result};
+use keyframe_store_backend::layout;
 use keyframe_units::CheckpointId;
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
@@ -106,7 +107,7 @@ impl Inner {
         if self.in_doubt()?.is_some() {
             return Ok(());
         }
-        self.write_mark(&Mark { boot: self.backend.boot()?, from, tried: false })
+        self.write_mark(&Mark { boot: self.backend.boot_id()?, from, tried: false })
     }
 
     fn write_mark(&self, mark: &Mark) -> Result<()> {
@@ -130,7 +131,7 @@ impl Inner {
     /// until the machine goes down.
     pub fn in_doubt(&self) -> Result<Option<CheckpointId>> {
         match self.mark()? {
-            Some(mark) if mark.tried && mark.boot == self.backend.boot()? => Ok(Some(mark.from)),
+            Some(mark) if mark.tried && mark.boot == self.backend.boot_id()? => Ok(Some(mark.from)),
             _ => Ok(None),
         }
     }
@@ -150,7 +151,7 @@ impl Inner {
     /// All that was written is durable, but for what comes from `from` on.
     pub fn sync_and_mark(&self, from: CheckpointId) -> Result<()> {
         if self.attempt(|| self.backend.sync_all())? {
-            self.write_mark(&Mark { boot: self.backend.boot()?, from, tried: false })?;
+            self.write_mark(&Mark { boot: self.backend.boot_id()?, from, tried: false })?;
         }
         Ok(())
     }
@@ -168,7 +169,7 @@ impl Inner {
     /// aside.
     pub fn settle(&self) -> Result<Vec<TornCheckpoint>> {
         let Some(mark) = self.mark()? else { return Ok(Vec::new()) };
-        let boot = self.backend.boot()?;
+        let boot = self.backend.boot_id()?;
         if mark.boot == boot {
             if mark.tried {
                 // What the sync that failed was for lies in unfinished packs, too.
@@ -195,7 +196,7 @@ impl Inner {
             Err(Error::Damaged { .. }) => return Ok(0),
             other => other?,
         };
-        let boot = self.backend.boot()?;
+        let boot = self.backend.boot_id()?;
         let mark = serde_json::from_slice::<PacksMark>(&bytes).ok();
         Ok(mark.filter(|mark| mark.boot == boot).map_or(0, |mark| mark.up_to))
     }
@@ -214,7 +215,7 @@ impl Inner {
     }
 
     fn put_packs_mark(&self, up_to: u32) -> Result<()> {
-        let mark = PacksMark { boot: self.backend.boot()?, up_to };
+        let mark = PacksMark { boot: self.backend.boot_id()?, up_to };
         self.backend
             .put(UNSYNCED_PACKS, serde_json::to_string(&mark).unwrap_or_default().as_bytes())
     }
@@ -242,11 +243,11 @@ impl Inner {
             }
         }
         for TornCheckpoint { id, .. } in &torn {
-            self.set_aside(&names::checkpoint(*id))?;
+            self.set_aside(&layout::checkpoint(*id))?;
         }
         for id in self.map_ids()?.into_iter().filter(|id| *id >= from.0) {
             if matches!(self.read_map(id), Err(Error::Damaged { .. })) {
-                self.set_aside(&names::map(id))?;
+                self.set_aside(&layout::map(id))?;
             }
         }
         let left = self.checkpoint_ids()?;
@@ -257,7 +258,7 @@ impl Inner {
             if matches!(&to, Ok(Some(to)) if is_lost(to))
                 || matches!(to, Err(Error::Damaged { .. }))
             {
-                self.set_aside(&names::tag(&tag))?;
+                self.set_aside(&layout::tag(&tag))?;
             }
         }
         Ok(torn)

@@ -2,6 +2,7 @@
 //! it.
 
 use crate::secret::SecretKind;
+use keyframe_store_backend::Error as BackendError;
 use keyframe_units::{CheckpointId, PageIndex};
 use std::io;
 
@@ -234,9 +235,7 @@ impl Error {
     /// What a person can do about it, where the place of the store knows that.
     pub fn fix(&self) -> Option<String> {
         match self {
-            Self::Io { source, .. } => {
-                source.get_ref()?.downcast_ref::<crate::backend::Refusal>()?.fix.clone()
-            }
+            Self::Io { source, .. } => keyframe_store_backend::fix_of(source),
             Self::TagNotSet { source, .. } | Self::Unreadable { source, .. } => source.fix(),
             _ => None,
         }
@@ -250,14 +249,28 @@ impl Error {
         }
     }
 
-    /// True where a name is taken.
-    pub(crate) fn already_exists(&self) -> bool {
-        matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::AlreadyExists)
+    /// True if the name is taken already.
+    pub(crate) fn is_already_exists(&self) -> bool {
+        self.io_kind() == Some(io::ErrorKind::AlreadyExists)
     }
 
     /// True where the object is not there at all.
     pub(crate) fn is_not_found(&self) -> bool {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
+    }
+}
+
+/// An error of a backend becomes the variant of the same name.
+impl From<BackendError> for Error {
+    fn from(error: BackendError) -> Self {
+        match error {
+            BackendError::Exists { object, problem } => Self::Exists { object, problem },
+            BackendError::Damaged { object, problem } => Self::Damaged { object, problem },
+            BackendError::Locked { holder } => Self::Locked { holder },
+            BackendError::Io { object, operation, source } => {
+                Self::Io { object, operation, source }
+            }
+        }
     }
 }
 

@@ -15,6 +15,7 @@
 //! Invariants: no page goes from one thread to another, and none is made elsewhere. The deltas that
 //! wait are bounded ([`LATE_BYTES_MAX`]): where there are more, those are made first.
 
+use keyframe_locks::IgnorePoison;
 use crate::assemble::{DERIVED_OF_DERIVED, NOT_ITS_HASH};
 use crate::delta::Delta;
 use crate::identity::{LANES, PageHash, PageRef};
@@ -23,7 +24,7 @@ use crate::store::Inner;
 use crate::{Error, Result};
 use keyframe_units::{Page, ZERO_PAGE};
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 /// Stretches of zeros that a thread takes at once.
 const PIECE_ZEROS: usize = 256;
@@ -156,7 +157,7 @@ impl Inner {
             drop(all);
             work();
         });
-        let left = left.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let left = left.into_inner().ignore_poison();
         left.failed.map_or(Ok(()), Err)
     }
 
@@ -246,16 +247,16 @@ impl Inner {
 }
 
 fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
-    of.lock().unwrap_or_else(PoisonError::into_inner)
+    of.lock().ignore_poison()
 }
 
 #[cfg(test)]
 mod tests {
     use crate::Error;
-    use crate::backend::faulty::Faulty;
     use crate::identity::PageRef;
     use crate::parallel::tests::{PAGES, epoch_of, page_of, subject};
     use crate::tests::on;
+    use keyframe_store_backend::testing::FaultyBackend;
     use keyframe_units::{PAGE_BYTES, Page, PageIndex, ZERO_PAGE};
 
     fn expected(first: u64, pages: u64) -> Vec<Page> {
@@ -298,7 +299,7 @@ mod tests {
     #[test]
     fn a_damaged_record_is_an_error_by_its_pack() {
         let (medium, loaded) = subject();
-        let flip = |medium: &Faulty, name: &str, at: usize| {
+        let flip = |medium: &FaultyBackend, name: &str, at: usize| {
             let mut bytes = medium.files()[name].clone();
             bytes[at] ^= 1;
             medium.overwrite(name, Some(bytes));

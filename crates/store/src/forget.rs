@@ -12,7 +12,8 @@
 //! killed has removed may come back with the next power loss, unless a prune has made sure of it.
 
 use crate::store::Inner;
-use crate::{Error, Result, Store, names};
+use crate::{Error, Result, Store};
+use keyframe_store_backend::layout;
 use keyframe_units::CheckpointId;
 use std::collections::BTreeSet;
 
@@ -23,7 +24,7 @@ impl Store {
     /// work; [`Error::Pinned`] where one is pinned. Then none is forgotten.
     pub fn forget(&self, ids: &BTreeSet<CheckpointId>) -> Result<()> {
         let pinned =
-            self.tags()?.into_iter().find(|(tag, id)| ids.contains(id) && *tag == names::pin(*id));
+            self.tags()?.into_iter().find(|(tag, id)| ids.contains(id) && *tag == layout::pin(*id));
         match pinned {
             Some((_, id)) => Err(Error::Pinned { id }),
             None => self.forget_even_pinned(ids),
@@ -35,19 +36,19 @@ impl Store {
         let inner = self.inner();
         let newest = inner.checkpoint_ids()?.last().copied();
         if let Some(newest) = newest.filter(|newest| ids.contains(newest))
-            && let Some(holder) = inner.holder()?
+            && let Some(holder) = inner.lock_holder()?
         {
             return Err(Error::InUse { id: newest, holder });
         }
         let tags = self.tags()?.into_iter().filter(|(_, id)| ids.contains(id));
-        let tags: Vec<String> = tags.map(|(tag, _)| names::tag(&tag)).collect();
+        let tags: Vec<String> = tags.map(|(tag, _)| layout::tag(&tag)).collect();
         // Also where there is none: a forget that died, or whose sync failed, has removed some that
         // power loss would bring back.
-        inner.backend.remove_all(names::TAGS, &tags)?;
+        inner.backend.remove_all(layout::TAGS, &tags)?;
         let named =
             |of: fn(CheckpointId) -> String| ids.iter().map(|id| of(*id)).collect::<Vec<_>>();
-        inner.backend.remove_all(names::CHECKPOINTS, &named(names::checkpoint))?;
-        inner.backend.remove_all(names::WORKSETS, &named(names::workset))
+        inner.backend.remove_all(layout::CHECKPOINTS, &named(layout::checkpoint))?;
+        inner.backend.remove_all(layout::WORKSETS, &named(layout::workset))
     }
 }
 
@@ -56,6 +57,6 @@ impl Inner {
     /// would need what is pruned.
     pub fn settle_forgotten(&self) -> Result<()> {
         // No checkpoint has this number.
-        self.backend.remove_all(names::CHECKPOINTS, &[names::checkpoint(CheckpointId(0))])
+        self.backend.remove_all(layout::CHECKPOINTS, &[layout::checkpoint(CheckpointId(0))])
     }
 }

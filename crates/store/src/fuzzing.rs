@@ -4,11 +4,8 @@
 //! Not part of the interface. Each takes any bytes, and must neither panic nor take memory out of
 //! proportion to them.
 
-mod memory;
-
-use crate::backend::served::wire::{self, Answer, Request};
-use crate::backend::{Backend, Encrypted};
-use crate::bytes::{Cursor, put_varint};
+use keyframe_bytes::ByteReader;
+use keyframe_bytes::varint::put_varint;
 use crate::codec::{decompress_page, decompress_section};
 use crate::config::{Config, StoreId};
 use crate::disk_map::DiskMap;
@@ -17,14 +14,13 @@ use crate::map_run::MapRun;
 use crate::page_map::PageMap;
 use crate::prune::Moves;
 use crate::record::{PACK_HEADER_BYTES, Record, check_pack_header, decode_trailer, parse_footer};
-use crate::secret::DataKey;
-use crate::{CheckOptions, Error, Store, checkpoint, envelope, names, tags, worksets};
+use crate::{CheckOptions, Error, Store, checkpoint, envelope, tags, worksets};
+use keyframe_store_backend::fuzzing::MemoryBackend;
+use keyframe_store_backend::layout;
 use keyframe_units::{CheckpointId, PageIndex, PageRange, ZERO_PAGE};
-pub use memory::Memory;
 use std::path::Path;
 use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
-use zeroize::Zeroizing;
 
 const STORE: StoreId = StoreId([0; 16]);
 const CHECK_BYTES: usize = 8;
@@ -114,7 +110,7 @@ pub fn trailer(data: &[u8]) {
     tail.extend_from_slice(hash.as_bytes());
     let Some(footer) = tail.len().checked_sub(64).and_then(|at| tail.get(at..)) else { return };
     // The records before it are left out, so it may be of a pack of any length.
-    let claimed = Cursor::new(footer.get(16..).unwrap_or_default()).u64_le().unwrap_or_default();
+    let claimed = ByteReader::new(footer.get(16..).unwrap_or_default()).u64_le().unwrap_or_default();
     let Some(pack_len) = claimed.checked_add(tail.len() as u64) else { return };
     if let Some(Ok(footer)) = parse_footer(footer, pack_len) {
         let _ = decode_trailer(header, &tail, &footer);
@@ -135,14 +131,17 @@ pub fn small(data: &[u8]) {
         2 => drop(Moves::decode(&sealed(*b"KFMOVE\r\n"), STORE, "m")),
         3 => drop(envelope::open(bytes, *b"KFMAP\r\n\x1a", "e")),
         4 => {
-            let mut cursor = Cursor::new(bytes);
-            while let Ok(value) = cursor.varint() {
+            let mut reader = ByteReader::new(bytes);
+            while let Ok(value) = reader.varint() {
                 let mut again = Vec::new();
                 put_varint(&mut again, value);
             }
             if let Ok(text) = std::str::from_utf8(bytes) {
-                let _ =
-                    (names::is_tag(text), names::parse_pack(text), names::parse_checkpoint(text));
+                let _ = (
+                    layout::is_tag(text),
+                    layout::parse_pack(text),
+                    layout::parse_checkpoint(text),
+                );
             }
         }
         _ => {
@@ -155,39 +154,12 @@ pub fn small(data: &[u8]) {
     }
 }
 
-/// An encrypted file: any bytes, under a key that is known.
-pub fn container(data: &[u8]) {
-    let memory = Arc::new(Memory::default());
-    let name = "packs/00000001.pack";
-    memory.overwrite(name, data.to_vec());
-    let sealed = Encrypted::new(memory, &DataKey(Zeroizing::new([9; 32])));
-    let Ok(file) = sealed.open(name) else { return };
-    // More than the file has where frames before the last one are gone: reading those fails.
-    let len = file.len_bytes().unwrap_or(1 << 20).min(1 << 20);
-    for (from, len) in [(0, len), (len / 2, 100), (len, 1), (u64::MAX, 2), (70_000, 70_000)] {
-        let mut buffer = vec![0; len as usize];
-        let _ = file.read_at(from, &mut buffer);
-    }
-    let _ = sealed.read(name, 1 << 20);
-}
-
-/// A file for [`container`]: what this key makes of some bytes, put whole and appended.
-pub fn containers(plain: &[u8]) -> [Vec<u8>; 2] {
-    let memory = Arc::new(Memory::default());
-    let sealed = Encrypted::new(memory.clone(), &DataKey(Zeroizing::new([9; 32])));
-    let _ = sealed.put("maps/1", plain);
-    if let Ok(mut file) = sealed.create("packs/00000001.pack") {
-        let _ = plain.chunks(300).try_for_each(|some| file.append(some));
-    }
-    ["maps/1", "packs/00000001.pack"].map(|name| memory.read(name, u64::MAX).unwrap_or_default())
-}
-
 /// A store of the golden files, one of which has other bytes, behind true checksums: the first byte
 /// of `data` says which one. It is checked, read, and repaired; and what was repaired is whole.
 pub fn store(files: &Files, data: &[u8]) {
     let Some((which, bytes)) = data.split_first() else { return };
     let Some((name, _)) = files.get(usize::from(*which) % files.len().max(1)) else { return };
-    let memory = Arc::new(Memory::default());
+    let memory = Arc::new(MemoryBackend::default());
     for (name, bytes) in files {
         memory.overwrite(name, bytes.clone());
     }
@@ -215,7 +187,7 @@ fn mended(name: &str, bytes: &[u8]) -> Vec<u8> {
         bytes.truncate(bytes.len().saturating_sub(32));
         return envelope::finish(bytes);
     }
-    if let Some(number) = name.strip_prefix("packs/").and_then(names::parse_pack) {
+    if let Some(number) = name.strip_prefix("packs/").and_then(layout::parse_pack) {
         let mut at = PACK_HEADER_BYTES;
         while let Some(rest) = bytes.get_mut(at..) {
             let Some(len) = mend_record(rest, PageRef::new(number, at as u64)) else { break };
@@ -223,26 +195,4 @@ fn mended(name: &str, bytes: &[u8]) -> Vec<u8> {
         }
     }
     bytes
-}
-
-/// What a client asks a checkpoint server for, behind its length.
-pub fn served_request(bytes: &[u8]) {
-    let Ok(request) = Request::decode(bytes) else { return };
-    let mut again = Vec::new();
-    request.encode(&mut again);
-    assert!(again.get(4..) == Some(bytes), "a request has one form");
-}
-
-/// What a checkpoint server answers: the first byte says what was asked for.
-pub fn served_answer(bytes: &[u8]) {
-    let Some((asked, mut bytes)) = bytes.split_first() else { return };
-    let len_bytes_max = 1 << (asked & 31);
-    let Ok((answer, _)) = Answer::read(&mut bytes, len_bytes_max) else { return };
-    let Answer::Data(bytes) = answer else { return };
-    assert!(bytes.len() as u64 <= len_bytes_max, "more than was asked for");
-    let _ = (
-        wire::decode_names(&bytes),
-        wire::decode_looks(&bytes, usize::from(*asked)),
-        wire::welcomed(&bytes),
-    );
 }

@@ -18,7 +18,8 @@ use crate::pack_file::PackFile;
 use crate::page_map::PageMap;
 use crate::prune::packs::numbers;
 use crate::store::Inner;
-use crate::{Error, Result, names};
+use crate::{Error, Result};
+use keyframe_store_backend::layout;
 use keyframe_units::CheckpointId;
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -86,6 +87,6 @@ impl Inner {
     }
 
     fn is_there(&self, pack: u32) -> bool {
-        !self.backend.open(&names::pack(pack)).is_err_and(|error| error.is_not_found())
+        !self.backend.open(&layout::pack(pack)).is_err_and(|error| error.is_not_found())
     }
 }

@@ -27,7 +27,6 @@
 //! page's number means (see `keyframe-units`).
 
 mod assemble;
-pub mod backend;
 mod bases;
 mod chain;
 mod check;
@@ -45,6 +44,7 @@ mod disks;
 mod durability;
 mod envelope;
 mod error;
+mod files;
 mod fill;
 mod forget;
 #[doc(hidden)]
@@ -56,7 +56,6 @@ mod loaded;
 mod local;
 mod map_run;
 mod meta;
-mod names;
 mod pack_file;
 mod pack_writer;
 mod page_map;
@@ -76,7 +75,20 @@ mod unlock;
 mod worksets;
 mod writer;
 
-use keyframe_pages::{bytes, words};
+/// The backends, under the names that other crates use.
+pub mod backend {
+    pub use keyframe_store_backend::UnlockOutcome as Unlocked;
+    pub use keyframe_store_backend::*;
+    /// Stores behind a checkpoint server.
+    pub mod served {
+        pub use keyframe_store_backend::served::*;
+        pub use keyframe_store_backend::served::{
+            FetchStats as Fetched, TOKEN_VARIABLE as TOKEN, fetch_stats as fetched,
+        };
+    }
+}
+
+use keyframe_pages::words;
 
 pub use check::{CheckOptions, CheckProgress, CheckReport, Damage, Lost, RepairReport, SetAside};
 pub use copy::{Copied, CopyProgress, CopyReport, NotCopied};
@@ -94,13 +106,13 @@ pub use local::{state_folder, store_of as store_of_folder};
 pub use meta::{
     Counts, MachineMeta, MemberMeta, Meta, Origin, PausePhases, Recorded, Sealed, Timing,
 };
-pub use names::check_tag;
 pub use prune::{PruneOptions, PruneProgress, PruneReport, PruneStep};
 pub use retention::{Moment, Reason, Retention, Verdict};
 pub use run::{DiskState, Put, Run, SealRequest};
 pub use secret::{Secret, SecretKind};
 pub use stats::{Added, Growth, Hour, ImageSharing, Sharing, Stats};
 pub use store::{Listing, Store, id_on};
+pub use tags::check_tag;
 pub use writer::{Tuning, Writer};
 
 /// The highest version of the store format that this program writes and reads.

@@ -18,7 +18,9 @@
 //! Invariants: extents rise, do not overlap and lie inside the space; a decoder allocates in
 //! proportion to the file.
 
-use crate::bytes::{Cursor, Problem, apply_zigzag, put_varint, zigzag_delta};
+use keyframe_bytes::ByteReader;
+use keyframe_pages::bytes::Problem;
+use keyframe_bytes::varint::{apply_zigzag, put_varint, zigzag_delta};
 use crate::codec::{compress_section, decompress_section};
 use crate::config::StoreId;
 use crate::disk_map::{DiskMap, SPACE_PAGES_MAX};
@@ -209,15 +211,15 @@ impl MapRun {
     }
 
     fn decode_content(content: &[u8], store: StoreId) -> Result<Self, Problem> {
-        let mut cursor = Cursor::new(content);
-        let flags = cursor.u32_le()?;
-        let (id, parent, run) = (cursor.u64_le()?, cursor.u64_le()?, cursor.array()?);
-        if cursor.array()? != store.0 {
+        let mut reader = ByteReader::new(content);
+        let flags = reader.u32_le()?;
+        let (id, parent, run) = (reader.u64_le()?, reader.u64_le()?, reader.array()?);
+        if reader.array()? != store.0 {
             return Err("belongs to another store".into());
         }
-        let (space_pages, extents, refs) = (cursor.u64_le()?, cursor.u64_le()?, cursor.u64_le()?);
-        let body_len = cursor.u64_le()?;
-        let stored = cursor.take(content.len() - cursor.position())?;
+        let (space_pages, extents, refs) = (reader.u64_le()?, reader.u64_le()?, reader.u64_le()?);
+        let body_len = reader.u64_le()?;
+        let stored = reader.take(content.len() - reader.position())?;
         let body = match flags {
             0 if body_len == stored.len() as u64 => stored.to_vec(),
             FLAG_LZ4 => decompress_section(stored, body_len)?,
@@ -227,11 +229,11 @@ impl MapRun {
             return Err("impossible numbers in its header".into());
         }
         let header = MapHeader { id, parent: (parent != 0).then_some(parent), run, space_pages };
-        let mut cursor = Cursor::new(&body);
-        let extents = decode_extents(&mut cursor, extents, space_pages)?;
-        let refs = decode_refs(&mut cursor, refs)?;
+        let mut reader = ByteReader::new(&body);
+        let extents = decode_extents(&mut reader, extents, space_pages)?;
+        let refs = decode_refs(&mut reader, refs)?;
         let described: u64 = extents.iter().filter(|e| !e.zero).map(|e| e.range.len_pages).sum();
-        if described != refs.len() as u64 || !cursor.is_empty() {
+        if described != refs.len() as u64 || !reader.is_empty() {
             return Err("its extents and references do not match".into());
         }
         Ok(Self { header, extents, refs })
@@ -239,14 +241,14 @@ impl MapRun {
 }
 
 fn decode_extents(
-    cursor: &mut Cursor<'_>,
+    reader: &mut ByteReader<'_>,
     count: u64,
     space_pages: u64,
 ) -> Result<Vec<Extent>, Problem> {
     let mut extents = Vec::new();
     let mut end = 0u64;
     for _ in 0..count {
-        let (gap, word) = (cursor.varint()?, cursor.varint()?);
+        let (gap, word) = (reader.varint()?, reader.varint()?);
         let (len_pages, zero) = (word >> 1, word & 1 == 0);
         let bounds =
             end.checked_add(gap).and_then(|first| Some((first, first.checked_add(len_pages)?)));
@@ -259,11 +261,11 @@ fn decode_extents(
     Ok(extents)
 }
 
-fn decode_refs(cursor: &mut Cursor<'_>, count: u64) -> Result<Vec<PageRef>, Problem> {
+fn decode_refs(reader: &mut ByteReader<'_>, count: u64) -> Result<Vec<PageRef>, Problem> {
     let mut refs = Vec::new();
     let mut previous = 0;
     for _ in 0..count {
-        previous = apply_zigzag(previous, cursor.varint()?);
+        previous = apply_zigzag(previous, reader.varint()?);
         if previous == 0 {
             return Err("a reference to nothing".into());
         }

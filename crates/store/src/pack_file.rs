@@ -6,7 +6,9 @@
 //!   unreadable   the header is not right                         nothing of it is used
 //! ```
 
+use keyframe_locks::IgnorePoison;
 use crate::dictionary::Dictionary;
+use crate::files::OpenFile;
 use crate::identity::{PageHash, PageRef};
 use crate::index::Seal;
 use crate::record::{
@@ -14,7 +16,8 @@ use crate::record::{
     decode_dictionary, decode_trailer, parse_footer,
 };
 use crate::store::Inner;
-use crate::{Error, Result, backend::Readable, names};
+use crate::{Error, Result};
+use keyframe_store_backend::layout;
 use keyframe_units::{Page, ZERO_PAGE};
 use std::sync::{Arc, OnceLock};
 
@@ -32,7 +35,7 @@ const HINT_BYTES: u64 = 4 << 20;
 pub struct PackFile {
     pub number: u32,
     pub object: String,
-    pub file: Arc<dyn Readable>,
+    pub file: OpenFile,
     pub header: [u8; PACK_HEADER_BYTES],
     /// Where the first record is.
     pub first: u64,
@@ -63,7 +66,7 @@ pub enum Content<'a> {
 impl PackFile {
     /// Opens pack `number` and checks its header.
     pub fn open(inner: &Inner, number: u32) -> Result<Self> {
-        let name = names::pack(number);
+        let name = layout::pack(number);
         let object = inner.backend.describe(&name);
         let file = inner.backend.open(&name).map_err(|e| {
             if e.is_not_found() { Error::damaged(&object, "the pack is missing") } else { e }
@@ -82,7 +85,7 @@ impl PackFile {
     pub fn of(
         number: u32,
         object: String,
-        file: Arc<dyn Readable>,
+        file: OpenFile,
         header: [u8; PACK_HEADER_BYTES],
         first: u64,
     ) -> Self {
@@ -227,7 +230,7 @@ impl PackFile {
         let len_bytes = self.file.len_bytes()?;
         let mut done = 0;
         let mut rest = wanted;
-        let mut hinted = if self.file.wants_hints() { 0 } else { usize::MAX };
+        let mut hinted = if self.file.wants_prefetch() { 0 } else { usize::MAX };
         while let Some((start, _)) = rest.first() {
             if done >= hinted {
                 hinted = done + self.hint(rest, len_bytes);
@@ -269,7 +272,7 @@ impl PackFile {
             spans.push(first.0.offset()..end.max(first.0.offset()));
         }
         if spans.len() > 1 {
-            self.file.will_read(&spans);
+            self.file.prefetch(&spans);
         }
         count
     }
@@ -317,7 +320,7 @@ fn group_len<T>(wanted: &[(PageRef, T)]) -> usize {
 impl Inner {
     /// A pack, opened once and kept.
     pub fn pack(&self, number: u32) -> Result<Arc<PackFile>> {
-        let mut packs = self.packs.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut packs = self.packs.lock().ignore_poison();
         if let Some(pack) = packs.get(&number) {
             return Ok(pack.clone());
         }

@@ -20,12 +20,12 @@ mod keep;
 mod kinds;
 mod pages;
 
-use crate::backend::Growing;
 use crate::bases::Bases;
 use crate::codec::{Codec, PageCompressor, SAVING_BYTES_MIN};
 use crate::composed::{Composition, PART_BYTES, PARTS, Part, sectors};
 use crate::dictionary::Dense;
 use crate::durability::Durability;
+use crate::files::NewFile;
 use crate::identity::{PACK_NUMBER_MAX, PageHash, PageRef};
 use crate::index::{Found, Index};
 use crate::pack_file::{Ending, PackFile, seal_of};
@@ -38,7 +38,8 @@ use crate::record::{
 use crate::sectors::{SectorFinder, Tags};
 use crate::store::Inner;
 use crate::writer::Tuning;
-use crate::{Error, IndexUse, Result, SectorCounts, names};
+use crate::{Error, IndexUse, Result, SectorCounts};
+use keyframe_store_backend::layout;
 use keyframe_units::Page;
 pub use pages::Input;
 use pages::Scratch;
@@ -97,7 +98,7 @@ pub struct PackWriter {
 #[derive(Debug)]
 struct OpenPack {
     number: u32,
-    file: Box<dyn Growing>,
+    file: NewFile,
     header: [u8; PACK_HEADER_BYTES],
     /// Records that the file does not have yet; they belong at `flushed`.
     buffer: Vec<u8>,
@@ -124,7 +125,7 @@ impl PackWriter {
         let mut numbers = packs::numbers(&this.inner)?;
         numbers.retain(|number| !is_going(number));
         // A prune takes back what it could not make durable.
-        let is_pruned = this.inner.backend.is_pruned()?;
+        let is_pruned = this.inner.backend.is_pruning()?;
         let doubted = this.inner.doubted_packs()?;
         let inner = &this.inner;
         this.index.load(moves.is_some(), &mut |number| {
@@ -161,7 +162,7 @@ impl PackWriter {
                 let mut entries = Vec::new();
                 pack.walk(&self.inner, pack.first, len_bytes, &mut |entry| entries.extend(entry));
                 if !entries.is_empty() {
-                    self.inner.rely_on_packs(|| self.inner.backend.sync(&names::pack(number)))?;
+                    self.inner.rely_on_packs(|| self.inner.backend.sync(&layout::pack(number)))?;
                 }
                 entries
             }
@@ -392,14 +393,14 @@ impl PackWriter {
             let number = self.next_pack;
             if number > PACK_NUMBER_MAX {
                 return Err(Error::PacksExhausted {
-                    object: self.inner.backend.describe(names::PACKS),
+                    object: self.inner.backend.describe(layout::PACKS),
                 });
             }
             // Never tried twice: a failed attempt may have left a file.
             self.next_pack += 1;
-            let name = names::pack(number);
+            let name = layout::pack(number);
             match self.inner.backend.create(&name) {
-                Err(error) if error.already_exists() && taken < TAKEN_MAX => taken += 1,
+                Err(error) if error.is_already_exists() && taken < TAKEN_MAX => taken += 1,
                 file => break (number, name, file?),
             }
         };

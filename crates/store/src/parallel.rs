@@ -16,13 +16,14 @@
 //! few batches for each, and what [`Inner::read_pages`] takes. Where the sink or a thread fails,
 //! the others end with their batch.
 
+use keyframe_locks::IgnorePoison;
 use crate::identity::PageRef;
 use crate::store::Inner;
 use crate::{Error, Result};
 use keyframe_units::Page;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 /// Fewer pages, 8 MiB, are read on the caller's thread.
 pub const PAGES_MIN: usize = 2048;
@@ -65,13 +66,13 @@ struct Shared<'a, T> {
 
 impl<T: Copy> Shared<'_, T> {
     fn batch(&self) -> Batch<T> {
-        let emptied = self.empty.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let emptied = self.empty.lock().ignore_poison().pop();
         emptied.unwrap_or_else(|| Vec::with_capacity(BATCH_PAGES))
     }
 
     fn give_back(&self, mut batch: Batch<T>) {
         batch.clear();
-        self.empty.lock().unwrap_or_else(PoisonError::into_inner).push(batch);
+        self.empty.lock().ignore_poison().push(batch);
     }
 
     /// Reads pieces until there are no more.
@@ -143,10 +144,10 @@ impl Inner {
 
 #[cfg(test)]
 pub mod tests {
-    use crate::backend::faulty::Faulty;
     use crate::codec::tests::noise;
     use crate::tests::{TINY, content, init_on, layout, on, seal};
     use crate::{Error, Loaded, Tuning};
+    use keyframe_store_backend::testing::FaultyBackend;
     use keyframe_units::{Page, PageIndex, PageRange, ZERO_PAGE};
     use std::collections::BTreeMap;
 
@@ -167,8 +168,8 @@ pub mod tests {
         }
     }
 
-    pub fn subject() -> (Faulty, Loaded) {
-        let medium = Faulty::default();
+    pub fn subject() -> (FaultyBackend, Loaded) {
+        let medium = FaultyBackend::default();
         let tuning =
             Tuning { pack_bytes_max: 3 << 20, base_bytes: 64 << 20, buffer_bytes: 1 << 16, ..TINY };
         let mut writer = init_on(&medium).unwrap().lock_writer_tuned("test", tuning).unwrap();

@@ -21,7 +21,8 @@
 //! hash names its content, also that of a composed block or a delta, whose payload is not the
 //! content ([`crate::composed`], [`crate::delta`]).
 
-use crate::bytes::{Cursor, Problem};
+use keyframe_bytes::ByteReader;
+use keyframe_pages::bytes::Problem;
 use crate::codec::{Codec, decompress_page};
 use crate::composed::Composition;
 use crate::config::{FORMAT_VERSION, StoreId};
@@ -186,7 +187,7 @@ pub fn check_pack_header(bytes: &[u8], id: StoreId, number: u32, object: &str) -
         return Ok(PACK_HEADER_BYTES as u64);
     }
     let dictionary_bytes =
-        bytes.get(DICTIONARY_LEN_AT..).and_then(|at| Cursor::new(at).u64_le().ok());
+        bytes.get(DICTIONARY_LEN_AT..).and_then(|at| ByteReader::new(at).u64_le().ok());
     if let Some(dictionary_bytes) =
         dictionary_bytes.filter(|len| *len <= DICTIONARY_BYTES_MAX as u64)
         && DENSE_VERSIONS
@@ -196,15 +197,15 @@ pub fn check_pack_header(bytes: &[u8], id: StoreId, number: u32, object: &str) -
         return Ok((PACK_HEADER_BYTES + DICTIONARY_CHECK_BYTES) as u64 + dictionary_bytes);
     }
     let damaged = |problem: &str| Err(Error::damaged(object, problem));
-    let mut cursor = Cursor::new(bytes);
-    let (Ok(covered), Ok(check)) = (cursor.take(48), cursor.array::<16>()) else {
+    let mut reader = ByteReader::new(bytes);
+    let (Ok(covered), Ok(check)) = (reader.take(48), reader.array::<16>()) else {
         return damaged("shorter than a pack's header");
     };
     if blake3::hash(covered).as_bytes()[..16] != check {
         return damaged("the checksum of its header does not match");
     }
-    let mut cursor = Cursor::new(covered);
-    match (cursor.array::<8>(), cursor.u32_le()) {
+    let mut reader = ByteReader::new(covered);
+    match (reader.array::<8>(), reader.u32_le()) {
         (Ok(magic), Ok(found)) if magic == *PACK_MAGIC && found > DENSE_WITH_WORDS => {
             Err(Error::LaterVersion { object: object.into(), found, known: DENSE_WITH_WORDS })
         }
@@ -246,16 +247,16 @@ pub struct Record<'a> {
 impl<'a> Record<'a> {
     /// Parses the record at `place`, with which `bytes` begin; they may go on behind it.
     pub fn parse(bytes: &'a [u8], place: PageRef) -> Result<Self, Problem> {
-        let mut cursor = Cursor::new(bytes);
-        let check = cursor.u64_le()?;
-        let [kind, codec] = cursor.array()?;
-        let payload_len = usize::from(cursor.u16_le()?);
-        let hash = PageHash::from_bytes(cursor.array()?);
+        let mut reader = ByteReader::new(bytes);
+        let check = reader.u64_le()?;
+        let [kind, codec] = reader.array()?;
+        let payload_len = usize::from(reader.u16_le()?);
+        let hash = PageHash::from_bytes(reader.array()?);
         let Some(kind) = Kind::of_letter(kind).filter(|_| payload_len <= PAGE_BYTES) else {
             return Err("no page record".into());
         };
-        let payload = cursor.take(payload_len)?;
-        let covered = bytes.get(CHECK_BYTES..cursor.position()).unwrap_or_default();
+        let payload = reader.take(payload_len)?;
+        let covered = bytes.get(CHECK_BYTES..reader.position()).unwrap_or_default();
         if xxh3_64_with_seed(covered, place.0) != check {
             return Err("the checksum of the record does not match".into());
         }
@@ -393,11 +394,11 @@ pub struct Footer {
 /// Parses the last 64 bytes of a pack of `pack_len` bytes: `None` where they are no footer (the
 /// pack was not closed), a problem where they are one that cannot be right.
 pub fn parse_footer(bytes: &[u8], pack_len: u64) -> Option<Result<Footer, Problem>> {
-    let mut cursor = Cursor::new(bytes);
-    if cursor.array::<8>().ok()? != *FOOTER_MAGIC {
+    let mut reader = ByteReader::new(bytes);
+    if reader.array::<8>().ok()? != *FOOTER_MAGIC {
         return None;
     }
-    let (entries, records_end) = (cursor.u64_le().ok()?, cursor.u64_le().ok()?);
+    let (entries, records_end) = (reader.u64_le().ok()?, reader.u64_le().ok()?);
     let plausible = entries
         .checked_mul(ENTRY_BYTES as u64)
         .and_then(|len| len.checked_add(records_end))
@@ -421,12 +422,12 @@ pub fn decode_trailer(header: &[u8], tail: &[u8], footer: &Footer) -> Result<Vec
     if blake3::Hasher::new().update(header).update(covered).finalize().as_bytes() != hash {
         return Err("the checksum of its trailer does not match".into());
     }
-    let mut cursor = Cursor::new(covered);
+    let mut reader = ByteReader::new(covered);
     let mut entries =
         Vec::with_capacity((footer.entries as usize).min(covered.len() / ENTRY_BYTES));
     let mut least = PACK_HEADER_BYTES as u64;
     for _ in 0..footer.entries {
-        let entry = Entry { hash: PageHash::from_bytes(cursor.array()?), word: cursor.u64_le()? };
+        let entry = Entry { hash: PageHash::from_bytes(reader.array()?), word: reader.u64_le()? };
         let offset = entry.offset();
         if offset < least || offset >= footer.records_end || entry.known_kind().is_none() {
             return Err(format!("its trailer lists an impossible record at offset {offset}"));

@@ -14,8 +14,8 @@
 
 mod follow;
 
-use crate::backend::LockGuard;
-use crate::bytes::to_hex;
+use keyframe_locks::IgnorePoison;
+use keyframe_bytes::hex::to_hex;
 use crate::chain::{Chain, Changes, Plan};
 use crate::checkpoint::{self, DeviceSection};
 use crate::composed::PARTS;
@@ -28,12 +28,14 @@ use crate::pack_writer::{Input, Placed, PlacedBlock};
 use crate::page_map::PageMap;
 use crate::store::Inner;
 use crate::writer::{Session, Slot};
-use crate::{Error, IndexUse, Result, names};
+use crate::{Error, IndexUse, Result};
 use jiff::Timestamp;
+use keyframe_store_backend::LockGuard;
+use keyframe_store_backend::layout;
 use keyframe_units::{
     CheckpointId, Epoch, Page, PageIndex, PageRange, PageSet, RamLayout, ZERO_PAGE,
 };
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 /// What became of a page that was put.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -413,7 +415,7 @@ impl Run {
             return Err(Error::Broken { run: self.id() });
         }
         if let Some(tag) = request.tag {
-            names::check_tag(tag)?;
+            crate::tags::check_tag(tag)?;
         }
         if !request.ram.same_space(&self.ram) {
             return Err(Error::LayoutChanged { run: self.id(), epoch: self.epoch.0 });
@@ -561,7 +563,7 @@ impl Run {
             map_chain,
         };
         let file = checkpoint::encode(id, self.inner.config.id, &meta, &device)?;
-        let (map_name, name) = (names::map(id), names::checkpoint(CheckpointId(id)));
+        let (map_name, name) = (layout::map(id), layout::checkpoint(CheckpointId(id)));
         let written = self
             .inner
             .backend
@@ -611,6 +613,6 @@ impl Run {
 
 impl Drop for Run {
     fn drop(&mut self) {
-        *self.home.0.lock().unwrap_or_else(PoisonError::into_inner) = self.session.take();
+        *self.home.0.lock().ignore_poison() = self.session.take();
     }
 }

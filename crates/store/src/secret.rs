@@ -11,13 +11,13 @@
 //! nor in any `Debug` form; they leave memory cleared. What a foreign `store.json` asks of memory
 //! and time is bounded.
 
-use crate::bytes::{from_hex, to_hex};
-use crate::config::random;
+use keyframe_bytes::hex::{from_hex, to_hex};
 use crate::identity::HashKey;
 use crate::{Error, Result};
 use argon2::{Algorithm, Argon2, Params, Version};
 use chacha20poly1305::aead::{Aead, Payload};
 use chacha20poly1305::{KeyInit, XChaCha20Poly1305, XNonce};
+use keyframe_store_backend::{DataKey, random_bytes};
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
@@ -83,16 +83,6 @@ impl Secret {
     }
 }
 
-/// The key that encrypts the files of a store. Its `Debug` form does not show it.
-#[derive(Clone)]
-pub struct DataKey(pub Zeroizing<[u8; 32]>);
-
-impl std::fmt::Debug for DataKey {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("DataKey(secret)")
-    }
-}
-
 /// How the keys of a store are locked: a part of `store.json`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lock {
@@ -116,12 +106,12 @@ impl Lock {
     /// Locks the keys of the store that `identity` names.
     pub fn close(secret: &Secret, key: &HashKey, data: &DataKey, identity: &str) -> Result<Self> {
         secret.check()?;
-        let nonce: [u8; 24] = random()?;
+        let nonce: [u8; 24] = random_bytes()?;
         let mut lock = Self {
             cipher: CIPHER.into(),
             with: secret.kind(),
             argon2id: (secret.kind() == SecretKind::Passphrase).then_some(ARGON),
-            salt: to_hex(&random::<16>()?),
+            salt: to_hex(&random_bytes::<16>()?),
             nonce: to_hex(&nonce),
             keys: String::new(),
         };

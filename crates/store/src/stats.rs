@@ -7,7 +7,8 @@ pub use growth::{Added, Growth, Hour};
 pub use sharing::{ImageSharing, Sharing};
 
 use crate::store::Inner;
-use crate::{Breakdown, DiskCounts, Error, Result, Store, names};
+use crate::{Breakdown, DiskCounts, Error, Result, Store};
+use keyframe_store_backend::layout;
 use keyframe_units::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -94,13 +95,13 @@ impl Store {
         stats.disk_sectors = Breakdown::of(&disks);
         stats.runs = runs.len() as u64;
         let inner = self.inner();
-        stats.pack_bytes = inner.folder_bytes(names::PACKS)?;
-        stats.map_bytes = inner.folder_bytes(names::MAPS)?;
-        stats.checkpoint_file_bytes = inner.folder_bytes(names::CHECKPOINTS)?;
+        stats.pack_bytes = inner.folder_bytes(layout::PACKS)?;
+        stats.map_bytes = inner.folder_bytes(layout::MAPS)?;
+        stats.checkpoint_file_bytes = inner.folder_bytes(layout::CHECKPOINTS)?;
         stats.total_bytes = stats.pack_bytes
             + stats.map_bytes
             + stats.checkpoint_file_bytes
-            + inner.folder_bytes(names::TAGS)?;
+            + inner.folder_bytes(layout::TAGS)?;
         let ratio = |part: u64, whole: u64| (whole > 0).then(|| part as f64 / whole as f64);
         let nonzero_pages = stats.dirty_bytes / PAGE_BYTES as u64 - stats.zero_pages;
         stats.dedup_ratio = ratio(nonzero_pages, stats.stored_pages);
@@ -120,7 +121,7 @@ impl Inner {
                 // Gone since it was listed: a writer at work.
                 Err(e) if e.is_not_found() => {}
                 other => match other?.len_bytes() {
-                    // Encrypted, and damaged: how long it is cannot be told.
+                    // EncryptedBackend, and damaged: how long it is cannot be told.
                     Err(Error::Damaged { .. }) => {}
                     len => sum += len?,
                 },

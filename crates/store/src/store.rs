@@ -1,10 +1,10 @@
 //! An open store: names, lists and loads checkpoints. Readers need no lock.
 
-use crate::backend::{self, Backend, Encrypted};
-use crate::bytes::to_hex;
+use keyframe_bytes::hex::to_hex;
 use crate::checkpoint::{self, CHECKPOINT_BYTES_MAX, CheckpointFile};
-use crate::config::{Config, STORE_JSON, STORE_JSON_BYTES_MAX};
+use crate::config::{Config, STORE_JSON_BYTES_MAX};
 use crate::disk_map::DiskMap;
+use crate::files::StoreFiles;
 use crate::index::{Bond, Folder, MaskKey};
 use crate::map_run::{MAP_BYTES_MAX, MapRun};
 use crate::meta::{Meta, Sealed};
@@ -13,7 +13,10 @@ use crate::page_map::PageMap;
 use crate::prune::packs;
 use crate::secret::{Secret, SecretKind};
 use crate::writer::{Tuning, Writer};
-use crate::{Error, Loaded, Result, Unmapped, local, names};
+use crate::{Error, Loaded, Result, Unmapped, local};
+use keyframe_store_backend::layout;
+use keyframe_store_backend::layout::STORE_JSON;
+use keyframe_store_backend::{Backend, EncryptedBackend, is_remote};
 use keyframe_units::CheckpointId;
 use rustc_hash::FxHashMap;
 use std::collections::BTreeMap;
@@ -39,7 +42,7 @@ pub struct Store {
 /// What everything that belongs to one open store shares.
 #[derive(Debug)]
 pub(crate) struct Inner {
-    pub backend: Arc<dyn Backend>,
+    pub backend: StoreFiles,
     pub path: PathBuf,
     pub config: Config,
     /// Open packs.
@@ -50,10 +53,10 @@ impl Inner {
     /// Where the index of deduplication may be spilled: in the store's directory, or where this
     /// host keeps what belongs to it.
     pub fn index_folder(&self) -> Option<Folder> {
-        if !self.backend.stays() {
+        if !self.backend.is_persistent() {
             return None;
         }
-        let is_near = !backend::is_remote(&self.path) && self.config.encryption.is_none();
+        let is_near = !is_remote(&self.path) && self.config.encryption.is_none();
         let path = if is_near {
             std::path::absolute(&self.path).ok()?
         } else {
@@ -69,7 +72,7 @@ impl Inner {
     }
 
     /// The same store, written to another way; who closes a pack closes it for both.
-    pub fn on(&self, backend: Arc<dyn Backend>) -> Arc<Self> {
+    pub fn on(&self, backend: StoreFiles) -> Arc<Self> {
         let (path, config) = (self.path.clone(), self.config.clone());
         Arc::new(Self { backend, path, config, packs: Arc::clone(&self.packs) })
     }
@@ -87,7 +90,7 @@ impl Store {
     pub fn init_with(path: &Path, secret: Option<&Secret>) -> Result<Self> {
         // Refused before anything is made.
         let config = Config::fresh(secret)?;
-        Self::init_as(backend::create(path)?, path, config)
+        Self::init_as(keyframe_store_backend::create(path)?, path, config)
     }
 
     /// Opens a store for reading. Errors: [`Error::NoStore`], [`Error::Damaged`],
@@ -102,7 +105,7 @@ impl Store {
         path: &Path,
         ask: &dyn Fn(SecretKind) -> Result<Option<Secret>>,
     ) -> Result<Self> {
-        Self::open_on_with(backend::open(path)?, path, ask)
+        Self::open_on_with(keyframe_store_backend::open(path)?, path, ask)
     }
 
     /// Makes an empty store on any backend, which must be empty; `path` is what [`Store::path`]
@@ -134,9 +137,10 @@ impl Store {
     fn new(backend: Arc<dyn Backend>, path: &Path, config: Config) -> Self {
         let id = to_hex(&config.id.0).into();
         let backend: Arc<dyn Backend> = match &config.encryption {
-            Some(encryption) => Arc::new(Encrypted::new(backend, &encryption.data_key)),
+            Some(encryption) => Arc::new(EncryptedBackend::new(backend, &encryption.data_key)),
             None => backend,
         };
+        let backend = backend.into();
         let inner = Inner { backend, path: path.to_path_buf(), config, packs: Arc::default() };
         Self { inner: Arc::new(inner), id }
     }
@@ -152,7 +156,7 @@ impl Store {
 
     /// The same for other processes, which may have another working directory.
     pub fn absolute_path(&self) -> Result<PathBuf> {
-        if backend::is_remote(self.path()) {
+        if is_remote(self.path()) {
             return Ok(self.path().into());
         }
         let io = |source| Error::Io {
@@ -168,7 +172,7 @@ impl Store {
     /// of the user's, which is made.
     pub fn local_folder(&self) -> Result<PathBuf> {
         let place = self.absolute_path()?;
-        if backend::is_remote(&place) || self.is_encrypted() {
+        if is_remote(&place) || self.is_encrypted() {
             local::folder(self.id(), &place)
         } else {
             Ok(place)
@@ -187,7 +191,7 @@ impl Store {
 
     /// True where it is in object storage.
     pub fn is_remote(&self) -> bool {
-        backend::is_remote(self.path())
+        is_remote(self.path())
     }
 
     /// Bytes in packs that were not recompressed yet and that nobody writes to, as far as their
@@ -260,13 +264,13 @@ impl Store {
         let ids = self.inner.checkpoint_ids()?;
         let newest = ids.last().copied();
         let unknown = || Error::UnknownCheckpoint { name: name.into(), newest };
-        if name == names::LATEST {
+        if name == layout::LATEST {
             return newest.ok_or_else(unknown);
         }
         let is_number = !name.is_empty() && name.bytes().all(|c| c.is_ascii_digit());
         let id = if is_number {
             name.parse().ok().map(CheckpointId)
-        } else if names::is_tag(name) {
+        } else if layout::is_tag(name) {
             self.inner.read_tag(name)?
         } else {
             None
@@ -276,7 +280,7 @@ impl Store {
             Ok(_) => Ok(id),
             Err(_) if is_number => Err(unknown()),
             Err(_) => Err(Error::damaged(
-                self.inner.backend.describe(&names::tag(name)),
+                self.inner.backend.describe(&layout::tag(name)),
                 format!("it points to checkpoint {id}, which is not in the store"),
             )),
         }
@@ -315,7 +319,7 @@ fn store_json(backend: &dyn Backend, path: &Path) -> Result<(Vec<u8>, String)> {
             Some(ErrorKind::NotFound | ErrorKind::NotADirectory) => {
                 Error::NoStore { object: path.display().to_string() }
             }
-            _ => error,
+            _ => error.into(),
         })?;
     Ok((bytes, backend.describe(STORE_JSON)))
 }
@@ -339,9 +343,9 @@ pub struct Listing {
 impl Inner {
     /// The numbers of the sealed checkpoints, rising.
     pub fn checkpoint_ids(&self) -> Result<Vec<CheckpointId>> {
-        let files = self.backend.list(names::CHECKPOINTS)?;
+        let files = self.backend.list(layout::CHECKPOINTS)?;
         let mut ids: Vec<CheckpointId> =
-            files.iter().filter_map(|f| names::parse_checkpoint(f)).collect();
+            files.iter().filter_map(|f| layout::parse_checkpoint(f)).collect();
         ids.sort_unstable();
         Ok(ids)
     }
@@ -359,7 +363,7 @@ impl Inner {
 
     /// Its file, and how errors call that.
     fn checkpoint_bytes(&self, id: CheckpointId) -> Result<(Vec<u8>, String)> {
-        let name = names::checkpoint(id);
+        let name = layout::checkpoint(id);
         match self.backend.read(&name, CHECKPOINT_BYTES_MAX) {
             Err(e) if e.is_not_found() => {
                 let newest = self.checkpoint_ids()?.last().copied();
@@ -394,7 +398,7 @@ impl Inner {
     }
 
     pub fn read_map(&self, id: u64) -> Result<MapRun> {
-        let name = names::map(id);
+        let name = layout::map(id);
         let object = self.backend.describe(&name);
         let bytes = self.backend.read(&name, MAP_BYTES_MAX).map_err(|e| {
             if e.is_not_found() { Error::damaged(&object, "the map is missing") } else { e }
@@ -413,7 +417,7 @@ impl Inner {
                 && to_hex(&run.header.run) == meta.run
                 && Some(run.header.space_pages) == meta.space_pages();
             if !fits {
-                let object = self.backend.describe(&names::map(*id));
+                let object = self.backend.describe(&layout::map(*id));
                 return Err(Error::damaged(
                     object,
                     "it does not belong where a checkpoint's chain has it",

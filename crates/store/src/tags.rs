@@ -11,10 +11,11 @@
 //! tag back where it is not; who forgets removes tags before the checkpoint. Tags need no lock:
 //! each is put whole.
 
-use crate::bytes::to_hex;
+use keyframe_bytes::hex::to_hex;
 use crate::config::StoreId;
 use crate::store::Inner;
-use crate::{Error, Result, Sealed, Store, names};
+use crate::{Error, Result, Sealed, Store};
+use keyframe_store_backend::layout;
 use keyframe_units::CheckpointId;
 use std::collections::BTreeMap;
 
@@ -34,7 +35,7 @@ pub fn decode(store: StoreId, tag: &str, bytes: &[u8]) -> Option<CheckpointId> {
 impl Inner {
     /// The checkpoint that a tag points to; `None` where there is no such tag.
     pub fn read_tag(&self, tag: &str) -> Result<Option<CheckpointId>> {
-        let name = names::tag(tag);
+        let name = layout::tag(tag);
         match self.backend.read(&name, TAG_BYTES_MAX) {
             Err(e) if e.is_not_found() => Ok(None),
             Err(e) => Err(e),
@@ -47,8 +48,8 @@ impl Inner {
     /// Names of all tags, readable or not. Files with other names than tags can have are left
     /// alone.
     pub fn tag_names(&self) -> Result<Vec<String>> {
-        let listed = self.backend.list(names::TAGS)?;
-        Ok(listed.into_iter().filter(|name| names::is_tag(name)).collect())
+        let listed = self.backend.list(layout::TAGS)?;
+        Ok(listed.into_iter().filter(|name| layout::is_tag(name)).collect())
     }
 
     /// All tags.
@@ -64,7 +65,7 @@ impl Inner {
 
     /// Points a tag to a checkpoint, which must be there.
     pub fn write_tag(&self, tag: &str, id: CheckpointId) -> Result<()> {
-        self.backend.put(&names::tag(tag), encode(self.config.id, tag, id).as_bytes())
+        self.backend.put(&layout::tag(tag), encode(self.config.id, tag, id).as_bytes())
     }
 }
 
@@ -74,7 +75,7 @@ impl Store {
     ///
     /// Errors: [`Error::InvalidTag`], [`Error::UnknownCheckpoint`].
     pub fn set_tag(&self, tag: &str, id: CheckpointId) -> Result<Option<CheckpointId>> {
-        names::check_tag(tag)?;
+        check_tag(tag)?;
         // A damaged tag can be set anew.
         let before = self.inner().read_tag(tag).unwrap_or_default();
         self.point(tag, id)?;
@@ -85,28 +86,28 @@ impl Store {
     ///
     /// Error: [`Error::UnknownTag`].
     pub fn remove_tag(&self, tag: &str) -> Result<Option<CheckpointId>> {
-        names::check_tag(tag)?;
+        check_tag(tag)?;
         let before = match self.inner().read_tag(tag) {
             Ok(None) => return Err(Error::UnknownTag { tag: tag.into() }),
             Ok(before) => before,
             Err(Error::Damaged { .. }) => None,
             Err(error) => return Err(error),
         };
-        self.inner().backend.remove(&names::tag(tag))?;
+        self.inner().backend.remove(&layout::tag(tag))?;
         Ok(before)
     }
 
     /// Keeps a checkpoint whatever rules say, until it is unpinned.
     pub fn pin(&self, id: CheckpointId) -> Result<()> {
-        self.point(&names::pin(id), id)
+        self.point(&layout::pin(id), id)
     }
 
     /// Takes a pin away; false where there was none.
     pub fn unpin(&self, id: CheckpointId) -> Result<bool> {
-        let tag = names::pin(id);
+        let tag = layout::pin(id);
         // A damaged one too.
         let was = !matches!(self.inner().read_tag(&tag), Ok(None));
-        self.inner().backend.remove(&names::tag(&tag))?;
+        self.inner().backend.remove(&layout::tag(&tag))?;
         Ok(was)
     }
 
@@ -121,7 +122,7 @@ impl Store {
         // Forgotten in this moment.
         let ids = inner.checkpoint_ids()?;
         if ids.binary_search(&id).is_err() {
-            inner.backend.remove(&names::tag(tag))?;
+            inner.backend.remove(&layout::tag(tag))?;
             return Err(unknown(ids.last().copied()));
         }
         Ok(())
@@ -131,19 +132,29 @@ impl Store {
 impl Sealed {
     /// No rule takes it.
     pub fn is_pinned(&self) -> bool {
-        self.tags.contains(&names::pin(self.id))
+        self.tags.contains(&layout::pin(self.id))
     }
 
     /// Of all tags of checkpoint `id`: those that the user gave, and whether it is pinned.
     pub fn split_tags(id: CheckpointId, tags: &[String]) -> (Vec<String>, bool) {
-        let pin = names::pin(id);
+        let pin = layout::pin(id);
         (tags.iter().filter(|tag| **tag != pin).cloned().collect(), tags.contains(&pin))
     }
 
     /// The tags that the user gave.
     pub fn names(&self) -> impl Iterator<Item = &String> {
-        let pin = names::pin(self.id);
+        let pin = layout::pin(self.id);
         self.tags.iter().filter(move |tag| **tag != pin)
+    }
+}
+
+/// Refuses what a user cannot choose as a tag ([`Error::InvalidTag`]): 1 to 64 letters, digits,
+/// dots, dashes or underscores, not digits or dots alone, not `latest`, not beginning with `pin.`.
+pub fn check_tag(text: &str) -> Result<()> {
+    if layout::is_tag(text) && !text.starts_with(layout::PIN_PREFIX) {
+        Ok(())
+    } else {
+        Err(Error::InvalidTag { tag: text.into() })
     }
 }
 

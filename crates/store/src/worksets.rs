@@ -13,10 +13,12 @@
 //!
 //! Where none was recorded, the pages written until the next checkpoint of the run stand for it.
 
-use crate::bytes::{Cursor, apply_zigzag, put_varint, zigzag_delta};
+use keyframe_bytes::ByteReader;
+use keyframe_bytes::varint::{apply_zigzag, put_varint, zigzag_delta};
 use crate::config::StoreId;
 use crate::store::Inner;
-use crate::{Loaded, Result, envelope, names};
+use crate::{Loaded, Result, envelope};
+use keyframe_store_backend::layout;
 use keyframe_units::{CheckpointId, PageIndex};
 
 const MAGIC: envelope::Magic = *b"KFWSET\r\n";
@@ -48,18 +50,18 @@ pub fn decode(
     id: CheckpointId,
     space_pages: u64,
 ) -> Option<Vec<PageIndex>> {
-    let mut cursor = Cursor::new(envelope::open(bytes, MAGIC, "").ok()?);
-    let fits = cursor.u64_le().ok()? == id.0
-        && cursor.array::<16>().ok()? == store.0
-        && cursor.u64_le().ok()? == space_pages;
-    let count = cursor.u64_le().ok().filter(|count| fits && *count <= PAGES_MAX as u64)?;
+    let mut reader = ByteReader::new(envelope::open(bytes, MAGIC, "").ok()?);
+    let fits = reader.u64_le().ok()? == id.0
+        && reader.array::<16>().ok()? == store.0
+        && reader.u64_le().ok()? == space_pages;
+    let count = reader.u64_le().ok().filter(|count| fits && *count <= PAGES_MAX as u64)?;
     let mut pages = Vec::new();
     let mut previous = 0;
     for _ in 0..count {
-        previous = apply_zigzag(previous, cursor.varint().ok()?);
+        previous = apply_zigzag(previous, reader.varint().ok()?);
         pages.push(PageIndex(previous));
     }
-    let sound = cursor.is_empty() && pages.iter().all(|page| page.0 < space_pages);
+    let sound = reader.is_empty() && pages.iter().all(|page| page.0 < space_pages);
     sound.then_some(pages)
 }
 
@@ -73,7 +75,7 @@ impl Loaded {
 
     /// The recorded working set.
     pub fn working_set(&self) -> Option<Vec<PageIndex>> {
-        let bytes = self.inner.backend.read(&names::workset(self.id), BYTES_MAX).ok()?;
+        let bytes = self.inner.backend.read(&layout::workset(self.id), BYTES_MAX).ok()?;
         decode(&bytes, self.inner.config.id, self.id, self.meta.ram.len_pages())
     }
 
@@ -89,7 +91,7 @@ impl Loaded {
             return Ok(());
         }
         let file = encode(self.inner.config.id, self.id, space_pages, &pages);
-        self.inner.backend.put(&names::workset(self.id), &file)
+        self.inner.backend.put(&layout::workset(self.id), &file)
     }
 }
 

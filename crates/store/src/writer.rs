@@ -8,18 +8,21 @@
 //! The session (index, open pack, next number) is with the writer, or lent to the one open run. A
 //! run owns what it needs and may move to another thread; tags can be set meanwhile.
 
-use crate::backend::LockGuard;
-use crate::config::{now, random};
+use keyframe_locks::IgnorePoison;
+use crate::config::now;
 use crate::disks::{self, DiskCounts, DiskMeta};
 use crate::durability::{Durability, Syncs, TornCheckpoint};
 use crate::pack_writer::PackWriter;
 use crate::prune::moves::Moves;
 use crate::run::{DiskState, Run};
 use crate::store::Inner;
-use crate::{Error, IndexUse, Result, names};
+use crate::{Error, IndexUse, Result};
+use keyframe_store_backend::LockGuard;
+use keyframe_store_backend::layout;
+use keyframe_store_backend::random_bytes;
 use keyframe_units::{CheckpointId, RamLayout};
 use serde::{Deserialize, Serialize};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// The most pages that a run can have: 16 TiB of RAM.
 const SPACE_PAGES_MAX: u64 = 1 << 32;
@@ -110,7 +113,7 @@ impl Writer {
         let lock = inner.backend.lock(&holder(owner)).map_err(named)?;
         let torn = inner.settle()?;
         let doubt = inner.in_doubt()?;
-        let (inner, tuning) = match inner.backend.relaxed() {
+        let (inner, tuning) = match inner.backend.without_syncs() {
             Some(relaxed) if tuning.durability != Durability::Checkpoint => {
                 (inner.on(relaxed), tuning)
             }
@@ -128,7 +131,7 @@ impl Writer {
         if let Some(newest) = newest {
             // Its writer may have died between the rename and the sync of the directory: what is
             // seen as sealed stays.
-            inner.backend.sync(&names::checkpoint(newest))?;
+            inner.backend.sync(&layout::checkpoint(newest))?;
         }
         let syncs = Syncs::of(tuning.durability);
         let next_checkpoint = newest_map.max(newest.map(|id| id.0)).unwrap_or(0) + 1;
@@ -169,7 +172,7 @@ impl Writer {
 
     /// What its index of deduplication holds; none while a run is open.
     pub fn index_use(&self) -> Option<IndexUse> {
-        let session = self.slot.lock().unwrap_or_else(PoisonError::into_inner);
+        let session = self.slot.lock().ignore_poison();
         session.as_ref().map(|session| session.packs.index_use())
     }
 
@@ -198,8 +201,8 @@ impl Writer {
         if disks::space_pages(space_pages, &disks).is_none() {
             return Err(Error::DisksTooLarge);
         }
-        let id = random()?;
-        let session = self.slot.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let id = random_bytes()?;
+        let session = self.slot.lock().ignore_poison().take();
         let mut session = session.ok_or(Error::RunOpen)?;
         session.packs.begin_run(disks.iter().any(|disk| !disk.left_out));
         let home = (self.slot.clone(), self.lock.clone());
@@ -216,7 +219,7 @@ impl Writer {
 
     /// Points a tag, new or old, to a checkpoint. Also while a run is open.
     pub fn set_tag(&mut self, tag: &str, id: CheckpointId) -> Result<()> {
-        names::check_tag(tag)?;
+        crate::tags::check_tag(tag)?;
         let ids = self.inner.checkpoint_ids()?;
         if ids.binary_search(&id).is_err() {
             return Err(Error::UnknownCheckpoint {
@@ -230,7 +233,7 @@ impl Writer {
 
 impl Drop for Writer {
     fn drop(&mut self) {
-        let is_idle = self.slot.lock().unwrap_or_else(PoisonError::into_inner).is_some();
+        let is_idle = self.slot.lock().ignore_poison().is_some();
         if is_idle && self.tuning.durability != Durability::Checkpoint {
             // Where this fails, the next writer does it.
             let _ = self.inner.sync_and_unmark();
@@ -245,8 +248,8 @@ impl Inner {
     }
 
     /// Who writes to the store now, if somebody does, for messages.
-    pub(crate) fn holder(&self) -> Result<Option<String>> {
-        Ok(self.backend.holder()?.map(|text| describe_holder(&text)))
+    pub(crate) fn lock_holder(&self) -> Result<Option<String>> {
+        Ok(self.backend.lock_holder()?.map(|text| describe_holder(&text)))
     }
 }
 

@@ -13,13 +13,15 @@ mod packs;
 mod quarantine;
 mod repair;
 
-use crate::bytes::to_hex;
-use crate::config::{Config, STORE_JSON, STORE_JSON_BYTES_MAX};
+use keyframe_bytes::hex::to_hex;
+use crate::config::{Config, STORE_JSON_BYTES_MAX};
 use crate::identity::PageRef;
 use crate::meta::Meta;
 use crate::prune::packs::numbers;
 use crate::store::Inner;
-use crate::{Error, Result, Store, names};
+use crate::{Error, Result, Store};
+use keyframe_store_backend::layout;
+use keyframe_store_backend::layout::STORE_JSON;
 use keyframe_units::CheckpointId;
 use packs::{PackBounds, check_pack};
 pub use repair::{Lost, RepairReport, SetAside};
@@ -149,7 +151,7 @@ impl Inner {
     /// What a prune can remove.
     fn removable(&self) -> Result<BTreeSet<String>> {
         let mut names = BTreeSet::new();
-        for folder in [names::CHECKPOINTS, names::MAPS, names::PACKS] {
+        for folder in [layout::CHECKPOINTS, layout::MAPS, layout::PACKS] {
             names.extend(self.backend.list(folder)?);
         }
         Ok(names)
@@ -195,7 +197,7 @@ impl Check<'_> {
     }
 
     fn measure(&mut self) -> Result<()> {
-        for folder in [names::CHECKPOINTS, names::MAPS, names::PACKS] {
+        for folder in [layout::CHECKPOINTS, layout::MAPS, layout::PACKS] {
             for file in self.inner.backend.list(folder)? {
                 self.flow.total_bytes += self.len_of(&format!("{folder}/{file}"));
             }
@@ -223,7 +225,7 @@ impl Check<'_> {
 
     fn checkpoints(&mut self, ids: &[CheckpointId]) {
         for id in ids {
-            let name = names::checkpoint(*id);
+            let name = layout::checkpoint(*id);
             self.report.checkpoints += 1;
             match self.inner.read_checkpoint(*id) {
                 Ok(file) => {
@@ -243,8 +245,8 @@ impl Check<'_> {
     /// Every map there is or should be.
     fn maps(&mut self) -> Result<()> {
         let mut users = BTreeMap::<u64, Vec<CheckpointId>>::new();
-        for file in self.inner.backend.list(names::MAPS)? {
-            users.extend(names::parse_map(&file).map(|id| (id, Vec::new())));
+        for file in self.inner.backend.list(layout::MAPS)? {
+            users.extend(layout::parse_map(&file).map(|id| (id, Vec::new())));
         }
         for (id, meta) in &self.metas {
             for map in &meta.map_chain {
@@ -252,7 +254,7 @@ impl Check<'_> {
             }
         }
         for (id, users) in users {
-            let name = names::map(id);
+            let name = layout::map(id);
             self.report.maps += 1;
             match self.inner.read_map(id) {
                 Err(error) => {
@@ -309,7 +311,7 @@ impl Check<'_> {
         numbers.extend(self.wanted.keys());
         let mut bad = Vec::new();
         for number in numbers {
-            let name = names::pack(number);
+            let name = layout::pack(number);
             self.report.packs += 1;
             let wanted = self.wanted.remove(&number).unwrap_or_default();
             let flow = &mut self.flow;
@@ -385,9 +387,9 @@ impl Check<'_> {
     }
 
     fn tags(&mut self, ids: &[CheckpointId]) -> Result<()> {
-        for tag in self.inner.backend.list(names::TAGS)? {
-            let name = names::tag(&tag);
-            if !names::is_tag(&tag) {
+        for tag in self.inner.backend.list(layout::TAGS)? {
+            let name = layout::tag(&tag);
+            if !layout::is_tag(&tag) {
                 self.report.notes.push(format!("{name}: not a file of the store"));
                 continue;
             }
@@ -414,10 +416,10 @@ impl Check<'_> {
     }
 
     fn leftovers(&mut self) -> Result<()> {
-        self.strangers(names::PACKS, |file| names::parse_pack(file).is_some())?;
-        self.strangers(names::MAPS, |file| names::parse_map(file).is_some())?;
-        self.strangers(names::CHECKPOINTS, |file| names::parse_checkpoint(file).is_some())?;
-        for file in self.inner.backend.list(names::TMP)? {
+        self.strangers(layout::PACKS, |file| layout::parse_pack(file).is_some())?;
+        self.strangers(layout::MAPS, |file| layout::parse_map(file).is_some())?;
+        self.strangers(layout::CHECKPOINTS, |file| layout::parse_checkpoint(file).is_some())?;
+        for file in self.inner.backend.list(layout::TMP)? {
             self.report.notes.push(format!("tmp/{file}: unfinished, removed by the next writer"));
         }
         Ok(())

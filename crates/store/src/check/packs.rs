@@ -2,10 +2,10 @@
 
 use crate::Error;
 use crate::identity::PageRef;
-use crate::names;
 use crate::pack_file::{Ending, PackFile};
 use crate::record::Entry;
 use crate::store::Inner;
+use keyframe_store_backend::layout;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Bad records next to each other, with one problem.
@@ -45,7 +45,7 @@ pub fn check_pack(
     tell: &mut dyn FnMut(u64),
 ) -> Findings {
     let mut findings = Findings::default();
-    let name = names::pack(number);
+    let name = layout::pack(number);
     let looked = PackFile::open(inner, number).and_then(|pack| {
         let len_bytes = pack.file.len_bytes()?;
         let ending = pack.ending(len_bytes);

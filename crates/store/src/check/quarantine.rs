@@ -27,7 +27,7 @@ const NAMES_MAX: u32 = 1000;
 impl Inner {
     /// Sets the file `name` aside; returns where it is now, or `None` where there is none.
     pub fn set_aside(&self, name: &str) -> Result<Option<String>> {
-        let place = self.backend.below().unwrap_or_else(|| self.backend.clone());
+        let place = self.backend.ciphertext().unwrap_or_else(|| self.backend.clone());
         let file = match place.open(name) {
             Err(e) if e.is_not_found() => return Ok(None),
             other => other?,
@@ -41,7 +41,7 @@ impl Inner {
         let (mut found, mut taken) = (None, None);
         for to in std::iter::once(first.clone()).chain(names) {
             match place.create(&to) {
-                Err(e) if e.already_exists() => taken = Some(e),
+                Err(e) if e.is_already_exists() => taken = Some(e),
                 other => {
                     found = Some((other?, to));
                     break;

@@ -23,8 +23,9 @@
 //! Left out: `store.json`, whose key is nowhere else; overlays of disks; working sets, which are
 //! advice.
 
+use keyframe_locks::IgnorePoison;
 use super::{CheckOptions, CheckProgress, CheckReport};
-use crate::backend::LockGuard;
+use crate::files::OpenFile;
 use crate::identity::{PageHash, PageRef};
 use crate::pack_file::{Ending, PackFile};
 use crate::prune::{Copier, Live, Moves, Shape, packs, rewrite_maps};
@@ -35,7 +36,9 @@ use crate::record::{
 };
 use crate::store::Inner;
 use crate::writer::{Tuning, Writer};
-use crate::{Error, Result, Store, names};
+use crate::{Error, Result, Store};
+use keyframe_store_backend::LockGuard;
+use keyframe_store_backend::layout;
 use keyframe_units::{CheckpointId, Page, ZERO_PAGE};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -142,11 +145,11 @@ impl Repair<'_> {
             let mut tags = Vec::new();
             for tag in self.inner.tag_names()? {
                 if self.inner.read_tag(&tag).is_ok_and(|to| to == Some(id)) {
-                    self.set_aside(&names::tag(&tag), &format!("checkpoint {id} is lost"))?;
+                    self.set_aside(&layout::tag(&tag), &format!("checkpoint {id} is lost"))?;
                     tags.push(tag);
                 }
             }
-            self.set_aside(&names::checkpoint(id), &problem)?;
+            self.set_aside(&layout::checkpoint(id), &problem)?;
             self.report.lost.push(Lost { id, tags, problem });
         }
         Ok(())
@@ -170,7 +173,7 @@ impl Repair<'_> {
         self.lose(lost)?;
         for id in self.inner.map_ids()? {
             if let Err(error) = self.inner.read_map(id) {
-                self.set_aside(&names::map(id), &damage(error)?)?;
+                self.set_aside(&layout::map(id), &damage(error)?)?;
             }
         }
         Ok(())
@@ -187,7 +190,7 @@ impl Repair<'_> {
                 Ok(_) => continue,
                 Err(error) => damage(error)?,
             };
-            self.set_aside(&names::tag(&tag), &problem)?;
+            self.set_aside(&layout::tag(&tag), &problem)?;
         }
         Ok(())
     }
@@ -239,14 +242,14 @@ impl Repair<'_> {
         rewrite_maps(self.inner, &Live::find(self.inner)?, &moves, &|_| true)?;
         // Those, too, that a repair which died has put anew, before what their former selves named
         // goes.
-        self.inner.backend.remove_all(names::MAPS, &[])?;
+        self.inner.backend.remove_all(layout::MAPS, &[])?;
         let newest = packs::numbers(self.inner)?.last().copied();
         if newest.is_some_and(|newest| moves.victims.contains(&newest)) {
             copier.reserve()?;
         }
         self.inner.forget_open_packs();
         for (number, problem) in damaged {
-            self.set_aside(&names::pack(number), &problem)?;
+            self.set_aside(&layout::pack(number), &problem)?;
         }
         Ok(())
     }
@@ -265,7 +268,7 @@ impl Repair<'_> {
         }
         let mut damaged = BTreeMap::new();
         for number in numbers {
-            let object = self.inner.backend.describe(&names::pack(number));
+            let object = self.inner.backend.describe(&layout::pack(number));
             // As the checks name them: the file, or a place in it.
             let is_of = |of: &str| {
                 of.strip_prefix(&object)
@@ -290,7 +293,7 @@ impl Repair<'_> {
             let shown =
                 ram.iter().map(|(_, to)| to).chain(disks.records()).find(|to| lost.contains(to));
             if let Some(to) = shown {
-                let pack = self.inner.backend.describe(&names::pack(to.pack()));
+                let pack = self.inner.backend.describe(&layout::pack(to.pack()));
                 hurt.insert(
                     id,
                     format!("the record in {pack} at offset {} is damaged", to.offset()),
@@ -351,7 +354,7 @@ impl Twins {
         let mut twins = Self { possible: BTreeMap::new(), places: BTreeMap::new() };
         for of_pack in bad.chunk_by(|a, b| a.pack() == b.pack()) {
             let Some(number) = of_pack.first().map(|place| place.pack()) else { continue };
-            let shape = if inner.len_of(&names::pack(number)) > 0 {
+            let shape = if inner.len_of(&layout::pack(number)) > 0 {
                 Shape::of(inner, number)?
             } else {
                 None
@@ -400,7 +403,7 @@ impl Twins {
 /// Writes headers and trailers of packs anew where the records tell them.
 fn fix_packs(inner: &Inner, rebuilt: &mut Vec<String>) -> Result<()> {
     for number in packs::numbers(inner)? {
-        let name = names::pack(number);
+        let name = layout::pack(number);
         if inner.len_of(&name) > REBUILT_BYTES_MAX {
             continue;
         }
@@ -495,26 +498,9 @@ fn with_dense_header(inner: &Inner, number: u32, mut bytes: Vec<u8>) -> Option<V
 }
 
 fn is_closed(number: u32, bytes: &[u8], header: [u8; PACK_HEADER_BYTES]) -> bool {
-    let file = Arc::new(Bytes(bytes.to_vec()));
+    let file = OpenFile::of_bytes(bytes.to_vec());
     let pack = PackFile::of(number, String::new(), file, header, PACK_HEADER_BYTES as u64);
     matches!(pack.ending(bytes.len() as u64), Ending::Closed { .. })
-}
-
-/// A file in memory.
-#[derive(Debug)]
-struct Bytes(Vec<u8>);
-
-impl crate::backend::Readable for Bytes {
-    fn len_bytes(&self) -> Result<u64> {
-        Ok(self.0.len() as u64)
-    }
-
-    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
-        let from = usize::try_from(offset).unwrap_or(usize::MAX);
-        let held = self.0.get(from..).and_then(|rest| rest.get(..buffer.len()));
-        buffer.copy_from_slice(held.ok_or_else(|| Error::damaged("a pack", "it ends before"))?);
-        Ok(())
-    }
 }
 
 /// The highest number of a checkpoint or a map.
@@ -527,6 +513,6 @@ fn newest_number(inner: &Inner) -> Result<u64> {
 impl Inner {
     /// Packs that were replaced are opened anew.
     fn forget_open_packs(&self) {
-        self.packs.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clear();
+        self.packs.lock().ignore_poison().clear();
     }
 }

@@ -9,7 +9,7 @@
 //! removed.
 
 use super::spill::{Bond, Seal, Spill, SpillWriter, TEMPORARY, memory_bytes};
-use crate::bytes::to_hex;
+use keyframe_bytes::hex::to_hex;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -64,7 +64,7 @@ impl Folder {
         writer: SpillWriter,
         packs: Vec<(u32, Seal)>,
     ) -> io::Result<(PathBuf, Spill)> {
-        let name: [u8; 16] = crate::config::random().map_err(io::Error::other)?;
+        let name: [u8; 16] = keyframe_store_backend::random_bytes().map_err(io::Error::other)?;
         let path = self.path.join(to_hex(&name) + SUFFIX);
         let spill = writer.finish(&path, packs)?;
         Ok((path, spill))

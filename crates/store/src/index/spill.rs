@@ -267,7 +267,7 @@ impl SpillWriter {
         use std::os::unix::fs::DirBuilderExt;
         std::fs::DirBuilder::new().mode(0o700).recursive(true).create(folder)?;
         let file = tempfile::Builder::new().prefix(TEMPORARY).tempfile_in(folder)?;
-        let salt = crate::config::random().map_err(io::Error::other)?;
+        let salt = keyframe_store_backend::random_bytes().map_err(io::Error::other)?;
         let mut out = BufWriter::with_capacity(READ_AHEAD_BYTES, file);
         out.write_all(&encode_header(bond.store, salt))?;
         Ok(Self {

@@ -5,8 +5,8 @@
 
 use super::spill::BUCKET_BYTES;
 use super::*;
-use crate::backend::faulty::Chance;
 use crate::identity::HashKey;
+use keyframe_store_backend::testing::SeededRandom;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 const STORE: [u8; 16] = [3; 16];
@@ -30,7 +30,7 @@ struct Subject {
     _dir: tempfile::TempDir,
     folder: Folder,
     index: Index,
-    chance: Chance,
+    chance: SeededRandom,
     /// Closed packs, and the one that is being written.
     packs: BTreeMap<u32, Vec<Entry>>,
     open: u32,
@@ -62,7 +62,7 @@ impl Subject {
             _dir: dir,
             folder,
             index,
-            chance: Chance(seed),
+            chance: SeededRandom(seed),
             packs,
             open: 1,
             model: HashMap::new(),

@@ -25,7 +25,8 @@ use crate::pack_file::Content;
 use crate::prune::packs::{self, Shape};
 use crate::record::Entry;
 use crate::store::Inner;
-use crate::{Error, Result, names};
+use crate::{Error, Result};
+use keyframe_store_backend::layout;
 use keyframe_units::{CheckpointId, PageIndex, PageRange, ZERO_PAGE};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -256,7 +257,7 @@ impl Live {
         for (id, node) in self.nodes.iter().rev().filter(|(id, _)| read.contains(id)) {
             let run = inner.read_map(*id)?;
             if run.header.parent != node.parent || run.header.space_pages < node.ram_pages {
-                let object = inner.backend.describe(&names::map(*id));
+                let object = inner.backend.describe(&layout::map(*id));
                 return Err(Error::damaged(
                     object,
                     "it does not belong where a checkpoint's chain has it",
@@ -303,7 +304,7 @@ impl Inner {
         let mut page = ZERO_PAGE;
         for of_pack in wanted.chunk_by(|a, b| a.pack() == b.pack()) {
             let number = of_pack.first().map_or(0, |of| of.pack());
-            let object = self.backend.describe(&names::pack(number));
+            let object = self.backend.describe(&layout::pack(number));
             let places: Vec<(PageRef, ())> = of_pack.iter().map(|of| (*of, ())).collect();
             self.pack(number)?.read_records(&places, &mut Vec::new(), &mut |at, (), content| {
                 if let Content::Derived(record) = content {

@@ -27,7 +27,8 @@ mod rewrite;
 use crate::identity::PageRef;
 use crate::store::Inner;
 use crate::writer::Tuning;
-use crate::{Result, Store, names};
+use crate::{Result, Store};
+use keyframe_store_backend::layout;
 use keyframe_units::CheckpointId;
 pub(crate) use live::{Known, Live};
 pub(crate) use moves::Moves;
@@ -208,7 +209,7 @@ impl Prune<'_> {
 
     fn size(&self) -> Result<u64> {
         let folder = |folder| self.inner.folder_bytes(folder);
-        Ok(folder(names::PACKS)? + folder(names::MAPS)?)
+        Ok(folder(layout::PACKS)? + folder(layout::MAPS)?)
     }
 
     fn plan(&mut self) -> Result<Plan> {
@@ -217,7 +218,7 @@ impl Prune<'_> {
         // hand that ends in between is sealed by then, or never.
         let maps = self.inner.map_ids()?;
         let numbers = packs::numbers(self.inner)?;
-        let at_work = self.inner.holder()?.is_some();
+        let at_work = self.inner.lock_holder()?.is_some();
         let mut live = Live::find(self.inner)?;
         let newest = live.ids.last().map_or(0, |id| id.0);
         let dead = |id: &u64| !live.has_map(*id) && (!at_work || *id < newest);
@@ -235,7 +236,7 @@ impl Prune<'_> {
         self.known.packs = numbers.into_iter().collect();
         let mut victims = packs::choose(&packs, self.options.max_unused);
         victims.extend(packs::to_recompress(&packs, &victims, self.options.recompress_bytes));
-        let maps_bytes = maps.iter().map(|id| self.inner.len_of(&names::map(*id))).sum();
+        let maps_bytes = maps.iter().map(|id| self.inner.len_of(&layout::map(*id))).sum();
         Ok(Plan { maps, maps_bytes, emptied_map, worksets, packs, victims })
     }
 
@@ -259,7 +260,7 @@ impl Prune<'_> {
                 Some(shape) => {
                     let mut usage = shape.usage(wanted);
                     if usage.untouchable {
-                        let object = self.inner.backend.describe(&names::pack(*number));
+                        let object = self.inner.backend.describe(&layout::pack(*number));
                         self.report
                             .damaged
                             .push(format!("{object}: lacks records that checkpoints need"));
@@ -270,7 +271,7 @@ impl Prune<'_> {
                 // No header: begun by a writer that died.
                 None => Usage {
                     number: *number,
-                    len_bytes: self.inner.len_of(&names::pack(*number)),
+                    len_bytes: self.inner.len_of(&layout::pack(*number)),
                     live_bytes: 0,
                     live_records: 0,
                     head_bytes: 0,
@@ -283,12 +284,12 @@ impl Prune<'_> {
         }
         // Not one that a writer has begun since.
         let is_lost = |number: &u32| {
-            numbers.binary_search(number).is_err() && self.inner.len_of(&names::pack(*number)) == 0
+            numbers.binary_search(number).is_err() && self.inner.len_of(&layout::pack(*number)) == 0
         };
         let lost = live
             .packs()
             .filter(is_lost)
-            .map(|number| format!("{}: is missing", names::pack(number)));
+            .map(|number| format!("{}: is missing", layout::pack(number)));
         self.report.damaged.extend(lost);
         Ok(packs)
     }
@@ -333,11 +334,11 @@ impl Prune<'_> {
         }
         // Also where none goes: this makes durable what a prune that died has put anew, on whose
         // word packs go below.
-        let map_names: Vec<String> = plan.maps.iter().map(|id| names::map(*id)).collect();
-        self.inner.backend.remove_all(names::MAPS, &map_names)?;
+        let map_names: Vec<String> = plan.maps.iter().map(|id| layout::map(*id)).collect();
+        self.inner.backend.remove_all(layout::MAPS, &map_names)?;
         self.report.removed_maps = map_names.len() as u64;
-        let worksets: Vec<String> = plan.worksets.iter().map(|id| names::workset(*id)).collect();
-        self.inner.backend.remove_all(names::WORKSETS, &worksets)?;
+        let worksets: Vec<String> = plan.worksets.iter().map(|id| layout::workset(*id)).collect();
+        self.inner.backend.remove_all(layout::WORKSETS, &worksets)?;
         self.report.removed_worksets = worksets.len() as u64;
         let bytes_max = ROUND_BYTES_MAX.min(tuning.pack_bytes_max.saturating_mul(4));
         let rounds = packs::rounds(&plan.packs, &plan.victims, bytes_max, RECORDS_MAX);
@@ -363,7 +364,7 @@ impl Prune<'_> {
     /// Gives up packs; returns those that went. `None` where a run did not answer in time.
     fn round(&mut self, victims: &BTreeSet<u32>, is_dense: bool) -> Result<Option<BTreeSet<u32>>> {
         let mut moves = Moves {
-            generation: crate::config::random()?,
+            generation: keyframe_store_backend::random_bytes()?,
             victims: victims.clone(),
             ..Moves::default()
         };
@@ -430,7 +431,7 @@ impl Prune<'_> {
                 moves.victims.remove(&victim);
                 self.report.damaged.push(problem);
             }
-            self.done_bytes += self.inner.len_of(&names::pack(victim));
+            self.done_bytes += self.inner.len_of(&layout::pack(victim));
             self.tell(PruneStep::Copying);
         }
         // Not done with before they are removed.
@@ -447,7 +448,7 @@ impl Prune<'_> {
         let deadline = Instant::now() + self.options.wait;
         loop {
             // Who becomes the writer from now on reads the moves first.
-            if self.inner.holder()?.is_none() || self.inner.is_seen(generation)? {
+            if self.inner.lock_holder()?.is_none() || self.inner.is_seen(generation)? {
                 return Ok(true);
             }
             if Instant::now() >= deadline {

@@ -15,7 +15,10 @@
 //! two files may be left by a crash and harms nobody: the next prune removes them, and a writer
 //! that followed needs none of these packs.
 
-use crate::bytes::{Cursor, Problem, apply_zigzag, put_varint, to_hex, zigzag_delta};
+use keyframe_bytes::ByteReader;
+use keyframe_pages::bytes::Problem;
+use keyframe_bytes::varint::{apply_zigzag, put_varint, zigzag_delta};
+use keyframe_bytes::hex::to_hex;
 use crate::config::StoreId;
 use crate::identity::PageRef;
 use crate::store::Inner;
@@ -91,25 +94,25 @@ impl Moves {
     }
 
     fn decode_content(content: &[u8], store: StoreId) -> Result<Self, Problem> {
-        let mut cursor = Cursor::new(content);
-        if cursor.array()? != store.0 {
+        let mut reader = ByteReader::new(content);
+        if reader.array()? != store.0 {
             return Err("belongs to another store".into());
         }
-        let generation = cursor.array()?;
-        let (victims, records) = (cursor.u64_le()?, cursor.u64_le()?);
+        let generation = reader.array()?;
+        let (victims, records) = (reader.u64_le()?, reader.u64_le()?);
         let mut moves = Self { generation, ..Self::default() };
         for _ in 0..victims {
-            moves.victims.insert(u32::try_from(cursor.varint()?).map_err(|e| e.to_string())?);
+            moves.victims.insert(u32::try_from(reader.varint()?).map_err(|e| e.to_string())?);
         }
         let mut before = (0, 0);
         for _ in 0..records {
             before = (
-                apply_zigzag(before.0, cursor.varint()?),
-                apply_zigzag(before.1, cursor.varint()?),
+                apply_zigzag(before.0, reader.varint()?),
+                apply_zigzag(before.1, reader.varint()?),
             );
             moves.to.insert(PageRef(before.0), PageRef(before.1));
         }
-        if !cursor.is_empty() {
+        if !reader.is_empty() {
             return Err("has bytes behind its end".into());
         }
         Ok(moves)

@@ -11,7 +11,8 @@ use crate::identity::PageRef;
 use crate::pack_file::{Ending, PackFile};
 use crate::record::{ENTRY_BYTES, Entry, FOOTER_BYTES};
 use crate::store::Inner;
-use crate::{Error, Result, names};
+use crate::{Error, Result};
+use keyframe_store_backend::layout;
 use std::collections::BTreeSet;
 
 /// A pack: its records, and where they end.
@@ -179,8 +180,8 @@ pub fn rounds(
 
 /// Numbers of all packs, rising.
 pub fn numbers(inner: &Inner) -> Result<Vec<u32>> {
-    let listed = inner.backend.list(names::PACKS)?;
-    let mut numbers: Vec<u32> = listed.iter().filter_map(|file| names::parse_pack(file)).collect();
+    let listed = inner.backend.list(layout::PACKS)?;
+    let mut numbers: Vec<u32> = listed.iter().filter_map(|file| layout::parse_pack(file)).collect();
     numbers.sort_unstable();
     Ok(numbers)
 }

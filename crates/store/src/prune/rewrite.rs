@@ -5,6 +5,7 @@
 //! that a composed record lies behind what it refers to. A map is replaced as a whole, and never
 //! loses what some checkpoint shows.
 
+use keyframe_locks::IgnorePoison;
 use super::live::{Live, shows};
 use super::moves::{Moves, Place};
 use super::packs::{self, Shape, places};
@@ -17,7 +18,8 @@ use crate::pack_writer::PackWriter;
 use crate::record::{Entry, Kind};
 use crate::store::Inner;
 use crate::writer::Tuning;
-use crate::{Error, Result, names};
+use crate::{Error, Result};
+use keyframe_store_backend::layout;
 use keyframe_units::{CheckpointId, Page, ZERO_PAGE};
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -90,7 +92,7 @@ impl Copier {
             return Ok(Ok(()));
         }
         let Some(shape) = Shape::of(&self.inner, victim)? else {
-            return Ok(Err(format!("{}: cannot be read any more", names::pack(victim))));
+            return Ok(Err(format!("{}: cannot be read any more", layout::pack(victim))));
         };
         let mut wanted = Vec::with_capacity(missing.len());
         for place in missing {
@@ -99,7 +101,7 @@ impl Copier {
                 Err(_) => {
                     return Ok(Err(format!(
                         "{}: no record at {}",
-                        names::pack(victim),
+                        layout::pack(victim),
                         place.offset()
                     )));
                 }
@@ -113,7 +115,7 @@ impl Copier {
                 let (to, bytes) =
                     packs.keep(page, entry.hash, entry.kind()).map_err(|error| match error {
                         Error::Damaged { problem, .. } => Error::damaged(
-                            format!("{} at offset {}", names::pack(victim), place.offset()),
+                            format!("{} at offset {}", layout::pack(victim), place.offset()),
                             problem,
                         ),
                         other => other,
@@ -180,7 +182,7 @@ impl Copier {
 
     fn derivation(&self, place: PageRef) -> Result<Derivation> {
         let (mut found, mut scratch) = (None, ZERO_PAGE);
-        let object = || format!("{} at offset {}", names::pack(place.pack()), place.offset());
+        let object = || format!("{} at offset {}", layout::pack(place.pack()), place.offset());
         self.inner.pack(place.pack())?.read_records(
             &[(place, ())],
             &mut Vec::new(),
@@ -250,14 +252,14 @@ pub fn maps(
             }
         });
         if let Some(to) = lost {
-            let object = inner.backend.describe(&names::map(id));
+            let object = inner.backend.describe(&layout::map(id));
             return Err(Error::damaged(
                 object,
                 format!("prune: it needs record {to:?}, which was not moved"),
             ));
         }
         rewritten.insert(id);
-        inner.put_again(&names::map(id), &moved.encode(inner.config.id, node.disks))
+        inner.put_again(&layout::map(id), &moved.encode(inner.config.id, node.disks))
     })?;
     Ok(rewritten)
 }
@@ -273,16 +275,16 @@ impl Inner {
 
     /// Numbers of all maps, rising.
     pub fn map_ids(&self) -> Result<Vec<u64>> {
-        let listed = self.backend.list(names::MAPS)?;
-        let mut ids: Vec<u64> = listed.iter().filter_map(|file| names::parse_map(file)).collect();
+        let listed = self.backend.list(layout::MAPS)?;
+        let mut ids: Vec<u64> = listed.iter().filter_map(|file| layout::parse_map(file)).collect();
         ids.sort_unstable();
         Ok(ids)
     }
 
     /// Checkpoints that have working sets.
     pub fn workset_ids(&self) -> Result<Vec<CheckpointId>> {
-        let listed = self.backend.list(names::WORKSETS)?;
-        Ok(listed.iter().filter_map(|file| names::parse_workset(file)).collect())
+        let listed = self.backend.list(layout::WORKSETS)?;
+        Ok(listed.iter().filter_map(|file| layout::parse_workset(file)).collect())
     }
 
     /// The length of a file; 0 where it has gone.
@@ -295,7 +297,7 @@ impl Inner {
     pub fn empty_map(&self, id: u64) -> Result<()> {
         let header = MapHeader { id, parent: None, run: [0; 16], space_pages: 0 };
         self.put_again(
-            &names::map(id),
+            &layout::map(id),
             &MapRun::new(header, std::iter::empty()).encode(self.config.id, false),
         )
     }
@@ -308,10 +310,10 @@ impl Inner {
     /// Removes packs that nothing needs, and closes those that have gone, now or before, and that
     /// no reader in this process holds.
     pub fn remove_packs(&self, numbers: &BTreeSet<u32>) -> Result<()> {
-        let names: Vec<String> = numbers.iter().map(|number| names::pack(*number)).collect();
-        self.backend.remove_all(names::PACKS, &names)?;
+        let names: Vec<String> = numbers.iter().map(|number| layout::pack(*number)).collect();
+        self.backend.remove_all(layout::PACKS, &names)?;
         let there: BTreeSet<u32> = packs::numbers(self)?.into_iter().collect();
-        let mut packs = self.packs.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut packs = self.packs.lock().ignore_poison();
         packs.retain(|number, pack| there.contains(number) || Arc::strong_count(pack) > 1);
         Ok(())
     }

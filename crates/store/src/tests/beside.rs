@@ -1,13 +1,14 @@
 //! A prune, a forget and a run at the same time: at each step that the prune takes, the run seals a
 //! checkpoint and others are forgotten. And the same on a directory, as fast as it goes.
 
+use keyframe_locks::IgnorePoison;
 use super::*;
-use crate::backend::faulty::Chance;
-use crate::backend::{Backend, Growing, LockGuard, Readable};
 use crate::{PruneOptions, PruneStep, Writer};
+use keyframe_store_backend::testing::SeededRandom;
+use keyframe_store_backend::{self as backend, AppendFile, Backend, LockGuard, ReadFile};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 const PAGES: u64 = 12;
@@ -17,7 +18,7 @@ type Hook = Box<dyn FnMut() + Send>;
 
 /// A medium that counts the looks at it, and does something behind one of them.
 struct Watched {
-    medium: Faulty,
+    medium: FaultyBackend,
     looks: AtomicU64,
     at: u64,
     hook: Mutex<Hook>,
@@ -32,7 +33,7 @@ impl std::fmt::Debug for Watched {
 impl Watched {
     fn looked<T>(&self, seen: T) -> T {
         if self.looks.fetch_add(1, Ordering::Relaxed) == self.at {
-            self.hook.lock().unwrap_or_else(PoisonError::into_inner)();
+            self.hook.lock().ignore_poison()();
         }
         seen
     }
@@ -43,47 +44,47 @@ impl Backend for Watched {
         self.medium.describe(name)
     }
 
-    fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
+    fn lock(&self, holder: &str) -> backend::Result<Box<dyn LockGuard>> {
         self.medium.lock(holder)
     }
 
-    fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
+    fn lock_prune(&self, holder: &str) -> backend::Result<Box<dyn LockGuard>> {
         self.medium.lock_prune(holder)
     }
 
-    fn holder(&self) -> Result<Option<String>> {
-        self.looked(self.medium.holder())
+    fn lock_holder(&self) -> backend::Result<Option<String>> {
+        self.looked(self.medium.lock_holder())
     }
 
-    fn is_pruned(&self) -> Result<bool> {
-        self.medium.is_pruned()
+    fn is_pruning(&self) -> backend::Result<bool> {
+        self.medium.is_pruning()
     }
 
-    fn create(&self, name: &str) -> Result<Box<dyn Growing>> {
+    fn create(&self, name: &str) -> backend::Result<Box<dyn AppendFile>> {
         self.looked(self.medium.create(name))
     }
 
-    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
+    fn put(&self, name: &str, bytes: &[u8]) -> backend::Result<()> {
         self.looked(self.medium.put(name, bytes))
     }
 
-    fn open(&self, name: &str) -> Result<Arc<dyn Readable>> {
+    fn open(&self, name: &str) -> backend::Result<Arc<dyn ReadFile>> {
         self.looked(self.medium.open(name))
     }
 
-    fn list(&self, folder: &str) -> Result<Vec<String>> {
+    fn list(&self, folder: &str) -> backend::Result<Vec<String>> {
         self.looked(self.medium.list(folder))
     }
 
-    fn remove(&self, name: &str) -> Result<()> {
+    fn remove(&self, name: &str) -> backend::Result<()> {
         self.looked(self.medium.remove(name))
     }
 
-    fn remove_all(&self, folder: &str, names: &[String]) -> Result<()> {
+    fn remove_all(&self, folder: &str, names: &[String]) -> backend::Result<()> {
         self.looked(self.medium.remove_all(folder, names))
     }
 
-    fn sync(&self, name: &str) -> Result<()> {
+    fn sync(&self, name: &str) -> backend::Result<()> {
         self.medium.sync(name)
     }
 }
@@ -93,16 +94,16 @@ struct Guest {
     writer: Writer,
     run: Run,
     image: Image,
-    chance: Chance,
+    chance: SeededRandom,
     known: BTreeMap<CheckpointId, Image>,
 }
 
 impl Guest {
-    fn begin(medium: &Faulty, seed: u64) -> Self {
+    fn begin(medium: &FaultyBackend, seed: u64) -> Self {
         let mut writer = on(medium).unwrap().lock_writer_tuned("test", TINY).unwrap();
         let run = writer.begin_run("vm", &layout(PAGES)).unwrap();
         let image = vec![0; PAGES as usize];
-        Self { writer, run, image, chance: Chance(seed), known: BTreeMap::new() }
+        Self { writer, run, image, chance: SeededRandom(seed), known: BTreeMap::new() }
     }
 
     fn seal(&mut self) {
@@ -134,13 +135,13 @@ impl Guest {
 }
 
 fn locked(guest: &Mutex<Guest>) -> std::sync::MutexGuard<'_, Guest> {
-    guest.lock().unwrap_or_else(PoisonError::into_inner)
+    guest.lock().ignore_poison()
 }
 
 /// One prune, behind whose look number `at` a checkpoint is sealed and all others are forgotten;
 /// false where it takes fewer looks.
 fn pruned_with_a_forget_at(at: u64, recompress_bytes: u64, seed: u64) -> bool {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     init_on(&medium).unwrap();
     let guest = Arc::new(Mutex::new(Guest::begin(&medium, seed)));
     for _ in 0..7 {
@@ -179,7 +180,7 @@ fn pruned_with_a_forget_at(at: u64, recompress_bytes: u64, seed: u64) -> bool {
     drop(beside);
     let guest = Arc::into_inner(guest);
     let Some(guest) = guest else { panic!("{context}: the run is held") };
-    let known = guest.into_inner().unwrap_or_else(PoisonError::into_inner).end();
+    let known = guest.into_inner().ignore_poison().end();
     let store = on(&medium).unwrap();
     for (id, image) in &known {
         let is_same =
@@ -225,7 +226,7 @@ fn a_run_a_recompression_a_forget_and_a_reader_at_once_disturb_nobody() {
             }
         });
         scope.spawn(|| {
-            let mut chance = Chance(5);
+            let mut chance = SeededRandom(5);
             while is_on() {
                 let beside = Store::open(&path).unwrap();
                 let listing = beside.checkpoints().unwrap();
@@ -259,7 +260,7 @@ fn a_run_a_recompression_a_forget_and_a_reader_at_once_disturb_nobody() {
             }
         });
         let _end = End(&ended);
-        let mut chance = Chance(6);
+        let mut chance = SeededRandom(6);
         let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
         let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
         let mut image = vec![0; PAGES as usize];

@@ -28,14 +28,14 @@ fn assert_copies(target: &Store, origin: &Store, known: &BTreeMap<CheckpointId, 
 
 #[test]
 fn a_copy_is_what_its_origin_is_and_is_made_once_by_whatever_way() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let mut known = store_of(&medium, 7);
     add_run(&medium, 5, &mut known);
     let store = on(&medium).unwrap();
     store.set_tag("a", CheckpointId(3)).unwrap();
     store.set_tag("taken", CheckpointId(4)).unwrap();
     store.pin(CheckpointId(9)).unwrap();
-    let targets = [Faulty::default(), Faulty::default()];
+    let targets = [FaultyBackend::default(), FaultyBackend::default()];
     let [second, third] = targets.each_ref().map(|medium| init_on(medium).unwrap());
     let some: BTreeSet<_> = [2, 9].map(CheckpointId).into();
     let first = store.copy_tuned(&second, &some, TINY, &mut |_| {}).unwrap();
@@ -64,7 +64,7 @@ fn a_copy_is_what_its_origin_is_and_is_made_once_by_whatever_way() {
 
 #[test]
 fn parents_are_named_where_they_are_there_and_damage_stops_at_what_it_hurts() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let mut known = store_of(&medium, 4);
     let store = on(&medium).unwrap();
     let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
@@ -76,12 +76,12 @@ fn parents_are_named_where_they_are_there_and_damage_stops_at_what_it_hurts() {
     run.finish().unwrap();
     drop(writer);
     // The first has some other number there.
-    let target = init_on(&Faulty::default()).unwrap();
+    let target = init_on(&FaultyBackend::default()).unwrap();
     let only: BTreeSet<_> = [2, child.0].map(CheckpointId).into();
     let report = store.copy_tuned(&target, &only, TINY, &mut |_| {}).unwrap();
     let parent = target.sealed(report.copied[1].to).unwrap().meta.parent;
     assert_eq!(parent, Some(report.copied[0].to));
-    let alone = init_on(&Faulty::default()).unwrap();
+    let alone = init_on(&FaultyBackend::default()).unwrap();
     let report = store.copy_tuned(&alone, &BTreeSet::from([child]), TINY, &mut |_| {}).unwrap();
     assert_eq!(alone.sealed(report.copied[0].to).unwrap().meta.parent, None);
 
@@ -90,7 +90,7 @@ fn parents_are_named_where_they_are_there_and_damage_stops_at_what_it_hurts() {
     map[100] ^= 1;
     medium.overwrite(name, Some(map));
     let hurt = check(&on(&medium).unwrap()).hurt_checkpoints();
-    let rest = init_on(&Faulty::default()).unwrap();
+    let rest = init_on(&FaultyBackend::default()).unwrap();
     let report = copy(&on(&medium).unwrap(), &rest).unwrap();
     let left: BTreeSet<_> = report.damaged.iter().map(|left| left.from).collect();
     assert!(!hurt.is_empty() && left == hurt, "{left:?} and {hurt:?}");
@@ -100,10 +100,10 @@ fn parents_are_named_where_they_are_there_and_damage_stops_at_what_it_hurts() {
 
 #[test]
 fn a_crash_at_any_operation_costs_at_most_the_checkpoint_in_progress() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let known = store_of(&medium, 5);
     let store = on(&medium).unwrap();
-    let base = Faulty::default();
+    let base = FaultyBackend::default();
     init_on(&base).unwrap();
     let mut seen = BTreeSet::new();
     for operation in 1.. {

@@ -1,7 +1,7 @@
 //! Power loss and process death at every operation, and failing syncs.
 
 use super::*;
-use crate::backend::faulty::Chance;
+use keyframe_store_backend::testing::SeededRandom;
 
 const PAGES: u64 = 14;
 
@@ -16,7 +16,7 @@ pub struct Known {
 /// Sessions of images to seal one after the other, from a seed: some pages change, some repeat,
 /// some become zero.
 pub fn script(seed: u64) -> Vec<Vec<Image>> {
-    let mut chance = Chance(seed);
+    let mut chance = SeededRandom(seed);
     let mut image = vec![0; PAGES as usize];
     let mut epoch = |_| {
         for page in &mut image {
@@ -32,7 +32,7 @@ pub fn script(seed: u64) -> Vec<Vec<Image>> {
 /// Opens the store and plays sessions. `mend` hears each error of a put or seal and says whether to
 /// abandon and try again; an error at the end of a session is its to judge too.
 pub fn play(
-    medium: &Faulty,
+    medium: &FaultyBackend,
     sessions: &[Vec<Image>],
     known: &mut Known,
     mend: &mut dyn FnMut(&Error, &Known) -> bool,
@@ -86,7 +86,7 @@ pub fn play_on(
 
 /// What was sealed is there and right; what else is there is the one in progress, and as right;
 /// nothing is damaged.
-pub fn assert_known(medium: &Faulty, known: &Known, context: &str) {
+pub fn assert_known(medium: &FaultyBackend, known: &Known, context: &str) {
     let store = on(medium).unwrap();
     let mut strangers = 0;
     for sealed in store.checkpoints().unwrap().sealed {
@@ -107,8 +107,8 @@ pub fn assert_known(medium: &Faulty, known: &Known, context: &str) {
     assert!(report.is_clean(), "{context}: {report:#?}");
 }
 
-fn crashed_at(operation: u64, sessions: &[Vec<Image>]) -> (Faulty, Known) {
-    let medium = Faulty::default();
+fn crashed_at(operation: u64, sessions: &[Vec<Image>]) -> (FaultyBackend, Known) {
+    let medium = FaultyBackend::default();
     init_on(&medium).unwrap();
     medium.crash_at(operation);
     let mut known = Known::default();
@@ -119,7 +119,7 @@ fn crashed_at(operation: u64, sessions: &[Vec<Image>]) -> (Faulty, Known) {
 
 /// A new writer on what a crash left: everything known stays, new checkpoints come on top.
 /// Everything is put anew, so that a record wrongly believed to be there is found out.
-fn go_on(medium: &Faulty, mut known: Known, sessions: &[Vec<Image>], context: &str) {
+fn go_on(medium: &FaultyBackend, mut known: Known, sessions: &[Vec<Image>], context: &str) {
     assert_known(medium, &known, context);
     let ids = on(medium).unwrap().inner().checkpoint_ids().unwrap();
     if let (Some(image), Some(id)) = (known.in_progress.take(), ids.last()) {
@@ -211,7 +211,7 @@ fn a_second_crash_during_recovery_is_no_worse() {
 pub fn a_crash_while_a_store_is_made_leaves_none_or_a_whole_one() {
     for operation in 1..8 {
         for seed in 0..8 {
-            let medium = Faulty::default();
+            let medium = FaultyBackend::default();
             medium.crash_at(operation);
             let made = init_on(&medium).is_ok();
             match on(&medium.after_power_loss(seed)) {
@@ -247,7 +247,7 @@ fn what_a_writer_finds_sealed_stays() {
 pub fn a_failed_sync_costs_a_retry_and_nothing_else() {
     let sessions = script(9);
     for sync in 1.. {
-        let medium = Faulty::default();
+        let medium = FaultyBackend::default();
         init_on(&medium).unwrap();
         medium.fail_sync_at(sync);
         let (mut known, mut failures) = (Known::default(), 0);

@@ -8,8 +8,8 @@ const PAGES: u64 = 8;
 
 /// A store with everything in it: closed and unfinished packs, superseded records, several runs,
 /// chains, tags.
-pub fn subject() -> (Faulty, BTreeMap<CheckpointId, Image>) {
-    let medium = Faulty::default();
+pub fn subject() -> (FaultyBackend, BTreeMap<CheckpointId, Image>) {
+    let medium = FaultyBackend::default();
     let store = init_on(&medium).unwrap();
     let mut truth = BTreeMap::new();
     let sessions: [&[[u64; 4]]; 3] = [
@@ -41,7 +41,10 @@ pub fn subject() -> (Faulty, BTreeMap<CheckpointId, Image>) {
 }
 
 /// The checkpoints whose image, meta or device state cannot be had any more.
-pub fn lost(medium: &Faulty, truth: &BTreeMap<CheckpointId, Image>) -> BTreeSet<CheckpointId> {
+pub fn lost(
+    medium: &FaultyBackend,
+    truth: &BTreeMap<CheckpointId, Image>,
+) -> BTreeSet<CheckpointId> {
     let Ok(store) = on(medium) else { return truth.keys().copied().collect() };
     let is_lost = |(id, image): &(&CheckpointId, &Image)| match image_is(&store, **id, image) {
         Ok(same) => {
@@ -55,7 +58,7 @@ pub fn lost(medium: &Faulty, truth: &BTreeMap<CheckpointId, Image>) -> BTreeSet<
 }
 
 fn assert_told(
-    medium: &Faulty,
+    medium: &FaultyBackend,
     truth: &BTreeMap<CheckpointId, Image>,
     baseline: &CheckReport,
     what: &str,
@@ -153,8 +156,9 @@ pub fn a_file_of_another_store_is_told() {
 #[test]
 fn without_reading_pages_the_rest_is_checked_all_the_same() {
     let (medium, truth) = subject();
-    let quick =
-        |medium: &Faulty| on(medium).unwrap().check(&CheckOptions::default(), &mut |_| {}).unwrap();
+    let quick = |medium: &FaultyBackend| {
+        on(medium).unwrap().check(&CheckOptions::default(), &mut |_| {}).unwrap()
+    };
     assert!(quick(&medium).is_clean());
     for (name, bytes) in medium.files() {
         let is_checked =

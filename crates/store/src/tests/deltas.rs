@@ -1,11 +1,11 @@
 //! Pages that change a little: what is stored of them, and that it is right.
 
 use super::*;
-use crate::names;
 use crate::pack_file::PackFile;
 use crate::record::{Kind, PACK_HEADER_BYTES};
 use crate::store::Inner;
 use crate::{PruneOptions, Put};
+use keyframe_store_backend::layout;
 use keyframe_units::PageSet;
 use proptest::prelude::*;
 
@@ -21,9 +21,9 @@ pub fn kinds(store: &Store) -> BTreeMap<char, usize> {
 
 pub fn kinds_in(inner: &Inner) -> BTreeMap<char, usize> {
     let mut counts = BTreeMap::new();
-    for file in inner.backend.list(names::PACKS).unwrap() {
+    for file in inner.backend.list(layout::PACKS).unwrap() {
         // One without a header had a writer that died.
-        let Ok(pack) = PackFile::open(inner, names::parse_pack(&file).unwrap()) else { continue };
+        let Ok(pack) = PackFile::open(inner, layout::parse_pack(&file).unwrap()) else { continue };
         let end = pack.file.len_bytes().unwrap();
         pack.walk(inner, pack.first, end, &mut |entry| {
             // One that lacks what it stands on is one that nobody needs.
@@ -63,7 +63,7 @@ fn stored(put: Put) -> u64 {
 
 #[test]
 fn a_page_that_keeps_changing_a_few_words_costs_tens_of_bytes() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let store = init_on(&medium).unwrap();
     let mut writer = store.lock_writer_tuned("test", ROOMY).unwrap();
     let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
@@ -91,7 +91,7 @@ fn a_page_that_keeps_changing_a_few_words_costs_tens_of_bytes() {
 
 #[test]
 fn a_page_that_drifts_away_gets_a_new_base_now_and_then() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let store = init_on(&medium).unwrap();
     let mut writer = store.lock_writer_tuned("test", ROOMY).unwrap();
     let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
@@ -112,7 +112,7 @@ fn a_page_that_drifts_away_gets_a_new_base_now_and_then() {
 
 #[test]
 fn the_next_run_makes_deltas_on_what_the_one_before_left() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let store = init_on(&medium).unwrap();
     for session in 0..4u64 {
         let mut writer = store.lock_writer_tuned("test", ROOMY).unwrap();
@@ -135,7 +135,7 @@ fn the_next_run_makes_deltas_on_what_the_one_before_left() {
 
 #[test]
 fn a_delta_whose_base_was_damaged_is_an_error_and_is_not_relied_on_again() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let store = init_on(&medium).unwrap();
     let mut writer = store.lock_writer_tuned("test", ROOMY).unwrap();
     let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
@@ -171,7 +171,7 @@ proptest! {
         seconds in prop::collection::vec(prop::collection::vec((0..3000u64, 0u64..100), 0..2500), 1..5),
         encode_threads in 1usize..4, base_bytes in prop_oneof![Just(0usize), Just(40 << 10), Just(32 << 20)],
     ) {
-        let medium = Faulty::default();
+        let medium = FaultyBackend::default();
         let store = init_on(&medium).unwrap();
         let tuning = Tuning { encode_threads, base_bytes, buffer_bytes: 100_000, ..ROOMY };
         let mut writer = store.lock_writer_tuned("test", tuning).unwrap();
@@ -211,7 +211,7 @@ fn a_read_that_fails_once_costs_no_record_that_others_stand_on() {
         now[8..16].copy_from_slice(&second.to_le_bytes());
         now
     };
-    let base = Faulty::default();
+    let base = FaultyBackend::default();
     let store = init_on(&base).unwrap();
     let tuning = Tuning { pack_bytes_max: 1, ..ROOMY };
     let mut writer = store.lock_writer_tuned("test", tuning).unwrap();

@@ -5,7 +5,7 @@ use crate::{BaseMeta, DiskMeta, DiskState};
 
 #[test]
 fn pages_sectors_and_bytes_are_counted_whatever_their_records() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let store = init_on(&medium).unwrap();
     let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
     let mut run = writer.begin_run("vm", &layout(8)).unwrap();
@@ -46,7 +46,7 @@ fn pages_sectors_and_bytes_are_counted_whatever_their_records() {
 
 #[test]
 fn blocks_of_disks_are_compared_as_far_as_the_store_knows_them() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let store = init_on(&medium).unwrap();
     let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
     let base = BaseMeta { path: "/base".into(), format: "raw".into(), files: Vec::new() };

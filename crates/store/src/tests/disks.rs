@@ -135,7 +135,7 @@ proptest! {
         }
         assert_clean(&store);
         // And in another store, some after the others.
-        let target = init_on(&Faulty::default()).unwrap();
+        let target = init_on(&FaultyBackend::default()).unwrap();
         let ids = |odd: u64| sealed.iter().map(|(id, ..)| *id).filter(|id| id.0 % 3 > odd).collect();
         let mut copies = BTreeMap::new();
         for part in [1, 0] {

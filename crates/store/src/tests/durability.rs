@@ -12,7 +12,7 @@ fn tuning(durability: Durability) -> Tuning {
 
 /// Seals `images`, and leaves all as a killed engine does.
 fn killed_after(
-    medium: &Faulty,
+    medium: &FaultyBackend,
     durability: Durability,
     images: &[Image],
 ) -> Vec<(CheckpointId, Image)> {
@@ -36,7 +36,7 @@ fn images(seed: u64) -> Vec<Image> {
 }
 
 /// Whatever is listed is right, and nothing is damaged.
-fn assert_whole(medium: &Faulty, known: &[(CheckpointId, Image)], context: &str) -> usize {
+fn assert_whole(medium: &FaultyBackend, known: &[(CheckpointId, Image)], context: &str) -> usize {
     let store = on(medium).unwrap();
     let sealed = store.checkpoints().unwrap().sealed;
     for checkpoint in &sealed {
@@ -56,7 +56,7 @@ fn assert_whole(medium: &Faulty, known: &[(CheckpointId, Image)], context: &str)
 pub fn after_power_loss_the_next_writer_keeps_what_is_whole_and_sets_the_rest_aside() {
     let mut lost = 0;
     for seed in 0..60 {
-        let medium = Faulty::default();
+        let medium = FaultyBackend::default();
         init_on(&medium).unwrap();
         let durability =
             if seed % 2 == 0 { Durability::Never } else { Durability::Every(Duration::ZERO) };
@@ -88,7 +88,7 @@ pub fn after_power_loss_the_next_writer_keeps_what_is_whole_and_sets_the_rest_as
 #[test]
 pub fn a_writer_that_ends_well_leaves_all_durable() {
     for durability in [Durability::Never, Durability::Every(Duration::from_secs(3600))] {
-        let medium = Faulty::default();
+        let medium = FaultyBackend::default();
         let store = init_on(&medium).unwrap();
         let mut writer = store.lock_writer_tuned("test", tuning(durability)).unwrap();
         let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
@@ -114,7 +114,7 @@ pub fn a_writer_that_ends_well_leaves_all_durable() {
 fn an_unfinished_pack_whose_sync_failed_is_not_relied_on() {
     let image: Image = (1..=PAGES).collect();
     for seed in 0..20 {
-        let medium = Faulty::default();
+        let medium = FaultyBackend::default();
         let store = init_on(&medium).unwrap();
         let mut run =
             store.lock_writer_tuned("test", TINY).unwrap().begin_run("vm", &layout(PAGES)).unwrap();
@@ -144,7 +144,7 @@ fn an_unfinished_pack_whose_sync_failed_is_not_relied_on() {
 fn what_a_failed_sync_may_have_lost_stays_in_doubt_until_the_machine_has_come_up_anew() {
     let (mut lost, mut doubted) = (0, 0);
     for seed in 0..40 {
-        let medium = Faulty::default();
+        let medium = FaultyBackend::default();
         init_on(&medium).unwrap();
         let old = killed_after(&medium, Durability::Never, &images(seed));
         let medium = medium.copy_with_same_durability();
@@ -187,7 +187,7 @@ fn what_a_failed_sync_may_have_lost_stays_in_doubt_until_the_machine_has_come_up
 fn a_sync_that_fails_within_a_run_is_told_and_not_forgotten() {
     let (mut failures, mut lost) = (0, 0);
     for sync in 3..60 {
-        let medium = Faulty::default();
+        let medium = FaultyBackend::default();
         let store = init_on(&medium).unwrap();
         let mut writer =
             store.lock_writer_tuned("test", tuning(Durability::Every(Duration::ZERO))).unwrap();
@@ -242,7 +242,7 @@ fn a_pack_that_could_not_be_synced_when_it_was_closed_is_vouched_for_by_nobody()
     let (mut failures, mut lost) = (0, 0);
     for durability in [Durability::Never, Durability::Every(Duration::ZERO)] {
         for seed in 0..30 {
-            let medium = Faulty::default();
+            let medium = FaultyBackend::default();
             let store = init_on(&medium).unwrap();
             let mut writer = store.lock_writer_tuned("test", tuning(durability)).unwrap();
             let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();

@@ -27,7 +27,7 @@ pub fn secret() -> Secret {
 
 fn encrypted(test: impl FnOnce()) {
     IS_ASKED.set(true);
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     assert!(init_on(&medium).unwrap().is_encrypted());
     test();
     IS_ASKED.set(false);
@@ -83,8 +83,8 @@ fn checkpoints_that_are_not_synced_one_by_one_are_whole_or_set_aside() {
 }
 
 /// A store of some checkpoints, and the bytes of its files.
-fn subject() -> Faulty {
-    let medium = Faulty::default();
+fn subject() -> FaultyBackend {
+    let medium = FaultyBackend::default();
     encrypted(|| drop(init_on(&medium).unwrap()));
     let store = on(&medium).unwrap();
     let mut run =
@@ -115,7 +115,7 @@ fn nothing_of_the_guest_and_no_key_is_in_any_file() {
             assert!(!bytes.windows(word.len()).any(|window| window == word), "{name}");
         }
         let hex = String::from_utf8_lossy(&bytes).into_owned();
-        assert!(!hex.contains(&crate::bytes::to_hex(&key.key.0)), "{name}");
+        assert!(!hex.contains(&keyframe_bytes::hex::to_hex(&key.key.0)), "{name}");
     }
 }
 
@@ -150,7 +150,7 @@ fn a_wrong_a_missing_and_another_kind_of_key_are_told_apart() {
 #[test]
 fn a_plain_identity_opens_nothing_of_it() {
     let medium = subject();
-    let plain = Faulty::default();
+    let plain = FaultyBackend::default();
     init_on(&plain).unwrap();
     medium.overwrite("store.json", Some(plain.files()["store.json"].clone()));
     let store = on(&medium).unwrap();

@@ -7,7 +7,7 @@ const PAGES: u64 = 20;
 
 /// A store of one run with `count` checkpoints, each fifth page of which differs from the one
 /// before; what each holds.
-pub fn store_of(medium: &Faulty, count: u64) -> BTreeMap<CheckpointId, Image> {
+pub fn store_of(medium: &FaultyBackend, count: u64) -> BTreeMap<CheckpointId, Image> {
     init_on(medium).unwrap();
     let mut known = BTreeMap::new();
     add_run(medium, count, &mut known);
@@ -15,7 +15,7 @@ pub fn store_of(medium: &Faulty, count: u64) -> BTreeMap<CheckpointId, Image> {
 }
 
 /// Another run behind what is there.
-pub fn add_run(medium: &Faulty, count: u64, known: &mut BTreeMap<CheckpointId, Image>) {
+pub fn add_run(medium: &FaultyBackend, count: u64, known: &mut BTreeMap<CheckpointId, Image>) {
     let mut writer = on(medium).unwrap().lock_writer_tuned("test", TINY).unwrap();
     let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
     let mut old = vec![0; PAGES as usize];
@@ -47,7 +47,7 @@ fn ids(numbers: impl IntoIterator<Item = u64>) -> BTreeSet<CheckpointId> {
 
 #[test]
 fn what_is_forgotten_is_gone_with_its_tags_and_the_rest_is_whole() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let known = store_of(&medium, 12);
     let store = on(&medium).unwrap();
     let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
@@ -82,7 +82,7 @@ fn what_is_forgotten_is_gone_with_its_tags_and_the_rest_is_whole() {
 
 #[test]
 fn a_crash_while_forgetting_leaves_whole_checkpoints_and_no_tag_of_none() {
-    let base = Faulty::default();
+    let base = FaultyBackend::default();
     let known = store_of(&base, 6);
     let mut writer = on(&base).unwrap().lock_writer("test").unwrap();
     writer.set_tag("a", CheckpointId(2)).unwrap();
@@ -113,7 +113,7 @@ fn a_crash_while_forgetting_leaves_whole_checkpoints_and_no_tag_of_none() {
 /// The names that the first has removed were gone for the second, but not from the medium.
 #[test]
 fn power_loss_behind_a_forget_that_goes_on_where_another_died_brings_no_tag_back() {
-    let base = Faulty::default();
+    let base = FaultyBackend::default();
     store_of(&base, 4);
     let mut writer = on(&base).unwrap().lock_writer("test").unwrap();
     writer.set_tag("a", CheckpointId(2)).unwrap();
@@ -139,7 +139,7 @@ fn power_loss_behind_a_forget_that_goes_on_where_another_died_brings_no_tag_back
 
 #[test]
 fn a_pinned_checkpoint_goes_only_by_force_and_tags_move_and_go() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let known = store_of(&medium, 6);
     let store = on(&medium).unwrap();
     let _writer = store.lock_writer_tuned("test", TINY).unwrap();

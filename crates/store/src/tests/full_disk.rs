@@ -12,14 +12,14 @@ fn a_disk_full_at_any_byte_harms_nothing_and_the_run_goes_on_with_space() {
 /// Has the disk full at every so many bytes.
 pub fn fill_at_every(step: usize) {
     let sessions = script(11);
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     init_on(&medium).unwrap();
     let least = medium.used_bytes();
     play(&medium, &sessions, &mut Known::default(), &mut |_, _| false).unwrap();
     let most = medium.used_bytes() + 5000;
     let mut never_full = 0;
     for capacity in (least..most).step_by(step) {
-        let medium = Faulty::default();
+        let medium = FaultyBackend::default();
         init_on(&medium).unwrap();
         // The id is random, its length is not: every attempt meets the limit at the same place.
         medium.limit(Some(capacity));
@@ -55,7 +55,7 @@ pub fn fill_at_every(step: usize) {
 
 #[test]
 fn a_tag_that_does_not_fit_leaves_the_checkpoint_sealed() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let store = init_on(&medium).unwrap();
     let mut writer = store.lock_writer("test").unwrap();
     let mut run = writer.begin_run("vm", &layout(2)).unwrap();

@@ -129,7 +129,7 @@ fn a_sink_that_fails_ends_the_reading_with_its_own_error() {
             Self::Store
         }
     }
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let store = init_on(&medium).unwrap();
     let mut run = store.lock_writer("test").unwrap().begin_run("vm", &layout(4)).unwrap();
     put_changes(&mut run, &[0; 3], &[1, 2, 3]).unwrap();

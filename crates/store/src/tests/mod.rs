@@ -5,9 +5,9 @@
 
 mod beside;
 mod copy;
-pub(crate) mod crash;
+mod crash;
 mod damage;
-pub(crate) mod deltas;
+mod deltas;
 mod diff;
 mod disks;
 mod durability;
@@ -20,13 +20,14 @@ mod lock;
 mod oracle;
 mod parts;
 mod prune;
-pub(crate) mod recompress;
+mod recompress;
 mod repair;
+mod s3;
 mod scale;
+mod served;
 mod simulation;
 mod stats;
 
-use crate::backend::faulty::Faulty;
 use crate::codec::tests::noise;
 use crate::config::Config;
 use crate::{
@@ -34,6 +35,7 @@ use crate::{
     Tuning,
 };
 use jiff::Timestamp;
+use keyframe_store_backend::testing::FaultyBackend;
 use keyframe_units::{
     BlockKind, CheckpointId, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock, RamLayout, ZERO_PAGE,
 };
@@ -133,13 +135,13 @@ pub(crate) fn run_beside(store: &Store, reader: &Store, images: &[Image]) -> Vec
     ids
 }
 
-pub(crate) fn on(medium: &Faulty) -> Result<Store> {
+pub(crate) fn on(medium: &FaultyBackend) -> Result<Store> {
     Store::open_on_with(Arc::new(medium.clone()), Path::new("memory"), &|_| {
         Ok(Some(encrypted::secret()))
     })
 }
 
-pub(crate) fn init_on(medium: &Faulty) -> Result<Store> {
+pub(crate) fn init_on(medium: &FaultyBackend) -> Result<Store> {
     let config = Config::fresh(encrypted::is_asked().then(encrypted::secret).as_ref())?;
     Store::init_as(Arc::new(medium.clone()), Path::new("memory"), config)
 }

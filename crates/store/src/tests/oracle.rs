@@ -30,7 +30,7 @@ fn op() -> impl Strategy<Value = Op> {
 }
 
 struct Subject {
-    medium: Faulty,
+    medium: FaultyBackend,
     tuning: Tuning,
     writer: Option<Writer>,
     run: Option<Run>,
@@ -42,7 +42,7 @@ struct Subject {
 
 impl Subject {
     fn new(tuning: Tuning) -> Self {
-        let medium = Faulty::default();
+        let medium = FaultyBackend::default();
         init_on(&medium).unwrap();
         let blank = vec![0; PAGES as usize];
         let (sealed, now) = (blank.clone(), blank);
@@ -154,7 +154,7 @@ fn a_long_run_crosses_the_levels_of_the_default_chain() {
 
 #[test]
 fn the_last_put_wins_and_counts_tell_what_became_of_it() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let store = init_on(&medium).unwrap();
     let mut writer = store.lock_writer("test").unwrap();
     let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
@@ -203,7 +203,7 @@ fn the_last_put_wins_and_counts_tell_what_became_of_it() {
 
 #[test]
 fn pages_of_another_run_are_not_stored_again() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let store = init_on(&medium).unwrap();
     let image: Image = (0..PAGES).map(|p| p + 10).collect();
     for session in 0..3 {
@@ -222,7 +222,7 @@ fn pages_of_another_run_are_not_stored_again() {
 
 #[test]
 fn a_run_is_alone_and_moves_to_another_thread_while_tags_are_set() {
-    let store = init_on(&Faulty::default()).unwrap();
+    let store = init_on(&FaultyBackend::default()).unwrap();
     let mut writer = store.lock_writer("test").unwrap();
     let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
     assert!(matches!(writer.begin_run("vm", &layout(PAGES)), Err(Error::RunOpen)));

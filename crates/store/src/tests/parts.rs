@@ -61,10 +61,12 @@ fn read_blocks(store: &Store, id: CheckpointId) -> Result<Vec<Option<Page>>> {
 }
 
 /// The records of the store's packs, in order.
-fn records(medium: &Faulty) -> Vec<(PageRef, Kind)> {
+fn records(medium: &FaultyBackend) -> Vec<(PageRef, Kind)> {
     let mut found = Vec::new();
     for (name, bytes) in medium.files() {
-        let Some(number) = name.strip_prefix("packs/").and_then(crate::names::parse_pack) else {
+        let Some(number) =
+            name.strip_prefix("packs/").and_then(keyframe_store_backend::layout::parse_pack)
+        else {
             continue;
         };
         let mut at = crate::record::PACK_HEADER_BYTES;
@@ -91,7 +93,7 @@ fn shifted(run: &mut Run, shift: u64) -> Vec<Page> {
 #[test]
 fn a_file_shifted_against_its_page_cache_costs_next_to_nothing() {
     for shift in 1..8 {
-        let medium = Faulty::default();
+        let medium = FaultyBackend::default();
         let store = init_on(&medium).unwrap();
         // With a table so large that no sector meets a full bucket.
         let mut writer = store.lock_writer("test").unwrap();
@@ -121,7 +123,7 @@ fn a_file_shifted_against_its_page_cache_costs_next_to_nothing() {
 
 #[test]
 fn sectors_are_found_in_blocks_and_in_what_earlier_writers_stored() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let store = init_on(&medium).unwrap();
     let mut writer = store.lock_writer("test").unwrap();
     let mut run = begin(&mut writer);
@@ -162,7 +164,7 @@ fn sectors_are_found_in_blocks_and_in_what_earlier_writers_stored() {
 
 #[test]
 fn what_does_not_pay_is_stored_as_it_is() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let store = init_on(&medium).unwrap();
     let mut writer =
         store.lock_writer_tuned("test", Tuning { sector_parts_min: 3, ..TINY }).unwrap();
@@ -223,7 +225,7 @@ proptest! {
     /// every sector is counted once.
     #[test]
     fn every_sector_comes_back(ops in prop::collection::vec(op(), 1..120), forgetful in any::<bool>()) {
-        let medium = Faulty::default();
+        let medium = FaultyBackend::default();
         let store = init_on(&medium).unwrap();
         let tuning = Tuning { sector_index_bytes: if forgetful { 4096 } else { 1 << 20 }, ..TINY };
         let blank = (vec![ZERO_PAGE; RAM_PAGES as usize], vec![None; BLOCKS as usize]);
@@ -286,8 +288,8 @@ const SUBJECT: [[(u64, u64); 2]; 2] = [[(0, 3), (1, 11)], [(0, 5), (2, 6)]];
 
 /// A store with plain records in one pack, composed ones in others, of which the last stays
 /// unfinished.
-fn subject() -> (Faulty, BTreeMap<CheckpointId, Vec<Option<Page>>>) {
-    let medium = Faulty::default();
+fn subject() -> (FaultyBackend, BTreeMap<CheckpointId, Vec<Option<Page>>>) {
+    let medium = FaultyBackend::default();
     let store = init_on(&medium).unwrap();
     let mut truth = BTreeMap::new();
     let mut writer =
@@ -326,7 +328,7 @@ fn write_again(store: &Store) -> CheckpointId {
 }
 
 fn lost(
-    medium: &Faulty,
+    medium: &FaultyBackend,
     truth: &BTreeMap<CheckpointId, Vec<Option<Page>>>,
 ) -> BTreeSet<CheckpointId> {
     let Ok(store) = on(medium) else { return truth.keys().copied().collect() };
@@ -352,7 +354,11 @@ fn lost(
     truth.iter().filter(is_lost).map(|(id, _)| *id).collect()
 }
 
-fn assert_told(medium: &Faulty, truth: &BTreeMap<CheckpointId, Vec<Option<Page>>>, what: &str) {
+fn assert_told(
+    medium: &FaultyBackend,
+    truth: &BTreeMap<CheckpointId, Vec<Option<Page>>>,
+    what: &str,
+) {
     let Ok(store) = on(medium) else { return };
     let report = check(&store);
     assert_eq!(report.hurt_checkpoints(), lost(medium, truth), "{what}: {report:#?}");
@@ -394,8 +400,8 @@ fn every_flipped_bit_of_composed_records_is_told_and_blamed_on_the_right_checkpo
 
 /// Writes another composition in the place of that of the record at `at`, as a writer would that
 /// errs: all checks hold.
-fn recompose(medium: &Faulty, at: PageRef, change: impl FnOnce(&mut [Part; PARTS])) {
-    let name = crate::names::pack(at.pack());
+fn recompose(medium: &FaultyBackend, at: PageRef, change: impl FnOnce(&mut [Part; PARTS])) {
+    let name = keyframe_store_backend::layout::pack(at.pack());
     let mut bytes = medium.files()[&name].clone();
     let offset = at.offset() as usize;
     let record = Record::parse(&bytes[offset..], at).unwrap();
@@ -485,7 +491,7 @@ fn what_stands_on_a_pack_that_is_gone_is_stored_anew() {
 /// look at those.
 #[test]
 fn a_check_that_reads_no_pages_sees_that_what_blocks_refer_to_is_gone() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let store = init_on(&medium).unwrap();
     let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
     let mut run = begin(&mut writer);
@@ -499,7 +505,7 @@ fn a_check_that_reads_no_pages_sees_that_what_blocks_refer_to_is_gone() {
     let first_composed =
         records(&medium).into_iter().find(|(_, kind)| *kind == Kind::Composed).unwrap().0;
     assert!(first_composed.pack() > 1);
-    let quick = |medium: &Faulty| {
+    let quick = |medium: &FaultyBackend| {
         let report = on(medium).unwrap().check(&CheckOptions::default(), &mut |_| {}).unwrap();
         report.hurt_checkpoints().into_iter().collect::<Vec<_>>()
     };
@@ -551,7 +557,7 @@ fn play(
 }
 
 fn assert_sealed(
-    medium: &Faulty,
+    medium: &FaultyBackend,
     truth: &BTreeMap<CheckpointId, Vec<Option<Page>>>,
     context: &str,
 ) {
@@ -568,7 +574,7 @@ fn assert_sealed(
 #[test]
 fn a_crash_at_any_operation_loses_no_sealed_block() {
     for operation in 1.. {
-        let medium = Faulty::default();
+        let medium = FaultyBackend::default();
         let store = init_on(&medium).unwrap();
         medium.crash_at(operation);
         let mut truth = BTreeMap::new();
@@ -594,7 +600,7 @@ fn a_crash_at_any_operation_loses_no_sealed_block() {
 #[test]
 fn a_failed_sync_leaves_no_reference_to_what_it_lost() {
     for sync in 1.. {
-        let medium = Faulty::default();
+        let medium = FaultyBackend::default();
         let store = init_on(&medium).unwrap();
         medium.fail_sync_at(sync);
         let mut truth = BTreeMap::new();

@@ -3,12 +3,12 @@
 
 use super::forget::{add_run, next_image, store_of};
 use super::*;
-use crate::backend::faulty::Chance;
 use crate::composed::{PART_BYTES, PARTS};
 use crate::prune::{Known, Live, packs};
 use crate::{
     BaseMeta, BlockContent, DiskMeta, DiskState, PruneOptions, PruneReport, PruneStep, Writer,
 };
+use keyframe_store_backend::testing::SeededRandom;
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -29,7 +29,7 @@ fn forget(store: &Store, known: &mut BTreeMap<CheckpointId, Image>, numbers: &[u
     known.retain(|id, _| !ids.contains(id));
 }
 
-fn assert_kept(medium: &Faulty, known: &BTreeMap<CheckpointId, Image>, context: &str) {
+fn assert_kept(medium: &FaultyBackend, known: &BTreeMap<CheckpointId, Image>, context: &str) {
     let store = on(medium).unwrap();
     assert_eq!(store.ids().unwrap(), known.keys().copied().collect::<Vec<_>>(), "{context}");
     for (id, image) in known {
@@ -43,7 +43,7 @@ fn assert_kept(medium: &Faulty, known: &BTreeMap<CheckpointId, Image>, context: 
 }
 
 /// The files of a kind.
-fn files(medium: &Faulty, folder: &str) -> Vec<String> {
+fn files(medium: &FaultyBackend, folder: &str) -> Vec<String> {
     medium.files().into_keys().filter(|name| name.starts_with(folder)).collect()
 }
 
@@ -52,7 +52,7 @@ fn what_nobody_needs_goes_and_the_rest_stays_as_it_was() {
     for (max_unused, gone) in
         [(0.0, [2, 3, 4, 5, 6, 9]), (0.3, [2, 3, 4, 5, 6, 9]), (0.0, [1, 10, 11, 12, 13, 20])]
     {
-        let medium = Faulty::default();
+        let medium = FaultyBackend::default();
         let mut known = store_of(&medium, 14);
         add_run(&medium, 6, &mut known);
         let store = on(&medium).unwrap();
@@ -86,7 +86,7 @@ fn what_nobody_needs_goes_and_the_rest_stays_as_it_was() {
 
 #[test]
 fn numbers_are_not_used_again_even_if_nothing_is_left() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let mut known = store_of(&medium, 5);
     let store = on(&medium).unwrap();
     let newest_pack = files(&medium, "packs/").pop().unwrap();
@@ -112,7 +112,7 @@ fn numbers_are_not_used_again_even_if_nothing_is_left() {
 
 #[test]
 fn a_crash_at_any_operation_costs_nothing_but_work() {
-    let base = Faulty::default();
+    let base = FaultyBackend::default();
     let mut known = store_of(&base, 12);
     add_run(&base, 4, &mut known);
     forget(&on(&base).unwrap(), &mut known, &[2, 3, 4, 5, 7, 9, 10, 16]);
@@ -156,7 +156,7 @@ fn a_crash_at_any_operation_costs_nothing_but_work() {
             prune(&on(&after).unwrap(), 0.0).unwrap();
             assert_kept(&after, &more, &format!("{context}, then pruned"));
             if seed > 0 {
-                let size = |of: &Faulty| of.used_bytes();
+                let size = |of: &FaultyBackend| of.used_bytes();
                 assert!(
                     size(&after) <= size(&whole) + 2000,
                     "{context}: {} {}",
@@ -171,7 +171,7 @@ fn a_crash_at_any_operation_costs_nothing_but_work() {
 
 #[test]
 fn a_failed_sync_and_a_full_disk_cost_nothing_but_work() {
-    let base = Faulty::default();
+    let base = FaultyBackend::default();
     let mut known = store_of(&base, 10);
     forget(&on(&base).unwrap(), &mut known, &[2, 3, 4, 5, 7]);
     for sync in 1.. {
@@ -200,7 +200,7 @@ fn a_failed_sync_and_a_full_disk_cost_nothing_but_work() {
 
 #[test]
 fn who_has_loaded_a_checkpoint_keeps_it_and_who_loads_one_meanwhile_gets_it() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let mut known = store_of(&medium, 12);
     let store = on(&medium).unwrap();
     let loaded: Vec<_> = known.keys().map(|id| on(&medium).unwrap().load(*id).unwrap()).collect();
@@ -220,7 +220,7 @@ fn who_has_loaded_a_checkpoint_keeps_it_and_who_loads_one_meanwhile_gets_it() {
 /// What the rounds of a prune rest on.
 #[test]
 fn a_look_at_one_pack_finds_all_that_is_needed_of_it_and_reads_few_maps() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let mut known = store_of(&medium, 60);
     let store = on(&medium).unwrap();
     let half: Vec<u64> = (1..60).filter(|n| n % 3 > 0).collect();
@@ -255,7 +255,7 @@ fn a_look_at_one_pack_finds_all_that_is_needed_of_it_and_reads_few_maps() {
 /// nobody reads it.
 #[test]
 fn a_prune_in_the_same_process_leaves_readers_what_they_have_loaded() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let mut known = store_of(&medium, 9);
     let store = on(&medium).unwrap();
     let gone = known[&CheckpointId(2)].clone();
@@ -268,7 +268,9 @@ fn a_prune_in_the_same_process_leaves_readers_what_they_have_loaded() {
     assert!(read_image(&loaded).unwrap() == expected.collect());
     let there = |store: &Store| {
         let open = store.inner().packs.lock().unwrap();
-        open.keys().all(|number| medium.files().contains_key(&crate::names::pack(*number)))
+        open.keys().all(|number| {
+            medium.files().contains_key(&keyframe_store_backend::layout::pack(*number))
+        })
     };
     assert!(!there(&store), "the reader holds nothing that is gone: this test looks at nothing");
     drop((loaded, disks));
@@ -281,7 +283,7 @@ fn a_prune_in_the_same_process_leaves_readers_what_they_have_loaded() {
 
 #[test]
 fn damage_is_left_where_it_is_and_said() {
-    let base = Faulty::default();
+    let base = FaultyBackend::default();
     let mut known = store_of(&base, 10);
     forget(&on(&base).unwrap(), &mut known, &[2, 3, 4, 5]);
     // A record of the first pack that some checkpoint needs.
@@ -317,7 +319,7 @@ fn damage_is_left_where_it_is_and_said() {
 
 #[test]
 fn a_run_that_does_not_answer_keeps_its_packs() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let mut known = store_of(&medium, 10);
     let store = on(&medium).unwrap();
     let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
@@ -367,8 +369,8 @@ impl State {
 
 /// A run with a disk, whose writer does what chance says, also while a prune is at work.
 struct Subject {
-    medium: Faulty,
-    chance: Chance,
+    medium: FaultyBackend,
+    chance: SeededRandom,
     writer: Option<Writer>,
     run: Option<Run>,
     now: State,
@@ -378,10 +380,10 @@ struct Subject {
 
 impl Subject {
     fn new(seed: u64) -> Self {
-        let medium = Faulty::default();
+        let medium = FaultyBackend::default();
         init_on(&medium).unwrap();
         let (now, sealed) = (State::blank(), State::blank());
-        let (chance, known) = (Chance(seed), BTreeMap::new());
+        let (chance, known) = (SeededRandom(seed), BTreeMap::new());
         let mut this = Self { medium, chance, writer: None, run: None, now, sealed, known };
         this.reopen();
         this

@@ -5,7 +5,8 @@ use super::forget::{add_run, store_of};
 use super::*;
 use crate::dictionary::tests::lines;
 use crate::record::{DICTIONARY_CHECK_BYTES, PACK_HEADER_BYTES};
-use crate::{PruneOptions, PruneReport, names, pack_file::PackFile};
+use crate::{PruneOptions, PruneReport, pack_file::PackFile};
+use keyframe_store_backend::layout;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -21,7 +22,7 @@ pub fn recompress_tuned(store: &Store, tuning: Tuning) -> Result<PruneReport> {
     store.prune_tuned(&options, tuning, &mut |_| {})
 }
 
-fn assert_kept(medium: &Faulty, known: &BTreeMap<CheckpointId, Image>, context: &str) {
+fn assert_kept(medium: &FaultyBackend, known: &BTreeMap<CheckpointId, Image>, context: &str) {
     let store = on(medium).unwrap();
     for (id, image) in known {
         assert!(
@@ -89,7 +90,7 @@ pub fn dense_packs(store: &Store) -> usize {
 
 #[test]
 pub fn a_recompressed_store_is_smaller_and_goes_on() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     init_on(&medium).unwrap();
     let mut known = Vec::new();
     ticks(&on(&medium).unwrap(), 0..5, &mut known);
@@ -125,7 +126,7 @@ pub fn a_recompressed_store_is_smaller_and_goes_on() {
 
 #[test]
 pub fn a_run_goes_on_meanwhile_with_deltas_on_what_was_recompressed() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let store = init_on(&medium).unwrap();
     let mut known = Vec::new();
     ticks(&store, 0..1, &mut known);
@@ -153,7 +154,7 @@ pub fn a_run_goes_on_meanwhile_with_deltas_on_what_was_recompressed() {
 
 #[test]
 pub fn a_crash_at_any_operation_costs_nothing_but_work() {
-    let base = Faulty::default();
+    let base = FaultyBackend::default();
     let mut known = store_of(&base, 5);
     add_run(&base, 2, &mut known);
     let whole = base.copy();
@@ -182,7 +183,7 @@ pub fn a_crash_at_any_operation_costs_nothing_but_work() {
 
 #[test]
 pub fn a_failed_sync_and_a_full_disk_cost_nothing_but_work() {
-    let base = Faulty::default();
+    let base = FaultyBackend::default();
     let known = store_of(&base, 5);
     for sync in 1.. {
         let medium = base.copy();
@@ -205,7 +206,7 @@ pub fn a_failed_sync_and_a_full_disk_cost_nothing_but_work() {
 
 #[test]
 pub fn who_has_loaded_a_checkpoint_keeps_it_and_who_loads_one_meanwhile_gets_it() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let known = store_of(&medium, 8);
     let store = on(&medium).unwrap();
     let loaded: Vec<_> = known.keys().map(|id| on(&medium).unwrap().load(*id).unwrap()).collect();
@@ -223,7 +224,7 @@ pub fn who_has_loaded_a_checkpoint_keeps_it_and_who_loads_one_meanwhile_gets_it(
 
 #[test]
 fn no_more_than_was_asked_for_is_recompressed_at_a_time() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let known = store_of(&medium, 12);
     let store = on(&medium).unwrap();
     let packs = crate::prune::packs::numbers(store.inner()).unwrap().len() as u64;
@@ -239,13 +240,13 @@ fn no_more_than_was_asked_for_is_recompressed_at_a_time() {
 /// Every part of a pack's head, and what lies behind it.
 #[test]
 fn damage_of_the_head_is_told_blamed_and_as_far_as_it_goes_mended() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     init_on(&medium).unwrap();
     let mut known = Vec::new();
     ticks(&on(&medium).unwrap(), 0..2, &mut known);
     recompress_tuned(&on(&medium).unwrap(), deltas::ROOMY).unwrap();
     let numbers = crate::prune::packs::numbers(on(&medium).unwrap().inner()).unwrap();
-    let name = names::pack(numbers[0]);
+    let name = layout::pack(numbers[0]);
     let bytes = medium.files()[&name].clone();
     let first = PackFile::open(on(&medium).unwrap().inner(), numbers[0]).unwrap().first as usize;
     assert!(first > PACK_HEADER_BYTES + DICTIONARY_CHECK_BYTES + 500, "no dictionary: {first}");
@@ -301,7 +302,7 @@ enum Seen {
 }
 
 fn is_seen(seen: Seen, path: &Path, old: &[u32]) -> bool {
-    let has = |number: u32| path.join(names::pack(number)).exists();
+    let has = |number: u32| path.join(layout::pack(number)).exists();
     match seen {
         Seen::NewPack(count) => (1..=count).all(|n| has(old[old.len() - 1] + n as u32)),
         Seen::Moves => path.join("moves").exists(),

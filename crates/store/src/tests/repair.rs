@@ -6,13 +6,13 @@ use super::*;
 use crate::RepairReport;
 use std::collections::BTreeSet;
 
-fn repair(medium: &Faulty) -> Result<RepairReport> {
+fn repair(medium: &FaultyBackend) -> Result<RepairReport> {
     on(medium)?.repair(&mut |_| {})
 }
 
 /// Repairs, and holds what is left against the truth.
 fn assert_repairs(
-    medium: &Faulty,
+    medium: &FaultyBackend,
     truth: &BTreeMap<CheckpointId, Image>,
     what: &str,
 ) -> RepairReport {

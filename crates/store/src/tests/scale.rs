@@ -5,13 +5,13 @@
 //! have, and no page behind them. What a day comes to is reckoned in docs/design/scale.md.
 
 use super::*;
-use crate::backend::faulty::Chance;
 use crate::chain::{Chain, Changes};
 use crate::config::StoreId;
 use crate::disk_map::DiskMap;
 use crate::identity::PageRef;
 use crate::map_run::{MapHeader, MapRun};
 use crate::page_map::PageMap;
+use keyframe_store_backend::testing::SeededRandom;
 
 const GUEST_PAGES: u64 = 16 << 20;
 const DIRTY_PAGES: u64 = 20_000;
@@ -27,7 +27,7 @@ struct Written {
 }
 
 /// Pages that are written in a second: most of them in a hot set, the others anywhere.
-fn dirty(space: u64, chance: &mut Chance) -> Changes {
+fn dirty(space: u64, chance: &mut SeededRandom) -> Changes {
     let mut changed = Changes::none(space);
     while changed.pages.len() < DIRTY_PAGES {
         let anywhere = chance.next().is_multiple_of(5);
@@ -43,7 +43,7 @@ fn dirty(space: u64, chance: &mut Chance) -> Changes {
 
 /// As `Run` does it.
 fn write(space: u64, checkpoints: u64, kept: &[u64]) -> Written {
-    let (mut chain, mut chance) = (Chain::new(BASE, space), Chance(space));
+    let (mut chain, mut chance) = (Chain::new(BASE, space), SeededRandom(space));
     let (mut now, mut place) = (PageMap::default(), PageRef::new(1, 64).0);
     let mut written = Written { maps: Vec::new(), truth: BTreeMap::new() };
     for k in 0..checkpoints {

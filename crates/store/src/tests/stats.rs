@@ -5,7 +5,7 @@ use crate::{DiskMeta, DiskState, Growth};
 
 #[test]
 fn what_images_vms_and_disks_share_is_counted_once() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let store = init_on(&medium).unwrap();
     let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
     let disk = DiskMeta { name: "d".into(), disk_bytes: 8 << 12, ..DiskMeta::default() };
@@ -50,7 +50,7 @@ fn what_images_vms_and_disks_share_is_counted_once() {
 
 #[test]
 fn growth_is_the_sum_of_what_checkpoints_added_hour_by_hour() {
-    let medium = Faulty::default();
+    let medium = FaultyBackend::default();
     let store = init_on(&medium).unwrap();
     let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
     let mut run = writer.begin_run("a", &layout(6)).unwrap();

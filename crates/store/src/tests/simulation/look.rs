@@ -3,8 +3,8 @@
 use super::super::layout;
 use super::super::{TINY, deltas, on, request};
 use super::world::{Image, RAM_PAGES, World, page_of};
-use crate::backend::faulty::Faulty;
 use crate::{BlockContent, CheckOptions, CheckReport, Damage, Error, Result, Store};
+use keyframe_store_backend::testing::FaultyBackend;
 use keyframe_units::{CheckpointId, PageIndex, PageRange, ZERO_PAGE};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -58,7 +58,7 @@ impl World {
     pub fn look_closely(&mut self) {
         self.look();
         self.look_at_copies();
-        let check = |medium: &Faulty| {
+        let check = |medium: &FaultyBackend| {
             on(medium).unwrap().check(&CheckOptions { read_data: true }, &mut |_| {}).unwrap()
         };
         let (report, of_copies) = (check(&self.medium), check(&self.other));

@@ -18,11 +18,12 @@
 mod look;
 mod world;
 
+use keyframe_locks::IgnorePoison;
 use super::*;
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use world::World;
 
@@ -79,7 +80,7 @@ fn play_all(seeds: u64, deadline: Option<Instant>) -> (u64, BTreeSet<u64>, Tally
                 return;
             }
             if let Ok(came) = catch_unwind(AssertUnwindSafe(|| play(seed))) {
-                let mut tally = tally.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut tally = tally.lock().ignore_poison();
                 for (what, times) in came {
                     *tally.entry(what).or_default() += times;
                 }
@@ -87,7 +88,7 @@ fn play_all(seeds: u64, deadline: Option<Instant>) -> (u64, BTreeSet<u64>, Tally
                 eprintln!(
                     "seed {seed} failed: KEYFRAME_SEED={seed} cargo test -p keyframe-store simulation"
                 );
-                let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut failed = failed.lock().ignore_poison();
                 failed.insert(seed);
                 ended.fetch_or(failed.len() >= FAILED_MAX, Ordering::Relaxed);
             }
@@ -98,11 +99,11 @@ fn play_all(seeds: u64, deadline: Option<Instant>) -> (u64, BTreeSet<u64>, Tally
             scope.spawn(work);
         }
     });
-    let unwrap = |failed: Mutex<_>| failed.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let unwrap = |failed: Mutex<_>| failed.into_inner().ignore_poison();
     (
         next.into_inner().min(seeds),
         unwrap(failed),
-        tally.into_inner().unwrap_or_else(PoisonError::into_inner),
+        tally.into_inner().ignore_poison(),
     )
 }
 

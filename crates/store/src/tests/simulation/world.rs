@@ -14,13 +14,13 @@
 use super::super::{TINY, content, encrypted, init_on, layout, on, request};
 use super::Tally;
 use super::look::matches;
-use crate::backend::faulty::{Chance, Faulty};
 use crate::composed::{PART_BYTES, PARTS};
 use crate::{
     BaseMeta, CheckOptions, CheckReport, DiskMeta, DiskState, Durability, Error, PruneOptions,
     PruneStep, Result, Run, SealRequest, Store, Tuning,
 };
 use jiff::Timestamp;
+use keyframe_store_backend::testing::{FaultyBackend, SeededRandom};
 use keyframe_units::{CheckpointId, PAGE_BYTES, Page, PageIndex, ZERO_PAGE};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -82,10 +82,10 @@ struct Guest {
 }
 
 pub struct World {
-    pub chance: Chance,
-    pub medium: Faulty,
+    pub chance: SeededRandom,
+    pub medium: FaultyBackend,
     /// Where copies go.
-    pub other: Faulty,
+    pub other: FaultyBackend,
     pub facts: BTreeMap<CheckpointId, Fact>,
     pub strangers: Vec<Image>,
     /// What each number ever stood for, as copies have it: power loss may give a number twice.
@@ -110,9 +110,9 @@ impl Drop for World {
 
 impl World {
     pub fn new(seed: u64) -> Self {
-        let mut chance = Chance(seed);
+        let mut chance = SeededRandom(seed);
         encrypted::ask(chance.next().is_multiple_of(6));
-        let (medium, other) = (Faulty::default(), Faulty::default());
+        let (medium, other) = (FaultyBackend::default(), FaultyBackend::default());
         for medium in [&medium, &other] {
             init_on(medium).unwrap();
         }
@@ -163,7 +163,7 @@ impl World {
         self.story.push(what);
     }
 
-    fn arm(&mut self, medium: &Faulty, act: Act) {
+    fn arm(&mut self, medium: &FaultyBackend, act: Act) {
         let operations = if act == Act::Forget { 8 } else { 70 };
         self.fault = match self.below(9) {
             0..3 => Fault::None,
@@ -187,7 +187,7 @@ impl World {
     }
 
     /// True where the fault that is armed can have this error.
-    fn is_due(&self, error: &Error, medium: &Faulty) -> bool {
+    fn is_due(&self, error: &Error, medium: &FaultyBackend) -> bool {
         match self.fault {
             Fault::None => false,
             Fault::Crash => medium.has_crashed(),

@@ -1,0 +1,218 @@
+//! The interface of a backend, and which backend a path or URL stands for.
+//!
+//! A store has two kinds of files: packs, which grow while they are written, and small files, which
+//! appear whole under their name. Names are relative to the store and use `/`
+//! (`packs/00000001.pack`).
+//!
+//! ```text
+//!   put(name)      write under tmp/ ─▶ sync ─▶ rename to name ─▶ sync the directory
+//!   create(name)   new empty file ─▶ sync the directory;  then append* sync append* sync ...
+//! ```
+//!
+//! A backend guarantees: after `put`, `create` or [`AppendFile::sync`] has returned `Ok`, a power
+//! failure loses nothing of it; a file written by `put` never shows a part of its bytes.
+//! It does not guarantee: that bytes appended since the last `sync` survive, completely, partly or
+//! in order.
+
+use crate::{Error, LocalBackend, Result, S3Backend, ServedBackend, s3, served};
+use std::fmt;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+/// The storage of one store's files.
+pub trait Backend: Send + Sync + fmt::Debug {
+    /// How messages name the file `name`: its path or URL.
+    fn describe(&self, name: &str) -> String;
+
+    /// Takes the writer's lock until the guard is dropped, stores `holder` where other processes
+    /// can read it, and removes temporary files of earlier writers. Fails with [`Error::Locked`]
+    /// and the text of the present holder if the lock is taken.
+    fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>>;
+
+    /// Takes the lock of a prune, which may run beside a writer. Removes no files.
+    fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>>;
+
+    /// The text of the process that holds the writer's lock, if any does.
+    fn lock_holder(&self) -> Result<Option<String>>;
+
+    /// Removes locks of dead processes; with `force` also locks whose holder cannot be checked.
+    /// By default there is nothing to remove: the kernel drops a lock together with its process.
+    fn unlock(&self, _force: bool) -> Result<UnlockOutcome> {
+        Ok(match self.lock_holder()? {
+            Some(holder) => UnlockOutcome::Held(holder),
+            None => UnlockOutcome::Nothing,
+        })
+    }
+
+    /// True while a process holds the lock of a prune.
+    fn is_pruning(&self) -> Result<bool>;
+
+    /// The same files through a backend whose `put`, `create` and `remove` return before they are
+    /// durable; [`Backend::sync_all`] makes them durable. None if this backend has no such mode.
+    fn without_syncs(&self) -> Option<Arc<dyn Backend>> {
+        None
+    }
+
+    /// Makes everything durable that any process has written so far.
+    fn sync_all(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// True if later processes find the same files here. This host may then keep an index of them.
+    fn is_persistent(&self) -> bool {
+        false
+    }
+
+    /// Identifies the current boot of the machine that holds the files. Written bytes that were
+    /// not synced survive as long as it stays the same.
+    fn boot_id(&self) -> Result<String> {
+        const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+        let text = std::fs::read_to_string(BOOT_ID);
+        text.map_err(|source| Error::Io { object: BOOT_ID.into(), operation: "read", source })
+    }
+
+    /// The backend beneath an encrypting one, which shows the encrypted bytes. None if this backend
+    /// does not encrypt.
+    fn ciphertext(&self) -> Option<Arc<dyn Backend>> {
+        None
+    }
+
+    /// Creates an empty file. Fails with kind `AlreadyExists` if the name is taken.
+    fn create(&self, name: &str) -> Result<Box<dyn AppendFile>>;
+
+    /// Writes a whole file, atomically and durably, and replaces a file of the same name.
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()>;
+
+    /// Opens a file for reading.
+    fn open(&self, name: &str) -> Result<Arc<dyn ReadFile>>;
+
+    /// The names of the files in a folder, without the folder, in no particular order. A folder
+    /// that does not exist is empty.
+    fn list(&self, folder: &str) -> Result<Vec<String>>;
+
+    /// Removes a file durably. It is no error if the file does not exist.
+    fn remove(&self, name: &str) -> Result<()>;
+
+    /// Removes files of one folder durably, in any order. It is no error if some of them do not
+    /// exist, or if `names` is empty. Afterwards all earlier changes of that folder are durable
+    /// too, including those of a process that died or whose sync failed.
+    fn remove_all(&self, _folder: &str, names: &[String]) -> Result<()> {
+        names.iter().try_for_each(|name| self.remove(name))
+    }
+
+    /// Makes the present contents of an existing file durable.
+    fn sync(&self, name: &str) -> Result<()>;
+
+    /// Reads a whole file. Fails with [`Error::Damaged`] if it is longer than `len_bytes_max`.
+    fn read(&self, name: &str, len_bytes_max: u64) -> Result<Vec<u8>> {
+        read_whole(&*self.open(name)?, &self.describe(name), len_bytes_max)
+    }
+}
+
+/// Holds a lock until it is dropped.
+pub trait LockGuard: Send + Sync + fmt::Debug {}
+
+/// A file that grows at its end.
+pub trait AppendFile: Send + fmt::Debug {
+    /// Appends bytes. After an error the length is unknown until [`AppendFile::truncate`] succeeds.
+    fn append(&mut self, bytes: &[u8]) -> Result<()>;
+    /// Makes everything appended so far durable. After an error, bytes appended since the last
+    /// successful sync may be lost even if they can still be read.
+    fn sync(&mut self) -> Result<()>;
+    /// Cuts the file to `len_bytes`; the next append continues there.
+    fn truncate(&mut self, len_bytes: u64) -> Result<()>;
+}
+
+/// A file open for reading.
+pub trait ReadFile: Send + Sync + fmt::Debug {
+    /// The present length in bytes.
+    fn len_bytes(&self) -> Result<u64>;
+    /// Fills `buffer` from `offset` on. Fails with kind `UnexpectedEof` if the file is too short.
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()>;
+
+    /// Identifies this file and its present contents. None if the backend cannot tell.
+    fn stamp(&self) -> Result<Option<FileStamp>> {
+        Ok(None)
+    }
+
+    /// True if [`ReadFile::prefetch`] saves time because every separate read is a round trip.
+    fn wants_prefetch(&self) -> bool {
+        false
+    }
+
+    /// Announces the ranges that will be read next, in rising order. The backend may fetch them in
+    /// one request. Errors are reported by the reads.
+    fn prefetch(&self, _ranges: &[Range<u64>]) {}
+}
+
+/// Identifies a file and its contents, so that a reader notices a replaced or changed file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FileStamp {
+    /// The same as long as it is the same file, whatever it contains; 0 if unknown.
+    pub identity: u64,
+    /// Another number after each change of the contents; 0 if unknown.
+    pub modified: u64,
+}
+
+/// What [`Backend::unlock`] did.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum UnlockOutcome {
+    /// There was no lock.
+    Nothing,
+    /// A lock was removed; the text of its holder.
+    Removed(String),
+    /// The holder lives, or may live, and keeps its lock; its text.
+    Held(String),
+}
+
+/// Reads all bytes of a file; `object` names it in errors.
+pub fn read_whole(file: &dyn ReadFile, object: &str, len_bytes_max: u64) -> Result<Vec<u8>> {
+    let len = file.len_bytes()?;
+    if len > len_bytes_max {
+        let problem = format!("{len} bytes long; at most {len_bytes_max} make sense");
+        return Err(Error::damaged(object, problem));
+    }
+    let mut bytes = vec![0; len as usize];
+    file.read_at(0, &mut bytes)?;
+    Ok(bytes)
+}
+
+/// Whether `place` begins with `scheme`.
+pub fn has_scheme(place: &Path, scheme: &str) -> bool {
+    place.to_str().is_some_and(|text| text.starts_with(scheme))
+}
+
+/// True if `place` is a URL and not a path on this host.
+pub fn is_remote(place: &Path) -> bool {
+    s3::is_url(place) || served::is_url(place)
+}
+
+/// True if `place` can only be read: a store behind a checkpoint server.
+pub fn is_read_only(place: &Path) -> bool {
+    served::is_url(place)
+}
+
+/// The backend of an existing store: a directory, `s3://BUCKET/PREFIX`, or `kf://HOST:PORT`.
+/// Contacts no server yet.
+pub fn open(place: &Path) -> Result<Arc<dyn Backend>> {
+    Ok(if s3::is_url(place) {
+        Arc::new(S3Backend::open(place)?)
+    } else if served::is_url(place) {
+        Arc::new(ServedBackend::open(place)?)
+    } else {
+        Arc::new(LocalBackend::open(place))
+    })
+}
+
+/// The backend for a new store. Fails with [`Error::Exists`] if the place is not empty.
+pub fn create(place: &Path) -> Result<Arc<dyn Backend>> {
+    if served::is_url(place) {
+        return Err(served::read_only(&place.display().to_string(), "make a store"));
+    }
+    Ok(if is_remote(place) {
+        Arc::new(S3Backend::create(place)?)
+    } else {
+        Arc::new(LocalBackend::create(place)?)
+    })
+}

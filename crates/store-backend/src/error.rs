@@ -1,0 +1,99 @@
+//! What can go wrong with the files of a store.
+
+use std::io;
+
+/// An error of a backend. `object` is a path or URL, with the offset in bytes if one applies.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A store, or something else, is already at the place where a store should be made.
+    #[error("{object}: {problem}")]
+    Exists {
+        /// The path or URL.
+        object: String,
+        /// What is there.
+        problem: String,
+    },
+    /// The bytes of a file are not the bytes that a backend wrote.
+    #[error("{object} is damaged: {problem}")]
+    Damaged {
+        /// The file.
+        object: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// Another process holds the lock.
+    #[error("the store is locked: {holder} writes to it")]
+    Locked {
+        /// How the holder describes itself.
+        holder: String,
+    },
+    /// The operating system or a remote service refused an operation. In the second case `source`
+    /// holds a [`RemoteFailure`].
+    #[error("{object}: {operation}: {source}")]
+    Io {
+        /// The file.
+        object: String,
+        /// The operation, as a verb: "read", "append".
+        operation: &'static str,
+        /// The answer.
+        source: io::Error,
+    },
+}
+
+/// A result of a backend.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why a remote service (object storage, a checkpoint server) refused a request or did not answer.
+/// Found in the source of [`Error::Io`].
+#[derive(Debug, thiserror::Error)]
+#[error("{problem}")]
+pub struct RemoteFailure {
+    /// The answer in words, or that there was none.
+    pub problem: String,
+    /// What the user can do about it, if that is known.
+    pub fix: Option<String>,
+}
+
+impl Error {
+    /// [`Error::Damaged`] of these texts.
+    pub fn damaged(object: impl Into<String>, problem: impl Into<String>) -> Self {
+        Self::Damaged { object: object.into(), problem: problem.into() }
+    }
+
+    /// What the user can do about it, if that is known.
+    pub fn fix(&self) -> Option<String> {
+        Some(match self {
+            Self::Exists { .. } => "use it as it is, or name another place".into(),
+            Self::Damaged { .. } => {
+                "find out what else is damaged: keyframe check --read-data".into()
+            }
+            Self::Locked { .. } => {
+                "wait until that writer ends (keyframe status), or use another store".into()
+            }
+            Self::Io { source, .. } => return fix_of(source),
+        })
+    }
+
+    /// The kind of the I/O error, if this is one.
+    pub fn io_kind(&self) -> Option<io::ErrorKind> {
+        match self {
+            Self::Io { source, .. } => Some(source.kind()),
+            _ => None,
+        }
+    }
+
+    /// True if the name is taken already.
+    pub fn is_already_exists(&self) -> bool {
+        self.io_kind() == Some(io::ErrorKind::AlreadyExists)
+    }
+
+    /// True if there is no such file.
+    pub fn is_not_found(&self) -> bool {
+        self.io_kind() == Some(io::ErrorKind::NotFound)
+    }
+}
+
+/// The fix that a [`RemoteFailure`] inside an I/O error names.
+pub fn fix_of(source: &io::Error) -> Option<String> {
+    source.get_ref()?.downcast_ref::<RemoteFailure>()?.fix.clone()
+}

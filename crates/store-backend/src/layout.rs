@@ -1,0 +1,191 @@
+//! The names of the files of a store, and the numbers in them.
+//!
+//! ```text
+//!   store.json   packs/00000001.pack   maps/0000000012.map   checkpoints/0000000012.ckpt
+//!   tags/NAME    worksets/0000000012.wset   tmp/...
+//! ```
+
+use keyframe_units::CheckpointId;
+
+/// The file that makes a directory a store: its identity and its keys.
+pub const STORE_JSON: &str = "store.json";
+/// The folder of the packs: page contents.
+pub const PACKS: &str = "packs";
+/// The folder of the maps: which page is where.
+pub const MAPS: &str = "maps";
+/// The folder of the sealed checkpoints.
+pub const CHECKPOINTS: &str = "checkpoints";
+/// The folder of the tags: names of checkpoints.
+pub const TAGS: &str = "tags";
+/// The folder of the working sets: which pages a restored VM touched first.
+pub const WORKSETS: &str = "worksets";
+/// The folder of files that are being written.
+pub const TMP: &str = "tmp";
+/// The folders that a new store has.
+pub const FOLDERS: [&str; 6] = [PACKS, MAPS, CHECKPOINTS, TAGS, WORKSETS, TMP];
+/// The folders whose files readers ask for.
+pub const READ_FOLDERS: [&str; 5] = [PACKS, MAPS, CHECKPOINTS, TAGS, WORKSETS];
+
+/// Tags with this prefix are the store's own: `pin.12` keeps checkpoint 12.
+pub const PIN_PREFIX: &str = "pin.";
+/// The word that always names the newest checkpoint.
+pub const LATEST: &str = "latest";
+const TAG_CHARS_MAX: usize = 64;
+
+/// The name of pack `number`.
+pub fn pack(number: u32) -> String {
+    format!("{PACKS}/{}", pack_file(number))
+}
+
+/// The name of map `id`.
+pub fn map(id: u64) -> String {
+    format!("{MAPS}/{}", map_file(id))
+}
+
+/// The name of checkpoint `id`.
+pub fn checkpoint(id: CheckpointId) -> String {
+    format!("{CHECKPOINTS}/{}", checkpoint_file(id.0))
+}
+
+/// The name of the working set of checkpoint `id`.
+pub fn workset(id: CheckpointId) -> String {
+    format!("{WORKSETS}/{:010}.wset", id.0)
+}
+
+/// The checkpoint in the file name of a working set; none if it is no such name.
+pub fn parse_workset(file: &str) -> Option<CheckpointId> {
+    let id = CheckpointId(file.strip_suffix(".wset")?.parse().ok()?);
+    (workset(id).strip_prefix(WORKSETS)?.strip_prefix('/')? == file).then_some(id)
+}
+
+/// The name of the file of tag `tag`.
+pub fn tag(tag: &str) -> String {
+    format!("{TAGS}/{tag}")
+}
+
+fn pack_file(number: u32) -> String {
+    format!("{number:08}.pack")
+}
+
+fn map_file(id: u64) -> String {
+    format!("{id:010}.map")
+}
+
+fn checkpoint_file(id: u64) -> String {
+    format!("{id:010}.ckpt")
+}
+
+/// The number in the file name of a pack; none if it is no such name.
+pub fn parse_pack(file: &str) -> Option<u32> {
+    let number = file.strip_suffix(".pack")?.parse().ok()?;
+    (number > 0 && pack_file(number) == file).then_some(number)
+}
+
+/// The number in the file name of a map; none if it is no such name.
+pub fn parse_map(file: &str) -> Option<u64> {
+    let id = file.strip_suffix(".map")?.parse().ok()?;
+    (id > 0 && map_file(id) == file).then_some(id)
+}
+
+/// The number in the file name of a checkpoint; none if it is no such name.
+pub fn parse_checkpoint(file: &str) -> Option<CheckpointId> {
+    let id = file.strip_suffix(".ckpt")?.parse().ok()?;
+    (id > 0 && checkpoint_file(id) == file).then_some(CheckpointId(id))
+}
+
+/// True if `name` is `store.json` or a file of [`READ_FOLDERS`]. No such name leads out of the
+/// store.
+pub fn is_file(name: &str) -> bool {
+    match name.split_once('/') {
+        None => name == STORE_JSON,
+        Some((PACKS, file)) => parse_pack(file).is_some(),
+        Some((MAPS, file)) => parse_map(file).is_some(),
+        Some((CHECKPOINTS, file)) => parse_checkpoint(file).is_some(),
+        Some((TAGS, file)) => is_tag(file),
+        Some((WORKSETS, file)) => parse_workset(file).is_some(),
+        Some(_) => false,
+    }
+}
+
+/// True if `text` can be a tag: 1 to 64 letters, digits, dots, dashes or underscores, but neither a
+/// number, nor dots alone, nor `latest`.
+pub fn is_tag(text: &str) -> bool {
+    let chars_fit = text.bytes().all(|c| c.is_ascii_alphanumeric() || b"._-".contains(&c));
+    let dots = text.bytes().all(|c| c == b'.');
+    let digits = text.bytes().all(|c| c.is_ascii_digit());
+    (1..=TAG_CHARS_MAX).contains(&text.len()) && chars_fit && !dots && !digits && text != LATEST
+}
+
+/// The tag that pins a checkpoint.
+pub fn pin(id: CheckpointId) -> String {
+    format!("{PIN_PREFIX}{id}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn tags_are_told_from_numbers_paths_and_words() {
+        for good in ["a", "before-upgrade", "v1.2_3", "0x10", "Latest", &"x".repeat(64)] {
+            assert!(is_tag(good), "{good}");
+        }
+        for bad in ["", "12", "latest", ".", "..", "a/b", "ä", "a b", "a\n", &"x".repeat(65)] {
+            assert!(!is_tag(bad), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn files_of_a_store_are_told_from_paths_to_elsewhere() {
+        for good in [
+            "store.json",
+            "packs/00000001.pack",
+            "maps/0000000001.map",
+            "tags/a",
+            "worksets/0000000001.wset",
+        ] {
+            assert!(is_file(good), "{good}");
+        }
+        for bad in [
+            "",
+            "/",
+            "lock",
+            "packs",
+            "packs/",
+            "packs/1.pack",
+            "packs/../store.json",
+            "packs//etc/passwd",
+            "../store.json",
+            "tags/..",
+            "tags/../lock",
+            "tags/a/b",
+            "tmp/x",
+            "/etc/passwd",
+            "disks/vm.1/a",
+            "store.json/",
+            "tags/a\0",
+        ] {
+            assert!(!is_file(bad), "{bad:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_name_of_a_file_leads_out(name in "[a-z0-9./]{0,30}") {
+            prop_assert!(!is_file(&name) || !name.contains("..") && !name.starts_with('/'));
+        }
+
+        #[test]
+        fn numbers_come_back_and_nothing_else_is_one(id in 1u64.., file in "[+0-9a-z.]{0,16}", pack_number in 1u32..) {
+            prop_assert_eq!(parse_checkpoint(&checkpoint_file(id)), Some(CheckpointId(id)));
+            prop_assert_eq!(parse_map(&map_file(id)), Some(id));
+            prop_assert_eq!(parse_pack(&pack_file(pack_number)), Some(pack_number));
+            for name in [format!("{file}.ckpt"), file] {
+                if let Some(id) = parse_checkpoint(&name) {
+                    prop_assert_eq!(checkpoint_file(id.0), name);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,333 @@
+//! A store in object storage, over the S3 protocol: `s3://BUCKET/PREFIX`.
+//!
+//! ```text
+//!   PREFIX/store.json, PREFIX/maps/..., PREFIX/checkpoints/..., PREFIX/tags/...    an object each, put at once
+//!   PREFIX/packs/00000001.pack/...                                                 a pack is several objects (`pack`)
+//!   PREFIX/lock, PREFIX/prune.lock                                                 objects that end unless renewed (`lease`)
+//!
+//!   S3 ─▶ Shared: client (requests, retries) · parts (cache of what was read) · leases · packs that this process writes
+//! ```
+//!
+//! Invariants: what returned `Ok` is stored, as the server understands that; a put by a writer
+//! whose lease may have ended is refused before it is sent. The storage must be consistent (what
+//! was put is read and listed from then on) and know conditional puts; a store is made only where
+//! it does.
+//!
+//! Not here: files that are open outlive their names in a directory, but objects do not: a reader
+//! whose pack a prune removes finds it gone.
+
+mod client;
+mod failure;
+#[cfg(any(test, feature = "testing"))]
+pub mod faults;
+mod lease;
+mod location;
+mod pack;
+mod part_cache;
+#[cfg(test)]
+mod tests;
+
+pub use location::is_url;
+
+use keyframe_locks::IgnorePoison;
+use crate::backend::read_whole;
+use keyframe_bytes::hex::to_hex;
+use crate::cache;
+use crate::layout::{PACKS, STORE_JSON};
+use crate::{
+    AppendFile, Backend, Error, LockGuard, ReadFile, RemoteFailure, Result, UnlockOutcome,
+    random_bytes,
+};
+use client::{Client, ListDepth, Precondition, PutOutcome};
+use lease::Lease;
+use location::S3Location;
+use part_cache::PartCache;
+use rustc_hash::FxHashMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, Weak};
+
+const LOCK: &str = "lock";
+const PRUNE_LOCK: &str = "prune.lock";
+/// What is read of an object when it is opened; the rest when it is asked for.
+const HEAD_BYTES: u64 = 4 << 20;
+
+/// A place in object storage.
+#[derive(Debug)]
+pub struct S3Backend {
+    shared: Arc<Shared>,
+}
+
+/// What the files of one store have in common.
+#[derive(Debug)]
+struct Shared {
+    client: Arc<Client>,
+    cache: PartCache,
+    leases: Mutex<Vec<Weak<Lease>>>,
+    /// Packs that this process writes.
+    open: Mutex<FxHashMap<String, Weak<pack::OpenPack>>>,
+}
+
+impl Shared {
+    /// An error where a lock that was taken is not surely held any more.
+    fn check_leases(&self) -> Result<()> {
+        let mut leases = self.leases.lock().ignore_poison();
+        leases.retain(|lease| lease.strong_count() > 0);
+        let held: Vec<Arc<Lease>> = leases.iter().filter_map(Weak::upgrade).collect();
+        drop(leases);
+        held.iter().try_for_each(|lease| lease.check())
+    }
+
+    fn open_pack(&self, name: &str) -> Option<Arc<pack::OpenPack>> {
+        self.open.lock().ignore_poison().get(name).and_then(Weak::upgrade)
+    }
+}
+
+impl S3Backend {
+    /// The place that `url` names, with the rights and the cache that the environment names.
+    /// Nothing is asked yet.
+    pub fn open(url: &Path) -> Result<Self> {
+        let variable = |name: &str| std::env::var(name).ok();
+        let place = S3Location::parse(url, &variable)?;
+        Ok(Self::at(place, cache::cache_root(&variable)))
+    }
+
+    fn at(location: S3Location, cache: Option<PathBuf>) -> Self {
+        let cache = PartCache::new(cache, &format!("{} {}", location.endpoint, location.name));
+        Self::over(Client::new(location), cache)
+    }
+
+    fn over(client: Client, cache: PartCache) -> Self {
+        let client = Arc::new(client);
+        Self {
+            shared: Arc::new(Shared {
+                client,
+                cache,
+                leases: Mutex::default(),
+                open: Mutex::default(),
+            }),
+        }
+    }
+
+    /// A place for a new store: refuses one that holds anything, and storage on which two writers
+    /// could not be told apart.
+    pub fn create(url: &Path) -> Result<Self> {
+        let this = Self::open(url)?;
+        this.check_new()?;
+        Ok(this)
+    }
+
+    /// Fails unless a store can be made here.
+    pub fn check_new(&self) -> Result<()> {
+        self.require_empty()?;
+        self.require_conditions()
+    }
+
+    fn require_empty(&self) -> Result<()> {
+        let client = &self.shared.client;
+        let exists = |problem: &str| Error::Exists {
+            object: client.location.name.clone(),
+            problem: problem.into(),
+        };
+        if client.get_if_there(STORE_JSON)?.is_some() {
+            return Err(exists("a store is already here"));
+        }
+        if client.list("", ListDepth::Below, Some(2))?.is_empty() {
+            Ok(())
+        } else {
+            Err(exists("there are objects here already"))
+        }
+    }
+
+    fn require_conditions(&self) -> Result<()> {
+        let client = &self.shared.client;
+        let name = format!("tmp/probe-{}", to_hex(&random_bytes::<8>()?));
+        let first = client.put(&name, b"first", Precondition::Absent);
+        let again = client.put(&name, b"again", Precondition::Absent);
+        let other = client.put(
+            &name,
+            b"other",
+            Precondition::Matches("\"0123456789abcdef0123456789abcdef\""),
+        );
+        client.delete(&name)?;
+        if matches!(first?, PutOutcome::Done(_))
+            && again? == PutOutcome::Refused
+            && other? == PutOutcome::Refused
+        {
+            return Ok(());
+        }
+        let problem = format!(
+            "the server at {} does not honour conditional puts (If-None-Match, If-Match): two writers could not be kept apart",
+            client.location.endpoint
+        );
+        let fix = Some("use a server that does".into());
+        let source = io::Error::new(io::ErrorKind::Unsupported, RemoteFailure { problem, fix });
+        Err(Error::Io { object: client.location.name.clone(), operation: "make a store", source })
+    }
+
+    fn take(&self, name: &'static str, holder: &str) -> Result<Box<dyn LockGuard>> {
+        let (lease, held) = Lease::take(&self.shared.client, name, holder)?;
+        self.shared
+            .leases
+            .lock()
+            .ignore_poison()
+            .push(Arc::downgrade(&lease));
+        Ok(Box::new(held))
+    }
+}
+
+/// Packs are not objects of their own.
+fn is_pack(name: &str) -> bool {
+    name.strip_prefix("packs/").is_some_and(|file| !file.contains('/'))
+}
+
+impl S3Backend {
+    /// Takes the writer's lock away from whoever holds it, and says who that was; that one writes
+    /// nothing more.
+    fn break_lock(&self) -> Result<Option<String>> {
+        lease::break_lease(&self.shared.client, LOCK)
+    }
+}
+
+impl Backend for S3Backend {
+    fn describe(&self, name: &str) -> String {
+        self.shared.client.describe(name)
+    }
+
+    fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
+        self.take(LOCK, holder)
+    }
+
+    fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
+        self.take(PRUNE_LOCK, holder)
+    }
+
+    fn lock_holder(&self) -> Result<Option<String>> {
+        lease::holder(&self.shared.client, LOCK)
+    }
+
+    fn is_persistent(&self) -> bool {
+        true
+    }
+
+    fn is_pruning(&self) -> Result<bool> {
+        Ok(lease::holder(&self.shared.client, PRUNE_LOCK)?.is_some())
+    }
+
+    fn unlock(&self, force: bool) -> Result<UnlockOutcome> {
+        match self.lock_holder()? {
+            Some(holder) if !force => Ok(UnlockOutcome::Held(holder)),
+            // Also one whose time is over.
+            _ => Ok(self.break_lock()?.map_or(UnlockOutcome::Nothing, UnlockOutcome::Removed)),
+        }
+    }
+
+    fn create(&self, name: &str) -> Result<Box<dyn AppendFile>> {
+        self.shared.check_leases()?;
+        let (open, growing) = pack::create(&self.shared, name)?;
+        let mut all = self.shared.open.lock().ignore_poison();
+        all.retain(|_, open| open.strong_count() > 0);
+        all.insert(name.into(), Arc::downgrade(&open));
+        Ok(growing)
+    }
+
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        self.shared.check_leases()?;
+        let condition =
+            if name == STORE_JSON { Precondition::Absent } else { Precondition::Always };
+        match self.shared.client.put(name, bytes, condition)? {
+            PutOutcome::Done(_) => Ok(()),
+            PutOutcome::Refused => {
+                let object = self.shared.client.location.name.clone();
+                Err(Error::Exists { object, problem: "a store is already here".into() })
+            }
+        }
+    }
+
+    fn open(&self, name: &str) -> Result<Arc<dyn ReadFile>> {
+        if is_pack(name) {
+            let open = self.shared.open_pack(name);
+            return Ok(Arc::new(pack::PackReader::new(&self.shared, name, open)?));
+        }
+        let head = self.shared.client.get(name, Some(&(0..HEAD_BYTES)), HEAD_BYTES)?;
+        let (client, name) = (self.shared.client.clone(), name.to_owned());
+        Ok(Arc::new(ObjectFile { client, name, head: head.bytes, len_bytes: head.len_bytes }))
+    }
+
+    fn list(&self, folder: &str) -> Result<Vec<String>> {
+        // Of packs the objects in them: servers that keep directories list them for a while after
+        // what was in them.
+        let depth = if folder == PACKS { ListDepth::Below } else { ListDepth::Here };
+        let objects = self.shared.client.list(&format!("{folder}/"), depth, None)?;
+        let names = objects
+            .iter()
+            .map(|object| object.name.split('/').next().unwrap_or_default().to_owned());
+        let mut names: Vec<String> = names.collect();
+        names.dedup();
+        Ok(names)
+    }
+
+    fn remove(&self, name: &str) -> Result<()> {
+        self.shared.check_leases()?;
+        if is_pack(name) {
+            pack::remove(&self.shared, name)
+        } else {
+            self.shared.client.delete(name)
+        }
+    }
+
+    fn sync(&self, _name: &str) -> Result<()> {
+        // What can be read is durable.
+        self.shared.check_leases()
+    }
+
+    fn read(&self, name: &str, len_bytes_max: u64) -> Result<Vec<u8>> {
+        if !is_pack(name) {
+            return Ok(self.shared.client.get(name, None, len_bytes_max)?.bytes);
+        }
+        let file = self.open(name)?;
+        read_whole(&*file, &self.describe(name), len_bytes_max)
+    }
+}
+
+/// An object that is put at once.
+#[derive(Debug)]
+struct ObjectFile {
+    client: Arc<Client>,
+    name: String,
+    head: Vec<u8>,
+    len_bytes: u64,
+}
+
+impl ReadFile for ObjectFile {
+    fn len_bytes(&self) -> Result<u64> {
+        Ok(self.len_bytes)
+    }
+
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        let end = offset.saturating_add(buffer.len() as u64);
+        if end > self.len_bytes {
+            let object = format!("{} at offset {offset}", self.client.describe(&self.name));
+            return Err(Error::Io {
+                object,
+                operation: "read",
+                source: io::ErrorKind::UnexpectedEof.into(),
+            });
+        }
+        if let Some(bytes) = self.head.get(offset as usize..end as usize) {
+            buffer.copy_from_slice(bytes);
+            return Ok(());
+        }
+        let object = self.client.get(&self.name, Some(&(offset..end)), buffer.len() as u64)?;
+        if object.bytes.len() != buffer.len() {
+            let problem =
+                format!("{} bytes came of {} asked for", object.bytes.len(), buffer.len());
+            return Err(Error::damaged(
+                format!("{} at offset {offset}", self.client.describe(&self.name)),
+                problem,
+            ));
+        }
+        buffer.copy_from_slice(&object.bytes);
+        Ok(())
+    }
+}

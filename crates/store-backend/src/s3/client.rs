@@ -1,0 +1,431 @@
+//! Requests to the object storage: signed, bounded in time, tried again where that can help.
+//!
+//! ```text
+//!   request ─▶ answered below 500 ─▶ done, or refused for good (an error that says what to do)
+//!      ▲         └─ 5xx, 408, 429, or no answer: wait 0.1, 0.2, ... 3 s
+//!      └──────────────┘  at most 8 times, none after 45 s
+//! ```
+//!
+//! Invariants: a request that may have arrived although no answer came is sent again with the same
+//! bytes under the same key only, so that it does not matter when it arrives. A conditional put
+//! that was sent twice looks what is there before it says that somebody else was faster.
+
+use super::failure::{between, summary};
+use super::location::S3Location;
+use crate::{Error, Result};
+use rusty_s3::actions::{
+    CompleteMultipartUpload, CreateMultipartUpload, DeleteObject, GetObject, ListObjectsV2,
+    PutObject, S3Action, UploadPart,
+};
+use std::ops::Range;
+use std::time::{Duration, Instant};
+use ureq::http::{Response, StatusCode};
+use ureq::{Agent, Body};
+
+const ATTEMPTS: u32 = 8;
+const NO_ATTEMPT_AFTER: Duration = Duration::from_secs(45);
+const PAUSE_FIRST: Duration = Duration::from_millis(100);
+const PAUSE_MAX: Duration = Duration::from_secs(3);
+const CONNECT_MAX: Duration = Duration::from_secs(5);
+const CALL_MAX: Duration = Duration::from_secs(20);
+/// Reading hurts nobody, however long it takes, as long as something comes.
+const READ_MAX: Duration = Duration::from_secs(600);
+/// A signature is good for so long.
+const SIGNED_FOR: Duration = Duration::from_secs(900);
+/// More than a listing of 1,000 keys takes, or any answer but an object.
+pub const ANSWER_BYTES_MAX: u64 = 16 << 20;
+/// Longer objects are uploaded in parts of this size.
+const PIECE_BYTES: usize = 8 << 20;
+/// More keys than the largest store has in one folder.
+const PAGES_MAX: u32 = 100_000;
+
+/// A bucket, as this process reaches it.
+#[derive(Debug)]
+pub struct Client {
+    pub location: S3Location,
+    agent: Agent,
+    /// For what only reads.
+    reading: Agent,
+    attempts: u32,
+    pause: Duration,
+    /// Keys in a page of a listing; none: as many as the server gives.
+    page_keys: Option<usize>,
+    #[cfg(any(test, feature = "testing"))]
+    pub faults: super::faults::S3Faults,
+}
+
+/// Under which condition a put is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Precondition<'a> {
+    Always,
+    /// Nothing has the name.
+    Absent,
+    /// What has the name is of this tag.
+    Matches(&'a str),
+}
+
+/// What became of a put.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PutOutcome {
+    /// Done; the tag of what is there now.
+    Done(String),
+    /// The condition does not hold.
+    Refused,
+}
+
+/// An object, or a part of it.
+#[derive(Debug)]
+pub struct Object {
+    pub bytes: Vec<u8>,
+    /// Of the whole object.
+    pub len_bytes: u64,
+    pub tag: String,
+    /// Since it was put, by the clock of the server; none where that does not say.
+    pub age: Option<Duration>,
+}
+
+/// An object in a listing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ListedObject {
+    /// Its key, without what was asked for.
+    pub name: String,
+    pub len_bytes: u64,
+    pub tag: String,
+}
+
+/// How far a listing goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ListDepth {
+    /// What lies directly there.
+    Here,
+    /// All below too.
+    Below,
+}
+
+/// What came back, or why nothing did.
+enum Answer {
+    Some(Response<Body>),
+    None(ureq::Error),
+}
+
+impl Client {
+    pub fn new(location: S3Location) -> Self {
+        // What is sent while a lease is good must have arrived or failed before it ends.
+        let call = (location.lease / 3).min(CALL_MAX);
+        let config = || {
+            Agent::config_builder()
+                .http_status_as_error(false)
+                .max_redirects(0)
+                .timeout_connect(Some(CONNECT_MAX.min(call)))
+                .user_agent(concat!("keyframe/", env!("CARGO_PKG_VERSION")))
+        };
+        let writing = config().timeout_global(Some(call)).build();
+        let reading = config()
+            .timeout_global(Some(READ_MAX))
+            .timeout_recv_response(Some(call))
+            .timeout_per_read(Some(call))
+            .build();
+        Self {
+            location,
+            agent: writing.new_agent(),
+            reading: reading.new_agent(),
+            attempts: ATTEMPTS,
+            pause: PAUSE_FIRST,
+            page_keys: None,
+            #[cfg(any(test, feature = "testing"))]
+            faults: super::faults::S3Faults::default(),
+        }
+    }
+
+    /// How messages call an object.
+    pub fn describe(&self, name: &str) -> String {
+        format!("{}/{name}", self.location.name)
+    }
+
+    fn key(&self, name: &str) -> String {
+        format!("{}{name}", self.location.prefix)
+    }
+
+    /// Puts an object, at once and durably.
+    pub fn put(&self, name: &str, bytes: &[u8], condition: Precondition<'_>) -> Result<PutOutcome> {
+        if bytes.len() > PIECE_BYTES && condition == Precondition::Always {
+            return self.put_in_pieces(name, bytes);
+        }
+        let key = self.key(name);
+        let mut action =
+            PutObject::new(&self.location.bucket, Some(&self.location.credentials), &key);
+        let header = match condition {
+            Precondition::Always => None,
+            Precondition::Absent => Some(("if-none-match", "*")),
+            Precondition::Matches(tag) => Some(("if-match", tag)),
+        };
+        if let Some((name, value)) = header {
+            action.headers_mut().insert(name, value);
+        }
+        let send = || {
+            let mut request = self.agent.put(action.sign(SIGNED_FOR).as_str());
+            if let Some((name, value)) = header {
+                request = request.header(name, value);
+            }
+            request.send(bytes)
+        };
+        let (answer, attempts) = self.attempt("put", name, &send)?;
+        match answer.status() {
+            StatusCode::PRECONDITION_FAILED | StatusCode::NOT_FOUND
+                if condition != Precondition::Always =>
+            {
+                // An attempt whose answer was lost may have been the one that did it.
+                let there = if attempts > 1 { self.get_if_there(name)? } else { None };
+                Ok(there
+                    .filter(|there| there.bytes == bytes)
+                    .map_or(PutOutcome::Refused, |there| PutOutcome::Done(there.tag)))
+            }
+            status if status.is_success() => Ok(PutOutcome::Done(tag_of(&answer))),
+            _ => Err(self.refused("put", name, answer)),
+        }
+    }
+
+    /// A large object, which appears whole when its last piece is there.
+    fn put_in_pieces(&self, name: &str, bytes: &[u8]) -> Result<PutOutcome> {
+        let key = self.key(name);
+        let (bucket, credentials) = (&self.location.bucket, Some(&self.location.credentials));
+        let create = CreateMultipartUpload::new(bucket, credentials, &key);
+        let begun = self.text("begin an upload", name, &|| {
+            self.agent.post(create.sign(SIGNED_FOR).as_str()).send_empty()
+        })?;
+        let upload = CreateMultipartUpload::parse_response(&begun)
+            .map_err(|e| self.strange("begin an upload", name, &e.to_string()))?;
+        let mut tags = Vec::new();
+        for (number, piece) in (1u16..).zip(bytes.chunks(PIECE_BYTES)) {
+            let part = UploadPart::new(bucket, credentials, &key, number, upload.upload_id());
+            let send = || self.agent.put(part.sign(SIGNED_FOR).as_str()).send(piece);
+            let (answer, _) = self.attempt("upload a part of", name, &send)?;
+            if !answer.status().is_success() {
+                return Err(self.refused("upload a part of", name, answer));
+            }
+            tags.push(tag_of(&answer));
+        }
+        let all = tags.iter().map(String::as_str);
+        let complete =
+            CompleteMultipartUpload::new(bucket, credentials, &key, upload.upload_id(), all);
+        let url = complete.sign(SIGNED_FOR);
+        let body = complete.body();
+        let done = self.text("complete the upload of", name, &|| {
+            self.agent.post(url.as_str()).send(body.as_str())
+        })?;
+        // This answer begins before its outcome is known: it can be an error with status 200.
+        if done.contains("<Error>") {
+            return Err(self.strange("complete the upload of", name, &summary(&done)));
+        }
+        Ok(PutOutcome::Done(between(&done, "<ETag>", "</ETag>").unwrap_or_default().to_owned()))
+    }
+
+    /// Reads an object, or a range of it. An error of kind `NotFound` where there is none.
+    pub fn get(
+        &self,
+        name: &str,
+        range: Option<&Range<u64>>,
+        len_bytes_max: u64,
+    ) -> Result<Object> {
+        let key = self.key(name);
+        let action = GetObject::new(&self.location.bucket, Some(&self.location.credentials), &key);
+        let wanted = range.map(|r| format!("bytes={}-{}", r.start, r.end.saturating_sub(1)));
+        let send = || {
+            let request = self.reading.get(action.sign(SIGNED_FOR).as_str());
+            match &wanted {
+                Some(wanted) => request.header("range", wanted).call(),
+                None => request.call(),
+            }
+        };
+        let mut left = self.attempts;
+        loop {
+            let (answer, attempts) = self.attempt("get", name, &send)?;
+            if answer.status() == StatusCode::RANGE_NOT_SATISFIABLE
+                && range.is_some_and(|r| r.start == 0)
+            {
+                return Ok(Object {
+                    bytes: Vec::new(),
+                    len_bytes: 0,
+                    tag: tag_of(&answer),
+                    age: None,
+                });
+            }
+            if !answer.status().is_success() {
+                return Err(self.refused("get", name, answer));
+            }
+            let (tag, age) = (tag_of(&answer), age_of(&answer));
+            let total = header(&answer, "content-range")
+                .and_then(|text| text.rsplit('/').next()?.parse().ok());
+            let promised: Option<u64> =
+                header(&answer, "content-length").and_then(|text| text.parse().ok());
+            if promised.is_some_and(|promised| promised > len_bytes_max) {
+                let problem =
+                    format!("{promised:?} bytes long; at most {len_bytes_max} make sense");
+                return Err(Error::damaged(self.describe(name), problem));
+            }
+            match answer.into_body().with_config().limit(len_bytes_max + 1).read_to_vec() {
+                Ok(bytes) if bytes.len() as u64 > len_bytes_max => {
+                    let problem = format!("more than the {len_bytes_max} bytes that make sense");
+                    return Err(Error::damaged(self.describe(name), problem));
+                }
+                Ok(bytes) => {
+                    let len_bytes = total.unwrap_or(bytes.len() as u64);
+                    return Ok(Object { bytes, len_bytes, tag, age });
+                }
+                // Broken off in the middle of the answer.
+                Err(_) if left > attempts => {
+                    left -= attempts;
+                    std::thread::sleep(PAUSE_FIRST);
+                }
+                Err(error) => return Err(self.unreached("get", name, &error)),
+            }
+        }
+    }
+
+    /// A small object, or none.
+    pub fn get_if_there(&self, name: &str) -> Result<Option<Object>> {
+        match self.get(name, None, ANSWER_BYTES_MAX) {
+            Err(error) if error.is_not_found() => Ok(None),
+            other => other.map(Some),
+        }
+    }
+
+    /// Removes an object; fine if it is not there.
+    pub fn delete(&self, name: &str) -> Result<()> {
+        let key = self.key(name);
+        let action =
+            DeleteObject::new(&self.location.bucket, Some(&self.location.credentials), &key);
+        let (answer, _) = self.attempt("remove", name, &|| {
+            self.agent.delete(action.sign(SIGNED_FOR).as_str()).call()
+        })?;
+        if answer.status().is_success() {
+            return Ok(());
+        }
+        match self.refused("remove", name, answer) {
+            error if error.is_not_found() => Ok(()),
+            error => Err(error),
+        }
+    }
+
+    /// The objects whose names begin with `folder`, rising.
+    pub fn list(
+        &self,
+        folder: &str,
+        depth: ListDepth,
+        keys_max: Option<usize>,
+    ) -> Result<Vec<ListedObject>> {
+        let prefix = self.key(folder);
+        let mut objects = Vec::new();
+        let mut token: Option<String> = None;
+        for _ in 0..PAGES_MAX {
+            let mut action =
+                ListObjectsV2::new(&self.location.bucket, Some(&self.location.credentials));
+            action.with_prefix(prefix.as_str());
+            if depth == ListDepth::Here {
+                action.with_delimiter("/");
+            }
+            if let Some(max) = keys_max.or(self.page_keys) {
+                action.with_max_keys(max);
+            }
+            if let Some(token) = &token {
+                action.with_continuation_token(token.as_str());
+            }
+            let text = self.text("list", folder, &|| {
+                self.agent.get(action.sign(SIGNED_FOR).as_str()).call()
+            })?;
+            let page = ListObjectsV2::parse_response(&text)
+                .map_err(|e| self.strange("list", folder, &e.to_string()))?;
+            objects.extend(page.contents.into_iter().filter_map(|object| {
+                let name = object.key.strip_prefix(&prefix).filter(|name| !name.is_empty())?;
+                Some(ListedObject {
+                    name: name.to_owned(),
+                    len_bytes: object.size?,
+                    tag: object.etag.unwrap_or_default(),
+                })
+            }));
+            token = page.next_continuation_token;
+            if token.is_none() || keys_max.is_some() {
+                return Ok(objects);
+            }
+        }
+        Err(self.strange("list", folder, "the listing does not end"))
+    }
+
+    /// An answer that is text.
+    fn text(
+        &self,
+        operation: &'static str,
+        name: &str,
+        send: &dyn Fn() -> Result<Response<Body>, ureq::Error>,
+    ) -> Result<String> {
+        let (answer, _) = self.attempt(operation, name, send)?;
+        if !answer.status().is_success() {
+            return Err(self.refused(operation, name, answer));
+        }
+        let text = answer.into_body().with_config().limit(ANSWER_BYTES_MAX).read_to_string();
+        text.map_err(|e| self.unreached(operation, name, &e))
+    }
+
+    /// Sends a request until it is answered, and says how often that was.
+    fn attempt(
+        &self,
+        operation: &'static str,
+        name: &str,
+        send: &dyn Fn() -> Result<Response<Body>, ureq::Error>,
+    ) -> Result<(Response<Body>, u32)> {
+        let begun = Instant::now();
+        let mut pause = self.pause;
+        for attempt in 1.. {
+            #[cfg(any(test, feature = "testing"))]
+            let send = || self.faults.send(send);
+            let answer = match send() {
+                Ok(answer) if !is_passing(answer.status()) => return Ok((answer, attempt)),
+                Ok(answer) => Answer::Some(answer),
+                Err(error) => Answer::None(error),
+            };
+            if attempt >= self.attempts || begun.elapsed() + pause > NO_ATTEMPT_AFTER {
+                return Err(match answer {
+                    Answer::Some(answer) => self.refused(operation, name, answer),
+                    Answer::None(error) => self.unreached(operation, name, &error),
+                });
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(PAUSE_MAX);
+        }
+        unreachable!("the last attempt returns")
+    }
+}
+
+/// Worth another attempt.
+fn is_passing(status: StatusCode) -> bool {
+    let never = [StatusCode::NOT_IMPLEMENTED, StatusCode::INSUFFICIENT_STORAGE];
+    let again = [StatusCode::REQUEST_TIMEOUT, StatusCode::TOO_MANY_REQUESTS, StatusCode::CONFLICT];
+    status.is_server_error() && !never.contains(&status) || again.contains(&status)
+}
+
+fn header<'a>(answer: &'a Response<Body>, name: &str) -> Option<&'a str> {
+    answer.headers().get(name)?.to_str().ok()
+}
+
+fn tag_of(answer: &Response<Body>) -> String {
+    header(answer, "etag").unwrap_or_default().to_owned()
+}
+
+/// How long ago an object was put, by the server's clock alone.
+fn age_of(answer: &Response<Body>) -> Option<Duration> {
+    let moment = |name| {
+        jiff::fmt::rfc2822::parse(header(answer, name)?).ok().map(|t| t.timestamp().as_second())
+    };
+    let age_s = moment("date")? - moment("last-modified")?;
+    Some(Duration::from_secs(age_s.max(0).unsigned_abs()))
+}
+
+#[cfg(any(test, feature = "testing"))]
+impl Client {
+    /// For tests that do not want to wait.
+    pub fn hasten(&mut self, attempts: u32, page_keys: usize) {
+        self.attempts = attempts;
+        self.pause = Duration::from_millis(1);
+        self.page_keys = Some(page_keys);
+    }
+}

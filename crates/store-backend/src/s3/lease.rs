@@ -1,0 +1,211 @@
+//! A lock in object storage: an object that is put only where none is, and ends unless its holder
+//! renews it.
+//!
+//! ```text
+//!             put, if absent                 every quarter of the lease: put, if it is still ours
+//!   free ────────────────────▶ held ─────────────────────┐
+//!     ▲                         │ ▲──────────────────────┘
+//!     │ removed                 │ not renewed for two thirds of the lease, or another's tag: lost, nothing is written any more
+//!     └─────────────────────────┤
+//!                               └─ not renewed for the lease, by the server's clock: another may put its own, if it is still that one
+//! ```
+//!
+//! Invariants: two never hold it, as long as the server honours conditional puts and no request
+//! that was sent arrives later than a third of a lease after it was given up. The holder's clock is
+//! one that goes on while the machine sleeps.
+
+use keyframe_locks::IgnorePoison;
+use super::client::{Client, Precondition, PutOutcome};
+use crate::LockGuard;
+use keyframe_bytes::hex::to_hex;
+use crate::random_bytes;
+use crate::{Error, Result};
+use rustix::time::{ClockId, clock_gettime};
+use serde::{Deserialize, Serialize};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// What a lock object says.
+#[derive(Serialize, Deserialize)]
+struct LockText {
+    holder: String,
+    /// Tells holders apart, and attempts to hold.
+    token: String,
+    lease_s: u64,
+    renewed: u64,
+}
+
+/// A lease that is held, or was.
+#[derive(Debug)]
+pub struct Lease {
+    client: Arc<Client>,
+    name: &'static str,
+    lost: AtomicBool,
+    /// When it was renewed last, by the clock of this machine.
+    renewed_ms: AtomicU64,
+}
+
+/// Holds a lock until it is dropped.
+#[derive(Debug)]
+pub struct LeaseGuard {
+    lease: Arc<Lease>,
+    over: Arc<(Mutex<bool>, Condvar)>,
+    renewing: Option<JoinHandle<()>>,
+}
+
+impl LockGuard for LeaseGuard {}
+
+impl Lease {
+    /// Takes the lock; [`Error::Locked`] with the holder's text where somebody has it.
+    pub fn take(
+        client: &Arc<Client>,
+        name: &'static str,
+        holder: &str,
+    ) -> Result<(Arc<Self>, LeaseGuard)> {
+        let lease_s = client.location.lease.as_secs();
+        let mut text = LockText {
+            holder: holder.into(),
+            token: to_hex(&random_bytes::<16>()?),
+            lease_s,
+            renewed: 0,
+        };
+        let begun_ms = now_ms();
+        let tag = take(client, name, &encode(&text))?;
+        let lease = Arc::new(Self {
+            client: client.clone(),
+            name,
+            lost: AtomicBool::new(false),
+            renewed_ms: AtomicU64::new(begun_ms),
+        });
+        let over = Arc::new((Mutex::new(false), Condvar::new()));
+        let (theirs, ends) = (lease.clone(), over.clone());
+        let renewing = std::thread::Builder::new().name("keyframe-lease".into()).spawn(move || {
+            let mut tag = tag;
+            while !wait(&ends, theirs.client.location.lease / 4) && theirs.check().is_ok() {
+                text.renewed += 1;
+                theirs.renew(&encode(&text), &mut tag);
+            }
+        });
+        let renewing = renewing.map_err(|source| Error::Io {
+            object: client.describe(name),
+            operation: "start the thread that renews it",
+            source,
+        })?;
+        Ok((lease.clone(), LeaseGuard { lease, over, renewing: Some(renewing) }))
+    }
+
+    /// An error where the lock is not surely held any more.
+    pub fn check(&self) -> Result<()> {
+        let since_ms = now_ms().saturating_sub(self.renewed_ms.load(Ordering::Acquire));
+        let lease_ms = self.client.location.lease.as_millis() as u64;
+        if !self.lost.load(Ordering::Acquire) && since_ms < lease_ms * 2 / 3 {
+            return Ok(());
+        }
+        // Also where a renewal would come through now: what was dropped meanwhile must not be built
+        // upon.
+        self.lost.store(true, Ordering::Release);
+        let said =
+            self.client.get_if_there(self.name).ok().flatten().and_then(|o| decode(&o.bytes));
+        let holder = said.map_or_else(|| "another process, perhaps".into(), |text| text.holder);
+        Err(Error::Locked { holder })
+    }
+
+    fn renew(&self, bytes: &[u8], tag: &mut String) {
+        let begun_ms = now_ms();
+        match self.client.put(self.name, bytes, Precondition::Matches(tag)) {
+            Ok(PutOutcome::Done(next)) => {
+                *tag = next;
+                self.renewed_ms.store(begun_ms, Ordering::Release);
+            }
+            Ok(PutOutcome::Refused) => self.lost.store(true, Ordering::Release),
+            // Tried again at the next turn, until `check` finds that it was too long ago.
+            Err(_) => {}
+        }
+    }
+}
+
+impl Drop for LeaseGuard {
+    fn drop(&mut self) {
+        *self.over.0.lock().ignore_poison() = true;
+        self.over.1.notify_all();
+        if let Some(renewing) = self.renewing.take() {
+            // It ends by itself: its waits and requests are bounded.
+            let _ = renewing.join();
+        }
+        if self.lease.check().is_ok() {
+            // Where this fails, the lock ends with its lease.
+            let _ = self.lease.client.delete(self.lease.name);
+        }
+        self.lease.lost.store(true, Ordering::Release);
+    }
+}
+
+/// Who holds a lock, if somebody does.
+pub fn holder(client: &Client, name: &str) -> Result<Option<String>> {
+    let Some(object) = client.get_if_there(name)? else { return Ok(None) };
+    let over = is_over(&object.bytes, object.age);
+    Ok((!over).then(|| decode(&object.bytes).map_or_else(String::new, |text| text.holder)))
+}
+
+/// Removes a lock, whoever has it; says who had it.
+pub fn break_lease(client: &Client, name: &str) -> Result<Option<String>> {
+    let Some(object) = client.get_if_there(name)? else { return Ok(None) };
+    client.delete(name)?;
+    Ok(Some(decode(&object.bytes).map_or_else(String::new, |text| text.holder)))
+}
+
+/// Puts the lock object; returns its tag.
+fn take(client: &Client, name: &str, bytes: &[u8]) -> Result<String> {
+    if let PutOutcome::Done(tag) = client.put(name, bytes, Precondition::Absent)? {
+        return Ok(tag);
+    }
+    let locked =
+        |text: &[u8]| Error::Locked { holder: decode(text).map_or_else(String::new, |t| t.holder) };
+    let Some(there) = client.get_if_there(name)? else {
+        // Given back in this moment: the next attempt is for whoever asks again.
+        return match client.put(name, bytes, Precondition::Absent)? {
+            PutOutcome::Done(tag) => Ok(tag),
+            PutOutcome::Refused => Err(locked(b"")),
+        };
+    };
+    if !is_over(&there.bytes, there.age) {
+        return Err(locked(&there.bytes));
+    }
+    match client.put(name, bytes, Precondition::Matches(&there.tag))? {
+        PutOutcome::Done(tag) => Ok(tag),
+        PutOutcome::Refused => Err(locked(&there.bytes)),
+    }
+}
+
+/// True where the holder has not renewed it for its own lease. What is no lock text, and what has
+/// no age, is held.
+fn is_over(bytes: &[u8], age: Option<Duration>) -> bool {
+    match (decode(bytes), age) {
+        // The server's times are whole seconds.
+        (Some(text), Some(age)) => age > Duration::from_secs(text.lease_s.saturating_add(1)),
+        _ => false,
+    }
+}
+
+fn encode(text: &LockText) -> Vec<u8> {
+    serde_json::to_vec(text).unwrap_or_default()
+}
+
+fn decode(bytes: &[u8]) -> Option<LockText> {
+    serde_json::from_slice(bytes).ok()
+}
+
+/// Waits; true once the end is there.
+fn wait(over: &(Mutex<bool>, Condvar), time: Duration) -> bool {
+    let guard = over.0.lock().ignore_poison();
+    let waited = over.1.wait_timeout_while(guard, time, |over| !*over);
+    *waited.ignore_poison().0
+}
+
+/// A clock that goes on while the machine sleeps.
+fn now_ms() -> u64 {
+    let now = clock_gettime(ClockId::Boottime);
+    now.tv_sec.unsigned_abs() * 1000 + now.tv_nsec.unsigned_abs() / 1_000_000
+}

@@ -1,0 +1,476 @@
+//! A pack in object storage: parts, each an object that is named by the offset where it begins.
+//!
+//! ```text
+//!   packs/00000001.pack/begun           put first, if absent: the number is taken
+//!   packs/00000001.pack/000000000000    bytes 0 .. n      ┐ one for every sync, and for every 4 MiB; up to 16 of them, or
+//!   packs/00000001.pack/000000065536    bytes n .. m      ┘ 4 MiB, are then put as one in the place of the first
+//!   packs/00000001.pack/closed          put last: nothing is appended any more
+//!
+//!   append ─▶ tail, in memory ──4 MiB, or sync──▶ part put ──16 parts──▶ put as one ─▶ the others removed
+//! ```
+//!
+//! Invariants: the parts from 0 on, each up to where the next begins, are a prefix of what was
+//! appended, at every instant and for every reader; what `sync` said to be durable is in it. After
+//! a put that failed nothing is appended: it may still arrive.
+
+use keyframe_locks::IgnorePoison;
+use super::Shared;
+use super::client::{ListDepth, ListedObject, Precondition, PutOutcome};
+use keyframe_bytes::hex::to_hex;
+use crate::random_bytes;
+use crate::{AppendFile, ReadFile};
+use crate::{Error, Result};
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// A part is put when so much is there.
+const PART_BYTES: usize = 4 << 20;
+/// Parts that are put as one.
+const PIECES: usize = 16;
+/// Above what any writer puts.
+const PART_BYTES_MAX: u64 = 64 << 20;
+/// How often a reader looks anew because parts were put as one meanwhile.
+const LOOKS: u32 = 8;
+
+/// A pack that this process writes; its readers in this process see what is not put yet.
+#[derive(Debug)]
+pub struct OpenPack {
+    name: String,
+    state: Mutex<WriteState>,
+}
+
+#[derive(Debug, Default)]
+struct WriteState {
+    /// What is in the bucket, rising and without gaps.
+    parts: Vec<PackPart>,
+    /// What is not, and belongs behind it.
+    tail: Vec<u8>,
+    /// The last parts, as long as they are to be put as one.
+    recent: Vec<u8>,
+    pieces: usize,
+    /// A put failed, and may still arrive.
+    is_given_up: bool,
+}
+
+#[derive(Clone, Debug)]
+struct PackPart {
+    at: u64,
+    object: ListedObject,
+}
+
+impl PackPart {
+    fn end(&self) -> u64 {
+        self.at.saturating_add(self.object.len_bytes)
+    }
+}
+
+impl WriteState {
+    fn put_bytes(&self) -> u64 {
+        self.parts.last().map_or(0, PackPart::end)
+    }
+}
+
+impl OpenPack {
+    fn state(&self) -> MutexGuard<'_, WriteState> {
+        self.state.lock().ignore_poison()
+    }
+}
+
+fn part_name(pack: &str, at: u64) -> String {
+    format!("{pack}/{at:012}")
+}
+
+fn begun(pack: &str) -> String {
+    format!("{pack}/begun")
+}
+
+fn closed(pack: &str) -> String {
+    format!("{pack}/closed")
+}
+
+/// Begins a pack; an error of kind `AlreadyExists` where its name is taken.
+pub fn create(shared: &Arc<Shared>, name: &str) -> Result<(Arc<OpenPack>, Box<dyn AppendFile>)> {
+    let object = begun(name);
+    let token = to_hex(&random_bytes::<16>()?);
+    if shared.client.put(&object, token.as_bytes(), Precondition::Absent)? == PutOutcome::Refused {
+        let source = io::Error::from(io::ErrorKind::AlreadyExists);
+        return Err(Error::Io {
+            object: shared.client.describe(name),
+            operation: "create",
+            source,
+        });
+    }
+    let open = Arc::new(OpenPack { name: name.into(), state: Mutex::default() });
+    Ok((open.clone(), Box::new(PackWriter { shared: shared.clone(), open })))
+}
+
+/// Removes a pack, its end first: what is left by a crash is a shorter one.
+pub fn remove(shared: &Shared, name: &str) -> Result<()> {
+    let objects = shared.client.list(&format!("{name}/"), ListDepth::Here, None)?;
+    // `begun` and `closed` come behind the digits; `begun` goes last.
+    let is_begun = |object: &ListedObject| object.name == "begun";
+    for object in
+        objects.iter().rev().filter(|o| !is_begun(o)).chain(objects.iter().filter(|o| is_begun(o)))
+    {
+        shared.client.delete(&format!("{name}/{}", object.name))?;
+    }
+    Ok(())
+}
+
+#[derive(Debug)]
+struct PackWriter {
+    shared: Arc<Shared>,
+    open: Arc<OpenPack>,
+}
+
+impl PackWriter {
+    fn given_up(&self, operation: &'static str) -> Error {
+        let source = io::Error::other(
+            "an earlier part of it could not be put; it is not appended to any more",
+        );
+        Error::Io { object: self.shared.client.describe(&self.open.name), operation, source }
+    }
+
+    /// Puts one object of the pack.
+    fn put(&self, at: u64, bytes: &[u8]) -> Result<PackPart> {
+        self.shared.check_leases()?;
+        let name = part_name(&self.open.name, at);
+        let tag = match self.shared.client.put(&name, bytes, Precondition::Always)? {
+            PutOutcome::Done(tag) => tag,
+            PutOutcome::Refused => String::new(),
+        };
+        let object = ListedObject { name, len_bytes: bytes.len() as u64, tag };
+        Ok(PackPart { at, object })
+    }
+
+    /// Puts the first `len` bytes of the tail.
+    fn put_tail(&self, len: usize) -> Result<()> {
+        // Only this writer changes it; readers in this process need not wait while the part is on
+        // its way.
+        let (at, bytes) = {
+            let state = self.open.state();
+            (state.put_bytes(), state.tail.get(..len).unwrap_or_default().to_vec())
+        };
+        let put = self.put(at, &bytes);
+        let mut state = self.open.state();
+        let part = put.inspect_err(|_| state.is_given_up = true)?;
+        state.tail.drain(..len);
+        state.recent.extend_from_slice(&bytes);
+        state.pieces += 1;
+        state.parts.push(part.clone());
+        let is_enough = state.pieces >= PIECES || state.recent.len() >= PART_BYTES;
+        drop(state);
+        if len >= PART_BYTES / 4 {
+            self.shared.cache.put(&part.object, &Arc::new(bytes));
+        }
+        if is_enough {
+            self.put_as_one();
+        }
+        Ok(())
+    }
+
+    /// Puts the last parts as one. Where that fails they stay as they are, which is as good but
+    /// slower to read.
+    fn put_as_one(&self) {
+        let mut state = self.open.state();
+        let (bytes, pieces) =
+            (std::mem::take(&mut state.recent), std::mem::take(&mut state.pieces));
+        let at = state.put_bytes() - bytes.len() as u64;
+        drop(state);
+        if pieces < 2 {
+            return;
+        }
+        let Ok(part) = self.put(at, &bytes) else { return };
+        self.shared.cache.put(&part.object, &Arc::new(bytes));
+        let mut state = self.open.state();
+        let first = state.parts.partition_point(|known| known.at < at);
+        let old: Vec<PackPart> = state.parts.splice(first.., [part]).collect();
+        drop(state);
+        for part in old.iter().skip(1).rev() {
+            let _ = self.shared.client.delete(&part.object.name);
+        }
+    }
+}
+
+impl AppendFile for PackWriter {
+    fn append(&mut self, bytes: &[u8]) -> Result<()> {
+        let mut state = self.open.state();
+        if state.is_given_up {
+            return Err(self.given_up("append"));
+        }
+        state.tail.extend_from_slice(bytes);
+        drop(state);
+        while self.open.state().tail.len() >= PART_BYTES {
+            self.put_tail(PART_BYTES)?;
+        }
+        Ok(())
+    }
+
+    fn sync(&mut self) -> Result<()> {
+        let (len, is_given_up) = {
+            let state = self.open.state();
+            (state.tail.len(), state.is_given_up)
+        };
+        if is_given_up {
+            return Err(self.given_up("sync"));
+        }
+        if len > 0 { self.put_tail(len) } else { self.shared.check_leases() }
+    }
+
+    fn truncate(&mut self, len_bytes: u64) -> Result<()> {
+        let mut state = self.open.state();
+        let put_bytes = state.put_bytes();
+        if let Some(keep) = len_bytes.checked_sub(put_bytes) {
+            let is_given_up = state.is_given_up;
+            state.tail.truncate(keep as usize);
+            return if is_given_up { Err(self.given_up("truncate")) } else { Ok(()) };
+        }
+        if state.is_given_up {
+            return Err(self.given_up("truncate"));
+        }
+        state.tail.clear();
+        state.recent.clear();
+        state.pieces = 0;
+        let first = state.parts.partition_point(|part| part.end() <= len_bytes);
+        let cut = state.parts.split_off(first);
+        drop(state);
+        for part in cut.iter().skip(1).rev() {
+            self.shared.client.delete(&part.object.name)?;
+        }
+        let Some(part) = cut.first() else { return Ok(()) };
+        let keep = (len_bytes - part.at) as usize;
+        if keep == 0 {
+            return self.shared.client.delete(&part.object.name);
+        }
+        let bytes = part_bytes(&self.shared, part)?;
+        let part = self.put(part.at, bytes.get(..keep).unwrap_or_default())?;
+        self.open.state().parts.push(part);
+        Ok(())
+    }
+}
+
+impl Drop for PackWriter {
+    fn drop(&mut self) {
+        let state = self.open.state();
+        let is_whole = !state.is_given_up && state.tail.is_empty();
+        drop(state);
+        // Spares readers a look; nothing depends on it.
+        if is_whole && self.shared.check_leases().is_ok() {
+            let _ = self.shared.client.put(&closed(&self.open.name), b"", Precondition::Always);
+        }
+    }
+}
+
+/// A pack open for reading.
+#[derive(Debug)]
+pub struct PackReader {
+    shared: Arc<Shared>,
+    name: String,
+    /// While this process writes it.
+    open: Option<Arc<OpenPack>>,
+    seen: Mutex<PackListing>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct PackListing {
+    parts: Vec<PackPart>,
+    is_closed: bool,
+}
+
+impl PackReader {
+    /// Opens a pack; an error of kind `NotFound` where there is none.
+    pub fn new(shared: &Arc<Shared>, name: &str, open: Option<Arc<OpenPack>>) -> Result<Self> {
+        let this = Self { shared: shared.clone(), name: name.into(), open, seen: Mutex::default() };
+        this.look()?;
+        Ok(this)
+    }
+
+    fn seen(&self) -> MutexGuard<'_, PackListing> {
+        self.seen.lock().ignore_poison()
+    }
+
+    /// Sees what there is now.
+    fn look(&self) -> Result<PackListing> {
+        if let Some(open) = &self.open {
+            let parts = open.state().parts.clone();
+            return Ok(PackListing { parts, is_closed: false });
+        }
+        let objects = self.shared.client.list(&format!("{}/", self.name), ListDepth::Here, None)?;
+        if objects.is_empty() {
+            let source = io::Error::from(io::ErrorKind::NotFound);
+            return Err(Error::Io {
+                object: self.shared.client.describe(&self.name),
+                operation: "open",
+                source,
+            });
+        }
+        let is_closed = objects.iter().any(|object| object.name == "closed");
+        let seen = PackListing { parts: stitch(&self.name, objects), is_closed };
+        *self.seen() = seen.clone();
+        Ok(seen)
+    }
+
+    /// What was seen, looked at anew where it may have grown.
+    fn current(&self) -> Result<PackListing> {
+        let seen = self.seen().clone();
+        if seen.is_closed { Ok(seen) } else { self.look() }
+    }
+
+    /// Fills as much of `buffer` as is there; says how much that is.
+    fn fill(&self, seen: &PackListing, offset: u64, buffer: &mut [u8]) -> Result<usize> {
+        let mut done = 0;
+        while done < buffer.len() {
+            let at = offset + done as u64;
+            let next = seen.parts.partition_point(|part| part.at <= at);
+            let Some(part) =
+                next.checked_sub(1).and_then(|last| seen.parts.get(last)).filter(|p| at < p.end())
+            else {
+                break;
+            };
+            let end = seen.parts.get(next).map_or(part.end(), |next| part.end().min(next.at));
+            let bytes = part_bytes(&self.shared, part)?;
+            let from =
+                bytes.get((at - part.at) as usize..(end - part.at) as usize).unwrap_or_default();
+            let len = from.len().min(buffer.len() - done);
+            let (Some(to), Some(from)) = (buffer.get_mut(done..done + len), from.get(..len)) else {
+                break;
+            };
+            if len == 0 {
+                break;
+            }
+            to.copy_from_slice(from);
+            done += len;
+        }
+        Ok(done)
+    }
+
+    /// The same behind what is in the bucket.
+    fn fill_from_tail(&self, offset: u64, buffer: &mut [u8]) -> bool {
+        let Some(open) = &self.open else { return false };
+        let state = open.state();
+        let Some(from) = offset.checked_sub(state.put_bytes()) else { return false };
+        let Some(tail) = state.tail.get(from as usize..from as usize + buffer.len()) else {
+            return false;
+        };
+        buffer.copy_from_slice(tail);
+        true
+    }
+}
+
+impl ReadFile for PackReader {
+    fn len_bytes(&self) -> Result<u64> {
+        if let Some(open) = &self.open {
+            let state = open.state();
+            return Ok(state.put_bytes() + state.tail.len() as u64);
+        }
+        Ok(self.current()?.parts.last().map_or(0, PackPart::end))
+    }
+
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        let mut seen = if self.open.is_some() { self.look()? } else { self.seen().clone() };
+        let mut failure = None;
+        for _ in 0..LOOKS {
+            match self.fill(&seen, offset, buffer) {
+                Ok(done) if done == buffer.len() => return Ok(()),
+                Ok(done) => {
+                    let rest = buffer.get_mut(done..).unwrap_or_default();
+                    if self.fill_from_tail(offset + done as u64, rest) {
+                        return Ok(());
+                    }
+                    if seen.is_closed || failure.is_some() {
+                        break;
+                    }
+                    failure = Some(io::Error::from(io::ErrorKind::UnexpectedEof));
+                }
+                // Put as one with others meanwhile, or removed.
+                Err(error) if error.is_not_found() => {}
+                Err(error) => return Err(error),
+            }
+            seen = self.look()?;
+        }
+        let source = failure.unwrap_or_else(|| io::ErrorKind::UnexpectedEof.into());
+        let object = format!("{} at offset {offset}", self.shared.client.describe(&self.name));
+        Err(Error::Io { object, operation: "read", source })
+    }
+}
+
+/// The parts from 0 on, as far as there is no gap; those that lie within one before are that one's.
+fn stitch(pack: &str, objects: Vec<ListedObject>) -> Vec<PackPart> {
+    let mut parts: Vec<PackPart> = objects
+        .into_iter()
+        .filter_map(|object| {
+            let at: u64 = object.name.parse().ok()?;
+            let name = part_name(pack, at);
+            (name.ends_with(&format!("/{}", object.name)) && object.len_bytes > 0)
+                .then_some(PackPart { at, object: ListedObject { name, ..object.clone() } })
+        })
+        .collect();
+    parts.sort_unstable_by_key(|part| part.at);
+    let mut whole: Vec<PackPart> = Vec::with_capacity(parts.len());
+    for part in parts {
+        let end = whole.last().map_or(0, PackPart::end);
+        if part.at > end {
+            break;
+        }
+        if part.end() > end {
+            whole.push(part);
+        }
+    }
+    whole
+}
+
+/// All bytes of a part.
+fn part_bytes(shared: &Shared, part: &PackPart) -> Result<Arc<Vec<u8>>> {
+    let ListedObject { name, len_bytes, .. } = &part.object;
+    if let Some(bytes) = shared.cache.get(&part.object) {
+        return Ok(bytes);
+    }
+    if *len_bytes > PART_BYTES_MAX {
+        let problem = format!("{len_bytes} bytes long; a part has at most {PART_BYTES_MAX}");
+        return Err(Error::damaged(shared.client.describe(name), problem));
+    }
+    let object = shared.client.get(name, None, PART_BYTES_MAX)?;
+    let mut bytes = object.bytes;
+    // It has become longer, where others were put as one with it.
+    bytes.truncate(*len_bytes as usize);
+    if (bytes.len() as u64) < *len_bytes {
+        let problem = format!("{} bytes long; its listing says {len_bytes}", bytes.len());
+        return Err(Error::damaged(shared.client.describe(name), problem));
+    }
+    let bytes = Arc::new(bytes);
+    if object.tag == part.object.tag {
+        shared.cache.put(&part.object, &bytes);
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn listed(name: &str, len_bytes: u64) -> ListedObject {
+        ListedObject { name: name.into(), len_bytes, tag: name.into() }
+    }
+
+    #[test]
+    fn parts_are_stitched_up_to_the_first_gap_whatever_else_lies_there() {
+        let of = |objects: &[(&str, u64)]| -> Vec<(u64, u64)> {
+            let all = objects.iter().map(|(name, len)| listed(name, *len)).collect();
+            stitch("packs/00000001.pack", all).iter().map(|p| (p.at, p.end())).collect()
+        };
+        assert_eq!(of(&[("begun", 32)]), []);
+        assert_eq!(
+            of(&[("000000000000", 5), ("000000000005", 2), ("begun", 32)]),
+            [(0, 5), (5, 7)]
+        );
+        // Put as one, the others not removed yet; then a part behind them.
+        let one =
+            [("000000000000", 9), ("000000000005", 2), ("000000000007", 2), ("000000000009", 1)];
+        assert_eq!(of(&one), [(0, 9), (9, 10)]);
+        assert_eq!(of(&[("000000000000", 5), ("000000000006", 2)]), [(0, 5)]);
+        assert_eq!(of(&[("000000000001", 5)]), []);
+        assert_eq!(of(&[("0", 5), ("+00000000000", 5), ("000000000000", 0), ("x", 1)]), []);
+        // An older, longer part that came late.
+        assert_eq!(of(&[("000000000000", 9), ("000000000005", 9)]), [(0, 9), (5, 14)]);
+    }
+}

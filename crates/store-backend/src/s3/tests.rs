@@ -1,0 +1,121 @@
+//! Object storage as a server really does it: conformance, requests that get lost, a server that is
+//! killed, leases that end.
+
+use super::faults::{BUCKET, S3TestOptions, running_server, test_backend, test_location};
+use super::*;
+use crate::testing::conformance::{check_backend, check_encrypted_backend, pattern};
+use std::time::Duration;
+
+fn at(endpoint: &str, prefix: &str, lease_s: u64) -> S3Backend {
+    test_backend(endpoint, prefix, S3TestOptions { lease_s, ..S3TestOptions::default() })
+}
+
+/// Waits until it is so, for two minutes at most.
+fn eventually(mut is_so: impl FnMut() -> bool) {
+    let begun = std::time::Instant::now();
+    while !is_so() {
+        assert!(begun.elapsed() < Duration::from_secs(120), "not so in two minutes");
+        std::thread::sleep(Duration::from_millis(200));
+    }
+}
+
+#[test]
+fn object_storage_conforms() {
+    let Some(server) = running_server() else { return };
+    let endpoint = server.endpoint();
+    let cache = tempfile::tempdir().unwrap();
+    let open = |prefix: &'static str| {
+        let endpoint = endpoint.clone();
+        let cache = Some(cache.path().to_owned());
+        let options = S3TestOptions { haste: Some((3, 3)), cache, ..S3TestOptions::default() };
+        move || -> Arc<dyn Backend> { Arc::new(test_backend(&endpoint, prefix, options.clone())) }
+    };
+    check_backend(&open("conforms"));
+    check_encrypted_backend(&open("conforms/encrypted"));
+}
+
+#[test]
+fn every_request_may_fail_once() {
+    let Some(server) = running_server() else { return };
+    let endpoint = server.endpoint();
+    check_backend(&|| {
+        let options = S3TestOptions { haste: Some((8, 1000)), ..S3TestOptions::default() };
+        let s3 = test_backend(&endpoint, "fails-once", options);
+        s3.faults().fail_every_other();
+        Arc::new(s3)
+    });
+}
+
+#[test]
+fn a_large_file_is_put_in_pieces_and_read_by_ranges() {
+    let Some(server) = running_server() else { return };
+    let s3 = at(&server.endpoint(), "large", 60);
+    let bytes = pattern(35 << 20, 3);
+    s3.put("maps/0000000001.map", &bytes).unwrap();
+    assert!(s3.read("maps/0000000001.map", 1 << 30).unwrap() == bytes);
+    let file = s3.open("maps/0000000001.map").unwrap();
+    assert_eq!(file.len_bytes().unwrap(), bytes.len() as u64);
+    let mut part = vec![0; 1000];
+    file.read_at(33 << 20, &mut part).unwrap();
+    assert!(part == bytes[33 << 20..(33 << 20) + 1000]);
+}
+
+#[test]
+fn errors_say_what_is_wrong_and_what_to_do() {
+    let Some(server) = running_server() else { return };
+    let mut strange = test_location(&server.endpoint(), "p", 60);
+    strange.credentials = rusty_s3::Credentials::new("test-key", "wrong");
+    let error = S3Backend::at(strange, None).read("store.json", 100).unwrap_err();
+    let fix = error.fix().unwrap_or_default();
+    assert!(
+        error.to_string().contains("403") && fix.contains("AWS_SECRET_ACCESS_KEY"),
+        "{error}; {fix}"
+    );
+    assert!(!error.to_string().contains("wrong"), "{error}");
+    let mut client = Client::new(test_location("http://127.0.0.1:1", "p", 60));
+    client.hasten(2, 3);
+    let error = S3Backend::over(client, PartCache::new(None, "")).put("tags/a", b"x").unwrap_err();
+    let text = format!("{error}; {}", error.fix().unwrap_or_default());
+    assert!(
+        text.contains(BUCKET) && text.contains("p/tags/a") && text.contains("AWS_ENDPOINT_URL"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_lock_whose_holder_is_gone_ends_and_one_that_is_renewed_does_not() {
+    let Some(server) = running_server() else { return };
+    let endpoint = server.endpoint();
+    // Two thirds of a lease are what the holder may be late by, on a machine that has much else to
+    // do.
+    let (one, other) = (at(&endpoint, "lease", 12), at(&endpoint, "lease", 60));
+    // A process that was killed: nobody renews what it put.
+    let text = r#"{"holder":"the dead","token":"0","lease_s":1,"renewed":3}"#;
+    one.shared.client.put(LOCK, text.as_bytes(), Precondition::Always).unwrap();
+    assert!(matches!(other.lock("x"), Err(Error::Locked { holder }) if holder == "the dead"));
+    eventually(|| other.lock_holder().unwrap().is_none());
+    let held = one.lock("the living").unwrap();
+    let twice = |text: &[u8]| {
+        serde_json::from_slice::<serde_json::Value>(text).unwrap()["renewed"].as_u64() >= Some(2)
+    };
+    eventually(|| twice(&one.shared.client.get_if_there(LOCK).unwrap().unwrap().bytes));
+    assert!(matches!(other.lock("x"), Err(Error::Locked { holder }) if holder == "the living"));
+    one.put("tags/a", b"x").unwrap();
+    // Taken away: it writes nothing more, whatever it tries, and removes nothing of its
+    // successor's.
+    let mut growing = one.create("packs/00000001.pack").unwrap();
+    growing.append(b"records").unwrap();
+    assert_eq!(other.break_lock().unwrap().as_deref(), Some("the living"));
+    let successor = other.lock("the successor").unwrap();
+    eventually(|| one.put("tags/b", b"until it knows").is_err());
+    assert!(
+        matches!(one.put("tags/a", b"y"), Err(Error::Locked { holder }) if holder == "the successor")
+    );
+    assert!(matches!(growing.sync(), Err(Error::Locked { .. })));
+    assert!(matches!(one.remove("tags/a"), Err(Error::Locked { .. })));
+    drop((growing, held));
+    assert_eq!(one.lock_holder().unwrap().as_deref(), Some("the successor"));
+    assert_eq!(other.read("tags/a", 9).unwrap(), b"x");
+    drop(successor);
+    assert_eq!(other.break_lock().unwrap(), None);
+}

@@ -1,0 +1,329 @@
+//! A store behind a checkpoint server (`keyframe serve`), read-only: `kf://HOST:PORT`.
+//!
+//! ```text
+//!   small file ─▶ request with the hash of the cached copy ─▶ "same", or the file, compressed
+//!   pack       ─▶ pieces of 128 KiB ─▶ cached for this state of the file? ─▶ from the cache
+//!                                      └─▶ else requested, many at once (`file`)
+//!
+//!   ServedBackend ─▶ Shared: client (connections, retries) · piece cache of this host · stats of packs
+//! ```
+//!
+//! A reader finds an offset of a pack in a map, which was written after the pack. So the client
+//! asks again for the length of packs only after it has read something else.
+//!
+//! Invariants:
+//! - Nothing is written.
+//! - A cached piece is used only if the server confirms it: by the stamp of the file, or by the
+//!   hash of the piece.
+//! - Lengths are checked before memory is allocated.
+//!
+//! The server is the crate `serve`. It needs no key: it sends the files of an encrypted store
+//! encrypted.
+
+mod address;
+mod client;
+mod connection;
+mod file;
+pub mod wire;
+
+pub use address::{
+    DEFAULT_PORT, TOKEN_VARIABLE, is_url, read_token, show_fingerprint,
+};
+pub use keyframe_tls::{Fingerprint, fingerprint};
+
+use keyframe_locks::IgnorePoison;
+use crate::backend::read_whole;
+use crate::cache::{self, CacheLimits, PieceCache, PieceKey};
+use crate::layout::{CHECKPOINTS, MAPS, PACKS, READ_FOLDERS};
+use crate::{AppendFile, Backend, Error, LockGuard, ReadFile, RemoteFailure, Result};
+use address::ServerAddress;
+use client::Client;
+use file::{PackStats, ServedFile};
+use rustc_hash::FxHashSet;
+use serde::{Deserialize, Serialize};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use wire::{Answer, Request};
+
+const FOLDER: &str = "served";
+const DISK_BYTES_MAX: u64 = 8 << 30;
+const MEMORY_BYTES_MAX: usize = 64 << 20;
+
+/// Counts the requests of this process to checkpoint servers.
+pub(crate) static FETCH_COUNTERS: FetchCounters = FetchCounters::new();
+
+/// What this process has fetched from checkpoint servers so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct FetchStats {
+    /// Answered requests.
+    pub requests: u64,
+    /// Bytes of their answers, without the overhead of TLS.
+    pub bytes_fetched: u64,
+    /// Wanted pieces of packs that were in the cache.
+    pub cache_hits: u64,
+    /// Wanted pieces of packs that had to be requested.
+    pub cache_misses: u64,
+}
+
+/// What this process has fetched so far.
+pub fn fetch_stats() -> FetchStats {
+    let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+    let FetchCounters { requests, bytes, hits, misses } = &FETCH_COUNTERS;
+    FetchStats {
+        requests: of(requests),
+        bytes_fetched: of(bytes),
+        cache_hits: of(hits),
+        cache_misses: of(misses),
+    }
+}
+
+pub(crate) struct FetchCounters {
+    requests: AtomicU64,
+    bytes: AtomicU64,
+    hits: AtomicU64,
+    misses: AtomicU64,
+}
+
+impl FetchCounters {
+    const fn new() -> Self {
+        let [requests, bytes, hits, misses] = [const { AtomicU64::new(0) }; 4];
+        Self { requests, bytes, hits, misses }
+    }
+
+    fn count(&self, bytes: u64) {
+        self.requests.fetch_add(1, Ordering::Relaxed);
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+}
+
+/// Which processes work on a store, as its server reports them.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct StoreState {
+    /// The text of the process that holds the writer's lock, if any does.
+    pub holder: Option<String>,
+    /// True while a prune runs.
+    pub is_pruned: bool,
+    /// The boot id of the server's machine.
+    pub boot: String,
+}
+
+/// The files of a store behind a checkpoint server. Clones share connections and caches.
+#[derive(Clone, Debug)]
+pub struct ServedBackend {
+    shared: Arc<Shared>,
+}
+
+/// The state that all files of one store share.
+#[derive(Debug)]
+struct Shared {
+    client: Client,
+    cache: PieceCache,
+    /// Counts the reads after which packs may have grown.
+    generation: AtomicU64,
+    stats: Mutex<PackStats>,
+    /// Pieces that a thread of this process is fetching.
+    busy: Mutex<FxHashSet<PieceKey>>,
+    done: Condvar,
+}
+
+impl ServedBackend {
+    /// The store at `url`. The environment names the token, the trusted certificate and the cache.
+    /// Sends no request yet.
+    pub fn open(url: &Path) -> Result<Self> {
+        Self::open_in(url, &|name| std::env::var(name).ok())
+    }
+
+    /// The same; `environment` looks up the variables.
+    pub fn open_in(url: &Path, environment: &dyn Fn(&str) -> Option<String>) -> Result<Self> {
+        let place = ServerAddress::parse(url, environment)?;
+        Ok(Self::over(Client::new(place), cache::cache_root(environment)))
+    }
+
+    fn over(client: Client, cache: Option<PathBuf>) -> Self {
+        let limits = CacheLimits::of_environment(DISK_BYTES_MAX, MEMORY_BYTES_MAX);
+        let cache = PieceCache::new(cache, FOLDER, limits);
+        let shared = Shared {
+            client,
+            cache,
+            generation: AtomicU64::new(1),
+            stats: Mutex::default(),
+            busy: Mutex::default(),
+            done: Condvar::new(),
+        };
+        Self { shared: Arc::new(shared) }
+    }
+
+    fn refuse<T>(&self, name: &str, operation: &'static str) -> Result<T> {
+        Err(read_only(&self.shared.client.describe(name), operation))
+    }
+
+    fn state(&self) -> Result<StoreState> {
+        let client = &self.shared.client;
+        match client.ask("look at", "lock", Request::State)? {
+            Answer::Data(bytes) => serde_json::from_slice(&bytes)
+                .map_err(|e| client.strange("look at", "lock", &e.to_string())),
+            _ => Err(client.strange("look at", "lock", "no state")),
+        }
+    }
+}
+
+/// The error of an attempt to write to a served store.
+pub(crate) fn read_only(object: &str, operation: &'static str) -> Error {
+    let problem = "a served store is read-only".to_owned();
+    let fix = "do this where the store is, or copy what you need into a store of your own: keyframe copy --to STORE";
+    io_error(
+        object.into(),
+        operation,
+        io::ErrorKind::ReadOnlyFilesystem,
+        RemoteFailure { problem, fix: Some(fix.into()) },
+    )
+}
+
+fn io_error(
+    object: String,
+    operation: &'static str,
+    kind: io::ErrorKind,
+    refusal: RemoteFailure,
+) -> Error {
+    Error::Io { object, operation, source: io::Error::new(kind, refusal) }
+}
+
+fn is_pack(name: &str) -> bool {
+    name.strip_prefix(PACKS).is_some_and(|rest| rest.starts_with('/'))
+}
+
+/// True for whole files that are cached: they never change and may be large.
+fn is_cached_whole(name: &str) -> bool {
+    name.starts_with(MAPS) || name.starts_with(CHECKPOINTS)
+}
+
+impl Backend for ServedBackend {
+    fn describe(&self, name: &str) -> String {
+        self.shared.client.describe(name)
+    }
+
+    fn lock(&self, _holder: &str) -> Result<Box<dyn LockGuard>> {
+        self.refuse("lock", "write to")
+    }
+
+    fn lock_prune(&self, _holder: &str) -> Result<Box<dyn LockGuard>> {
+        self.refuse("prune.lock", "prune")
+    }
+
+    fn lock_holder(&self) -> Result<Option<String>> {
+        Ok(self.state()?.holder)
+    }
+
+    fn is_pruning(&self) -> Result<bool> {
+        Ok(self.state()?.is_pruned)
+    }
+
+    fn boot_id(&self) -> Result<String> {
+        Ok(self.state()?.boot)
+    }
+
+    fn create(&self, name: &str) -> Result<Box<dyn AppendFile>> {
+        self.refuse(name, "create")
+    }
+
+    fn put(&self, name: &str, _bytes: &[u8]) -> Result<()> {
+        self.refuse(name, "write")
+    }
+
+    fn open(&self, name: &str) -> Result<Arc<dyn ReadFile>> {
+        Ok(Arc::new(ServedFile::new(&self.shared, name)?))
+    }
+
+    fn list(&self, folder: &str) -> Result<Vec<String>> {
+        if !READ_FOLDERS.contains(&folder) {
+            // The server sends no other folder.
+            return Ok(Vec::new());
+        }
+        let client = &self.shared.client;
+        let names = match client.ask("list", folder, Request::List { folder: folder.to_owned() })? {
+            Answer::Data(bytes) => wire::decode_names(&bytes)
+                .map_err(|problem| client.strange("list", folder, &problem))?,
+            _ => return Err(client.strange("list", folder, "no names")),
+        };
+        self.shared.bump_generation();
+        if folder == PACKS {
+            // A caller that lists packs opens them next. Then one request asks for all of them.
+            self.shared.stats.lock().ignore_poison().expect(&names);
+        }
+        Ok(names)
+    }
+
+    fn remove(&self, name: &str) -> Result<()> {
+        self.refuse(name, "remove")
+    }
+
+    fn sync(&self, name: &str) -> Result<()> {
+        self.refuse(name, "sync")
+    }
+
+    fn read(&self, name: &str, len_bytes_max: u64) -> Result<Vec<u8>> {
+        if is_pack(name) {
+            // Packs may have grown since they were looked at.
+            self.shared.bump_generation();
+            return read_whole(&*self.open(name)?, &self.describe(name), len_bytes_max);
+        }
+        let client = &self.shared.client;
+        let key = if is_cached_whole(name) { Some(self.shared.key(name, None)?) } else { None };
+        let cached = key.and_then(|key| self.shared.cache.get(key));
+        let cached = cached.filter(|bytes| bytes.len() as u64 <= len_bytes_max);
+        let known = cached.as_ref().map(|bytes| *blake3::hash(bytes).as_bytes());
+        let request = Request::File { name: name.to_owned(), len_bytes_max, known };
+        let answer = client.ask("read", name, request)?;
+        self.shared.bump_generation();
+        match (answer, cached) {
+            (Answer::Data(bytes), _) => {
+                if let Some(key) = key {
+                    self.shared.cache.put(key, &Arc::new(bytes.clone()));
+                }
+                Ok(bytes)
+            }
+            (Answer::Same, Some(bytes)) => Ok(bytes.to_vec()),
+            _ => Err(client.strange("read", name, "the same as nothing")),
+        }
+    }
+}
+
+/// For tests.
+#[cfg(any(test, feature = "testing"))]
+impl ServedBackend {
+    /// Makes requests fail after this time without an answer. Only before the backend is used.
+    pub fn hasten(&mut self, patience: std::time::Duration) {
+        Arc::get_mut(&mut self.shared).expect("not in use yet").client.hasten(patience);
+    }
+
+    /// Asks for the length of files again.
+    pub fn expect_changes(&self) {
+        self.shared.bump_generation();
+    }
+
+    /// Asks the server for any folder.
+    pub fn list_unchecked(&self, folder: &str) -> Result<()> {
+        let request = Request::List { folder: folder.to_owned() };
+        self.shared.client.ask("list", folder, request).map(drop)
+    }
+}
+
+impl Shared {
+    /// Marks that packs may have grown.
+    fn bump_generation(&self) {
+        self.generation.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// The key of a whole file, or of a piece of it, in the cache.
+    fn key(&self, name: &str, piece: Option<u64>) -> Result<PieceKey> {
+        let store = self.client.store()?;
+        Ok(match piece {
+            None => PieceKey::of(&[b"file", &store, name.as_bytes()]),
+            Some(number) => {
+                PieceKey::of(&[b"piece", &store, name.as_bytes(), &number.to_le_bytes()])
+            }
+        })
+    }
+}

@@ -1,0 +1,477 @@
+//! A store in memory, on a medium that misbehaves: crashes, torn writes, a full disk, failing
+//! syncs. For tests.
+//!
+//! ```text
+//!   append ──▶ live bytes ──sync──▶ durable bytes            create, rename ──▶ live names ──folder sync──▶ durable names
+//!                  └───────crash: any mix of sectors─────┐                        └───────crash: any of them───┐
+//!                                                        ▼                                                     ▼
+//!                                              what the next process finds
+//! ```
+//!
+//! Every step that could be the last counts as one operation: its volatile effect happens, then the
+//! crash, then its durable effect. A failed sync loses what it should have written for good, even
+//! if a later sync succeeds, as Linux does.
+
+mod files;
+
+pub use super::random::SeededRandom;
+use keyframe_locks::IgnorePoison;
+use crate::{AppendFile, Backend, LockGuard, ReadFile};
+use crate::{Error, Result};
+use files::{File, Guard, PruneGuard};
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+const SECTOR_BYTES: usize = 512;
+
+#[derive(Clone, Debug, Default)]
+struct Inode {
+    live: Vec<u8>,
+    durable: Vec<u8>,
+    /// Bytes before this that are not durable never will be: a sync of them failed.
+    lost: usize,
+}
+
+#[derive(Clone, Debug)]
+enum NameChange {
+    Link(String, usize),
+    Unlink(String),
+}
+
+impl NameChange {
+    fn name(&self) -> &str {
+        match self {
+            Self::Link(name, _) | Self::Unlink(name) => name,
+        }
+    }
+
+    fn apply(&self, names: &mut BTreeMap<String, usize>) {
+        match self {
+            Self::Link(name, inode) => names.insert(name.clone(), *inode),
+            Self::Unlink(name) => names.remove(name),
+        };
+    }
+}
+
+#[derive(Debug, Default)]
+struct State {
+    inodes: Vec<Inode>,
+    live: BTreeMap<String, usize>,
+    durable: BTreeMap<String, usize>,
+    pending: Vec<NameChange>,
+    operations: u64,
+    crash_at: Option<u64>,
+    syncs: u64,
+    fail_sync_at: Option<u64>,
+    reads: u64,
+    fail_read_at: Option<u64>,
+    capacity_bytes: Option<usize>,
+    /// The text of the writer.
+    locked: Option<String>,
+    pruned: bool,
+}
+
+/// The medium. Clones share it.
+#[derive(Clone, Debug, Default)]
+pub struct FaultyBackend {
+    state: Arc<Mutex<State>>,
+    /// Names and whole files are not synced one by one.
+    relaxed: bool,
+    /// Times that the power failed.
+    lives: u64,
+}
+
+impl FaultyBackend {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().ignore_poison()
+    }
+
+    /// Syncs so far, of files and of directories.
+    pub fn syncs(&self) -> u64 {
+        self.state().syncs
+    }
+
+    /// The operation of that number, and every one after it, fails.
+    pub fn crash_at(&self, operation: u64) {
+        self.state().crash_at = Some(operation);
+    }
+
+    pub fn has_crashed(&self) -> bool {
+        let state = self.state();
+        state.crash_at.is_some_and(|at| state.operations >= at)
+    }
+
+    /// The sync of that number fails.
+    pub fn fail_sync_at(&self, sync: u64) {
+        self.state().fail_sync_at = Some(sync);
+    }
+
+    /// Of the reads from here on, that one gives less than was asked for; the same read again gives
+    /// all.
+    pub fn fail_read_in(&self, reads: u64) {
+        let mut state = self.state();
+        state.fail_read_at = Some(state.reads + reads);
+    }
+
+    /// Reads so far.
+    pub fn reads(&self) -> u64 {
+        self.state().reads
+    }
+
+    /// Operations so far.
+    pub fn operations(&self) -> u64 {
+        self.state().operations
+    }
+
+    /// From here on nothing fails, unless it has crashed.
+    pub fn calm(&self) {
+        let mut state = self.state();
+        (state.fail_sync_at, state.fail_read_at, state.capacity_bytes) = (None, None, None);
+        state.crash_at = state.crash_at.filter(|at| state.operations >= *at);
+    }
+
+    /// The medium holds so many bytes and not one more.
+    pub fn limit(&self, capacity_bytes: Option<usize>) {
+        self.state().capacity_bytes = capacity_bytes;
+    }
+
+    pub fn used_bytes(&self) -> usize {
+        self.state().used_bytes()
+    }
+
+    /// What a machine finds that comes up after the power failed now. `seed` decides what of the
+    /// rest survived.
+    pub fn after_power_loss(&self, seed: u64) -> Self {
+        let state = self.state();
+        let mut chance = SeededRandom(seed);
+        let mut names = state.durable.clone();
+        for change in &state.pending {
+            if chance.next().is_multiple_of(2) {
+                change.apply(&mut names);
+            }
+        }
+        let inodes = state.inodes.iter().map(|inode| inode.after_power_loss(&mut chance)).collect();
+        let fresh = State { inodes, live: names.clone(), durable: names, ..State::default() };
+        Self { state: Arc::new(Mutex::new(fresh)), relaxed: false, lives: self.lives + 1 }
+    }
+
+    /// A copy of what can be read now, as if all were durable.
+    pub fn copy(&self) -> Self {
+        let mut fresh = State::default();
+        for (name, bytes) in self.files() {
+            fresh.live.insert(name, fresh.inodes.len());
+            fresh.inodes.push(Inode { durable: bytes.clone(), live: bytes, lost: 0 });
+        }
+        fresh.durable = fresh.live.clone();
+        Self { state: Arc::new(Mutex::new(fresh)), relaxed: false, lives: self.lives }
+    }
+
+    /// The same medium in the eyes of the next process after this one died: what can be read is as
+    /// before, what is durable too.
+    pub fn copy_with_same_durability(&self) -> Self {
+        let state = self.state();
+        let fresh = State {
+            inodes: state.inodes.clone(),
+            live: state.live.clone(),
+            durable: state.durable.clone(),
+            pending: state.pending.clone(),
+            ..State::default()
+        };
+        Self { state: Arc::new(Mutex::new(fresh)), relaxed: false, lives: self.lives }
+    }
+
+    /// Every file with its bytes.
+    pub fn files(&self) -> BTreeMap<String, Vec<u8>> {
+        let state = self.state();
+        state
+            .live
+            .iter()
+            .map(|(name, inode)| (name.clone(), state.inodes[*inode].live.clone()))
+            .collect()
+    }
+
+    /// Changes a file behind everybody's back.
+    pub fn overwrite(&self, name: &str, bytes: Option<Vec<u8>>) {
+        let mut state = self.state();
+        match bytes {
+            None => {
+                state.live.remove(name);
+            }
+            Some(live) => {
+                let inode = state.inodes.len();
+                state.inodes.push(Inode { live, ..Inode::default() });
+                state.live.insert(name.into(), inode);
+            }
+        }
+    }
+}
+
+impl Inode {
+    /// The bytes that a sync makes durable.
+    fn synced(&self) -> Vec<u8> {
+        let mut bytes = self.live.clone();
+        for (at, byte) in bytes.iter_mut().enumerate().take(self.lost) {
+            *byte = self.durable.get(at).copied().unwrap_or(0);
+        }
+        bytes
+    }
+
+    fn after_power_loss(&self, chance: &mut SeededRandom) -> Self {
+        let target = self.synced();
+        let (low, high) =
+            (self.durable.len().min(target.len()), self.durable.len().max(target.len()));
+        let len = match chance.next() % 3 {
+            0 => self.durable.len(),
+            1 => target.len(),
+            _ => low + chance.next() as usize % (high - low + 1),
+        };
+        let mut bytes = vec![0; len];
+        for (at, sector) in bytes.chunks_mut(SECTOR_BYTES).enumerate() {
+            let source = if chance.next().is_multiple_of(2) { &self.durable } else { &target };
+            let from = at * SECTOR_BYTES;
+            let have = source.get(from..).unwrap_or_default();
+            let have = &have[..have.len().min(sector.len())];
+            sector[..have.len()].copy_from_slice(have);
+        }
+        Self { durable: bytes.clone(), live: bytes, lost: 0 }
+    }
+}
+
+impl State {
+    fn used_bytes(&self) -> usize {
+        self.live.values().map(|inode| self.inodes[*inode].live.len()).sum()
+    }
+
+    /// After the crash nothing has any effect.
+    fn alive(&self, name: &str) -> Result<()> {
+        if self.crash_at.is_some_and(|at| self.operations >= at) {
+            return Err(failure(
+                name,
+                "do anything with",
+                io::Error::other("the power failed before"),
+            ));
+        }
+        Ok(())
+    }
+
+    /// One operation passes, unless it is the one that crashes.
+    fn step(&mut self, name: &str, operation: &'static str) -> Result<()> {
+        self.operations += 1;
+        if self.crash_at.is_some_and(|at| self.operations >= at) {
+            return Err(failure(name, operation, io::Error::other("the power failed")));
+        }
+        Ok(())
+    }
+
+    fn change_name(&mut self, change: NameChange) {
+        change.apply(&mut self.live);
+        self.pending.push(change);
+    }
+
+    fn sync_folder(&mut self, name: &str) -> Result<()> {
+        self.step(name, "sync directory")?;
+        self.count_sync(name)?;
+        let folder =
+            |name: &str| name.split_once('/').map_or(String::new(), |(folder, _)| folder.into());
+        let (now, later): (Vec<_>, Vec<_>) = std::mem::take(&mut self.pending)
+            .into_iter()
+            .partition(|c| folder(c.name()) == folder(name));
+        self.pending = later;
+        for change in now {
+            change.apply(&mut self.durable);
+        }
+        Ok(())
+    }
+
+    /// A sync passes, unless it is the one that fails.
+    fn count_sync(&mut self, name: &str) -> Result<()> {
+        self.syncs += 1;
+        if self.fail_sync_at == Some(self.syncs) {
+            return Err(failure(name, "sync", io::Error::from_raw_os_error(5)));
+        }
+        Ok(())
+    }
+
+    fn sync_inode(&mut self, name: &str, inode: usize) -> Result<()> {
+        self.step(name, "sync")?;
+        let counted = self.count_sync(name);
+        let inode = &mut self.inodes[inode];
+        if counted.is_err() {
+            inode.lost = inode.live.len();
+            return counted;
+        }
+        inode.durable = inode.synced();
+        Ok(())
+    }
+
+    fn write(&mut self, name: &str, inode: usize, bytes: &[u8]) -> Result<()> {
+        self.alive(name)?;
+        let room =
+            self.capacity_bytes.map_or(usize::MAX, |max| max.saturating_sub(self.used_bytes()));
+        let fits = bytes.len().min(room);
+        self.inodes[inode].live.extend_from_slice(&bytes[..fits]);
+        self.step(name, "append")?;
+        if fits < bytes.len() {
+            return Err(failure(name, "append", io::Error::from(io::ErrorKind::StorageFull)));
+        }
+        Ok(())
+    }
+
+    fn create(&mut self, name: &str) -> Result<usize> {
+        self.alive(name)?;
+        if self.live.contains_key(name) {
+            return Err(failure(name, "create", io::Error::from(io::ErrorKind::AlreadyExists)));
+        }
+        let inode = self.inodes.len();
+        self.inodes.push(Inode::default());
+        self.change_name(NameChange::Link(name.into(), inode));
+        self.step(name, "create")?;
+        Ok(inode)
+    }
+
+    fn put(&mut self, name: &str, bytes: &[u8], durably: bool) -> Result<()> {
+        self.alive(name)?;
+        let temporary = format!("tmp/{}", name.replace('/', "-"));
+        self.live.remove(&temporary);
+        let inode = self.create(&temporary)?;
+        let written = self
+            .write(&temporary, inode, bytes)
+            .and_then(|()| if durably { self.sync_inode(&temporary, inode) } else { Ok(()) });
+        if let Err(error) = written {
+            self.alive(name)?;
+            self.change_name(NameChange::Unlink(temporary));
+            return Err(error);
+        }
+        self.change_name(NameChange::Link(name.into(), inode));
+        self.change_name(NameChange::Unlink(temporary));
+        self.step(name, "rename into place")?;
+        if durably { self.sync_folder(name) } else { Ok(()) }
+    }
+}
+
+impl Backend for FaultyBackend {
+    fn describe(&self, name: &str) -> String {
+        name.into()
+    }
+
+    fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
+        let mut state = self.state();
+        if let Some(holder) = state.locked.clone() {
+            return Err(Error::Locked { holder });
+        }
+        state.locked = Some(holder.into());
+        let guard = Box::new(Guard { state: self.state.clone() });
+        let leftovers: Vec<_> =
+            state.live.keys().filter(|name| name.starts_with("tmp/")).cloned().collect();
+        for name in leftovers {
+            state.change_name(NameChange::Unlink(name));
+        }
+        drop(state);
+        Ok(guard)
+    }
+
+    fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
+        if std::mem::replace(&mut self.state().pruned, true) {
+            return Err(Error::Locked { holder: holder.into() });
+        }
+        Ok(Box::new(PruneGuard { state: self.state.clone() }))
+    }
+
+    fn is_pruning(&self) -> Result<bool> {
+        Ok(self.state().pruned)
+    }
+
+    fn lock_holder(&self) -> Result<Option<String>> {
+        Ok(self.state().locked.clone())
+    }
+
+    fn without_syncs(&self) -> Option<Arc<dyn Backend>> {
+        Some(Arc::new(Self { relaxed: true, ..self.clone() }))
+    }
+
+    fn sync_all(&self) -> Result<()> {
+        let mut state = self.state();
+        state.step("", "sync the file system")?;
+        if let Err(error) = state.count_sync("") {
+            for inode in &mut state.inodes {
+                inode.lost = inode.live.len();
+            }
+            return Err(error);
+        }
+        for inode in &mut state.inodes {
+            inode.durable = inode.synced();
+        }
+        for change in std::mem::take(&mut state.pending) {
+            change.apply(&mut state.durable);
+        }
+        Ok(())
+    }
+
+    fn boot_id(&self) -> Result<String> {
+        Ok(self.lives.to_string())
+    }
+
+    fn create(&self, name: &str) -> Result<Box<dyn AppendFile>> {
+        let mut state = self.state();
+        let inode = state.create(name)?;
+        if !self.relaxed {
+            state.sync_folder(name)?;
+        }
+        Ok(Box::new(File { medium: self.clone(), name: name.into(), inode }))
+    }
+
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        self.state().put(name, bytes, !self.relaxed)
+    }
+
+    fn open(&self, name: &str) -> Result<Arc<dyn ReadFile>> {
+        let inode = self.state().live.get(name).copied();
+        let inode =
+            inode.ok_or_else(|| failure(name, "open", io::Error::from(io::ErrorKind::NotFound)))?;
+        Ok(Arc::new(File { medium: self.clone(), name: name.into(), inode }))
+    }
+
+    fn list(&self, folder: &str) -> Result<Vec<String>> {
+        let state = self.state();
+        let inside =
+            state.live.keys().filter_map(|name| name.strip_prefix(folder)?.strip_prefix('/'));
+        Ok(inside.map(String::from).collect())
+    }
+
+    fn remove(&self, name: &str) -> Result<()> {
+        let mut state = self.state();
+        state.alive(name)?;
+        // As a directory does: nothing is synced for what is not there.
+        if !state.live.contains_key(name) {
+            return Ok(());
+        }
+        state.change_name(NameChange::Unlink(name.into()));
+        state.step(name, "remove")?;
+        if self.relaxed { Ok(()) } else { state.sync_folder(name) }
+    }
+
+    fn remove_all(&self, folder: &str, names: &[String]) -> Result<()> {
+        let mut state = self.state();
+        state.alive(folder)?;
+        for name in names {
+            if state.live.contains_key(name) {
+                state.change_name(NameChange::Unlink(name.clone()));
+                state.step(name, "remove")?;
+            }
+        }
+        if self.relaxed { Ok(()) } else { state.sync_folder(&format!("{folder}/")) }
+    }
+
+    fn sync(&self, name: &str) -> Result<()> {
+        let mut state = self.state();
+        if let Some(inode) = state.live.get(name).copied() {
+            state.sync_inode(name, inode)?;
+        }
+        state.sync_folder(name)
+    }
+}
+
+fn failure(name: &str, operation: &'static str, source: io::Error) -> Error {
+    Error::Io { object: name.into(), operation, source }
+}
