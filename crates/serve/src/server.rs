@@ -1,9 +1,9 @@
 //! The server: it listens, gives each connection a thread, and ends when it is told to.
 
-use keyframe_locks::IgnorePoison;
 use crate::connection::Common;
 use crate::files::Files;
 use crate::{Error, Identity, Result};
+use keyframe_locks::IgnorePoison;
 use keyframe_store_backend as backend;
 use keyframe_store_backend::served::{Fingerprint, show_fingerprint};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};

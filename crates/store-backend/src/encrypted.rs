@@ -19,7 +19,6 @@ mod frame;
 #[cfg(test)]
 mod tests;
 
-use keyframe_locks::IgnorePoison;
 use crate::layout::STORE_JSON;
 use crate::{AppendFile, Backend, LockGuard, ReadFile, UnlockOutcome};
 use crate::{Error, Result};
@@ -27,6 +26,7 @@ use frame::{
     BLOCK_BYTES, FileCipher, FileHeader, FileKind, Frame, FrameWriter, HEADER_BYTES,
     PLAIN_BYTES_MAX,
 };
+use keyframe_locks::IgnorePoison;
 use std::io;
 use std::sync::{Arc, Mutex, OnceLock};
 use zeroize::Zeroizing;

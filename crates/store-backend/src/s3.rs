@@ -29,9 +29,7 @@ mod tests;
 
 pub use location::is_url;
 
-use keyframe_locks::IgnorePoison;
 use crate::backend::read_whole;
-use keyframe_bytes::hex::to_hex;
 use crate::cache;
 use crate::layout::{PACKS, STORE_JSON};
 use crate::{
@@ -39,6 +37,8 @@ use crate::{
     random_bytes,
 };
 use client::{Client, ListDepth, Precondition, PutOutcome};
+use keyframe_bytes::hex::to_hex;
+use keyframe_locks::IgnorePoison;
 use lease::Lease;
 use location::S3Location;
 use part_cache::PartCache;
@@ -167,11 +167,7 @@ impl S3Backend {
 
     fn take(&self, name: &'static str, holder: &str) -> Result<Box<dyn LockGuard>> {
         let (lease, held) = Lease::take(&self.shared.client, name, holder)?;
-        self.shared
-            .leases
-            .lock()
-            .ignore_poison()
-            .push(Arc::downgrade(&lease));
+        self.shared.leases.lock().ignore_poison().push(Arc::downgrade(&lease));
         Ok(Box::new(held))
     }
 }

@@ -26,12 +26,9 @@ mod connection;
 mod file;
 pub mod wire;
 
-pub use address::{
-    DEFAULT_PORT, TOKEN_VARIABLE, is_url, read_token, show_fingerprint,
-};
+pub use address::{DEFAULT_PORT, TOKEN_VARIABLE, is_url, read_token, show_fingerprint};
 pub use keyframe_tls::{Fingerprint, fingerprint};
 
-use keyframe_locks::IgnorePoison;
 use crate::backend::read_whole;
 use crate::cache::{self, CacheLimits, PieceCache, PieceKey};
 use crate::layout::{CHECKPOINTS, MAPS, PACKS, READ_FOLDERS};
@@ -39,6 +36,7 @@ use crate::{AppendFile, Backend, Error, LockGuard, ReadFile, RemoteFailure, Resu
 use address::ServerAddress;
 use client::Client;
 use file::{PackStats, ServedFile};
+use keyframe_locks::IgnorePoison;
 use rustc_hash::FxHashSet;
 use serde::{Deserialize, Serialize};
 use std::io;

@@ -7,12 +7,12 @@
 //!    56  8 device state length               64 .. meta (JSON), device state       end-32 32 BLAKE3
 //! ```
 
-use keyframe_bytes::ByteReader;
-use keyframe_pages::bytes::Problem;
 use crate::codec::{compress_section, decompress_section};
 use crate::config::StoreId;
 use crate::meta::Meta;
 use crate::{Error, Result, envelope};
+use keyframe_bytes::ByteReader;
+use keyframe_pages::bytes::Problem;
 
 const MAGIC: envelope::Magic = *b"KFCKPT\r\n";
 const FLAG_LZ4: u32 = 1;

@@ -16,11 +16,11 @@
 //! second where the record is read). There is at least one reference, and every record listed is
 //! used. A reader compares the whole with its hash.
 
-use keyframe_bytes::ByteReader;
-use keyframe_pages::bytes::Problem;
 use crate::codec::{Codec, PageCompressor, decompress_exactly};
 use crate::identity::PageRef;
 use crate::record::PACK_HEADER_BYTES;
+use keyframe_bytes::ByteReader;
+use keyframe_pages::bytes::Problem;
 use keyframe_units::{PAGE_BYTES, Page};
 
 /// Parts of a page.

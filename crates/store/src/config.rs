@@ -18,11 +18,11 @@
 //! later version is told from a damaged one. The bytes behind the checksum are fixed, so that no
 //! byte of the file goes unchecked.
 
-use keyframe_bytes::hex::{from_hex, to_hex};
 use crate::identity::HashKey;
 use crate::secret::{Lock, Secret, SecretKind};
 use crate::{Error, Result};
 use jiff::Timestamp;
+use keyframe_bytes::hex::{from_hex, to_hex};
 use keyframe_store_backend::layout::STORE_JSON;
 use keyframe_store_backend::{DataKey, random_bytes};
 use serde::{Deserialize, Serialize};

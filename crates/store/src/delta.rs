@@ -14,11 +14,11 @@
 //! step. A patch is at most [`PATCH_BYTES_MAX`] long, and within the page. That the base is the
 //! record that was meant is told by its hash.
 
-use keyframe_bytes::ByteReader;
-use keyframe_pages::bytes::Problem;
 use crate::codec::{Codec, decompress_patch};
 use crate::identity::{PageHash, PageRef};
 use crate::record::PACK_HEADER_BYTES;
+use keyframe_bytes::ByteReader;
+use keyframe_pages::bytes::Problem;
 use keyframe_pages::patch::{PATCH_BYTES_MAX, apply};
 use keyframe_units::Page;
 

@@ -2,10 +2,10 @@
 //!
 //! Invariant: what they stand on is plain, so that there is one step whatever a damaged store says.
 
-use keyframe_pages::bytes::Problem;
 use crate::composed::{Composition, Part};
 use crate::delta::Delta;
 use crate::identity::{PageHash, PageRef};
+use keyframe_pages::bytes::Problem;
 use keyframe_units::Page;
 
 /// How a page is made from other records.

@@ -15,13 +15,13 @@
 //! Invariants: no page goes from one thread to another, and none is made elsewhere. The deltas that
 //! wait are bounded ([`LATE_BYTES_MAX`]): where there are more, those are made first.
 
-use keyframe_locks::IgnorePoison;
 use crate::assemble::{DERIVED_OF_DERIVED, NOT_ITS_HASH};
 use crate::delta::Delta;
 use crate::identity::{LANES, PageHash, PageRef};
 use crate::parallel::{PAGES_MIN, PIECE_RECORDS, threads};
 use crate::store::Inner;
 use crate::{Error, Result};
+use keyframe_locks::IgnorePoison;
 use keyframe_units::{Page, ZERO_PAGE};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};

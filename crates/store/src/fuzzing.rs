@@ -4,8 +4,6 @@
 //! Not part of the interface. Each takes any bytes, and must neither panic nor take memory out of
 //! proportion to them.
 
-use keyframe_bytes::ByteReader;
-use keyframe_bytes::varint::put_varint;
 use crate::codec::{decompress_page, decompress_section};
 use crate::config::{Config, StoreId};
 use crate::disk_map::DiskMap;
@@ -15,6 +13,8 @@ use crate::page_map::PageMap;
 use crate::prune::Moves;
 use crate::record::{PACK_HEADER_BYTES, Record, check_pack_header, decode_trailer, parse_footer};
 use crate::{CheckOptions, Error, Store, checkpoint, envelope, tags, worksets};
+use keyframe_bytes::ByteReader;
+use keyframe_bytes::varint::put_varint;
 use keyframe_store_backend::fuzzing::MemoryBackend;
 use keyframe_store_backend::layout;
 use keyframe_units::{CheckpointId, PageIndex, PageRange, ZERO_PAGE};
@@ -110,7 +110,8 @@ pub fn trailer(data: &[u8]) {
     tail.extend_from_slice(hash.as_bytes());
     let Some(footer) = tail.len().checked_sub(64).and_then(|at| tail.get(at..)) else { return };
     // The records before it are left out, so it may be of a pack of any length.
-    let claimed = ByteReader::new(footer.get(16..).unwrap_or_default()).u64_le().unwrap_or_default();
+    let claimed =
+        ByteReader::new(footer.get(16..).unwrap_or_default()).u64_le().unwrap_or_default();
     let Some(pack_len) = claimed.checked_add(tail.len() as u64) else { return };
     if let Some(Ok(footer)) = parse_footer(footer, pack_len) {
         let _ = decode_trailer(header, &tail, &footer);

@@ -18,15 +18,15 @@
 //! Invariants: extents rise, do not overlap and lie inside the space; a decoder allocates in
 //! proportion to the file.
 
-use keyframe_bytes::ByteReader;
-use keyframe_pages::bytes::Problem;
-use keyframe_bytes::varint::{apply_zigzag, put_varint, zigzag_delta};
 use crate::codec::{compress_section, decompress_section};
 use crate::config::StoreId;
 use crate::disk_map::{DiskMap, SPACE_PAGES_MAX};
 use crate::identity::PageRef;
 use crate::page_map::PageMap;
 use crate::{Error, Result, envelope};
+use keyframe_bytes::ByteReader;
+use keyframe_bytes::varint::{apply_zigzag, put_varint, zigzag_delta};
+use keyframe_pages::bytes::Problem;
 use keyframe_units::{PageIndex, PageRange};
 
 const MAGIC: envelope::Magic = *b"KFMAP\r\n\x1a";

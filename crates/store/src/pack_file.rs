@@ -6,7 +6,6 @@
 //!   unreadable   the header is not right                         nothing of it is used
 //! ```
 
-use keyframe_locks::IgnorePoison;
 use crate::dictionary::Dictionary;
 use crate::files::OpenFile;
 use crate::identity::{PageHash, PageRef};
@@ -17,6 +16,7 @@ use crate::record::{
 };
 use crate::store::Inner;
 use crate::{Error, Result};
+use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::layout;
 use keyframe_units::{Page, ZERO_PAGE};
 use std::sync::{Arc, OnceLock};

@@ -16,14 +16,14 @@
 //! few batches for each, and what [`Inner::read_pages`] takes. Where the sink or a thread fails,
 //! the others end with their batch.
 
-use keyframe_locks::IgnorePoison;
 use crate::identity::PageRef;
 use crate::store::Inner;
 use crate::{Error, Result};
+use keyframe_locks::IgnorePoison;
 use keyframe_units::Page;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::Mutex;
 
 /// Fewer pages, 8 MiB, are read on the caller's thread.
 pub const PAGES_MIN: usize = 2048;

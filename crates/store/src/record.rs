@@ -21,8 +21,6 @@
 //! hash names its content, also that of a composed block or a delta, whose payload is not the
 //! content ([`crate::composed`], [`crate::delta`]).
 
-use keyframe_bytes::ByteReader;
-use keyframe_pages::bytes::Problem;
 use crate::codec::{Codec, decompress_page};
 use crate::composed::Composition;
 use crate::config::{FORMAT_VERSION, StoreId};
@@ -31,6 +29,8 @@ use crate::derived::Derivation;
 use crate::dictionary::{DICTIONARY_BYTES_MAX, Dictionary};
 use crate::identity::{HashKey, PageHash, PageRef};
 use crate::{Error, Result};
+use keyframe_bytes::ByteReader;
+use keyframe_pages::bytes::Problem;
 use keyframe_units::{PAGE_BYTES, Page};
 use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_64_with_seed;

@@ -14,8 +14,6 @@
 
 mod follow;
 
-use keyframe_locks::IgnorePoison;
-use keyframe_bytes::hex::to_hex;
 use crate::chain::{Chain, Changes, Plan};
 use crate::checkpoint::{self, DeviceSection};
 use crate::composed::PARTS;
@@ -30,6 +28,8 @@ use crate::store::Inner;
 use crate::writer::{Session, Slot};
 use crate::{Error, IndexUse, Result};
 use jiff::Timestamp;
+use keyframe_bytes::hex::to_hex;
+use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::LockGuard;
 use keyframe_store_backend::layout;
 use keyframe_units::{

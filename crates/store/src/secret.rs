@@ -11,12 +11,12 @@
 //! nor in any `Debug` form; they leave memory cleared. What a foreign `store.json` asks of memory
 //! and time is bounded.
 
-use keyframe_bytes::hex::{from_hex, to_hex};
 use crate::identity::HashKey;
 use crate::{Error, Result};
 use argon2::{Algorithm, Argon2, Params, Version};
 use chacha20poly1305::aead::{Aead, Payload};
 use chacha20poly1305::{KeyInit, XChaCha20Poly1305, XNonce};
+use keyframe_bytes::hex::{from_hex, to_hex};
 use keyframe_store_backend::{DataKey, random_bytes};
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;

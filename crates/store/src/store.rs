@@ -1,6 +1,5 @@
 //! An open store: names, lists and loads checkpoints. Readers need no lock.
 
-use keyframe_bytes::hex::to_hex;
 use crate::checkpoint::{self, CHECKPOINT_BYTES_MAX, CheckpointFile};
 use crate::config::{Config, STORE_JSON_BYTES_MAX};
 use crate::disk_map::DiskMap;
@@ -14,6 +13,7 @@ use crate::prune::packs;
 use crate::secret::{Secret, SecretKind};
 use crate::writer::{Tuning, Writer};
 use crate::{Error, Loaded, Result, Unmapped, local};
+use keyframe_bytes::hex::to_hex;
 use keyframe_store_backend::layout;
 use keyframe_store_backend::layout::STORE_JSON;
 use keyframe_store_backend::{Backend, EncryptedBackend, is_remote};

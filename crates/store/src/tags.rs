@@ -11,10 +11,10 @@
 //! tag back where it is not; who forgets removes tags before the checkpoint. Tags need no lock:
 //! each is put whole.
 
-use keyframe_bytes::hex::to_hex;
 use crate::config::StoreId;
 use crate::store::Inner;
 use crate::{Error, Result, Sealed, Store};
+use keyframe_bytes::hex::to_hex;
 use keyframe_store_backend::layout;
 use keyframe_units::CheckpointId;
 use std::collections::BTreeMap;

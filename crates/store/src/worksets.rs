@@ -13,11 +13,11 @@
 //!
 //! Where none was recorded, the pages written until the next checkpoint of the run stand for it.
 
-use keyframe_bytes::ByteReader;
-use keyframe_bytes::varint::{apply_zigzag, put_varint, zigzag_delta};
 use crate::config::StoreId;
 use crate::store::Inner;
 use crate::{Loaded, Result, envelope};
+use keyframe_bytes::ByteReader;
+use keyframe_bytes::varint::{apply_zigzag, put_varint, zigzag_delta};
 use keyframe_store_backend::layout;
 use keyframe_units::{CheckpointId, PageIndex};
 

@@ -8,7 +8,6 @@
 //! The session (index, open pack, next number) is with the writer, or lent to the one open run. A
 //! run owns what it needs and may move to another thread; tags can be set meanwhile.
 
-use keyframe_locks::IgnorePoison;
 use crate::config::now;
 use crate::disks::{self, DiskCounts, DiskMeta};
 use crate::durability::{Durability, Syncs, TornCheckpoint};
@@ -17,6 +16,7 @@ use crate::prune::moves::Moves;
 use crate::run::{DiskState, Run};
 use crate::store::Inner;
 use crate::{Error, IndexUse, Result};
+use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::LockGuard;
 use keyframe_store_backend::layout;
 use keyframe_store_backend::random_bytes;

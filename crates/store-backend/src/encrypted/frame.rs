@@ -211,7 +211,8 @@ pub fn frames(block: &[u8], number: u64) -> Vec<Frame> {
 
 fn frame_at(block: &[u8], at: usize) -> Option<Frame> {
     let mut cursor = keyframe_bytes::ByteReader::new(block.get(at..at + FRAME_BYTES)?);
-    let (plain, len, counter) = (cursor.u64_le().ok()?, cursor.u32_le().ok()?, cursor.u64_le().ok()?);
+    let (plain, len, counter) =
+        (cursor.u64_le().ok()?, cursor.u32_le().ok()?, cursor.u64_le().ok()?);
     let (len, is_last) = (len & !LAST, len & LAST != 0);
     let inside = at..at.checked_add(FRAME_BYTES + TAG_BYTES + len as usize)?;
     let fits = inside.end <= block.len() && (len > 0 || is_last);

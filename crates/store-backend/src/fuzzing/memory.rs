@@ -1,8 +1,8 @@
 //! Files in memory that never fail, and locks that are always free.
 
-use keyframe_locks::IgnorePoison;
 use crate::{AppendFile, Backend, LockGuard, ReadFile};
 use crate::{Error, Result};
+use keyframe_locks::IgnorePoison;
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};

@@ -1,12 +1,12 @@
 //! Object storage in tests: a bucket on a server of this host, whose requests fail on command.
 
-use keyframe_locks::IgnorePoison;
 use super::client::Client;
 use super::location::S3Location;
 use super::part_cache::PartCache;
 use super::{PRUNE_LOCK, S3Backend, lease};
 use crate::Result;
 use crate::testing::s3_server::{KEY, S3Server};
+use keyframe_locks::IgnorePoison;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};

@@ -14,12 +14,12 @@
 //! that was sent arrives later than a third of a lease after it was given up. The holder's clock is
 //! one that goes on while the machine sleeps.
 
-use keyframe_locks::IgnorePoison;
 use super::client::{Client, Precondition, PutOutcome};
 use crate::LockGuard;
-use keyframe_bytes::hex::to_hex;
 use crate::random_bytes;
 use crate::{Error, Result};
+use keyframe_bytes::hex::to_hex;
+use keyframe_locks::IgnorePoison;
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -13,13 +13,13 @@
 //! appended, at every instant and for every reader; what `sync` said to be durable is in it. After
 //! a put that failed nothing is appended: it may still arrive.
 
-use keyframe_locks::IgnorePoison;
 use super::Shared;
 use super::client::{ListDepth, ListedObject, Precondition, PutOutcome};
-use keyframe_bytes::hex::to_hex;
 use crate::random_bytes;
 use crate::{AppendFile, ReadFile};
 use crate::{Error, Result};
+use keyframe_bytes::hex::to_hex;
+use keyframe_locks::IgnorePoison;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 

@@ -11,10 +11,10 @@
 
 use super::wire::TOKEN_BYTES_MAX;
 use crate::{Error, Result};
+use keyframe_tls::Fingerprint;
 use std::fmt;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
-use keyframe_tls::Fingerprint;
 use zeroize::Zeroizing;
 
 const SCHEME: &str = "kf://";

@@ -8,13 +8,13 @@
 //! Retries end if no answer has come for 8 s; for 1 s if this process never reached the server; at
 //! once if an earlier request waited in vain. All requests only read, so repeating them is safe.
 
-use keyframe_locks::IgnorePoison;
 use super::address::ServerAddress;
 use super::connection::{self, Connection, ConnectionError};
 use super::wire::{Answer, RefusalCode, Request};
 use super::{FETCH_COUNTERS, io_error};
 use crate::RemoteFailure;
 use crate::{Error, Result};
+use keyframe_locks::IgnorePoison;
 use rustls::ClientConfig;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -13,13 +13,13 @@
 //! A pack only grows, except that a crash of its writer may cut its end. So most pieces of an
 //! earlier state are unchanged, and a hash proves it.
 
-use keyframe_locks::IgnorePoison;
 use super::wire::{self, Answer, FileStat, Request, STATS_MAX};
 use super::{FETCH_COUNTERS, Shared, is_pack};
 use crate::cache::PieceKey;
 use crate::layout::PACKS;
 use crate::{Error, Result};
 use crate::{FileStamp, ReadFile};
+use keyframe_locks::IgnorePoison;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::io;

@@ -359,7 +359,8 @@ pub fn decode_stats(bytes: &[u8], count: usize) -> Result<Vec<Option<FileStat>>,
             stats.push(None);
             continue;
         }
-        let (identity, modified, len_bytes) = (reader.u64_le()?, reader.u64_le()?, reader.u64_le()?);
+        let (identity, modified, len_bytes) =
+            (reader.u64_le()?, reader.u64_le()?, reader.u64_le()?);
         let [len] = reader.array::<1>()?;
         let head = reader.take(usize::from(len))?.to_vec();
         stats.push(Some(FileStat { identity, modified, len_bytes, head }));

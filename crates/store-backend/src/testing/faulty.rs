@@ -15,10 +15,10 @@
 mod files;
 
 pub use super::random::SeededRandom;
-use keyframe_locks::IgnorePoison;
 use crate::{AppendFile, Backend, LockGuard, ReadFile};
 use crate::{Error, Result};
 use files::{File, Guard, PruneGuard};
+use keyframe_locks::IgnorePoison;
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};

@@ -13,13 +13,13 @@ mod packs;
 mod quarantine;
 mod repair;
 
-use keyframe_bytes::hex::to_hex;
 use crate::config::{Config, STORE_JSON_BYTES_MAX};
 use crate::identity::PageRef;
 use crate::meta::Meta;
 use crate::prune::packs::numbers;
 use crate::store::Inner;
 use crate::{Error, Result, Store};
+use keyframe_bytes::hex::to_hex;
 use keyframe_store_backend::layout;
 use keyframe_store_backend::layout::STORE_JSON;
 use keyframe_units::CheckpointId;

@@ -23,7 +23,6 @@
 //! Left out: `store.json`, whose key is nowhere else; overlays of disks; working sets, which are
 //! advice.
 
-use keyframe_locks::IgnorePoison;
 use super::{CheckOptions, CheckProgress, CheckReport};
 use crate::files::OpenFile;
 use crate::identity::{PageHash, PageRef};
@@ -37,6 +36,7 @@ use crate::record::{
 use crate::store::Inner;
 use crate::writer::{Tuning, Writer};
 use crate::{Error, Result, Store};
+use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::LockGuard;
 use keyframe_store_backend::layout;
 use keyframe_units::{CheckpointId, Page, ZERO_PAGE};

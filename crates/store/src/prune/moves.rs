@@ -15,14 +15,14 @@
 //! two files may be left by a crash and harms nobody: the next prune removes them, and a writer
 //! that followed needs none of these packs.
 
-use keyframe_bytes::ByteReader;
-use keyframe_pages::bytes::Problem;
-use keyframe_bytes::varint::{apply_zigzag, put_varint, zigzag_delta};
-use keyframe_bytes::hex::to_hex;
 use crate::config::StoreId;
 use crate::identity::PageRef;
 use crate::store::Inner;
 use crate::{Error, Result, envelope};
+use keyframe_bytes::ByteReader;
+use keyframe_bytes::hex::to_hex;
+use keyframe_bytes::varint::{apply_zigzag, put_varint, zigzag_delta};
+use keyframe_pages::bytes::Problem;
 use rustc_hash::FxHashMap;
 use std::collections::BTreeSet;
 

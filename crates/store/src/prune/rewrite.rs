@@ -5,7 +5,6 @@
 //! that a composed record lies behind what it refers to. A map is replaced as a whole, and never
 //! loses what some checkpoint shows.
 
-use keyframe_locks::IgnorePoison;
 use super::live::{Live, shows};
 use super::moves::{Moves, Place};
 use super::packs::{self, Shape, places};
@@ -19,6 +18,7 @@ use crate::record::{Entry, Kind};
 use crate::store::Inner;
 use crate::writer::Tuning;
 use crate::{Error, Result};
+use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::layout;
 use keyframe_units::{CheckpointId, Page, ZERO_PAGE};
 use std::collections::BTreeSet;

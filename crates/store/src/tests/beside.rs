@@ -1,14 +1,14 @@
 //! A prune, a forget and a run at the same time: at each step that the prune takes, the run seals a
 //! checkpoint and others are forgotten. And the same on a directory, as fast as it goes.
 
-use keyframe_locks::IgnorePoison;
 use super::*;
 use crate::{PruneOptions, PruneStep, Writer};
+use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::testing::SeededRandom;
 use keyframe_store_backend::{self as backend, AppendFile, Backend, LockGuard, ReadFile};
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 const PAGES: u64 = 12;

@@ -1,9 +1,9 @@
 //! What the simulated medium hands out: locks, and open files.
 
-use keyframe_locks::IgnorePoison;
 use super::{FaultyBackend, State, failure};
 use crate::Result;
 use crate::{AppendFile, LockGuard, ReadFile};
+use keyframe_locks::IgnorePoison;
 use std::io;
 use std::sync::{Arc, Mutex};
 

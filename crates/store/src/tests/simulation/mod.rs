@@ -18,12 +18,12 @@
 mod look;
 mod world;
 
-use keyframe_locks::IgnorePoison;
 use super::*;
+use keyframe_locks::IgnorePoison;
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use world::World;
 
@@ -100,11 +100,7 @@ fn play_all(seeds: u64, deadline: Option<Instant>) -> (u64, BTreeSet<u64>, Tally
         }
     });
     let unwrap = |failed: Mutex<_>| failed.into_inner().ignore_poison();
-    (
-        next.into_inner().min(seeds),
-        unwrap(failed),
-        tally.into_inner().ignore_poison(),
-    )
+    (next.into_inner().min(seeds), unwrap(failed), tally.into_inner().ignore_poison())
 }
 
 #[test]
