@@ -142,7 +142,7 @@ impl Serve {
 
     fn token(&self) -> Result<Option<Zeroizing<Vec<u8>>>, Failure> {
         if let Some(file) = &self.token_file {
-            return Ok(Some(read_token(file).map_err(|e| Failure::store(&e, file))?));
+            return Ok(Some(read_token(file).map_err(|e| Failure::store(&e.into(), file))?));
         }
         let token = std::env::var(TOKEN).ok().map(Zeroizing::new);
         let token = token.map(|token| Zeroizing::new(token.trim().as_bytes().to_vec()));
