@@ -246,7 +246,7 @@ impl Machine for OneCommandVm {
             stop_ns: 0,
             device_state_ns: 0,
             resume_ns: 0,
-            pause_ns: nanoseconds(paused_at.elapsed()),
+            pause_ns: keyframe_units::elapsed_ns(paused_at),
         })
     }
 }
