@@ -1,13 +1,13 @@
-//! Debian's Chromium without a display, driven through its DevTools protocol.
+//! Chromium without a display, driven through its DevTools protocol.
 //!
 //! ```text
 //!   test ──▶ JSON, ended by a NUL ──▶ descriptor 3 ──▶ chromium --remote-debugging-pipe
 //!        ◀── answers and events ◀──── descriptor 4 ◀──┘
 //! ```
 //!
-//! The protocol goes over pipes: no port is opened, and no WebSocket needed. Chromium has a process
-//! group of its own, which ends with this. Errors of the page (exceptions, refusals by its own
-//! policy, files that are missing) are gathered: a test asks that there are none.
+//! The protocol uses pipes, so that no port and no WebSocket is needed. Chromium has its own process
+//! group, which ends with [`Browser`]. Errors of the page (exceptions, violations of its content
+//! policy, missing files) are collected; a test asserts that there are none.
 
 use crate::PATIENCE;
 use base64::Engine;
@@ -20,11 +20,11 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-/// An answer comes in that time.
+/// How long an answer may take.
 const ANSWER_MAX: Duration = PATIENCE;
-/// It ends by itself in that time, or is ended.
+/// How long Chromium has to end before it is killed.
 const END_MAX: Duration = Duration::from_secs(5);
-/// What it is started with, in a container and as root too.
+/// Options that also work in a container and as root.
 const OPTIONS: [&str; 12] = [
     "--headless",
     "--no-sandbox",
@@ -45,18 +45,18 @@ pub struct Browser {
     child: Child,
     input: ChildStdin,
     messages: Receiver<Value>,
-    asked: u64,
+    last_id: u64,
     session: Option<String>,
     errors: Vec<String>,
     _profile: tempfile::TempDir,
 }
 
 impl Browser {
-    /// With an empty page.
+    /// Starts a browser with an empty page.
     pub fn start() -> Self {
         let profile =
             tempfile::Builder::new().prefix("keyframe-browser-").tempdir().expect("a directory");
-        // Its end of the pipes is 3 and 4.
+        // Chromium's ends of the pipes are descriptors 3 and 4.
         let script = r#"exec 3<&0 4>&1; exec "$@" </dev/null >"$KEYFRAME_BROWSER_LOG" 2>&1"#;
         let mut command = Command::new("sh");
         command.args(["-c", script, "sh"]).arg(crate::on_path("chromium")).args(OPTIONS);
@@ -73,7 +73,7 @@ impl Browser {
         let input = child.stdin.take().expect("its input");
         let output = BufReader::new(child.stdout.take().expect("its output"));
         let (sender, messages) = channel();
-        // It ends with the pipe.
+        // The thread ends with the pipe.
         std::thread::spawn(move || {
             for message in output.split(0).map_while(Result::ok) {
                 let Ok(message) = serde_json::from_slice(&message) else { continue };
@@ -82,29 +82,29 @@ impl Browser {
                 }
             }
         });
-        let (asked, session, errors) = (0, None, Vec::new());
+        let (last_id, session, errors) = (0, None, Vec::new());
         let mut browser =
-            Self { child, input, messages, asked, session, errors, _profile: profile };
-        let target = browser.ask("Target.createTarget", &json!({ "url": "about:blank" }));
+            Self { child, input, messages, last_id, session, errors, _profile: profile };
+        let target = browser.call("Target.createTarget", &json!({ "url": "about:blank" }));
         let attach = json!({ "targetId": target["targetId"], "flatten": true });
         let session =
-            browser.ask("Target.attachToTarget", &attach)["sessionId"].as_str().map(str::to_owned);
+            browser.call("Target.attachToTarget", &attach)["sessionId"].as_str().map(str::to_owned);
         browser.session = Some(session.expect("a session"));
         for domain in ["Page", "Runtime", "Log", "Accessibility"] {
-            browser.ask(&format!("{domain}.enable"), &json!({}));
+            browser.call(&format!("{domain}.enable"), &json!({}));
         }
         browser
     }
 
-    /// Asks for something of the protocol; what it answers.
-    pub fn ask(&mut self, method: &str, parameters: &Value) -> Value {
-        self.asked += 1;
-        let id = self.asked;
+    /// Calls a method of the protocol and returns its result.
+    pub fn call(&mut self, method: &str, parameters: &Value) -> Value {
+        self.last_id += 1;
+        let id = self.last_id;
         let mut message = json!({ "id": id, "method": method, "params": parameters });
         if let Some(session) = &self.session {
             message["sessionId"] = json!(session);
         }
-        self.input.write_all(format!("{message}\0").as_bytes()).expect("tell chromium");
+        self.input.write_all(format!("{message}\0").as_bytes()).expect("write to chromium");
         let deadline = Instant::now() + ANSWER_MAX;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -114,40 +114,40 @@ impl Browser {
                 assert!(message["error"].is_null(), "{method}: {}", message["error"]);
                 return message["result"].clone();
             }
-            self.hear(&message);
+            self.collect_error(&message);
         }
     }
 
-    fn hear(&mut self, event: &Value) {
-        let told = &event["params"];
+    fn collect_error(&mut self, event: &Value) {
+        let parameters = &event["params"];
         match event["method"].as_str() {
             Some("Runtime.exceptionThrown") => {
-                self.errors.push(told["exceptionDetails"].to_string())
+                self.errors.push(parameters["exceptionDetails"].to_string())
             }
-            Some("Log.entryAdded") if told["entry"]["level"] == "error" => {
-                self.errors.push(told["entry"].to_string());
+            Some("Log.entryAdded") if parameters["entry"]["level"] == "error" => {
+                self.errors.push(parameters["entry"].to_string());
             }
             _ => {}
         }
     }
 
-    /// What went wrong in the page since this was asked last.
-    pub fn errors(&mut self) -> Vec<String> {
-        self.script("0");
+    /// Takes the errors of the page since the last call.
+    pub fn take_errors(&mut self) -> Vec<String> {
+        self.evaluate("0");
         std::mem::take(&mut self.errors)
     }
 
     /// Opens an address.
     pub fn open(&mut self, url: &str) {
-        let opened = self.ask("Page.navigate", &json!({ "url": url }));
+        let opened = self.call("Page.navigate", &json!({ "url": url }));
         assert!(opened["errorText"].is_null(), "{url}: {opened}");
     }
 
-    /// The value of an expression in the page; a promise is waited for.
-    pub fn script(&mut self, expression: &str) -> Value {
-        let asked =
+    /// Evaluates an expression in the page and returns its value; waits for a promise.
+    pub fn evaluate(&mut self, expression: &str) -> Value {
+        let parameters =
             json!({ "expression": expression, "awaitPromise": true, "returnByValue": true });
-        let answer = self.ask("Runtime.evaluate", &asked);
+        let answer = self.call("Runtime.evaluate", &parameters);
         assert!(
             answer["exceptionDetails"].is_null(),
             "{expression}: {}",
@@ -157,49 +157,49 @@ impl Browser {
     }
 
     /// Waits until an expression is true.
-    pub fn until(&mut self, expression: &str) {
+    pub fn wait_until(&mut self, expression: &str) {
         let deadline = Instant::now() + PATIENCE;
-        while self.script(&format!("!!({expression})")) != true {
-            let text = || self.script("document.body.innerText");
+        while self.evaluate(&format!("!!({expression})")) != true {
+            let text = || self.evaluate("document.body.innerText");
             assert!(
                 Instant::now() < deadline,
-                "not so in {PATIENCE:?}: {expression}; the page says: {}",
+                "not within {PATIENCE:?}: {expression}; the page says: {}",
                 { text }()
             );
             std::thread::sleep(Duration::from_millis(20));
         }
     }
 
-    /// Presses a key, as `KeyboardEvent.key` names it.
+    /// Presses a key, named as in `KeyboardEvent.key`.
     pub fn press(&mut self, key: &str) {
         for kind in ["keyDown", "keyUp"] {
-            // A key that is not a letter is known by its code alone.
-            self.ask("Input.dispatchKeyEvent", &json!({ "type": kind, "key": key, "code": key }));
+            // The page knows a key that is not a letter by its code.
+            self.call("Input.dispatchKeyEvent", &json!({ "type": kind, "key": key, "code": key }));
         }
     }
 
-    /// How large the window is, in pixels, and whether the user likes it dark.
-    pub fn look(&mut self, (width, height): (u32, u32), dark: bool) {
+    /// Sets the size of the window in pixels, and whether the user prefers dark colours.
+    pub fn set_appearance(&mut self, (width, height): (u32, u32), dark: bool) {
         let size =
             json!({ "width": width, "height": height, "deviceScaleFactor": 1, "mobile": false });
-        self.ask("Emulation.setDeviceMetricsOverride", &size);
+        self.call("Emulation.setDeviceMetricsOverride", &size);
         let value = if dark { "dark" } else { "light" };
         let scheme = json!({ "features": [{ "name": "prefers-color-scheme", "value": value }] });
-        self.ask("Emulation.setEmulatedMedia", &scheme);
+        self.call("Emulation.setEmulatedMedia", &scheme);
     }
 
-    /// Names and roles of all that a screen reader is told.
-    pub fn spoken(&mut self) -> Vec<(String, String)> {
-        let tree = self.ask("Accessibility.getFullAXTree", &json!({}));
+    /// Role and name of each node that a screen reader announces.
+    pub fn accessibility_nodes(&mut self) -> Vec<(String, String)> {
+        let tree = self.call("Accessibility.getFullAXTree", &json!({}));
         let nodes = tree["nodes"].as_array().cloned().unwrap_or_default();
         let text = |value: &Value| value["value"].as_str().unwrap_or_default().to_owned();
-        let told = nodes.iter().filter(|node| node["ignored"] != true);
-        told.map(|node| (text(&node["role"]), text(&node["name"]))).collect()
+        let announced = nodes.iter().filter(|node| node["ignored"] != true);
+        announced.map(|node| (text(&node["role"]), text(&node["name"]))).collect()
     }
 
-    /// Writes what it shows to a PNG.
+    /// Writes the visible page to a PNG file.
     pub fn screenshot(&mut self, path: &Path) {
-        let shot = self.ask("Page.captureScreenshot", &json!({ "format": "png" }));
+        let shot = self.call("Page.captureScreenshot", &json!({ "format": "png" }));
         let data = shot["data"].as_str().expect("a picture");
         let bytes = base64::engine::general_purpose::STANDARD.decode(data).expect("base64");
         std::fs::write(path, bytes).expect("write the picture");
@@ -214,7 +214,7 @@ impl Drop for Browser {
         while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(10));
         }
-        // Whoever is left of its group, and nobody else.
+        // The processes of its group that are left, and no others.
         if let Some(group) = Pid::from_raw(self.child.id() as i32) {
             let _ = kill_process_group(group, Signal::KILL);
         }

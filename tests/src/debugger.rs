@@ -1,17 +1,17 @@
-//! A debugger as far as the tests need one.
+//! A debugger that speaks GDB's remote protocol, as far as the tests need it.
 
 use keyframe_gdb::{Link, Received};
 use std::net::{Ipv4Addr, TcpStream};
 use std::time::Duration;
 
-/// Each step back is a replay.
+/// How long an answer may take: each step back is a replay.
 const WAIT: Duration = Duration::from_mins(3);
 
-/// One that is attached to a VM that stands.
+/// A debugger that is attached to a paused VM.
 pub struct Debugger(Link<TcpStream>);
 
 impl Debugger {
-    /// Attaches at a port of the loopback device.
+    /// Attaches to a port of the loopback device.
     pub fn attach(port: u16) -> Self {
         let stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).expect("attach to the VM");
         let mut debugger = Self(Link::new(stream, "keyframe goto"));
@@ -24,7 +24,7 @@ impl Debugger {
         debugger
     }
 
-    /// The answer to a packet.
+    /// Sends a packet and returns the answer.
     pub fn ask(&mut self, payload: &str) -> String {
         self.0.send(payload.as_bytes()).expect("send a packet");
         match self.0.receive(WAIT).expect("receive its answer") {
@@ -33,33 +33,33 @@ impl Debugger {
         }
     }
 
-    /// All registers, as their packet has them.
+    /// All registers, in the hexadecimal form of the `g` packet.
     pub fn registers(&mut self) -> String {
         self.ask("g")
     }
 
-    /// Register `number` of them: 7 is the stack pointer, 16 the instruction pointer.
+    /// Register `number`: 7 is the stack pointer, 16 the instruction pointer.
     pub fn register(&mut self, number: usize) -> u64 {
         let all = self.registers();
         let hex = all.get(number * 16..number * 16 + 16).expect("its digits");
         u64::from_str_radix(hex, 16).expect("hexadecimal").swap_bytes()
     }
 
-    /// The instruction that it stands before, as QEMU's monitor says.
+    /// The number of the next instruction, from QEMU's monitor.
     pub fn icount(&mut self) -> u64 {
         // `info replay`, in hexadecimal.
         let mut answer = self.ask("qRcmd,696e666f207265706c6179");
-        let mut said = String::new();
+        let mut output = String::new();
         while let Some(hex) = answer.strip_prefix('O').filter(|hex| *hex != "K") {
             let bytes = (0..hex.len() / 2)
                 .filter_map(|n| u8::from_str_radix(&hex[2 * n..2 * n + 2], 16).ok());
-            said.push_str(&String::from_utf8_lossy(&bytes.collect::<Vec<_>>()));
+            output.push_str(&String::from_utf8_lossy(&bytes.collect::<Vec<_>>()));
             answer = match self.0.receive(WAIT).expect("the rest of an answer") {
                 Some(Received::Packet(rest)) => String::from_utf8_lossy(&rest).into_owned(),
                 other => panic!("no end of an answer: {other:?}"),
             };
         }
-        let count = said.rsplit_once("count = ").and_then(|(_, count)| count.trim().parse().ok());
-        count.unwrap_or_else(|| panic!("no instruction in {said:?}"))
+        let count = output.rsplit_once("count = ").and_then(|(_, count)| count.trim().parse().ok());
+        count.unwrap_or_else(|| panic!("no instruction in {output:?}"))
     }
 }

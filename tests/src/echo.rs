@@ -1,4 +1,4 @@
-//! A server for guests with a network to talk to.
+//! A server that guests with a network talk to.
 
 use std::io::{Read, Write};
 use std::net::TcpListener;

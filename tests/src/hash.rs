@@ -1,4 +1,5 @@
-//! The guest's self-checking sequence, computed again on the host (docs/guests.md defines it).
+//! The sequence that the guest's `hash` workload prints, computed on the host (docs/guests.md
+//! defines it).
 
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
 const START: u64 = 0x4B65_7966_7261_6D65;
@@ -11,11 +12,11 @@ const PAGE_WORDS: u64 = 512;
 pub struct HashLine {
     /// Its number.
     pub n: u64,
-    /// The state behind it.
+    /// The state after the line's steps.
     pub state: u64,
 }
 
-/// Every whole `hash N HEX` line among `lines`.
+/// The complete `hash N HEX` lines among `lines`.
 pub fn hash_lines(lines: &[String]) -> Vec<HashLine> {
     let parse = |line: &String| {
         let mut words = line.strip_prefix("hash ")?.split(' ');
@@ -26,7 +27,7 @@ pub fn hash_lines(lines: &[String]) -> Vec<HashLine> {
     lines.iter().filter_map(parse).collect()
 }
 
-/// The sequence from its beginning.
+/// The sequence from its first line on.
 pub struct Sequence {
     table: Vec<u64>,
     state: u64,
@@ -34,7 +35,7 @@ pub struct Sequence {
 }
 
 impl Sequence {
-    /// Over a table of `mib` MiB.
+    /// The sequence over a table of `mib` MiB.
     pub fn new(mib: u64) -> Self {
         let words = mib * WORDS_PER_MIB;
         let table = (0..words).map(|i| mix(GOLDEN.wrapping_mul(i + 1))).collect();
@@ -50,7 +51,7 @@ impl Sequence {
         self.states[n as usize - 1]
     }
 
-    /// Checks that `lines` are consecutive and right, and that there are at least `least`.
+    /// Asserts that `lines` are consecutive and correct, and that there are at least `least`.
     pub fn check(&mut self, lines: &[HashLine], least: usize) {
         assert!(lines.len() >= least, "{} lines, expected at least {least}", lines.len());
         let first = lines[0].n;

@@ -1,25 +1,25 @@
-//! Plain HTTP requests to a server on this machine, as simple as they get.
+//! A minimal HTTP client for servers on this machine.
 
 use crate::PATIENCE;
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 
-/// An answer.
+/// A response.
 #[derive(Debug)]
 pub struct Answer {
-    /// The status.
+    /// The status code.
     pub status: u16,
     /// The header lines.
     pub head: String,
-    /// The content as text; what is none stands for itself as U+FFFD.
+    /// The content as text; bytes that are not UTF-8 become U+FFFD.
     pub body: String,
     /// The content.
     pub bytes: Vec<u8>,
 }
 
 impl Answer {
-    /// A line of the header, by its name in small letters.
+    /// The value of the header `name`; case does not matter.
     pub fn header(&self, name: &str) -> Option<&str> {
         self.head.lines().find_map(|line| {
             let (known, value) = line.split_once(": ")?;
@@ -27,7 +27,7 @@ impl Answer {
         })
     }
 
-    /// The content, which is JSON.
+    /// The content, parsed as JSON.
     pub fn json(&self) -> Value {
         serde_json::from_str(&self.body).unwrap_or_else(|e| panic!("{e} in {self:?}"))
     }
@@ -38,19 +38,19 @@ impl Answer {
 pub struct Http(String);
 
 impl Http {
-    /// The one at `http://HOST:PORT/`.
+    /// The server at `http://HOST:PORT/`.
     pub fn at(url: &str) -> Self {
         Self(url.trim_start_matches("http://").trim_end_matches('/').into())
     }
 
-    /// `GET`, which must succeed.
+    /// Sends `GET`, which must be answered with status 200.
     pub fn get(&self, path: &str) -> Answer {
         let answer = self.send("GET", path, &[]);
         assert_eq!(answer.status, 200, "{path}: {answer:?}");
         answer
     }
 
-    /// A request with header lines; `Host` is the server's, unless one of them says otherwise.
+    /// Sends a request with these header lines. `Host` is the server's, unless one of them sets it.
     pub fn send(&self, method: &str, path: &str, lines: &[&str]) -> Answer {
         let (mut reader, status, head) = self.begin(method, path, lines);
         let mut bytes = Vec::new();
@@ -58,7 +58,7 @@ impl Http {
         Answer { status, head, body: String::from_utf8_lossy(&bytes).into_owned(), bytes }
     }
 
-    /// The first events of a stream: names and data, until `is_last` says so.
+    /// Reads an event stream until `is_last` returns true; returns the names and data of the events.
     pub fn events(
         &self,
         path: &str,
@@ -94,7 +94,7 @@ impl Http {
         let names_host = lines.iter().any(|line| line.to_ascii_lowercase().starts_with("host:"));
         let host = if names_host { String::new() } else { format!("Host: {}\r\n", self.0) };
         let more: String = lines.iter().flat_map(|line| [*line, "\r\n"]).collect();
-        // In one piece: HTTP/1.0 would do for answers in one piece, but has no Host.
+        // HTTP/1.1, because HTTP/1.0 has no `Host`.
         let text = format!("{method} {path} HTTP/1.1\r\n{host}{more}Connection: close\r\n\r\n");
         stream.write_all(text.as_bytes()).expect("ask");
         let mut reader = BufReader::new(stream);

@@ -1,21 +1,21 @@
-//! 2 MiB pages for a test, given back at its end.
+//! Pages of 2 MiB for one test; the pool shrinks again when the test ends.
 
-use crate::{Scope, Turn, record_skip};
+use crate::{Scope, Slot, record_skip};
 
 const POOL: &str = "/proc/sys/vm/nr_hugepages";
 
-/// Pages reserved for a test, which is alone, as the pool is the machine's; the pool is as it was
-/// when this is dropped.
+/// Reserved pages of 2 MiB. The pool belongs to the whole machine, so the test runs alone. Dropping
+/// this restores the pool's size.
 pub struct HugePages {
     before: u64,
-    _turn: Turn,
+    _turn: Slot,
 }
 
 impl HugePages {
     /// Reserves until `pages` are free. If that fails, counts the running test as skipped and
     /// returns `None`.
     pub fn reserve(pages: u64) -> Option<Self> {
-        let turn = Turn::alone();
+        let turn = Slot::exclusive();
         let before = std::fs::read_to_string(POOL).unwrap_or_default().trim().parse().unwrap_or(0);
         let reserved = Self { before, _turn: turn };
         if free() < pages && std::fs::write(POOL, (before + pages).to_string()).is_err() {

@@ -1,4 +1,5 @@
-//! The `journal` workload's records, checked on the host in an image (docs/guests.md defines them).
+//! Checks the records of the guest's `journal` workload in an image, on the host (docs/guests.md
+//! defines them).
 
 use crate::hash::mix;
 use std::fs::File;
@@ -10,14 +11,14 @@ const MAGIC: u64 = 0x304C_4E52_4A66_6B21;
 const RECORD_BYTES: usize = 4096;
 const RECORD_WORDS: u64 = 512;
 
-/// What a ring of records holds.
+/// The state of a ring of records.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct JournalImage {
-    /// Every record up to this one is there, as far as later ones have not taken its block.
+    /// Every record up to this one is there, except those that later ones have overwritten.
     pub whole: u64,
     /// The newest record.
     pub newest: u64,
-    /// Blocks that are neither a whole record of their place nor zero.
+    /// Blocks that are neither zero nor a complete record that belongs there.
     pub torn: Vec<u64>,
 }
 
@@ -34,7 +35,7 @@ impl JournalImage {
             if number.is_none() && record != [0; RECORD_BYTES] {
                 found.torn.push(block);
             }
-            // The first record of this block that is not there.
+            // The first record that belongs to this block and is not in it yet.
             let missing =
                 number.map_or(if block == 0 { blocks } else { block }, |number| number + blocks);
             found.whole = found.whole.min(missing - 1);
@@ -43,7 +44,7 @@ impl JournalImage {
         found
     }
 
-    /// Nothing is torn, and everything up to record `synced` is there.
+    /// Asserts that no block is torn and that every record up to `synced` is there.
     pub fn assert_whole_to(&self, synced: u64, context: &str) {
         assert!(
             self.torn.is_empty(),
@@ -58,7 +59,7 @@ impl JournalImage {
     }
 }
 
-/// The number of a whole record.
+/// The number of a complete record; `None` for other content.
 fn record_number(record: &[u8; RECORD_BYTES]) -> Option<u64> {
     let words: Vec<u64> =
         record.chunks_exact(8).map(|b| b.try_into().map_or(0, u64::from_le_bytes)).collect();
@@ -74,11 +75,11 @@ fn record_number(record: &[u8; RECORD_BYTES]) -> Option<u64> {
     (whole && number > 0).then_some(number)
 }
 
-/// The last number behind `field` (`written=`) among a guest's `journal` lines.
+/// The last number after `field` (such as `written=`) in the guest's `journal` lines.
 pub fn journal_counter(lines: &[String], field: &str) -> u64 {
     let number = |line: &String| {
         let line = line.strip_prefix("journal ")?;
-        // Only a whole line ends with this.
+        // Only a complete line ends with this field.
         line.contains(" bad=").then_some(())?;
         line.split(' ').find_map(|word| word.strip_prefix(field))?.parse().ok()
     };
@@ -99,9 +100,9 @@ mod tests {
         bytes.try_into().expect("a record")
     }
 
-    /// What would hide a lost write: a record that is missing, torn, or in another's place.
+    /// A record that is missing, torn or misplaced would hide a lost write.
     #[test]
-    fn what_is_not_whole_is_seen() {
+    fn missing_torn_and_misplaced_records_are_found() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("image");
         let look = |records: &[(u64, [u8; RECORD_BYTES])]| {
@@ -126,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cut_line_counts_for_nothing() {
+    fn an_incomplete_line_is_ignored() {
         let lines =
             ["journal written=10 synced=8 bad=0", "journal written=20 syn"].map(String::from);
         assert_eq!(

@@ -1,22 +1,21 @@
-//! A QEMU that outlives its engine, held so that no test leaves it behind.
+//! A QEMU that outlives its engine. Dropping [`Orphan`] kills it, so that no test leaves it running.
 
-use crate::{Bench, Process, children, until};
+use crate::{Process, TestEnv, children, wait_until};
 use rustix::process::{Pid, PidfdFlags, Signal};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
-/// That QEMU. Dropped, it is killed.
+/// A QEMU that may outlive its engine. Dropping this kills it.
 pub struct Orphan {
     pid: u32,
     pidfd: OwnedFd,
-    /// The monitor that its engine used.
+    /// The monitor's socket that its engine used.
     pub qmp: PathBuf,
 }
 
 impl Orphan {
-    /// The QEMU of the engine `run` of VM `name`, as its greeting tells. The engine may be gone
-    /// already.
-    pub fn of(bench: &Bench, run: &mut Process, name: &str) -> Self {
+    /// The QEMU of VM `name`, whose engine `run` has printed its pid. The engine may have ended.
+    pub fn of(env: &TestEnv, run: &mut Process, name: &str) -> Self {
         run.wait_for_error("(QEMU ");
         let errors = run.errors();
         let pid =
@@ -24,7 +23,7 @@ impl Orphan {
         let pid: i32 = pid.expect("QEMU's pid");
         let raw = Pid::from_raw(pid).expect("a pid");
         let pidfd = rustix::process::pidfd_open(raw, PidfdFlags::empty()).expect("open QEMU");
-        let qmp = bench.path().join("keyframe").join(name).join("qmp.sock");
+        let qmp = env.path().join("keyframe").join(name).join("qmp.sock");
         Self { pid: pid.cast_unsigned(), pidfd, qmp }
     }
 
@@ -33,28 +32,27 @@ impl Orphan {
         self.pid
     }
 
-    /// Whether it has not ended.
+    /// True until QEMU has ended.
     pub fn is_running(&self) -> bool {
         rustix::process::pidfd_send_signal(&self.pidfd, Signal::CONT).is_ok()
     }
 
-    /// Kills it.
+    /// Kills QEMU.
     pub fn kill(&self) {
         let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::KILL);
     }
 
-    /// Waits until the console of `run`, whose engine is gone, has `more` further lines that
+    /// Asserts that the console of `run`, whose engine has ended, gets `more` further lines that
     /// contain `text`.
     pub fn assert_runs_on(&self, run: &Process, text: &str, more: usize) {
         let count = || run.lines().iter().filter(|l| l.contains(text)).count();
         let before = count();
-        until(&format!("the guest runs on without its engine; {}", run.report()), || {
+        wait_until(&format!("the guest runs on without its engine; {}", run.report()), || {
             count() >= before + more
         });
     }
 
-    /// The state of each of its children that it has not waited for: `Z` of a zombie, `t` of one
-    /// that is traced.
+    /// The state of each child that QEMU has not waited for: `Z` is a zombie, `t` is traced.
     pub fn children(&self) -> Vec<char> {
         let state = |pid: &u32| {
             let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
@@ -70,7 +68,7 @@ impl Drop for Orphan {
     }
 }
 
-/// Whether the process has ended. A zombie is for its parent, whoever that is now.
+/// True if the process has ended. A zombie, which waits for its parent, has ended.
 pub fn is_gone(pid: u32) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     status.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('Z'))

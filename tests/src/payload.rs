@@ -1,5 +1,5 @@
-//! The firmware payload: its console lines, computed again on the host (guests/payload/README.md
-//! defines them), and whether this machine can run it under KVM.
+//! The console lines of the firmware payload, computed on the host (guests/payload/README.md defines
+//! them).
 
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
 const START: u64 = 0x4B65_7966_7261_6D65;
@@ -9,11 +9,11 @@ const START: u64 = 0x4B65_7966_7261_6D65;
 pub struct PassLine {
     /// The pass's number, from 1.
     pub n: u64,
-    /// The sum behind it.
+    /// The sum after the pass.
     pub sum: u64,
 }
 
-/// Every whole `pass N ok sum=HEX` line among `lines`.
+/// The complete `pass N ok sum=HEX` lines among `lines`.
 pub fn pass_lines(lines: &[String]) -> Vec<PassLine> {
     let parse = |line: &String| {
         let (n, hex) = line.strip_prefix("pass ")?.split_once(" ok sum=")?;
@@ -23,7 +23,7 @@ pub fn pass_lines(lines: &[String]) -> Vec<PassLine> {
     lines.iter().filter_map(parse).collect()
 }
 
-/// The sequence from its beginning.
+/// The sequence from its first pass on.
 pub struct PassSequence {
     generations: Vec<u64>,
     dirty: u64,
@@ -32,7 +32,7 @@ pub struct PassSequence {
 }
 
 impl PassSequence {
-    /// Over `pages` pages, of which each pass takes `dirty`.
+    /// The sequence over `pages` pages, of which each pass writes `dirty`.
     pub fn new(pages: usize, dirty: u64) -> Self {
         Self { generations: vec![0; pages], dirty, page: 0, sums: Vec::new() }
     }
@@ -46,7 +46,7 @@ impl PassSequence {
         self.sums[n as usize - 1]
     }
 
-    /// Checks that `lines` are consecutive and right, and that there are at least `least`; returns
+    /// Asserts that `lines` are consecutive and correct, and that there are at least `least`. Returns
     /// the first.
     pub fn check(&mut self, lines: &[PassLine], least: usize) -> PassLine {
         assert!(lines.len() >= least.max(1), "{} passes, expected at least {least}", lines.len());

@@ -1,10 +1,10 @@
-//! A child process with its console collected. Dropping it ends it, and QEMU with it.
+//! A child process whose console is collected. Dropping it ends the process, and QEMU with it.
 //!
-//! Whoever asks for what it said reads what is in the pipe first: of a process that has ended, that
-//! is all it ever said. A thread only keeps the pipe from filling up meanwhile.
+//! Each look at the output first reads the pipe, so that it sees all output of a process that has
+//! ended. A thread only keeps the pipe from filling up between the looks.
 
-use crate::foreign::PATIENCE;
 use keyframe_locks::IgnorePoison;
+use keyframe_testing::{PATIENCE, pause_after};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use std::io::Write;
@@ -13,15 +13,16 @@ use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// More than a pipe holds; who writes faster than this reads waits for the next look.
+/// Reads of 4 KiB at one look: more than a pipe holds. The rest of a faster output waits for the
+/// next look.
 const READS_MAX: usize = 64;
 
 /// The running child.
 pub struct Process {
     child: Child,
     input: ChildStdin,
-    lines: Arc<Collected>,
-    errors: Arc<Collected>,
+    lines: Arc<OutputReader>,
+    errors: Arc<OutputReader>,
 }
 
 impl Process {
@@ -35,8 +36,8 @@ impl Process {
             .spawn()
             .unwrap_or_else(|e| panic!("start {command:?}: {e}"));
         let input = child.stdin.take().expect("standard input");
-        let lines = Collected::of(child.stdout.take().expect("standard output").into());
-        let errors = Collected::of(child.stderr.take().expect("standard error").into());
+        let lines = OutputReader::start(child.stdout.take().expect("standard output").into());
+        let errors = OutputReader::start(child.stderr.take().expect("standard error").into());
         Self { child, input, lines, errors }
     }
 
@@ -45,20 +46,20 @@ impl Process {
         self.child.id()
     }
 
-    /// Console lines so far, without their line ends. The last one may be incomplete where the
-    /// guest was cut off.
+    /// The console's lines so far, without line ends. If the process was killed, the last one may be
+    /// incomplete.
     pub fn lines(&self) -> Vec<String> {
-        self.lines.said().lines.clone()
+        self.lines.output().lines.clone()
     }
 
-    /// What it said on standard error so far.
+    /// The text on standard error so far.
     pub fn errors(&self) -> String {
-        self.errors.said().lines.join("\n")
+        self.errors.output().lines.join("\n")
     }
 
     /// Writes a line to the console.
-    pub fn say(&mut self, line: &str) {
-        // The guest's end may be gone; the test finds out by what does not come back.
+    pub fn type_line(&mut self, line: &str) {
+        // The guest may have ended; the test notices that no answer comes.
         let _ = writeln!(self.input, "{line}");
         let _ = self.input.flush();
     }
@@ -68,10 +69,10 @@ impl Process {
         self.wait_for_after(0, text)
     }
 
-    /// Waits for a console line that contains `text` behind the first `skip` lines.
+    /// Waits for a console line that contains `text`, after the first `skip` lines.
     pub fn wait_for_after(&mut self, skip: usize, text: &str) -> String {
         let found = self.wait_until(|p| {
-            p.lines.said().lines.iter().skip(skip).find(|l| l.contains(text)).cloned()
+            p.lines.output().lines.iter().skip(skip).find(|l| l.contains(text)).cloned()
         });
         found.unwrap_or_else(|| panic!("no line with {text:?}; {}", self.report()))
     }
@@ -82,13 +83,13 @@ impl Process {
         assert!(found.is_some(), "no {text:?} on standard error; {}", self.report());
     }
 
-    /// Waits until `probe` answers, or the child has ended, or the guest cannot work, or for
-    /// [`PATIENCE`].
+    /// Waits until `probe` returns a value. Returns `None` if the child ends, the guest reports an
+    /// error, or [`PATIENCE`] is over.
     pub fn wait_until<T>(&mut self, probe: impl Fn(&Self) -> Option<T>) -> Option<T> {
         self.wait_within(PATIENCE, probe)
     }
 
-    /// The same with another bound.
+    /// As [`Self::wait_until`], for at most `bound`.
     pub fn wait_within<T>(
         &mut self,
         bound: Duration,
@@ -102,29 +103,29 @@ impl Process {
             }
             let took = began.elapsed();
             let ended = self.child.try_wait().expect("wait for the child").is_some();
-            let is_given_up =
-                self.lines.said().lines.iter().any(|line| line.starts_with("KF ERROR"));
-            if ended || is_given_up || Instant::now() > deadline {
-                // It may have said it since.
+            let has_failed =
+                self.lines.output().lines.iter().any(|line| line.starts_with("KF ERROR"));
+            if ended || has_failed || Instant::now() > deadline {
+                // The output may have grown since the first look.
                 return probe(self);
             }
-            std::thread::sleep(rest(took));
+            std::thread::sleep(pause_after(took));
         }
     }
 
-    /// True while it runs.
+    /// True until the process has ended.
     pub fn is_running(&mut self) -> bool {
         self.child.try_wait().expect("wait for the child").is_none()
     }
 
-    /// Waits for its end.
+    /// Waits until the process ends; fails after [`PATIENCE`].
     pub fn wait(&mut self) -> ExitStatus {
         let deadline = Instant::now() + PATIENCE;
         loop {
             if let Some(exit) = self.child.try_wait().expect("wait for the child") {
                 return exit;
             }
-            assert!(Instant::now() < deadline, "it does not end; {}", self.report());
+            assert!(Instant::now() < deadline, "the process does not end; {}", self.report());
             std::thread::sleep(Duration::from_millis(10));
         }
     }
@@ -135,7 +136,7 @@ impl Process {
         rustix::process::kill_process(pid, signal).expect("send a signal");
     }
 
-    /// What it said, for a failed test.
+    /// The output, for the message of a failed assertion.
     pub fn report(&self) -> String {
         let lines = self.lines();
         let tail = lines[lines.len().saturating_sub(20)..].join("\n");
@@ -161,7 +162,7 @@ impl Drop for Process {
     }
 }
 
-/// The processes that process `pid` has started and has not waited for.
+/// The child processes of process `pid` that it has not waited for.
 pub fn children(pid: u32) -> Vec<u32> {
     let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
     let lists =
@@ -171,65 +172,59 @@ pub fn children(pid: u32) -> Vec<u32> {
         .collect()
 }
 
-/// How long to wait after a look that took so long: one that starts a program shall not take the
-/// machine from what it looks at.
-pub fn rest(took: Duration) -> Duration {
-    (took * 5).clamp(Duration::from_millis(10), Duration::from_millis(250))
-}
-
-/// What comes out of a pipe.
-struct Collected {
+/// Collects the output of a pipe.
+struct OutputReader {
     pipe: OwnedFd,
-    said: Mutex<Said>,
+    output: Mutex<Output>,
 }
 
 #[derive(Default)]
-struct Said {
+struct Output {
     lines: Vec<String>,
-    /// A line without its end.
-    begun: Vec<u8>,
+    /// A line whose end is still to come.
+    partial: Vec<u8>,
     has_ended: bool,
 }
 
-impl Collected {
-    fn of(pipe: OwnedFd) -> Arc<Self> {
+impl OutputReader {
+    fn start(pipe: OwnedFd) -> Arc<Self> {
         rustix::io::ioctl_fionbio(&pipe, true).expect("a pipe that does not block");
-        let collected = Arc::new(Self { pipe, said: Mutex::default() });
+        let collected = Arc::new(Self { pipe, output: Mutex::default() });
         let other = Arc::clone(&collected);
         std::thread::spawn(move || {
-            while !other.said().has_ended {
+            while !other.output().has_ended {
                 let _ = poll(&mut [PollFd::new(&other.pipe, PollFlags::IN)], None);
             }
         });
         collected
     }
 
-    /// All that was said until now.
-    fn said(&self) -> MutexGuard<'_, Said> {
-        let mut said = self.said.lock().ignore_poison();
+    /// The output until now.
+    fn output(&self) -> MutexGuard<'_, Output> {
+        let mut output = self.output.lock().ignore_poison();
         let mut buffer = [0; 4096];
         for _ in 0..READS_MAX {
             match rustix::io::read(&self.pipe, &mut buffer) {
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => break,
                 Ok(0) | Err(_) => {
-                    said.has_ended = true;
+                    output.has_ended = true;
                     break;
                 }
-                Ok(len) => said.take(&buffer[..len]),
+                Ok(len) => output.append(&buffer[..len]),
             }
         }
-        if said.has_ended && !said.begun.is_empty() {
-            said.end_line();
+        if output.has_ended && !output.partial.is_empty() {
+            output.end_line();
         }
-        said
+        output
     }
 }
 
-impl Said {
-    fn take(&mut self, bytes: &[u8]) {
+impl Output {
+    fn append(&mut self, bytes: &[u8]) {
         for part in bytes.split_inclusive(|byte| *byte == b'\n') {
-            self.begun.extend(part);
+            self.partial.extend(part);
             if part.ends_with(b"\n") {
                 self.end_line();
             }
@@ -237,8 +232,8 @@ impl Said {
     }
 
     fn end_line(&mut self) {
-        let text = String::from_utf8_lossy(&self.begun).trim_end_matches(['\r', '\n']).to_owned();
-        self.begun.clear();
+        let text = String::from_utf8_lossy(&self.partial).trim_end_matches(['\r', '\n']).to_owned();
+        self.partial.clear();
         self.lines.push(text);
     }
 }

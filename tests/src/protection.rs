@@ -1,9 +1,9 @@
-//! A protected VM on hosts of a test's own, and a client that believes nothing.
+//! A protected VM on hosts of its own, and a client that checks each answer.
 //!
-//! Host a runs `keyframe protect`, b `keyframe standby`, c the witness and the client
-//! (`keyframe_test_hosts::Network` draws them); the guest is 10.78.0.15, wherever it runs.
+//! Host a runs `keyframe protect`, host b `keyframe standby`, host c the witness and the client
+//! (`keyframe_test_hosts::Network` draws them). The guest's address is 10.78.0.15 on either host.
 
-use crate::{Bench, Boot, PATIENCE, Process, until};
+use crate::{Boot, PATIENCE, Process, TestEnv, wait_until};
 use keyframe_test_hosts::ledger::{self, Ledger};
 use keyframe_test_hosts::{Direction, Network, Rate};
 use rustix::process::Signal;
@@ -16,10 +16,10 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// The guest's own address.
+/// The guest's address.
 pub const GUEST: &str = "10.78.0.15";
 const WITNESS: &str = "10.78.0.3:7431";
-/// Of the flags in /proc/PID/stat.
+/// The flag in /proc/PID/stat of a process that is ending.
 const PF_EXITING: u64 = 4;
 
 /// Three hosts and a switch between them.
@@ -36,25 +36,26 @@ impl std::ops::Deref for Hosts {
     }
 }
 
-/// Other tests have the processors, too: a host is not dead because it waits for one.
-fn be_patient(args: &mut Vec<&str>) {
+/// Sets a long failure detection unless `args` have one: other tests use the processors too, and a
+/// host that waits for one is not dead.
+fn allow_slow_hosts(args: &mut Vec<&str>) {
     if !args.contains(&"--detection") {
         args.extend(["--detection", "4s"]);
     }
 }
 
 impl Hosts {
-    /// With links of 1 Gbit/s, and a key in the bench's directory.
-    pub fn new(bench: &Bench) -> Self {
-        Self::with(bench, Rate::GIGABIT)
+    /// Makes hosts with links of 1 Gbit/s, and a key in the test's directory.
+    pub fn new(env: &TestEnv) -> Self {
+        Self::with_rate(env, Rate::GIGABIT)
     }
 
-    /// With links of another rate.
-    pub fn with(bench: &Bench, rate: Rate) -> Self {
+    /// As [`Self::new`], with links of another rate.
+    pub fn with_rate(env: &TestEnv, rate: Rate) -> Self {
         let network = Network::new(rate).expect("make hosts and a network");
-        let dir = bench.path().to_owned();
+        let dir = env.path().to_owned();
         let key = dir.join("KEY");
-        std::fs::write(&key, "a key of this test's own").expect("write the key");
+        std::fs::write(&key, "the key of this test").expect("write the key");
         std::fs::set_permissions(&key, std::fs::Permissions::from_mode(0o600))
             .expect("protect the key");
         for host in ["a", "b", "c"] {
@@ -63,9 +64,9 @@ impl Hosts {
         Self { network, dir }
     }
 
-    /// `keyframe` on a host, with a run directory of its own there.
-    pub fn command(&self, bench: &Bench, host: &str, args: &[&str]) -> Command {
-        let own = bench.command(args);
+    /// The command `keyframe ARGS` on a host, with the host's run directory.
+    pub fn command(&self, env: &TestEnv, host: &str, args: &[&str]) -> Command {
+        let own = env.command(args);
         let mut command = self.host(host).command(own.get_program());
         command.args(own.get_args()).current_dir(&self.dir);
         for (name, value) in own.get_envs() {
@@ -73,28 +74,25 @@ impl Hosts {
                 command.env(name, value);
             }
         }
-        command.env("XDG_RUNTIME_DIR", self.run_folder(host)).env("KEYFRAME_KEY", "KEY");
+        command.env("XDG_RUNTIME_DIR", self.run_dir(host)).env("KEYFRAME_KEY", "KEY");
         command
     }
 
-    /// Where the engines of a host have their sockets.
-    pub fn run_folder(&self, host: &str) -> PathBuf {
+    /// The run directory of a host, with the sockets of its engines.
+    pub fn run_dir(&self, host: &str) -> PathBuf {
         self.dir.join(host)
     }
 
-    /// The witness, answering.
-    pub fn witness(&self, bench: &Bench) -> Process {
-        let mut witness = Process::start(self.command(
-            bench,
-            "c",
-            &["witness", "--listen", WITNESS, "--dir", "w"],
-        ));
+    /// Starts the witness and waits until it listens.
+    pub fn witness(&self, env: &TestEnv) -> Process {
+        let mut witness =
+            Process::start(self.command(env, "c", &["witness", "--listen", WITNESS, "--dir", "w"]));
         witness.wait_for("witness at");
         witness
     }
 
-    /// A standby on `host`, listening.
-    pub fn standby(&self, bench: &Bench, host: &str, options: &[&str]) -> Process {
+    /// Starts a standby on `host` and waits until it listens.
+    pub fn standby(&self, env: &TestEnv, host: &str, options: &[&str]) -> Process {
         let listen = format!("10.78.0.{}:7430", if host == "a" { 1 } else { 2 });
         let dir = format!("standby-{host}");
         let mut args = vec!["standby", "--witness", WITNESS, "--dir", &dir];
@@ -102,19 +100,20 @@ impl Hosts {
         if !options.contains(&"--listen") {
             args.extend(["--listen", &listen]);
         }
-        be_patient(&mut args);
-        let mut standby = Process::start(self.command(bench, host, &args));
+        allow_slow_hosts(&mut args);
+        let mut standby = Process::start(self.command(env, host, &args));
         standby.wait_for_error("waits for a primary");
         standby
     }
 
-    /// A standby whose directory is a disk with so little room, mounted where nobody else sees it.
-    pub fn standby_with_room(&self, bench: &Bench, host: &str, room: &str) -> Process {
+    /// As [`Self::standby`], with a directory that is a file system of `size` (as in `mount -o size`),
+    /// in a mount namespace of its own.
+    pub fn standby_on_small_disk(&self, env: &TestEnv, host: &str, size: &str) -> Process {
         let (dir, listen) = (format!("standby-{host}"), "10.78.0.2:7430");
         std::fs::create_dir_all(self.dir.join(&dir)).expect("make a directory");
         let args = ["standby", "--witness", WITNESS, "--listen", listen, "--dir", &dir];
-        let plain = self.command(bench, host, &args);
-        let script = format!("mount -t tmpfs -o size={room} small {dir} && exec \"$@\"");
+        let plain = self.command(env, host, &args);
+        let script = format!("mount -t tmpfs -o size={size} small {dir} && exec \"$@\"");
         let mut command = Command::new("unshare");
         command.args(["--mount", "--propagation", "private", "sh", "-c", &script, "sh"]);
         command.arg(plain.get_program()).args(plain.get_args()).current_dir(&self.dir);
@@ -124,28 +123,28 @@ impl Hosts {
         standby
     }
 
-    /// The VM on host a, with the standby on b.
-    pub fn protect(&self, bench: &Bench, options: &[&str], boot: &Boot) -> Process {
-        self.protect_line(bench, options, &boot.command())
+    /// Starts the protected VM `boot` on host a, with the standby on host b.
+    pub fn protect(&self, env: &TestEnv, options: &[&str], boot: &Boot) -> Process {
+        self.protect_line(env, options, &boot.command())
     }
 
-    /// The VM of QEMU's command line `line`.
-    pub fn protect_line(&self, bench: &Bench, options: &[&str], line: &[String]) -> Process {
+    /// As [`Self::protect`], with QEMU's command line.
+    pub fn protect_line(&self, env: &TestEnv, options: &[&str], line: &[String]) -> Process {
         let mut args = vec!["protect", "--witness", WITNESS, "--dir", "primary"];
         args.extend(options);
         if !options.contains(&"--standby") {
             args.extend(["--standby", "10.78.0.2:7430"]);
         }
-        be_patient(&mut args);
-        let mut command = self.command(bench, "a", &args);
+        allow_slow_hosts(&mut args);
+        let mut command = self.command(env, "a", &args);
         command.arg("--").args(line);
         Process::start(command)
     }
 
-    /// The ledger guest, with a disk.
-    pub fn ledger(&self, work: &str) -> Boot {
+    /// The guest that runs the workload `work` of a ledger, with a disk and a NIC.
+    pub fn ledger_guest(&self, work: &str) -> Boot {
         let disk = self.dir.join("ledger.img");
-        // Its last block is not whole.
+        // The last block of 4 KiB is incomplete.
         std::fs::File::create(&disk)
             .and_then(|file| file.set_len((8 << 20) + 512))
             .expect("make a disk");
@@ -161,19 +160,18 @@ impl Hosts {
         ])
     }
 
-    /// What `keyframe status` says of the replication on a host; none where nothing runs.
-    pub fn status(&self, bench: &Bench, host: &str) -> Option<Value> {
+    /// The replication in the output of `keyframe status` on a host; `None` if no engine runs there.
+    pub fn status(&self, env: &TestEnv, host: &str) -> Option<Value> {
         let output =
-            self.command(bench, host, &["status", "--json"]).output().expect("run keyframe status");
+            self.command(env, host, &["status", "--json"]).output().expect("run keyframe status");
         let all: Value = serde_json::from_slice(&output.stdout).ok()?;
         all.get(0)?.get("replication").cloned()
     }
 
-    /// Waits until the primary on `host` says that it is protected, and the standby that it is
-    /// ready.
-    pub fn until_protected(&self, bench: &Bench, host: &str, vm: &mut Process) {
+    /// Waits until the primary on `host` reports that its VM is protected.
+    pub fn wait_until_protected(&self, env: &TestEnv, host: &str, vm: &mut Process) {
         let state = |host: &str| {
-            self.status(bench, host)
+            self.status(env, host)
                 .and_then(|r| Some(r.get("state")?.as_str()?.to_owned()))
                 .unwrap_or_default()
         };
@@ -181,18 +179,18 @@ impl Hosts {
         assert!(protected.is_some(), "not protected but {:?}: {}", state(host), vm.report());
     }
 
-    /// The QEMUs on a host that are not stopped.
+    /// The number of QEMUs on a host that are not stopped.
     pub fn running_qemus(&self, host: &str) -> usize {
-        self.qemus(host).iter().filter(|state| !matches!(state, 'T' | 'Z' | 'X')).count()
+        self.qemu_states(host).iter().filter(|state| !matches!(state, 'T' | 'Z' | 'X')).count()
     }
 
-    /// Those that are.
+    /// The number of QEMUs on a host that are stopped.
     pub fn stopped_qemus(&self, host: &str) -> usize {
-        self.qemus(host).iter().filter(|state| **state == 'T').count()
+        self.qemu_states(host).iter().filter(|state| **state == 'T').count()
     }
 
-    /// Their states; of one that has SIGKILL and is about to end, `X`.
-    fn qemus(&self, host: &str) -> Vec<char> {
+    /// The process states of the QEMUs on a host. A QEMU that ends or has got SIGKILL counts as `X`.
+    fn qemu_states(&self, host: &str) -> Vec<char> {
         let state = |pid: u32| {
             let read = |file: &str| std::fs::read_to_string(format!("/proc/{pid}/{file}")).ok();
             let (stat, status) = (read("stat")?, read("status")?);
@@ -207,28 +205,29 @@ impl Hosts {
         self.host(host).pids().into_iter().filter_map(state).collect()
     }
 
-    /// Cuts a host's cable, or mends it.
+    /// Cuts a host's cable, or repairs it.
     pub fn cut(&self, host: &str, cut: bool) {
-        self.network.cut(host, cut).expect("cut a cable, or mend it");
+        self.network.cut(host, cut).expect("cut or repair a cable");
     }
 
-    /// Has a host's cable lose everything one way, or mends it.
+    /// Makes a host's cable lose all packets of one direction, or repairs it.
     pub fn mute(&self, host: &str, direction: Direction, mute: bool) {
-        self.network.mute(host, direction, mute).expect("mute a cable, or mend it");
+        self.network.mute(host, direction, mute).expect("mute or repair a cable");
     }
 
-    /// A client that enters values, from host c.
+    /// Starts a client on host c that enters values, and waits for the first answer.
     pub fn client(&self) -> Client {
-        let client = self.client_that(enter);
-        until("the guest answers", || {
+        let client = self.client_running(enter);
+        wait_until("the guest answers", || {
             let seen = client.seen();
             seen.entries > 0 || seen.wrong.is_some()
         });
         client
     }
 
-    /// A client that does `work` on host c until it is told to end, and keeps what it was answered.
-    pub fn client_that(
+    /// Starts a client that runs `work` on host c. The flag tells it to end; it records its answers in
+    /// the mutex.
+    pub fn client_running(
         &self,
         work: impl FnOnce(&AtomicBool, &Mutex<Seen>) + Send + 'static,
     ) -> Client {
@@ -240,22 +239,22 @@ impl Hosts {
     }
 }
 
-/// What a client was answered.
+/// The answers that a client has got.
 #[derive(Clone, Debug, Default)]
 pub struct Seen {
     /// Entries that the guest has confirmed.
     pub entries: u64,
-    /// When the newest was.
+    /// When the newest entry was confirmed.
     pub at: Option<Instant>,
     /// The longest time between two answers.
     pub longest: Duration,
-    /// All times between a question and its answer.
+    /// The time between each question and its answer.
     pub took: Vec<Duration>,
-    /// What cannot be.
+    /// A wrong answer or a broken connection.
     pub wrong: Option<String>,
 }
 
-/// The client, in a thread of its own.
+/// A client, in its own thread.
 pub struct Client {
     ends: Arc<AtomicBool>,
     seen: Arc<Mutex<Seen>>,
@@ -263,21 +262,21 @@ pub struct Client {
 }
 
 impl Client {
-    /// What it has seen so far.
+    /// The answers so far.
     pub fn seen(&self) -> Seen {
         self.seen.lock().expect("the client's thread").clone()
     }
 
-    /// Waits until so many more entries are confirmed.
-    pub fn go_on(&self, more: u64, of: &mut Process) {
+    /// Waits until `more` further entries are confirmed. `of` is the engine that runs the VM.
+    pub fn wait_for_entries(&self, more: u64, of: &mut Process) {
         let from = self.seen().entries;
-        let went = of.wait_until(|_| {
+        let grown = of.wait_until(|_| {
             let seen = self.seen();
             (seen.entries >= from + more || seen.wrong.is_some()).then_some(())
         });
         let seen = self.seen();
         assert!(
-            went.is_some() && seen.wrong.is_none(),
+            grown.is_some() && seen.wrong.is_none(),
             "{:?} at entry {}: {}",
             seen.wrong,
             seen.entries,
@@ -285,7 +284,7 @@ impl Client {
         );
     }
 
-    /// Ends it; nothing that it saw was wrong.
+    /// Ends the client and asserts that it saw nothing wrong.
     pub fn end(mut self) -> Seen {
         self.ends.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
@@ -297,7 +296,7 @@ impl Client {
     }
 }
 
-/// Enters one value after the other over one connection.
+/// Enters values, one after the other, over one connection.
 fn enter(ends: &AtomicBool, seen: &Mutex<Seen>) {
     let deadline = Instant::now() + PATIENCE;
     let address = format!("{GUEST}:{}", ledger::PORT).parse().expect("an address");

@@ -1,12 +1,12 @@
-//! The RAM of a live, paused VM, read from outside and independently of how checkpoints read it.
+//! The RAM of a paused VM, read without the code that takes checkpoints.
 
 use keyframe_kernel::{Process, read_memory};
 use keyframe_qemu::{HostBlock, find_ram_blocks};
 use keyframe_units::PAGE_BYTES;
 use std::path::Path;
 
-/// Reads every RAM block of the QEMU `pid`, whose monitor is at `qmp`, end to end in the order of
-/// `names`.
+/// Reads the RAM blocks `names` of the QEMU `pid`, whose monitor is at `qmp`. Returns their bytes,
+/// concatenated in this order.
 pub fn live_ram(pid: u32, qmp: &Path, names: &[String]) -> Vec<u8> {
     let mut qmp =
         keyframe_qemu::Qmp::connect(qmp, crate::PATIENCE).expect("connect to the monitor");
@@ -25,7 +25,8 @@ pub fn live_ram(pid: u32, qmp: &Path, names: &[String]) -> Vec<u8> {
     image
 }
 
-/// The RAM blocks of checkpoint `id` in the store at `path`, and what is in them, end to end.
+/// The names of the RAM blocks of checkpoint `id` in the store at `path`, and their bytes,
+/// concatenated in this order.
 pub fn stored_ram(path: &Path, id: u64) -> (Vec<String>, Vec<u8>) {
     let store = keyframe_store::Store::open(path).expect("open the store");
     let loaded = store.load(keyframe_units::CheckpointId(id)).expect("load the checkpoint");
@@ -41,7 +42,7 @@ pub fn stored_ram(path: &Path, id: u64) -> (Vec<String>, Vec<u8>) {
     (loaded.meta.ram.blocks().iter().map(|block| block.name.clone()).collect(), image)
 }
 
-/// Numbers of the pages in which two images differ.
+/// The numbers of the 4 KiB pages in which two images differ.
 pub fn differing_pages(a: &[u8], b: &[u8]) -> Vec<usize> {
     assert_eq!(a.len(), b.len(), "images of different size");
     let pairs = a.chunks(PAGE_BYTES).zip(b.chunks(PAGE_BYTES));

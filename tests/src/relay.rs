@@ -1,11 +1,10 @@
-//! A relay that makes a way between hosts longer: TCP, each byte later by so much, in either
-//! direction.
+//! A TCP relay that delays each byte, in both directions, as a long link does.
 //!
 //! ```text
 //!   one end ──▶ read ─▶ (due, bytes) ... ─▶ write ──▶ other end          and back
 //! ```
 //!
-//! The kernels of test machines have no `netem`. What a relay leaves out is loss and reordering.
+//! The kernels of test machines have no `netem`. The relay imitates neither loss nor reordering.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -14,13 +13,14 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 const CHUNK_BYTES: usize = 64 << 10;
-/// Under way at a time: more than a link of 10 Gbit/s has in 20 ms.
+/// How many chunks may be under way: more than a link of 10 Gbit/s carries in 20 ms.
 const CHUNKS_MAX: usize = 1024;
 
-type Late = (Instant, Vec<u8>);
+/// Bytes, and when they may be written.
+type Delayed = (Instant, Vec<u8>);
 
-/// Accepts on `at` until `is_over`, and passes on to `to`; what goes on between two ends, ends when
-/// they do. All that it does is in the caller's network namespace.
+/// Accepts connections on `at` until `is_over` is true, and relays each to `to`. A connection that
+/// exists then ends with its ends. Sockets are in the caller's network namespace.
 pub fn relay(
     at: SocketAddr,
     to: SocketAddr,
@@ -35,24 +35,24 @@ pub fn relay(
             continue;
         };
         from.set_nonblocking(false)?;
-        // An end that is not there is one that closes.
+        // If `to` does not accept, the client's connection closes.
         let Ok(to) = TcpStream::connect_timeout(&to, Duration::from_secs(2)) else { continue };
         let (Ok(from_again), Ok(to_again)) = (from.try_clone(), to.try_clone()) else { continue };
-        pass(from, to, delay);
-        pass(to_again, from_again, delay);
+        relay_one_way(from, to, delay);
+        relay_one_way(to_again, from_again, delay);
     }
     Ok(())
 }
 
-/// One direction.
-fn pass(from: TcpStream, to: TcpStream, delay: Duration) {
+/// Relays one direction.
+fn relay_one_way(from: TcpStream, to: TcpStream, delay: Duration) {
     let _ = (from.set_nodelay(true), to.set_nodelay(true));
     let (later, due) = sync_channel(CHUNKS_MAX);
-    std::thread::spawn(move || take(from, &later, delay));
-    std::thread::spawn(move || give(to, &due));
+    std::thread::spawn(move || read_into(&later, from, delay));
+    std::thread::spawn(move || write_when_due(to, &due));
 }
 
-fn take(mut from: TcpStream, later: &SyncSender<Late>, delay: Duration) {
+fn read_into(later: &SyncSender<Delayed>, mut from: TcpStream, delay: Duration) {
     let mut buffer = vec![0; CHUNK_BYTES];
     while let Ok(count) = from.read(&mut buffer) {
         if count == 0 || later.send((Instant::now() + delay, buffer[..count].to_vec())).is_err() {
@@ -61,7 +61,7 @@ fn take(mut from: TcpStream, later: &SyncSender<Late>, delay: Duration) {
     }
 }
 
-fn give(mut to: TcpStream, due: &Receiver<Late>) {
+fn write_when_due(mut to: TcpStream, due: &Receiver<Delayed>) {
     while let Ok((at, bytes)) = due.recv() {
         std::thread::sleep(at.saturating_duration_since(Instant::now()));
         if to.write_all(&bytes).is_err() {

@@ -1,4 +1,4 @@
-//! A Slurm cluster of a test's own on this machine: no systemd, no slurmdbd, nothing in `/etc`.
+//! A Slurm cluster for one test, on this machine: without systemd, slurmdbd and files in `/etc`.
 //!
 //! ```text
 //!   server's namespace: munged, slurmctld, bridge 10.77.0.1 ──┬── 1 Gbit/s ── n1's: slurmd, 10.77.0.11
@@ -6,40 +6,40 @@
 //!                                                             └── ...
 //! ```
 //!
-//! Each host is a network namespace that lives as long as a process in it. Whatever is in them ends
-//! with the cluster.
+//! Each host is a network namespace that a process holds. All processes in them end with
+//! [`Cluster`].
 
-use crate::{Bench, until};
+use crate::{TestEnv, wait_until};
 use keyframe_test_hosts::Host;
 use std::fs::{self, File};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
-/// The cluster.
+/// A running cluster.
 pub struct Cluster {
     nodes: Vec<Host>,
     server: Host,
-    /// Children that nobody waits for until the end.
+    /// The daemons, which end with the cluster.
     daemons: Vec<Child>,
     conf: PathBuf,
     dir: PathBuf,
 }
 
 impl Cluster {
-    /// One of so many nodes with a processor each, in a directory of the bench. Its links carry 1
-    /// Gbit/s.
-    pub fn start(bench: &Bench, nodes: u32) -> Self {
-        let dir = bench.path().join("cluster");
+    /// Starts a cluster of `nodes` nodes with one processor each, in the test's directory. Its links
+    /// carry 1 Gbit/s.
+    pub fn start(env: &TestEnv, nodes: u32) -> Self {
+        let dir = env.path().join("cluster");
         for part in ["run", "state", "log", "spool"] {
             fs::create_dir_all(dir.join(part)).expect("make a directory");
         }
-        let server = made();
-        ok(&server, "ip link set lo up");
-        ok(&server, "ip link add bridge type bridge");
-        ok(&server, "ip addr add 10.77.0.1/24 dev bridge");
-        ok(&server, "ip link set bridge up");
-        let hosts: Vec<Host> = (1..=nodes).map(|n| linked(&server, n)).collect();
+        let server = new_host();
+        run_on(&server, "ip link set lo up");
+        run_on(&server, "ip link add bridge type bridge");
+        run_on(&server, "ip addr add 10.77.0.1/24 dev bridge");
+        run_on(&server, "ip link set bridge up");
+        let hosts: Vec<Host> = (1..=nodes).map(|n| linked_host(&server, n)).collect();
         let conf = write_conf(&dir, nodes);
         let mut cluster = Self { nodes: hosts, server, daemons: Vec::new(), conf, dir };
         cluster.start_munge();
@@ -47,9 +47,9 @@ impl Cluster {
         for n in 1..=nodes {
             cluster.start_daemon(n, &["slurmd", "-D", "-N", &format!("n{n}"), "-f"]);
         }
-        until(&format!("{nodes} idle nodes; logs in {}", cluster.dir.display()), || {
-            let said = cluster.ask("sinfo", &["--noheader", "--format=%D", "--states=idle"]);
-            said.trim().parse() == Ok(nodes)
+        wait_until(&format!("{nodes} idle nodes; logs in {}", cluster.dir.display()), || {
+            let idle = cluster.output_of("sinfo", &["--noheader", "--format=%D", "--states=idle"]);
+            idle.trim().parse() == Ok(nodes)
         });
         cluster
     }
@@ -73,10 +73,10 @@ impl Cluster {
         }
         self.spawn(command, "munged");
         let socket = run.join("munge.sock");
-        until("munged's socket", || socket.exists());
+        wait_until("munged's socket", || socket.exists());
     }
 
-    /// On node `n`, or on the server.
+    /// Starts a daemon on node `n`, or on the server if `n` is 0.
     fn start_daemon(&mut self, n: u32, words: &[&str]) {
         let host = n.checked_sub(1).map_or(&self.server, |at| &self.nodes[at as usize]);
         let mut command = host.command(sbin(words[0]));
@@ -92,7 +92,7 @@ impl Cluster {
         self.daemons.push(child.unwrap_or_else(|e| panic!("start {command:?}: {e}")));
     }
 
-    /// A command that runs on the server, where jobs are submitted.
+    /// The same command on the server, where jobs are submitted.
     pub fn on_server(&self, command: &Command) -> Command {
         let mut there = self.server.command(command.get_program());
         there.args(command.get_args()).env("SLURM_CONF", &self.conf);
@@ -108,15 +108,15 @@ impl Cluster {
         there
     }
 
-    /// What a program of Slurm's says.
-    pub fn ask(&self, program: &str, args: &[&str]) -> String {
+    /// Runs a program of Slurm on the server and returns its output.
+    pub fn output_of(&self, program: &str, args: &[&str]) -> String {
         let mut command = Command::new(program);
         command.args(args);
         let output = self.on_server(&command).output().expect("run nsenter");
         String::from_utf8_lossy(&output.stdout).into_owned()
     }
 
-    /// Node `n` (from 1 on) loses its power.
+    /// Kills all processes of node `n` (from 1 on), as a power failure does.
     pub fn kill_node(&self, n: usize) {
         self.nodes[n - 1].kill_all();
     }
@@ -132,30 +132,33 @@ impl Drop for Cluster {
     }
 }
 
-/// The host of node `n`, with a link to the server's bridge.
-fn linked(server: &Host, n: u32) -> Host {
-    let host = made();
-    ok(server, &format!("ip link add n{n} type veth peer name eth0 netns {}", host.holder_pid()));
-    ok(server, &format!("ip link set n{n} master bridge up"));
-    ok(&host, "ip link set lo up");
-    ok(&host, &format!("ip addr add 10.77.0.{}/24 dev eth0", 10 + n));
-    ok(&host, "ip link set eth0 up");
-    ok(server, &format!("tc qdisc add dev n{n} root tbf rate 1gbit burst 256k latency 100ms"));
-    ok(&host, "tc qdisc add dev eth0 root tbf rate 1gbit burst 256k latency 100ms");
+/// Makes the host of node `n`, with a link to the server's bridge.
+fn linked_host(server: &Host, n: u32) -> Host {
+    let host = new_host();
+    run_on(
+        server,
+        &format!("ip link add n{n} type veth peer name eth0 netns {}", host.holder_pid()),
+    );
+    run_on(server, &format!("ip link set n{n} master bridge up"));
+    run_on(&host, "ip link set lo up");
+    run_on(&host, &format!("ip addr add 10.77.0.{}/24 dev eth0", 10 + n));
+    run_on(&host, "ip link set eth0 up");
+    run_on(server, &format!("tc qdisc add dev n{n} root tbf rate 1gbit burst 256k latency 100ms"));
+    run_on(&host, "tc qdisc add dev eth0 root tbf rate 1gbit burst 256k latency 100ms");
     host
 }
 
-/// A host with nothing in it.
-fn made() -> Host {
+/// Makes an empty host.
+fn new_host() -> Host {
     Host::new().expect("make a network namespace")
 }
 
-/// Runs a line on a host, which has to succeed.
-fn ok(host: &Host, line: &str) {
+/// Runs a command line on a host, which must succeed.
+fn run_on(host: &Host, line: &str) {
     host.ok(line).expect("set a network up");
 }
 
-/// Programs of the administrator's are not on everyone's PATH.
+/// The path of a program in /usr/sbin, which is not in every user's PATH.
 fn sbin(program: &str) -> PathBuf {
     let path = Path::new("/usr/sbin").join(program);
     if path.exists() { path } else { program.into() }

@@ -1,18 +1,18 @@
-//! Benchmarks as users run them: the keys that others read are there, each a number of that run,
-//! and nothing else is.
+//! Tests the benchmarks as users run them: the JSON has exactly the documented keys, and each value
+//! is a number of that run.
 
-use keyframe_tests::{Bench, Boot, Process, hash_lines, number};
+use keyframe_tests::{Boot, Process, TestEnv, hash_lines, number};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 use std::process::Output;
 use std::time::Duration;
 
-/// How long a benchmark may take on a machine that has other things to do; they take 20 to 40 s.
+/// How long a benchmark may take on a busy machine; on an idle one it takes 20 to 40 s.
 const LIMIT: Duration = Duration::from_mins(5);
 
 /// Runs `keyframe-bench ARGS`, which must succeed.
-fn report(bench: &Bench, args: &[&str]) -> (Value, Output) {
-    let output = Bench::run_within(bench.benchmark(&[&["--json"], args].concat()), LIMIT);
+fn report(env: &TestEnv, args: &[&str]) -> (Value, Output) {
+    let output = TestEnv::run_within(env.benchmark(&[&["--json"], args].concat()), LIMIT);
     let errors = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{errors}");
     let report: Value =
@@ -24,9 +24,10 @@ fn report(bench: &Bench, args: &[&str]) -> (Value, Output) {
     (report, output)
 }
 
-/// Runs `keyframe-bench ARGS`, which must fail with `code` and say every one of `words`.
-fn refused(bench: &Bench, args: &[&str], code: i32, words: &[&str]) {
-    let output = Bench::run_within(bench.benchmark(args), LIMIT);
+/// Runs `keyframe-bench ARGS`, which must fail with `code` and an error that contains each of
+/// `words`.
+fn refused(env: &TestEnv, args: &[&str], code: i32, words: &[&str]) {
+    let output = TestEnv::run_within(env.benchmark(args), LIMIT);
     let text = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(code), "keyframe-bench {args:?}: {text}");
     for word in words {
@@ -41,9 +42,9 @@ fn values<'a>(report: &'a Value, part: &str) -> &'a Map<String, Value> {
 #[test]
 #[ignore = "make soak"]
 fn soak_pauses_are_measured_beside_those_of_peers() {
-    let bench = Bench::alone();
+    let env = TestEnv::exclusive();
     let (report, _) =
-        report(&bench, &["pause", "--only", "20k", "--rounds", "1", "--plot", "pause.svg"]);
+        report(&env, &["pause", "--only", "20k", "--rounds", "1", "--plot", "pause.svg"]);
     assert_eq!(report["name"], "pause");
     let (figures, ratios) = (values(&report, "figures"), values(&report, "ratios"));
     for key in ["precopy_20k_pause_p50_ns", "precopy_20k_pause_p99_ns", "empty_pause_p50_ns"] {
@@ -58,14 +59,14 @@ fn soak_pauses_are_measured_beside_those_of_peers() {
     let others =
         figures.keys().chain(ratios.keys()).filter(|k| k.contains("60k") || k.contains("gib"));
     assert_eq!(others.count(), 0, "keys of what was not measured: {report}");
-    let plot = std::fs::read_to_string(bench.path().join("pause.svg")).expect("the plot");
+    let plot = std::fs::read_to_string(env.path().join("pause.svg")).expect("the plot");
     assert!(plot.contains("savevm"));
 }
 
 #[test]
 #[ignore = "make soak"]
 fn soak_work_lost_is_measured_and_what_cannot_run_is_left_out_aloud() {
-    let bench = Bench::new();
+    let env = TestEnv::new();
     let only = "compute_1s,compute_100ms,compile";
     let args = [
         "overhead",
@@ -78,7 +79,7 @@ fn soak_work_lost_is_measured_and_what_cannot_run_is_left_out_aloud() {
         "/nowhere",
         "--quiet",
     ];
-    let (report, output) = report(&bench, &args);
+    let (report, output) = report(&env, &args);
     let ratios = values(&report, "ratios");
     for key in ["work_lost_compute_1s", "work_lost_compute_100ms"] {
         assert!(
@@ -97,18 +98,18 @@ fn soak_work_lost_is_measured_and_what_cannot_run_is_left_out_aloud() {
 #[test]
 #[ignore = "make soak"]
 fn soak_a_peer_that_cannot_run_is_left_out_aloud() {
-    let bench = Bench::new();
-    // Without qemu-img there is no image for savevm; the directory has everything else that is
-    // needed.
-    let bin = bench.path().join("bin");
+    let env = TestEnv::new();
+    // Without qemu-img there is no image for savevm; the directory has all other programs that the
+    // benchmark needs.
+    let bin = env.path().join("bin");
     std::fs::create_dir(&bin).expect("make a directory");
     for program in ["qemu-system-x86_64", "cat"] {
         std::os::unix::fs::symlink(keyframe_tests::on_path(program), bin.join(program))
             .expect("link it");
     }
-    let mut command = bench.benchmark(&["pause", "--json", "--only", "1k", "--rounds", "1"]);
+    let mut command = env.benchmark(&["pause", "--json", "--only", "1k", "--rounds", "1"]);
     command.env("PATH", &bin);
-    let output = Bench::run_within(command, LIMIT);
+    let output = TestEnv::run_within(command, LIMIT);
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{errors}");
     assert!(
@@ -122,16 +123,16 @@ fn soak_a_peer_that_cannot_run_is_left_out_aloud() {
 
 #[test]
 fn a_stream_of_pages_is_fed_to_keyframe_and_to_a_flat_file_and_comes_back() {
-    let bench = Bench::without_store();
+    let env = TestEnv::without_store();
     let args = ["store", "--quick", "--only", "keyframe,flat_file", "--quiet"];
-    let mut command = bench.benchmark(&[&["--json"], &args[..]].concat());
-    // What it leaves behind would be here.
-    let place = bench.path().join("place");
+    let mut command = env.benchmark(&[&["--json"], &args[..]].concat());
+    // The temporary directory, where the benchmark would leave files.
+    let place = env.path().join("place");
     std::fs::create_dir(&place).expect("make a directory");
     command.env("TMPDIR", &place);
-    let output = Bench::run_within(command, LIMIT);
+    let output = TestEnv::run_within(command, LIMIT);
     let errors = String::from_utf8_lossy(&output.stderr);
-    // It fails where an image does not come back as it was fed.
+    // The benchmark fails if an image comes back different.
     assert!(output.status.success() && errors.is_empty(), "{errors}");
     assert_eq!(std::fs::read_dir(&place).expect("list it").count(), 0, "files were left behind");
     let report: Value =
@@ -166,54 +167,55 @@ fn a_stream_of_pages_is_fed_to_keyframe_and_to_a_flat_file_and_comes_back() {
     );
 }
 
-/// What a VM wrote, instead of pages that are made.
+/// The benchmark reads pages that a VM wrote in place of generated ones.
 #[test]
 fn the_ram_of_a_recorded_run_is_fed_and_comes_back() {
-    let bench = Bench::new();
+    let env = TestEnv::new();
     let boot = Boot { mem_mib: 96, ..Boot::new("hash kf.mib=4 kf.pause_ms=5") };
-    let mut run = bench.start(&["--name", "guest", "--interval", "10m"], &boot);
+    let mut run = env.start(&["--name", "guest", "--interval", "10m"], &boot);
     run.wait_for("KF READY");
-    let store = bench.store();
+    let store = env.store();
     let feed =
-        || bench.benchmark(&["store", "--from", &store, "--only", "keyframe,flat_file", "--json"]);
-    let take = || drop(bench.ok(&["take", "--name", "guest"]));
+        || env.benchmark(&["store", "--from", &store, "--only", "keyframe,flat_file", "--json"]);
+    let take = || drop(env.ok(&["take", "--name", "guest"]));
     take();
-    // More than are fed: the last ten are.
+    // The store gets more checkpoints than the benchmark reads, which are the last ten.
     for taken in 1..12 {
         run.wait_until(|p| (hash_lines(&p.lines()).len() > taken).then_some(()))
             .expect("it works on");
         take();
     }
-    bench.ok(&["stop", "--name", "guest"]);
+    env.ok(&["stop", "--name", "guest"]);
     assert!(run.wait().success(), "{}", run.report());
     let mut command = feed();
     command.args(["--quick", "--rounds", "1"]);
-    let output = Bench::run_within(command, LIMIT);
+    let output = TestEnv::run_within(command, LIMIT);
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{errors}");
     let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     let note = report["notes"]["stream"].as_str().expect("what was fed");
-    let last = bench.list().last().map(|entry| number(entry, "id")).expect("a checkpoint");
+    let last = env.list().last().map(|entry| number(entry, "id")).expect("a checkpoint");
     assert!(note.contains(&format!("guest at checkpoints {} to {last},", last - 9)), "{note}");
     let figures = values(&report, "figures");
     let bytes = |key: &str| figures[key].as_f64().unwrap_or_else(|| panic!("no {key}: {report}"));
-    // 4 MiB of noise each time, and all of RAM once; the flat file has every page of them.
+    // Each checkpoint has 4 MiB of noise, the first all of RAM; the flat file has every page of
+    // them.
     let (ours, flat) = (bytes("keyframe_stored_bytes"), bytes("flat_file_stored_bytes"));
     assert!((40e6..200e6).contains(&flat) && ours < flat, "{report}");
     assert!(!report.to_string().contains("dirtier"), "{report}");
 
-    let empty = bench.path().join("empty").display().to_string();
-    bench.ok(&["init", &empty]);
-    refused(&bench, &["store", "--from", &empty], 1, &["no checkpoint"]);
-    refused(&bench, &["store", "--from", &store, "--only", "dirtier"], 1, &["no part dirtier"]);
-    refused(&bench, &["pause", "--from", &store], 1, &["pause has no --from"]);
+    let empty = env.path().join("empty").display().to_string();
+    env.ok(&["init", &empty]);
+    refused(&env, &["store", "--from", &empty], 1, &["no checkpoint"]);
+    refused(&env, &["store", "--from", &store, "--only", "dirtier"], 1, &["no part dirtier"]);
+    refused(&env, &["pause", "--from", &store], 1, &["pause has no --from"]);
 }
 
 #[test]
 fn databases_that_are_not_built_are_left_out_aloud() {
-    let bench = Bench::without_store();
-    let command = bench.benchmark(&["store", "--quick", "--only", "kyoto", "--json"]);
-    let output = Bench::run_within(command, LIMIT);
+    let env = TestEnv::without_store();
+    let command = env.benchmark(&["store", "--quick", "--only", "kyoto", "--json"]);
+    let output = TestEnv::run_within(command, LIMIT);
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{errors}");
     assert!(
@@ -230,9 +232,9 @@ fn databases_that_are_not_built_are_left_out_aloud() {
 #[test]
 #[ignore = "make soak"]
 fn soak_recording_replaying_and_analysing_are_measured_on_the_same_work() {
-    let bench = Bench::new();
+    let env = TestEnv::new();
     let only = ["replay", "--quick", "--only", "record,memtrace", "--plot", "replay.svg"];
-    let (report, _) = report(&bench, &only);
+    let (report, _) = report(&env, &only);
     let (figures, ratios) = (values(&report, "figures"), values(&report, "ratios"));
     let keys = ["record_over_icount", "memtrace_over_callback", "text_over_memtrace"];
     assert!(!ratios.contains_key("machine_gain_2"), "keys of what was not measured: {report}");
@@ -249,31 +251,31 @@ fn soak_recording_replaying_and_analysing_are_measured_on_the_same_work() {
     let ratio = ratios["record_over_icount_processes"].as_f64().unwrap();
     assert!((ratio / (ns("record") / ns("icount")) - 1.0).abs() < 1e-9, "one round: {report}");
     assert!(!report.to_string().contains("redis"), "keys of what was not measured: {report}");
-    let plot = std::fs::read_to_string(bench.path().join("replay.svg")).expect("the plot");
+    let plot = std::fs::read_to_string(env.path().join("replay.svg")).expect("the plot");
     assert!(plot.contains("processes"));
 }
 
 #[test]
 #[ignore = "make soak"]
 fn soak_what_a_standby_costs_and_how_soon_it_takes_over_are_measured() {
-    let mut bench = Bench::without_store();
-    let place = a_place(&mut bench);
+    let mut env = TestEnv::without_store();
+    let place = a_place(&mut env);
     let only = "failover,coordinator,fixed100,adaptive";
-    let (report, _) = report(&bench, &["replication", "--quick", "--only", only, "--seconds", "4"]);
+    let (report, _) = report(&env, &["replication", "--quick", "--only", only, "--seconds", "4"]);
     nothing_is_left_in(&place);
     let (figures, ratios) = (values(&report, "figures"), values(&report, "ratios"));
     let positive = |of: &Map<String, Value>, key: &str| {
         let value = of.get(key).and_then(Value::as_f64);
         value.filter(|value| *value > 0.0).unwrap_or_else(|| panic!("no {key}: {report}"))
     };
-    // A host is not taken as lost sooner than it was told to be.
+    // The failover takes at least the configured detection time.
     let failover = positive(figures, "failover_p50_ns");
     assert!((3e8..=positive(figures, "failover_max_ns")).contains(&failover), "{report}");
     for policy in ["fixed100", "adaptive"] {
         let protected = positive(figures, &format!("coordinator_per_s_1gbit_{policy}"));
         let slowdown = positive(ratios, &format!("slowdown_coordinator_1gbit_{policy}"));
         let plain = positive(figures, "coordinator_per_s_1gbit_unprotected");
-        // Against the plain runs around it, of which that is the median.
+        // The comparison is with the plain runs before and after, of which this is the median.
         assert!((0.5..2.0).contains(&(slowdown / (plain / protected))), "{report}");
         positive(ratios, &format!("coordinator_good_answers_{policy}"));
     }
@@ -287,11 +289,11 @@ fn soak_what_a_standby_costs_and_how_soon_it_takes_over_are_measured() {
 #[test]
 #[ignore = "make soak"]
 fn soak_a_benchmark_that_is_interrupted_leaves_no_host_behind() {
-    let mut bench = Bench::without_store();
-    let place = a_place(&mut bench);
-    let mut running = Process::start(bench.benchmark(&["replication", "--only", "failover"]));
+    let mut env = TestEnv::without_store();
+    let place = a_place(&mut env);
+    let mut running = Process::start(env.benchmark(&["replication", "--only", "failover"]));
     running.wait_for_error("failover 1");
-    // In the middle of something: a guest boots, or is about to be protected.
+    // The signal comes while a guest boots or is about to be protected.
     std::thread::sleep(Duration::from_secs(3));
     assert!(!within(&place).is_empty(), "{}", running.report());
     running.signal(rustix::process::Signal::INT);
@@ -300,15 +302,15 @@ fn soak_a_benchmark_that_is_interrupted_leaves_no_host_behind() {
     nothing_is_left_in(&place);
 }
 
-/// Where a benchmark has its files: all that it starts is told so.
-fn a_place(bench: &mut Bench) -> PathBuf {
-    let place = bench.path().join("place");
+/// The directory for a benchmark's files, which appears in the environment of all that it starts.
+fn a_place(env: &mut TestEnv) -> PathBuf {
+    let place = env.path().join("place");
     std::fs::create_dir(&place).expect("make a directory");
-    bench.set("TMPDIR", &place.display().to_string());
+    env.set("TMPDIR", &place.display().to_string());
     place
 }
 
-/// Command lines of what runs and was told of the place.
+/// The command lines of the processes whose environment names the directory.
 fn within(place: &Path) -> Vec<String> {
     let read = |path: PathBuf| {
         String::from_utf8_lossy(&std::fs::read(path).unwrap_or_default()).into_owned()
@@ -325,33 +327,33 @@ fn nothing_is_left_in(place: &Path) {
 
 #[test]
 fn what_a_benchmark_does_not_have_is_refused() {
-    let bench = Bench::new();
-    refused(&bench, &["pause", "--only", "20k,7k"], 1, &["no part 7k", "60k", "4gib"]);
-    refused(&bench, &["overhead", "--only", "1s"], 1, &["no part 1s", "compute_1s"]);
-    refused(&bench, &["restore", "--only", "lazy"], 1, &["restore has no --only"]);
-    refused(&bench, &["replay", "--only", "oracle"], 1, &["no part oracle", "memtrace", "redis"]);
-    refused(&bench, &["restore", "--qemu", "/nowhere"], 1, &["restore has no --qemu"]);
-    refused(&bench, &["evaluation", "--only", "3s"], 1, &["no part 3s", "bonnie", "500ms"]);
-    refused(&bench, &["evaluation", "--rounds", "2"], 1, &["evaluation has no --rounds"]);
-    refused(&bench, &["replication", "--only", "100mbit"], 1, &["no part 100mbit", "10gbit", "sp"]);
-    refused(&bench, &["pause", "--seconds", "5"], 1, &["pause has no --seconds"]);
-    refused(&bench, &["replication", "--seconds", "1"], 2, &["--seconds"]);
-    refused(&bench, &["restore", "--out", "here"], 1, &["restore has no --out"]);
-    refused(&bench, &["pause", "--rounds", "0"], 2, &["--rounds"]);
-    refused(&bench, &["store", "--only", "oracle"], 1, &["no part oracle", "rocksdb", "flat_file"]);
-    refused(&bench, &["store", "--job", "{}"], 1, &["read the job"]);
-    refused(&bench, &["store", "--from", "/nowhere"], 10, &["keyframe init /nowhere"]);
-    refused(&bench, &["pause", "--keyframe", "/nowhere"], 1, &["no /nowhere", "--keyframe PATH"]);
-    refused(&bench, &["oracle"], 2, &["pause", "evaluation"]);
+    let env = TestEnv::new();
+    refused(&env, &["pause", "--only", "20k,7k"], 1, &["no part 7k", "60k", "4gib"]);
+    refused(&env, &["overhead", "--only", "1s"], 1, &["no part 1s", "compute_1s"]);
+    refused(&env, &["restore", "--only", "lazy"], 1, &["restore has no --only"]);
+    refused(&env, &["replay", "--only", "oracle"], 1, &["no part oracle", "memtrace", "redis"]);
+    refused(&env, &["restore", "--qemu", "/nowhere"], 1, &["restore has no --qemu"]);
+    refused(&env, &["evaluation", "--only", "3s"], 1, &["no part 3s", "bonnie", "500ms"]);
+    refused(&env, &["evaluation", "--rounds", "2"], 1, &["evaluation has no --rounds"]);
+    refused(&env, &["replication", "--only", "100mbit"], 1, &["no part 100mbit", "10gbit", "sp"]);
+    refused(&env, &["pause", "--seconds", "5"], 1, &["pause has no --seconds"]);
+    refused(&env, &["replication", "--seconds", "1"], 2, &["--seconds"]);
+    refused(&env, &["restore", "--out", "here"], 1, &["restore has no --out"]);
+    refused(&env, &["pause", "--rounds", "0"], 2, &["--rounds"]);
+    refused(&env, &["store", "--only", "oracle"], 1, &["no part oracle", "rocksdb", "flat_file"]);
+    refused(&env, &["store", "--job", "{}"], 1, &["read the job"]);
+    refused(&env, &["store", "--from", "/nowhere"], 10, &["keyframe init /nowhere"]);
+    refused(&env, &["pause", "--keyframe", "/nowhere"], 1, &["no /nowhere", "--keyframe PATH"]);
+    refused(&env, &["oracle"], 2, &["pause", "evaluation"]);
 }
 
-/// A look: one workload, two intervals, the last part of each recording analysed.
+/// A short evaluation: one workload, two intervals; only the end of each recording is analysed.
 #[test]
 #[ignore = "make soak"]
 fn soak_the_papers_figures_and_tables_are_written_and_agree() {
-    let bench = Bench::new();
+    let env = TestEnv::new();
     let (report, _) = report(
-        &bench,
+        &env,
         &["evaluation", "--quick", "--only", "500ms", "--out", "evaluation", "--quiet"],
     );
     let (figures, ratios) = (values(&report, "figures"), values(&report, "ratios"));
@@ -373,7 +375,7 @@ fn soak_the_papers_figures_and_tables_are_written_and_agree() {
     ] {
         assert!(figure(&format!("{run}_{key}")) > 0.0, "{run}_{key}: {report}");
     }
-    // What takes the whole recording and an analysis behind it takes longer than the recording.
+    // A recording with its analysis afterwards takes longer than the recording.
     assert!(
         figure(&format!("{run}_deferred_2_jobs_s")) > figure(&format!("{run}_recorded_s")),
         "{report}"
@@ -383,7 +385,7 @@ fn soak_the_papers_figures_and_tables_are_written_and_agree() {
     assert!(speed_up("16_nodes_simulated") >= speed_up("1_nodes_simulated"), "{report}");
     let missing = ratios[&format!("{run}_missing_over_ram")].as_f64().unwrap();
     assert!(missing > 0.0 && missing < 1.0, "{report}");
-    let out = bench.path().join("evaluation");
+    let out = env.path().join("evaluation");
     let index = std::fs::read_to_string(out.join("report.md")).expect("the report");
     let links: Vec<&str> =
         index.split("](").skip(1).filter_map(|rest| rest.split(')').next()).collect();

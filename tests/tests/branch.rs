@@ -1,22 +1,22 @@
-//! `keyframe branch`: clones go on from the very checkpoint, each by itself, and share the memory
-//! that they have not written.
+//! Tests `keyframe branch`: clones continue from exactly the checkpoint, independently of each
+//! other, and share the memory that they have not written.
 
 use keyframe_qemu::Qmp;
-use keyframe_tests::disks::{copy_of_running, words};
+use keyframe_tests::disks::{as_strs, copy_running_disk};
 use keyframe_tests::journaling::{blank_image, journaling, records_of, wait_for_records};
 use keyframe_tests::{
-    Bench, Boot, JournalImage, PATIENCE, Process, Qemu, Sequence, chosen_qemus, distribution_qemu,
-    ended_lines, hash_lines, is_gone, number, until,
+    Boot, JournalImage, PATIENCE, Process, Qemu, Sequence, TestEnv, chosen_qemus,
+    distribution_qemu, ended_lines, hash_lines, is_gone, number, wait_until,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::path::Path;
 
-fn checkpoint(bench: &Bench, boot: &Boot) {
-    let mut run = bench.start(&["--interval", "none", "--name", "guest"], boot);
+fn checkpoint(env: &TestEnv, boot: &Boot) {
+    let mut run = env.start(&["--interval", "none", "--name", "guest"], boot);
     run.wait_for("KF READY");
-    bench.ok(&["take", "--name", "guest", "--tag", "seed"]);
-    bench.ok(&["stop", "--name", "guest"]);
+    env.ok(&["take", "--name", "guest", "--tag", "seed"]);
+    env.ok(&["stop", "--name", "guest"]);
     assert!(run.wait().success(), "{}", run.report());
 }
 
@@ -27,11 +27,11 @@ fn hashing(qemu: &Qemu) -> Boot {
     boot
 }
 
-/// `keyframe branch seed OPTIONS`, and what it says of its clones.
-fn branch(bench: &Bench, options: &[&str]) -> (Process, Vec<Value>) {
-    let store = bench.store();
+/// Runs `keyframe branch seed OPTIONS` and returns its report on the clones.
+fn branch(env: &TestEnv, options: &[&str]) -> (Process, Vec<Value>) {
+    let store = env.store();
     let words = [&["branch", "--store", &store, "seed", "--json"], options].concat();
-    let mut process = Process::start(bench.command(&words));
+    let mut process = Process::start(env.command(&words));
     let whole =
         process.wait_until(|p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
     let clones = whole.unwrap_or_else(|| panic!("no clones; {}", process.report()));
@@ -49,11 +49,11 @@ fn console(clone: &Value) -> Vec<String> {
 fn grow(clone: &Value, more: usize) {
     let count = || hash_lines(&console(clone)).len();
     let before = count();
-    until("the clone prints on", || count() >= before + more);
+    wait_until("the clone prints on", || count() >= before + more);
 }
 
-/// What a process has of the checkpoint's RAM: KiB of its own, and KiB that are mapped at all. (A
-/// page of the file that one process alone has mapped counts as private, too, but not as
+/// The memory of a process that maps the checkpoint's RAM: KiB of its own pages, and KiB that are
+/// mapped. (A page of the file that one process alone has mapped counts as private, too, but not as
 /// anonymous.)
 fn ram_kib(pid: u64) -> (u64, u64) {
     let smaps = std::fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
@@ -76,9 +76,9 @@ fn ram_kib(pid: u64) -> (u64, u64) {
 fn clones_go_on_from_the_checkpoint_each_by_itself() {
     let mut sequence = Sequence::new(16);
     for qemu in chosen_qemus(0) {
-        let bench = Bench::new();
-        checkpoint(&bench, &hashing(&qemu));
-        let (mut process, clones) = branch(&bench, &["-n", "3", "--name", "c"]);
+        let env = TestEnv::new();
+        checkpoint(&env, &hashing(&qemu));
+        let (mut process, clones) = branch(&env, &["-n", "3", "--name", "c"]);
         assert_eq!(
             clones.iter().map(|c| text(c, "name")).collect::<Vec<_>>(),
             ["c-1", "c-2", "c-3"]
@@ -86,13 +86,13 @@ fn clones_go_on_from_the_checkpoint_each_by_itself() {
         for clone in &clones {
             grow(clone, 4);
         }
-        // One that stands does not hold up the others, nor does one that was killed.
+        // A stopped clone does not delay the others, nor does a killed one.
         let mut monitor = Qmp::connect(Path::new(text(&clones[0], "monitor")), PATIENCE).unwrap();
         monitor.stop().unwrap();
         let stood = hash_lines(&console(&clones[0])).len();
         let victim = number(&clones[1], "qemu_pid");
         kill_process(Pid::from_raw(victim as i32).unwrap(), Signal::KILL).unwrap();
-        until("the killed one is missed", || process.errors().contains("clone c-2 ended"));
+        wait_until("the killed one is missed", || process.errors().contains("clone c-2 ended"));
         grow(&clones[2], 8);
         assert!(hash_lines(&console(&clones[0])).len() <= stood + 1);
         monitor.cont().unwrap();
@@ -107,72 +107,71 @@ fn clones_go_on_from_the_checkpoint_each_by_itself() {
             .collect();
         assert!(firsts.iter().all(|first| *first == firsts[0]), "{firsts:?}: all from one instant");
         process.signal(Signal::INT);
-        // One of them had not ended well.
+        // One of the clones did not end well.
         process.wait();
         for clone in &clones {
-            until("no clone is left", || is_gone(number(clone, "qemu_pid") as u32));
+            wait_until("no clone is left", || is_gone(number(clone, "qemu_pid") as u32));
             assert!(!Path::new(text(clone, "directory")).exists(), "nothing is left behind");
         }
     }
 }
 
-/// VMs that nobody takes checkpoints of are there all the same.
+/// VMs without an engine are listed too.
 #[test]
 fn vms_without_an_engine_are_shown_and_ended_by_their_names() {
     let qemu = chosen_qemus(1).remove(0);
-    let bench = Bench::new();
-    checkpoint(&bench, &hashing(&qemu));
-    let (mut clones, told) = branch(&bench, &["-n", "2", "--name", "c"]);
-    let mut first = bench.restore("seed", &["--paused"]);
+    let env = TestEnv::new();
+    checkpoint(&env, &hashing(&qemu));
+    let (mut clones, told) = branch(&env, &["-n", "2", "--name", "c"]);
+    let mut first = env.restore("seed", &["--paused"]);
     first.wait_for_error("is paused");
-    let mut second = bench.restore("seed", &["--paused"]);
+    let mut second = env.restore("seed", &["--paused"]);
     second.wait_for_error("is paused");
     let names = |status: &Value| -> Vec<String> {
         status.as_array().unwrap().iter().map(|vm| text(vm, "vm").to_owned()).collect()
     };
-    let status = bench.json(&["status", "--json"]);
+    let status = env.json(&["status", "--json"]);
     assert_eq!(names(&status), ["c-1", "c-2", "guest", "guest-2"]);
     assert_eq!((text(&status[0], "kind"), text(&status[3], "kind")), ("clone", "restored"));
     assert_eq!(number(&status[1], "qemu_pid"), number(&told[1], "qemu_pid"));
-    assert_eq!(names(&bench.json(&["status", "--json", "--name", "guest-2"])), ["guest-2"]);
-    let shown = bench.ok(&["status"]);
+    assert_eq!(names(&env.json(&["status", "--json", "--name", "guest-2"])), ["guest-2"]);
+    let shown = env.ok(&["status"]);
     assert!(
         shown.contains("c-1: a clone of checkpoint") && shown.contains("guest: restored from"),
         "{shown}"
     );
 
-    bench.refused(&["stop"], 1, &["several VMs run", "c-1, c-2, guest, guest-2"]);
-    bench.refused(&["stop", "--name", "guest-3"], 1, &["no VM named guest-3"]);
-    bench.refused(&["stop", "--name", "guest", "--on-exit", "keep"], 1, &["guest has no engine"]);
-    bench.ok(&["stop", "--name", "c-1"]);
-    until("the first clone is gone", || is_gone(number(&told[0], "qemu_pid") as u32));
+    env.refused(&["stop"], 1, &["several VMs run", "c-1, c-2, guest, guest-2"]);
+    env.refused(&["stop", "--name", "guest-3"], 1, &["no VM named guest-3"]);
+    env.refused(&["stop", "--name", "guest", "--on-exit", "keep"], 1, &["guest has no engine"]);
+    env.ok(&["stop", "--name", "c-1"]);
+    wait_until("the first clone is gone", || is_gone(number(&told[0], "qemu_pid") as u32));
     grow(&told[1], 2);
     for (name, process) in [("guest-2", &mut second), ("guest", &mut first)] {
-        bench.ok(&["stop", "--name", name]);
+        env.ok(&["stop", "--name", name]);
         assert!(process.wait().success(), "{}", process.report());
     }
-    assert_eq!(names(&bench.json(&["status", "--json"])), ["c-2"]);
-    bench.ok(&["stop"]);
+    assert_eq!(names(&env.json(&["status", "--json"])), ["c-2"]);
+    env.ok(&["stop"]);
     assert!(clones.wait().success(), "{}", clones.report());
-    assert_eq!(bench.json(&["status", "--json"]), serde_json::json!([]));
+    assert_eq!(env.json(&["status", "--json"]), serde_json::json!([]));
 }
 
 #[test]
 fn pages_that_nobody_wrote_are_shared() {
     for qemu in chosen_qemus(0) {
-        let bench = Bench::new();
+        let env = TestEnv::new();
         let mut boot = Boot::new("hash kf.mib=64");
         boot.qemu.clone_from(&qemu.path);
         boot.mem_mib = 192;
-        checkpoint(&bench, &boot);
-        let (mut process, clones) = branch(&bench, &["-n", "4", "--paused"]);
+        checkpoint(&env, &boot);
+        let (mut process, clones) = branch(&env, &["-n", "4", "--paused"]);
         for clone in &clones {
             let (private, _) = ram_kib(number(clone, "qemu_pid"));
-            // Loading its devices writes a few pages; all that the guest holds is some 100 MiB.
+            // Loading the devices writes a few pages; the guest uses some 100 MiB.
             assert!(private < 2048, "{private} KiB of a clone's RAM are its own before it ran");
         }
-        // All of RAM is read, as the guest would read it, and it is still the checkpoint's own
-        // memory.
+        // After a read of all RAM, the memory is still shared with the checkpoint.
         let pid = number(&clones[0], "qemu_pid");
         let mut monitor = Qmp::connect(Path::new(text(&clones[0], "monitor")), PATIENCE).unwrap();
         let main = keyframe_qemu::find_ram_blocks(&mut monitor, pid as u32).unwrap().remove(0);
@@ -182,7 +181,7 @@ fn pages_that_nobody_wrote_are_shared() {
         let (private, rss) = ram_kib(pid);
         assert!(rss > 64 << 10, "{rss} KiB were mapped: it was read");
         assert!(private < 2048, "{private} KiB of {rss} are its own after it was read");
-        // The others do not see what one writes, and what they write is theirs.
+        // No clone sees the writes of another.
         clones[1..].iter().for_each(|clone| {
             let mut monitor = Qmp::connect(Path::new(text(clone, "monitor")), PATIENCE).unwrap();
             monitor.cont().unwrap();
@@ -202,13 +201,13 @@ fn pages_that_nobody_wrote_are_shared() {
     }
 }
 
-/// Three audited checkpoints of a clone, as VM `c-1`.
-fn checkpoint_clone(bench: &Bench, clone: &Value) -> Vec<Value> {
+/// Takes three audited checkpoints of a clone, as VM `c-1`.
+fn checkpoint_clone(env: &TestEnv, clone: &Value) -> Vec<Value> {
     let pid = number(clone, "qemu_pid") as u32;
     let options = ["--name", "c-1", "--interval", "300ms", "--count", "3", "--audit", "audit"];
-    let args = bench.attach_args(&["--qmp", text(clone, "monitor")], pid, &options);
-    bench.ok(&words(&args));
-    let own: Vec<Value> = bench.list().into_iter().filter(|e| e["vm"] == "c-1").collect();
+    let args = env.attach_args(&["--qmp", text(clone, "monitor")], pid, &options);
+    env.ok(&as_strs(&args));
+    let own: Vec<Value> = env.list().into_iter().filter(|e| e["vm"] == "c-1").collect();
     assert_eq!(own.len(), 3);
     own
 }
@@ -217,21 +216,21 @@ fn checkpoint_clone(bench: &Bench, clone: &Value) -> Vec<Value> {
 fn a_clone_can_be_checkpointed_and_its_checkpoints_know_where_they_grew() {
     let mut sequence = Sequence::new(16);
     for qemu in chosen_qemus(1) {
-        let bench = Bench::new();
-        checkpoint(&bench, &hashing(&qemu));
-        let seed = number(&bench.list()[0], "id");
-        let (mut process, clones) = branch(&bench, &["-n", "2", "--name", "c"]);
+        let env = TestEnv::new();
+        checkpoint(&env, &hashing(&qemu));
+        let seed = number(&env.list()[0], "id");
+        let (mut process, clones) = branch(&env, &["-n", "2", "--name", "c"]);
         grow(&clones[0], 2);
-        let own = checkpoint_clone(&bench, &clones[0]);
+        let own = checkpoint_clone(&env, &clones[0]);
         assert_eq!(number(&own[0], "parent"), seed);
         assert_eq!(number(&own[1], "parent"), number(&own[0], "id"));
         assert!(own[1].get("restored_from").is_none());
-        let tree = bench.ok(&["list", "--tree", "--store", &bench.store()]);
+        let tree = env.ok(&["list", "--tree", "--store", &env.store()]);
         assert!(tree.contains("└─") && tree.contains("c-1"), "{tree}");
         grow(&clones[0], 3);
         sequence.check(&hash_lines(&console(&clones[0])), 5);
-        // And brought to life again, while both clones live.
-        let (mut again, grand) = branch_of(&bench, &number(&own[2], "id").to_string());
+        // The checkpoint restores while both clones run.
+        let (mut again, grand) = branch_of(&env, &number(&own[2], "id").to_string());
         grow(&grand, 3);
         sequence.check(&hash_lines(&console(&grand)), 3);
         for process in [&mut again, &mut process] {
@@ -241,11 +240,11 @@ fn a_clone_can_be_checkpointed_and_its_checkpoints_know_where_they_grew() {
     }
 }
 
-/// One clone of checkpoint `id`.
-fn branch_of(bench: &Bench, id: &str) -> (Process, Value) {
-    let store = bench.store();
+/// Makes one clone of checkpoint `id`.
+fn branch_of(env: &TestEnv, id: &str) -> (Process, Value) {
+    let store = env.store();
     let words = ["branch", "--store", &store, id, "--json", "--name", "grand"];
-    let mut process = Process::start(bench.command(&words));
+    let mut process = Process::start(env.command(&words));
     let whole =
         process.wait_until(|p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
     let mut clones = whole.unwrap_or_else(|| panic!("no clone; {}", process.report()));
@@ -254,10 +253,10 @@ fn branch_of(bench: &Bench, id: &str) -> (Process, Value) {
 
 #[test]
 fn identity_is_fresh_unless_it_is_to_be_exact_and_names_are_had_once() {
-    let bench = Bench::new();
+    let env = TestEnv::new();
     let guid = "324e6eaf-d1d1-4bf6-bf41-b9bb6c91fb87";
     let boot = hashing(&distribution_qemu()).with(&["-device", &format!("vmgenid,guid={guid}")]);
-    checkpoint(&bench, &boot);
+    checkpoint(&env, &boot);
     let ids = |clones: &[Value]| -> Vec<String> {
         let id = |clone: &Value| {
             let mut monitor = Qmp::connect(Path::new(text(clone, "monitor")), PATIENCE).unwrap();
@@ -266,12 +265,12 @@ fn identity_is_fresh_unless_it_is_to_be_exact_and_names_are_had_once() {
         };
         clones.iter().map(id).collect()
     };
-    let (mut process, clones) = branch(&bench, &["-n", "2"]);
+    let (mut process, clones) = branch(&env, &["-n", "2"]);
     let fresh = ids(&clones);
     assert!(fresh[0] != fresh[1] && !fresh.contains(&guid.to_owned()), "{fresh:?}");
-    let store = bench.store();
-    bench.refused(&["branch", "--store", &store, "seed"], 1, &["guest-1", "--name"]);
-    let (mut exact, clones) = branch(&bench, &["-n", "2", "--exact", "--name", "exact"]);
+    let store = env.store();
+    env.refused(&["branch", "--store", &store, "seed"], 1, &["guest-1", "--name"]);
+    let (mut exact, clones) = branch(&env, &["-n", "2", "--exact", "--name", "exact"]);
     assert_eq!(ids(&clones), [guid, guid]);
     for process in [&mut exact, &mut process] {
         process.signal(Signal::INT);
@@ -281,11 +280,11 @@ fn identity_is_fresh_unless_it_is_to_be_exact_and_names_are_had_once() {
 
 #[test]
 fn half_a_set_of_clones_is_none() {
-    let bench = Bench::new();
-    checkpoint(&bench, &hashing(&distribution_qemu()));
-    // The second one's directory for a device is not there.
-    let store = bench.store();
-    std::fs::create_dir(bench.path().join("out-1")).unwrap();
+    let env = TestEnv::new();
+    checkpoint(&env, &hashing(&distribution_qemu()));
+    // The second clone's directory for a device does not exist.
+    let store = env.store();
+    std::fs::create_dir(env.path().join("out-1")).unwrap();
     let words = [
         "branch",
         "--store",
@@ -297,13 +296,13 @@ fn half_a_set_of_clones_is_none() {
         "-chardev",
         "file,id=x,path=out-{n}/log",
     ];
-    let said = bench.refused(&words, 1, &["guest-2"]);
+    let said = env.refused(&words, 1, &["guest-2"]);
     assert!(!said.contains("running"), "{said}");
-    let left = bench.path().join("keyframe/.clones");
+    let left = env.path().join("keyframe/.clones");
     assert_eq!(std::fs::read_dir(left).unwrap().count(), 0, "nothing is left behind");
 }
 
-/// The console of a clone as the counters of its journal: the records it has written.
+/// The number of records that a clone's guest has written, from its console.
 fn written(clone: &Value) -> u64 {
     records_of(&console(clone))
 }
@@ -312,35 +311,35 @@ fn written(clone: &Value) -> u64 {
 fn clones_have_disks_of_their_own() {
     for qemu in chosen_qemus(0) {
         println!("-- QEMU {}", qemu.label);
-        let bench = Bench::new();
-        let image = blank_image(&bench, "disk");
+        let env = TestEnv::new();
+        let image = blank_image(&env, "disk");
         let mut run =
-            bench.start(&["--interval", "none", "--name", "guest"], &journaling(&qemu, &image));
+            env.start(&["--interval", "none", "--name", "guest"], &journaling(&qemu, &image));
         run.wait_for("KF READY");
         wait_for_records(&mut run, 0, 300);
-        bench.ok(&["take", "--name", "guest", "--tag", "seed"]);
-        bench.ok(&["stop", "--name", "guest"]);
+        env.ok(&["take", "--name", "guest", "--tag", "seed"]);
+        env.ok(&["stop", "--name", "guest"]);
         assert!(run.wait().success(), "{}", run.report());
         let places = || {
-            std::fs::read_dir(Path::new(&bench.store()).join("disks")).expect("STORE/disks").count()
+            std::fs::read_dir(Path::new(&env.store()).join("disks")).expect("STORE/disks").count()
         };
         let before = places();
 
-        let (mut process, clones) = branch(&bench, &["-n", "3", "--name", "c"]);
+        let (mut process, clones) = branch(&env, &["-n", "3", "--name", "c"]);
         assert_eq!(places(), before + 3);
-        // One that is ended takes what it wrote along, and nobody else.
-        until("a clone writes", || written(&clones[1]) > 0);
+        // The end of a clone removes its writes and no others.
+        wait_until("a clone writes", || written(&clones[1]) > 0);
         kill_process(Pid::from_raw(number(&clones[1], "qemu_pid") as i32).unwrap(), Signal::KILL)
             .unwrap();
-        until("its disk has gone", || places() == before + 2);
-        // All of the ring is compared with RAM before it is overwritten.
+        wait_until("its disk has gone", || places() == before + 2);
+        // The guest compares each block of the ring with RAM before it overwrites it.
         for clone in [&clones[0], &clones[2]] {
-            until("the clone writes", || written(clone) > 0);
+            wait_until("the clone writes", || written(clone) > 0);
             let first = written(clone);
-            until("the clone writes on", || written(clone) >= first + 400);
-            let copied = bench.path().join(format!("{}.raw", text(clone, "name")));
+            wait_until("the clone writes on", || written(clone) >= first + 400);
+            let copied = env.path().join(format!("{}.raw", text(clone, "name")));
             let socket = Path::new(text(clone, "directory")).join("disks.sock");
-            copy_of_running(number(clone, "qemu_pid") as u32, &socket, "d", &copied);
+            copy_running_disk(number(clone, "qemu_pid") as u32, &socket, "d", &copied);
             let found = JournalImage::read(&copied, 1);
             assert!(found.torn.is_empty() && found.newest > first, "{found:?}");
         }
@@ -352,15 +351,15 @@ fn clones_have_disks_of_their_own() {
         process.wait();
         assert_eq!(places(), before, "what clones wrote is thrown away");
         for clone in &clones {
-            until("no clone is left", || is_gone(number(clone, "qemu_pid") as u32));
+            wait_until("no clone is left", || is_gone(number(clone, "qemu_pid") as u32));
             assert!(!Path::new(text(clone, "directory")).exists(), "nothing is left behind");
         }
 
-        let (mut process, clones) = branch(&bench, &["-n", "2", "--name", "k", "--keep-disks"]);
+        let (mut process, clones) = branch(&env, &["-n", "2", "--name", "k", "--keep-disks"]);
         for clone in &clones {
-            until("the clone says what it wrote before", || written(clone) > 0);
+            wait_until("the clone says what it wrote before", || written(clone) > 0);
             let first = written(clone);
-            until("the clone writes", || written(clone) > first);
+            wait_until("the clone writes", || written(clone) > first);
         }
         process.signal(Signal::INT);
         assert!(process.wait().success(), "{}", process.report());
@@ -376,53 +375,52 @@ fn clones_have_disks_of_their_own() {
 
 #[test]
 fn a_clone_with_a_disk_can_be_checkpointed() {
-    let bench = Bench::new();
-    let image = blank_image(&bench, "disk");
+    let env = TestEnv::new();
+    let image = blank_image(&env, "disk");
     let qemu = chosen_qemus(1).remove(0);
-    let mut run =
-        bench.start(&["--interval", "none", "--name", "guest"], &journaling(&qemu, &image));
+    let mut run = env.start(&["--interval", "none", "--name", "guest"], &journaling(&qemu, &image));
     run.wait_for("KF READY");
     wait_for_records(&mut run, 0, 300);
-    bench.ok(&["take", "--name", "guest", "--tag", "seed"]);
-    bench.ok(&["stop", "--name", "guest"]);
+    env.ok(&["take", "--name", "guest", "--tag", "seed"]);
+    env.ok(&["stop", "--name", "guest"]);
     assert!(run.wait().success(), "{}", run.report());
-    let seed = number(&bench.list()[0], "id");
-    let (mut process, clones) = branch(&bench, &["-n", "1", "--name", "c"]);
-    until("the clone writes", || written(&clones[0]) > 0);
-    let own = checkpoint_clone(&bench, &clones[0]);
+    let seed = number(&env.list()[0], "id");
+    let (mut process, clones) = branch(&env, &["-n", "1", "--name", "c"]);
+    wait_until("the clone writes", || written(&clones[0]) > 0);
+    let own = checkpoint_clone(&env, &clones[0]);
     assert_eq!(number(&own[0], "parent"), seed);
     let then = written(&clones[0]);
-    until("the clone writes on", || written(&clones[0]) >= then + 100);
+    wait_until("the clone writes on", || written(&clones[0]) >= then + 100);
     process.signal(Signal::INT);
     assert!(process.wait().success(), "{}", process.report());
-    bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
-    // Neither the clone's disk nor its server is needed: the whole ring is compared with RAM before
-    // it is overwritten.
-    let mut restored = bench.restore(&number(&own[2], "id").to_string(), &[]);
+    env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
+    // The restore needs neither the clone's disk nor its server: the guest compares the whole ring
+    // with RAM before it overwrites it.
+    let mut restored = env.restore(&number(&own[2], "id").to_string(), &[]);
     wait_for_records(&mut restored, 0, 600);
     restored.signal(Signal::TERM);
     assert!(restored.wait().success(), "{}", restored.report());
     assert!(std::fs::read(&image).unwrap().iter().all(|byte| *byte == 0), "the image was written");
 }
 
-/// Where one clone cannot be, nobody's disks stay.
+/// If one clone cannot start, no clone's disks stay.
 #[test]
 fn half_a_set_of_clones_with_disks_leaves_nothing() {
-    let bench = Bench::new();
-    let image = blank_image(&bench, "disk");
-    let mut run = bench.start(
+    let env = TestEnv::new();
+    let image = blank_image(&env, "disk");
+    let mut run = env.start(
         &["--interval", "none", "--name", "guest"],
         &journaling(&distribution_qemu(), &image),
     );
     run.wait_for("KF READY");
-    bench.ok(&["take", "--name", "guest", "--tag", "seed"]);
-    bench.ok(&["stop", "--name", "guest"]);
+    env.ok(&["take", "--name", "guest", "--tag", "seed"]);
+    env.ok(&["stop", "--name", "guest"]);
     assert!(run.wait().success(), "{}", run.report());
     let places =
-        || std::fs::read_dir(Path::new(&bench.store()).join("disks")).map_or(0, Iterator::count);
+        || std::fs::read_dir(Path::new(&env.store()).join("disks")).map_or(0, Iterator::count);
     let before = places();
-    std::fs::create_dir(bench.path().join("out-1")).unwrap();
-    let store = bench.store();
+    std::fs::create_dir(env.path().join("out-1")).unwrap();
+    let store = env.store();
     let words = [
         "branch",
         "--store",
@@ -434,7 +432,7 @@ fn half_a_set_of_clones_with_disks_leaves_nothing() {
         "-chardev",
         "file,id=x,path=out-{n}/log",
     ];
-    bench.refused(&words, 1, &["guest-2"]);
+    env.refused(&words, 1, &["guest-2"]);
     assert_eq!(places(), before);
-    assert_eq!(std::fs::read_dir(bench.path().join("keyframe/.clones")).unwrap().count(), 0);
+    assert_eq!(std::fs::read_dir(env.path().join("keyframe/.clones")).unwrap().count(), 0);
 }

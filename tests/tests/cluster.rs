@@ -1,17 +1,17 @@
-//! Intervals on the nodes of a Slurm cluster.
+//! Tests analyses whose intervals run on the nodes of a Slurm cluster.
 
 use keyframe_tests::slurm::Cluster;
-use keyframe_tests::{Bench, Boot, Process, number};
+use keyframe_tests::{Boot, Process, TestEnv, number};
 use rustix::process::Signal;
 use serde_json::Value;
 use std::path::Path;
 use std::process::Command;
 
-/// Begins the recording `R`, with checkpoints.
-fn record(bench: &Bench) -> Process {
+/// Starts the recording `R`, with checkpoints.
+fn record(env: &TestEnv) -> Process {
     let boot =
         Boot { machine: "q35".into(), mem_mib: 96, ..Boot::new("hash kf.mib=2 kf.pause_ms=5") };
-    let mut command = bench.command(&["record", "--out", "R", "--checkpoint-every", "300ms"]);
+    let mut command = env.command(&["record", "--out", "R", "--checkpoint-every", "300ms"]);
     command.arg("--").args(boot.command());
     Process::start(command)
 }
@@ -20,12 +20,12 @@ fn count(path: &Path) -> usize {
     std::fs::read_dir(path).map_or(0, Iterator::count)
 }
 
-/// `keyframe analyze` into `out`, on the cluster's server.
-fn analyze(bench: &Bench, cluster: &Cluster, options: &[&str]) -> Command {
+/// Runs `keyframe analyze` into `out`, on the cluster's server.
+fn analyze(env: &TestEnv, cluster: &Cluster, options: &[&str]) -> Command {
     let mut args = vec!["analyze", "R", "--tool", "hot", "--out", "A", "--json", "--keep-parts"];
     args.extend(["--on", "slurm:main", "--lease", "3s"]);
     args.extend(options);
-    cluster.on_server(&bench.command(&args))
+    cluster.on_server(&env.command(&args))
 }
 
 fn assert_same_files(one: &Path, other: &Path) {
@@ -50,40 +50,40 @@ fn assert_same_files(one: &Path, other: &Path) {
 
 #[test]
 fn a_recording_is_analysed_while_it_is_made_and_whoever_dies() {
-    let mut bench = Bench::without_store();
-    let cluster = Cluster::start(&bench, 3);
-    let mut vm = record(&bench);
-    let sealed = bench.path().join("R/store/checkpoints");
+    let mut env = TestEnv::without_store();
+    let cluster = Cluster::start(&env, 3);
+    let mut vm = record(&env);
+    let sealed = env.path().join("R/store/checkpoints");
     let begun = vm.wait_until(|_| (count(&sealed) >= 3).then_some(()));
     assert!(begun.is_some(), "{}", vm.report());
 
-    // Intervals are done while others are still recorded. The one who wants them dies, and his
-    // pilots go on.
-    let settled = bench.path().join("A/queue/settled");
-    let mut wanted = Process::start(analyze(&bench, &cluster, &["--follow"]));
+    // Nodes finish intervals while others are still recorded. The analysis is killed, and its
+    // pilots run on.
+    let settled = env.path().join("A/queue/settled");
+    let mut wanted = Process::start(analyze(&env, &cluster, &["--follow"]));
     let some = wanted.wait_until(|_| (count(&settled) >= 3).then_some(()));
     assert!(some.is_some(), "{}", wanted.report());
     wanted.signal(Signal::KILL);
     wanted.wait();
-    assert!(!std::fs::exists(bench.path().join("A/queue/closed")).expect("look"), "more may come");
+    assert!(!std::fs::exists(env.path().join("A/queue/closed")).expect("look"), "more may come");
     let enough = vm.wait_until(|_| (count(&sealed) >= 16).then_some(()));
     assert!(enough.is_some(), "{}", vm.report());
     vm.signal(Signal::INT);
     assert!(vm.wait().success(), "{}", vm.report());
 
-    // Then somebody cancels the pilots, and a node dies with what it is at. Checkpoints come from a
-    // server now, over the nodes' links.
-    cluster.ask("scancel", &["--name=keyframe-hot"]);
-    bench.set("XDG_STATE_HOME", &bench.path().join("state").display().to_string());
-    bench.set("KEYFRAME_TOKEN", "a token of the test's");
-    bench.set("KEYFRAME_CACHE", &bench.path().join("cache").display().to_string());
+    // Then the pilots are cancelled, and a node dies during an interval. The checkpoints now come
+    // from a server, over the nodes' links.
+    cluster.output_of("scancel", &["--name=keyframe-hot"]);
+    env.set("XDG_STATE_HOME", &env.path().join("state").display().to_string());
+    env.set("KEYFRAME_TOKEN", "a token of the test's");
+    env.set("KEYFRAME_CACHE", &env.path().join("cache").display().to_string());
     let serve = ["serve", "R/store", "--listen", "10.77.0.1:0", "--json"];
-    let mut server = Process::start(cluster.on_server(&bench.command(&serve)));
+    let mut server = Process::start(cluster.on_server(&env.command(&serve)));
     let said: Value =
         serde_json::from_str(&server.wait_for("\"url\"")).expect("what it says first");
     let [url, fingerprint] = ["url", "fingerprint"].map(|key| said[key].as_str().expect("text"));
-    bench.set("KEYFRAME_SERVE_FINGERPRINT", fingerprint);
-    let mut wanted = Process::start(analyze(&bench, &cluster, &["--store", url]));
+    env.set("KEYFRAME_SERVE_FINGERPRINT", fingerprint);
+    let mut wanted = Process::start(analyze(&env, &cluster, &["--store", url]));
     let more = count(&settled) + 2;
     let some = wanted.wait_until(|_| (count(&settled) >= more).then_some(()));
     assert!(some.is_some(), "{}", wanted.report());
@@ -98,21 +98,15 @@ fn a_recording_is_analysed_while_it_is_made_and_whoever_dies() {
     assert!(server.wait().success(), "{}", server.report());
     let sent: Value = serde_json::from_str(&server.wait_for("bytes_sent")).expect("its report");
     assert!(number(&sent, "bytes_sent") > 1 << 20 && number(&sent, "refused") == 0, "{sent}");
-    let logs = std::fs::read_dir(bench.path().join("A/slurm")).expect("the pilots' logs").flatten();
+    let logs = std::fs::read_dir(env.path().join("A/slurm")).expect("the pilots' logs").flatten();
     assert!(logs.filter(|log| log.path().extension().is_some_and(|e| e == "log")).count() >= 3);
-    assert!(cluster.ask("squeue", &["--noheader", "--states=PENDING,RUNNING"]).trim().is_empty());
+    assert!(
+        cluster.output_of("squeue", &["--noheader", "--states=PENDING,RUNNING"]).trim().is_empty()
+    );
 
-    let alone = bench.json(&[
-        "analyze",
-        "R",
-        "--tool",
-        "hot",
-        "--out",
-        "B",
-        "--json",
-        "--check-sequential",
-    ]);
+    let alone =
+        env.json(&["analyze", "R", "--tool", "hot", "--out", "B", "--json", "--check-sequential"]);
     assert_eq!(alone["equals_sequential"], true, "{alone:#}");
     assert_eq!(number(&alone, "instructions"), number(&report, "instructions"));
-    assert_same_files(&bench.path().join("B"), &bench.path().join("A"));
+    assert_same_files(&env.path().join("B"), &env.path().join("A"));
 }

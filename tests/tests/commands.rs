@@ -1,7 +1,7 @@
-//! The commands as scripts and people use them: fields, tags, control of a running engine, what is
-//! kept at the end.
+//! Tests the commands as scripts and people use them: their fields, tags, the control of a running
+//! engine, and retention at the end.
 
-use keyframe_tests::{Bench, Boot, Sequence, hash_lines, number, restored_pid};
+use keyframe_tests::{Boot, Sequence, TestEnv, hash_lines, number, restored_pid};
 use rustix::process::Signal;
 use std::path::Path;
 
@@ -24,14 +24,14 @@ const FIELDS: [&str; 14] = [
 
 #[test]
 fn a_run_is_listed_shown_and_counted() {
-    let bench = Bench::new();
-    let store = bench.store();
+    let env = TestEnv::new();
+    let store = env.store();
     let mut boot = Boot::new("hash");
     boot.mem_mib = 96;
     boot.extra = vec!["-name".into(), "web server".into()];
-    let mut run = bench.start(&["--interval", "300ms", "--count", "6"], &boot);
+    let mut run = env.start(&["--interval", "300ms", "--count", "6"], &boot);
     assert!(run.wait().success(), "{}", run.report());
-    let list = bench.list();
+    let list = env.list();
     assert_eq!(list.len(), 6);
     for (k, entry) in list.iter().enumerate() {
         for field in FIELDS.iter().chain(&["backlog_ns"]) {
@@ -50,23 +50,23 @@ fn a_run_is_listed_shown_and_counted() {
         assert!(number(entry, "device_bytes") > 1000);
         assert_eq!(number(entry, "interval_ns") == 0, k == 0);
     }
-    let shown = bench.json(&["show", "--json", "--store", &store, "latest"]);
+    let shown = env.json(&["show", "--json", "--store", &store, "latest"]);
     assert_eq!(shown["id"], 6);
     let ram: u64 = shown["ram"].as_array().unwrap().iter().map(|b| number(b, "total_bytes")).sum();
     assert_eq!(ram, number(&shown, "ram_bytes"));
-    assert!(bench.ok(&["show", "--store", &store, "3"]).contains("device state"));
-    let stats = bench.json(&["stats", "--json", "--store", &store]);
+    assert!(env.ok(&["show", "--store", &store, "3"]).contains("device state"));
+    let stats = env.json(&["stats", "--json", "--store", &store]);
     assert_eq!(number(&stats, "checkpoints"), 6);
     let zero: u64 = list.iter().map(|e| number(e, "zero_pages")).sum();
     assert_eq!(number(&stats, "zero_pages"), zero);
-    assert!(bench.ok(&["list", "--store", &store]).lines().count() == 7);
-    assert!(bench.ok(&["list", "--store", &store, "--last", "2"]).lines().count() == 3);
-    // A pause in which nothing is read from the user's pipe: `| head` ends quietly.
-    let output = bench.run(&["check", "--store", &store, "--quiet"]);
+    assert!(env.ok(&["list", "--store", &store]).lines().count() == 7);
+    assert!(env.ok(&["list", "--store", &store, "--last", "2"]).lines().count() == 3);
+    // A pause does not read from the user's pipe: `| head` ends without an error.
+    let output = env.run(&["check", "--store", &store, "--quiet"]);
     assert!(output.status.success() && output.stderr.is_empty());
 }
 
-/// Capabilities that the thread with that `/proc` directory may have, as a mask (capabilities(7)).
+/// The capabilities of the thread with this `/proc` directory, as a mask (capabilities(7)).
 fn permitted(thread: &Path) -> u64 {
     let status = std::fs::read_to_string(thread.join("status")).expect("a thread's status");
     let mask =
@@ -74,8 +74,8 @@ fn permitted(thread: &Path) -> u64 {
     u64::from_str_radix(mask.trim(), 16).expect("a mask")
 }
 
-/// QEMU has what its user has; the process that started it keeps what it needs to trace it and for
-/// files.
+/// QEMU has the capabilities of its user. The process that started it keeps those for tracing it
+/// and for files.
 fn assert_rights(qemu: u64, keyframe: u64) {
     const SYS_PTRACE: u64 = 1 << 19;
     let kept = [0, 1, 2, 3, 5, 14, 19, 21, 23, 24, 40].map(|bit| 1u64 << bit).iter().sum::<u64>();
@@ -92,28 +92,28 @@ fn assert_rights(qemu: u64, keyframe: u64) {
 
 #[test]
 fn an_engine_is_asked_for_checkpoints_by_name() {
-    let bench = Bench::new();
-    let store = bench.store();
+    let env = TestEnv::new();
+    let store = env.store();
     let mut boot = Boot::new("hash");
     boot.mem_mib = 96;
-    let mut run = bench.start(&["--interval", "none", "--name", "guest"], &boot);
+    let mut run = env.start(&["--interval", "none", "--name", "guest"], &boot);
     run.wait_for("KF READY");
-    assert!(bench.list().is_empty(), "nobody asked for these");
-    let taken = bench.json(&["take", "--json", "--tag", "first", "--name", "guest"]);
+    assert!(env.list().is_empty(), "nobody asked for these");
+    let taken = env.json(&["take", "--json", "--tag", "first", "--name", "guest"]);
     assert_eq!((number(&taken, "id"), &taken["tags"][0]), (1, &"first".into()));
-    bench.ok(&["take", "--strategy", "stop-copy"]);
-    bench.refused(&["take", "--tag", "../evil"], 1, &["evil"]);
-    bench.refused(&["take", "--tag", "42"], 1, &["42"]);
-    let status = bench.json(&["status", "--json"]);
+    env.ok(&["take", "--strategy", "stop-copy"]);
+    env.refused(&["take", "--tag", "../evil"], 1, &["evil"]);
+    env.refused(&["take", "--tag", "42"], 1, &["42"]);
+    let status = env.json(&["status", "--json"]);
     assert_eq!((number(&status[0], "sealed"), &status[0]["vm"]), (2, &"guest".into()));
     assert_rights(number(&status[0], "qemu_pid"), number(&status[0], "engine_pid"));
-    assert!(bench.ok(&["status"]).contains("guest: running"));
+    assert!(env.ok(&["status"]).contains("guest: running"));
     run.signal(Signal::INT);
     assert!(run.wait().success(), "{}", run.report());
     assert!(run.errors().contains("2 checkpoints sealed"), "{}", run.report());
-    assert_eq!(bench.json(&["show", "--json", "--store", &store, "first"])["id"], 1);
+    assert_eq!(env.json(&["show", "--json", "--store", &store, "first"])["id"], 1);
 
-    let mut restored = bench.restore("first", &[]);
+    let mut restored = env.restore("first", &[]);
     let grown = restored.wait_until(|p| (hash_lines(&p.lines()).len() >= 3).then_some(()));
     assert!(grown.is_some(), "{}", restored.report());
     Sequence::new(16).check(&hash_lines(&restored.lines()), 3);
@@ -124,11 +124,11 @@ fn an_engine_is_asked_for_checkpoints_by_name() {
 
 #[test]
 fn a_kept_vm_runs_on_alone() {
-    let bench = Bench::new();
+    let env = TestEnv::new();
     let mut boot = Boot::new("hash");
     boot.mem_mib = 96;
     let options = ["--interval", "200ms", "--count", "3", "--name", "guest", "--on-exit", "keep"];
-    let mut run = bench.start(&options, &boot);
+    let mut run = env.start(&options, &boot);
     let exit = run.wait();
     assert!(exit.success(), "{exit}: {}", run.report());
     let errors = run.errors();
@@ -141,12 +141,12 @@ fn a_kept_vm_runs_on_alone() {
         std::thread::sleep(std::time::Duration::from_millis(50));
     }
     let lines = hash_lines(&run.lines());
-    // Its name stays taken while it runs, and is free when it has ended.
-    let store = bench.store();
+    // A running VM keeps its name; an ended one frees it.
+    let store = env.store();
     let line = boot.command();
     let mut args = vec!["run", "--store", &store, "--name", "guest", "--count", "1", "--"];
     args.extend(line.iter().map(String::as_str));
-    bench.refused(&args, 1, &["still runs", "--name"]);
+    env.refused(&args, 1, &["still runs", "--name"]);
     let target = rustix::process::Pid::from_raw(pid).unwrap();
     rustix::process::kill_process(target, Signal::TERM).unwrap();
     assert!(lines.len() >= 3, "the kept VM is silent; {}", run.report());
@@ -155,52 +155,50 @@ fn a_kept_vm_runs_on_alone() {
     {
         std::thread::sleep(std::time::Duration::from_millis(50));
     }
-    bench.ok(&args);
+    env.ok(&args);
 }
 
 #[test]
 fn checkpoints_that_cannot_keep_up_wait_and_say_so() {
-    let bench = Bench::new();
+    let env = TestEnv::new();
     let mut boot = Boot::new("dirty kf.rate=20000 kf.mib=16");
     boot.mem_mib = 96;
-    // However fast the machine is, checkpoints come faster than they are encoded, and the memory
-    // for their pages fills.
+    // Checkpoints come faster than any machine encodes them, and the memory for their pages fills.
     let options =
         ["--interval", "100ms", "--staging", "128", "--name", "guest", "--fault", "slow-encoder"];
-    let mut run = bench.start(&options, &boot);
+    let mut run = env.start(&options, &boot);
     run.wait_for("KF READY");
     run.wait_for_error("late: the one before was still being encoded");
-    bench.ok(&["stop"]);
-    // One that finds its memory still taken fails, which is a warning: its pages are in the next
-    // one.
+    env.ok(&["stop"]);
+    // A checkpoint that finds the memory full fails with a warning; the next one has its pages.
     assert!(matches!(run.wait().code(), Some(0 | 3)), "{}", run.report());
-    assert!(bench.list().iter().any(|e| number(e, "backlog_ns") > 10_000_000));
+    assert!(env.list().iter().any(|e| number(e, "backlog_ns") > 10_000_000));
 }
 
 #[test]
 fn stores_are_shared_by_runs_one_after_the_other() {
-    let bench = Bench::new();
+    let env = TestEnv::new();
     let mut boot = Boot::new("idle");
     boot.mem_mib = 96;
     for name in ["one", "two"] {
-        let mut run = bench.start(&["--interval", "300ms", "--count", "3", "--name", name], &boot);
+        let mut run = env.start(&["--interval", "300ms", "--count", "3", "--name", name], &boot);
         assert!(run.wait().success(), "{}", run.report());
     }
-    let list = bench.list();
+    let list = env.list();
     assert_eq!(list.len(), 6);
     assert_eq!(
         (&list[2]["vm"], &list[3]["vm"], number(&list[3], "epoch")),
         (&"one".into(), &"two".into(), 0)
     );
-    // The second VM booted the same kernel: its pages were in the store already.
+    // The second VM booted the same kernel, whose pages the store already had.
     let dedup: u64 = list[3..].iter().map(|e| number(e, "dedup_pages")).sum();
     assert!(dedup > 100, "only {dedup} pages deduplicated across runs");
 }
 
-/// With equal intervals and nothing in the way it does what the formulas say.
-fn a_cluster_is_simulated(bench: &Bench, paper: &[&str]) {
+/// With equal intervals and no interference the simulation agrees with the formulas.
+fn a_cluster_is_simulated(env: &TestEnv, paper: &[&str]) {
     let simulated = [paper, &["--nodes", "4,32,90", "--simulate"]].concat();
-    let plan = bench.json(&[&simulated[..], &["--json"]].concat());
+    let plan = env.json(&[&simulated[..], &["--json"]].concat());
     let rows = plan["simulated"]["table"].as_array().expect("a table");
     assert_eq!(rows.iter().map(|row| number(row, "nodes")).collect::<Vec<_>>(), [4, 32, 90]);
     for row in rows {
@@ -209,48 +207,44 @@ fn a_cluster_is_simulated(bench: &Bench, paper: &[&str]) {
         let off = found.zip(formula).map(|(found, formula)| (found / formula - 1.0).abs());
         assert!(off.is_some_and(|off| off < 0.02), "{row:#}");
     }
-    let text = bench.ok(&simulated);
+    let text = env.ok(&simulated);
     assert!(text.contains("simulated from constants") && text.contains("efficiency"), "{text}");
     let failing =
         [&simulated[..], &["--mtbf", "30m", "--repair", "5m", "--seed", "7", "--json"]].concat();
-    let (once, again) = (bench.json(&failing), bench.json(&failing));
+    let (once, again) = (env.json(&failing), env.json(&failing));
     assert_eq!(once, again, "chance follows the seed");
     for (with, without) in once["simulated"]["table"].as_array().expect("a table").iter().zip(rows)
     {
         assert!(with["makespan_s"].as_f64() > without["makespan_s"].as_f64(), "{with:#}");
     }
-    bench.refused(
-        &[&simulated[..], &["--mtbf", "1s"]].concat(),
-        1,
-        &["failed for good", "--repair"],
-    );
-    bench.refused(&[&simulated[..], &["--network", "1Gbit"]].concat(), 2, &["--from"]);
-    bench.refused(&[paper, &["--deferred"]].concat(), 2, &["--simulate"]);
-    bench.refused(
+    env.refused(&[&simulated[..], &["--mtbf", "1s"]].concat(), 1, &["failed for good", "--repair"]);
+    env.refused(&[&simulated[..], &["--network", "1Gbit"]].concat(), 2, &["--from"]);
+    env.refused(&[paper, &["--deferred"]].concat(), 2, &["--simulate"]);
+    env.refused(
         &[paper, &["--simulate", "--nodes", "5000"]].concat(),
         1,
         &["at most 4096", "--nodes"],
     );
 }
 
-/// The figures that are printed in the paper.
+/// The figures of the paper.
 #[test]
 fn a_parallel_simulation_is_planned() {
-    let bench = Bench::without_store();
+    let env = TestEnv::without_store();
     let paper = [
         "plan", "--t-vm", "3600", "--s-sim", "100", "--s-log", "1.08", "--t-c", "0.1", "--t-i", "1",
     ];
-    let plan = bench.json(&[&paper[..], &["--json"]].concat());
+    let plan = env.json(&[&paper[..], &["--json"]].concat());
     assert_eq!((number(&plan, "n_opt"), &plan["formula"]), (90, &"enough".into()));
     assert!(plan["speed_up"].as_f64().is_some_and(|s| (84.0..85.0).contains(&s)), "{plan:#}");
     let plot = ["--nodes", "4", "--plot", "plan.svg"];
-    let text = bench.ok(&[&paper[..], &plot].concat());
+    let text = env.ok(&[&paper[..], &plot].concat());
     assert!(text.contains("N 90") && text.contains("4 are too few"), "{text}");
-    assert!(bench.path().join("plan.svg").exists());
-    bench.refused(&[&paper[..], &["--plot", "plan.txt"]].concat(), 1, &[".svg"]);
-    a_cluster_is_simulated(&bench, &paper);
-    bench.refused(&["plan", "--nodes", "4"], 2, &["--t-vm", "--s-sim"]);
+    assert!(env.path().join("plan.svg").exists());
+    env.refused(&[&paper[..], &["--plot", "plan.txt"]].concat(), 1, &[".svg"]);
+    a_cluster_is_simulated(&env, &paper);
+    env.refused(&["plan", "--nodes", "4"], 2, &["--t-vm", "--s-sim"]);
     let none = ["plan", "--t-vm", "0", "--s-sim", "100", "--t-c", "0.1", "--t-i", "1"];
-    bench.refused(&none, 1, &["t_vm", "more than 0"]);
-    bench.refused(&["plan", "--from", "R", "--s-sim", "9", "--t-i", "1"], 1, &["no recording"]);
+    env.refused(&none, 1, &["t_vm", "more than 0"]);
+    env.refused(&["plan", "--from", "R", "--s-sim", "9", "--t-i", "1"], 1, &["no recording"]);
 }

@@ -1,8 +1,8 @@
-//! Whatever happens to the engine: the guest runs on, the store is readable, every sealed
-//! checkpoint restores.
+//! Tests the death of the engine at any time: the guest runs on, the store stays readable, and each
+//! sealed checkpoint restores.
 
 use keyframe_tests::{
-    Bench, Boot, Orphan, PATIENCE, Process, Sequence, hash_lines, number, seed, skip, until,
+    Boot, Orphan, PATIENCE, Process, Sequence, TestEnv, hash_lines, number, seed, skip, wait_until,
 };
 use rustix::process::Signal;
 use std::time::{Duration, Instant};
@@ -19,17 +19,17 @@ const PHASES: [&str; 9] = [
     "sealed",
 ];
 
-/// The engine is gone; its console pipe now belongs to QEMU alone. The guest must still print, the
-/// store must be whole, the newest checkpoint must restore and go on exactly.
+/// Asserts the state after the engine died: QEMU alone holds the console's pipe and the guest still
+/// prints, the store is whole, and the newest checkpoint restores and continues exactly.
 fn assert_survived(
-    bench: &Bench,
+    env: &TestEnv,
     run: &mut Process,
     qemu: &Orphan,
     sequence: &mut Sequence,
     context: &str,
 ) {
     let before = run.lines().len();
-    // Not by what waits for the engine: that has ended.
+    // `wait_for` would stop at once, because the engine has ended.
     let deadline = Instant::now() + PATIENCE;
     let prints =
         |run: &Process| hash_lines(&run.lines()).len() >= 3 && run.lines().len() >= before + 3;
@@ -41,13 +41,13 @@ fn assert_survived(
     qemu.kill();
     assert!(alive, "{context}: the guest stands still; {}", run.report());
     sequence.check(&hash_lines(&console), 3);
-    bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
-    let sealed = bench.list();
+    env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
+    let sealed = env.list();
     assert!(!sealed.is_empty(), "{context}: nothing was sealed");
 }
 
-fn assert_newest_goes_on(bench: &Bench, sequence: &mut Sequence, context: &str) {
-    let mut restored = bench.restore("latest", &[]);
+fn assert_newest_goes_on(env: &TestEnv, sequence: &mut Sequence, context: &str) {
+    let mut restored = env.restore("latest", &[]);
     let grown = restored.wait_until(|p| (hash_lines(&p.lines()).len() >= 4).then_some(()));
     assert!(
         grown.is_some(),
@@ -57,11 +57,11 @@ fn assert_newest_goes_on(bench: &Bench, sequence: &mut Sequence, context: &str) 
     sequence.check(&hash_lines(&restored.lines()), 4);
 }
 
-/// Checkpoints by request: by the clock the fault would come before the guest has booted, where the
-/// machine is busy.
-fn take_until_it_ends(bench: &Bench, run: &mut Process) {
+/// Checkpoints are requested. With a fixed interval the fault could come before the guest has
+/// booted on a busy machine.
+fn take_until_it_ends(env: &TestEnv, run: &mut Process) {
     for _ in 0..30 {
-        bench.run(&["take", "--name", "guest"]);
+        env.run(&["take", "--name", "guest"]);
         if !run.is_running() {
             return;
         }
@@ -79,20 +79,20 @@ fn an_engine_killed_at_any_phase_loses_nothing() {
     let mut sequence = Sequence::new(16);
     for (k, phase) in PHASES.into_iter().enumerate() {
         println!("-- killed at {phase}");
-        let bench = Bench::new();
-        // The first few checkpoints pass; then it dies in the middle of one, with the guest in its
+        let env = TestEnv::new();
+        // The first checkpoints succeed; then the engine dies in one, while the guest runs its
         // workload.
         let fault = format!("kill:{phase}:{}", 12 + k % 3);
         let mut run =
-            bench.start(&["--interval", "10m", "--name", "guest", "--fault", &fault], &boot());
+            env.start(&["--interval", "10m", "--name", "guest", "--fault", &fault], &boot());
         run.wait_for("KF READY");
-        let qemu = Orphan::of(&bench, &mut run, "guest");
-        take_until_it_ends(&bench, &mut run);
+        let qemu = Orphan::of(&env, &mut run, "guest");
+        take_until_it_ends(&env, &mut run);
         let exit = run.wait();
         assert!(!exit.success(), "it was not killed; {}", run.report());
-        assert_survived(&bench, &mut run, &qemu, &mut sequence, phase);
+        assert_survived(&env, &mut run, &qemu, &mut sequence, phase);
         if k % 3 == 0 {
-            assert_newest_goes_on(&bench, &mut sequence, phase);
+            assert_newest_goes_on(&env, &mut sequence, phase);
         }
     }
 }
@@ -100,30 +100,31 @@ fn an_engine_killed_at_any_phase_loses_nothing() {
 #[test]
 fn an_engine_killed_at_random_moments_loses_nothing() {
     let mut sequence = Sequence::new(16);
-    let bench = Bench::new();
+    let env = TestEnv::new();
     let seed = seed();
     println!("KEYFRAME_TEST_SEED={seed} draws the moments");
-    // Spread over all bits: xorshift gives small numbers for small ones, and needs one but 0.
+    // Spread over all bits, because xorshift yields small numbers for small seeds; it needs a seed
+    // other than 0.
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     for round in 0..4 {
-        let mut run = bench.start(&["--interval", "50ms", "--name", "guest"], &boot());
+        let mut run = env.start(&["--interval", "50ms", "--name", "guest"], &boot());
         run.wait_for("KF READY");
-        let qemu = Orphan::of(&bench, &mut run, "guest");
+        let qemu = Orphan::of(&env, &mut run, "guest");
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
         std::thread::sleep(Duration::from_micros(200_000 + state % 400_000));
         run.signal(Signal::KILL);
         run.wait();
-        assert_survived(&bench, &mut run, &qemu, &mut sequence, &format!("round {round}"));
+        assert_survived(&env, &mut run, &qemu, &mut sequence, &format!("round {round}"));
     }
-    assert_newest_goes_on(&bench, &mut sequence, "after four kills");
+    assert_newest_goes_on(&env, &mut sequence, "after four kills");
 }
 
 #[test]
 fn a_stalled_engine_does_not_hold_the_guest() {
     let mut sequence = Sequence::new(16);
-    let bench = Bench::new();
+    let env = TestEnv::new();
     let options = [
         "--interval",
         "400ms",
@@ -134,11 +135,11 @@ fn a_stalled_engine_does_not_hold_the_guest() {
         "--fault",
         "stall:copied:12",
     ];
-    let mut run = bench.start(&options, &boot());
+    let mut run = env.start(&options, &boot());
     run.wait_for("KF READY");
-    // It stalls for ten minutes in a pause; the guest must print on long before that.
+    // The engine stalls in a pause for ten minutes; the guest must print long before that.
     let stalled = run.wait_until(|_| {
-        let status = bench.json(&["status", "--json", "--name", "guest"]);
+        let status = env.json(&["status", "--json", "--name", "guest"]);
         (number(&status[0], "sealed") >= 11).then_some(())
     });
     assert!(stalled.is_some(), "{}", run.report());
@@ -146,31 +147,31 @@ fn a_stalled_engine_does_not_hold_the_guest() {
     let before = hash_lines(&run.lines()).len();
     let printed = run.wait_until(|p| (hash_lines(&p.lines()).len() >= before + 5).then_some(()));
     assert!(printed.is_some(), "the guest is held by a stalled engine; {}", run.report());
-    let qemu = Orphan::of(&bench, &mut run, "guest");
+    let qemu = Orphan::of(&env, &mut run, "guest");
     run.signal(Signal::KILL);
     run.wait();
-    // It is not forgotten.
-    let shown = bench.json(&["status", "--json"]);
+    // The failure stays visible.
+    let shown = env.json(&["status", "--json"]);
     assert_eq!(
         (&shown[0]["kind"], number(&shown[0], "qemu_pid")),
         (&"orphan".into(), qemu.pid().into()),
         "{shown}"
     );
-    assert!(bench.ok(&["status"]).contains("keyframe stop --name guest"));
-    bench.ok(&["stop", "--name", "guest"]);
-    until("the VM has ended", || !qemu.is_running());
-    assert_eq!(bench.json(&["status", "--json"]), serde_json::json!([]));
+    assert!(env.ok(&["status"]).contains("keyframe stop --name guest"));
+    env.ok(&["stop", "--name", "guest"]);
+    wait_until("the VM has ended", || !qemu.is_running());
+    assert_eq!(env.json(&["status", "--json"]), serde_json::json!([]));
     sequence.check(&hash_lines(&run.lines()), 5);
-    let sealed = bench.list().len();
+    let sealed = env.list().len();
     assert!(sealed >= 11, "{sealed} checkpoints");
-    assert_newest_goes_on(&bench, &mut sequence, "stalled");
+    assert_newest_goes_on(&env, &mut sequence, "stalled");
 }
 
 #[test]
 fn a_torn_pause_is_dropped_and_the_next_checkpoint_is_exact() {
-    let bench = Bench::new();
-    // Stalls once for longer than the limit, then goes on by itself: the checkpoint in which the
-    // guest ran must not be sealed.
+    let env = TestEnv::new();
+    // The engine stalls once for longer than the limit, then continues. The guest ran during that
+    // checkpoint, so it must not be sealed.
     let options = [
         "--interval",
         "400ms",
@@ -183,55 +184,55 @@ fn a_torn_pause_is_dropped_and_the_next_checkpoint_is_exact() {
         "--fault",
         "pause:copied:12",
     ];
-    let mut run = bench.start(&options, &boot());
+    let mut run = env.start(&options, &boot());
     run.wait_for("KF READY");
     run.wait_for_error("the VM ran during the pause");
-    let mark = bench.list().len();
-    let taken = run.wait_until(|_| (bench.list().len() >= mark + 3).then_some(()));
+    let mark = env.list().len();
+    let taken = run.wait_until(|_| (env.list().len() >= mark + 3).then_some(()));
     assert!(taken.is_some(), "{}", run.report());
-    bench.ok(&["stop"]);
+    env.ok(&["stop"]);
     assert_eq!(run.wait().code(), Some(3), "a failed checkpoint is a warning; {}", run.report());
     assert!(!run.errors().contains("AUDIT"), "{}", run.report());
 }
 
 #[test]
 fn a_vm_that_ends_in_a_checkpoint_ends_the_run_cleanly() {
-    let bench = Bench::new();
-    let mut run = bench.start(&["--interval", "10ms", "--name", "guest"], &boot());
+    let env = TestEnv::new();
+    let mut run = env.start(&["--interval", "10ms", "--name", "guest"], &boot());
     run.wait_for("KF READY");
-    run.say("poweroff");
+    run.type_line("poweroff");
     let exit = run.wait();
     assert!(exit.success(), "{exit}: {}", run.report());
-    bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
-    // Killed from outside, in the middle of back-to-back checkpoints.
-    let mut run = bench.start(&["--interval", "10ms", "--name", "guest"], &boot());
+    env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
+    // The engine is killed from outside while it takes checkpoints without a break.
+    let mut run = env.start(&["--interval", "10ms", "--name", "guest"], &boot());
     run.wait_for("KF READY");
-    Orphan::of(&bench, &mut run, "guest").kill();
+    Orphan::of(&env, &mut run, "guest").kill();
     let exit = run.wait();
     assert_eq!(exit.code(), Some(1), "{}", run.report());
     assert!(run.errors().contains("QEMU ended"), "{}", run.report());
-    bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
+    env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
 }
 
 #[test]
 fn a_full_disk_loses_nothing_and_checkpoints_go_on_when_there_is_room() {
-    let bench = Bench::without_store();
-    let small = bench.path().join("small");
+    let env = TestEnv::without_store();
+    let small = env.path().join("small");
     std::fs::create_dir(&small).unwrap();
-    // A small file system of its own, in a mount namespace that ends with the engine.
+    // A small file system, in a mount namespace that ends with the engine.
     let store = small.join("store").display().to_string();
     let line = boot().command().iter().map(|a| format!("'{a}'")).collect::<Vec<_>>().join(" ");
     let script = format!(
         "mount -t tmpfs -o size=160m none {small} && {keyframe} init {store} && \
          fallocate -l 130M {small}/ballast && \
-         {{ (while [ ! -e {bench}/free ]; do sleep 0.1; done; rm {small}/ballast) & }} && \
-         exec {keyframe} run --store {store} --interval 200ms --name guest --audit {bench}/audit -- {line}",
+         {{ (while [ ! -e {env}/free ]; do sleep 0.1; done; rm {small}/ballast) & }} && \
+         exec {keyframe} run --store {store} --interval 200ms --name guest --audit {env}/audit -- {line}",
         small = small.display(),
-        bench = bench.path().display(),
+        env = env.path().display(),
         keyframe = keyframe_tests::keyframe().display(),
     );
     let mut command = std::process::Command::new("unshare");
-    command.args(["-m", "sh", "-c", &script]).env("XDG_RUNTIME_DIR", bench.path());
+    command.args(["-m", "sh", "-c", &script]).env("XDG_RUNTIME_DIR", env.path());
     let mut run = Process::start(command);
     let full = run.wait_until(|p| {
         let errors = p.errors();
@@ -244,16 +245,16 @@ fn a_full_disk_loses_nothing_and_checkpoints_go_on_when_there_is_room() {
     if errors.contains("unshare:") || errors.contains("mount:") {
         skip!("no permission for a mount namespace: {errors}");
     }
-    let before = bench.json(&["status", "--json", "--name", "guest"]);
-    std::fs::write(bench.path().join("free"), "").unwrap();
+    let before = env.json(&["status", "--json", "--name", "guest"]);
+    std::fs::write(env.path().join("free"), "").unwrap();
     let went_on = run.wait_until(|_| {
-        let status = bench.json(&["status", "--json", "--name", "guest"]);
+        let status = env.json(&["status", "--json", "--name", "guest"]);
         (number(&status[0], "sealed") > number(&before[0], "sealed")).then_some(())
     });
     assert!(went_on.is_some(), "no checkpoint after there was room; {}", run.report());
     run.signal(Signal::TERM);
     assert_eq!(run.wait().code(), Some(3), "{}", run.report());
-    // The audit compared every sealed checkpoint, those after the failures too.
+    // The audit compared each sealed checkpoint, also those after the failures.
     assert!(
         !run.errors().contains("AUDIT") && !run.errors().contains("audit of"),
         "{}",

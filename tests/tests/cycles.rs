@@ -1,5 +1,5 @@
-//! Random cycles of checkpoints, kills and restores: whatever is killed whenever, RAM and disk of
-//! each checkpoint are of one instant, and no record that the guest was told is durable is lost.
+//! Tests random cycles of checkpoints, kills and restores. RAM and disk of each checkpoint must be
+//! of one instant, and no record may be lost that the guest has synced.
 //!
 //! ```text
 //!   boot ─▶ records, checkpoints ─▶ at a random moment:  kill -9 of  engine │ QEMU │ disk server │ all at once,  or a rollback
@@ -7,15 +7,15 @@
 //!     └─▶ a random checkpoint: its disk is whole ─▶ it runs on, and compares each block with its RAM ─▶ killed in turn
 //! ```
 //!
-//! The guest's `journal` is the file system check: it knows from RAM what each block of the disk
-//! must hold. `KEYFRAME_CYCLES` (2) is the number of cycles, and `KEYFRAME_TEST_SEED` draws them;
-//! the test prints both.
+//! The guest's `journal` checks the disk: its RAM knows the content of each block.
+//! `KEYFRAME_CYCLES` (2) is the number of cycles, and `KEYFRAME_TEST_SEED` draws them; the test
+//! prints both.
 
 use keyframe_disk::{Base, Disk, ImageFormat, Overlay, commit};
-use keyframe_tests::disks::{copy_of_running, socket_of};
+use keyframe_tests::disks::{copy_running_disk, disk_socket_of};
 use keyframe_tests::journaling::{RING_MIB, blank_image, journaling, records_of, wait_for_records};
 use keyframe_tests::{
-    Bench, JournalImage, Orphan, Process, Qemu, journal_counter, number, qemus, seed, until,
+    JournalImage, Orphan, Process, Qemu, TestEnv, journal_counter, number, qemus, seed, wait_until,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use std::path::{Path, PathBuf};
@@ -53,7 +53,7 @@ fn random_cycles_of_checkpoints_kills_and_restores() {
     }
 }
 
-/// The process that serves the disks of the QEMU with this pid.
+/// The process that serves the disks of the engine's QEMU.
 fn server_of(engine: u32) -> Option<u32> {
     let children =
         std::fs::read_to_string(format!("/proc/{engine}/task/{engine}/children")).ok()?;
@@ -65,21 +65,21 @@ fn server_of(engine: u32) -> Option<u32> {
 }
 
 fn kill(pid: u32) {
-    // It may have ended with another.
+    // The process may have ended with another one.
     let _ = kill_process(Pid::from_raw(pid.cast_signed()).expect("a pid"), Signal::KILL);
 }
 
 fn cycle(number_of: u64, qemu: &Qemu, random: &mut Random) {
-    let bench = Bench::new();
-    let image = blank_image(&bench, "disk");
+    let env = TestEnv::new();
+    let image = blank_image(&env, "disk");
     let boot = journaling(qemu, &image);
-    let mut run = bench.start(&["--interval", "150ms", "--name", "guest"], &boot);
+    let mut run = env.start(&["--interval", "150ms", "--name", "guest"], &boot);
     run.wait_for("KF READY");
-    let orphan = Orphan::of(&bench, &mut run, "guest");
+    let orphan = Orphan::of(&env, &mut run, "guest");
     let server = server_of(run.pid()).expect("the process that serves the disk");
     wait_for_records(&mut run, 0, 1);
-    // Whatever comes needs one to go back to.
-    until("the first checkpoint is sealed", || !bench.list().is_empty());
+    // Each cycle needs at least one checkpoint to restore.
+    wait_until("the first checkpoint is sealed", || !env.list().is_empty());
     std::thread::sleep(random.moment(0, 1500));
     let what = ["engine", "qemu", "server", "all", "rollback"][random.below(5) as usize];
     println!("-- cycle {number_of}: QEMU {}, {what}", qemu.label);
@@ -93,15 +93,15 @@ fn cycle(number_of: u64, qemu: &Qemu, random: &mut Random) {
         "server" => kill(server),
         "all" => [run.pid(), orphan.pid(), server].into_iter().for_each(kill),
         _ => {
-            let list = bench.list();
+            let list = env.list();
             let target = number(&list[random.below(list.len() as u64) as usize], "id");
-            bench.ok(&["rollback", &target.to_string(), "--name", "guest"]);
+            env.ok(&["rollback", &target.to_string(), "--name", "guest"]);
             std::thread::sleep(random.moment(0, 1200));
             [run.pid(), orphan.pid(), server].into_iter().for_each(kill);
         }
     }
-    // Whoever is left. Records that the guest was told are durable when the server was killed are
-    // in the overlay.
+    // Kill the rest. The overlay holds the records that the guest had synced when the server was
+    // killed.
     let synced = (what == "all" || what == "qemu" || what == "engine").then(|| {
         orphan.kill();
         run.wait();
@@ -111,52 +111,51 @@ fn cycle(number_of: u64, qemu: &Qemu, random: &mut Random) {
     kill(run.pid());
     run.wait();
     if what != "server" {
-        // A disk that fails is an error to the guest, which says so.
+        // A failed disk is an I/O error in the guest, which reports it.
         records_of(&run.lines());
     }
-    assert_overlay_holds(&bench, &image, synced, what);
+    assert_overlay_holds(&env, &image, synced, what);
     assert!(
         std::fs::read(&image).expect("the image").iter().all(|byte| *byte == 0),
         "the image was written"
     );
-    a_checkpoint_goes_on(&bench, random);
+    a_checkpoint_goes_on(&env, random);
 }
 
-/// The overlay that was left behind is whole, up to record `synced`.
-fn assert_overlay_holds(bench: &Bench, image: &Path, synced: Option<u64>, context: &str) {
-    let places =
-        std::fs::read_dir(PathBuf::from(bench.store()).join("disks")).expect("STORE/disks");
+/// Asserts that the overlay has every record up to `synced`, and no torn one.
+fn assert_overlay_holds(env: &TestEnv, image: &Path, synced: Option<u64>, context: &str) {
+    let places = std::fs::read_dir(PathBuf::from(env.store()).join("disks")).expect("STORE/disks");
     let Some(place) = places.flatten().map(|place| place.path()).next() else {
-        // A run whose engine ended in good order, and whose guest had written nothing.
+        // There is none if the engine ended normally and the guest had written nothing.
         assert_eq!(synced.unwrap_or(0), 0, "{context}: nothing is left");
         return;
     };
     let overlays = std::fs::read_dir(place).expect("a place").flatten().map(|entry| entry.path());
     let overlays: Vec<PathBuf> = overlays.filter(|path| path.is_dir()).collect();
-    // Behind a rollback it is above a checkpoint's blocks.
+    // After a rollback the overlay lies on a checkpoint's blocks.
     let [overlay] = &overlays[..] else { return };
     if synced.is_none() {
         return;
     }
     let mut opened = None;
-    until("the server has ended", || {
+    wait_until("the server has ended", || {
         opened = Overlay::open(overlay).ok();
         opened.is_some()
     });
     let base = Base::open(image, ImageFormat::Raw).expect("the image");
-    let now = bench.path().join("now.raw");
+    let now = env.path().join("now.raw");
     commit::to_new_raw(&Disk::new(opened.expect("an overlay"), base, None), &now)
         .expect("write the disk");
     JournalImage::read(&now, RING_MIB).assert_whole_to(synced.unwrap_or(0), context);
 }
 
-/// A random checkpoint: its disk is whole, and what comes to life from it finds each block as its
-/// RAM has it.
-fn a_checkpoint_goes_on(bench: &Bench, random: &mut Random) {
-    bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
-    let list = bench.list();
+/// Restores a random checkpoint: its disk is whole, and the restored guest finds each block equal
+/// to its RAM.
+fn a_checkpoint_goes_on(env: &TestEnv, random: &mut Random) {
+    env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
+    let list = env.list();
     assert!(!list.is_empty(), "no checkpoint");
-    // Most often the newest, which is where a kill would show.
+    // Most often the newest one, where a kill would show.
     let at = if random.below(3) == 0 {
         random.below(list.len() as u64) as usize
     } else {
@@ -164,19 +163,19 @@ fn a_checkpoint_goes_on(bench: &Bench, random: &mut Random) {
     };
     let id = number(&list[at], "id").to_string();
     let options: &[&str] = if random.below(2) == 0 { &["--lazy"] } else { &[] };
-    let mut restored = bench.restore(&id, options);
+    let mut restored = env.restore(&id, options);
     let pid = restored_pid_of(&mut restored);
-    // All of the ring is compared before it is overwritten; a checkpoint of the guest's boot has
-    // its boot before it.
+    // The guest compares the whole ring before it overwrites it. A checkpoint of the boot boots
+    // first.
     let last = wait_for_records(&mut restored, 0, 300);
-    let copied = bench.path().join("restored.raw");
-    copy_of_running(pid, &socket_of(pid), "d", &copied);
+    let copied = env.path().join("restored.raw");
+    copy_running_disk(pid, &disk_socket_of(pid), "d", &copied);
     let found = JournalImage::read(&copied, RING_MIB);
     assert!(
         found.torn.is_empty() && found.newest >= last,
         "checkpoint {id}: {found:?}, written {last}"
     );
-    // And it may be killed, too.
+    // The restored VM may be killed too.
     if random.below(2) == 0 {
         kill(pid);
         assert!(!restored.wait().success());

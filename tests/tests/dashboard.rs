@@ -1,9 +1,8 @@
-//! The dashboard: a real VM with checkpoints in the API, the metrics and a real browser; a made-up
-//! 10,000 of them; a recording; what is refused.
-//!
-//! Pictures of each page are left in `target/tmp/dashboard`.
+//! Tests the dashboard: a real VM in the API, in the metrics and in a real browser; a generated
+//! store of 10,000 checkpoints; a recording; refusals. Screenshots of each page are in
+//! `target/tmp/dashboard`.
 
-use keyframe_tests::{Bench, Boot, Browser, Http, Process, number, until};
+use keyframe_tests::{Boot, Browser, Http, Process, TestEnv, number, wait_until};
 use keyframe_web::synthetic::{HOSTILE, STORE, Synthetic};
 use keyframe_web::{Options, Server};
 use rustix::process::{Pid, Signal, kill_process};
@@ -15,11 +14,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 const TOKEN: &str = "a token of the test's";
 const BEARER: &str = "Authorization: Bearer a token of the test's";
 
-/// `keyframe serve ARGS` at ports of its own; its dashboard, and what it said first.
-fn serve(bench: &Bench, args: &[&str]) -> (Process, Http, Value) {
+/// Starts `keyframe serve ARGS` on free ports. Returns it, its dashboard and its first line.
+fn serve(env: &TestEnv, args: &[&str]) -> (Process, Http, Value) {
     let all = [&["serve"], args, &["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--json"]]
         .concat();
-    let mut server = Process::start(bench.command(&all));
+    let mut server = Process::start(env.command(&all));
     let said: Value =
         serde_json::from_str(&server.wait_for("\"http\"")).expect("what it says first");
     let http = Http::at(said["http"].as_str().expect("an address"));
@@ -38,7 +37,7 @@ fn pictures() -> PathBuf {
     folder
 }
 
-/// The value of a series in the text for Prometheus, where it is there.
+/// The value of a series in the Prometheus text; `None` if it is not there.
 fn metric_in(text: &str, series: &str) -> Option<f64> {
     let line = text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
     line.and_then(|value| value.parse().ok())
@@ -50,27 +49,25 @@ fn metric(text: &str, series: &str) -> f64 {
 
 #[test]
 fn a_run_is_seen_in_the_api_the_metrics_and_the_browser() {
-    let bench = Bench::new();
-    std::fs::write(bench.path().join("token"), format!("{TOKEN}\n")).expect("write the token");
+    let env = TestEnv::new();
+    std::fs::write(env.path().join("token"), format!("{TOKEN}\n")).expect("write the token");
     let mut vm =
-        bench.start(&["--interval", "300ms", "--name", "web"], &Boot::new("scribble kf.mib=8"));
-    // What a VM writes to is shown without being named. Its engine may count the newest a moment
-    // later.
-    vm.wait_until(|_| {
-        bench.path().join("store/checkpoints/0000000006.ckpt").exists().then_some(())
-    });
-    let (server, http, said) = serve(&bench, &["--token-file", "token", "--log-format", "json"]);
+        env.start(&["--interval", "300ms", "--name", "web"], &Boot::new("scribble kf.mib=8"));
+    // The store that a VM writes to is shown without being named. The engine may count the newest
+    // checkpoint a moment later.
+    vm.wait_until(|_| env.path().join("store/checkpoints/0000000006.ckpt").exists().then_some(()));
+    let (server, http, said) = serve(&env, &["--token-file", "token", "--log-format", "json"]);
     assert_eq!((said.get("url"), &said["needs_token"]), (None, &Value::Bool(true)));
-    let store = in_the_api(&bench, &http);
+    let store = in_the_api(&env, &http);
     live(&http, &store);
-    actions(&bench, &http, &store);
+    actions(&env, &http, &store);
     in_the_browser(&http, &said, &store);
-    bench.ok(&["stop", "--name", "web"]);
+    env.ok(&["stop", "--name", "web"]);
     vm.wait();
-    // It has ended; what it left is still shown.
+    // The VM has ended; its checkpoints are still shown.
     assert_eq!(http.get("/api/v1/vms").json(), serde_json::json!([]));
-    compared(&bench, &http, &store);
-    started(&bench);
+    compared(&env, &http, &store);
+    started(&env);
     let lines = end(server);
     let requests: Vec<Value> =
         lines.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
@@ -85,10 +82,10 @@ fn a_run_is_seen_in_the_api_the_metrics_and_the_browser() {
 }
 
 /// The store's id.
-fn in_the_api(bench: &Bench, http: &Http) -> String {
-    // An engine that does not answer soon is shown without what it says.
+fn in_the_api(env: &TestEnv, http: &Http) -> String {
+    // An engine that does not answer soon is shown without its status.
     let mut vms = Value::Null;
-    until("the engine answers", || {
+    wait_until("the engine answers", || {
         vms = http.get("/api/v1/vms").json();
         !vms[0]["status"].is_null()
     });
@@ -98,7 +95,7 @@ fn in_the_api(bench: &Bench, http: &Http) -> String {
     );
     let store = vms[0]["store"].as_str().expect("its store").to_owned();
     let mut stores = Value::Null;
-    until("the store has its VM", || {
+    wait_until("the store has its VM", || {
         stores = http.get("/api/v1/stores").json();
         !stores[0]["vms"][0].is_null()
     });
@@ -106,14 +103,14 @@ fn in_the_api(bench: &Bench, http: &Http) -> String {
         (stores[0]["id"].as_str(), stores[0]["vms"][0].as_str()),
         (Some(&*store), Some("web"))
     );
-    // What is in the store is counted a moment later.
+    // The store's content is counted a moment later.
     let counted = "keyframe_checkpoints_sealed_total{vm=\"web\"}";
     let mut text = String::new();
-    until("the engine has counted what it sealed", || {
+    wait_until("the engine has counted what it sealed", || {
         text = http.get("/metrics").body;
         metric_in(&text, counted).is_some_and(|sealed| sealed >= 4.0)
     });
-    let status = bench.json(&["status", "--json"]);
+    let status = env.json(&["status", "--json"]);
     assert_eq!(metric(&text, "keyframe_vm_up{vm=\"web\"}").to_string(), "1");
     let sealed = metric(&text, counted) as u64;
     assert!((4..=number(&status[0], "sealed")).contains(&sealed), "{sealed}");
@@ -136,7 +133,7 @@ fn in_the_api(bench: &Bench, http: &Http) -> String {
     store
 }
 
-/// A checkpoint that comes is told of, without being asked for.
+/// A new checkpoint arrives as an event.
 fn live(http: &Http, store: &str) {
     let mut newest = 0;
     let events = http.events("/api/v1/events", |name, data| {
@@ -151,14 +148,14 @@ fn live(http: &Http, store: &str) {
     assert!(events.iter().all(|(name, data)| name != "store" || data["id"] == store), "{events:?}");
 }
 
-fn actions(bench: &Bench, http: &Http, store: &str) {
+fn actions(env: &TestEnv, http: &Http, store: &str) {
     let pin = format!("/api/v1/stores/{store}/checkpoints/2/pin");
     let tag = format!("/api/v1/stores/{store}/checkpoints/2/tags/from-the-page");
     for (method, path) in [("POST", &pin), ("DELETE", &pin), ("POST", &tag)] {
         assert_eq!(http.send(method, path, &[]).status, 401, "{method} {path}");
     }
     let second =
-        || bench.list().into_iter().find(|one| number(one, "id") == 2).expect("checkpoint 2");
+        || env.list().into_iter().find(|one| number(one, "id") == 2).expect("checkpoint 2");
     assert_eq!(second()["pinned"], false);
     assert_eq!(http.send("POST", &pin, &[BEARER]).status, 200);
     assert_eq!(http.send("POST", &tag, &[BEARER]).status, 200);
@@ -166,7 +163,7 @@ fn actions(bench: &Bench, http: &Http, store: &str) {
         (&second()["pinned"], second()["tags"][0].as_str()),
         (&Value::Bool(true), Some("from-the-page"))
     );
-    // Whoever did it sees it at once.
+    // The page that made the change sees it at once.
     let shown = http.get(&format!("/api/v1/stores/{store}/timeline?vm=web")).json();
     assert_eq!(
         shown["tagged"][0],
@@ -177,20 +174,19 @@ fn actions(bench: &Bench, http: &Http, store: &str) {
     assert_eq!(http.send("POST", &pin.replace("/2/", "/999999/"), &[BEARER]).status, 404);
     assert_eq!(http.send("DELETE", &pin, &[BEARER]).status, 200);
     assert_eq!(second()["pinned"], false);
-    // The VM goes back, in the same QEMU; and it starts no clone that nobody allowed.
+    // The VM goes back in the same QEMU. A clone is refused, because the server does not allow it.
     let of = |what: &str| format!("/api/v1/stores/{store}/checkpoints/2/{what}");
     assert_eq!(http.send("POST", &of("rollback"), &[]).status, 401);
     let back = http.send("POST", &of("rollback"), &[BEARER]);
     assert!(back.status == 200 && back.body.contains("is back at checkpoint 2"), "{back:?}");
-    assert!(bench.list().iter().any(|one| one["reason"] == "rollback"));
+    assert!(env.list().iter().any(|one| one["reason"] == "rollback"));
     let refused = http.send("POST", &of("branch"), &[BEARER]);
     assert!(refused.status == 400 && refused.body.contains("--allow-start"), "{refused:?}");
 }
 
-/// A clone and a VM that are started from the page outlive the server.
-fn started(bench: &Bench) {
-    let (server, http, _) =
-        serve(bench, &[&bench.store(), "--token-file", "token", "--allow-start"]);
+/// A clone and a VM that the page has started outlive the server.
+fn started(env: &TestEnv) {
+    let (server, http, _) = serve(env, &[&env.store(), "--token-file", "token", "--allow-start"]);
     let store = http.get("/api/v1/stores").json()[0]["id"].as_str().expect("the store").to_owned();
     let path = format!("/api/v1/stores/{store}/checkpoints/3/branch");
     assert_eq!(http.send("POST", &path, &[]).status, 401);
@@ -209,11 +205,13 @@ fn started(bench: &Bench) {
     let console = restored.body.split("console in ").nth(1).and_then(|rest| rest.split(';').next());
     let console = console.unwrap_or_else(|| panic!("no console in {restored:?}"));
     end(server);
-    until("the guest says something", || std::fs::read(console).is_ok_and(|said| !said.is_empty()));
-    let shown = bench.ok(&["status"]);
+    wait_until("the guest says something", || {
+        std::fs::read(console).is_ok_and(|said| !said.is_empty())
+    });
+    let shown = env.ok(&["status"]);
     assert!(shown.contains("web-1: a clone") && shown.contains("web: restored"), "{shown}");
-    bench.ok(&["stop", "--name", "web"]);
-    until("the restored VM has ended", || !bench.ok(&["status"]).contains("web: restored"));
+    env.ok(&["stop", "--name", "web"]);
+    wait_until("the restored VM has ended", || !env.ok(&["status"]).contains("web: restored"));
     let pid = answer
         .body
         .rsplit("kill ")
@@ -221,11 +219,11 @@ fn started(bench: &Bench) {
         .and_then(|rest| rest.trim_end_matches(['"', '}', '\n']).parse().ok());
     let pid = pid.and_then(Pid::from_raw).unwrap_or_else(|| panic!("no pid in {answer:?}"));
     kill_process(pid, Signal::TERM).expect("end the clone");
-    until("the clone has ended", || !bench.ok(&["status"]).contains("web-1"));
+    wait_until("the clone has ended", || !env.ok(&["status"]).contains("web-1"));
 }
 
-/// Heat and diff against what the commands say.
-fn compared(bench: &Bench, http: &Http, store: &str) {
+/// Heat and diff are equal to the output of the commands.
+fn compared(env: &TestEnv, http: &Http, store: &str) {
     let of = |id: u64| format!("/api/v1/stores/{store}/checkpoints/{id}");
     let shown = http.get(&of(3)).json();
     assert_eq!(
@@ -234,12 +232,9 @@ fn compared(bench: &Bench, http: &Http, store: &str) {
     );
     let commands = shown["commands"].as_array().expect("commands");
     let restore = commands.iter().find(|one| one["name"] == "restore").expect("restore");
-    assert_eq!(restore["command"], format!("keyframe restore --store {} 3", bench.store()));
+    assert_eq!(restore["command"], format!("keyframe restore --store {} 3", env.store()));
     let diff = http.get(&format!("{}/diff", of(3))).json();
-    assert_eq!(
-        diff,
-        bench.json(&["diff", "--json", "--quiet", "--store", &bench.store(), "2", "3"])
-    );
+    assert_eq!(diff, env.json(&["diff", "--json", "--quiet", "--store", &env.store(), "2", "3"]));
     let heat = http.get(&format!("{}/heat?pieces=100", of(3))).json();
     for (region, differs) in heat["regions"]
         .as_array()
@@ -257,9 +252,9 @@ fn compared(bench: &Bench, http: &Http, store: &str) {
         "the first has no parent"
     );
     let growth = || http.get(&format!("/api/v1/stores/{store}/growth")).json();
-    let stats = bench.json(&["stats", "--json", "--store", &bench.store()]);
-    // The size on disk is looked at every few seconds, and the last checkpoint is soon listed.
-    until("all is seen", || {
+    let stats = env.json(&["stats", "--json", "--store", &env.store()]);
+    // The size on disk is updated every few seconds, and the last checkpoint is soon listed.
+    wait_until("all is seen", || {
         let sizes = &growth()["sizes"];
         ["total_bytes", "raw_bytes"].iter().all(|field| sizes[field] == stats[field])
     });
@@ -267,7 +262,7 @@ fn compared(bench: &Bench, http: &Http, store: &str) {
     for field in ["raw_bytes", "dirty_bytes", "stored_pages", "total_bytes", "dedup_ratio"] {
         assert_eq!(growth["sizes"][field], stats[field], "{field}");
     }
-    let listed = bench.list().len() as u64;
+    let listed = env.list().len() as u64;
     let timeline = http.get(&format!("/api/v1/stores/{store}/timeline?vm=web")).json();
     assert_eq!((number(&timeline, "total"), number(&timeline, "shown")), (listed, listed));
 }
@@ -275,31 +270,34 @@ fn compared(bench: &Bench, http: &Http, store: &str) {
 fn in_the_browser(http: &Http, said: &Value, store: &str) {
     let (mut browser, pictures, url) =
         (Browser::start(), pictures(), said["http"].as_str().expect("an address"));
-    browser.look((1280, 1000), false);
+    browser.set_appearance((1280, 1000), false);
     browser.open(url);
-    browser.until("document.querySelector('tr[data-vm=web] .state-running')");
-    browser.until("document.getElementById('live').dataset.state === 'live'");
+    browser.wait_until("document.querySelector('tr[data-vm=web] .state-running')");
+    browser.wait_until("document.getElementById('live').dataset.state === 'live'");
     browser.screenshot(&pictures.join("overview.png"));
-    browser.script("document.querySelector('tr[data-vm=web] a').click()");
-    browser.until("document.querySelector('#timeline')?.dataset.checkpoints >= 4");
-    // It grows while one looks.
-    let before = browser.script("Number(document.querySelector('#timeline').dataset.checkpoints)");
-    browser.until(&format!("document.querySelector('#timeline').dataset.checkpoints > {before}"));
+    browser.evaluate("document.querySelector('tr[data-vm=web] a').click()");
+    browser.wait_until("document.querySelector('#timeline')?.dataset.checkpoints >= 4");
+    // The timeline grows while the page is open.
+    let before =
+        browser.evaluate("Number(document.querySelector('#timeline').dataset.checkpoints)");
+    browser
+        .wait_until(&format!("document.querySelector('#timeline').dataset.checkpoints > {before}"));
     let total =
         number(&http.get(&format!("/api/v1/stores/{store}/timeline?vm=web")).json(), "total");
-    let shown = browser.script("Number(document.querySelector('#timeline').dataset.checkpoints)");
+    let shown = browser.evaluate("Number(document.querySelector('#timeline').dataset.checkpoints)");
     assert!(shown.as_u64().is_some_and(|shown| shown <= total), "{shown} of {total}");
     browser.screenshot(&pictures.join("vm.png"));
-    // With the keyboard alone: along the timeline, and into a checkpoint.
-    browser.script("document.querySelector('#timeline').focus()");
+    // The keyboard alone moves along the timeline and opens a checkpoint.
+    browser.evaluate("document.querySelector('#timeline').focus()");
     for key in ["Home", "ArrowRight", "ArrowRight", "ArrowLeft"] {
         browser.press(key);
     }
-    browser.until("document.querySelector('#readout').textContent.startsWith('Checkpoint 2,')");
+    browser
+        .wait_until("document.querySelector('#readout').textContent.startsWith('Checkpoint 2,')");
     browser.press("Enter");
-    browser.until("document.querySelector('h2').textContent === 'Checkpoint 2 of web'");
-    browser.until("document.querySelectorAll('.heat rect').length > 100");
-    let commands = browser.script(
+    browser.wait_until("document.querySelector('h2').textContent === 'Checkpoint 2 of web'");
+    browser.wait_until("document.querySelectorAll('.heat rect').length > 100");
+    let commands = browser.evaluate(
         "[...document.querySelectorAll('[data-command] code')].map(one => one.textContent).join('\\n')",
     );
     for command in [
@@ -314,22 +312,22 @@ fn in_the_browser(http: &Http, said: &Value, store: &str) {
         );
     }
     browser.screenshot(&pictures.join("checkpoint.png"));
-    browser.look((420, 900), true);
+    browser.set_appearance((420, 900), true);
     browser.screenshot(&pictures.join("checkpoint-dark-narrow.png"));
-    browser.script(&format!("location.hash = '#/store/{store}'"));
-    browser.look((1280, 1000), true);
-    browser.until("document.querySelectorAll('polyline').length === 2");
+    browser.evaluate(&format!("location.hash = '#/store/{store}'"));
+    browser.set_appearance((1280, 1000), true);
+    browser.wait_until("document.querySelectorAll('polyline').length === 2");
     browser.screenshot(&pictures.join("store-dark.png"));
-    let errors = browser.errors();
+    let errors = browser.take_errors();
     assert!(errors.is_empty(), "{errors:#?}");
 }
 
-/// Waits until a page that is told news has drawn them so often, and prints how long each took
-/// until it was on the screen.
+/// Waits until a page has drawn `count` updates, and prints how long each took until it was
+/// visible.
 fn updates(browser: &mut Browser, page: &str, count: usize) {
-    browser.script("performance.clearMeasures('update')");
-    browser.until(&format!("performance.getEntriesByName('update').length >= {count}"));
-    let took = browser.script("performance.getEntriesByName('update').map((entry) => Math.round(entry.duration)).sort((a, b) => a - b).join(' ')");
+    browser.evaluate("performance.clearMeasures('update')");
+    browser.wait_until(&format!("performance.getEntriesByName('update').length >= {count}"));
+    let took = browser.evaluate("performance.getEntriesByName('update').map((entry) => Math.round(entry.duration)).sort((a, b) => a - b).join(' ')");
     println!("20 VMs, 10,000 checkpoints, {page}: updates on the screen after {took} ms");
 }
 
@@ -345,53 +343,54 @@ fn ten_thousand_checkpoints_with_hostile_names_stay_small_and_harmless() {
         server.run(Arc::new(Synthetic::new(20, 10_000).living()), &stopped)
     });
     let mut browser = Browser::start();
-    browser.look((1280, 1000), false);
+    browser.set_appearance((1280, 1000), false);
     browser.open(&url);
-    browser.until("document.querySelectorAll('tr[data-vm] svg.spark path').length === 20");
+    browser.wait_until("document.querySelectorAll('tr[data-vm] svg.spark path').length === 20");
     let paint =
-        browser.script("performance.getEntriesByName('first-contentful-paint')[0]?.startTime");
+        browser.evaluate("performance.getEntriesByName('first-contentful-paint')[0]?.startTime");
     println!("20 VMs, 10,000 checkpoints: first contentful paint after {paint} ms");
     browser.screenshot(&pictures().join("many.png"));
     updates(&mut browser, "all VMs", 4);
-    // The VM with the hostile name has its page, its checkpoints theirs.
-    browser.script("document.querySelector('tr[data-vm] a').click()");
-    browser.until("document.querySelector('#timeline')?.dataset.checkpoints === '500'");
+    // The VM with the hostile name has its page, and so have its checkpoints.
+    browser.evaluate("document.querySelector('tr[data-vm] a').click()");
+    browser.wait_until("document.querySelector('#timeline')?.dataset.checkpoints === '500'");
     updates(&mut browser, "one VM", 2);
-    let name = browser.script("document.querySelector('h2').textContent");
+    let name = browser.evaluate("document.querySelector('h2').textContent");
     assert_eq!(name.as_str(), Some(HOSTILE));
     assert!(
-        browser.script("Number(document.querySelector('#timeline').dataset.buckets)").as_u64()
+        browser.evaluate("Number(document.querySelector('#timeline').dataset.buckets)").as_u64()
             <= Some(300)
     );
-    // A click on a place that several share looks closer; one on a single one opens it.
-    browser.script("document.querySelector('#timeline').focus()");
+    // Enter zooms into a place that several checkpoints share, and opens a single one.
+    browser.evaluate("document.querySelector('#timeline').focus()");
     for _ in 0..2 {
         browser.press("End");
         browser.press("Enter");
-        browser.until("document.querySelector('h2').textContent.startsWith('Checkpoint ') || document.querySelector('#timeline').dataset.checkpoints < 500");
+        browser.wait_until("document.querySelector('h2').textContent.startsWith('Checkpoint ') || document.querySelector('#timeline').dataset.checkpoints < 500");
     }
-    browser.until("document.querySelector('h2').textContent.startsWith('Checkpoint 10000 of')");
+    browser
+        .wait_until("document.querySelector('h2').textContent.startsWith('Checkpoint 10000 of')");
     let places =
         [format!("#/store/{STORE}"), "#/recordings".into(), format!("#/checkpoint/{STORE}/7")];
     for place in places.into_iter().chain(["#/replication/protected".into()]) {
-        browser.script(&format!("location.hash = '{place}'"));
-        browser.until(&format!("document.getElementById('main').dataset.shown === '{place}'"));
+        browser.evaluate(&format!("location.hash = '{place}'"));
+        browser.wait_until(&format!("document.getElementById('main').dataset.shown === '{place}'"));
     }
-    let told = browser.script("document.body.innerText");
+    let told = browser.evaluate("document.body.innerText");
     for word in ["protected", "1 epochs, 9.00 ms", "3 (300 B)", "Why they were taken"] {
         assert!(told.as_str().is_some_and(|told| told.contains(word)), "{word}: {told}");
     }
     browser.screenshot(&pictures().join("replication.png"));
-    assert_eq!(browser.script("window.hacked"), Value::Null);
-    assert_eq!(browser.script("document.images.length"), 0);
-    // One that has a display shows its picture.
-    browser.script(&format!("location.hash = '#/checkpoint/{STORE}/8'"));
-    browser.until("document.querySelector('img.screen')?.naturalWidth === 1");
-    let words = browser.script("document.querySelector('img.screen').alt");
+    assert_eq!(browser.evaluate("window.hacked"), Value::Null);
+    assert_eq!(browser.evaluate("document.images.length"), 0);
+    // A checkpoint of a VM with a display shows its screen.
+    browser.evaluate(&format!("location.hash = '#/checkpoint/{STORE}/8'"));
+    browser.wait_until("document.querySelector('img.screen')?.naturalWidth === 1");
+    let words = browser.evaluate("document.querySelector('img.screen').alt");
     assert_eq!(words.as_str(), Some("what the display of vm-8 showed at checkpoint 8"));
-    browser.script("location.hash = '#/'");
-    browser.until("document.querySelectorAll('tr[data-vm]').length === 22");
-    let spoken = browser.spoken();
+    browser.evaluate("location.hash = '#/'");
+    browser.wait_until("document.querySelectorAll('tr[data-vm]').length === 22");
+    let spoken = browser.accessibility_nodes();
     for (role, word) in [
         ("main", ""),
         ("navigation", "Pages"),
@@ -404,7 +403,7 @@ fn ten_thousand_checkpoints_with_hostile_names_stay_small_and_harmless() {
             "no {role} {word:?} in {spoken:#?}"
         );
     }
-    let errors = browser.errors();
+    let errors = browser.take_errors();
     assert!(errors.is_empty(), "{errors:#?}");
     drop(browser);
     stop.store(true, Ordering::Relaxed);
@@ -413,27 +412,27 @@ fn ten_thousand_checkpoints_with_hostile_names_stay_small_and_harmless() {
 
 #[test]
 fn what_would_show_vms_to_the_network_or_nothing_at_all_is_refused() {
-    let bench = Bench::new();
-    bench.refused(
+    let env = TestEnv::new();
+    env.refused(
         &["serve", "--http", "0.0.0.0:0"],
         1,
         &["can be reached from other machines", "--token-file"],
     );
-    bench.refused(&["serve", "--http", "none"], 2, &["nothing to serve", "name a store"]);
-    bench.refused(&["serve", "--http", "nowhere"], 1, &["nowhere", "--http 127.0.0.1:7421"]);
-    let (server, http, _) = serve(&bench, &[]);
+    env.refused(&["serve", "--http", "none"], 2, &["nothing to serve", "name a store"]);
+    env.refused(&["serve", "--http", "nowhere"], 1, &["nowhere", "--http 127.0.0.1:7421"]);
+    let (server, http, _) = serve(&env, &[]);
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let taken = taken.local_addr().expect("its address").to_string();
-    bench.refused(&["serve", "--http", &taken], 1, &["listen", "another process listens there"]);
+    env.refused(&["serve", "--http", &taken], 1, &["listen", "another process listens there"]);
     assert_eq!(http.get("/api/v1/stores").json(), serde_json::json!([]));
     assert!(http.get("/").body.contains("<title>Keyframe</title>"));
     let changed = http.send("POST", "/api/v1/stores/x/checkpoints/1/pin", &[]);
     assert!(changed.status == 403 && changed.body.contains("read-only"), "{changed:?}");
     assert_eq!(end(server), "", "quiet, unless it is asked to tell");
-    // A store is served without a dashboard as it ever was.
-    let mut plain = Process::start(bench.command(&[
+    // Without the dashboard, the server still serves the store.
+    let mut plain = Process::start(env.command(&[
         "serve",
-        &bench.store(),
+        &env.store(),
         "--listen",
         "127.0.0.1:0",
         "--http",

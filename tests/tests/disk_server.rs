@@ -1,12 +1,11 @@
-//! Our NBD server under real QEMUs and guests: every bus, kills, pauses, discards.
-//!
-//! The guest's `journal` checks the disk against its RAM; the image is checked on the host against
-//! what the guest said.
+//! Tests the NBD server under real QEMUs and guests: each bus, kills, pauses and discards. The
+//! guest's `journal` checks the disk against its RAM; the test checks the image on the host against
+//! the guest's reports.
 
 use keyframe_disk::{Base, Disk, Disks, ImageFormat, Overlay, Slot, SlotFile, Spec, commit};
 use keyframe_tests::{
-    Bench, Boot, Foreign, JournalImage, Process, Qemu, assert_no_errors, chosen_qemus,
-    distribution_qemu, journal_counter, until,
+    Boot, ExternalVm, JournalImage, Process, Qemu, TestEnv, assert_no_errors, chosen_qemus,
+    distribution_qemu, journal_counter, wait_until,
 };
 use rustix::process::Signal;
 use std::fs::File;
@@ -48,21 +47,21 @@ const BUSES: [Bus; 4] = [
     },
 ];
 
-/// One disk of a test: a base of zeros, an overlay, a server.
+/// The disk of one test: a base of zeros, an overlay and a server.
 struct Bed {
-    bench: Bench,
+    env: TestEnv,
 }
 
 impl Bed {
     fn new() -> Self {
-        let bench = Bench::without_store();
-        let base = File::create(bench.path().join("base.raw")).expect("a base");
+        let env = TestEnv::without_store();
+        let base = File::create(env.path().join("base.raw")).expect("a base");
         base.set_len(DISK_BYTES).expect("its length");
-        Self { bench }
+        Self { env }
     }
 
     fn path(&self, name: &str) -> PathBuf {
-        self.bench.path().join(name)
+        self.env.path().join(name)
     }
 
     fn spec(&self) -> Spec {
@@ -78,15 +77,15 @@ impl Bed {
     }
 
     fn serve(&self) -> Disks {
-        // A server that was killed leaves its socket.
+        // A killed server leaves its socket.
         let _ = std::fs::remove_file(self.path("nbd"));
         let spec = [self.spec()];
-        Disks::spawn(&mut self.bench.command(&["__disks"]), &self.path("nbd"), &spec)
+        Disks::spawn(&mut self.env.command(&["__disks"]), &self.path("nbd"), &spec)
             .expect("serve the disk")
     }
 
-    /// A guest with `kernel` parameters for its journal, and `options` of the block node.
-    fn boot(&self, qemu: &Qemu, bus: &Bus, kernel: &str, options: &str) -> Foreign {
+    /// Boots a guest with `kernel` parameters for its journal, and `options` of the block node.
+    fn boot(&self, qemu: &Qemu, bus: &Bus, kernel: &str, options: &str) -> ExternalVm {
         let mut boot = Boot::new(&format!("journal kf.mib={MIB} {} {kernel}", bus.guest));
         boot.qemu.clone_from(&qemu.path);
         let socket = self.path("nbd");
@@ -94,10 +93,10 @@ impl Bed {
             "driver=nbd,node-name=d,server.type=unix,server.path={},export=d,discard=unmap{options}",
             socket.display()
         );
-        Foreign::start(&self.bench, &boot.with(&["-blockdev", &node]).with(bus.device))
+        ExternalVm::start(&self.env, &boot.with(&["-blockdev", &node]).with(bus.device))
     }
 
-    /// The disk as it is in the overlay that nobody serves.
+    /// The content of the disk, from an overlay without a server.
     fn image(&self) -> PathBuf {
         let path = self.path("now.raw");
         let _ = std::fs::remove_file(&path);
@@ -118,7 +117,7 @@ fn kill(pid: u32) {
     rustix::process::kill_process(pid, Signal::KILL).expect("kill it");
 }
 
-/// Waits until the guest has written `records` since the console's line `from`.
+/// Waits until the guest has written `records` records since line `from` of the console.
 fn written(guest: &mut Process, from: usize, records: u64) {
     guest.wait_for_after(from, "KF READY");
     let before = journal_counter(&guest.lines(), "written=");
@@ -129,7 +128,7 @@ fn written(guest: &mut Process, from: usize, records: u64) {
     assert!(done.is_some(), "the guest does not write; {}", guest.report());
 }
 
-/// The newest record that the guest was told is durable.
+/// The newest record that the guest has synced.
 fn synced(guest: &Process) -> u64 {
     journal_counter(&guest.lines(), "synced=")
 }
@@ -149,7 +148,7 @@ fn every_bus_writes_discards_and_zeroes() {
             assert!(stats.discarded_bytes > 0, "{context}: its discards do not come: {stats:?}");
             // IDE has no such command: the kernel writes zeros.
             assert!(bus.name == "ide" || stats.zeroed_bytes > 0, "{context}: {stats:?}");
-            guest.console.say("poweroff");
+            guest.console.type_line("poweroff");
             guest.console.wait();
             assert_no_errors(&guest.console);
             let synced = synced(&guest.console);
@@ -180,7 +179,7 @@ fn what_was_flushed_survives_the_end_of_everything() {
                 "{context}: {found}, {before} were synced"
             );
             written(&mut guest.console, 0, 800);
-            // The engine's side is this test: it lets go as the others die.
+            // The engine's end of the socket is this test's; it drops it with the processes.
             match round % 2 {
                 0 => [disks.pid(), guest.console.pid()].map(kill),
                 _ => [guest.console.pid(), disks.pid()].map(kill),
@@ -189,8 +188,8 @@ fn what_was_flushed_survives_the_end_of_everything() {
             drop(disks);
             before = synced(&guest.console);
             assert_no_errors(&guest.console);
-            // The lock goes with the last thread of what was killed.
-            until("the overlay is free", || Overlay::open(&bed.path("overlay")).is_ok());
+            // The lock ends with the last thread of the killed process.
+            wait_until("the overlay is free", || Overlay::open(&bed.path("overlay")).is_ok());
             JournalImage::read(&bed.image(), MIB).assert_whole_to(before, &context);
         }
         bed.assert_base_untouched();
@@ -208,7 +207,7 @@ fn a_killed_qemu_leaves_the_disk_to_the_next_one() {
         kill(guest.console.pid());
         guest.console.wait();
         assert_no_errors(&guest.console);
-        until("its connection is gone", || disks.stats().expect("statistics").clients == 0);
+        wait_until("its connection is gone", || disks.stats().expect("statistics").clients == 0);
         println!("killed {round}: synced to {}", synced(&guest.console));
         if round == 2 {
             let synced = synced(&guest.console);
@@ -219,7 +218,7 @@ fn a_killed_qemu_leaves_the_disk_to_the_next_one() {
     }
 }
 
-/// What the checkpoints of a run add up to, beside the disk.
+/// The blocks that the checkpoints of a run have added up to.
 struct Copy {
     file: File,
     slots: SlotFile,
@@ -233,7 +232,7 @@ impl Copy {
         Self { file, slots: disks.slot_file(0).expect("the slots") }
     }
 
-    /// Takes over one epoch, which is then released or given back.
+    /// Takes one epoch and releases it, or gives it back as a failed one.
     fn add(&self, disks: &mut Disks, epoch: keyframe_disk::DiskEpoch) -> u64 {
         let extents: Vec<_> = disks.pages(0, epoch).collect::<Result<_, _>>().expect("the epoch");
         let mut block = [0u8; BLOCK as usize];
@@ -273,7 +272,7 @@ fn epochs_cut_in_a_pause_add_up_to_the_disk_of_that_instant() {
             let mut guest = bed.boot(&qemu, bus, "kf.rate=0 kf.trim=1 kf.how=fsync", "");
             written(&mut guest.console, 0, 300);
             let copy = Copy::new(&bed, &disks);
-            let mut qmp = guest.other();
+            let mut qmp = guest.monitor();
             for round in 0..8 {
                 let context = format!("round {round}, {} on QEMU {}", bus.name, qemu.label);
                 disks.prepare().expect("prepare");
@@ -284,7 +283,7 @@ fn epochs_cut_in_a_pause_add_up_to_the_disk_of_that_instant() {
                 let now = read_over_nbd(&bed, &bed.path("stopped.raw"));
                 let synced = synced(&guest.console);
                 qmp.cont().expect("cont");
-                // While the guest writes on.
+                // The guest writes meanwhile.
                 let blocks = copy.add(&mut disks, epochs[0]);
                 assert!(blocks > 0 || round > 0, "{context}: nothing was written");
                 let copied = std::fs::read(bed.path("copy.raw")).expect("read the copy");
@@ -295,7 +294,7 @@ fn epochs_cut_in_a_pause_add_up_to_the_disk_of_that_instant() {
                 assert_eq!(differing, None, "{context}: this block is not as it was in the pause");
                 JournalImage::read(&bed.path("copy.raw"), MIB).assert_whole_to(synced, &context);
                 match round % 4 {
-                    // A failed checkpoint: the next one covers its blocks again.
+                    // A failed checkpoint: the next one has its blocks again.
                     3 => disks.give_back(&epochs).expect("give back"),
                     _ => disks.release(&epochs).expect("release"),
                 }
@@ -305,7 +304,7 @@ fn epochs_cut_in_a_pause_add_up_to_the_disk_of_that_instant() {
                 });
                 assert!(goes_on.is_some(), "{context}: {}", guest.console.report());
             }
-            guest.console.say("poweroff");
+            guest.console.type_line("poweroff");
             guest.console.wait();
             assert_no_errors(&guest.console);
             disks.end().expect("end the server");
@@ -313,8 +312,8 @@ fn epochs_cut_in_a_pause_add_up_to_the_disk_of_that_instant() {
     }
 }
 
-/// Without `reconnect-delay` QEMU does not connect again, so that a guest never sees a disk that
-/// lost what it had not flushed.
+/// Without `reconnect-delay` QEMU does not reconnect, so that no guest sees a disk that lost
+/// unflushed writes.
 #[test]
 fn a_killed_server_stops_the_vm_and_tells_it_nothing_wrong() {
     for qemu in chosen_qemus(1) {
@@ -326,15 +325,15 @@ fn a_killed_server_stops_the_vm_and_tells_it_nothing_wrong() {
         };
         let mut guest = bed.boot(&qemu, &stopping, "kf.rate=0", "");
         written(&mut guest.console, 0, 300);
-        let mut qmp = guest.other();
+        let mut qmp = guest.monitor();
         kill(disks.pid());
         drop(disks);
-        until("QEMU stops the VM", || {
+        wait_until("QEMU stops the VM", || {
             let status = qmp.execute("query-status", None).expect("query-status");
             status["status"] == "io-error"
         });
         assert_no_errors(&guest.console);
-        // What it saw so far is no more than what is there.
+        // The guest has seen no more than the image has.
         let synced = synced(&guest.console);
         kill(guest.console.pid());
         guest.console.wait();
@@ -352,40 +351,40 @@ fn what_a_killed_vm_wrote_is_committed_and_never_by_surprise() {
     let (overlay, base) =
         (bed.path("overlay").display().to_string(), bed.path("base.raw").display().to_string());
     let from = ["commit", "--overlay", &overlay, "--base", &base];
-    bed.bench.refused(&more(&from, &["--in-place", "--yes"]), 1, &["in use"]);
+    bed.env.refused(&more(&from, &["--in-place", "--yes"]), 1, &["in use"]);
     let pids = [disks.pid(), guest.console.pid()];
     pids.into_iter().for_each(kill);
     guest.console.wait();
     drop(disks);
     let synced = synced(&guest.console);
-    until("the overlay is free", || Overlay::open(&bed.path("overlay")).is_ok());
-    // Nobody to ask.
-    bed.bench.refused(
+    wait_until("the overlay is free", || Overlay::open(&bed.path("overlay")).is_ok());
+    // No server answers.
+    bed.env.refused(
         &more(&from, &["--in-place"]),
         1,
         &["not agreed", "--yes", "nothing was changed"],
     );
-    let told = bed.bench.ok(&more(&from, &["--in-place", "--dry-run"]));
+    let told = bed.env.ok(&more(&from, &["--in-place", "--dry-run"]));
     assert!(told.contains("would write") && told.contains("MiB"), "{told}");
     bed.assert_base_untouched();
     let (raw, qcow2) = (bed.path("new.raw"), bed.path("new.qcow2"));
-    bed.bench.ok(&more(&from, &["-o", &raw.display().to_string()]));
+    bed.env.ok(&more(&from, &["-o", &raw.display().to_string()]));
     JournalImage::read(&raw, MIB).assert_whole_to(synced, "a new raw image");
-    bed.bench.ok(&more(&from, &["-o", &qcow2.display().to_string(), "--format", "qcow2"]));
+    bed.env.ok(&more(&from, &["-o", &qcow2.display().to_string(), "--format", "qcow2"]));
     let images = [raw.as_os_str(), qcow2.as_os_str()];
     let same = std::process::Command::new("qemu-img")
         .args(["compare", "-f", "raw", "-F", "qcow2"])
         .args(images)
         .output();
     assert!(same.expect("run qemu-img").status.success(), "raw and qcow2 differ");
-    bed.bench.refused(&more(&from, &["-o", &raw.display().to_string()]), 1, &["it exists"]);
-    bed.bench.ok(&more(&from, &["--in-place", "--yes"]));
+    bed.env.refused(&more(&from, &["-o", &raw.display().to_string()]), 1, &["it exists"]);
+    bed.env.ok(&more(&from, &["--in-place", "--yes"]));
     JournalImage::read(&bed.path("base.raw"), MIB).assert_whole_to(synced, "the base");
     assert!(
         std::fs::read(&raw).expect("read") == std::fs::read(&base).expect("read"),
         "in place and new differ"
     );
-    // The VM goes on from there, with an overlay that is empty.
+    // The VM continues from there, on an empty overlay.
     let disks = bed.serve();
     let mut guest = bed.boot(qemu, &BUSES[0], "kf.rate=0", "");
     written(&mut guest.console, 0, 200);

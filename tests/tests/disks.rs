@@ -1,20 +1,21 @@
-//! Disks in checkpoints, on real QEMUs: each comes back as it was at its checkpoint, whoever fails,
-//! and the image beneath is never written.
+//! Tests disks in checkpoints on real QEMUs. Each disk comes back as it was, after any failure, and
+//! the base image is never written.
 
 use keyframe_tests::disks::{
-    RECORDS, assert_goes_on, assert_same, copy, does, image, places, qemu_img, records,
-    restored_disk, restored_disk_of, shell, sock, start, take, virtio, wait_for_records, words,
+    RECORDS, as_strs, assert_goes_on, assert_same, copy_disk, disk_socket, disk_write_dirs,
+    numbered_image, qemu_img, records, restored_disk, restored_disk_named, run_in_guest,
+    shell_guest, start_guest, take_checkpoint, virtio_disk, wait_for_records,
 };
 use keyframe_tests::{
-    Bench, Boot, Orphan, Qemu, chosen_qemus, distribution_qemu, number, until, variants,
+    Boot, Orphan, Qemu, TestEnv, chosen_qemus, distribution_qemu, number, variants, wait_until,
 };
 use std::path::{Path, PathBuf};
 
-/// The guest writes, scattered and in rows, data and zeros; a copy of the disk is taken beside each
-/// checkpoint.
-fn each_checkpoint_has_its_disk(qemu: &Qemu, bench: &Bench, boot: &Boot) {
+/// The guest writes scattered and consecutive blocks of data and zeros; the test copies the disk at
+/// each checkpoint.
+fn each_checkpoint_has_its_disk(qemu: &Qemu, env: &TestEnv, boot: &Boot) {
     println!("-- QEMU {}: {}", qemu.label, boot.extra.join(" "));
-    let mut run = start(bench, &["--interval", "none"], boot);
+    let mut run = start_guest(env, &["--interval", "none"], boot);
     let mut expected = Vec::new();
     let steps = [
         "true",
@@ -23,55 +24,55 @@ fn each_checkpoint_has_its_disk(qemu: &Qemu, bench: &Bench, boot: &Boot) {
         "dd if=/dev/vda of=/dev/vda bs=4k count=300 seek=1000 conv=notrunc,fsync 2>/dev/null",
     ];
     for (step, command) in steps.into_iter().enumerate() {
-        does(&mut run, command, &step.to_string());
-        let id = take(bench);
-        let copied = copy(&sock(bench), "d", &bench.path().join("copy.raw"));
+        run_in_guest(&mut run, command, &step.to_string());
+        let id = take_checkpoint(env);
+        let copied = copy_disk(&disk_socket(env), "d", &env.path().join("copy.raw"));
         expected.push((id, copied));
     }
-    let shown = bench.json(&["show", "--json", "--store", &bench.store(), &expected[1].0]);
+    let shown = env.json(&["show", "--json", "--store", &env.store(), &expected[1].0]);
     let written = number(&shown["disks"][0], "written_blocks");
     assert!((8..=40).contains(&written), "{shown}");
     assert!(
         expected.windows(2).all(|pair| pair[0].1 != pair[1].1),
         "the guest has written nothing"
     );
-    bench.ok(&["stop"]);
+    env.ok(&["stop"]);
     assert!(run.wait().success(), "{}", run.report());
     assert!(run.errors().contains("has written to its disks"), "{}", run.report());
-    bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
-    let before = places(bench);
+    env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
+    let before = disk_write_dirs(env);
     for (id, copied) in &expected {
         for options in [&[][..], &["--lazy"]] {
             assert_same(
-                &restored_disk(bench, id, options),
+                &restored_disk(env, id, options),
                 copied,
                 &format!("checkpoint {id} {options:?}"),
             );
         }
     }
-    // What a restored VM writes is seen by nobody else.
+    // The writes of a restored VM are its own.
     let (id, copied) = &expected[2];
-    let mut restored = bench.restore(id, &[]);
+    let mut restored = env.restore(id, &[]);
     restored.wait_for_error("is running after");
-    does(
+    run_in_guest(
         &mut restored,
         "dd if=/dev/urandom of=/dev/vda bs=64k count=20 conv=notrunc,fsync",
         "again",
     );
     restored.signal(rustix::process::Signal::TERM);
     assert!(restored.wait().success(), "{}", restored.report());
-    assert_same(&restored_disk(bench, id, &[]), copied, "a checkpoint that a VM was restored from");
-    assert_eq!(places(bench), before, "restores leave nothing");
+    assert_same(&restored_disk(env, id, &[]), copied, "a checkpoint that a VM was restored from");
+    assert_eq!(disk_write_dirs(env), before, "restores leave nothing");
 }
 
 #[test]
 fn a_raw_image() {
     for qemu in chosen_qemus(0) {
-        let bench = Bench::new();
-        let image = image(&bench);
+        let env = TestEnv::new();
+        let image = numbered_image(&env);
         let before = std::fs::read(&image).expect("the image");
-        let drive = virtio(&image, "raw");
-        each_checkpoint_has_its_disk(&qemu, &bench, &shell(&qemu, &words(&drive)));
+        let drive = virtio_disk(&image, "raw");
+        each_checkpoint_has_its_disk(&qemu, &env, &shell_guest(&qemu, &as_strs(&drive)));
         assert_same(&std::fs::read(&image).expect("the image"), &before, "the image");
     }
 }
@@ -79,10 +80,10 @@ fn a_raw_image() {
 #[test]
 fn a_qcow2_image_on_another_as_a_node() {
     for qemu in chosen_qemus(1) {
-        let bench = Bench::new();
-        let image = image(&bench);
+        let env = TestEnv::new();
+        let image = numbered_image(&env);
         let before = std::fs::read(&image).expect("the image");
-        let overlay = bench.path().join("over.qcow2").display().to_string();
+        let overlay = env.path().join("over.qcow2").display().to_string();
         qemu_img(&[
             "create",
             "-q",
@@ -96,7 +97,7 @@ fn a_qcow2_image_on_another_as_a_node() {
         ]);
         let overlay_before = std::fs::read(&overlay).expect("the image");
         let file = format!("driver=file,node-name=f,filename={overlay}");
-        let boot = shell(
+        let boot = shell_guest(
             &qemu,
             &[
                 "-blockdev",
@@ -107,18 +108,18 @@ fn a_qcow2_image_on_another_as_a_node() {
                 "virtio-blk-pci,drive=d",
             ],
         );
-        each_checkpoint_has_its_disk(&qemu, &bench, &boot);
+        each_checkpoint_has_its_disk(&qemu, &env, &boot);
         assert_same(&std::fs::read(&image).expect("the image"), &before, "the image");
         assert_eq!(std::fs::read(&overlay).expect("the image"), overlay_before, "the qcow2 image");
     }
 }
 
-/// Whatever the way in which a disk is given, QEMU takes our line, and a restore has the disk.
+/// QEMU accepts Keyframe's options for each way of giving a disk, and a restore has the disk.
 #[test]
 fn each_way_to_give_a_disk() {
     for qemu in chosen_qemus(0) {
-        let bench = Bench::new();
-        let image = image(&bench);
+        let env = TestEnv::new();
+        let image = numbered_image(&env);
         let expected = std::fs::read(&image).expect("the image");
         let path = image.display().to_string();
         let drive = |options: &str| format!("file={path},format=raw,{options}");
@@ -157,14 +158,14 @@ fn each_way_to_give_a_disk() {
             let mut boot = Boot::new("hash").with(way);
             boot.qemu.clone_from(&qemu.path);
             boot.mem_mib = 96;
-            let mut run = start(&bench, &["--interval", "none"], &boot);
-            let id = take(&bench);
-            bench.ok(&["stop"]);
+            let mut run = start_guest(&env, &["--interval", "none"], &boot);
+            let id = take_checkpoint(&env);
+            env.ok(&["stop"]);
             assert!(run.wait().success(), "{}", run.report());
-            assert_same(&restored_disk_of(&bench, &id, &[], export), &expected, &way.join(" "));
+            assert_same(&restored_disk_named(&env, &id, &[], export), &expected, &way.join(" "));
         }
         assert_same(&std::fs::read(&image).expect("the image"), &expected, "the image");
-        assert_eq!(places(&bench), Vec::<PathBuf>::new());
+        assert_eq!(disk_write_dirs(&env), Vec::<PathBuf>::new());
     }
 }
 
@@ -172,33 +173,34 @@ fn each_way_to_give_a_disk() {
 fn ram_and_disk_are_of_one_instant() {
     for qemu in chosen_qemus(1) {
         println!("-- QEMU {}", qemu.label);
-        let bench = Bench::new();
-        let image = image(&bench);
-        let drive = virtio(&image, "raw");
-        let mut run = start(&bench, &["--interval", "300ms"], &shell(&qemu, &words(&drive)));
-        run.say(RECORDS);
+        let env = TestEnv::new();
+        let image = numbered_image(&env);
+        let drive = virtio_disk(&image, "raw");
+        let mut run =
+            start_guest(&env, &["--interval", "300ms"], &shell_guest(&qemu, &as_strs(&drive)));
+        run.type_line(RECORDS);
         wait_for_records(&mut run, 20);
-        let mark = bench.list().len();
-        until("checkpoints are sealed", || bench.list().len() >= mark + 6);
-        bench.ok(&["stop"]);
+        let mark = env.list().len();
+        wait_until("checkpoints are sealed", || env.list().len() >= mark + 6);
+        env.ok(&["stop"]);
         assert!(run.wait().success(), "{}", run.report());
         assert!(run.errors().contains(", 0 failed"), "{}", run.report());
-        let list = bench.list();
+        let list = env.list();
         for entry in &list[mark..mark + 6] {
-            assert_goes_on(&bench, &number(entry, "id").to_string());
+            assert_goes_on(&env, &number(entry, "id").to_string());
         }
     }
 }
 
 #[test]
 fn a_failed_checkpoint_gives_its_blocks_to_the_next() {
-    let bench = Bench::new();
-    let image = image(&bench);
-    let drive = virtio(&image, "raw");
-    // The first, complete checkpoint has fewer pages than that, and each further one some hundred
-    // blocks and pages.
+    let env = TestEnv::new();
+    let image = numbered_image(&env);
+    let drive = virtio_disk(&image, "raw");
+    // The first, complete checkpoint exceeds this number of pages; each further one has some
+    // hundred blocks and pages.
     let options = ["--interval", "none", "--fault", "disk-full:28000"];
-    let mut run = start(&bench, &options, &shell(&distribution_qemu(), &words(&drive)));
+    let mut run = start_guest(&env, &options, &shell_guest(&distribution_qemu(), &as_strs(&drive)));
     let mut failed = false;
     for step in 0..60 {
         let seek = step % 10 * 600;
@@ -206,24 +208,24 @@ fn a_failed_checkpoint_gives_its_blocks_to_the_next() {
         let write = format!(
             "dd if=/dev/urandom of=/dev/vda bs=4k seek={seek} count={count} conv=notrunc,fsync 2>/dev/null"
         );
-        does(&mut run, &write, &step.to_string());
+        run_in_guest(&mut run, &write, &step.to_string());
         if failed {
             break;
         }
-        failed = !bench.run(&["take", "--name", "guest"]).status.success();
+        failed = !env.run(&["take", "--name", "guest"]).status.success();
     }
     assert!(failed && run.errors().contains("checkpoint failed"), "{}", run.report());
-    let id = take(&bench);
-    let copied = copy(&sock(&bench), "d", &bench.path().join("copy.raw"));
-    let shown = bench.json(&["show", "--json", "--store", &bench.store(), &id]);
+    let id = take_checkpoint(&env);
+    let copied = copy_disk(&disk_socket(&env), "d", &env.path().join("copy.raw"));
+    let shown = env.json(&["show", "--json", "--store", &env.store(), &id]);
     assert!(number(&shown["disks"][0], "written_blocks") >= 603, "{shown}");
-    bench.ok(&["stop"]);
+    env.ok(&["stop"]);
     assert_eq!(run.wait().code(), Some(3), "{}", run.report());
-    assert_same(&restored_disk(&bench, &id, &[]), &copied, "the checkpoint behind the failed one");
-    bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
+    assert_same(&restored_disk(&env, &id, &[]), &copied, "the checkpoint behind the failed one");
+    env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
 }
 
-/// That nobody has the overlay open any more.
+/// Asserts that no process has the overlay open.
 fn is_free(overlay: &Path) -> bool {
     let dir = std::fs::File::open(overlay).expect("the overlay");
     rustix::fs::flock(&dir, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_ok()
@@ -232,30 +234,32 @@ fn is_free(overlay: &Path) -> bool {
 #[test]
 fn a_killed_engine_leaves_the_guest_its_disk() {
     for phase in ["paused", "device-state", "sealing"] {
-        let bench = Bench::new();
-        let image = image(&bench);
+        let env = TestEnv::new();
+        let image = numbered_image(&env);
         let before = std::fs::read(&image).expect("the image");
-        let drive = virtio(&image, "raw");
+        let drive = virtio_disk(&image, "raw");
         let fault = format!("kill:{phase}:3");
-        let boot = shell(&distribution_qemu(), &words(&drive));
-        let mut run = start(&bench, &["--interval", "none", "--fault", &fault], &boot);
-        let qemu = Orphan::of(&bench, &mut run, "guest");
-        run.say(RECORDS);
+        let boot = shell_guest(&distribution_qemu(), &as_strs(&drive));
+        let mut run = start_guest(&env, &["--interval", "none", "--fault", &fault], &boot);
+        let qemu = Orphan::of(&env, &mut run, "guest");
+        run.type_line(RECORDS);
         for _ in 0..2 {
             wait_for_records(&mut run, 3);
-            take(&bench);
+            take_checkpoint(&env);
         }
-        let killed = bench.run(&["take", "--name", "guest"]);
+        let killed = env.run(&["take", "--name", "guest"]);
         assert!(!killed.status.success(), "the fault did not strike in {phase}");
         run.wait();
         let before_end = records(&run).len();
-        until("the guest writes on without its engine", || records(&run).len() >= before_end + 5);
+        wait_until("the guest writes on without its engine", || {
+            records(&run).len() >= before_end + 5
+        });
         let last = *records(&run).last().expect("a record");
         qemu.kill();
-        // The server goes with its last client, and everything that was flushed is in the overlay.
-        let place = places(&bench).remove(0);
+        // The server ends with its last client, and the overlay has all flushed data.
+        let place = disk_write_dirs(&env).remove(0);
         let overlay = place.join("0-d");
-        until("the server has ended", || is_free(&overlay));
+        wait_until("the server has ended", || is_free(&overlay));
         let record = format!("record {last} \n");
         let bytes = std::fs::read(overlay.join("data")).expect("the overlay");
         assert!(
@@ -263,31 +267,34 @@ fn a_killed_engine_leaves_the_guest_its_disk() {
             "no {record:?} in {overlay:?}"
         );
         assert_same(&std::fs::read(&image).expect("the image"), &before, "the image");
-        let newest = number(bench.list().last().expect("a checkpoint"), "id");
-        assert_goes_on(&bench, &newest.to_string());
-        // Whoever starts the VM anew is told.
-        let mut anew = bench.start(&["--name", "anew", "--interval", "none"], &boot);
+        let newest = number(env.list().last().expect("a checkpoint"), "id");
+        assert_goes_on(&env, &newest.to_string());
+        // The next start of the VM is refused with the reason.
+        let mut anew = env.start(&["--name", "anew", "--interval", "none"], &boot);
         anew.wait_for_error(&place.display().to_string());
         anew.wait_for("KF READY");
-        bench.ok(&["stop", "--name", "anew"]);
+        env.ok(&["stop", "--name", "anew"]);
         anew.wait();
     }
 }
 
 #[test]
 fn an_image_that_has_changed_is_refused() {
-    let bench = Bench::new();
-    let image = image(&bench);
-    let drive = virtio(&image, "raw");
-    let mut run =
-        start(&bench, &["--interval", "none"], &shell(&distribution_qemu(), &words(&drive)));
-    let id = take(&bench);
-    bench.ok(&["stop"]);
+    let env = TestEnv::new();
+    let image = numbered_image(&env);
+    let drive = virtio_disk(&image, "raw");
+    let mut run = start_guest(
+        &env,
+        &["--interval", "none"],
+        &shell_guest(&distribution_qemu(), &as_strs(&drive)),
+    );
+    let id = take_checkpoint(&env);
+    env.ok(&["stop"]);
     run.wait();
-    assert_eq!(places(&bench), Vec::<PathBuf>::new(), "nothing was written, nothing stays");
+    assert_eq!(disk_write_dirs(&env), Vec::<PathBuf>::new(), "nothing was written, nothing stays");
     let mut bytes = std::fs::read(&image).expect("the image");
     bytes[5] ^= 1;
     std::fs::write(&image, bytes).expect("write the image");
     let words = ["changed since the checkpoint", "disk.raw", "fix:"];
-    bench.refused(&["restore", "--store", &bench.store(), &id], 1, &words);
+    env.refused(&["restore", "--store", &env.store(), &id], 1, &words);
 }

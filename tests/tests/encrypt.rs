@@ -1,10 +1,10 @@
-//! Encrypted stores: a run, an exact restore, nothing of the guest in any file, and what a wrong or
-//! missing key says.
+//! Tests encrypted stores: a run, an exact restore, no plain text of the guest in any file, and the
+//! errors for a wrong or missing key.
 
-use keyframe_tests::{Bench, Boot, assert_restores_exactly, number};
+use keyframe_tests::{Boot, TestEnv, assert_restores_exactly, number};
 use std::path::{Path, PathBuf};
 
-/// Part of every Linux kernel's RAM, and of its page also when that is compressed.
+/// A text in the RAM of every Linux kernel, also in the compressed page.
 const KNOWN: &[u8] = b"Linux version ";
 
 fn files(folder: &Path, found: &mut Vec<PathBuf>) {
@@ -27,44 +27,43 @@ fn holds(file: &Path, known: &[u8]) -> bool {
     false
 }
 
-fn take_some(bench: &Bench) -> Vec<String> {
+fn take_some(env: &TestEnv) -> Vec<String> {
     let boot = Boot::new("scribble kf.mib=8");
-    let mut run =
-        bench.start(&["--interval", "700ms", "--name", "guest", "--audit", "audit"], &boot);
+    let mut run = env.start(&["--interval", "700ms", "--name", "guest", "--audit", "audit"], &boot);
     run.wait_for("KF READY");
-    let taken = run.wait_until(|_| (bench.list().len() >= 3).then_some(()));
+    let taken = run.wait_until(|_| (env.list().len() >= 3).then_some(()));
     assert!(taken.is_some(), "{}", run.report());
-    bench.ok(&["stop", "--name", "guest"]);
+    env.ok(&["stop", "--name", "guest"]);
     let exit = run.wait();
     assert!(exit.success(), "{exit}: {}", run.report());
-    bench.list().iter().map(|entry| number(entry, "id").to_string()).collect()
+    env.list().iter().map(|entry| number(entry, "id").to_string()).collect()
 }
 
 #[test]
 fn an_encrypted_store_restores_exactly_and_shows_nothing() {
-    let mut bench = Bench::without_store();
-    let state = bench.path().join("state").display().to_string();
-    bench.set("XDG_STATE_HOME", &state);
-    let store = bench.store();
-    bench.refused(&["init", &store, "--encrypt", "--key-file", "missing"], 1, &["missing"]);
-    bench.set("KEYFRAME_PASSPHRASE", "short");
-    bench.refused(&["init", &store, "--encrypt"], 1, &["too short"]);
-    bench.set("KEYFRAME_PASSPHRASE", "some words of a test");
-    bench.refused(&["init", &store], 2, &["--encrypt"]);
+    let mut env = TestEnv::without_store();
+    let state = env.path().join("state").display().to_string();
+    env.set("XDG_STATE_HOME", &state);
+    let store = env.store();
+    env.refused(&["init", &store, "--encrypt", "--key-file", "missing"], 1, &["missing"]);
+    env.set("KEYFRAME_PASSPHRASE", "short");
+    env.refused(&["init", &store, "--encrypt"], 1, &["too short"]);
+    env.set("KEYFRAME_PASSPHRASE", "some words of a test");
+    env.refused(&["init", &store], 2, &["--encrypt"]);
     assert!(!Path::new(&store).exists());
-    // A key file: each command would spend a tenth of a second on a passphrase.
-    bench.set("KEYFRAME_PASSPHRASE", "");
-    std::fs::write(bench.path().join("key"), [0x5a; 32]).expect("write a key file");
-    bench.ok(&["init", &store, "--encrypt", "--key-file", "key"]);
-    bench.refused(&["list", "--store", &store], 1, &["key file is needed", "--key-file"]);
-    bench.set("KEYFRAME_KEY_FILE", "key");
-    let ids = take_some(&bench);
-    bench.ok(&["check", "--read-data", "--store", &store]);
-    assert_restores_exactly(&bench, &ids[ids.len() - 1]);
+    // A key file, because each command would spend a tenth of a second on a passphrase.
+    env.set("KEYFRAME_PASSPHRASE", "");
+    std::fs::write(env.path().join("key"), [0x5a; 32]).expect("write a key file");
+    env.ok(&["init", &store, "--encrypt", "--key-file", "key"]);
+    env.refused(&["list", "--store", &store], 1, &["key file is needed", "--key-file"]);
+    env.set("KEYFRAME_KEY_FILE", "key");
+    let ids = take_some(&env);
+    env.ok(&["check", "--read-data", "--store", &store]);
+    assert_restores_exactly(&env, &ids[ids.len() - 1]);
     let mut all = Vec::new();
     files(Path::new(&store), &mut all);
     assert!(all.len() > 6, "{all:?}");
-    let copy = bench.path().join("audit").join(format!("{}.ram", ids[ids.len() - 1]));
+    let copy = env.path().join("audit").join(format!("{}.ram", ids[ids.len() - 1]));
     assert!(holds(&copy, KNOWN), "the guest's RAM does not have what is looked for");
     for file in all {
         assert!(!holds(&file, KNOWN), "{} has the guest's RAM in plain", file.display());
@@ -75,21 +74,21 @@ fn an_encrypted_store_restores_exactly_and_shows_nothing() {
         );
     }
 
-    std::fs::write(bench.path().join("other"), [0x5b; 32]).expect("write another key file");
+    std::fs::write(env.path().join("other"), [0x5b; 32]).expect("write another key file");
     let wrong = ["list", "--store", &store, "--key-file", "other"];
-    bench.refused(&wrong, 1, &["key file is not that of this store"]);
-    // One changed byte is told, and whom it hurts.
+    env.refused(&wrong, 1, &["key file is not that of this store"]);
+    // One changed byte is found, with the checkpoints that it damages.
     let checkpoint = Path::new(&store).join(format!("checkpoints/{:0>10}.ckpt", ids[0]));
     let mut bytes = std::fs::read(&checkpoint).expect("read a checkpoint");
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     std::fs::write(&checkpoint, bytes).expect("change a checkpoint");
-    bench.refused(&["show", "--store", &store, &ids[0]], 1, &["with this store's key"]);
-    // Who gives a key counts on encryption.
-    let plain = bench.path().join("plain").display().to_string();
-    bench.set("KEYFRAME_KEY_FILE", "");
-    bench.ok(&["init", &plain]);
-    bench.refused(
+    env.refused(&["show", "--store", &store, &ids[0]], 1, &["with this store's key"]);
+    // A key for an unencrypted store is refused.
+    let plain = env.path().join("plain").display().to_string();
+    env.set("KEYFRAME_KEY_FILE", "");
+    env.ok(&["init", &plain]);
+    env.refused(
         &["list", "--store", &plain, "--key-file", "key"],
         1,
         &["is not encrypted", "--key-file"],
@@ -114,23 +113,23 @@ fn golden(to: &Path) {
 
 #[test]
 fn checkpoints_are_copied_between_stores_with_keys_of_their_own_or_none() {
-    let mut bench = Bench::without_store();
-    let state = bench.path().join("state").display().to_string();
-    bench.set("XDG_STATE_HOME", &state);
-    let path = |name: &str| bench.path().join(name).display().to_string();
+    let mut env = TestEnv::without_store();
+    let state = env.path().join("state").display().to_string();
+    env.set("XDG_STATE_HOME", &state);
+    let path = |name: &str| env.path().join(name).display().to_string();
     let [plain, one, two, words, back] = ["plain", "one", "two", "words", "back"].map(path);
     golden(Path::new(&plain));
     for (file, byte) in [("one.key", 1), ("two.key", 2)] {
-        std::fs::write(bench.path().join(file), [byte; 32]).expect("write a key file");
+        std::fs::write(env.path().join(file), [byte; 32]).expect("write a key file");
     }
-    bench.ok(&["init", &one, "--encrypt", "--key-file", "one.key"]);
-    bench.ok(&["init", &two, "--encrypt", "--key-file", "two.key"]);
-    bench.ok(&["init", &back]);
-    let ids = |bench: &Bench, store: &str, keys: &[&str]| {
+    env.ok(&["init", &one, "--encrypt", "--key-file", "one.key"]);
+    env.ok(&["init", &two, "--encrypt", "--key-file", "two.key"]);
+    env.ok(&["init", &back]);
+    let ids = |env: &TestEnv, store: &str, keys: &[&str]| {
         let args = [&["list", "--json", "--store", store], keys].concat();
-        bench.json(&args).as_array().expect("a list").len()
+        env.json(&args).as_array().expect("a list").len()
     };
-    let all = ids(&bench, &plain, &[]);
+    let all = ids(&env, &plain, &[]);
     assert!(all > 0);
     let copy = |from: &str, to: &str| {
         ["copy", "--quiet", "--all", "--store", from, "--to", to].map(String::from).to_vec()
@@ -138,42 +137,42 @@ fn checkpoints_are_copied_between_stores_with_keys_of_their_own_or_none() {
     let with = |line: Vec<String>, keys: &[&str]| {
         line.into_iter().chain(keys.iter().map(|key| (*key).to_owned())).collect::<Vec<_>>()
     };
-    let args = keyframe_tests::disks::words;
-    // Plain to encrypted: the one key is not taken for the other.
-    bench.refused(&args(&copy(&plain, &one)), 1, &["key file is needed", "--to-key-file"]);
+    let args = keyframe_tests::disks::as_strs;
+    // Plain to encrypted: each key belongs to its own store.
+    env.refused(&args(&copy(&plain, &one)), 1, &["key file is needed", "--to-key-file"]);
     let line = with(copy(&plain, &one), &["--key-file", "one.key"]);
-    bench.refused(&args(&line), 1, &["is not encrypted"]);
+    env.refused(&args(&line), 1, &["is not encrypted"]);
     let line = with(copy(&plain, &one), &["--to-key-file", "two.key"]);
-    bench.refused(&args(&line), 1, &["key file is not that of this store"]);
-    bench.ok(&args(&with(copy(&plain, &one), &["--to-key-file", "one.key"])));
-    assert_eq!(ids(&bench, &one, &["--key-file", "one.key"]), all);
+    env.refused(&args(&line), 1, &["key file is not that of this store"]);
+    env.ok(&args(&with(copy(&plain, &one), &["--to-key-file", "one.key"])));
+    assert_eq!(ids(&env, &one, &["--key-file", "one.key"]), all);
     // Encrypted to encrypted.
     let keys = ["--key-file", "one.key", "--to-key-file", "two.key"];
-    bench.ok(&args(&with(copy(&one, &two), &keys)));
+    env.ok(&args(&with(copy(&one, &two), &keys)));
     // Encrypted to plain.
     let line = with(copy(&two, &back), &["--key-file", "two.key", "--to-key-file", "one.key"]);
-    bench.refused(&args(&line), 1, &["is not encrypted", "--to-key-file"]);
-    bench.ok(&args(&with(copy(&two, &back), &["--key-file", "two.key"])));
+    env.refused(&args(&line), 1, &["is not encrypted", "--to-key-file"]);
+    env.ok(&args(&with(copy(&two, &back), &["--key-file", "two.key"])));
     for (store, keys) in
         [(&one, &["--key-file", "one.key"][..]), (&two, &["--key-file", "two.key"]), (&back, &[])]
     {
-        assert_eq!(ids(&bench, store, keys), all);
-        bench.ok(&args(&with(
+        assert_eq!(ids(&env, store, keys), all);
+        env.ok(&args(&with(
             ["check", "--read-data", "--store", store].map(String::from).to_vec(),
             keys,
         )));
     }
-    // With passphrases, out of the environment.
-    bench.set("KEYFRAME_PASSPHRASE", "some words of a test");
-    bench.ok(&["init", &words, "--encrypt"]);
-    bench.set("KEYFRAME_PASSPHRASE", "");
-    bench.set("KEYFRAME_TO_PASSPHRASE", "other words of a test");
-    bench.refused(&args(&copy(&back, &words)), 1, &["passphrase is not that"]);
-    bench.set("KEYFRAME_TO_PASSPHRASE", "some words of a test");
-    bench.ok(&args(&copy(&back, &words)));
-    bench.set("KEYFRAME_TO_PASSPHRASE", "");
-    bench.set("KEYFRAME_PASSPHRASE", "some words of a test");
-    bench.set("KEYFRAME_TO_KEY_FILE", "one.key");
-    let again = bench.ok(&args(&copy(&words, &one)));
+    // With passphrases from the environment.
+    env.set("KEYFRAME_PASSPHRASE", "some words of a test");
+    env.ok(&["init", &words, "--encrypt"]);
+    env.set("KEYFRAME_PASSPHRASE", "");
+    env.set("KEYFRAME_TO_PASSPHRASE", "other words of a test");
+    env.refused(&args(&copy(&back, &words)), 1, &["passphrase is not that"]);
+    env.set("KEYFRAME_TO_PASSPHRASE", "some words of a test");
+    env.ok(&args(&copy(&back, &words)));
+    env.set("KEYFRAME_TO_PASSPHRASE", "");
+    env.set("KEYFRAME_PASSPHRASE", "some words of a test");
+    env.set("KEYFRAME_TO_KEY_FILE", "one.key");
+    let again = env.ok(&args(&copy(&words, &one)));
     assert!(again.contains(&format!("{all} were there")), "{again}");
 }

@@ -1,36 +1,35 @@
-//! Exactness: RAM copied in the same pause equals the checkpoint in the store and the RAM of the
-//! restored VM, page by page, for every backing of RAM and with devices writing to it.
+//! Tests exactness: RAM that was copied in the pause equals the checkpoint in the store and the RAM
+//! of the restored VM, page by page, for each kind of memory and with devices that write to it.
 
 use keyframe_tests::{
-    Bench, Boot, HugePages, Process, assert_no_errors, assert_restores_exactly, echo, number,
+    Boot, HugePages, Process, TestEnv, assert_no_errors, assert_restores_exactly, echo, number,
     small_guest, variants,
 };
 use serde_json::Value;
 
-/// Takes checkpoints of a booted guest under load, each audited against a full copy, then restores
-/// some of them paused and compares their live RAM with the copy.
+/// Takes audited checkpoints of a booted guest under load, restores some of them paused, and
+/// compares their RAM with the audit's copy.
 fn exact(boot: &Boot, ready: &str, healthy: impl Fn(&Process)) {
-    let bench = Bench::new();
-    let mut run =
-        bench.start(&["--interval", "600ms", "--name", "guest", "--audit", "audit"], boot);
+    let env = TestEnv::new();
+    let mut run = env.start(&["--interval", "600ms", "--name", "guest", "--audit", "audit"], boot);
     run.wait_for(ready);
-    let mark = bench.list().len();
-    let taken = run.wait_until(|_| (bench.list().len() >= mark + 4).then_some(()));
+    let mark = env.list().len();
+    let taken = run.wait_until(|_| (env.list().len() >= mark + 4).then_some(()));
     assert!(taken.is_some(), "{}", run.report());
-    bench.ok(&["stop"]);
+    env.ok(&["stop"]);
     let exit = run.wait();
-    // The audit compares every checkpoint with its copy, and fails the run where one differs.
+    // The audit compares each checkpoint with its copy, and fails the run if one differs.
     assert!(exit.success(), "{exit}: {}", run.report());
     healthy(&run);
 
-    let list = bench.list();
-    // The audit keeps the copies of the newest eight; four at least were taken under load.
+    let list = env.list();
+    // The audit keeps the newest eight copies; at least four are of the guest under load.
     for back in [1, 4] {
         let id = number(&list[list.len() - back], "id").to_string();
-        assert_restores_exactly(&bench, &id);
+        assert_restores_exactly(&env, &id);
     }
     let id = number(&list[list.len() - 3], "id").to_string();
-    let mut restored = bench.restore(&id, &[]);
+    let mut restored = env.restore(&id, &[]);
     let lines = restored.wait_until(|p| (p.lines().len() >= 4).then_some(()));
     assert!(lines.is_some(), "the restored guest is silent; {}", restored.report());
     healthy(&restored);
@@ -127,10 +126,10 @@ fn a_network_card_under_load() {
 
 #[test]
 fn a_guest_that_dirties_faster_than_staging_holds() {
-    let bench = Bench::new();
+    let env = TestEnv::new();
     let mut boot = Boot::new("dirty kf.rate=40000 kf.mib=150");
     boot.mem_mib = 256;
-    let mut run = bench.start(
+    let mut run = env.start(
         &[
             "--interval",
             "300ms",
@@ -146,13 +145,13 @@ fn a_guest_that_dirties_faster_than_staging_holds() {
         &boot,
     );
     run.wait_for("KF READY");
-    let mark = bench.list().len();
-    let taken = run.wait_until(|_| (bench.list().len() >= mark + 2).then_some(()));
+    let mark = env.list().len();
+    let taken = run.wait_until(|_| (env.list().len() >= mark + 2).then_some(()));
     assert!(taken.is_some(), "{}", run.report());
-    bench.ok(&["stop"]);
+    env.ok(&["stop"]);
     assert!(run.wait().code().is_some_and(|c| c == 0 || c == 3), "{}", run.report());
     assert!(!run.errors().contains("AUDIT"), "{}", run.report());
-    let rounds: Vec<Value> = bench.list();
+    let rounds: Vec<Value> = env.list();
     assert!(
         rounds.iter().any(|e| number(e, "dirty_pages") > 4000),
         "the guest hardly wrote: {rounds:?}"
@@ -161,20 +160,21 @@ fn a_guest_that_dirties_faster_than_staging_holds() {
 
 #[test]
 fn stop_and_copy_is_exact_too() {
-    let bench = Bench::new();
+    let env = TestEnv::new();
     let boot = Boot::new("scribble kf.mib=32");
     let options =
         ["--interval", "600ms", "--strategy", "stop-copy", "--name", "guest", "--audit", "audit"];
-    let mut run = bench.start(&options, &boot);
+    let mut run = env.start(&options, &boot);
     run.wait_for("KF READY");
-    let mark = bench.list().len();
-    let taken = run.wait_until(|_| (bench.list().len() >= mark + 4).then_some(()));
+    let mark = env.list().len();
+    let taken = run.wait_until(|_| (env.list().len() >= mark + 4).then_some(()));
     assert!(taken.is_some(), "{}", run.report());
-    bench.ok(&["stop"]);
+    env.ok(&["stop"]);
     assert!(run.wait().success(), "{}", run.report());
-    let list = bench.list();
-    // A set of pages that its memory does not hold is copied before the pause by any strategy.
+    let list = env.list();
+    // If a set of pages exceeds the engine's memory for pages, each strategy copies some of them
+    // before the pause.
     let stopped = list.iter().filter(|e| number(e, "precopy_rounds") == 0).count();
     assert!(stopped > list.len() / 2, "{list:?}");
-    assert_restores_exactly(&bench, &number(&list[list.len() - 3], "id").to_string());
+    assert_restores_exactly(&env, &number(&list[list.len() - 3], "id").to_string());
 }

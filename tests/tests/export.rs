@@ -1,13 +1,13 @@
-//! What is written for other tools: the same memory and registers as QEMU's own dump of the same
-//! instant, streams that stock QEMU loads, and QEMU's own streams as checkpoints.
+//! Tests exports for other tools: memory and registers equal QEMU's own dump of the same instant,
+//! stock QEMU loads exported streams, and QEMU's own streams become checkpoints.
 
 use crate::commit::{of_qcow2, three};
 use crate::group;
 use keyframe_qemu::Qmp;
-use keyframe_tests::disks::{assert_same, image, shell, virtio, words};
+use keyframe_tests::disks::{as_strs, assert_same, numbered_image, shell_guest, virtio_disk};
 use keyframe_tests::{
-    Bench, Boot, Foreign, Process, Qemu, Sequence, chosen_qemus, distribution_qemu, hash_lines,
-    skip, until,
+    Boot, ExternalVm, Process, Qemu, Sequence, TestEnv, chosen_qemus, distribution_qemu,
+    hash_lines, skip, wait_until,
 };
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -26,7 +26,7 @@ fn boot(qemu: &Qemu, machine: &str) -> Boot {
     boot
 }
 
-/// The guest of `vm` says `least` more lines of its sequence, all right.
+/// Asserts that the guest of `vm` prints `least` further lines of its sequence, all correct.
 fn goes_on(vm: &mut Process, least: usize) {
     let grown = vm.wait_until(|p| (hash_lines(&p.lines()).len() >= least).then_some(()));
     assert!(grown.is_some(), "the guest is silent; {}", vm.report());
@@ -34,51 +34,51 @@ fn goes_on(vm: &mut Process, least: usize) {
 }
 
 /// `boot` with a monitor for the user, `NAME.sock`.
-fn with_monitor(bench: &Bench, boot: &Boot, name: &str) -> Boot {
-    let monitor = bench.path().join(format!("{name}.sock"));
+fn with_monitor(env: &TestEnv, boot: &Boot, name: &str) -> Boot {
+    let monitor = env.path().join(format!("{name}.sock"));
     boot.clone().with(&["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())])
 }
 
-/// Stops the VM with monitor `NAME.sock`; QEMU's own dump of it goes to `NAME.elf`.
-fn stop_and_dump(bench: &Bench, name: &str) {
-    let mut qmp = Qmp::connect(&bench.path().join(format!("{name}.sock")), WAIT)
+/// Stops the VM with monitor `NAME.sock` and writes QEMU's own dump of it to `NAME.elf`.
+fn stop_and_dump(env: &TestEnv, name: &str) {
+    let mut qmp = Qmp::connect(&env.path().join(format!("{name}.sock")), WAIT)
         .expect("connect to the monitor");
     qmp.stop().expect("stop");
-    let file = format!("file:{}", bench.path().join(format!("{name}.elf")).display());
+    let file = format!("file:{}", env.path().join(format!("{name}.elf")).display());
     qmp.execute("dump-guest-memory", Some(json!({ "paging": false, "protocol": file })))
         .expect("dump");
 }
 
 /// Takes a checkpoint of the run `name` and ends it.
-fn take_and_stop(bench: &Bench, run: &mut Process, name: &str) {
-    bench.ok(&["take", "--name", name]);
-    bench.ok(&["stop", "--name", name]);
+fn take_and_stop(env: &TestEnv, run: &mut Process, name: &str) {
+    env.ok(&["take", "--name", name]);
+    env.ok(&["stop", "--name", name]);
     assert!(run.wait().success(), "{}", run.report());
 }
 
-/// Runs `boot` under Keyframe; in one pause takes checkpoint 1, and QEMU's own dump into
+/// Runs `boot` under Keyframe and, in one pause, takes checkpoint 1 and QEMU's own dump into
 /// `qemu.elf`.
-fn checkpoint_and_dump(bench: &Bench, boot: &Boot) {
-    let boot = with_monitor(bench, boot, "qemu");
-    let mut run = bench.start(&["--interval", "none", "--name", "guest"], &boot);
+fn checkpoint_and_dump(env: &TestEnv, boot: &Boot) {
+    let boot = with_monitor(env, boot, "qemu");
+    let mut run = env.start(&["--interval", "none", "--name", "guest"], &boot);
     let speaks = run.wait_until(|p| (!hash_lines(&p.lines()).is_empty()).then_some(()));
     assert!(speaks.is_some(), "the guest is silent; {}", run.report());
-    stop_and_dump(bench, "qemu");
-    take_and_stop(bench, &mut run, "guest");
+    stop_and_dump(env, "qemu");
+    take_and_stop(env, &mut run, "guest");
 }
 
-fn export(bench: &Bench, format: &str, name: &str) -> Vec<u8> {
-    export_with(bench, &[], format, name)
+fn export(env: &TestEnv, format: &str, name: &str) -> Vec<u8> {
+    export_with(env, &[], format, name)
 }
 
-fn export_with(bench: &Bench, options: &[&str], format: &str, name: &str) -> Vec<u8> {
-    let store = bench.store();
+fn export_with(env: &TestEnv, options: &[&str], format: &str, name: &str) -> Vec<u8> {
+    let store = env.store();
     let args = ["export", "latest", "--store", &store, "--format", format, "-o", name];
-    bench.ok(&[&args[..], options].concat());
-    std::fs::read(bench.path().join(name)).expect("the exported file")
+    env.ok(&[&args[..], options].concat());
+    std::fs::read(env.path().join(name)).expect("the exported file")
 }
 
-/// A core's notes, and its segments by physical address.
+/// A core file's notes, and its segments by physical address.
 fn core(bytes: &[u8]) -> (&[u8], BTreeMap<u64, &[u8]>) {
     let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap()) as usize;
     let (mut notes, mut segments) = (&[][..], BTreeMap::new());
@@ -98,11 +98,11 @@ fn core(bytes: &[u8]) -> (&[u8], BTreeMap<u64, &[u8]>) {
 fn memory_and_registers_are_those_of_qemus_own_dump() {
     for qemu in chosen_qemus(0) {
         for machine in ["pc", "q35", "microvm"] {
-            let bench = Bench::new();
-            checkpoint_and_dump(&bench, &boot(&qemu, machine));
-            let theirs = std::fs::read(bench.path().join("qemu.elf")).unwrap();
-            let ours = export(&bench, "elf", "ours.elf");
-            let raw = export(&bench, "raw", "ours.raw");
+            let env = TestEnv::new();
+            checkpoint_and_dump(&env, &boot(&qemu, machine));
+            let theirs = std::fs::read(env.path().join("qemu.elf")).unwrap();
+            let ours = export(&env, "elf", "ours.elf");
+            let raw = export(&env, "raw", "ours.raw");
             let ((notes, segments), (our_notes, our_segments)) = (core(&theirs), core(&ours));
             let what = format!("QEMU {}, {machine}", qemu.label);
             assert!(notes.len() > 1000 && notes == our_notes, "{what}: the notes differ");
@@ -124,17 +124,9 @@ fn memory_and_registers_are_those_of_qemus_own_dump() {
                 }
             }
             assert_eq!(raw.len(), 96 << 20, "{what}");
-            // What goes through a pipe is the same.
-            let piped = bench.run(&[
-                "export",
-                "1",
-                "--store",
-                &bench.store(),
-                "--format",
-                "elf",
-                "-o",
-                "-",
-            ]);
+            // The output through a pipe is the same.
+            let piped =
+                env.run(&["export", "1", "--store", &env.store(), "--format", "elf", "-o", "-"]);
             assert!(piped.stdout == ours, "{what}: the pipe has other bytes");
         }
     }
@@ -142,38 +134,38 @@ fn memory_and_registers_are_those_of_qemus_own_dump() {
 
 #[test]
 fn each_member_of_a_group_is_exported_by_its_name() {
-    let bench = Bench::new();
-    let members: Vec<Boot> = group::hashing(&bench)
+    let env = TestEnv::new();
+    let members: Vec<Boot> = group::hashing(&env)
         .iter()
         .zip(["a", "b"])
-        .map(|(boot, n)| with_monitor(&bench, boot, n))
+        .map(|(boot, n)| with_monitor(&env, boot, n))
         .collect();
-    let mut run = group::start(&bench, &["--interval", "none"], &members);
-    group::wait_until_ready(&bench, &mut run);
+    let mut run = group::start(&env, &["--interval", "none"], &members);
+    group::wait_until_ready(&env, &mut run);
     for name in ["a", "b"] {
-        stop_and_dump(&bench, name);
+        stop_and_dump(&env, name);
     }
-    take_and_stop(&bench, &mut run, "pair");
+    take_and_stop(&env, &mut run, "pair");
     for name in ["a", "b"] {
-        let theirs = std::fs::read(bench.path().join(format!("{name}.elf"))).unwrap();
-        let ours = export_with(&bench, &["--member", name], "elf", &format!("our-{name}.elf"));
+        let theirs = std::fs::read(env.path().join(format!("{name}.elf"))).unwrap();
+        let ours = export_with(&env, &["--member", name], "elf", &format!("our-{name}.elf"));
         assert!(
             core(&theirs).0.len() > 400 && core(&theirs) == core(&ours),
             "{name}: the cores differ"
         );
     }
-    export_with(&bench, &["--member", "b"], "migration", "b.mig");
+    export_with(&env, &["--member", "b"], "migration", "b.mig");
     let mut line = members[1].clone();
     line.serial = "stdio".into();
     let line = line.with(&["-incoming", "exec:cat b.mig"]).command();
     let mut command = Command::new(&line[0]);
-    command.args(&line[1..]).current_dir(bench.path());
+    command.args(&line[1..]).current_dir(env.path());
     goes_on(&mut Process::start(command), 3);
-    let store = bench.store();
+    let store = env.store();
     let args = ["export", "latest", "--store", &store, "--format", "raw", "-o", "x"];
-    bench.refused(&args, 1, &["group, pair", "a, b", "--member"]);
-    bench.refused(&[&args[..], &["--member", "c"]].concat(), 1, &["no member c", "a, b"]);
-    assert!(!bench.path().join("x").exists());
+    env.refused(&args, 1, &["group, pair", "a, b", "--member"]);
+    env.refused(&[&args[..], &["--member", "c"]].concat(), 1, &["no member c", "a, b"]);
+    assert!(!env.path().join("x").exists());
 }
 
 #[test]
@@ -182,12 +174,12 @@ fn a_debugger_opens_the_core() {
         skip!("no gdb (Debian package gdb)");
     };
     assert!(version.status.success());
-    let bench = Bench::new();
-    checkpoint_and_dump(&bench, &boot(&distribution_qemu(), "pc"));
-    export(&bench, "elf", "ours.elf");
+    let env = TestEnv::new();
+    checkpoint_and_dump(&env, &boot(&distribution_qemu(), "pc"));
+    export(&env, "elf", "ours.elf");
     let asked = |core: &str, commands: &[&str]| {
         let mut gdb = Command::new("gdb");
-        gdb.current_dir(bench.path()).args(["-nx", "-batch", "-core", core]);
+        gdb.current_dir(env.path()).args(["-nx", "-batch", "-core", core]);
         gdb.args(commands.iter().flat_map(|c| ["-ex", c]));
         let output = gdb.output().expect("run gdb");
         String::from_utf8_lossy(&output.stdout).into_owned()
@@ -195,28 +187,28 @@ fn a_debugger_opens_the_core() {
     let registers = ["info threads", "info registers"];
     let (ours, theirs) = (asked("ours.elf", &registers), asked("qemu.elf", &registers));
     assert!(ours.contains("rip") && ours == theirs, "{ours}\n{theirs}");
-    // Physical addresses can be read too: the reset vector is a far jump.
+    // The debugger also reads physical addresses: the reset vector is a far jump.
     assert!(asked("ours.elf", &["x/bx 0xfffffff0"]).contains("0xea"));
 }
 
 #[test]
 fn a_file_is_replaced_only_when_asked_to() {
-    let bench = Bench::new();
-    checkpoint_and_dump(&bench, &boot(&distribution_qemu(), "pc"));
-    export(&bench, "raw", "there");
-    let store = bench.store();
+    let env = TestEnv::new();
+    checkpoint_and_dump(&env, &boot(&distribution_qemu(), "pc"));
+    export(&env, "raw", "there");
+    let store = env.store();
     let args = ["export", "latest", "--store", &store, "--format", "raw", "-o", "there"];
-    bench.refused(&args, 1, &["exists", "--force"]);
-    bench.ok(&[&args[..], &["--force"]].concat());
-    bench.refused(
+    env.refused(&args, 1, &["exists", "--force"]);
+    env.ok(&[&args[..], &["--force"]].concat());
+    env.refused(
         &["export", "9", "--store", &store, "--format", "raw", "-o", "x"],
         1,
         &["9", "list"],
     );
     let member = ["--force", "--member", "a"];
-    bench.refused(&[&args[..], &member].concat(), 1, &["no member a", "leave --member out"]);
+    env.refused(&[&args[..], &member].concat(), 1, &["no member a", "leave --member out"]);
     let names: Vec<_> =
-        std::fs::read_dir(bench.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+        std::fs::read_dir(env.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
     assert!(
         !names.iter().any(|n| n.to_string_lossy().starts_with(".keyframe-export")),
         "{names:?}"
@@ -226,25 +218,25 @@ fn a_file_is_replaced_only_when_asked_to() {
 #[test]
 fn a_disk_is_exported_as_the_guest_had_it() {
     for qemu in chosen_qemus(1) {
-        let bench = Bench::new();
-        let drive = virtio(&image(&bench), "raw");
-        let taken = three(&bench, &shell(&qemu, &words(&drive)));
-        let store = bench.store();
+        let env = TestEnv::new();
+        let drive = virtio_disk(&numbered_image(&env), "raw");
+        let taken = three(&env, &shell_guest(&qemu, &as_strs(&drive)));
+        let store = env.store();
         for (id, expected) in &taken {
             let args = ["export", id, "--store", &store, "--disk", "d", "--force", "-o"];
-            let with = |more: &[&str]| bench.ok(&[&args[..], more].concat());
+            let with = |more: &[&str]| env.ok(&[&args[..], more].concat());
             with(&["d.raw"]);
-            let raw = std::fs::read(bench.path().join("d.raw")).expect("the exported file");
+            let raw = std::fs::read(env.path().join("d.raw")).expect("the exported file");
             assert_same(&raw, expected, &format!("QEMU {}, checkpoint {id}, raw", qemu.label));
             with(&["d.qcow2", "--format", "qcow2"]);
-            let qcow2 = of_qcow2(&bench.path().join("d.qcow2"), &bench.path().join("again.raw"));
+            let qcow2 = of_qcow2(&env.path().join("d.qcow2"), &env.path().join("again.raw"));
             assert_same(&qcow2, expected, &format!("QEMU {}, checkpoint {id}, qcow2", qemu.label));
-            let piped = bench.run(&[&args[..], &["-"]].concat());
+            let piped = env.run(&[&args[..], &["-"]].concat());
             assert!(piped.stdout == *expected, "the pipe has other bytes");
         }
         let args = ["export", "latest", "--store", &store, "-o", "d.raw"];
         let refused = |more: &[&str], expected: &[&str]| {
-            bench.refused(&[&args[..], more].concat(), 1, expected);
+            env.refused(&[&args[..], more].concat(), 1, expected);
         };
         refused(&["--disk", "d"], &["exists", "--force"]);
         refused(&["--disk", "e", "--force"], &["no disk e", "it holds d"]);
@@ -258,13 +250,13 @@ fn a_disk_is_exported_as_the_guest_had_it() {
 fn stock_qemu_loads_an_exported_stream_and_the_guest_goes_on() {
     for qemu in chosen_qemus(0) {
         for machine in ["pc", "q35"] {
-            let bench = Bench::new();
+            let env = TestEnv::new();
             let boot = boot(&qemu, machine).with(&["-device", "VGA"]);
-            checkpoint_and_dump(&bench, &boot);
-            export(&bench, "migration", "vm.mig");
+            checkpoint_and_dump(&env, &boot);
+            export(&env, "migration", "vm.mig");
             let line = boot.with(&["-incoming", "exec:cat vm.mig"]).command();
             let mut command = Command::new(&line[0]);
-            command.args(&line[1..]).current_dir(bench.path());
+            command.args(&line[1..]).current_dir(env.path());
             let mut loaded = Process::start(command);
             goes_on(&mut loaded, 3);
             assert!(loaded.is_running(), "{}", loaded.report());
@@ -272,27 +264,27 @@ fn stock_qemu_loads_an_exported_stream_and_the_guest_goes_on() {
     }
 }
 
-/// QEMU's own stream of `boot`, which is then ended.
-fn migrated(bench: &Bench, boot: &Boot) -> Vec<u8> {
-    let mut foreign = Foreign::start(bench, boot);
+/// Writes QEMU's own migration stream of `boot`, and ends the VM.
+fn migrated(env: &TestEnv, boot: &Boot) -> Vec<u8> {
+    let mut foreign = ExternalVm::start(env, boot);
     let said = foreign.console.wait_until(|p| (!hash_lines(&p.lines()).is_empty()).then_some(()));
     assert!(said.is_some(), "{}", foreign.console.report());
-    let mut qmp = foreign.other();
-    // What a guest under TCG writes while QEMU migrates it is lost now and then, for QEMU's own
-    // `-incoming` too.
+    let mut qmp = foreign.monitor();
+    // Under TCG a migration loses some writes of the running guest, also with QEMU's own
+    // `-incoming`.
     qmp.stop().expect("stop");
-    let file = bench.path().join("qemu.mig");
+    let file = env.path().join("qemu.mig");
     let uri = format!("exec:cat > {}", file.display());
     qmp.execute("migrate", Some(json!({ "uri": uri }))).expect("migrate");
-    until("the migration", || {
+    wait_until("the migration", || {
         let status = qmp.execute("query-migrate", None).expect("query-migrate");
         status["status"] == "completed"
     });
     std::fs::read(file).expect("the stream")
 }
 
-fn import(bench: &Bench, file: &str, boot: &Boot) -> Vec<String> {
-    let store = bench.store();
+fn import(env: &TestEnv, file: &str, boot: &Boot) -> Vec<String> {
+    let store = env.store();
     let mut args =
         ["import", file, "--store", &store, "--tag", "imported", "--"].map(String::from).to_vec();
     args.extend(boot.command());
@@ -303,31 +295,31 @@ fn import(bench: &Bench, file: &str, boot: &Boot) -> Vec<String> {
 fn qemus_own_stream_becomes_a_checkpoint_that_goes_on() {
     for qemu in chosen_qemus(1) {
         for machine in ["pc", "q35"] {
-            let bench = Bench::new();
+            let env = TestEnv::new();
             let boot = boot(&qemu, machine).with(&["-device", "VGA"]);
-            migrated(&bench, &boot);
-            let args = import(&bench, "qemu.mig", &boot);
-            bench.ok(&args.iter().map(String::as_str).collect::<Vec<_>>());
-            let mut restored = bench.restore("imported", &[]);
+            migrated(&env, &boot);
+            let args = import(&env, "qemu.mig", &boot);
+            env.ok(&args.iter().map(String::as_str).collect::<Vec<_>>());
+            let mut restored = env.restore("imported", &[]);
             goes_on(&mut restored, 3);
-            // It is exported as any other, and holds what the stream held.
-            let first = export(&bench, "raw", "first.raw");
+            // The checkpoint is exported as any other, and equals the stream.
+            let first = export(&env, "raw", "first.raw");
             assert_eq!(first.len(), 96 << 20);
-            bench.ok(&["check", "--read-data", "--store", &bench.store()]);
+            env.ok(&["check", "--read-data", "--store", &env.store()]);
         }
     }
 }
 
 #[test]
 fn streams_that_are_hostile_or_another_machines_are_refused_and_leave_nothing() {
-    let bench = Bench::new();
+    let env = TestEnv::new();
     let boot = boot(&distribution_qemu(), "pc");
-    let good = migrated(&bench, &boot);
+    let good = migrated(&env, &boot);
     let refused = |name: &str, bytes: &[u8], boot: &Boot, words: &[&str]| {
-        std::fs::write(bench.path().join(name), bytes).unwrap();
-        let args = import(&bench, name, boot);
-        bench.refused(&args.iter().map(String::as_str).collect::<Vec<_>>(), 1, words);
-        assert!(bench.list().is_empty(), "{name} left a checkpoint");
+        std::fs::write(env.path().join(name), bytes).unwrap();
+        let args = import(&env, name, boot);
+        env.refused(&args.iter().map(String::as_str).collect::<Vec<_>>(), 1, words);
+        assert!(env.list().is_empty(), "{name} left a checkpoint");
     };
     refused("cut", &good[..good.len() / 2], &boot, &["cut short"]);
     refused("tail", &good[..good.len() - 3], &boot, &["end mark"]);
@@ -348,5 +340,5 @@ fn streams_that_are_hostile_or_another_machines_are_refused_and_leave_nothing() 
     let mut single = boot;
     single.cpus = 1;
     refused("single", &good, &single, &["processors"]);
-    assert!(!Path::new(&bench.path().join("imported")).exists());
+    assert!(!Path::new(&env.path().join("imported")).exists());
 }

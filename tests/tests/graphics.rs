@@ -1,9 +1,9 @@
-//! A VM with a display, on real QEMUs: a viewer that connects after the restore sees, pixel by
-//! pixel, what one saw at the checkpoint, and what the guest draws next.
+//! Tests a VM with a display on real QEMUs: a viewer that connects after the restore sees, pixel by
+//! pixel, the display of the checkpoint and the guest's next output.
 
 use keyframe_qemu::Qmp;
-use keyframe_tests::disks::does;
-use keyframe_tests::{Bench, Boot, Process, Qemu, Scope, qemus, record_skip, restored_pid};
+use keyframe_tests::disks::run_in_guest;
+use keyframe_tests::{Boot, Process, Qemu, Scope, TestEnv, qemus, record_skip, restored_pid};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
@@ -13,12 +13,12 @@ use std::time::Duration;
 
 const WAIT: Duration = Duration::from_mins(2);
 const BYTES_PER_PIXEL: usize = 4;
-/// Pictures that are asked for until two in a row are the same.
+/// How many pictures a viewer requests until two in a row are equal.
 const TRIES: usize = 50;
-/// More than a display of these tests has, in each direction.
+/// More pixels than a display of these tests has in each direction.
 const SIDE_MAX: usize = 4096;
 
-/// Either kind of connection.
+/// A connection to a display, over either kind of socket.
 trait Stream: Read + Write {}
 impl<T: Read + Write> Stream for T {}
 
@@ -31,14 +31,14 @@ struct Picture {
 }
 
 impl Picture {
-    /// How many colours it has.
+    /// The number of its colours.
     fn colours(&self) -> usize {
         let all =
             self.pixels.chunks_exact(BYTES_PER_PIXEL).map(|pixel| [pixel[0], pixel[1], pixel[2]]);
         all.collect::<std::collections::BTreeSet<_>>().len()
     }
 
-    /// How many pixels differ; all, where its size does.
+    /// The number of pixels that differ; all of them if the sizes differ.
     fn differing(&self, other: &Self) -> usize {
         if (self.width, self.height) != (other.width, other.height) {
             return self.width * self.height;
@@ -50,7 +50,7 @@ impl Picture {
     }
 }
 
-/// A viewer that speaks RFB 3.8 (RFC 6143), raw encoding alone.
+/// A viewer that speaks RFB 3.8 (RFC 6143) with raw encoding only.
 struct Viewer {
     stream: Box<dyn Stream>,
     picture: Picture,
@@ -95,7 +95,7 @@ impl Viewer {
         assert!(offered.contains(&1), "no access without a password: {offered:?}");
         self.send(&[1]);
         assert_eq!(self.read(), [0; 4], "refused");
-        // Others may look too.
+        // Other viewers may share the display.
         self.send(&[1]);
         let [w1, w0, h1, h0] = self.read();
         let _format = self.read::<16>();
@@ -107,7 +107,7 @@ impl Viewer {
         self.resize(u16::from_be_bytes([w1, w0]), u16::from_be_bytes([h1, h0]));
         // 32 bits a pixel, 8 a colour, little-endian.
         self.send(&[0, 0, 0, 0, 32, 24, 0, 1, 0, 255, 0, 255, 0, 255, 16, 8, 0, 0, 0, 0]);
-        // Raw pixels, and being told of another size.
+        // Raw pixels, and notes of a changed size.
         self.send(&[&[2, 0, 0, 2][..], &0i32.to_be_bytes(), &(-223i32).to_be_bytes()].concat());
     }
 
@@ -120,7 +120,7 @@ impl Viewer {
         self.picture = Picture { width, height, pixels: vec![0; width * height * BYTES_PER_PIXEL] };
     }
 
-    /// Asks for everything once. False where the size changed meanwhile.
+    /// Requests the whole picture once. Returns false if the size changed meanwhile.
     fn update(&mut self) -> bool {
         let (width, height) = (self.picture.width, self.picture.height);
         let side = |pixels: usize| (pixels as u16).to_be_bytes();
@@ -157,7 +157,7 @@ impl Viewer {
         }
     }
 
-    /// What a viewer sees once nothing changes any more.
+    /// The picture after it has stopped changing.
     fn look(display: &Display) -> Picture {
         let mut viewer = Self::connect(display);
         let mut before = Vec::new();
@@ -172,20 +172,20 @@ impl Viewer {
     }
 }
 
-/// Where a VM's display is.
+/// Where a VM's display listens.
 enum Display {
     Port(u16),
     Socket(PathBuf),
 }
 
-/// A display number of QEMU's whose port is free.
+/// A display number whose port is free.
 fn free_display() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     listener.local_addr().expect("its number").port() - 5900
 }
 
-/// Has the guest fill its text screen with coloured blocks and write `word` below. Each block's ink
-/// is its paper, so that no cursor shows in it.
+/// Makes the guest fill its text screen with coloured blocks and write `word` below. Foreground and
+/// background of a block have one colour, so that no cursor shows in it.
 fn draw(vm: &mut Process, word: &str, step: &str) {
     // 7 colours in a row of 80: each line begins with another.
     let blocks = r" \021 \042 \063 \104 \125 \146 \167";
@@ -195,23 +195,23 @@ fn draw(vm: &mut Process, word: &str, step: &str) {
         "(i=0; while [ $i -lt 240 ]; do printf '{blocks}'; i=$((i+1)); done; printf '{letters}') >/tmp/p; \
          dd if=/tmp/p of=/dev/mem bs=32 seek=23552 conv=notrunc 2>/dev/null"
     );
-    does(vm, &command, step);
+    run_in_guest(vm, &command, step);
 }
 
-fn boot(bench: &Bench, qemu: &Qemu, device: &[&str]) -> (Boot, [Display; 2]) {
+fn boot(env: &TestEnv, qemu: &Qemu, device: &[&str]) -> (Boot, [Display; 2]) {
     let number = free_display();
-    let socket = bench.path().join("vnc.sock");
+    let socket = env.path().join("vnc.sock");
     let (tcp, unix) = (format!("127.0.0.1:{number}"), format!("unix:{}", socket.display()));
     let mut boot = Boot::new("shell").with(device).with(&["-vnc", &tcp, "-vnc", &unix]);
     boot.qemu.clone_from(&qemu.path);
     boot.mem_mib = 96;
-    let monitor = bench.path().join("qmp.sock");
+    let monitor = env.path().join("qmp.sock");
     let boot = boot.with(&["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
     (boot, [Display::Port(number + 5900), Display::Socket(socket)])
 }
 
-fn monitor(bench: &Bench) -> Qmp {
-    Qmp::connect(&bench.path().join("qmp.sock"), WAIT).expect("connect to the monitor")
+fn monitor(env: &TestEnv) -> Qmp {
+    Qmp::connect(&env.path().join("qmp.sock"), WAIT).expect("connect to the monitor")
 }
 
 fn assert_same(seen: &Picture, expected: &Picture, what: &str) {
@@ -221,34 +221,33 @@ fn assert_same(seen: &Picture, expected: &Picture, what: &str) {
     assert_eq!(differing, 0, "{what}: {differing} pixels differ");
 }
 
-/// `beside` is done while the VM stands still: before its checkpoint is taken, and after each
-/// restore.
-fn the_picture_comes_back(qemu: &Qemu, device: &[&str], beside: &dyn Fn(&Bench)) {
+/// Runs `beside` while the VM is paused: before its checkpoint, and after each restore.
+fn the_picture_comes_back(qemu: &Qemu, device: &[&str], beside: &dyn Fn(&TestEnv)) {
     println!("-- QEMU {}: {}", qemu.label, device.join(" "));
-    let bench = Bench::new();
-    let (boot, displays) = boot(&bench, qemu, device);
-    let mut run = bench.start(&["--interval", "none", "--name", "guest"], &boot);
+    let env = TestEnv::new();
+    let (boot, displays) = boot(&env, qemu, device);
+    let mut run = env.start(&["--interval", "none", "--name", "guest"], &boot);
     run.wait_for("KF READY");
     let blank = Viewer::look(&displays[0]);
     draw(&mut run, "checkpoint", "drawn");
-    monitor(&bench).stop().expect("stop");
+    monitor(&env).stop().expect("stop");
     let expected = Viewer::look(&displays[0]);
     assert!(expected.colours() >= 8 && expected != blank, "{} colours", expected.colours());
     assert_same(&Viewer::look(&displays[1]), &expected, "the other display");
-    beside(&bench);
-    bench.ok(&["take", "--name", "guest"]);
-    bench.ok(&["stop", "--name", "guest"]);
+    beside(&env);
+    env.ok(&["take", "--name", "guest"]);
+    env.ok(&["stop", "--name", "guest"]);
     assert!(run.wait().success(), "{}", run.report());
     for options in [&["--paused"][..], &["--paused", "--lazy"]] {
-        let mut restored = bench.restore("latest", options);
+        let mut restored = env.restore("latest", options);
         restored.wait_for_error("is paused after");
         for display in &displays {
             assert_same(&Viewer::look(display), &expected, &format!("restored {options:?}"));
         }
-        beside(&bench);
-        // A viewer that stays sees the guest go on.
+        beside(&env);
+        // A viewer that stays connected sees the guest run on.
         let mut viewer = Viewer::connect(&displays[1]);
-        monitor(&bench).cont().expect("cont");
+        monitor(&env).cont().expect("cont");
         draw(&mut restored, "afterwards", "again");
         let changed =
             (0..TRIES).any(|_| viewer.update() && viewer.picture.differing(&expected) > 100);
@@ -280,7 +279,7 @@ fn lacks_spice(qemu: &Qemu) -> Option<String> {
     (!output.status.success()).then(|| said.lines().last().unwrap_or("it says no more").to_owned())
 }
 
-/// That a SPICE server answers a viewer's link to its main channel, and takes it.
+/// Asserts that a SPICE server accepts a viewer's link to its main channel.
 fn spice_answers(path: &Path) {
     let mut stream = UnixStream::connect(path).expect("connect to the display");
     stream.set_read_timeout(Some(WAIT)).expect("bound the wait");
@@ -304,8 +303,7 @@ fn a_spice_display_comes_back() {
             record_skip(Scope::Part, format!("QEMU {} has no SPICE: {why}", qemu.label));
             continue;
         }
-        // Its path is the same for the restored VM; the picture is looked at by the display beside
-        // it.
+        // The restored VM has the same path. The VNC display shows the picture.
         let dir =
             tempfile::Builder::new().prefix("keyframe-test-spice-").tempdir().expect("a directory");
         let socket = dir.path().join("spice.sock");

@@ -1,17 +1,18 @@
-//! The guide, typed in as a reader would: each page in one bash, in an empty directory.
+//! Runs the guide as a reader types it: each page in one bash, in an empty directory.
 //!
 //! ```text
 //!   ```sh          run, one after the other, under `set -eu`
-//!   ```text        behind it: lines that it said, in this order
+//!   ```text        after it: lines of its output, in this order
 //!   ```sh,notest   not run; a comment above it says why
 //! ```
 //!
-//! In a line that is shown a word with a digit stands for any such word, a unit for any unit, and `...` for any words. A page that
-//! leaves a process behind fails. Left out: whether what a page says between its commands is true.
+//! In a shown line a word with a digit stands for any such word, a unit for any unit, and `...` for
+//! any words. A page that leaves a process behind fails. The text between the commands is not
+//! tested.
 
 use keyframe_test_hosts::Host;
 use keyframe_tests::slurm::Cluster;
-use keyframe_tests::{Bench, keyframe, small_guest};
+use keyframe_tests::{TestEnv, keyframe, small_guest};
 use rustix::process::{Pid, Signal, kill_process};
 use std::fmt::Write as _;
 use std::fs;
@@ -19,7 +20,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long a page's processes may take to end, once its last command has.
+/// How long a page's processes may take to end after its last command.
 const PATIENCE: Duration = Duration::from_mins(2);
 const UNITS: [&str; 8] = ["ns", "us", "ms", "s", "B", "KiB", "MiB", "GiB"];
 
@@ -27,7 +28,7 @@ fn source() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the source").to_owned()
 }
 
-/// A page's block, and the line that it begins on.
+/// A page's block, with the number of its first line.
 #[derive(Debug)]
 struct Block {
     kind: String,
@@ -52,12 +53,12 @@ fn blocks(page: &str) -> Vec<Block> {
     all
 }
 
-/// Whether a line that was said is as the page shows it.
-fn is_as_shown(shown: &[&str], said: &[&str]) -> bool {
+/// True if an output line matches the line that the page shows; both are split into words.
+fn matches_shown_line(shown: &[&str], said: &[&str]) -> bool {
     match (shown, said) {
         ([], said) => said.is_empty(),
         (["...", rest @ ..], said) => {
-            (0..=said.len()).any(|skipped| is_as_shown(rest, &said[skipped..]))
+            (0..=said.len()).any(|skipped| matches_shown_line(rest, &said[skipped..]))
         }
         (_, []) => false,
         ([one, rest @ ..], [other, others @ ..]) => {
@@ -67,71 +68,73 @@ fn is_as_shown(shown: &[&str], said: &[&str]) -> bool {
             let is_same = one == other
                 || (has_digit(one) && has_digit(other))
                 || (is_unit(one) && is_unit(other));
-            is_same && is_as_shown(rest, others)
+            is_same && matches_shown_line(rest, others)
         }
     }
 }
 
-/// Says which of the lines that the page shows was not said.
+/// The first line that the page shows and the output lacks.
 fn missing<'t>(shown: &'t str, said: &str) -> Option<&'t str> {
     let mut said = said.lines();
     let words = |line| str::split_whitespace(line).collect::<Vec<_>>();
     let shown = shown.lines().filter(|line| !line.trim().is_empty());
-    shown.into_iter().find(|line| !said.any(|other| is_as_shown(&words(line), &words(other))))
+    shown
+        .into_iter()
+        .find(|line| !said.any(|other| matches_shown_line(&words(line), &words(other))))
 }
 
-/// A page that is run in a bench's directory.
+/// A page that runs in a test's directory.
 struct Page<'b> {
     name: &'static str,
-    bench: &'b Bench,
+    env: &'b TestEnv,
     blocks: Vec<Block>,
 }
 
 impl<'b> Page<'b> {
-    fn new(name: &'static str, bench: &'b Bench) -> Self {
+    fn new(name: &'static str, env: &'b TestEnv) -> Self {
         let path = source().join("docs/guide/src").join(format!("{name}.md"));
         let text =
             fs::read_to_string(&path).unwrap_or_else(|e| panic!("read {}: {e}", path.display()));
         let blocks = blocks(&text);
         for part in ["bin", "work"] {
-            fs::create_dir_all(bench.path().join(part)).expect("make a directory");
+            fs::create_dir_all(env.path().join(part)).expect("make a directory");
         }
-        let program = bench.path().join("bin/keyframe");
+        let program = env.path().join("bin/keyframe");
         std::os::unix::fs::symlink(keyframe(), program).expect("put keyframe on the path");
-        Self { name, bench, blocks }
+        Self { name, env, blocks }
     }
 
-    fn said_in(&self, at: usize) -> PathBuf {
-        self.bench.path().join(format!("said-{at}"))
+    fn output_file(&self, at: usize) -> PathBuf {
+        self.env.path().join(format!("output-{at}"))
     }
 
-    /// The bash that runs it.
+    /// The command that runs all its blocks.
     fn bash(&self) -> Command {
         let mut script = String::from("set -eu\n");
         for (at, block) in self.blocks.iter().enumerate().filter(|(_, block)| block.kind == "sh") {
             let text = &block.text;
-            write!(script, "exec >'{}' 2>&1\n{text}", self.said_in(at).display())
+            write!(script, "exec >'{}' 2>&1\n{text}", self.output_file(at).display())
                 .expect("write to a string");
         }
         let path = std::env::var("PATH").unwrap_or_default();
         let mut command = Command::new("bash");
         command
             .args(["-c", &script])
-            .current_dir(self.bench.path().join("work"))
-            .env("PATH", format!("{}:{path}", self.bench.path().join("bin").display()))
-            .env("XDG_RUNTIME_DIR", self.bench.path())
-            .env("XDG_STATE_HOME", self.bench.path().join("state"))
+            .current_dir(self.env.path().join("work"))
+            .env("PATH", format!("{}:{path}", self.env.path().join("bin").display()))
+            .env("XDG_RUNTIME_DIR", self.env.path())
+            .env("XDG_STATE_HOME", self.env.path().join("state"))
             .env("GUEST", small_guest())
             .env("KEYFRAME_SOURCE", source())
             .env_remove("KEYFRAME_STORE");
         command
     }
 
-    /// What has been said, block by block.
+    /// The output, block by block.
     fn report(&self) -> String {
         let mut report = String::new();
         for (at, block) in self.blocks.iter().enumerate() {
-            if let Ok(said) = fs::read(self.said_in(at)) {
+            if let Ok(said) = fs::read(self.output_file(at)) {
                 let said = String::from_utf8_lossy(&said).into_owned();
                 writeln!(report, "-- {}.md, line {}:\n{said}", self.name, block.line)
                     .expect("write to a string");
@@ -140,14 +143,14 @@ impl<'b> Page<'b> {
         report
     }
 
-    /// Runs `bash` to its end, and looks at what it said and left.
+    /// Runs `bash` until it ends, and checks its output and that no process is left.
     fn run_within(&self, mut bash: Command, limit: Duration) {
         let began = Instant::now();
         let mut child = bash.stdin(Stdio::null()).spawn().expect("start bash");
         let exit = ended_within(&mut child, limit);
         let took = began.elapsed();
         let is_done = exit.is_some_and(|exit| exit.success());
-        let left = self.end_what_is_left(if is_done { PATIENCE } else { Duration::ZERO });
+        let left = self.end_processes(if is_done { PATIENCE } else { Duration::ZERO });
         let _ = child.wait();
         let Some(exit) = exit else { panic!("still running after {took:?}\n{}", self.report()) };
         assert!(exit.success(), "{exit}\n{}", self.report());
@@ -156,16 +159,16 @@ impl<'b> Page<'b> {
         {
             let before =
                 self.blocks[..at].iter().rposition(|b| b.kind == "sh").expect("a command above");
-            let said = fs::read(self.said_in(before)).expect("what it said");
+            let said = fs::read(self.output_file(before)).expect("the output");
             let gone = missing(&block.text, &String::from_utf8_lossy(&said));
             assert_eq!(gone, None, "{}.md, line {}\n{}", self.name, block.line, self.report());
         }
         println!("{}: {took:.1?}", self.name);
     }
 
-    /// Processes of the page: all know its run directory.
+    /// The page's processes, which have its run directory in their environment.
     fn processes(&self) -> Vec<u32> {
-        let mark = format!("XDG_RUNTIME_DIR={}", self.bench.path().display()).into_bytes();
+        let mark = format!("XDG_RUNTIME_DIR={}", self.env.path().display()).into_bytes();
         let entries = fs::read_dir("/proc").expect("list the processes").flatten();
         let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
         let is_ours = |pid: &u32| {
@@ -175,9 +178,9 @@ impl<'b> Page<'b> {
         pids.filter(is_ours).collect()
     }
 
-    /// Gives the page's processes so long to end by themselves, ends those that do not, and tells
-    /// their lines.
-    fn end_what_is_left(&self, patience: Duration) -> Vec<String> {
+    /// Waits for the page's processes to end, at most for `patience`. Ends the others and returns
+    /// their command lines.
+    fn end_processes(&self, patience: Duration) -> Vec<String> {
         let deadline = Instant::now() + patience;
         while !self.processes().is_empty() && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(50));
@@ -185,7 +188,7 @@ impl<'b> Page<'b> {
         let line =
             |pid: &u32| fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         let left = self.processes().iter().map(|pid| line(pid).replace('\0', " ")).collect();
-        // Asked first, so that what they have made is put away.
+        // SIGTERM first, so that they remove their files.
         for (signal, patience) in [(Signal::TERM, Duration::from_secs(5)), (Signal::KILL, PATIENCE)]
         {
             let deadline = Instant::now() + patience;
@@ -203,7 +206,7 @@ impl<'b> Page<'b> {
 fn ended_within(child: &mut Child, limit: Duration) -> Option<std::process::ExitStatus> {
     let deadline = Instant::now() + limit;
     while Instant::now() < deadline {
-        if let Some(exit) = child.try_wait().expect("look at bash") {
+        if let Some(exit) = child.try_wait().expect("wait for bash") {
             return Some(exit);
         }
         std::thread::sleep(Duration::from_millis(20));
@@ -213,8 +216,8 @@ fn ended_within(child: &mut Child, limit: Duration) -> Option<std::process::Exit
 
 /// A page that needs nothing but keyframe and the guest.
 fn page(name: &'static str) {
-    let bench = Bench::without_store();
-    let page = Page::new(name, &bench);
+    let env = TestEnv::without_store();
+    let page = Page::new(name, &env);
     page.run_within(page.bash(), Duration::from_mins(4));
 }
 
@@ -242,13 +245,13 @@ fn recover_a_crashed_vm() {
 #[test]
 #[ignore = "make soak"]
 fn soak_protect_a_redis_vm() {
-    let bench = Bench::without_store();
-    let page = Page::new("protect-redis", &bench);
+    let env = TestEnv::without_store();
+    let page = Page::new("protect-redis", &env);
     let host = Host::new().expect("make a network namespace");
     host.ok("ip link set lo up").expect("set a network up");
     let bash = page.bash();
     let mut there = host.command("bash");
-    there.args(bash.get_args()).current_dir(bench.path().join("work")).env_remove("KEYFRAME_STORE");
+    there.args(bash.get_args()).current_dir(env.path().join("work")).env_remove("KEYFRAME_STORE");
     there.envs(bash.get_envs().filter_map(|(name, value)| Some((name, value?))));
     page.run_within(there, Duration::from_mins(15));
 }
@@ -256,9 +259,9 @@ fn soak_protect_a_redis_vm() {
 #[test]
 #[ignore = "make soak"]
 fn soak_analyse_a_boot_on_slurm() {
-    let bench = Bench::without_store();
-    let page = Page::new("analyse-on-slurm", &bench);
-    let cluster = Cluster::start(&bench, 2);
+    let env = TestEnv::without_store();
+    let page = Page::new("analyse-on-slurm", &env);
+    let cluster = Cluster::start(&env, 2);
     page.run_within(cluster.on_server(&page.bash()), Duration::from_mins(10));
 }
 

@@ -1,9 +1,9 @@
-//! Memory that is plugged into a running VM: the next checkpoint begins a run of its own, complete
-//! and exact, and restores with that memory in place.
+//! Tests memory hotplug: the next checkpoint begins a new run, complete and exact, and restores
+//! with that memory in place.
 
 use keyframe_qemu::{Qmp, RunStatus, find_ram_blocks};
 use keyframe_tests::{
-    Bench, Boot, PATIENCE, Process, Scope, Sequence, assert_restores_exactly, hash_lines, number,
+    Boot, PATIENCE, Process, Scope, Sequence, TestEnv, assert_restores_exactly, hash_lines, number,
     record_skip,
 };
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, waitid};
@@ -14,14 +14,14 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 const DIMM_BYTES: u64 = 128 << 20;
-/// Every so many bytes of the DIMM something is written; no multiple of a page's neighbours.
+/// The test writes to the DIMM at this distance in bytes, so that written pages are not neighbours.
 const STEP_BYTES: usize = 0x10_3000;
-/// A monitor that can answer does so at once.
+/// How long a working monitor may take to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// A run whose VM has a monitor of the test's own, and room for memory.
+/// A run whose VM has a monitor for the test, and slots for memory.
 struct Plugged {
-    bench: Bench,
+    env: TestEnv,
     run: Process,
     socket: PathBuf,
     pid: u32,
@@ -29,16 +29,16 @@ struct Plugged {
 
 impl Plugged {
     fn start(options: &[&str]) -> Self {
-        let bench = Bench::new();
-        let socket = bench.path().join("own.sock");
+        let env = TestEnv::new();
+        let socket = env.path().join("own.sock");
         let monitor = format!("unix:{},server=on,wait=off", socket.display());
         let boot = Boot::new("hash").with(&["-m", "160M,slots=2,maxmem=1G", "-qmp", &monitor]);
         let common = ["--interval", "400ms", "--name", "guest", "--audit", "audit"];
-        let mut run = bench.start(&[&common, options].concat(), &boot);
+        let mut run = env.start(&[&common, options].concat(), &boot);
         run.wait_for("KF READY");
-        let status = bench.json(&["status", "--json", "--name", "guest"]);
+        let status = env.json(&["status", "--json", "--name", "guest"]);
         let pid = number(&status[0], "qemu_pid") as u32;
-        Self { bench, run, socket, pid }
+        Self { env, run, socket, pid }
     }
 
     fn qmp(&self) -> Qmp {
@@ -58,9 +58,9 @@ impl Plugged {
         self.must("device_add", json!({ "driver": "pc-dimm", "id": id, "memdev": backend }));
     }
 
-    /// In place of the guest, which leaves such memory alone until it is told to use it. As the
-    /// guest it writes outside the pauses: what comes in one behind its copy would be in the
-    /// audit's, and in this checkpoint rightly not.
+    /// Writes to the DIMM in place of the guest, which does not use it by itself. It writes outside
+    /// the pauses: the audit's copy could contain a write inside a pause that the checkpoint
+    /// rightly lacks.
     fn write_to_dimm(&self, number: u32, value: u8) {
         let name = format!("mem{number}");
         let blocks = find_ram_blocks(&mut self.qmp(), self.pid).expect("find RAM blocks");
@@ -76,14 +76,14 @@ impl Plugged {
         }
     }
 
-    /// The engine stands still while its VM runs, until this is dropped.
+    /// Stops the engine until this is dropped; its VM runs.
     fn stop_between_pauses(&self) -> Stopped<'_> {
         let deadline = Instant::now() + PATIENCE;
         loop {
             let mut qmp = self.qmp();
             qmp.set_timeout(ANSWER_TIMEOUT);
             let stopped = Stopped::new(&self.run);
-            // Without an answer it holds one of QEMU's threads.
+            // An unanswered request holds one of QEMU's threads.
             if matches!(qmp.status(), Ok(RunStatus::Running)) {
                 return stopped;
             }
@@ -97,20 +97,20 @@ impl Plugged {
         }
     }
 
-    /// Waits for `count` further checkpoints; the entries of all.
+    /// Waits for `count` further checkpoints; returns the list of all.
     fn more(&mut self, count: usize) -> Vec<Value> {
-        let mark = self.bench.list().len();
+        let mark = self.env.list().len();
         let taken = self.run.wait_until(|_| {
-            let list = self.bench.list();
+            let list = self.env.list();
             (list.len() >= mark + count).then_some(list)
         });
         taken.unwrap_or_else(|| panic!("no more checkpoints; {}", self.run.report()))
     }
 
-    /// The size of all RAM blocks in checkpoint `id`, and whether one of them belongs to backend
+    /// The size of all RAM blocks in checkpoint `id`, and true if one of them belongs to backend
     /// `name`.
     fn ram(&self, id: &str, name: &str) -> (u64, bool) {
-        let shown = self.bench.json(&["show", "--json", "--store", &self.bench.store(), id]);
+        let shown = self.env.json(&["show", "--json", "--store", &self.env.store(), id]);
         let has = shown["ram"]
             .as_array()
             .unwrap()
@@ -120,14 +120,14 @@ impl Plugged {
     }
 }
 
-/// A process that stands still, with all its threads.
+/// A stopped process, with all its threads.
 struct Stopped<'a>(&'a Process);
 
 impl<'a> Stopped<'a> {
     fn new(process: &'a Process) -> Self {
         process.signal(Signal::STOP);
         let pid = Pid::from_raw(process.pid() as i32).expect("a pid");
-        // One that has ended is left to those who ask for its exit code.
+        // An ended process is left to the test that reads its exit code.
         let either = WaitIdOptions::STOPPED | WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
         waitid(WaitId::Pid(pid), either).expect("wait until it stands still");
         Self(process)
@@ -151,7 +151,7 @@ fn newest(list: &[Value]) -> String {
     number(list.last().expect("a checkpoint"), "id").to_string()
 }
 
-/// Plugs, writes where that can be done, checkpoints, restores.
+/// Plugs memory, writes to it, takes checkpoints and restores them.
 fn a_dimm_is_in_the_next_checkpoint(options: &[&str], writes: bool) {
     println!("-- {}", options.join(" "));
     let mut vm = Plugged::start(options);
@@ -162,7 +162,7 @@ fn a_dimm_is_in_the_next_checkpoint(options: &[&str], writes: bool) {
     }
     vm.run.wait_for_error("a new run begins");
     vm.more(2);
-    // Tracked from then on: what is written behind the first checkpoint is in a later one.
+    // The memory is tracked from then on: a later checkpoint has the writes after the first one.
     if writes {
         vm.write_to_dimm(1, 0x5a);
     }
@@ -170,9 +170,9 @@ fn a_dimm_is_in_the_next_checkpoint(options: &[&str], writes: bool) {
     assert_eq!(runs(&list).len(), 2, "{list:?}");
     let (small, large) = (vm.ram(&before, "mem1"), vm.ram(&newest(&list), "mem1"));
     assert_eq!((small.1, large), (false, (small.0 + DIMM_BYTES, true)));
-    vm.bench.ok(&["stop"]);
+    vm.env.ok(&["stop"]);
     let code = vm.run.wait().code();
-    // A checkpoint that was under way as the DIMM came is lost, and that is a warning.
+    // The checkpoint that was under way when the DIMM came is lost, with a warning.
     assert!(matches!(code, Some(0 | 3)), "{code:?}: {}", vm.run.report());
     assert!(
         !vm.run.errors().contains("AUDIT") && !vm.run.errors().contains("audit of"),
@@ -181,11 +181,11 @@ fn a_dimm_is_in_the_next_checkpoint(options: &[&str], writes: bool) {
     );
     let mut sequence = Sequence::new(16);
     sequence.check(&hash_lines(&vm.run.lines()), 3);
-    vm.bench.ok(&["check", "--read-data", "--quiet", "--store", &vm.bench.store()]);
+    vm.env.ok(&["check", "--read-data", "--quiet", "--store", &vm.env.store()]);
 
-    let id = newest(&vm.bench.list());
-    assert_restores_exactly(&vm.bench, &id);
-    let mut restored = vm.bench.restore(&id, &[]);
+    let id = newest(&vm.env.list());
+    assert_restores_exactly(&vm.env, &id);
+    let mut restored = vm.env.restore(&id, &[]);
     let grown = restored.wait_until(|p| (hash_lines(&p.lines()).len() >= 4).then_some(()));
     assert!(grown.is_some(), "the restored guest is silent; {}", restored.report());
     sequence.check(&hash_lines(&restored.lines()), 4);
@@ -234,8 +234,8 @@ fn a_dimm_that_is_unplugged_is_in_no_further_checkpoint() {
     let list = vm.more(2);
     assert_eq!(runs(&list).len(), 3, "{list:?}");
     assert_eq!(vm.ram(&newest(&list), "mem1"), vm.ram(&before, "mem1"));
-    vm.bench.ok(&["stop"]);
+    vm.env.ok(&["stop"]);
     assert!(matches!(vm.run.wait().code(), Some(0 | 3)), "{}", vm.run.report());
     assert!(!vm.run.errors().contains("AUDIT"), "{}", vm.run.report());
-    assert_restores_exactly(&vm.bench, &newest(&vm.bench.list()));
+    assert_restores_exactly(&vm.env, &newest(&vm.env.list()));
 }

@@ -1,10 +1,8 @@
-//! KVM: tracking, each strategy, restores within it and across to TCG and back, with a guest of
-//! which every byte is known.
-//!
-//! Each test is skipped if `/dev/kvm` cannot be opened.
+//! Tests KVM: tracking, each strategy, restores under KVM and between KVM and TCG, with a guest
+//! whose memory the test computes. Each test is skipped if `/dev/kvm` cannot be opened.
 
 use keyframe_tests::{
-    Bench, Boot, PassSequence, Process, chosen_qemus, needs_kvm, number, pass_lines, qemus, skip,
+    Boot, PassSequence, Process, TestEnv, chosen_qemus, needs_kvm, number, pass_lines, qemus, skip,
     variants,
 };
 use rustix::process::{Pid, Signal};
@@ -12,15 +10,15 @@ use serde_json::Value;
 
 /// The payload's pages.
 const PAGES: usize = 1024;
-/// Those that it takes in a pass; a few hundred, so that a pass stays short where KVM itself is
-/// emulated.
+/// The pages that the payload writes in a pass: a few hundred, so that a pass is short even if KVM
+/// itself is emulated.
 const DIRTY: u64 = 300;
 
 fn sequence() -> PassSequence {
     PassSequence::new(PAGES, DIRTY)
 }
 
-/// Waits until the console has `more` whole passes behind the first `skip` lines.
+/// Waits until the console has `more` complete passes after the first `skip` lines.
 fn wait_for_passes(vm: &mut Process, skip: usize, more: usize) {
     let grown = vm.wait_until(|p| {
         let lines = p.lines();
@@ -30,40 +28,40 @@ fn wait_for_passes(vm: &mut Process, skip: usize, more: usize) {
     assert_eq!(grown, Some(true), "the payload does not go on; {}", vm.report());
 }
 
-/// Takes audited checkpoints of a booted payload, stops the run and returns the number of one in
-/// the middle.
+/// Takes audited checkpoints of a booted payload, stops the run and returns the id of one in the
+/// middle.
 fn checkpoints(
-    bench: &Bench,
+    env: &TestEnv,
     boot: &Boot,
     options: &[&str],
     sequence: &mut PassSequence,
 ) -> String {
     let mut all = vec!["--interval", "300ms", "--name", "guest", "--audit", "audit"];
     all.extend(options);
-    let mut run = bench.start(&all, boot);
+    let mut run = env.start(&all, boot);
     run.wait_for("KF READY");
     wait_for_passes(&mut run, 0, 3);
-    let mark = bench.list().len();
-    let taken = run.wait_until(|_| (bench.list().len() >= mark + 6).then_some(()));
+    let mark = env.list().len();
+    let taken = run.wait_until(|_| (env.list().len() >= mark + 6).then_some(()));
     assert!(taken.is_some(), "{}", run.report());
     wait_for_passes(&mut run, 0, 6);
-    bench.ok(&["stop", "--name", "guest"]);
+    env.ok(&["stop", "--name", "guest"]);
     let exit = run.wait();
-    // The audit compares every checkpoint with a full copy made in the same pause, and fails the
-    // run where one differs.
+    // The audit compares each checkpoint with a full copy made in the same pause, and fails the run
+    // if one differs.
     assert!(exit.success(), "{exit}: {}", run.report());
     sequence.check(&pass_lines(&run.lines()), 6);
-    bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
-    number(&bench.list()[mark + 3], "id").to_string()
+    env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
+    number(&env.list()[mark + 3], "id").to_string()
 }
 
-/// The restored payload goes on where the checkpoint stands, and resets through its firmware.
-fn goes_on(bench: &Bench, checkpoint: &str, options: &[&str], sequence: &mut PassSequence) {
-    let mut restored = bench.restore(checkpoint, options);
+/// The restored payload continues at the checkpoint, and resets through its firmware.
+fn goes_on(env: &TestEnv, checkpoint: &str, options: &[&str], sequence: &mut PassSequence) {
+    let mut restored = env.restore(checkpoint, options);
     wait_for_passes(&mut restored, 0, 5);
     let first = sequence.check(&pass_lines(&restored.lines()), 5);
     assert!(first.n > 3, "the restored payload began anew: {first:?}");
-    restored.say("r");
+    restored.type_line("r");
     restored.wait_for("KF READY");
     let at =
         restored.lines().iter().position(|l| l.contains("KF READY")).expect("the line just seen");
@@ -78,10 +76,10 @@ fn every_strategy_is_exact_and_restores_go_on() {
     for qemu in qemus() {
         for strategy in ["precopy", "stop-copy"] {
             println!("-- {strategy}, QEMU {}", qemu.label);
-            let bench = Bench::alone();
+            let env = TestEnv::exclusive();
             let boot = Boot { qemu: qemu.path.clone(), ..Boot::payload("kvm", DIRTY) };
-            let id = checkpoints(&bench, &boot, &["--strategy", strategy], &mut sequence);
-            goes_on(&bench, &id, &[], &mut sequence);
+            let id = checkpoints(&env, &boot, &["--strategy", strategy], &mut sequence);
+            goes_on(&env, &id, &[], &mut sequence);
         }
     }
 }
@@ -95,12 +93,12 @@ fn copies_made_behind_the_pause_are_exact_and_restores_go_on() {
         [("cow", "pc", &[][..]), ("cow", "pc,memory-backend=mem", &memfd[..]), ("fork", "pc", &[])]
     {
         println!("-- {strategy}, {machine}");
-        let bench = Bench::alone();
+        let env = TestEnv::exclusive();
         let boot = Boot { machine: machine.into(), ..Boot::payload("kvm", DIRTY) }.with(extra);
-        let id = checkpoints(&bench, &boot, &["--strategy", strategy], &mut sequence);
-        let list = bench.list();
+        let id = checkpoints(&env, &boot, &["--strategy", strategy], &mut sequence);
+        let list = env.list();
         assert!(list[1..].iter().all(|entry| entry["strategy"] == strategy), "{list:?}");
-        goes_on(&bench, &id, &[], &mut sequence);
+        goes_on(&env, &id, &[], &mut sequence);
     }
 }
 
@@ -111,10 +109,10 @@ fn other_machines_and_backings_of_ram_are_exact_and_go_on() {
     let memfd = ["-object", "memory-backend-memfd,id=mem,size=64M,share=on"];
     for (machine, extra) in [("q35,memory-backend=mem", &memfd[..]), ("microvm", &[])] {
         println!("-- {machine}");
-        let bench = Bench::alone();
+        let env = TestEnv::exclusive();
         let boot = Boot { machine: machine.into(), ..Boot::payload("kvm", DIRTY) }.with(extra);
-        let id = checkpoints(&bench, &boot, &[], &mut sequence);
-        goes_on(&bench, &id, &[], &mut sequence);
+        let id = checkpoints(&env, &boot, &[], &mut sequence);
+        goes_on(&env, &id, &[], &mut sequence);
     }
 }
 
@@ -124,12 +122,12 @@ fn a_killed_engine_leaves_the_guest_running() {
     let mut sequence = sequence();
     for phase in ["copied", "encoding"] {
         println!("-- killed at {phase}");
-        let bench = Bench::alone();
+        let env = TestEnv::exclusive();
         let fault = format!("kill:{phase}:8");
         let options = ["--interval", "400ms", "--name", "guest", "--fault", &fault];
-        let mut run = bench.start(&options, &Boot::payload("kvm", DIRTY));
+        let mut run = env.start(&options, &Boot::payload("kvm", DIRTY));
         run.wait_for("KF READY");
-        let status = bench.json(&["status", "--json", "--name", "guest"]);
+        let status = env.json(&["status", "--json", "--name", "guest"]);
         let qemu = Pid::from_raw(number(&status[0], "qemu_pid") as i32).expect("a pid");
         let exit = run.wait();
         assert!(!exit.success(), "it was not killed; {}", run.report());
@@ -145,16 +143,16 @@ fn a_killed_engine_leaves_the_guest_running() {
             run.report()
         );
         sequence.check(&pass_lines(&run.lines()), 3);
-        bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
-        goes_on(&bench, "latest", &[], &mut sequence);
+        env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
+        goes_on(&env, "latest", &[], &mut sequence);
     }
 }
 
-/// The processor that this machine's KVM and TCG both have whole. Some KVMs lack SSE3.
+/// A processor model that KVM and TCG both support completely. Some KVMs lack SSE3.
 const PROCESSOR: [&str; 2] = ["-cpu", "qemu64,-pni"];
 
-/// A checkpoint taken under `from` goes on under `to`; then one of the original again, to show that
-/// it is unharmed.
+/// A checkpoint taken under `from` continues under `to`. Then one of the original VM shows that it
+/// is unharmed.
 fn crosses(
     from: &'static str,
     to: &str,
@@ -163,13 +161,13 @@ fn crosses(
     qemu: &str,
     sequence: &mut PassSequence,
 ) {
-    let bench = Bench::alone();
+    let env = TestEnv::exclusive();
     let boot =
         Boot { machine: machine.into(), cpus, qemu: qemu.into(), ..Boot::payload(from, DIRTY) };
     let boot = boot.with(&PROCESSOR);
-    let id = checkpoints(&bench, &boot, &[], sequence);
-    goes_on(&bench, &id, &["--accel", to], sequence);
-    goes_on(&bench, &id, &["--accel", from], sequence);
+    let id = checkpoints(&env, &boot, &[], sequence);
+    goes_on(&env, &id, &["--accel", to], sequence);
+    goes_on(&env, &id, &["--accel", from], sequence);
 }
 
 #[test]
@@ -200,49 +198,49 @@ fn a_checkpoint_of_tcg_goes_on_under_kvm() {
 fn what_tcg_cannot_go_on_with_is_refused_and_goes_on_under_kvm() {
     needs_kvm!();
     let mut sequence = sequence();
-    let bench = Bench::alone();
+    let env = TestEnv::exclusive();
     // The guest asks KVM for its clock, in a page that the payload does not use.
     let asked = ["-fw_cfg", "name=opt/keyframe/msr,string=4b564d01=f001"];
     let boot = Boot::payload("kvm", DIRTY).with(&PROCESSOR).with(&asked);
-    let id = checkpoints(&bench, &boot, &[], &mut sequence);
-    let store = bench.store();
-    bench.refused(
+    let id = checkpoints(&env, &boot, &[], &mut sequence);
+    let store = env.store();
+    env.refused(
         &["restore", "--store", &store, &id, "--accel", "tcg"],
         1,
         &["kvmclock", "kvm=off"],
     );
-    goes_on(&bench, &id, &["--accel", "kvm"], &mut sequence);
+    goes_on(&env, &id, &["--accel", "kvm"], &mut sequence);
 }
 
-/// What the guest's model has but its processor never had, the target may lack as well: TCG has no
-/// transactions, and some KVMs have none either.
+/// A CPU feature that the guest's model has but its processor never had may be missing at the
+/// target: TCG has no transactions, and some KVMs have none either.
 #[test]
 fn what_the_guest_never_had_does_not_keep_it_from_moving() {
     needs_kvm!();
     let mut sequence = sequence();
-    let bench = Bench::alone();
+    let env = TestEnv::exclusive();
     let boot = Boot::payload("tcg", DIRTY).with(&["-cpu", "qemu64,-pni,+rtm,+hle"]);
-    let id = checkpoints(&bench, &boot, &[], &mut sequence);
-    let shown = bench.json(&["show", "--json", "--store", &bench.store(), &id]);
+    let id = checkpoints(&env, &boot, &[], &mut sequence);
+    let shown = env.json(&["show", "--json", "--store", &env.store(), &id]);
     assert!(shown["machine"]["cpu_lacks"].to_string().contains("rtm"), "{shown}");
-    goes_on(&bench, &id, &["--accel", "kvm"], &mut sequence);
-    let mut restored = bench.restore(&id, &["--accel", "kvm", "--paused"]);
+    goes_on(&env, &id, &["--accel", "kvm"], &mut sequence);
+    let mut restored = env.restore(&id, &["--accel", "kvm", "--paused"]);
     restored.wait_for_error("is paused after");
     if !restored.errors().contains("rtm") {
         println!("less was shown than is possible: this machine's KVM has transactions");
     }
 }
 
-/// A checkpoint of KVM comes to a host that has none.
+/// A checkpoint of KVM is restored on a host without KVM.
 #[test]
 fn a_host_without_kvm_is_told_of_tcg() {
     needs_kvm!();
     let mut sequence = sequence();
-    let bench = Bench::alone();
+    let env = TestEnv::exclusive();
     let boot = Boot::payload("kvm", DIRTY).with(&PROCESSOR);
-    let id = checkpoints(&bench, &boot, &[], &mut sequence);
-    // Its own view of the file system, in which /dev/kvm is another device.
-    let restore = bench.command(&["restore", "--store", &bench.store(), &id]);
+    let id = checkpoints(&env, &boot, &[], &mut sequence);
+    // A mount namespace in which /dev/kvm is another device.
+    let restore = env.command(&["restore", "--store", &env.store(), &id]);
     let mut command = std::process::Command::new("unshare");
     command.args([
         "--mount",
@@ -251,10 +249,7 @@ fn a_host_without_kvm_is_told_of_tcg() {
         "mount --bind /dev/null /dev/kvm || exit 77; exec \"$@\"",
         "sh",
     ]);
-    command
-        .arg(restore.get_program())
-        .args(restore.get_args())
-        .env("XDG_RUNTIME_DIR", bench.path());
+    command.arg(restore.get_program()).args(restore.get_args()).env("XDG_RUNTIME_DIR", env.path());
     let mut without = Process::start(command);
     let code = without.wait().code();
     if code == Some(77) || without.errors().starts_with("unshare:") {
@@ -264,8 +259,8 @@ fn a_host_without_kvm_is_told_of_tcg() {
     without.wait_for_error("--accel tcg");
 }
 
-/// Where this machine's KVM has less than TCG's processor, a guest that may use that does not come
-/// to KVM.
+/// If this machine's KVM supports less than TCG's processor, a guest that may use the rest is not
+/// restored under KVM.
 #[test]
 fn a_processor_that_lacks_what_the_guest_may_use_is_refused() {
     needs_kvm!();
@@ -274,31 +269,29 @@ fn a_processor_that_lacks_what_the_guest_may_use_is_refused() {
         skip!("this machine's processor has 3DNow!");
     }
     let mut sequence = sequence();
-    let bench = Bench::alone();
-    // TCG has it, and no KVM shows it to a guest by this name's default model unless the host has
-    // it too.
+    let env = TestEnv::exclusive();
+    // TCG has the feature. KVM does not show it to a guest with this model unless the host has it.
     let boot = Boot::payload("tcg", DIRTY).with(&["-cpu", "qemu64,+pni,+3dnow"]);
-    let id = checkpoints(&bench, &boot, &[], &mut sequence);
-    let store = bench.store();
-    bench.refused(
+    let id = checkpoints(&env, &boot, &[], &mut sequence);
+    let store = env.store();
+    env.refused(
         &["restore", "--store", &store, &id, "--accel", "kvm"],
         1,
         &["3dnow", "started without"],
     );
-    goes_on(&bench, &id, &["--accel", "tcg"], &mut sequence);
+    goes_on(&env, &id, &["--accel", "tcg"], &mut sequence);
 }
 
-/// A run under KVM is looked into afterwards: each interval is simulated, and goes on where its
-/// checkpoint stood.
+/// A run under KVM is analysed afterwards: TCG simulates each interval from its checkpoint.
 #[test]
 fn what_was_captured_under_kvm_is_simulated_under_tcg() {
     needs_kvm!();
     for qemu in chosen_qemus(0) {
-        let bench = Bench::new();
+        let env = TestEnv::new();
         let boot = Boot { qemu: qemu.path.clone(), ..Boot::payload("kvm", DIRTY) };
-        let mut run = bench.start(&["--interval", "400ms", "--count", "5"], &boot);
+        let mut run = env.start(&["--interval", "400ms", "--count", "5"], &boot);
         assert!(run.wait().success(), "{}", run.report());
-        let store = bench.store();
+        let store = env.store();
         let analyze = |out: &str, more: &[&str]| {
             let mut args = vec![
                 "analyze",
@@ -311,7 +304,7 @@ fn what_was_captured_under_kvm_is_simulated_under_tcg() {
                 "--json",
             ];
             args.extend(more);
-            bench.json(&args)
+            env.json(&args)
         };
         let report = analyze("A", &[]);
         assert_eq!(
@@ -319,24 +312,24 @@ fn what_was_captured_under_kvm_is_simulated_under_tcg() {
             (&Value::Bool(true), &Value::Null)
         );
         assert_eq!(report["intervals"].as_array().map(Vec::len), Some(4), "{report:#}");
-        let table = std::fs::read_to_string(bench.path().join("A/icount.csv")).expect("its table");
+        let table = std::fs::read_to_string(env.path().join("A/icount.csv")).expect("its table");
         let ran = |line: &str| {
             line.split(',').nth(2).and_then(|cell| cell.parse::<u64>().ok()).expect("a number")
         };
         let ran: Vec<u64> = table.lines().skip(1).map(ran).collect();
-        // The first one has the boot. Had its clock stood still, a guest would wait for it and do
-        // nothing.
+        // The first interval has the boot. If the guest's clock stood still, the guest would wait
+        // for it.
         let least = ran[1..].iter().min().expect("intervals");
         assert!(*least > 20_000, "{table}");
         assert!(
-            std::fs::read_to_string(bench.path().join("A/analysis.json"))
+            std::fs::read_to_string(env.path().join("A/analysis.json"))
                 .expect("it")
                 .contains("is_approximate")
         );
-        // Part of it, by its checkpoints.
+        // A part of the run, selected by its checkpoints.
         let part = analyze("B", &["--from", "2", "--to", "4"]);
         assert_eq!(part["intervals"].as_array().map(Vec::len), Some(2), "{part:#}");
-        bench.refused(
+        env.refused(
             &[
                 "analyze",
                 &store,

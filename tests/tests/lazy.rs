@@ -1,12 +1,13 @@
-//! Lazy restores: the VM that runs before its RAM is there is the checkpoint's, byte by byte, and
-//! never reads what has not come: not when the restore is killed, not when the store is damaged.
+//! Tests lazy restores: a VM that runs before its RAM is loaded has the checkpoint's RAM, byte by
+//! byte. It never reads a page that has not come, not if the restore is killed, and not if the
+//! store is damaged.
 
 use keyframe_kernel::read_memory;
 use keyframe_qemu::{Qmp, find_ram_blocks};
 use keyframe_tests::{
-    Bench, Boot, PATIENCE, PassSequence, Process, Qemu, assert_no_errors,
-    assert_restores_exactly_with, audited, chosen_qemus, is_gone, needs_kvm, number, pass_lines,
-    restored_pid, until,
+    Boot, PATIENCE, PassSequence, Process, Qemu, TestEnv, assert_no_errors,
+    assert_restores_exactly_with, chosen_qemus, is_gone, needs_kvm, number, pass_lines,
+    restored_pid, take_audited_checkpoints, wait_until,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use std::os::unix::fs::FileExt;
@@ -23,19 +24,19 @@ fn scribble(qemu: &Qemu) -> Boot {
 }
 
 /// A checkpoint of a guest that checks itself, and the audit's copy of its RAM.
-fn checkpoint(bench: &Bench, boot: &Boot) -> String {
-    audited(bench, boot, &["--interval", "600ms"], 4).1
+fn checkpoint(env: &TestEnv, boot: &Boot) -> String {
+    take_audited_checkpoints(env, boot, &["--interval", "600ms"], 4).1
 }
 
-/// Lines of the guest's until there are `more` of them.
+/// Waits until the guest has printed `more` further lines.
 fn wait_for_lines(vm: &mut Process, more: usize) {
     let before = vm.lines().len();
     let grown = vm.wait_until(|p| (p.lines().len() >= before + more).then_some(()));
     assert!(grown.is_some(), "the restored guest is silent; {}", vm.report());
 }
 
-/// What the restore says in numbers: pages that the VM waited for, and that it was expected to
-/// touch first.
+/// The numbers in the restore's output: pages that the VM waited for, and pages that it was
+/// expected to touch first.
 fn told(restored: &Process) -> (u64, u64) {
     let said = restored.errors();
     let number = |from: &str| {
@@ -47,9 +48,9 @@ fn told(restored: &Process) -> (u64, u64) {
     (waited, expected)
 }
 
-type Step = fn(&Bench, &str);
+type Step = fn(&TestEnv, &str);
 
-/// Of one checkpoint, whose making takes longer than any of these.
+/// The tests share one checkpoint, which takes longer to make than any of them.
 #[test]
 fn a_checkpoint_is_restored_exactly_whoever_is_killed() {
     let steps: [(&str, Step); 5] = [
@@ -60,21 +61,21 @@ fn a_checkpoint_is_restored_exactly_whoever_is_killed() {
         ("a store that lost its packs is an error and leaves nothing", lost_packs),
     ];
     for qemu in chosen_qemus(0) {
-        let bench = Bench::new();
-        let id = checkpoint(&bench, &scribble(&qemu));
-        assert_restores_exactly_with(&bench, &id, &["--lazy"]);
+        let env = TestEnv::new();
+        let id = checkpoint(&env, &scribble(&qemu));
+        assert_restores_exactly_with(&env, &id, &["--lazy"]);
         for (what, step) in steps {
             println!("{what}");
-            step(&bench, &id);
+            step(&env, &id);
         }
     }
 }
 
 /// Without a working set (the next checkpoint is the guess), with one, with a damaged one, and
-/// without its folder.
-fn goes_on(bench: &Bench, id: &str) {
-    let _ = std::fs::remove_dir_all(bench.path().join("store/worksets"));
-    let set = bench.path().join(format!("store/worksets/{id:0>10}.wset"));
+/// without its directory.
+fn goes_on(env: &TestEnv, id: &str) {
+    let _ = std::fs::remove_dir_all(env.path().join("store/worksets"));
+    let set = env.path().join(format!("store/worksets/{id:0>10}.wset"));
     let mut touched = 0;
     for round in 0..4 {
         match round {
@@ -82,7 +83,7 @@ fn goes_on(bench: &Bench, id: &str) {
             3 => std::fs::remove_dir_all(set.parent().unwrap()).unwrap(),
             _ => {}
         }
-        let mut restored = bench.restore(id, &["--lazy"]);
+        let mut restored = env.restore(id, &["--lazy"]);
         restored.wait_for_error(RESIDENT);
         let (waited, expected) = told(&restored);
         if round == 1 {
@@ -101,7 +102,7 @@ fn goes_on(bench: &Bench, id: &str) {
         assert!(set.is_file(), "what it touched is kept");
         assert!(restored.is_running());
     }
-    bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
+    env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
 }
 
 #[test]
@@ -109,19 +110,19 @@ fn under_kvm_it_goes_on_exactly() {
     needs_kvm!();
     let mut sequence = PassSequence::new(1024, 300);
     for qemu in chosen_qemus(1) {
-        let bench = Bench::new();
+        let env = TestEnv::new();
         let boot = Boot { qemu: qemu.path.clone(), ..Boot::payload("kvm", 300) };
-        let mut run = bench.start(&["--interval", "300ms", "--name", "guest"], &boot);
+        let mut run = env.start(&["--interval", "300ms", "--name", "guest"], &boot);
         run.wait_for("KF READY");
         let passes = |vm: &mut Process, least: usize| {
             let done = vm.wait_until(|p| (pass_lines(&p.lines()).len() >= least).then_some(()));
             assert!(done.is_some(), "{}", vm.report());
         };
         passes(&mut run, 5);
-        bench.ok(&["take", "--name", "guest"]);
-        bench.ok(&["stop", "--name", "guest"]);
+        env.ok(&["take", "--name", "guest"]);
+        env.ok(&["stop", "--name", "guest"]);
         assert!(run.wait().success(), "{}", run.report());
-        let mut restored = bench.restore("latest", &["--lazy"]);
+        let mut restored = env.restore("latest", &["--lazy"]);
         restored.wait_for_error(RESIDENT);
         passes(&mut restored, 5);
         let first = sequence.check(&pass_lines(&restored.lines()), 5);
@@ -129,54 +130,54 @@ fn under_kvm_it_goes_on_exactly() {
     }
 }
 
-/// At any instant, until all is there: QEMU ends with the restore, and until then the guest found
-/// nothing wrong.
-fn restore_is_killed(bench: &Bench, id: &str) {
+/// Killed at any instant before all RAM is loaded, the restore ends QEMU, and the guest has found
+/// no error.
+fn restore_is_killed(env: &TestEnv, id: &str) {
     let mut caught = 0;
     for kill in 0..30_u64 {
-        // Further ones only where none of six came in time.
+        // Further rounds only if none of the first six was early enough.
         if kill >= 6 && caught > 0 {
             break;
         }
-        // Read ahead in another order each time.
-        let _ = std::fs::remove_dir_all(bench.path().join("store/worksets"));
-        let mut restored = bench.restore(id, &["--lazy"]);
+        // Each round reads ahead in another order.
+        let _ = std::fs::remove_dir_all(env.path().join("store/worksets"));
+        let mut restored = env.restore(id, &["--lazy"]);
         restored.wait_for_error("is running after");
         let pid = restored_pid(&restored);
         std::thread::sleep(Duration::from_millis(kill % 6 * 15));
         restored.signal(Signal::KILL);
         restored.wait();
         if restored.errors().contains(RESIDENT) {
-            // On its own by now, or about to be.
+            // The VM has all its RAM by now, or almost.
             let _ = kill_process(Pid::from_raw(pid as i32).unwrap(), Signal::KILL);
         } else {
             caught += 1;
         }
-        until("QEMU ends", || is_gone(pid));
+        wait_until("QEMU ends", || is_gone(pid));
         assert_no_errors(&restored);
     }
     assert!(caught > 0, "each restore was done before it was killed");
 }
 
-fn outlives(bench: &Bench, id: &str) {
-    let mut restored = bench.restore(id, &["--lazy"]);
+fn outlives(env: &TestEnv, id: &str) {
+    let mut restored = env.restore(id, &["--lazy"]);
     restored.wait_for_error(RESIDENT);
     let pid = restored_pid(&restored);
     restored.signal(Signal::KILL);
     restored.wait();
     let before = restored.lines().len();
     let lines = || restored.lines().len();
-    until("the guest goes on by itself", || lines() >= before + 3 || is_gone(pid));
+    wait_until("the guest goes on by itself", || lines() >= before + 3 || is_gone(pid));
     let lives = !is_gone(pid);
     let _ = kill_process(Pid::from_raw(pid as i32).unwrap(), Signal::KILL);
-    until("QEMU ends", || is_gone(pid));
+    wait_until("QEMU ends", || is_gone(pid));
     assert!(lives, "{}", restored.report());
     assert_no_errors(&restored);
 }
 
-fn qemu_is_killed(bench: &Bench, id: &str) {
+fn qemu_is_killed(env: &TestEnv, id: &str) {
     for wait_ms in [0, 40] {
-        let mut restored = bench.restore(id, &["--lazy"]);
+        let mut restored = env.restore(id, &["--lazy"]);
         restored.wait_for_error("is running after");
         std::thread::sleep(Duration::from_millis(wait_ms));
         kill_process(Pid::from_raw(restored_pid(&restored) as i32).unwrap(), Signal::KILL).unwrap();
@@ -185,14 +186,13 @@ fn qemu_is_killed(bench: &Bench, id: &str) {
     }
 }
 
-/// Flips bytes in the middle half of each pack; the same bytes at the same `shift` again are whole
-/// again.
-fn damage(bench: &Bench, shift: u64) {
-    for pack in std::fs::read_dir(bench.path().join("store/packs")).unwrap() {
+/// Flips bytes in the middle half of each pack. The same `shift` again restores them.
+fn damage(env: &TestEnv, shift: u64) {
+    for pack in std::fs::read_dir(env.path().join("store/packs")).unwrap() {
         let file =
             std::fs::File::options().read(true).write(true).open(pack.unwrap().path()).unwrap();
         let len = file.metadata().unwrap().len();
-        // So many, as pages that were written again before the seal are in no checkpoint.
+        // That many, because no checkpoint refers to pages that were superseded before the seal.
         for at in (12..36).map(|step| len / 48 * step + shift) {
             let mut byte = [0];
             file.read_exact_at(&mut byte, at).unwrap();
@@ -201,29 +201,28 @@ fn damage(bench: &Bench, shift: u64) {
     }
 }
 
-/// The VM runs as long as it does not need a page that cannot be read, and is ended, not deceived,
-/// when it does.
+/// The VM runs as long as it does not need an unreadable page. If it does, it is ended and never
+/// reads wrong data.
 #[test]
 fn a_damaged_page_ends_the_vm_only_when_it_is_needed() {
-    let bench = Bench::new();
+    let env = TestEnv::new();
     let mut boot = Boot::new("hash");
     boot.mem_mib = 96;
-    let mut run = bench.start(&["--interval", "none", "--name", "guest"], &boot);
+    let mut run = env.start(&["--interval", "none", "--name", "guest"], &boot);
     run.wait_for("KF READY");
-    bench.ok(&["take", "--name", "guest"]);
-    bench.ok(&["stop", "--name", "guest"]);
+    env.ok(&["take", "--name", "guest"]);
+    env.ok(&["stop", "--name", "guest"]);
     assert!(run.wait().success(), "{}", run.report());
-    let qmp = bench.path().join("restored.sock");
+    let qmp = env.path().join("restored.sock");
     let monitor = format!("unix:{},server=on,wait=off", qmp.display());
-    let first = number(&bench.list()[0], "id").to_string();
+    let first = number(&env.list()[0], "id").to_string();
     let broken = |shift: u64| {
-        damage(&bench, shift);
-        let mut restored = bench.restore(&first, &["--lazy", "--paused", "--", "-qmp", &monitor]);
+        damage(&env, shift);
+        let mut restored = env.restore(&first, &["--lazy", "--paused", "--", "-qmp", &monitor]);
         let stands = restored.wait_until(|p| p.errors().contains("is paused after").then_some(()));
-        // Devices need pages before the VM is there: such a one has to be among those that are
-        // whole.
+        // Devices need pages before the VM runs; those must be among the readable ones.
         stands.map(|()| restored).or_else(|| {
-            damage(&bench, shift);
+            damage(&env, shift);
             None
         })
     };
@@ -236,7 +235,7 @@ fn a_damaged_page_ends_the_vm_only_when_it_is_needed() {
     assert!(monitor.status().is_ok(), "it is still there");
     let main = find_ram_blocks(&mut monitor, pid).unwrap().remove(0);
     drop(monitor);
-    // Needing every page of it: reading it waits for each as the guest would.
+    // Reading each page of the VM waits for it, as the guest's read would.
     let process = keyframe_kernel::Process::open(pid).unwrap();
     let mut all = vec![0; main.block.total_bytes as usize];
     assert!(
@@ -251,12 +250,12 @@ fn a_damaged_page_ends_the_vm_only_when_it_is_needed() {
     }
 }
 
-fn lost_packs(bench: &Bench, id: &str) {
-    for pack in std::fs::read_dir(bench.path().join("store/packs")).unwrap() {
+fn lost_packs(env: &TestEnv, id: &str) {
+    for pack in std::fs::read_dir(env.path().join("store/packs")).unwrap() {
         std::fs::remove_file(pack.unwrap().path()).unwrap();
     }
-    let text = bench.refused(
-        &["restore", "--store", &bench.store(), id, "--lazy"],
+    let text = env.refused(
+        &["restore", "--store", &env.store(), id, "--lazy"],
         1,
         &["the pack is missing"],
     );

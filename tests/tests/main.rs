@@ -22,6 +22,7 @@ mod exact;
 mod export;
 mod faults;
 mod forget;
+mod goto;
 mod graphics;
 mod group;
 mod guide;

@@ -1,36 +1,35 @@
-//! The main job on every supported machine and QEMU: run, restore from the middle, go on exactly,
-//! reboot.
+//! Tests the main job on each supported machine and QEMU: run, restore from the middle, continue
+//! exactly, reboot.
 
 use keyframe_tests::{
-    Bench, Boot, Process, Qemu, Sequence, chosen_qemus, hash_lines, number, qemus,
+    Boot, Process, Qemu, Sequence, TestEnv, chosen_qemus, hash_lines, number, qemus,
 };
 
-/// The hash workload's default table.
+/// The default table size of the hash workload in MiB.
 const MIB: u64 = 16;
 
-/// Waits until the console has `more` whole hash lines behind the first `skip` lines.
+/// Waits until the console has `more` complete hash lines after the first `skip` lines.
 fn wait_for_hashes(vm: &mut Process, skip: usize, more: usize) {
     let grown = vm.wait_until(|p| (hash_lines(&p.lines()[skip..]).len() >= more).then_some(()));
     assert!(grown.is_some(), "the guest's sequence does not go on; {}", vm.report());
 }
 
 fn round_trip(boot: &Boot) {
-    let bench = Bench::new();
-    let mut run =
-        bench.start(&["--interval", "400ms", "--name", "guest", "--audit", "audit"], boot);
+    let env = TestEnv::new();
+    let mut run = env.start(&["--interval", "400ms", "--name", "guest", "--audit", "audit"], boot);
     run.wait_for("KF READY");
-    let mark = bench.list().len();
-    let taken = run.wait_until(|_| (bench.list().len() >= mark + 6).then_some(()));
+    let mark = env.list().len();
+    let taken = run.wait_until(|_| (env.list().len() >= mark + 6).then_some(()));
     assert!(taken.is_some(), "{}", run.report());
-    bench.ok(&["stop", "--name", "guest"]);
+    env.ok(&["stop", "--name", "guest"]);
     let exit = run.wait();
     assert!(exit.success(), "{exit}: {}", run.report());
     let mut sequence = Sequence::new(MIB);
     sequence.check(&hash_lines(&run.lines()), 5);
-    bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
+    env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
 
-    let checkpoint = number(&bench.list()[mark + 3], "id").to_string();
-    let mut restored = bench.restore(&checkpoint, &[]);
+    let checkpoint = number(&env.list()[mark + 3], "id").to_string();
+    let mut restored = env.restore(&checkpoint, &[]);
     wait_for_hashes(&mut restored, 0, 12);
     sequence.check(&hash_lines(&restored.lines()), 12);
     let first = hash_lines(&restored.lines())[0].n;
@@ -38,16 +37,16 @@ fn round_trip(boot: &Boot) {
 
     // ROMs and firmware tables came back too: the machine boots again.
     let before = restored.lines().len();
-    restored.say("reboot");
+    restored.type_line("reboot");
     restored.wait_for_after(before, "KF READY");
-    // It may have printed some on its way down.
+    // The guest may print some lines before it reboots.
     let ready = restored.lines()[before..].iter().position(|line| line.contains("KF READY"));
     let ready = before + ready.expect("it was there");
     wait_for_hashes(&mut restored, ready, 3);
     let anew = hash_lines(&restored.lines()[ready..]);
     assert!(anew[0].n < first, "it went on instead of booting: {anew:?}");
     sequence.check(&anew, 3);
-    restored.say("poweroff");
+    restored.type_line("poweroff");
     assert!(restored.wait().success(), "{}", restored.report());
 }
 

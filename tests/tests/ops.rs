@@ -1,8 +1,8 @@
-//! What keeps a store in order: tags and pins, the flight recorder, copies, repair.
+//! Tests the upkeep of a store: tags and pins, the flight recorder, copies, repair.
 
-use keyframe_tests::disks::{image, shell, virtio, words};
+use keyframe_tests::disks::{as_strs, numbered_image, shell_guest, virtio_disk};
 use keyframe_tests::{
-    Bench, Boot, Process, assert_no_errors, assert_restores_exactly, distribution_qemu, number,
+    Boot, Process, TestEnv, assert_no_errors, assert_restores_exactly, distribution_qemu, number,
 };
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -15,49 +15,49 @@ fn boot(work: &str) -> Boot {
     boot
 }
 
-fn ids(bench: &Bench) -> Vec<u64> {
-    bench.list().iter().map(|entry| number(entry, "id")).collect()
+fn ids(env: &TestEnv) -> Vec<u64> {
+    env.list().iter().map(|entry| number(entry, "id")).collect()
 }
 
-/// Bytes of all files of a folder of the store; those that go meanwhile count nothing.
-fn bytes(bench: &Bench, folder: &str) -> u64 {
-    let path = Path::new(&bench.store()).join(folder);
+/// The size of all files of a directory of the store; files that disappear meanwhile count 0.
+fn bytes(env: &TestEnv, folder: &str) -> u64 {
+    let path = Path::new(&env.store()).join(folder);
     let files = std::fs::read_dir(path).expect("a folder").flatten();
     files.filter_map(|file| Some(file.metadata().ok()?.len())).sum()
 }
 
-fn wait_for_id(bench: &Bench, run: &mut Process, id: u64) {
-    let there = run.wait_until(|_| (*ids(bench).last()? >= id).then_some(()));
+fn wait_for_id(env: &TestEnv, run: &mut Process, id: u64) {
+    let there = run.wait_until(|_| (*ids(env).last()? >= id).then_some(()));
     assert!(there.is_some(), "no checkpoint {id}; {}", run.report());
 }
 
 #[test]
 fn a_flight_recorder_keeps_its_store_small_and_what_was_pinned() {
-    let bench = Bench::new();
-    let store = bench.store();
+    let env = TestEnv::new();
+    let store = env.store();
     let options =
         ["--name", "guest", "--interval", "150ms", "--keep-within", "1500ms", "--audit", "audit"];
     // Each checkpoint has 4 MiB of noise.
-    let mut run = bench.start(&options, &boot("hash kf.mib=4 kf.pause_ms=5"));
+    let mut run = env.start(&options, &boot("hash kf.mib=4 kf.pause_ms=5"));
     run.wait_for("KF READY");
-    let base = *ids(&bench).last().expect("a checkpoint");
-    bench.ok(&["pin", "--store", &store, &base.to_string()]);
-    bench.ok(&["tag", "--store", &store, "latest", "named"]);
-    let named = number(&bench.json(&["show", "--json", "--store", &store, "named"]), "id");
-    bench.refused(&["unlock", "--store", &store], 11, &["keyframe run, VM guest", "keyframe stop"]);
-    wait_for_id(&bench, &mut run, base + 30);
-    // It forgets what is older and prunes now and then: the packs have ever less of what all
-    // checkpoints would have, told by those that are still there.
+    let base = *ids(&env).last().expect("a checkpoint");
+    env.ok(&["pin", "--store", &store, &base.to_string()]);
+    env.ok(&["tag", "--store", &store, "latest", "named"]);
+    let named = number(&env.json(&["show", "--json", "--store", &store, "named"]), "id");
+    env.refused(&["unlock", "--store", &store], 11, &["keyframe run, VM guest", "keyframe stop"]);
+    wait_for_id(&env, &mut run, base + 30);
+    // The run forgets older checkpoints and prunes now and then: the packs stay smaller than those
+    // of all checkpoints would be.
     let small = run.wait_until(|_| {
         std::thread::sleep(Duration::from_millis(200));
-        let status = bench.json(&["status", "--json", "--name", "guest"]);
+        let status = env.json(&["status", "--json", "--name", "guest"]);
         let recorder = &status[0]["recorder"];
         assert_eq!(number(recorder, "keep_within_ns"), 1_500_000_000, "{status}");
         assert!(recorder["last_error"].is_null(), "{status}");
-        let kept: Vec<_> = bench.list().into_iter().filter(|e| number(e, "id") > named).collect();
+        let kept: Vec<_> = env.list().into_iter().filter(|e| number(e, "id") > named).collect();
         let stored: u64 = kept.iter().map(|e| number(e, "stored_bytes")).sum();
         let all = stored / kept.len().max(1) as u64 * (number(kept.last()?, "id") - base);
-        let packs = bytes(&bench, "packs");
+        let packs = bytes(&env, "packs");
         let is_small = number(recorder, "freed_packs") > 0 && packs * 3 < all * 2;
         let is_recent = kept.iter().all(|e| number(e, "id") >= base + 20);
         (is_small
@@ -67,50 +67,50 @@ fn a_flight_recorder_keeps_its_store_small_and_what_was_pinned() {
             .then_some(packs)
     });
     let packs = small
-        .unwrap_or_else(|| panic!("{} bytes of packs; {}", bytes(&bench, "packs"), run.report()));
-    let text = bench.ok(&["status"]);
+        .unwrap_or_else(|| panic!("{} bytes of packs; {}", bytes(&env, "packs"), run.report()));
+    let text = env.ok(&["status"]);
     assert!(
         text.contains("recorder    keeps 1.5 s") || text.contains("recorder    keeps 1.50 s"),
         "{text}"
     );
     assert!(!text.contains("recompress"), "{text}");
-    bench.ok(&["check", "--read-data", "--quiet", "--store", &store]);
-    bench.ok(&["stop", "--name", "guest"]);
+    env.ok(&["check", "--read-data", "--quiet", "--store", &store]);
+    env.ok(&["stop", "--name", "guest"]);
     assert!(run.wait().success(), "{}", run.report());
     assert_no_errors(&run);
-    let kept = ids(&bench);
+    let kept = ids(&env);
     println!("kept {kept:?}");
     assert!(kept.contains(&base) && kept.contains(&named), "{kept:?}");
     assert!(!kept.iter().any(|id| (named + 1..base + 20).contains(id)), "{kept:?}");
-    bench.ok(&["check", "--read-data", "--quiet", "--store", &store]);
+    env.ok(&["check", "--read-data", "--quiet", "--store", &store]);
     let pinned: Vec<u64> =
-        bench.list().iter().filter(|e| e["pinned"] == true).map(|e| number(e, "id")).collect();
+        env.list().iter().filter(|e| e["pinned"] == true).map(|e| number(e, "id")).collect();
     assert_eq!(pinned, [base]);
-    // The audit has copies of the newest eight; the run compared each checkpoint with its own when
-    // it was sealed.
+    // The audit has the newest eight copies; the run compared each checkpoint with its own at the
+    // seal.
     let recent: Vec<u64> = kept.iter().copied().filter(|id| *id > named).collect();
     let oldest = recent[recent.len().saturating_sub(8)];
     let newest = *recent.last().expect("a recent one");
-    assert_restores_exactly(&bench, &oldest.to_string());
-    bench.refused(&["forget", "--store", &store, &base.to_string()], 1, &["pinned", "--remove"]);
-    bench.ok(&["forget", "--store", &store, "--keep-last", "1", "--keep-tag", "none"]);
-    assert_eq!(ids(&bench), [base, newest]);
-    bench.ok(&["forget", "--store", &store, "--force", &base.to_string()]);
+    assert_restores_exactly(&env, &oldest.to_string());
+    env.refused(&["forget", "--store", &store, &base.to_string()], 1, &["pinned", "--remove"]);
+    env.ok(&["forget", "--store", &store, "--keep-last", "1", "--keep-tag", "none"]);
+    assert_eq!(ids(&env), [base, newest]);
+    env.ok(&["forget", "--store", &store, "--force", &base.to_string()]);
     let pruned: Value =
-        bench.json(&["prune", "--quiet", "--json", "--max-unused", "0%", "--store", &store]);
+        env.json(&["prune", "--quiet", "--json", "--max-unused", "0%", "--store", &store]);
     assert!(
         number(&pruned, "after_bytes") < packs && number(&pruned, "postponed_packs") == 0,
         "{pruned}"
     );
-    bench.ok(&["check", "--read-data", "--quiet", "--store", &store]);
-    assert_restores_exactly(&bench, &newest.to_string());
+    env.ok(&["check", "--read-data", "--quiet", "--store", &store]);
+    assert_restores_exactly(&env, &newest.to_string());
 }
 
 /// A checkpoint's RAM and its disk, as raw images.
-fn images(bench: &Bench, store: &str, id: &str) -> [Vec<u8>; 2] {
+fn images(env: &TestEnv, store: &str, id: &str) -> [Vec<u8>; 2] {
     let export = |more: &[&str]| {
-        bench.ok(&[&["export", id, "--store", store, "--force", "-o", "out.raw"], more].concat());
-        std::fs::read(bench.path().join("out.raw")).expect("the exported file")
+        env.ok(&[&["export", id, "--store", store, "--force", "-o", "out.raw"], more].concat());
+        std::fs::read(env.path().join("out.raw")).expect("the exported file")
     };
     [export(&["--format", "raw"]), export(&["--disk", "d"])]
 }
@@ -123,27 +123,23 @@ fn pairs(report: &Value, key: &str) -> BTreeMap<u64, u64> {
 
 #[test]
 fn copies_and_what_a_repair_saves_are_exactly_what_was_taken() {
-    let bench = Bench::new();
-    let (store, second) = (bench.store(), bench.path().join("second").display().to_string());
-    let disk = virtio(&image(&bench), "raw");
-    let taken = crate::commit::three(&bench, &shell(&distribution_qemu(), &words(&disk)));
+    let env = TestEnv::new();
+    let (store, second) = (env.store(), env.path().join("second").display().to_string());
+    let disk = virtio_disk(&numbered_image(&env), "raw");
+    let taken = crate::commit::three(&env, &shell_guest(&distribution_qemu(), &as_strs(&disk)));
     let [first, middle, last] = [0, 1, 2].map(|at: usize| taken[at].0.clone());
-    bench.ok(&["tag", "--store", &store, &middle, "middle"]);
-    bench.ok(&["pin", "--store", &store, &last]);
-    bench.refused(&["copy", "--store", &store, "--all", "--to", &second], 10, &["keyframe init"]);
-    bench.refused(
-        &["copy", "--store", &store, "--all", "--to", &store],
-        1,
-        &["this store already"],
-    );
-    bench.ok(&["init", &second]);
+    env.ok(&["tag", "--store", &store, &middle, "middle"]);
+    env.ok(&["pin", "--store", &store, &last]);
+    env.refused(&["copy", "--store", &store, "--all", "--to", &second], 10, &["keyframe init"]);
+    env.refused(&["copy", "--store", &store, "--all", "--to", &store], 1, &["this store already"]);
+    env.ok(&["init", &second]);
 
-    // Killed behind its first checkpoint; the same command goes on.
+    // The copy is killed after its first checkpoint; the same command continues it.
     let mut command =
-        bench.command(&["copy", "--quiet", "--store", &store, "--all", "--to", &second]);
+        env.command(&["copy", "--quiet", "--store", &store, "--all", "--to", &second]);
     let mut copy = command.spawn().expect("start a copy");
     let sealed =
-        || std::fs::read_dir(bench.path().join("second/checkpoints")).expect("a folder").count();
+        || std::fs::read_dir(env.path().join("second/checkpoints")).expect("a folder").count();
     let limit = Instant::now() + Duration::from_secs(60);
     while sealed() == 0 && copy.try_wait().expect("look at it").is_none() {
         assert!(Instant::now() < limit, "the copy comes to nothing");
@@ -153,40 +149,40 @@ fn copies_and_what_a_repair_saves_are_exactly_what_was_taken() {
     copy.wait().expect("wait for it");
     let before = sealed();
     let report =
-        bench.json(&["copy", "--quiet", "--json", "--store", &store, "--all", "--to", &second]);
+        env.json(&["copy", "--quiet", "--json", "--store", &store, "--all", "--to", &second]);
     let mut copies = pairs(&report, "known");
     assert_eq!(copies.len(), before, "{report}");
     copies.extend(pairs(&report, "copied"));
-    assert_eq!(copies.len(), ids(&bench).len(), "{report}");
+    assert_eq!(copies.len(), ids(&env).len(), "{report}");
     let again =
-        bench.json(&["copy", "--quiet", "--json", "--store", &store, "--all", "--to", &second]);
+        env.json(&["copy", "--quiet", "--json", "--store", &store, "--all", "--to", &second]);
     assert_eq!((pairs(&again, "known"), number(&again, "read_pages")), (copies.clone(), 0));
-    bench.ok(&["check", "--read-data", "--quiet", "--store", &second]);
+    env.ok(&["check", "--read-data", "--quiet", "--store", &second]);
     let of = |id: &str| copies[&id.parse::<u64>().expect("a number")].to_string();
     let mut expected = BTreeMap::new();
     for (id, disk) in &taken {
-        let [ram, of_disk] = images(&bench, &store, id);
+        let [ram, of_disk] = images(&env, &store, id);
         assert!(of_disk == *disk, "checkpoint {id}: the disk");
-        let copied = images(&bench, &second, &of(id));
+        let copied = images(&env, &second, &of(id));
         assert!(copied[0] == ram && copied[1] == *disk, "checkpoint {id}: its copy");
         expected.insert(of(id), copied);
     }
-    let show = |name: &str| bench.json(&["show", "--json", "--store", &second, name]);
+    let show = |name: &str| env.json(&["show", "--json", "--store", &second, name]);
     assert_eq!(number(&show("middle"), "id").to_string(), of(&middle));
     assert_eq!(show(&of(&last))["pinned"], true);
 
-    // A pack loses a page: with it those that need it, and nothing else.
-    let packs = bench.path().join("second/packs");
+    // A pack loses a page: the checkpoints that need it are damaged, and no others.
+    let packs = env.path().join("second/packs");
     let pack =
         std::fs::read_dir(packs).expect("packs").flatten().map(|e| e.path()).max().expect("a pack");
     let mut bytes = std::fs::read(&pack).expect("the pack");
-    // In front of the index there are the newest records.
+    // The newest records are just before the index.
     let at = bytes.len() * 9 / 10;
     bytes[at] ^= 1;
     std::fs::write(&pack, bytes).expect("damage it");
-    let output = bench.run(&["check", "--read-data", "--quiet", "--json", "--store", &second]);
+    let output = env.run(&["check", "--read-data", "--quiet", "--json", "--store", &second]);
     assert_eq!(output.status.code(), Some(1));
-    let output = bench.run(&["check", "--repair", "--quiet", "--json", "--store", &second]);
+    let output = env.run(&["check", "--repair", "--quiet", "--json", "--store", &second]);
     assert_eq!(output.status.code(), Some(3), "{}", String::from_utf8_lossy(&output.stderr));
     let repaired: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     let lost: Vec<u64> = repaired["lost"]
@@ -196,8 +192,8 @@ fn copies_and_what_a_repair_saves_are_exactly_what_was_taken() {
         .map(|lost| number(lost, "id"))
         .collect();
     println!("lost {lost:?}, saved {} records", number(&repaired, "saved_records"));
-    bench.ok(&["check", "--read-data", "--quiet", "--store", &second]);
-    let left: Vec<u64> = bench
+    env.ok(&["check", "--read-data", "--quiet", "--store", &second]);
+    let left: Vec<u64> = env
         .json(&["list", "--json", "--store", &second])
         .as_array()
         .expect("a list")
@@ -207,17 +203,14 @@ fn copies_and_what_a_repair_saves_are_exactly_what_was_taken() {
     assert_eq!(left.len() + lost.len(), copies.len());
     for (id, images_then) in &expected {
         if !lost.contains(&id.parse().expect("a number")) {
-            assert!(
-                images(&bench, &second, id) == *images_then,
-                "checkpoint {id} after the repair"
-            );
+            assert!(images(&env, &second, id) == *images_then, "checkpoint {id} after the repair");
         }
     }
-    // What was lost is in the first store still, and comes back.
-    bench.ok(&["copy", "--quiet", "--store", &store, &first, &middle, &last, "--to", &second]);
-    bench.ok(&["check", "--read-data", "--quiet", "--store", &second]);
-    bench.ok(&["unlock", "--store", &second]);
-    let shared = bench.json(&[
+    // The first store still has the lost page, and it comes back.
+    env.ok(&["copy", "--quiet", "--store", &store, &first, &middle, &last, "--to", &second]);
+    env.ok(&["check", "--read-data", "--quiet", "--store", &second]);
+    env.ok(&["unlock", "--store", &second]);
+    let shared = env.json(&[
         "stats",
         "--json",
         "--sharing",
@@ -231,7 +224,5 @@ fn copies_and_what_a_repair_saves_are_exactly_what_was_taken() {
     assert!(number(sharing, "unique_bytes") < number(sharing, "raw_bytes"), "{shared}");
     let added = shared["growth"]["checkpoints"].as_array().expect("a list");
     assert_eq!(added.len() as u64, number(&shared, "checkpoints"));
-    assert!(
-        std::fs::read_to_string(bench.path().join("g.svg")).expect("the plot").contains("<svg")
-    );
+    assert!(std::fs::read_to_string(env.path().join("g.svg")).expect("the plot").contains("<svg"));
 }

@@ -1,8 +1,8 @@
-//! The resource agent for Pacemaker (packaging/ocf/keyframe), each action as a cluster would call
-//! it, on two "hosts" of a network namespace: two run directories.
+//! Tests the resource agent for Pacemaker (packaging/ocf/keyframe): each action as a cluster calls
+//! it, on two "hosts", which are two run directories in one network namespace.
 
 use keyframe_test_hosts::Host;
-use keyframe_tests::{Bench, Boot, keyframe, skip, until};
+use keyframe_tests::{Boot, TestEnv, keyframe, skip, wait_until};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Output;
@@ -14,7 +14,7 @@ const NOT_RUNNING: i32 = 7;
 const PROMOTED: i32 = 8;
 
 struct Cluster {
-    bench: Bench,
+    env: TestEnv,
     host: Host,
 }
 
@@ -24,13 +24,13 @@ fn agent() -> PathBuf {
 
 impl Cluster {
     fn new() -> Self {
-        let (bench, host) = (Bench::without_store(), Host::new().expect("make a host"));
+        let (env, host) = (TestEnv::without_store(), Host::new().expect("make a host"));
         host.ok("ip link set lo up").expect("set the loopback interface up");
-        let key = bench.path().join("KEY");
+        let key = env.path().join("KEY");
         std::fs::write(&key, "a key of this test's own").expect("write the key");
         std::fs::set_permissions(&key, std::fs::Permissions::from_mode(0o600))
             .expect("protect the key");
-        Self { bench, host }
+        Self { env, host }
     }
 
     /// The resource's parameters on a node.
@@ -38,7 +38,7 @@ impl Cluster {
         let boot = Boot { mem_mib: 128, ..Boot::new("hash kf.mib=4") };
         let quoted = |word: &String| format!("'{word}'");
         let qemu: Vec<String> = boot.command().iter().map(quoted).collect();
-        let path = |name: &str| self.bench.path().join(name).display().to_string();
+        let path = |name: &str| self.env.path().join(name).display().to_string();
         vec![
             ("qemu", qemu.join(" ")),
             ("peers", "a=127.0.0.1:7430 b=127.0.0.1:7431".into()),
@@ -55,7 +55,7 @@ impl Cluster {
     }
 
     fn act_with(&self, node: &str, action: &str, others: &[(&str, &str)]) -> Output {
-        // As a cluster's manager does, it gives up on an agent that does not end.
+        // The agent is killed if it does not end, as a cluster manager does.
         let mut command = self.host.command("timeout");
         command
             .args(["-k", "5", "120"])
@@ -79,7 +79,7 @@ impl Cluster {
 
     #[track_caller]
     fn act(&self, node: &str, action: &str, code: i32) {
-        let log = || std::fs::read_to_string(self.bench.path().join(format!("{node}.log")));
+        let log = || std::fs::read_to_string(self.env.path().join(format!("{node}.log")));
         assert_eq!(
             self.act_with(node, action, &[]).status.code(),
             Some(code),
@@ -90,7 +90,7 @@ impl Cluster {
 
     fn state(&self, node: &str) -> String {
         let mut command = self.host.command(keyframe());
-        command.args(["status", "--json"]).env("XDG_RUNTIME_DIR", self.bench.path().join(node));
+        command.args(["status", "--json"]).env("XDG_RUNTIME_DIR", self.env.path().join(node));
         let output = command.output().expect("run keyframe status");
         let all: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
         all[0]["replication"]["state"].as_str().unwrap_or_default().into()
@@ -115,14 +115,14 @@ fn a_cluster_starts_moves_and_stops_a_protected_vm() {
         cluster.act(node, "start", SUCCESS);
         cluster.act(node, "monitor", SUCCESS);
     }
-    // Nobody has the VM: it is started where it is to be.
+    // No node has the VM: it is started where the cluster wants it.
     cluster.act("a", "promote", SUCCESS);
     cluster.act("a", "promote", SUCCESS);
     cluster.act("a", "monitor", PROMOTED);
     cluster.act("b", "monitor", SUCCESS);
-    until("it is protected", || cluster.state("a") == "protected");
+    wait_until("it is protected", || cluster.state("a") == "protected");
 
-    // As Pacemaker moves it: the VM goes over, and is not started anew.
+    // As Pacemaker moves it: the VM changes nodes and is not started again.
     cluster.act("a", "demote", SUCCESS);
     cluster.act("a", "monitor", SUCCESS);
     cluster.act("b", "monitor", SUCCESS);
@@ -130,14 +130,14 @@ fn a_cluster_starts_moves_and_stops_a_protected_vm() {
     assert_eq!(probe.status.code(), Some(PROMOTED), "a probe tells what is");
     cluster.act("b", "promote", SUCCESS);
     cluster.act("b", "monitor", PROMOTED);
-    until("it is protected by a", || cluster.state("b") == "protected");
-    let log = std::fs::read_to_string(cluster.bench.path().join("b.log")).expect("b's log");
+    wait_until("it is protected by a", || cluster.state("b") == "protected");
+    let log = std::fs::read_to_string(cluster.env.path().join("b.log")).expect("b's log");
     assert_eq!(log.matches("took over: VM").count(), 1, "{log}");
 
-    // The promotion of a standby while the VM runs elsewhere is a switch-over, too.
+    // Promoting the standby while the VM runs on the other node is a switch-over, too.
     cluster.act("a", "promote", SUCCESS);
     cluster.act("a", "monitor", PROMOTED);
-    until("b is its standby again", || {
+    wait_until("b is its standby again", || {
         cluster.act_with("b", "monitor", &[]).status.code() == Some(SUCCESS)
     });
 
@@ -154,13 +154,13 @@ fn a_standby_goes_on_where_the_cluster_has_switched_its_primary_off() {
     cluster.act("a", "start", SUCCESS);
     cluster.act("b", "start", SUCCESS);
     cluster.act("a", "promote", SUCCESS);
-    until("it is protected", || cluster.state("a") == "protected");
-    // Without a witness nobody takes over before the cluster says so; it has fenced a.
+    wait_until("it is protected", || cluster.state("a") == "protected");
+    // Without a witness no node takes over before the cluster orders it; the cluster has fenced a.
     let of_a = |pid: &u32| {
         let environ = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
         String::from_utf8_lossy(&environ).contains("OCF_RESKEY_CRM_meta_on_node=a")
     };
-    until("host a is off", || {
+    wait_until("host a is off", || {
         let pids: Vec<u32> = cluster.host.pids().into_iter().filter(of_a).collect();
         for pid in pids.iter().filter_map(|pid| rustix::process::Pid::from_raw(*pid as i32)) {
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
@@ -170,7 +170,7 @@ fn a_standby_goes_on_where_the_cluster_has_switched_its_primary_off() {
     cluster.act("b", "monitor", SUCCESS);
     cluster.act("b", "promote", SUCCESS);
     cluster.act("b", "monitor", PROMOTED);
-    let log = std::fs::read_to_string(cluster.bench.path().join("b.log")).expect("b's log");
+    let log = std::fs::read_to_string(cluster.env.path().join("b.log")).expect("b's log");
     assert!(log.contains("took over: VM"), "{log}");
     cluster.act("b", "stop", SUCCESS);
 }
@@ -180,12 +180,12 @@ fn what_is_stopped_does_not_run_even_where_its_engine_was_killed() {
     let cluster = Cluster::new();
     cluster.act("a", "start", SUCCESS);
     cluster.act("a", "promote", SUCCESS);
-    let pid = cluster.bench.path().join("a/keyframe/vm/engine.pid");
+    let pid = cluster.env.path().join("a/keyframe/vm/engine.pid");
     let pid =
         std::fs::read_to_string(pid).expect("the engine's pid").trim().parse().expect("a pid");
     let pid = rustix::process::Pid::from_raw(pid).expect("a pid");
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).expect("kill the engine");
-    until("the agent sees it", || {
+    wait_until("the agent sees it", || {
         cluster.act_with("a", "monitor", &[]).status.code() != Some(PROMOTED)
     });
     cluster.act("a", "stop", SUCCESS);

@@ -1,8 +1,10 @@
-//! `profile` on real guests: counts within what is physically true, files that can be read, a VM
-//! that notices nothing.
+//! Tests `keyframe profile` on real guests: the counts are physically possible, the files are
+//! readable, and the VM is unharmed.
 
 use keyframe_qemu::Qmp;
-use keyframe_tests::{Bench, Boot, PATIENCE, Process, children, chosen_qemus, number, until};
+use keyframe_tests::{
+    Boot, PATIENCE, Process, TestEnv, children, chosen_qemus, number, wait_until,
+};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -11,8 +13,8 @@ use std::time::Duration;
 
 const RATE: u64 = 20_000;
 const SET_MIB: u64 = 32;
-/// What a small guest's kernel and console may write beside the workload, in pages; far more than
-/// it does.
+/// The pages that a small guest's kernel and console may write beside the workload; they write far
+/// fewer.
 const OTHER_PAGES: u64 = 6000;
 
 /// A guest that writes to 32 MiB at 20,000 pages a second.
@@ -20,8 +22,8 @@ fn dirtying() -> Boot {
     Boot::new(&format!("dirty kf.rate={RATE} kf.mib={SET_MIB}"))
 }
 
-/// No epoch may hold more pages than there are in the working set, nor more than were written in
-/// its time.
+/// Asserts that no epoch has more pages than the working set, or than the guest writes in that
+/// time.
 fn check_curve(curve: &Value, lengths_ms: &[u64]) {
     let rows = curve["rows"].as_array().unwrap();
     let lengths: Vec<u64> = rows.iter().map(|r| number(r, "epoch_ns") / 1_000_000).collect();
@@ -36,7 +38,7 @@ fn check_curve(curve: &Value, lengths_ms: &[u64]) {
             "shorter than asked: {row}"
         );
         assert!(most <= SET_MIB * 256 + OTHER_PAGES, "more than the working set: {row}");
-        // Held up, the workload makes up for 50 ms at most.
+        // After a delay the workload makes up for at most 50 ms.
         let longest_ms = number(&row["measured_ns"], "max") / 1_000_000;
         assert!(
             most <= RATE * (longest_ms + 100) / 1000 + OTHER_PAGES,
@@ -51,7 +53,7 @@ fn check_curve(curve: &Value, lengths_ms: &[u64]) {
     );
 }
 
-/// How many filters of ours QEMU has.
+/// The number of packet filters of Keyframe in QEMU.
 fn filters(qmp: &mut Qmp) -> usize {
     let objects = qmp.execute("qom-list", Some(json!({ "path": "/objects" }))).unwrap();
     objects
@@ -62,7 +64,7 @@ fn filters(qmp: &mut Qmp) -> usize {
         .count()
 }
 
-/// A plain QEMU with a monitor at `socket`, past its boot.
+/// A QEMU with a monitor at `socket`, after its boot.
 fn plain(boot: &Boot, socket: &Path) -> Process {
     let boot =
         boot.clone().with(&["-qmp", &format!("unix:{},server=on,wait=off", socket.display())]);
@@ -74,8 +76,8 @@ fn plain(boot: &Boot, socket: &Path) -> Process {
     vm
 }
 
-/// The VM is as it was: not stopped, not traced, nothing tracked, no descriptor more, and its
-/// workload goes on.
+/// Asserts that the VM is unchanged: it runs, it is not traced or tracked, it has no further
+/// descriptor, and its workload continues.
 fn check_untouched(vm: &mut Process, socket: &Path, descriptors: usize) {
     let proc = |file: &str| std::fs::read_to_string(format!("/proc/{}/{file}", vm.pid())).unwrap();
     let status = proc("status");
@@ -85,7 +87,7 @@ fn check_untouched(vm: &mut Process, socket: &Path, descriptors: usize) {
         |line: &str| line.starts_with("VmFlags:") && line.split(' ').any(|flag| flag == "uw");
     assert!(!proc("smaps").lines().any(tracked), "memory is still write-protected");
     // QEMU closes its end of the monitor when it next looks at it.
-    until("QEMU has no more descriptors than before", || open_files(vm) == descriptors);
+    wait_until("QEMU has no more descriptors than before", || open_files(vm) == descriptors);
     let mut qmp = Qmp::connect(socket, PATIENCE).unwrap();
     assert!(qmp.status().unwrap().is_running());
     assert_eq!(filters(&mut qmp), 0, "packets are still dumped");
@@ -97,8 +99,8 @@ fn open_files(vm: &Process) -> usize {
     std::fs::read_dir(format!("/proc/{}/fd", vm.pid())).unwrap().count()
 }
 
-/// The one JSON object on the standard output of a `profile` that has ended. On a busy machine its
-/// last words take a while to be collected.
+/// The JSON object on the standard output of an ended `profile`. On a busy machine the output
+/// arrives late.
 fn printed(run: &mut Process) -> Value {
     for _ in 0..400 {
         if let Ok(object) = serde_json::from_str(&run.lines().join("\n")) {
@@ -109,8 +111,8 @@ fn printed(run: &mut Process) -> Value {
     panic!("no JSON object in {:?}; {}", run.lines(), run.report());
 }
 
-/// Whether packets are dumped, which begins when QEMU has been attached to: before, QEMU runs our
-/// system call, and would not survive that we are killed.
+/// True if packets are dumped. That begins after the attach; before it, QEMU runs Keyframe's system
+/// call and would not survive a kill of Keyframe.
 fn has_dump(vm: &Process) -> bool {
     let files = std::fs::read_dir(format!("/proc/{}/fd", vm.pid())).unwrap();
     let target = |file: std::fs::DirEntry| std::fs::read_link(file.path()).unwrap_or_default();
@@ -119,7 +121,7 @@ fn has_dump(vm: &Process) -> bool {
 
 #[test]
 fn a_launched_vm_is_measured_and_ended() {
-    let bench = Bench::without_store();
+    let env = TestEnv::without_store();
     let name = format!("profiled-{}", std::process::id());
     let mut boot =
         dirtying().with(&["-netdev", "user,id=n0", "-device", "virtio-net-pci,netdev=n0"]);
@@ -129,7 +131,7 @@ fn a_launched_vm_is_measured_and_ended() {
     args.extend(["--when", "KF READY", "--csv", "a.csv", "--plot", "a.svg", "--"]);
     let line = boot.command();
     args.extend(line.iter().map(String::as_str));
-    let mut run = Process::start(bench.command(&args));
+    let mut run = Process::start(env.command(&args));
     let exit = run.wait();
     assert!(exit.success(), "{exit}: {}", run.report());
 
@@ -156,11 +158,11 @@ fn a_launched_vm_is_measured_and_ended() {
         found["notes"]
     );
 
-    let csv = std::fs::read_to_string(bench.path().join("a.csv")).unwrap();
+    let csv = std::fs::read_to_string(env.path().join("a.csv")).unwrap();
     let columns: Vec<usize> = csv.lines().map(|l| l.split(',').count()).collect();
     assert_eq!(columns.len(), 5, "{csv}");
     assert!(columns.iter().all(|c| *c == columns[0]), "{csv}");
-    let svg = std::fs::read_to_string(bench.path().join("a.svg")).unwrap();
+    let svg = std::fs::read_to_string(env.path().join("a.svg")).unwrap();
     assert!(svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>"));
     for text in ["1 vCPU", "2 vCPUs", "memory pages written", "network packets sent"] {
         assert!(svg.contains(text), "no {text:?} in the plot");
@@ -170,7 +172,7 @@ fn a_launched_vm_is_measured_and_ended() {
     let left =
         |e: &std::fs::DirEntry| e.file_name().to_string_lossy().starts_with("keyframe-profile");
     assert!(
-        !std::fs::read_dir(bench.path()).unwrap().flatten().any(|e| left(&e)),
+        !std::fs::read_dir(env.path()).unwrap().flatten().any(|e| left(&e)),
         "a directory is left"
     );
     let is_ours = |e: std::fs::DirEntry| {
@@ -184,8 +186,8 @@ fn a_launched_vm_is_measured_and_ended() {
 fn a_running_vm_is_measured_and_left_as_it_was() {
     for qemu in chosen_qemus(0) {
         println!("-- QEMU {}", qemu.label);
-        let bench = Bench::without_store();
-        let socket = bench.path().join("qmp.sock");
+        let env = TestEnv::without_store();
+        let socket = env.path().join("qmp.sock");
         let mut boot =
             dirtying().with(&["-netdev", "user,id=n0", "-device", "virtio-net-pci,netdev=n0"]);
         boot.qemu = qemu.path;
@@ -193,7 +195,7 @@ fn a_running_vm_is_measured_and_left_as_it_was() {
         let (pid, descriptors) = (vm.pid().to_string(), open_files(&vm));
         let measured = ["profile", "--json", "--epochs", "10ms,1s", "--samples", "3"];
 
-        let outside = bench.json(&[&measured[..], &[&pid]].concat());
+        let outside = env.json(&[&measured[..], &[&pid]].concat());
         check_curve(&outside["curves"][0], &[10, 1000]);
         assert_eq!(number(&outside, "ram_bytes"), boot.mem_mib << 20);
         assert_eq!(number(&outside["curves"][0], "vcpus"), 1);
@@ -202,14 +204,14 @@ fn a_running_vm_is_measured_and_left_as_it_was() {
 
         let socket_text = socket.display().to_string();
         let with = ["--qmp", &socket_text, "--plot", "a.png", &pid];
-        let inside = bench.json(&[&measured[..], &with[..]].concat());
+        let inside = env.json(&[&measured[..], &with[..]].concat());
         check_curve(&inside["curves"][0], &[10, 1000]);
         assert!(
             number(&inside, "ram_bytes") > boot.mem_mib << 20,
             "video RAM and ROMs are RAM too"
         );
         assert!(inside["curves"][0]["rows"][1]["packets"]["max"].is_u64(), "{inside}");
-        assert!(std::fs::read(bench.path().join("a.png")).unwrap().starts_with(b"\x89PNG\r\n"));
+        assert!(std::fs::read(env.path().join("a.png")).unwrap().starts_with(b"\x89PNG\r\n"));
         check_untouched(&mut vm, &socket, descriptors);
 
         let args = [
@@ -223,10 +225,10 @@ fn a_running_vm_is_measured_and_left_as_it_was() {
             &socket_text,
             &pid,
         ];
-        let mut run = Process::start(bench.command(&args));
+        let mut run = Process::start(env.command(&args));
         let begun = vm.wait_until(|v| has_dump(v).then_some(()));
         assert!(begun.is_some(), "no packets are dumped; {}", run.report());
-        // Long enough for one epoch of 10 ms, on any machine.
+        // Long enough for one epoch of 10 ms on any machine.
         std::thread::sleep(Duration::from_secs(2));
         run.signal(Signal::INT);
         assert_eq!(run.wait().code(), Some(3), "{}", run.report());
@@ -236,24 +238,25 @@ fn a_running_vm_is_measured_and_left_as_it_was() {
         );
         check_untouched(&mut vm, &socket, descriptors);
 
-        // Killed, it cannot clean up: the kernel ends the tracking, the next measuring the dump.
-        let mut run = Process::start(bench.command(&args));
+        // A killed `profile` cannot clean up: the kernel ends the tracking, and the next `profile`
+        // the dump.
+        let mut run = Process::start(env.command(&args));
         let begun = vm.wait_until(|v| has_dump(v).then_some(()));
         assert!(begun.is_some(), "no packets are dumped; {}", run.report());
         run.signal(Signal::KILL);
         assert!(!run.wait().success());
-        bench.ok(&["profile", "--epochs", "10ms", "--samples", "1", "--qmp", &socket_text, &pid]);
+        env.ok(&["profile", "--epochs", "10ms", "--samples", "1", "--qmp", &socket_text, &pid]);
         check_untouched(&mut vm, &socket, descriptors);
     }
 }
 
 #[test]
 fn a_launched_vm_does_not_outlive_its_profile() {
-    let bench = Bench::without_store();
+    let env = TestEnv::without_store();
     let line = dirtying().command();
     let mut args = vec!["profile", "--epochs", "10ms", "--samples", "100000", "--"];
     args.extend(line.iter().map(String::as_str));
-    let mut run = Process::start(bench.command(&args));
+    let mut run = Process::start(env.command(&args));
     run.wait_for("KF READY");
     let (of, count) = (run.pid(), || children(run.pid()));
     let qemus = count();
@@ -262,12 +265,12 @@ fn a_launched_vm_does_not_outlive_its_profile() {
     assert!(qemu.is_alive());
     run.signal(Signal::KILL);
     assert!(!run.wait().success());
-    until("QEMU has ended with its profile", || !qemu.is_alive());
+    wait_until("QEMU has ended with its profile", || !qemu.is_alive());
 }
 
 #[test]
 fn a_vm_that_ends_leaves_what_was_measured_by_then() {
-    let bench = Bench::without_store();
+    let env = TestEnv::without_store();
     let boot = dirtying();
     let mut args = vec![
         "profile",
@@ -282,9 +285,9 @@ fn a_vm_that_ends_leaves_what_was_measured_by_then() {
     ];
     let line = boot.command();
     args.extend(line.iter().map(String::as_str));
-    let mut run = Process::start(bench.command(&args));
+    let mut run = Process::start(env.command(&args));
     run.wait_for_error("dirty t=2");
-    run.say("poweroff");
+    run.type_line("poweroff");
     assert_eq!(run.wait().code(), Some(3), "{}", run.report());
     let found = printed(&mut run);
     assert_eq!(found["complete"], false);
@@ -294,19 +297,19 @@ fn a_vm_that_ends_leaves_what_was_measured_by_then() {
 
 #[test]
 fn what_cannot_be_measured_is_refused_with_a_way_out() {
-    let bench = Bench::without_store();
+    let env = TestEnv::without_store();
     let us = std::process::id().to_string();
-    bench.refused(&["profile", &us], 1, &["is no QEMU", "fix:", "--qmp"]);
-    bench.refused(&["profile", "--qmp", "no.sock", &us], 1, &["no.sock", "fix:"]);
-    bench.refused(&["profile", "--plot", "a.jpg", &us], 1, &["a.jpg", ".svg"]);
-    bench.refused(&["profile", "--csv", "no/where.csv", &us], 1, &["no/where.csv", "fix:"]);
-    bench.refused(&["profile", "--epochs", "2s..1s", &us], 2, &["10ms..2s"]);
-    bench.refused(&["profile", "--vcpus", "2", &us], 2, &["--vcpus"]);
-    bench.refused(&["profile"], 2, &["PID"]);
-    let socket = bench.path().join("qmp.sock");
+    env.refused(&["profile", &us], 1, &["is no QEMU", "fix:", "--qmp"]);
+    env.refused(&["profile", "--qmp", "no.sock", &us], 1, &["no.sock", "fix:"]);
+    env.refused(&["profile", "--plot", "a.jpg", &us], 1, &["a.jpg", ".svg"]);
+    env.refused(&["profile", "--csv", "no/where.csv", &us], 1, &["no/where.csv", "fix:"]);
+    env.refused(&["profile", "--epochs", "2s..1s", &us], 2, &["10ms..2s"]);
+    env.refused(&["profile", "--vcpus", "2", &us], 2, &["--vcpus"]);
+    env.refused(&["profile"], 2, &["PID"]);
+    let socket = env.path().join("qmp.sock");
     let vm = plain(&dirtying(), &socket);
     // The monitor of one QEMU and the pid of another process.
-    bench.refused(
+    env.refused(
         &["profile", "--qmp", &socket.display().to_string(), &us],
         1,
         &["fix:", "qmp.sock"],

@@ -1,7 +1,7 @@
-//! Servers as users run them, in a protected VM: a client's one connection outlives the host, and
-//! no answer is taken back.
+//! Tests servers in a protected VM as users run them: a client's single connection outlives the
+//! host, and no answer is taken back.
 
-use keyframe_tests::Bench;
+use keyframe_tests::TestEnv;
 use keyframe_tests::protection::{GUEST, Hosts, Seen};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -11,9 +11,9 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Answers before the host dies, and behind.
+/// The answers that the client gets before the host dies, and after.
 const ANSWERS: u64 = 300;
-/// The guest boots under TCG, on a machine that has other things to do.
+/// How long the guest may take to boot under TCG, on a busy machine.
 const BOOT: Duration = Duration::from_mins(5);
 
 const REDIS: &str = "redis-server --bind 0.0.0.0 --protected-mode no --save '' --appendonly no";
@@ -29,7 +29,8 @@ http {
 END
 nginx -c /run/nginx.conf";
 
-/// One exchange after the other over one connection; `ask` says what is wrong with an answer.
+/// Runs one exchange after the other over one connection. `ask` returns the error of a wrong
+/// answer.
 fn converse(
     port: u16,
     (ends, seen): (&AtomicBool, &Mutex<Seen>),
@@ -81,7 +82,8 @@ fn expect(found: &str, wanted: &str) -> Result<(), String> {
     if found == wanted { Ok(()) } else { Err(format!("{found:?} instead of {wanted:?}")) }
 }
 
-/// A counter that has to be one higher each time, and keys that have to be what was set last.
+/// Increments a counter, which must grow by one each time, and reads keys, which must have their
+/// last value.
 fn redis(stream: &mut BufReader<TcpStream>, number: u64) -> Result<(), String> {
     say(stream, "INCR counter\r\n")?;
     expect(&line(stream)?, &format!(":{number}"))?;
@@ -94,7 +96,8 @@ fn redis(stream: &mut BufReader<TcpStream>, number: u64) -> Result<(), String> {
     expect(&line(stream)?, &wanted)
 }
 
-/// Files as they are, and a count of requests that is this client's own.
+/// Reads files, which must be unchanged, and a count of requests, which only this client
+/// increments.
 fn nginx(stream: &mut BufReader<TcpStream>, number: u64) -> Result<(), String> {
     let status = number.is_multiple_of(10);
     let path = if status { "status".into() } else { (number % 8).to_string() };
@@ -121,14 +124,14 @@ fn nginx(stream: &mut BufReader<TcpStream>, number: u64) -> Result<(), String> {
     expect(&body, &text.repeat(len / text.len() + 1)[..len])
 }
 
-/// Protects the real guest that runs `server`, and kills its host under a client.
+/// Protects the real guest that runs `server`, and kills its host while a client is connected.
 fn survives(
     server: &str,
     port: u16,
     ask: fn(&mut BufReader<TcpStream>, u64) -> Result<(), String>,
 ) {
-    let bench = Bench::without_store();
-    let job = bench.path().join("job.sh");
+    let env = TestEnv::without_store();
+    let job = env.path().join("job.sh");
     let script =
         format!("#!/bin/bash\nip addr flush dev eth0\nip addr add {GUEST}/24 dev eth0\n{server}\n");
     std::fs::write(&job, script).expect("write the job");
@@ -145,22 +148,22 @@ fn survives(
     let qemu: Vec<String> =
         String::from_utf8_lossy(&output.stdout).trim().split(' ').map(str::to_owned).collect();
 
-    let hosts = Hosts::new(&bench);
-    let _witness = hosts.witness(&bench);
-    // A machine that has other things to do is not to be taken for a host that has failed.
+    let hosts = Hosts::new(&env);
+    let _witness = hosts.witness(&env);
+    // A busy machine must not look like a failed host.
     let patient = ["--detection", "2s"];
-    let mut standby = hosts.standby(&bench, "b", &patient);
-    let mut vm = hosts.protect_line(&bench, &patient, &qemu);
-    let client = hosts.client_that(move |ends, seen| converse(port, (ends, seen), ask));
+    let mut standby = hosts.standby(&env, "b", &patient);
+    let mut vm = hosts.protect_line(&env, &patient, &qemu);
+    let client = hosts.client_running(move |ends, seen| converse(port, (ends, seen), ask));
     vm.wait_within(BOOT, |_| {
         let seen = client.seen();
         (seen.entries > 0 || seen.wrong.is_some()).then_some(())
     });
-    hosts.until_protected(&bench, "a", &mut vm);
-    client.go_on(ANSWERS, &mut vm);
+    hosts.wait_until_protected(&env, "a", &mut vm);
+    client.wait_for_entries(ANSWERS, &mut vm);
     let before = client.seen().longest;
     hosts.a.kill_all();
-    client.go_on(ANSWERS, &mut standby);
+    client.wait_for_entries(ANSWERS, &mut standby);
     assert_eq!(hosts.running_qemus("b"), 1);
     let seen = client.end();
     println!(

@@ -1,15 +1,18 @@
-//! `--disk reflink`: QEMU writes to its own images on btrfs and XFS, and each checkpoint has clones
-//! of them.
+//! Tests `--disk reflink`: QEMU writes to its own images on btrfs and XFS, and each checkpoint has
+//! clones of them.
 
-use keyframe_tests::disks::{does, image_in, qemu_img, restored_disk, shell, take, virtio, words};
+use keyframe_tests::disks::{
+    as_strs, numbered_image_in, qemu_img, restored_disk, run_in_guest, shell_guest,
+    take_checkpoint, virtio_disk,
+};
 use keyframe_tests::{
-    Bench, Foreign, Process, Qemu, Scope, chosen_qemus, distribution_qemu, number, record_skip,
-    until,
+    ExternalVm, Process, Qemu, Scope, TestEnv, chosen_qemus, distribution_qemu, number,
+    record_skip, wait_until,
 };
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// A file system in a file, mounted; both are gone when it is dropped.
+/// A file system in a file, mounted. Dropping this removes both.
 struct Mounted {
     dir: PathBuf,
 }
@@ -17,9 +20,9 @@ struct Mounted {
 impl Mounted {
     /// Makes and mounts a file system of `kind`. If this machine cannot, counts the running test as
     /// skipped and returns `None`.
-    fn new(bench: &Bench, kind: &str) -> Option<Self> {
-        let (file, dir) = (bench.path().join(format!("{kind}.fs")), bench.path().join(kind));
-        // What the two file systems take at least.
+    fn new(env: &TestEnv, kind: &str) -> Option<Self> {
+        let (file, dir) = (env.path().join(format!("{kind}.fs")), env.path().join(kind));
+        // The least size of both file systems.
         std::fs::File::create(&file).and_then(|f| f.set_len(400 << 20)).expect("make a file");
         std::fs::create_dir(&dir).expect("make a directory");
         let words = [file.display().to_string(), dir.display().to_string()];
@@ -42,7 +45,7 @@ impl Mounted {
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        // Those who have it open may be on their way out.
+        // The processes that have it open may be about to end.
         let unmount =
             || Command::new("umount").arg(&self.dir).output().is_ok_and(|o| o.status.success());
         for _ in 0..100 {
@@ -55,13 +58,13 @@ impl Drop for Mounted {
     }
 }
 
-/// What the guest writes at `step`, and where that is on the disk.
+/// The guest's writes at `step`, and their place on the disk.
 fn write(vm: &mut Process, step: usize) {
     let command = format!(
         "yes step-{step} | head -c 40960 | dd of=/dev/vda bs=4096 seek={} conv=notrunc,fsync 2>/dev/null",
         100 * step + 3
     );
-    does(vm, &command, &step.to_string());
+    run_in_guest(vm, &command, &step.to_string());
 }
 
 fn expected(before: &[u8], steps: usize) -> Vec<u8> {
@@ -82,34 +85,34 @@ fn clones(dir: &Path) -> usize {
 
 fn each_checkpoint_has_a_clone_of_its_disk(kind: &str, qemus: Vec<Qemu>) {
     for qemu in qemus {
-        let bench = Bench::new();
-        let Some(mounted) = Mounted::new(&bench, kind) else { return };
+        let env = TestEnv::new();
+        let Some(mounted) = Mounted::new(&env, kind) else { return };
         println!("-- {kind}, QEMU {}", qemu.label);
-        let image = image_in(&mounted.dir);
+        let image = numbered_image_in(&mounted.dir);
         let before = std::fs::read(&image).expect("the image");
         let drive = format!("file={},format=raw,if=virtio,id=d", image.display());
         let options = ["--name", "guest", "--interval", "none", "--disk", "reflink"];
-        let mut run = bench.start(&options, &shell(&qemu, &["-drive", &drive]));
+        let mut run = env.start(&options, &shell_guest(&qemu, &["-drive", &drive]));
         run.wait_for("KF READY");
-        let mut ids = vec![take(&bench)];
+        let mut ids = vec![take_checkpoint(&env)];
         for step in 1..=2 {
             write(&mut run, step);
-            ids.push(take(&bench));
+            ids.push(take_checkpoint(&env));
         }
-        bench.ok(&["stop", "--name", "guest"]);
+        env.ok(&["stop", "--name", "guest"]);
         assert!(run.wait().success(), "{}", run.report());
         assert_eq!(clones(&mounted.dir), 3, "a clone for each checkpoint");
-        let shown = bench.json(&["show", "--json", "--store", &bench.store(), &ids[1]]);
+        let shown = env.json(&["show", "--json", "--store", &env.store(), &ids[1]]);
         assert_eq!(number(&shown["disks"][0], "written_blocks"), 0, "{shown}");
         assert!(
             std::fs::read(&image).expect("the image") == expected(&before, 2),
             "QEMU wrote to its image"
         );
         for (steps, id) in ids.iter().enumerate() {
-            assert!(restored_disk(&bench, id, &[]) == expected(&before, steps), "checkpoint {id}");
+            assert!(restored_disk(&env, id, &[]) == expected(&before, steps), "checkpoint {id}");
         }
         assert_eq!(clones(&mounted.dir), 3, "restores leave nothing");
-        bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
+        env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
     }
 }
 
@@ -125,77 +128,79 @@ fn each_checkpoint_has_a_clone_of_its_disk_on_xfs() {
 
 #[test]
 fn a_vm_of_somebody_elses_on_a_qcow2_image_with_another_beneath() {
-    let bench = Bench::new();
-    let Some(mounted) = Mounted::new(&bench, "btrfs") else { return };
-    let image = image_in(&mounted.dir);
+    let env = TestEnv::new();
+    let Some(mounted) = Mounted::new(&env, "btrfs") else { return };
+    let image = numbered_image_in(&mounted.dir);
     let before = std::fs::read(&image).expect("the image");
     let over = mounted.dir.join("over.qcow2").display().to_string();
-    // By a relative name, which is looked for beside the clone.
+    // The backing file has a relative name, which is resolved beside the clone.
     qemu_img(&["create", "-q", "-f", "qcow2", "-F", "raw", "-b", "disk.raw", &over]);
-    let drive = virtio(Path::new(&over), "qcow2");
-    let mut vm = Foreign::start(&bench, &shell(&distribution_qemu(), &words(&drive)));
+    let drive = virtio_disk(Path::new(&over), "qcow2");
+    let mut vm = ExternalVm::start(&env, &shell_guest(&distribution_qemu(), &as_strs(&drive)));
     vm.console.wait_for("KF READY");
     let monitor = vm.socket("a");
-    // Reflink is found out by itself.
+    // Keyframe finds out by itself that reflink works.
     let options = ["--name", "guest", "--interval", "none"];
-    let args = bench.attach_args(&["--qmp", &monitor], vm.console.pid(), &options);
+    let args = env.attach_args(&["--qmp", &monitor], vm.console.pid(), &options);
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
-    let mut attached = Process::start(bench.command(&args));
+    let mut attached = Process::start(env.command(&args));
     attached.wait_for_error("VM guest");
     write(&mut vm.console, 1);
-    let first = take(&bench);
+    let first = take_checkpoint(&env);
     write(&mut vm.console, 2);
-    let second = take(&bench);
-    bench.ok(&["stop", "--name", "guest"]);
+    let second = take_checkpoint(&env);
+    env.ok(&["stop", "--name", "guest"]);
     assert!(attached.wait().success(), "{}", attached.report());
-    assert!(vm.runs());
+    assert!(vm.is_running());
     write(&mut vm.console, 3);
     vm.console.signal(rustix::process::Signal::KILL);
     vm.console.wait();
-    assert!(restored_disk(&bench, &first, &[]) == expected(&before, 1), "the first checkpoint");
-    assert!(restored_disk(&bench, &second, &[]) == expected(&before, 2), "the second checkpoint");
-    // A clone that somebody takes away is missed.
-    let clone = bench.list().last().expect("a checkpoint")["disks"][0]["base"]
+    assert!(restored_disk(&env, &first, &[]) == expected(&before, 1), "the first checkpoint");
+    assert!(restored_disk(&env, &second, &[]) == expected(&before, 2), "the second checkpoint");
+    // A missing clone is reported.
+    let clone = env.list().last().expect("a checkpoint")["disks"][0]["base"]
         .as_str()
         .expect("a path")
         .to_owned();
     std::fs::remove_file(&clone).expect("remove the clone");
-    bench.refused(&["restore", "--store", &bench.store(), &second], 1, &[&clone, "put it back"]);
+    env.refused(&["restore", "--store", &env.store(), &second], 1, &[&clone, "put it back"]);
 }
 
 #[test]
 fn a_checkpoint_that_fails_leaves_no_clone() {
-    let bench = Bench::new();
-    let Some(mounted) = Mounted::new(&bench, "btrfs") else { return };
-    let drive = format!("file={},format=raw,if=virtio,id=d", image_in(&mounted.dir).display());
+    let env = TestEnv::new();
+    let Some(mounted) = Mounted::new(&env, "btrfs") else { return };
+    let drive =
+        format!("file={},format=raw,if=virtio,id=d", numbered_image_in(&mounted.dir).display());
     let options =
         ["--name", "guest", "--interval", "none", "--disk", "reflink", "--fault", "kill:sealing:2"];
-    let mut run = bench.start(&options, &shell(&distribution_qemu(), &["-drive", &drive]));
+    let mut run = env.start(&options, &shell_guest(&distribution_qemu(), &["-drive", &drive]));
     run.wait_for("KF READY");
-    let qemu = keyframe_tests::Orphan::of(&bench, &mut run, "guest");
-    let kept = take(&bench);
-    assert!(!bench.run(&["take", "--name", "guest"]).status.success(), "the fault did not strike");
+    let qemu = keyframe_tests::Orphan::of(&env, &mut run, "guest");
+    let kept = take_checkpoint(&env);
+    assert!(!env.run(&["take", "--name", "guest"]).status.success(), "the fault did not strike");
     run.wait();
     qemu.kill();
     assert!(clones(&mounted.dir) >= 1);
-    // Whoever comes next removes what no checkpoint names, and nothing else.
+    // The next run removes the clones that no checkpoint names, and no others.
     let options = ["--name", "guest", "--interval", "none", "--disk", "reflink"];
-    let mut anew = bench.start(&options, &shell(&distribution_qemu(), &["-drive", &drive]));
+    let mut anew = env.start(&options, &shell_guest(&distribution_qemu(), &["-drive", &drive]));
     anew.wait_for("KF READY");
-    until("what the killed engine left is gone", || clones(&mounted.dir) == 1);
-    bench.ok(&["stop", "--name", "guest"]);
+    wait_until("what the killed engine left is gone", || clones(&mounted.dir) == 1);
+    env.ok(&["stop", "--name", "guest"]);
     assert!(anew.wait().success(), "{}", anew.report());
-    restored_disk(&bench, &kept, &[]);
+    restored_disk(&env, &kept, &[]);
 }
 
 #[test]
 fn a_file_system_that_does_not_clone_is_refused_by_name() {
-    let bench = Bench::new();
+    let env = TestEnv::new();
     let dir = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
-    let drive = format!("file={},format=raw,if=virtio,id=d", image_in(dir.path()).display());
-    let line = shell(&distribution_qemu(), &["-drive", &drive]).command();
-    let store = bench.store();
+    let drive =
+        format!("file={},format=raw,if=virtio,id=d", numbered_image_in(dir.path()).display());
+    let line = shell_guest(&distribution_qemu(), &["-drive", &drive]).command();
+    let store = env.store();
     let mut args = vec!["run", "--store", &store, "--disk", "reflink", "--"];
     args.extend(line.iter().map(String::as_str));
-    bench.refused(&args, 1, &["does not clone files", "disk.raw", "fix:", "btrfs"]);
+    env.refused(&args, 1, &["does not clone files", "disk.raw", "fix:", "btrfs"]);
 }

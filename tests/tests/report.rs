@@ -1,14 +1,14 @@
-//! Reports: of a store, and of a recording with an analysis, which the dashboard shows, too.
+//! Tests reports of a store, and of a recording with an analysis, which the dashboard shows, too.
 
-use keyframe_tests::{Bench, Boot, Http, Process, number};
+use keyframe_tests::{Boot, Http, Process, TestEnv, number};
 use rustix::process::Signal;
 use serde_json::Value;
 use std::path::Path;
 
-/// The report, which must be one file that needs nothing else.
-fn report(bench: &Bench, args: &[&str]) -> String {
-    bench.ok(&[&["report", "-o", "report.html"], args].concat());
-    let html = std::fs::read_to_string(bench.path().join("report.html")).expect("the report");
+/// Reads the report, which must be one file without references to others.
+fn report(env: &TestEnv, args: &[&str]) -> String {
+    env.ok(&[&["report", "-o", "report.html"], args].concat());
+    let html = std::fs::read_to_string(env.path().join("report.html")).expect("the report");
     let without_namespace = html.replace("http://www.w3.org/2000/svg", "");
     for word in ["<script", "http://", "https://", "src=", "<link"] {
         assert!(!without_namespace.contains(word), "{word} in the report");
@@ -20,16 +20,16 @@ fn report(bench: &Bench, args: &[&str]) -> String {
 
 #[test]
 fn a_store_and_a_recording_are_reported() {
-    let bench = Bench::new();
-    let mut vm = bench.start(
+    let env = TestEnv::new();
+    let mut vm = env.start(
         &["--interval", "200ms", "--count", "5", "--name", "web"],
         &Boot::new("scribble kf.mib=4"),
     );
     assert!(vm.wait().success(), "{}", vm.report());
-    let html = report(&bench, &[&bench.store()]);
-    let stats = bench.json(&["stats", "--json", "--store", &bench.store()]);
+    let html = report(&env, &[&env.store()]);
+    let stats = env.json(&["stats", "--json", "--store", &env.store()]);
     let longest =
-        bench.list().iter().map(|one| number(one, "dirty_pages")).max().expect("checkpoints");
+        env.list().iter().map(|one| number(one, "dirty_pages")).max().expect("checkpoints");
     for word in [
         "VM web",
         "Pauses by phase",
@@ -40,36 +40,36 @@ fn a_store_and_a_recording_are_reported() {
     ] {
         assert!(html.contains(word), "no {word:?} in the report");
     }
-    bench.refused(&["report", "nowhere", "-o", "r.html"], 10, &["nowhere"]);
-    assert!(!bench.path().join("r.html").exists());
-    recorded(&bench);
+    env.refused(&["report", "nowhere", "-o", "r.html"], 10, &["nowhere"]);
+    assert!(!env.path().join("r.html").exists());
+    recorded(&env);
 }
 
-fn recorded(bench: &Bench) {
+fn recorded(env: &TestEnv) {
     let boot = Boot { machine: "q35".into(), mem_mib: 96, ..Boot::new("scribble kf.mib=4") };
-    let mut command = bench.command(&["record", "--out", "R", "--checkpoint-every", "500ms"]);
+    let mut command = env.command(&["record", "--out", "R", "--checkpoint-every", "500ms"]);
     command.arg("--").args(boot.command());
     let mut vm = Process::start(command);
     let there = |path: &Path| std::fs::read_dir(path).map_or(0, Iterator::count);
-    let folder = bench.path().join("R/store/checkpoints");
+    let folder = env.path().join("R/store/checkpoints");
     vm.wait_until(|_| (there(&folder) >= 4).then_some(()));
     vm.signal(Signal::INT);
     assert!(vm.wait().success(), "{}", vm.report());
-    bench.ok(&["analyze", "R", "--tool", "icount", "--out", "O"]);
-    let html = report(bench, &["R", "--analysis", "O"]);
+    env.ok(&["analyze", "R", "--tool", "icount", "--out", "O"]);
+    let html = report(env, &["R", "--analysis", "O"]);
     for word in
         ["Instructions of each interval", "Analysis icount", "From checkpoint", "Pauses by phase"]
     {
         assert!(html.contains(word), "no {word:?} in the report");
     }
     let args = ["serve", "--recordings", ".", "--analysis", "O", "--http", "127.0.0.1:0", "--json"];
-    let mut server = Process::start(bench.command(&args));
+    let mut server = Process::start(env.command(&args));
     let said: Value = serde_json::from_str(&server.wait_for("\"http\"")).expect("JSON");
     let http = Http::at(said["http"].as_str().expect("an address"));
     let all = http.get("/api/v1/recordings").json();
     let shown = &all["recordings"][0];
     let meta =
-        std::fs::read_to_string(bench.path().join("R/recording.json")).expect("recording.json");
+        std::fs::read_to_string(env.path().join("R/recording.json")).expect("recording.json");
     let meta: Value = serde_json::from_str(&meta).expect("JSON");
     assert_eq!((&shown["id"], &shown["instructions"]), (&meta["id"], &meta["instructions"]));
     let intervals = number(shown, "intervals");
@@ -87,7 +87,7 @@ fn recorded(bench: &Bench) {
     let analysis = &shown["analyses"][0];
     assert!(intervals >= 3 && number(analysis, "failed") == 0, "{shown:#}");
     assert_eq!(number(analysis, "done"), number(analysis, "intervals"), "{analysis:#}");
-    // Its checkpoints are shown as any others.
+    // The recording's checkpoints are shown as any others.
     let store = shown["store"].as_str().expect("its store");
     let timeline = http.get(&format!("/api/v1/stores/{store}/timeline")).json();
     assert_eq!(number(&timeline, "total"), number(shown, "checkpoints"));

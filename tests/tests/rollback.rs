@@ -1,14 +1,14 @@
-//! `keyframe rollback`: the running VM becomes what it was, byte for byte, in the same QEMU; and
-//! where it cannot, it runs on as it was.
+//! Tests `keyframe rollback`: the running VM returns to a checkpoint, byte for byte, in the same
+//! QEMU. If that fails, it runs on unchanged.
 
 use keyframe_tests::{
-    Bench, Boot, HashLine, PATIENCE, Process, Qemu, Sequence, assert_no_errors, chosen_qemus,
-    differing_pages, distribution_qemu, hash_lines, live_ram, number, until,
+    Boot, HashLine, PATIENCE, Process, Qemu, Sequence, TestEnv, assert_no_errors, chosen_qemus,
+    differing_pages, distribution_qemu, hash_lines, live_ram, number, wait_until,
 };
 use std::path::PathBuf;
 
-fn hashing(bench: &Bench, qemu: &Qemu) -> (Boot, PathBuf) {
-    let monitor = bench.path().join("own.sock");
+fn hashing(env: &TestEnv, qemu: &Qemu) -> (Boot, PathBuf) {
+    let monitor = env.path().join("own.sock");
     let mut boot = Boot::new("hash")
         .with(&["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
     boot.qemu.clone_from(&qemu.path);
@@ -23,7 +23,7 @@ fn grow(vm: &mut Process, more: usize) {
     assert!(grown.is_some(), "the guest is silent; {}", vm.report());
 }
 
-/// The lines, cut where the numbers go back: one row for each life of the VM.
+/// The lines, split where the numbers go back: one row for each rollback.
 fn lives(lines: &[HashLine]) -> Vec<Vec<HashLine>> {
     let mut lives: Vec<Vec<HashLine>> = Vec::new();
     for line in lines {
@@ -35,8 +35,8 @@ fn lives(lines: &[HashLine]) -> Vec<Vec<HashLine>> {
     lives
 }
 
-fn pid_and_state(bench: &Bench) -> (u64, String) {
-    let status = bench.json(&["status", "--json"]);
+fn pid_and_state(env: &TestEnv) -> (u64, String) {
+    let status = env.json(&["status", "--json"]);
     (number(&status[0], "qemu_pid"), status[0]["state"].as_str().unwrap().to_owned())
 }
 
@@ -44,40 +44,39 @@ fn pid_and_state(bench: &Bench) -> (u64, String) {
 fn a_vm_under_load_goes_back_again_and_again_in_the_same_qemu() {
     let mut sequence = Sequence::new(16);
     for qemu in chosen_qemus(0) {
-        let bench = Bench::new();
-        let (boot, monitor) = hashing(&bench, &qemu);
+        let env = TestEnv::new();
+        let (boot, monitor) = hashing(&env, &qemu);
         let mut run =
-            bench.start(&["--interval", "400ms", "--name", "guest", "--audit", "audit"], &boot);
+            env.start(&["--interval", "400ms", "--name", "guest", "--audit", "audit"], &boot);
         run.wait_for("KF READY");
         grow(&mut run, 4);
-        let target_id = number(bench.list().last().unwrap(), "id");
+        let target_id = number(env.list().last().unwrap(), "id");
         let good = target_id.to_string();
-        let (pid, _) = pid_and_state(&bench);
+        let (pid, _) = pid_and_state(&env);
         let mut befores = Vec::new();
         for _ in 0..3 {
             grow(&mut run, 12);
-            let done = bench.json(&["rollback", &good, "--name", "guest", "--json"]);
+            let done = env.json(&["rollback", &good, "--name", "guest", "--json"]);
             assert_eq!((number(&done, "checkpoint"), &done["runs"]), (target_id, &true.into()));
             assert!(number(&done, "pages") > 0);
             befores.push((number(&done, "before"), number(&done, "now")));
         }
         grow(&mut run, 6);
-        assert_eq!(pid_and_state(&bench), (pid, "running".into()), "the same QEMU");
+        assert_eq!(pid_and_state(&env), (pid, "running".into()), "the same QEMU");
 
-        // What stands there is the target, devices and RAM, to the last byte: frozen at once behind
-        // a rollback.
+        // Paused at once after the rollback, devices and RAM equal the target to the last byte.
         let mut own = keyframe_qemu::Qmp::connect(&monitor, PATIENCE).unwrap();
         own.stop().unwrap();
         drop(own);
-        until("the engine sees it", || pid_and_state(&bench).1 == "paused");
-        let done = bench.json(&["rollback", &good, "--name", "guest", "--json"]);
+        wait_until("the engine sees it", || pid_and_state(&env).1 == "paused");
+        let done = env.json(&["rollback", &good, "--name", "guest", "--json"]);
         assert_eq!(done["runs"], false, "a VM that stood is left standing");
-        let shown = bench.json(&["show", "--json", "--store", &bench.store(), &good]);
+        let shown = env.json(&["show", "--json", "--store", &env.store(), &good]);
         let blocks = shown["ram"].as_array().unwrap();
         let names: Vec<String> =
             blocks.iter().filter_map(|b| Some(b["name"].as_str()?.to_owned())).collect();
         let live = live_ram(pid as u32, &monitor, &names);
-        let raw = |id: u64| bench.path().join(format!("audit/{id}.ram"));
+        let raw = |id: u64| env.path().join(format!("audit/{id}.ram"));
         let after = std::fs::read(raw(number(&done, "now"))).unwrap();
         assert!(
             differing_pages(&live, &after).is_empty(),
@@ -87,24 +86,24 @@ fn a_vm_under_load_goes_back_again_and_again_in_the_same_qemu() {
         own.cont().unwrap();
         drop(own);
         grow(&mut run, 4);
-        bench.ok(&["stop", "--name", "guest"]);
+        env.ok(&["stop", "--name", "guest"]);
         assert!(run.wait().success(), "{}", run.report());
         assert_no_errors(&run);
 
-        // Each life is the sequence, and all but the first begin behind the same line.
+        // Each row is the sequence, and all but the first begin after the same line.
         let lives = lives(&hash_lines(&run.lines()));
         assert_eq!(lives.len(), 5, "{}", run.report());
         for life in &lives {
             sequence.check(life, 1);
         }
-        // A line that the rollback cut in two spoils the one that is printed behind it.
+        // A line that the rollback cuts in two spoils the next one.
         let firsts: Vec<u64> = lives[1..].iter().map(|life| life[0].n).collect();
         let (least, most) = (firsts.iter().min().unwrap(), firsts.iter().max().unwrap());
         assert!(most - least <= 1, "one instant, each time: {firsts:?}");
 
-        // The lineage: what came behind a rollback grew from its target, and what was before is
-        // there.
-        let list = bench.list();
+        // The lineage: checkpoints after a rollback descend from its target, and those before it
+        // stay.
+        let list = env.list();
         let entry = |id: u64| list.iter().find(|e| number(e, "id") == id).unwrap();
         for (before, now) in befores {
             assert_eq!(number(entry(now), "parent"), target_id);
@@ -115,40 +114,40 @@ fn a_vm_under_load_goes_back_again_and_again_in_the_same_qemu() {
                 "no complete one"
             );
         }
-        let tree = bench.ok(&["list", "--tree", "--store", &bench.store()]);
+        let tree = env.ok(&["list", "--tree", "--store", &env.store()]);
         assert_eq!(tree.matches("├─").count() + tree.matches("└─").count(), 5, "{tree}");
-        bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
+        env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
     }
 }
 
-/// Half way through QEMU finds devices that it does not have: the VM becomes again what it was, and
-/// has missed nothing.
+/// QEMU fails to load the devices half way: the VM returns to its state before the rollback, and
+/// loses nothing.
 #[test]
 fn a_rollback_that_fails_half_way_leaves_the_vm_as_it_was() {
     let mut sequence = Sequence::new(16);
     for qemu in chosen_qemus(1) {
-        let bench = Bench::new();
-        let (boot, _) = hashing(&bench, &qemu);
+        let env = TestEnv::new();
+        let (boot, _) = hashing(&env, &qemu);
         let other = boot.clone().with(&["-device", "virtio-rng-pci"]);
-        let mut run = bench.start(&["--interval", "none", "--name", "other"], &other);
+        let mut run = env.start(&["--interval", "none", "--name", "other"], &other);
         run.wait_for("KF READY");
-        bench.ok(&["take", "--name", "other", "--tag", "other"]);
-        bench.ok(&["stop", "--name", "other"]);
+        env.ok(&["take", "--name", "other", "--tag", "other"]);
+        env.ok(&["stop", "--name", "other"]);
         assert!(run.wait().success(), "{}", run.report());
 
-        let mut run = bench.start(&["--interval", "300ms", "--name", "guest"], &boot);
+        let mut run = env.start(&["--interval", "300ms", "--name", "guest"], &boot);
         run.wait_for("KF READY");
         grow(&mut run, 6);
-        let (pid, _) = pid_and_state(&bench);
-        bench.refused(&["rollback", "other", "--name", "guest"], 1, &["the VM is as it was"]);
-        assert_eq!(pid_and_state(&bench), (pid, "running".into()));
+        let (pid, _) = pid_and_state(&env);
+        env.refused(&["rollback", "other", "--name", "guest"], 1, &["the VM is as it was"]);
+        assert_eq!(pid_and_state(&env), (pid, "running".into()));
         grow(&mut run, 6);
-        let sealed = bench.list().len();
-        until("checkpoints go on", || bench.list().len() >= sealed + 2);
-        bench.ok(&["stop", "--name", "guest"]);
+        let sealed = env.list().len();
+        wait_until("checkpoints go on", || env.list().len() >= sealed + 2);
+        env.ok(&["stop", "--name", "guest"]);
         assert!(run.wait().success(), "{}", run.report());
         sequence.check(&hash_lines(&run.lines()), 12);
-        let mut restored = bench.restore("latest", &[]);
+        let mut restored = env.restore("latest", &[]);
         grow(&mut restored, 4);
         sequence.check(&hash_lines(&restored.lines()), 4);
     }
@@ -156,29 +155,29 @@ fn a_rollback_that_fails_half_way_leaves_the_vm_as_it_was() {
 
 #[test]
 fn what_cannot_be_is_refused_before_the_vm_is_touched() {
-    let bench = Bench::new();
-    let (boot, _) = hashing(&bench, &distribution_qemu());
+    let env = TestEnv::new();
+    let (boot, _) = hashing(&env, &distribution_qemu());
     let mut small = boot.clone();
     small.mem_mib = 112;
     small.append = "kf.work=idle".into();
-    let mut run = bench.start(&["--interval", "none", "--name", "small"], &small);
+    let mut run = env.start(&["--interval", "none", "--name", "small"], &small);
     run.wait_for("KF READY");
-    bench.ok(&["take", "--name", "small", "--tag", "small"]);
-    bench.ok(&["stop", "--name", "small"]);
+    env.ok(&["take", "--name", "small", "--tag", "small"]);
+    env.ok(&["stop", "--name", "small"]);
     assert!(run.wait().success(), "{}", run.report());
 
-    bench.refused(&["rollback", "small"], 1, &["no VM runs"]);
-    let mut run = bench.start(&["--interval", "none", "--name", "guest"], &boot);
+    env.refused(&["rollback", "small"], 1, &["no VM runs"]);
+    let mut run = env.start(&["--interval", "none", "--name", "guest"], &boot);
     run.wait_for("KF READY");
-    let before = bench.list().len();
-    bench.refused(
+    let before = env.list().len();
+    env.refused(
         &["rollback", "small"],
         1,
         &["another machine's", "RAM blocks", "keyframe restore"],
     );
-    bench.refused(&["rollback", "77"], 1, &["77"]);
-    assert_eq!(bench.list().len(), before, "nothing was taken for a rollback that could not be");
+    env.refused(&["rollback", "77"], 1, &["77"]);
+    assert_eq!(env.list().len(), before, "nothing was taken for a rollback that could not be");
     grow(&mut run, 3);
-    bench.ok(&["stop", "--name", "guest"]);
+    env.ok(&["stop", "--name", "guest"]);
     assert!(run.wait().success(), "{}", run.report());
 }

@@ -1,58 +1,57 @@
-//! `keyframe rollback` of a VM with a disk: RAM and disk go back together, or neither does, whoever
-//! is killed.
+//! Tests `keyframe rollback` of a VM with a disk: RAM and disk go back together, or neither does,
+//! even if a process is killed.
 
-use keyframe_tests::disks::{copy, socket_of};
+use keyframe_tests::disks::{copy_disk, disk_socket_of};
 use keyframe_tests::journaling::{
     blank_image, journaling, records_of, wait_for_more_records, wait_for_records,
 };
 use keyframe_tests::{
-    Bench, JournalImage, Orphan, PATIENCE, Process, Qemu, chosen_qemus, distribution_qemu,
-    journal_counter, number, restored_pid, until, variants,
+    JournalImage, Orphan, PATIENCE, Process, Qemu, TestEnv, chosen_qemus, distribution_qemu,
+    journal_counter, number, restored_pid, variants, wait_until,
 };
 use std::path::{Path, PathBuf};
 
-fn start(bench: &Bench, qemu: &Qemu, options: &[&str]) -> (Process, PathBuf) {
-    let image = blank_image(bench, "disk");
-    let monitor = bench.path().join("own.sock");
+fn start(env: &TestEnv, qemu: &Qemu, options: &[&str]) -> (Process, PathBuf) {
+    let image = blank_image(env, "disk");
+    let monitor = env.path().join("own.sock");
     let own = format!("unix:{},server=on,wait=off", monitor.display());
     let boot = journaling(qemu, &image).with(&["-qmp", &own]);
-    let mut run = bench.start(&[&["--name", "guest"], options].concat(), &boot);
+    let mut run = env.start(&[&["--name", "guest"], options].concat(), &boot);
     run.wait_for("KF READY");
     wait_for_records(&mut run, 0, 100);
     (run, monitor)
 }
 
-fn take(bench: &Bench) -> u64 {
-    bench.ok(&["take", "--name", "guest"]);
-    number(bench.list().last().expect("a checkpoint"), "id")
+fn take(env: &TestEnv) -> u64 {
+    env.ok(&["take", "--name", "guest"]);
+    number(env.list().last().expect("a checkpoint"), "id")
 }
 
 /// The overlays in the store.
-fn overlays(bench: &Bench) -> usize {
+fn overlays(env: &TestEnv) -> usize {
     let count = |dir: &Path| {
         std::fs::read_dir(dir).map_or(0, |d| d.flatten().filter(|e| e.path().is_dir()).count())
     };
-    let places = std::fs::read_dir(Path::new(&bench.store()).join("disks")).expect("STORE/disks");
+    let places = std::fs::read_dir(Path::new(&env.store()).join("disks")).expect("STORE/disks");
     places.flatten().map(|place| count(&place.path())).sum()
 }
 
-/// The disk of checkpoint `id`, and that a VM which comes to life from it finds on it what its RAM
-/// says.
-fn restored(bench: &Bench, id: u64) -> Vec<u8> {
-    let out = bench.path().join(format!("{id}.raw"));
+/// The disk of checkpoint `id`. Asserts that a VM restored from it finds its disk equal to its RAM.
+fn restored(env: &TestEnv, id: u64) -> Vec<u8> {
+    let out = env.path().join(format!("{id}.raw"));
     let id = id.to_string();
-    let mut paused = bench.restore(&id, &["--paused"]);
+    let mut paused = env.restore(&id, &["--paused"]);
     paused.wait_for_error("is paused after");
-    copy(&socket_of(restored_pid(&paused)), "d", &out);
+    copy_disk(&disk_socket_of(restored_pid(&paused)), "d", &out);
     drop(paused);
-    let mut vm = bench.restore(&id, &[]);
-    // More than the ring: each block is compared before it is overwritten.
+    let mut vm = env.restore(&id, &[]);
+    // More records than the ring holds: the guest compares each block before it overwrites it.
     wait_for_records(&mut vm, 0, 300);
     std::fs::read(out).expect("the copy")
 }
 
-/// Whether some line behind the first `skip` ones tells of fewer records than `far`. Soon the guest
-/// is beyond them again.
+/// True if a line after the first `skip` ones reports fewer records than `far`. The guest soon
+/// reports more again.
 fn went_back(lines: &[String], skip: usize, far: u64) -> bool {
     lines.iter().skip(skip).any(|line| {
         let told = journal_counter(std::slice::from_ref(line), "written=");
@@ -64,15 +63,15 @@ fn went_back(lines: &[String], skip: usize, far: u64) -> bool {
 fn a_disk_goes_back_with_its_vm_again_and_again() {
     for qemu in chosen_qemus(0) {
         println!("-- QEMU {}", qemu.label);
-        let bench = Bench::new();
-        let (mut run, monitor) = start(&bench, &qemu, &["--interval", "700ms"]);
-        let base = std::fs::read(bench.path().join("disk.raw")).expect("the image");
-        let target = take(&bench);
+        let env = TestEnv::new();
+        let (mut run, monitor) = start(&env, &qemu, &["--interval", "700ms"]);
+        let base = std::fs::read(env.path().join("disk.raw")).expect("the image");
+        let target = take(&env);
         let mut befores = Vec::new();
         for round in 0..3 {
             let far = wait_for_more_records(&mut run, 400);
             let skip = run.lines().len();
-            let done = bench.json(&["rollback", &target.to_string(), "--name", "guest", "--json"]);
+            let done = env.json(&["rollback", &target.to_string(), "--name", "guest", "--json"]);
             befores.push((number(&done, "before"), number(&done, "now")));
             let back = run.wait_until(|p| went_back(&p.lines(), skip, far).then_some(()));
             assert!(
@@ -80,100 +79,100 @@ fn a_disk_goes_back_with_its_vm_again_and_again() {
                 "round {round}: the guest does not go back behind {far}; {}",
                 run.report()
             );
-            // All of the ring is read in that time.
+            // The guest reads the whole ring in that time.
             wait_for_more_records(&mut run, 400);
-            assert_eq!(overlays(&bench), 1, "what was written before is gone");
+            assert_eq!(overlays(&env), 1, "what was written before is gone");
         }
-        // The next checkpoint holds the disk as it stands there.
+        // The next checkpoint has this disk.
         let mut own = keyframe_qemu::Qmp::connect(&monitor, PATIENCE).expect("its monitor");
         own.stop().expect("stop");
-        let last = take(&bench);
+        let last = take(&env);
         let (served, copied) =
-            (bench.path().join("keyframe/guest/disks.sock"), bench.path().join("now.raw"));
-        copy(&served, "d", &copied);
+            (env.path().join("keyframe/guest/disks.sock"), env.path().join("now.raw"));
+        copy_disk(&served, "d", &copied);
         own.cont().expect("cont");
         drop(own);
         records_of(&run.lines());
-        bench.ok(&["stop", "--name", "guest"]);
+        env.ok(&["stop", "--name", "guest"]);
         assert!(run.wait().success(), "{}", run.report());
         assert!(
-            restored(&bench, last) == std::fs::read(&copied).expect("the copy"),
+            restored(&env, last) == std::fs::read(&copied).expect("the copy"),
             "checkpoint {last}'s disk"
         );
         assert!(JournalImage::read(&copied, 1).torn.is_empty());
-        // Also the one behind the rollback, which is the target, and the one before it.
+        // Also the checkpoint of the rollback, which equals the target, and the one before it.
         let (before, now) = befores[1];
-        let targets = restored(&bench, target);
-        assert!(restored(&bench, now) == targets, "checkpoint {now}, behind the rollback");
-        assert!(restored(&bench, before) != targets, "checkpoint {before}, before the rollback");
+        let targets = restored(&env, target);
+        assert!(restored(&env, now) == targets, "checkpoint {now}, behind the rollback");
+        assert!(restored(&env, before) != targets, "checkpoint {before}, before the rollback");
         assert!(
-            std::fs::read(bench.path().join("disk.raw")).expect("the image") == base,
+            std::fs::read(env.path().join("disk.raw")).expect("the image") == base,
             "the image was written"
         );
-        bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
+        env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
     }
 }
 
-/// QEMU finds devices that it does not have: disk and RAM are again what they were.
+/// QEMU fails to load the devices: disk and RAM are unchanged.
 #[test]
 fn a_rollback_that_fails_half_way_leaves_the_disk_as_it_was() {
     for qemu in chosen_qemus(1) {
-        let bench = Bench::new();
-        let image = blank_image(&bench, "disk");
+        let env = TestEnv::new();
+        let image = blank_image(&env, "disk");
         let other = journaling(&qemu, &image).with(&["-device", "virtio-rng-pci"]);
-        let mut run = bench.start(&["--interval", "none", "--name", "other"], &other);
+        let mut run = env.start(&["--interval", "none", "--name", "other"], &other);
         run.wait_for("KF READY");
-        bench.ok(&["take", "--name", "other", "--tag", "other"]);
-        bench.ok(&["stop", "--name", "other"]);
+        env.ok(&["take", "--name", "other", "--tag", "other"]);
+        env.ok(&["stop", "--name", "other"]);
         assert!(run.wait().success(), "{}", run.report());
         let boot = journaling(&qemu, &image);
-        let mut run = bench.start(&["--interval", "500ms", "--name", "guest"], &boot);
+        let mut run = env.start(&["--interval", "500ms", "--name", "guest"], &boot);
         run.wait_for("KF READY");
         let far = wait_for_records(&mut run, 0, 300);
-        let before = overlays(&bench);
-        bench.refused(&["rollback", "other", "--name", "guest"], 1, &["the VM is as it was"]);
+        let before = overlays(&env);
+        env.refused(&["rollback", "other", "--name", "guest"], 1, &["the VM is as it was"]);
         assert!(wait_for_more_records(&mut run, 400) > far, "the guest goes on");
-        assert_eq!(overlays(&bench), before, "nothing is left of it");
-        let last = take(&bench);
-        bench.ok(&["stop", "--name", "guest"]);
+        assert_eq!(overlays(&env), before, "nothing is left of it");
+        let last = take(&env);
+        env.ok(&["stop", "--name", "guest"]);
         assert!(run.wait().success(), "{}", run.report());
-        restored(&bench, last);
+        restored(&env, last);
     }
 }
 
-/// The steps are those of the fault: the VM stands; its disk is another; all is loaded; it is
-/// whole.
+/// The steps of the fault: 1, the VM is paused; 2, its disk is the other one; 3, all is loaded; 4,
+/// it is complete.
 #[test]
 fn an_engine_killed_in_a_rollback_leaves_no_vm_standing() {
     for (step, ends) in variants([(1, false), (2, true), (3, true), (4, false)], 2) {
         println!("-- killed at step {step}");
-        let bench = Bench::new();
+        let env = TestEnv::new();
         let fault = format!("kill-rollback:{step}");
         let (mut run, _) =
-            start(&bench, &distribution_qemu(), &["--interval", "none", "--fault", &fault]);
-        let target = take(&bench);
+            start(&env, &distribution_qemu(), &["--interval", "none", "--fault", &fault]);
+        let target = take(&env);
         let far = wait_for_more_records(&mut run, 300);
-        let qemu = Orphan::of(&bench, &mut run, "guest");
+        let qemu = Orphan::of(&env, &mut run, "guest");
         let skip = run.lines().len();
-        let killed = bench.run(&["rollback", &target.to_string(), "--name", "guest"]);
+        let killed = env.run(&["rollback", &target.to_string(), "--name", "guest"]);
         assert!(!killed.status.success(), "the fault did not strike");
         run.wait();
         if ends {
-            until("QEMU is ended", || !qemu.is_running());
-            until("it is said", || run.errors().contains("middle of a rollback"));
+            wait_until("QEMU is ended", || !qemu.is_running());
+            wait_until("it is said", || run.errors().contains("middle of a rollback"));
         } else {
             let told = || journal_counter(run.lines().get(skip..).unwrap_or_default(), "written=");
             if step == 4 {
-                until("the VM has gone back", || went_back(&run.lines(), skip, far));
+                wait_until("the VM has gone back", || went_back(&run.lines(), skip, far));
             }
-            until("the guest goes on without its engine", || told() > far + 300);
+            wait_until("the guest goes on without its engine", || told() > far + 300);
             records_of(&run.lines());
             qemu.kill();
         }
-        // As it was before the rollback, at the instant at which it stood.
-        let newest = number(bench.list().last().expect("a checkpoint"), "id");
+        // The state before the rollback, at the instant of its pause.
+        let newest = number(env.list().last().expect("a checkpoint"), "id");
         assert_eq!(newest > target, step > 1, "the checkpoint before");
-        restored(&bench, newest);
-        bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
+        restored(&env, newest);
+        env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
     }
 }

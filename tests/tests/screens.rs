@@ -1,10 +1,10 @@
-//! A checkpoint's screen against QEMU's own `screendump` of the VM at that instant, pixel by pixel:
-//! firmware's text, and every kind of mode, set and filled by an option ROM; and displays that
+//! Tests a checkpoint's screen against QEMU's own `screendump` of the same instant, pixel by pixel:
+//! the firmware's text, and each kind of mode, set and filled by an option ROM. Also displays that
 //! cannot be shown.
 
 use crate::mount::Mounted;
 use keyframe_qemu::Qmp;
-use keyframe_tests::{Bench, Http, Process, Qemu, chosen_qemus, qemus};
+use keyframe_tests::{Http, Process, Qemu, TestEnv, chosen_qemus, qemus};
 use rustix::process::Signal;
 use serde_json::Value;
 use std::io::Cursor;
@@ -30,7 +30,7 @@ impl Picture {
         Self { width: info.width as usize, height: info.height as usize, rgb }
     }
 
-    /// As `screendump` writes it: `P6`, width and height, the largest value, pixels.
+    /// Parses the output of `screendump`: `P6`, width and height, the largest value, pixels.
     fn of_ppm(bytes: &[u8]) -> Self {
         let mut lines = bytes.splitn(4, |byte| *byte == b'\n');
         let mut text = || String::from_utf8_lossy(lines.next().expect("a line")).into_owned();
@@ -64,57 +64,57 @@ impl Picture {
     }
 }
 
-/// Starts `keyframe run` of a VM without a disk or a kernel, and `arguments`.
-fn start(bench: &Bench, qemu: &Qemu, arguments: &[&str]) -> Process {
-    let store = bench.store();
-    let monitor = format!("unix:{},server=on,wait=off", bench.path().join("qmp.sock").display());
+/// Starts `keyframe run` of a VM without a disk or a kernel, with `arguments`.
+fn start(env: &TestEnv, qemu: &Qemu, arguments: &[&str]) -> Process {
+    let store = env.store();
+    let monitor = format!("unix:{},server=on,wait=off", env.path().join("qmp.sock").display());
     let run = ["run", "--store", &store, "--interval", "none", "--name", "guest", "--"];
     let vm = ["-nodefaults", "-no-user-config", "-display", "none", "-serial", "stdio", "-m", "64"];
     let all = [&run[..], &[&qemu.path], &vm, &["-qmp", &monitor], arguments].concat();
-    let mut vm = Process::start(bench.command(&all));
-    let control = bench.path().join("keyframe/guest/control.sock");
+    let mut vm = Process::start(env.command(&all));
+    let control = env.path().join("keyframe/guest/control.sock");
     let found = vm.wait_until(|_| control.exists().then_some(()));
     assert!(found.is_some(), "no engine; {}", vm.report());
     vm
 }
 
-fn monitor(bench: &Bench, vm: &mut Process) -> Qmp {
-    let path = bench.path().join("qmp.sock");
+fn monitor(env: &TestEnv, vm: &mut Process) -> Qmp {
+    let path = env.path().join("qmp.sock");
     let found = vm.wait_until(|_| path.exists().then_some(()));
     assert!(found.is_some(), "no monitor; {}", vm.report());
     Qmp::connect(&path, WAIT).expect("connect to the monitor")
 }
 
-/// What QEMU says is shown.
-fn dumped(bench: &Bench, monitor: &mut Qmp) -> Picture {
-    let file = bench.path().join("dump.ppm");
+/// The picture that QEMU shows.
+fn dumped(env: &TestEnv, monitor: &mut Qmp) -> Picture {
+    let file = env.path().join("dump.ppm");
     let arguments = serde_json::json!({ "filename": file });
     monitor.execute("screendump", Some(arguments)).expect("a screendump");
     Picture::of_ppm(&std::fs::read(&file).expect("read the screendump"))
 }
 
-/// What a checkpoint says was shown, as a file.
-fn exported(bench: &Bench, checkpoint: &str) -> Vec<u8> {
-    let (store, file) = (bench.store(), bench.path().join("screen.png"));
+/// The picture of a checkpoint, written to a file.
+fn exported(env: &TestEnv, checkpoint: &str) -> Vec<u8> {
+    let (store, file) = (env.store(), env.path().join("screen.png"));
     let output = file.display().to_string();
-    bench.ok(&[
+    env.ok(&[
         "export", checkpoint, "--store", &store, "--format", "png", "-f", "-q", "-o", &output,
     ]);
     std::fs::read(&file).expect("read the picture")
 }
 
-fn take(bench: &Bench) {
-    bench.ok(&["take", "--name", "guest"]);
+fn take(env: &TestEnv) {
+    env.ok(&["take", "--name", "guest"]);
 }
 
-fn stop(bench: &Bench, mut vm: Process) {
-    bench.ok(&["stop", "--name", "guest"]);
+fn stop(env: &TestEnv, mut vm: Process) {
+    env.ok(&["stop", "--name", "guest"]);
     assert!(vm.wait().success(), "{}", vm.report());
 }
 
-/// An option ROM, in real mode. For each mode of the table behind it: sets it by the firmware,
-/// fills its memory with words of a generator, writes a line to the serial port, and waits there
-/// for a byte.
+/// An option ROM, in real mode. For each mode of the table after it, it sets the mode through the
+/// firmware, fills the memory with words of a generator, writes a line to the serial port, and
+/// waits there for a byte.
 const ROM: &[u8] = &[
     0x55, 0xaa, 1, // an option ROM of 512 bytes
     0x60, 0x1e, 0x06, 0xfc, // pusha; push ds; push es; cld
@@ -168,7 +168,7 @@ fn rom(modes: &[Mode]) -> Vec<u8> {
     rom
 }
 
-/// A mode, and what the monitor is told once it is set.
+/// A mode, and the monitor commands after it is set.
 struct Mode {
     number: u16,
     size: (usize, usize),
@@ -190,8 +190,8 @@ const NO_CURSOR: &str = "o/h 0x3d4 0x200a";
 /// Text, CGA, planes, 256 colours, VBE with 8, 15, 16, 24 and 32 bits.
 const MODES: [Mode; 13] = [
     mode(0x03, (720, 400), 16, &[NO_CURSOR]),
-    // From the second line on, characters from another font and from where the screen is split, 8
-    // pixels wide; other colours.
+    // From the second line on: characters of another font, 8 pixels wide, from a split screen;
+    // other colours.
     mode(
         0x03,
         (640, 400),
@@ -212,7 +212,7 @@ const MODES: [Mode; 13] = [
     mode(0x0d, (640, 400), 16, &[]),
     mode(0x12, (640, 480), 16, &["o/h 0x3d4 0x2e07", "o/h 0x3d4 0x0009", "o/h 0x3d4 0x6418"]),
     mode(0x13, (640, 400), 200, &[]),
-    // Of a picture that is wider, and from within it.
+    // A part of a wider picture, from its middle.
     mode(
         0x103,
         (800, 600),
@@ -236,12 +236,12 @@ const MODES: [Mode; 13] = [
 fn every_mode_is_shown_as_qemu_shows_it() {
     for qemu in qemus() {
         println!("-- QEMU {}", qemu.label);
-        let bench = Bench::new();
-        let file = bench.path().join("modes.rom");
+        let env = TestEnv::new();
+        let file = env.path().join("modes.rom");
         std::fs::write(&file, rom(&MODES)).expect("write the ROM");
         let mut vm =
-            start(&bench, &qemu, &["-vga", "std", "-option-rom", &file.display().to_string()]);
-        let mut monitor = monitor(&bench, &mut vm);
+            start(&env, &qemu, &["-vga", "std", "-option-rom", &file.display().to_string()]);
+        let mut monitor = monitor(&env, &mut vm);
         let mut expected = Vec::new();
         for (step, mode) in MODES.iter().enumerate() {
             vm.wait_for_after(step, "k");
@@ -249,7 +249,7 @@ fn every_mode_is_shown_as_qemu_shows_it() {
             for order in mode.orders {
                 monitor.hmp(order).expect("write to a port");
             }
-            let picture = dumped(&bench, &mut monitor);
+            let picture = dumped(&env, &mut monitor);
             let (size, colours) = ((picture.width, picture.height), picture.colours());
             assert!(
                 size == mode.size && colours >= mode.colours,
@@ -257,13 +257,13 @@ fn every_mode_is_shown_as_qemu_shows_it() {
                 mode.number
             );
             expected.push(picture);
-            take(&bench);
+            take(&env);
             monitor.cont().expect("cont");
-            vm.say("");
+            vm.type_line("");
         }
-        stop(&bench, vm);
+        stop(&env, vm);
         for ((mode, expected), id) in MODES.iter().zip(&expected).zip(1..) {
-            let mut seen = Picture::of_png(&exported(&bench, &format!("{id}")));
+            let mut seen = Picture::of_png(&exported(&env, &format!("{id}")));
             // 15 bits a pixel: QEMU 7.2 leaves the low bits of a colour at zero, QEMU 10 does not.
             if mode.number == 0x10d && qemu.label == "distribution" {
                 seen.rgb.iter_mut().for_each(|part| *part &= 0xf8);
@@ -273,21 +273,21 @@ fn every_mode_is_shown_as_qemu_shows_it() {
     }
 }
 
-/// A VM whose firmware found nothing to boot from, stopped, with a checkpoint; and what its display
-/// shows.
-fn without_a_system(bench: &Bench, qemu: &Qemu, arguments: &[&str]) -> (Process, Picture) {
-    let log = bench.path().join("firmware.log");
+/// A stopped VM whose firmware found nothing to boot, with a checkpoint; and the picture of its
+/// display.
+fn without_a_system(env: &TestEnv, qemu: &Qemu, arguments: &[&str]) -> (Process, Picture) {
+    let log = env.path().join("firmware.log");
     let chardev = format!("file,id=log,path={}", log.display());
     let debug = ["-chardev", &chardev, "-device", "isa-debugcon,iobase=0x402,chardev=log"];
-    let mut vm = start(bench, qemu, &[&debug, arguments].concat());
-    let mut monitor = monitor(bench, &mut vm);
+    let mut vm = start(env, qemu, &[&debug, arguments].concat());
+    let mut monitor = monitor(env, &mut vm);
     let said = |path: &Path| std::fs::read_to_string(path).unwrap_or_default();
     let found = vm.wait_until(|_| said(&log).contains("No bootable device.").then_some(()));
     assert!(found.is_some(), "{}", said(&log));
-    // It writes to the screen what it logs, and then waits for a minute.
+    // The firmware writes its log to the screen, and then waits for a minute.
     monitor.stop().expect("stop");
-    let picture = dumped(bench, &mut monitor);
-    take(bench);
+    let picture = dumped(env, &mut monitor);
+    take(env);
     (vm, picture)
 }
 
@@ -295,23 +295,23 @@ fn without_a_system(bench: &Bench, qemu: &Qemu, arguments: &[&str]) -> (Process,
 fn the_firmwares_screen_is_in_files_the_mount_and_the_dashboard() {
     for qemu in chosen_qemus(0) {
         println!("-- QEMU {}", qemu.label);
-        let bench = Bench::new();
-        let (vm, expected) = without_a_system(&bench, &qemu, &["-device", "VGA"]);
+        let env = TestEnv::new();
+        let (vm, expected) = without_a_system(&env, &qemu, &["-device", "VGA"]);
         assert!(expected.colours() >= 2);
-        stop(&bench, vm);
-        let png = exported(&bench, "latest");
+        stop(&env, vm);
+        let png = exported(&env, "latest");
         let seen = Picture::of_png(&png);
         seen.assert_is(&expected, "the VM when it was stopped");
-        let mut restored = bench.restore("latest", &["--paused"]);
+        let mut restored = env.restore("latest", &["--paused"]);
         restored.wait_for_error("is paused after");
-        let mut monitor = monitor(&bench, &mut restored);
-        seen.assert_is(&dumped(&bench, &mut monitor), "the restored VM");
+        let mut monitor = monitor(&env, &mut restored);
+        seen.assert_is(&dumped(&env, &mut monitor), "the restored VM");
         restored.signal(Signal::TERM);
         assert!(restored.wait().success(), "{}", restored.report());
-        let mounted = Mounted::new(&bench);
+        let mounted = Mounted::new(&env);
         assert!(std::fs::read(mounted.path("1/screen.png")).expect("the mounted file") == png);
         drop(mounted);
-        let (server, http, store) = serve(&bench);
+        let (server, http, store) = serve(&env);
         let path = format!("/api/v1/stores/{store}/checkpoints/1/screen");
         let get = |path: &str| http.send("GET", path, &[]);
         let answer = get(&path);
@@ -326,12 +326,12 @@ fn the_firmwares_screen_is_in_files_the_mount_and_the_dashboard() {
 #[test]
 fn a_display_without_vga_is_shown() {
     for qemu in chosen_qemus(1) {
-        let bench = Bench::new();
+        let env = TestEnv::new();
         let devices = ["-machine", "q35", "-device", "bochs-display"];
-        let (vm, expected) = without_a_system(&bench, &qemu, &devices);
-        stop(&bench, vm);
+        let (vm, expected) = without_a_system(&env, &qemu, &devices);
+        stop(&env, vm);
         assert!(expected.colours() >= 2);
-        Picture::of_png(&exported(&bench, "latest")).assert_is(&expected, "bochs-display");
+        Picture::of_png(&exported(&env, "latest")).assert_is(&expected, "bochs-display");
     }
 }
 
@@ -342,17 +342,17 @@ fn no_display_and_one_that_qemu_keeps_to_itself_are_told_apart() {
         (&["-device", "virtio-gpu-pci"], 422, "its display is virtio-gpu: its picture is in QEMU"),
     ] {
         for qemu in chosen_qemus(0) {
-            let bench = Bench::new();
-            let mut vm = start(&bench, &qemu, arguments);
-            monitor(&bench, &mut vm);
-            take(&bench);
-            stop(&bench, vm);
-            let (store, file) = (bench.store(), bench.path().join("screen.png"));
+            let env = TestEnv::new();
+            let mut vm = start(&env, &qemu, arguments);
+            monitor(&env, &mut vm);
+            take(&env);
+            stop(&env, vm);
+            let (store, file) = (env.store(), env.path().join("screen.png"));
             let output = file.display().to_string();
             let export = ["export", "1", "--store", &store, "--format", "png", "-o", &output];
-            bench.refused(&export, 1, &[words]);
+            env.refused(&export, 1, &[words]);
             assert!(!file.exists());
-            let (server, http, store) = serve(&bench);
+            let (server, http, store) = serve(&env);
             let answer =
                 http.send("GET", &format!("/api/v1/stores/{store}/checkpoints/1/screen"), &[]);
             assert_eq!(answer.status, status);
@@ -367,10 +367,10 @@ fn no_display_and_one_that_qemu_keeps_to_itself_are_told_apart() {
 }
 
 /// The store in a dashboard, and its id there.
-fn serve(bench: &Bench) -> (Process, Http, String) {
-    let store = bench.store();
+fn serve(env: &TestEnv) -> (Process, Http, String) {
+    let store = env.store();
     let all = ["serve", &store, "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--json"];
-    let mut server = Process::start(bench.command(&all));
+    let mut server = Process::start(env.command(&all));
     let said: Value =
         serde_json::from_str(&server.wait_for("\"http\"")).expect("what it says first");
     let http = Http::at(said["http"].as_str().expect("an address"));

@@ -1,7 +1,9 @@
-//! A store that is read through its server, as on another node: exact lazy restores, what they
-//! transfer, who may not read, a server that is killed.
+//! Tests a store that is read through its server, as on another node: exact lazy restores, the
+//! amount that they transfer, refused readers, a server that is killed.
 
-use keyframe_tests::{Bench, Boot, Process, assert_restores_exactly_with, audited, number};
+use keyframe_tests::{
+    Boot, Process, TestEnv, assert_restores_exactly_with, number, take_audited_checkpoints,
+};
 use rustix::process::Signal;
 use serde_json::Value;
 use std::path::Path;
@@ -9,15 +11,15 @@ use std::path::Path;
 const TOKEN: &str = "a token of the test's";
 const MEM_MIB: u64 = 128;
 
-/// A server of the bench's own store, and what it said first.
-fn serve(bench: &Bench, store: &str, listen: &str) -> (Process, Value) {
+/// Starts a server of the test's store. Returns it with its first line.
+fn serve(env: &TestEnv, store: &str, listen: &str) -> (Process, Value) {
     let args = ["serve", store, "--listen", listen, "--token-file", "token", "--json"];
-    let mut server = Process::start(bench.command(&args));
+    let mut server = Process::start(env.command(&args));
     let line = server.wait_for("\"url\"");
     (server, serde_json::from_str(&line).expect("what it says first"))
 }
 
-/// Ends it; what it said last.
+/// Ends the server; returns its last line.
 fn end(mut server: Process) -> Value {
     server.signal(Signal::TERM);
     assert!(server.wait().success(), "{}", server.report());
@@ -31,23 +33,23 @@ fn pieces(cache: &Path) -> usize {
 
 #[test]
 fn nodes_restore_from_a_server_exactly_and_transfer_what_they_lack() {
-    let mut bench = Bench::new();
-    let state = bench.path().join("state").display().to_string();
-    bench.set("XDG_STATE_HOME", &state);
-    std::fs::write(bench.path().join("token"), format!("{TOKEN}\n")).expect("write the token");
+    let mut env = TestEnv::new();
+    let state = env.path().join("state").display().to_string();
+    env.set("XDG_STATE_HOME", &state);
+    std::fs::write(env.path().join("token"), format!("{TOKEN}\n")).expect("write the token");
     let boot = Boot { mem_mib: MEM_MIB, ..Boot::new("scribble kf.mib=8") };
-    let (_, last) = audited(&bench, &boot, &["--interval", "500ms"], 4);
+    let (_, last) = take_audited_checkpoints(&env, &boot, &["--interval", "500ms"], 4);
     let before = (last.parse::<u64>().expect("a number") - 1).to_string();
-    let store = bench.store();
-    let listed = bench.list().len();
+    let store = env.store();
+    let listed = env.list().len();
     let open = ["serve", &store, "--listen", "0.0.0.0:0"];
-    bench.refused(&open, 1, &["can be reached from other machines", "--token-file"]);
+    env.refused(&open, 1, &["can be reached from other machines", "--token-file"]);
 
-    let (server, said) = serve(&bench, &store, "127.0.0.1:0");
+    let (server, said) = serve(&env, &store, "127.0.0.1:0");
     let (url, fingerprint) =
         (said["url"].as_str().expect("url"), said["fingerprint"].as_str().expect("print"));
     let address = url.strip_prefix("kf://").expect("an address");
-    let mut node = bench.at(url);
+    let mut node = env.with_store_at(url);
     let cache = node.path().join("cache");
     let list = ["list", "--store", url];
     node.refused(&list, 1, &["KEYFRAME_SERVE_FINGERPRINT"]);
@@ -63,10 +65,10 @@ fn nodes_restore_from_a_server_exactly_and_transfer_what_they_lack() {
         &["read-only", "where the store is"],
     );
 
-    // A node with nothing, then the same with the checkpoint before.
+    // A node with an empty cache, then the same node with the checkpoint before.
     assert_restores_exactly_with(&node, &before, &["--lazy"]);
     let first = number(&end(server), "bytes_sent");
-    // Known again: its certificate is kept.
+    // The server's certificate is kept, so that the node knows it again.
     let (server, again) = serve(&node, &store, address);
     assert_eq!(again["fingerprint"], said["fingerprint"]);
     assert_restores_exactly_with(&node, &last, &["--lazy"]);
@@ -79,8 +81,8 @@ fn nodes_restore_from_a_server_exactly_and_transfer_what_they_lack() {
     killed(&mut node, &store, address);
 }
 
-/// A server that goes while it is read, and one that comes in its place.
-fn killed(node: &mut Bench, store: &str, address: &str) {
+/// A server that ends while it is read, and another one in its place.
+fn killed(node: &mut TestEnv, store: &str, address: &str) {
     let url = node.store();
     let whole =
         ["export", "latest", "--store", &url, "--format", "raw", "-o", "out.raw", "--quiet"];
@@ -95,7 +97,7 @@ fn killed(node: &mut Bench, store: &str, address: &str) {
         server.wait();
         let exit = reader.wait();
         server = serve(node, store, address).0;
-        // It had all already, now and then.
+        // Sometimes it has read all before.
         if !exit.success() {
             caught = Some(reader.errors());
             break;

@@ -1,10 +1,10 @@
-//! Every strategy with every tracker that it has, over every kind of memory that it takes: exact,
-//! or refused with the reason and the way out. And a guest outlives an engine that dies while its
-//! pages are still being copied.
+//! Tests each strategy with each of its trackers, over each kind of memory that it supports: exact,
+//! or refused with the reason and the fix. A guest outlives an engine that dies while it copies the
+//! guest's pages.
 
 use keyframe_tests::{
-    Bench, Boot, HugePages, Orphan, Process, Scope, Sequence, assert_restores_exactly, audited,
-    hash_lines, record_skip, until, variants,
+    Boot, HugePages, Orphan, Process, Scope, Sequence, TestEnv, assert_restores_exactly,
+    hash_lines, record_skip, take_audited_checkpoints, variants, wait_until,
 };
 use std::path::Path;
 
@@ -22,26 +22,26 @@ fn backed_by(object: &str) -> Boot {
     Boot { machine: "pc,memory-backend=mem".into(), ..scribbling() }.with(&["-object", object])
 }
 
-/// The guest whose every line tells what came before.
+/// A guest whose lines each depend on all earlier ones.
 fn hashing() -> Boot {
     let mut boot = Boot::new("hash");
     boot.mem_mib = 96;
     boot
 }
 
-/// Audited checkpoints with `options`, all but the first by `strategy`; one of them restored and
-/// compared.
+/// Takes audited checkpoints with `options`, all but the first by `strategy`; restores one of them
+/// and compares it.
 fn exact(boot: &Boot, options: &[&str], strategies: &[&str]) {
     println!("-- {}", options.join(" "));
-    let bench = Bench::new();
+    let env = TestEnv::new();
     let mut all = vec!["--interval", "300ms"];
     all.extend(options);
-    let (_, id) = audited(&bench, boot, &all, 3);
-    for entry in &bench.list()[1..] {
+    let (_, id) = take_audited_checkpoints(&env, boot, &all, 3);
+    for entry in &env.list()[1..] {
         let used = entry["strategy"].as_str().expect("a strategy");
         assert!(strategies.contains(&used), "{used} instead of {strategies:?}");
     }
-    assert_restores_exactly(&bench, &id);
+    assert_restores_exactly(&env, &id);
 }
 
 #[test]
@@ -85,23 +85,23 @@ fn stop_and_copy_with_comparison_is_exact() {
     exact(&scribbling(), &["--strategy", "stop-copy", "--tracker", "compare"], &["stop-copy"]);
 }
 
-/// `keyframe run OPTIONS` of `boot` must be refused before the guest has said a word.
+/// Asserts that `keyframe run OPTIONS` of `boot` is refused before the guest prints anything.
 fn refused(boot: &Boot, options: &[&str], words: &[&str]) {
-    let bench = Bench::new();
-    let store = bench.store();
+    let env = TestEnv::new();
+    let store = env.store();
     let line = boot.command();
     let mut args = vec!["run", "--store", &store, "--count", "1"];
     args.extend(options);
     args.push("--");
     args.extend(line.iter().map(String::as_str));
-    let output = bench.run(&args);
+    let output = env.run(&args);
     let text = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{options:?}: {text}");
     for word in words.iter().chain(&["fix:"]) {
         assert!(text.contains(word), "{options:?}: no {word:?} in: {text}");
     }
     assert!(output.stdout.is_empty(), "the guest ran: {}", String::from_utf8_lossy(&output.stdout));
-    assert!(bench.list().is_empty());
+    assert!(env.list().is_empty());
 }
 
 #[test]
@@ -131,7 +131,7 @@ fn what_a_strategy_cannot_do_is_refused_before_the_guest_runs() {
     }
 }
 
-/// Whether files there lie on a disk and not in memory.
+/// True if the files of this directory are on a disk and not in memory.
 fn on_disk(dir: &Path) -> bool {
     const TMPFS_MAGIC: u64 = 0x0102_1994;
     rustix::fs::statfs(dir).is_ok_and(|at| at.f_type.cast_unsigned() != TMPFS_MAGIC)
@@ -139,20 +139,20 @@ fn on_disk(dir: &Path) -> bool {
 
 #[test]
 fn a_strategy_that_the_run_was_not_started_for_is_refused_when_it_is_asked_for() {
-    let bench = Bench::new();
-    let mut run = bench.start(&["--interval", "none", "--name", "guest"], &backed_by(MEMFD));
+    let env = TestEnv::new();
+    let mut run = env.start(&["--interval", "none", "--name", "guest"], &backed_by(MEMFD));
     run.wait_for("KF READY");
-    bench.ok(&["take"]);
-    bench.refused(&["take", "--strategy", "cow"], 1, &["copy-on-write", "fix:", "--tracker sync"]);
-    bench.refused(&["take", "--strategy", "fork"], 1, &["shared memory", "fix:"]);
-    // The run is none the worse for it.
-    bench.ok(&["take", "--strategy", "stop-copy"]);
-    bench.ok(&["stop"]);
+    env.ok(&["take"]);
+    env.refused(&["take", "--strategy", "cow"], 1, &["copy-on-write", "fix:", "--tracker sync"]);
+    env.refused(&["take", "--strategy", "fork"], 1, &["shared memory", "fix:"]);
+    // The run continues unharmed.
+    env.ok(&["take", "--strategy", "stop-copy"]);
+    env.ok(&["stop"]);
     assert!(run.wait().success(), "{}", run.report());
 }
 
-/// An engine that dies as soon as the VM runs again, with the checkpoint's pages not yet copied.
-fn killed_while_copying(bench: &Bench, strategy: &str) -> (Process, Orphan) {
+/// The engine dies as soon as the VM runs again, before it has copied the checkpoint's pages.
+fn killed_while_copying(env: &TestEnv, strategy: &str) -> (Process, Orphan) {
     let options = [
         "--interval",
         "400ms",
@@ -163,16 +163,16 @@ fn killed_while_copying(bench: &Bench, strategy: &str) -> (Process, Orphan) {
         "--fault",
         "kill:resumed:12",
     ];
-    let mut run = bench.start(&options, &hashing());
-    let qemu = Orphan::of(bench, &mut run, "guest");
+    let mut run = env.start(&options, &hashing());
+    let qemu = Orphan::of(env, &mut run, "guest");
     let exit = run.wait();
     assert!(!exit.success(), "it was not killed; {}", run.report());
     qemu.assert_runs_on(&run, "hash ", 3);
     (run, qemu)
 }
 
-fn assert_newest_goes_on(bench: &Bench, sequence: &mut Sequence) {
-    let mut restored = bench.restore("latest", &[]);
+fn assert_newest_goes_on(env: &TestEnv, sequence: &mut Sequence) {
+    let mut restored = env.restore("latest", &[]);
     let grown = restored.wait_until(|p| (hash_lines(&p.lines()).len() >= 4).then_some(()));
     assert!(grown.is_some(), "the newest checkpoint does not go on; {}", restored.report());
     sequence.check(&hash_lines(&restored.lines()), 4);
@@ -181,34 +181,34 @@ fn assert_newest_goes_on(bench: &Bench, sequence: &mut Sequence) {
 #[test]
 fn an_engine_killed_in_a_copy_on_write_does_not_hold_the_guest() {
     let mut sequence = Sequence::new(16);
-    let bench = Bench::new();
-    let (run, qemu) = killed_while_copying(&bench, "cow");
+    let env = TestEnv::new();
+    let (run, qemu) = killed_while_copying(&env, "cow");
     qemu.kill();
     sequence.check(&hash_lines(&run.lines()), 2);
-    bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
-    assert_newest_goes_on(&bench, &mut sequence);
+    env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
+    assert_newest_goes_on(&env, &mut sequence);
 }
 
 #[test]
 fn an_engine_killed_with_a_frozen_child_leaves_none_and_the_next_reaps_it() {
     let mut sequence = Sequence::new(16);
-    let bench = Bench::new();
-    let (run, qemu) = killed_while_copying(&bench, "fork");
-    until("the frozen child is dead", || qemu.children().iter().all(|state| *state == 'Z'));
+    let env = TestEnv::new();
+    let (run, qemu) = killed_while_copying(&env, "fork");
+    wait_until("the frozen child is dead", || qemu.children().iter().all(|state| *state == 'Z'));
     let zombies = qemu.children().len();
     assert!(zombies <= 1, "{zombies} children are left");
-    // The next engine on the same VM: its snapshots reap their own and what the dead one left.
+    // The next engine on the same VM reaps its own snapshots and those of the dead one.
     let socket = qemu.qmp.display().to_string();
     let options = ["--strategy", "fork", "--count", "3", "--interval", "300ms", "--name", "again"];
-    let args = bench.attach_args(&["--qmp", &socket], qemu.pid(), &options);
-    let output = bench.run(&args.iter().map(String::as_str).collect::<Vec<_>>());
-    // The dead engine's watchdog may still be about, and let the VM run in a pause: that checkpoint
-    // is dropped.
+    let args = env.attach_args(&["--qmp", &socket], qemu.pid(), &options);
+    let output = env.run(&args.iter().map(String::as_str).collect::<Vec<_>>());
+    // The dead engine's watchdog may still run and resume the VM in a pause; that checkpoint is
+    // discarded.
     assert!(matches!(output.status.code(), Some(0 | 3)), "{output:?}");
     assert!(String::from_utf8_lossy(&output.stderr).contains("3 checkpoints sealed"), "{output:?}");
     assert!(qemu.children().is_empty(), "children are left: {:?}", qemu.children());
     qemu.assert_runs_on(&run, "hash ", 3);
     qemu.kill();
     sequence.check(&hash_lines(&run.lines()), 3);
-    bench.ok(&["check", "--read-data", "--quiet", "--store", &bench.store()]);
+    env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
 }

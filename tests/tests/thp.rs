@@ -1,19 +1,17 @@
-//! Transparent huge pages: a guest whose RAM the kernel has put into 2 MiB pages is checkpointed
-//! exactly by each strategy.
-//!
-//! The VM is one that runs already: RAM that is tracked from its first write on gets no huge pages.
+//! Tests transparent huge pages: each strategy takes exact checkpoints of a guest whose RAM the
+//! kernel has put into 2 MiB pages. The VM runs before it is attached to: RAM that is tracked from
+//! its first write on gets no huge pages.
 
 use keyframe_tests::{
-    Bench, Boot, Foreign, assert_no_errors, assert_restores_exactly, skip, variants,
+    Boot, ExternalVm, TestEnv, assert_no_errors, assert_restores_exactly, skip, variants,
 };
 
 const ENABLED: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
 const SHARED_ENABLED: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
-/// Fewer huge pages than this prove little.
+/// The least number of huge pages that makes the test meaningful.
 const HUGE_KIB_MIN: u64 = 16 * 1024;
 
-/// What is chosen among the words of a file like `always [madvise] never`; `never` where there is
-/// no such file.
+/// The chosen word of a file like `always [madvise] never`; `never` if there is no such file.
 fn chosen(file: &str) -> String {
     let text = std::fs::read_to_string(file).unwrap_or_default();
     let word = text.split_once('[').and_then(|(_, rest)| Some(rest.split_once(']')?.0.to_owned()));
@@ -31,13 +29,13 @@ fn huge_kib(pid: u32, key: &str) -> u64 {
     line.trim().trim_end_matches(" kB").parse().expect("a number of kB")
 }
 
-/// Four audited checkpoints of a `machine` in huge pages by `strategy`, one of them restored and
-/// compared.
+/// Takes four audited checkpoints of a `machine` in huge pages by `strategy`; restores one of them
+/// and compares it.
 fn exact(machine: &str, extra: &[&str], key: &str, strategy: &str) {
-    let bench = Bench::new();
+    let env = TestEnv::new();
     let mut boot = Boot::new("scribble kf.mib=48 kf.cpus=2").with(extra);
     (boot.machine, boot.mem_mib, boot.cpus) = (machine.into(), 128, 2);
-    let mut vm = Foreign::start(&bench, &boot);
+    let mut vm = ExternalVm::start(&env, &boot);
     vm.console.wait_for("KF READY");
     let before = huge_kib(vm.console.pid(), key);
     println!("-- {strategy}: {before} KiB in huge pages");
@@ -51,21 +49,21 @@ fn exact(machine: &str, extra: &[&str], key: &str, strategy: &str) {
         "300ms",
         "--audit",
         "audit",
-        // On a busy machine much is written between the last look and the pause.
+        // On a busy machine the guest writes much between the last look and the pause.
         "--staging",
         "512",
         "--name",
         "guest",
     ];
-    let args = bench.attach_args(&["--qmp", &vm.socket("a")], vm.console.pid(), &options);
-    // The audit fails the run where a checkpoint differs from the copy made in its pause.
-    bench.ok(&args.iter().map(String::as_str).collect::<Vec<_>>());
-    let list = bench.list();
+    let args = env.attach_args(&["--qmp", &vm.socket("a")], vm.console.pid(), &options);
+    // The audit fails the run if a checkpoint differs from the copy made in its pause.
+    env.ok(&args.iter().map(String::as_str).collect::<Vec<_>>());
+    let list = env.list();
     assert!(list.len() == 4 && list[1..].iter().all(|e| e["strategy"] == strategy), "{list:?}");
-    assert!(vm.runs(), "it was left paused");
+    assert!(vm.is_running(), "it was left paused");
     assert_no_errors(&vm.console);
     drop(vm);
-    assert_restores_exactly(&bench, "3");
+    assert_restores_exactly(&env, "3");
 }
 
 #[test]

@@ -10,8 +10,10 @@ mod guest;
 mod qemu;
 mod seed;
 mod skip;
+mod waiting;
 
 pub use guest::{build_guest, has_program, small_guest};
 pub use qemu::{NO_QEMU_10, Qemu, chosen_qemus, distribution_qemu, qemu_10, qemus};
 pub use seed::{seed, tests_every_variant, variants};
 pub use skip::{Scope, record_skip};
+pub use waiting::{PATIENCE, pause_after, wait_until};

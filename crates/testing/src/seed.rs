@@ -21,7 +21,7 @@ pub fn seed() -> u64 {
 /// True if this run tests every variant, however long that takes: `KEYFRAME_TEST_ALL=1`, as
 /// `make test-all` sets it.
 pub fn tests_every_variant() -> bool {
-    std::env::var_os("KEYFRAME_TEST_ALL").is_some_and(|value| value != "0" && value != "")
+    std::env::var_os("KEYFRAME_TEST_ALL").is_some_and(|value| !value.is_empty() && value != "0")
 }
 
 /// Chooses `count` of the variants by the seed; all of them if [`tests_every_variant`].

@@ -1,9 +1,8 @@
 //! A libvirt of the test's own: `libvirtd` in a mount namespace in which all that it writes lies in
 //! the test's directory.
 
-use super::foreign::until;
 use keyframe_qemu::{AttachOptions, Monitor};
-use keyframe_testing::{Scope, has_program, record_skip};
+use keyframe_testing::{PATIENCE, Scope, has_program, record_skip, wait_until};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
@@ -85,7 +84,7 @@ impl Libvirt {
             .unwrap();
         let mut libvirt = Self { daemon, dir: dir.into() };
         let mut ended = false;
-        until("libvirt answers", || {
+        wait_until("libvirt answers", || {
             ended = libvirt.daemon.try_wait().unwrap().is_some();
             ended || libvirt.virsh(&["list"]).status.success()
         });
@@ -143,7 +142,7 @@ impl Drop for Libvirt {
         }
         let pid = rustix::process::Pid::from_raw(self.daemon.id().cast_signed()).unwrap();
         let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
-        let deadline = std::time::Instant::now() + super::foreign::PATIENCE;
+        let deadline = std::time::Instant::now() + PATIENCE;
         while matches!(self.daemon.try_wait(), Ok(None)) && std::time::Instant::now() < deadline {
             std::thread::sleep(std::time::Duration::from_millis(10));
         }

@@ -1,27 +1,23 @@
-//! QEMUs that somebody else started: by hand, not through Keyframe.
+//! QEMUs that the test starts itself, not through Keyframe.
 
-use crate::process::rest;
-use crate::{Bench, Boot, Process};
+use crate::{Boot, PATIENCE, Process, TestEnv};
 use keyframe_qemu::{Qmp, RunStatus};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// How long anything may take that happens at all, on a machine that does ten other things.
-pub const PATIENCE: Duration = Duration::from_mins(2);
-
-/// A QEMU with its console on standard streams and two monitors, `a` and `b`; it ends with its
-/// test.
-pub struct Foreign {
+/// A QEMU with its console on standard streams and two monitors, `a` and `b`. It ends when this is
+/// dropped.
+pub struct ExternalVm {
     /// The process and its console.
     pub console: Process,
     dir: PathBuf,
 }
 
-impl Foreign {
-    /// Starts `boot`, with its monitors in the directory of `bench`.
-    pub fn start(bench: &Bench, boot: &Boot) -> Self {
-        Self::start_in(bench.path(), boot)
+impl ExternalVm {
+    /// Starts `boot`, with its monitors in the directory of `env`.
+    pub fn start(env: &TestEnv, boot: &Boot) -> Self {
+        Self::start_in(env.path(), boot)
     }
 
     /// Starts `boot`, with its monitors in `dir`.
@@ -36,10 +32,10 @@ impl Foreign {
         }
         let mut command = Command::new(&line[0]);
         command.args(&line[1..]).current_dir(&dir);
-        let foreign = Self { console: Process::start(command), dir };
-        // It is there when it answers.
-        drop(foreign.other());
-        foreign
+        let vm = Self { console: Process::start(command), dir };
+        // QEMU is ready when its monitor answers.
+        drop(vm.monitor());
+        vm
     }
 
     /// The path of monitor `name`.
@@ -47,28 +43,28 @@ impl Foreign {
         self.dir.join(name).display().to_string()
     }
 
-    /// The monitor `b`, for a moment.
-    pub fn other(&self) -> Qmp {
-        Qmp::connect(&self.dir.join("b"), PATIENCE).expect("connect to the other monitor")
+    /// A connection to monitor `b`.
+    pub fn monitor(&self) -> Qmp {
+        Qmp::connect(&self.dir.join("b"), PATIENCE).expect("connect to monitor b")
     }
 
-    /// Whether its vCPUs run.
-    pub fn runs(&self) -> bool {
-        self.other().status().expect("ask for its state") == RunStatus::Running
+    /// True if the vCPUs run.
+    pub fn is_running(&self) -> bool {
+        self.monitor().status().expect("ask for its state") == RunStatus::Running
     }
 
-    /// What an engine would leave behind.
+    /// The state of QEMU that an engine changes and must restore.
     pub fn traces(&self) -> Traces {
         let sets = self
-            .other()
+            .monitor()
             .execute("query-fdsets", None)
-            .expect("ask for its descriptor sets")
+            .expect("query the descriptor sets")
             .to_string();
         let pid = self.console.pid();
         let links = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("look at its open files");
         let name = |f: std::fs::DirEntry| {
             let target = std::fs::read_link(f.path()).ok()?.display().to_string();
-            // A connection to a monitor gets a number of its own.
+            // Each connection to a monitor has another number.
             Some(target.split(':').next().unwrap_or_default().to_owned())
         };
         let mut files: Vec<String> = links.flatten().filter_map(name).collect();
@@ -78,8 +74,9 @@ impl Foreign {
         Traces { sets, files, children }
     }
 
-    /// Everything is as it was `before`. A connection that was closed is gone a moment later.
-    pub fn assert_left_as(&self, before: &Traces) {
+    /// Asserts that QEMU's state becomes what it was `before`. A closed connection disappears a
+    /// moment later, so this waits.
+    pub fn assert_unchanged_since(&self, before: &Traces) {
         let deadline = Instant::now() + PATIENCE;
         while self.traces() != *before {
             assert!(
@@ -92,26 +89,13 @@ impl Foreign {
     }
 }
 
-/// What an engine would leave behind in QEMU.
+/// The state of QEMU that an engine changes and must restore.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Traces {
-    /// Its descriptor sets.
+    /// The answer of `query-fdsets`.
     sets: String,
     /// Its open files, by name.
     files: Vec<String>,
-    /// Its children.
+    /// Its child processes.
     children: String,
-}
-
-/// Waits until `done`.
-pub fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        let began = Instant::now();
-        if done() {
-            return;
-        }
-        assert!(began < deadline, "{what}: never");
-        std::thread::sleep(rest(began.elapsed()));
-    }
 }

@@ -1,0 +1,274 @@
+//! `keyframe segment`, `log` and `goto`: a recording's checkpoints, its console, and the way to any of
+//! its instructions.
+
+use keyframe_tests::recording::{
+    end_after, intervals, qemu_children, record, recordable_guest, verified, wait_for_journal,
+};
+use keyframe_tests::{
+    Debugger, Process, TestEnv, chosen_qemus, differing_pages, disks, is_gone, live_ram, number,
+    stored_ram, wait_until,
+};
+use rustix::process::Signal;
+use serde_json::Value;
+use std::time::Duration;
+
+/// The recording has no checkpoints; a replay takes them; each interval replays exactly.
+#[test]
+fn a_replay_takes_the_checkpoints_of_a_recording_without_any() {
+    for qemu in chosen_qemus(1) {
+        let env = TestEnv::without_store();
+        let disk = disks::virtio_disk(&disks::numbered_image(&env), "raw");
+        let mut vm = record(
+            &env,
+            &[],
+            &recordable_guest(&qemu.path, "journal").with(&disks::as_strs(&disk)),
+        );
+        wait_for_journal(&mut vm, 2);
+        end_after(&env, &mut vm, 1);
+
+        let count = segments_again(&env);
+        let report = env.json(&["verify", "R", "--store", "S", "--json"]);
+        assert_eq!(report["exact"], true, "{report:#}");
+        let all = intervals(&report);
+        assert!(all.len() >= 4 && all.len() == count, "{report:#}");
+        assert_eq!(
+            (number(&all[0], "begin"), &report["instructions"]),
+            (0, &all[all.len() - 1]["end"])
+        );
+        assert!(all.windows(2).all(|pair| pair[0]["end"] == pair[1]["begin"]));
+        // Each checkpoint is at an instruction count at which the VM has one state only.
+        assert!(all.iter().all(|one| one["compared_at"].is_null()), "{report:#}");
+
+        console_is_the_guests(&env, &vm);
+    }
+}
+
+/// Takes checkpoints of `R` into the store `S`, again, and again after one is lost. Returns how many
+/// there are.
+fn segments_again(env: &TestEnv) -> usize {
+    env.refused(&["segment", "R"], 2, &["--every"]);
+    env.ok(&["init", "S"]);
+    let segment = ["segment", "R", "--store", "S", "--every", "1s"];
+    env.ok(&segment);
+    // A second run has nothing to do; a third one takes a missing checkpoint again.
+    let listed = || -> Vec<u64> {
+        let all = env.json(&["list", "--store", "S", "--json"]);
+        let all = all.as_array().map_or(&[][..], Vec::as_slice);
+        all.iter().map(|one| number(one, "id")).collect()
+    };
+    let first = listed();
+    env.ok(&segment);
+    assert_eq!(listed(), first);
+    env.ok(&["forget", "--store", "S", &first[2].to_string()]);
+    env.ok(&segment);
+    assert_eq!(listed().len(), first.len());
+    first.len()
+}
+
+/// The console, concatenated from all intervals, is the one that the guest wrote during the
+/// recording; `keyframe goto` finds a line of it.
+fn console_is_the_guests(env: &TestEnv, vm: &Process) {
+    let recorded: Vec<String> =
+        vm.lines().iter().filter(|line| line.contains("journal")).cloned().collect();
+    let log = env.json(&["log", "R", "--store", "S", "--marker", "journal", "--json"]);
+    let lines = log["lines"].as_array().map_or(&[][..], Vec::as_slice);
+    let texts: Vec<&str> = lines.iter().filter_map(|line| line["text"].as_str()).collect();
+    assert!(
+        !recorded.is_empty()
+            && texts == recorded.iter().map(|line| line.trim_end()).collect::<Vec<_>>(),
+        "{recorded:?} {log:#}"
+    );
+    assert!(
+        lines.windows(2).all(|pair| number(&pair[0], "last") <= number(&pair[1], "first")),
+        "{log:#}"
+    );
+    assert_eq!(
+        env.run(&["log", "R", "--store", "S", "--marker", "nowhere"]).status.code(),
+        Some(1)
+    );
+    let (vm, position) = goto(&env, &["--store", "S", "--marker", "journal"]);
+    assert!(
+        number(&position, "icount") > number(&lines[0], "last"),
+        "not after the line: {position:#}"
+    );
+    end(vm);
+    let args = ["goto", "R", "--store", "S", "--marker", "never said"];
+    env.refused(&args, 1, &["never said", "keyframe log"]);
+}
+
+/// A second QEMU follows the recording and takes its checkpoints, all before the recording ends.
+/// Then `keyframe goto` moves to any instruction, forwards and backwards.
+#[test]
+fn a_recording_is_followed_and_moved_through() {
+    for qemu in chosen_qemus(0) {
+        let env = TestEnv::without_store();
+        let disk = disks::virtio_disk(&disks::numbered_image(&env), "raw");
+        let boot = recordable_guest(&qemu.path, "journal").with(&disks::as_strs(&disk));
+        let mut vm = record(&env, &["--follow", "--checkpoint-every", "1s"], &boot);
+        wait_for_journal(&mut vm, 3);
+        vm.signal(Signal::INT);
+        assert!(vm.wait().success(), "{}", vm.report());
+        assert!(!env.path().join("R/first").exists(), "one store is left");
+        let report = verified(&env);
+        let all = intervals(&report);
+        assert!(all.len() >= 3, "{report:#}");
+        // Each checkpoint is at an instruction count at which the VM has one state only.
+        assert!(all.iter().all(|one| one["compared_at"].is_null()), "{report:#}");
+        env.refused(
+            &["segment", "R", "--follow", "--every", "1s"],
+            1,
+            &["not being recorded", "fix:"],
+        );
+
+        goes_to_a_checkpoint(&env, &all[all.len() - 2]);
+        moves_both_ways(&env, number(&all[all.len() - 2], "begin") + 12_345);
+    }
+}
+
+/// Starts `keyframe goto` and waits until its VM is paused. Returns it with the position that it
+/// printed.
+fn goto(env: &TestEnv, options: &[&str]) -> (Process, Value) {
+    let mut all = vec!["goto", "R", "--json"];
+    all.extend(options);
+    let mut vm = Process::start(env.command(&all));
+    let position = vm.wait_until(|vm| serde_json::from_str(&vm.lines().join("\n")).ok());
+    let position = position.unwrap_or_else(|| panic!("no position: {}", vm.report()));
+    (vm, position)
+}
+
+fn end(mut vm: Process) {
+    vm.signal(Signal::INT);
+    assert!(vm.wait().success(), "{}", vm.report());
+}
+
+/// Moves to the instruction of the checkpoint at the end of `interval`, from the checkpoint before
+/// it, and compares RAM.
+fn goes_to_a_checkpoint(env: &TestEnv, interval: &Value) {
+    let qmp = env.path().join("goto.sock");
+    let (icount, monitor) =
+        (number(interval, "end").to_string(), format!("unix:{},server=on,wait=off", qmp.display()));
+    let (vm, told) = goto(env, &["--icount", &icount, "--", "-qmp", &monitor]);
+    assert_eq!((told["icount"].to_string(), &told["is_ambiguous"]), (icount, &Value::Bool(false)));
+    assert_eq!(
+        told["checkpoint"], interval["checkpoint"],
+        "from the checkpoint before it: {told:#}"
+    );
+    let qemu = number(&told, "qemu_pid") as u32;
+    let (names, stored) =
+        stored_ram(&env.path().join("R/store"), number(interval, "compared_with"));
+    let live = live_ram(qemu, &qmp, &names);
+    assert_eq!(differing_pages(&live, &stored), [0; 0]);
+    let mapped = std::fs::read_to_string(format!("/proc/{qemu}/maps")).unwrap();
+    assert!(
+        mapped.contains("/memfd:keyframe-wakeups"),
+        "QEMU replays without the library that saves wake-ups"
+    );
+    ends_with_keyframe(vm, qemu);
+    env.refused(&["goto", "R", "--icount", "99999999999999"], 1, &["no instruction", "fix:"]);
+}
+
+/// A replay's QEMU ends with Keyframe, even if Keyframe is killed. The end of a terminal would not
+/// reach it, because it leads a session.
+fn ends_with_keyframe(mut vm: Process, qemu: u32) {
+    assert!(!is_gone(qemu));
+    vm.signal(Signal::KILL);
+    vm.wait();
+    wait_until("QEMU ends with keyframe", || is_gone(qemu));
+}
+
+/// A debugger steps in both directions, and stops at breakpoints and writes in both directions.
+fn moves_both_ways(env: &TestEnv, icount: u64) {
+    let (vm, position) = goto(env, &["--icount", &icount.to_string(), "--gdb", "0"]);
+    let mut gdb = Debugger::attach(number(&position, "gdb") as u16);
+    let mut seen = vec![gdb.registers()];
+    for _ in 0..4 {
+        assert!(gdb.ask("s").starts_with("T05"));
+        seen.push(gdb.registers());
+    }
+    assert_eq!(gdb.icount(), icount + 4);
+    for expected in seen.iter().rev().skip(1) {
+        assert!(gdb.ask("bs").starts_with("T05"));
+        assert_eq!(gdb.registers(), *expected, "as it was at instruction {}", gdb.icount());
+    }
+    // The checkpoints of a recording cannot be restored to run freely.
+    env.refused(
+        &["restore", "--store", "R/store", "latest"],
+        1,
+        &["of a recording", "keyframe goto REC --icount"],
+    );
+    env.refused(&["list", "--store", "R"], 10, &["--store R/store"]);
+    // A recorded VM cannot be changed.
+    assert_eq!(gdb.ask("P10=0000000000000000"), "E01");
+
+    let pc = gdb.register(16);
+    stops_at_writes(env, &mut gdb, icount);
+    stops_at_breakpoints(&mut gdb, pc);
+    ends_while_qemu_is_stopped(vm, gdb);
+}
+
+/// The debugger stops at the writes to an address that `keyframe find` finds, in both directions.
+fn stops_at_writes(env: &TestEnv, gdb: &mut Debugger, icount: u64) {
+    // The next call or interrupt writes to the top of the stack.
+    let stack = (gdb.register(7) & !15) - 8;
+    let found = env.json(&[
+        "find",
+        "R",
+        "--writes",
+        &format!("{stack:#x}"),
+        "--from",
+        &icount.to_string(),
+        "--to",
+        &(icount + 1).to_string(),
+        "--json",
+    ]);
+    let writes = found["writes"].as_array().map_or(&[][..], Vec::as_slice);
+    let writes: Vec<u64> =
+        writes.iter().map(|one| number(one, "icount")).filter(|n| *n >= icount).take(3).collect();
+    assert!(!writes.is_empty(), "{found:#}");
+    assert_eq!(gdb.ask(&format!("Z2,{stack:x},8")), "OK");
+    for write in &writes {
+        let stop = gdb.ask("c");
+        assert!(stop.contains("watch"), "{stop}");
+        assert_eq!(gdb.icount(), write + 1, "after the write");
+    }
+    for write in writes.iter().rev() {
+        let stop = gdb.ask("bc");
+        assert!(stop.starts_with("T05") && stop.contains("watch"), "{stop}");
+        assert_eq!(gdb.icount(), *write, "before the write");
+    }
+    assert_eq!(gdb.ask(&format!("z2,{stack:x},8")), "OK");
+}
+
+/// The debugger stops each time that the instruction at `pc` runs, in both directions.
+fn stops_at_breakpoints(gdb: &mut Debugger, pc: u64) {
+    assert_eq!(gdb.ask(&format!("Z1,{pc:x},1")), "OK");
+    let met = |gdb: &mut Debugger, packets: &[&str]| {
+        let stops: Vec<String> = packets.iter().map(|packet| gdb.ask(packet)).collect();
+        assert!(stops.iter().all(|stop| stop.starts_with("T05")), "{stops:?}");
+        let is_met = !stops.iter().any(|stop| stop.contains("replaylog"));
+        assert!(!is_met || gdb.register(16) == pc, "{stops:?}");
+        is_met.then(|| gdb.icount())
+    };
+    let first = met(gdb, &["bc"]);
+    let second = met(gdb, &["bc"]);
+    if let (Some(first), Some(second)) = (first, second) {
+        assert!(second < first, "{second} is before {first}");
+        assert_eq!(met(gdb, &["s", "c"]), Some(first), "no stop is missed");
+        assert_eq!(met(gdb, &["bc"]), Some(second));
+    }
+    assert_eq!(gdb.ask(&format!("z1,{pc:x},1")), "OK");
+    assert!(gdb.ask("c").contains("replaylog:end"));
+    assert!(gdb.ask("bc").contains("replaylog:begin"));
+}
+
+/// An end while QEMU has yet to answer is not reported as an error of QEMU.
+fn ends_while_qemu_is_stopped(mut vm: Process, gdb: Debugger) {
+    let [qemu] = qemu_children(vm.pid())[..] else { panic!("one QEMU: {}", vm.report()) };
+    rustix::process::kill_process(qemu, Signal::STOP).expect("stop QEMU");
+    drop(gdb);
+    std::thread::sleep(Duration::from_millis(500));
+    vm.signal(Signal::INT);
+    std::thread::sleep(Duration::from_millis(500));
+    rustix::process::kill_process(qemu, Signal::CONT).expect("continue QEMU");
+    assert!(vm.wait().success(), "{}", vm.report());
+}
