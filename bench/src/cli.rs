@@ -2,7 +2,8 @@
 
 use crate::benchmark::{self, Options};
 use crate::error::chain;
-use crate::{Error, Report, store, store_key};
+use crate::{Error, Report, store};
+use keyframe_store_keys::KeyArg;
 use std::fmt;
 use std::fs::OpenOptions;
 use std::io::{self, Write};
@@ -98,10 +99,8 @@ pub struct Cli {
     /// [default: pages made from a fixed seed]
     #[arg(long, value_name = "STORE")]
     from: Option<PathBuf>,
-    /// The key file of an encrypted STORE [env: KEYFRAME_KEY_FILE]; a passphrase is read from
-    /// KEYFRAME_PASSPHRASE
-    #[arg(long, value_name = "FILE")]
-    key_file: Option<PathBuf>,
+    #[command(flatten)]
+    key: KeyArg,
     /// The directory to which `evaluation` writes its files [default: out/evaluation]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
@@ -130,9 +129,7 @@ impl Cli {
     }
 
     fn options(&self) -> Result<Options, Failure> {
-        let open = |store: &PathBuf| {
-            store_key::open(store, self.key_file.as_deref()).map_err(|e| Failure::store(&e, store))
-        };
+        let open = |store: &PathBuf| self.key.open(store).map_err(|e| Failure::store(&e, store));
         Ok(Options {
             keyframe: self.keyframe()?,
             quick: self.quick,
@@ -222,10 +219,7 @@ impl Failure {
                 Self { code: NO_STORE, ..failure.with_fix(fix) }
             }
             keyframe_store::Error::Locked { .. } => Self { code: LOCKED, ..failure },
-            _ => Self {
-                fix: store_key::fix(error).map(str::to_owned).or_else(|| error.fix()),
-                ..failure
-            },
+            _ => Self { fix: keyframe_store_keys::fix(error).or_else(|| error.fix()), ..failure },
         }
     }
 }

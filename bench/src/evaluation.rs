@@ -1,54 +1,53 @@
-//! The evaluation of Eicher, *VM Checkpoint Storage and Distribution for SimuBoost* (2015), chapter
-//! 6, on this machine.
+//! `evaluation`: repeats chapter 6 of Eicher, *VM Checkpoint Storage and Distribution for SimuBoost*
+//! (2015) on this machine.
 //!
 //! ```text
-//!   a workload, an interval:  keyframe record --checkpoint-every ─▶ list --json, stats --json      what each checkpoint holds and took
-//!                                        │                      └▶ its images, read warm and cold
-//!                                        ├▶ analyze --jobs 1, --jobs 2 ─▶ times, instructions of each interval
-//!                                        └▶ plan --analysis --simulate ─▶ more nodes than there are
+//!   a workload, an interval:
+//!     keyframe record --checkpoint-every ─┬▶ list --json, stats --json     figures of checkpoints
+//!                                         ├▶ images, read warm and cold
+//!                                         ├▶ analyze --jobs 1, --jobs 2    times and instructions
+//!                                         └▶ plan --analysis --simulate    more nodes
 //!   all of them ─▶ figures/ ─▶ OUT/NAME.csv, .svg, .png, OUT/report.md
 //! ```
 //!
-//! Everything is measured in the run, but for what is labelled: *computed* (transfer times, from
-//! bytes) and *simulated* (more nodes than were measured, from interval times that were measured).
-//!
-//! Left out: the paper's cluster and its hardware; the numbers of its figures are in the report to
-//! be looked at, not to be met.
+//! All values are measured in the run, except those marked *computed* (transfer times, from bytes)
+//! and *simulated* (more nodes, from the measured times of intervals). The report shows the values
+//! of the paper for comparison; they are from other hardware and are no target.
 
+mod evaluated_run;
 mod figures;
-mod measured;
+mod image_reading;
 mod output;
-mod paper;
-mod processing;
-mod reading;
+mod paper_statement;
 mod recording;
-mod simulating;
+mod reprocessing;
+mod simulations;
 mod workload;
 
 use crate::{Error, Options, Report};
-use measured::Run;
+use evaluated_run::EvaluatedRun;
 use output::Outputs;
 use std::path::{Path, PathBuf};
-use workload::Kind;
+use workload::Workload;
 
-/// Where nothing is said.
+/// The default output directory.
 const OUT: &str = "out/evaluation";
 
-/// How much.
+/// The extent of an evaluation.
 struct Plan {
-    /// Of workloads, where none are chosen.
+    /// The workloads, if `--only` names none.
     workloads: &'static [&'static str],
-    /// Between checkpoints, in ms.
+    /// The times between checkpoints, if `--only` names none.
     intervals_ms: &'static [u64],
-    /// Work behind the boot, in ms.
+    /// The duration of the work after the boot.
     work_ms: u64,
-    /// Checkpoints whose images are read.
+    /// The number of checkpoints whose images are read.
     reads: usize,
-    /// The part of its instructions, from the begin on, that is not analysed.
+    /// The part of the instructions, from the beginning, that is not analysed.
     left_out: f64,
 }
 
-/// As there: 0.5 to 8 s.
+/// Intervals as in the paper: 0.5 to 8 s.
 const FULL: Plan = Plan {
     workloads: &["compile", "bonnie", "stream"],
     intervals_ms: &[500, 1000, 2000, 4000, 8000],
@@ -64,31 +63,29 @@ const QUICK: Plan = Plan {
     left_out: 0.85,
 };
 
-/// Measures all and writes it.
+/// Measures all runs and writes the report.
 pub fn run(options: &Options) -> Result<Report, Error> {
     if options.rounds.is_some() {
         return Err(Error::NoOption { benchmark: "evaluation", option: "--rounds" });
     }
     let plan = if options.quick { &QUICK } else { &FULL };
-    let (kinds, lengths) = chosen(&options.only, plan)?;
+    let selection = Selection::new(&options.only, plan)?;
     let out = options.out.clone().unwrap_or_else(|| OUT.into());
-    let place = tempfile::tempdir().map_err(Error::io("make a temporary directory"))?;
-    // Before minutes are spent on what could not be written then.
+    let dir = tempfile::tempdir().map_err(Error::io("make a temporary directory"))?;
+    // Fails now if the directory cannot be made, not after an hour.
     Outputs::new(&out)?;
     let mut runs = Vec::new();
-    for kind in kinds {
-        for length in &lengths {
-            match once(options, plan, (kind, *length), place.path()) {
+    for workload in selection.workloads {
+        for every_ms in &selection.intervals_ms {
+            match measure(options, plan, workload, *every_ms, dir.path()) {
                 Ok(run) => {
                     runs.push(run);
-                    // All of it takes an hour: what is there is written, whatever becomes of the
-                    // rest.
-                    written(&runs, &out)?;
+                    // A later run may fail: the files of the completed runs are written now.
+                    write_outputs(&runs, &out)?;
                 }
-                // Its guest may not be had here.
-                Err(e) => {
-                    options.left_out(&format!("{}, {} ms ({})", kind.key, length, kind.about), &e)
-                }
+                // This machine may lack the guest of the workload.
+                Err(e) => options
+                    .left_out(&format!("{}, {every_ms} ms ({})", workload.key, workload.about), &e),
             }
         }
     }
@@ -96,29 +93,29 @@ pub fn run(options: &Options) -> Result<Report, Error> {
         return Err(Error::failed("evaluate", "no workload could be run"));
     }
     options.say(format!("report: {}", out.join("report.md").display()));
-    written(&runs, &out)
+    write_outputs(&runs, &out)
 }
 
-/// Writes all files.
-fn written(runs: &[Run], out: &Path) -> Result<Report, Error> {
+fn write_outputs(runs: &[EvaluatedRun], out: &Path) -> Result<Report, Error> {
     let mut outputs = Outputs::new(out)?;
     let mut report = Report::new("evaluation");
-    figures::all(runs, &mut outputs, &mut report)?;
-    outputs.index(runs)?;
+    figures::write_all(runs, &mut outputs, &mut report)?;
+    outputs.write_report(runs)?;
     Ok(report)
 }
 
-/// One workload with one interval.
-fn once(
+/// Measures one workload with one interval, in a directory of its own in `parent`.
+fn measure(
     options: &Options,
     plan: &Plan,
-    (kind, every_ms): (&'static Kind, u64),
-    place: &Path,
-) -> Result<Run, Error> {
-    let dir: PathBuf = place.join(format!("{}-{every_ms}", kind.key));
+    workload: &'static Workload,
+    every_ms: u64,
+    parent: &Path,
+) -> Result<EvaluatedRun, Error> {
+    let dir: PathBuf = parent.join(format!("{}-{every_ms}", workload.key));
     std::fs::create_dir(&dir).map_err(Error::io(format!("make {}", dir.display())))?;
-    let measured = measured::all(options, plan, (kind, every_ms), &dir);
-    // A recording takes as much space as the next one.
+    let measured = evaluated_run::measure_run(options, plan, workload, every_ms, &dir);
+    // The next recording needs the space.
     let removed =
         std::fs::remove_dir_all(&dir).map_err(Error::io(format!("remove {}", dir.display())));
     let run = measured?;
@@ -126,36 +123,41 @@ fn once(
     Ok(run)
 }
 
-/// The workloads and the intervals, in ms, that `only` names; those of the plan where it names
-/// none.
-fn chosen(only: &[String], plan: &Plan) -> Result<(Vec<&'static Kind>, Vec<u64>), Error> {
-    let lengths = FULL.intervals_ms.iter().map(|ms| (format!("{ms}ms"), *ms));
-    let lengths: Vec<(String, u64)> = lengths.collect();
-    let kinds = workload::ALL.iter();
-    let is_known = |part: &String| {
-        lengths.iter().any(|(name, _)| name == part) || kinds.clone().any(|kind| kind.key == part)
-    };
-    if let Some(part) = only.iter().find(|part| !is_known(part)) {
-        let parts: Vec<&str> = kinds
-            .map(|kind| kind.key)
-            .chain(lengths.iter().map(|(name, _)| name.as_str()))
+/// The workloads and intervals to measure.
+struct Selection {
+    workloads: Vec<&'static Workload>,
+    intervals_ms: Vec<u64>,
+}
+
+impl Selection {
+    /// Selects the workloads and intervals that `only` names; those of the plan if it names none.
+    fn new(only: &[String], plan: &Plan) -> Result<Self, Error> {
+        let intervals: Vec<(String, u64)> =
+            FULL.intervals_ms.iter().map(|ms| (format!("{ms}ms"), *ms)).collect();
+        let names: Vec<&str> = workload::ALL
+            .iter()
+            .map(|workload| workload.key)
+            .chain(intervals.iter().map(|(name, _)| name.as_str()))
             .collect();
-        return Err(Error::NoPart {
-            benchmark: "evaluation",
-            part: part.clone(),
-            parts: parts.join(", "),
-        });
+        if let Some(part) = only.iter().find(|part| !names.contains(&part.as_str())) {
+            let (benchmark, part) = ("evaluation", part.clone());
+            return Err(Error::NoPart { benchmark, part, parts: names.join(", ") });
+        }
+        let is_named = |name: &str| only.iter().any(|part| part == name);
+        let select = |is_selected: &dyn Fn(&str) -> bool| -> Vec<&'static Workload> {
+            workload::ALL.iter().filter(|workload| is_selected(workload.key)).collect()
+        };
+        let mut workloads = select(&is_named);
+        if workloads.is_empty() {
+            workloads = select(&|key| plan.workloads.contains(&key));
+        }
+        let mut intervals_ms: Vec<u64> =
+            intervals.iter().filter(|(name, _)| is_named(name)).map(|(_, ms)| *ms).collect();
+        if intervals_ms.is_empty() {
+            intervals_ms = plan.intervals_ms.to_vec();
+        }
+        Ok(Self { workloads, intervals_ms })
     }
-    let named_kinds: Vec<&'static Kind> =
-        kinds.clone().filter(|kind| only.iter().any(|one| one == kind.key)).collect();
-    let named_lengths: Vec<u64> =
-        lengths.iter().filter(|(name, _)| only.contains(name)).map(|(_, ms)| *ms).collect();
-    let kinds = if named_kinds.is_empty() {
-        kinds.filter(|kind| plan.workloads.contains(&kind.key)).collect()
-    } else {
-        named_kinds
-    };
-    Ok((kinds, if named_lengths.is_empty() { plan.intervals_ms.to_vec() } else { named_lengths }))
 }
 
 #[cfg(test)]
@@ -163,11 +165,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn workloads_and_intervals_are_chosen_apart() {
+    fn workloads_and_intervals_are_selected_independently() {
         let of = |only: &[&str]| {
             let only: Vec<String> = only.iter().map(ToString::to_string).collect();
-            chosen(&only, &FULL)
-                .map(|(kinds, lengths)| (kinds.iter().map(|k| k.key).collect::<Vec<_>>(), lengths))
+            Selection::new(&only, &FULL).map(|selection| {
+                let keys: Vec<_> = selection.workloads.iter().map(|one| one.key).collect();
+                (keys, selection.intervals_ms)
+            })
         };
         assert_eq!(of(&[]).unwrap(), (FULL.workloads.to_vec(), FULL.intervals_ms.to_vec()));
         assert_eq!(of(&["bonnie"]).unwrap(), (vec!["bonnie"], FULL.intervals_ms.to_vec()));

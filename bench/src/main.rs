@@ -40,7 +40,6 @@ mod report;
 mod restore;
 mod sample;
 mod store;
-mod store_key;
 mod vm;
 
 use benchmark::Options;

@@ -20,6 +20,7 @@ mod place;
 mod recorded;
 mod rows;
 
+use crate::cli::own_path;
 use crate::interrupt::Interrupt;
 use crate::parts::Parts;
 use crate::{Error, Options, Report};
@@ -220,12 +221,10 @@ impl Bench<'_> {
             pure: name != DIRTIER && name != "dedup_zstd" && !ARCHIVERS.contains(&name),
             cpu: self.cpu,
         };
-        let measured = match peers {
-            Some(peers) => child::measure(&peers.program, &[], &job, self.interrupt),
-            None => {
-                let program = crate::cli::own_path()?;
-                child::measure(&program, &["store", "--job"], &job, self.interrupt)
-            }
+        let measured = if let Some(peers) = peers {
+            child::measure(&peers.program, &[], &job, self.interrupt)
+        } else {
+            child::measure(&own_path()?, &["store", "--job"], &job, self.interrupt)
         };
         std::fs::remove_dir_all(&dir).map_err(Error::io(format!("remove {}", dir.display())))?;
         measured

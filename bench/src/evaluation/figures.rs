@@ -1,20 +1,24 @@
-//! The paper's figures and tables, a file for each group of them.
+//! The figures and tables of the paper, a file for each group of them.
 
+mod chart;
 mod deduplication;
 mod dirty;
-mod lines;
 mod pauses;
 mod processing;
 mod reading;
 mod sizes;
 mod speed_up;
 
-use super::measured::Run;
+use super::evaluated_run::EvaluatedRun;
 use super::output::Outputs;
 use crate::{Error, Report};
 
-/// Writes all; the values that are compared at a glance go into `report`.
-pub fn all(runs: &[Run], outputs: &mut Outputs, report: &mut Report) -> Result<(), Error> {
+/// Writes the files of all figures and adds their main values to `report`.
+pub fn write_all(
+    runs: &[EvaluatedRun],
+    outputs: &mut Outputs,
+    report: &mut Report,
+) -> Result<(), Error> {
     dirty::write(runs, outputs, report)?;
     deduplication::write(runs, outputs, report)?;
     sizes::write(runs, outputs, report)?;

@@ -1,34 +1,39 @@
-//! Files of the evaluation: a CSV and two pictures for each figure, and the report that lists them.
+//! Writes the files of the evaluation: CSV and pictures for each figure, and the report that lists
+//! them.
 
-use super::measured::Run;
-use super::paper;
+use super::evaluated_run::EvaluatedRun;
+use super::paper_statement::paper_statement;
 use crate::Error;
 use keyframe_plot::Figure;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-/// Rows of numbers under names.
-pub struct Csv {
-    header: String,
-    rows: String,
+/// A table that becomes a CSV file.
+pub struct CsvTable {
+    columns: Vec<String>,
+    rows: Vec<Vec<String>>,
 }
 
-impl Csv {
-    /// Columns' names, separated by commas.
-    pub fn new(header: &str) -> Self {
-        Self { header: header.into(), rows: String::new() }
+impl CsvTable {
+    /// Makes a table without rows.
+    pub fn new(columns: &[&str]) -> Self {
+        Self { columns: columns.iter().map(ToString::to_string).collect(), rows: Vec::new() }
     }
 
-    /// A row: words first, then numbers. What is not there is an empty cell.
+    /// Adds a row: words, then numbers. A number that is not finite becomes an empty cell.
     pub fn row(&mut self, words: &[&str], numbers: &[f64]) {
-        let cells =
-            words.iter().map(ToString::to_string).chain(numbers.iter().map(|number| cell(*number)));
-        let cells: Vec<String> = cells.collect();
-        let _ = writeln!(self.rows, "{}", cells.join(","));
+        let words = words.iter().map(ToString::to_string);
+        self.rows.push(words.chain(numbers.iter().map(|number| cell(*number))).collect());
+    }
+
+    fn to_csv(&self) -> Result<Vec<u8>, csv::Error> {
+        let mut writer = csv::Writer::from_writer(Vec::new());
+        writer.write_record(&self.columns)?;
+        self.rows.iter().try_for_each(|row| writer.write_record(row))?;
+        writer.into_inner().map_err(|e| e.into_error().into())
     }
 }
 
-/// Never `NaN`: nothing was measured.
 fn cell(number: f64) -> String {
     match number {
         _ if !number.is_finite() => String::new(),
@@ -37,72 +42,75 @@ fn cell(number: f64) -> String {
     }
 }
 
-/// What stands in the report's table for it.
-struct Line {
-    number: &'static str,
-    title: &'static str,
-    files: String,
-    ours: String,
+/// The figure or table of the paper that an output reproduces.
+#[derive(Clone, Copy, Debug)]
+pub struct PaperFigure {
+    /// Its number in the paper. A table's number begins with `T`, for example `T6.3`.
+    pub number: &'static str,
+    /// The name of the output's files, without their extension.
+    pub file: &'static str,
+    /// The title in the report.
+    pub title: &'static str,
 }
 
-/// The directory and what is in it.
+/// A line of the report.
+struct ReportLine {
+    figure: PaperFigure,
+    /// Links to the files, in Markdown.
+    links: String,
+    /// The values measured here.
+    values: String,
+}
+
+/// The output directory, and the lines of its report.
 pub struct Outputs {
     dir: PathBuf,
-    lines: Vec<Line>,
+    lines: Vec<ReportLine>,
 }
 
 impl Outputs {
-    /// Into `dir`, which is made where it is not there.
+    /// Uses the directory `dir`; creates it if it is missing.
     pub fn new(dir: &Path) -> Result<Self, Error> {
         std::fs::create_dir_all(dir).map_err(Error::io(format!("make {}", dir.display())))?;
         Ok(Self { dir: dir.into(), lines: Vec::new() })
     }
 
-    /// What stands for the paper's figure `number` (`T6.3`: a table): `NAME.csv`, and the pictures
-    /// where there is something to draw.
+    /// Writes the files of one figure: a CSV file, and an SVG and a PNG file if `plot` has a point.
+    /// `values` are the values for the report.
     pub fn add(
         &mut self,
-        (number, name, title): (&'static str, &str, &'static str),
-        csv: &Csv,
-        figure: &Figure,
-        ours: String,
+        figure: PaperFigure,
+        table: &CsvTable,
+        plot: &Figure,
+        values: String,
     ) -> Result<(), Error> {
-        let mut files = vec![format!("{name}.csv")];
-        self.write(&files[0], &format!("{}\n{}", csv.header, csv.rows))?;
-        if figure
-            .charts
-            .iter()
-            .any(|chart| chart.series.iter().any(|series| !series.points.is_empty()))
-        {
-            for end in ["svg", "png"] {
-                let file = format!("{name}.{end}");
-                figure
-                    .write(&self.dir.join(&file))
+        let mut files = vec![format!("{}.csv", figure.file)];
+        let csv = table.to_csv().map_err(|e| Error::failed(format!("write {}", files[0]), e))?;
+        self.write(&files[0], &csv)?;
+        let mut series = plot.charts.iter().flat_map(|chart| &chart.series);
+        if series.any(|series| !series.points.is_empty()) {
+            for extension in ["svg", "png"] {
+                let file = format!("{}.{extension}", figure.file);
+                plot.write(&self.dir.join(&file))
                     .map_err(|e| Error::failed(format!("draw {file}"), e))?;
                 files.push(file);
             }
         }
-        let files: Vec<String> = files.iter().map(|file| format!("[{file}]({file})")).collect();
-        self.lines.push(Line { number, title, files: files.join(" "), ours });
+        let links: Vec<String> = files.iter().map(|file| format!("[{file}]({file})")).collect();
+        self.lines.push(ReportLine { figure, links: links.join(" "), values });
         Ok(())
     }
 
-    /// `report.md`.
-    pub fn index(&self, runs: &[Run]) -> Result<(), Error> {
-        let mut text = String::from(
-            "# Evaluation, after chapter 6 of the SimuBoost checkpoint paper\n\n\
-             All numbers were measured in this run, on this machine, under TCG (a recording counts instructions), but for what is called *computed* or *simulated*. \
-             The paper's are its own machine's, under KVM: they show what was looked at, not what is to be met. Means are over checkpoints behind the boot. Where not all \
-             intervals were analysed, run times and speed-ups are of the recording and of those that were.\n\n\
-             | run | stands for | recorded | checkpoints | intervals analysed | results equal to one replay's |\n|---|---|---|---|---|---|\n",
-        );
+    /// Writes `report.md`, which lists the runs and the figures.
+    pub fn write_report(&self, runs: &[EvaluatedRun]) -> Result<(), Error> {
+        let mut text = String::from(REPORT_HEAD);
         for run in runs {
             let _ = writeln!(
                 text,
                 "| {}: {} | {} | {:.1} s | {} | {} | {} |",
                 run.key(),
-                run.kind.about,
-                run.kind.stands_for,
+                run.workload.about,
+                run.workload.stands_for,
                 run.recorded_s,
                 run.checkpoints.len() + usize::from(run.first.is_some()),
                 run.instructions.len(),
@@ -110,36 +118,52 @@ impl Outputs {
             );
         }
         text.push_str(
-            "\n| figure or table | what | files | the paper | here |\n|---|---|---|---|---|\n",
+            "\n| figure or table | content | files | the paper | here |\n|---|---|---|---|---|\n",
         );
-        for Line { number, title, files, ours } in &self.lines {
+        for ReportLine { figure: PaperFigure { number, title, .. }, links, values } in &self.lines {
             let name = number
                 .strip_prefix('T')
                 .map_or_else(|| format!("figure {number}"), |n| format!("table {n}"));
-            let _ =
-                writeln!(text, "| {name} | {title} | {files} | {} | {ours} |", paper::said(number));
+            let paper = paper_statement(number);
+            let _ = writeln!(text, "| {name} | {title} | {links} | {paper} | {values} |");
         }
-        text.push_str(
-            "\nNot here: figure 6.1, tables 6.1 and 6.2 (its machines), A.6 (what distribution costs the recording: intervals are dispatched while it runs only in simulation).\n",
-        );
-        self.write("report.md", &text)
+        text.push_str(REPORT_END);
+        self.write("report.md", text.as_bytes())
     }
 
-    fn write(&self, file: &str, text: &str) -> Result<(), Error> {
+    fn write(&self, file: &str, bytes: &[u8]) -> Result<(), Error> {
         let path = self.dir.join(file);
-        std::fs::write(&path, text).map_err(Error::io(format!("write {}", path.display())))
+        std::fs::write(&path, bytes).map_err(Error::io(format!("write {}", path.display())))
     }
 }
+
+const REPORT_HEAD: &str = "\
+# Evaluation, after chapter 6 of the SimuBoost checkpoint paper
+
+All numbers were measured in this run, on this machine, under TCG (a recording counts instructions),
+except those marked *computed* or *simulated*. The paper's numbers are from another machine, under
+KVM: they show what was measured, and are no target. Means are over the checkpoints after the boot.
+If not all intervals were analysed, run times and speed-ups are of the recording and of the analysed
+intervals.
+
+| run | stands for | recorded | checkpoints | intervals analysed | results equal those of one replay |
+|---|---|---|---|---|---|
+";
+
+const REPORT_END: &str = "
+Not reproduced: figure 6.1 and tables 6.1 and 6.2 (the paper's machines), and A.6 (the cost of
+distribution for the recording: only the simulation dispatches intervals during the recording).
+";
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn what_was_not_measured_is_an_empty_cell() {
-        let mut csv = Csv::new("a,b,c");
-        csv.row(&["x"], &[f64::NAN, 1.5]);
-        csv.row(&["y"], &[2.0, f64::INFINITY]);
-        assert_eq!(csv.rows, "x,,1.500000\ny,2,\n");
+    fn a_number_that_was_not_measured_is_an_empty_cell() {
+        let mut table = CsvTable::new(&["a", "b", "c"]);
+        table.row(&["x"], &[f64::NAN, 1.5]);
+        table.row(&["y"], &[2.0, f64::INFINITY]);
+        assert_eq!(table.to_csv().unwrap(), b"a,b,c\nx,,1.500000\ny,2,\n");
     }
 }

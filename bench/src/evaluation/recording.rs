@@ -1,6 +1,6 @@
-//! A recorded run of a workload, and the commands that look at it.
+//! A recorded run of a workload, and the commands that read it.
 
-use super::workload::{BEGIN, PASS, Workload};
+use super::workload::{BEGIN, PASS, PreparedGuest};
 use crate::vm::Guest;
 use crate::{Error, Options};
 use jiff::Timestamp;
@@ -9,49 +9,66 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 
-/// How long a guest may take to boot and to begin.
+/// Longest time for a guest to boot and to begin its work, in seconds.
 const BEGIN_S: u64 = 180;
-/// How long a recording may take to be closed.
+/// Longest time to close a recording, in seconds.
 const CLOSE_S: u64 = 120;
 
-/// A recording.
+/// The times of a recording.
+#[derive(Clone, Copy, Debug)]
+pub struct RecordingPlan {
+    /// The time between two checkpoints.
+    pub every_ms: u64,
+    /// The time after which the guest is switched off, from the beginning of its work.
+    pub work_ms: u64,
+}
+
+/// The part of a recording that is analysed.
+#[derive(Clone, Copy, Debug)]
+pub struct AnalysisRequest {
+    /// The duration of the whole recording.
+    pub recorded_s: f64,
+    /// The instruction at which the analysis begins.
+    pub from_instruction: u64,
+}
+
+/// A recording of a workload.
 pub struct Recording<'a> {
     options: &'a Options,
-    /// Its directory.
-    pub dir: PathBuf,
-    /// When the work began.
+    dir: PathBuf,
+    /// The time at which the work began.
     pub work_began: Timestamp,
-    /// When its first pass ended, if it did.
+    /// The time at which the first pass of the work ended; `None` if it did not.
     pub first_pass_ended: Option<Timestamp>,
 }
 
 impl<'a> Recording<'a> {
-    /// Records `workload` until it has worked for `work_ms`, with a checkpoint every `every_ms`.
+    /// Boots and records `guest` into `dir`.
     pub fn make(
         options: &'a Options,
-        workload: &Workload,
-        (every_ms, work_ms): (u64, u64),
+        guest: &PreparedGuest,
+        plan: RecordingPlan,
         dir: PathBuf,
     ) -> Result<Self, Error> {
         let keyframe = options.keyframe.display().to_string();
-        let (out, every) = (dir.display().to_string(), format!("{every_ms}ms"));
+        let (out, every) = (dir.display().to_string(), format!("{}ms", plan.every_ms));
         let words =
             [&keyframe, "record", "--quiet", "--checkpoint-every", &every, "--out", &out, "--"];
         let line: Vec<String> =
-            words.into_iter().map(str::to_owned).chain(workload.command.iter().cloned()).collect();
-        let mut guest = Guest::start(&line)?;
-        let zero = (SystemTime::now(), Instant::now());
-        if let Some(typed) = &workload.typed {
-            guest.wait_for("KF READY", BEGIN_S)?;
-            guest.say(typed)?;
+            words.into_iter().map(str::to_owned).chain(guest.command.iter().cloned()).collect();
+        let mut running = Guest::start(&line)?;
+        let (started_at, started) = (SystemTime::now(), Instant::now());
+        if let Some(start_command) = &guest.start_command {
+            running.wait_for("KF READY", BEGIN_S)?;
+            running.say(start_command)?;
         }
-        guest.wait_for(BEGIN, BEGIN_S)?;
-        std::thread::sleep(Duration::from_millis(work_ms));
-        guest.say(workload.off)?;
-        guest.end(CLOSE_S);
+        running.wait_for(BEGIN, BEGIN_S)?;
+        std::thread::sleep(Duration::from_millis(plan.work_ms));
+        running.say(guest.off_command)?;
+        running.end(CLOSE_S);
         let at = |text: &str| {
-            let later = guest.at(text)?.saturating_duration_since(zero.1);
-            Timestamp::try_from(zero.0 + later).ok()
+            let since_start = running.at(text)?.saturating_duration_since(started);
+            Timestamp::try_from(started_at + since_start).ok()
         };
         let work_began = at(BEGIN).ok_or_else(|| {
             Error::failed("measure the recording", "the beginning of the work has no time")
@@ -59,75 +76,78 @@ impl<'a> Recording<'a> {
         Ok(Self { options, first_pass_ended: at(PASS), work_began, dir })
     }
 
-    /// Its store.
+    /// Returns the directory of its store.
     pub fn store(&self) -> PathBuf {
         self.dir.join("store")
     }
 
-    /// Its checkpoints, as `list --json` has them.
+    /// Returns its checkpoints, as in `keyframe list --json`.
     pub fn list(&self) -> Result<Vec<Value>, Error> {
         let value = self.json(&["list", "--json", "--store"], &self.store(), &[])?;
         value
             .as_array()
             .cloned()
-            .ok_or_else(|| Error::failed("read keyframe list --json", "no list"))
+            .ok_or_else(|| Error::failed("read keyframe list --json", "it is no array"))
     }
 
-    /// Its store, as `stats --json` has it.
+    /// Returns the statistics of its store, as in `keyframe stats --json`.
     pub fn stats(&self) -> Result<Value, Error> {
         self.json(&["stats", "--json", "--store"], &self.store(), &[])
     }
 
-    /// `recording.json`.
+    /// Returns the contents of `recording.json`.
     pub fn meta(&self) -> Result<Value, Error> {
         read_json(&self.dir.join("recording.json"))
     }
 
-    /// Analyses it from instruction `from` on with `jobs` into `out`; the report. `in_sequence`: by
-    /// one replay through all, too; the report says whether it found the same.
+    /// Analyses it with `jobs` jobs into `out` and returns the report. With `in_sequence`, one
+    /// replay of the whole part runs too, and the report compares the results.
     pub fn analyze(
         &self,
-        (jobs, in_sequence): (u64, bool),
-        from: u64,
+        request: AnalysisRequest,
+        jobs: u64,
+        in_sequence: bool,
         out: &Path,
     ) -> Result<Value, Error> {
-        let (out, jobs, from) = (out.display().to_string(), jobs.to_string(), from.to_string());
-        let more = [
+        let (out, jobs) = (out.display().to_string(), jobs.to_string());
+        let from = request.from_instruction.to_string();
+        let arguments = [
             "--tool", "icount", "--jobs", &jobs, "--from", &from, "--out", &out, "--quiet",
             "--json",
         ];
-        let once_more: &[&str] = if in_sequence { &["--check-sequential"] } else { &[] };
-        self.json(&["analyze"], &self.dir, &[&more, once_more].concat())
+        let check: &[&str] = if in_sequence { &["--check-sequential"] } else { &[] };
+        self.json(&["analyze"], &self.dir, &[&arguments, check].concat())
     }
 
-    /// What `plan --simulate` says of it, after the analysis in `analysis`.
+    /// Returns the result of `keyframe plan --simulate` with the analysis in `analysis`.
     pub fn plan(&self, analysis: &Path, more: &[&str]) -> Result<Value, Error> {
         let analysis = analysis.display().to_string();
         let fixed = ["--analysis", &analysis, "--simulate", "--json"];
         self.json(&["plan", "--from"], &self.dir, &[&fixed, more].concat())
     }
 
-    fn json(&self, before: &[&str], path: &Path, behind: &[&str]) -> Result<Value, Error> {
+    /// Runs `keyframe BEFORE PATH AFTER` and returns its output.
+    fn json(&self, before: &[&str], path: &Path, after: &[&str]) -> Result<Value, Error> {
         let name = format!("keyframe {}", before.first().unwrap_or(&""));
         let output = Command::new(&self.options.keyframe)
             .args(before)
             .arg(path)
-            .args(behind)
+            .args(after)
             .stdin(Stdio::null())
             .output()
             .map_err(Error::io(format!("run {name}")))?;
-        let said = serde_json::from_slice(&output.stdout);
-        // An analysis that found two results fails with its report; all that it measured is in
-        // there, and the caller tells of it.
-        let differs = said.as_ref().is_ok_and(|said: &Value| said["equals_sequential"] == false);
+        let parsed = serde_json::from_slice(&output.stdout);
+        // An analysis whose two results differ fails with a complete report; the caller warns.
+        let differs =
+            parsed.as_ref().is_ok_and(|report: &Value| report["equals_sequential"] == false);
         if !output.status.success() && !differs {
             return Err(Error::failed(name, String::from_utf8_lossy(&output.stderr).trim()));
         }
-        said.map_err(|e| Error::failed(format!("read {name} --json"), e))
+        parsed.map_err(|e| Error::failed(format!("read {name} --json"), e))
     }
 }
 
-/// A JSON file.
+/// Reads a JSON file.
 pub fn read_json(path: &Path) -> Result<Value, Error> {
     let text = std::fs::read(path).map_err(Error::io(format!("read {}", path.display())))?;
     serde_json::from_slice(&text).map_err(|e| Error::failed(format!("read {}", path.display()), e))

@@ -1,5 +1,5 @@
-//! The workloads: each is repeated until the guest is switched off, and says a line after each
-//! pass.
+//! The workloads. The guest repeats a workload until it is switched off, and prints a line after
+//! each pass.
 //!
 //! ```text
 //!   boot ─▶ kf-begin ─ pass ─ kf-pass ─ pass ─ kf-pass ... ─ off
@@ -11,72 +11,73 @@ use crate::replay::initrd;
 use crate::{Error, Options};
 use std::path::Path;
 
-/// Said before the work.
+/// The line that the guest prints before the work.
 pub const BEGIN: &str = "kf-begin";
-/// Said behind each pass of it.
+/// The line that the guest prints after each pass.
 pub const PASS: &str = "kf-pass";
 
-/// The guest's disk to write to, in bytes. Its file has holes.
+/// The size of the disk to which the guest writes. Its file is sparse.
 const DISK_BYTES: u64 = 512 << 20;
 
-/// A workload.
-pub struct Kind {
-    /// As in keys.
+/// A workload of the evaluation.
+pub struct Workload {
+    /// Its name in keys.
     pub key: &'static str,
-    /// For people.
+    /// Its description for a person.
     pub about: &'static str,
-    /// The paper's workload for which it stands.
+    /// The workload of the paper that it stands for.
     pub stands_for: &'static str,
+    /// It runs in the small guest, not in the real one.
     is_small: bool,
-    /// One pass, in shell.
+    /// The shell commands of one pass.
     pass: &'static str,
 }
 
-/// All of them.
-pub const ALL: [Kind; 4] = [
-    Kind {
+/// All workloads.
+pub const ALL: [Workload; 4] = [
+    Workload {
         key: "compile",
         about: "gcc over this project's guest programs, objects on a disk",
         stands_for: "Kernel build",
         is_small: false,
         pass: "for source in *.c; do gcc -std=gnu11 -D_GNU_SOURCE -O2 -c \"$source\"; done; gcc -r -o program.o [!p]*.o; sync",
     },
-    Kind {
+    Workload {
         key: "bonnie",
         about: "bonnie++ on a disk",
         stands_for: "Bonnie++",
         is_small: false,
         pass: "bonnie++ -q -u root -d /mnt -r 16 -s 32 -n 1 -f >/dev/null 2>&1",
     },
-    Kind {
+    Workload {
         key: "stream",
         about: "stress-ng's STREAM: copy, scale, add, triad over arrays in RAM",
         stands_for: "STREAM",
         is_small: false,
         pass: "stress-ng --stream 1 --stream-l3-size 4M --stream-ops 20 --quiet >/dev/null 2>&1",
     },
-    Kind {
+    Workload {
         key: "small",
-        about: "processes, pipes and a written disk in the small guest: a look",
+        about: "processes, pipes and a written disk in the small guest",
         stands_for: "none",
         is_small: true,
         pass: "/kfguest --compile-job $n 0 | md5sum >/dev/null; dd if=/tmp/some of=/dev/vda bs=64k count=4 seek=$((n%64*4)) conv=fsync 2>/dev/null",
     },
 ];
 
-/// A workload with its guest.
-pub struct Workload {
+/// A guest that is ready to run a workload.
+pub struct PreparedGuest {
     /// QEMU's command line.
     pub command: Vec<String>,
-    /// What is typed once the guest is ready; none where it begins by itself.
-    pub typed: Option<String>,
-    /// What switches the guest off.
-    pub off: &'static str,
+    /// The command to type once the guest is ready; `None` if the work begins by itself.
+    pub start_command: Option<String>,
+    /// The command that switches the guest off.
+    pub off_command: &'static str,
 }
 
-impl Kind {
-    /// With its guest; scripts and the disk's image are made in `dir`.
-    pub fn prepare(&self, options: &Options, dir: &Path) -> Result<Workload, Error> {
+impl Workload {
+    /// Prepares the guest. Writes its scripts and the image of its disk into `dir`.
+    pub fn prepare(&self, options: &Options, dir: &Path) -> Result<PreparedGuest, Error> {
         let repeated = format!("n=0\nwhile :; do {}; n=$((n+1)); echo {PASS}; done\n", self.pass);
         let mut made = if self.is_small {
             small(options, dir, &repeated)
@@ -99,18 +100,18 @@ impl Kind {
         Ok(made)
     }
 
-    fn real(&self, options: &Options, dir: &Path, repeated: &str) -> Result<Workload, Error> {
+    fn real(&self, options: &Options, dir: &Path, repeated: &str) -> Result<PreparedGuest, Error> {
         let path = dir.join("job.sh");
         let sources = if self.key == "compile" { compile::sources() } else { String::new() };
         let before = "mkfs.ext4 -q -F /dev/vdc\nmount /dev/vdc /mnt\ncd /mnt\n[ ! -d /tmp/compile ] || cp /tmp/compile/* .";
         let script = format!("#!/bin/bash\nset -e\n{sources}{before}\necho {BEGIN}\n{repeated}");
         std::fs::write(&path, script).map_err(Error::io(format!("write {}", path.display())))?;
         let command = Real::find(options)?.command("1G", &path);
-        Ok(Workload { command, typed: None, off: "poweroff" })
+        Ok(PreparedGuest { command, start_command: None, off_command: "poweroff" })
     }
 }
 
-fn small(options: &Options, dir: &Path, repeated: &str) -> Result<Workload, Error> {
+fn small(options: &Options, dir: &Path, repeated: &str) -> Result<PreparedGuest, Error> {
     let mut command = Guest::find(options)?.command("128M", "kf.work=shell");
     let path = dir.join("initrd.cpio");
     if let Some(word) =
@@ -123,7 +124,8 @@ fn small(options: &Options, dir: &Path, repeated: &str) -> Result<Workload, Erro
         initrd::write(Path::new(word), &script, &path)?;
         *word = path.display().to_string();
     }
-    Ok(Workload { command, typed: Some(format!("sh /{}", initrd::NAME)), off: "" })
+    let start_command = Some(format!("sh /{}", initrd::NAME));
+    Ok(PreparedGuest { command, start_command, off_command: "" })
 }
 
 #[cfg(test)]
@@ -131,9 +133,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pass_says_nothing_of_its_own() {
-        for kind in &ALL {
-            assert!(!kind.pass.contains(PASS) && !kind.pass.is_empty(), "{}", kind.key);
+    fn no_pass_prints_the_line_of_a_pass() {
+        for workload in &ALL {
+            let (pass, key) = (workload.pass, workload.key);
+            assert!(!pass.contains(PASS) && !pass.is_empty(), "{key}");
         }
     }
 }

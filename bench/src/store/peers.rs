@@ -1,5 +1,6 @@
 //! The program with the databases: found where it was built, or built now.
 
+use crate::cli::own_path;
 use crate::interrupt::Interrupt;
 use crate::{Error, Options};
 use serde::Deserialize;
@@ -29,7 +30,7 @@ struct Listed {
 impl Peers {
     /// Looks beside this program and in the source tree, and builds it there.
     pub fn find(options: &Options, interrupt: &Interrupt) -> Result<Self, Error> {
-        let beside = crate::cli::own_path()?.with_file_name(NAME);
+        let beside = own_path()?.with_file_name(NAME);
         let in_tree = Path::new(BUILT).join(NAME);
         if beside.is_file() {
             return Self::ask(beside);

@@ -1,12 +1,12 @@
-//! The curves as charts, as in the paper's figures 1 to 4: the mean over the epoch, a line for each
-//! number of vCPUs, the deviation as error bars.
+//! Draws curves as charts, like figures 1 to 4 of Gerofi and Ishikawa (CLUSTER 2011): the mean over
+//! the length of the epoch, a line for each number of vCPUs, the deviation as error bars.
 
 use crate::{Curve, Row, Statistic};
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
 
 type Count = fn(&Row) -> Option<Statistic>;
 
-/// A chart of pages, and one of sectors and of packets where they were measured.
+/// Draws a chart of pages, and one each of sectors and packets if these were measured.
 pub fn figure(title: &str, curves: &[Curve]) -> Figure {
     let counts: [(&str, &str, Count); 3] = [
         ("memory pages written", "pages (4 KiB) per epoch", |r| Some(r.pages)),
@@ -47,7 +47,7 @@ fn name(curve: &Curve) -> String {
     }
 }
 
-/// Milliseconds as people say them.
+/// Writes a length in milliseconds or seconds.
 fn length(ms: f64) -> String {
     if ms >= 1000.0 {
         format!("{} s", keyframe_plot::decimal(ms / 1000.0))
@@ -63,7 +63,7 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn what_was_not_measured_has_no_chart() {
+    fn a_count_that_was_not_measured_has_no_chart() {
         let epoch = |ms: u64| Epoch {
             length: Duration::from_millis(ms),
             measured_ns: ms,

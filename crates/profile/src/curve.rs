@@ -1,16 +1,19 @@
-//! One VM's curve: what it writes, by length of the epoch; how fast that grows; where it stops to.
+//! The curve of one VM: pages written by length of the epoch, their growth, and the dirty page set.
 //!
 //! ```text
-//!   pages │                       · · ·     growth from one length to the next, in percent per doubling of the epoch:
-//!         │              ·  ·  ·              ((mean2 / mean1) ^ (1 / log2(time2 / time1)) - 1) * 100
-//!         │         ·    ╰ dirty page set   steady new pages 100 %; none 0 %
+//!   pages │                       · · ·
+//!         │              ·  ·  ·
+//!         │         ·    ╰ dirty page set
 //!         │      ·
 //!         │   ·
 //!         └────────────────────── epoch
+//!
+//!   growth between two lengths, in percent per doubling of the epoch:
+//!   ((pages2 / pages1) ^ (1 / log2(time2 / time1)) - 1) * 100       all pages new: 100; none: 0
 //! ```
 //!
-//! Per doubling, because lengths need not be evenly spaced, and over the time that the epochs
-//! really took.
+//! Growth is given per doubling because lengths need not be evenly spaced. It uses the measured
+//! durations of the epochs, not the requested ones.
 
 use crate::Statistic;
 use keyframe_units::duration_ns;
@@ -18,34 +21,35 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Growth under this many percent per doubling of the epoch is a plateau: the paper's 5 %.
+/// Growth below this many percent per doubling of the epoch is a plateau (5 % in Gerofi and
+/// Ishikawa, CLUSTER 2011).
 pub const PLATEAU_PERCENT: f64 = 5.0;
 
-/// What was counted in one epoch.
+/// The counts of one epoch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Epoch {
-    /// How long it was to be.
+    /// The requested length.
     pub length: Duration,
-    /// How long it was, between the two scans.
+    /// The measured length, between the two scans.
     pub measured_ns: u64,
-    /// Distinct pages (of 4 KiB) written.
+    /// Distinct pages of 4 KiB written.
     pub pages: u64,
-    /// Sectors (of 512 bytes) written to disks, where that is known.
+    /// Sectors of 512 bytes written to disks, if known.
     pub sectors: Option<u64>,
-    /// Write requests to disks, where that is known.
+    /// Write requests to disks, if known.
     pub disk_writes: Option<u64>,
-    /// Packets that the guest sent, where that is known.
+    /// Packets that the guest sent, if known.
     pub packets: Option<u64>,
 }
 
-/// All epochs of one length.
+/// The statistics of all epochs of one length.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Row {
-    /// How long they were to be.
+    /// The requested length.
     pub epoch_ns: u64,
-    /// How many there were.
+    /// The number of epochs.
     pub samples: u64,
-    /// How long they were.
+    /// The measured lengths.
     pub measured_ns: Statistic,
     /// Distinct pages written.
     pub pages: Statistic,
@@ -55,37 +59,36 @@ pub struct Row {
     pub disk_writes: Option<Statistic>,
     /// Packets sent.
     pub packets: Option<Statistic>,
-    /// How much more pages than in the row before, in percent per doubling of the epoch. `None` in
-    /// the first row, and where that one had none.
+    /// The growth of the pages since the row before, in percent per doubling of the epoch. `None`
+    /// in the first row, and if the row before has no pages.
     pub growth_percent: Option<f64>,
 }
 
-/// The set of pages that a workload works on: longer epochs hardly write others.
+/// The set of pages that a workload works on: longer epochs write hardly any other pages.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct DirtyPageSet {
-    /// The shortest epoch measured after which growth is under [`PLATEAU_PERCENT`] all the way up.
+    /// The shortest measured epoch from which growth stays below [`PLATEAU_PERCENT`].
     pub epoch_ns: u64,
-    /// Pages written in it, on average.
+    /// The mean number of pages written in that epoch.
     pub pages: f64,
-    /// False where the epochs of one length differ so much that the growth of their means says
-    /// little: the standard error of one of these means is more than the growth that counts as
-    /// none. More samples help.
+    /// False if the standard error of a mean on the plateau exceeds [`PLATEAU_PERCENT`] of it, so
+    /// that the growth may be noise. More samples help.
     pub certain: bool,
 }
 
-/// What one VM writes.
+/// The pages, sectors and packets of one VM, by length of the epoch.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Curve {
-    /// Its virtual CPUs, where that is known.
+    /// The number of virtual CPUs, if known.
     pub vcpus: Option<u32>,
-    /// By rising length.
+    /// One row for each length, in rising order.
     pub rows: Vec<Row>,
-    /// `None` where pages grow up to the longest epoch, or only one length was measured.
+    /// `None` if the pages grow up to the longest epoch, or if only one length was measured.
     pub dirty_page_set: Option<DirtyPageSet>,
 }
 
 impl Curve {
-    /// From epochs in any order.
+    /// Computes the curve from epochs in any order.
     pub fn new(vcpus: Option<u32>, epochs: &[Epoch]) -> Self {
         let mut by_length: BTreeMap<Duration, Vec<Epoch>> = BTreeMap::new();
         for epoch in epochs {
@@ -117,13 +120,13 @@ fn row(length: Duration, epochs: &[Epoch]) -> Option<Row> {
 fn growth_percent(before: &Row, after: &Row) -> Option<f64> {
     let doublings = (after.measured_ns.mean / before.measured_ns.mean).log2();
     let factor = after.pages.mean / before.pages.mean;
-    // Two lengths that came out equal tell nothing about growth.
+    // Two lengths with equal measured durations say nothing about growth.
     let growth = (factor.powf(1.0 / doublings) - 1.0) * 100.0;
     (doublings > 0.01 && before.pages.mean > 0.0 && growth.is_finite()).then_some(growth)
 }
 
-/// A single flat step may be chance, or a workload between two phases: growth must stay low to the
-/// end of what was measured.
+/// Finds the dirty page set. Growth must stay low up to the longest epoch: a single flat step may be
+/// chance, or a workload between two phases.
 fn dirty_page_set(rows: &[Row]) -> Option<DirtyPageSet> {
     let flat = |row: &&Row| row.growth_percent.is_some_and(|g| g < PLATEAU_PERCENT);
     let flat_steps = rows.iter().rev().take_while(flat).count();
@@ -133,7 +136,8 @@ fn dirty_page_set(rows: &[Row]) -> Option<DirtyPageSet> {
     Some(DirtyPageSet { epoch_ns: first.epoch_ns, pages: first.pages.mean, certain })
 }
 
-/// How far the mean of the pages may be off, in percent of it; of a single epoch nobody knows.
+/// Returns the standard error of the mean number of pages, in percent of the mean; infinity for a
+/// single epoch.
 fn standard_error_percent(row: &Row) -> f64 {
     if row.samples < 2 || row.pages.mean <= 0.0 {
         return f64::INFINITY;
@@ -163,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn growth_is_told_per_doubling_of_the_epoch() {
+    fn growth_is_per_doubling_of_the_epoch() {
         let curve = curve(&[(10, 100), (20, 200), (80, 3200), (160, 3200)]);
         let growth: Vec<_> =
             curve.rows.iter().map(|r| r.growth_percent.map(|g| g.round() as i64)).collect();
@@ -190,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plateau_in_the_noise_is_called_uncertain() {
+    fn a_plateau_in_the_noise_is_uncertain() {
         let certain = |points: &[(u64, u64)]| curve(points).dirty_page_set.map(|s| s.certain);
         assert_eq!(certain(&[(10, 100), (10, 102), (20, 101), (20, 102)]), Some(true));
         assert_eq!(certain(&[(10, 20), (10, 255), (20, 103), (20, 160)]), Some(false));
@@ -198,20 +202,20 @@ mod tests {
     }
 
     #[test]
-    fn epochs_are_grouped_by_length_and_unknown_stays_unknown() {
+    fn epochs_are_grouped_by_length_and_unknown_counts_stay_unknown() {
         let mut epochs = vec![epoch(20, 7), epoch(10, 1), epoch(20, 9), epoch(10, 0)];
         let curve = Curve::new(None, &epochs);
         let lengths: Vec<_> =
             curve.rows.iter().map(|r| (r.epoch_ns, r.samples, r.pages.mean)).collect();
         assert_eq!(lengths, [(10_000_000, 2, 0.5), (20_000_000, 2, 8.0)]);
-        assert!(curve.rows[0].packets.is_none(), "one of its epochs did not know");
+        assert!(curve.rows[0].packets.is_none(), "one of its epochs has no count");
         assert_eq!(curve.rows[1].sectors.map(|s| (s.min, s.max)), Some((56, 72)));
         epochs.clear();
         assert!(Curve::new(None, &epochs).rows.is_empty());
     }
 
     proptest! {
-        /// Whatever was counted: rows rise, no figure is NaN, and the set lies on the curve.
+        /// For all counts: rows rise, no value is NaN, and the dirty page set lies on the curve.
         #[test]
         fn any_epochs_make_a_curve(list in prop::collection::vec((1u64..3000, 0u64..1 << 30, 1u64..1 << 40), 0..60)) {
             let epochs: Vec<_> = list

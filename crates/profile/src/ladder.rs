@@ -1,33 +1,33 @@
-//! The epoch lengths that are measured: `10ms..2s` is 10, 20, 50, 100 ... ms; `10ms,50ms` is these
-//! two.
+//! Parses the epoch lengths to measure: `10ms..2s` means 10, 20, 50, 100 ... 2000 ms, and
+//! `10ms,50ms` means these two.
 
 use crate::{Error, Result};
 use std::str::FromStr;
 use std::time::Duration;
 
-/// The shortest epoch: a scan takes about a millisecond, and must stay a small part of it.
+/// The shortest epoch. A scan takes about 1 ms, which must be a small part of the epoch.
 pub const EPOCH_MIN: Duration = Duration::from_millis(1);
 /// The longest epoch.
 pub const EPOCH_MAX: Duration = Duration::from_secs(600);
-/// Lengths at most.
+/// The largest number of lengths.
 const LENGTHS_MAX: usize = 64;
 
-/// Epoch lengths, rising, without doubles, at least one.
+/// At least one epoch length, in rising order, without duplicates.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ladder(Vec<Duration>);
 
 impl Ladder {
-    /// The lengths, rising.
+    /// Returns the lengths in rising order.
     pub fn lengths(&self) -> &[Duration] {
         &self.0
     }
 
-    /// All lengths together: how long one epoch of each takes.
+    /// Returns the sum of the lengths: the time that one epoch of each takes.
     pub fn total(&self) -> Duration {
         self.0.iter().sum()
     }
 
-    /// How many epochs of each length fit into `budget`: at least 3 and at most 200.
+    /// Returns how many epochs of each length fit into `budget`, from 3 to 200.
     pub fn samples_within(&self, budget: Duration) -> u32 {
         let fit = budget.as_nanos() / self.total().as_nanos().max(1);
         u32::try_from(fit).unwrap_or(u32::MAX).clamp(3, 200)
@@ -68,7 +68,7 @@ impl FromStr for Ladder {
     }
 }
 
-/// `from`, `to`, and between them 1, 2 and 5 times each power of ten milliseconds.
+/// Returns `from`, `to`, and between them 1, 2 and 5 times each power of ten milliseconds.
 fn steps(from: Duration, to: Duration) -> Vec<Duration> {
     let powers = (0..6).map(|power| 10u64.pow(power));
     let round = powers.flat_map(|ms| [ms, 2 * ms, 5 * ms]).map(Duration::from_millis);
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn a_range_is_climbed_in_even_factors_and_a_list_is_taken_as_it_is() {
+    fn a_range_has_even_factors_and_a_list_keeps_its_lengths() {
         assert_eq!(ms("10ms..2s"), [10, 20, 50, 100, 200, 500, 1000, 2000]);
         assert_eq!(ms("30ms .. 120ms"), [30, 50, 100, 120]);
         assert_eq!(ms("1s..1s"), [1000]);
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_measured_is_refused_with_the_form() {
+    fn invalid_lengths_are_refused_with_an_example() {
         for text in [
             "",
             "10",
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn the_default_takes_about_a_minute() {
+    fn samples_fit_the_budget() {
         let ladder: Ladder = "10ms..2s".parse().unwrap();
         assert_eq!(ladder.samples_within(Duration::from_secs(60)), 15);
         assert_eq!("600s".parse::<Ladder>().unwrap().samples_within(Duration::from_secs(60)), 3);
@@ -124,7 +124,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_text_panics_and_what_is_read_rises(text in "[0-9msuh., ]{0,24}") {
+        fn no_text_panics_and_parsed_lengths_rise(text in "[0-9msuh., ]{0,24}") {
             if let Ok(ladder) = text.parse::<Ladder>() {
                 prop_assert!(!ladder.lengths().is_empty());
                 prop_assert!(ladder.lengths().windows(2).all(|w| w[0] < w[1]));

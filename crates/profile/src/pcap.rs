@@ -1,43 +1,47 @@
-//! Counts the records of a growing dump of packets (QEMU's `filter-dump`).
+//! Counts the packets in a growing capture file (QEMU's `filter-dump`, format pcap).
 //!
 //! ```text
-//!   header  magic u32 · version 2 x u16 · zone, accuracy, snap length, link type 4 x u32      24 bytes
-//!   record  seconds u32 · microseconds u32 · length here u32 · length on the wire u32         16 bytes, then the packet
+//!   header  magic u32 · version 2 x u16 · zone, accuracy, snap length, link type 4 x u32
+//!           24 bytes
+//!   record  seconds u32 · microseconds u32 · stored length u32 · length on the wire u32
+//!           16 bytes, then the stored bytes of the packet
 //! ```
 //!
-//! The writer's byte order; the files here are written on the same machine. A record that is not
-//! whole yet is counted when it is. A record that keeps nothing of its packet does not exist: those
-//! zeros are space that was not written yet.
+//! Numbers have the byte order of the writer, which is QEMU on the same machine. A record that is
+//! incomplete is counted once it is complete. A record with a stored length of 0 is space that QEMU
+//! has not written yet.
 
 use crate::{Error, Result};
 
 const MAGIC: u32 = 0xa1b2_c3d4;
 const HEADER_BYTES: u64 = 24;
 const RECORD_BYTES: u64 = 16;
-/// What of a packet is kept at most, by anybody's setting.
+/// The largest stored length of a packet, in bytes.
 const PACKET_BYTES_MAX: u32 = 1 << 18;
 
-/// Counts records as they come.
+/// Counts the packets of a capture file while it grows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Counter {
-    /// Bytes behind which everything has been counted.
+pub struct PacketCounter {
+    /// The position up to which all records are counted, in bytes.
     offset: u64,
     packets: u64,
 }
 
-impl Counter {
-    /// Where what was not counted yet begins, in bytes from the start of the file.
+impl PacketCounter {
+    /// Returns the position of the first record that is not counted, in bytes.
     pub fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// Packets counted so far.
+    /// Returns the number of packets counted.
     pub fn packets(&self) -> u64 {
         self.packets
     }
 
-    /// Counts what stands at [`Self::offset`]: `bytes` begin there. Error: this is no dump of
-    /// packets; nothing of `bytes` behind the fault is counted.
+    /// Counts the complete records in `bytes`, which begin at [`Self::offset`].
+    ///
+    /// Errors: [`Error::Pcap`] for bytes that are no capture file; records after that position are
+    /// not counted.
     pub fn count(&mut self, bytes: &[u8]) -> Result<()> {
         let mut rest = bytes;
         loop {
@@ -54,16 +58,16 @@ impl Counter {
     }
 }
 
-/// The bytes that the file's header takes; `None` where it is not whole yet.
+/// Returns the length of the file's header in bytes; `None` if it is incomplete.
 fn header(bytes: &[u8]) -> Result<Option<u64>, &'static str> {
     match word(bytes, 0) {
         Some(MAGIC) => Ok((bytes.len() as u64 >= HEADER_BYTES).then_some(HEADER_BYTES)),
-        Some(_) => Err("it does not begin as a dump of packets does"),
+        Some(_) => Err("it does not begin as a capture file does"),
         None => Ok(None),
     }
 }
 
-/// The bytes that a record takes; `None` where it is not whole yet.
+/// Returns the length of a record in bytes; `None` if it is incomplete.
 fn record(bytes: &[u8]) -> Result<Option<u64>, &'static str> {
     match word(bytes, 8) {
         Some(kept) if kept > PACKET_BYTES_MAX => Err("a record is longer than any packet"),
@@ -97,17 +101,20 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_dump_is_refused() {
-        assert!(matches!(Counter::default().count(&[0; 24]), Err(Error::Pcap { offset: 0, .. })));
+    fn other_files_are_refused() {
+        assert!(matches!(
+            PacketCounter::default().count(&[0; 24]),
+            Err(Error::Pcap { offset: 0, .. })
+        ));
         let mut file = dump(&[1]);
         file.extend([0xff; 20]);
-        let mut counter = Counter::default();
+        let mut counter = PacketCounter::default();
         assert!(matches!(counter.count(&file), Err(Error::Pcap { offset: 41, .. })));
         assert_eq!(counter.packets(), 1);
     }
 
     proptest! {
-        /// However the file grows between two looks, each packet is counted once.
+        /// Each packet is counted once, in whatever steps the file grows.
         #[test]
         fn packets_are_counted_once(
             packets in prop::collection::vec(1usize..40, 0..20),
@@ -117,7 +124,7 @@ mod tests {
             let mut file = dump(&packets);
             let written = file.len() as u64;
             file.resize(file.len() + unwritten, 0);
-            let mut counter = Counter::default();
+            let mut counter = PacketCounter::default();
             for end in (0..file.len()).step_by(step).chain([file.len(), file.len()]) {
                 counter.count(&file[counter.offset() as usize..end.max(counter.offset() as usize)]).unwrap();
             }
@@ -127,7 +134,7 @@ mod tests {
 
         #[test]
         fn no_bytes_panic(bytes in prop::collection::vec(any::<u8>(), 0..100), whole in any::<bool>()) {
-            let mut counter = Counter::default();
+            let mut counter = PacketCounter::default();
             let head = if whole { dump(&[1]) } else { Vec::new() };
             let _ = counter.count(&[head, bytes].concat());
         }

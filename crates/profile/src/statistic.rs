@@ -1,22 +1,22 @@
-//! Mean, deviation and extremes of a few numbers.
+//! Mean, deviation, minimum and maximum of a sample.
 
 use serde::Serialize;
 
-/// A sample in four numbers.
+/// Mean, deviation, minimum and maximum of a sample of whole numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Statistic {
     /// The arithmetic mean.
     pub mean: f64,
-    /// The sample's standard deviation (over n - 1); 0 for a single number.
+    /// The sample standard deviation (divisor n - 1); 0 for a single number.
     pub deviation: f64,
-    /// The least.
+    /// The minimum.
     pub min: u64,
-    /// The most.
+    /// The maximum.
     pub max: u64,
 }
 
 impl Statistic {
-    /// Of `sample`; `None` where it is empty.
+    /// Computes the statistic of `sample`; `None` if it is empty.
     pub fn of(sample: &[u64]) -> Option<Self> {
         let (min, max) = (*sample.iter().min()?, *sample.iter().max()?);
         let count = sample.len() as f64;
@@ -26,8 +26,8 @@ impl Statistic {
         Some(Self { mean, deviation, min, max })
     }
 
-    /// The same over numbers that may be missing; `None` where any is: a mean of part of them would
-    /// be another thing.
+    /// Computes the statistic of numbers that may be missing. Returns `None` if one is missing, or
+    /// if there are none.
     pub fn of_all(sample: impl Iterator<Item = Option<u64>>) -> Option<Self> {
         Self::of(&sample.collect::<Option<Vec<_>>>()?)
     }

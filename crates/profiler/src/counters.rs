@@ -53,7 +53,7 @@ pub struct Counters {
 struct Dump {
     filter: String,
     file: File,
-    counter: pcap::Counter,
+    counter: pcap::PacketCounter,
     chunk: Vec<u8>,
 }
 
@@ -180,8 +180,12 @@ impl Dump {
         let sealed = file.set_len(DUMP_BYTES).and_then(|()| {
             Ok(rustix::fs::fcntl_add_seals(&file, SealFlags::GROW | SealFlags::SHRINK)?)
         });
-        let dump =
-            Self { filter, file, counter: pcap::Counter::default(), chunk: vec![0; CHUNK_BYTES] };
+        let dump = Self {
+            filter,
+            file,
+            counter: pcap::PacketCounter::default(),
+            chunk: vec![0; CHUNK_BYTES],
+        };
         match sealed {
             Ok(()) => Ok(dump),
             Err(e) => {

@@ -116,7 +116,9 @@ impl ProfileCommand {
 
     fn write_files(&self, profile: &Profile) -> Result<(), Failure> {
         if let Some(path) = &self.csv {
-            std::fs::write(path, keyframe_profile::csv(&profile.curves))
+            let text = keyframe_profile::curves_to_csv(&profile.curves)
+                .map_err(|e| Failure::new(chain(&e)))?;
+            std::fs::write(path, text)
                 .map_err(|e| Failure::new(format!("write {}: {e}", path.display())))?;
         }
         if let Some(path) = &self.plot {

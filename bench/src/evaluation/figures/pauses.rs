@@ -1,45 +1,56 @@
-//! How long the VM stands still: figure 6.10, A.5.
+//! The pauses of checkpoints: figures 6.10 and A.5.
 
-use super::super::measured::Run;
-use super::super::output::{Csv, Outputs};
-use super::lines::{over_interval, over_time};
+use super::super::evaluated_run::EvaluatedRun;
+use super::super::output::{CsvTable, Outputs, PaperFigure};
+use super::chart::{Quantity, over_interval, over_time, values_of_runs};
 use crate::{Error, Report};
 use keyframe_plot::{Figure, Scale};
 
 /// Writes them.
-pub fn write(runs: &[Run], outputs: &mut Outputs, report: &mut Report) -> Result<(), Error> {
-    let pause_ms = |run: &Run| run.mean(|one| one.pause_ns) / 1e6;
-    let (_, by_length) =
-        over_interval("Pause over the interval", ("pause_ms", "ms, mean"), runs, pause_ms);
-    let (over, by_time) =
-        over_time("Pause of each checkpoint (A.5)", ("pause_ms", "ms"), Scale::Log, runs, |one| {
-            one.pause_ns / 1e6
-        });
-    let mut csv = Csv::new(
-        "workload,interval_s,pause_ms,max_ms,stop_ms,device_state_ms,scan_ms,copy_ms,resume_ms",
-    );
+pub fn write(
+    runs: &[EvaluatedRun],
+    outputs: &mut Outputs,
+    report: &mut Report,
+) -> Result<(), Error> {
+    let pause_ms = |run: &EvaluatedRun| run.mean(|one| one.pause_ns) / 1e6;
+    let mut table = CsvTable::new(&[
+        "workload",
+        "interval_s",
+        "pause_ms",
+        "max_ms",
+        "stop_ms",
+        "device_state_ms",
+        "scan_ms",
+        "copy_ms",
+        "resume_ms",
+    ]);
     for run in runs {
-        let most = run.working().iter().map(|one| one.pause_ns).fold(0.0, f64::max) / 1e6;
-        let parts: Vec<f64> =
-            (0..5).map(|part| run.mean(|one| one.pause_parts_ns[part]) / 1e6).collect();
-        csv.row(&[run.kind.key], &[&[run.every_s, pause_ms(run), most][..], &parts].concat());
+        let max_ms = run.working().iter().map(|one| one.pause_ns).fold(0.0, f64::max) / 1e6;
+        let phases: Vec<f64> =
+            (0..5).map(|phase| run.mean(|one| one.pause_phases_ns[phase]) / 1e6).collect();
+        let numbers = [&[run.every_s, pause_ms(run), max_ms][..], &phases].concat();
+        table.row(&[run.workload.key], &numbers);
         report.figure(format!("{}_pause_ns", run.key()), pause_ms(run) * 1e6);
     }
-    let charts = [by_length.charts, by_time.charts].concat();
+    let quantity = Quantity { column: "pause_ms", label: "ms, mean" };
+    let (_, by_interval) = over_interval("Pause over the interval", quantity, runs, pause_ms);
+    let quantity = Quantity { column: "pause_ms", label: "ms" };
+    let title = "Pause of each checkpoint (A.5)";
+    let (over_time, by_time) =
+        over_time(title, quantity, Scale::Log, runs, |one| one.pause_ns / 1e6);
+    let charts = [by_interval.charts, by_time.charts].concat();
     let plot = Figure { title: "Pauses".into(), charts };
-    let all: Vec<String> =
-        runs.iter().map(|run| format!("{} {:.1} ms", run.key(), pause_ms(run))).collect();
+    let values = values_of_runs(runs, |run| format!("{:.1} ms", pause_ms(run)));
+    let title = "pause, mean by interval, and by phase";
     outputs.add(
-        ("6.10", "6.10-pause", "pause, mean by interval, and by phase"),
-        &csv,
+        PaperFigure { number: "6.10", file: "6.10-pause", title },
+        &table,
         &plot,
-        all.join("; "),
+        values,
     )?;
-    let none = Figure { title: String::new(), charts: Vec::new() };
-    outputs.add(
-        ("A.5", "a.5-pause-over-time", "pause of each checkpoint (drawn in 6.10)"),
-        &over,
-        &none,
-        String::new(),
-    )
+
+    let no_plot = Figure { title: String::new(), charts: Vec::new() };
+    let title = "pause of each checkpoint (drawn in 6.10)";
+    let paper = PaperFigure { number: "A.5", file: "a.5-pause-over-time", title };
+    outputs.add(paper, &over_time, &no_plot, String::new())
 }

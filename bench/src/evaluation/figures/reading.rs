@@ -1,27 +1,59 @@
-//! How long a checkpoint takes to get to a node: read (figure 6.12), and sent (6.13, computed).
+//! The time until a node has a checkpoint: read from the store (figure 6.12), and sent over a link
+//! (figure 6.13, computed).
 
-use super::super::measured::{Checkpoint, Run, mean};
-use super::super::output::{Csv, Outputs};
-use super::lines::{figure, in_detail, over_interval, point, told};
+use super::super::evaluated_run::{CheckpointFigures, EvaluatedRun, mean};
+use super::super::output::{CsvTable, Outputs, PaperFigure};
+use super::chart::{Quantity, figure, in_detail, over_interval, point, summary};
 use crate::{Error, Report};
-use keyframe_plot::{Axis, Chart, Scale, Series};
+use keyframe_plot::{Axis, Chart, Figure, Scale, Series};
 
-/// Of the link that transfers are computed for.
+/// The rate of the link for which transfers are computed.
 const BITS_PER_S: f64 = 1e9;
 
-/// Seconds on the link.
-fn on_link(bytes: f64) -> f64 {
+/// Writes them.
+pub fn write(
+    runs: &[EvaluatedRun],
+    outputs: &mut Outputs,
+    report: &mut Report,
+) -> Result<(), Error> {
+    write_reading(runs, outputs)?;
+    write_transfer(runs, outputs)?;
+    for run in runs {
+        let key = run.key();
+        let ram_bytes = run.mean(|checkpoint| checkpoint.ram_bytes);
+        report.figure(format!("{key}_read_warm_ns"), warm_ms(run) * 1e6);
+        report.figure(format!("{key}_read_cold_ns"), cold_ms(run) * 1e6);
+        report.figure(format!("{key}_transfer_missing_bytes"), missing_bytes(run));
+        report.ratio(format!("{key}_missing_over_ram"), missing_bytes(run) / ram_bytes);
+    }
+    Ok(())
+}
+
+fn warm_ms(run: &EvaluatedRun) -> f64 {
+    mean(run.reads.iter().map(|read| read.warm_s * 1e3))
+}
+
+fn cold_ms(run: &EvaluatedRun) -> f64 {
+    mean(run.reads.iter().map(|read| read.cold_s * 1e3))
+}
+
+/// Returns the mean size of a checkpoint for a node that has the one before, in bytes.
+fn missing_bytes(run: &EvaluatedRun) -> f64 {
+    let missing = |one: &CheckpointFigures| {
+        one.stored_bytes + one.disk_stored_bytes + one.map_bytes + one.device_bytes
+    };
+    run.mean(missing)
+}
+
+/// Returns the seconds that `bytes` take on the link.
+fn on_link_s(bytes: f64) -> f64 {
     bytes * 8.0 / BITS_PER_S
 }
 
-/// What a node that has the checkpoint before lacks.
-fn missing(one: &Checkpoint) -> f64 {
-    one.stored_bytes + one.disk_stored_bytes + one.map_bytes + one.device_bytes
-}
-
-/// Writes them.
-pub fn write(runs: &[Run], outputs: &mut Outputs, report: &mut Report) -> Result<(), Error> {
-    let mut csv = Csv::new("workload,interval_s,checkpoint,image_bytes,warm_ms,cold_ms");
+/// Figure 6.12.
+fn write_reading(runs: &[EvaluatedRun], outputs: &mut Outputs) -> Result<(), Error> {
+    let columns = ["workload", "interval_s", "checkpoint", "image_bytes", "warm_ms", "cold_ms"];
+    let mut table = CsvTable::new(&columns);
     for run in runs {
         for read in &run.reads {
             let numbers = [
@@ -31,61 +63,51 @@ pub fn write(runs: &[Run], outputs: &mut Outputs, report: &mut Report) -> Result
                 read.warm_s * 1e3,
                 read.cold_s * 1e3,
             ];
-            csv.row(&[run.kind.key], &numbers);
+            table.row(&[run.workload.key], &numbers);
         }
     }
+    let values =
+        summary(runs, |run| format!("warm {:.0} ms, cold {:.0} ms", warm_ms(run), cold_ms(run)));
+    let title = "reading a whole image from the store, warm and cold";
+    let paper = PaperFigure { number: "6.12", file: "6.12-read", title };
+    outputs.add(paper, &table, &reading_chart(runs), values)
+}
+
+fn reading_chart(runs: &[EvaluatedRun]) -> Figure {
     let mut series = Vec::new();
     for run in in_detail(runs) {
-        for (name, of) in [("warm", false), ("cold", true)] {
-            let ms = |one: &super::super::reading::Read| {
-                (if of { one.cold_s } else { one.warm_s }) * 1e3
-            };
-            let points =
-                run.reads.iter().map(|one| point(one.checkpoint as f64, ms(one))).collect();
-            series.push(Series { name: format!("{}, {name}", run.kind.key), points });
-        }
+        let warm = run.reads.iter().map(|one| point(one.checkpoint as f64, one.warm_s * 1e3));
+        let cold = run.reads.iter().map(|one| point(one.checkpoint as f64, one.cold_s * 1e3));
+        let workload = run.workload.key;
+        series.push(Series { name: format!("{workload}, warm"), points: warm.collect() });
+        series.push(Series { name: format!("{workload}, cold"), points: cold.collect() });
     }
-    let plot = figure(Chart {
+    figure(Chart {
         title: "Reading an image".into(),
         x: Axis::new("checkpoint", Scale::Linear),
         y: Axis::new("ms", Scale::Log),
         series,
-    });
-    let warm = |run: &Run| mean(run.reads.iter().map(|read| read.warm_s * 1e3));
-    let cold = |run: &Run| mean(run.reads.iter().map(|read| read.cold_s * 1e3));
-    let ours = told(runs, |run| format!("warm {:.0} ms, cold {:.0} ms", warm(run), cold(run)));
-    outputs.add(
-        ("6.12", "6.12-read", "reading a whole image from the store, warm and cold"),
-        &csv,
-        &plot,
-        ours,
-    )?;
+    })
+}
 
-    let mut csv = Csv::new("workload,interval_s,whole_ram_s,missing_bytes,missing_s");
-    let lacking = |run: &Run| run.mean(missing);
-    let whole = |run: &Run| run.mean(|one| on_link(one.ram_bytes));
+/// Figure 6.13.
+fn write_transfer(runs: &[EvaluatedRun], outputs: &mut Outputs) -> Result<(), Error> {
+    let columns = ["workload", "interval_s", "whole_ram_s", "missing_bytes", "missing_s"];
+    let mut table = CsvTable::new(&columns);
+    let whole_s = |run: &EvaluatedRun| run.mean(|checkpoint| on_link_s(checkpoint.ram_bytes));
     for run in runs {
-        csv.row(&[run.kind.key], &[run.every_s, whole(run), lacking(run), on_link(lacking(run))]);
+        let missing = missing_bytes(run);
+        let numbers = [run.every_s, whole_s(run), missing, on_link_s(missing)];
+        table.row(&[run.workload.key], &numbers);
     }
-    let title = "Computed: what a node lacks of the next checkpoint, over 1 Gbit/s";
-    let (_, plot) =
-        over_interval(title, ("missing_ms", "ms, mean"), runs, |run| on_link(lacking(run)) * 1e3);
-    let ours = told(runs, |run| {
-        format!(
-            "whole RAM {:.2} s, what is missing {:.0} ms",
-            whole(run),
-            on_link(lacking(run)) * 1e3
-        )
+    let missing_ms = |run: &EvaluatedRun| on_link_s(missing_bytes(run)) * 1e3;
+    let title = "Computed: a checkpoint for a node that has the one before, over 1 Gbit/s";
+    let quantity = Quantity { column: "missing_ms", label: "ms, mean" };
+    let (_, plot) = over_interval(title, quantity, runs, missing_ms);
+    let values = summary(runs, |run| {
+        format!("whole RAM {:.2} s, missing pages {:.0} ms", whole_s(run), missing_ms(run))
     });
-    let what = "transfer, *computed* from bytes for 1 Gbit/s";
-    outputs.add(("6.13", "6.13-transfer", what), &csv, &plot, ours)?;
-    for run in runs {
-        let key = run.key();
-        report.figure(format!("{key}_read_warm_ns"), warm(run) * 1e6);
-        report.figure(format!("{key}_read_cold_ns"), cold(run) * 1e6);
-        report.figure(format!("{key}_transfer_missing_bytes"), lacking(run));
-        report
-            .ratio(format!("{key}_missing_over_ram"), lacking(run) / run.mean(|one| one.ram_bytes));
-    }
-    Ok(())
+    let title = "transfer, *computed* from bytes for 1 Gbit/s";
+    let paper = PaperFigure { number: "6.13", file: "6.13-transfer", title };
+    outputs.add(paper, &table, &plot, values)
 }

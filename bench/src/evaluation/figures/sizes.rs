@@ -1,57 +1,57 @@
-//! What checkpoints take: table 6.5, figure 6.9, A.4.
+//! The sizes of checkpoints: table 6.5, figures 6.9 and A.4.
 
-use super::super::measured::{Checkpoint, Run};
-use super::super::output::Outputs;
-use super::lines::{over_interval, over_time, told};
+use super::super::evaluated_run::{CheckpointFigures, EvaluatedRun};
+use super::super::output::{Outputs, PaperFigure};
+use super::chart::{Quantity, over_interval, over_time, summary, values_of_runs};
 use crate::{Error, Report};
 use keyframe_plot::Scale;
 
-/// What is not content: the map of RAM's pages and disks' blocks, and the devices' state.
-fn metadata(one: &Checkpoint) -> f64 {
-    one.map_bytes + one.device_bytes
+/// Writes them.
+pub fn write(
+    runs: &[EvaluatedRun],
+    outputs: &mut Outputs,
+    report: &mut Report,
+) -> Result<(), Error> {
+    write_metadata(runs, outputs)?;
+    let total_mib = |run: &EvaluatedRun| run.total_bytes / f64::from(1 << 20);
+    let quantity = Quantity { column: "total_mib", label: "MiB" };
+    let (table, plot) = over_interval("Size of the store", quantity, runs, total_mib);
+    let values = values_of_runs(runs, |run| format!("{:.1} MiB", total_mib(run)));
+    let title = "size of all checkpoints of a run";
+    outputs.add(
+        PaperFigure { number: "6.9", file: "6.9-total-size", title },
+        &table,
+        &plot,
+        values,
+    )?;
+    for run in runs {
+        report.figure(format!("{}_metadata_bytes", run.key()), run.mean(metadata_bytes));
+        report.figure(format!("{}_total_bytes", run.key()), run.total_bytes);
+    }
+    Ok(())
 }
 
-/// Writes them.
-pub fn write(runs: &[Run], outputs: &mut Outputs, report: &mut Report) -> Result<(), Error> {
-    let (csv, plot) = over_time(
-        "Metadata of each checkpoint (A.4)",
-        ("metadata_bytes", "KiB"),
-        Scale::Log,
-        runs,
-        |one| metadata(one) / 1024.0,
-    );
-    let ours = told(runs, |run| {
-        let kib = |of: fn(&Checkpoint) -> f64| run.mean(of) / 1024.0;
+/// Returns the size of a checkpoint without its contents: the maps of RAM and disks, and the
+/// device state.
+fn metadata_bytes(checkpoint: &CheckpointFigures) -> f64 {
+    checkpoint.map_bytes + checkpoint.device_bytes
+}
+
+/// Table 6.5 and figure A.4.
+fn write_metadata(runs: &[EvaluatedRun], outputs: &mut Outputs) -> Result<(), Error> {
+    let quantity = Quantity { column: "metadata_bytes", label: "KiB" };
+    let title = "Metadata of each checkpoint (A.4)";
+    let (table, plot) =
+        over_time(title, quantity, Scale::Log, runs, |one| metadata_bytes(one) / 1024.0);
+    let values = summary(runs, |run| {
+        let kib = |of: fn(&CheckpointFigures) -> f64| run.mean(of) / 1024.0;
         format!(
             "{:.1} KiB (maps {:.1}, devices {:.1})",
-            kib(metadata),
+            kib(metadata_bytes),
             kib(|one| one.map_bytes),
             kib(|one| one.device_bytes)
         )
     });
-    outputs.add(
-        (
-            "T6.5",
-            "t6.5-metadata",
-            "metadata of a checkpoint, in the mean; in KiB (and over time, A.4)",
-        ),
-        &csv,
-        &plot,
-        ours,
-    )?;
-    let total = |run: &Run| run.total_bytes / f64::from(1 << 20);
-    let (csv, plot) = over_interval("All of the store", ("total_mib", "MiB"), runs, total);
-    let all: Vec<String> =
-        runs.iter().map(|run| format!("{} {:.1} MiB", run.key(), total(run))).collect();
-    outputs.add(
-        ("6.9", "6.9-total-size", "size of all checkpoints of a run"),
-        &csv,
-        &plot,
-        all.join("; "),
-    )?;
-    for run in runs {
-        report.figure(format!("{}_metadata_bytes", run.key()), run.mean(metadata));
-        report.figure(format!("{}_total_bytes", run.key()), run.total_bytes);
-    }
-    Ok(())
+    let title = "mean metadata of a checkpoint, in KiB (and over time, A.4)";
+    outputs.add(PaperFigure { number: "T6.5", file: "t6.5-metadata", title }, &table, &plot, values)
 }

@@ -1,100 +1,94 @@
-//! How long the whole takes, against the model: figures 6.14 and 6.15.
+//! Run times and speed-ups against the model: figures 6.14 and 6.15.
 //!
-//! Measured are: the recording, then its analysis with one job and two. Simulated, from the
-//! intervals' measured times: more nodes, and intervals that are given out while the recording goes
-//! on.
+//! Measured: the recording, and its analysis with one job and with two after it. Simulated from the
+//! measured times of the intervals: more nodes, and intervals that are dispatched during the
+//! recording.
 
-use super::super::measured::Run;
-use super::super::output::{Csv, Outputs};
-use super::super::simulating::Simulated;
-use super::lines::{by_workload, in_detail, point, told};
+use super::super::evaluated_run::EvaluatedRun;
+use super::super::output::{CsvTable, Outputs, PaperFigure};
+use super::super::simulations::SimulatedRun;
+use super::chart::{by_workload, in_detail, point, summary};
 use crate::{Error, Report};
 use keyframe_plot::{Axis, Chart, Figure, Scale, Series};
 
-/// Writes them.
-pub fn write(runs: &[Run], outputs: &mut Outputs, report: &mut Report) -> Result<(), Error> {
-    let chart = by_length(runs, "Total run time, seconds", &RUN_TIME);
-    let plot = Figure { title: "Total run time".into(), charts: vec![chart] };
-    let ours = told(runs, measured_and_simulated);
-    let what = "total run time; measured with 1 and 2 jobs, *simulated* beyond";
-    outputs.add(("6.14", "6.14-run-time", what), &run_times(runs), &plot, ours)?;
+/// The number of nodes in the paper.
+const PAPER_NODES: u64 = 4;
 
-    let mut csv = Csv::new(
-        "workload,interval_s,nodes,speed_up_simulated,speed_up_model,t_i_s,slowdown,r_squared",
-    );
-    for run in runs {
-        let (t_i, slowdown, r_squared) = run.simulations.fit;
-        for row in &run.simulations.immediate {
-            let numbers = [
-                run.every_s,
-                row.nodes as f64,
-                row.speed_up,
-                row.formula_speed_up,
-                t_i,
-                slowdown,
-                r_squared,
-            ];
-            csv.row(&[run.kind.key], &numbers);
-        }
-    }
-    let ours = told(runs, |run| {
-        simulated(run, FEW).map_or_else(String::new, |row| {
+/// Writes them.
+pub fn write(
+    runs: &[EvaluatedRun],
+    outputs: &mut Outputs,
+    report: &mut Report,
+) -> Result<(), Error> {
+    let chart = by_interval(runs, "Total run time, seconds", &RUN_TIME);
+    let plot = Figure { title: "Total run time".into(), charts: vec![chart] };
+    let values = summary(runs, measured_and_simulated);
+    let title = "total run time; measured with 1 and 2 jobs, *simulated* beyond";
+    let paper = PaperFigure { number: "6.14", file: "6.14-run-time", title };
+    outputs.add(paper, &run_times(runs), &plot, values)?;
+
+    let values = summary(runs, |run| {
+        with_nodes(run, PAPER_NODES).map_or_else(String::new, |row| {
             format!(
-                "{FEW} nodes {:.2} simulated, {:.2} by the model (slowdown {:.1})",
-                row.speed_up, row.formula_speed_up, run.simulations.fit.1
+                "{PAPER_NODES} nodes {:.2} simulated, {:.2} by the model (slowdown {:.1})",
+                row.speed_up, row.formula_speed_up, run.simulations.fit.slowdown
             )
         })
     });
-    let chart = by_length(runs, "Speed-up over one simulation", &SPEED_UP);
+    let chart = by_interval(runs, "Speed-up over one simulation", &SPEED_UP);
     let plot = Figure { title: "Speed-up".into(), charts: vec![chart, over_nodes(runs)] };
-    let what = "speed-up of immediate dispatch, *simulated*, against the model";
-    outputs.add(("6.15", "6.15-speed-up", what), &csv, &plot, ours)?;
+    let title = "speed-up of immediate dispatch, *simulated*, against the model";
+    let paper = PaperFigure { number: "6.15", file: "6.15-speed-up", title };
+    outputs.add(paper, &speed_ups(runs), &plot, values)?;
     report.plot = plot;
     for run in runs {
-        into_report(run, report);
+        add_to_report(run, report);
     }
     Ok(())
 }
 
-/// As many as the paper had.
-const FEW: u64 = 4;
-
-/// What a chart shows: of a simulated cluster, of the model, of a measured run time.
-struct Shown {
-    simulated: fn(&Simulated) -> f64,
-    model: fn(&Simulated) -> f64,
-    measured: fn(&Run, f64) -> f64,
+/// The values that a chart shows.
+struct ShownValues {
+    /// The value of a simulated cluster.
+    simulated: fn(&SimulatedRun) -> f64,
+    /// The value of the model.
+    model: fn(&SimulatedRun) -> f64,
+    /// The value of a measured run time in seconds.
+    measured: fn(&EvaluatedRun, f64) -> f64,
 }
 
-const RUN_TIME: Shown = Shown {
+const RUN_TIME: ShownValues = ShownValues {
     simulated: |row| row.makespan_s,
     model: |row| row.formula_makespan_s,
     measured: |_, run_time_s| run_time_s,
 };
-const SPEED_UP: Shown = Shown {
+const SPEED_UP: ShownValues = ShownValues {
     simulated: |row| row.speed_up,
     model: |row| row.formula_speed_up,
     measured: |run, run_time_s| run.simulations.sequential_s / run_time_s,
 };
 
-fn simulated(run: &Run, nodes: u64) -> Option<Simulated> {
+/// Returns the simulation of immediate dispatch with `nodes` nodes.
+fn with_nodes(run: &EvaluatedRun, nodes: u64) -> Option<SimulatedRun> {
     run.simulations.immediate.iter().find(|row| row.nodes == nodes).copied()
 }
 
-fn by_length(runs: &[Run], title: &str, shown: &Shown) -> Chart {
+fn by_interval(runs: &[EvaluatedRun], title: &str, shown: &ShownValues) -> Chart {
     let mut series = Vec::new();
     for (key, group) in by_workload(runs) {
-        let line = |name: &str, value: &dyn Fn(&Run) -> Option<f64>| Series {
+        let line = |name: &str, value: &dyn Fn(&EvaluatedRun) -> Option<f64>| Series {
             name: format!("{key}: {name}"),
             points: group.iter().filter_map(|run| Some(point(run.every_s, value(run)?))).collect(),
         };
         series.push(line("4 nodes, simulated", &|run| {
-            simulated(run, FEW).as_ref().map(shown.simulated)
+            with_nodes(run, PAPER_NODES).as_ref().map(shown.simulated)
         }));
-        series.push(line("4 nodes, model", &|run| simulated(run, FEW).as_ref().map(shown.model)));
+        series.push(line("4 nodes, model", &|run| {
+            with_nodes(run, PAPER_NODES).as_ref().map(shown.model)
+        }));
         series.push(line("2 jobs, deferred, measured", &|run| {
-            let (_, run_time_s) = run.simulations.deferred.iter().find(|(jobs, _)| *jobs == 2)?;
-            Some((shown.measured)(run, *run_time_s))
+            let with_two = run.simulations.deferred.iter().find(|measured| measured.jobs == 2)?;
+            Some((shown.measured)(run, with_two.run_time_s))
         }));
     }
     Chart {
@@ -105,18 +99,25 @@ fn by_length(runs: &[Run], title: &str, shown: &Shown) -> Chart {
     }
 }
 
-fn run_times(runs: &[Run]) -> Csv {
-    let mut csv = Csv::new(
-        "workload,how,interval_s,nodes,run_time_s,speed_up,model_run_time_s,model_speed_up",
-    );
+fn run_times(runs: &[EvaluatedRun]) -> CsvTable {
+    let mut table = CsvTable::new(&[
+        "workload",
+        "how",
+        "interval_s",
+        "nodes",
+        "run_time_s",
+        "speed_up",
+        "model_run_time_s",
+        "model_speed_up",
+    ]);
     for run in runs {
         let all = &run.simulations;
-        for (jobs, run_time_s) in &all.deferred {
-            let numbers = [run.every_s, *jobs as f64, *run_time_s, all.sequential_s / run_time_s];
-            csv.row(
-                &[run.kind.key, "measured: deferred"],
-                &[&numbers[..], &[f64::NAN; 2]].concat(),
-            );
+        for measured in &all.deferred {
+            let run_time_s = measured.run_time_s;
+            let speed_up = all.sequential_s / run_time_s;
+            let (nodes, none) = (measured.jobs as f64, f64::NAN);
+            let numbers = [run.every_s, nodes, run_time_s, speed_up, none, none];
+            table.row(&[run.workload.key, "measured: deferred"], &numbers);
         }
         for (how, rows) in [
             ("simulated: deferred", &all.deferred_simulated),
@@ -124,50 +125,73 @@ fn run_times(runs: &[Run]) -> Csv {
             ("simulated: immediate over 1 Gbit/s", &all.over_network),
         ] {
             for row in rows {
-                let Simulated { nodes, makespan_s, speed_up, formula_makespan_s, formula_speed_up } =
-                    *row;
                 let numbers = [
                     run.every_s,
-                    nodes as f64,
-                    makespan_s,
-                    speed_up,
-                    formula_makespan_s,
-                    formula_speed_up,
+                    row.nodes as f64,
+                    row.makespan_s,
+                    row.speed_up,
+                    row.formula_makespan_s,
+                    row.formula_speed_up,
                 ];
-                csv.row(&[run.kind.key, how], &numbers);
+                table.row(&[run.workload.key, how], &numbers);
             }
         }
     }
-    csv
+    table
 }
 
-fn measured_and_simulated(run: &Run) -> String {
+fn speed_ups(runs: &[EvaluatedRun]) -> CsvTable {
+    let mut table = CsvTable::new(&[
+        "workload",
+        "interval_s",
+        "nodes",
+        "speed_up_simulated",
+        "speed_up_model",
+        "t_i_s",
+        "slowdown",
+        "r_squared",
+    ]);
+    for run in runs {
+        let fit = run.simulations.fit;
+        for row in &run.simulations.immediate {
+            let numbers = [
+                run.every_s,
+                row.nodes as f64,
+                row.speed_up,
+                row.formula_speed_up,
+                fit.t_i_s,
+                fit.slowdown,
+                fit.r_squared,
+            ];
+            table.row(&[run.workload.key], &numbers);
+        }
+    }
+    table
+}
+
+fn measured_and_simulated(run: &EvaluatedRun) -> String {
     let all = &run.simulations;
     let pairs: Vec<String> = all
         .deferred
         .iter()
-        .filter_map(|(jobs, run_time_s)| {
-            let row = all.deferred_simulated.iter().find(|row| row.nodes == *jobs)?;
+        .filter_map(|measured| {
+            let row = all.deferred_simulated.iter().find(|row| row.nodes == measured.jobs)?;
             Some(format!(
-                "with {jobs}: {run_time_s:.1} s measured, {:.1} s simulated",
-                row.makespan_s
+                "with {}: {:.1} s measured, {:.1} s simulated",
+                measured.jobs, measured.run_time_s, row.makespan_s
             ))
         })
         .collect();
     format!("deferred: {}", pairs.join(", "))
 }
 
-fn over_nodes(runs: &[Run]) -> Chart {
+fn over_nodes(runs: &[EvaluatedRun]) -> Chart {
     let mut series = Vec::new();
     for run in in_detail(runs) {
-        let line = |name: &str, of: fn(&Simulated) -> f64| Series {
-            name: format!("{}, {} s: {name}", run.kind.key, run.every_s),
-            points: run
-                .simulations
-                .immediate
-                .iter()
-                .map(|row| point(row.nodes as f64, of(row)))
-                .collect(),
+        let rows = &run.simulations.immediate;
+        let line = |name: &str, of: fn(&SimulatedRun) -> f64| Series {
+            name: format!("{}: {name}", run.label()),
+            points: rows.iter().map(|row| point(row.nodes as f64, of(row))).collect(),
         };
         series.push(line("simulated", |row| row.speed_up));
         series.push(line("model", |row| row.formula_speed_up));
@@ -180,18 +204,17 @@ fn over_nodes(runs: &[Run]) -> Chart {
     }
 }
 
-fn into_report(run: &Run, report: &mut Report) {
+fn add_to_report(run: &EvaluatedRun, report: &mut Report) {
     let (key, all) = (run.key(), &run.simulations);
     report.figure(format!("{key}_sequential_s"), all.sequential_s);
     report.figure(format!("{key}_recorded_s"), run.recorded_s);
-    for (jobs, run_time_s) in &all.deferred {
-        report.figure(format!("{key}_deferred_{jobs}_jobs_s"), *run_time_s);
-        if let Some(row) = all.deferred_simulated.iter().find(|row| row.nodes == *jobs) {
+    for measured in &all.deferred {
+        let jobs = measured.jobs;
+        report.figure(format!("{key}_deferred_{jobs}_jobs_s"), measured.run_time_s);
+        if let Some(row) = all.deferred_simulated.iter().find(|row| row.nodes == jobs) {
             report.figure(format!("{key}_deferred_{jobs}_nodes_simulated_s"), row.makespan_s);
-            report.ratio(
-                format!("{key}_simulated_over_measured_{jobs}"),
-                row.makespan_s / run_time_s,
-            );
+            let ratio = row.makespan_s / measured.run_time_s;
+            report.ratio(format!("{key}_simulated_over_measured_{jobs}"), ratio);
         }
     }
     for row in &all.immediate {

@@ -1,8 +1,8 @@
-//! How long it takes to read a checkpoint's image: warm, and cold, after the kernel was told to
-//! forget the store's files.
+//! The time to read a checkpoint's image: cold, after the kernel has dropped the store's files from
+//! its cache, and warm, right after that.
 //!
-//! Warm stands for the paper's immediate use, where what is read has just been written; cold for
-//! the deferred one.
+//! Warm stands for the paper's immediate use, which reads data that was just written; cold stands
+//! for the deferred use.
 
 use crate::Error;
 use keyframe_store::Store;
@@ -12,19 +12,19 @@ use std::fs::File;
 use std::path::Path;
 use std::time::Instant;
 
-/// One image, read twice.
+/// The times to read one image.
 #[derive(Clone, Copy, Debug)]
-pub struct Read {
-    /// The checkpoint's number.
+pub struct ImageReadTimes {
+    /// The number of the checkpoint.
     pub checkpoint: u64,
     pub warm_s: f64,
     pub cold_s: f64,
-    /// Bytes of the image.
+    /// The size of the image.
     pub image_bytes: f64,
 }
 
-/// Reads `count` images of `store`, evenly spread, the last one among them.
-pub fn measure(store: &Path, count: usize) -> Result<Vec<Read>, Error> {
+/// Reads about `count` images of `store`, evenly spread, the last one among them.
+pub fn measure(store: &Path, count: usize) -> Result<Vec<ImageReadTimes>, Error> {
     let ids: Vec<CheckpointId> = {
         let listing = open(store)?.checkpoints().map_err(failed("list the checkpoints"))?;
         listing.sealed.iter().map(|sealed| sealed.id).collect()
@@ -33,15 +33,16 @@ pub fn measure(store: &Path, count: usize) -> Result<Vec<Read>, Error> {
     let some: Vec<CheckpointId> = ids.iter().rev().step_by(step).rev().copied().collect();
     some.into_iter()
         .map(|id| {
-            forget(store)?;
+            drop_from_cache(store)?;
             let (cold_s, image_bytes) = read(store, id)?;
             let (warm_s, _) = read(store, id)?;
-            Ok(Read { checkpoint: id.0, warm_s, cold_s, image_bytes })
+            Ok(ImageReadTimes { checkpoint: id.0, warm_s, cold_s, image_bytes })
         })
         .collect()
 }
 
-/// Opens the store, as a node does that begins, and reads all of an image.
+/// Opens the store, as a new node does, and reads an image. Returns the time in seconds and the
+/// size of the image in bytes.
 fn read(store: &Path, id: CheckpointId) -> Result<(f64, f64), Error> {
     let began = Instant::now();
     let loaded = open(store)?.load(id).map_err(failed("load a checkpoint"))?;
@@ -49,7 +50,7 @@ fn read(store: &Path, id: CheckpointId) -> Result<(f64, f64), Error> {
     let mut sum = 0_u64;
     loaded
         .read_pages_by_all_cores(PageRange::new(PageIndex(0), pages), &mut |_, content| {
-            // Something is done with it, or it might not be read.
+            // The compiler must not remove the read.
             sum = sum.wrapping_add(u64::from(content[0]));
             Ok::<_, keyframe_store::Error>(())
         })
@@ -66,22 +67,22 @@ fn failed(operation: &str) -> impl FnOnce(keyframe_store::Error) -> Error {
     move |e| Error::failed(operation.to_owned(), e)
 }
 
-/// Has the kernel drop what it keeps of all files below `dir`.
-fn forget(dir: &Path) -> Result<(), Error> {
+/// Has the kernel drop all files in `dir` from its cache.
+fn drop_from_cache(dir: &Path) -> Result<(), Error> {
     let entries = std::fs::read_dir(dir).map_err(Error::io(format!("list {}", dir.display())))?;
     for entry in entries.flatten() {
         let path = entry.path();
         let kind = entry.file_type().map_err(Error::io(format!("look at {}", path.display())))?;
         if kind.is_dir() {
-            forget(&path)?;
+            drop_from_cache(&path)?;
         } else if kind.is_file() {
-            let drop_cache = || {
+            let drop_file = || {
                 let file = File::open(&path)?;
-                // What is not on disk yet is kept.
+                // The kernel keeps pages that are not on disk.
                 file.sync_all()?;
                 Ok(fadvise(&file, 0, None, Advice::DontNeed)?)
             };
-            drop_cache().map_err(Error::io(format!("drop {} from the cache", path.display())))?;
+            drop_file().map_err(Error::io(format!("drop {} from the cache", path.display())))?;
         }
     }
     Ok(())

@@ -1,11 +1,11 @@
-//! What the paper's text and tables say, by figure and table. Its figures without a number in the
-//! text have none here.
+//! The values in the paper's text and tables, by figure and table. Figures for which the text gives
+//! no value are missing.
 //!
-//! Its guest: 1 GiB, one processor, under KVM, 10 minutes of each workload, intervals of 2 s unless
-//! said otherwise.
+//! The paper's guest: 1 GiB, one processor, under KVM, 10 minutes of each workload, intervals of 2 s
+//! unless the entry says otherwise.
 
-/// Figures and tables with what is said there.
-const SAID: [(&str, &str); 16] = [
+/// Figures and tables with their values.
+const STATEMENTS: [(&str, &str); 16] = [
     (
         "6.2",
         "kernel build 21,710 pages; Bonnie++ 89,500 (up to 224,400); STREAM 8,900 (up to 14,120)",
@@ -36,7 +36,7 @@ const SAID: [(&str, &str); 16] = [
     ),
 ];
 
-/// What is said of `number`.
-pub fn said(number: &str) -> &'static str {
-    SAID.iter().find(|(known, _)| *known == number).map_or("", |(_, said)| said)
+/// Returns the paper's values for figure or table `number`; an empty text if there are none.
+pub fn paper_statement(number: &str) -> &'static str {
+    STATEMENTS.iter().find(|(known, _)| *known == number).map_or("", |(_, statement)| statement)
 }
