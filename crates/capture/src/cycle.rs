@@ -34,12 +34,13 @@ use crate::context::CaptureContext;
 use crate::dirty::DirtyLog;
 use crate::encoder::{EncodeError, EncodeReport, EncoderMessage, EncoderQueue};
 use crate::error::{CaptureError, machine_error};
-use crate::machine::{HoldOutcome, Machine, PauseRecord, PauseWork};
+use crate::machine::{Machine, PauseRecord, PauseWork};
 use crate::ports::{BoxError, CaptureObserver, DirtyTracker, PageReader};
 use crate::staged_pages::{StagedPages, StagingError};
 use crate::staging_pool::StagingPool;
 use crate::strategy::{CopyStrategy, PrecopyStrategy};
 use keyframe_units::{PageSet, RamLayout, duration_ns, elapsed_ns};
+use keyframe_vmm::StopOutcome;
 use std::cell::OnceCell;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -312,7 +313,7 @@ fn record_pause(
     timeline.device_state_ns = pause.device_state_ns;
     timeline.resume_ns = pause.resume_ns;
     // The guest of a VM that was paused before did not wait for the checkpoint.
-    timeline.pause_ns = if pause.hold == HoldOutcome::AlreadyPaused { 0 } else { pause.pause_ns };
+    timeline.pause_ns = if pause.stop == StopOutcome::AlreadyPaused { 0 } else { pause.pause_ns };
     if let Some(previous) = previous_pause {
         timeline.interval_ns = duration_ns(pause.paused_at.duration_since(previous));
     }

@@ -39,7 +39,8 @@ pub use checkpoint::{CapturePhase, CaptureTimeline, CapturedCheckpoint};
 pub use cycle::{CaptureCycle, SettledReport};
 pub use encoder::{CheckpointEncoder, EncodeError, EncodeReport, EncoderMessage, EncoderQueue};
 pub use error::CaptureError;
-pub use machine::{HoldOutcome, Machine, PauseOutcome, PauseRecord, PauseSteps, PauseWork};
+pub use keyframe_vmm::{PauseVerdict, StopOutcome};
+pub use machine::{Machine, PauseRecord, PauseSteps, PauseWork};
 pub use ports::{
     BoxError, CaptureObserver, CheckpointSink, DirtyTracker, FirstWriteHook, FirstWriteMonitor,
     NoObserver, PageReader, RamFreezer,

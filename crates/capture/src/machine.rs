@@ -16,26 +16,8 @@ use crate::checkpoint::CapturePhase;
 use crate::error::{CaptureError, machine_error};
 use crate::ports::BoxError;
 use keyframe_units::{RamLayout, elapsed_ns};
+use keyframe_vmm::{PauseVerdict, StopOutcome};
 use std::time::{Instant, SystemTime};
-
-/// The state in which [`PauseSteps::hold`] found the VM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum HoldOutcome {
-    /// The VM ran, and is paused now.
-    Held,
-    /// The VM was paused before, and must stay paused.
-    AlreadyPaused,
-}
-
-/// Whether the VM stayed paused until it was released.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PauseOutcome {
-    /// The VM stayed paused for the whole pause.
-    StayedPaused,
-    /// The watchdog or another monitor client resumed the VM during the pause, so the copied
-    /// pages are not of one instant.
-    RanMeanwhile,
-}
 
 /// The capture's part in a pause. The machine calls it while it pauses the VM.
 pub trait PauseWork {
@@ -54,7 +36,7 @@ pub struct PauseRecord {
     /// The monotonic clock just before the VM was paused.
     pub paused_at: Instant,
     /// Whether the VM ran before the pause.
-    pub hold: HoldOutcome,
+    pub stop: StopOutcome,
     /// The VMM's device state.
     pub device_state: Vec<u8>,
     /// From the request to stop until the VMM confirmed it.
@@ -92,16 +74,16 @@ pub trait PauseSteps: Send {
 
     /// Arms a watchdog that resumes the VM if this process dies or exceeds the longest pause, then
     /// pauses the VM. After an error the VM is as it was before.
-    fn hold(&mut self) -> Result<HoldOutcome, BoxError>;
+    fn hold(&mut self) -> Result<StopOutcome, BoxError>;
 
     /// Returns the state of all devices. Saving it may write guest memory.
     fn save_device_state(&mut self) -> Result<Vec<u8>, BoxError>;
 
-    /// Lets the VM run again if `hold`, the result of [`PauseSteps::hold`], says that it ran.
-    fn release(&mut self, hold: HoldOutcome) -> Result<(), BoxError>;
+    /// Lets the VM run again if `stop`, the result of [`PauseSteps::hold`], says that it ran.
+    fn release(&mut self, stop: StopOutcome) -> Result<(), BoxError>;
 
     /// Disarms the watchdog after the pause, and tells whether the VM ran during it.
-    fn finish_pause(&mut self, hold: HoldOutcome) -> Result<PauseOutcome, BoxError>;
+    fn finish_pause(&mut self, stop: StopOutcome) -> Result<PauseVerdict, BoxError>;
 }
 
 /// Carries out [`Machine::pause`] by the steps of `machine`.
@@ -120,18 +102,18 @@ pub fn pause_in_steps<M: PauseSteps + ?Sized>(
     let resume_ns = elapsed_ns(releasing);
     let pause_ns = elapsed_ns(paused_at);
     work.reached(CapturePhase::Resumed);
-    let hold = held.hold;
+    let stop = held.stop;
     let outcome = held.finish();
     let (device_state, device_state_ns) = looked?;
     released.map_err(machine_error("resume the VM"))?;
     match outcome.map_err(machine_error("find out whether the VM ran in the pause"))? {
-        PauseOutcome::RanMeanwhile => return Err(CaptureError::Torn),
-        PauseOutcome::StayedPaused => {}
+        PauseVerdict::RanMeanwhile => return Err(CaptureError::Torn),
+        PauseVerdict::Undisturbed => {}
     }
     Ok(PauseRecord {
         taken_at,
         paused_at,
-        hold,
+        stop,
         device_state,
         stop_ns,
         device_state_ns,
@@ -143,15 +125,15 @@ pub fn pause_in_steps<M: PauseSteps + ?Sized>(
 /// A machine whose VM is held. Dropping it releases the VM.
 struct HeldMachine<'a, M: PauseSteps + ?Sized> {
     machine: &'a mut M,
-    hold: HoldOutcome,
+    stop: StopOutcome,
     is_released: bool,
     is_finished: bool,
 }
 
 impl<'a, M: PauseSteps + ?Sized> HeldMachine<'a, M> {
     fn hold(machine: &'a mut M) -> Result<Self, BoxError> {
-        let hold = machine.hold()?;
-        Ok(Self { machine, hold, is_released: false, is_finished: false })
+        let stop = machine.hold()?;
+        Ok(Self { machine, stop, is_released: false, is_finished: false })
     }
 
     /// Saves the device state, then looks; returns the state and how long saving it took, in ns.
@@ -169,13 +151,13 @@ impl<'a, M: PauseSteps + ?Sized> HeldMachine<'a, M> {
 
     fn release(&mut self) -> Result<(), BoxError> {
         self.is_released = true;
-        self.machine.release(self.hold)
+        self.machine.release(self.stop)
     }
 
     /// Disarms the watchdog, also after a failed release.
-    fn finish(mut self) -> Result<PauseOutcome, BoxError> {
+    fn finish(mut self) -> Result<PauseVerdict, BoxError> {
         self.is_finished = true;
-        self.machine.finish_pause(self.hold)
+        self.machine.finish_pause(self.stop)
     }
 }
 
@@ -183,10 +165,10 @@ impl<M: PauseSteps + ?Sized> Drop for HeldMachine<'_, M> {
     fn drop(&mut self) {
         // The step that left early has its own error.
         if !self.is_released {
-            let _ = self.machine.release(self.hold);
+            let _ = self.machine.release(self.stop);
         }
         if !self.is_finished {
-            let _ = self.machine.finish_pause(self.hold);
+            let _ = self.machine.finish_pause(self.stop);
         }
     }
 }

@@ -3,7 +3,7 @@
 
 use keyframe_capture::machine::pause_in_steps;
 use keyframe_capture::{
-    BoxError, CaptureError, HoldOutcome, Machine, PauseOutcome, PauseRecord, PauseSteps, PauseWork,
+    BoxError, CaptureError, StopOutcome, Machine, PauseVerdict, PauseRecord, PauseSteps, PauseWork,
 };
 use keyframe_locks::IgnorePoison;
 use keyframe_net::GateRemote;
@@ -60,7 +60,7 @@ impl PauseSteps for Gated {
         self.machines.prepare_pause()
     }
 
-    fn hold(&mut self) -> Result<HoldOutcome, BoxError> {
+    fn hold(&mut self) -> Result<StopOutcome, BoxError> {
         let stopped = self.machines.hold()?;
         match self.gate.ask(GateRemote::cut) {
             Ok(cut) => {
@@ -79,11 +79,11 @@ impl PauseSteps for Gated {
         self.machines.save_device_state()
     }
 
-    fn release(&mut self, stopped: HoldOutcome) -> Result<(), BoxError> {
+    fn release(&mut self, stopped: StopOutcome) -> Result<(), BoxError> {
         self.machines.release(stopped)
     }
 
-    fn finish_pause(&mut self, stopped: HoldOutcome) -> Result<PauseOutcome, BoxError> {
+    fn finish_pause(&mut self, stopped: StopOutcome) -> Result<PauseVerdict, BoxError> {
         self.machines.finish_pause(stopped)
     }
 }

@@ -14,7 +14,7 @@
 //! Invariant: whatever fails in a pause of ours, the VM runs again before the next look at it.
 
 use super::recorded::{Disks, Position};
-use keyframe_capture::{BoxError, HoldOutcome, PauseOutcome, PauseSteps};
+use keyframe_capture::{BoxError, StopOutcome, PauseVerdict, PauseSteps};
 use keyframe_qemu::watchdog::Watchdog;
 use keyframe_qemu::{Qmp, Vm};
 use keyframe_units::RamLayout;
@@ -96,18 +96,18 @@ impl PauseSteps for QemuMachine {
         self.disks.await_rest(self.vm.qmp())
     }
 
-    fn hold(&mut self) -> Result<HoldOutcome, BoxError> {
+    fn hold(&mut self) -> Result<StopOutcome, BoxError> {
         if self.stands.is_some() {
             // The watchdog stays as it is.
-            return Ok(HoldOutcome::AlreadyPaused);
+            return Ok(StopOutcome::AlreadyPaused);
         }
         self.watchdog.arm(self.pause_limit)?;
         match self.vm.qmp().stop() {
-            Ok(stopped) if stopped.was_running => self.settle().map(|()| HoldOutcome::Held),
+            Ok(stopped) if stopped.was_running => self.settle().map(|()| StopOutcome::Stopped),
             Ok(_) => {
                 // Paused by somebody else, who will resume it: the watchdog must not.
                 let _ = self.watchdog.disarm()?;
-                Ok(HoldOutcome::AlreadyPaused)
+                Ok(StopOutcome::AlreadyPaused)
             }
             Err(e) => {
                 // The request may have arrived although its answer did not: let the VM run,
@@ -131,26 +131,26 @@ impl PauseSteps for QemuMachine {
         Ok(self.vm.save_devices()?)
     }
 
-    fn release(&mut self, stopped: HoldOutcome) -> Result<(), BoxError> {
+    fn release(&mut self, stopped: StopOutcome) -> Result<(), BoxError> {
         let resumed = match stopped {
-            HoldOutcome::Held => self.vm.qmp().cont().map_err(|error| {
+            StopOutcome::Stopped => self.vm.qmp().cont().map_err(|error| {
                 self.rescue();
                 error.into()
             }),
-            HoldOutcome::AlreadyPaused => Ok(()),
+            StopOutcome::AlreadyPaused => Ok(()),
         };
         self.vm.may_answer_late(true);
         resumed
     }
 
-    fn finish_pause(&mut self, stopped: HoldOutcome) -> Result<PauseOutcome, BoxError> {
+    fn finish_pause(&mut self, stopped: StopOutcome) -> Result<PauseVerdict, BoxError> {
         // The watchdog is disarmed whatever the monitor says.
         let fired = match stopped {
-            HoldOutcome::Held => self.watchdog.disarm()?.0,
-            HoldOutcome::AlreadyPaused => false,
+            StopOutcome::Stopped => self.watchdog.disarm()?.0,
+            StopOutcome::AlreadyPaused => false,
         };
         let other = self.vm.qmp().resumed_by_other()?;
-        Ok(if other || fired { PauseOutcome::RanMeanwhile } else { PauseOutcome::StayedPaused })
+        Ok(if other || fired { PauseVerdict::RanMeanwhile } else { PauseVerdict::Undisturbed })
     }
 }
 
@@ -176,7 +176,7 @@ impl QemuMachine {
     /// ran. Where the engine dies, it runs again.
     pub fn stand(&mut self) -> Result<bool, BoxError> {
         let stopped = self.hold()?;
-        let ran = stopped == HoldOutcome::Held;
+        let ran = stopped == StopOutcome::Stopped;
         self.stands = Some(ran);
         if ran { Ok(self.watchdog.arm(STAND_MAX).map(|()| ran)?) } else { Ok(ran) }
     }
@@ -205,7 +205,7 @@ impl QemuMachine {
     /// The VM runs again, where it did.
     pub fn go(&mut self) -> Result<(), BoxError> {
         let Some(true) = self.stands.take() else { return Ok(()) };
-        self.release(HoldOutcome::Held)?;
+        self.release(StopOutcome::Stopped)?;
         // One that has ended is found at the next checkpoint; the VM runs.
         let _ = self.watchdog.disarm();
         Ok(())

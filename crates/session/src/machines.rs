@@ -22,7 +22,7 @@ use crate::lans::Lans;
 use keyframe_capture::group::join_device_states;
 use keyframe_capture::machine::pause_in_steps;
 use keyframe_capture::{
-    BoxError, CaptureError, HoldOutcome, Machine, PauseOutcome, PauseRecord, PauseSteps, PauseWork,
+    BoxError, CaptureError, StopOutcome, Machine, PauseVerdict, PauseRecord, PauseSteps, PauseWork,
 };
 use keyframe_failure::Failure;
 use keyframe_qemu::{Error, Event, Vm};
@@ -42,7 +42,7 @@ pub struct Member {
     shut_down: bool,
     ended: Option<ExitStatus>,
     /// What stopping it found, in a pause.
-    stopped: Option<HoldOutcome>,
+    stopped: Option<StopOutcome>,
 }
 
 impl Member {
@@ -283,7 +283,7 @@ impl PauseSteps for Machines {
         ready
     }
 
-    fn hold(&mut self) -> Result<HoldOutcome, BoxError> {
+    fn hold(&mut self) -> Result<StopOutcome, BoxError> {
         let results = self.each(|member| {
             let stopped = member.machine.hold();
             member.stopped = stopped.as_ref().ok().copied();
@@ -296,12 +296,12 @@ impl PauseSteps for Machines {
             Ok(())
         };
         match cut.and(stopped) {
-            Ok(stopped) if stopped.contains(&HoldOutcome::Held) => Ok(HoldOutcome::Held),
-            Ok(_) => Ok(HoldOutcome::AlreadyPaused),
+            Ok(stopped) if stopped.contains(&StopOutcome::Stopped) => Ok(StopOutcome::Stopped),
+            Ok(_) => Ok(StopOutcome::AlreadyPaused),
             Err(error) => {
                 // One that failed to stop has been let run already.
-                let _ = self.release(HoldOutcome::Held);
-                let _ = self.finish_pause(HoldOutcome::Held);
+                let _ = self.release(StopOutcome::Stopped);
+                let _ = self.finish_pause(StopOutcome::Stopped);
                 Err(error)
             }
         }
@@ -320,7 +320,7 @@ impl PauseSteps for Machines {
         Ok(join_device_states(&states))
     }
 
-    fn release(&mut self, _: HoldOutcome) -> Result<(), BoxError> {
+    fn release(&mut self, _: StopOutcome) -> Result<(), BoxError> {
         let settled = self.disks.as_mut().map_or(Ok(()), Storage::settled);
         // Also where that failed: the guest's next flush tells it, and a VM that nobody resumes is
         // worse.
@@ -331,20 +331,20 @@ impl PauseSteps for Machines {
         self.all(resumed).and(settled)
     }
 
-    fn finish_pause(&mut self, _: HoldOutcome) -> Result<PauseOutcome, BoxError> {
+    fn finish_pause(&mut self, _: StopOutcome) -> Result<PauseVerdict, BoxError> {
         // Whatever comes next, the guests' network is not kept waiting.
         self.release_lans();
         let by = self.each(|member| match member.stopped.take() {
             Some(stopped) => member.machine.finish_pause(stopped),
-            None => Ok(PauseOutcome::StayedPaused),
+            None => Ok(PauseVerdict::Undisturbed),
         });
         let exported = self.storage().map_or(Ok(()), |(disks, vms)| disks.resumed(vms));
         let by = self.all(by)?;
         exported?;
-        Ok(if by.contains(&PauseOutcome::RanMeanwhile) {
-            PauseOutcome::RanMeanwhile
+        Ok(if by.contains(&PauseVerdict::RanMeanwhile) {
+            PauseVerdict::RanMeanwhile
         } else {
-            PauseOutcome::StayedPaused
+            PauseVerdict::Undisturbed
         })
     }
 }

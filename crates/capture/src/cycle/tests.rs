@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::encoder::CheckpointEncoder;
-use crate::machine::{PauseOutcome, PauseSteps, pause_in_steps};
+use crate::machine::{PauseSteps, pause_in_steps};
 use crate::ports::{
     CaptureObserver, CheckpointSink, FirstWriteHook, FirstWriteMonitor, RamFreezer,
 };
@@ -13,6 +13,7 @@ use crate::strategy::{
 };
 use keyframe_scheduling::PrecopyPolicy;
 use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock};
+use keyframe_vmm::PauseVerdict;
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};
@@ -185,14 +186,14 @@ impl Machine for Vm {
 }
 
 impl PauseSteps for Vm {
-    fn hold(&mut self) -> Result<HoldOutcome, BoxError> {
+    fn hold(&mut self) -> Result<StopOutcome, BoxError> {
         let mut world = self.world();
         world.call("stop")?;
         for page in 0..world.burst_pages {
             world.land(page, 4);
         }
         world.running = false;
-        Ok(HoldOutcome::Held)
+        Ok(StopOutcome::Stopped)
     }
     fn save_device_state(&mut self) -> Result<Vec<u8>, BoxError> {
         let mut world = self.world();
@@ -203,22 +204,22 @@ impl PauseSteps for Vm {
         self.world().write();
         Ok(b"devices".to_vec())
     }
-    fn release(&mut self, stopped: HoldOutcome) -> Result<(), BoxError> {
-        assert_eq!(stopped, HoldOutcome::Held);
+    fn release(&mut self, stopped: StopOutcome) -> Result<(), BoxError> {
+        assert_eq!(stopped, StopOutcome::Stopped);
         let mut world = self.world();
         world.running = true;
         world.call("resume")
     }
-    fn finish_pause(&mut self, _: HoldOutcome) -> Result<PauseOutcome, BoxError> {
+    fn finish_pause(&mut self, _: StopOutcome) -> Result<PauseVerdict, BoxError> {
         // The guest runs again: its writes so far reach their pages before anything was copied in
         // the background.
         self.serve_faults();
         let mut world = self.world();
         world.call("resumed")?;
         Ok(if std::mem::take(&mut world.resumed_by_other) {
-            PauseOutcome::RanMeanwhile
+            PauseVerdict::RanMeanwhile
         } else {
-            PauseOutcome::StayedPaused
+            PauseVerdict::Undisturbed
         })
     }
 }
@@ -241,12 +242,12 @@ impl Machine for OneCommandVm {
         Ok(PauseRecord {
             taken_at,
             paused_at,
-            hold: HoldOutcome::Held,
+            stop: StopOutcome::Stopped,
             device_state: device_state.map_err(machine_error("save"))?,
             stop_ns: 0,
             device_state_ns: 0,
             resume_ns: 0,
-            pause_ns: keyframe_units::elapsed_ns(paused_at),
+            pause_ns: elapsed_ns(paused_at),
         })
     }
 }

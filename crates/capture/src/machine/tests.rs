@@ -22,22 +22,19 @@ impl PauseSteps for ScriptedMachine {
     fn prepare_pause(&mut self) -> Result<(), BoxError> {
         self.call("prepare")
     }
-    fn hold(&mut self) -> Result<HoldOutcome, BoxError> {
-        self.call("stop").map(|()| HoldOutcome::Held)
+    fn hold(&mut self) -> Result<StopOutcome, BoxError> {
+        self.call("stop").map(|()| StopOutcome::Stopped)
     }
     fn save_device_state(&mut self) -> Result<Vec<u8>, BoxError> {
         self.call("save").map(|()| b"devices".to_vec())
     }
-    fn release(&mut self, stopped: HoldOutcome) -> Result<(), BoxError> {
-        assert_eq!(stopped, HoldOutcome::Held);
+    fn release(&mut self, stopped: StopOutcome) -> Result<(), BoxError> {
+        assert_eq!(stopped, StopOutcome::Stopped);
         self.call("resume")
     }
-    fn finish_pause(&mut self, _: HoldOutcome) -> Result<PauseOutcome, BoxError> {
-        let by = if self.ran_meanwhile {
-            PauseOutcome::RanMeanwhile
-        } else {
-            PauseOutcome::StayedPaused
-        };
+    fn finish_pause(&mut self, _: StopOutcome) -> Result<PauseVerdict, BoxError> {
+        let by =
+            if self.ran_meanwhile { PauseVerdict::RanMeanwhile } else { PauseVerdict::Undisturbed };
         self.call("finish").map(|()| by)
     }
 }
