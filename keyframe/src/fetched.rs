@@ -1,7 +1,7 @@
 //! What this process fetched from checkpoint servers, for who asks by `KEYFRAME_FETCHED`: a line on
 //! standard error where that is `-`, else a line of JSON behind what is in the file that it names.
 
-use keyframe_failure::output;
+use crate::output;
 use keyframe_store::backend::served::{Fetched, fetched};
 use std::io::Write;
 

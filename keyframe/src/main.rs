@@ -2,9 +2,13 @@
 //!
 //! Wiring only: each command is a file in `commands`, the work is done by the crates.
 
+mod checkpoint_tables;
 mod commands;
+mod disk_writing;
 mod fetched;
 mod help;
+mod lineage;
+mod output;
 mod rights;
 mod top;
 

@@ -3,7 +3,7 @@
 
 use super::listed::Listed;
 use super::of_store;
-use keyframe_inspect::screens;
+use keyframe_inspect::display_picture as screens;
 use keyframe_inspect::show;
 use keyframe_store::CheckpointId;
 use keyframe_web::Problem;
@@ -42,11 +42,15 @@ pub fn of(
         ));
     }
     let members = sealed.meta.members_ram().unwrap_or_default();
-    let shown =
-        sealed.meta.members.iter().zip(&members).filter(|(_, (ram, _))| screens::may_be(ram));
+    let shown = sealed
+        .meta
+        .members
+        .iter()
+        .zip(&members)
+        .filter(|(_, (ram, _))| screens::has_display_memory(ram));
     let mut screens: Vec<Option<&str>> =
         shown.map(|(member, _)| Some(member.name.as_str())).collect();
-    if sealed.meta.members.is_empty() && screens::may_be(&sealed.meta.ram) {
+    if sealed.meta.members.is_empty() && screens::has_display_memory(&sealed.meta.ram) {
         screens.push(None);
     }
     if let Some(object) = all.as_object_mut() {

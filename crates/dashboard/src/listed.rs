@@ -8,7 +8,7 @@
 //! A store elsewhere has no directories to look at: it is listed anew every few seconds.
 
 use super::{locked, of_store};
-use keyframe_inspect::report::Entry;
+use keyframe_inspect::entry::Entry;
 use keyframe_store::{CheckpointId, Sealed, Store};
 use keyframe_web::{Checkpoint, Listing, Phases, Problem, Sizes, StoreHead};
 use std::collections::{BTreeMap, BTreeSet, HashMap};

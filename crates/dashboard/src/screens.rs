@@ -3,8 +3,8 @@
 
 use super::listed::Listed;
 use super::{locked, of_store, said};
-use keyframe_inspect::images::Guest;
-use keyframe_inspect::screens::{self, NoPicture};
+use keyframe_inspect::display_picture::{self as screens, NoPicture};
+use keyframe_inspect::guest_memory::Guest;
 use keyframe_store::CheckpointId;
 use keyframe_web::Problem;
 use std::collections::VecDeque;
@@ -37,8 +37,8 @@ impl Screens {
         let guest = Guest::choose(&loaded, member).map_err(|e| Problem::Bad(said(&e)))?;
         let what = format!("VM {} in checkpoint {id}", member.unwrap_or(&loaded.meta.vm));
         let picture = screens::picture(&loaded, &guest).map_err(|none| match none {
-            NoPicture::NoDisplay => Problem::Unknown(said(&none.said(&what))),
-            NoPicture::NotDrawn(_) => Problem::NotShown(said(&none.said(&what))),
+            NoPicture::NoDisplay => Problem::Unknown(said(&none.into_error(&what))),
+            NoPicture::NotDrawn(_) => Problem::NotShown(said(&none.into_error(&what))),
             NoPicture::Failed(failure) => Problem::Failed(said(&failure)),
         })?;
         let png: Arc<[u8]> = screens::png(&picture).map_err(|e| Problem::Failed(said(&e)))?.into();

@@ -26,8 +26,8 @@ use keyframe_session::storage::Storage;
 use keyframe_session::{Options, machine_meta, refuse};
 use keyframe_store::MachineMeta;
 use keyframe_units::PAGE_BYTES;
-use keyframe_vm_disks::place::Place;
-use keyframe_vm_disks::{self as disks, Served, Wanted};
+use keyframe_vm_disks::overlay_directory::OverlayDirectory;
+use keyframe_vm_disks::{self as disks, DiskToServe, ServedDisks};
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -45,7 +45,7 @@ pub struct Found {
     pub identity: QemuIdentity,
     pub machine: Option<MachineMeta>,
     pub directory: PathBuf,
-    pub served: Option<Served>,
+    pub served: Option<ServedDisks>,
     pub gate: Gate,
 }
 
@@ -111,11 +111,13 @@ pub fn protect(
     let socket = run_dir.path().join(DISKS_SOCKET);
     let mut served = None;
     if !drives.is_empty() {
-        let wanted =
-            drives.iter().map(|drive| Wanted::of_drive(drive, "")).collect::<Result<_, _>>()?;
+        let wanted = drives
+            .iter()
+            .map(|drive| DiskToServe::of_drive(drive, ""))
+            .collect::<Result<_, _>>()?;
         let server = DiskServer { socket: socket.clone(), prefix: String::new() };
         line.serve_drives(&server).map_err(|e| Failure::qemu(&e))?;
-        let place = Place::claim_in(&folder.join("overlays"), &name)?;
+        let place = OverlayDirectory::claim_in(&folder.join("overlays"), &name)?;
         served = Some(disks::serve_in(place, &name, None, wanted, &socket)?);
     }
     let gate = start_gate(&nics)?;

@@ -154,17 +154,4 @@ impl fmt::Display for Failure {
     }
 }
 
-/// An error and its sources in one line, each part said once.
-pub fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(inner) = source {
-        let part = inner.to_string();
-        if !text.contains(&part) {
-            text.push_str(": ");
-            text.push_str(&part);
-        }
-        source = inner.source();
-    }
-    text
-}
+pub use keyframe_units::error_chain as chain;

@@ -1,17 +1,19 @@
-//! What a checkpoint holds, as people and programs ask for it: its entry in listings, its RAM as an
-//! image, a picture of its display, what it grew from.
+//! What a checkpoint holds: its entry in listings, the RAM of its VMs as images, pictures of their
+//! displays.
 
-pub mod images;
-pub mod lineage;
-pub mod report;
-pub mod screens;
+pub mod display_picture;
+pub mod entry;
+mod error;
+pub mod guest_memory;
 pub mod show;
+
+pub use error::{Error, Result};
 
 use keyframe_qemu::restore::RestoreSource;
 use keyframe_store::MachineMeta;
 use keyframe_units::RamLayout;
 
-/// What a restore has to know of the machine.
+/// The machine of a checkpoint, as a restore needs it.
 pub fn source_of(machine: &MachineMeta, ram: &RamLayout) -> RestoreSource {
     RestoreSource { machine: machine.clone(), ram: ram.clone() }
 }

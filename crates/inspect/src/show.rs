@@ -1,9 +1,9 @@
 //! A checkpoint as `show --json` prints it.
 
-use crate::report::Entry;
+use crate::entry::Entry;
 use keyframe_store::{MachineMeta, MemberMeta, Sealed};
 use keyframe_units::RamBlock;
-use keyframe_vm_disks::base;
+use keyframe_vm_disks::base_image;
 use serde::Serialize;
 
 /// What `--json` prints: the entry of `list`, the RAM blocks and the VM's definition.
@@ -23,7 +23,8 @@ struct Shown<'a> {
 pub fn entry(sealed: &Sealed) -> Entry {
     let mut entry = Entry::of(sealed);
     for (shown, disk) in entry.disks.iter_mut().zip(&sealed.meta.disks) {
-        shown.unreadable = base::require_unchanged(&disk.base).err().map(|why| why.message);
+        shown.unreadable =
+            base_image::require_unchanged(&disk.base).err().map(|why| why.to_string());
     }
     entry
 }

@@ -6,7 +6,7 @@
 
 use super::node::DISKS_MAX;
 use keyframe_disk::{Below, Readable};
-use keyframe_failure::{Failure, chain};
+use keyframe_failure::chain;
 use keyframe_store::{DiskMeta, LoadedDisks};
 use keyframe_vm_disks::stored::StoredDisk;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ pub struct OpenDisk {
 impl OpenDisk {
     /// Disk number `number`; `name` is what messages call it. Error: why it cannot be read.
     pub fn new(disks: Arc<LoadedDisks>, number: u8, name: String) -> Result<Self, String> {
-        let problem = |e: Failure| format!("open {name}: {e}");
+        let problem = |e: keyframe_vm_disks::Error| format!("open {name}: {e}");
         let stored =
             StoredDisk::of(disks, usize::from(number)).ok_or_else(|| format!("no {name}"))?;
         let disk = stored.open().map_err(problem)?;

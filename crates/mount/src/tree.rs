@@ -4,8 +4,8 @@ use super::disks::{self, OpenDisk};
 use super::node::{Kind, Node, Place};
 use keyframe_failure::{Failure, chain};
 use keyframe_image::Image;
-use keyframe_inspect::images::{Guest, StoredPages};
-use keyframe_inspect::screens::{self, NoPicture, Shown};
+use keyframe_inspect::display_picture::{self as screens, DrawableDisplay, NoPicture};
+use keyframe_inspect::guest_memory::{Guest, StoredPages};
 use keyframe_inspect::show;
 use keyframe_locks::IgnorePoison;
 use keyframe_store::{Error, Loaded, LoadedDisks, Store};
@@ -60,7 +60,7 @@ struct OpenedVm {
     directory: Option<String>,
     raw: Option<Image>,
     core: Option<Image>,
-    screen: Option<Shown>,
+    screen: Option<DrawableDisplay>,
     /// It as a file, once that was wanted.
     png: Mutex<Option<Arc<[u8]>>>,
 }
@@ -283,7 +283,7 @@ impl Tree {
         Ok(Arc::clone(png.insert(made.into())))
     }
 
-    fn lacks(&self, id: CheckpointId, kind: Kind, why: &Failure) {
+    fn lacks(&self, id: CheckpointId, kind: Kind, why: &keyframe_inspect::Error) {
         self.say(format!("checkpoint {id} has no {}: {why}", kind.name()));
     }
 
@@ -308,14 +308,14 @@ impl Tree {
             }
         }
         let loaded = self.store.load(id).map_err(|e| self.denied(&e))?;
-        let made = |image: Result<Image, Failure>, kind: Kind| {
+        let made = |image: keyframe_inspect::Result<Image>, kind: Kind| {
             image.map_err(|e| self.lacks(id, kind, &e)).ok()
         };
         let vm = |guest: Guest| OpenedVm {
             directory: guest.member.as_deref().map(directory_name),
             raw: made(guest.raw(), Kind::Raw),
             core: made(guest.core(), Kind::Core),
-            screen: match Shown::of(&guest) {
+            screen: match DrawableDisplay::of(&guest) {
                 Ok(shown) => Some(shown),
                 Err(NoPicture::NoDisplay | NoPicture::NotDrawn(_)) => None,
                 Err(NoPicture::Failed(e)) => {

@@ -16,7 +16,7 @@
 use super::Source;
 use super::passage::{PATIENCE, Passage, Reached};
 use keyframe_failure::Failure;
-use keyframe_inspect::images::Stop;
+use keyframe_inspect::guest_memory::ReadStop;
 use keyframe_inspect::source_of;
 use keyframe_qemu::record::{self, Clock, Mode, Wanted};
 use keyframe_qemu::restore::{self, Plan, RamSource, RestoreOptions, Restored, Until};
@@ -25,7 +25,7 @@ use keyframe_replay::interval::RecordedCheckpoint;
 use keyframe_store::{Loaded, MachineMeta, Store};
 use keyframe_units::{Page, PageIndex, PageRange};
 use keyframe_vm_disks::media::Media;
-use keyframe_vm_disks::{self as disks, Served, restored};
+use keyframe_vm_disks::{self as disks, ServedDisks, restored};
 use std::ffi::OsString;
 use std::io;
 use std::path::PathBuf;
@@ -74,9 +74,9 @@ impl RamSource for StoredRam {
         range: PageRange,
         sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
     ) -> io::Result<()> {
-        Ok(self
-            .0
-            .read_pages(range, &mut |page, content| sink(page, content).map_err(Stop::Taker))?)
+        Ok(self.0.read_pages(range, &mut |page, content| {
+            sink(page, content).map_err(ReadStop::Receiver)
+        })?)
     }
 
     fn read_some(
@@ -84,9 +84,9 @@ impl RamSource for StoredRam {
         pages: &[PageIndex],
         sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
     ) -> io::Result<()> {
-        Ok(self
-            .0
-            .read_some(pages, &mut |page, content| sink(page, content).map_err(Stop::Taker))?)
+        Ok(self.0.read_some(pages, &mut |page, content| {
+            sink(page, content).map_err(ReadStop::Receiver)
+        })?)
     }
 
     fn wanted_first(&self) -> Vec<PageIndex> {
@@ -119,7 +119,7 @@ impl Replay {
     }
 
     /// Its disks.
-    pub fn served(&mut self) -> Option<&mut Served> {
+    pub fn served(&mut self) -> Option<&mut ServedDisks> {
         self.alive.disks.as_mut().map(|(served, _)| served)
     }
 
@@ -149,7 +149,7 @@ impl Replay {
 }
 
 /// The disks of a VM, and the directory of their socket.
-pub type Disks = Option<(Served, tempfile::TempDir)>;
+pub type Disks = Option<(ServedDisks, tempfile::TempDir)>;
 
 /// A QEMU and its disks, which end with this.
 pub(super) struct Alive {
@@ -243,7 +243,7 @@ pub(super) fn serve(store: &Store, loaded: &Loaded) -> Result<Disks, Failure> {
         return Ok(None);
     }
     restored::require_all(loaded.id, &loaded.meta)?;
-    let mut wanted = restored::wanted(store, loaded.id, &loaded.meta)?;
+    let mut wanted = restored::disks_of_checkpoint(store, loaded.id, &loaded.meta)?;
     for disk in &mut wanted {
         disk.temporary = true;
     }

@@ -102,7 +102,7 @@ pub enum Response {
     /// To `Stop`: it is ending.
     Stopping,
     /// To `Take`: sealed.
-    Taken(Box<keyframe_inspect::report::Entry>),
+    Taken(Box<keyframe_inspect::entry::Entry>),
     /// To `Rollback`: the VM is there.
     RolledBack(RolledBack),
     /// It is being done, as told.
@@ -163,7 +163,7 @@ pub struct Status {
     /// Checkpoints captured that are not sealed yet.
     pub queued: u64,
     /// The newest sealed checkpoint.
-    pub last: Option<keyframe_inspect::report::Entry>,
+    pub last: Option<keyframe_inspect::entry::Entry>,
     /// Its age.
     pub last_age_ns: Option<u64>,
     /// QEMU's monitor socket that the engine uses, empty where that is libvirt's; free again once

@@ -16,7 +16,7 @@ use keyframe_failure::{Failure, chain};
 use keyframe_locks::IgnorePoison;
 use keyframe_store::{DiskMeta, Meta, Run, Store};
 use keyframe_units::{CheckpointId, PAGE_BYTES, Page};
-use keyframe_vm_disks::Served;
+use keyframe_vm_disks::ServedDisks;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
@@ -36,7 +36,7 @@ struct Shared {
 }
 
 struct State {
-    served: Option<Served>,
+    served: Option<ServedDisks>,
     pausing: bool,
 }
 
@@ -81,7 +81,7 @@ pub struct SinkDisks(Arc<Shared>);
 
 impl SessionDisks {
     /// Over disks that are served; pauses are ended by others after `pause_limit`.
-    pub fn new(served: Served, pause_limit: Duration) -> Self {
+    pub fn new(served: ServedDisks, pause_limit: Duration) -> Self {
         let metas = served.metas.clone();
         let state = Mutex::new(State { served: Some(served), pausing: false });
         let shared = Arc::new(Shared { state, idle: Condvar::new() });
@@ -222,18 +222,16 @@ impl SessionDisks {
 
     /// Removes what is not served.
     pub fn dismiss(&mut self) -> Result<(), Failure> {
-        self.served(Served::dismiss)
+        self.served(ServedDisks::dismiss)
     }
 
     fn served<T>(
         &mut self,
-        ask: impl FnOnce(&mut Served) -> Result<T, Failure>,
+        ask: impl FnOnce(&mut ServedDisks) -> Result<T, keyframe_vm_disks::Error>,
     ) -> Result<T, Failure> {
         let mut state = self.shared.lock();
-        ask(state
-            .served
-            .as_mut()
-            .ok_or_else(|| Failure::new("the disks are not served any more"))?)
+        let served = state.served.as_mut();
+        Ok(ask(served.ok_or_else(|| Failure::new("the disks are not served any more"))?)?)
     }
 
     fn give_back(&self, epochs: &[DiskEpoch]) {
@@ -245,13 +243,13 @@ impl SessionDisks {
     /// anything.
     pub fn end(self) -> Result<Option<PathBuf>, Failure> {
         let served = self.shared.lock().served.take();
-        served.map_or(Ok(None), |served| served.end(true))
+        Ok(served.map_or(Ok(None), |served| served.end(true))?)
     }
 
     /// The VMs run on: so does the server, until they have ended. Tells where what they write lies.
     pub fn keep(self) -> Option<PathBuf> {
         let served = self.shared.lock().served.take();
-        served.map(|served| served.place.path().to_owned())
+        served.map(|served| served.directory.path().to_owned())
     }
 }
 

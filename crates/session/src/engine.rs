@@ -30,7 +30,7 @@ use crate::rundir::RunDir;
 use keyframe_capture::{CaptureError, CapturePhase, EncodeReport, SettledReport};
 use keyframe_failure::output;
 use keyframe_failure::{DONE, FAILED, Failure, Outcome, WARNED, chain};
-use keyframe_inspect::report::Entry;
+use keyframe_inspect::entry::Entry;
 use keyframe_scheduling::Cadence;
 use keyframe_store::{CheckpointId, Sealed, Store, Writer};
 use keyframe_units::{duration_ns, elapsed_ns};

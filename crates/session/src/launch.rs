@@ -17,8 +17,8 @@ use keyframe_qemu::watchdog::Watchdog;
 use keyframe_qemu::{DiskServer, Drive, Invocation, LaunchOptions, QemuIdentity, Severity, Vm};
 use keyframe_store::{DiskState, Durability, MachineMeta, MemberMeta, Store, Tuning, Writer};
 use keyframe_vm_disks::media::Media;
-use keyframe_vm_disks::place::left_over;
-use keyframe_vm_disks::{self as disks, Served, Wanted};
+use keyframe_vm_disks::overlay_directory::left_over;
+use keyframe_vm_disks::{self as disks, DiskToServe, ServedDisks};
 use std::ffi::OsString;
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
@@ -90,7 +90,7 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
     // Before the VMs: they connect as they start.
     let lans = open_lans(options)?;
     let way = storage::choose::for_launch(options.disk, &all_drives(&starting, &directory)?)?;
-    let served = if way == DiskWay::Served {
+    let served = if way == DiskWay::ServedDisks {
         serve_disks(store, &name, run_dir.path(), &mut starting, is_group.then_some(&members))?
     } else {
         None
@@ -144,7 +144,7 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
     );
     // The guests have not run: nothing is lost by ending them.
     let launched = launched.and_then(|()| {
-        if way != DiskWay::Served {
+        if way != DiskWay::ServedDisks {
             let place = (store, &*name, run_dir.path());
             beside.disks =
                 storage::choose::own(place, (&mut found, is_group), way, &options.leave_out)?;
@@ -203,7 +203,7 @@ fn serve_disks(
     run_dir: &Path,
     starting: &mut [(Invocation, QemuIdentity)],
     members: Option<&Vec<String>>,
-) -> Result<Option<Served>, Failure> {
+) -> Result<Option<ServedDisks>, Failure> {
     let socket = run_dir.join("disks.sock");
     let mut wanted = Vec::new();
     for (number, (line, _)) in starting.iter_mut().enumerate() {
@@ -211,7 +211,7 @@ fn serve_disks(
         let prefix = member.map_or_else(String::new, |member| format!("{member}/"));
         let drives = line.drives().map_err(|e| Failure::qemu(&e))?;
         for drive in &drives {
-            wanted.push(Wanted::of_drive(drive, &prefix)?);
+            wanted.push(DiskToServe::of_drive(drive, &prefix)?);
         }
         if !drives.is_empty() {
             let server = DiskServer { socket: socket.clone(), prefix };

@@ -217,7 +217,7 @@ impl Work {
         }
         let moments: Vec<Moment> = self.known.values().cloned().collect();
         let mut standing: BTreeSet<CheckpointId> =
-            forget::standing(&self.store)?.into_keys().collect();
+            forget::checkpoints_under_overlays(&self.store)?.into_keys().collect();
         standing.extend(self.held.lock().ignore_poison().iter());
         let verdicts = self.rules.judge(&moments, &standing);
         Ok(verdicts

@@ -4,7 +4,7 @@
 use super::Options;
 use keyframe_failure::Failure;
 use keyframe_failure::output;
-use keyframe_inspect::report::Entry;
+use keyframe_inspect::entry::Entry;
 use keyframe_scheduling::{Budget, Measured, Tuned, Tuner, Why};
 use keyframe_units::duration_ns;
 

@@ -11,12 +11,16 @@
 //! Invariant: a `PageIndex` means nothing without the [`RamLayout`] that it was made with.
 //! No I/O happens here.
 
+mod error_chain;
 mod guest;
+mod human;
 mod layout;
 mod pages;
 mod time;
 
+pub use error_chain::error_chain;
 pub use guest::{GuestPhys, GuestRegion};
+pub use human::{human_bytes, human_duration, percentile};
 pub use layout::{BlockKind, LayoutError, RamBlock, RamLayout};
 pub use pages::{PageIndex, PageRange, PageSet};
 pub use time::{duration_ns, elapsed_ns};

@@ -3,42 +3,38 @@
 //! Invariants: a clone of an image is removed only after the checkpoints that name it are gone, and
 //! only if the names in all other checkpoints are known.
 
-use crate::place;
-use keyframe_failure::Failure;
+use crate::error::{Error, Result, StoreError};
+use crate::overlay_directory::{self, OverlayInfo};
 use keyframe_store::{CheckpointId, Listing, Sealed, Store};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// The checkpoints that overlays of disks stand on, each with one of these.
-pub fn standing(store: &Store) -> Result<BTreeMap<CheckpointId, PathBuf>, Failure> {
-    let folder = store.local_folder().map_err(|e| Failure::store(&e, store.path()))?.join("disks");
-    let places = place::all(store);
-    let known: BTreeSet<&Path> = places.iter().map(|(path, _)| path.as_path()).collect();
+/// The checkpoints that overlays of disks depend on, each with one such overlay directory.
+///
+/// Errors: an overlay directory does not tell which checkpoint it depends on.
+pub fn checkpoints_under_overlays(store: &Store) -> Result<BTreeMap<CheckpointId, PathBuf>> {
+    let folder = store.local_folder().map_err(|e| StoreError::of(store, e))?.join("disks");
+    let directories = overlay_directory::all(store);
+    let known: BTreeSet<&Path> = directories.iter().map(|(path, _)| path.as_path()).collect();
     let entries = match std::fs::read_dir(&folder) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(BTreeMap::new()),
-        other => other.map_err(|e| Failure::new(format!("list {}: {e}", folder.display())))?,
+        other => other.map_err(|e| Error::io("list", &folder, e))?,
     };
     for path in
         entries.flatten().map(|entry| entry.path()).filter(|path| !known.contains(path.as_path()))
     {
         let holds = std::fs::read_dir(&path).is_ok_and(|mut inside| inside.next().is_some());
-        // Described in the meantime, or not at all.
-        if holds && place::info(&path).is_none() {
-            return Err(Failure::new(format!(
-                "{}: its disks.json cannot be read, so that the checkpoint that it stands on is not known",
-                path.display()
-            ))
-            .fix(
-                "run it again if a VM is being started; else save what the directory holds, and remove it",
-            ));
+        // A directory may have been described since it was listed.
+        if holds && overlay_directory::info(&path).is_none() {
+            return Err(Error::OverlayUnreadable(path));
         }
     }
-    let on = |(path, info): (PathBuf, place::Info)| Some((CheckpointId(info.checkpoint?), path));
-    Ok(place::all(store).into_iter().filter_map(on).collect())
+    let on = |(path, info): (PathBuf, OverlayInfo)| Some((CheckpointId(info.checkpoint?), path));
+    Ok(overlay_directory::all(store).into_iter().filter_map(on).collect())
 }
 
-/// The clones of images that only `forgotten` checkpoints name; and whether some may be that are
-/// not known.
+/// The clones of images that only `forgotten` checkpoints name. True as the second value if there
+/// are such clones and a checkpoint that cannot be read may name them too; then the list is empty.
 pub fn clones_of(
     store: &Store,
     listing: &Listing,
@@ -71,15 +67,17 @@ pub fn clones_of(
     if hidden && !clones.is_empty() { (Vec::new(), true) } else { (clones, false) }
 }
 
-/// Forgets checkpoints of which none is pinned, and removes the clones of images that none names
-/// any more; `warn` hears of those that cannot be removed.
+/// Forgets checkpoints, and removes the clones of images that only they named. `warn` is called for
+/// each clone that cannot be removed.
+///
+/// Errors: the store refuses, for example because a checkpoint is pinned.
 pub fn forget(
     store: &Store,
     ids: &BTreeSet<CheckpointId>,
     warn: &mut dyn FnMut(&Path, &std::io::Error),
-) -> Result<(), Failure> {
-    let failure = |e| Failure::store(&e, store.path());
-    // Without disks there are no clones, and what the others name needs no look.
+) -> Result<()> {
+    let failure = |e| StoreError::of(store, e);
+    // Checkpoints without disks have no clones: the other checkpoints need not be read.
     let has_disks =
         |id: &CheckpointId| store.sealed(*id).map_or(true, |s| !s.meta.disks.is_empty());
     let clones = if ids.iter().any(has_disks) {
@@ -92,7 +90,7 @@ pub fn forget(
     Ok(())
 }
 
-/// Removes clones; returns those that were there.
+/// Removes clones and returns those that existed. `warn` is called for each that cannot be removed.
 pub fn remove_clones(
     clones: Vec<PathBuf>,
     warn: &mut dyn FnMut(&Path, &std::io::Error),

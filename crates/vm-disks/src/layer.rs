@@ -1,5 +1,5 @@
-//! A checkpoint's blocks of a disk, between the image and the overlay of a VM that was restored
-//! from it.
+//! The layer between the image and the overlay of a restored VM's disk: the blocks of the
+//! checkpoint.
 
 use keyframe_disk::{Block, Content, DiskBlock, Error, Layer, Result};
 use keyframe_store::{BlockContent, LoadedDisks};
@@ -10,28 +10,30 @@ use std::cell::RefCell;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Which blocks, as the process that serves the disks is told.
+/// Which blocks the disk server puts between image and overlay.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Source {
+pub struct LayerSource {
     /// The store.
     pub store: PathBuf,
     /// The checkpoint.
     pub checkpoint: CheckpointId,
-    /// The disk's number in it.
+    /// The disk's number in the checkpoint, from 0.
     pub disk: usize,
 }
 
-/// Opens layers; the disks of one checkpoint share what was read of it.
+/// Opens layers. The disks of one checkpoint share the memory that it is loaded into.
 #[derive(Default)]
 pub struct Layers {
     last: RefCell<Option<(PathBuf, Arc<LoadedDisks>)>>,
 }
 
 impl Layers {
-    /// The layer that `text`, a [`Source`] as JSON, names.
+    /// Opens the layer that `text`, a [`LayerSource`] as JSON, names.
+    ///
+    /// Errors: the text is malformed, the store cannot be read, the checkpoint has no such disk.
     pub fn open(&self, text: &str) -> Result<Box<dyn Layer>> {
         let refused = |problem: String| Error::Server { problem };
-        let source: Source =
+        let source: LayerSource =
             serde_json::from_str(text).map_err(|e| refused(format!("no layer {text:?}: {e}")))?;
         let known = self.last.borrow().clone();
         let disks = match known {
@@ -52,14 +54,14 @@ impl Layers {
     }
 }
 
-/// A disk's blocks in a checkpoint.
+/// The blocks of one disk of a checkpoint.
 pub struct StoredLayer {
     disks: Arc<LoadedDisks>,
     blocks: PageRange,
 }
 
 impl StoredLayer {
-    /// Those of disk number `disk`; none where there is no such disk.
+    /// The blocks of disk number `disk`; `None` if the checkpoint has no such disk.
     pub fn of(disks: Arc<LoadedDisks>, disk: usize) -> Option<Self> {
         let blocks = disks.meta.blocks_of(disk)?;
         Some(Self { disks, blocks })

@@ -1,58 +1,50 @@
-//! The media that a recorded guest can only read, served as its disks are: for the speed of the
-//! answers alone.
+//! Serves the read-only media of a recorded guest like its disks, so that the guest's requests are
+//! answered sooner.
 //!
-//! Nothing of it goes into a checkpoint: the image is the user's, and is not written.
+//! A checkpoint holds nothing of a medium: its image belongs to the user and is never written.
 
+use crate::error::{Error, Result};
 use keyframe_disk::{Disks, ImageFormat, Spec};
-use keyframe_failure::{Failure, chain};
 use keyframe_qemu::{DiskServer, Medium};
 use std::path::Path;
 use tempfile::TempDir;
 
-/// The socket, in a folder of its own.
+/// The server's socket, in the server's own folder.
 const SOCKET: &str = "media.sock";
 
-/// Media that are served, until this is dropped.
+/// A server of read-only media. Dropping it ends the server.
 pub struct Media {
     disks: Option<Disks>,
     folder: TempDir,
 }
 
 impl Media {
-    /// Serves `media`, whose paths hold in `directory`, from a folder of its own in `place`; none
-    /// where there are none.
+    /// Starts a server for `media`, with a folder of its own in `place`. Relative paths of images
+    /// begin in `directory`. `None` if `media` is empty.
     ///
-    /// Error: one of them cannot be served. QEMU can read it itself.
-    pub fn serve(
-        media: &[Medium],
-        directory: &Path,
-        place: &Path,
-    ) -> Result<Option<Self>, Failure> {
+    /// Error: a medium cannot be served. QEMU can still read it itself.
+    pub fn serve(media: &[Medium], directory: &Path, place: &Path) -> Result<Option<Self>> {
         if media.is_empty() {
             return Ok(None);
         }
         let folder = tempfile::Builder::new().prefix("keyframe-media-").tempdir_in(place);
-        let folder = folder
-            .map_err(|e| Failure::new(format!("make a directory in {}: {e}", place.display())))?;
+        let folder = folder.map_err(|e| Error::io("make a directory in", place, e))?;
         let spec = |medium| spec(medium, directory, folder.path());
         let specs = media.iter().map(spec).collect::<Result<Vec<_>, _>>()?;
         let socket = folder.path().join(SOCKET);
-        let disks = Disks::spawn(&mut super::server(), &socket, &specs)
-            .map_err(|e| Failure::new(chain(&e)))?;
+        let disks = Disks::spawn(&mut super::server(), &socket, &specs)?;
         Ok(Some(Self { disks: Some(disks), folder }))
     }
 
-    /// Who serves them.
+    /// The address of the server, for QEMU's command line.
     pub fn server(&self) -> DiskServer {
         DiskServer { socket: self.folder.path().join(SOCKET), prefix: String::new() }
     }
 
-    /// Requests are answered on `core`, on which the guest runs alone, before it runs on.
-    pub fn answer_on(&mut self, core: u32) -> Result<(), Failure> {
-        self.disks
-            .as_mut()
-            .map_or(Ok(()), |disks| disks.answer_on(core))
-            .map_err(|e| Failure::new(chain(&e)))
+    /// Makes the server answer on CPU `core`, which the guest's thread uses too, so that an answer
+    /// comes before the guest runs on.
+    pub fn answer_on(&mut self, core: u32) -> Result<()> {
+        Ok(self.disks.as_mut().map_or(Ok(()), |disks| disks.answer_on(core))?)
     }
 }
 
@@ -65,17 +57,16 @@ impl Drop for Media {
     }
 }
 
-/// How the server is to open a medium.
-fn spec(medium: &Medium, directory: &Path, folder: &Path) -> Result<Spec, Failure> {
+/// Tells the server how to open `medium`.
+fn spec(medium: &Medium, directory: &Path, folder: &Path) -> Result<Spec> {
     let image = directory.join(&medium.image);
-    let name = image.display();
     if !std::fs::metadata(&image).is_ok_and(|metadata| metadata.is_file()) {
-        return Err(Failure::new(format!("{name} is no file")));
+        return Err(Error::MediumNotAFile(image));
     }
     let format = match medium.format.as_deref() {
         Some(word) => ImageFormat::named(word)
-            .ok_or_else(|| Failure::new(format!("{name} is in format {word}")))?,
-        None => ImageFormat::probe(&image).map_err(|e| Failure::new(chain(&e)))?,
+            .ok_or_else(|| Error::MediumFormat { path: image.clone(), format: word.to_owned() })?,
+        None => ImageFormat::probe(&image)?,
     };
     Ok(Spec {
         export: medium.name.clone(),

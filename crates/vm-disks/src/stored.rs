@@ -1,17 +1,16 @@
-//! A checkpoint's disk without a VM: its blocks over the image that it stands on, to be read.
+//! Reads a checkpoint's disk without a VM: the checkpoint's blocks over the image beneath.
 //!
 //! ```text
 //!   commit, export, mount ──▶ StoredDisk::open ──▶ Below ── blocks of the checkpoint
 //!                                                    └───── image, unchanged since
 //! ```
 //!
-//! Invariant: nothing is read of an image that is not what it was.
+//! Invariant: an image that has changed since the checkpoint is never read.
 
-use super::base;
-use super::layer::StoredLayer;
-use super::writing::failure;
-use keyframe_disk::{Base, Below, Error, ImageFormat, Layer};
-use keyframe_failure::Failure;
+use crate::base_image::require_unchanged;
+use crate::error::{Error, Result};
+use crate::layer::StoredLayer;
+use keyframe_disk::{Base, Below, ImageFormat, Layer};
 use keyframe_store::{DiskMeta, LoadedDisks};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -25,134 +24,118 @@ pub struct StoredDisk {
 }
 
 impl StoredDisk {
-    /// Disk number `number` of the checkpoint.
+    /// Disk number `number` (from 0) of the checkpoint; `None` if it has no such disk.
     pub fn of(disks: Arc<LoadedDisks>, number: usize) -> Option<Self> {
         let meta = disks.meta.disks.get(number)?.clone();
         Some(Self { disks, meta, number })
     }
 
-    /// The disk called `name`; of a group's as `MEMBER/NAME`, or as `NAME` of `member`. It need not
-    /// be named where there is only one.
+    /// The disk called `name`. A disk of a group is called `MEMBER/NAME`, or `NAME` of `member`. The
+    /// name may be left out if there is only one disk.
     pub fn choose(
         disks: Arc<LoadedDisks>,
         member: Option<&str>,
         name: Option<&str>,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Self> {
         let (id, all) = (disks.id, &disks.meta.disks);
         if let Some(member) =
             member.filter(|m| disks.meta.members.iter().all(|known| known.name != **m))
         {
-            let names: Vec<&str> =
-                disks.meta.members.iter().map(|known| known.name.as_str()).collect();
-            let fix = if names.is_empty() {
-                "it is of one VM: leave --member out".to_owned()
-            } else {
-                format!("its members are {}", names.join(", "))
-            };
-            return Err(Failure::new(format!("checkpoint {id} has no member {member}")).fix(fix));
+            let members = disks.meta.members.iter().map(|known| known.name.clone()).collect();
+            return Err(Error::NoMember { checkpoint: id, member: member.to_owned(), members });
         }
         let prefix = member.map(|member| format!("{member}/")).unwrap_or_default();
         let candidates: Vec<usize> =
             (0..all.len()).filter(|i| all[*i].name.starts_with(&prefix)).collect();
-        let list = candidates.iter().map(|i| all[*i].name.as_str()).collect::<Vec<_>>().join(", ");
-        let of = member.map(|member| format!(" of member {member}")).unwrap_or_default();
+        let holds = candidates.iter().map(|i| all[*i].name.as_str()).collect::<Vec<_>>().join(", ");
+        let member = member.map(str::to_owned);
         let chosen = match (name, &candidates[..]) {
-            (_, []) => {
-                let problem = format!(
-                    "checkpoint {id} holds no disk{of}: the guest could write to none, or it was left out"
-                );
-                return Err(Failure::new(problem));
-            }
+            (_, []) => return Err(Error::NoDisks { checkpoint: id, member }),
             (None, [only]) => *only,
-            (None, _) => {
-                return Err(Failure::new(format!(
-                    "checkpoint {id} holds several disks{of}: {list}"
-                ))
-                .fix("say which one with --disk NAME"));
-            }
+            (None, _) => return Err(Error::SeveralDisks { checkpoint: id, member, holds }),
             (Some(name), _) => {
                 let is_named = |i: &&usize| {
                     let full = &all[**i].name;
                     full == name || full.strip_prefix(&prefix) == Some(name)
                 };
-                *candidates.iter().find(is_named).ok_or_else(|| {
-                    Failure::new(format!("checkpoint {id} holds no disk {name}{of}"))
-                        .fix(format!("it holds {list}"))
+                let disk = name.to_owned();
+                *candidates.iter().find(is_named).ok_or(Error::NoDisk {
+                    checkpoint: id,
+                    disk,
+                    member,
+                    holds,
                 })?
             }
         };
-        Self::of(disks, chosen)
-            .ok_or_else(|| Failure::new(format!("checkpoint {id} has no such disk")))
+        Self::of(disks, chosen).ok_or(Error::NoDisks { checkpoint: id, member: None })
     }
 
-    /// What is known of it.
+    /// The checkpoint's description of the disk.
     pub fn meta(&self) -> &DiskMeta {
         &self.meta
     }
 
-    /// Its image.
+    /// The path of the image beneath.
     pub fn image(&self) -> PathBuf {
         PathBuf::from(&self.meta.base.path)
     }
 
-    /// How that is encoded.
-    pub fn format(&self) -> Result<ImageFormat, Failure> {
+    /// The format of that image.
+    pub fn format(&self) -> Result<ImageFormat> {
         let DiskMeta { name, base, .. } = &self.meta;
         let format =
             if base.is_blank() { Some(ImageFormat::Raw) } else { ImageFormat::named(&base.format) };
-        format.ok_or_else(|| Failure::new(format!("disk {name}: unknown format {}", base.format)))
+        format
+            .ok_or_else(|| Error::UnknownFormat { disk: name.clone(), format: base.format.clone() })
     }
 
-    /// What the checkpoint holds of it.
+    /// The blocks of the disk that the checkpoint holds.
     ///
-    /// Error: it was left out of the checkpoint.
-    pub fn layer(&self) -> Result<Box<dyn Layer>, Failure> {
+    /// Error: [`Error::DiskLeftOut`].
+    pub fn layer(&self) -> Result<Box<dyn Layer>> {
         if self.meta.left_out {
-            return Err(Failure::new(format!(
-                "disk {} was left out of checkpoint {}, as whoever took it wished",
-                self.meta.name, self.disks.id
-            )));
+            return Err(Error::DiskLeftOut {
+                checkpoint: self.disks.id,
+                disk: self.meta.name.clone(),
+            });
         }
         let layer = StoredLayer::of(Arc::clone(&self.disks), self.number);
-        let layer = layer.ok_or_else(|| {
-            Failure::new(format!(
-                "checkpoint {}: its disks are larger than they can be",
-                self.disks.id
-            ))
-        })?;
-        Ok(Box::new(layer))
+        Ok(Box::new(layer.ok_or(Error::DisksTooLarge(self.disks.id))?))
     }
 
-    /// The disk as the guest saw it. Its image is nobody's to write for as long as this is there.
+    /// Opens the disk as the guest saw it. The image stays locked against writes by Keyframe until
+    /// the result is dropped.
     ///
-    /// Errors: the image has changed, or a commit into it is under way.
-    pub fn open(&self) -> Result<Below, Failure> {
+    /// Errors: the image has changed, or a commit into it is in progress.
+    pub fn open(&self) -> Result<Below> {
         let DiskMeta { name, disk_bytes, base: known, .. } = &self.meta;
         if known.is_blank() {
-            let blank = Base::blank(*disk_bytes).map_err(|e| failure(&e))?;
+            let blank = Base::blank(*disk_bytes)?;
             return Ok(Below::new(blank, Some(self.layer()?)));
         }
         let image = Base::open(&self.image(), self.format()?).map_err(|e| match &e {
-            // It says what to do about one that is not there.
-            Error::Io { .. } => base::require_unchanged(known).err().unwrap_or_else(|| failure(&e)),
-            _ => failure(&e),
+            // For a missing image, this error tells the user what to do.
+            keyframe_disk::Error::Io { .. } => {
+                require_unchanged(known).err().unwrap_or_else(|| e.into())
+            }
+            _ => e.into(),
         })?;
-        // Behind the lock: nobody of ours changes it from here on.
-        base::require_unchanged(known)?;
+        // The image is locked now: no Keyframe command changes it from here on.
+        require_unchanged(known)?;
         if image.disk_bytes() != *disk_bytes {
-            return Err(Failure::new(format!(
-                "{}: a disk of {} bytes, disk {name} of checkpoint {} has {disk_bytes}",
-                known.path,
-                image.disk_bytes(),
-                self.disks.id
-            ))
-            .fix("put the image back as it was"));
+            return Err(Error::SizeDiffers {
+                path: known.path.clone().into(),
+                image_bytes: image.disk_bytes(),
+                disk: name.clone(),
+                checkpoint: self.disks.id,
+                disk_bytes: *disk_bytes,
+            });
         }
         Ok(Below::new(image, Some(self.layer()?)))
     }
 
-    /// Refuses what was read of the image where it has changed meanwhile.
-    pub fn require_unchanged(&self) -> Result<(), Failure> {
-        base::require_unchanged(&self.meta.base)
+    /// Checks, after reading, that the image has not changed meanwhile.
+    pub fn require_unchanged(&self) -> Result<()> {
+        require_unchanged(&self.meta.base)
     }
 }

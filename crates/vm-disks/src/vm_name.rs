@@ -1,11 +1,12 @@
-//! Names of VMs, as directories and files may carry them.
+//! Names of VMs, which directories, files and sockets carry too.
 
 /// Whether a VM's name may have this character.
 pub fn is_name_char(c: char) -> bool {
     c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.')
 }
 
-/// Turns any text into a VM name.
+/// Turns any text into a VM name: at most 64 letters, digits, `-`, `_` and `.`, not beginning with a
+/// dot. Other characters become `-`.
 pub fn name_from(text: &str) -> String {
     let name: String =
         text.chars().map(|c| if is_name_char(c) { c } else { '-' }).take(64).collect();

@@ -2,9 +2,9 @@
 
 mod on;
 
+use crate::output;
 use indicatif::ProgressBar;
 use keyframe_analysis::{Summary, Tool, tools};
-use keyframe_failure::output;
 use keyframe_failure::paths;
 use keyframe_failure::{DONE, FAILED, Failure, Outcome};
 use keyframe_replay::interval::Interval;

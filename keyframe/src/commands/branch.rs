@@ -12,9 +12,9 @@
 
 use super::StoreArg;
 use super::restore::{Accel, refuse_recorded};
-use keyframe_failure::output;
+use crate::output;
 use keyframe_failure::{DONE, FAILED, Failure, Outcome};
-use keyframe_inspect::images::{Guest, StoredPages};
+use keyframe_inspect::guest_memory::{Guest, StoredPages};
 use keyframe_inspect::source_of;
 use keyframe_qemu::DiskServer;
 use keyframe_qemu::restore::apart::{self, Clone as Cloned};
@@ -23,7 +23,7 @@ use keyframe_session::control::OnExit;
 use keyframe_session::rights;
 use keyframe_session::rundir::{Kind, RunDir};
 use keyframe_store::{Loaded, Store};
-use keyframe_vm_disks::{self as disks, Served, restored};
+use keyframe_vm_disks::{self as disks, ServedDisks, restored};
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -119,7 +119,7 @@ struct Place {
 
 /// A clone's disks: the checkpoint's, with an overlay of its own. Dropped, what was written to them
 /// is thrown away.
-struct OwnDisks(Option<(Served, DiskServer)>);
+struct OwnDisks(Option<(ServedDisks, DiskServer)>);
 
 impl OwnDisks {
     /// A process of its own for each clone: it ends with it, or outlives this command with it.
@@ -133,7 +133,7 @@ impl OwnDisks {
             return Ok(Self(None));
         }
         restored::require_all(loaded.id, &loaded.meta)?;
-        let wanted = restored::wanted(store, loaded.id, &loaded.meta)?;
+        let wanted = restored::disks_of_checkpoint(store, loaded.id, &loaded.meta)?;
         let socket = directory.path().join("disks.sock");
         let served = disks::serve(store, name, Some(loaded.id.0), wanted, &socket)?;
         Ok(Self(Some((served, DiskServer { socket, prefix: String::new() }))))

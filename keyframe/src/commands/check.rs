@@ -1,8 +1,8 @@
 //! `keyframe check`: is every sealed checkpoint whole?
 
 use super::StoreArg;
+use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
-use keyframe_failure::output;
 use keyframe_failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use keyframe_store::{CheckOptions, CheckProgress, CheckReport, RepairReport};
 

@@ -1,17 +1,17 @@
 //! `keyframe commit`: writes a disk back to an image, a new one or its own.
 
+use crate::disk_writing::{NewFormat, Progress, failure};
+use crate::output;
 use keyframe_disk::commit::{self, Amount, InPlace};
 use keyframe_disk::{Base, Below, Disk, Error, ImageFormat, Layer, Overlay, Readable};
-use keyframe_failure::output;
 use keyframe_failure::{DONE, Failure, Outcome, chain};
 use keyframe_store::{DiskMeta, Store};
 use keyframe_store_keys::KeyArg;
 use keyframe_units::CheckpointId;
-use keyframe_vm_disks::base;
-use keyframe_vm_disks::place;
-use keyframe_vm_disks::standing::Standing;
+use keyframe_vm_disks::base_image;
+use keyframe_vm_disks::dependents::ImageDependents;
+use keyframe_vm_disks::overlay_directory;
 use keyframe_vm_disks::stored::StoredDisk;
-use keyframe_vm_disks::writing::{NewFormat, Progress, failure};
 use serde::Serialize;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -109,7 +109,7 @@ struct Planned<'a> {
     interrupted: bool,
     /// What stands on the image; absent where no store tells.
     #[serde(skip_serializing_if = "Option::is_none")]
-    standing: Option<Standing>,
+    standing: Option<ImageDependents>,
 }
 
 impl Source {
@@ -151,7 +151,7 @@ impl Source {
             store: None,
             known: None,
         };
-        let Some((path, info)) = place::of_overlay(&dir) else { return Ok(source) };
+        let Some((path, info)) = overlay_directory::of_overlay(&dir) else { return Ok(source) };
         let store = KeyArg::from_environment().open(&path);
         if let Some(id) = info.checkpoint {
             let store = store.as_ref().map_err(|e| {
@@ -181,11 +181,11 @@ impl Source {
     fn require_base(&self) -> Result<(), Failure> {
         let Some(DiskMeta { base: known, .. }) = &self.known else { return Ok(()) };
         if !self.was_interrupted() {
-            return base::require_unchanged(known);
+            return base_image::require_unchanged(known);
         }
         let mut beneath = known.clone();
         beneath.files.drain(..beneath.files.len().min(1));
-        base::require_unchanged(&beneath)
+        base_image::require_unchanged(&beneath)
     }
 
     /// True where this commit was interrupted: what it had written is written again.
@@ -207,9 +207,9 @@ impl Source {
         })
     }
 
-    fn standing(&self) -> Result<Option<Standing>, Failure> {
+    fn standing(&self) -> Result<Option<ImageDependents>, Failure> {
         let own = self.overlay.as_ref().map(|(_, dir)| dir.as_path());
-        self.store.as_ref().map(|store| Standing::on(&self.base, store, own)).transpose()
+        self.store.as_ref().map(|store| ImageDependents::on(&self.base, store, own)).transpose()
     }
 
     /// True where the checkpoint holds all of the disk.
@@ -389,7 +389,11 @@ fn one_line(text: &str) -> String {
 }
 
 /// Asks whoever sits before the terminal.
-fn agreed(source: &Source, amount: Amount, standing: Option<&Standing>) -> Result<(), Failure> {
+fn agreed(
+    source: &Source,
+    amount: Amount,
+    standing: Option<&ImageDependents>,
+) -> Result<(), Failure> {
     let base = source.base.display();
     let refused = |problem: &str| Failure::new(format!("{base}: {problem}; nothing was changed"));
     let losses = match standing {

@@ -1,7 +1,7 @@
 //! `keyframe completions`: what lets a shell complete commands and options.
 
+use crate::output::Pipe;
 use clap_complete::Shell;
-use keyframe_failure::output::Pipe;
 use keyframe_failure::{DONE, Failure, Outcome};
 use std::io::Write;
 

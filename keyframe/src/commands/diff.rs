@@ -1,8 +1,8 @@
 //! `keyframe diff`: what differs between two checkpoints.
 
 use super::StoreArg;
+use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
-use keyframe_failure::output;
 use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_store::{Diff as Found, RegionDiff};
 use keyframe_units::PAGE_BYTES;

@@ -1,6 +1,6 @@
 //! `keyframe doctor`: can this machine do it, and if not, what is missing?
 
-use keyframe_failure::output;
+use crate::output;
 use keyframe_failure::{DONE, FAILED, Outcome};
 use serde::Serialize;
 use std::process::{Command, Stdio};

@@ -1,18 +1,18 @@
 //! `keyframe export`: a checkpoint as a file that other tools read.
 
 use super::StoreArg;
+use crate::disk_writing::{Progress, failure};
+use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_disk::{ImageFormat, Readable, commit};
-use keyframe_failure::output;
 use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_image::Image;
-use keyframe_inspect::images::{Guest, StoredPages};
-use keyframe_inspect::screens;
+use keyframe_inspect::display_picture as screens;
+use keyframe_inspect::guest_memory::{Guest, StoredPages};
 use keyframe_qemu::stream;
 use keyframe_store::{Loaded, Store};
 use keyframe_units::CheckpointId;
 use keyframe_vm_disks::stored::StoredDisk;
-use keyframe_vm_disks::writing::{Progress, failure};
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::os::unix::fs::FileExt;
@@ -188,7 +188,7 @@ impl Export {
     fn screen(&self, loaded: &Loaded, guest: &Guest) -> Outcome {
         let vm = self.member.as_ref().unwrap_or(&loaded.meta.vm);
         let what = format!("VM {vm} in checkpoint {}", loaded.id);
-        let picture = screens::picture(loaded, guest).map_err(|e| e.said(&what))?;
+        let picture = screens::picture(loaded, guest).map_err(|e| e.into_error(&what))?;
         let file = screens::png(&picture)?;
         let fail = |e: io::Error| Failure::new(format!("write the export: {e}"));
         if self.output == Path::new("-") {

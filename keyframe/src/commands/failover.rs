@@ -1,6 +1,6 @@
 //! `keyframe failover`: lets a protected VM run on the other host.
 
-use keyframe_failure::output;
+use crate::output;
 use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_session::control::{Request, Response, client};
 use keyframe_session::rundir;

@@ -1,8 +1,8 @@
 //! `keyframe find`: at which instructions a recorded guest wrote to an address.
 
 use super::recorded::RecordedArgs;
+use crate::output;
 use keyframe_analysis::tools;
-use keyframe_failure::output;
 use keyframe_failure::{DONE, FAILED, Failure, Outcome};
 use keyframe_replay::interval::Interval;
 use keyframe_replay_driver::{Analysis, Head, Subject, jobs};

@@ -10,10 +10,10 @@
 
 use super::checkpoints::parse_duration;
 use super::{StoreArg, warn_of_unreadable};
-use keyframe_failure::output;
+use crate::output;
 use keyframe_failure::{Failure, Outcome, WARNED, chain};
 use keyframe_store::{CheckpointId, Listing, Moment, Reason, Retention, Sealed, Store, Verdict};
-use keyframe_vm_disks::forget::{clones_of, remove_clones, standing};
+use keyframe_vm_disks::forget::{checkpoints_under_overlays, clones_of, remove_clones};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -99,7 +99,7 @@ impl Forget {
     pub fn run(&self) -> Outcome {
         let store = self.store.open()?;
         let listing = store.checkpoints().map_err(|e| self.store.failure(&e))?;
-        let standing = standing(&store)?;
+        let standing = checkpoints_under_overlays(&store)?;
         let verdicts = if self.checkpoints.is_empty() {
             self.judge(&listing, &standing.keys().copied().collect())
         } else {

@@ -1,7 +1,7 @@
 //! `keyframe goto`: a recorded VM as it was at an instruction.
 
 use super::recorded::RecordedArgs;
-use keyframe_failure::output;
+use crate::output;
 use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_replay::cut_points::instruction_at_time;
 use keyframe_replay_driver::{self as replaying, Debugger, Replay, Source, Standing, Way, jobs};

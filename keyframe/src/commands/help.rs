@@ -1,7 +1,7 @@
 //! `keyframe help`: the program, a command, or a topic explained.
 
 use crate::help::topics;
-use keyframe_failure::output;
+use crate::output;
 use keyframe_failure::{DONE, Failure, Outcome, USAGE};
 
 /// Explain the program, a command or a topic

@@ -7,9 +7,9 @@
 //! ```
 
 use super::StoreArg;
-use keyframe_failure::output;
+use crate::output;
 use keyframe_failure::{DONE, Failure, Outcome};
-use keyframe_inspect::report::Entry;
+use keyframe_inspect::entry::Entry;
 use keyframe_qemu::stream::{Incoming, IncomingBlock, cpu_registers};
 use keyframe_qemu::{Invocation, LaunchOptions, Vm};
 use keyframe_session::rundir;

@@ -1,6 +1,6 @@
 //! `keyframe init`: makes a store.
 
-use keyframe_failure::output;
+use crate::output;
 use keyframe_failure::{DONE, Failure, Outcome, USAGE};
 use keyframe_store::Store;
 use keyframe_store_keys::KeyArg;

@@ -1,10 +1,11 @@
 //! `keyframe list`: the checkpoints of a store.
 
 use super::{StoreArg, warn_of_unreadable};
+use crate::checkpoint_tables;
+use crate::lineage;
+use crate::output;
 use keyframe_failure::Outcome;
-use keyframe_failure::output;
-use keyframe_inspect::lineage;
-use keyframe_inspect::report::{self, Entry};
+use keyframe_inspect::entry::Entry;
 
 /// List the checkpoints of a store
 #[derive(clap::Args, Debug)]
@@ -55,7 +56,7 @@ impl List {
         } else if self.tree {
             output::print_line(&lineage::tree(&entries))?;
         } else {
-            output::print_line(&report::table(&entries))?;
+            output::print_line(&checkpoint_tables::table(&entries))?;
         }
         Ok(warn_of_unreadable(&listing))
     }

@@ -1,7 +1,7 @@
 //! `keyframe log`: what a recorded guest wrote to its console, by instruction.
 
 use super::recorded::RecordedArgs;
-use keyframe_failure::output;
+use crate::output;
 use keyframe_failure::{DONE, FAILED, Outcome};
 use keyframe_replay_driver as replaying;
 use serde::Serialize;

@@ -1,6 +1,6 @@
 //! `keyframe man`: the manual pages, from the definitions that `--help` stands on.
 
-use keyframe_failure::output;
+use crate::output;
 use keyframe_failure::{DONE, Failure, Outcome};
 use std::path::PathBuf;
 

@@ -1,7 +1,7 @@
 //! `keyframe pin`: a checkpoint that no rule forgets.
 
 use super::StoreArg;
-use keyframe_failure::output;
+use crate::output;
 use keyframe_failure::{DONE, Outcome, WARNED};
 use serde::Serialize;
 

@@ -5,7 +5,7 @@ mod measured;
 mod options;
 mod simulated;
 
-use keyframe_failure::output;
+use crate::output;
 use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_model::{Constants, Formula, Plan as Recommended, Point, best, nodes_best};
 use keyframe_store_keys::KeyArg;

@@ -1,7 +1,7 @@
 //! `keyframe profile`: what a VM writes in epochs of different lengths.
 
+use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
-use keyframe_failure::output;
 use keyframe_failure::{DONE, Failure, Outcome, WARNED, chain};
 use keyframe_profile::{Curve, Ladder, PLATEAU_PERCENT, Row, Statistic};
 use keyframe_profiler::{self as profile, Options, Profile, Start, Subject};

@@ -1,8 +1,8 @@
 //! `keyframe prune`: space back from what no checkpoint needs.
 
 use super::StoreArg;
+use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
-use keyframe_failure::output;
 use keyframe_failure::{DONE, Failure, Outcome, WARNED};
 use keyframe_store::{PruneOptions, PruneProgress, PruneReport, PruneStep};
 use std::time::Duration;

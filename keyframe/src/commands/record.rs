@@ -1,6 +1,6 @@
 //! `keyframe record`: a VM's run, kept so that each of its instructions can be run again.
 
-use keyframe_failure::output;
+use crate::output;
 use keyframe_failure::paths;
 use keyframe_failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use keyframe_qemu::{Invocation, Medium};

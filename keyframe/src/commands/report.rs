@@ -1,8 +1,8 @@
 //! `keyframe report`: a store or a recording as one HTML file.
 
 use super::warn_of_unreadable;
+use crate::output;
 use keyframe_dashboard::reporting::{Page, of_checkpoints, of_recording};
-use keyframe_failure::output;
 use keyframe_failure::{Failure, Outcome};
 use keyframe_replay::Recording;
 use keyframe_store::Sealed;

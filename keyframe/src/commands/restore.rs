@@ -3,10 +3,10 @@
 mod group;
 
 use super::StoreArg;
+use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
-use keyframe_failure::output;
 use keyframe_failure::{DONE, FAILED, Failure, Outcome, WARNED};
-use keyframe_inspect::images::Stop;
+use keyframe_inspect::guest_memory::ReadStop;
 use keyframe_inspect::source_of;
 use keyframe_qemu::restore::lazy::Residency;
 use keyframe_qemu::restore::{self, Lineage, Plan, RamSource, RestoreOptions, Restored};
@@ -15,7 +15,7 @@ use keyframe_session::rights;
 use keyframe_session::rundir::{Kind, RunDir};
 use keyframe_store::{Loaded, MachineMeta, Meta, Store, Unmapped};
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
-use keyframe_vm_disks::{self as disks, Served, restored};
+use keyframe_vm_disks::{self as disks, ServedDisks, restored};
 use std::ffi::OsString;
 use std::io;
 use std::path::PathBuf;
@@ -141,11 +141,11 @@ impl StoredRam {
         io::Error::other(text)
     }
 
-    fn ended(&self, read: Result<(), Stop>) -> io::Result<()> {
+    fn ended(&self, read: Result<(), ReadStop>) -> io::Result<()> {
         match read {
             Ok(()) => Ok(()),
-            Err(Stop::Taker(error)) => Err(error),
-            Err(Stop::Store(error)) => Err(self.fail(error)),
+            Err(ReadStop::Receiver(error)) => Err(error),
+            Err(ReadStop::Store(error)) => Err(self.fail(error)),
         }
     }
 }
@@ -156,9 +156,9 @@ impl RamSource for StoredRam {
         range: PageRange,
         sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
     ) -> io::Result<()> {
-        let read = self
-            .loaded()?
-            .read_pages(range, &mut |page, content| sink(page, content).map_err(Stop::Taker));
+        let read = self.loaded()?.read_pages(range, &mut |page, content| {
+            sink(page, content).map_err(ReadStop::Receiver)
+        });
         self.bar.inc(range.len_bytes());
         self.ended(read)
     }
@@ -169,8 +169,9 @@ impl RamSource for StoredRam {
         sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
     ) -> io::Result<()> {
         self.ended(
-            self.loaded()?
-                .read_some(pages, &mut |page, content| sink(page, content).map_err(Stop::Taker)),
+            self.loaded()?.read_some(pages, &mut |page, content| {
+                sink(page, content).map_err(ReadStop::Receiver)
+            }),
         )
     }
 
@@ -326,14 +327,14 @@ impl Restore {
 }
 
 /// The disks of a checkpoint, served to the VMs that come from it.
-struct RestoredDisks(Option<(Served, tempfile::TempDir)>);
+struct RestoredDisks(Option<(ServedDisks, tempfile::TempDir)>);
 
 impl RestoredDisks {
     fn serve(store: &Store, id: CheckpointId, meta: &Meta) -> Result<Self, Failure> {
         if meta.disks.is_empty() {
             return Ok(Self(None));
         }
-        let wanted = restored::wanted(store, id, meta)?;
+        let wanted = restored::disks_of_checkpoint(store, id, meta)?;
         // Paths of sockets have to be short, so it is not in the store.
         let folder = tempfile::Builder::new().prefix("keyframe-disks-").tempdir();
         let folder =

@@ -1,6 +1,6 @@
 //! `keyframe rollback`: a running VM back to a checkpoint, in place.
 
-use keyframe_failure::output;
+use crate::output;
 use keyframe_failure::{DONE, Failure, Outcome, WARNED};
 use keyframe_session::control::{Request, Response, client};
 use keyframe_session::rundir;

@@ -2,8 +2,8 @@
 
 mod dashboard;
 
+use crate::output;
 use dashboard::DashboardArgs;
-use keyframe_failure::output;
 use keyframe_failure::{DONE, Failure, Outcome, USAGE};
 use keyframe_serve::{Identity, Options, Report, Server};
 use keyframe_store::backend::served::{TOKEN, read_token};

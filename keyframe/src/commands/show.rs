@@ -1,9 +1,9 @@
 //! `keyframe show`: everything that is known of one checkpoint.
 
 use super::StoreArg;
-use keyframe_failure::output;
+use crate::output;
 use keyframe_failure::{DONE, Outcome};
-use keyframe_inspect::report::DiskEntry;
+use keyframe_inspect::entry::DiskEntry;
 use keyframe_inspect::show::{entry, shown};
 use keyframe_store::{MachineMeta, Sealed};
 use keyframe_units::{BlockKind, RamBlock, RamLayout};

@@ -1,9 +1,10 @@
 //! `keyframe stats`: what a store holds and what deduplication saved.
 
 use super::{StoreArg, warn_of_unreadable};
-use keyframe_failure::output;
+use crate::checkpoint_tables;
+use crate::output;
 use keyframe_failure::{Failure, Outcome, chain};
-use keyframe_inspect::report::{self, DiskSums, Entry, PauseQuantiles};
+use keyframe_inspect::entry::{DiskSums, Entry, PauseQuantiles};
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
 use keyframe_store::{Breakdown, Found, Growth, Sectors, Sharing};
 use serde::Serialize;
@@ -112,10 +113,10 @@ impl Stats {
         }
         let disks = DiskSums::of(&entries);
         if !disks.is_empty() {
-            output::print_line(&format!("\n{}", report::disk_table(&disks)))?;
+            output::print_line(&format!("\n{}", checkpoint_tables::disk_table(&disks)))?;
         }
         if !entries.is_empty() {
-            output::print_line(&format!("\n{}", report::pause_table(&entries)))?;
+            output::print_line(&format!("\n{}", checkpoint_tables::pause_table(&entries)))?;
         }
         Ok(warn_of_unreadable(&listing))
     }

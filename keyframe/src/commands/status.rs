@@ -1,6 +1,6 @@
 //! `keyframe status`: how running engines go.
 
-use keyframe_failure::output;
+use crate::output;
 use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_session::control::{ReplicationStatus, Request, Response, Status as Shown, client};
 use keyframe_session::rundir;

@@ -1,6 +1,6 @@
 //! `keyframe stop`: ends a running engine.
 
-use keyframe_failure::output;
+use crate::output;
 use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_qemu::Qmp;
 use keyframe_session::control::{OnExit, Request, client};

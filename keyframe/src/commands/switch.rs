@@ -1,7 +1,7 @@
 //! `keyframe switch`: a network between VMs that checkpoints can hold; and `keyframe __switch`, the
 //! same started by an engine for its own VMs.
 
-use keyframe_failure::output;
+use crate::output;
 use keyframe_failure::{DONE, Failure, Outcome, chain};
 use keyframe_kernel::{END_SIGNALS, signal_socket};
 use keyframe_net::{Error, Switch as NetSwitch, serve, serve_until};

@@ -1,7 +1,7 @@
 //! `keyframe tag`: names for checkpoints.
 
 use super::StoreArg;
-use keyframe_failure::output;
+use crate::output;
 use keyframe_failure::{DONE, Outcome};
 use serde::Serialize;
 

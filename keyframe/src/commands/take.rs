@@ -1,6 +1,6 @@
 //! `keyframe take`: a checkpoint now.
 
-use keyframe_failure::output;
+use crate::output;
 use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_session::control::{Request, Response, Strategy, client};
 use keyframe_session::rundir;

@@ -1,8 +1,8 @@
 //! `keyframe top`: the running VMs, live.
 
+use crate::output;
 use crate::top::history::{Answer, History};
 use crate::top::view;
-use keyframe_failure::output;
 use keyframe_failure::{DONE, Failure, Outcome, USAGE};
 use keyframe_session::control::{Request, Response, client};
 use keyframe_session::rundir;

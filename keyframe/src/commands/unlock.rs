@@ -1,7 +1,7 @@
 //! `keyframe unlock`: a lock that a dead writer left.
 
 use super::StoreArg;
-use keyframe_failure::output;
+use crate::output;
 use keyframe_failure::{DONE, Failure, LOCKED, Outcome};
 use keyframe_store::backend::Unlocked;
 use serde::Serialize;

@@ -2,8 +2,8 @@
 //! checkpoint.
 
 use super::recorded::RecordedArgs;
+use crate::output;
 use indicatif::ProgressBar;
-use keyframe_failure::output;
 use keyframe_failure::{DONE, FAILED, Failure, Outcome};
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
@@ -12,7 +12,7 @@ use keyframe_replay_driver::{
     jobs,
 };
 use keyframe_units::CheckpointId;
-use keyframe_vm_disks::Served;
+use keyframe_vm_disks::ServedDisks;
 use serde::Serialize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -333,7 +333,7 @@ fn differing_from(
 }
 
 /// The checkpoint that a side began with, and who serves its disks where it is a replay.
-type SideOf<'a> = (CheckpointId, Option<&'a mut Served>);
+type SideOf<'a> = (CheckpointId, Option<&'a mut ServedDisks>);
 
 fn compare_disks(
     source: &Source,

@@ -1,9 +1,9 @@
 //! `keyframe witness`: lets at most one host run a protected VM.
 
 use super::protect::folder;
+use crate::output;
 use keyframe_failover::settings::{HostKey, address};
 use keyframe_failover::witnessing::WitnessServer;
-use keyframe_failure::output;
 use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_session::rights;
 use std::net::TcpListener;

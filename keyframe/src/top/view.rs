@@ -11,7 +11,7 @@
 
 use super::history::{History, Vm};
 use crate::commands::status;
-use keyframe_failure::output;
+use crate::output;
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Modifier, Style};

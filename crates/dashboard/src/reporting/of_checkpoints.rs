@@ -4,7 +4,7 @@ use super::Page;
 use crate::as_shown;
 use keyframe_failure::Failure;
 use keyframe_failure::output;
-use keyframe_inspect::report::{DiskSums, Entry};
+use keyframe_inspect::entry::{DiskSums, Entry};
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series, decimal};
 use keyframe_store::{Growth, Sealed, Stats};
 use keyframe_web::{Bucket, Listing, Timeline};

@@ -14,8 +14,8 @@ use keyframe_qemu::restore::{Plan, Prepared, RestoreOptions, prepare};
 use keyframe_qemu::{DiskServer, Drive};
 use keyframe_replication::{Config, GroupId, NodeId, Standby, StandbyState, Term};
 use keyframe_store::MachineMeta;
-use keyframe_vm_disks::place::Place;
-use keyframe_vm_disks::{self as disks, Served, Wanted};
+use keyframe_vm_disks::overlay_directory::OverlayDirectory;
+use keyframe_vm_disks::{self as disks, DiskToServe, ServedDisks};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ pub struct Ready {
     pub prepared: Prepared,
     pub image: Arc<StandbyImage>,
     pub streams: Arc<Streams>,
-    pub served: Option<Served>,
+    pub served: Option<ServedDisks>,
     pub gate: Gate,
     pub core: Standby,
     pub config: Config,
@@ -133,7 +133,7 @@ impl Keeper {
         machine: &MachineFrame,
         paths: &[PathBuf],
         socket: &Path,
-    ) -> Result<Option<Served>, Failure> {
+    ) -> Result<Option<ServedDisks>, Failure> {
         if paths.is_empty() {
             return Ok(None);
         }
@@ -145,10 +145,11 @@ impl Keeper {
                 temporary: false,
                 remote: false,
             };
-            Wanted::of_drive(&drive, "")
+            DiskToServe::of_drive(&drive, "")
         };
         let wanted = paths.iter().zip(&machine.disks).map(wanted).collect::<Result<_, _>>()?;
-        let place = Place::claim_in(&self.wish.folder.join("overlays"), &self.wish.name)?;
+        let place =
+            OverlayDirectory::claim_in(&self.wish.folder.join("overlays"), &self.wish.name)?;
         disks::serve_in(place, &machine.name, None, wanted, socket).map(Some)
     }
 

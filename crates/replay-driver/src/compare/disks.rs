@@ -12,7 +12,7 @@ use keyframe_disk::{BLOCK_BYTES, Below, Block, DiskBlock, DiskEpoch, Extent, Slo
 use keyframe_failure::{Failure, chain};
 use keyframe_store::LoadedDisks;
 use keyframe_units::PageIndex;
-use keyframe_vm_disks::Served;
+use keyframe_vm_disks::ServedDisks;
 use keyframe_vm_disks::stored::StoredDisk;
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,7 +25,7 @@ const SETTLE: Duration = Duration::from_millis(100);
 /// A VM's disks: those of a checkpoint, and what a replay has written since.
 pub struct Side<'a> {
     checkpoint: Arc<LoadedDisks>,
-    served: Option<&'a mut Served>,
+    served: Option<&'a mut ServedDisks>,
 }
 
 /// One of them, ready to be read.
@@ -38,7 +38,7 @@ struct Reader {
 
 impl<'a> Side<'a> {
     /// The disks of `checkpoint`, which a replay has written to where `served` serves them.
-    pub fn new(checkpoint: Arc<LoadedDisks>, served: Option<&'a mut Served>) -> Self {
+    pub fn new(checkpoint: Arc<LoadedDisks>, served: Option<&'a mut ServedDisks>) -> Self {
         Self { checkpoint, served }
     }
 

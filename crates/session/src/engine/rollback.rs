@@ -27,7 +27,7 @@ use super::super::machine::QemuMachine;
 use super::{Duration, Engine, Inbox, Instant, LOOK_EVERY, Response, chain, channel};
 use crate::control::RolledBack;
 use keyframe_failure::Failure;
-use keyframe_inspect::images::{Guest, StoredPages};
+use keyframe_inspect::guest_memory::{Guest, StoredPages};
 use keyframe_qemu::rollback::Target;
 use keyframe_store::{CheckpointId, Loaded};
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, RamLayout, elapsed_ns};

@@ -17,7 +17,7 @@ use keyframe_disk::ImageFormat;
 use keyframe_failure::Failure;
 use keyframe_qemu::{Drive, LineDisk, Vm, fleece};
 use keyframe_store::{BaseMeta, DiskMeta, Store};
-use keyframe_vm_disks::base;
+use keyframe_vm_disks::base_image;
 use std::path::Path;
 
 /// How disks get into checkpoints.
@@ -143,7 +143,7 @@ pub fn own(
 fn cloned(store: &Store, name: &str, mut disks: Vec<OwnDisk>) -> Result<Storage, Failure> {
     for disk in disks.iter_mut().filter(|disk| !disk.left_out) {
         if let Some(format) = disk.format {
-            disk.meta.base = base::describe(&disk.image, format)?;
+            disk.meta.base = base_image::describe(&disk.image, format)?;
         }
     }
     Clones::new(store, name, disks).map(Storage::Cloned)

@@ -18,7 +18,7 @@ use keyframe_capture::BoxError;
 use keyframe_disk::ImageFormat;
 use keyframe_failure::{Failure, chain};
 use keyframe_store::{DiskMeta, Run, Store};
-use keyframe_vm_disks::base;
+use keyframe_vm_disks::base_image;
 use std::collections::BTreeMap;
 use std::fs::{File, Permissions};
 use std::io;
@@ -188,7 +188,8 @@ impl ClonedCut {
                 File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
             };
             durable().map_err(|e| text("sync", path, &e))?;
-            let base = base::describe(path, made.format).map_err(|failure| failure.message)?;
+            let base =
+                base_image::describe(path, made.format).map_err(|failure| failure.message)?;
             run.set_base(made.disk, base)?;
         }
         Ok(())

@@ -2,8 +2,8 @@
 
 use super::measured::Measured;
 use super::options::ClusterArgs;
+use crate::output;
 use keyframe_failure::Failure;
-use keyframe_failure::output;
 use keyframe_model::simulation::{Error, Interval, Outcome, regular, simulate};
 use keyframe_model::{Constants, Formula, Point, best};
 use serde::Serialize;

@@ -2,8 +2,8 @@
 //! then all run.
 
 use super::{Beside, Place, Restore, RestoredDisks, StoredRam};
+use crate::output;
 use keyframe_capture::group::split_device_states;
-use keyframe_failure::output;
 use keyframe_failure::paths;
 use keyframe_failure::{DONE, FAILED, Failure, Outcome, chain};
 use keyframe_net::InFlight;

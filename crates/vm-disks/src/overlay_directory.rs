@@ -1,4 +1,4 @@
-//! Where the overlays of a VM's disks lie in a store.
+//! The directories in a store that hold the overlays of a VM's disks.
 //!
 //! ```text
 //!   STORE/disks/NAME.1/         one for each start of a VM with disks; NAME.2 for the next
@@ -6,11 +6,11 @@
 //!     DISK/                     an overlay (docs/formats/disk-overlay.md)
 //! ```
 //!
-//! Invariant: what a guest has written to a disk stays until somebody says what is to become of it;
-//! only a place that nothing was written to, or whose writes were not to last, is removed.
+//! Invariant: the program removes an overlay directory only if the guest has written nothing to its
+//! disks, or if the user asked for temporary writes. The user decides about every other one.
 
+use crate::error::{Error, Result, StoreError};
 use crate::vm_name::name_from;
-use keyframe_failure::Failure;
 use keyframe_store::{DiskMeta, Store};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
@@ -19,14 +19,14 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 const INFO: &str = "disks.json";
-/// More than anybody leaves behind.
+/// Numbers that are tried for a new directory.
 const PLACES_MAX: u32 = 1 << 20;
-/// Far above what the description of 64 disks takes.
+/// The longest `disks.json` that is read; one with 64 disks is far shorter.
 const INFO_BYTES_MAX: u64 = 4 << 20;
 
-/// What is said of a place.
+/// The content of `disks.json`: whose overlays a directory holds.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Info {
+pub struct OverlayInfo {
     /// The VM, or the group.
     pub vm: String,
     /// When it was started.
@@ -38,35 +38,34 @@ pub struct Info {
     pub disks: Vec<(DiskMeta, String)>,
 }
 
-/// A place of its own.
+/// An overlay directory that this process has made.
 #[derive(Debug)]
-pub struct Place {
+pub struct OverlayDirectory {
     path: PathBuf,
 }
 
-impl Place {
-    /// Makes the next free one of `vm`.
-    pub fn claim(store: &Store, vm: &str) -> Result<Self, Failure> {
-        let folder = store.local_folder().map_err(|e| Failure::store(&e, store.path()))?;
+impl OverlayDirectory {
+    /// Makes the next free directory of `vm` in `store`.
+    pub fn claim(store: &Store, vm: &str) -> Result<Self> {
+        let folder = store.local_folder().map_err(|e| StoreError::of(store, e))?;
         Self::claim_in(&folder.join("disks"), vm)
     }
 
-    /// The same in any folder.
-    pub fn claim_in(folder: &Path, vm: &str) -> Result<Self, Failure> {
+    /// Makes the next free directory of `vm` in `folder`.
+    pub fn claim_in(folder: &Path, vm: &str) -> Result<Self> {
         let make = |path: &Path, recursive| {
             std::fs::DirBuilder::new().mode(0o700).recursive(recursive).create(path)
         };
-        make(folder, true).map_err(|e| failed("make", folder, &e))?;
+        make(folder, true).map_err(|e| Error::io("make", folder, e))?;
         for number in 1..PLACES_MAX {
             let path = folder.join(format!("{vm}.{number}"));
             match make(&path, false) {
                 Ok(()) => return Ok(Self { path }),
                 Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
-                Err(e) => return Err(failed("make", &path, &e)),
+                Err(e) => return Err(Error::io("make", &path, e)),
             }
         }
-        Err(Failure::new(format!("{}: too many places of VM {vm}", folder.display()))
-            .fix("remove old ones"))
+        Err(Error::TooManyOverlays { folder: folder.to_owned(), vm: vm.to_owned() })
     }
 
     /// The directory.
@@ -79,42 +78,38 @@ impl Place {
         self.path.join(format!("{index}-{}", name_from(name)))
     }
 
-    /// Says whose it is.
-    pub fn describe(&self, info: &Info) -> Result<(), Failure> {
-        let text =
-            serde_json::to_vec_pretty(info).map_err(|e| Failure::new(format!("{INFO}: {e}")))?;
+    /// Writes `disks.json`.
+    pub fn describe(&self, info: &OverlayInfo) -> Result<()> {
+        let text = serde_json::to_vec_pretty(info)
+            .map_err(|source| Error::Describe { object: INFO, source })?;
         std::fs::write(self.path.join(INFO), text)
-            .map_err(|e| failed("write", &self.path.join(INFO), &e))
+            .map_err(|e| Error::io("write", &self.path.join(INFO), e))
     }
 
-    /// Removes it with all that it holds.
+    /// Removes the directory and all overlays in it.
     pub fn remove(&self) {
-        // What cannot be removed harms nobody.
+        // A directory that is left over takes space and does no other harm.
         let _ = std::fs::remove_dir_all(&self.path);
     }
 }
 
-fn failed(operation: &str, path: &Path, error: &std::io::Error) -> Failure {
-    Failure::new(format!("{operation} {}: {error}", path.display()))
-}
-
-/// What is said of the place at `path`, if it is one.
-pub fn info(path: &Path) -> Option<Info> {
+/// The description of the overlay directory at `path`; `None` if there is no readable one.
+pub fn info(path: &Path) -> Option<OverlayInfo> {
     let file = path.join(INFO);
     let known = std::fs::metadata(&file).ok().filter(|meta| meta.len() <= INFO_BYTES_MAX)?;
     let text = std::fs::read(file).ok().filter(|_| known.is_file())?;
     serde_json::from_slice(&text).ok()
 }
 
-/// What is said of the place in which the overlay in `directory` lies, and where its store would
-/// be. None where it is in no place.
-pub fn of_overlay(directory: &Path) -> Option<(PathBuf, Info)> {
+/// The store that holds the overlay in `directory`, with the description of its overlay directory.
+/// `None` if the overlay lies in no overlay directory.
+pub fn of_overlay(directory: &Path) -> Option<(PathBuf, OverlayInfo)> {
     let place = directory.parent()?;
     Some((keyframe_store::store_of_folder(place.parent()?.parent()?), info(place)?))
 }
 
-/// All places of a store.
-pub fn all(store: &Store) -> Vec<(PathBuf, Info)> {
+/// All overlay directories of a store, sorted by path.
+pub fn all(store: &Store) -> Vec<(PathBuf, OverlayInfo)> {
     let Ok(folder) = store.local_folder() else { return Vec::new() };
     let Ok(folder) = std::fs::read_dir(folder.join("disks")) else { return Vec::new() };
     let mut found: Vec<_> =
@@ -123,14 +118,14 @@ pub fn all(store: &Store) -> Vec<(PathBuf, Info)> {
     found
 }
 
-/// True while the overlay in `directory` is in use: by a VM that runs, or by somebody who reads it.
+/// Whether a process uses the overlay in `directory`: a VM that runs, or a command that reads it.
 pub fn is_in_use(directory: &Path) -> bool {
     let locked = |overlay: File| flock(&overlay, FlockOperation::NonBlockingLockShared).is_err();
     File::open(directory).is_ok_and(locked)
 }
 
-/// The places that hold writes to one of the images `bases`, with the image.
-pub fn left_over(store: &Store, bases: &[&str]) -> Vec<(PathBuf, Info, String)> {
+/// The overlay directories with writes over one of the images `bases`, each with that image.
+pub fn left_over(store: &Store, bases: &[&str]) -> Vec<(PathBuf, OverlayInfo, String)> {
     let mut found = Vec::new();
     for (path, info) in all(store) {
         let base = info

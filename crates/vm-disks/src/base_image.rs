@@ -1,106 +1,88 @@
-//! The image beneath a disk: what it is, and whether it is still that.
+//! The image beneath a disk, and the check that it has not changed since a checkpoint.
 //!
-//! A checkpoint holds what was written above an image. Over another image it would give a disk that
-//! never was, so an image that has changed since is refused: by the length and the time of change
-//! of it and of each image that it stands on.
+//! A checkpoint holds the blocks that the guest wrote over an image. With any other image beneath,
+//! these blocks give a disk that never existed. So a changed image is refused. The check compares
+//! the length and the time of change of the image and of each of its backing files.
 
+use crate::error::{Error, ImageChange, Result};
 use keyframe_disk::{ImageFormat, commit};
-use keyframe_failure::Failure;
 use keyframe_store::{BaseFile, BaseMeta};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-/// How many parts of a file its sample has, and how long each is.
+/// Number of parts in the sample of a file, and the length of each.
 const SAMPLE_PARTS: u64 = 64;
 const SAMPLE_BYTES: u64 = 64 << 10;
-/// As many images may stand on each other.
+/// The longest chain of an image and its backing files.
 const CHAIN_MAX: usize = 64;
 /// The longest name of a backing file that a qcow2 image may have.
 const NAME_BYTES_MAX: u32 = 1023;
 
-/// What the image at `path` is now.
-pub fn describe(path: &Path, format: ImageFormat) -> Result<BaseMeta, Failure> {
-    let path = std::path::absolute(path).map_err(|e| failed("resolve", path, &e))?;
+/// Describes the image at `path` and its backing files: paths, lengths in bytes, times of change
+/// and a hash of a sample of each.
+///
+/// Errors: a file cannot be read, its path is not UTF-8, or the chain of backing files is too long.
+pub fn describe(path: &Path, format: ImageFormat) -> Result<BaseMeta> {
+    let path = std::path::absolute(path).map_err(|e| Error::io("resolve", path, e))?;
     let mut files = Vec::new();
     for file in chain(&path, format)? {
-        let open = File::open(&file).map_err(|e| failed("open", &file, &e))?;
-        let meta = open.metadata().map_err(|e| failed("look at", &file, &e))?;
-        let len_bytes = length(&open).map_err(|e| failed("measure", &file, &e))?;
+        let open = File::open(&file).map_err(|e| Error::io("open", &file, e))?;
+        let meta = open.metadata().map_err(|e| Error::io("look at", &file, e))?;
+        let len_bytes = length(&open).map_err(|e| Error::io("measure", &file, e))?;
         files.push(BaseFile {
             path: text(&file)?,
             len_bytes,
             modified_s: meta.mtime(),
             modified_ns: meta.mtime_nsec() as u32,
-            sample_blake3: sample(&open, len_bytes).map_err(|e| failed("read", &file, &e))?,
+            sample_blake3: sample(&open, len_bytes).map_err(|e| Error::io("read", &file, e))?,
         });
     }
     Ok(BaseMeta { path: text(&path)?, format: format.to_string(), files })
 }
 
-/// Refuses an image that is not what `base` describes any more.
-pub fn require_unchanged(base: &BaseMeta) -> Result<(), Failure> {
+/// Checks that the image and its backing files are those that `base` describes.
+///
+/// Errors: [`Error::ImageMissing`], [`Error::ImageChanged`], [`Error::CommitInterrupted`].
+pub fn require_unchanged(base: &BaseMeta) -> Result<()> {
     for known in &base.files {
         let path = Path::new(&known.path);
-        let put_back = |e: std::io::Error| {
-            failed("open", path, &e)
-                .fix("the checkpoint stands on this image: put it back where it was")
-        };
-        let open = File::open(path).map_err(put_back)?;
-        let meta = open.metadata().map_err(|e| failed("look at", path, &e))?;
-        let len_bytes = length(&open).map_err(|e| failed("measure", path, &e))?;
-        let changed = |how: String| {
-            Failure::new(format!(
-                "{} has changed since the checkpoint, which stands on it: {how}",
-                path.display()
-            ))
-        };
+        let open = File::open(path)
+            .map_err(|source| Error::ImageMissing { path: path.to_owned(), source })?;
+        let meta = open.metadata().map_err(|e| Error::io("look at", path, e))?;
+        let len_bytes = length(&open).map_err(|e| Error::io("measure", path, e))?;
+        let changed = |change| Error::ImageChanged { path: path.to_owned(), change };
         let same_time =
             (meta.mtime(), meta.mtime_nsec()) == (known.modified_s, i64::from(known.modified_ns));
         if len_bytes == known.len_bytes && same_time {
             continue;
         }
         if let Some(source) = commit::interrupted(path) {
-            let problem =
-                format!("{}: a commit of {source} into it was interrupted", path.display());
-            return Err(
-                Failure::new(problem).fix("finish it first: run keyframe commit --in-place again")
-            );
+            return Err(Error::CommitInterrupted {
+                path: path.to_owned(),
+                commit: source.to_string(),
+            });
         }
         if len_bytes != known.len_bytes {
-            let how = format!("it had {} bytes and has {len_bytes}", known.len_bytes);
-            return Err(changed(how).fix("put the image back as it was"));
+            return Err(changed(ImageChange::Length { then: known.len_bytes, now: len_bytes }));
         }
-        let same =
-            sample(&open, len_bytes).map_err(|e| failed("read", path, &e))? == known.sample_blake3;
-        return Err(if same {
-            changed("its time of change is another, though the parts of it that were compared are the same".into()).fix(
-                format!(
-                    "put the image back as it was; where you are sure that it is the same, say so by: touch -d @{}.{:09} {}",
-                    known.modified_s,
-                    known.modified_ns,
-                    path.display()
-                ),
-            )
+        let same = sample(&open, len_bytes).map_err(|e| Error::io("read", path, e))?
+            == known.sample_blake3;
+        return Err(changed(if same {
+            ImageChange::Time { modified_s: known.modified_s, modified_ns: known.modified_ns }
         } else {
-            changed("it holds something else".into()).fix("put the image back as it was")
-        });
+            ImageChange::Content
+        }));
     }
     Ok(())
 }
 
-fn failed(operation: &str, path: &Path, error: &std::io::Error) -> Failure {
-    Failure::new(format!("{operation} {}: {error}", path.display()))
+fn text(path: &Path) -> Result<String> {
+    path.to_str().map(str::to_owned).ok_or_else(|| Error::PathNotUtf8(path.to_owned()))
 }
 
-fn text(path: &Path) -> Result<String, Failure> {
-    path.to_str().map(str::to_owned).ok_or_else(|| {
-        Failure::new(format!("{}: its path is not UTF-8", path.display())).fix("name it by a link")
-    })
-}
-
-/// A block device has no length of its own.
+/// The length in bytes, also of a block device, whose metadata has none.
 fn length(mut file: &File) -> std::io::Result<u64> {
     file.seek(SeekFrom::End(0))
 }
@@ -120,29 +102,25 @@ fn sample(file: &File, len_bytes: u64) -> std::io::Result<String> {
     Ok(hasher.finalize().to_hex().to_string())
 }
 
-/// The image and those that it stands on.
-fn chain(path: &Path, format: ImageFormat) -> Result<Vec<PathBuf>, Failure> {
+/// The image and its backing files, the image first.
+fn chain(path: &Path, format: ImageFormat) -> Result<Vec<PathBuf>> {
     let mut files = vec![path.to_owned()];
     if format == ImageFormat::Raw {
         return Ok(files);
     }
     while let Some(last) = files.last() {
-        let Some(next) = backing(last).map_err(|e| failed("read", last, &e))? else {
+        let Some(next) = backing(last).map_err(|e| Error::io("read", last, e))? else {
             return Ok(files);
         };
         if files.len() >= CHAIN_MAX {
-            return Err(Failure::new(format!(
-                "{}: more than {CHAIN_MAX} images stand on each other",
-                path.display()
-            ))
-            .fix("convert it to one: qemu-img convert -O qcow2"));
+            return Err(Error::BackingChainTooLong { path: path.to_owned(), max: CHAIN_MAX });
         }
         files.push(next);
     }
     Ok(files)
 }
 
-/// The backing file that a qcow2 image names. Whether it can be read is for whoever opens it.
+/// The backing file that a qcow2 image names; the caller finds out whether it can be read.
 fn backing(path: &Path) -> std::io::Result<Option<PathBuf>> {
     let file = File::open(path)?;
     let mut header = [0u8; 20];
@@ -179,13 +157,13 @@ mod tests {
         let modified = file.metadata().unwrap().modified().unwrap();
         file.set_modified(modified + std::time::Duration::from_secs(5)).unwrap();
         let refusal = require_unchanged(&base).unwrap_err();
-        assert!(refusal.fix.unwrap().contains("touch -d"), "{}", refusal.message);
+        assert!(refusal.fix().unwrap().contains("touch -d"), "{refusal}");
         file.write_all_at(b"other", 0).unwrap();
-        assert!(require_unchanged(&base).unwrap_err().message.contains("something else"));
+        assert!(require_unchanged(&base).unwrap_err().to_string().contains("something else"));
         file.set_len(5000).unwrap();
-        assert!(require_unchanged(&base).unwrap_err().message.contains("5000"));
+        assert!(require_unchanged(&base).unwrap_err().to_string().contains("5000"));
         std::fs::remove_file(&path).unwrap();
-        assert!(require_unchanged(&base).unwrap_err().message.contains("a.img"));
+        assert!(require_unchanged(&base).unwrap_err().to_string().contains("a.img"));
     }
 
     #[test]
@@ -201,6 +179,6 @@ mod tests {
         let base = describe(&dir.path().join("a.qcow2"), ImageFormat::Qcow2).unwrap();
         assert_eq!(base.files.len(), 2);
         std::fs::write(dir.path().join("below.raw"), [1u8; 8192]).unwrap();
-        assert!(require_unchanged(&base).unwrap_err().message.contains("below.raw"));
+        assert!(require_unchanged(&base).unwrap_err().to_string().contains("below.raw"));
     }
 }

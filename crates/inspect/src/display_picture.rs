@@ -1,8 +1,8 @@
-//! What a guest's display shows in a checkpoint, as a PNG: made from the device state and the
-//! display's RAM block, whenever it is wanted.
+//! Draws the guest's display as it was at a checkpoint, from the device state and the display's RAM
+//! block.
 
-use crate::images::{Guest, StoredPages};
-use keyframe_failure::{Failure, chain};
+use crate::error::{Error, Result};
+use crate::guest_memory::{Guest, StoredPages};
 use keyframe_qemu::restore::RamSource;
 use keyframe_qemu::stream::{self, Display};
 use keyframe_screen::{Picture, Screen};
@@ -10,45 +10,42 @@ use keyframe_store::Loaded;
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, RamLayout};
 use std::ops::Range;
 
-/// How the names of displays' RAM blocks end.
+/// The ends of the names of displays' RAM blocks.
 const DISPLAY_BLOCKS: [&str; 2] = ["vga.vram", "bochs-display-vram"];
 
 /// Why there is no picture.
 pub enum NoPicture {
     /// The VM has no display.
     NoDisplay,
-    /// It has one, and what it shows cannot be drawn.
+    /// The VM has a display that Keyframe cannot draw, for this reason.
     NotDrawn(String),
     /// The checkpoint cannot be read.
-    Failed(Failure),
+    Failed(Error),
 }
 
 impl NoPicture {
-    /// For a person; `what` is whose display it is.
-    pub fn said(self, what: &str) -> Failure {
+    /// The same as an error; `vm` names the VM whose display it is.
+    pub fn into_error(self, vm: &str) -> Error {
         match self {
-            Self::NoDisplay => Failure::new(format!("{what} has no display"))
-                .fix("its console may be on a serial line"),
-            Self::NotDrawn(why) => Failure::new(format!("{what}: {why}")).fix(
-                "restore it, and look at its display; -vga std is one that checkpoints can show",
-            ),
-            Self::Failed(failure) => failure,
+            Self::NoDisplay => Error::NoDisplay { vm: vm.to_owned() },
+            Self::NotDrawn(reason) => Error::NotDrawn { vm: vm.to_owned(), reason },
+            Self::Failed(error) => error,
         }
     }
 }
 
 /// A guest's display that can be drawn.
-pub struct Shown {
+pub struct DrawableDisplay {
     screen: Screen,
     /// The first page of its RAM block.
     first: PageIndex,
 }
 
-impl Shown {
-    /// That of `guest`. Reads nothing.
+impl DrawableDisplay {
+    /// Finds the display of `guest` in its device state. Reads no RAM.
     pub fn of(guest: &Guest) -> Result<Self, NoPicture> {
-        let display = stream::display(&guest.device_state)
-            .map_err(|e| NoPicture::Failed(Failure::qemu(&e)))?;
+        let display =
+            stream::display(&guest.device_state).map_err(|e| NoPicture::Failed(e.into()))?;
         let (device, name, registers) = match display {
             Display::None => return Err(NoPicture::NoDisplay),
             Display::Elsewhere { kind, why } => {
@@ -67,30 +64,27 @@ impl Shown {
         Ok(Self { screen, first: guest.ram.pages_of(number).first })
     }
 
-    /// What it shows.
-    pub fn picture(&self, loaded: &Loaded, guest: &Guest) -> Result<Picture, Failure> {
+    /// Draws the display, reading its memory from the checkpoint.
+    ///
+    /// Error: [`Error::DisplayMemory`].
+    pub fn picture(&self, loaded: &Loaded, guest: &Guest) -> Result<Picture> {
         Ok(self.screen.draw(&read(loaded, guest, self.first, self.screen.needs())?))
     }
 }
 
-/// Whether a VM with these RAM blocks has a display that may be drawn: known without its device
-/// state.
-pub fn may_be(ram: &RamLayout) -> bool {
+/// Whether a VM with these RAM blocks may have a display that can be drawn. Only the device state
+/// tells for sure.
+pub fn has_display_memory(ram: &RamLayout) -> bool {
     ram.blocks().iter().any(|block| DISPLAY_BLOCKS.iter().any(|end| block.name.ends_with(end)))
 }
 
-/// What the display of `guest` of `loaded` shows.
+/// Draws the display of `guest` in the checkpoint `loaded`.
 pub fn picture(loaded: &Loaded, guest: &Guest) -> Result<Picture, NoPicture> {
-    Shown::of(guest)?.picture(loaded, guest).map_err(NoPicture::Failed)
+    DrawableDisplay::of(guest)?.picture(loaded, guest).map_err(NoPicture::Failed)
 }
 
-/// The `bytes` of the RAM block that begins with page `first`.
-fn read(
-    loaded: &Loaded,
-    guest: &Guest,
-    first: PageIndex,
-    bytes: Range<u64>,
-) -> Result<Vec<u8>, Failure> {
+/// Reads the range `bytes` of the RAM block that begins at page `first`.
+fn read(loaded: &Loaded, guest: &Guest, first: PageIndex, bytes: Range<u64>) -> Result<Vec<u8>> {
     let page_bytes = PAGE_BYTES as u64;
     let pages = bytes.start / page_bytes..bytes.end.div_ceil(page_bytes);
     let range = PageRange::new(PageIndex(first.0 + pages.start), pages.end - pages.start);
@@ -103,23 +97,20 @@ fn read(
         }
         Ok(())
     });
-    got.map_err(|e| {
-        Failure::new(format!("read the display's memory of checkpoint {}: {e}", loaded.id))
-    })?;
+    got.map_err(|source| Error::DisplayMemory { checkpoint: loaded.id, source })?;
     all.drain(..(bytes.start % page_bytes) as usize);
     Ok(all)
 }
 
-/// The picture as a file.
-pub fn png(picture: &Picture) -> Result<Vec<u8>, Failure> {
-    let fail = |e: png::EncodingError| Failure::new(format!("write the picture: {}", chain(&e)));
+/// Encodes a picture as a PNG file.
+pub fn png(picture: &Picture) -> Result<Vec<u8>> {
     let mut file = Vec::new();
     let mut encoder = png::Encoder::new(&mut file, picture.width, picture.height);
     encoder.set_color(png::ColorType::Rgb);
     encoder.set_depth(png::BitDepth::Eight);
     encoder.set_compression(png::Compression::Fast);
-    let mut writer = encoder.write_header().map_err(fail)?;
-    writer.write_image_data(&picture.rgb).map_err(fail)?;
-    writer.finish().map_err(fail)?;
+    let mut writer = encoder.write_header()?;
+    writer.write_image_data(&picture.rgb)?;
+    writer.finish()?;
     Ok(file)
 }

@@ -1,13 +1,13 @@
 //! What commit and export share in writing a disk: how far it has got, giving up, and what an error
 //! means.
 
-use super::base;
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_disk::{Error, ImageFormat, Result};
 use keyframe_failure::{Failure, chain};
 use keyframe_kernel::Interrupt;
 use keyframe_store::BaseMeta;
 use rustix::process::Signal;
+use keyframe_vm_disks::base_image::require_unchanged;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -70,7 +70,7 @@ impl Progress {
         }
         match &self.image {
             Some(image) if done_bytes >= self.bytes => {
-                base::require_unchanged(image).map_err(|changed| {
+                require_unchanged(image).map_err(|changed| {
                     let fix = changed.fix.unwrap_or_default();
                     Error::Refused { object: self.object.clone(), problem: changed.message, fix }
                 })

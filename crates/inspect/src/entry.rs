@@ -1,8 +1,7 @@
-//! A checkpoint as `list --json` prints it, and tables over many.
+//! A checkpoint as `list --json` prints it, and sums over many checkpoints.
 
-use keyframe_failure::output;
 use keyframe_store::{Breakdown, DiskCounts, DiskMeta, PausePhases, Sealed};
-use keyframe_units::PAGE_BYTES;
+use keyframe_units::{PAGE_BYTES, percentile};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -198,77 +197,10 @@ impl DiskSums {
     }
 }
 
-/// What was written to each disk: in all, and in a checkpoint.
-pub fn disk_table(disks: &[DiskSums]) -> String {
-    let rows: Vec<Vec<String>> = disks
-        .iter()
-        .map(|disk| {
-            let mut sample: Vec<u64> =
-                disk.checkpoints.iter().map(|one| one.written_bytes).collect();
-            sample.sort_unstable();
-            let each = |percent| output::bytes(output::percentile(&sample, percent));
-            vec![
-                format!("{} {}", disk.vm, disk.name),
-                sample.len().to_string(),
-                output::bytes(disk.written_bytes),
-                each(50),
-                each(100),
-                disk.counts.zero_blocks.to_string(),
-                (disk.counts.dedup_blocks + disk.counts.unchanged_blocks).to_string(),
-                output::bytes(disk.counts.stored_bytes),
-            ]
-        })
-        .collect();
-    let header = ["disk", "checkpoints", "written", "p50 each", "most", "zero", "dedup", "stored"];
-    output::table(&header, &rows)
-}
-
-/// The table of `list`. Where VMs have disks, `disk` is what was written to them.
-pub fn table(entries: &[Entry]) -> String {
-    let with_disks = entries.iter().any(|e| !e.disks.is_empty());
-    let rows: Vec<Vec<String>> = entries
-        .iter()
-        .map(|e| {
-            let mut cells = vec![
-                e.id.to_string(),
-                e.vm.clone(),
-                e.epoch.to_string(),
-                e.taken_at.get(..19).unwrap_or(&e.taken_at).replace('T', " "),
-                output::duration(e.pause_ns),
-                e.dirty_pages.to_string(),
-                e.zero_pages.to_string(),
-                (e.dedup_pages + e.unchanged_pages).to_string(),
-                output::bytes(e.stored_bytes),
-                output::bytes(e.map_bytes),
-            ];
-            if with_disks {
-                cells.push(output::bytes(e.disks.iter().map(|disk| disk.written_bytes).sum()));
-            }
-            let pinned = e.pinned.then(|| "(pinned)".to_owned());
-            cells.push(e.tags.iter().cloned().chain(pinned).collect::<Vec<_>>().join(","));
-            cells
-        })
-        .collect();
-    let mut header = vec![
-        "id",
-        "vm",
-        "epoch",
-        "taken (UTC)",
-        "pause",
-        "dirty",
-        "zero",
-        "dedup",
-        "stored",
-        "map",
-    ];
-    header.extend(with_disks.then_some("disk"));
-    header.push("tags");
-    output::table(&header, &rows)
-}
-
-/// A pause's phases, in their order, and the whole.
-type PhaseOf = fn(&Entry) -> u64;
-const PHASES: [(&str, PhaseOf); 6] = [
+/// Reads a phase of an entry's pause, in nanoseconds.
+pub type PhaseOf = fn(&Entry) -> u64;
+/// The phases of a pause by name, in their order, and the whole pause.
+pub const PHASES: [(&str, PhaseOf); 6] = [
     ("stop", |e| e.pause.stop),
     ("scan", |e| e.pause.scan),
     ("copy", |e| e.pause.copy),
@@ -293,25 +225,10 @@ impl PauseQuantiles {
             let at = |value: PhaseOf| {
                 let mut sample: Vec<u64> = entries.iter().map(value).collect();
                 sample.sort_unstable();
-                output::percentile(&sample, percent)
+                percentile(&sample, percent)
             };
             PHASES.iter().map(|(name, value)| (*name, at(*value))).collect()
         };
         Self { p50_ns: quantile(50), p99_ns: quantile(99) }
     }
-}
-
-/// The pauses of many checkpoints by phase: median and 99th percentile.
-pub fn pause_table(entries: &[Entry]) -> String {
-    let quantiles = PauseQuantiles::of(entries);
-    let rows: Vec<Vec<String>> = PHASES
-        .iter()
-        .map(|(name, _)| {
-            let cell = |of: &BTreeMap<&str, u64>| {
-                of.get(name).map_or_else(String::new, |ns| output::duration(*ns))
-            };
-            vec![name.replace('_', " "), cell(&quantiles.p50_ns), cell(&quantiles.p99_ns)]
-        })
-        .collect();
-    output::table(&["pause by phase", "p50", "p99"], &rows)
 }

@@ -10,8 +10,8 @@
 //! Invariant: every checkpoint is in the tree once, whatever is missing of its ancestors: one whose
 //! parent is not there is a root. A parent is always older, so that there are no circles.
 
-use crate::report::Entry;
-use keyframe_failure::output;
+use crate::output;
+use keyframe_inspect::entry::Entry;
 use std::collections::{BTreeMap, HashMap};
 
 /// Sets the parent of each entry: what it was restored from, or the one before it in its run.

@@ -1,54 +1,55 @@
-//! A checkpoint's VMs as image files, over the store.
+//! The VMs in a checkpoint, with their RAM as image files.
 
+use crate::error::{Error, Result};
 use keyframe_capture::group::split_device_states;
-use keyframe_failure::{Failure, chain};
 use keyframe_image::{GuestView, Image};
 use keyframe_qemu::restore::RamSource;
 use keyframe_qemu::stream;
 use keyframe_store::{Loaded, MachineMeta};
+use keyframe_units::error_chain;
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
 use std::io;
 use std::sync::Mutex;
 
-/// The pages of a VM in a checkpoint, which it counts from 0 on.
+/// Reads the pages of one VM in a checkpoint, numbered from 0.
 pub struct StoredPages<'a> {
     loaded: &'a Loaded,
-    /// Where its own begin among those of its group.
+    /// The VM's first page among the pages of its group.
     first: PageIndex,
-    /// Why the store could not be read, where it was that.
+    /// The store's error of the last read that failed.
     failed: Mutex<Option<keyframe_store::Error>>,
 }
 
-/// What ends the reading of pages: the store, or whoever takes them.
-pub enum Stop {
+/// What has ended a read of pages early.
+pub enum ReadStop {
     /// The store.
     Store(keyframe_store::Error),
-    /// Who takes them.
-    Taker(io::Error),
+    /// The receiver.
+    Receiver(io::Error),
 }
 
-impl From<keyframe_store::Error> for Stop {
+impl From<keyframe_store::Error> for ReadStop {
     fn from(error: keyframe_store::Error) -> Self {
         Self::Store(error)
     }
 }
 
-impl From<Stop> for io::Error {
-    fn from(stop: Stop) -> Self {
+impl From<ReadStop> for io::Error {
+    fn from(stop: ReadStop) -> Self {
         match stop {
-            Stop::Store(error) => Self::other(chain(&error)),
-            Stop::Taker(error) => error,
+            ReadStop::Store(error) => Self::other(error_chain(&error)),
+            ReadStop::Receiver(error) => error,
         }
     }
 }
 
 impl<'a> StoredPages<'a> {
-    /// Those of `guest` in `loaded`.
+    /// The pages of `guest` in `loaded`.
     pub fn new(loaded: &'a Loaded, guest: &Guest) -> Self {
         Self { loaded, first: guest.first, failed: Mutex::default() }
     }
 
-    /// The store's error behind the last failed read, once.
+    /// Takes the store's error of the last read that failed.
     pub fn failed(&self) -> Option<keyframe_store::Error> {
         self.failed.lock().ok().and_then(|mut failed| failed.take())
     }
@@ -63,13 +64,13 @@ impl RamSource for StoredPages<'_> {
         let first = self.first.0;
         let in_group = PageRange::new(PageIndex(first + range.first.0), range.len_pages);
         let read = self.loaded.read_pages_by_all_cores(in_group, &mut |page, content| {
-            sink(PageIndex(page.0 - first), content).map_err(Stop::Taker)
+            sink(PageIndex(page.0 - first), content).map_err(ReadStop::Receiver)
         });
         match read {
             Ok(()) => Ok(()),
-            Err(Stop::Taker(error)) => Err(error),
-            Err(Stop::Store(error)) => {
-                let text = chain(&error);
+            Err(ReadStop::Receiver(error)) => Err(error),
+            Err(ReadStop::Store(error)) => {
+                let text = error_chain(&error);
                 if let Ok(mut failed) = self.failed.lock() {
                     *failed = Some(error);
                 }
@@ -79,24 +80,26 @@ impl RamSource for StoredPages<'_> {
     }
 }
 
-/// A VM as a checkpoint has it: the only one, or a member of a group.
+/// A VM in a checkpoint: the only one, or a member of a group.
 #[derive(Clone, Debug)]
 pub struct Guest {
-    /// Its name in the group; none where it is alone.
+    /// Its name in the group; `None` for a checkpoint of one VM.
     pub member: Option<String>,
     /// Its RAM blocks.
     pub ram: RamLayout,
     /// Its machine.
     pub machine: MachineMeta,
-    /// As its QEMU gave it.
+    /// The device state, as QEMU saved it.
     pub device_state: Vec<u8>,
     checkpoint: CheckpointId,
     first: PageIndex,
 }
 
 impl Guest {
-    /// Those of a checkpoint: one, or a group's members in their order.
-    pub fn all(loaded: &Loaded) -> Result<Vec<Self>, Failure> {
+    /// The VMs of a checkpoint: one, or the members of a group in their order.
+    ///
+    /// Error: [`Error::MembersContradict`].
+    pub fn all(loaded: &Loaded) -> Result<Vec<Self>> {
         let (meta, checkpoint) = (&loaded.meta, loaded.id);
         if meta.members.is_empty() {
             return Ok(vec![Self {
@@ -108,13 +111,9 @@ impl Guest {
                 first: PageIndex(0),
             }]);
         }
-        let contradicts = || {
-            Failure::new(format!(
-                "checkpoint {checkpoint}: what it says of its members contradicts itself"
-            ))
-        };
+        let contradicts = || Error::MembersContradict { checkpoint };
         let rams = meta.members_ram().ok_or_else(contradicts)?;
-        // The last one is the network's.
+        // The last state is that of the network between the members.
         let states = split_device_states(&loaded.device_state)
             .filter(|states| states.len() == meta.members.len() + 1)
             .ok_or_else(contradicts)?;
@@ -130,56 +129,50 @@ impl Guest {
         Ok(guests.collect())
     }
 
-    /// The one called `member` in a group, or the only one.
-    pub fn choose(loaded: &Loaded, member: Option<&str>) -> Result<Self, Failure> {
-        let (id, vm) = (loaded.id, &loaded.meta.vm);
+    /// The VM called `member` in a group, or the only VM.
+    pub fn choose(loaded: &Loaded, member: Option<&str>) -> Result<Self> {
+        let (checkpoint, vm) = (loaded.id, &loaded.meta.vm);
         let mut all = Self::all(loaded)?;
         let names: Vec<&str> = all.iter().filter_map(|guest| guest.member.as_deref()).collect();
-        let list = names.join(", ");
-        let place = match member {
+        let members = names.join(", ");
+        let number = match member {
             None if names.is_empty() => 0,
             None => {
-                return Err(Failure::new(format!(
-                    "checkpoint {id} is of a group, {vm}, of the VMs {list}"
-                ))
-                .fix("say which one with --member NAME"));
+                return Err(Error::GroupNeedsMember { checkpoint, group: vm.clone(), members });
             }
             Some(name) if names.is_empty() => {
-                return Err(Failure::new(format!(
-                    "checkpoint {id} is of one VM, {vm}: it has no member {name}"
-                ))
-                .fix("leave --member out"));
+                let (vm, member) = (vm.clone(), name.to_owned());
+                return Err(Error::NotAGroup { checkpoint, vm, member });
             }
-            Some(name) => names.iter().position(|n| *n == name).ok_or_else(|| {
-                Failure::new(format!("checkpoint {id} of group {vm} has no member {name}"))
-                    .fix(format!("its members are {list}"))
-            })?,
+            Some(name) => {
+                let unknown = Error::NoMember {
+                    checkpoint,
+                    group: vm.clone(),
+                    member: name.to_owned(),
+                    members,
+                };
+                names.iter().position(|n| *n == name).ok_or(unknown)?
+            }
         };
-        Ok(all.swap_remove(place))
+        Ok(all.swap_remove(number))
     }
 
-    /// The raw image of its RAM.
-    pub fn raw(&self) -> Result<Image, Failure> {
+    /// The VM's RAM as a raw image, addressed as the guest sees it.
+    pub fn raw(&self) -> Result<Image> {
         Ok(Image::raw(&self.view()?))
     }
 
-    /// Its core file.
-    pub fn core(&self) -> Result<Image, Failure> {
+    /// The VM's RAM and registers as an ELF core file.
+    pub fn core(&self) -> Result<Image> {
         let view = self.view()?;
-        let cpus = stream::cpu_registers(&self.device_state).map_err(|e| Failure::qemu(&e))?;
+        let cpus = stream::cpu_registers(&self.device_state)?;
         Ok(Image::core(&view, &cpus))
     }
 
     /// Where the guest sees its RAM.
-    fn view(&self) -> Result<GuestView, Failure> {
+    fn view(&self) -> Result<GuestView> {
         let (ram, machine) = (&self.ram, &self.machine);
-        let fail = |e: keyframe_image::Error| {
-            let fix = e.fix();
-            Failure {
-                fix,
-                ..Failure::new(format!("checkpoint {}: {}", self.checkpoint, chain(&e)))
-            }
-        };
+        let fail = |source| Error::Image { checkpoint: self.checkpoint, source };
         let worked_out;
         let map = if let Some(map) = &machine.guest_map {
             map
@@ -188,7 +181,7 @@ impl Guest {
                 .map_err(fail)?;
             &worked_out
         };
-        let shadows = stream::shadowed(&self.device_state).map_err(|e| Failure::qemu(&e))?;
+        let shadows = stream::shadowed(&self.device_state)?;
         GuestView::new(ram, map, shadows.as_deref()).map_err(fail)
     }
 }

@@ -1,76 +1,71 @@
-//! What stands on an image: what would be lost, or broken, if somebody wrote to it.
+//! What depends on an image, and would be lost or broken by a write to it.
 //!
-//! | stands on it | while it is written |
+//! | dependent | effect of a write to the image |
 //! |---|---|
 //! | a VM that runs | its guest would see its disk change |
-//! | writes that a VM left | they lie over an image that is another |
-//! | a checkpoint | its disk lies over an image that is another: it is refused from then on |
+//! | writes that a VM left | they would lie over another image |
+//! | a checkpoint | its disk would lie over another image: restores refuse it from then on |
 //!
-//! Left out: other stores, and VMs that are not ours. Of those that run, an image's locks tell
-//! (`keyframe_disk`).
+//! Not covered: other stores, and VMs that Keyframe did not start. While such a VM runs, the locks of
+//! its image tell (`keyframe_disk`).
 
-use super::place;
-use keyframe_failure::Failure;
+use crate::error::{Error, Result, StoreError};
+use crate::overlay_directory as overlays;
 use keyframe_store::{BaseMeta, Store};
 use keyframe_units::CheckpointId;
 use serde::Serialize;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-/// What stands on an image, or on one that stands on it.
+/// What depends on an image, directly or through images that have it as backing file.
 #[derive(Debug, Default, Serialize)]
-pub struct Standing {
-    /// VMs that run over it.
+pub struct ImageDependents {
+    /// VMs that run over the image.
     pub running: Vec<String>,
-    /// Where writes of VMs that have ended lie.
+    /// Overlay directories with the writes of VMs that have ended.
     pub left: Vec<PathBuf>,
-    /// Checkpoints with disks over it.
+    /// Checkpoints with disks over the image.
     pub checkpoints: Vec<CheckpointId>,
-    /// Checkpoints that cannot be read: they may be, too.
+    /// Checkpoints that cannot be read, and may have disks over the image.
     pub unreadable: Vec<CheckpointId>,
 }
 
-impl Standing {
-    /// What of `store` stands on `image`, except for the overlay in `own`.
-    pub fn on(image: &Path, store: &Store, own: Option<&Path>) -> Result<Self, Failure> {
+impl ImageDependents {
+    /// Finds what in `store` depends on `image`, without the overlay in `own`.
+    pub fn on(image: &Path, store: &Store, own: Option<&Path>) -> Result<Self> {
         let mut images = Images { wanted: resolved(image), known: HashMap::new() };
-        let mut standing = Self::default();
+        let mut dependents = Self::default();
         let own = own.map(resolved);
-        for (path, info) in place::all(store) {
+        for (path, info) in overlays::all(store) {
             let mut over = info.disks.iter().filter(|(disk, overlay)| {
                 own.as_deref() != Some(&*resolved(Path::new(overlay))) && images.holds(&disk.base)
             });
             let overlays: Vec<&str> = over.by_ref().map(|(_, overlay)| overlay.as_str()).collect();
-            if overlays.iter().any(|overlay| place::is_in_use(Path::new(overlay))) {
-                standing.running.push(info.vm);
+            if overlays.iter().any(|overlay| overlays::is_in_use(Path::new(overlay))) {
+                dependents.running.push(info.vm);
             } else if !overlays.is_empty() {
-                standing.left.push(path);
+                dependents.left.push(path);
             }
         }
-        let listing = store.checkpoints().map_err(|e| Failure::store(&e, store.path()))?;
+        let listing = store.checkpoints().map_err(|e| StoreError::of(store, e))?;
         for sealed in &listing.sealed {
             if sealed.meta.disks.iter().any(|disk| images.holds(&disk.base)) {
-                standing.checkpoints.push(sealed.id);
+                dependents.checkpoints.push(sealed.id);
             }
         }
-        standing.unreadable = listing.unreadable.iter().map(|(id, _)| *id).collect();
-        Ok(standing)
+        dependents.unreadable = listing.unreadable.iter().map(|(id, _)| *id).collect();
+        Ok(dependents)
     }
 
     /// Refuses to write to `image` while a VM runs over it.
-    pub fn require_stopped(&self, image: &Path) -> Result<(), Failure> {
+    pub fn require_stopped(&self, image: &Path) -> Result<()> {
         if self.running.is_empty() {
             return Ok(());
         }
-        let names = self.running.join(", ");
-        Err(Failure::new(format!(
-            "{}: VM {names} runs over it; nothing was changed",
-            image.display()
-        ))
-        .fix("end that VM first (keyframe stop), or write a new image with -o FILE"))
+        Err(Error::ImageInUse { image: image.to_owned(), vms: self.running.join(", ") })
     }
 
-    /// What is lost by writing to the image, a line each.
+    /// What a write to the image would destroy, one sentence for each kind.
     pub fn losses(&self) -> Vec<String> {
         let mut lines = Vec::new();
         if !self.checkpoints.is_empty() {

@@ -1,0 +1,111 @@
+//! What can go wrong when a checkpoint is looked into, and what the user can do about it.
+
+use keyframe_units::CheckpointId;
+
+/// An error of this crate.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The device state cannot be read.
+    #[error(transparent)]
+    DeviceState(#[from] keyframe_qemu::Error),
+    /// The RAM cannot be laid out as the guest sees it.
+    #[error("checkpoint {checkpoint}: {source}")]
+    Image {
+        /// The checkpoint.
+        checkpoint: CheckpointId,
+        /// The reason.
+        source: keyframe_image::Error,
+    },
+    /// The checkpoint of a group names other members than it holds states of.
+    #[error(
+        "checkpoint {checkpoint}: its list of members and its device states contradict each other"
+    )]
+    MembersContradict {
+        /// The checkpoint.
+        checkpoint: CheckpointId,
+    },
+    /// A member of a group must be named.
+    #[error("checkpoint {checkpoint} is of a group, {group}, of the VMs {members}")]
+    GroupNeedsMember {
+        /// The checkpoint.
+        checkpoint: CheckpointId,
+        /// The group.
+        group: String,
+        /// Its members, separated by commas.
+        members: String,
+    },
+    /// A member was named, and the checkpoint is of one VM.
+    #[error("checkpoint {checkpoint} is of one VM, {vm}: it has no member {member}")]
+    NotAGroup {
+        /// The checkpoint.
+        checkpoint: CheckpointId,
+        /// The VM.
+        vm: String,
+        /// The member that was asked for.
+        member: String,
+    },
+    /// The group has no such member.
+    #[error("checkpoint {checkpoint} of group {group} has no member {member}")]
+    NoMember {
+        /// The checkpoint.
+        checkpoint: CheckpointId,
+        /// The group.
+        group: String,
+        /// The member that was asked for.
+        member: String,
+        /// The members that there are, separated by commas.
+        members: String,
+    },
+    /// The VM has no display.
+    #[error("{vm} has no display")]
+    NoDisplay {
+        /// The VM.
+        vm: String,
+    },
+    /// The VM has a display that Keyframe cannot draw.
+    #[error("{vm}: {reason}")]
+    NotDrawn {
+        /// The VM.
+        vm: String,
+        /// Why not.
+        reason: String,
+    },
+    /// The memory of the display cannot be read.
+    #[error("read the display's memory of checkpoint {checkpoint}: {source}")]
+    DisplayMemory {
+        /// The checkpoint.
+        checkpoint: CheckpointId,
+        /// The error of the read.
+        source: std::io::Error,
+    },
+    /// A picture cannot be encoded.
+    #[error("write the picture: {0}")]
+    Png(#[from] png::EncodingError),
+}
+
+/// What this crate returns.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+impl Error {
+    /// What the user can do about it, if something is known.
+    pub fn fix(&self) -> Option<String> {
+        match self {
+            Self::DeviceState(error) => error.fix(),
+            Self::Image { source, .. } => source.fix(),
+            Self::GroupNeedsMember { .. } => Some("say which one with --member NAME".into()),
+            Self::NotAGroup { .. } => Some("leave --member out".into()),
+            Self::NoMember { members, .. } => Some(format!("its members are {members}")),
+            Self::NoDisplay { .. } => Some("its console may be on a serial line".into()),
+            Self::NotDrawn { .. } => Some(
+                "restore it, and look at its display; checkpoints can show that of -vga std".into(),
+            ),
+            Self::MembersContradict { .. } | Self::DisplayMemory { .. } | Self::Png(_) => None,
+        }
+    }
+}
+
+impl From<Error> for keyframe_failure::Failure {
+    fn from(error: Error) -> Self {
+        Self { fix: error.fix(), ..Self::new(keyframe_failure::chain(&error)) }
+    }
+}

@@ -1,0 +1,348 @@
+//! What can go wrong with a VM's disks, and what the user can do about it.
+
+use keyframe_units::CheckpointId;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// An error of this crate. Each names the object and the operation.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The store failed.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The process that serves disks, or an image of a disk, failed.
+    #[error(transparent)]
+    Disk(#[from] keyframe_disk::Error),
+    /// The file system refused an operation.
+    #[error("{operation} {}: {source}", path.display())]
+    Io {
+        /// The operation, as a verb.
+        operation: &'static str,
+        /// The file or directory.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// A description could not be written as JSON.
+    #[error("describe {object}: {source}")]
+    Describe {
+        /// What was to be described.
+        object: &'static str,
+        /// The error of the JSON library.
+        source: serde_json::Error,
+    },
+    /// The image beneath a checkpoint's disk cannot be opened.
+    #[error("open {}: {source}", path.display())]
+    ImageMissing {
+        /// The image.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// The image beneath a checkpoint's disk is not what it was.
+    #[error("{} has changed since the checkpoint, which stands on it: {change}", path.display())]
+    ImageChanged {
+        /// The image.
+        path: PathBuf,
+        /// How it differs.
+        change: ImageChange,
+    },
+    /// A commit into the image has begun and not ended.
+    #[error("{}: a commit of {commit} into it was interrupted", path.display())]
+    CommitInterrupted {
+        /// The image.
+        path: PathBuf,
+        /// What was being committed.
+        commit: String,
+    },
+    /// Metadata of a store can hold paths in UTF-8 only.
+    #[error("{}: its path is not UTF-8", .0.display())]
+    PathNotUtf8(PathBuf),
+    /// A chain of backing files is too long.
+    #[error("{}: it has a chain of more than {max} backing files", path.display())]
+    BackingChainTooLong {
+        /// The image at the top.
+        path: PathBuf,
+        /// The longest chain that is accepted.
+        max: usize,
+    },
+    /// A drive is a network export, not a file.
+    #[error(
+        "drive {name}: the guest can write to it, and it is an export ({address}); Keyframe \
+         serves images that are files (raw or qcow2) and block devices"
+    )]
+    RemoteDrive {
+        /// The drive.
+        name: String,
+        /// Where QEMU finds it.
+        address: String,
+    },
+    /// Keyframe does not serve images of this format.
+    #[error("drive {name}: images in format {format} cannot be served")]
+    FormatNotServed {
+        /// The drive.
+        name: String,
+        /// Its format, as the command line names it.
+        format: String,
+        /// Its image.
+        image: PathBuf,
+    },
+    /// A checkpoint's disk has an image format that this program does not know.
+    #[error("disk {disk}: unknown format {format}")]
+    UnknownFormat {
+        /// The disk.
+        disk: String,
+        /// The format that its checkpoint names.
+        format: String,
+    },
+    /// A read-only medium is not a regular file.
+    #[error("{} is not a regular file", .0.display())]
+    MediumNotAFile(PathBuf),
+    /// A read-only medium has a format that Keyframe does not serve.
+    #[error("{} is in format {format}", path.display())]
+    MediumFormat {
+        /// The medium's image.
+        path: PathBuf,
+        /// Its format.
+        format: String,
+    },
+    /// All numbers for overlay directories of a VM are taken.
+    #[error("{}: too many overlay directories of VM {vm}", folder.display())]
+    TooManyOverlays {
+        /// The directory of all overlays.
+        folder: PathBuf,
+        /// The VM.
+        vm: String,
+    },
+    /// An overlay directory does not tell which checkpoint it depends on.
+    #[error(
+        "{}: its disks.json cannot be read, so the checkpoint that it depends on is unknown",
+        .0.display()
+    )]
+    OverlayUnreadable(PathBuf),
+    /// A checkpoint lacks disks that its user left out.
+    #[error("checkpoint {checkpoint} lacks disks, which were left out of it: {disks}")]
+    DisksLeftOut {
+        /// The checkpoint.
+        checkpoint: CheckpointId,
+        /// The disks with their images, separated by commas.
+        disks: String,
+    },
+    /// The user left this disk out of the checkpoint.
+    #[error("disk {disk} was left out of checkpoint {checkpoint} (--leave-out-disk)")]
+    DiskLeftOut {
+        /// The checkpoint.
+        checkpoint: CheckpointId,
+        /// The disk.
+        disk: String,
+    },
+    /// A checkpoint has no such member.
+    #[error("checkpoint {checkpoint} has no member {member}")]
+    NoMember {
+        /// The checkpoint.
+        checkpoint: CheckpointId,
+        /// The member that was asked for.
+        member: String,
+        /// The members that it has; empty for a checkpoint of one VM.
+        members: Vec<String>,
+    },
+    /// A checkpoint holds no disk at all.
+    #[error(
+        "checkpoint {checkpoint} holds no disk{}: the guest could write to none, or the disks \
+         were left out", of_member(member.as_deref())
+    )]
+    NoDisks {
+        /// The checkpoint.
+        checkpoint: CheckpointId,
+        /// The member that was asked for.
+        member: Option<String>,
+    },
+    /// A checkpoint holds no disk of this name.
+    #[error("checkpoint {checkpoint} holds no disk {disk}{}", of_member(member.as_deref()))]
+    NoDisk {
+        /// The checkpoint.
+        checkpoint: CheckpointId,
+        /// The disk that was asked for.
+        disk: String,
+        /// The member that was asked for.
+        member: Option<String>,
+        /// The disks that it holds, separated by commas.
+        holds: String,
+    },
+    /// Several disks could be meant.
+    #[error("checkpoint {checkpoint} holds several disks{}: {holds}", of_member(member.as_deref()))]
+    SeveralDisks {
+        /// The checkpoint.
+        checkpoint: CheckpointId,
+        /// The member that was asked for.
+        member: Option<String>,
+        /// The disks that it holds, separated by commas.
+        holds: String,
+    },
+    /// The page map of a checkpoint has no room for its disks.
+    #[error("checkpoint {0}: its disks are larger than its page map allows")]
+    DisksTooLarge(CheckpointId),
+    /// The image has another size than the checkpoint's disk.
+    #[error(
+        "{}: a disk of {image_bytes} bytes; disk {disk} of checkpoint {checkpoint} has {disk_bytes}",
+        path.display()
+    )]
+    SizeDiffers {
+        /// The image.
+        path: PathBuf,
+        /// The image's size as a disk.
+        image_bytes: u64,
+        /// The disk.
+        disk: String,
+        /// The checkpoint.
+        checkpoint: CheckpointId,
+        /// The disk's size in the checkpoint.
+        disk_bytes: u64,
+    },
+    /// A VM runs on an image that is to be written.
+    #[error("{}: VM {vms} runs over it; nothing was changed", image.display())]
+    ImageInUse {
+        /// The image.
+        image: PathBuf,
+        /// The VMs, separated by commas.
+        vms: String,
+    },
+}
+
+/// An error of a store, with the store's place.
+#[derive(Debug, thiserror::Error)]
+#[error("{source}")]
+pub struct StoreError {
+    /// The store's directory or address.
+    pub store: PathBuf,
+    /// What failed.
+    #[source]
+    pub source: keyframe_store::Error,
+}
+
+impl StoreError {
+    pub(crate) fn of(store: &keyframe_store::Store, source: keyframe_store::Error) -> Self {
+        Self { store: store.path().to_owned(), source }
+    }
+}
+
+/// How an image differs from what a checkpoint knows of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ImageChange {
+    /// Its length, in bytes.
+    Length {
+        /// At the checkpoint.
+        then: u64,
+        /// At present.
+        now: u64,
+    },
+    /// Its time of change alone: the sampled parts hold the same bytes.
+    Time {
+        /// The time of change that the checkpoint knows, in seconds since 1970.
+        modified_s: i64,
+        /// The nanoseconds of that time.
+        modified_ns: u32,
+    },
+    /// Its content.
+    Content,
+}
+
+impl std::fmt::Display for ImageChange {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Length { then, now } => write!(f, "it had {then} bytes and has {now}"),
+            Self::Time { .. } => f.write_str(
+                "its time of change differs, though the compared parts hold the same bytes",
+            ),
+            Self::Content => f.write_str("it holds something else"),
+        }
+    }
+}
+
+/// What this crate returns.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+fn of_member(member: Option<&str>) -> String {
+    member.map(|member| format!(" of member {member}")).unwrap_or_default()
+}
+
+impl Error {
+    /// An error of the file system; `operation` is a verb.
+    pub(crate) fn io(operation: &'static str, path: &Path, source: io::Error) -> Self {
+        Self::Io { operation, path: path.to_owned(), source }
+    }
+
+    /// What the user can do about it, if something is known.
+    pub fn fix(&self) -> Option<String> {
+        Some(match self {
+            Self::Store(_)
+            | Self::Io { .. }
+            | Self::Describe { .. }
+            | Self::UnknownFormat { .. }
+            | Self::MediumNotAFile(_)
+            | Self::MediumFormat { .. }
+            | Self::DisksLeftOut { .. }
+            | Self::DiskLeftOut { .. }
+            | Self::NoDisks { .. }
+            | Self::DisksTooLarge(_) => return None,
+            Self::Disk(error) => {
+                return error.is_disk_full().then(|| "free some space, and run it again".into());
+            }
+            Self::ImageMissing { .. } => {
+                "the checkpoint stands on this image: put it back where it was".into()
+            }
+            Self::ImageChanged { path, change: ImageChange::Time { modified_s, modified_ns } } => {
+                format!(
+                    "put the image back as it was; if you are sure that it is the same, say so by: \
+                     touch -d @{modified_s}.{modified_ns:09} {}",
+                    path.display()
+                )
+            }
+            Self::ImageChanged { .. } | Self::SizeDiffers { .. } => {
+                "put the image back as it was".into()
+            }
+            Self::CommitInterrupted { .. } => {
+                "finish it first: run keyframe commit --in-place again".into()
+            }
+            Self::PathNotUtf8(_) => "name it by a link".into(),
+            Self::BackingChainTooLong { .. } => {
+                "convert it to one image: qemu-img convert -O qcow2".into()
+            }
+            Self::RemoteDrive { .. } => {
+                "let QEMU tell what the guest writes to it (--disk bitmap), copy it to a file \
+                 (qemu-img convert), or make the drive read-only (readonly=on)"
+                    .into()
+            }
+            Self::FormatNotServed { image, .. } => format!(
+                "convert it (qemu-img convert -O qcow2 {} NEW.qcow2), or make the drive read-only \
+                 (readonly=on)",
+                image.display()
+            ),
+            Self::TooManyOverlays { .. } => "remove old ones".into(),
+            Self::OverlayUnreadable(_) => {
+                "run it again if a VM is being started; else save what the directory holds, and \
+                 remove it"
+                    .into()
+            }
+            Self::NoMember { members, .. } if members.is_empty() => {
+                "it is of one VM: leave --member out".into()
+            }
+            Self::NoMember { members, .. } => format!("its members are {}", members.join(", ")),
+            Self::NoDisk { holds, .. } => format!("it holds {holds}"),
+            Self::SeveralDisks { .. } => "say which one with --disk NAME".into(),
+            Self::ImageInUse { .. } => {
+                "end that VM first (keyframe stop), or write a new image with -o FILE".into()
+            }
+        })
+    }
+}
+
+/// The binary words an error of a store with the store's place.
+impl From<Error> for keyframe_failure::Failure {
+    fn from(error: Error) -> Self {
+        match &error {
+            Error::Store(StoreError { store, source }) => Self::store(source, store),
+            _ => Self { fix: error.fix(), ..Self::new(keyframe_failure::chain(&error)) },
+        }
+    }
+}
