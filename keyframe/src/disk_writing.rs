@@ -71,8 +71,8 @@ impl Progress {
         match &self.image {
             Some(image) if done_bytes >= self.bytes => {
                 require_unchanged(image).map_err(|changed| {
-                    let fix = changed.fix.unwrap_or_default();
-                    Error::Refused { object: self.object.clone(), problem: changed.message, fix }
+                    let fix = changed.fix().unwrap_or_default();
+                    Error::Refused { object: self.object.clone(), problem: chain(&changed), fix }
                 })
             }
             _ => Ok(()),

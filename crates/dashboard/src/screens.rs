@@ -34,14 +34,15 @@ impl Screens {
         }
         let loaded =
             listed.store().load(CheckpointId(id)).map_err(|e| of_store(&e, listed.place()))?;
-        let guest = Guest::choose(&loaded, member).map_err(|e| Problem::Bad(said(&e)))?;
+        let guest = Guest::choose(&loaded, member).map_err(|e| Problem::Bad(said(&e.into())))?;
         let what = format!("VM {} in checkpoint {id}", member.unwrap_or(&loaded.meta.vm));
         let picture = screens::picture(&loaded, &guest).map_err(|none| match none {
-            NoPicture::NoDisplay => Problem::Unknown(said(&none.into_error(&what))),
-            NoPicture::NotDrawn(_) => Problem::NotShown(said(&none.into_error(&what))),
-            NoPicture::Failed(failure) => Problem::Failed(said(&failure)),
+            NoPicture::NoDisplay => Problem::Unknown(said(&none.into_error(&what).into())),
+            NoPicture::NotDrawn(_) => Problem::NotShown(said(&none.into_error(&what).into())),
+            NoPicture::Failed(failure) => Problem::Failed(said(&failure.into())),
         })?;
-        let png: Arc<[u8]> = screens::png(&picture).map_err(|e| Problem::Failed(said(&e)))?.into();
+        let png: Arc<[u8]> =
+            screens::png(&picture).map_err(|e| Problem::Failed(said(&e.into())))?.into();
         let mut kept = locked(&self.kept);
         kept.push_back((key, Arc::clone(&png)));
         if kept.len() > KEPT_MAX {

@@ -2,7 +2,7 @@
 
 use super::disks::{self, OpenDisk};
 use super::node::{Kind, Node, Place};
-use keyframe_failure::{Failure, chain};
+use keyframe_failure::chain;
 use keyframe_image::Image;
 use keyframe_inspect::display_picture::{self as screens, DrawableDisplay, NoPicture};
 use keyframe_inspect::guest_memory::{Guest, StoredPages};

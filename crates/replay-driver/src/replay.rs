@@ -163,7 +163,7 @@ impl Alive {
         let killed = self.restored.kill().map_err(|e| Failure::qemu(&e));
         let closed =
             self.disks.take().map_or(Ok(()), |(served, _folder)| served.end(false).map(drop));
-        killed.and(closed)
+        killed.and(closed.map_err(Failure::from))
     }
 }
 

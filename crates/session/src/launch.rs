@@ -90,7 +90,7 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
     // Before the VMs: they connect as they start.
     let lans = open_lans(options)?;
     let way = storage::choose::for_launch(options.disk, &all_drives(&starting, &directory)?)?;
-    let served = if way == DiskWay::ServedDisks {
+    let served = if way == DiskWay::Served {
         serve_disks(store, &name, run_dir.path(), &mut starting, is_group.then_some(&members))?
     } else {
         None
@@ -144,7 +144,7 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
     );
     // The guests have not run: nothing is lost by ending them.
     let launched = launched.and_then(|()| {
-        if way != DiskWay::ServedDisks {
+        if way != DiskWay::Served {
             let place = (store, &*name, run_dir.path());
             beside.disks =
                 storage::choose::own(place, (&mut found, is_group), way, &options.leave_out)?;
@@ -178,7 +178,7 @@ fn answer_on(
 ) -> Result<(), Failure> {
     let Some(core) = core else { return Ok(()) };
     disks.map_or(Ok(()), |disks| disks.answer_on(core)).map_err(|e| Failure::new(e.to_string()))?;
-    media.map_or(Ok(()), |media| media.answer_on(core))
+    Ok(media.map_or(Ok(()), |media| media.answer_on(core))?)
 }
 
 /// The disks of all lines, by paths that hold anywhere.
@@ -231,7 +231,7 @@ fn serve_disks(
             place.display()
         );
     }
-    disks::serve(store, name, None, wanted, &socket).map(Some)
+    Ok(Some(disks::serve(store, name, None, wanted, &socket)?))
 }
 
 /// Ends VMs, and what stands beside them.

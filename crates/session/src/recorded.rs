@@ -9,7 +9,7 @@
 //! Requests are those of disks, and packets that a network card is to send.
 
 use keyframe_capture::BoxError;
-use keyframe_failure::Failure;
+use keyframe_failure::{Failure, chain};
 use keyframe_qemu::record::Queues;
 use keyframe_qemu::{Invocation, QemuIdentity, Qmp};
 use keyframe_store::MachineMeta;
@@ -56,7 +56,7 @@ impl Recorded {
         };
         let media = Media::serve(&line.media(), directory, run_dir).unwrap_or_else(|failure| {
             if !quiet {
-                eprintln!("keyframe: note: QEMU reads the guest's read-only media itself ({}): what waits for them waits longer", failure.message);
+                eprintln!("keyframe: note: QEMU reads the guest's read-only media itself ({}): what waits for them waits longer", chain(&failure));
             }
             None
         });

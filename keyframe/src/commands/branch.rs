@@ -145,12 +145,12 @@ impl OwnDisks {
 
     /// After the clone's end: where what it has written is, if that is kept.
     fn end(&mut self, keep: bool) -> Result<Option<PathBuf>, Failure> {
-        self.0.take().map_or(Ok(None), |(served, _)| served.end(keep))
+        Ok(self.0.take().map_or(Ok(None), |(served, _)| served.end(keep))?)
     }
 
     /// The clone runs on, and so does the process that serves them: where what it writes is.
     fn leave(&mut self) -> Option<PathBuf> {
-        self.0.take().map(|(served, _)| served.place.path().to_owned())
+        self.0.take().map(|(served, _)| served.directory.path().to_owned())
     }
 }
 

@@ -109,7 +109,7 @@ struct Planned<'a> {
     interrupted: bool,
     /// What stands on the image; absent where no store tells.
     #[serde(skip_serializing_if = "Option::is_none")]
-    standing: Option<ImageDependents>,
+    dependents: Option<ImageDependents>,
 }
 
 impl Source {
@@ -181,11 +181,11 @@ impl Source {
     fn require_base(&self) -> Result<(), Failure> {
         let Some(DiskMeta { base: known, .. }) = &self.known else { return Ok(()) };
         if !self.was_interrupted() {
-            return base_image::require_unchanged(known);
+            return Ok(base_image::require_unchanged(known)?);
         }
         let mut beneath = known.clone();
         beneath.files.drain(..beneath.files.len().min(1));
-        base_image::require_unchanged(&beneath)
+        Ok(base_image::require_unchanged(&beneath)?)
     }
 
     /// True where this commit was interrupted: what it had written is written again.
@@ -207,9 +207,10 @@ impl Source {
         })
     }
 
-    fn standing(&self) -> Result<Option<ImageDependents>, Failure> {
+    fn dependents(&self) -> Result<Option<ImageDependents>, Failure> {
         let own = self.overlay.as_ref().map(|(_, dir)| dir.as_path());
-        self.store.as_ref().map(|store| ImageDependents::on(&self.base, store, own)).transpose()
+        let on = |store| ImageDependents::on(&self.base, store, own);
+        Ok(self.store.as_ref().map(on).transpose()?)
     }
 
     /// True where the checkpoint holds all of the disk.
@@ -272,7 +273,7 @@ impl Commit {
 
     fn say_amount(&self, source: &Source) -> Outcome {
         let Amount { data_bytes, zero_bytes } = source.amount()?;
-        let standing = if self.in_place { source.standing()? } else { None };
+        let dependents = if self.in_place { source.dependents()? } else { None };
         let interrupted = source.was_interrupted();
         if self.json {
             output::json(&Planned {
@@ -283,7 +284,7 @@ impl Commit {
                 data_bytes,
                 zero_bytes,
                 interrupted,
-                standing,
+                dependents,
             })?;
             return Ok(DONE);
         }
@@ -304,12 +305,12 @@ impl Commit {
                 "This commit was interrupted: the image is used by nobody until it has been finished.".into(),
             );
         }
-        if let Some(standing) = &standing {
-            let running = standing
+        if let Some(dependents) = &dependents {
+            let running = dependents
                 .running
                 .iter()
                 .map(|vm| format!("VM {vm} runs over it: it would be refused."));
-            lines.extend(running.chain(standing.losses()));
+            lines.extend(running.chain(dependents.losses()));
         }
         output::print_line(&lines.join("\n"))?;
         Ok(DONE)
@@ -335,12 +336,12 @@ impl Commit {
             return Err(Failure::new(problem).fix("write a new image: -o FILE"));
         }
         let amount = source.amount()?;
-        let standing = source.standing()?;
-        if let Some(standing) = &standing {
-            standing.require_stopped(&source.base)?;
+        let dependents = source.dependents()?;
+        if let Some(dependents) = &dependents {
+            dependents.require_stopped(&source.base)?;
         }
         if !self.yes {
-            agreed(&source, amount, standing.as_ref())?;
+            agreed(&source, amount, dependents.as_ref())?;
         }
         let progress = Progress::new(
             "committing",
@@ -392,12 +393,12 @@ fn one_line(text: &str) -> String {
 fn agreed(
     source: &Source,
     amount: Amount,
-    standing: Option<&ImageDependents>,
+    dependents: Option<&ImageDependents>,
 ) -> Result<(), Failure> {
     let base = source.base.display();
     let refused = |problem: &str| Failure::new(format!("{base}: {problem}; nothing was changed"));
-    let losses = match standing {
-        Some(standing) => standing.losses(),
+    let losses = match dependents {
+        Some(dependents) => dependents.losses(),
         None => vec!["Checkpoints whose disks lie over it can then no longer be restored.".into()],
     };
     if !std::io::stdin().is_terminal() {

@@ -201,7 +201,7 @@ impl Restore {
         let ram = StoredRam::new(head, bar)?;
         let interrupted = keyframe_session::interrupt::interruption()?;
         refuse_recorded(&meta, id)?;
-        self.mind_left_out(id, &meta)?;
+        self.require_disks(id, &meta)?;
         let disks = RestoredDisks::serve(&store, id, &meta)?;
         let lineage = Lineage { store: store.id().into(), checkpoint: id };
         let what = (id, &meta, &*device_state, &lineage);
@@ -261,15 +261,15 @@ impl Restore {
     }
 
     /// Says which disks the checkpoint lacks, and refuses unless it was told to do without.
-    fn mind_left_out(&self, id: CheckpointId, meta: &Meta) -> Result<(), Failure> {
+    fn require_disks(&self, id: CheckpointId, meta: &Meta) -> Result<(), Failure> {
         let Err(lacking) = restored::require_all(id, meta) else { return Ok(()) };
         if self.left_out_as_now {
             eprintln!("keyframe: warning: {lacking}; they are as their images are now");
             return Ok(());
         }
-        Err(lacking.fix(
-            "where what the images hold now will do, say so by --left-out-as-now; a VM that writes to them is likely to find \
-             them damaged",
+        Err(Failure::from(lacking).fix(
+            "if the present content of the images will do, say --left-out-as-now; a VM that writes \
+             to them is likely to find them damaged",
         ))
     }
 

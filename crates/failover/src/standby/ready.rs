@@ -150,7 +150,7 @@ impl Keeper {
         let wanted = paths.iter().zip(&machine.disks).map(wanted).collect::<Result<_, _>>()?;
         let place =
             OverlayDirectory::claim_in(&self.wish.folder.join("overlays"), &self.wish.name)?;
-        disks::serve_in(place, &machine.name, None, wanted, socket).map(Some)
+        Ok(Some(disks::serve_in(place, &machine.name, None, wanted, socket)?))
     }
 
     /// Lets go of the machine that waited.

@@ -188,8 +188,7 @@ impl ClonedCut {
                 File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
             };
             durable().map_err(|e| text("sync", path, &e))?;
-            let base =
-                base_image::describe(path, made.format).map_err(|failure| failure.message)?;
+            let base = base_image::describe(path, made.format).map_err(|e| chain(&e))?;
             run.set_base(made.disk, base)?;
         }
         Ok(())
