@@ -1,9 +1,7 @@
 //! Prints results: tables with aligned columns, and JSON.
 
 use keyframe_failure::Failure;
-pub use keyframe_units::{
-    elapsed_ns, human_bytes as bytes, human_duration as duration, percentile,
-};
+pub use keyframe_units::{human_bytes as bytes, human_duration as duration, percentile};
 use serde::Serialize;
 
 /// Prints one JSON value and a line end.
