@@ -1,11 +1,14 @@
-"""Draws which memory a VM wrote, and when: checkpoints from left to right, guest-physical memory from bottom to top.
+"""Draws the memory that a VM wrote, and when.
+
+Checkpoints are from left to right, guest-physical memory from bottom to top.
 
     python heat_map.py STORE [--vm NAME] [--last N] [-o FILE.png]
 
-Or cell by cell in a notebook (VS Code, Spyder, jupytext) with KEYFRAME_STORE in the environment. Wants: pip install matplotlib.
+Or run it cell by cell in a notebook (VS Code, Spyder, jupytext) with KEYFRAME_STORE in the
+environment. It needs matplotlib.
 """
 
-# %% What to look at: the store, and of it the newest run of a VM.
+# %% The input: a store, and in it the newest run of a VM.
 import argparse
 import os
 from pathlib import Path
@@ -20,9 +23,11 @@ import matplotlib.pyplot as plt
 
 parser = argparse.ArgumentParser()
 parser.add_argument("store", nargs="?", default=os.environ.get("KEYFRAME_STORE"))
-parser.add_argument("--vm", help="whose checkpoints [default: that of the newest one]")
-parser.add_argument("--last", type=int, help="only the newest N")
-parser.add_argument("--rows", type=int, default=256, help="how fine memory is told apart [default: 256]")
+parser.add_argument("--vm", help="the VM [default: that of the newest checkpoint]")
+parser.add_argument("--last", type=int, help="only the newest N checkpoints")
+parser.add_argument(
+    "--rows", type=int, default=256, help="the number of rows of the picture [default: 256]"
+)
 parser.add_argument("-o", "--output", type=Path, default=Path("heat_map.png"))
 arguments, _ = parser.parse_known_args()
 if arguments.store is None:
@@ -33,9 +38,12 @@ checkpoints = store.checkpoints(vm=arguments.vm, last=arguments.last)
 checkpoints = [c for c in checkpoints if c.run == checkpoints[-1].run]
 if not checkpoints:
     parser.error(f"{arguments.store} has no such checkpoints")
-print(f"{len(checkpoints)} checkpoints of {checkpoints[0].vm}, {checkpoints[0].taken_at:%Y-%m-%d %H:%M:%S} UTC and later")
+print(
+    f"{len(checkpoints)} checkpoints of {checkpoints[0].vm} from "
+    f"{checkpoints[0].taken_at:%Y-%m-%d %H:%M:%S} UTC on"
+)
 
-# %% Which pages differ from the checkpoint before: a row of memory by column of time, as part of each row's pages.
+# %% The share of pages that differ from the checkpoint before, by row of memory and column of time.
 columns = []
 with store:
     members = checkpoints[0].members()
@@ -48,11 +56,16 @@ with store:
 heat = np.stack(columns, axis=1)
 ram_mib = len(mask) * keyframe.PAGE_BYTES / 2**20
 
-# %% The picture. The first checkpoint of a run is a difference to empty memory: its column shows what is in use.
+# %% The picture. The first checkpoint of a run differs from empty memory: it shows all used pages.
 figure, axes = plt.subplots(figsize=(10, 6), layout="constrained")
 extent = (-0.5, len(checkpoints) - 0.5, 0, ram_mib)
 image = axes.imshow(
-    100 * heat, origin="lower", aspect="auto", interpolation="nearest", cmap="inferno", extent=extent
+    100 * heat,
+    origin="lower",
+    aspect="auto",
+    interpolation="nearest",
+    cmap="inferno",
+    extent=extent,
 )
 ticks = range(0, len(checkpoints), max(1, len(checkpoints) // 12))
 axes.set_xticks(list(ticks), [str(checkpoints[n].id) for n in ticks])

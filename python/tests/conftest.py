@@ -1,4 +1,4 @@
-"""What the tests share: one store of a VM, one of a group, one recording, each made once."""
+"""Fixtures: a store of a VM, a store of a group and a recording, each made once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from . import machines
 
 @pytest.fixture(scope="session", autouse=True)
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs of these tests are not in the way of others, and no store or key of the environment is theirs."""
+    """Runs of these tests are not in the way of others, and no store or key of the environment is
+    theirs.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
@@ -29,7 +31,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
-    """No test leaves a mount or a temporary directory behind."""
+    """Asserts that no test leaves a mount or a temporary directory."""
     assert mounts() == set()
     yield
     assert mounts() == set()
@@ -77,11 +79,13 @@ def recording_path(program: str, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture(scope="session")
 def trace_path(recording_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The memory trace of all of it."""
-    return keyframe.Recording(recording_path).analyze("memtrace", tmp_path_factory.mktemp("trace") / "out")
+    return keyframe.Recording(recording_path).analyze(
+        "memtrace", tmp_path_factory.mktemp("trace") / "out"
+    )
 
 
 def mounts() -> set[str]:
-    """What the package has mounted on temporary directories in these tests."""
+    """The package's mounts on temporary directories in these tests."""
     with open("/proc/self/mounts", encoding="utf-8") as table:
         mounted = {line.split()[1] for line in table}
     return {path for path in mounted if path.startswith(os.environ["TMPDIR"])}
@@ -89,4 +93,8 @@ def mounts() -> set[str]:
 
 def left() -> list[str]:
     """The temporary directories that the package has made and not removed."""
-    return [path.name for path in Path(os.environ["TMPDIR"]).glob("keyframe-*") if path.name[9:14] in ("mount", "expor")]
+    return [
+        path.name
+        for path in Path(os.environ["TMPDIR"]).glob("keyframe-*")
+        if path.name[9:14] in ("mount", "expor")
+    ]

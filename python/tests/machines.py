@@ -13,7 +13,7 @@ _SECONDS_MAX = 180.0
 
 
 def line(guest: str, *options: str) -> list[str]:
-    """The QEMU command line that boots a guest; builds it where it is not built yet."""
+    """The QEMU command line that boots a guest; builds the guest if necessary."""
     made = subprocess.run(
         [str(_GUESTS / guest / "run.sh"), "--print", "--accel", "tcg", *options],
         stdin=subprocess.DEVNULL,
@@ -40,23 +40,50 @@ def keyframe(program: str, *arguments: str, environment: dict[str, str] | None =
     return ran.stdout.decode(errors="replace")
 
 
-def take(program: str, store: Path, count: int, *commands: list[str], name: str | None = None) -> None:
+def take(
+    program: str, store: Path, count: int, *commands: list[str], name: str | None = None
+) -> None:
     """Runs VMs into a new store for `count` checkpoints: one, or several as a group."""
     keyframe(program, "init", str(store))
     words = [word for command in commands for word in ["--", *command]]
     options = ["--group"] if len(commands) > 1 else []
     options += ["--name", name] if name is not None else []
     keyframe(
-        program, "run", "--store", str(store), "--count", str(count), "--interval", "400ms", *options, "--quiet", *words
+        program,
+        "run",
+        "--store",
+        str(store),
+        "--count",
+        str(count),
+        "--interval",
+        "400ms",
+        *options,
+        "--quiet",
+        *words,
     )
 
 
 def record(program: str, recording: Path, console: Path, command: list[str], until: bytes) -> None:
-    """Records a VM until its console holds `until` and there are four checkpoints, and ends it as Ctrl-C does."""
-    arguments = ["record", "--out", str(recording), "--checkpoint-every", "250ms", "--name", "rec", "--quiet", "--"]
+    """Records a VM until its console holds `until` and there are four checkpoints, and ends it as
+    Ctrl-C does.
+    """
+    arguments = [
+        "record",
+        "--out",
+        str(recording),
+        "--checkpoint-every",
+        "250ms",
+        "--name",
+        "rec",
+        "--quiet",
+        "--",
+    ]
     with console.open("wb") as out:
         child = subprocess.Popen(
-            [program, *arguments, *command], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.PIPE
+            [program, *arguments, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.PIPE,
         )
     try:
         deadline = time.monotonic() + _SECONDS_MAX
@@ -66,8 +93,8 @@ def record(program: str, recording: Path, console: Path, command: list[str], unt
             assert time.monotonic() < deadline, f"no {until!r} on its console, or no checkpoints"
             time.sleep(0.05)
         child.send_signal(signal.SIGINT)
-        _, said = child.communicate(timeout=_SECONDS_MAX)
-        assert child.returncode == 0, said.decode()
+        _, stderr = child.communicate(timeout=_SECONDS_MAX)
+        assert child.returncode == 0, stderr.decode()
     finally:
         if child.poll() is None:
             child.terminate()

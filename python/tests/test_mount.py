@@ -124,7 +124,7 @@ def server_of(path: Path) -> int:
             continue
         if words[1:3] == [b"mount", bytes(path)]:
             return int(process.name)
-    raise AssertionError(f"nobody serves {path}")
+    raise AssertionError(f"no process serves {path}")
 
 
 _USER = """

@@ -1,4 +1,4 @@
-"""The program: where it is looked for, what its exit codes become, and that it cannot take for ever."""
+"""Tests of the program: how it is found, the exceptions for its exit codes, and its time limit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def fake(tmp_path: Path) -> Fake:
     return make
 
 
-def test_it_is_found_by_name_environment_and_path(fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_is_found_by_name_environment_and_path(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     path = fake("exit 0")
     assert keyframe.find_program(path) == path
     monkeypatch.setenv("KEYFRAME", path)
@@ -53,25 +55,33 @@ def test_it_is_found_by_name_environment_and_path(fake: Fake, monkeypatch: pytes
     ],
 )
 def test_exit_codes(fake: Fake, code: int, kind: type[keyframe.CommandFailed]) -> None:
-    store = keyframe.Store("S", program=fake(f"echo 'keyframe: it is so\n  fix: do that' >&2; exit {code}"))
+    store = keyframe.Store(
+        "S", program=fake(f"echo 'keyframe: it is so\n  fix: do that' >&2; exit {code}")
+    )
     with pytest.raises(kind) as caught:
         store.checkpoints()
     assert type(caught.value) is kind
-    assert (caught.value.code, caught.value.message, caught.value.fix) == (code, "it is so", "do that")
+    assert (caught.value.code, caught.value.message, caught.value.fix) == (
+        code,
+        "it is so",
+        "do that",
+    )
     assert str(caught.value) == "it is so\n  fix: do that"
     assert caught.value.command[1:] == ("list", "--store", "S", "--json")
 
 
 def test_warnings_are_warnings(fake: Fake) -> None:
-    store = keyframe.Store("S", program=fake("echo '[]'; echo 'keyframe: warning: 7 is damaged' >&2; exit 3"))
+    store = keyframe.Store(
+        "S", program=fake("echo '[]'; echo 'keyframe: warning: 7 is damaged' >&2; exit 3")
+    )
     with pytest.warns(keyframe.KeyframeWarning, match="7 is damaged"):
         assert store.checkpoints() == []
 
 
 def test_answers_that_are_none(fake: Fake) -> None:
-    for said in ("no json", "{}", "[1]", '[{"id": 1}]'):
+    for output in ("no json", "{}", "[1]", '[{"id": 1}]'):
         with pytest.raises(keyframe.BadAnswer):
-            keyframe.Store("S", program=fake(f"echo '{said}'")).checkpoints()
+            keyframe.Store("S", program=fake(f"echo '{output}'")).checkpoints()
     with pytest.raises(keyframe.BadAnswer):
         keyframe.Store("S", program=fake("echo '[]'")).diff(1, 2)
 
@@ -96,8 +106,12 @@ def assert_gone(file: Path) -> None:
         assert not Path(f"/proc/{pid}").exists()
 
 
-def test_it_is_exported_where_it_cannot_be_mounted(fake: Fake, program: str, store_path: Path) -> None:
-    half = fake(f"""[ "$1" != mount ] || {{ echo 'keyframe: mount: no FUSE' >&2; exit 1; }}; exec {program} "$@" """)
+def test_it_is_exported_where_it_cannot_be_mounted(
+    fake: Fake, program: str, store_path: Path
+) -> None:
+    half = fake(
+        f"""[ "$1" != mount ] || {{ echo 'keyframe: mount: no FUSE' >&2; exit 1; }}; exec {program} "$@" """
+    )
     with pytest.warns(UserWarning, match="exported, as they cannot be mounted: mount: no FUSE"):
         ram = keyframe.Store(store_path, program=half).checkpoint(2).ram()
     with ram, keyframe.Store(store_path, via="mount").checkpoint(2).ram() as mapped:

@@ -1,4 +1,6 @@
-"""RAM is exactly what the program exports, and dirty pages lead exactly from one checkpoint to the next."""
+"""Tests that RAM equals the program's export, and that dirty pages turn one checkpoint into the
+next.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 import keyframe
-from keyframe.ram import covered, places_of
+from keyframe.ram import covered, ranges_of
 
 from . import machines
 from .conftest import mounts
@@ -41,7 +43,7 @@ def test_parts_are_the_blocks_where_the_guest_sees_them(store: keyframe.Store) -
             assert np.shares_memory(part.pages, ram.pages)
             assert np.array_equal(part.pages, ram.pages[begin : begin + len(part.pages)])
         assert sum(len(part.pages) for part in ram.parts) <= len(ram)
-        assert ram.place_of(256) == ("pc.ram", 256)
+        assert ram.block_of(256) == ("pc.ram", 256)
         del part
 
 
@@ -74,8 +76,10 @@ def test_dirty_pages_lead_from_the_parent_to_the_child(store: keyframe.Store) ->
                 assert np.array_equal(patched, ram.pages)
             assert seen == np.flatnonzero(mask).tolist()
             if checkpoint.parent is not None:
-                # What the guest sees below 1 MiB is not all main RAM.
-                counted = {region.name: region for region in checkpoint.diff(checkpoint.parent).ram}["pc.ram"]
+                # Below 1 MiB the guest also sees ROMs.
+                counted = {
+                    region.name: region for region in checkpoint.diff(checkpoint.parent).ram
+                }["pc.ram"]
                 assert 0 <= counted.changed_pages - int(mask.sum()) <= 96
                 assert 0 < len(seen) <= checkpoint.dirty_pages_written
 
@@ -86,7 +90,7 @@ def test_dirty_pages_against_another(store: keyframe.Store) -> None:
         assert not last.dirty_mask(against="latest").any()
         across = last.dirty_mask(against=first)
         steps = np.logical_or.reduce([c.dirty_mask() for c in store.checkpoints()[1:]])
-        # A page may be put back to what it was.
+        # A page may get its old content again.
         assert across.any() and not (across & ~steps).any()
         assert np.array_equal(across, first.dirty_mask(against=last))
 
@@ -148,7 +152,7 @@ def test_a_checkpoint_that_was_forgotten(store_path: Path, program: str, tmp_pat
     store = keyframe.Store(copy, via="mount")
     third = store.checkpoint(3)
     machines.keyframe(program, "forget", "2", "--store", str(copy))
-    # What was listed before still names it; what is listed now grew from the one before.
+    # A list from before still names it; in a new list the parent is the one before.
     with pytest.raises(keyframe.UnknownCheckpoint):
         next(third.dirty_pages())
     assert store.checkpoint(3).parent == 1
@@ -169,10 +173,10 @@ def test_damaged_pages_are_an_error(store_path: Path, tmp_path: Path) -> None:
             ram.read(0, len(ram))
 
 
-def test_places_that_make_no_sense_are_refused() -> None:
+def test_contradictory_ranges_are_refused() -> None:
     good = {"start": 0, "len_bytes": 8192, "block": "pc.ram", "offset_bytes": 0}
-    assert [p.block for p in places_of([good], "it")] == ["pc.ram"]
-    assert places_of(None, "it") == []
+    assert [p.block for p in ranges_of([good], "it")] == ["pc.ram"]
+    assert ranges_of(None, "it") == []
     bad: list[object] = [
         "text",
         {**good, "start": -4096},
@@ -182,21 +186,21 @@ def test_places_that_make_no_sense_are_refused() -> None:
     ]
     for region in bad:
         with pytest.raises(keyframe.BadAnswer):
-            places_of([region], "it")
+            ranges_of([region], "it")
     with pytest.raises(keyframe.BadAnswer, match="at one address"):
-        places_of([good, {**good, "start": 4096}], "it")
+        ranges_of([good, {**good, "start": 4096}], "it")
 
 
 def test_ranges_cover_each_page_once() -> None:
     random = np.random.default_rng(7)
     for _ in range(200):
-        places, expected = [], set()
+        known, expected = [], set()
         for _ in range(int(random.integers(1, 5))):
             start, count = int(random.integers(0, 40)), int(random.integers(0, 20))
-            places.append(keyframe.Place("b", start * 4096, count * 4096, 0))
+            known.append(keyframe.RamRange("b", start * 4096, count * 4096, 0))
             expected |= set(range(start, start + count))
         chunk = int(random.integers(1, 9))
-        ranges = list(covered(places, chunk))
+        ranges = list(covered(known, chunk))
         pages = [page for pages in ranges for page in pages]
         assert pages == sorted(expected)
         assert all(0 < len(pages) <= chunk for pages in ranges)

@@ -1,4 +1,4 @@
-"""A real recording: what it says of itself, its intervals, its console, its memory trace."""
+"""Tests of a real recording: its properties, intervals, console and memory trace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def test_what_it_is(recording_path: Path) -> None:
     recording = keyframe.Recording(recording_path)
     assert (recording.vm, recording.ending) == ("rec", "complete")
     assert re.fullmatch(r"[0-9a-f]{32}", recording.id)
-    assert recording.instructions > 100_000 and recording.duration_ns > 0 and recording.log_bytes > 0
+    assert (
+        recording.instructions > 100_000 and recording.duration_ns > 0 and recording.log_bytes > 0
+    )
     assert "payload.bin" in " ".join(recording.user_command)
     assert recording.store.path == str(recording_path / "store")
 
@@ -49,10 +51,10 @@ def test_console(recording_path: Path) -> None:
 
 def test_its_checkpoints_have_ram(recording_path: Path) -> None:
     recording = keyframe.Recording(recording_path)
-    places = recording.checkpoints()
-    assert places == sorted(places, key=lambda place: place[0]) and places[0][0] == 0
+    found = recording.checkpoints()
+    assert found == sorted(found, key=lambda one: one[0]) and found[0][0] == 0
     with recording.store:
-        assert places[-1][1].dirty_mask().any()
+        assert found[-1][1].dirty_mask().any()
 
 
 def test_memtrace(trace_path: Path) -> None:
@@ -63,7 +65,14 @@ def test_memtrace(trace_path: Path) -> None:
     assert set(rows["size"].unique()) <= {1, 2, 4, 8, 16, 32}
     assert rows["flags"].max() <= keyframe.WRITE + keyframe.DEVICE + keyframe.PHYSICAL_UNKNOWN  # type: ignore[operator]
     same = keyframe.read_memtrace(trace_path / "memtrace.parquet")
-    assert list(same.dtypes.astype(str)) == ["uint64", "uint64", "uint64", "uint32", "uint8", "uint8"]
+    assert list(same.dtypes.astype(str)) == [
+        "uint64",
+        "uint64",
+        "uint64",
+        "uint32",
+        "uint8",
+        "uint8",
+    ]
     for name in rows.columns:
         assert (same[name].to_numpy() == rows[name].to_numpy()).all()
     # Both have rows, the one that counts and the one that does not.
@@ -77,26 +86,32 @@ def test_memtrace(trace_path: Path) -> None:
 
 
 def test_what_the_trace_writes_is_dirty(recording_path: Path, trace_path: Path) -> None:
-    """Two sources that know nothing of each other: pages that instructions wrote, and pages that differ between checkpoints."""
+    """Two sources that know nothing of each other: pages that instructions wrote, and pages that
+    differ between checkpoints.
+    """
     recording = keyframe.Recording(recording_path)
     by_id = {checkpoint.id: checkpoint for _, checkpoint in recording.checkpoints()}
     ram_pages = (16 << 20) // keyframe.PAGE_BYTES
     with recording.store:
-        # Behind the first one, in which firmware begins.
+        # After the first interval, in which the firmware starts.
         intervals = [interval for interval in recording.intervals()[1:] if interval.end is not None]
         assert len(intervals) >= 2
         for interval in intervals:
             assert interval.end is not None
             written = (
                 keyframe.scan_memtrace(
-                    trace_path, first_icount=interval.first_icount, end_icount=interval.end_icount + 1
+                    trace_path,
+                    first_icount=interval.first_icount,
+                    end_icount=interval.end_icount + 1,
                 )
                 .filter(pl.col("flags") == keyframe.WRITE, pl.col("page") < ram_pages)
                 .select(pl.col("page").unique())
                 .collect()["page"]
                 .to_list()
             )
-            dirty = by_id[interval.end].dirty_mask(against=by_id[interval.begin]).nonzero()[0].tolist()
+            dirty = (
+                by_id[interval.end].dirty_mask(against=by_id[interval.begin]).nonzero()[0].tolist()
+            )
             assert dirty and set(dirty) <= set(written)
 
 
@@ -104,7 +119,14 @@ def test_what_is_no_recording(tmp_path: Path, recording_path: Path) -> None:
     with pytest.raises(keyframe.KeyframeError, match="is no recording"):
         keyframe.Recording(tmp_path)
     known = json.loads((recording_path / "recording.json").read_text())
-    for text in ("[", "[]", json.dumps({**known, "version": 2}), json.dumps({k: v for k, v in known.items() if k != "format"}), json.dumps({**known, "began_at": 7}), '{"version": 1}'):
+    for text in (
+        "[",
+        "[]",
+        json.dumps({**known, "version": 2}),
+        json.dumps({k: v for k, v in known.items() if k != "format"}),
+        json.dumps({**known, "began_at": 7}),
+        '{"version": 1}',
+    ):
         (tmp_path / "recording.json").write_text(text)
         with pytest.raises(keyframe.BadAnswer):
             keyframe.Recording(tmp_path)
@@ -130,10 +152,14 @@ def test_a_column_that_there_is_not(trace_path: Path) -> None:
 
 
 @pytest.mark.parametrize("library", ["polars", "pandas", "pyarrow"])
-def test_a_library_that_is_missing(trace_path: Path, monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+def test_a_library_that_is_missing(
+    trace_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
     for module in [m for m in sys.modules if m == library or m.startswith(f"{library}.")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, library, None)
     read = keyframe.scan_memtrace if library == "polars" else keyframe.read_memtrace
-    with pytest.raises(keyframe.MissingExtra, match=rf"{library} is not installed; pip install {library}"):
+    with pytest.raises(
+        keyframe.MissingExtra, match=rf"{library} is not installed; pip install {library}"
+    ):
         read(trace_path)

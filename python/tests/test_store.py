@@ -1,4 +1,4 @@
-"""Lists, details, differences, and what is refused."""
+"""Tests of lists, details, differences, and refusals."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def test_a_store_without_checkpoints(program: str, tmp_path: Path) -> None:
         store.checkpoint("latest")
 
 
-def test_an_encrypted_store_wants_its_key(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_encrypted_store_wants_its_key(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, key_file = tmp_path / "sealed", tmp_path / "key"
     key_file.write_bytes(bytes(range(32)))
     key_file.chmod(0o600)
@@ -85,7 +87,9 @@ def test_an_encrypted_store_wants_its_key(program: str, tmp_path: Path, monkeypa
     with pytest.raises(keyframe.CommandFailed):
         keyframe.Store(path).checkpoints()
     other = tmp_path / "other"
-    machines.keyframe(program, "init", str(other), "--encrypt", environment={"KEYFRAME_PASSPHRASE": "open sesame"})
+    machines.keyframe(
+        program, "init", str(other), "--encrypt", environment={"KEYFRAME_PASSPHRASE": "open sesame"}
+    )
     sealed = keyframe.Store(other, passphrase="open sesame")
     assert sealed.checkpoints() == []
     assert "sesame" not in repr(sealed) + repr(vars(sealed))

@@ -7,14 +7,15 @@
             print(checkpoint.id, checkpoint.taken_at, checkpoint.pause_ns)
         latest = store.checkpoint("latest")
         with latest.ram() as ram:
-            ram.pages                       # uint8, (pages, 4096), mapped: row n is guest-physical page n
+            ram.pages           # uint8, (pages, 4096), mapped: row n is guest-physical page n
         for page in latest.dirty_pages():
             print(page.block, page.page, hex(page.address), page.content[:8])
 
     keyframe.Recording("R").console(marker="login:")
     keyframe.scan_memtrace("A").filter(polars.col("flags") & keyframe.WRITE != 0)
 
-Everything goes through the program ``keyframe`` and the formats that it documents; `find_program` says where it is looked for.
+The package runs the program ``keyframe``, which `find_program` finds, and reads its documented
+formats.
 """
 
 from .checkpoints import Checkpoint
@@ -39,7 +40,7 @@ from .images import Mount
 from .memtraces import DEVICE, PHYSICAL_UNKNOWN, WRITE, read_memtrace, scan_memtrace
 from .pages import DirtyPage
 from .program import KeyframeWarning, find_program
-from .ram import PAGE_BYTES, Place, Ram, RamPart
+from .ram import PAGE_BYTES, Ram, RamPart, RamRange
 from .recordings import ConsoleLine, Interval, Recording
 from .store import Store
 
@@ -63,10 +64,10 @@ __all__ = [
     "MountFailed",
     "NoRam",
     "NoStore",
-    "Place",
     "ProgramNotFound",
     "Ram",
     "RamPart",
+    "RamRange",
     "Recording",
     "RegionDiff",
     "Store",

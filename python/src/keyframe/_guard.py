@@ -1,9 +1,11 @@
-"""Stands between this package and ``keyframe mount``: ends it when Python lets go of it, however Python ends.
+"""Runs ``keyframe mount`` and ends it when Python closes the mount or ends, even if Python is
+killed.
 
-Run as a program: ``python -I -S _guard.py DIRECTORY keep|remove COMMAND...``. Standard input is a pipe that nobody writes to; when its
-other end is closed, by this package or because Python was killed, the command is asked to end, and made to after a while. Then
-what is still mounted on the directory is taken away, and the directory removed where that is asked for and it is empty. The exit
-code is the command's. It imports nothing else of the package, so that it starts at once.
+Run as a program: ``python -I -S _guard.py DIRECTORY keep|remove COMMAND...``. Standard input is a
+pipe without data. When its other end closes, the guard sends SIGTERM to the command, and SIGKILL
+after a while. Then it unmounts the directory if it is still mounted, and removes it if asked to and
+empty. The exit code is the command's. It imports nothing else of the package, so that it starts at
+once.
 """
 
 import contextlib
@@ -17,12 +19,12 @@ from types import FrameType
 
 _GRACE_SECONDS = 8.0
 _CLEAR_SECONDS = 5.0
-#: Seconds in which it has ended, once it is let go of.
+#: Seconds in which the guard ends after its standard input has closed.
 END_SECONDS_MAX = _GRACE_SECONDS + 2 * _CLEAR_SECONDS + 5.0
 
 
 def main(directory: str, remove: bool, command: list[str]) -> int:
-    """Runs `command` until it ends or standard input does, and leaves nothing behind."""
+    """Runs `command` until it or standard input ends; leaves no process and no mount."""
 
     def asked_to_end(_signal: int, _frame: FrameType | None) -> None:
         raise SystemExit(1)
@@ -42,14 +44,16 @@ def main(directory: str, remove: bool, command: list[str]) -> int:
         code = child.wait()
         _clear(directory)
         if remove:
-            # Never more than an empty directory.
+            # `rmdir` removes only an empty directory.
             with contextlib.suppress(OSError):
                 os.rmdir(directory)
     return code
 
 
 def _clear(directory: str) -> None:
-    """What a program that was killed had mounted is still there, with errors for all who look: that goes, too."""
+    """Unmounts the directory if a killed program has left its mount, which then only returns
+    errors.
+    """
     for command in (["umount", "-l"], ["fusermount3", "-u", "-z"]):
         if not _is_dead(directory) or shutil.which(command[0]) is None:
             continue
@@ -64,7 +68,7 @@ def _clear(directory: str) -> None:
 
 
 def _is_dead(directory: str) -> bool:
-    """True where something is mounted that nobody serves."""
+    """True if a mount is there that no process serves."""
     try:
         os.stat(directory)
     except FileNotFoundError:

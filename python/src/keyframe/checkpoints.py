@@ -1,4 +1,4 @@
-"""A checkpoint as ``keyframe list --json`` has it, and what can be done with it."""
+"""A checkpoint of ``keyframe list --json``, with its RAM and its differences from others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import pages
 from .errors import BadAnswer, NoRam
 from .pages import DirtyPage
 from .program import expect_list, expect_object
-from .ram import Place, Ram, places_of
+from .ram import Ram, RamRange, ranges_of
 
 if TYPE_CHECKING:
     from .diffs import Diff
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A sealed checkpoint. Times with `_ns` are nanoseconds, sizes with `_bytes` bytes, pages are of 4096 bytes.
+    """A sealed checkpoint. `_ns` are nanoseconds, `_bytes` bytes, pages have 4096 bytes.
 
-    `id` is its number in the store, `vm` the VM's (or group's) name, `run` the run that took it and `epoch` its place in that, from 0.
-    `taken_at` is when the VM was paused for it (UTC, cut to microseconds). `parent` is the checkpoint that it grew from: the one before in
-    its run, or the one that the VM had been brought back to; `None` where there is none, or none any more. `dirty_pages_written` counts
-    pages that were written since the one before, `stored_bytes` what its new pages take in the store. `raw` is all that
-    ``list --json`` says.
+    `id` is its number in the store, `vm` the name of the VM or group, `run` the run that took it
+    and `epoch` its number in that run, from 0. `taken_at` is the time of its pause (UTC, truncated
+    to microseconds). `parent` is the checkpoint before it in its run, or the one that the VM was
+    restored from or rolled back to; `None` if there is none in the store. `dirty_pages_written` is
+    the number of pages written since the checkpoint before, `stored_bytes` the size of its new
+    pages in the store. `raw` is its entry of ``list --json``.
     """
 
     id: int
@@ -52,7 +53,7 @@ class Checkpoint:
 
     @classmethod
     def of(cls, entry: Any, store: Store) -> Checkpoint:
-        """From an entry of ``list --json``. Raises `BadAnswer`."""
+        """Parses an entry of ``list --json``. Raises `BadAnswer`."""
         raw = expect_object(entry, "list --json")
         try:
             return cls(
@@ -77,34 +78,38 @@ class Checkpoint:
             raise BadAnswer(f"list --json: a checkpoint of another form: {error!r}") from error
 
     def details(self) -> Mapping[str, Any]:
-        """What ``keyframe show --json`` prints: RAM blocks (``ram``), the machine (``machine``), a group's VMs (``members``), disks."""
+        """The output of ``keyframe show --json``: RAM blocks, machine, members of a group, disks."""
         return self._store.details(self.id)
 
     def members(self) -> tuple[str, ...]:
-        """The names of a group's VMs; empty where the checkpoint is of one VM."""
+        """The names of a group's VMs; empty if the checkpoint is of one VM."""
         what = f"checkpoint {self.id}: members"
-        return tuple(str(expect_object(m, what).get("name")) for m in _members(self.details(), what))
+        return tuple(
+            str(expect_object(m, what).get("name")) for m in _members(self.details(), what)
+        )
 
     def ram(self, member: str | None = None) -> Ram:
-        """Its RAM, to be used in a ``with``; `member` is the VM where the checkpoint is a group's.
+        """The RAM, for use in a ``with``; for a group, `member` is the name of the VM.
 
-        Within ``with store:`` all share one mount; else each has its own.
+        In ``with store:`` all `Ram` share one mount; otherwise each has its own.
 
         Raises `NoRam`, `MountFailed`.
         """
-        places = self._places(member)
+        ranges = self._ranges(member)
         stack = ExitStack()
         images = stack.enter_context(self._store.images())
-        return Ram(images, self.id, member, places, stack.close)
+        return Ram(images, self.id, member, ranges, stack.close)
 
     def dirty_pages(
         self, against: Checkpoint | int | str | None = None, *, member: str | None = None
     ) -> Iterator[DirtyPage]:
-        """The pages of RAM whose content differs from the parent's, or from `against`, by rising address.
+        """The pages of RAM whose content differs from the parent's, or from `against`, by rising
+        address.
 
-        Putting each one's `content` at its `address` into the other's RAM gives this one's, exactly. Without a parent, pages are
-        compared with zeros. The RAM of both is read and compared, as no interface tells which pages were written: so a page that
-        was written with what it held before is not among them, and neither is memory that is in no image (video RAM, ROMs of cards).
+        Writing each `content` at its `address` into the other RAM gives this RAM exactly. Without a
+        parent, pages are compared with zeros. This reads and compares the RAM of both checkpoints,
+        because no interface lists the written pages: a page that was written with the same content
+        is not among them, nor is memory that is in no image (video RAM, ROMs of cards).
 
         Raises as `ram` does, and `UnreadablePages`, `LayoutDiffers`, `UnknownCheckpoint`.
         """
@@ -114,39 +119,43 @@ class Checkpoint:
     def dirty_mask(
         self, against: Checkpoint | int | str | None = None, *, member: str | None = None
     ) -> NDArray[np.bool_]:
-        """The same as an array of bool, shape (pages,), by guest-physical page: true where a page differs."""
+        """As `dirty_pages`, as an array of bool, shape (pages,), by guest-physical page."""
         with self._pair(against, member) as (before, after):
             return pages.dirty_mask(before, after)
 
     def diff(self, other: Checkpoint | int | str) -> Diff:
-        """What differs between this one and `other`, counted by RAM block and disk (``keyframe diff``); this one is the first."""
+        """The differences between this checkpoint, the first, and `other`, counted by ``keyframe
+        diff``.
+        """
         return self._store.diff(self, other)
 
     def _pair(self, against: Checkpoint | int | str | None, member: str | None) -> _Pair:
         other = self.parent if against is None else against
         return _Pair(None if other is None else self._store.resolve(other), self, member)
 
-    def _places(self, member: str | None) -> list[Place]:
-        """Where the RAM blocks of the VM lie."""
+    def _ranges(self, member: str | None) -> list[RamRange]:
+        """The address ranges of the VM's RAM blocks."""
         what = f"checkpoint {self.id}: guest_map"
         details = self.details()
         members = [expect_object(m, what) for m in _members(details, what)]
         if not members:
             if member is not None:
-                raise NoRam(f"checkpoint {self.id} is of one VM, {self.vm}: it has no member {member}")
+                raise NoRam(
+                    f"checkpoint {self.id} is of one VM, {self.vm}: it has no member {member}"
+                )
             machine = expect_object(details.get("machine"), what)
-            found = places_of(machine.get("guest_map"), what)
+            found = ranges_of(machine.get("guest_map"), what)
             return found if found else _only_block(details)
         names = ", ".join(str(m.get("name")) for m in members)
         for of in members:
             if member is not None and of.get("name") == member:
-                return places_of(expect_object(of.get("machine"), what).get("guest_map"), what)
-        asked = "say which one with member=" if member is None else f"none is called {member}"
+                return ranges_of(expect_object(of.get("machine"), what).get("guest_map"), what)
+        asked = "name one with member=" if member is None else f"none has the name {member}"
         raise NoRam(f"checkpoint {self.id} is of a group, {self.vm}, of the VMs {names}: {asked}")
 
 
 class _Pair:
-    """The RAM of two checkpoints, open for as long as they are compared."""
+    """The RAM of two checkpoints, open during a comparison."""
 
     def __init__(self, before: Checkpoint | None, after: Checkpoint, member: str | None) -> None:
         self._before, self._after, self._member = before, after, member
@@ -157,7 +166,11 @@ class _Pair:
             # One mount for both.
             stack.enter_context(self._after._store.images())
             after = stack.enter_context(self._after.ram(self._member))
-            before = None if self._before is None else stack.enter_context(self._before.ram(self._member))
+            before = (
+                None
+                if self._before is None
+                else stack.enter_context(self._before.ram(self._member))
+            )
             self._stack = stack.pop_all()
         return before, after
 
@@ -169,10 +182,12 @@ def _members(details: Mapping[str, Any], what: str) -> list[Any]:
     return list(expect_list(details.get("members", []), what))
 
 
-def _only_block(details: Mapping[str, Any]) -> list[Place]:
-    """The place of the main RAM of a checkpoint that has no map: it is shown only where it has one block, from address 0 on."""
+def _only_block(details: Mapping[str, Any]) -> list[RamRange]:
+    """The main RAM of a checkpoint without a map, which has an image only if it is one block from 0
+    on.
+    """
     for block in expect_list(details.get("ram"), "show --json: ram"):
         known = expect_object(block, "show --json: ram")
         if known.get("kind") == "backend":
-            return [Place(str(known.get("name")), 0, int(known.get("used_bytes", 0)), 0)]
+            return [RamRange(str(known.get("name")), 0, int(known.get("used_bytes", 0)), 0)]
     return []

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, counted, as ``keyframe diff --json`` has it."""
+"""The differences between two checkpoints, as ``keyframe diff --json`` counts them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from .program import expect_list, expect_object
 
 @dataclass(frozen=True)
 class RegionDiff:
-    """What differs of a RAM block or a disk. A page is 4096 bytes, of a disk too; a sector is 512.
+    """The differences of a RAM block or a disk. A page has 4096 bytes, also of a disk; a sector has
+    512.
 
-    `pages` were compared, `changed_pages` have another content; of these, `from_zero_pages` were zeros in the first, `to_zero_pages` are
-    zeros in the second. `only_first_pages` and `only_second_pages` are in one of the two alone. `unknown_pages` are blocks of a disk
-    that one of the two leaves to the image beneath, `other_image` says that this is not the same one.
+    `pages` were compared; `changed_pages` differ. Of these, `from_zero_pages` are zeros in the
+    first checkpoint and `to_zero_pages` in the second. `only_first_pages` and `only_second_pages`
+    exist in one of the two. `unknown_pages` are blocks of a disk that one of the two leaves to its
+    base image; `other_image` is true if the base images differ.
     """
 
     name: str
@@ -33,7 +35,7 @@ class RegionDiff:
 
 @dataclass(frozen=True)
 class Diff:
-    """What differs between the checkpoints `first` and `second`, by RAM block and by disk."""
+    """The differences between the checkpoints `first` and `second`, by RAM block and by disk."""
 
     first: int
     second: int
@@ -43,12 +45,12 @@ class Diff:
 
     @property
     def changed_pages(self) -> int:
-        """Pages of RAM with another content."""
+        """The number of RAM pages that differ."""
         return sum(region.changed_pages for region in self.ram)
 
     @classmethod
     def of(cls, answer: Any) -> Diff:
-        """From what ``diff --json`` prints. Raises `BadAnswer`."""
+        """Parses the output of ``diff --json``. Raises `BadAnswer`."""
         raw = expect_object(answer, "diff --json")
         try:
             return cls(
@@ -64,5 +66,9 @@ class Diff:
 
 def _regions(answer: Any) -> tuple[RegionDiff, ...]:
     known = {f.name for f in fields(RegionDiff)}
-    regions = (expect_object(region, "diff --json") for region in expect_list(answer, "diff --json"))
-    return tuple(RegionDiff(**{key: value for key, value in r.items() if key in known}) for r in regions)
+    regions = (
+        expect_object(region, "diff --json") for region in expect_list(answer, "diff --json")
+    )
+    return tuple(
+        RegionDiff(**{key: value for key, value in r.items() if key in known}) for r in regions
+    )

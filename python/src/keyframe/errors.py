@@ -1,23 +1,23 @@
-"""What can go wrong, as exceptions.
+"""The exceptions of this package.
 
 ::
 
     KeyframeError
-    ├─ ProgramNotFound        the program `keyframe` is not installed where it is looked for
-    ├─ CommandFailed          it ended with an exit code that is not 0: `code`, `message`, `fix`
-    │  ├─ UsageError          2   it does not know an argument: another version of the program?
+    ├─ ProgramNotFound        there is no program `keyframe`
+    ├─ CommandFailed          it ended with an exit code other than 0: `code`, `message`, `fix`
+    │  ├─ UsageError          2   it does not know an argument; its version may be another one
     │  ├─ NoStore             10  there is no store
-    │  └─ StoreLocked         11  somebody else writes to it
+    │  └─ StoreLocked         11  another process writes to the store
     ├─ MountFailed            checkpoints could not be mounted
-    ├─ TimedOut               it did not answer in time, and was ended
-    ├─ BadAnswer              what it answered, or a file, is not what its documentation says
-    ├─ UnknownCheckpoint      no checkpoint has that number or tag
-    ├─ NoRam                  the checkpoint's RAM cannot be shown
-    ├─ LayoutDiffers          two checkpoints' RAM is not of the same size
-    ├─ UnreadablePages        the store cannot give pages, as it is damaged
+    ├─ TimedOut               it took too long, and was ended
+    ├─ BadAnswer              its output, or a file, does not have the documented form
+    ├─ UnknownCheckpoint      no checkpoint has that id or tag
+    ├─ NoRam                  the checkpoint's RAM is not available as an image
+    ├─ LayoutDiffers          the RAM of two checkpoints differs in size
+    ├─ UnreadablePages        the store is damaged: some pages cannot be read
     └─ MissingExtra           an optional library is not installed
 
-Each message says what to do about it where that is known.
+If a fix is known, the message names it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 
 
 class KeyframeError(Exception):
-    """What all errors of this package are."""
+    """The base of all errors of this package."""
 
 
 class ProgramNotFound(KeyframeError):
@@ -34,30 +34,32 @@ class ProgramNotFound(KeyframeError):
 
 
 class CommandFailed(KeyframeError):
-    """The program said no.
+    """The program ended with an exit code other than 0.
 
-    `code` is its exit code, `message` what it said, without its name before it, `fix` what it says to do about it, and
-    `command` the command line.
+    `code` is the exit code, `message` the error text without the program's name, `fix` the fix that
+    the text names (or `None`), and `command` the command line.
     """
 
-    def __init__(self, command: Sequence[str], code: int, said: str) -> None:
+    def __init__(self, command: Sequence[str], code: int, stderr: str) -> None:
         self.command = tuple(command)
         self.code = code
-        self.message, self.fix = _parts(said)
-        text = self.message or f"{' '.join(self.command)}: ended with exit code {code} and no message"
+        self.message, self.fix = _parts(stderr)
+        text = (
+            self.message or f"{' '.join(self.command)}: ended with exit code {code} and no message"
+        )
         super().__init__(text if self.fix is None else f"{text}\n  fix: {self.fix}")
 
 
 class UsageError(CommandFailed):
-    """Exit code 2: the program does not know what it was asked."""
+    """Exit code 2: the program does not know an argument."""
 
 
 class NoStore(CommandFailed):
-    """Exit code 10: there is no store at that place."""
+    """Exit code 10: there is no store at this path or URL."""
 
 
 class StoreLocked(CommandFailed):
-    """Exit code 11: somebody else writes to the store."""
+    """Exit code 11: another process writes to the store."""
 
 
 class MountFailed(KeyframeError):
@@ -65,11 +67,11 @@ class MountFailed(KeyframeError):
 
 
 class TimedOut(KeyframeError):
-    """The program did not answer within the time that it was given, and was ended."""
+    """The program exceeded its time limit, and was ended."""
 
 
 class BadAnswer(KeyframeError):
-    """What the program printed, or a file holds, is not what its documentation says."""
+    """The program's output, or a file, does not have the documented form."""
 
 
 class UnknownCheckpoint(KeyframeError):
@@ -77,34 +79,34 @@ class UnknownCheckpoint(KeyframeError):
 
 
 class NoRam(KeyframeError):
-    """The checkpoint's RAM cannot be shown as an image, or it is not said whose."""
+    """The checkpoint's RAM is not available as an image, or the group's member is not named."""
 
 
 class LayoutDiffers(KeyframeError):
-    """The RAM of two checkpoints is not of the same size, so that their pages are not each other's."""
+    """The RAM of two checkpoints differs in size, so that their pages cannot be compared."""
 
 
 class UnreadablePages(KeyframeError):
-    """The store cannot give these pages: it is damaged, or was taken away."""
+    """The store cannot provide these pages: it is damaged, or no longer reachable."""
 
 
 class MissingExtra(KeyframeError, ImportError):
-    """An optional library is not installed; the message says how to get it."""
+    """An optional library is not installed; the message names the command that installs it."""
 
 
 _BY_CODE: dict[int, type[CommandFailed]] = {2: UsageError, 10: NoStore, 11: StoreLocked}
 
 
-def command_failed(command: Sequence[str], code: int, said: str) -> CommandFailed:
-    """The exception for an exit code, with what the program wrote to standard error."""
-    return _BY_CODE.get(code, CommandFailed)(command, code, said)
+def command_failed(command: Sequence[str], code: int, stderr: str) -> CommandFailed:
+    """The exception for an exit code and the text on standard error."""
+    return _BY_CODE.get(code, CommandFailed)(command, code, stderr)
 
 
-def _parts(said: str) -> tuple[str, str | None]:
-    """Message and fix of `keyframe: MESSAGE\\n  fix: FIX`; what else was said stays in the message."""
+def _parts(stderr: str) -> tuple[str, str | None]:
+    """Message and fix of `keyframe: MESSAGE\\n  fix: FIX`; other lines stay in the message."""
     message: list[str] = []
     fix: str | None = None
-    for line in said.strip().splitlines():
+    for line in stderr.strip().splitlines():
         if line.startswith("  fix: "):
             fix = line.removeprefix("  fix: ")
         else:

@@ -1,13 +1,13 @@
-"""Where the files are that RAM is read from: a mount of the store, or files exported one by one.
+"""The files that RAM is read from: a mount of the store, or exported files.
 
 ::
 
-    Images ─┬─ Mount     ``keyframe mount``: files are made as they are read, nothing is copied in advance
-            └─ Exports   ``keyframe export``: a sparse file in a temporary directory for each checkpoint that is looked at
+    Images ─┬─ Mount     ``keyframe mount``: the files' content is made when it is read
+            └─ Exports   ``keyframe export``: a sparse file for each checkpoint that is read
 
-Invariant: a file that an array is mapped from stays readable for as long as the array lives. A mount that is closed while arrays
-live is taken away when the last of them is gone, at the latest when Python ends: memory that is read from behind a mount that is gone
-would end the process.
+Invariant: a file stays readable for as long as an array is mapped from it, because a read of a
+mapping whose mount is gone ends the process. A mount that is closed while such arrays exist is
+unmounted after the last of them is gone, or when Python ends.
 """
 
 from __future__ import annotations
@@ -35,34 +35,42 @@ _FAILED, _NO_STORE = 1, 10
 
 
 class Images(Protocol):
-    """Gives the RAM of checkpoints as files."""
+    """Provides the RAM of checkpoints as files."""
 
     def ram_file(self, checkpoint: int, member: str | None) -> Path:
-        """The raw image of a checkpoint's RAM, readable until the `Images` are closed. Raises `NoRam`, `UnreadablePages`."""
+        """The raw image of a checkpoint's RAM, readable until `close`.
+
+        Raises `NoRam`, `UnreadablePages`.
+        """
 
     def keep_for(self, owner: object) -> None:
-        """Keeps its files readable until `owner` is gone, also when the `Images` were closed."""
+        """Keeps the files readable until `owner` is gone, also after `close`."""
 
     def messages(self) -> str:
-        """What the program behind it has said."""
+        """The error texts of the program that provides the files."""
 
     def close(self) -> None:
-        """Gives back what it holds."""
+        """Releases the files."""
 
 
 class Mount:
-    """A store's checkpoints as files under `path`, by a ``keyframe mount`` that runs as a child.
+    """A store's checkpoints as files under `path`, provided by a child process ``keyframe mount``.
 
-    `path` is an empty directory, or a temporary one where `None`. Waits up to `timeout_seconds` until the files are there.
+    `path` is an empty directory; if it is `None`, a temporary one. The constructor waits until the
+    files are there.
 
-    A context manager. `close` takes the mount away, as does Python's end, be it by a signal that cannot be caught. While arrays live that
-    `Ram` has mapped from its files, it stays.
+    A context manager. `close` unmounts, and so does the end of Python, even if Python is killed.
+    The mount stays while there are arrays that `Ram` has mapped from its files.
 
-    Raises `MountFailed` (also where it takes too long), `NoStore`.
+    Raises `MountFailed` (also after `timeout_seconds`) and `NoStore`.
     """
 
     def __init__(
-        self, program: Program, store: str, path: str | os.PathLike[str] | None = None, timeout_seconds: float = 30.0
+        self,
+        program: Program,
+        store: str,
+        path: str | os.PathLike[str] | None = None,
+        timeout_seconds: float = 30.0,
     ) -> None:
         self._lock = threading.RLock()
         self._owners = 0
@@ -72,21 +80,30 @@ class Mount:
         own = path is None
         if path is not None and os.path.ismount(path):
             raise MountFailed(f"{path} is mounted already; name an empty directory")
-        self.path = Path(tempfile.mkdtemp(prefix="keyframe-mount-") if path is None else path).absolute()
-        self._said: IO[bytes] = tempfile.TemporaryFile()
+        self.path = Path(
+            tempfile.mkdtemp(prefix="keyframe-mount-") if path is None else path
+        ).absolute()
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()
         self._command = [program.path, "mount", str(self.path), "--store", store, "--quiet"]
-        guard = [sys.executable, "-I", "-S", _guard.__file__, str(self.path), "remove" if own else "keep"]
+        guard = [
+            sys.executable,
+            "-I",
+            "-S",
+            _guard.__file__,
+            str(self.path),
+            "remove" if own else "keep",
+        ]
         try:
             self._guard = subprocess.Popen(
                 [*guard, *self._command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                stderr=self._said,
+                stderr=self._stderr,
                 env=program.key.environment(),
                 start_new_session=True,
             )
         except BaseException:
-            self._said.close()
+            self._stderr.close()
             if own:
                 self.path.rmdir()
             raise
@@ -98,29 +115,36 @@ class Mount:
             raise
 
     def _wait(self, timeout_seconds: float) -> None:
-        """Until the files are there."""
+        """Waits until the files are there."""
         deadline = time.monotonic() + timeout_seconds
         while not os.path.ismount(self.path):
             code = self._guard.poll()
             if code is not None:
-                said = self.messages()
+                text = self.messages()
                 if code == _NO_STORE:
-                    raise command_failed(self._command, code, said)
-                raise MountFailed(str(command_failed(self._command, code or _FAILED, said)))
+                    raise command_failed(self._command, code, text)
+                raise MountFailed(str(command_failed(self._command, code or _FAILED, text)))
             if time.monotonic() > deadline:
-                raise MountFailed(f"{' '.join(self._command)}: nothing was mounted within {timeout_seconds:g} s")
+                raise MountFailed(
+                    f"{' '.join(self._command)}: nothing was mounted within {timeout_seconds:g} s"
+                )
             time.sleep(_POLL_SECONDS)
 
     def ram_file(self, checkpoint: int, member: str | None) -> Path:
-        """See `Images`. `MountFailed` where the mount is gone."""
+        """See `Images`. Raises `MountFailed` if the mount is gone."""
         if self._ended or not os.path.ismount(self.path):
-            raise MountFailed(f"{self.path} is not mounted any more\n{self.messages()}".strip())
-        file = self.path / str(checkpoint) / (member_directory(member) if member is not None else "") / _RAM
+            raise MountFailed(f"{self.path} is no longer mounted\n{self.messages()}".strip())
+        file = (
+            self.path
+            / str(checkpoint)
+            / (member_directory(member) if member is not None else "")
+            / _RAM
+        )
         try:
             file.stat()
         except FileNotFoundError:
             raise NoRam(
-                f"{file} is not there: checkpoint {checkpoint} was forgotten, or does not tell where its RAM lies\n"
+                f"{file} is not there: checkpoint {checkpoint} was forgotten, or has no RAM map\n"
                 f"{self.messages()}".strip()
             ) from None
         except OSError as error:
@@ -131,10 +155,10 @@ class Mount:
         """See `Images`."""
         with self._lock:
             self._owners += 1
-        # At Python's end it is for `_end` to do, for all owners at once.
-        weakref.finalize(owner, self._let_go).atexit = False
+        # When Python ends, `_end` releases all owners at once.
+        weakref.finalize(owner, self._release_owner).atexit = False
 
-    def _let_go(self) -> None:
+    def _release_owner(self) -> None:
         with self._lock:
             self._owners -= 1
             last = self._owners == 0 and self._closed
@@ -142,13 +166,13 @@ class Mount:
             self._end()
 
     def messages(self) -> str:
-        """What ``keyframe mount`` has said, such as that a page is damaged."""
-        if self._said.closed:
+        """The error texts of ``keyframe mount``, such as that a page is damaged."""
+        if self._stderr.closed:
             return ""
-        return os.pread(self._said.fileno(), 1 << 16, 0).decode(errors="replace").strip()
+        return os.pread(self._stderr.fileno(), 1 << 16, 0).decode(errors="replace").strip()
 
     def close(self) -> None:
-        """Takes the mount away, or leaves that to the last array that is mapped from its files."""
+        """Unmounts, at once or after the last array that is mapped from the files is gone."""
         with self._lock:
             if self._closed:
                 return
@@ -158,9 +182,9 @@ class Mount:
             self._end()
 
     def _end(self) -> None:
-        """Takes the mount away now."""
+        """Unmounts now."""
         with self._lock:
-            # A fork of this process has it only borrowed.
+            # A fork of this process does not own the mount.
             if self._ended or os.getpid() != self._process:
                 return
             self._ended = True
@@ -172,23 +196,28 @@ class Mount:
         except subprocess.TimeoutExpired:
             self._guard.kill()
             self._guard.wait()
-            warnings.warn(f"{self.path} could not be unmounted; try: umount -l {self.path}", stacklevel=2)
-        self._said.close()
+            warnings.warn(
+                f"{self.path} could not be unmounted; try: umount -l {self.path}", stacklevel=2
+            )
+        self._stderr.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
 
 class Exports:
-    """RAM as files that ``keyframe export --format raw`` writes to a temporary directory: for where nothing can be mounted.
+    """RAM as files that ``keyframe export --format raw`` writes, for machines that cannot mount.
 
-    A file takes the room of the checkpoint's pages that are not zero, in ``TMPDIR``. Files are removed by `close`; arrays that are mapped
-    from them stay as they are.
+    The files are in a temporary directory in ``TMPDIR``; each occupies the size of the checkpoint's
+    pages that are not zero. `close` removes them; arrays that are mapped from them stay valid.
     """
 
     def __init__(self, program: Program, store: str) -> None:
@@ -199,7 +228,10 @@ class Exports:
         self._lock = threading.Lock()
 
     def ram_file(self, checkpoint: int, member: str | None) -> Path:
-        """See `Images`. `CommandFailed` where it cannot be exported, for want of space say."""
+        """See `Images`.
+
+        Raises `CommandFailed` if the export fails, for example for lack of space.
+        """
         with self._lock:
             known = self._files.get((checkpoint, member))
             if known is not None:
@@ -210,7 +242,7 @@ class Exports:
             return file
 
     def keep_for(self, owner: object) -> None:
-        """See `Images`: a file that was removed stays readable where it is mapped."""
+        """See `Images`: a removed file stays readable through its mappings."""
 
     def messages(self) -> str:
         """See `Images`."""
@@ -221,11 +253,26 @@ class Exports:
         self._directory.cleanup()
 
 
-def export_ram(program: Program, store: str, checkpoint: int, member: str | None, file: Path) -> None:
-    """Writes a checkpoint's RAM to `file`, which must not exist: byte n is guest-physical address n."""
+def export_ram(
+    program: Program, store: str, checkpoint: int, member: str | None, file: Path
+) -> None:
+    """Writes a checkpoint's RAM to `file`, which must not exist: byte n is guest-physical address
+    n.
+    """
     of_member = [] if member is None else ["--member", member]
     program.run(
-        ["export", str(checkpoint), "--store", store, "--format", "raw", "--quiet", "-o", str(file), *of_member]
+        [
+            "export",
+            str(checkpoint),
+            "--store",
+            store,
+            "--format",
+            "raw",
+            "--quiet",
+            "-o",
+            str(file),
+            *of_member,
+        ]
     )
 
 
@@ -237,7 +284,9 @@ def member_directory(member: str) -> str:
 
 
 def open_images(program: Program, store: str, via: str, timeout_seconds: float) -> Images:
-    """A `Mount`, or `Exports`, as `via` says: ``mount``, ``export``, or ``auto``, which exports where it cannot mount."""
+    """A `Mount` (`via` is ``mount``) or `Exports` (``export``); ``auto`` exports if it cannot
+    mount.
+    """
     if via == "export":
         return Exports(program, store)
     try:
@@ -245,5 +294,7 @@ def open_images(program: Program, store: str, via: str, timeout_seconds: float) 
     except MountFailed as error:
         if via == "mount":
             raise
-        warnings.warn(f"checkpoints are exported, as they cannot be mounted: {error}", stacklevel=4)
+        warnings.warn(
+            f"checkpoints are exported, because they cannot be mounted: {error}", stacklevel=4
+        )
         return Exports(program, store)

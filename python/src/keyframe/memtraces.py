@@ -1,16 +1,16 @@
-"""Memory traces: every access of a recorded guest's instructions, one row each (docs/formats/memtrace.md).
+"""Memory traces: one row for each memory access of a recorded guest (docs/formats/memtrace.md).
 
 | column | type | meaning |
 |---|---|---|
-| ``icount`` | uint64 | instructions that the VM had executed before the one that accesses; never falls from row to row |
+| ``icount`` | uint64 | instructions that the VM executed before this one; never decreases |
 | ``pc`` | uint64 | virtual address of the instruction |
 | ``vaddr`` | uint64 | virtual address of the first byte |
-| ``page`` | uint32 | guest-physical page of the first byte; 0 where ``flags`` has 4 |
+| ``page`` | uint32 | guest-physical page of the first byte; 0 if ``flags`` has `PHYSICAL_UNKNOWN` |
 | ``size`` | uint8 | bytes |
 | ``flags`` | uint8 | sum of `WRITE`, `DEVICE`, `PHYSICAL_UNKNOWN` |
 
-The guest-physical address of an access is ``page * 4096 + vaddr % 4096``. Files are large: rows outside of a range of instructions are not
-read, and Polars reads lazily.
+The guest-physical address of an access is ``page * 4096 + vaddr % 4096``. Files are large: rows
+outside of a range of instructions are not read, and Polars reads lazily.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     import pandas
     import polars
 
-#: In ``flags``: it writes; else it reads.
+#: In ``flags``: the access writes; without it, it reads.
 WRITE = 1
-#: In ``flags``: a device, not memory.
+#: In ``flags``: the access is to a device, not to memory.
 DEVICE = 2
 #: In ``flags``: the physical page is not known.
 PHYSICAL_UNKNOWN = 4
@@ -46,12 +46,14 @@ def scan_memtrace(
     end_icount: int | None = None,
     columns: Sequence[str] | None = None,
 ) -> polars.LazyFrame:
-    """A memory trace as a Polars LazyFrame: nothing is read before ``collect()``.
+    """A memory trace as a Polars LazyFrame: ``collect()`` reads it.
 
-    `path` is the file, or the directory that ``keyframe analyze --tool memtrace --out`` made. Rows are those from instruction
-    `first_icount` to before `end_icount`; columns are those of the table above, or `columns`.
+    `path` is the file, or the directory that ``keyframe analyze --tool memtrace --out`` made. The
+    rows are those from instruction `first_icount` to before `end_icount`; the columns are those of
+    the table above, or `columns`.
 
-    Raises `MissingExtra` without Polars, `FileNotFoundError`, `BadAnswer` where it is no memory trace.
+    Raises `MissingExtra` without Polars, `FileNotFoundError`, `BadAnswer` if the file is no memory
+    trace.
     """
     _require("polars", "polars")
     import polars
@@ -77,9 +79,9 @@ def read_memtrace(
     end_icount: int | None = None,
     columns: Sequence[str] | None = None,
 ) -> pandas.DataFrame:
-    """The same as a pandas DataFrame, in memory: 26 bytes a row.
+    """As `scan_memtrace`, as a pandas DataFrame in memory, 26 bytes a row.
 
-    Raises as `scan_memtrace` does; `MissingExtra` without pandas or pyarrow.
+    Raises as `scan_memtrace` does, and `MissingExtra` without pandas or pyarrow.
     """
     _require("pandas", "pandas")
     parquet = _require("pyarrow.parquet", "pandas")
@@ -97,18 +99,22 @@ def read_memtrace(
     if end_icount is not None:
         wanted.append(("icount", "<", end_icount))
     return pandas.read_parquet(
-        file, engine="pyarrow", columns=list(COLUMNS if columns is None else columns), filters=wanted or None
+        file,
+        engine="pyarrow",
+        columns=list(COLUMNS if columns is None else columns),
+        filters=wanted or None,
     )
 
 
 def _file(path: str | os.PathLike[str]) -> Path:
-    """The file, of a directory of results too."""
+    """The file at `path`, or in the directory of results `path`."""
     file = Path(path)
     if file.is_dir():
         file = file / _FILE
     if not file.is_file():
         raise FileNotFoundError(
-            f"{file} is not there; make it with: keyframe analyze REC --tool memtrace --out {file.parent}"
+            f"{file} is not there; make it with: "
+            f"keyframe analyze REC --tool memtrace --out {file.parent}"
         )
     return file
 
@@ -123,11 +129,12 @@ def _check(file: Path, names: Sequence[str], columns: Sequence[str] | None) -> N
 
 
 def _require(module: str, extra: str) -> ModuleType:
-    """Imports an optional library, or says how to get it."""
+    """Imports an optional library. Raises `MissingExtra` with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         name = module.partition(".")[0]
         raise MissingExtra(
-            f"{name} is not installed; pip install {name}, or in Keyframe's source: pip install './python[{extra}]'"
+            f"{name} is not installed; pip install {name}, or in Keyframe's source: "
+            f"pip install './python[{extra}]'"
         ) from error

@@ -1,4 +1,4 @@
-"""Runs the program ``keyframe``: finds it, bounds it in time, makes exceptions of its exit codes."""
+"""Runs the program ``keyframe``: finds it, limits its time, turns its exit codes into exceptions."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from typing import Any
 
 from .errors import BadAnswer, ProgramNotFound, TimedOut, command_failed
 
-#: Seconds that a command has to end in good order once it was asked to.
+#: Seconds that a command has to end after SIGTERM.
 _GRACE_SECONDS = 10.0
 _DONE, _WARNED = 0, 3
 
 
 class KeyframeWarning(UserWarning):
-    """What the program warned of while it did what it was asked (exit code 3)."""
+    """A warning of a command that has otherwise succeeded (exit code 3)."""
 
 
 def find_program(program: str | os.PathLike[str] | None = None) -> str:
-    """The path of the program: `program`, else what ``KEYFRAME`` in the environment says, else ``keyframe`` in ``PATH``.
+    """The path of the program: `program`, or ``KEYFRAME`` of the environment, or ``keyframe`` in
+    ``PATH``.
 
     Raises `ProgramNotFound`.
     """
@@ -33,7 +34,7 @@ def find_program(program: str | os.PathLike[str] | None = None) -> str:
     if found is not None:
         return str(Path(found).absolute())
     how = (
-        "build it with `make build` in Keyframe's source, which leaves it in target/release/keyframe, and set "
+        "build target/release/keyframe with `make build` in Keyframe's source, and set "
         "KEYFRAME=/path/to/keyframe or add its directory to PATH"
     )
     if named is None:
@@ -43,13 +44,16 @@ def find_program(program: str | os.PathLike[str] | None = None) -> str:
 
 @dataclass(frozen=True)
 class Key:
-    """What opens an encrypted store. It goes to the program by its environment, never on a command line."""
+    """The key of an encrypted store.
+
+    The program gets it in its environment, never on a command line.
+    """
 
     key_file: str | None = None
     passphrase: str | None = field(default=None, repr=False)
 
     def environment(self) -> dict[str, str]:
-        """The environment of a command: this process's, with the key in it where one is given."""
+        """The environment of a command: this process's, with the key if there is one."""
         environment = dict(os.environ)
         if self.key_file is not None:
             environment["KEYFRAME_KEY_FILE"] = self.key_file
@@ -62,20 +66,25 @@ class Key:
 
 @dataclass(frozen=True)
 class Program:
-    """A way to run commands: where the program is, what opens the store, and how long a command may take."""
+    """How to run commands: the program's path, the store's key, and the time limit of a command."""
 
     path: str
     key: Key = Key()
     timeout_seconds: float = 120.0
 
     def run(
-        self, arguments: Sequence[str], *, timeout_seconds: float | None = None, also_done: Sequence[int] = ()
+        self,
+        arguments: Sequence[str],
+        *,
+        timeout_seconds: float | None = None,
+        also_done: Sequence[int] = (),
     ) -> bytes:
-        """Runs a command to its end and returns what it wrote to standard output.
+        """Runs a command until it ends and returns its standard output.
 
-        Exit codes in `also_done` count as done. What is warned of becomes a `KeyframeWarning`. Nobody is asked for a
-        passphrase: the command has no terminal. A command that takes longer than `timeout_seconds` (the program's own, where
-        `None`) is ended; so it is when an exception, Ctrl-C say, ends the waiting.
+        Exit codes in `also_done` count as success. A warning becomes a `KeyframeWarning`. The
+        command has no terminal, so it cannot ask for a passphrase. It is ended after
+        `timeout_seconds` (if `None`, the limit of this `Program`), and if an exception such as
+        Ctrl-C ends the wait.
 
         Raises `CommandFailed` (by exit code), `TimedOut`, `ProgramNotFound`.
         """
@@ -96,31 +105,40 @@ class Program:
             out, err = child.communicate(timeout=limit)
         except subprocess.TimeoutExpired as error:
             raise TimedOut(
-                f"{' '.join(command)}: not done within {limit:g} s, and ended; give it more with timeout="
+                f"{' '.join(command)}: ended after {limit:g} s; timeout= sets another limit"
             ) from error
         finally:
             if child.poll() is None:
                 _end(child)
-        said = err.decode(errors="replace")
+        stderr = err.decode(errors="replace")
         if child.returncode == _WARNED:
-            warnings.warn(said.strip(), KeyframeWarning, stacklevel=3)
+            warnings.warn(stderr.strip(), KeyframeWarning, stacklevel=3)
         elif child.returncode != _DONE and child.returncode not in also_done:
-            raise command_failed(command, child.returncode, said)
+            raise command_failed(command, child.returncode, stderr)
         return out
 
     def json(
-        self, arguments: Sequence[str], *, timeout_seconds: float | None = None, also_done: Sequence[int] = ()
+        self,
+        arguments: Sequence[str],
+        *,
+        timeout_seconds: float | None = None,
+        also_done: Sequence[int] = (),
     ) -> Any:
-        """The same for a command that prints JSON. Raises `BadAnswer` where it does not."""
+        """As `run`, for a command that prints JSON.
+
+        Raises `BadAnswer` if it prints something else.
+        """
         out = self.run(arguments, timeout_seconds=timeout_seconds, also_done=also_done)
         try:
             return json.loads(out)
         except ValueError as error:
-            raise BadAnswer(f"{self.path} {' '.join(arguments)}: printed no JSON: {error}") from error
+            raise BadAnswer(
+                f"{self.path} {' '.join(arguments)}: printed no JSON: {error}"
+            ) from error
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Ends a command: politely, then by force. Waits for it, and leaves no pipe open."""
+    """Ends a command with SIGTERM, then with SIGKILL. Waits for it, and closes its pipes."""
     child.terminate()
     try:
         child.communicate(timeout=_GRACE_SECONDS)
@@ -133,14 +151,14 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def expect_object(value: Any, what: str) -> Mapping[str, Any]:
-    """`value` as a JSON object. Raises `BadAnswer`, naming `what`, where it is something else."""
+    """`value` as a JSON object. Raises `BadAnswer`, naming `what`, if it is something else."""
     if isinstance(value, dict):
         return value
     raise BadAnswer(f"{what}: an object was expected, not {type(value).__name__}")
 
 
 def expect_list(value: Any, what: str) -> Sequence[Any]:
-    """`value` as a JSON array. Raises `BadAnswer`, naming `what`, where it is something else."""
+    """`value` as a JSON array. Raises `BadAnswer`, naming `what`, if it is something else."""
     if isinstance(value, list):
         return value
     raise BadAnswer(f"{what}: an array was expected, not {type(value).__name__}")

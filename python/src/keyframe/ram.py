@@ -1,4 +1,4 @@
-"""A checkpoint's RAM as the guest sees it: mapped as an array, or read piece by piece.
+"""A checkpoint's RAM as the guest sees it, as a mapped array or in copies of pages.
 
 ::
 
@@ -6,9 +6,9 @@
     pages             │ pc.ram        │ ROM or RAM │ pc.ram                                      │
     parts             └─ parts[0] ────┴─ ... ──────┴─ parts[n] ──────────────────────────────────┘
 
-Page n is at guest-physical address ``4096 * n``. Where there is no RAM, below 4 GiB say, pages are zeros and belong to no part.
-From 768 KiB to 1 MiB a page holds what the guest read there at that instant, RAM or ROM, and is named by the part that the map of
-the checkpoint has there.
+Page n is at guest-physical address ``4096 * n``. Addresses without RAM, such as the hole below 4 GiB,
+have pages of zeros that belong to no part. A page from 768 KiB to 1 MiB has the content that the
+guest read there at that instant, RAM or ROM; its part is the one of the checkpoint's map.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a part of a RAM block lies. All numbers are bytes, and multiples of `PAGE_BYTES`.
+class RamRange:
+    """The address range of a part of a RAM block. All numbers are bytes, and multiples of
+    `PAGE_BYTES`.
 
-    `block` is QEMU's name of the RAM block (``pc.ram``), `start` the guest-physical address, `offset_bytes` where in the block
-    the part begins.
+    `block` is QEMU's name of the RAM block (``pc.ram``), `start` the guest-physical address,
+    `offset_bytes` the part's offset in the block.
     """
 
     block: str
@@ -47,24 +48,26 @@ class Place:
 
     @property
     def page_range(self) -> range:
-        """Its pages, as numbers of guest-physical pages."""
+        """The numbers of its guest-physical pages."""
         return range(self.start // PAGE_BYTES, (self.start + self.len_bytes) // PAGE_BYTES)
 
 
 @dataclass(frozen=True, eq=False)
-class RamPart(Place):
-    """A part of a RAM block with its content: `pages` is a read-only array of uint8, shape (pages, 4096)."""
+class RamPart(RamRange):
+    """A part of a RAM block with its content: `pages` is a read-only array of uint8, shape (pages,
+    4096).
+    """
 
     pages: NDArray[np.uint8]
 
 
 class Ram:
-    """The RAM of a checkpoint. A context manager; made by `Checkpoint.ram`.
+    """The RAM of a checkpoint. A context manager; `Checkpoint.ram` makes it.
 
-    Arrays may be used for as long as one likes, also behind the ``with``: the store stays mounted until the last of them is gone, at the
-    latest until Python ends. They are mapped: nothing is read before it is looked at. A page that
-    the store cannot give any more, as it is damaged, ends the process by SIGBUS where it is looked at in `pages` or `parts`, as with any
-    file that is mapped; `read` raises `UnreadablePages` instead.
+    Arrays stay valid after the ``with``: the store stays mounted until the last of them is gone, or
+    until Python ends. They are mapped: a page is read when it is accessed. An access to a damaged
+    page through `pages` or `parts` ends the process with SIGBUS, as with any mapped file; `read`
+    raises `UnreadablePages` instead.
     """
 
     def __init__(
@@ -72,11 +75,11 @@ class Ram:
         images: Images,
         checkpoint: int,
         member: str | None,
-        places: Sequence[Place],
+        ranges: Sequence[RamRange],
         release: Callable[[], None],
     ) -> None:
         self._images = images
-        # What `close` looks at comes first.
+        # `close` uses these, also if the constructor raises.
         self._release: Callable[[], None] | None = release
         self._mapped: NDArray[np.uint8] | None = None
         self._descriptor: int | None = None
@@ -92,41 +95,57 @@ class Ram:
             self.len_bytes = os.fstat(self._descriptor).st_size
             if self.len_bytes == 0 or self.len_bytes % PAGE_BYTES != 0:
                 raise BadAnswer(f"{file}: {self.len_bytes} bytes are no whole pages")
-            #: Where RAM blocks lie in it, rising.
-            self.places = _inside(places, self.len_bytes)
+            #: The ranges of RAM blocks, by rising address.
+            self.ranges = _inside(ranges, self.len_bytes)
         except BaseException:
             self.close()
             raise
 
     def __len__(self) -> int:
-        """Pages."""
+        """The number of pages."""
         return self.len_bytes // PAGE_BYTES
 
     @property
     def pages(self) -> NDArray[np.uint8]:
-        """All of it: a read-only mapped array of uint8, shape (pages, 4096); row n is guest-physical page n."""
+        """All RAM: a read-only mapped array of uint8, shape (pages, 4096); row n is guest-physical
+        page n.
+        """
         if self._mapped is None:
-            mapping = mmap.mmap(self._file(), self.len_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            mapping = mmap.mmap(
+                self._file(), self.len_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ
+            )
             self._images.keep_for(mapping)
             self._mapped = np.frombuffer(mapping, dtype=np.uint8).reshape(-1, PAGE_BYTES)
         return self._mapped
 
     @property
     def parts(self) -> tuple[RamPart, ...]:
-        """The parts of RAM blocks with their pages, by rising guest-physical address; views of `pages`."""
+        """The parts of RAM blocks with their pages, by rising guest-physical address; views of
+        `pages`.
+        """
         pages = self.pages
         return tuple(
-            RamPart(p.block, p.start, p.len_bytes, p.offset_bytes, pages[p.page_range.start : p.page_range.stop])
-            for p in self.places
+            RamPart(
+                r.block,
+                r.start,
+                r.len_bytes,
+                r.offset_bytes,
+                pages[r.page_range.start : r.page_range.stop],
+            )
+            for r in self.ranges
         )
 
     def read(self, first: int, count: int) -> NDArray[np.uint8]:
-        """Copies `count` guest-physical pages from number `first` on: a read-only array of uint8, shape (count, 4096).
+        """Copies `count` guest-physical pages from number `first` on: a read-only array of uint8,
+        shape (count, 4096).
 
-        Raises `IndexError` beyond the end, and `UnreadablePages` where the store cannot give them.
+        Raises `IndexError` beyond the end, and `UnreadablePages` if the store cannot provide them.
         """
         if first < 0 or count < 0 or first + count > len(self):
-            raise IndexError(f"pages {first} to {first + count} of checkpoint {self.checkpoint}: it has {len(self)}")
+            raise IndexError(
+                f"pages {first} to {first + count} of checkpoint {self.checkpoint}, "
+                f"which has {len(self)}"
+            )
         pages = np.empty((count, PAGE_BYTES), dtype=np.uint8)
         left = pages.data.cast("B")
         while len(left) > 0:
@@ -134,9 +153,10 @@ class Ram:
             try:
                 got = os.preadv(self._file(), [left], begin)
             except OSError as error:
-                said = f"\n{self._images.messages()}".rstrip()
+                messages = f"\n{self._images.messages()}".rstrip()
                 raise UnreadablePages(
-                    f"checkpoint {self.checkpoint}: read from guest-physical page {begin // PAGE_BYTES} on: {error}{said}"
+                    f"checkpoint {self.checkpoint}: read guest-physical page "
+                    f"{begin // PAGE_BYTES}: {error}{messages}"
                 ) from error
             if got == 0:
                 raise UnreadablePages(f"checkpoint {self.checkpoint}: its RAM ends early")
@@ -151,16 +171,18 @@ class Ram:
         begin = address - first * PAGE_BYTES
         return self.read(first, count).tobytes()[begin : begin + len_bytes]
 
-    def place_of(self, page: int) -> tuple[str, int]:
-        """The RAM block of a guest-physical page, and the page's number in the block; ``("", page)`` where no RAM is."""
-        at = bisect.bisect_right(self.places, page * PAGE_BYTES, key=lambda place: place.start) - 1
-        if at >= 0 and page in self.places[at].page_range:
-            place = self.places[at]
-            return place.block, page - place.start // PAGE_BYTES + place.offset_bytes // PAGE_BYTES
+    def block_of(self, page: int) -> tuple[str, int]:
+        """The RAM block of a guest-physical page and the page's number in it; ``("", page)``
+        without RAM.
+        """
+        at = bisect.bisect_right(self.ranges, page * PAGE_BYTES, key=lambda known: known.start) - 1
+        if at >= 0 and page in self.ranges[at].page_range:
+            known = self.ranges[at]
+            return known.block, page - known.start // PAGE_BYTES + known.offset_bytes // PAGE_BYTES
         return "", page
 
     def close(self) -> None:
-        """Gives back what it holds, but arrays that are in use."""
+        """Releases the RAM. Arrays in use stay valid."""
         self._mapped = None
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -171,7 +193,9 @@ class Ram:
 
     def _file(self) -> int:
         if self._descriptor is None:
-            raise KeyframeError(f"the RAM of checkpoint {self.checkpoint} is closed; use it within its `with`")
+            raise KeyframeError(
+                f"the RAM of checkpoint {self.checkpoint} is closed; use it within its `with`"
+            )
         return self._descriptor
 
     def __del__(self) -> None:
@@ -181,14 +205,17 @@ class Ram:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
 
-def places_of(guest_map: Any, what: str) -> list[Place]:
-    """The places that ``machine.guest_map`` of ``show --json`` names. Raises `BadAnswer`, naming `what`."""
-    places = []
+def ranges_of(guest_map: Any, what: str) -> list[RamRange]:
+    """The ranges in ``machine.guest_map`` of ``show --json``. Raises `BadAnswer`, naming `what`."""
+    ranges = []
     for region in guest_map or []:
         entry = expect_object(region, what)
         try:
@@ -200,29 +227,34 @@ def places_of(guest_map: Any, what: str) -> list[Place]:
             raise BadAnswer(f"{what}: {entry} is no part of a RAM block")
         if any(n % PAGE_BYTES for n in numbers):
             raise BadAnswer(f"{what}: {entry} is not of whole pages")
-        places.append(Place(block, numbers[0], numbers[1], numbers[2]))
-    places.sort(key=lambda place: place.start)
-    for before, after in zip(places, places[1:]):
+        ranges.append(RamRange(block, numbers[0], numbers[1], numbers[2]))
+    ranges.sort(key=lambda known: known.start)
+    for before, after in zip(ranges, ranges[1:]):
         if before.start + before.len_bytes > after.start:
-            raise BadAnswer(f"{what}: {before.block} and {after.block} are at one address, {after.start:#x}")
-    return places
+            raise BadAnswer(
+                f"{what}: {before.block} and {after.block} are at one address, {after.start:#x}"
+            )
+    return ranges
 
 
-def _inside(places: Sequence[Place], len_bytes: int) -> tuple[Place, ...]:
-    """The places that lie below `len_bytes`, cut there. Without any, all of it is one without a name."""
+def _inside(ranges: Sequence[RamRange], len_bytes: int) -> tuple[RamRange, ...]:
+    """The ranges below `len_bytes`, cut there.
+
+    If there are none, one range without a name covers all.
+    """
     cut = tuple(
-        Place(p.block, p.start, min(p.len_bytes, len_bytes - p.start), p.offset_bytes)
-        for p in places
-        if p.start < len_bytes and p.len_bytes > 0
+        RamRange(r.block, r.start, min(r.len_bytes, len_bytes - r.start), r.offset_bytes)
+        for r in ranges
+        if r.start < len_bytes and r.len_bytes > 0
     )
-    return cut or (Place("", 0, len_bytes, 0),)
+    return cut or (RamRange("", 0, len_bytes, 0),)
 
 
-def covered(places: Sequence[Place], chunk_pages: int) -> Iterator[range]:
-    """Ranges of guest-physical pages, at most `chunk_pages` each, that together are all pages of `places`, each once, rising."""
+def covered(ranges: Sequence[RamRange], chunk_pages: int) -> Iterator[range]:
+    """All pages of `ranges`, each once, by rising address, in chunks of at most `chunk_pages`."""
     begun = 0
-    for place in sorted(places, key=lambda p: p.start):
-        first, end = max(place.page_range.start, begun), place.page_range.stop
+    for known in sorted(ranges, key=lambda r: r.start):
+        first, end = max(known.page_range.start, begun), known.page_range.stop
         while first < end:
             last = min(first + chunk_pages, end)
             yield range(first, last)
