@@ -1,45 +1,45 @@
-//! What the model is told.
+//! The constants of the model.
 
 use serde::{Deserialize, Serialize};
 
-/// Seconds that nothing here is longer than: some 30 years.
+/// The largest time, in seconds: about 30 years.
 const SECONDS_MAX: f64 = 1e9;
-/// No simulation is slower.
+/// The largest factor.
 const FACTOR_MAX: f64 = 1e9;
 
 /// The constants of a machine, a guest and a tool.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Constants {
-    /// How long the VM runs alone, in seconds.
+    /// The time that the VM runs without recording, in seconds.
     pub t_vm: f64,
-    /// How many times as long a simulation takes.
+    /// The slowdown of the simulation, as a factor over `t_vm`.
     pub s_sim: f64,
-    /// How many times as long recording takes.
+    /// The slowdown of the recording, as a factor over `t_vm`.
     pub s_log: f64,
     /// The pause of a checkpoint, in seconds.
     pub t_c: f64,
-    /// How long a simulation takes to begin, in seconds.
+    /// The time to initialise a simulation, in seconds.
     pub t_i: f64,
-    /// How many times as long an interval takes with its checkpoint; `1 + t_c/L` where it is not
-    /// given.
+    /// The slowdown of an interval by its checkpoint, as a factor of at least 1; `1 + t_c/L` if it
+    /// is `None`.
     pub s_cp: Option<f64>,
 }
 
-/// A constant that is none.
+/// A constant that is out of bounds.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error("{name} is {value}: it must be {must}")]
-pub struct Error {
-    /// Which.
+pub struct InvalidConstant {
+    /// The name of the constant.
     pub name: &'static str,
-    /// What it is.
+    /// Its value.
     pub value: f64,
-    /// What it must be.
+    /// The valid values.
     pub must: &'static str,
 }
 
 impl Constants {
-    /// Refuses constants with which the formulas say nothing.
-    pub fn check(&self) -> Result<(), Error> {
+    /// Fails if a constant is out of bounds.
+    pub fn check(&self) -> Result<(), InvalidConstant> {
         let positive = "more than 0, and at most 1e9";
         let seconds = "0 or more seconds, and at most 1e9";
         let factor = "1 or more, and at most 1e9";
@@ -53,23 +53,23 @@ impl Constants {
         ];
         for (name, value, must, least, most) in rules {
             if !(least..=most).contains(&value) {
-                return Err(Error { name, value, must });
+                return Err(InvalidConstant { name, value, must });
             }
         }
         Ok(())
     }
 
-    /// How many times as long a simulation takes as the recording of the same.
+    /// Returns the slowdown of the simulation over the recording: `s_sim / s_log`.
     pub(crate) fn slowdown(&self) -> f64 {
         self.s_sim / self.s_log
     }
 
-    /// How long the simulation of an interval of `length` takes, both in seconds.
+    /// Returns the time to simulate an interval of `length`. Both are in seconds.
     pub fn simulation(&self, length: f64) -> f64 {
         self.t_i + self.slowdown() * length
     }
 
-    /// An interval of `length` with its checkpoint, in seconds.
+    /// Returns the time of an interval of `length` with its checkpoint. Both are in seconds.
     pub(crate) fn period(&self, length: f64) -> f64 {
         self.s_cp.map_or(self.t_c + length, |factor| factor * length)
     }

@@ -1,23 +1,23 @@
-//! Constants from measurements.
+//! Fits constants of the model to measurements.
 
 use serde::{Deserialize, Serialize};
 
-/// A line through measured simulations: how long each took, over how long its interval had taken
-/// when it was recorded.
+/// A line through measured simulations: the time of a simulation over the recorded time of its
+/// interval.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Fit {
-    /// Seconds that a simulation takes to begin: `t_i`.
+    /// The time to initialise a simulation, in seconds.
     pub t_i: f64,
-    /// Seconds for each second of the interval: `s_sim / s_log`.
+    /// Seconds of simulation for each second of the interval: `s_sim / s_log`.
     pub slowdown: f64,
-    /// The part of the variance that the line explains.
+    /// The part of the variance that the line explains, from 0 to 1.
     pub r_squared: f64,
 }
 
-/// Least squares over pairs of seconds: interval, simulation. Where that has a simulation begin
-/// before it begins, or a longer interval take less, the line goes through 0. None without a pair
-/// of an interval that took time.
-pub fn fit(pairs: &[(f64, f64)]) -> Option<Fit> {
+/// Fits a line by least squares to pairs of seconds: the recorded time of an interval, and the time
+/// of its simulation. If the intercept or the slope is negative, the line goes through 0. Returns
+/// `None` if no pair has two positive, finite times.
+pub fn fit_slowdown(pairs: &[(f64, f64)]) -> Option<Fit> {
     let usable: Vec<(f64, f64)> = pairs
         .iter()
         .copied()
@@ -52,15 +52,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_is_found_and_one_that_cannot_be_goes_through_0() {
-        let found = fit(&[(1.0, 5.0), (2.0, 8.0), (4.0, 14.0)]).unwrap();
+    fn an_impossible_line_goes_through_0() {
+        let found = fit_slowdown(&[(1.0, 5.0), (2.0, 8.0), (4.0, 14.0)]).unwrap();
         assert!((found.t_i - 2.0).abs() < 1e-9 && (found.slowdown - 3.0).abs() < 1e-9, "{found:?}");
         assert!(found.r_squared > 0.999);
         // One interval; equal intervals; longer ones that take less.
         for pairs in [&[(2.0, 8.0)][..], &[(2.0, 7.0), (2.0, 9.0)], &[(1.0, 8.0), (3.0, 8.0)]] {
-            let found = fit(pairs).unwrap();
+            let found = fit_slowdown(pairs).unwrap();
             assert_eq!((found.t_i, found.slowdown), (0.0, 4.0), "{pairs:?}");
         }
-        assert_eq!(fit(&[(0.0, 1.0), (f64::NAN, 1.0)]), None);
+        assert_eq!(fit_slowdown(&[(0.0, 1.0), (f64::NAN, 1.0)]), None);
     }
 }

@@ -3,18 +3,18 @@
 use crate::Constants;
 use serde::{Deserialize, Serialize};
 
-/// Which of them holds.
+/// The formula that holds for a number of nodes and a length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Formula {
-    /// There are nodes enough (equation 2.1).
+    /// The nodes are enough (equation 2.1).
     Enough,
-    /// There are too few (equation 3.5).
+    /// The nodes are too few (equation 3.5).
     Limited,
 }
 
 impl Formula {
-    /// The number of its equation.
+    /// Returns the number of its equation in the paper.
     pub fn equation(self) -> &'static str {
         match self {
             Self::Enough => "2.1",
@@ -24,37 +24,37 @@ impl Formula {
 }
 
 impl Constants {
-    /// Nodes that are busy at once where none is missing: those that begin before the first one
-    /// ends (equations 3.1, 3.2).
+    /// Returns the number of nodes that are busy at once if there are enough: those that begin before
+    /// the first one ends (equations 3.1 and 3.2). `length` is in seconds, as everywhere here.
     pub fn nodes_demanded(&self, length: f64) -> f64 {
         self.simulation(length) / self.period(length)
     }
 
-    /// Nodes with which no interval of `length` waits (equation 2.3).
+    /// Returns the number of nodes with which no interval of `length` waits (equation 2.3).
     pub fn nodes_enough(&self, length: f64) -> u64 {
         (self.simulation(length) / (self.t_c + length) + 1.0).ceil() as u64
     }
 
-    /// The best length with nodes enough, from equation 2.1. 0 where checkpoints cost nothing: the
-    /// shorter the better.
+    /// Returns the best length if there are enough nodes, from equation 2.1. It is 0 if `t_c` is 0:
+    /// then shorter intervals are always better.
     pub fn length_enough(&self) -> f64 {
         (self.s_log * self.s_log * self.t_vm * self.t_c / self.s_sim).sqrt()
     }
 
-    /// The best length with `nodes`, where they are too few (equation 3.7).
+    /// Returns the best length if `nodes` nodes are too few (equation 3.7).
     pub fn length_limited(&self, nodes: u64) -> f64 {
         let factor = self.s_cp.unwrap_or(1.0);
         (factor * self.s_log * self.t_vm * self.t_i).sqrt() / (nodes as f64 * factor)
     }
 
-    /// How many nodes are missing at the best length for `nodes`; negative where they are enough
+    /// Returns how many nodes are missing at the best length for `nodes`; negative if they are enough
     /// (equation 3.8).
     pub fn nodes_missing(&self, nodes: u64) -> f64 {
         self.nodes_demanded(self.length_limited(nodes)) - nodes as f64
     }
 
-    /// The formula for `nodes` and `length`: too few are those that the intervals which begin
-    /// before the first one ends exceed.
+    /// Returns the formula for `nodes` and `length`. Nodes are too few if there are fewer than
+    /// [`Self::nodes_demanded`].
     pub fn formula(&self, nodes: u64, length: f64) -> Formula {
         if (nodes as f64) < self.nodes_demanded(length) {
             Formula::Limited
@@ -63,7 +63,8 @@ impl Constants {
         }
     }
 
-    /// The time from the recording's begin to the last simulation's end, in seconds.
+    /// Returns the time from the beginning of the recording to the end of the last simulation, in
+    /// seconds.
     pub fn run_time(&self, formula: Formula, nodes: u64, length: f64) -> f64 {
         let nodes = nodes as f64;
         match formula {
@@ -78,7 +79,7 @@ impl Constants {
         }
     }
 
-    /// How many times as fast that is as one simulation of the whole run.
+    /// Returns the speed-up of `run_time` over one simulation of the whole run.
     pub fn speed_up(&self, run_time: f64) -> f64 {
         self.s_sim * self.t_vm / run_time
     }

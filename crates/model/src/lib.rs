@@ -1,9 +1,9 @@
-//! The speed-up model: a run of a VM is cut into intervals, which are simulated side by side while
-//! the VM still runs.
+//! The speed-up model. A run of a VM is cut into intervals, which nodes simulate in parallel while
+//! the VM runs.
 //!
 //! ```text
-//!   recorded   │ L │t_c│ L │t_c│ L │t_c│ ...                 slower than the VM alone by s_log
-//!   node 1         └ t_i │ simulates, slower by s_sim │──▶ next that is due
+//!   recording   │ L │t_c│ L │t_c│ L │t_c│ ...       slower than the VM alone by the factor s_log
+//!   node 1         └ t_i │ simulation, slower by s_sim │──▶ the next interval
 //!   node 2                 └ t_i │ ...
 //! ```
 //!
@@ -11,26 +11,26 @@
 //!
 //! | nodes | parallel simulation time `T_ps` | equation |
 //! |---|---|---|
-//! | enough: no interval waits | `s_log T_vm (t_c/L + 1) + t_i + s_sim/s_log L` | 2.1 |
-//! | too few: all are busy to the end | `N s_cp L + T_vm (s_log t_i + s_sim L) / (N L)` | 3.5 |
+//! | enough: no interval waits for a node | `s_log T_vm (t_c/L + 1) + t_i + s_sim/s_log L` | 2.1 |
+//! | too few: all nodes are busy to the end | `N s_cp L + T_vm (s_log t_i + s_sim L) / (N L)` | 3.5 |
 //!
-//! `L` is the time between two checkpoints as it is recorded, all times are seconds. Where `s_cp`
-//! is not given it is what the pause makes of it, `1 + t_c/L`: then both formulas give the same
-//! where `N` nodes are just enough, and the best `L` follows from both.
+//! `L` is the recorded time between two checkpoints. All times are in seconds. If `s_cp` is not
+//! given, it follows from the pause: `1 + t_c/L`. Then both formulas give the same time if `N` nodes
+//! are just enough, and the best `L` follows from both.
 //!
-//! The best length is derived from 2.1: `L_opt = sqrt(s_log^2 T_vm t_c / s_sim)`. Equation 2.2 as
-//! it is printed does not follow from 2.1 in every term.
+//! The best length follows from equation 2.1: `L_opt = sqrt(s_log^2 T_vm t_c / s_sim)`. The printed
+//! equation 2.2 does not follow from 2.1 in every term.
 //!
-//! The formulas leave out: intervals that differ, transfer of checkpoints, nodes that begin late or
-//! fail. [`simulation`] has these.
+//! The formulas assume equal intervals and ignore the transfer of checkpoints and nodes that start
+//! late or fail. [`simulation`] includes these.
 
 mod constants;
 mod fit;
 mod formula;
-mod plan;
+mod recommendation;
 pub mod simulation;
 
-pub use constants::{Constants, Error};
-pub use fit::{Fit, fit};
+pub use constants::{Constants, InvalidConstant};
+pub use fit::{Fit, fit_slowdown};
 pub use formula::Formula;
-pub use plan::{Plan, Point, best, nodes_best};
+pub use recommendation::{Prediction, Recommendation, recommend, recommend_nodes};

@@ -1,35 +1,35 @@
-//! A discrete-event simulation of a cluster that simulates intervals: where they are not equal,
-//! nodes begin late or fail, or the network counts.
+//! A discrete-event simulation of a cluster that simulates intervals. It includes unequal intervals,
+//! nodes that start late or fail, and the transfer of checkpoints.
 //!
 //! ```text
-//!   interval ─ ready ─▶ waits for a slot ─▶ request ─▶ transfer of what the node lacks ─▶ simulated ─▶ done
-//!                            ▲                             │                                  │
-//!                            └──────────── the node fails: it begins anew ◀──────────────────┘
+//!   interval ─ ready ─▶ waits for a slot ─▶ transfer of missing bytes ─▶ simulated ─▶ done
+//!                            ▲                      │                        │
+//!                            └────── the node fails: it begins again ◀──────┘
 //!
-//!   node ─ demanded ─▶ starts ─▶ up ─▶ fails ─▶ comes back, with nothing kept ─▶ starts ─▶ ...
+//!   node ─ demanded ─▶ starts ─▶ up ─▶ fails ─▶ comes back empty ─▶ starts ─▶ ...
 //! ```
 //!
-//! One server feeds all: what it sends at one time shares its link fairly. A node that keeps what
-//! it got lacks only what was written between the checkpoint that it is to have and the nearest
-//! that it has.
+//! One server sends all checkpoints. Its concurrent transfers share its link equally. A node keeps
+//! the checkpoints that it has received, so that it lacks only the bytes written between the
+//! requested checkpoint and the nearest one that it has.
 //!
 //! Invariants:
-//! 1. No clock, no I/O: the same input gives the same outcome; what is random comes from a seed.
-//! 2. Each interval is done exactly once, or there is an error.
-//! 3. Each slot's time is told in full: simulating, transferring, starting, down, idle.
+//! 1. No clock, no I/O: the same input gives the same outcome. Random failures come from a seed.
+//! 2. Each interval is done exactly once, or the simulation fails.
+//! 3. The time of each slot is accounted in full: simulating, transferring, starting, down, idle.
 //!
-//! Left out: a node's own link, its disk, caches that are too small, one machine's slots disturbing
-//! each other.
+//! Not modelled: a node's own link and disk, a limit of its cache, and slots of one machine that
+//! slow each other down.
 
+mod assignment;
 mod cluster;
-mod dispatch;
 mod engine;
+mod equal_intervals;
 mod error;
-mod failing;
-mod holdings;
-mod link;
+mod failure_schedule;
+mod held_checkpoints;
 mod outcome;
-mod regular;
+mod server_link;
 #[cfg(test)]
 mod tests;
 
@@ -37,6 +37,6 @@ pub use cluster::{
     Cluster, Dispatch, Failure, Failures, Interval, Network, Node, Policy, Transfer,
 };
 pub use engine::simulate;
-pub use error::Error;
-pub use outcome::{Outcome, Ran, Used};
-pub use regular::regular;
+pub use equal_intervals::equal_intervals;
+pub use error::SimulationError;
+pub use outcome::{IntervalRun, NodeUsage, SimulationOutcome};

@@ -1,44 +1,44 @@
-//! Axes: where a value lies, where the marks are, how a value is written.
+//! Axes: the positions of values, the marks, and the format of values.
 
 use plotters::coord::ranged1d::{KeyPointHint, NoDefaultFormatting, Ranged, ValueFormatter};
 use std::ops::Range;
 
-/// Marks on an axis at most, whatever the backend would have room for.
+/// The largest number of marks on an axis.
 const MARKS_MAX: usize = 12;
 
-/// How values are spread over an axis.
+/// The scale of an axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scale {
-    /// Equal steps; 0 is always shown.
+    /// Equal distances for equal differences. The axis always includes 0.
     Linear,
-    /// Equal factors; only values above 0 can be shown.
+    /// Equal distances for equal factors. Only values above 0 can be shown.
     Log,
 }
 
 /// One axis.
 #[derive(Clone, Debug)]
 pub struct Axis {
-    /// What it shows, with its unit.
+    /// The label, with the unit.
     pub label: String,
-    /// How.
+    /// The scale.
     pub scale: Scale,
-    /// How a value is written at its mark.
+    /// Formats the value of a mark.
     pub write: fn(f64) -> String,
 }
 
 impl Axis {
-    /// An axis that writes plain numbers.
+    /// Makes an axis whose marks are formatted by [`decimal`].
     pub fn new(label: impl Into<String>, scale: Scale) -> Self {
         Self { label: label.into(), scale, write: decimal }
     }
 
-    /// Whether `value` has a place on the axis.
+    /// Returns whether the axis can show `value`.
     pub(crate) fn shows(&self, value: f64) -> bool {
         value.is_finite() && (self.scale == Scale::Linear || value > 0.0)
     }
 }
 
-/// A number as people write it: `0.5`, `20`, `1,500`, `2.5M`.
+/// Formats a number for a person: `0.5`, `20`, `1,500`, `2.5M`, `3G`.
 pub fn decimal(value: f64) -> String {
     let trim = |text: String| {
         if text.contains('.') {
@@ -61,7 +61,7 @@ pub fn decimal(value: f64) -> String {
     }
 }
 
-/// An axis with its ends, as plotters wants it.
+/// An axis with its ends, for plotters.
 #[derive(Clone)]
 pub(crate) struct Ruler {
     from: f64,
@@ -71,8 +71,7 @@ pub(crate) struct Ruler {
 }
 
 impl Ruler {
-    /// A ruler of `axis` that shows all of `values`. Values without a place on it are not looked
-    /// at.
+    /// Makes a ruler that covers all `values` that `axis` can show.
     pub fn over(axis: &Axis, values: impl Iterator<Item = f64>) -> Self {
         let (mut from, mut to) = (f64::INFINITY, f64::NEG_INFINITY);
         for value in values.filter(|v| axis.shows(*v)) {
@@ -90,7 +89,7 @@ impl Ruler {
                 to = if high > 0.0 || low == 0.0 { high + room } else { 0.0 };
             }
             Scale::Log => {
-                // Wide enough for a mark even around a single value.
+                // The range has a mark even if there is only one value.
                 let room = if to > from * 4.0 { 1.25 } else { 2.5 };
                 from = (from / room).max(f64::MIN_POSITIVE);
                 to = (to * room).min(f64::MAX);
@@ -99,11 +98,12 @@ impl Ruler {
         Self { from, to, scale: axis.scale, write: axis.write }
     }
 
-    /// `value`, or the end of the ruler next to it.
+    /// Returns `value`, limited to the range of the ruler.
     pub fn clamp(&self, value: f64) -> f64 {
         value.clamp(self.from, self.to)
     }
 
+    /// Returns the position of `value`: 0 at the beginning of the ruler, 1 at its end.
     fn position(&self, value: f64) -> f64 {
         let along =
             |v: f64| if self.scale == Scale::Log { v.max(f64::MIN_POSITIVE).ln() } else { v };
@@ -111,7 +111,8 @@ impl Ruler {
         if to > from { (along(value) - from) / (to - from) } else { 0.5 }
     }
 
-    /// Steps of 1, 2 or 5 times a power of ten, as few as fit.
+    /// Returns marks with a step of 1, 2 or 5 times a power of ten, the smallest step that gives at
+    /// most `count_max` marks.
     fn linear_marks(&self, count_max: usize) -> Vec<f64> {
         let least = (self.to - self.from) / count_max.max(1) as f64;
         let power = 10f64.powf(least.log10().floor());
@@ -122,8 +123,8 @@ impl Ruler {
         (0..=count_max).map(|k| (first + k as f64) * step).filter(|v| *v <= self.to).collect()
     }
 
-    /// 1, 2 and 5 times each power of ten; where these are too many, powers alone, or every so
-    /// many-th of them.
+    /// Returns marks at 1, 2 and 5 times each power of ten. If these are more than `count_max`,
+    /// returns powers of ten alone, with equal gaps if necessary.
     fn log_marks(&self, count_max: usize) -> Vec<f64> {
         let (low, high) = (self.from.log10().floor() as i32, self.to.log10().ceil() as i32);
         let inside = |v: &f64| (self.from..=self.to).contains(v);
@@ -194,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_written_as_people_do() {
+    fn numbers_are_formatted_for_a_person() {
         let written: Vec<_> = [0.0, 0.25, 20.0, 1500.0, 20_000.0, 2.5e6, 3e9, -1500.0]
             .iter()
             .map(|v| decimal(*v))
@@ -203,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_larger_value_lies_further_on() {
+    fn a_larger_value_has_a_larger_position() {
         for scale in [Scale::Linear, Scale::Log] {
             let ruler = Ruler::over(&Axis::new("", scale), [3.0, 4000.0].into_iter());
             let at: Vec<_> =

@@ -1,6 +1,7 @@
-//! Pixels: plotters' bitmap backend, with text from a font that is compiled in, so that no font
-//! need be installed.
+//! Draws bitmaps with plotters' bitmap backend, and text in a built-in font, so that the machine
+//! needs no font.
 
+use crate::SizePx;
 use noto_sans_mono_bitmap::{
     FontWeight, RasterHeight, RasterizedChar, get_raster, get_raster_width,
 };
@@ -13,20 +14,20 @@ use plotters_backend::{
 const WEIGHT: FontWeight = FontWeight::Regular;
 const HEIGHT: RasterHeight = RasterHeight::Size16;
 
-/// An image in memory, three bytes a pixel.
+/// An image in memory with three bytes for each pixel.
 pub(crate) struct Bitmap<'a>(BitMapBackend<'a>);
 
 impl<'a> Bitmap<'a> {
-    /// Draws into `pixels`, which are `size_px.0 * size_px.1 * 3` bytes.
-    pub fn over(pixels: &'a mut [u8], size_px: (u32, u32)) -> Self {
-        Self(BitMapBackend::with_buffer(pixels, size_px))
+    /// Draws into `pixels`, which must have `width * height * 3` bytes.
+    pub fn new(pixels: &'a mut [u8], size: SizePx) -> Self {
+        Self(BitMapBackend::with_buffer(pixels, (size.width, size.height)))
     }
 }
 
-/// `pixels` as a PNG file.
-pub(crate) fn encode(pixels: &[u8], (width_px, height_px): (u32, u32)) -> Result<Vec<u8>, String> {
+/// Encodes `pixels` as a PNG file.
+pub(crate) fn encode(pixels: &[u8], size: SizePx) -> Result<Vec<u8>, String> {
     let mut file = Vec::new();
-    let mut encoder = png::Encoder::new(&mut file, width_px, height_px);
+    let mut encoder = png::Encoder::new(&mut file, size.width, size.height);
     encoder.set_color(png::ColorType::Rgb);
     encoder.set_depth(png::BitDepth::Eight);
     let mut writer = encoder.write_header().map_err(|e| e.to_string())?;
@@ -35,7 +36,7 @@ pub(crate) fn encode(pixels: &[u8], (width_px, height_px): (u32, u32)) -> Result
     Ok(file)
 }
 
-/// A character, or what stands for one that the font lacks.
+/// Returns the shape of a character, or that of `?` if the font lacks it.
 fn glyph(c: char) -> Option<RasterizedChar> {
     get_raster(c, WEIGHT, HEIGHT).or_else(|| get_raster('?', WEIGHT, HEIGHT))
 }

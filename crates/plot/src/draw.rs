@@ -1,4 +1,4 @@
-//! Draws a figure on any of plotters' backends.
+//! Draws a figure with any backend of plotters.
 
 use crate::axis::Ruler;
 use crate::{Chart, Figure, TITLE_HEIGHT_PX};
@@ -6,8 +6,8 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-/// Told apart by people who see colours differently (Okabe and Ito's set, without yellow, which is
-/// faint on white).
+/// Colours that colour-blind people can tell apart: Okabe and Ito's set without yellow, which is
+/// faint on white.
 const COLOURS: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
@@ -21,7 +21,7 @@ const GRID: RGBColor = RGBColor(225, 225, 225);
 const TEXT_PX: u32 = 16;
 const FONT: &str = "sans-serif";
 
-/// Draws all of `figure`; the error is in the backend's words.
+/// Draws `figure`. The error is the text of the backend's error.
 pub(crate) fn figure<B: DrawingBackend>(figure: &Figure, backend: B) -> Result<(), String> {
     let root = backend.into_drawing_area();
     let failed = |e: DrawingAreaErrorKind<B::ErrorType>| e.to_string();

@@ -2,20 +2,21 @@
 //!
 //! ```text
 //!   Figure ─┬─ title
-//!           ├─ Chart ─┬─ x, y: Axis (label, scale, how a value is written)      drawn one below the other
+//!           ├─ Chart ─┬─ x, y: Axis (label, scale, format of values)     one below the other
 //!           │         └─ Series ── Point (x, y, deviation)
 //!           └─ Chart ...
 //!
-//!   Figure ── draw ──┬── plotters' SVG backend ────────────────▶ svg()    text is text: the viewer has the font
-//!                    └── plotters' bitmap backend, `bitmap` ───▶ png()    text from a font that is compiled in
+//!   Figure ── draw ──┬── plotters' SVG backend ──────────────▶ svg()    text for the viewer's font
+//!                    └── plotters' bitmap backend, bitmap ───▶ png()    text in a built-in font
 //! ```
 //!
 //! Invariants:
 //! 1. Drawing needs no font, library or display of the machine.
-//! 2. A value that cannot be drawn (not finite; not above 0 on a logarithmic axis) is left out; it never moves another.
+//! 2. A value that cannot be drawn is left out and moves no other value. Such values are not finite,
+//!    or not above 0 on a logarithmic axis.
 //! 3. The same figure gives the same bytes.
 //!
-//! Left out: bars, areas, interaction; anything that knows what the numbers mean.
+//! There are no bars, areas or interaction, and the crate does not interpret the values.
 
 mod axis;
 mod bitmap;
@@ -23,42 +24,51 @@ mod draw;
 
 pub use axis::{Axis, Scale, decimal};
 
+use bitmap::Bitmap;
+use plotters::backend::SVGBackend;
 use std::path::{Path, PathBuf};
 
-/// Pixels from left to right.
+/// The width of a figure.
 const WIDTH_PX: u32 = 900;
-/// Pixels from top to bottom of each chart.
+/// The height of a chart.
 const CHART_HEIGHT_PX: u32 = 380;
-/// Pixels of the title above the charts.
+/// The height of the title above the charts.
 const TITLE_HEIGHT_PX: u32 = 40;
-/// Charts in a figure at most: a bitmap's memory is bounded by it.
+/// The largest number of charts in a figure, which bounds the memory of a bitmap.
 const CHARTS_MAX: usize = 16;
-/// Series in a chart at most; more could not be told apart.
+/// The largest number of series in a chart: more cannot be told apart.
 const SERIES_MAX: usize = 32;
 
-/// Charts that belong together, drawn one below the other.
+/// The size of a figure in pixels.
+#[derive(Clone, Copy, Debug)]
+struct SizePx {
+    width: u32,
+    height: u32,
+}
+
+/// Charts that are drawn one below the other.
 #[derive(Clone, Debug)]
 pub struct Figure {
-    /// Stands above all charts.
+    /// The title above all charts.
     pub title: String,
-    /// From top to bottom.
+    /// The charts, from top to bottom.
     pub charts: Vec<Chart>,
 }
 
-/// One pair of axes and the lines over it.
+/// Two axes and the lines between them.
 #[derive(Clone, Debug)]
 pub struct Chart {
-    /// Stands above it.
+    /// The title above the chart.
     pub title: String,
-    /// From left to right.
+    /// The horizontal axis.
     pub x: Axis,
-    /// From bottom to top.
+    /// The vertical axis.
     pub y: Axis,
     /// The lines, in the order of the legend.
     pub series: Vec<Series>,
 }
 
-/// One line.
+/// One line of a chart.
 #[derive(Clone, Debug)]
 pub struct Series {
     /// Its name in the legend.
@@ -70,28 +80,28 @@ pub struct Series {
 /// One measured value.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Point {
-    /// Where on the x axis.
+    /// The value on the horizontal axis.
     pub x: f64,
-    /// Where on the y axis.
+    /// The value on the vertical axis.
     pub y: f64,
-    /// Half of the error bar's length, where there is one.
+    /// Half the length of the error bar, in units of `y`; `None` if there is no bar.
     pub deviation: Option<f64>,
 }
 
-/// What kind of file a figure becomes.
+/// The format of a figure's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// Scalable, text.
+    /// Scalable vector graphics, `.svg`.
     Svg,
-    /// Pixels.
+    /// A bitmap, `.png`.
     Png,
 }
 
-/// Why there is no picture.
+/// Why a figure was not drawn or written.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The file's name does not say what it is to be.
+    /// The file's name ends with neither `.svg` nor `.png`.
     #[error("{}: a plot's file name ends in .svg or .png", path.display())]
     Name {
         /// The file.
@@ -100,9 +110,9 @@ pub enum Error {
     /// The figure cannot be drawn.
     #[error("draw the figure {title:?}: {problem}")]
     Draw {
-        /// Its title.
+        /// The title of the figure.
         title: String,
-        /// Why not.
+        /// The cause.
         problem: String,
     },
     /// The file could not be written.
@@ -110,13 +120,15 @@ pub enum Error {
     Write {
         /// The file.
         path: PathBuf,
-        /// Why not.
+        /// The cause.
         source: std::io::Error,
     },
 }
 
 impl Format {
-    /// What the end of `path` says. Error: neither `.svg` nor `.png`.
+    /// Returns the format that the extension of `path` names.
+    ///
+    /// Errors: [`Error::Name`].
     pub fn of(path: &Path) -> Result<Self, Error> {
         match path.extension().map(std::ffi::OsStr::to_ascii_lowercase) {
             Some(end) if end == "svg" => Ok(Self::Svg),
@@ -127,26 +139,33 @@ impl Format {
 }
 
 impl Figure {
-    /// The figure as an SVG document.
+    /// Draws the figure as an SVG document.
+    ///
+    /// Errors: [`Error::Draw`].
     pub fn svg(&self) -> Result<String, Error> {
         self.check()?;
         let mut text = String::new();
-        draw::figure(self, plotters::backend::SVGBackend::with_string(&mut text, self.size_px()))
+        let SizePx { width, height } = self.size_px();
+        draw::figure(self, SVGBackend::with_string(&mut text, (width, height)))
             .map_err(|problem| self.failed(problem))?;
         Ok(text)
     }
 
-    /// The figure as a PNG image.
+    /// Draws the figure as a PNG image.
+    ///
+    /// Errors: [`Error::Draw`].
     pub fn png(&self) -> Result<Vec<u8>, Error> {
         self.check()?;
-        let (width_px, height_px) = self.size_px();
-        let mut pixels = vec![0; (width_px * height_px * 3) as usize];
-        draw::figure(self, bitmap::Bitmap::over(&mut pixels, (width_px, height_px)))
+        let size = self.size_px();
+        let mut pixels = vec![0; (size.width * size.height * 3) as usize];
+        draw::figure(self, Bitmap::new(&mut pixels, size))
             .map_err(|problem| self.failed(problem))?;
-        bitmap::encode(&pixels, (width_px, height_px)).map_err(|problem| self.failed(problem))
+        bitmap::encode(&pixels, size).map_err(|problem| self.failed(problem))
     }
 
-    /// Writes the figure to `path`, as the end of its name says.
+    /// Writes the figure to `path`, in the format that its extension names.
+    ///
+    /// Errors: [`Error::Name`], [`Error::Draw`], [`Error::Write`].
     pub fn write(&self, path: &Path) -> Result<(), Error> {
         let bytes = match Format::of(path)? {
             Format::Svg => self.svg()?.into_bytes(),
@@ -155,21 +174,23 @@ impl Figure {
         std::fs::write(path, bytes).map_err(|source| Error::Write { path: path.into(), source })
     }
 
-    fn size_px(&self) -> (u32, u32) {
-        (WIDTH_PX, TITLE_HEIGHT_PX + CHART_HEIGHT_PX * self.charts.len() as u32)
+    fn size_px(&self) -> SizePx {
+        let height = TITLE_HEIGHT_PX + CHART_HEIGHT_PX * self.charts.len() as u32;
+        SizePx { width: WIDTH_PX, height }
     }
 
     fn check(&self) -> Result<(), Error> {
         let series = self.charts.iter().map(|c| c.series.len()).max().unwrap_or(0);
         if self.charts.is_empty() || self.charts.len() > CHARTS_MAX {
-            return Err(
-                self.failed(format!("it has {} charts; 1 to {CHARTS_MAX} fit", self.charts.len()))
-            );
+            return Err(self.failed(format!(
+                "it has {} charts; the number must be 1 to {CHARTS_MAX}",
+                self.charts.len()
+            )));
         }
         if series > SERIES_MAX {
-            return Err(
-                self.failed(format!("a chart has {series} series; {SERIES_MAX} can be told apart"))
-            );
+            return Err(self.failed(format!(
+                "a chart has {series} series; the number must be at most {SERIES_MAX}"
+            )));
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! What would hurt a reader of the pictures: broken files, lost series, values in the wrong place.
+//! Tests against broken files, lost series and values in the wrong place.
 
 use super::*;
 
@@ -71,7 +71,7 @@ fn values_that_cannot_be_drawn_are_left_out_without_harm() {
 }
 
 #[test]
-fn what_cannot_be_a_figure_is_refused_with_its_name() {
+fn an_invalid_figure_is_refused_with_its_title() {
     let mut none = figure(Scale::Linear, &[]);
     none.charts.clear();
     assert!(none.svg().unwrap_err().to_string().contains("a figure"));

@@ -7,7 +7,7 @@ mod simulated;
 
 use crate::output;
 use keyframe_failure::{DONE, Failure, Outcome};
-use keyframe_model::{Constants, Formula, Plan as Recommended, Point, best, nodes_best};
+use keyframe_model::{Constants, Formula, Prediction, Recommendation, recommend, recommend_nodes};
 use keyframe_store_keys::KeyArg;
 use measured::Measured;
 use options::ClusterArgs;
@@ -100,11 +100,11 @@ struct Report {
     equation: &'static str,
     why: String,
     /// With nodes enough.
-    enough: Recommended,
+    enough: Recommendation,
     /// With those that there are: the formulas' best for each number.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    with_nodes: Vec<Recommended>,
-    table: Vec<Point>,
+    with_nodes: Vec<Recommendation>,
+    table: Vec<Prediction>,
     #[serde(skip_serializing_if = "Option::is_none")]
     simulated: Option<Simulated>,
 }
@@ -117,9 +117,9 @@ impl Plan {
         }
         let measured = self.measured()?;
         let constants = self.constants(measured.as_ref())?;
-        let enough = nodes_best(&constants);
-        let with_nodes: Vec<Recommended> =
-            self.nodes.iter().map(|nodes| best(&constants, *nodes)).collect();
+        let enough = recommend_nodes(&constants);
+        let with_nodes: Vec<Recommendation> =
+            self.nodes.iter().map(|nodes| recommend(&constants, *nodes)).collect();
         let chosen = with_nodes.last().copied().unwrap_or(enough);
         let table = table(&constants, enough.best.nodes, &self.nodes);
         let simulated = self
@@ -198,12 +198,12 @@ impl Plan {
 
 /// Powers of two up to the nodes that are enough, these, and those that there are; with each
 /// length.
-fn table(constants: &Constants, enough: u64, nodes: &[u64]) -> Vec<Point> {
+fn table(constants: &Constants, enough: u64, nodes: &[u64]) -> Vec<Prediction> {
     let columns = columns(enough, nodes);
     let longest = constants.s_log * constants.t_vm;
     let lengths = LENGTHS.iter().filter(|length| **length <= longest);
     lengths
-        .flat_map(|length| columns.iter().map(|nodes| Point::at(constants, *nodes, *length)))
+        .flat_map(|length| columns.iter().map(|nodes| Prediction::at(constants, *nodes, *length)))
         .collect()
 }
 
@@ -225,9 +225,9 @@ fn columns(enough: u64, nodes: &[u64]) -> Vec<u64> {
     all
 }
 
-fn why(plan: &Recommended) -> String {
-    let Recommended { best, nodes_demanded, .. } = plan;
-    let Point { nodes, length_s, formula, .. } = best;
+fn why(plan: &Recommendation) -> String {
+    let Recommendation { best, nodes_demanded, .. } = plan;
+    let Prediction { nodes, length_s, formula, .. } = best;
     let busy = format!(
         "at {length_s:.3} s, {nodes_demanded:.1} nodes would be busy before the first is done"
     );
@@ -247,8 +247,8 @@ fn tell(report: &Report) -> Result<(), Failure> {
         "T_vm {t_vm:.1} s, s_sim {s_sim:.2}, s_log {s_log:.2}, t_c {t_c:.4} s, t_i {t_i:.3} s, s_cp {given}; one simulation: {:.0} s",
         s_sim * t_vm
     ))?;
-    let line = |plan: &Recommended| {
-        let Point { nodes, length_s, formula, run_time_s, speed_up } = plan.best;
+    let line = |plan: &Recommendation| {
+        let Prediction { nodes, length_s, formula, run_time_s, speed_up } = plan.best;
         format!(
             "N {nodes}, L {length_s:.3} s: {run_time_s:.1} s, {speed_up:.2} times as fast (equation {}: {})",
             formula.equation(),
@@ -272,7 +272,7 @@ fn tell(report: &Report) -> Result<(), Failure> {
         .map(|points| {
             let length =
                 points.first().map_or_else(String::new, |point| format!("{} s", point.length_s));
-            let cell = |point: &Point| match point.formula {
+            let cell = |point: &Prediction| match point.formula {
                 Formula::Limited => format!("{:.2} ", point.speed_up),
                 Formula::Enough => format!("{:.2}*", point.speed_up),
             };

@@ -1,127 +1,126 @@
-//! What is simulated, and on what.
+//! The input of a simulation: intervals and a cluster.
 
-use super::Error;
+use super::SimulationError;
 use serde::{Deserialize, Serialize};
 
-/// Seconds and bytes that nothing here is more than.
+/// The largest number of seconds and bytes.
 const MOST: f64 = 1e18;
 
-/// A stretch of a run. Intervals follow each other in the order in which they are given.
+/// A part of a run. The intervals of a run follow each other in the order in which they are given.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Interval {
-    /// When it can be simulated: its end is recorded, its checkpoint sealed. Seconds since the
-    /// recording began.
+    /// The time at which it can be simulated, because its end is recorded and its checkpoint is
+    /// sealed, in seconds since the recording began.
     pub ready_s: f64,
-    /// How long its simulation takes on a node of speed 1, once all is there.
+    /// The time to simulate it on a node of speed 1, after the transfer, in seconds.
     pub work_s: f64,
-    /// Bytes of its checkpoint for a node that has nothing.
+    /// The bytes to send to a node that has no checkpoint.
     pub image_bytes: f64,
-    /// Bytes that its checkpoint has and the one before has not.
+    /// The bytes that differ from the checkpoint before.
     pub new_bytes: f64,
 }
 
-/// A machine that simulates.
+/// A machine of the cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Node {
-    /// Intervals at a time.
+    /// The number of intervals that it simulates at once.
     pub slots: usize,
-    /// Until it takes its first interval, after it is demanded and each time it comes back, in
-    /// seconds: a job of a batch system begins.
+    /// The time from its demand, or its return after a failure, to its first interval, in seconds:
+    /// for example the start of a job in a batch system.
     pub start_s: f64,
-    /// How many times as fast it is as the one on which the intervals' times were measured.
+    /// Its speed, relative to the machine on which the times of the intervals were measured.
     pub speed: f64,
 }
 
-/// The link of the server that has all checkpoints.
+/// The link of the server that holds all checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Network {
-    /// Bits a second that it sends, to all nodes together. Without a number: no transfer takes
-    /// time.
+    /// Its rate for all nodes together; with `None` a transfer takes no time.
     pub bits_per_s: Option<f64>,
-    /// From a request to its first byte, in seconds.
+    /// The time from a request to its first byte, in seconds.
     pub latency_s: f64,
 }
 
-/// What is sent of a checkpoint.
+/// The part of a checkpoint that is sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Transfer {
-    /// All of it, each time.
+    /// The whole checkpoint.
     Whole,
-    /// What the node lacks.
+    /// The bytes that the node lacks.
     Missing,
 }
 
-/// Which of the intervals that are ready comes next, and where.
+/// The rule that selects the next interval and its node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Policy {
-    /// The first one.
+    /// The first interval.
     InOrder,
-    /// The one that takes longest.
+    /// The interval that takes longest.
     LongestFirst,
-    /// The one of which a free node lacks least; a node that has nothing begins in the middle of
-    /// the longest stretch that is left.
+    /// The interval and node with the smallest transfer. A node without checkpoints begins in the
+    /// middle of the longest stretch of waiting intervals.
     Near,
 }
 
-/// When intervals are given out.
+/// The time from which intervals are assigned to nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Dispatch {
-    /// Each once it is ready.
+    /// Each interval when it is ready.
     Immediate,
-    /// All once the last one is.
+    /// All intervals when the last one is ready.
     Deferred,
 }
 
-/// A node is lost, with what it does and has.
+/// A failure of a node. The node loses its running intervals and its checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Failure {
-    /// Which, from 0 on.
+    /// The number of the node, from 0.
     pub node: usize,
-    /// When, in seconds.
+    /// The time of the failure, in seconds.
     pub at_s: f64,
-    /// When it comes back; none: never.
+    /// The time at which the node comes back, in seconds; `None` if it does not.
     pub back_s: Option<f64>,
 }
 
-/// Which nodes fail, and when.
+/// The failures of a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Failures {
-    /// Just these. One that happens to a node that is down does nothing.
+    /// These failures. A failure of a node that is down has no effect.
     Listed(Vec<Failure>),
-    /// By chance, times without a failure distributed exponentially.
+    /// Random failures, with exponentially distributed times between them.
     Random {
-        /// Their mean, for each node, in seconds.
+        /// The mean time between failures of each node, in seconds.
         mtbf_s: f64,
-        /// How long a node is away; none: for good.
+        /// The time after which a failed node comes back, in seconds; `None` if it does not.
         repair_s: Option<f64>,
-        /// What chance follows.
+        /// The seed of the random numbers.
         seed: u64,
     },
 }
 
-/// Where intervals are simulated.
+/// The cluster that simulates intervals.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Cluster {
-    /// Its machines.
+    /// Its nodes.
     pub nodes: Vec<Node>,
-    /// What feeds them.
+    /// The network between the server and the nodes.
     pub network: Network,
-    /// What is sent.
+    /// The part of a checkpoint that is sent.
     pub transfer: Transfer,
-    /// Which interval comes next.
+    /// The rule that selects the next interval.
     pub policy: Policy,
-    /// When it does.
+    /// The time from which intervals are assigned.
     pub dispatch: Dispatch,
-    /// What goes wrong.
+    /// The failures of its nodes.
     pub failures: Failures,
 }
 
 impl Cluster {
-    /// `count` equal nodes of one slot that start at once and never fail, a network that costs
-    /// nothing.
+    /// Makes a cluster of `count` equal nodes with one slot each. They start at once and never fail,
+    /// and transfers take no time.
     pub fn of(count: usize) -> Self {
         Self {
             nodes: vec![Node { slots: 1, start_s: 0.0, speed: 1.0 }; count],
@@ -133,17 +132,18 @@ impl Cluster {
         }
     }
 
-    /// All slots of all nodes.
+    /// Returns the number of slots of all nodes.
     pub fn slots(&self) -> usize {
         self.nodes.iter().map(|node| node.slots).sum()
     }
 
-    pub(super) fn check(&self, intervals: &[Interval]) -> Result<(), Error> {
+    /// Fails if an interval or a property of the cluster is out of bounds.
+    pub(super) fn check(&self, intervals: &[Interval]) -> Result<(), SimulationError> {
         if intervals.is_empty() {
-            return Err(Error::None("interval to simulate"));
+            return Err(SimulationError::None("interval to simulate"));
         }
         if self.slots() == 0 {
-            return Err(Error::None("node with a slot"));
+            return Err(SimulationError::None("node with a slot"));
         }
         for (number, interval) in intervals.iter().enumerate() {
             for (what, value) in [
@@ -174,27 +174,27 @@ impl Cluster {
         }
     }
 
-    fn check_failure(&self, failure: &Failure) -> Result<(), Error> {
+    fn check_failure(&self, failure: &Failure) -> Result<(), SimulationError> {
         let Failure { node, at_s, back_s } = *failure;
         if node >= self.nodes.len() {
-            return Err(Error::NoNode { node, nodes: self.nodes.len() });
+            return Err(SimulationError::NoNode { node, nodes: self.nodes.len() });
         }
         not_negative(|| format!("the failure of node {node}"), at_s)?;
         not_negative(|| format!("the absence of node {node}"), back_s.unwrap_or(at_s) - at_s)
     }
 }
 
-fn not_negative(what: impl FnOnce() -> String, value: f64) -> Result<(), Error> {
+fn not_negative(what: impl FnOnce() -> String, value: f64) -> Result<(), SimulationError> {
     let must = "0 or more, and at most 1e18";
     if (0.0..=MOST).contains(&value) {
         Ok(())
     } else {
-        Err(Error::Number { what: what(), value, must })
+        Err(SimulationError::Number { what: what(), value, must })
     }
 }
 
-fn positive(what: impl FnOnce() -> String, value: f64) -> Result<(), Error> {
+fn positive(what: impl FnOnce() -> String, value: f64) -> Result<(), SimulationError> {
     let must = "more than 0, and at most 1e18";
     let is_so = value > 0.0 && value <= MOST;
-    if is_so { Ok(()) } else { Err(Error::Number { what: what(), value, must }) }
+    if is_so { Ok(()) } else { Err(SimulationError::Number { what: what(), value, must }) }
 }

@@ -1,30 +1,33 @@
-//! The events of a simulated run, one after the other.
+//! The event loop of the simulation.
 //!
 //! ```text
-//!   slot:  Free ─ given ─▶ Asking ─ latency ─▶ Fetching ─ link ─▶ Simulating ─▶ Free
-//!   node:  Away ─ demanded ─▶ Starting ─▶ Up ─ fails ─▶ Away
+//!   slot:  free ─ assigned ─▶ requesting ─ latency ─▶ fetching ─ link ─▶ simulating ─▶ freeNode
+//!   node:  Down ─ demanded ─▶ Starting ─▶ Up ─ fails ─▶ Down
 //! ```
 
-use super::dispatch::{Free, choose};
-use super::failing::Failing;
-use super::holdings::{Holdings, Sizes};
-use super::link::Link;
-use super::{Cluster, Dispatch, Error, Failure, Interval, Outcome, Ran, Used};
+use super::assignment::{Assignment, FreeNode, choose};
+use super::failure_schedule::FailureSchedule;
+use super::held_checkpoints::{HeldCheckpoints, TransferSizes};
+use super::server_link::{ServerLink, SlotId};
+use super::{
+    Cluster, Dispatch, Failure, Interval, IntervalRun, NodeUsage, SimulationError,
+    SimulationOutcome,
+};
 use std::cmp::Ordering;
 use std::collections::{BTreeSet, BinaryHeap};
 
-/// Where nodes fail more often, nothing will ever be done.
+/// The number of failures after which the simulation gives up.
 const FAILURES_MAX: usize = 1_000_000;
 
-/// What a node does.
+/// The phase of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    Away,
+    Down,
     Starting,
     Up,
 }
 
-/// What a slot does for an interval, and since when.
+/// The task of a slot: an interval to fetch and simulate.
 #[derive(Clone, Copy, Debug)]
 struct Task {
     interval: usize,
@@ -33,32 +36,35 @@ struct Task {
     bytes: f64,
 }
 
-struct Machine {
+/// The state of a node.
+struct NodeState {
     phase: Phase,
     since_s: f64,
-    /// Counts its lives: what was to happen in an earlier one does not.
+    /// The number of failures so far. An event with another number belongs to a task that a failure
+    /// has ended.
     life: u32,
     comes_back: bool,
     slots: Vec<Option<Task>>,
-    holdings: Holdings,
-    used: Used,
+    held: HeldCheckpoints,
+    used: NodeUsage,
 }
 
+/// The kinds of events.
 #[derive(Clone, Copy, Debug)]
-enum What {
+enum EventKind {
     Ready(usize),
     Fails(Failure),
     Back(usize),
     Started { node: usize, life: u32 },
-    Asked { node: usize, slot: usize, life: u32 },
+    Requested { node: usize, slot: usize, life: u32 },
     Done { node: usize, slot: usize, life: u32 },
 }
 
-/// Something that will happen. Of two at one time the one that was known first comes first.
+/// A planned event. Of two events at the same time, the one that was planned first is first.
 struct Event {
     at_s: f64,
     number: u64,
-    what: What,
+    kind: EventKind,
 }
 
 impl PartialEq for Event {
@@ -77,65 +83,70 @@ impl PartialOrd for Event {
 
 impl Ord for Event {
     fn cmp(&self, other: &Self) -> Ordering {
-        // A heap gives the greatest.
+        // The heap returns the greatest event, which must be the earliest.
         other.at_s.total_cmp(&self.at_s).then(other.number.cmp(&self.number))
     }
 }
 
-struct Run<'a> {
+struct Simulation<'a> {
     cluster: &'a Cluster,
     intervals: &'a [Interval],
-    sizes: Sizes,
-    link: Link,
-    failing: Failing,
+    sizes: TransferSizes,
+    link: ServerLink,
+    failure_schedule: FailureSchedule,
     events: BinaryHeap<Event>,
-    numbers: u64,
-    machines: Vec<Machine>,
+    events_planned: u64,
+    machines: Vec<NodeState>,
     waiting: BTreeSet<usize>,
     tries: Vec<u32>,
-    ran: Vec<Option<Ran>>,
+    completed: Vec<Option<IntervalRun>>,
     done: usize,
     failures: usize,
     sent_bytes: f64,
     now_s: f64,
-    /// When nodes are demanded: there is something to do for the first time.
+    /// The time at which the nodes are demanded: the first interval can be assigned.
     demanded_s: f64,
 }
 
 /// Simulates `intervals` on `cluster`.
-pub fn simulate(intervals: &[Interval], cluster: &Cluster) -> Result<Outcome, Error> {
+///
+/// Errors: see [`SimulationError`].
+pub fn simulate(
+    intervals: &[Interval],
+    cluster: &Cluster,
+) -> Result<SimulationOutcome, SimulationError> {
     cluster.check(intervals)?;
-    Run::new(intervals, cluster).run()
+    Simulation::new(intervals, cluster).run()
 }
 
-impl<'a> Run<'a> {
+impl<'a> Simulation<'a> {
     fn new(intervals: &'a [Interval], cluster: &'a Cluster) -> Self {
         let ready = intervals.iter().map(|interval| interval.ready_s);
         let demanded_s = match cluster.dispatch {
             Dispatch::Immediate => ready.fold(f64::INFINITY, f64::min),
             Dispatch::Deferred => ready.fold(0.0, f64::max),
         };
-        let machines = cluster.nodes.iter().map(|node| Machine {
+        let machines = cluster.nodes.iter().map(|node| NodeState {
             phase: Phase::Starting,
             since_s: demanded_s,
             life: 0,
             comes_back: false,
             slots: vec![None; node.slots],
-            holdings: Holdings::default(),
-            used: Used::default(),
+            held: HeldCheckpoints::default(),
+            used: NodeUsage::default(),
         });
         Self {
             cluster,
             intervals,
-            sizes: Sizes::of(intervals, cluster.transfer),
-            link: Link::new(&cluster.network),
-            failing: Failing::of(&cluster.failures, cluster.nodes.len()),
+            sizes: TransferSizes::new(intervals, cluster.transfer),
+            link: ServerLink::new(&cluster.network),
+            failure_schedule: FailureSchedule::new(&cluster.failures, cluster.nodes.len()),
             events: BinaryHeap::new(),
-            numbers: 0,
+            events_planned: 0,
             machines: machines.collect(),
             waiting: BTreeSet::new(),
             tries: vec![0; intervals.len()],
-            ran: vec![None; intervals.len()],
+            completed: vec![None; intervals.len()],
             done: 0,
             failures: 0,
             sent_bytes: 0.0,
@@ -144,21 +155,22 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn at(&mut self, at_s: f64, what: What) {
-        self.events.push(Event { at_s, number: self.numbers, what });
-        self.numbers += 1;
+    /// Plans an event.
+    fn plan(&mut self, at_s: f64, kind: EventKind) {
+        self.events.push(Event { at_s, number: self.events_planned, kind });
+        self.events_planned += 1;
     }
 
-    fn run(mut self) -> Result<Outcome, Error> {
+    fn run(mut self) -> Result<SimulationOutcome, SimulationError> {
         for (number, interval) in self.intervals.iter().enumerate() {
-            // Deferred, nothing is given out before nodes are demanded, and all is ready then.
-            self.at(interval.ready_s.max(self.demanded_s), What::Ready(number));
+            // With deferred dispatch, all intervals are ready when the nodes are demanded.
+            self.plan(interval.ready_s.max(self.demanded_s), EventKind::Ready(number));
         }
         for (node, one) in self.cluster.nodes.iter().enumerate() {
-            self.at(self.demanded_s + one.start_s, What::Started { node, life: 0 });
+            self.plan(self.demanded_s + one.start_s, EventKind::Started { node, life: 0 });
         }
-        for failure in self.failing.begin(self.demanded_s) {
-            self.at(failure.at_s, What::Fails(failure));
+        for failure in self.failure_schedule.begin(self.demanded_s) {
+            self.plan(failure.at_s, EventKind::Fails(failure));
         }
         while self.done < self.intervals.len() {
             self.step()?;
@@ -166,19 +178,19 @@ impl<'a> Run<'a> {
         Ok(self.outcome())
     }
 
-    /// The next event, and all of that instant: only then is something given out.
-    fn step(&mut self) -> Result<(), Error> {
+    /// Handles the next event. Assigns intervals after the last event of an instant.
+    fn step(&mut self) -> Result<(), SimulationError> {
         let planned = self.events.peek().map(|event| event.at_s);
         match (self.link.next(), planned) {
-            // What arrives comes before what else happens then.
-            (Some((at_s, place)), planned) if planned.is_none_or(|planned| at_s <= planned) => {
-                self.pass(at_s);
-                self.arrived(place);
+            // A transfer that completes comes before other events of the same time.
+            (Some((at_s, slot)), planned) if planned.is_none_or(|planned| at_s <= planned) => {
+                self.advance(at_s);
+                self.transfer_completed(slot);
             }
             (_, Some(at_s)) => {
-                self.pass(at_s);
+                self.advance(at_s);
                 if let Some(event) = self.events.pop() {
-                    self.happens(event.what)?;
+                    self.handle(event.kind)?;
                 }
                 if self.events.peek().is_some_and(|next| next.at_s <= at_s) {
                     return Ok(());
@@ -186,84 +198,87 @@ impl<'a> Run<'a> {
             }
             (_, None) => {
                 let (done, intervals) = (self.done, self.intervals.len());
-                return Err(Error::Lost { at_s: self.now_s, done, intervals });
+                return Err(SimulationError::Lost { at_s: self.now_s, done, intervals });
             }
         }
-        self.give_out()
+        self.assign()
     }
 
-    fn pass(&mut self, to_s: f64) {
+    fn advance(&mut self, to_s: f64) {
         self.link.advance(to_s);
         self.now_s = self.now_s.max(to_s);
     }
 
-    fn happens(&mut self, what: What) -> Result<(), Error> {
-        match what {
-            What::Ready(interval) => {
+    fn handle(&mut self, kind: EventKind) -> Result<(), SimulationError> {
+        match kind {
+            EventKind::Ready(interval) => {
                 self.waiting.insert(interval);
             }
-            What::Fails(failure) => return self.fails(failure),
-            What::Back(node) => {
+            EventKind::Fails(failure) => return self.node_failed(failure),
+            EventKind::Back(node) => {
                 self.enter(node, Phase::Starting);
-                // What it does until it is demanded is nothing.
+                // Before it is demanded, the node is idle.
                 self.machines[node].since_s = self.now_s.max(self.demanded_s);
                 let life = self.machines[node].life;
                 let from_s = self.now_s.max(self.demanded_s);
-                self.at(from_s + self.cluster.nodes[node].start_s, What::Started { node, life });
-                if let Some(failure) = self.failing.after(node, self.now_s) {
-                    self.at(failure.at_s, What::Fails(failure));
+                self.plan(
+                    from_s + self.cluster.nodes[node].start_s,
+                    EventKind::Started { node, life },
+                );
+                if let Some(failure) = self.failure_schedule.after(node, self.now_s) {
+                    self.plan(failure.at_s, EventKind::Fails(failure));
                 }
             }
-            What::Started { node, life } => {
+            EventKind::Started { node, life } => {
                 if self.machines[node].life == life {
                     self.enter(node, Phase::Up);
                 }
             }
-            What::Asked { node, slot, life } => {
+            EventKind::Requested { node, slot, life } => {
                 if self.machines[node].life == life
                     && let Some(task) = self.machines[node].slots[slot]
                 {
-                    self.link.begin((node, slot), task.bytes);
+                    self.link.begin(SlotId { node, slot }, task.bytes);
                 }
             }
-            What::Done { node, slot, life } => {
+            EventKind::Done { node, slot, life } => {
                 if self.machines[node].life == life {
-                    self.finished(node, slot);
+                    self.task_completed(node, slot);
                 }
             }
         }
         Ok(())
     }
 
-    /// The node goes over to another phase; the time in the one before is told.
+    /// Puts a node into `phase` and accounts for the time in the phase before.
     fn enter(&mut self, node: usize, phase: Phase) {
         let now_s = self.now_s;
         let machine = &mut self.machines[node];
-        // Before it is demanded it is idle.
+        // The time before the demand counts as idle.
         let passed_s = (now_s - machine.since_s).max(0.0) * machine.slots.len() as f64;
         match machine.phase {
             Phase::Starting => machine.used.start_s += passed_s,
-            Phase::Away => machine.used.down_s += passed_s,
-            // What its slots did is told as it ends; the rest is idle.
+            Phase::Down => machine.used.down_s += passed_s,
+            // The time of tasks is accounted for when they end; the rest is idle.
             Phase::Up => {}
         }
         machine.phase = phase;
         machine.since_s = now_s;
     }
 
-    fn fails(&mut self, failure: Failure) -> Result<(), Error> {
+    fn node_failed(&mut self, failure: Failure) -> Result<(), SimulationError> {
         let Failure { node, back_s, .. } = failure;
-        if self.machines[node].phase == Phase::Away {
+        if self.machines[node].phase == Phase::Down {
             return Ok(());
         }
-        self.enter(node, Phase::Away);
+        self.enter(node, Phase::Down);
         let machine = &mut self.machines[node];
         machine.life += 1;
         machine.used.failures += 1;
-        machine.holdings.clear();
+        machine.held.clear();
         machine.comes_back = back_s.is_some();
         for slot in 0..machine.slots.len() {
-            self.link.end((node, slot));
+            self.link.end(SlotId { node, slot });
             let Some(task) = self.machines[node].slots[slot].take() else { continue };
             let machine = &mut self.machines[node];
             let there_s = task.there_s.unwrap_or(self.now_s);
@@ -275,30 +290,31 @@ impl<'a> Run<'a> {
         let (done, intervals) = (self.done, self.intervals.len());
         self.failures += 1;
         if self.failures > FAILURES_MAX {
-            return Err(Error::Hopeless { failures: self.failures, done, intervals });
+            return Err(SimulationError::Hopeless { failures: self.failures, done, intervals });
         }
         match back_s {
-            Some(back_s) => self.at(back_s, What::Back(node)),
-            None if self.machines.iter().all(|one| one.phase == Phase::Away && !one.comes_back) => {
-                return Err(Error::Lost { at_s: self.now_s, done, intervals });
+            Some(back_s) => self.plan(back_s, EventKind::Back(node)),
+            None if self.machines.iter().all(|one| one.phase == Phase::Down && !one.comes_back) => {
+                return Err(SimulationError::Lost { at_s: self.now_s, done, intervals });
             }
             None => {}
         }
         Ok(())
     }
 
-    fn arrived(&mut self, (node, slot): (usize, usize)) {
-        self.link.end((node, slot));
+    fn transfer_completed(&mut self, to: SlotId) {
+        let SlotId { node, slot } = to;
+        self.link.end(to);
         let (now_s, speed) = (self.now_s, self.cluster.nodes[node].speed);
         let machine = &mut self.machines[node];
         let Some(task) = &mut machine.slots[slot] else { return };
         task.there_s = Some(now_s);
-        machine.holdings.add(task.interval);
+        machine.held.add(task.interval);
         let (work_s, life) = (self.intervals[task.interval].work_s, machine.life);
-        self.at(now_s + work_s / speed, What::Done { node, slot, life });
+        self.plan(now_s + work_s / speed, EventKind::Done { node, slot, life });
     }
 
-    fn finished(&mut self, node: usize, slot: usize) {
+    fn task_completed(&mut self, node: usize, slot: usize) {
         let end_s = self.now_s;
         let machine = &mut self.machines[node];
         let Some(task) = machine.slots[slot].take() else { return };
@@ -306,7 +322,7 @@ impl<'a> Run<'a> {
         machine.used.transfer_s += there_s - task.begin_s;
         machine.used.busy_s += end_s - there_s;
         machine.used.intervals += 1;
-        self.ran[task.interval] = Some(Ran {
+        self.completed[task.interval] = Some(IntervalRun {
             node,
             begin_s: task.begin_s,
             there_s,
@@ -317,29 +333,27 @@ impl<'a> Run<'a> {
         self.done += 1;
     }
 
-    /// Gives intervals to free slots while there are both.
-    fn give_out(&mut self) -> Result<(), Error> {
+    /// Assigns waiting intervals to free slots.
+    fn assign(&mut self) -> Result<(), SimulationError> {
         loop {
-            let is_free = |machine: &Machine| {
+            let is_free = |machine: &NodeState| {
                 machine.phase == Phase::Up && machine.slots.iter().any(Option::is_none)
             };
-            let free: Vec<Free<'_>> = self
+            let free: Vec<FreeNode<'_>> = self
                 .machines
                 .iter()
                 .enumerate()
                 .filter(|(_, machine)| is_free(machine))
-                .map(|(node, machine)| Free {
+                .map(|(node, machine)| FreeNode {
                     node,
                     speed: self.cluster.nodes[node].speed,
-                    holdings: &machine.holdings,
+                    held: &machine.held,
                 })
                 .collect();
-            let all = (self.intervals, &self.sizes);
-            let Some((interval, node)) = choose(self.cluster.policy, all, &self.waiting, &free)
-            else {
-                return Ok(());
-            };
-            let bytes = self.sizes.missing(interval, &self.machines[node].holdings);
+            let (policy, intervals) = (self.cluster.policy, self.intervals);
+            let chosen = choose(policy, intervals, &self.sizes, &self.waiting, &free);
+            let Some(Assignment { interval, node }) = chosen else { return Ok(()) };
+            let bytes = self.sizes.missing(interval, &self.machines[node].held);
             let Some(slot) = self.machines[node].slots.iter().position(Option::is_none) else {
                 return Ok(());
             };
@@ -349,23 +363,26 @@ impl<'a> Run<'a> {
             let task = Task { interval, begin_s: self.now_s, there_s: None, bytes };
             self.machines[node].slots[slot] = Some(task);
             let life = self.machines[node].life;
-            self.at(self.now_s + self.cluster.network.latency_s, What::Asked { node, slot, life });
+            self.plan(
+                self.now_s + self.cluster.network.latency_s,
+                EventKind::Requested { node, slot, life },
+            );
         }
     }
 
-    fn outcome(mut self) -> Outcome {
-        let intervals: Vec<Ran> = self.ran.iter().flatten().copied().collect();
+    fn outcome(mut self) -> SimulationOutcome {
+        let intervals: Vec<IntervalRun> = self.completed.iter().flatten().copied().collect();
         let makespan_s = intervals.iter().map(|ran| ran.end_s).fold(0.0, f64::max);
         for node in 0..self.machines.len() {
             let phase = self.machines[node].phase;
             self.enter(node, phase);
             let machine = &mut self.machines[node];
-            let Used { busy_s, transfer_s, start_s, down_s, .. } = machine.used;
+            let NodeUsage { busy_s, transfer_s, start_s, down_s, .. } = machine.used;
             let all_s = makespan_s * machine.slots.len() as f64;
-            // Rounding must not make it less than nothing.
+            // Rounding must not make it negative.
             machine.used.idle_s = (all_s - busy_s - transfer_s - start_s - down_s).max(0.0);
         }
         let nodes = self.machines.into_iter().map(|machine| machine.used).collect();
-        Outcome { makespan_s, intervals, nodes, sent_bytes: self.sent_bytes }
+        SimulationOutcome { makespan_s, intervals, nodes, sent_bytes: self.sent_bytes }
     }
 }

@@ -1,52 +1,53 @@
-//! What can be wrong with what is to be simulated.
+//! Errors of a simulation.
 
-/// Why there is no outcome.
+/// Why a simulation has no outcome.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Error {
-    /// A number that says nothing.
+pub enum SimulationError {
+    /// A number is out of bounds.
     #[error("{what} is {value}: it must be {must}")]
     Number {
-        /// Which.
+        /// The quantity.
         what: String,
-        /// What it is.
+        /// Its value.
         value: f64,
-        /// What it must be.
+        /// The valid values.
         must: &'static str,
     },
-    /// There is nothing to do it with.
+    /// There are no intervals, or no node with a slot.
     #[error("the cluster has no {0}")]
     None(&'static str),
-    /// A failure of a node that there is not.
-    #[error("node {node} is to fail, and there are {nodes}")]
+    /// A listed failure names a node that does not exist.
+    #[error("the failure of node {node}: the cluster has {nodes} nodes, numbered from 0")]
     NoNode {
-        /// Which.
+        /// The node of the failure.
         node: usize,
-        /// How many there are.
+        /// The number of nodes.
         nodes: usize,
     },
-    /// All nodes are gone for good.
+    /// All nodes have failed and do not come back.
     #[error(
-        "all nodes have failed for good after {at_s:.1} s, with {done} of {intervals} intervals done"
+        "all nodes have failed for good after {at_s:.1} s; {done} of {intervals} intervals are done"
     )]
     Lost {
-        /// When the last one did.
+        /// The time of the last failure, in seconds.
         at_s: f64,
-        /// Intervals done by then.
+        /// The number of intervals done by then.
         done: usize,
-        /// All intervals.
+        /// The number of all intervals.
         intervals: usize,
     },
-    /// Nodes fail faster than they simulate.
+    /// Nodes fail more often than they complete intervals.
     #[error(
-        "{done} of {intervals} intervals are done after {failures} failures: nodes fail more often than intervals end"
+        "{done} of {intervals} intervals are done after {failures} failures: nodes fail more often than \
+         they complete intervals"
     )]
     Hopeless {
-        /// How often nodes failed.
+        /// The number of failures.
         failures: usize,
-        /// Intervals done by then.
+        /// The number of intervals done by then.
         done: usize,
-        /// All intervals.
+        /// The number of all intervals.
         intervals: usize,
     },
 }

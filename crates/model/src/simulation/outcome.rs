@@ -1,71 +1,71 @@
-//! What a simulated cluster did.
+//! The outcome of a simulation.
 
 use serde::{Deserialize, Serialize};
 
-/// How an interval was simulated.
+/// The simulation of one interval.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Ran {
-    /// The node that did it.
+pub struct IntervalRun {
+    /// The number of the node that simulated it.
     pub node: usize,
-    /// When it was given to it, in seconds.
+    /// The time at which the node got it, in seconds.
     pub begin_s: f64,
-    /// When what the node lacked was there.
+    /// The time at which its transfer was complete, in seconds.
     pub there_s: f64,
-    /// When it was done.
+    /// The time at which its simulation was complete, in seconds.
     pub end_s: f64,
-    /// What was sent for that.
+    /// The bytes of the transfer.
     pub sent_bytes: f64,
-    /// How often it was begun.
+    /// How often it was begun, with the attempts that ended with a failure.
     pub tries: u32,
 }
 
-/// What became of a node's time, in seconds, over all its slots: the sum is the makespan for each
-/// slot.
+/// The use of a node's time, in seconds over all its slots. The sum of the first five fields is the
+/// makespan times the number of slots.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Used {
-    /// It simulated. What a failure undid counts, too.
+pub struct NodeUsage {
+    /// Simulating, with the work that a failure undid.
     pub busy_s: f64,
-    /// It waited for what it lacked.
+    /// Waiting for transfers.
     pub transfer_s: f64,
-    /// It started.
+    /// Starting.
     pub start_s: f64,
-    /// It was down.
+    /// Down after a failure.
     pub down_s: f64,
-    /// It had nothing to do.
+    /// Without work.
     pub idle_s: f64,
-    /// Of busy and transfer: for intervals that were begun anew then.
+    /// The part of `busy_s` and `transfer_s` that failures undid.
     pub lost_s: f64,
-    /// Intervals that it has done.
+    /// The number of intervals that it completed.
     pub intervals: usize,
-    /// How often it failed.
+    /// The number of its failures.
     pub failures: usize,
 }
 
 /// A simulated run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Outcome {
-    /// From the recording's begin to the last interval's end, in seconds.
+pub struct SimulationOutcome {
+    /// The time from the beginning of the recording to the end of the last interval, in seconds.
     pub makespan_s: f64,
-    /// How each interval was simulated, in their order.
-    pub intervals: Vec<Ran>,
-    /// What each node did.
-    pub nodes: Vec<Used>,
-    /// What was asked of the server, in all tries.
+    /// The simulation of each interval, in their order.
+    pub intervals: Vec<IntervalRun>,
+    /// The use of each node, in their order.
+    pub nodes: Vec<NodeUsage>,
+    /// The bytes of all transfers, with those that a failure ended.
     pub sent_bytes: f64,
 }
 
-impl Outcome {
-    /// How many times as fast that is as a simulation that takes `sequential_s`.
+impl SimulationOutcome {
+    /// Returns the speed-up over one simulation of the whole run that takes `sequential_s` seconds.
     pub fn speed_up(&self, sequential_s: f64) -> f64 {
         sequential_s / self.makespan_s
     }
 
-    /// The speed-up for each of `slots`.
+    /// Returns the speed-up divided by `slots`.
     pub fn efficiency(&self, sequential_s: f64, slots: usize) -> f64 {
         self.speed_up(sequential_s) / slots.max(1) as f64
     }
 
-    /// Failures of all nodes.
+    /// Returns the number of failures of all nodes.
     pub fn failures(&self) -> usize {
         self.nodes.iter().map(|node| node.failures).sum()
     }

@@ -2,7 +2,7 @@ use super::*;
 use crate::{Constants, Formula};
 use proptest::prelude::*;
 
-/// The second assertion's tolerance is for rounding alone.
+/// The tolerance for rounding.
 const CLOSE: f64 = 1e-9;
 
 fn near(found: f64, expected: f64) {
@@ -16,7 +16,7 @@ fn interval(ready_s: f64, work_s: f64) -> Interval {
     Interval { ready_s, work_s, image_bytes: 0.0, new_bytes: 0.0 }
 }
 
-/// Intervals that are ready at once, of which each has so many bytes in all and so many new ones.
+/// Makes intervals that are ready at time 0, with the same sizes.
 fn sized(work_s: &[f64], image_bytes: f64, new_bytes: f64) -> Vec<Interval> {
     work_s
         .iter()
@@ -24,16 +24,16 @@ fn sized(work_s: &[f64], image_bytes: f64, new_bytes: f64) -> Vec<Interval> {
         .collect()
 }
 
-/// 1 byte a second.
+/// Limits the network to 1 byte a second.
 fn slow(cluster: Cluster) -> Cluster {
     Cluster { network: Network { bits_per_s: Some(8.0), latency_s: 0.0 }, ..cluster }
 }
 
-fn ends(outcome: &Outcome) -> Vec<f64> {
+fn ends(outcome: &SimulationOutcome) -> Vec<f64> {
     outcome.intervals.iter().map(|ran| ran.end_s).collect()
 }
 
-fn nodes(outcome: &Outcome) -> Vec<usize> {
+fn nodes(outcome: &SimulationOutcome) -> Vec<usize> {
     outcome.intervals.iter().map(|ran| ran.node).collect()
 }
 
@@ -61,7 +61,8 @@ fn the_regular_case_is_that_of_the_formulas() {
     ] {
         let formula = constants.formula(count, length);
         let expected = constants.run_time(formula, count, length);
-        let found = simulate(&regular(&constants, length), &Cluster::of(count as usize)).unwrap();
+        let found =
+            simulate(&equal_intervals(&constants, length), &Cluster::of(count as usize)).unwrap();
         let off = (found.makespan_s / expected - 1.0).abs();
         assert!(
             off < 0.01,
@@ -78,12 +79,12 @@ fn the_regular_case_is_that_of_the_formulas() {
     assert!(seen.contains(&Formula::Enough) && seen.contains(&Formula::Limited));
 }
 
-/// The formula fills the last round with a part of an interval; a cluster cannot.
+/// The formula fills the last round with a part of an interval, which a cluster cannot do.
 #[test]
-fn where_the_nodes_do_not_divide_the_intervals_a_part_of_one_is_added() {
+fn a_part_of_an_interval_is_added_if_the_nodes_do_not_divide_the_intervals() {
     let measured =
         Constants { t_vm: 600.0, s_sim: 31.0, s_log: 1.0, t_c: 0.0, t_i: 3.7, s_cp: Some(1.024) };
-    let found = simulate(&regular(&measured, 8.0), &Cluster::of(4)).unwrap().makespan_s;
+    let found = simulate(&equal_intervals(&measured, 8.0), &Cluster::of(4)).unwrap().makespan_s;
     // 75 intervals: 19 rounds in place of 18.75.
     near(
         found,
@@ -105,7 +106,7 @@ fn unequal_intervals_wait_for_each_other() {
 }
 
 #[test]
-fn the_longest_first_is_better_where_it_comes_last() {
+fn longest_first_is_better_if_the_longest_interval_is_last() {
     let intervals = sized(&[1.0, 1.0, 1.0, 3.0], 0.0, 0.0);
     let of =
         |policy| simulate(&intervals, &Cluster { policy, ..Cluster::of(2) }).unwrap().makespan_s;
@@ -114,7 +115,7 @@ fn the_longest_first_is_better_where_it_comes_last() {
 }
 
 #[test]
-fn nodes_start_once_they_are_demanded_and_fast_ones_come_first() {
+fn nodes_start_when_they_are_demanded_and_fast_ones_come_first() {
     let mut cluster = Cluster::of(2);
     cluster.nodes[0].start_s = 2.0;
     cluster.nodes[1] = Node { slots: 2, start_s: 2.0, speed: 2.0 };
@@ -127,7 +128,7 @@ fn nodes_start_once_they_are_demanded_and_fast_ones_come_first() {
 }
 
 #[test]
-fn deferred_nothing_begins_before_all_is_ready() {
+fn deferred_intervals_begin_when_all_are_ready() {
     let intervals = [interval(1.0, 1.0), interval(9.0, 1.0)];
     let cluster = Cluster { dispatch: Dispatch::Deferred, ..Cluster::of(2) };
     let outcome = simulate(&intervals, &cluster).unwrap();
@@ -160,7 +161,7 @@ fn latency_comes_before_each_transfer() {
 }
 
 #[test]
-fn what_is_there_is_not_sent_again_unless_all_is() {
+fn held_bytes_are_sent_again_only_if_whole_images_are_sent() {
     let intervals = sized(&[1.0, 1.0, 1.0], 10.0, 4.0);
     let missing = simulate(&intervals, &Cluster::of(1)).unwrap();
     assert_eq!(
@@ -188,7 +189,7 @@ fn near_keeps_neighbours_together() {
 }
 
 #[test]
-fn what_a_failed_node_did_is_done_elsewhere() {
+fn intervals_of_a_failed_node_are_simulated_elsewhere() {
     let fails = |back_s| Failures::Listed(vec![Failure { node: 0, at_s: 3.0, back_s }]);
     // Node 0 is lost in the middle of the first; node 1 has it from 4 on.
     let intervals = sized(&[5.0, 4.0], 0.0, 0.0);
@@ -199,7 +200,7 @@ fn what_a_failed_node_did_is_done_elsewhere() {
         (outcome.intervals[0].tries, outcome.intervals[1].tries, outcome.failures()),
         (2, 1, 1)
     );
-    let Used { busy_s, lost_s, down_s, intervals: done, .. } = outcome.nodes[0];
+    let NodeUsage { busy_s, lost_s, down_s, intervals: done, .. } = outcome.nodes[0];
     assert_eq!((busy_s, lost_s, down_s, done), (3.0, 3.0, 6.0, 0));
     // Alone it comes back at 4, starts until 5, and begins anew with nothing.
     let mut cluster = slow(Cluster { failures: fails(Some(4.0)), ..Cluster::of(1) });
@@ -214,19 +215,19 @@ fn what_a_failed_node_did_is_done_elsewhere() {
 }
 
 #[test]
-fn what_cannot_end_is_an_error() {
+fn a_simulation_that_cannot_end_is_an_error() {
     let intervals = sized(&[5.0, 5.0], 0.0, 0.0);
     let lost = |node| Failure { node, at_s: 6.0, back_s: None };
     let failures = Failures::Listed(vec![lost(0), lost(1)]);
     let outcome = simulate(&sized(&[5.0; 3], 0.0, 0.0), &Cluster { failures, ..Cluster::of(2) });
-    assert_eq!(outcome, Err(Error::Lost { at_s: 6.0, done: 2, intervals: 3 }));
+    assert_eq!(outcome, Err(SimulationError::Lost { at_s: 6.0, done: 2, intervals: 3 }));
     let failures = Failures::Random { mtbf_s: 1e-3, repair_s: Some(0.0), seed: 1 };
     let outcome = simulate(&intervals, &Cluster { failures, ..Cluster::of(2) });
-    assert!(matches!(outcome, Err(Error::Hopeless { done: 0, .. })), "{outcome:?}");
+    assert!(matches!(outcome, Err(SimulationError::Hopeless { done: 0, .. })), "{outcome:?}");
 }
 
 #[test]
-fn what_says_nothing_is_refused() {
+fn input_out_of_bounds_is_refused() {
     let good = [interval(0.0, 1.0)];
     let refused = |intervals: &[Interval], cluster: Cluster, word: &str| {
         let text = simulate(intervals, &cluster).unwrap_err().to_string();
@@ -305,9 +306,9 @@ proptest! {
             let expected_s = outcome.makespan_s * node.slots as f64;
             prop_assert!((all_s - expected_s).abs() < 1e-6 * expected_s.max(1.0), "{used:?}, {expected_s}");
         }
-        // No slot does two things at once.
+        // No slot runs two tasks at once.
         for number in 0..cluster.nodes.len() {
-            let of_node: Vec<&Ran> = outcome.intervals.iter().filter(|ran| ran.node == number).collect();
+            let of_node: Vec<&IntervalRun> = outcome.intervals.iter().filter(|ran| ran.node == number).collect();
             for ran in &of_node {
                 let at_once = of_node.iter().filter(|one| one.begin_s <= ran.begin_s && ran.begin_s < one.end_s);
                 prop_assert!(at_once.count() <= cluster.nodes[number].slots);
@@ -316,7 +317,7 @@ proptest! {
         prop_assert_eq!(simulate(&intervals, &cluster).unwrap(), outcome);
     }
 
-    /// What no cluster can be faster than.
+    /// No cluster is faster than its parts allow.
     #[test]
     fn no_run_is_shorter_than_its_parts(intervals in intervals(), cluster in clusters()) {
         let outcome = simulate(&intervals, &cluster).unwrap();

@@ -2,7 +2,7 @@
 
 use super::columns;
 use super::simulated::Row;
-use keyframe_model::{Constants, Point as Predicted, best};
+use keyframe_model::{Constants, Prediction, recommend};
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
 
 /// Points of a line.
@@ -16,7 +16,7 @@ pub fn figure(constants: &Constants, enough: u64, nodes: &[u64], simulated: &[Ro
         (0..=STEPS).map(|step| geometric(1.0, most as f64, step) as u64).collect();
     counts.dedup();
     let with_best =
-        counts.iter().map(|n| point(*n as f64, best(constants, *n).best.speed_up)).collect();
+        counts.iter().map(|n| point(*n as f64, recommend(constants, *n).best.speed_up)).collect();
     let ideal = counts.iter().map(|n| point(*n as f64, *n as f64)).collect();
     let mut by_cluster: Vec<Point> =
         simulated.iter().map(|row| point(row.nodes as f64, row.speed_up)).collect();
@@ -38,7 +38,7 @@ pub fn figure(constants: &Constants, enough: u64, nodes: &[u64], simulated: &[Ro
         name: format!("{count} nodes"),
         points: (0..=STEPS)
             .map(|step| geometric(longest / 1000.0, longest, step))
-            .map(|length| point(length, Predicted::at(constants, count, length).speed_up))
+            .map(|length| point(length, Prediction::at(constants, count, length).speed_up))
             .collect(),
     };
     let over_length = Chart {
@@ -47,7 +47,7 @@ pub fn figure(constants: &Constants, enough: u64, nodes: &[u64], simulated: &[Ro
         y: Axis::new("speed-up", Scale::Log),
         series: columns(enough, nodes).into_iter().map(line).collect(),
     };
-    Figure { title: "Predicted speed-up".into(), charts: vec![over_nodes, over_length] }
+    Figure { title: "Prediction speed-up".into(), charts: vec![over_nodes, over_length] }
 }
 
 fn geometric(from: f64, to: f64, step: u32) -> f64 {

@@ -1,7 +1,7 @@
 //! The model's constants, from what a recording and an analysis of it took.
 
 use keyframe_failure::Failure;
-use keyframe_model::{Fit, fit};
+use keyframe_model::{Fit, fit_slowdown};
 use keyframe_replay::RecordingMeta;
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use keyframe_replay_driver::{Source, made_before, sealed_in};
@@ -97,7 +97,7 @@ impl Measured {
                     Some((length(one.index)? as f64 * each_s, one.wall_ns as f64 / 1e9))
                 })
                 .collect();
-            (measured.intervals, measured.fit) = (pairs.len() as u64, fit(&pairs));
+            (measured.intervals, measured.fit) = (pairs.len() as u64, fit_slowdown(&pairs));
             if measured.fit.is_none() {
                 return Err(Failure::new(format!(
                     "{} has no interval that is done",

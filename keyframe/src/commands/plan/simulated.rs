@@ -4,8 +4,10 @@ use super::measured::Measured;
 use super::options::ClusterArgs;
 use crate::output;
 use keyframe_failure::Failure;
-use keyframe_model::simulation::{Error, Interval, Outcome, regular, simulate};
-use keyframe_model::{Constants, Formula, Point, best};
+use keyframe_model::simulation::{
+    Interval, SimulationError, SimulationOutcome, equal_intervals, simulate,
+};
+use keyframe_model::{Constants, Formula, Prediction, recommend};
 use serde::Serialize;
 
 /// Where nothing is asked for.
@@ -48,9 +50,9 @@ pub struct Row {
     efficiency: f64,
     /// What the formulas say of equal intervals of the mean length, on a cluster without a network
     /// and failures.
-    closed_form: Point,
+    closed_form: Prediction,
     /// What happened.
-    outcome: Outcome,
+    outcome: SimulationOutcome,
 }
 
 impl Simulated {
@@ -88,9 +90,9 @@ impl Simulated {
             let slots = cluster.slots();
             let length = match &given {
                 Some(intervals) => constants.s_log * constants.t_vm / intervals.len() as f64,
-                None => best(constants, slots as u64).best.length_s,
+                None => recommend(constants, slots as u64).best.length_s,
             };
-            let own = given.is_none().then(|| regular(constants, length));
+            let own = given.is_none().then(|| equal_intervals(constants, length));
             let intervals = given.as_ref().or(own.as_ref()).map_or(&[][..], Vec::as_slice);
             let outcome = simulate(intervals, &cluster).map_err(|e| failed(&e, *count, args))?;
             table.push(Row {
@@ -98,7 +100,7 @@ impl Simulated {
                 makespan_s: outcome.makespan_s,
                 speed_up: outcome.speed_up(sequential_s),
                 efficiency: outcome.efficiency(sequential_s, slots),
-                closed_form: Point::at(constants, slots as u64, length),
+                closed_form: Prediction::at(constants, slots as u64, length),
                 outcome,
             });
         }
@@ -194,13 +196,13 @@ fn of_recording(measured: &Measured, constants: &Constants, sends_all: bool) -> 
         .collect()
 }
 
-fn failed(error: &Error, nodes: u64, args: &ClusterArgs) -> Failure {
+fn failed(error: &SimulationError, nodes: u64, args: &ClusterArgs) -> Failure {
     let failure = Failure::new(format!("simulate {nodes} nodes: {error}"));
     match error {
-        Error::Lost { .. } if !args.is_repaired() => failure.fix(
+        SimulationError::Lost { .. } if !args.is_repaired() => failure.fix(
             "let nodes come back (--repair 1m), live longer (--mtbf), or take another --seed or more --nodes",
         ),
-        Error::Hopeless { .. } => {
+        SimulationError::Hopeless { .. } => {
             failure.fix("give a longer --mtbf, or cut the recording into shorter intervals")
         }
         _ => failure,

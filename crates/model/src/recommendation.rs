@@ -1,41 +1,41 @@
-//! The best intervals for some nodes, and the best number of nodes.
+//! Recommends the length of intervals for a number of nodes, and the number of nodes.
 
 use crate::{Constants, Formula};
 use serde::{Deserialize, Serialize};
 
-/// The shortest interval that is recommended, in seconds, and looked at.
+/// The shortest recommended interval, in seconds.
 const LENGTH_MIN: f64 = 1e-3;
 
-/// What the model says of some nodes and a length.
+/// The run time that the model predicts for a number of nodes and a length.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Point {
-    /// Nodes.
+pub struct Prediction {
+    /// The number of nodes.
     pub nodes: u64,
-    /// Interval length, in seconds.
+    /// The length of an interval, in seconds.
     pub length_s: f64,
-    /// Which formula holds.
+    /// The formula that holds.
     pub formula: Formula,
-    /// From the recording's begin to the last simulation's end, in seconds.
+    /// The time from the beginning of the recording to the end of the last simulation, in seconds.
     pub run_time_s: f64,
-    /// Over one simulation of the whole run.
+    /// The speed-up over one simulation of the whole run.
     pub speed_up: f64,
 }
 
-/// A recommendation.
+/// A recommended length for a number of nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Plan {
-    /// Its nodes, its length, and what comes of them.
+pub struct Recommendation {
+    /// The nodes, the recommended length, and the predicted run time.
     #[serde(flatten)]
-    pub best: Point,
-    /// Nodes that would be busy at that length if there were enough.
+    pub best: Prediction,
+    /// The number of nodes that would be busy at that length if there were enough.
     pub nodes_demanded: f64,
-    /// How many are missing at the length that is best for that number of nodes where they are too
-    /// few (equation 3.8): positive where that formula holds.
+    /// The number of nodes that are missing at the best length of equation 3.7 (equation 3.8):
+    /// positive if the nodes are too few.
     pub nodes_missing: f64,
 }
 
-impl Point {
-    /// That of `nodes` and `length`, in seconds.
+impl Prediction {
+    /// Predicts the run time of `nodes` nodes and `length` seconds.
     pub fn at(constants: &Constants, nodes: u64, length: f64) -> Self {
         Self::by(constants, constants.formula(nodes, length), nodes, length)
     }
@@ -47,51 +47,51 @@ impl Point {
     }
 }
 
-/// The best length with nodes enough, and how many these are.
-pub fn nodes_best(constants: &Constants) -> Plan {
-    let length = within(constants, constants.length_enough());
+/// Recommends the best length with enough nodes, and the number of these nodes.
+pub fn recommend_nodes(constants: &Constants) -> Recommendation {
+    let length = clamp_length(constants, constants.length_enough());
     let nodes = constants.nodes_enough(length);
-    plan(constants, Point::by(constants, Formula::Enough, nodes, length))
+    recommendation(constants, Prediction::by(constants, Formula::Enough, nodes, length))
 }
 
-/// The best length for `nodes`, one at least.
+/// Recommends the best length for `nodes` nodes; 0 counts as 1.
 ///
-/// With `s_cp`, the formula is chosen as in the paper, by the sign of equation 3.8. Without, the
-/// two formulas are one function of the length, which is least at the best length of one of them,
-/// where that one holds, or where the nodes are just enough.
-pub fn best(constants: &Constants, nodes: u64) -> Plan {
+/// If `s_cp` is given, the sign of equation 3.8 selects the formula, as in the paper. Otherwise the
+/// two formulas form one continuous function of the length. Its minimum is at the best length of one
+/// formula, if that formula holds there, or at the length for which the nodes are just enough.
+pub fn recommend(constants: &Constants, nodes: u64) -> Recommendation {
     let nodes = nodes.max(1);
     let lengths = [constants.length_limited(nodes), constants.length_enough()];
-    let [limited, enough] = lengths.map(|length| within(constants, length));
+    let [limited, enough] = lengths.map(|length| clamp_length(constants, length));
     if constants.s_cp.is_some() {
         let point = if constants.nodes_missing(nodes) > 0.0 {
-            Point::by(constants, Formula::Limited, nodes, limited)
+            Prediction::by(constants, Formula::Limited, nodes, limited)
         } else {
-            Point::by(constants, Formula::Enough, nodes, enough)
+            Prediction::by(constants, Formula::Enough, nodes, enough)
         };
-        return plan(constants, point);
+        return recommendation(constants, point);
     }
-    let all = [limited, enough, within(constants, just_enough(constants, nodes)), LENGTH_MIN];
-    let points = all.map(|length| Point::at(constants, nodes, length));
+    let all = [limited, enough, clamp_length(constants, just_enough(constants, nodes)), LENGTH_MIN];
+    let points = all.map(|length| Prediction::at(constants, nodes, length));
     let least = points.into_iter().min_by(|a, b| a.run_time_s.total_cmp(&b.run_time_s));
-    plan(constants, least.unwrap_or(points[0]))
+    recommendation(constants, least.unwrap_or(points[0]))
 }
 
-/// The length at which `nodes` are just enough: `(t_i + s_sim/s_log L) / (t_c + L) = N`. Not finite
-/// where there is none.
+/// Returns the length for which `nodes` are just enough: the solution of
+/// `(t_i + s_sim/s_log L) / (t_c + L) = N`. The result is not finite if there is none.
 fn just_enough(constants: &Constants, nodes: u64) -> f64 {
     let nodes = nodes as f64;
     (constants.t_i - nodes * constants.t_c) / (nodes - constants.slowdown())
 }
 
-/// A length that can be: no longer than the whole run.
-fn within(constants: &Constants, length: f64) -> f64 {
+/// Clamps a length to [`LENGTH_MIN`] and the duration of the whole run.
+fn clamp_length(constants: &Constants, length: f64) -> f64 {
     let longest = (constants.s_log * constants.t_vm).max(LENGTH_MIN);
     if length.is_finite() { length.clamp(LENGTH_MIN, longest) } else { longest }
 }
 
-fn plan(constants: &Constants, best: Point) -> Plan {
-    Plan {
+fn recommendation(constants: &Constants, best: Prediction) -> Recommendation {
+    Recommendation {
         best,
         nodes_demanded: constants.nodes_demanded(best.length_s),
         nodes_missing: constants.nodes_missing(best.nodes),
@@ -112,28 +112,28 @@ mod tests {
 
     /// Section 2.4.2 of the paper.
     #[test]
-    fn nodes_enough_are_90_and_84_times_as_fast() {
-        let plan = nodes_best(&PAPER);
+    fn enough_nodes_are_90_with_a_speed_up_of_84() {
+        let plan = recommend_nodes(&PAPER);
         assert_eq!((plan.best.nodes, plan.best.formula), (90, Formula::Enough));
         near(plan.best.speed_up, 84.3);
         near(plan.best.length_s, 2.049);
     }
 
-    /// Figure 3.4: its constants but for `s_sim` are printed; 41.25 has `N_demand` cross 0 where it
-    /// does.
+    /// Figure 3.4. The paper prints its constants except `s_sim`; with 41.25, `N_demand` crosses 0 at
+    /// the printed place.
     #[test]
     fn with_few_nodes_intervals_are_long() {
         let constants = Constants { s_sim: 41.25, s_cp: Some(1.2), ..PAPER };
-        near(best(&constants, 1).best.length_s, 56.9);
-        near(best(&constants, 32).best.length_s, 1.78);
+        near(recommend(&constants, 1).best.length_s, 56.9);
+        near(recommend(&constants, 32).best.length_s, 1.78);
         assert!(constants.nodes_missing(32) > 0.0 && constants.nodes_missing(33) < 0.0);
-        assert_eq!(best(&constants, 32).best.formula, Formula::Limited);
-        assert_eq!(best(&constants, 33).best.formula, Formula::Enough);
+        assert_eq!(recommend(&constants, 32).best.formula, Formula::Limited);
+        assert_eq!(recommend(&constants, 33).best.formula, Formula::Enough);
     }
 
     /// Section 6.3.4, figure 6.15.
     #[test]
-    fn four_nodes_are_3_9_times_as_fast() {
+    fn four_nodes_have_a_speed_up_of_3_9() {
         let constants = Constants {
             t_vm: 600.0,
             s_sim: 31.0,
@@ -142,12 +142,12 @@ mod tests {
             t_i: 3.7,
             s_cp: Some(1.024),
         };
-        near(Point::at(&constants, 4, 8.0).speed_up, 3.91);
-        near(best(&constants, 4).best.speed_up, 3.9);
+        near(Prediction::at(&constants, 4, 8.0).speed_up, 3.91);
+        near(recommend(&constants, 4).best.speed_up, 3.9);
     }
 
     #[test]
-    fn constants_that_say_nothing_are_refused() {
+    fn constants_out_of_bounds_are_refused() {
         assert!(PAPER.check().is_ok());
         for (bad, name) in [
             (Constants { t_vm: 0.0, ..PAPER }, "t_vm"),
@@ -167,16 +167,16 @@ mod tests {
     }
 
     proptest! {
-        /// No length is better than the one that is recommended.
+        /// No length is better than the recommended one.
         #[test]
         fn no_length_is_better(constants in constants(), nodes in 1_u64..10_000, factor in 1e-3..1e3_f64) {
-            let plan = best(&constants, nodes).best;
-            let other = within(&constants, plan.length_s * factor);
-            let other = Point::at(&constants, nodes, other);
+            let plan = recommend(&constants, nodes).best;
+            let other = clamp_length(&constants, plan.length_s * factor);
+            let other = Prediction::at(&constants, nodes, other);
             prop_assert!(other.run_time_s >= plan.run_time_s * (1.0 - 1e-9), "{other:?} {plan:?}");
         }
 
-        /// Where the nodes are just enough, both formulas say the same.
+        /// If the nodes are just enough, both formulas give the same time.
         #[test]
         fn the_formulas_meet(constants in constants(), nodes in 1_u64..10_000) {
             let length = just_enough(&constants, nodes);

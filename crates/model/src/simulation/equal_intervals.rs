@@ -1,16 +1,15 @@
-//! The intervals that the formulas know.
+//! Equal intervals, as the formulas assume them.
 
 use super::Interval;
 use crate::Constants;
 
-/// Intervals in a run at most: a length that makes more is taken to be so long that it does not.
+/// The largest number of intervals in a run. A length that would give more is increased.
 const INTERVALS_MAX: f64 = 100_000.0;
 
-/// A run in equal intervals of `length` seconds, each ready at its end; nothing is to be
-/// transferred.
-pub fn regular(constants: &Constants, length: f64) -> Vec<Interval> {
+/// Cuts a run into equal intervals of about `length` seconds, so that their sum is the run. Each is
+/// ready at its end. Their checkpoints have no bytes to transfer.
+pub fn equal_intervals(constants: &Constants, length: f64) -> Vec<Interval> {
     let count = (constants.s_log * constants.t_vm / length).round().clamp(1.0, INTERVALS_MAX);
-    // Their sum is the run, whether the length divides it or not.
     let length = constants.s_log * constants.t_vm / count;
     let work_s = constants.simulation(length);
     let period = constants.period(length);
