@@ -3,7 +3,7 @@
 
 use keyframe_capture::machine::pause_in_steps;
 use keyframe_capture::{
-    BoxError, CaptureError, StopOutcome, Machine, PauseVerdict, PauseRecord, PauseSteps, PauseWork,
+    BoxError, CaptureError, Machine, PauseRecord, PauseSteps, PauseVerdict, PauseWork, StopOutcome,
 };
 use keyframe_locks::IgnorePoison;
 use keyframe_net::GateRemote;

@@ -16,7 +16,7 @@
 //! which names no other process ever.
 
 use keyframe_failure::Failure;
-use keyframe_replication::Guard;
+use keyframe_replication::RunPermit;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use std::io::{BufRead, BufReader, Write};
@@ -63,11 +63,11 @@ impl GuardRemote {
     }
 
     /// Tells it. The VM stands when this returns, where it is to.
-    pub fn set(&mut self, guard: Guard) -> Result<(), Failure> {
-        match guard {
-            Guard::Free => self.say("F"),
-            Guard::Until(ns) => self.say(&format!("U{ns}")),
-            Guard::Stopped => self.say("S"),
+    pub fn set(&mut self, permit: RunPermit) -> Result<(), Failure> {
+        match permit {
+            RunPermit::Free => self.say("F"),
+            RunPermit::Until(ns) => self.say(&format!("U{ns}")),
+            RunPermit::Stopped => self.say("S"),
         }
     }
 

@@ -11,7 +11,7 @@ use keyframe_failure::Failure;
 use keyframe_net::{GateNic, GateRemote};
 use keyframe_qemu::gate::NicSockets;
 use keyframe_qemu::{DiskServer, Invocation, LaunchOptions, QemuIdentity, Vm};
-use keyframe_replication::{Config, GroupId, NodeId, Start};
+use keyframe_replication::{GroupId, NodeId, PrimaryStart, ReplicationConfig};
 use keyframe_session::control::server::{SharedStatus, Socket};
 use keyframe_session::control::{OnExit, ReplicationStatus, Status};
 use keyframe_session::copying::Copying;
@@ -143,13 +143,18 @@ pub fn protect(
         rights::trace_only();
     }
     let group = GroupId(u128::from(random()?) << 64 | u128::from(random()?));
-    let mut config =
-        Config::new(NodeId(random()?), random()?, group, setup.arbitration, setup.detection_ns);
+    let mut config = ReplicationConfig::new(
+        NodeId(random()?),
+        random()?,
+        group,
+        setup.arbitration,
+        setup.detection_ns,
+    );
     config.paths = if addresses.beat.is_some() { 2 } else { 1 };
     let status = first_status(&name, vm.pid(), "primary");
     let found = Found { vm, identity, machine: None, directory, served, gate };
     let place = Home { name, run_dir, status, interrupted, inbox: None };
-    engine(found, place, setup, config, (Start::First, 1), Some(addresses))
+    engine(found, place, setup, config, (PrimaryStart::First, 1), Some(addresses))
 }
 
 /// An engine over a VM that does not run yet, and is let run. The VM ends where it cannot be made.
@@ -157,8 +162,8 @@ pub fn engine(
     found: Found,
     place: Home,
     setup: Setup,
-    config: Config,
-    (start, first_epoch): (Start, u64),
+    config: ReplicationConfig,
+    (start, first_epoch): (PrimaryStart, u64),
     addresses: Option<Addresses>,
 ) -> Result<primary::Engine, Failure> {
     let qemu = keyframe_kernel::Process::open(found.vm.pid());
@@ -175,8 +180,8 @@ fn made(
     found: Found,
     place: Home,
     setup: Setup,
-    config: Config,
-    (start, first_epoch): (Start, u64),
+    config: ReplicationConfig,
+    (start, first_epoch): (PrimaryStart, u64),
     addresses: Option<Addresses>,
 ) -> Result<primary::Engine, Failure> {
     let Found { mut vm, identity, machine, directory, served, gate } = found;

@@ -12,7 +12,7 @@ use super::frames::{
 use super::sending::Link;
 use keyframe_failure::{Failure, chain};
 use keyframe_link::{Channel, Input, Party};
-use keyframe_replication::Message;
+use keyframe_replication::PeerMessage;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,7 +33,7 @@ pub enum LinkEvent {
     /// The second path is there.
     BeatConnected(u64, Arc<Channel>),
     /// A message on a path.
-    Received { path: u8, number: u64, message: Message },
+    Received { path: u8, number: u64, message: PeerMessage },
     /// What the standby has already: of which session, from which page on, hashes.
     PageHashes { number: u64, session: u64, first: u64, hashes: Vec<u8> },
     /// A path is broken.
@@ -185,7 +185,7 @@ pub fn read(
                 Ok(None) => {}
                 Ok(Some(frame)) => {
                     let said = match Kind::of(frame.kind) {
-                        Some(Kind::Core) => Message::decode(&frame.payload)
+                        Some(Kind::Core) => PeerMessage::decode(&frame.payload)
                             .ok()
                             .map(|message| LinkEvent::Received { path, number, message }),
                         Some(Kind::Have) => {
@@ -216,7 +216,7 @@ pub fn read(
 }
 
 /// Sends a message of the protocol; false where the connection is broken.
-pub fn say(channel: &Channel, message: &Message) -> bool {
+pub fn say(channel: &Channel, message: &PeerMessage) -> bool {
     let mut bytes = Vec::new();
     message.encode(&mut bytes);
     channel.send(Kind::Core as u8, &[&bytes]).is_ok()

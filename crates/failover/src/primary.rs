@@ -21,8 +21,8 @@ use keyframe_link::Channel;
 use keyframe_locks::IgnorePoison;
 use keyframe_net::GateRemote;
 use keyframe_replication::{
-    Config, Epoch, Guard, Message, Note, Primary, PrimaryAction, PrimaryEvent, PrimaryState, Start,
-    Why,
+    Epoch, Notice, PeerMessage, Primary, PrimaryAction, PrimaryEvent, PrimaryStart, PrimaryState,
+    ReplicationConfig, RunPermit, StandbyLossReason,
 };
 use keyframe_session::control::server::{self, Pending, SharedStatus};
 use keyframe_session::control::{ReplicationStatus, Request, Response};
@@ -56,8 +56,8 @@ pub struct Parts {
     pub name: String,
     pub run_dir: RunDir,
     pub setup: Setup,
-    pub config: Config,
-    pub start: Start,
+    pub config: ReplicationConfig,
+    pub start: PrimaryStart,
     pub machine: MachineFrame,
     pub addresses: Option<Addresses>,
     pub vm: super::vm::Parts,
@@ -380,7 +380,7 @@ impl Engine {
             PrimaryAction::AskWitness(request) => {
                 arbitration::ask(&self.setup, request, &self.sender, PrimaryEngineEvent::Witness);
             }
-            PrimaryAction::Guard(guard) => self.guard(guard),
+            PrimaryAction::SetRunPermit(permit) => self.set_run_permit(permit),
             PrimaryAction::StopVm => {
                 if self.core.state() == PrimaryState::SwitchingOver {
                     // It has to go on answering: its last epoch is yet to be taken.
@@ -428,7 +428,7 @@ impl Engine {
                     PrimaryEngineEvent::Fenced,
                 );
             }
-            PrimaryAction::Note(note) => self.note(&note),
+            PrimaryAction::Notify(notice) => self.notify(&notice),
             PrimaryAction::Ended { deposed_by } => {
                 self.done = Some(deposed_by.map_or(Done::Vm, |term| Done::Deposed(term.0)));
             }
@@ -440,7 +440,7 @@ impl Engine {
         self.wire.connect(self.link.as_ref().map(|(_, link)| Arc::clone(link)));
     }
 
-    fn say(&self, path: u8, message: &Message) {
+    fn say(&self, path: u8, message: &PeerMessage) {
         let channel = match path {
             0 => self.link.as_ref().map(|(_, link)| &link.control),
             _ => self.beat.as_ref().map(|(_, channel)| channel),
@@ -453,17 +453,17 @@ impl Engine {
         }
     }
 
-    fn guard(&mut self, guard: Guard) {
+    fn set_run_permit(&mut self, permit: RunPermit) {
         // While it hands over, the VM is paused by its monitor, and may answer there.
         let switching = self.core.state() == PrimaryState::SwitchingOver;
-        if guard == Guard::Stopped && switching {
+        if permit == RunPermit::Stopped && switching {
             return;
         }
-        if let Err(failure) = self.guard.set(guard) {
+        if let Err(failure) = self.guard.set(permit) {
             eprintln!("keyframe: {failure}; another one is started");
             match GuardRemote::spawn(self.qemu_pid) {
                 Ok(mut fresh) => {
-                    let set = fresh.set(guard);
+                    let set = fresh.set(permit);
                     self.guard = fresh;
                     if set.is_ok() {
                         return;
@@ -487,16 +487,18 @@ impl Engine {
         let _ = pidfd_send_signal(&self.qemu, Signal::KILL);
     }
 
-    fn note(&mut self, note: &Note) {
-        let text = match note {
-            Note::Joined(node) => format!("standby {node} has joined and gets the whole VM"),
-            Note::Protected => "protected: a failure of this host loses nothing".into(),
-            Note::Unprotected(why) => format!("the VM runs unprotected: {}", because(why)),
-            Note::StandbyLost(why) => {
+    fn notify(&mut self, notice: &Notice) {
+        let text = match notice {
+            Notice::Joined(node) => format!("standby {node} has joined and gets the whole VM"),
+            Notice::Protected => "protected: a failure of this host loses nothing".into(),
+            Notice::Unprotected(why) => format!("the VM runs unprotected: {}", because(why)),
+            Notice::StandbyLost(why) => {
                 format!("the standby is lost ({}); may the VM run without?", because(why))
             }
-            Note::Stopped => "the VM stands still until the standby or who decides answers".into(),
-            Note::Resumed => "the VM runs again, protected as before".into(),
+            Notice::Stopped => {
+                "the VM stands still until the standby or who decides answers".into()
+            }
+            Notice::Resumed => "the VM runs again, protected as before".into(),
             other => super::said(other),
         };
         self.setup.say(&text);
@@ -569,14 +571,14 @@ impl Engine {
     }
 }
 
-fn because(why: &Why) -> String {
+fn because(why: &StandbyLossReason) -> String {
     match why {
-        Why::Silence => "it is silent".into(),
-        Why::NoData => "data does not get through".into(),
-        Why::Sick(reason) => format!("it says: {reason}"),
-        Why::Restarted => "it was started again".into(),
-        Why::HandOver => "it was to take over, and is silent".into(),
-        Why::Command => "as was asked for".into(),
+        StandbyLossReason::Silence => "it is silent".into(),
+        StandbyLossReason::NoData => "data does not get through".into(),
+        StandbyLossReason::Sick(reason) => format!("it says: {reason}"),
+        StandbyLossReason::Restarted => "it was started again".into(),
+        StandbyLossReason::HandOver => "it was to take over, and is silent".into(),
+        StandbyLossReason::Command => "as was asked for".into(),
     }
 }
 

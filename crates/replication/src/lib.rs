@@ -1,27 +1,27 @@
-//! The replication protocol without I/O: who may run a protected VM, when its output may leave, who
-//! takes over.
+//! The replication protocol without I/O: which node may run a protected VM, when the VM's output
+//! may leave, and which node takes over.
 //!
 //! ```text
 //!            epochs, heartbeats ─▶                       each role is a state machine:
-//!   Primary ───────────────────────── Standby              handle(now_ns, input) ─▶ outputs
+//!   Primary ───────────────────────── Standby              handle(now_ns, event) ─▶ actions
 //!      │     ◀─ acknowledgements        │                  deadline_ns() ─▶ when a Tick is due
 //!      └───────────▶ Witness ◀──────────┘
 //! ```
 //!
-//! A protected VM is a *group*. Who runs it has the group's *term*; each takeover is a term. What a
-//! primary and a standby have from a Hello to the end of their trust is a *session*.
-//! docs/design/replication.md argues why at most one VM runs.
+//! A protected VM is a *group*. The node that runs it has the group's *term*; each takeover begins
+//! the next term. A *session* begins when a primary accepts a standby and ends with their trust.
+//! `docs/design/replication.md` argues why at most one VM runs.
 //!
-//! Invariants: no two nodes have the right to run the VM at one instant; output of an epoch leaves
-//! when the standby holds the epoch, or its primary runs alone by right; a standby activates once
-//! per term, and a whole epoch.
+//! Invariants: no two nodes have the right to run the VM at the same instant; the output of an
+//! epoch leaves after the standby holds the epoch, or if its primary has the right to run alone; a
+//! standby activates at most once per term, and a whole epoch.
 //!
-//! Not here: a clock (`now_ns` is the node's own, monotonic), sockets, the epochs' bytes, QEMU,
-//! persistence. The driver does what the outputs say, in their order, before it hands in the next
-//! input.
+//! Not here: a clock (`now_ns` is the node's own monotonic clock), sockets, the epochs' bytes, QEMU
+//! and persistence. The driver carries out the actions in their order before it handles the next
+//! event.
 
 mod message;
-mod note;
+mod notice;
 mod primary;
 #[cfg(test)]
 mod simulation;
@@ -31,47 +31,48 @@ mod witness;
 
 pub use keyframe_units::Epoch;
 pub use message::{
-    Hello, MESSAGE_BYTES_MAX, Message, PROTOCOL_VERSION, REASON_BYTES_MAX, Refusal, Role,
+    Hello, MESSAGE_BYTES_MAX, NodeRole, PROTOCOL_VERSION, PeerMessage, PeerRefusal,
+    REASON_BYTES_MAX,
 };
-pub use note::{Note, Why};
-pub use primary::{Guard, Primary, PrimaryAction, PrimaryEvent, PrimaryState, Start};
+pub use notice::{Notice, StandbyLossReason};
+pub use primary::{Primary, PrimaryAction, PrimaryEvent, PrimaryStart, PrimaryState, RunPermit};
 pub use standby::{Standby, StandbyAction, StandbyEvent, StandbyState};
 pub use wire::DecodeError;
-pub use witness::{GROUPS_MAX, GroupState, Mode, Witness, WitnessReply, WitnessRequest};
+pub use witness::{GROUPS_MAX, GroupState, OwnerMode, Witness, WitnessReply, WitnessRequest};
 
 use std::fmt;
 
-/// Paths between two nodes at most: 0 carries the data, 1 is another way for signs of life.
+/// The most paths between two nodes: path 0 carries data and messages, path 1 heartbeats alone.
 pub const PATHS_MAX: usize = 2;
 
-/// A host's number in a group; random, chosen by the driver.
+/// The number of a node in a group. The driver chooses it at random.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeId(pub u64);
 
-/// A protected VM; random, chosen when it is protected first. No two groups have the same.
+/// The number of a protected VM. The driver chooses it at random when the VM is first protected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GroupId(pub u128);
 
-/// Counts takeovers: the first primary has term 1.
+/// The number of takeovers of a VM, plus 1: the first primary has term 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Term(pub u64);
 
-/// What one primary and one standby have in common from a Hello on; never used again, never 0.
+/// The number of a session between a primary and a standby. Never 0, and never used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Session(pub u64);
+pub struct SessionId(pub u64);
 
 impl Term {
-    /// Of the first primary.
+    /// The term of the first primary.
     pub const FIRST: Self = Self(1);
 
-    /// That of whoever takes over from this one.
+    /// The term of the node that takes over from this term's primary.
     #[must_use]
     pub fn next(self) -> Self {
         Self(self.0.saturating_add(1))
     }
 }
 
-macro_rules! show {
+macro_rules! display_number {
     ($($name:ident $format:literal),*) => {$(
         impl fmt::Display for $name {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -80,49 +81,49 @@ macro_rules! show {
         }
     )*};
 }
-show!(NodeId "{:016x}", GroupId "{:032x}", Term "{}", Session "{:016x}");
+display_number!(NodeId "{:016x}", GroupId "{:032x}", Term "{}", SessionId "{:016x}");
 
-/// Who decides which node goes on when both may be alive.
+/// How it is decided which node goes on if both may be alive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arbitration {
-    /// A third host, that both ask.
+    /// A third host decides; both nodes ask it.
     Witness,
-    /// A hook that switches the other host off.
+    /// A hook switches the other host off.
     Fencing,
-    /// Nobody: the primary goes on alone, the standby waits for a command.
+    /// A user decides: the primary goes on alone, and the standby waits for a command.
     Manual,
 }
 
-/// One node's settings. All but `node` and `instance` are the same on both.
+/// The settings of one node. All but `node` and `instance` must be the same on both nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Config {
+pub struct ReplicationConfig {
     /// This node.
     pub node: NodeId,
-    /// This process: random, another at each start.
+    /// This process: a random number, chosen at each start.
     pub instance: u64,
     /// The VM.
     pub group: GroupId,
-    /// A peer that was silent for so long on all paths is lost.
+    /// A peer counts as lost after this time without a message on any path.
     pub detection_ns: u64,
-    /// From one heartbeat to the next.
+    /// The time between two heartbeats.
     pub heartbeat_ns: u64,
-    /// The primary may run its VM so long after it sent a heartbeat that was answered. Well below
-    /// `detection_ns`: the difference is for the drift of clocks, and for stopping the VM.
+    /// The primary may run its VM for this long after it sent a heartbeat that was answered. The
+    /// difference to `detection_ns` covers the drift of the clocks and the time to stop the VM.
     pub lease_ns: u64,
-    /// From one question, greeting or fencing that failed to the next.
+    /// The time from a failed question, greeting or fencing to the next attempt.
     pub retry_ns: u64,
-    /// Without data for so long, though other paths work, a standby is lost.
+    /// A standby counts as lost after this time without a data path, even if it answers heartbeats.
     pub data_ns: u64,
-    /// Who decides.
+    /// How the surviving node is decided.
     pub arbitration: Arbitration,
-    /// 1 or 2.
+    /// The number of paths, 1 or 2.
     pub paths: u8,
-    /// Of whatever both nodes must have alike, beyond this.
+    /// A hash of all further settings that must be the same on both nodes.
     pub digest: u64,
 }
 
-impl Config {
-    /// With everything that follows from the detection time, and two paths.
+impl ReplicationConfig {
+    /// Derives all times from `detection_ns`, with two paths and no further settings.
     pub fn new(
         node: NodeId,
         instance: u64,
@@ -145,8 +146,8 @@ impl Config {
         }
     }
 
-    /// A number for what both sides must have alike.
-    fn agreed(&self) -> u64 {
+    /// A hash of all settings that must be the same on both nodes.
+    fn shared_digest(&self) -> u64 {
         let arbitration = match self.arbitration {
             Arbitration::Witness => 1,
             Arbitration::Fencing => 2,
@@ -160,18 +161,18 @@ impl Config {
     }
 }
 
-/// The paths that are connected.
+/// Which paths are connected.
 #[derive(Clone, Copy, Debug, Default)]
-struct Paths([bool; PATHS_MAX]);
+struct ConnectedPaths([bool; PATHS_MAX]);
 
-impl Paths {
-    fn set(&mut self, path: u8, up: bool) {
+impl ConnectedPaths {
+    fn set(&mut self, path: u8, is_connected: bool) {
         if let Some(at) = self.0.get_mut(usize::from(path)) {
-            *at = up;
+            *at = is_connected;
         }
     }
 
-    fn up(self) -> impl Iterator<Item = u8> {
+    fn iter(self) -> impl Iterator<Item = u8> {
         (0..PATHS_MAX as u8).filter(move |path| self.0[usize::from(*path)])
     }
 

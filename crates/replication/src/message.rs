@@ -1,162 +1,164 @@
-//! What a primary and a standby say to each other, and as which bytes.
+//! The messages between a primary and a standby, and their encoding.
 //!
 //! ```text
 //!   version u8 │ kind u8 │ fields, little-endian, in the order of their declaration
 //! ```
 //!
-//! Framing is the transport's. The bytes of epochs are no messages: the driver sends them beside,
-//! with their session and epoch.
+//! The transport frames messages. The data of epochs travels outside messages: the driver sends it
+//! with its session and its epoch.
 
-use crate::wire::{DecodeError, Reader, put, put_option};
-use crate::{Epoch, GroupId, NodeId, Session, Term};
+use crate::wire::{DecodeError, put, put_optional, read_optional, read_version, unknown_value};
+use crate::{Epoch, GroupId, NodeId, SessionId, Term};
+use keyframe_bytes::ByteReader;
 
-/// Both nodes must have the same.
+/// The version of the protocol. Both nodes must have the same.
 pub const PROTOCOL_VERSION: u8 = 1;
-/// Longer texts are cut.
+/// The most bytes of a reason; a longer text is cut.
 pub const REASON_BYTES_MAX: usize = 512;
-/// No message is longer.
+/// The most bytes of an encoded message.
 pub const MESSAGE_BYTES_MAX: usize = REASON_BYTES_MAX + 64;
 
-/// What a node is at the moment.
+/// The role of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
-    /// Runs the VM, or wants to.
+pub enum NodeRole {
+    /// The node runs the VM, or is about to.
     Primary,
-    /// Holds a copy, or wants one.
+    /// The node holds a copy of the VM, or asks for one.
     Standby,
 }
 
-/// The first message on a path, from both sides; a standby without a session repeats it.
+/// The first message of both nodes on a path. A standby without a session repeats it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hello {
-    /// As what the sender comes.
-    pub role: Role,
-    /// The VM.
+    /// The sender's role.
+    pub role: NodeRole,
+    /// The VM that the sender protects.
     pub group: GroupId,
-    /// The sender.
+    /// The sender's node.
     pub node: NodeId,
-    /// The sender's process.
+    /// The sender's process: another number after each start.
     pub instance: u64,
-    /// The newest that the sender knows; 0: none.
+    /// The newest term that the sender knows; 0 if it knows none.
     pub term: Term,
-    /// Of the configuration that must be alike.
+    /// A hash of the settings that must be the same on both nodes.
     pub digest: u64,
-    /// The one that goes on.
-    pub session: Option<Session>,
-    /// A standby's session that it has given up: it does not go on.
-    pub left: Option<Session>,
-    /// The newest epoch of `session` that came whole.
+    /// The session to go on with.
+    pub session: Option<SessionId>,
+    /// A session that the standby has given up for good.
+    pub left: Option<SessionId>,
+    /// The newest epoch of `session` that arrived whole.
     pub complete: Option<Epoch>,
 }
 
-/// Why a peer is not wanted.
+/// StandbyLossReason a node refuses its peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Refusal {
-    /// Another VM.
+pub enum PeerRefusal {
+    /// The peer protects another VM.
     WrongGroup,
-    /// The configurations differ.
+    /// The settings differ.
     WrongConfig,
-    /// There is a standby, or what it was is not decided yet: ask again.
+    /// The primary has a standby, or does not know yet whether its last one took over. Ask again.
     Busy,
-    /// The VM runs in this later term.
+    /// The VM runs in this later term already.
     StaleTerm(Term),
-    /// Both are primary, or both standby, in one term.
+    /// Both nodes have the same role in the same term.
     SameRole,
 }
 
-/// What is said on a path.
+/// A message between a primary and a standby.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Message {
-    /// See [`Hello`].
+pub enum PeerMessage {
+    /// The first message on a path.
     Hello(Hello),
-    /// The primary takes the standby, or goes on with it.
+    /// The primary accepts the standby, or goes on with it.
     HelloAck {
-        /// Whose term.
+        /// The primary's term.
         term: Term,
-        /// Of this standby with this primary.
-        session: Session,
-        /// Heartbeats up to this one are from before.
+        /// The session.
+        session: SessionId,
+        /// The newest heartbeat so far: those up to it belong to the time before.
         sequence: u64,
     },
-    /// The primary, or the standby, does not want the other.
-    Refused(Refusal),
-    /// The primary lives.
+    /// The sender refuses its peer.
+    Refused(PeerRefusal),
+    /// The primary is alive.
     Heartbeat {
-        /// Counts heartbeats, over all paths.
+        /// The number of the heartbeat, counted over all paths.
         sequence: u64,
-        /// The primary's clock.
+        /// When it was sent, by the primary's clock.
         sent_ns: u64,
         /// The primary's term.
         term: Term,
-        /// `None`: it runs alone.
-        session: Option<Session>,
-        /// Not 0: the output is held, so the standby may take over; with a witness, the generation
-        /// of the pairing.
+        /// The session; `None` if the primary runs alone.
+        session: Option<SessionId>,
+        /// Not 0 if output is held, so that the standby may take over. With a witness it is the
+        /// generation of the pairing.
         pairing: u64,
     },
-    /// The standby lives, and will leave the primary its VM for the detection time.
+    /// The standby is alive, and leaves the VM to the primary for the detection time.
     HeartbeatAck {
-        /// Of the heartbeat.
+        /// The heartbeat's number.
         sequence: u64,
-        /// Of the heartbeat: the primary's clock.
+        /// When the heartbeat was sent, by the primary's clock.
         sent_ns: u64,
-        /// Of the heartbeat.
-        session: Session,
-        /// The newest that the standby knows.
+        /// The heartbeat's session.
+        session: SessionId,
+        /// The pairing of the newest heartbeat that the standby knows.
         pairing: u64,
-        /// The newest epoch of this session that is applied.
+        /// The newest epoch of this session that the standby has applied.
         held: Option<Epoch>,
     },
-    /// This epoch, and all before it, are on the standby.
+    /// The standby has applied this epoch and all before it.
     EpochAck {
-        /// In which they came.
-        session: Session,
-        /// The newest.
+        /// The session of the epochs.
+        session: SessionId,
+        /// The newest epoch.
         epoch: Epoch,
     },
     /// The standby asks for a switch-over.
-    WantSwitchOver {
-        /// Of both.
-        session: Session,
+    RequestSwitchOver {
+        /// The session.
+        session: SessionId,
     },
-    /// The primary has stopped, this was its last epoch, and it will not run on unless by right.
+    /// The primary has stopped its VM for a switch-over. It runs the VM again only with the right to
+    /// run alone.
     HandOver {
-        /// Of both.
-        session: Session,
-        /// The last.
+        /// The session.
+        session: SessionId,
+        /// The last epoch.
         epoch: Epoch,
     },
-    /// The sender runs the VM, in this term.
+    /// The sender has taken the VM over.
     TookOver {
-        /// Its own.
+        /// Its term.
         term: Term,
     },
-    /// The standby cannot take epochs any more; what it holds is whole.
+    /// The standby can take no more epochs. The epoch that it holds is whole.
     Sick {
-        /// Of both.
-        session: Session,
-        /// For the user.
+        /// The session.
+        session: SessionId,
+        /// The reason, for users.
         reason: String,
     },
-    /// The VM has ended; and the standby's answer, that it will not take over.
+    /// The VM has shut down; as the standby's answer: it will not take over.
     Bye {
-        /// Of both.
-        session: Session,
+        /// The session.
+        session: SessionId,
     },
 }
 
-impl Message {
-    /// Appends its bytes.
+impl PeerMessage {
+    /// Appends the message's bytes to `out`.
     pub fn encode(&self, out: &mut Vec<u8>) {
         out.push(PROTOCOL_VERSION);
         match self {
             Self::Hello(hello) => {
-                out.extend_from_slice(&[1, u8::from(hello.role == Role::Standby)]);
+                out.extend_from_slice(&[1, u8::from(hello.role == NodeRole::Standby)]);
                 out.extend_from_slice(&hello.group.0.to_le_bytes());
                 put(out, &[hello.node.0, hello.instance, hello.term.0, hello.digest]);
-                put_option(out, hello.session.map(|session| session.0));
-                put_option(out, hello.left.map(|session| session.0));
-                put_option(out, hello.complete.map(|epoch| epoch.0));
+                put_optional(out, hello.session.map(|session| session.0));
+                put_optional(out, hello.left.map(|session| session.0));
+                put_optional(out, hello.complete.map(|epoch| epoch.0));
             }
             Self::HelloAck { term, session, sequence } => {
                 out.push(2);
@@ -164,11 +166,11 @@ impl Message {
             }
             Self::Refused(refusal) => {
                 let (kind, term) = match refusal {
-                    Refusal::WrongGroup => (0, 0),
-                    Refusal::WrongConfig => (1, 0),
-                    Refusal::Busy => (2, 0),
-                    Refusal::StaleTerm(term) => (3, term.0),
-                    Refusal::SameRole => (4, 0),
+                    PeerRefusal::WrongGroup => (0, 0),
+                    PeerRefusal::WrongConfig => (1, 0),
+                    PeerRefusal::Busy => (2, 0),
+                    PeerRefusal::StaleTerm(term) => (3, term.0),
+                    PeerRefusal::SameRole => (4, 0),
                 };
                 out.extend_from_slice(&[3, kind]);
                 put(out, &[term]);
@@ -176,18 +178,18 @@ impl Message {
             Self::Heartbeat { sequence, sent_ns, term, session, pairing } => {
                 out.push(4);
                 put(out, &[*sequence, *sent_ns, term.0, *pairing]);
-                put_option(out, session.map(|session| session.0));
+                put_optional(out, session.map(|session| session.0));
             }
             Self::HeartbeatAck { sequence, sent_ns, session, pairing, held } => {
                 out.push(5);
                 put(out, &[*sequence, *sent_ns, session.0, *pairing]);
-                put_option(out, held.map(|epoch| epoch.0));
+                put_optional(out, held.map(|epoch| epoch.0));
             }
             Self::EpochAck { session, epoch } => {
                 out.push(6);
                 put(out, &[session.0, epoch.0]);
             }
-            Self::WantSwitchOver { session } => {
+            Self::RequestSwitchOver { session } => {
                 out.push(7);
                 put(out, &[session.0]);
             }
@@ -213,104 +215,112 @@ impl Message {
         }
     }
 
-    /// The message that `bytes` are, no more and no less.
+    /// Decodes one message, which must be all of `bytes`.
     pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
-        let mut reader = Reader::new(bytes);
-        match reader.u8()? {
-            PROTOCOL_VERSION => {}
-            version => return Err(DecodeError::Version(version)),
-        }
-        let message = Self::fields(&mut reader)?;
-        reader.end()?;
+        let mut reader = ByteReader::new(bytes);
+        read_version(&mut reader, PROTOCOL_VERSION)?;
+        let message = Self::decode_fields(&mut reader)?;
+        reader.expect_end()?;
         Ok(message)
     }
 
-    fn fields(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
+    fn decode_fields(reader: &mut ByteReader<'_>) -> Result<Self, DecodeError> {
         let kind = reader.u8()?;
         Ok(match kind {
-            1 => Self::Hello(hello(reader)?),
+            1 => Self::Hello(decode_hello(reader)?),
             2 => Self::HelloAck {
-                term: Term(reader.u64()?),
-                session: Session(reader.u64()?),
-                sequence: reader.u64()?,
+                term: Term(reader.u64_le()?),
+                session: SessionId(reader.u64_le()?),
+                sequence: reader.u64_le()?,
             },
-            3 => Self::Refused(refusal(reader)?),
+            3 => Self::Refused(decode_refusal(reader)?),
             4 => Self::Heartbeat {
-                sequence: reader.u64()?,
-                sent_ns: reader.u64()?,
-                term: Term(reader.u64()?),
-                pairing: reader.u64()?,
-                session: reader.option("session")?.map(Session),
+                sequence: reader.u64_le()?,
+                sent_ns: reader.u64_le()?,
+                term: Term(reader.u64_le()?),
+                pairing: reader.u64_le()?,
+                session: read_optional(reader, "session")?.map(SessionId),
             },
             5 => Self::HeartbeatAck {
-                sequence: reader.u64()?,
-                sent_ns: reader.u64()?,
-                session: Session(reader.u64()?),
-                pairing: reader.u64()?,
-                held: reader.option("held epoch")?.map(Epoch),
+                sequence: reader.u64_le()?,
+                sent_ns: reader.u64_le()?,
+                session: SessionId(reader.u64_le()?),
+                pairing: reader.u64_le()?,
+                held: read_optional(reader, "held epoch")?.map(Epoch),
             },
-            6 => Self::EpochAck { session: Session(reader.u64()?), epoch: Epoch(reader.u64()?) },
-            7 => Self::WantSwitchOver { session: Session(reader.u64()?) },
-            8 => Self::HandOver { session: Session(reader.u64()?), epoch: Epoch(reader.u64()?) },
-            9 => Self::TookOver { term: Term(reader.u64()?) },
+            6 => Self::EpochAck {
+                session: SessionId(reader.u64_le()?),
+                epoch: Epoch(reader.u64_le()?),
+            },
+            7 => Self::RequestSwitchOver { session: SessionId(reader.u64_le()?) },
+            8 => Self::HandOver {
+                session: SessionId(reader.u64_le()?),
+                epoch: Epoch(reader.u64_le()?),
+            },
+            9 => Self::TookOver { term: Term(reader.u64_le()?) },
             10 => {
-                let session = Session(reader.u64()?);
-                let len = usize::from(reader.u16()?);
+                let session = SessionId(reader.u64_le()?);
+                let len = usize::from(reader.u16_le()?);
                 if len > REASON_BYTES_MAX {
-                    return Err(DecodeError::Long { field: "reason", len, max: REASON_BYTES_MAX });
+                    return Err(DecodeError::TooLong {
+                        field: "reason",
+                        len,
+                        max: REASON_BYTES_MAX,
+                    });
                 }
                 let text = std::str::from_utf8(reader.take(len)?)
-                    .map_err(|_| DecodeError::Text("reason"))?;
+                    .map_err(|_| DecodeError::NotUtf8 { field: "reason" })?;
                 Self::Sick { session, reason: text.to_owned() }
             }
-            11 => Self::Bye { session: Session(reader.u64()?) },
-            value => return Err(reader.unknown("kind", value)),
+            11 => Self::Bye { session: SessionId(reader.u64_le()?) },
+            value => return Err(unknown_value(reader, "kind", value)),
         })
     }
 }
 
-fn hello(reader: &mut Reader<'_>) -> Result<Hello, DecodeError> {
+fn decode_hello(reader: &mut ByteReader<'_>) -> Result<Hello, DecodeError> {
     let role = match reader.u8()? {
-        0 => Role::Primary,
-        1 => Role::Standby,
-        value => return Err(reader.unknown("role", value)),
+        0 => NodeRole::Primary,
+        1 => NodeRole::Standby,
+        value => return Err(unknown_value(reader, "role", value)),
     };
     Ok(Hello {
         role,
-        group: GroupId(reader.u128()?),
-        node: NodeId(reader.u64()?),
-        instance: reader.u64()?,
-        term: Term(reader.u64()?),
-        digest: reader.u64()?,
-        session: reader.option("session")?.map(Session),
-        left: reader.option("session left")?.map(Session),
-        complete: reader.option("complete epoch")?.map(Epoch),
+        group: GroupId(reader.u128_le()?),
+        node: NodeId(reader.u64_le()?),
+        instance: reader.u64_le()?,
+        term: Term(reader.u64_le()?),
+        digest: reader.u64_le()?,
+        session: read_optional(reader, "session")?.map(SessionId),
+        left: read_optional(reader, "session left")?.map(SessionId),
+        complete: read_optional(reader, "complete epoch")?.map(Epoch),
     })
 }
 
-fn refusal(reader: &mut Reader<'_>) -> Result<Refusal, DecodeError> {
+fn decode_refusal(reader: &mut ByteReader<'_>) -> Result<PeerRefusal, DecodeError> {
     let kind = reader.u8()?;
     let refusal = match kind {
-        0 => Refusal::WrongGroup,
-        1 => Refusal::WrongConfig,
-        2 => Refusal::Busy,
-        3 => return Ok(Refusal::StaleTerm(Term(reader.u64()?))),
-        4 => Refusal::SameRole,
-        value => return Err(reader.unknown("refusal", value)),
+        0 => PeerRefusal::WrongGroup,
+        1 => PeerRefusal::WrongConfig,
+        2 => PeerRefusal::Busy,
+        3 => return Ok(PeerRefusal::StaleTerm(Term(reader.u64_le()?))),
+        4 => PeerRefusal::SameRole,
+        value => return Err(unknown_value(reader, "refusal", value)),
     };
-    reader.u64()?;
+    reader.u64_le()?;
     Ok(refusal)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use keyframe_bytes::ReadError;
     use proptest::option;
     use proptest::prelude::*;
 
-    fn message() -> impl Strategy<Value = Message> {
+    fn message() -> impl Strategy<Value = PeerMessage> {
         let n = any::<u64>;
-        let session = || any::<u64>().prop_map(Session);
+        let session = || any::<u64>().prop_map(SessionId);
         let hello = (
             any::<bool>(),
             any::<u128>(),
@@ -321,42 +331,42 @@ mod tests {
         );
         let hello = hello.prop_map(
             |(standby, group, (node, instance, term, digest), session, left, complete)| {
-                Message::Hello(Hello {
-                    role: if standby { Role::Standby } else { Role::Primary },
+                PeerMessage::Hello(Hello {
+                    role: if standby { NodeRole::Standby } else { NodeRole::Primary },
                     group: GroupId(group),
                     node: NodeId(node),
                     instance,
                     term: Term(term),
                     digest,
-                    session: session.map(Session),
-                    left: left.map(Session),
+                    session: session.map(SessionId),
+                    left: left.map(SessionId),
                     complete: complete.map(Epoch),
                 })
             },
         );
         let refusal = prop_oneof![
-            Just(Refusal::WrongGroup),
-            Just(Refusal::WrongConfig),
-            Just(Refusal::Busy),
-            Just(Refusal::SameRole),
-            n().prop_map(|term| Refusal::StaleTerm(Term(term))),
+            Just(PeerRefusal::WrongGroup),
+            Just(PeerRefusal::WrongConfig),
+            Just(PeerRefusal::Busy),
+            Just(PeerRefusal::SameRole),
+            n().prop_map(|term| PeerRefusal::StaleTerm(Term(term))),
         ];
         prop_oneof![
             hello,
-            (n(), session(), n()).prop_map(|(term, session, sequence)| Message::HelloAck {
+            (n(), session(), n()).prop_map(|(term, session, sequence)| PeerMessage::HelloAck {
                 term: Term(term),
                 session,
                 sequence
             }),
-            refusal.prop_map(Message::Refused),
+            refusal.prop_map(PeerMessage::Refused),
             (n(), n(), n(), option::of(session()), n()).prop_map(
                 |(sequence, sent_ns, term, session, pairing)| {
-                    Message::Heartbeat { sequence, sent_ns, term: Term(term), session, pairing }
+                    PeerMessage::Heartbeat { sequence, sent_ns, term: Term(term), session, pairing }
                 }
             ),
             (n(), n(), session(), n(), option::of(n())).prop_map(
                 |(sequence, sent_ns, session, pairing, held)| {
-                    Message::HeartbeatAck {
+                    PeerMessage::HeartbeatAck {
                         sequence,
                         sent_ns,
                         session,
@@ -365,34 +375,40 @@ mod tests {
                     }
                 }
             ),
-            (session(), n())
-                .prop_map(|(session, epoch)| Message::EpochAck { session, epoch: Epoch(epoch) }),
-            session().prop_map(|session| Message::WantSwitchOver { session }),
-            (session(), n())
-                .prop_map(|(session, epoch)| Message::HandOver { session, epoch: Epoch(epoch) }),
-            n().prop_map(|term| Message::TookOver { term: Term(term) }),
-            (session(), ".{0,100}").prop_map(|(session, reason)| Message::Sick { session, reason }),
-            session().prop_map(|session| Message::Bye { session }),
+            (session(), n()).prop_map(|(session, epoch)| PeerMessage::EpochAck {
+                session,
+                epoch: Epoch(epoch)
+            }),
+            session().prop_map(|session| PeerMessage::RequestSwitchOver { session }),
+            (session(), n()).prop_map(|(session, epoch)| PeerMessage::HandOver {
+                session,
+                epoch: Epoch(epoch)
+            }),
+            n().prop_map(|term| PeerMessage::TookOver { term: Term(term) }),
+            (session(), ".{0,100}")
+                .prop_map(|(session, reason)| PeerMessage::Sick { session, reason }),
+            session().prop_map(|session| PeerMessage::Bye { session }),
         ]
     }
 
     proptest! {
         #[test]
-        fn what_is_encoded_is_decoded(message in message(), cut in any::<prop::sample::Index>()) {
+        fn an_encoded_message_is_decoded_again(message in message(), cut in any::<prop::sample::Index>()) {
             let mut bytes = Vec::new();
             message.encode(&mut bytes);
             prop_assert!(bytes.len() <= MESSAGE_BYTES_MAX);
-            prop_assert_eq!(Message::decode(&bytes), Ok(message));
+            prop_assert_eq!(PeerMessage::decode(&bytes), Ok(message));
             let short = &bytes[..cut.index(bytes.len())];
-            prop_assert!(Message::decode(short).is_err());
+            prop_assert!(PeerMessage::decode(short).is_err());
+            let at = bytes.len();
             bytes.push(0);
-            prop_assert_eq!(Message::decode(&bytes), Err(DecodeError::Trailing(1)));
+            prop_assert_eq!(PeerMessage::decode(&bytes), Err(DecodeError::Read(ReadError::Trailing { at, len: 1 })));
         }
 
         #[test]
         fn any_bytes_are_a_message_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..100), kind in 0..13u8) {
-            let _ = Message::decode(&bytes);
-            let _ = Message::decode(&[&[PROTOCOL_VERSION, kind][..], &bytes].concat());
+            let _ = PeerMessage::decode(&bytes);
+            let _ = PeerMessage::decode(&[&[PROTOCOL_VERSION, kind][..], &bytes].concat());
         }
 
         #[test]
@@ -401,7 +417,7 @@ mod tests {
             message.encode(&mut bytes);
             let at = at.index(bytes.len());
             bytes[at] = to;
-            let _ = Message::decode(&bytes);
+            let _ = PeerMessage::decode(&bytes);
         }
     }
 
@@ -409,13 +425,17 @@ mod tests {
     fn a_long_reason_is_cut_at_a_character() {
         let reason = "ä".repeat(400);
         let mut bytes = Vec::new();
-        Message::Sick { session: Session(1), reason: format!("a{reason}") }.encode(&mut bytes);
-        let Ok(Message::Sick { reason, .. }) = Message::decode(&bytes) else { panic!() };
+        PeerMessage::Sick { session: SessionId(1), reason: format!("a{reason}") }
+            .encode(&mut bytes);
+        let Ok(PeerMessage::Sick { reason, .. }) = PeerMessage::decode(&bytes) else { panic!() };
         assert_eq!(reason.len(), 511);
     }
 
     #[test]
-    fn another_version_is_told() {
-        assert_eq!(Message::decode(&[9, 1]), Err(DecodeError::Version(9)));
+    fn another_version_is_an_error() {
+        assert_eq!(
+            PeerMessage::decode(&[9, 1]),
+            Err(DecodeError::Version { version: 9, known: 1 })
+        );
     }
 }

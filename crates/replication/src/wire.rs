@@ -1,119 +1,84 @@
-//! Little-endian numbers in a slice, read with bounds.
+//! The encoding that messages share: little-endian numbers, optional numbers, unknown values.
 
 use keyframe_bytes::{ByteReader, ReadError};
 use thiserror::Error;
 
-/// Why bytes are no message.
+/// Why bytes are not a message.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum DecodeError {
-    /// It ends in the middle.
-    #[error("the message ends at byte {at}, in the middle of a field of {need} bytes")]
-    Short {
-        /// Where the field begins.
-        at: usize,
-        /// How long it is.
-        need: usize,
+    /// The message is too short or too long.
+    #[error("the message {0}")]
+    Read(#[from] ReadError),
+    /// The sender has another version of the protocol.
+    #[error("the message has version {version} of the protocol; this build knows version {known}")]
+    Version {
+        /// The sender's version.
+        version: u8,
+        /// The known version.
+        known: u8,
     },
-    /// Bytes behind the end.
-    #[error("{0} bytes behind the message")]
-    Trailing(usize),
-    /// Another version of the protocol.
-    #[error("version {0} of the protocol is not known")]
-    Version(u8),
-    /// A kind, or a value of a field, that is not known.
+    /// A field has an unknown value.
     #[error("{field} has the unknown value {value} at byte {at}")]
-    Value {
-        /// Which field.
+    UnknownValue {
+        /// The field.
         field: &'static str,
-        /// What it holds.
+        /// Its value.
         value: u8,
-        /// Where.
+        /// The offset of the value in the message.
         at: usize,
     },
-    /// Longer than allowed.
-    #[error("{field} is {len} long, more than {max}")]
-    Long {
-        /// Which field.
+    /// A field exceeds its limit.
+    #[error("{field} has the length {len}; at most {max} is allowed")]
+    TooLong {
+        /// The field.
         field: &'static str,
-        /// How long it is.
+        /// Its length.
         len: usize,
-        /// What is allowed.
+        /// The limit.
         max: usize,
     },
-    /// Not UTF-8.
-    #[error("{0} is no text")]
-    Text(&'static str),
+    /// A text is not UTF-8.
+    #[error("{field} is not UTF-8 text")]
+    NotUtf8 {
+        /// The field.
+        field: &'static str,
+    },
 }
 
-impl From<ReadError> for DecodeError {
-    fn from(error: ReadError) -> Self {
-        match error {
-            ReadError::Truncated { at, wanted } => Self::Short { at, need: wanted },
-            ReadError::Trailing { len, .. } => Self::Trailing(len),
-            // No message holds a varint.
-            ReadError::Varint { at } => Self::Value { field: "a number", value: 0, at },
-        }
-    }
-}
-
-/// Reads fields one after the other.
-pub struct Reader<'a>(ByteReader<'a>);
-
-impl<'a> Reader<'a> {
-    pub fn new(bytes: &'a [u8]) -> Self {
-        Self(ByteReader::new(bytes))
-    }
-
-    pub fn take(&mut self, need: usize) -> Result<&'a [u8], DecodeError> {
-        Ok(self.0.take(need)?)
-    }
-
-    pub fn u8(&mut self) -> Result<u8, DecodeError> {
-        Ok(self.0.u8()?)
-    }
-
-    pub fn u16(&mut self) -> Result<u16, DecodeError> {
-        Ok(self.0.u16_le()?)
-    }
-
-    pub fn u32(&mut self) -> Result<u32, DecodeError> {
-        Ok(self.0.u32_le()?)
-    }
-
-    pub fn u64(&mut self) -> Result<u64, DecodeError> {
-        Ok(self.0.u64_le()?)
-    }
-
-    pub fn u128(&mut self) -> Result<u128, DecodeError> {
-        Ok(self.0.u128_le()?)
-    }
-
-    /// A number behind a byte that says whether there is one.
-    pub fn option(&mut self, field: &'static str) -> Result<Option<u64>, DecodeError> {
-        match self.u8()? {
-            0 => Ok(None),
-            1 => self.u64().map(Some),
-            value => Err(self.unknown(field, value)),
-        }
-    }
-
-    /// The error for the byte that was read last.
-    pub fn unknown(&self, field: &'static str, value: u8) -> DecodeError {
-        DecodeError::Value { field, value, at: self.0.position().saturating_sub(1) }
-    }
-
-    pub fn end(self) -> Result<(), DecodeError> {
-        Ok(self.0.expect_end()?)
+/// Reads the version, which must be `known`.
+pub fn read_version(reader: &mut ByteReader<'_>, known: u8) -> Result<(), DecodeError> {
+    match reader.u8()? {
+        version if version == known => Ok(()),
+        version => Err(DecodeError::Version { version, known }),
     }
 }
 
+/// Reads a number if the byte before it is 1, and nothing if that is 0.
+pub fn read_optional(
+    reader: &mut ByteReader<'_>,
+    field: &'static str,
+) -> Result<Option<u64>, DecodeError> {
+    match reader.u8()? {
+        0 => Ok(None),
+        1 => Ok(Some(reader.u64_le()?)),
+        value => Err(unknown_value(reader, field, value)),
+    }
+}
+
+/// The error for `value`, the byte that was read last.
+pub fn unknown_value(reader: &ByteReader<'_>, field: &'static str, value: u8) -> DecodeError {
+    DecodeError::UnknownValue { field, value, at: reader.position().saturating_sub(1) }
+}
+
+/// Appends `numbers`.
 pub fn put(out: &mut Vec<u8>, numbers: &[u64]) {
     for number in numbers {
         out.extend_from_slice(&number.to_le_bytes());
     }
 }
 
-pub fn put_option(out: &mut Vec<u8>, number: Option<u64>) {
+/// Appends the form that [`read_optional`] reads.
+pub fn put_optional(out: &mut Vec<u8>, number: Option<u64>) {
     out.push(u8::from(number.is_some()));
     put(out, number.as_slice());
 }

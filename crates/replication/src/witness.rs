@@ -7,128 +7,129 @@
 //!         └──────────────  Solo  ─────────────┘              each change makes the next generation
 //! ```
 //!
-//! It is a register per group with compare-and-swap: a request names the generation that its sender
-//! has seen, and changes nothing at any other. So a request that was under way for long cannot undo
-//! a later one, and an answer, which is always the whole state, is enough to know what became of
-//! every request with an older generation. Whoever asks again learns the same: requests are
-//! idempotent.
+//! The witness is a register per group with compare-and-swap: a request names the generation that
+//! its sender has seen, and changes nothing at another generation. So a delayed request cannot undo
+//! a later one. Each answer is the whole state, which tells a sender the result of all its requests
+//! with older generations. Requests are idempotent: a repeated one gets the same answer.
 //!
-//! Invariants: `TakeOver` is granted only from the pairing that it names, and once; a state that an
-//! answer tells is one that the driver has persisted. Not here: times. A witness never takes a
-//! right back, and never knows who lives.
+//! Invariants: the witness grants `TakeOver` only from the pairing that the request names, and only
+//! once; the driver persists a state before it answers with it. Not here: times. A witness never
+//! takes a right back, and does not know which node is alive.
 
-use crate::wire::{DecodeError, Reader, put};
-use crate::{GroupId, NodeId, PROTOCOL_VERSION, Session, Term};
+use crate::wire::{DecodeError, put, read_version, unknown_value};
+use crate::{GroupId, NodeId, PROTOCOL_VERSION, SessionId, Term};
+use keyframe_bytes::ByteReader;
 use std::collections::BTreeMap;
 
-/// A witness serves so many groups.
+/// The most groups that a witness serves.
 pub const GROUPS_MAX: usize = 4096;
-/// Of what is persisted.
+/// The version of the persisted state.
 const STATE_VERSION: u8 = 1;
 
-/// Who may run the VM, and who may take it over.
+/// The right to run the VM, and to take it over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mode {
-    /// The owner alone.
+pub enum OwnerMode {
+    /// The owner alone may run the VM.
     Solo,
-    /// The owner while its lease lasts; the standby may take over.
+    /// The owner may run the VM while its lease lasts; the standby may take it over.
     Paired {
-        /// Who.
+        /// The standby.
         standby: NodeId,
-        /// With what it received in this session.
-        session: Session,
+        /// The session whose epochs the standby holds.
+        session: SessionId,
     },
 }
 
-/// What the witness knows of a group.
+/// The state of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GroupState {
-    /// Counts changes, from 1.
+    /// The number of changes of the state.
     pub generation: u64,
-    /// Of the owner.
+    /// The owner's term.
     pub term: Term,
-    /// Who runs the VM.
+    /// The node that runs the VM.
     pub owner: NodeId,
-    /// Whether alone.
-    pub mode: Mode,
+    /// Whether the owner runs the VM alone.
+    pub mode: OwnerMode,
 }
 
-/// A question to the witness.
+/// A request to the witness.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WitnessRequest {
-    /// The owner wants to run alone. A group that nobody knows is new (generation 0).
+    /// The owner asks for the right to run alone. The witness takes an unknown group as new, with
+    /// generation 0.
     Solo {
         /// The VM.
         group: GroupId,
-        /// Who asks.
+        /// The asking node.
         node: NodeId,
-        /// The asker's.
+        /// The asking node's term.
         term: Term,
-        /// What the asker has seen.
+        /// The generation that the asking node has seen.
         generation: u64,
     },
-    /// The owner has a standby that holds all that clients saw.
+    /// The owner has a standby that holds all output that clients saw.
     Paired {
         /// The VM.
         group: GroupId,
-        /// Who asks.
+        /// The asking node.
         node: NodeId,
-        /// The asker's.
+        /// The asking node's term.
         term: Term,
-        /// What the asker has seen.
+        /// The generation that the asking node has seen.
         generation: u64,
-        /// Who may take over.
+        /// The node that may take over.
         standby: NodeId,
-        /// With what it received in this session.
-        session: Session,
+        /// The session whose epochs that node holds.
+        session: SessionId,
     },
-    /// The standby wants to take over.
+    /// The standby asks for the right to take over.
     TakeOver {
         /// The VM.
         group: GroupId,
-        /// Who asks.
+        /// The asking node.
         node: NodeId,
-        /// Of the owner that it takes over from.
+        /// The term of the owner that it takes over from.
         term: Term,
-        /// That of the pairing.
+        /// The generation of the pairing.
         generation: u64,
-        /// Of the pairing.
-        session: Session,
+        /// The session of the pairing.
+        session: SessionId,
     },
-    /// A user insisted: the asker has taken over from whoever had `term` or an earlier one.
+    /// A user forced the asking node to take over from the owner of `term` or of an earlier term.
     Forced {
         /// The VM.
         group: GroupId,
-        /// Who asks.
+        /// The asking node.
         node: NodeId,
-        /// Of the owner that it took over from.
+        /// The term of the owner that it took over from.
         term: Term,
     },
-    /// Who is it?
+    /// Asks for the state.
     State {
         /// The VM.
         group: GroupId,
     },
 }
 
-/// The answer: the state behind the request.
+/// The answer to a request: the state after it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WitnessReply {
     /// The VM.
     pub group: GroupId,
-    /// What holds now; `None`: nobody knows the group, or there is no room for it.
+    /// The state now; `None` if the witness does not know the group, or has no room for it.
     pub state: Option<GroupState>,
 }
 
-/// All groups that one witness knows.
+/// The state of a witness: all groups that it knows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Witness {
     groups: BTreeMap<GroupId, GroupState>,
 }
 
 impl Witness {
-    /// The answer, and whether the state has changed: then it is to be persisted before the answer
-    /// goes out.
+    /// Handles a request. Returns the answer, and whether the state has changed. If it has, the
+    /// driver must persist it before it sends the answer.
     pub fn handle(&mut self, request: WitnessRequest) -> (WitnessReply, bool) {
         let group = request.group();
         let old = self.groups.get(&group).copied();
@@ -140,17 +141,17 @@ impl Witness {
         (WitnessReply { group, state: new.or(old) }, new.is_some())
     }
 
-    /// What holds for a group.
+    /// Returns the state of a group.
     pub fn state(&self, group: GroupId) -> Option<GroupState> {
         self.groups.get(&group).copied()
     }
 
-    /// All groups.
+    /// Returns all groups with their states.
     pub fn groups(&self) -> impl Iterator<Item = (GroupId, GroupState)> {
         self.groups.iter().map(|(group, state)| (*group, *state))
     }
 
-    /// Drops what is known of a group whose VM is no more.
+    /// Drops the state of a group whose VM has ended. Returns false if the group is unknown.
     pub fn forget(&mut self, group: GroupId) -> bool {
         self.groups.remove(&group).is_some()
     }
@@ -165,27 +166,27 @@ impl Witness {
             WitnessRequest::Solo { node, term, generation, .. }
                 if generation == seen && owns(node, term) =>
             {
-                next(term, node, Mode::Solo)
+                next(term, node, OwnerMode::Solo)
             }
             WitnessRequest::Paired { node, term, generation, standby, session, .. }
                 if generation == seen && owns(node, term) =>
             {
-                next(term, node, Mode::Paired { standby, session })
+                next(term, node, OwnerMode::Paired { standby, session })
             }
             WitnessRequest::TakeOver { node, term, generation, session, .. } => {
                 let old = old?;
-                let is_paired = old.mode == Mode::Paired { standby: node, session };
+                let is_paired = old.mode == OwnerMode::Paired { standby: node, session };
                 (is_paired && old.term == term && generation == seen)
-                    .then(|| next(term.next(), node, Mode::Solo))?
+                    .then(|| next(term.next(), node, OwnerMode::Solo))?
             }
             WitnessRequest::Forced { node, term, .. } if old.is_none_or(|old| old.term <= term) => {
-                next(term.next(), node, Mode::Solo)
+                next(term.next(), node, OwnerMode::Solo)
             }
             _ => None,
         }
     }
 
-    /// What to persist.
+    /// Appends the state's bytes to `out`, for persisting.
     pub fn encode(&self, out: &mut Vec<u8>) {
         out.push(STATE_VERSION);
         out.extend_from_slice(&(self.groups.len() as u32).to_le_bytes());
@@ -195,22 +196,19 @@ impl Witness {
         }
     }
 
-    /// What was persisted.
+    /// Decodes a persisted state, which must be all of `bytes`.
     pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
-        let mut reader = Reader::new(bytes);
-        match reader.u8()? {
-            STATE_VERSION => {}
-            version => return Err(DecodeError::Version(version)),
-        }
-        let len = reader.u32()? as usize;
+        let mut reader = ByteReader::new(bytes);
+        read_version(&mut reader, STATE_VERSION)?;
+        let len = reader.u32_le()? as usize;
         if len > GROUPS_MAX {
-            return Err(DecodeError::Long { field: "groups", len, max: GROUPS_MAX });
+            return Err(DecodeError::TooLong { field: "groups", len, max: GROUPS_MAX });
         }
         let mut groups = BTreeMap::new();
         for _ in 0..len {
-            groups.insert(GroupId(reader.u128()?), GroupState::decode(&mut reader)?);
+            groups.insert(GroupId(reader.u128_le()?), GroupState::decode(&mut reader)?);
         }
-        reader.end()?;
+        reader.expect_end()?;
         Ok(Self { groups })
     }
 }
@@ -219,27 +217,31 @@ impl GroupState {
     fn encode(&self, out: &mut Vec<u8>) {
         put(out, &[self.generation, self.term.0, self.owner.0]);
         match self.mode {
-            Mode::Solo => out.push(0),
-            Mode::Paired { standby, session } => {
+            OwnerMode::Solo => out.push(0),
+            OwnerMode::Paired { standby, session } => {
                 out.push(1);
                 put(out, &[standby.0, session.0]);
             }
         }
     }
 
-    fn decode(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
-        let (generation, term, owner) = (reader.u64()?, Term(reader.u64()?), NodeId(reader.u64()?));
+    fn decode(reader: &mut ByteReader<'_>) -> Result<Self, DecodeError> {
+        let (generation, term, owner) =
+            (reader.u64_le()?, Term(reader.u64_le()?), NodeId(reader.u64_le()?));
         let mode = match reader.u8()? {
-            0 => Mode::Solo,
-            1 => Mode::Paired { standby: NodeId(reader.u64()?), session: Session(reader.u64()?) },
-            value => return Err(reader.unknown("mode", value)),
+            0 => OwnerMode::Solo,
+            1 => OwnerMode::Paired {
+                standby: NodeId(reader.u64_le()?),
+                session: SessionId(reader.u64_le()?),
+            },
+            value => return Err(unknown_value(reader, "mode", value)),
         };
         Ok(Self { generation, term, owner, mode })
     }
 }
 
 impl WitnessRequest {
-    /// Whose VM.
+    /// The VM of the request.
     pub fn group(&self) -> GroupId {
         match self {
             Self::Solo { group, .. }
@@ -250,7 +252,7 @@ impl WitnessRequest {
         }
     }
 
-    /// Appends its bytes.
+    /// Appends its bytes to `out`.
     pub fn encode(&self, out: &mut Vec<u8>) {
         let kind = match self {
             Self::Solo { .. } => 1,
@@ -274,19 +276,16 @@ impl WitnessRequest {
         }
     }
 
-    /// The request that `bytes` are.
+    /// Decodes one request, which must be all of `bytes`.
     pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
-        let mut reader = Reader::new(bytes);
-        match reader.u8()? {
-            PROTOCOL_VERSION => {}
-            version => return Err(DecodeError::Version(version)),
-        }
+        let mut reader = ByteReader::new(bytes);
+        read_version(&mut reader, PROTOCOL_VERSION)?;
         let kind = reader.u8()?;
         if !(1..=5).contains(&kind) {
-            return Err(reader.unknown("kind", kind));
+            return Err(unknown_value(&reader, "kind", kind));
         }
-        let group = GroupId(reader.u128()?);
-        let mut number = || reader.u64();
+        let group = GroupId(reader.u128_le()?);
+        let mut number = || reader.u64_le();
         let request = match kind {
             1 => Self::Solo {
                 group,
@@ -300,25 +299,25 @@ impl WitnessRequest {
                 term: Term(number()?),
                 generation: number()?,
                 standby: NodeId(number()?),
-                session: Session(number()?),
+                session: SessionId(number()?),
             },
             3 => Self::TakeOver {
                 group,
                 node: NodeId(number()?),
                 term: Term(number()?),
                 generation: number()?,
-                session: Session(number()?),
+                session: SessionId(number()?),
             },
             4 => Self::Forced { group, node: NodeId(number()?), term: Term(number()?) },
             _ => Self::State { group },
         };
-        reader.end()?;
+        reader.expect_end()?;
         Ok(request)
     }
 }
 
 impl WitnessReply {
-    /// Appends its bytes.
+    /// Appends its bytes to `out`.
     pub fn encode(&self, out: &mut Vec<u8>) {
         out.push(PROTOCOL_VERSION);
         out.extend_from_slice(&self.group.0.to_le_bytes());
@@ -328,20 +327,17 @@ impl WitnessReply {
         }
     }
 
-    /// The reply that `bytes` are.
+    /// Decodes one reply, which must be all of `bytes`.
     pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
-        let mut reader = Reader::new(bytes);
-        match reader.u8()? {
-            PROTOCOL_VERSION => {}
-            version => return Err(DecodeError::Version(version)),
-        }
-        let group = GroupId(reader.u128()?);
+        let mut reader = ByteReader::new(bytes);
+        read_version(&mut reader, PROTOCOL_VERSION)?;
+        let group = GroupId(reader.u128_le()?);
         let state = match reader.u8()? {
             0 => None,
             1 => Some(GroupState::decode(&mut reader)?),
-            value => return Err(reader.unknown("state", value)),
+            value => return Err(unknown_value(&reader, "state", value)),
         };
-        reader.end()?;
+        reader.expect_end()?;
         Ok(Self { group, state })
     }
 }
@@ -354,7 +350,7 @@ mod tests {
     const GROUP: GroupId = GroupId(7);
     const A: NodeId = NodeId(1);
     const B: NodeId = NodeId(2);
-    const S: Session = Session(9);
+    const S: SessionId = SessionId(9);
 
     fn solo(node: NodeId, term: u64, generation: u64) -> WitnessRequest {
         WitnessRequest::Solo { group: GROUP, node, term: Term(term), generation }
@@ -376,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_that_asks_is_alone() {
+    fn only_the_first_of_two_nodes_that_ask_gets_the_right() {
         for primary_first in [true, false] {
             let mut witness = Witness::default();
             assert!(witness.handle(paired(1, 0)).1);
@@ -391,17 +387,17 @@ mod tests {
     }
 
     #[test]
-    fn a_pairing_that_was_under_way_for_long_undoes_nothing() {
+    fn a_delayed_pairing_undoes_nothing() {
         let mut witness = Witness::default();
         witness.handle(solo(A, 1, 0));
         assert!(witness.handle(solo(A, 1, 1)).1);
         assert!(!witness.handle(paired(1, 1)).1);
         assert!(!witness.handle(take_over(1, 1)).1);
-        assert_eq!(witness.state(GROUP).unwrap().mode, Mode::Solo);
+        assert_eq!(witness.state(GROUP).unwrap().mode, OwnerMode::Solo);
     }
 
     #[test]
-    fn who_insists_gets_a_later_term_only() {
+    fn a_forced_takeover_needs_the_newest_term() {
         let mut witness = Witness::default();
         witness.handle(solo(A, 3, 0));
         let forced = |term| WitnessRequest::Forced { group: GROUP, node: B, term: Term(term) };
@@ -412,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn there_is_room_for_so_many_groups() {
+    fn a_witness_refuses_a_group_too_many() {
         let mut witness = Witness::default();
         for group in 0..=GROUPS_MAX as u128 {
             let group = GroupId(group);
@@ -428,11 +424,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_encoded_is_decoded(
+        fn encoded_requests_and_replies_are_decoded_again(
             kind in 0..5u8, group in any::<u128>(), n in any::<[u64; 5]>(), has in any::<bool>(), cut in any::<prop::sample::Index>(),
         ) {
             let (group, node, term, generation) = (GroupId(group), NodeId(n[0]), Term(n[1]), n[2]);
-            let (standby, session) = (NodeId(n[3]), Session(n[4]));
+            let (standby, session) = (NodeId(n[3]), SessionId(n[4]));
             let request = match kind {
                 0 => WitnessRequest::Solo { group, node, term, generation },
                 1 => WitnessRequest::Paired { group, node, term, generation, standby, session },
@@ -444,7 +440,7 @@ mod tests {
             request.encode(&mut bytes);
             prop_assert_eq!(WitnessRequest::decode(&bytes), Ok(request));
             prop_assert!(WitnessRequest::decode(&bytes[..cut.index(bytes.len())]).is_err());
-            let mode = if kind > 2 { Mode::Solo } else { Mode::Paired { standby, session } };
+            let mode = if kind > 2 { OwnerMode::Solo } else { OwnerMode::Paired { standby, session } };
             let reply = WitnessReply { group, state: has.then_some(GroupState { generation, term, owner: node, mode }) };
             bytes.clear();
             reply.encode(&mut bytes);

@@ -30,7 +30,7 @@ use keyframe_link::{Channel, Input};
 use keyframe_locks::IgnorePoison;
 use keyframe_qemu::QemuIdentity;
 use keyframe_replication::{
-    Epoch, Message, Note, StandbyAction, StandbyEvent, StandbyState, Start, Term,
+    Epoch, Notice, PeerMessage, PrimaryStart, StandbyAction, StandbyEvent, StandbyState, Term,
 };
 use keyframe_session::control::server::{Pending, SharedStatus};
 use keyframe_session::control::{ReplicationStatus, Request, Response};
@@ -69,7 +69,7 @@ enum StandbyEngineEvent {
     Control { number: u64, machine: Box<MachineFrame>, channel: Arc<Channel> },
     Beat { number: u64, channel: Arc<Channel> },
     Data { stream: usize, number: u64, channel: Box<Channel> },
-    Received { path: u8, number: u64, message: Message },
+    Received { path: u8, number: u64, message: PeerMessage },
     Epoch { number: u64, session: u64, epoch: u64, head: EpochHead, devices: Vec<u8> },
     Broken { path: u8, number: u64 },
     Stream(StreamEvent),
@@ -367,7 +367,7 @@ impl Keeper {
                     Err(_) => break,
                 };
                 let said = match Kind::of(frame.kind) {
-                    Some(Kind::Core) => Message::decode(&frame.payload)
+                    Some(Kind::Core) => PeerMessage::decode(&frame.payload)
                         .ok()
                         .map(|message| StandbyEngineEvent::Received { path, number, message }),
                     Some(Kind::Epoch) => {
@@ -403,7 +403,7 @@ impl Keeper {
         let Some((session, epoch, head, _)) = &ready.coming else { return };
         let whole = ready.marks.iter().all(|mark| *mark == Some((*session, *epoch)));
         if whole {
-            let (session, epoch) = (keyframe_replication::Session(*session), Epoch(*epoch));
+            let (session, epoch) = (keyframe_replication::SessionId(*session), Epoch(*epoch));
             let after = head.after.map(Epoch);
             self.handle(StandbyEvent::EpochComplete { session, epoch, after });
         }
@@ -469,9 +469,9 @@ impl Keeper {
             StandbyAction::Activate { epoch, term, forced } => {
                 self.activate = Some((epoch.0, term, forced))
             }
-            StandbyAction::Note(note) => {
+            StandbyAction::Notify(note) => {
                 let text = match &note {
-                    Note::Joined(_) => "joined".into(),
+                    Notice::Joined(_) => "joined".into(),
                     other => super::said(other),
                 };
                 self.wish.setup.say(&text);
@@ -600,7 +600,7 @@ impl Keeper {
             eprintln!("keyframe: warning: the VM is found by the standby's name alone: {failure}");
         }
         if let Some((_, channel)) = &self.control {
-            links::say(channel, &Message::TookOver { term });
+            links::say(channel, &PeerMessage::TookOver { term });
         }
         if ready.served.is_some() {
             vm.mind_server(self.run_dir.path().join(DISKS_SOCKET));
@@ -625,7 +625,7 @@ impl Keeper {
             interrupted: Arc::clone(interrupted),
             inbox: Some((self.requests, sender, socket)),
         };
-        let start = (Start::TakenOver { term, forced }, epoch + EPOCH_GAP);
+        let start = (PrimaryStart::TakenOver { term, forced }, epoch + EPOCH_GAP);
         let engine =
             launch::engine(found, home, self.wish.setup, ready.config, start, self.wish.peer)?;
         engine.run()

@@ -12,7 +12,7 @@ use keyframe_inspect::source_of;
 use keyframe_qemu::gate::net_gate;
 use keyframe_qemu::restore::{Plan, Prepared, RestoreOptions, prepare};
 use keyframe_qemu::{DiskServer, Drive};
-use keyframe_replication::{Config, GroupId, NodeId, Standby, StandbyState, Term};
+use keyframe_replication::{GroupId, NodeId, ReplicationConfig, Standby, StandbyState, Term};
 use keyframe_store::MachineMeta;
 use keyframe_vm_disks::overlay_directory::OverlayDirectory;
 use keyframe_vm_disks::{self as disks, DiskToServe, ServedDisks};
@@ -28,7 +28,7 @@ pub struct Ready {
     pub served: Option<ServedDisks>,
     pub gate: Gate,
     pub core: Standby,
-    pub config: Config,
+    pub config: ReplicationConfig,
     /// Of the epoch that is held.
     pub devices: Option<Vec<u8>>,
     /// What has come of an epoch beside its pages.
@@ -98,7 +98,7 @@ impl Keeper {
         let group = u128::from_str_radix(&machine.group, 16)
             .map_err(|_| Failure::new("the primary's group is no number"))?;
         let arbitration = setup.arbitration;
-        let mut config = Config::new(
+        let mut config = ReplicationConfig::new(
             NodeId(random()?),
             random()?,
             GroupId(group),

@@ -1,15 +1,15 @@
-//! Single steps of a primary, which the simulation cannot name.
+//! Single steps of a primary that the simulation does not single out.
 
 use super::*;
-use crate::{GroupId, GroupState, Hello, Mode, Role};
+use crate::{GroupId, GroupState, Hello, NodeRole, OwnerMode, WitnessReply};
 
 const MS: u64 = 1_000_000;
 const GROUP: GroupId = GroupId(5);
 const ME: NodeId = NodeId(1);
 const YOU: NodeId = NodeId(2);
 
-fn config(arbitration: Arbitration) -> Config {
-    Config::new(ME, 100, GROUP, arbitration, 600 * MS)
+fn config(arbitration: Arbitration) -> ReplicationConfig {
+    ReplicationConfig::new(ME, 100, GROUP, arbitration, 600 * MS)
 }
 
 struct Test {
@@ -19,43 +19,44 @@ struct Test {
 
 impl Test {
     fn new(arbitration: Arbitration) -> Self {
-        let mut test = Self { primary: Primary::new(config(arbitration), Start::First), now_ns: 0 };
+        let mut test =
+            Self { primary: Primary::new(config(arbitration), PrimaryStart::First), now_ns: 0 };
         test.after(0, PrimaryEvent::PathUp(0));
         test
     }
 
-    fn after(&mut self, ms: u64, input: PrimaryEvent) -> Vec<PrimaryAction> {
+    fn after(&mut self, ms: u64, event: PrimaryEvent) -> Vec<PrimaryAction> {
         self.now_ns += ms * MS;
-        self.primary.handle(self.now_ns, input)
+        self.primary.handle(self.now_ns, event)
     }
 
-    fn hear(&mut self, message: Message) -> Vec<PrimaryAction> {
+    fn hear(&mut self, message: PeerMessage) -> Vec<PrimaryAction> {
         self.after(1, PrimaryEvent::Peer { path: 0, message })
     }
 
-    fn session(&self) -> Session {
+    fn session(&self) -> SessionId {
         self.primary.session().expect("a session")
     }
 
-    fn greet(&mut self, session: Option<Session>, complete: Option<Epoch>) -> Vec<PrimaryAction> {
+    fn greet(&mut self, session: Option<SessionId>, complete: Option<Epoch>) -> Vec<PrimaryAction> {
         let hello = Hello {
-            role: Role::Standby,
+            role: NodeRole::Standby,
             group: GROUP,
             node: YOU,
             instance: 200,
             term: Term(0),
-            digest: self.primary.config.agreed(),
+            digest: self.primary.config.shared_digest(),
             session,
             left: None,
             complete,
         };
-        self.hear(Message::Hello(hello))
+        self.hear(PeerMessage::Hello(hello))
     }
 
     fn answer(&mut self, pairing: u64, held: Option<u64>) -> Vec<PrimaryAction> {
         let (sequence, session) = (self.primary.sequence, self.session());
         let (sent_ns, held) = (self.now_ns, held.map(Epoch));
-        self.hear(Message::HeartbeatAck { sequence, sent_ns, session, pairing, held })
+        self.hear(PeerMessage::HeartbeatAck { sequence, sent_ns, session, pairing, held })
     }
 
     fn reply(
@@ -63,13 +64,13 @@ impl Test {
         generation: u64,
         term: u64,
         owner: NodeId,
-        mode: Mode,
+        mode: OwnerMode,
     ) -> Vec<PrimaryAction> {
         let state = Some(GroupState { generation, term: Term(term), owner, mode });
         self.after(1, PrimaryEvent::Witness(WitnessReply { group: GROUP, state }))
     }
 
-    /// Up to where the standby is to be trusted; what that step says.
+    /// Goes on until the standby is to be trusted, and returns the actions of that step.
     fn pair(&mut self) -> Vec<PrimaryAction> {
         self.greet(None, None);
         self.after(1, PrimaryEvent::Captured { epoch: Epoch(1) });
@@ -87,7 +88,7 @@ impl Test {
         test.pair();
         match arbitration {
             Arbitration::Witness => {
-                let mode = Mode::Paired { standby: YOU, session: test.session() };
+                let mode = OwnerMode::Paired { standby: YOU, session: test.session() };
                 test.reply(1, 1, ME, mode);
             }
             Arbitration::Fencing => drop(test.answer(1, None)),
@@ -102,7 +103,7 @@ impl Test {
 fn the_guard_knows_before_the_witness_is_asked() {
     let mut test = Test::new(Arbitration::Witness);
     let outputs = test.pair();
-    assert!(matches!(outputs[0], PrimaryAction::Guard(Guard::Until(_))), "{outputs:?}");
+    assert!(matches!(outputs[0], PrimaryAction::SetRunPermit(RunPermit::Until(_))), "{outputs:?}");
     assert!(
         outputs.iter().any(|output| matches!(
             output,
@@ -119,27 +120,27 @@ fn what_is_held_is_released_once_by_the_newest_acknowledgement() {
         test.after(1, PrimaryEvent::Captured { epoch: Epoch(epoch) });
     }
     let session = test.session();
-    let ack = |epoch| Message::EpochAck { session, epoch: Epoch(epoch) };
+    let ack = |epoch| PeerMessage::EpochAck { session, epoch: Epoch(epoch) };
     assert_eq!(test.hear(ack(5)), [PrimaryAction::Release { epoch: Epoch(5) }]);
     assert_eq!(test.hear(ack(4)), []);
     assert_eq!(test.hear(ack(6)), [], "it was not captured");
-    assert_eq!(test.hear(Message::EpochAck { session: Session(1), epoch: Epoch(5) }), []);
+    assert_eq!(test.hear(PeerMessage::EpochAck { session: SessionId(1), epoch: Epoch(5) }), []);
 }
 
 #[test]
 fn a_lease_that_ends_stops_the_vm_and_an_answer_in_time_resumes_it() {
     let mut test = Test::protect(Arbitration::Fencing);
     let outputs = test.after(430, PrimaryEvent::Tick);
-    assert_eq!(outputs[0], PrimaryAction::Guard(Guard::Stopped));
+    assert_eq!(outputs[0], PrimaryAction::SetRunPermit(RunPermit::Stopped));
     assert!(outputs.contains(&PrimaryAction::StopVm) && outputs.contains(&PrimaryAction::Fence));
     test.after(1, PrimaryEvent::VmStopped);
     let outputs = test.answer(1, None);
-    assert!(matches!(outputs[0], PrimaryAction::Guard(Guard::Until(_))));
+    assert!(matches!(outputs[0], PrimaryAction::SetRunPermit(RunPermit::Until(_))));
     assert!(outputs.contains(&PrimaryAction::ResumeVm));
     // The hook may have been as fast.
     let outputs = test.after(1, PrimaryEvent::Fenced(true));
     assert!(
-        outputs.contains(&PrimaryAction::Guard(Guard::Free))
+        outputs.contains(&PrimaryAction::SetRunPermit(RunPermit::Free))
             || test.primary.state() == PrimaryState::Solo
     );
 }
@@ -153,7 +154,7 @@ fn only_a_state_newer_than_the_pairing_lets_it_run_alone() {
     let solo = WitnessRequest::Solo { group: GROUP, node: ME, term: Term(1), generation: 0 };
     assert!(outputs.contains(&PrimaryAction::AskWitness(solo)), "{outputs:?}");
     // The pairing did arrive: the right is not there yet.
-    let mode = Mode::Paired { standby: YOU, session: test.session() };
+    let mode = OwnerMode::Paired { standby: YOU, session: test.session() };
     let outputs = test.reply(1, 1, ME, mode);
     assert!(outputs.contains(&PrimaryAction::AskWitness(WitnessRequest::Solo {
         group: GROUP,
@@ -162,8 +163,8 @@ fn only_a_state_newer_than_the_pairing_lets_it_run_alone() {
         generation: 1
     })));
     assert_eq!(test.primary.state(), PrimaryState::Stopped);
-    let outputs = test.reply(2, 1, ME, Mode::Solo);
-    assert_eq!(outputs[0], PrimaryAction::Guard(Guard::Free));
+    let outputs = test.reply(2, 1, ME, OwnerMode::Solo);
+    assert_eq!(outputs[0], PrimaryAction::SetRunPermit(RunPermit::Free));
     assert!(
         outputs.contains(&PrimaryAction::ReleaseAll) && outputs.contains(&PrimaryAction::ResumeVm)
     );
@@ -174,7 +175,7 @@ fn a_pairing_that_never_left_exposes_nothing() {
     let mut test = Test::new(Arbitration::Witness);
     test.pair();
     let outputs = test.after(1, PrimaryEvent::WitnessLost { sent: false });
-    assert_eq!(outputs[0], PrimaryAction::Guard(Guard::Free));
+    assert_eq!(outputs[0], PrimaryAction::SetRunPermit(RunPermit::Free));
     let outputs = test.after(700, PrimaryEvent::Tick);
     assert!(
         outputs.contains(&PrimaryAction::ReleaseAll) && !outputs.contains(&PrimaryAction::StopVm),
@@ -186,7 +187,7 @@ fn a_pairing_that_never_left_exposes_nothing() {
 fn who_is_deposed_releases_nothing() {
     let mut test = Test::protect(Arbitration::Witness);
     test.after(430, PrimaryEvent::Tick);
-    let outputs = test.reply(2, 2, YOU, Mode::Solo);
+    let outputs = test.reply(2, 2, YOU, OwnerMode::Solo);
     assert!(outputs.contains(&PrimaryAction::KillVm));
     assert!(outputs.ends_with(&[PrimaryAction::Ended { deposed_by: Some(Term(2)) }]));
     assert!(
@@ -195,21 +196,21 @@ fn who_is_deposed_releases_nothing() {
             PrimaryAction::ReleaseAll | PrimaryAction::Release { .. }
         ))
     );
-    assert_eq!(test.hear(Message::TookOver { term: Term(3) }), []);
+    assert_eq!(test.hear(PeerMessage::TookOver { term: Term(3) }), []);
 }
 
 #[test]
 fn a_sick_standby_is_disarmed_before_the_primary_is_alone() {
     let mut test = Test::protect(Arbitration::Fencing);
     let session = test.session();
-    let outputs = test.hear(Message::Sick { session, reason: "full".into() });
+    let outputs = test.hear(PeerMessage::Sick { session, reason: "full".into() });
     assert!(!outputs.iter().any(|output| matches!(
         output,
         PrimaryAction::StopVm | PrimaryAction::Fence | PrimaryAction::ReleaseAll
     )));
     assert!(outputs.iter().any(|output| matches!(
         output,
-        PrimaryAction::Send { message: Message::Heartbeat { pairing: 0, .. }, .. }
+        PrimaryAction::Send { message: PeerMessage::Heartbeat { pairing: 0, .. }, .. }
     )));
     let outputs = test.answer(0, None);
     assert!(outputs.contains(&PrimaryAction::ReleaseAll), "{outputs:?}");
@@ -234,7 +235,7 @@ fn the_output_of_a_vm_that_ended_leaves_when_nobody_can_take_it_over() {
     let outputs = test.after(1, PrimaryEvent::VmEnded);
     assert!(!outputs.contains(&PrimaryAction::ReleaseAll));
     let session = test.session();
-    let outputs = test.hear(Message::Bye { session });
+    let outputs = test.hear(PeerMessage::Bye { session });
     assert_eq!(outputs, [PrimaryAction::ReleaseAll, PrimaryAction::Ended { deposed_by: None }]);
 }
 
@@ -247,7 +248,7 @@ fn what_was_handed_over_does_not_run_on_a_lease() {
         assert_eq!(outputs, [PrimaryAction::Capture { last: true }]);
         test.after(1, PrimaryEvent::Captured { epoch: Epoch(3) });
         let outputs = test.answer(1, Some(3));
-        let hand_over = Message::HandOver { session: test.session(), epoch: Epoch(3) };
+        let hand_over = PeerMessage::HandOver { session: test.session(), epoch: Epoch(3) };
         assert_eq!(outputs[0], PrimaryAction::Release { epoch: Epoch(3) });
         assert!(outputs.contains(&PrimaryAction::Send { path: 0, message: hand_over }));
         assert!(!test.answer(1, Some(3)).contains(&PrimaryAction::ResumeVm));
@@ -258,7 +259,7 @@ fn what_was_handed_over_does_not_run_on_a_lease() {
             !outputs.contains(&PrimaryAction::Fence),
             "who took over would lose what clients saw since"
         );
-        let outputs = test.hear(Message::TookOver { term: Term(2) });
+        let outputs = test.hear(PeerMessage::TookOver { term: Term(2) });
         assert!(outputs.contains(&PrimaryAction::KillVm));
     }
 }

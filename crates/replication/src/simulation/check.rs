@@ -1,15 +1,17 @@
-//! What must hold at each step, by what is truly so, not by what the roles think.
+//! The rules that must hold after each event, judged by the true state of the world and not by the
+//! state that a role assumes.
 //!
-//! 1. Never do two VMs run at one instant.
+//! 1. Two VMs never run at the same instant.
 //! 2. Clients see the output of epochs that the standby holds, or of a node that runs alone by right.
-//! 3. What a standby holds is some epoch, whole.
-//! 4. Whoever takes over has all that clients saw; only after a VM died that ran alone may a user insist on less.
+//! 3. A standby holds a whole epoch.
+//! 4. A node that takes over has all output that clients saw, unless a VM that ran alone has died and
+//!    a user forces the takeover.
 //! 5. A term is activated once.
 //! 6. Once all faults are healed, the VM runs and is protected.
 
 use super::node::Vm;
 use super::world::World;
-use crate::{Arbitration, Epoch, Mode, PrimaryState, StandbyState, Term};
+use crate::{Arbitration, Epoch, OwnerMode, PrimaryState, StandbyState, Term};
 
 impl World {
     pub fn check_running(&self) {
@@ -24,12 +26,12 @@ impl World {
         }
         match self.arbitration {
             Arbitration::Witness => self.register().is_none_or(|(owner, term, mode)| {
-                owner == node && term == me.term && mode == Mode::Solo
+                owner == node && term == me.term && mode == OwnerMode::Solo
             }),
             Arbitration::Fencing => {
                 let harmless =
                     [StandbyState::Alone, StandbyState::Joining, StandbyState::Following];
-                // Who has handed its VM over does not run it again, but by a user's word.
+                // A node that has handed its VM over runs it again only if a user says so.
                 other.engine.is_none()
                     || other.standby_state().is_some_and(|state| harmless.contains(&state))
                     || other.primary_state() == Some(PrimaryState::HandedOver)
@@ -41,14 +43,14 @@ impl World {
         }
     }
 
-    /// A client sees what the VM of `node` said of a write.
+    /// A client sees the answer of `node`'s VM to a write.
     pub fn visible(&mut self, node: usize, write: u32) {
         let other = &self.nodes[1 - node];
         let term = self.nodes[node].term;
         let replica = other.replica.as_ref().filter(|replica| replica.term == term);
         let committed = replica.is_some_and(|replica| replica.log.binary_search(&write).is_ok())
             || self.taken.contains(&write);
-        // Whoever has left the session of a VM that ended takes nothing over.
+        // A standby that has left the session of an ended VM takes nothing over.
         let ended =
             self.nodes[node].vm.is_none() && other.standby_state() == Some(StandbyState::Alone);
         assert!(

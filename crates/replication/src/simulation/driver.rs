@@ -1,12 +1,12 @@
-//! What a driver does around a role: gives it what happened, does what it says.
+//! The driver of a role: hands it events and carries out its actions.
 
 use super::Mutant;
 use super::net::{Data, MS, Packet};
 use super::node::{Engine, Input, Replica, Role, Vm};
 use super::world::{Event, Local, World};
 use crate::{
-    Epoch, Guard, Message, Primary, PrimaryAction, PrimaryEvent, StandbyAction, StandbyEvent,
-    Start, WitnessReply, WitnessRequest,
+    Epoch, PeerMessage, Primary, PrimaryAction, PrimaryEvent, PrimaryStart, RunPermit,
+    StandbyAction, StandbyEvent, WitnessReply, WitnessRequest,
 };
 use std::rc::Rc;
 
@@ -15,7 +15,7 @@ use std::rc::Rc;
 const VM_NS_MAX: u64 = 50 * MS;
 const IN_FLIGHT_MAX: u64 = 3;
 
-/// One input, all of its outputs, and the next tick.
+/// Handles one input, carries out its actions, and schedules the next tick.
 pub fn input(world: &mut World, node: usize, input: Input) {
     let now_ns = world.nodes[node].local_ns(world.now_ns);
     let input = match input {
@@ -41,7 +41,7 @@ pub fn input(world: &mut World, node: usize, input: Input) {
         _ => None,
     };
     let message = match &input {
-        Input::Message(_, bytes) => Some(Message::decode(bytes).expect("a message")),
+        Input::Message(_, bytes) => Some(PeerMessage::decode(bytes).expect("a message")),
         _ => None,
     };
     let id = engine.id;
@@ -145,13 +145,13 @@ fn ask(world: &mut World, node: usize, request: WitnessRequest) {
     );
 }
 
-fn say(world: &mut World, node: usize, path: u8, message: &Message) {
+fn say(world: &mut World, node: usize, path: u8, message: &PeerMessage) {
     let mut bytes = Vec::new();
     message.encode(&mut bytes);
     world.send(usize::from(path), node, Packet::Message(bytes));
 }
 
-/// What is told to the VM is done in order.
+/// Orders an operation on the VM; operations are carried out in their order.
 fn vm(world: &mut World, node: usize, what: Local) {
     let wait_ns = world.rng.u64(..VM_NS_MAX / 2);
     let now_ns = world.now_ns;
@@ -169,7 +169,7 @@ fn primary_output(world: &mut World, node: usize, id: u64, output: PrimaryAction
     if !matches!(
         output,
         PrimaryAction::Send { .. }
-            | PrimaryAction::Guard(Guard::Until(_))
+            | PrimaryAction::SetRunPermit(RunPermit::Until(_))
             | PrimaryAction::Release { .. }
     ) {
         world.tell(&format!("{node}: {output:?}"));
@@ -177,9 +177,9 @@ fn primary_output(world: &mut World, node: usize, id: u64, output: PrimaryAction
     match output {
         PrimaryAction::Send { path, message } => say(world, node, path, &message),
         PrimaryAction::AskWitness(request) => ask(world, node, request),
-        PrimaryAction::Guard(guard) => {
-            world.nodes[node].guard = guard;
-            if let Guard::Until(until_ns) = guard {
+        PrimaryAction::SetRunPermit(permit) => {
+            world.nodes[node].permit = permit;
+            if let RunPermit::Until(until_ns) = permit {
                 let at_ns = world.nodes[node].true_ns(until_ns).saturating_sub(world.now_ns);
                 let late_ns = world.rng.u64(..VM_NS_MAX);
                 world.at(at_ns + late_ns, Event::Guard { node });
@@ -229,8 +229,8 @@ fn primary_output(world: &mut World, node: usize, id: u64, output: PrimaryAction
             }
         }
         PrimaryAction::Fence => fence(world, node),
-        PrimaryAction::Note(note) => {
-            if note == crate::Note::Protected {
+        PrimaryAction::Notify(notice) => {
+            if notice == crate::Notice::Protected {
                 world.came("protected");
                 world.nodes[node].insisted = false;
             }
@@ -308,7 +308,7 @@ fn standby_output(world: &mut World, node: usize, id: u64, output: StandbyAction
         StandbyAction::Activate { epoch, term, forced } => {
             activate(world, node, epoch, term, forced)
         }
-        StandbyAction::Note(_) => {}
+        StandbyAction::Notify(_) => {}
     }
 }
 
@@ -319,16 +319,17 @@ fn activate(world: &mut World, node: usize, epoch: Epoch, term: crate::Term, for
     let replica = host.replica.take().expect("a replica");
     host.vm = Some(Vm { log: replica.log.to_vec(), running: false });
     host.gate = super::node::Gate::default();
-    host.guard = Guard::Free;
+    host.permit = RunPermit::Free;
     host.epoch = epoch.0;
     host.term = term;
     host.insisted = forced;
     let config = world.config(node);
-    world.start(node, Role::Primary(Primary::new(config, Start::TakenOver { term, forced })));
+    world
+        .start(node, Role::Primary(Primary::new(config, PrimaryStart::TakenOver { term, forced })));
     vm(world, node, Local::Launch);
 }
 
-/// What an engine has begun is done.
+/// An operation that the engine began is done.
 fn done(world: &mut World, node: usize, what: Local) {
     match what {
         Local::Stop => {
@@ -340,15 +341,15 @@ fn done(world: &mut World, node: usize, what: Local) {
         Local::Resume | Local::Launch => {
             let local_ns = world.nodes[node].local_ns(world.now_ns);
             let host = &mut world.nodes[node];
-            let may = match host.guard {
-                Guard::Free => true,
-                Guard::Until(until_ns) => local_ns < until_ns,
-                Guard::Stopped => false,
+            let may = match host.permit {
+                RunPermit::Free => true,
+                RunPermit::Until(until_ns) => local_ns < until_ns,
+                RunPermit::Stopped => false,
             };
             if let Some(vm) = &mut host.vm {
                 vm.running = may;
                 let told = if may { PrimaryEvent::VmResumed } else { PrimaryEvent::VmStopped };
-                if may || matches!(host.guard, Guard::Until(_)) {
+                if may || matches!(host.permit, RunPermit::Until(_)) {
                     world.input(node, Input::Primary(told));
                 }
             }
@@ -378,8 +379,8 @@ fn scheduled(world: &mut World, node: usize) {
     let wait_ns = world.rng.u64(20 * MS..60 * MS);
     world.local(node, wait_ns, Local::Scheduled);
     let acked = world.nodes[node].primary().and_then(Primary::acknowledged);
-    let behind = acked.is_some_and(|acked| world.nodes[node].epoch > acked.0 + IN_FLIGHT_MAX);
-    if !behind {
+    let is_late = acked.is_some_and(|acked| world.nodes[node].epoch > acked.0 + IN_FLIGHT_MAX);
+    if !is_late {
         capture(world, node, false);
     }
 }

@@ -1,10 +1,10 @@
-//! What fails, and the operator who helps where the protocol promises nothing.
+//! The faults, and the operator who helps if the protocol promises nothing.
 
 use super::Mutant;
 use super::net::{LINKS, MS, end_of};
 use super::node::{Gate, Input};
 use super::world::{Event, World};
-use crate::{Arbitration, Guard, PrimaryEvent, PrimaryState, StandbyEvent};
+use crate::{Arbitration, PrimaryEvent, PrimaryState, RunPermit, StandbyEvent};
 
 /// An operator looks at a VM that does not run for so long.
 const PATIENCE_NS: u64 = 4000 * MS;
@@ -154,7 +154,7 @@ impl World {
         }
     }
 
-    /// The question for the right to pair is under way for long, while nobody hears anybody else.
+    /// The request for a pairing is delayed, while no node hears another.
     fn delay_pairing(&mut self, for_ns: u64) {
         let Some(node) = (0..2).find(|node| self.nodes[*node].standby_state().is_some()) else {
             return;
@@ -241,7 +241,7 @@ impl World {
         }
         self.tell(&format!("engine {node} is killed"));
         self.came("engine killed");
-        let lives = self.nodes[node].vm.is_some() && self.nodes[node].guard == Guard::Free;
+        let lives = self.nodes[node].vm.is_some() && self.nodes[node].permit == RunPermit::Free;
         if lives {
             // The guard lets go what the gate holds, as the VM runs alone by right.
             let held = std::mem::take(&mut self.nodes[node].gate).held;
@@ -271,7 +271,7 @@ impl World {
         self.vm_dies(node);
         self.lose_engine(node);
         self.nodes[node].gate = Gate::default();
-        self.nodes[node].guard = Guard::Stopped;
+        self.nodes[node].permit = RunPermit::Stopped;
         self.nodes[node].up = false;
         self.nodes[node].insisted = false;
         let wait_ns = self.rng.u64(300 * MS..2500 * MS);
@@ -296,8 +296,7 @@ impl World {
         }
     }
 
-    /// Where a VM does not run for long: the user who vouches that the other host is off, having
-    /// looked.
+    /// If no VM runs for long, a user checks that the other host is off and forces this one on.
     pub fn operate(&mut self) {
         if self.nodes[0].runs() || self.nodes[1].runs() {
             self.idle_since_ns = self.now_ns;

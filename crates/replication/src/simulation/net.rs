@@ -1,19 +1,20 @@
-//! Links between hosts: ordered connections that break, over ways that are cut one way or both.
+//! Links between hosts: ordered connections that break, over wires that are cut in one direction or
+//! in both.
 //!
 //! ```text
 //!   send ─▶ a delay ─▶ cut? ─▶ waits until it is healed, or the connection breaks ─▶ in order, or never
 //! ```
 //!
-//! Of what was asked of the witness on a connection that broke, half still comes, late: it had
-//! arrived, and was not read yet.
+//! Half of the requests on a broken connection to the witness still arrive, late: the witness had
+//! received them and not read them yet.
 
-use crate::Session;
+use crate::SessionId;
 use std::collections::VecDeque;
 use std::rc::Rc;
 
-/// Node 0, node 1, and this.
+/// The index of the witness; the nodes are 0 and 1.
 pub const WITNESS: usize = 2;
-/// Paths 0 and 1, then each node's way to the witness.
+/// The ends of each link: paths 0 and 1, then each node's link to the witness.
 pub const LINKS: [(usize, usize); 4] = [(0, 1), (0, 1), (0, WITNESS), (1, WITNESS)];
 pub const MS: u64 = 1_000_000;
 
@@ -28,7 +29,7 @@ pub enum Packet {
 /// A piece of an epoch: `last` ends it.
 #[derive(Clone)]
 pub struct Data {
-    pub session: Session,
+    pub session: SessionId,
     pub epoch: u64,
     pub piece: u8,
     pub last: bool,
@@ -42,10 +43,10 @@ pub struct Data {
 pub struct Link {
     /// From the first end to the second, and back.
     pub cut: [bool; 2],
-    /// What each end takes for the connection.
+    /// The connection as each end knows it.
     pub connection: [Option<u64>; 2],
     pub last_ns: [u64; 2],
-    /// What waits for the cut to end.
+    /// Packets that wait for the cut to end.
     pub waiting: [VecDeque<(u64, Packet)>; 2],
     pub slow_ns: u64,
 }
@@ -59,7 +60,7 @@ impl Link {
         self.connection[0].is_some() && self.connection[0] == self.connection[1]
     }
 
-    /// When a packet that is sent now arrives: behind all before it.
+    /// When a packet that is sent now arrives: after all packets before it.
     pub fn arrival_ns(&mut self, from: usize, now_ns: u64, rng: &mut fastrand::Rng) -> u64 {
         let lost = if rng.u32(..200) == 0 { rng.u64(20 * MS..200 * MS) } else { 0 };
         let at = now_ns + rng.u64(MS / 5..3 * MS) + lost + self.slow_ns;

@@ -7,7 +7,7 @@
 use super::net::Data;
 use super::world::Local;
 use crate::{
-    Epoch, Guard, Primary, PrimaryEvent, PrimaryState, Session, Standby, StandbyEvent,
+    Epoch, Primary, PrimaryEvent, PrimaryState, RunPermit, SessionId, Standby, StandbyEvent,
     StandbyState, Term,
 };
 use std::collections::VecDeque;
@@ -62,7 +62,7 @@ pub struct Engine {
     /// What the next transfer builds upon; `None`: all of the VM.
     pub sent: Option<(usize, u64)>,
     /// Standby: of which session data is taken, its epoch and pieces so far, whole epochs.
-    pub receives: Option<Session>,
+    pub receives: Option<SessionId>,
     pub partial: Option<(u64, u8)>,
     pub whole: VecDeque<Data>,
     /// When what was told to the VM, and what is applied, is done.
@@ -80,7 +80,7 @@ pub struct Node {
     pub backlog: VecDeque<Input>,
     pub vm: Option<Vm>,
     pub gate: Gate,
-    pub guard: Guard,
+    pub permit: RunPermit,
     pub epoch: u64,
     pub term: Term,
     pub replica: Option<Replica>,

@@ -5,8 +5,9 @@ use super::net::{LINKS, Link, MS, Packet, WITNESS, end_of};
 use super::node::{Engine, Gate, Input, Node, Role, Vm};
 use super::{Mutant, Tally};
 use crate::{
-    Arbitration, Config, Epoch, GroupId, GroupState, Guard, Mode, NodeId, Primary, PrimaryEvent,
-    Standby, Start, Term, Witness, WitnessReply, WitnessRequest,
+    Arbitration, Epoch, GroupId, GroupState, NodeId, OwnerMode, Primary, PrimaryEvent,
+    PrimaryStart, ReplicationConfig, RunPermit, Standby, Term, Witness, WitnessReply,
+    WitnessRequest,
 };
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -14,7 +15,7 @@ use std::rc::Rc;
 pub const DETECTION_NS: u64 = 500 * MS;
 const GROUP: GroupId = GroupId(77);
 
-/// What is to happen.
+/// An event in true time.
 #[derive(Clone)]
 pub enum Event {
     Request,
@@ -73,7 +74,7 @@ pub enum Event {
     FenceRepaired,
 }
 
-/// What an engine has begun and is now done.
+/// An operation that an engine began and that is done now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Local {
     Stop,
@@ -102,16 +103,16 @@ pub struct World {
     pub fence_broken: bool,
     numbers: u64,
     requests: u32,
-    /// What clients have seen answered.
+    /// The writes whose answers clients have seen.
     pub seen: BTreeSet<u32>,
-    /// What was taken over with.
+    /// The writes that were part of a takeover.
     pub taken: BTreeSet<u32>,
-    /// What each epoch of each term was.
+    /// The log of each epoch of each term.
     pub snapshots: BTreeMap<(Term, u64), Rc<Vec<u32>>>,
     pub activated: BTreeSet<Term>,
-    /// A VM died while it ran alone: what clients saw may be gone.
+    /// A VM died while it ran alone: output that clients saw may be lost.
     pub solo_death: bool,
-    /// Nobody has the VM or a copy any more.
+    /// No node has the VM or a copy any more.
     pub gone: bool,
     pub idle_since_ns: u64,
     pub story: Vec<String>,
@@ -143,7 +144,7 @@ impl World {
             backlog: std::collections::VecDeque::new(),
             vm: None,
             gate: Gate::default(),
-            guard: Guard::Stopped,
+            permit: RunPermit::Stopped,
             epoch: 0,
             term: Term(0),
             replica: None,
@@ -178,10 +179,10 @@ impl World {
         };
         world.witness.encode(&mut world.persisted);
         world.nodes[0].vm = Some(Vm { log: Vec::new(), running: true });
-        world.nodes[0].guard = Guard::Free;
+        world.nodes[0].permit = RunPermit::Free;
         world.nodes[0].term = Term::FIRST;
         let config = world.config(0);
-        world.start(0, Role::Primary(Primary::new(config, Start::First)));
+        world.start(0, Role::Primary(Primary::new(config, PrimaryStart::First)));
         let config = world.config(1);
         world.start(1, Role::Standby(Standby::new(config, Term(0), None)));
         for link in 0..LINKS.len() {
@@ -192,10 +193,15 @@ impl World {
         world
     }
 
-    pub fn config(&mut self, node: usize) -> Config {
+    pub fn config(&mut self, node: usize) -> ReplicationConfig {
         let instance = self.rng.u64(1..);
-        let mut config =
-            Config::new(NodeId(node as u64 + 1), instance, GROUP, self.arbitration, DETECTION_NS);
+        let mut config = ReplicationConfig::new(
+            NodeId(node as u64 + 1),
+            instance,
+            GROUP,
+            self.arbitration,
+            DETECTION_NS,
+        );
         if self.mutant == Some(Mutant::LongLease) {
             config.lease_ns = DETECTION_NS * 3;
         }
@@ -245,7 +251,7 @@ impl World {
         self.input(node, Input::Tick);
     }
 
-    /// Plays until `until_ns`; invariants hold behind each event.
+    /// Plays until `until_ns` and checks the invariants after each event.
     pub fn play(&mut self, until_ns: u64) {
         while let Some(entry) = self.events.first_entry().filter(|entry| entry.key().0 <= until_ns)
         {
@@ -316,7 +322,7 @@ impl World {
         self.nodes[node].engine.as_ref().is_some_and(|engine| engine.id == id)
     }
 
-    /// A client writes; whoever runs the VM answers.
+    /// A client writes; the node that runs the VM answers.
     fn request(&mut self) {
         self.requests += 1;
         let write = self.requests;
@@ -335,7 +341,7 @@ impl World {
         self.at(next_ns, Event::Request);
     }
 
-    /// Gives an input to the node's engine and does what that says; a stalled one gets it later.
+    /// Hands an input to the node's engine; a stalled engine gets it later.
     pub fn input(&mut self, node: usize, input: Input) {
         if self.nodes[node].stalled {
             self.nodes[node].backlog.push_back(input);
@@ -358,13 +364,13 @@ impl World {
         self.input(node, Input::Tick);
     }
 
-    /// The guard stops a VM whose time is over.
+    /// The guard stops a VM whose permit has ended.
     fn guard(&mut self, node: usize) {
         let local_ns = self.nodes[node].local_ns(self.now_ns);
-        let over = match self.nodes[node].guard {
-            Guard::Free => false,
-            Guard::Until(until_ns) => local_ns >= until_ns,
-            Guard::Stopped => true,
+        let over = match self.nodes[node].permit {
+            RunPermit::Free => false,
+            RunPermit::Until(until_ns) => local_ns >= until_ns,
+            RunPermit::Stopped => true,
         };
         if over && let Some(vm) = self.nodes[node].vm.as_mut().filter(|vm| vm.running) {
             vm.running = false;
@@ -382,7 +388,7 @@ impl World {
         let config = self.config(node);
         let host = &self.nodes[node];
         let role = if attached && host.vm.is_some() {
-            Role::Primary(Primary::new(config, Start::Attached { term: host.term }))
+            Role::Primary(Primary::new(config, PrimaryStart::Attached { term: host.term }))
         } else {
             let held = host.replica.as_ref().map(|replica| Epoch(replica.epoch));
             Role::Standby(Standby::new(config, host.term, held))
@@ -416,7 +422,7 @@ impl World {
     fn arrive(&mut self, link: usize, to: usize, connection: u64, packet: Packet) {
         let host = if to == 0 { LINKS[link].0 } else { LINKS[link].1 };
         if self.links[link].connection[to] != Some(connection) {
-            // It had arrived, and nobody has read it yet.
+            // It had arrived, and the witness has not read it yet.
             if let (Packet::Ask(..), WITNESS) = (&packet, host)
                 && self.chance(2)
             {
@@ -491,7 +497,7 @@ impl World {
     }
 
     /// What the witness truly has.
-    pub fn register(&self) -> Option<(usize, Term, Mode)> {
+    pub fn register(&self) -> Option<(usize, Term, OwnerMode)> {
         self.witness.state(GROUP).map(|state| (state.owner.0 as usize - 1, state.term, state.mode))
     }
 

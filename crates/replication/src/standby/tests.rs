@@ -1,12 +1,12 @@
-//! Single steps of a standby, which the simulation cannot name.
+//! Single steps of a standby that the simulation does not single out.
 
 use super::*;
-use crate::{GroupId, GroupState, Mode, NodeId};
+use crate::{GroupId, GroupState, NodeId, OwnerMode, WitnessReply};
 
 const MS: u64 = 1_000_000;
 const GROUP: GroupId = GroupId(5);
 const ME: NodeId = NodeId(2);
-const S: Session = Session(9);
+const S: SessionId = SessionId(9);
 
 struct Test {
     standby: Standby,
@@ -17,22 +17,28 @@ struct Test {
 impl Test {
     /// One that holds epoch 1 of a session.
     fn following(arbitration: Arbitration) -> Self {
-        let standby =
-            Standby::new(Config::new(ME, 200, GROUP, arbitration, 600 * MS), Term(0), None);
+        let standby = Standby::new(
+            ReplicationConfig::new(ME, 200, GROUP, arbitration, 600 * MS),
+            Term(0),
+            None,
+        );
         let mut test = Self { standby, now_ns: 0, sequence: 0 };
         let outputs = test.after(1, StandbyEvent::PathUp(0));
-        assert!(matches!(outputs[..], [StandbyAction::Send { message: Message::Hello(_), .. }]));
-        test.hear(Message::HelloAck { term: Term(1), session: S, sequence: 0 });
+        assert!(matches!(
+            outputs[..],
+            [StandbyAction::Send { message: PeerMessage::Hello(_), .. }]
+        ));
+        test.hear(PeerMessage::HelloAck { term: Term(1), session: S, sequence: 0 });
         test.hold(1);
         test
     }
 
-    fn after(&mut self, ms: u64, input: StandbyEvent) -> Vec<StandbyAction> {
+    fn after(&mut self, ms: u64, event: StandbyEvent) -> Vec<StandbyAction> {
         self.now_ns += ms * MS;
-        self.standby.handle(self.now_ns, input)
+        self.standby.handle(self.now_ns, event)
     }
 
-    fn hear(&mut self, message: Message) -> Vec<StandbyAction> {
+    fn hear(&mut self, message: PeerMessage) -> Vec<StandbyAction> {
         self.after(1, StandbyEvent::Peer { path: 0, message })
     }
 
@@ -45,7 +51,7 @@ impl Test {
     fn beat(&mut self, pairing: u64) -> Vec<StandbyAction> {
         self.sequence += 1;
         let (sequence, sent_ns) = (self.sequence, self.now_ns);
-        self.hear(Message::Heartbeat {
+        self.hear(PeerMessage::Heartbeat {
             sequence,
             sent_ns,
             term: Term(1),
@@ -68,7 +74,7 @@ impl Test {
         generation: u64,
         term: u64,
         owner: NodeId,
-        mode: Mode,
+        mode: OwnerMode,
     ) -> Vec<StandbyAction> {
         let state = Some(GroupState { generation, term: Term(term), owner, mode });
         self.after(1, StandbyEvent::Witness(WitnessReply { group: GROUP, state }))
@@ -93,7 +99,7 @@ fn activation(term: u64, forced: bool) -> StandbyAction {
 
 fn answers(outputs: &[StandbyAction]) -> bool {
     outputs.iter().any(|output| {
-        matches!(output, StandbyAction::Send { message: Message::HeartbeatAck { .. }, .. })
+        matches!(output, StandbyAction::Send { message: PeerMessage::HeartbeatAck { .. }, .. })
     })
 }
 
@@ -111,13 +117,13 @@ fn it_takes_over_once_when_the_witness_grants_it() {
     };
     assert!(outputs.contains(&StandbyAction::AskWitness(request)), "{outputs:?}");
     assert!(!answers(&test.beat(4)), "the question may be granted");
-    assert!(test.reply(5, 2, ME, Mode::Solo).contains(&activation(2, false)));
-    assert_eq!(test.reply(5, 2, ME, Mode::Solo), []);
+    assert!(test.reply(5, 2, ME, OwnerMode::Solo).contains(&activation(2, false)));
+    assert_eq!(test.reply(5, 2, ME, OwnerMode::Solo), []);
     assert_eq!(test.after(1, StandbyEvent::FailOver { force: true }), []);
     let outputs = test.beat(4);
     assert_eq!(
         outputs,
-        [StandbyAction::Send { path: 0, message: Message::TookOver { term: Term(2) } }]
+        [StandbyAction::Send { path: 0, message: PeerMessage::TookOver { term: Term(2) } }]
     );
 }
 
@@ -126,7 +132,7 @@ fn without_the_generation_it_asks_for_the_state_first() {
     let mut test = Test::following(Arbitration::Witness);
     let outputs = test.silence(700);
     assert!(outputs.contains(&StandbyAction::AskWitness(WitnessRequest::State { group: GROUP })));
-    let outputs = test.reply(4, 1, NodeId(1), Mode::Paired { standby: ME, session: S });
+    let outputs = test.reply(4, 1, NodeId(1), OwnerMode::Paired { standby: ME, session: S });
     let request = WitnessRequest::TakeOver {
         group: GROUP,
         node: ME,
@@ -135,8 +141,8 @@ fn without_the_generation_it_asks_for_the_state_first() {
         session: S,
     };
     assert!(outputs.contains(&StandbyAction::AskWitness(request)));
-    let outputs = test.reply(5, 1, NodeId(1), Mode::Solo);
-    assert!(outputs.contains(&StandbyAction::Note(Note::TakeOverRefused)));
+    let outputs = test.reply(5, 1, NodeId(1), OwnerMode::Solo);
+    assert!(outputs.contains(&StandbyAction::Notify(Notice::TakeOverRefused)));
     assert_eq!(test.standby.state(), StandbyState::Alone);
 }
 
@@ -161,7 +167,7 @@ fn an_epoch_that_comes_while_it_asks_is_not_left_out() {
     let outputs = test.beat(4);
     let held = Some(Epoch(2));
     assert!(outputs.iter().any(
-        |output| matches!(output, StandbyAction::Send { message: Message::HeartbeatAck { held: of, .. }, .. } if *of == held)
+        |output| matches!(output, StandbyAction::Send { message: PeerMessage::HeartbeatAck { held: of, .. }, .. } if *of == held)
     ));
 }
 
@@ -190,7 +196,7 @@ fn a_hook_that_fails_is_tried_again_later() {
     test.beat(1);
     test.silence(700);
     let outputs = test.after(1, StandbyEvent::Fenced(false));
-    assert_eq!(outputs, [StandbyAction::Note(Note::FenceFailed(1))]);
+    assert_eq!(outputs, [StandbyAction::Notify(Notice::FenceFailed(1))]);
     assert!(!test.silence(500).contains(&StandbyAction::Fence));
     assert!(test.silence(200).contains(&StandbyAction::Fence));
 }
@@ -200,13 +206,13 @@ fn without_arbiter_only_a_user_who_insists_makes_it_take_over() {
     let mut test = Test::following(Arbitration::Manual);
     test.beat(1);
     let outputs = test.silence(700);
-    assert!(outputs.contains(&StandbyAction::Note(Note::PrimaryLost {
+    assert!(outputs.contains(&StandbyAction::Notify(Notice::PrimaryLost {
         held: Some(Epoch(1)),
         complete: true
     })));
     assert_eq!(
         test.after(1, StandbyEvent::FailOver { force: false }),
-        [StandbyAction::Note(Note::NeedsForce)]
+        [StandbyAction::Notify(Notice::NeedsForce)]
     );
     assert!(test.after(1, StandbyEvent::FailOver { force: true }).contains(&activation(2, true)));
 }
@@ -237,12 +243,12 @@ fn what_is_handed_over_is_taken_at_once() {
     let mut test = Test::following(Arbitration::Manual);
     test.beat(1);
     assert_eq!(
-        test.hear(Message::HandOver { session: S, epoch: Epoch(2) }),
+        test.hear(PeerMessage::HandOver { session: S, epoch: Epoch(2) }),
         [],
         "it does not hold that"
     );
     assert!(
-        test.hear(Message::HandOver { session: S, epoch: Epoch(1) })
+        test.hear(PeerMessage::HandOver { session: S, epoch: Epoch(1) })
             .contains(&activation(2, false))
     );
 }
@@ -252,6 +258,6 @@ fn a_stale_primary_is_told() {
     let mut test = Test::following(Arbitration::Witness);
     test.standby.term = Term(3);
     let outputs = test.beat(1);
-    let stale = Message::Refused(Refusal::StaleTerm(Term(3)));
+    let stale = PeerMessage::Refused(PeerRefusal::StaleTerm(Term(3)));
     assert_eq!(outputs, [StandbyAction::Send { path: 0, message: stale }]);
 }

@@ -1,16 +1,16 @@
-//! Both roles and the witness on hosts, clocks and links that fail, in an order that a seed
-//! decides.
+//! A simulation of both roles and the witness on hosts, clocks and links that fail, in an order that
+//! a seed decides.
 //!
 //! ```text
 //!   client ─▶ VM ─▶ gate ─▶ client          each with: paths cut one way or both, for moments or seconds │ engine killed, stalled
 //!             │ node 0        node 1                   host off │ witness crashed │ disk full │ fence hook broken │ slow link
 //!             └─ engine ═════ engine                   a user's switch-over, fail-over, force
-//!                     └ witness ┘            behind each event: `check`
+//!                     └ witness ┘            after each event: `check`
 //! ```
 //!
-//! Clocks of nodes differ by up to 2 %. Connections keep order and break; what a broken one had
-//! delivered to the witness may still be read later. Even seeds have one fault at a time and need
-//! no operator; odd ones have faults on faults.
+//! Clocks of nodes differ by up to 2 %. Connections keep order and break; the witness may still read
+//! requests later that a broken connection had delivered. Even seeds have one fault at a time and
+//! need no operator; odd seeds have several faults at once.
 //!
 //! `KEYFRAME_SEEDS` says how many seeds (200), `KEYFRAME_SEED` which one alone,
 //! `KEYFRAME_SOAK_SECONDS` when to begin no other.
@@ -29,15 +29,15 @@ use std::time::{Duration, Instant};
 use world::World;
 
 const SEEDS: u64 = 200;
-/// `make soak` plays so many, unless it is told otherwise.
+/// The number of seeds of `make soak`, unless KEYFRAME_SEEDS says another.
 const SOAK_SEEDS: u64 = 10_000;
-/// Failing seeds that are looked for before the others are left out.
+/// The run ends after this many failed seeds.
 const FAILED_MAX: usize = 10;
 
-/// How often things came, over all seeds.
+/// How often each incident occurred, over all seeds.
 type Tally = BTreeMap<&'static str, u64>;
 
-/// What must have come for the seeds to have tested anything.
+/// The incidents that must have occurred, or the seeds would have tested nothing.
 const MUST_COME: [&str; 23] = [
     "protected",
     "taken over",
@@ -64,7 +64,7 @@ const MUST_COME: [&str; 23] = [
     "VM ended",
 ];
 
-/// A rule that is broken on purpose: the checks must see each.
+/// A rule that is broken on purpose: the checks must detect each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mutant {
     /// The packet gate holds nothing.
@@ -75,9 +75,9 @@ pub enum Mutant {
     LongLease,
     /// The witness lets a standby take over from a primary that runs alone.
     WitnessGrantsTwice,
-    /// A standby that is told to fail over does not wait for the end of the lease, nor ask.
+    /// A standby with a command to fail over neither waits for the end of the lease nor asks.
     TakesOverAtOnce,
-    /// The witness changes its state at any generation.
+    /// The witness ignores the generation of a request.
     WitnessIgnoresGenerations,
     /// The witness answers before it persists, and crashes.
     WitnessForgets,
@@ -108,7 +108,7 @@ fn from_environment(name: &str) -> Option<u64> {
         .map(|text| text.parse().unwrap_or_else(|e| panic!("{name}={text}: {e}")))
 }
 
-/// Plays seeds until there are no more of them, or no more time.
+/// Plays seeds until all are played or the time is over.
 fn play_all(seeds: u64) {
     if let Some(seed) = from_environment("KEYFRAME_SEED") {
         println!("seed {seed}: {:#?}", play(seed, None));
@@ -151,8 +151,8 @@ fn soak_one_vm_runs_and_loses_nothing_whatever_fails() {
     play_all(SOAK_SEEDS);
 }
 
-/// Some seed sees the defect, and says one of these.
-fn is_seen(mutant: Mutant, as_what: &[&str]) {
+/// Asserts that some seed detects the mutant with one of these texts.
+fn assert_detected(mutant: Mutant, as_what: &[&str]) {
     let mut said = BTreeMap::new();
     for seed in 0..SEEDS {
         let Err(error) = catch_unwind(AssertUnwindSafe(|| play(seed, Some(mutant)))) else {
@@ -188,34 +188,34 @@ const TWO: &str = "two VMs run";
 const LOST: &str = "writes that clients saw are lost";
 
 #[test]
-fn output_that_leaves_early_is_seen() {
-    is_seen(Mutant::HoldsNothing, &[EARLY]);
-    is_seen(Mutant::ReleasesAtCapture, &[EARLY]);
+fn output_that_leaves_early_is_detected() {
+    assert_detected(Mutant::HoldsNothing, &[EARLY]);
+    assert_detected(Mutant::ReleasesAtCapture, &[EARLY]);
 }
 
 #[test]
-fn a_lease_that_is_too_long_is_seen() {
-    is_seen(Mutant::LongLease, &[TWO]);
-    is_seen(Mutant::TakesOverAtOnce, &[TWO]);
+fn a_lease_that_is_too_long_is_detected() {
+    assert_detected(Mutant::LongLease, &[TWO]);
+    assert_detected(Mutant::TakesOverAtOnce, &[TWO]);
 }
 
 #[test]
-fn a_witness_that_grants_twice_is_seen() {
-    is_seen(Mutant::WitnessGrantsTwice, &[TWO, LOST]);
+fn a_witness_that_grants_twice_is_detected() {
+    assert_detected(Mutant::WitnessGrantsTwice, &[TWO, LOST]);
 }
 
 #[test]
-fn a_late_question_that_undoes_another_is_seen() {
-    is_seen(Mutant::WitnessIgnoresGenerations, &[TWO, LOST, EARLY]);
+fn a_late_request_that_undoes_another_is_detected() {
+    assert_detected(Mutant::WitnessIgnoresGenerations, &[TWO, LOST, EARLY]);
 }
 
 #[test]
-fn a_witness_that_forgets_is_seen() {
-    is_seen(Mutant::WitnessForgets, &[TWO, LOST, EARLY, "an operator was needed"]);
+fn a_witness_that_forgets_is_detected() {
+    assert_detected(Mutant::WitnessForgets, &[TWO, LOST, EARLY, "an operator was needed"]);
 }
 
 #[test]
-fn a_standby_that_holds_less_than_it_says_is_seen() {
-    is_seen(Mutant::AcknowledgesEarly, &[EARLY, LOST, "another epoch"]);
-    is_seen(Mutant::AppliesTorn, &["holds no whole epoch"]);
+fn a_standby_that_holds_less_than_it_says_is_detected() {
+    assert_detected(Mutant::AcknowledgesEarly, &[EARLY, LOST, "another epoch"]);
+    assert_detected(Mutant::AppliesTorn, &["holds no whole epoch"]);
 }

@@ -1,19 +1,19 @@
-//! How a standby finds the primary lost, and gets the right to run the VM.
+//! How a standby finds that the primary is lost, and obtains the right to run the VM.
 //!
 //! ```text
 //!   witness: the generation of the pairing ─▶ TakeOver ─▶ a state of the next term, owned by this node
-//!   fencing: armed ─▶ the hook          handed over: at once          manual: a user insists
+//!   fencing: armed ─▶ the fence hook      handed over: at once      manual: a user forces it
 //! ```
 
 use super::{Phase, Standby, StandbyAction};
-use crate::{Arbitration, Message, Mode, Note, WitnessReply, WitnessRequest};
+use crate::{Arbitration, Notice, OwnerMode, PeerMessage, WitnessReply, WitnessRequest};
 
-/// Fencing that failed is tried again after `retry_ns` times two to this at most.
+/// A failed fence hook is tried again after at most `retry_ns` times 2 to this power.
 const BACKOFF_MAX: u32 = 5;
 
 impl Standby {
-    /// Wants the VM, from now on.
-    pub(super) fn want(&mut self) {
+    /// Asks for the right to run the VM from now on.
+    pub(super) fn begin_asking(&mut self) {
         if self.phase != Phase::Asking {
             self.phase = Phase::Asking;
             self.ask_at_ns = self.now_ns;
@@ -21,22 +21,23 @@ impl Standby {
         }
     }
 
-    pub(super) fn watch(&mut self) {
+    /// Checks whether the primary has been silent for the detection time.
+    pub(super) fn check_primary(&mut self) {
         if !matches!(self.phase, Phase::Following | Phase::Leaving)
             || self.now_ns.saturating_sub(self.heard_ns) < self.config.detection_ns
         {
             return;
         }
         let (held, complete) = (self.applied.or(self.held), self.pairing != 0);
-        self.note(Note::PrimaryLost { held, complete });
+        self.notify(Notice::PrimaryLost { held, complete });
         if self.may_ask() {
-            self.want();
+            self.begin_asking();
         } else {
-            self.leave();
+            self.leave_session();
         }
     }
 
-    /// Whether it can get the right without a user who insists.
+    /// Whether it can obtain the right without a user who forces it.
     fn may_ask(&self) -> bool {
         match self.config.arbitration {
             Arbitration::Witness => self.applied.is_some(),
@@ -45,28 +46,28 @@ impl Standby {
         }
     }
 
-    pub(super) fn fail_over(&mut self, force: bool) {
+    pub(super) fn begin_fail_over(&mut self, force: bool) {
         match self.phase {
             Phase::Active | Phase::Granted { .. } => {}
-            _ if self.held.is_none() => self.note(Note::NothingHeld),
+            _ if self.held.is_none() => self.notify(Notice::NothingHeld),
             _ if force => self.phase = Phase::Granted { forced: true },
-            // The lease that was given last counts from when its heartbeat was heard.
+            // The newest lease counts from the arrival of its heartbeat.
             Phase::Following if self.may_ask() => self.phase = Phase::Leaving,
             Phase::Leaving | Phase::Asking => {}
-            _ => self.note(Note::NeedsForce),
+            _ => self.notify(Notice::NeedsForce),
         }
     }
 
-    /// What follows from the state.
-    pub(super) fn act(&mut self) {
+    /// Greets, asks, fences or activates, as the phase calls for.
+    pub(super) fn take_next_step(&mut self) {
         if self.phase == Phase::Alone && self.now_ns >= self.hello_at_ns {
-            for path in self.paths.up() {
-                self.hello(path);
+            for path in self.paths.iter() {
+                self.greet(path);
             }
         }
         if self.phase == Phase::Asking {
             match self.config.arbitration {
-                Arbitration::Witness => self.ask(),
+                Arbitration::Witness => self.ask_witness(),
                 _ if self.handed => self.phase = Phase::Granted { forced: false },
                 Arbitration::Fencing if !self.fencing && self.now_ns >= self.fence_at_ns => {
                     self.fencing = true;
@@ -87,13 +88,13 @@ impl Standby {
         self.phase = Phase::Active;
         self.term = self.term.next();
         let term = self.term;
-        self.send_all(&Message::TookOver { term });
+        self.broadcast(&PeerMessage::TookOver { term });
         self.out.push(StandbyAction::Activate { epoch, term, forced });
     }
 
-    fn ask(&mut self) {
+    fn ask_witness(&mut self) {
         let Some(session) =
-            self.session.filter(|_| self.ask.is_none() && self.now_ns >= self.ask_at_ns)
+            self.session.filter(|_| self.open_request.is_none() && self.now_ns >= self.ask_at_ns)
         else {
             return;
         };
@@ -102,53 +103,53 @@ impl Standby {
             0 => WitnessRequest::State { group },
             generation => WitnessRequest::TakeOver { group, node, term, generation, session },
         };
-        self.ask = Some(request);
+        self.open_request = Some(request);
         self.out.push(StandbyAction::AskWitness(request));
     }
 
-    pub(super) fn witness_lost(&mut self, sent: bool) {
-        let Some(request) = self.ask.take() else { return };
+    pub(super) fn handle_witness_loss(&mut self, sent: bool) {
+        let Some(request) = self.open_request.take() else { return };
         self.sent |= sent && matches!(request, WitnessRequest::TakeOver { .. });
         self.ask_at_ns = self.now_ns.saturating_add(self.config.retry_ns);
         if !std::mem::replace(&mut self.witness_silent, true) {
-            self.note(Note::WitnessUnreachable);
+            self.notify(Notice::WitnessUnreachable);
         }
     }
 
-    pub(super) fn witness(&mut self, reply: WitnessReply) {
-        if self.ask.is_none() || reply.group != self.config.group {
+    pub(super) fn handle_witness_reply(&mut self, reply: WitnessReply) {
+        if self.open_request.is_none() || reply.group != self.config.group {
             return;
         }
-        self.ask = None;
+        self.open_request = None;
         self.witness_silent = false;
         if self.phase != Phase::Asking {
             return;
         }
         let me = self.config.node;
-        let mine = self.session.map(|session| Mode::Paired { standby: me, session });
+        let mine = self.session.map(|session| OwnerMode::Paired { standby: me, session });
         match reply.state {
             Some(state)
                 if state.owner == me
                     && state.term == self.term.next()
-                    && state.mode == Mode::Solo =>
+                    && state.mode == OwnerMode::Solo =>
             {
                 self.phase = Phase::Granted { forced: false };
             }
             Some(state) if Some(state.mode) == mine && state.term == self.term => {
-                // Paired with what it holds: the generation is what was missing.
+                // The pairing with this session: only its generation was missing.
                 let known = self.pairing == state.generation;
                 self.pairing = state.generation;
                 let wait_ns = if known { self.config.retry_ns } else { 0 };
                 self.ask_at_ns = self.now_ns.saturating_add(wait_ns);
             }
             _ => {
-                self.note(Note::TakeOverRefused);
-                self.leave();
+                self.notify(Notice::TakeOverRefused);
+                self.leave_session();
             }
         }
     }
 
-    pub(super) fn fenced(&mut self, off: bool) {
+    pub(super) fn handle_fence_result(&mut self, off: bool) {
         if !std::mem::take(&mut self.fencing) || self.phase != Phase::Asking {
             return;
         }
@@ -159,7 +160,7 @@ impl Standby {
                 self.config.retry_ns.saturating_mul(1 << self.fence_failed.min(BACKOFF_MAX));
             self.fence_at_ns = self.now_ns.saturating_add(wait_ns);
             self.fence_failed = self.fence_failed.saturating_add(1);
-            self.note(Note::FenceFailed(self.fence_failed));
+            self.notify(Notice::FenceFailed(self.fence_failed));
         }
     }
 }
