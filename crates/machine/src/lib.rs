@@ -8,15 +8,23 @@
 //!                       └────────▶ standby ─────▶ failover
 //! ```
 //!
+//! [`RamSource`] is the one interface through which restores and exports read a checkpoint's RAM.
+//!
 //! The RAM blocks are described by [`RamLayout`](keyframe_units::RamLayout), which checkpoints keep
 //! beside the machine because a group of VMs has several machines and one RAM layout.
 //!
 //! This crate does no I/O.
 
+mod accelerator;
+mod lineage;
+mod ram_source;
 mod recording;
 mod spec;
 mod vmm_kind;
 
+pub use accelerator::Accelerator;
+pub use lineage::Lineage;
+pub use ram_source::{RamSource, read_ascending};
 pub use recording::RecordingPosition;
 pub use spec::MachineSpec;
 pub use vmm_kind::VmmKind;

@@ -22,8 +22,9 @@ use crate::binary::QemuIdentity;
 use crate::lifetime::{Lifetime, Other};
 use crate::statefile::StateFile;
 use crate::vm::{Origin, Vm, check_target};
-use crate::{Error, Qmp, Result, RunStatus, options};
-use keyframe_machine::{MachineSpec, VmmKind};
+use crate::{Error, Qmp, Result, RunStatus};
+use keyframe_machine::{Lineage, MachineSpec, VmmKind};
+use keyframe_qemu_cmdline::{lineage_of, options};
 use running::Running;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -115,6 +116,11 @@ impl Vm {
         })
     }
 
+    /// The checkpoint that the VM was restored from, by its command line.
+    pub fn lineage(&self) -> Option<Lineage> {
+        lineage_of(self.full_command())
+    }
+
     /// Where the relative paths of its line begin.
     pub fn working_directory(&self) -> Result<PathBuf> {
         running::directory(self.pid(), self.full_command())
@@ -123,7 +129,7 @@ impl Vm {
     /// The VM's name from `-name`.
     pub fn vm_name(&self) -> Option<String> {
         let arguments = options::parse(self.user_command().get(1..).unwrap_or_default()).ok()?;
-        crate::invocation::vm_name(&arguments)
+        keyframe_qemu_cmdline::vm_name(&arguments)
     }
 }
 

@@ -11,7 +11,8 @@
 //! at launch `-only-migratable` makes QEMU refuse them, and a QEMU that runs already says what
 //! blocks a migration of it.
 
-use crate::{Qmp, Result, drives};
+use crate::{Qmp, Result};
+use keyframe_qemu_cmdline::is_served;
 use keyframe_vmm::{AuditFinding, Severity};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -172,7 +173,7 @@ fn drive(block: &Value, (disks, minded): (Disks<'_>, &[String]), found: &mut Vec
     }
     let file = text(inserted, "file");
     let what = format!("drive {name} ({file})");
-    let served = matches!(disks, Disks::Launched(Some(socket)) if drives::is_served(&file, socket))
+    let served = matches!(disks, Disks::Launched(Some(socket)) if is_served(&file, socket))
         || minded.contains(&text(inserted, "node-name"));
     // What is not said to be read-only is not.
     if !served && inserted.get("ro").and_then(Value::as_bool) != Some(true) {

@@ -8,7 +8,8 @@
 //!
 //! Invariant: a disk that the line does not make has no name here, as no restore could make it.
 
-use crate::{Drive, Qmp, Result, Vm, drives, options};
+use crate::{Drive, Qmp, Result, Vm};
+use keyframe_qemu_cmdline::{drives, options};
 use serde_json::Value;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -80,7 +81,7 @@ impl Vm {
             return Ok(Vec::new());
         }
         let line = options::parse(self.user_command().get(1..).unwrap_or_default())?;
-        Ok(matched(drives::find(&line)?, nodes, directory))
+        Ok(matched(drives(&line)?, nodes, directory))
     }
 }
 

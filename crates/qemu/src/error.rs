@@ -1,5 +1,7 @@
 //! What can go wrong between us and QEMU.
 
+use keyframe_qemu_cmdline::CommandLineError;
+use keyframe_qemu_stream::StreamError;
 use std::path::PathBuf;
 use std::process::ExitStatus;
 
@@ -62,16 +64,9 @@ pub enum Error {
         /// Names of options.
         options: Vec<String>,
     },
-    /// The command line cannot be used.
-    #[error("{argument}: {reason}")]
-    CommandLine {
-        /// The argument at fault.
-        argument: String,
-        /// Why.
-        reason: String,
-        /// What to do.
-        fix: String,
-    },
+    /// A command line cannot be run or rewritten.
+    #[error(transparent)]
+    CommandLine(#[from] CommandLineError),
     /// The QEMU binary is missing, or is none.
     #[error("{}: {reason}", path.display())]
     Binary {
@@ -122,28 +117,9 @@ pub enum Error {
         /// Why not.
         problem: String,
     },
-    /// A device stream is not what it should be.
-    #[error("device state, byte {offset}: {problem}")]
-    DeviceStream {
-        /// Where.
-        offset: u64,
-        /// What is wrong.
-        problem: String,
-    },
-    /// A migration stream is not what it should be.
-    #[error("migration stream, byte {offset}: {problem}")]
-    Migration {
-        /// Where.
-        offset: u64,
-        /// What is wrong.
-        problem: String,
-    },
-    /// A migration stream of a form that is not taken.
-    #[error("migration stream: it was made with {feature}, which is not taken")]
-    MigrationFeature {
-        /// QEMU's name of the capability.
-        feature: String,
-    },
+    /// A device state or migration stream is malformed, or cannot be converted.
+    #[error(transparent)]
+    Stream(#[from] StreamError),
     /// The checkpoint cannot go on under the other accelerator.
     #[error("the checkpoint cannot change its accelerator: {reason}")]
     Conversion {
@@ -242,8 +218,9 @@ impl Error {
     /// What a person can do about it, where we know.
     pub fn fix(&self) -> Option<String> {
         match self {
-            Self::CommandLine { fix, .. }
-            | Self::Binary { fix, .. }
+            Self::CommandLine(error) => error.fix(),
+            Self::Stream(error) => error.fix(),
+            Self::Binary { fix, .. }
             | Self::Attach { fix, .. }
             | Self::Conversion { fix, .. }
             | Self::Libvirt { fix, .. } => Some(fix.clone()),
@@ -262,9 +239,6 @@ impl Error {
                  the monitor, use --libvirt DOMAIN"
                     .into(),
             ),
-            Self::MigrationFeature { feature } => Some(format!(
-                "make it again without: migrate_set_capability {feature} off, then migrate \"exec:cat > FILE\" in QEMU's monitor"
-            )),
             Self::DifferentVersion { expected, .. } => {
                 Some(format!("name a binary of version {expected} with --qemu PATH"))
             }

@@ -10,7 +10,7 @@
 //! The guest moves some of it while it runs: video RAM goes where it programs the card, and what it
 //! sees between 768 KiB and 1 MiB is RAM or ROM as it programs the chip set. So only what stays is
 //! kept: main RAM, and firmware below 1 MiB and under 4 GiB. What is seen below 1 MiB at the
-//! instant of a checkpoint its device state tells ([`crate::stream::shadowed`]).
+//! instant of a checkpoint its device state tells ([`crate::stream::low_memory`]).
 
 use crate::{Error, Result, Vm};
 use keyframe_units::{BlockKind, GuestPhys, GuestRegion, PAGE_BYTES, RamLayout};

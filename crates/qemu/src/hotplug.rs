@@ -13,8 +13,8 @@
 //! machine makes itself; media that were changed; configuration files of the line's, whose devices
 //! are not looked up.
 
-use crate::options::{self, Argument, Object, escape, properties, value_of};
 use crate::{Error, Qmp, Result};
+use keyframe_qemu_cmdline::options::{self, Argument, Object, escape, properties, value_of};
 use keyframe_vmm::{AuditFinding, Severity};
 use serde_json::{Value, json};
 

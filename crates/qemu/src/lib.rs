@@ -23,51 +23,47 @@
 //! Left out: tracking and reading RAM (the kernel crate), when to checkpoint (capture), where it is
 //! kept (store). QEMU 7.2 and 10.0 on x86-64, machines `pc`, `q35` and `microvm`.
 
-mod accel;
+mod accelerator_check;
 mod attach;
 mod audit;
 mod binary;
 mod blocknodes;
-mod drives;
 mod error;
 pub mod fleece;
 #[doc(hidden)]
 pub mod fuzzing;
-pub mod gate;
 mod guestmap;
-mod heap;
 mod hotplug;
 mod invocation;
 mod lifetime;
-mod media;
-pub mod network;
-mod options;
 mod process;
 pub mod qmp;
 mod ramblock;
-pub mod record;
+mod ramblock_scan;
 pub mod restore;
 pub mod rollback;
 mod spawn;
 mod statefile;
-pub mod stream;
-mod turns;
+mod thread_affinity;
+mod virtio_queues;
 mod vm;
 mod vmm;
 mod wakeups;
 pub mod watchdog;
-mod wrapper;
 
-pub use accel::Accelerator;
 pub use attach::{AttachOptions, Monitor};
 pub use binary::QemuIdentity;
 pub use blocknodes::{LineDisk, WritableNode};
-pub use drives::{DiskServer, Drive};
 pub use error::{Error, Result};
 pub use invocation::Invocation;
+pub use keyframe_machine::{Accelerator, HostBlock};
+pub use keyframe_qemu_cmdline::{
+    self as cmdline, DiskServer, Drive, Medium, NicSockets, media_of, net_gate, recording,
+};
+pub use keyframe_qemu_stream as stream;
 pub use keyframe_vmm::{AuditFinding, Severity, VmExit};
-pub use media::{Medium, media_of};
 pub use qmp::{Event, Qmp, RunStatus, Stopped};
-pub use ramblock::{HostBlock, find_ram_blocks};
+pub use ramblock::find_ram_blocks;
+pub use virtio_queues::VirtioQueues;
 pub use vm::{LaunchOptions, Vm};
 pub use vmm::{QemuRestorer, capabilities};

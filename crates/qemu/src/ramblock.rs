@@ -5,14 +5,16 @@
 //!                   pc.ram    4 KiB  0x0000000000000000 0x0000000004000000 0x0000000004000000 0x00007fa80fe00000  rw
 //! ```
 //!
-//! The last two columns came after 7.2; without them the address is found in QEMU's heap (see the
-//! `heap` module).
+//! The last two columns came after 7.2; without them the address is found in QEMU's heap (see
+//! `ramblock_scan`).
 //!
 //! A block without a name belongs to a backend that is plugged into no device (not yet, or not any
 //! more). The guest does not see it and QEMU's own migration leaves it out; so does the list here.
 
 use crate::process::{Maps, QemuProcess};
-use crate::{Error, Qmp, Result, audit, heap};
+use crate::{Error, Qmp, Result, audit, ramblock_scan};
+use keyframe_machine::HostBlock;
+use keyframe_qemu_cmdline::backend_id;
 use keyframe_units::{BlockKind, HostRange, HostVirt, RamBlock, RamLayout};
 use serde_json::Value;
 
@@ -20,8 +22,6 @@ use serde_json::Value;
 const LIST: &str = "x-query-ramblock";
 /// More blocks than any machine has.
 const BLOCKS_MAX: usize = 4096;
-
-pub use keyframe_machine::HostBlock;
 
 /// A row of QEMU's list.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -75,7 +75,7 @@ fn search(process: &QemuProcess, unknown: &[&Row]) -> Result<(Maps, Vec<HostVirt
         if unknown.is_empty() {
             return Ok((maps, Vec::new()));
         }
-        match heap::find(process, &maps, unknown) {
+        match ramblock_scan::find(process, &maps, unknown) {
             Err(Error::RamAddress { .. }) => {
                 std::thread::sleep(std::time::Duration::from_millis(25))
             }
@@ -83,7 +83,7 @@ fn search(process: &QemuProcess, unknown: &[&Row]) -> Result<(Maps, Vec<HostVirt
         }
     }
     let maps = process.maps()?;
-    let found = heap::find(process, &maps, unknown)?;
+    let found = ramblock_scan::find(process, &maps, unknown)?;
     Ok((maps, found))
 }
 
@@ -113,16 +113,9 @@ pub(crate) fn backend_ids(qmp: &mut Qmp) -> Result<Vec<String>> {
     Ok(all.iter().filter_map(|m| m.get("id").and_then(Value::as_str).map(str::to_owned)).collect())
 }
 
-/// The id of the memory backend that block `name` belongs to: QEMU names such a block after it, or
-/// by its path.
-pub(crate) fn backend_of<'a>(name: &'a str, backends: &[String]) -> Option<&'a str> {
-    let id = name.strip_prefix("/objects/").unwrap_or(name);
-    backends.iter().any(|b| b == id).then_some(id)
-}
-
 impl Row {
     fn block(&self, backends: &[String]) -> RamBlock {
-        let kind = match backend_of(&self.name, backends) {
+        let kind = match backend_id(&self.name, backends) {
             Some(_) => BlockKind::Backend,
             None => BlockKind::Stream,
         };
@@ -136,7 +129,7 @@ impl Row {
 }
 
 fn sorted(mut rows: Vec<Row>, backends: &[String]) -> Vec<Row> {
-    rows.sort_by_key(|r| backend_of(&r.name, backends).is_none());
+    rows.sort_by_key(|r| backend_id(&r.name, backends).is_none());
     rows
 }
 
@@ -260,9 +253,9 @@ mod tests {
     #[test]
     fn backends_come_first_and_are_known_by_either_name() {
         let backends = vec!["my ram".to_owned(), "pc.ram".to_owned()];
-        assert_eq!(backend_of("/objects/my ram", &backends), Some("my ram"));
-        assert_eq!(backend_of("pc.ram", &backends), Some("pc.ram"));
-        assert_eq!(backend_of("pc.rom", &backends), None);
+        assert_eq!(backend_id("/objects/my ram", &backends), Some("my ram"));
+        assert_eq!(backend_id("pc.ram", &backends), Some("pc.ram"));
+        assert_eq!(backend_id("pc.rom", &backends), None);
         let mut rows = parse(OLD).unwrap();
         rows.reverse();
         let rows = sorted(rows, &backends);

@@ -18,7 +18,7 @@
 
 mod image;
 
-use crate::stream::{self, MigrationHead};
+use crate::stream::{self, DeltaPages, MigrationHead};
 use crate::{Error, Qmp, Result, Vm};
 use serde_json::{Value, json};
 use std::fs::File;
@@ -49,13 +49,8 @@ impl Vm {
         let head = MigrationHead { machine_type: target.machine_type };
         let head = (!bare).then_some(&head);
         image::write(&mut file, |out| {
-            stream::write_some(
-                head,
-                target.device_state,
-                target.layout,
-                (target.ram, target.pages),
-                out,
-            )
+            let delta = DeltaPages { layout: target.layout, pages: target.pages, ram: target.ram };
+            Ok(stream::write_delta(head, target.device_state, delta, out)?)
         })?;
         let gib = target.pages.len() as u64 >> 18;
         let patience = LOAD_TIMEOUT

@@ -13,9 +13,10 @@
 //! What 7.2 is told to forget while the VM is paused it goes on to list, and forgets when a monitor
 //! is closed while the VM runs.
 
-use crate::options::{Argument, keys, value_of};
 use crate::{Error, Qmp, Result, spawn};
 use keyframe_locks::IgnorePoison;
+use keyframe_qemu_cmdline::options::{Argument, keys, value_of};
+use keyframe_qemu_stream::StreamError;
 use rustix::fs::{MemfdFlags, OFlags, SeekFrom};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -183,7 +184,7 @@ impl StateFile {
             self.read_end.metadata().map_err(Error::io("look at the device state file"))?.len();
         if len_bytes > STATE_BYTES_MAX {
             let problem = format!("it has {len_bytes} bytes, more than {STATE_BYTES_MAX}");
-            return Err(Error::DeviceStream { offset: STATE_BYTES_MAX, problem });
+            return Err(StreamError::DeviceState { offset: STATE_BYTES_MAX, problem }.into());
         }
         let mut state = vec![0; usize::try_from(len_bytes).unwrap_or(0)];
         self.read_end

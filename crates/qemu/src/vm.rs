@@ -16,17 +16,20 @@
 //! 1. Dropping a [`Vm`] leaves the guest running; only [`Vm::kill`] ends it. One that was attached to forgets us.
 //! 2. A launch that fails leaves no process behind.
 
-use crate::invocation::{Invocation, Parts};
+use crate::invocation::Invocation;
 use crate::lifetime::Lifetime;
-use crate::ramblock::{self, HostBlock, find_ram_blocks};
-use crate::record::Mode;
+use crate::ramblock::{self, find_ram_blocks};
+use keyframe_machine::HostBlock;
 use crate::spawn;
 use crate::statefile::StateFile;
-use crate::turns::{self, Turns};
+use crate::thread_affinity::{self, SingleCore};
 use crate::watchdog::Watched;
 use crate::{
-    AuditFinding, Error, QemuIdentity, Qmp, Result, VmExit, accel, audit, error, hotplug, wrapper,
+    AuditFinding, Error, QemuIdentity, Qmp, Result, VmExit, accelerator_check, audit, error,
+    hotplug,
 };
+use keyframe_qemu_cmdline::recording::RecordingMode;
+use keyframe_qemu_cmdline::{CommandLineError, options_added_by_wrapper};
 use keyframe_units::RamLayout;
 use rustix::fs::MemfdFlags;
 use serde_json::{Value, json};
@@ -71,7 +74,7 @@ pub struct Vm {
     /// The socket of the server of its disks, where it is ours and the VM was not launched.
     server: Option<PathBuf>,
     /// Of one that records or replays.
-    turns: Option<Turns>,
+    single_core: Option<SingleCore>,
     /// Which QEMU it is, once that is known.
     pub(crate) identity: Option<QemuIdentity>,
     /// What has to be there for as long as it is.
@@ -132,9 +135,12 @@ impl Vm {
         }
         added.extend(state.arguments());
         added.extend(["-only-migratable".into(), "-readconfig".into(), inherited_path(&config)]);
-        let is_recorded = invocation.is_recorded();
-        let Parts { binary, user: user_command, run: mut full_command, disks } =
-            invocation.into_parts()?;
+        let line = invocation.line();
+        let is_recorded = line.is_recorded();
+        let binary = invocation.binary().to_owned();
+        let user_command = line.words().to_vec();
+        let disks = line.disk_server().map(|server| server.socket.clone());
+        let mut full_command = line.run_words()?.words;
         full_command.extend(added);
 
         let line = hotplug::arguments(&full_command);
@@ -142,7 +148,7 @@ impl Vm {
         command.args(full_command.iter().skip(1));
         prepare(&mut command);
         if is_recorded {
-            turns::prepare(&mut command, &line);
+            thread_affinity::prepare(&mut command, &line);
         }
         let mut child = spawn::start(&mut command, &[&config, &state.write_end])?;
         let [(_, ours), (_, watchdog)] = &monitors;
@@ -157,13 +163,13 @@ impl Vm {
         });
         match connected {
             Ok(mut qmp) => {
-                let turns = is_recorded
-                    .then(|| Turns::begin(&mut qmp, child.id(), &line, Mode::Record))
+                let single_core = is_recorded
+                    .then(|| SingleCore::begin(&mut qmp, child.id(), &line, RecordingMode::Record))
                     .flatten();
                 let origin = Origin::Launched { watchdog: watchdog.clone(), disks };
                 let lines = (user_command, full_command);
                 let mut vm = Self::from_parts(Lifetime::Child(child), qmp, state, lines, origin);
-                vm.take_turns(turns);
+                vm.set_single_core(single_core);
                 Ok(vm)
             }
             Err(error) => {
@@ -191,15 +197,15 @@ impl Vm {
             backends: None,
             minded: Vec::new(),
             server: None,
-            turns: None,
+            single_core: None,
             identity: None,
             kept: Vec::new(),
         }
     }
 
-    /// Its threads take turns, where it records or replays and can have them do so.
-    pub(crate) fn take_turns(&mut self, turns: Option<Turns>) {
-        self.turns = turns;
+    /// Its threads take single_core, where it records or replays and can have them do so.
+    pub(crate) fn set_single_core(&mut self, single_core: Option<SingleCore>) {
+        self.single_core = single_core;
     }
 
     /// Has `what` be there for as long as it is.
@@ -210,14 +216,14 @@ impl Vm {
     /// Of one that records or replays: whether its monitor may be answered some ms late from now
     /// on, so that the guest is not disturbed.
     pub fn may_answer_late(&self, late: bool) {
-        if let Some(turns) = &self.turns {
-            turns.may_wait(late);
+        if let Some(single_core) = &self.single_core {
+            single_core.let_run_late(late);
         }
     }
 
-    /// Of one that records or replays by turns: the core that all of its threads are on.
+    /// Of one that records or replays by single_core: the core that all of its threads are on.
     pub fn core(&self) -> Option<u32> {
-        self.turns.as_ref()?.core()
+        self.single_core.as_ref()?.core()
     }
 
     /// QEMU's pid.
@@ -232,7 +238,8 @@ impl Vm {
         let Origin::Launched { .. } = self.origin else { return Ok(()) };
         let path = format!("/proc/{}/cmdline", self.pid());
         let line = std::fs::read(&path).map_err(Error::io(format!("read {path}")))?;
-        let options = wrapper::added(&line, self.full_command.get(1..).unwrap_or_default());
+        let options =
+            options_added_by_wrapper(&line, self.full_command.get(1..).unwrap_or_default());
         match self.full_command.first() {
             Some(script) if !options.is_empty() => {
                 Err(Error::Hidden { script: script.clone(), options })
@@ -322,7 +329,7 @@ impl Vm {
     /// Features of its processor model that the guest was not given, as accelerator or host lack
     /// them.
     pub fn cpu_lacks(&mut self) -> Result<Vec<String>> {
-        accel::lacking(&mut self.qmp)
+        accelerator_check::lacking(&mut self.qmp)
     }
 
     /// The number of virtual CPUs.
@@ -533,13 +540,14 @@ pub(crate) fn socket_config(monitors: &[(&str, PathBuf)]) -> Result<String> {
         let text =
             path.to_str().filter(|p| !p.contains(['"', '\n']) && p.len() <= SOCKET_PATH_BYTES_MAX);
         let Some(text) = text else {
-            return Err(Error::CommandLine {
+            return Err(CommandLineError::Argument {
                 argument: path.display().to_string(),
                 reason: format!(
                     "no socket can be made there: paths of sockets are UTF-8, at most {SOCKET_PATH_BYTES_MAX} bytes long, and have no quotation mark"
                 ),
                 fix: "choose another run directory".into(),
-            });
+            }
+            .into());
         };
         config += &monitor_config(id, &[("path", text), ("server", "on"), ("wait", "off")]);
     }

@@ -39,10 +39,10 @@ mod vm;
 pub use audit::{AuditFinding, Severity};
 pub use capabilities::{Ability, Capabilities, Support, Unsupported};
 pub use error::{VmmError, VmmErrorKind};
-pub use keyframe_machine::{HostBlock, MachineSpec, VmmKind};
+pub use keyframe_machine::{HostBlock, Lineage, MachineSpec, RamSource, VmmKind};
 pub use pause::{Pause, PauseVerdict, PauseWatchdog, WatchedVm};
 pub use restore::{
-    LazyLoading, Lineage, PlanOptions, RamSource, Residency, RestorePlan, RestoreRam,
+    LazyLoading, PlanOptions, Residency, RestorePlan, RestoreRam,
     RestoreSource, RestoredVm, Restorer, RollbackTarget, SharedRamSource,
 };
 pub use resumer::Resumer;

@@ -1,10 +1,9 @@
 //! Restoring a checkpoint: into a new VM, or into the running one.
 
 use crate::{Capabilities, Vmm, VmmError};
-use keyframe_machine::MachineSpec;
-use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
+use keyframe_machine::{Lineage, MachineSpec, RamSource};
+use keyframe_units::{PageIndex, RamLayout};
 use std::ffi::OsString;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -15,41 +14,6 @@ pub struct RestoreSource {
     pub machine: MachineSpec,
     /// The RAM blocks.
     pub ram: RamLayout,
-}
-
-/// The checkpoint that a VM was restored from.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Lineage {
-    /// Id of its store.
-    pub store: String,
-    /// Its number in that store.
-    pub checkpoint: CheckpointId,
-}
-
-/// Reads the RAM pages of a checkpoint.
-pub trait RamSource: Sync {
-    /// Gives `sink` each page of `range` that is not all zeros, exactly once, in any order. An error
-    /// of `sink` ends the reading and is returned.
-    fn read(
-        &self,
-        range: PageRange,
-        sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
-    ) -> io::Result<()>;
-
-    /// As [`RamSource::read`], for single pages.
-    fn read_some(
-        &self,
-        pages: &[PageIndex],
-        sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
-    ) -> io::Result<()> {
-        pages.iter().try_for_each(|page| self.read(PageRange::new(*page, 1), sink))
-    }
-
-    /// The pages that the VM is expected to touch first, in that order. A lazy restore loads them
-    /// before the others.
-    fn wanted_first(&self) -> Vec<PageIndex> {
-        Vec::new()
-    }
 }
 
 /// A source that lives until a lazy restore has read all pages.

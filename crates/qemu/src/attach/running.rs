@@ -1,7 +1,8 @@
 //! What `/proc` tells of a QEMU that runs: its line, its binary, where it stands.
 
 use crate::binary::QemuIdentity;
-use crate::{Error, Qmp, Result, invocation, options};
+use crate::{Error, Qmp, Result};
+use keyframe_qemu_cmdline::{options, vm_name, word_text};
 use serde_json::Value;
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
@@ -37,7 +38,7 @@ impl Running {
         }
         // A line that cannot be taken apart is no QEMU's.
         let vm_name = options::parse(words.get(1..).unwrap_or_default())
-            .map_or(None, |arguments| invocation::vm_name(&arguments));
+            .map_or(None, |arguments| vm_name(&arguments));
         Ok(Self { words, binary, vm_name })
     }
 
@@ -62,10 +63,7 @@ fn words(bytes: &[u8]) -> Result<Vec<String>> {
     if bytes.is_empty() {
         return Ok(Vec::new());
     }
-    bytes
-        .split(|b| *b == 0)
-        .map(|word| invocation::text(OsString::from_vec(word.to_vec())))
-        .collect()
+    bytes.split(|b| *b == 0).map(|word| Ok(word_text(OsString::from_vec(word.to_vec()))?)).collect()
 }
 
 fn binary(pid: u32) -> std::io::Result<PathBuf> {

@@ -2,7 +2,7 @@
 
 use super::machine::same_blocks;
 use super::*;
-use keyframe_units::{RamBlock, RamLayout};
+use keyframe_units::{PageIndex, RamBlock, RamLayout};
 
 fn layout(blocks: &[(&str, BlockKind, u64)]) -> RamLayout {
     let block = |(name, kind, pages): &(&str, BlockKind, u64)| RamBlock {
@@ -44,8 +44,8 @@ fn pages_are_given_rising_whatever_the_sources_order() {
         }
     }
     let mut seen = Vec::new();
-    let range = PageRange::new(PageIndex(100), 2 * STREAM_PAGES + 5);
-    rising(&Falling, range, &mut |offset, page| {
+    let range = PageRange::new(PageIndex(100), 2 * 1024 + 5);
+    read_ascending(&Falling, range, &mut |offset, page| {
         assert_eq!(page[0], (offset / 4096 + 100) as u8 | 1);
         seen.push(offset / 4096 + 100);
         Ok(())

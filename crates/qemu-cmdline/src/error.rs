@@ -1,0 +1,54 @@
+//! Why a command line cannot be used.
+
+/// What this crate's functions return.
+pub type Result<T, E = CommandLineError> = std::result::Result<T, E>;
+
+/// A command line that Keyframe cannot run or rewrite. [`CommandLineError::fix`] tells what to do
+/// about it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CommandLineError {
+    /// An argument cannot be used.
+    #[error("{argument}: {reason}")]
+    Argument {
+        /// The argument, as the user wrote it.
+        argument: String,
+        /// Why not.
+        reason: String,
+        /// What the user can do.
+        fix: String,
+    },
+    /// A checkpoint's command line and its RAM blocks contradict each other.
+    #[error("the checkpoint's RAM layout: {problem}")]
+    RamLayout {
+        /// The contradiction.
+        problem: String,
+    },
+    /// A checkpoint's command line cannot run under another accelerator.
+    #[error("the checkpoint cannot change its accelerator: {reason}")]
+    Accelerator {
+        /// Why not.
+        reason: String,
+        /// What the user can do.
+        fix: String,
+    },
+}
+
+impl CommandLineError {
+    /// What the user can do about it, if that is known.
+    pub fn fix(&self) -> Option<String> {
+        match self {
+            Self::Argument { fix, .. } | Self::Accelerator { fix, .. } => Some(fix.clone()),
+            Self::RamLayout { .. } => None,
+        }
+    }
+
+    /// The error for an argument.
+    pub(crate) fn argument(
+        argument: impl Into<String>,
+        reason: impl Into<String>,
+        fix: impl Into<String>,
+    ) -> Self {
+        Self::Argument { argument: argument.into(), reason: reason.into(), fix: fix.into() }
+    }
+}

@@ -1,0 +1,71 @@
+//! What can be wrong with a stream.
+
+use std::io;
+
+/// What this crate's functions return.
+pub type Result<T, E = StreamError> = std::result::Result<T, E>;
+
+/// An error in a device state or a migration stream. [`StreamError::fix`] tells what to do about
+/// it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StreamError {
+    /// Reading or writing failed.
+    #[error("{operation}")]
+    Io {
+        /// The operation and its object.
+        operation: String,
+        /// Why it failed.
+        source: io::Error,
+    },
+    /// A device state is malformed.
+    #[error("device state, byte {offset}: {problem}")]
+    DeviceState {
+        /// Offset of the problem in bytes.
+        offset: u64,
+        /// What is wrong.
+        problem: String,
+    },
+    /// A migration stream is malformed.
+    #[error("migration stream, byte {offset}: {problem}")]
+    Migration {
+        /// Offset of the problem in bytes.
+        offset: u64,
+        /// What is wrong.
+        problem: String,
+    },
+    /// A migration stream uses a feature that this crate does not read.
+    #[error("migration stream: it was made with {feature}, which Keyframe does not read")]
+    MigrationFeature {
+        /// QEMU's name of the migration capability.
+        feature: String,
+    },
+    /// A device state cannot continue under another accelerator or clock.
+    #[error("the checkpoint cannot change its accelerator: {reason}")]
+    Conversion {
+        /// Why not.
+        reason: String,
+        /// What the user can do.
+        fix: String,
+    },
+}
+
+impl StreamError {
+    /// What the user can do about it, if that is known.
+    pub fn fix(&self) -> Option<String> {
+        match self {
+            Self::Conversion { fix, .. } => Some(fix.clone()),
+            Self::MigrationFeature { feature } => Some(format!(
+                "write the stream again without it: in QEMU's monitor, \
+                 migrate_set_capability {feature} off, then migrate \"exec:cat > FILE\""
+            )),
+            Self::Io { .. } | Self::DeviceState { .. } | Self::Migration { .. } => None,
+        }
+    }
+
+    /// For `map_err`: an I/O error of `operation`.
+    pub(crate) fn io(operation: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
+        let operation = operation.into();
+        move |source| Self::Io { operation, source }
+    }
+}

@@ -1,0 +1,56 @@
+//! QEMU's migration stream: the state of all devices, alone or with RAM
+//! (docs/formats/device-stream.md, docs/formats/images.md).
+//!
+//! QEMU's `xen-save-devices-state` writes each device and no RAM. In an incoming QEMU, ROMs and
+//! video RAM are empty, so a `ram` section made here goes before the devices. Main RAM is not in
+//! the stream of a restore: the new QEMU gets it as a memory backend that holds its pages already.
+//!
+//! ```text
+//!   QEVM 00000003 │ START "ram" v4: sizes │ END: pages of small blocks │ FULL device │ FULL device │ ... │ EOF
+//!   └ from QEMU ┘ └──────────── made here ───────────────────────────┘ └───────────── from QEMU ──────────┘
+//! ```
+//!
+//! | module | does |
+//! |---|---|
+//! | `format` | marks of the stream; checks a device state from outside |
+//! | `writer`, `export`, `delta_stream` | write a stream: for a restore, a whole VM, some pages |
+//! | `migration_reader` | reads a whole stream that QEMU wrote |
+//! | `sections`, `section_bodies` | find a device's section, and the fields of the known ones |
+//! | `processors`, `display` | registers of the processors and of the display |
+//! | `accelerator_conversion`, `icount_conversion` | change a device state for KVM, TCG or `-icount` |
+//!
+//! Invariant: bytes from QEMU or from a store are checked before they are used, and are passed on
+//! unchanged unless a conversion was asked for.
+//!
+//! Not handled: the contents of most devices. Sections carry no length, so only QEMU can read them.
+//!
+//! This crate starts no process and opens no file or socket.
+
+mod accelerator_conversion;
+mod delta_stream;
+mod display;
+mod error;
+mod export;
+mod format;
+#[doc(hidden)]
+pub mod fuzzing;
+mod icount_conversion;
+mod migration_reader;
+mod processors;
+mod section_bodies;
+mod sections;
+mod writer;
+
+pub use accelerator_conversion::{convert, written_by};
+pub use delta_stream::{DeltaPages, write_delta};
+pub use display::{Display, display};
+pub use error::{Result, StreamError};
+pub use export::export;
+pub use format::check;
+pub use icount_conversion::count_instructions;
+pub use migration_reader::{MigrationBlock, MigrationPageSink, MigrationReader};
+pub use processors::{CpuRegisters, LowMemoryPart, SegmentRegister, cpu_registers, low_memory};
+pub use writer::{MigrationHead, PageSink, StreamBlock, splice_ram, write_migration};
+
+#[cfg(test)]
+mod tests;

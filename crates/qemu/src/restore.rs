@@ -1,0 +1,566 @@
+//! Brings a checkpoint to life in a fresh QEMU.
+//!
+//! ```text
+//!   Plan ──▶ memfds ──▶ QEMU -S -incoming ──▶ same machine? same RAM blocks? ──▶ devices and small blocks ──▶ cont
+//!              ▲              (starts while the memfds are being filled)              through a socket
+//!              └─ pages from the store, a thread each core
+//! ```
+//!
+//! Lazily, the memfds stay empty: once QEMU answers, its RAM becomes missing, and pages come as
+//! they are touched ([`lazy`]).
+//!
+//! Invariants:
+//! 1. Nothing is loaded into a machine that is not the checkpoint's: type and RAM blocks are compared before.
+//! 2. A restore that fails leaves no process behind.
+//! 3. QEMU is ended only by [`Restored::kill`]; dropping a [`Restored`] leaves the guest running. A lazy restore, though, is
+//!    ended with us until all of its RAM is there.
+//!
+//! Left out: what disks hold, which is served by somebody else.
+
+mod fill;
+pub mod lazy;
+mod machine;
+mod plan;
+mod prepared;
+mod shared;
+
+pub use keyframe_machine::{Accelerator, Lineage, RamSource};
+pub use keyframe_qemu_cmdline::{CloneLine, CloneOptions, clone_line};
+pub use keyframe_vmm::RestoreSource;
+pub use plan::{Plan, backends_as_made};
+pub use prepared::{Prepared, PreparedRam, prepare};
+pub use shared::{SharedRam, start_shared};
+
+use crate::lifetime::Lifetime;
+use crate::spawn;
+use crate::statefile::StateFile;
+use crate::stream::{self, StreamBlock};
+use crate::thread_affinity::{self, SingleCore};
+use crate::vm::{Origin, Vm, inherited_path, memfd, monitor_config, socket_config};
+use crate::{DiskServer, Error, Qmp, Result, RunStatus, accelerator_check, wakeups};
+use fill::Memory;
+use keyframe_units::elapsed_ns;
+use keyframe_machine::read_ascending;
+use keyframe_qemu_cmdline::recording::RecordingMode;
+use keyframe_qemu_cmdline::{
+    LineWord, backend_object, check_accelerator_line, lineage_mark, machine_defaults,
+};
+use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageRange};
+use lazy::{Lazy, SharedSource};
+use machine::check_machine;
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use std::fs::File;
+use std::io::{self, BufWriter};
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitStatus};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// How long a fresh QEMU may take to answer.
+const START_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long QEMU may take to read devices and small blocks.
+const LOAD_TIMEOUT: Duration = Duration::from_mins(1);
+/// Pages of a small block that are held in memory at once: 4 MiB.
+const STREAM_PAGES: u64 = 1024;
+const WHILE_STARTING: &str = "before the checkpoint was given to it";
+const WHILE_LOADING: &str = "while it read the checkpoint's devices";
+
+/// In a word that is added to the line, stands for a file that holds the guest's RAM: of the
+/// `backend`-th of those RAM blocks of the layout that lie behind a backend, from 0.
+pub fn ram_file(backend: usize) -> String {
+    format!("/keyframe-ram-{backend}.")
+}
+
+/// How to restore.
+#[derive(Clone, Debug, Default)]
+pub struct RestoreOptions {
+    /// Another binary than the checkpoint's, of the same version.
+    pub qemu: Option<PathBuf>,
+    /// Leave the VM paused at the instant of the checkpoint.
+    pub paused: bool,
+    /// It replays a recording, up to there. QEMU is told so before it has its devices: a replay
+    /// that stood at its checkpoint could take from the log what belongs behind the recording's own
+    /// going on.
+    pub replays: Option<Until>,
+    /// Count its instructions, each of which takes two to this power nanoseconds of the guest's
+    /// time (`-icount shift=N`). Under TCG only.
+    pub icount_shift: Option<u32>,
+    /// Another accelerator than the line names. The device state is converted.
+    pub accelerator: Option<Accelerator>,
+    /// Who serves the disks that the guest can write to.
+    pub disks: Option<DiskServer>,
+    /// The checkpoint that it is, for the VM's next engine ([`Vm::lineage`]).
+    pub lineage: Option<Lineage>,
+    /// Where a socket for one more monitor is made.
+    pub monitor: Option<PathBuf>,
+    /// The file that what QEMU says on its standard error is added to; our own standard error
+    /// without one.
+    pub log: Option<PathBuf>,
+    /// Words behind all others, which make no other machine: those of a gate ([`crate::gate`]).
+    pub added: Vec<String>,
+    /// Called as soon as QEMU is started, in the thread that the rest comes of: who needs no right
+    /// but to start it gives it up here.
+    pub spawned: Option<fn()>,
+}
+
+/// Where a replay ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Until {
+    /// Before this instruction, where it stands.
+    Instruction(u64),
+    /// With its log.
+    LogEnd,
+}
+
+/// A VM brought to life.
+pub struct Restored {
+    // Behind `vm` in vain: what is left of the serving is to end after QEMU was.
+    vm: Vm,
+    lazy: Option<Lazy>,
+    ready_ns: u64,
+    filled_ns: Option<u64>,
+}
+
+impl Restored {
+    /// From the beginning of [`start`] until the VM ran, or with `paused` until it could, in
+    /// nanoseconds.
+    pub fn ready_ns(&self) -> u64 {
+        self.ready_ns
+    }
+
+    /// How long copying its RAM out of the store took, in nanoseconds, QEMU's start beside it;
+    /// `None` of a lazy restore.
+    pub fn filled_ns(&self) -> Option<u64> {
+        self.filled_ns
+    }
+
+    /// QEMU's pid.
+    pub fn pid(&self) -> u32 {
+        self.vm.pid()
+    }
+
+    /// How QEMU ended, if it has. Of a lazy restore this is also what takes leave of it once all
+    /// pages are there, so that it is to be asked now and then. Errors: those of [`Lazy::settle`].
+    pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
+        if let Some(lazy) = &mut self.lazy {
+            lazy.settle()?;
+        }
+        self.vm.try_wait()
+    }
+
+    /// The serving of its RAM, where the restore was a lazy one.
+    pub fn lazy(&self) -> Option<&Lazy> {
+        self.lazy.as_ref()
+    }
+
+    /// Ends QEMU.
+    pub fn kill(&mut self) -> Result<()> {
+        self.vm.kill()
+    }
+
+    /// The VM, for all the rest.
+    pub fn vm(&mut self) -> &mut Vm {
+        &mut self.vm
+    }
+
+    /// The VM, and the loading of its RAM if the restore was a lazy one.
+    pub(crate) fn into_parts(self) -> (Vm, Option<Lazy>) {
+        (self.vm, self.lazy)
+    }
+
+    /// The VM alone; not to be asked of a lazy restore before all of its RAM is there.
+    pub fn into_vm(self) -> Vm {
+        self.vm
+    }
+}
+
+/// Starts QEMU as planned, gives it RAM from `ram` and devices from `device_state`, and lets it
+/// run.
+///
+/// Errors: [`Error::Exited`] where QEMU ends on the way (it has said why on its standard error),
+/// [`Error::DifferentMachine`], [`Error::DeviceStream`], [`Error::Timeout`], and those of `ram`. No
+/// process is left then.
+pub fn start(plan: Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<Restored> {
+    start_with(plan, &Ram::Eager(ram), device_state)
+}
+
+/// As [`start`], but the VM runs before its RAM is there, and waits for each page that it touches
+/// before it came. The calling thread must live until all is there ([`lazy::Residency`]): the
+/// kernel ends QEMU with it before.
+///
+/// Errors: those of [`start`]; [`Error::Memory`] where the kernel does not let us serve its memory.
+pub fn start_lazy(plan: Plan, ram: SharedSource, device_state: &[u8]) -> Result<Restored> {
+    start_with(plan, &Ram::Lazy(ram), device_state)
+}
+
+/// Where RAM comes from, and when.
+enum Ram<'a> {
+    Eager(&'a dyn RamSource),
+    Shared(&'a SharedRam, &'a dyn RamSource),
+    Lazy(SharedSource),
+}
+
+impl Ram<'_> {
+    fn source(&self) -> &dyn RamSource {
+        match self {
+            Self::Eager(source) | Self::Shared(_, source) => *source,
+            Self::Lazy(source) => &**source,
+        }
+    }
+}
+
+fn start_with(plan: Plan, ram: &Ram<'_>, device_state: &[u8]) -> Result<Restored> {
+    let started = Instant::now();
+    stream::check(device_state)?;
+    let crossing = Crossing::of(&plan, device_state)?;
+    let device_state = crossing.as_ref().map_or(device_state, |c| &c.device_state);
+    let counted = plan.counts.then(|| stream::count_instructions(device_state)).transpose()?;
+    let device_state = counted.as_deref().unwrap_or(device_state);
+    let mut starting = Starting::new(&plan, ram, started)?;
+    let state = StateFile::new(&plan.arguments)?;
+    let (mut child, full_command) = starting.spawn(&plan, &state, crossing.as_ref())?;
+    match starting.load(&plan, &mut child, ram, device_state, crossing.as_ref()) {
+        Ok(Loaded { qmp, lazy, single_core, ready_ns, filled_ns }) => {
+            let lines = (plan.source.machine.user_command, full_command);
+            let mut vm =
+                Vm::from_parts(Lifetime::Child(child), qmp, state, lines, Origin::Restored);
+            vm.set_single_core(single_core);
+            Ok(Restored { vm, lazy, ready_ns, filled_ns })
+        }
+        Err(error) => {
+            let _ = spawn::kill(&mut child);
+            Err(error)
+        }
+    }
+}
+
+/// A change of accelerator.
+struct Crossing {
+    to: Accelerator,
+    device_state: Vec<u8>,
+    /// What keeps the machine as it was.
+    words: Vec<String>,
+}
+
+impl Crossing {
+    /// `None` where the VM stays under its accelerator. Errors: those of a change that cannot be
+    /// right.
+    fn of(plan: &Plan, device_state: &[u8]) -> Result<Option<Self>> {
+        let Some(to) = plan.accelerator else { return Ok(None) };
+        let from = accelerator_check::of_checkpoint(&plan.arguments, device_state)?;
+        if from == to {
+            return Ok(None);
+        }
+        check_accelerator_line(&plan.arguments, to)?;
+        let words = machine_defaults(&plan.arguments, &plan.source.machine.machine_type, from);
+        Ok(Some(Self { to, device_state: stream::convert(device_state, to)?, words }))
+    }
+}
+
+/// A connected pair: ours, and the one that QEMU inherits.
+struct Pair {
+    ours: OwnedFd,
+    theirs: Option<OwnedFd>,
+}
+
+impl Pair {
+    fn new() -> Result<Self> {
+        let kind = (AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC);
+        let (ours, theirs) = rustix::net::socketpair(kind.0, kind.1, kind.2, None)
+            .map_err(Error::io("make a socket pair for QEMU"))?;
+        Ok(Self { ours, theirs: Some(theirs) })
+    }
+}
+
+/// What comes of a QEMU that was started.
+struct Loaded {
+    qmp: Qmp,
+    lazy: Option<Lazy>,
+    single_core: Option<SingleCore>,
+    ready_ns: u64,
+    filled_ns: Option<u64>,
+}
+
+/// What a restore holds until the VM runs.
+struct Starting {
+    memories: Vec<Memory>,
+    /// QEMU's pages are those of the memories, also when it writes.
+    is_shared: bool,
+    monitor: Pair,
+    incoming: Pair,
+    started: Instant,
+}
+
+impl Starting {
+    fn new(plan: &Plan, ram: &Ram<'_>, started: Instant) -> Result<Self> {
+        let layout = &plan.source.ram;
+        let of_backend =
+            layout.blocks().iter().enumerate().filter(|(_, b)| b.kind == BlockKind::Backend);
+        let memories = match ram {
+            Ram::Shared(shared, _) => shared.memories(plan)?,
+            Ram::Eager(_) | Ram::Lazy(_) => of_backend
+                .map(|(number, block)| Memory::new(block, number, layout.pages_of(number)))
+                .collect::<Result<Vec<_>>>()?,
+        };
+        let is_shared = !matches!(ram, Ram::Shared(..));
+        Ok(Self { memories, is_shared, monitor: Pair::new()?, incoming: Pair::new()?, started })
+    }
+
+    fn spawn(
+        &mut self,
+        plan: &Plan,
+        state: &StateFile,
+        crossing: Option<&Crossing>,
+    ) -> Result<(Child, Vec<String>)> {
+        let monitor = self.monitor.theirs.take().ok_or_else(|| started_twice("monitor"))?;
+        let incoming =
+            self.incoming.theirs.take().ok_or_else(|| started_twice("incoming stream"))?;
+        let number = spawn::number(&monitor).to_string();
+        let mut config = monitor_config("keyframe-qmp", &[("fd", &number)]);
+        if let Some(path) = &plan.monitor {
+            config += &socket_config(&[("keyframe-attach", path.clone())])?;
+        }
+        let config = memfd("monitors", &config)?;
+        let memories: Vec<(usize, OwnedFd)> = self
+            .memories
+            .iter()
+            .map(|memory| Ok((memory.block, OwnedFd::from(memory.file.try_clone()?))))
+            .collect::<io::Result<_>>()
+            .map_err(Error::io("duplicate a descriptor of the VM's memory"))?;
+
+        let mut words = vec![plan.binary.to_string_lossy().into_owned()];
+        for word in &plan.words {
+            match word {
+                LineWord::Plain(word) => {
+                    let named = memories.iter().enumerate().fold(
+                        word.clone(),
+                        |word, (number, (_, file))| {
+                            word.replace(&ram_file(number), &inherited_path(file))
+                        },
+                    );
+                    words.push(named);
+                }
+                LineWord::Backend(number) => {
+                    words.extend(backend_words(plan, *number, &memories, self.is_shared)?);
+                }
+            }
+        }
+        words.extend(plan.added.iter().cloned());
+        words.extend(crossing.iter().flat_map(|c| c.words.clone()));
+        words.extend(
+            ["-S", "-global", "migration.send-configuration=off", "-machine", "suppress-vmdesc=on"]
+                .map(String::from),
+        );
+        if plan.replays.is_some() {
+            // A network card that has come to another host tells the guest, which tells the
+            // network: nothing that was recorded.
+            words.extend(["-global", "migration.announce-rounds=0"].map(String::from));
+        }
+        words.extend(state.arguments_of(plan.lineage.as_ref().map(lineage_mark)));
+        words.extend(["-only-migratable".into(), "-readconfig".into(), inherited_path(&config)]);
+        words.extend(["-incoming".into(), format!("fd:{}", spawn::number(&incoming))]);
+
+        let mut command = Command::new(&plan.binary);
+        command.args(words.iter().skip(1));
+        let wakeups = plan.replays.map(|_| wakeups::prepare(&mut command)).transpose()?;
+        if plan.replays.is_some() {
+            thread_affinity::prepare(&mut command, &plan.arguments);
+            // What reaches the terminal's session may not reach it.
+            keyframe_kernel::lineage::die_with_us(&mut command);
+        }
+        if let Some(path) = &plan.log {
+            let log = File::options().create(true).append(true).open(path);
+            command.stderr(log.map_err(Error::io(format!("open {}", path.display())))?);
+        }
+        if let Some(directory) = &plan.working_directory {
+            command.current_dir(directory);
+        }
+        let mut descriptors = vec![&config, &state.write_end, &monitor, &incoming];
+        descriptors.extend(memories.iter().map(|(_, fd)| fd).chain(&wakeups));
+        let child = spawn::start(&mut command, &descriptors)?;
+        if let Some(spawned) = plan.spawned {
+            spawned();
+        }
+        Ok((child, words))
+    }
+
+    /// All that follows the start, up to the VM running; tells when it did.
+    ///
+    /// Our ends of the pairs live on behind it: a QEMU that is about to be killed is not to say
+    /// first that its stream broke off.
+    fn load(
+        &self,
+        plan: &Plan,
+        child: &mut Child,
+        ram: &Ram<'_>,
+        device_state: &[u8],
+        crossing: Option<&Crossing>,
+    ) -> Result<Loaded> {
+        let incoming =
+            self.incoming.ours.try_clone().map_err(Error::io("duplicate a socket to QEMU"))?;
+        let (mut qmp, mut lazy, filled_ns) = match ram {
+            Ram::Eager(source) => {
+                let (qmp, filled_ns) = self.fill(plan, child, *source, crossing)?;
+                (qmp, None, Some(filled_ns))
+            }
+            Ram::Shared(..) => (self.meet(plan, child, crossing)?, None, None),
+            Ram::Lazy(source) => {
+                let qmp = self.meet(plan, child, crossing)?;
+                // Before anything is loaded: devices touch RAM as they come to life.
+                let lazy =
+                    Lazy::attach(child.id(), &self.memories, Arc::clone(source), self.started)?;
+                (qmp, Some(lazy), None)
+            }
+        };
+        let mut single_core = None;
+        if let Some(until) = plan.replays {
+            single_core =
+                SingleCore::begin(&mut qmp, child.id(), &plan.arguments, RecordingMode::Replay);
+            if let Until::Instruction(icount) = until {
+                qmp.replay_break(icount)?;
+            }
+            // Of a VM that waits for its state, it says that it is to run as soon as it has it.
+            qmp.cont()?;
+        }
+        let loaded = send(&UnixStream::from(incoming), plan, ram.source(), device_state)
+            .map_err(|e| spawn::exited_instead(e, child, WHILE_LOADING))
+            .and_then(|()| wait_until_loaded(&mut qmp, child));
+        // QEMU's end may be for a page that it needed, which says more.
+        if let (Err(_), Some(lazy)) = (&loaded, &mut lazy) {
+            lazy.settle()?;
+        }
+        loaded?;
+        if !plan.paused && plan.replays.is_none() {
+            qmp.cont()?;
+        }
+        let ready_ns = elapsed_ns(self.started);
+        if let Some(lazy) = &mut lazy {
+            lazy.prefetch()?;
+        }
+        Ok(Loaded { qmp, lazy, single_core, ready_ns, filled_ns })
+    }
+
+    /// Fills the memories while QEMU starts; tells how long that took.
+    fn fill(
+        &self,
+        plan: &Plan,
+        child: &mut Child,
+        ram: &dyn RamSource,
+        crossing: Option<&Crossing>,
+    ) -> Result<(Qmp, u64)> {
+        let cancelled = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let filling = scope.spawn(|| fill::fill(&self.memories, ram, &cancelled));
+            let qmp = self.meet(plan, child, crossing);
+            if qmp.is_err() {
+                cancelled.store(true, Ordering::Relaxed);
+            }
+            let filled = filling.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            qmp.and_then(|qmp| filled.map(|filled_ns| (qmp, filled_ns)))
+        })
+    }
+
+    /// Waits until QEMU answers, and compares it with the checkpoint's machine.
+    fn meet(&self, plan: &Plan, child: &mut Child, crossing: Option<&Crossing>) -> Result<Qmp> {
+        let monitor =
+            self.monitor.ours.try_clone().map_err(Error::io("duplicate a socket to QEMU"))?;
+        let mut qmp = connect(monitor, child)?;
+        check_machine(&mut qmp, plan)?;
+        if let Some(to) = crossing.map(|c| c.to) {
+            accelerator_check::check_processors(
+                &mut qmp,
+                to,
+                plan.source.machine.missing_cpu_features.as_deref(),
+            )?;
+        }
+        Ok(qmp)
+    }
+}
+
+fn started_twice(what: &str) -> Error {
+    Error::io(format!("give QEMU its {what}"))(io::Error::other("it was given away already"))
+}
+
+fn backend_words(
+    plan: &Plan,
+    number: usize,
+    memories: &[(usize, OwnedFd)],
+    is_shared: bool,
+) -> Result<[String; 2]> {
+    let block = plan.source.ram.blocks().get(number);
+    let memory = memories.iter().find(|(n, _)| *n == number);
+    match (block, memory) {
+        (Some(block), Some((_, fd))) => {
+            Ok(["-object".into(), backend_object(block, &inherited_path(fd), is_shared)])
+        }
+        _ => Err(Error::Source {
+            what: "RAM layout".into(),
+            problem: format!("it has no backend block {number}"),
+        }),
+    }
+}
+
+fn connect(ours: OwnedFd, child: &mut Child) -> Result<Qmp> {
+    rustix::io::ioctl_fionbio(&ours, true)
+        .map_err(Error::io("make QEMU's monitor non-blocking"))?;
+    let name = format!("of pid {}", child.id());
+    Qmp::over(ours, &name, START_TIMEOUT, &mut || spawn::alive(child, WHILE_STARTING))
+        .map_err(|e| spawn::exited_instead(e, child, WHILE_STARTING))
+}
+
+/// Sends devices and small blocks.
+fn send(socket: &UnixStream, plan: &Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<()> {
+    let operation = "send the checkpoint's devices to QEMU";
+    socket.set_write_timeout(Some(LOAD_TIMEOUT)).map_err(Error::io(operation))?;
+    let layout = &plan.source.ram;
+    let of_stream = layout.blocks().iter().enumerate().filter(|(_, b)| b.kind == BlockKind::Stream);
+    let mut readers: Vec<_> = of_stream
+        .map(|(number, block)| {
+            let range =
+                PageRange::new(layout.pages_of(number).first, block.used_bytes / PAGE_BYTES as u64);
+            let reader = move |sink: &mut dyn FnMut(u64, &Page) -> io::Result<()>| {
+                read_ascending(ram, range, sink)
+            };
+            (block, reader)
+        })
+        .collect();
+    let mut blocks: Vec<StreamBlock<'_>> = readers
+        .iter_mut()
+        .map(|(block, reader)| StreamBlock {
+            name: &block.name,
+            used_bytes: block.used_bytes,
+            pages: reader,
+        })
+        .collect();
+    let mut out = BufWriter::with_capacity(256 << 10, socket);
+    stream::splice_ram(device_state, &mut blocks, &mut out)?;
+    out.into_inner().map_err(|e| Error::io(operation)(e.into_error()))?;
+    socket.shutdown(Shutdown::Write).map_err(Error::io(operation))
+}
+
+fn wait_until_loaded(qmp: &mut Qmp, child: &mut Child) -> Result<()> {
+    let deadline = Instant::now() + LOAD_TIMEOUT;
+    loop {
+        match qmp.status() {
+            Ok(RunStatus::InMigrate) => {}
+            Ok(_) => return Ok(()),
+            Err(e) => return Err(spawn::exited_instead(e, child, WHILE_LOADING)),
+        }
+        spawn::alive(child, WHILE_LOADING)?;
+        if Instant::now() >= deadline {
+            return Err(Error::Timeout {
+                monitor: format!("of pid {}", child.id()),
+                operation: "load the checkpoint's devices".into(),
+                waited_ms: LOAD_TIMEOUT.as_millis() as u64,
+            });
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,148 @@
+//! Puts all threads of a QEMU that records or replays on one core.
+//!
+//! ```text
+//!   two cores:  guest  runs ──── event ── runs ──── event │waits│ runs ───
+//!               main             woken ─ waits ───────────┘turn └ sleeps
+//!
+//!   one core:   guest  runs ── event ── runs ── event ── runs ── event ── runs ─
+//!               main                                           at the core's next tick
+//! ```
+//!
+//! The running thread holds the lock of the log, so the threads never run at the same time and a
+//! second core gains nothing. QEMU wakes its main loop for each event that a replay passes, and for
+//! each tick of the guest's clock in a recording. On two cores, the main loop asks for the lock each
+//! time and the guest waits. On one core, the main loop runs as `SCHED_BATCH`: it runs when the guest
+//! halts or waits for it, or at the kernel's tick (4 ms). All threads with timers, the monitor's among
+//! them, are scheduled the same way.
+//!
+//! Only a guest whose clock follows its own time and that has no network is treated so
+//! ([`may_run_late`]): a replay that reads the host's clock waits for the main loop without halting,
+//! and one that sends packets may wait for ever.
+//!
+//! A core is claimed, so two such QEMUs never share one. If all cores are claimed, the kernel places
+//! the threads.
+//!
+//! Such a QEMU leads its own session, unless it reads the terminal, because Linux divides a core
+//! between sessions first (autogroups) and some kernels schedule badly if one session's threads move
+//! between cores. Inside a control group that does not help, so a replay's threads other than the
+//! guest's are also nice 19. A recording's are not: its disks answer through the main loop.
+//! Measurements: docs/design/record-replay.md.
+//!
+//! Invariant: QEMU does the same work; only the time at which its main loop runs differs.
+
+use crate::Qmp;
+use keyframe_kernel::cores::{self, Claim};
+use keyframe_kernel::{lineage, priority};
+use keyframe_qemu_cmdline::Argument;
+use keyframe_qemu_cmdline::recording::{RecordingMode, may_run_late};
+use std::io::IsTerminal;
+use std::process::Command;
+
+/// A recording or replaying QEMU whose threads are on one core.
+#[derive(Debug)]
+pub(crate) struct SingleCore {
+    pid: u32,
+    /// The thread that runs the guest.
+    guest: u32,
+    /// It replays: no client waits for its disks.
+    replays: bool,
+    claim: Option<Claim>,
+}
+
+impl SingleCore {
+    /// Places the threads of the QEMU at `qmp`, process `pid`, with the line `arguments`. `None` if
+    /// its main loop must not run late, or if QEMU does not tell its threads.
+    pub fn begin(
+        qmp: &mut Qmp,
+        pid: u32,
+        arguments: &[Argument],
+        mode: RecordingMode,
+    ) -> Option<Self> {
+        if !may_run_late(arguments) {
+            return None;
+        }
+        let guest = qmp.cpu_threads().ok()?.first().copied()?;
+        let replays = mode == RecordingMode::Replay;
+        let placed = Self { pid, guest, replays, claim: bind_to_free_core(pid, guest) };
+        placed.let_run_late(true);
+        Some(placed)
+    }
+
+    /// The core of all threads, if it was claimed.
+    pub fn core(&self) -> Option<u32> {
+        u32::try_from(self.claim.as_ref()?.core()).ok()
+    }
+
+    /// Lets all threads but the guest's run late, or has them run at once.
+    pub fn let_run_late(&self, may_run_late: bool) {
+        for thread in cores::threads_of(self.pid).into_iter().filter(|thread| *thread != self.guest)
+        {
+            let _ = priority::wait_for_core(thread, may_run_late);
+            if self.replays {
+                let _ = priority::take_little(thread, may_run_late);
+            }
+        }
+    }
+}
+
+/// Prepares `command`, which starts a QEMU with the line `arguments`: it leads a session if its
+/// threads will be on one core.
+pub(crate) fn prepare(command: &mut Command, arguments: &[Argument]) {
+    let reads_terminal = arguments.iter().any(reads_terminal) && std::io::stdin().is_terminal();
+    if may_run_late(arguments) && !reads_terminal {
+        lineage::lead_a_session(command);
+    }
+}
+
+/// True if an argument may have QEMU read its standard input.
+fn reads_terminal(argument: &Argument) -> bool {
+    ["nographic", "curses"].contains(&argument.name())
+        || ["stdio", "curses"].iter().any(|way| argument.value().contains(way))
+}
+
+/// Claims a free core, at best the one that thread `guest` ran on last, and binds process `pid` to
+/// it.
+fn bind_to_free_core(pid: u32, guest: u32) -> Option<Claim> {
+    let claim = cores::of_thread(guest).into_iter().find_map(Claim::take)?;
+    cores::bind(pid, claim.core()).then_some(claim)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_qemu_cmdline::options;
+
+    fn line(words: &str) -> Vec<Argument> {
+        options::parse(&words.split(' ').map(str::to_owned).collect::<Vec<_>>()).unwrap()
+    }
+
+    #[test]
+    fn those_that_take_turns_lead_a_session() {
+        let leads = |words: &str| {
+            // Its number and its session's.
+            let mut command = Command::new("cut");
+            prepare(command.args(["-d ", "-f1,6", "/proc/self/stat"]), &line(words));
+            let printed = String::from_utf8(command.output().unwrap().stdout).unwrap();
+            let (pid, session) = printed.trim().split_once(' ').unwrap();
+            pid == session
+        };
+        assert!(leads("-m 1G -rtc clock=vm"));
+        assert!(!leads("-m 1G -rtc clock=host"));
+        assert!(!leads("-m 1G -rtc clock=vm -netdev user,id=n"));
+    }
+
+    #[test]
+    fn who_reads_the_terminal_is_seen() {
+        let reads = |words: &str| line(words).iter().any(reads_terminal);
+        for words in [
+            "-nographic",
+            "-serial mon:stdio",
+            "-monitor stdio",
+            "-chardev stdio,id=a",
+            "-display curses",
+        ] {
+            assert!(reads(words), "{words}");
+        }
+        assert!(!reads("-m 1G -serial file:/log -monitor none -display none"));
+    }
+}

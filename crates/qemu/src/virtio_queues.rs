@@ -1,0 +1,94 @@
+//! Requests under way: of disks, and packets that the guest sends. Record/replay does not wait for
+//! them when the VM stops, and a checkpoint between a request and its answer makes a replay that
+//! hangs.
+//!
+//! ```text
+//!   guest puts it into the ring, kicks ─▶ QEMU's main loop takes it ─▶ in use ─▶ answered
+//!   └ avail.idx in guest RAM ─────────┘   └ last-avail-idx ────────┘
+//! ```
+//!
+//! Both stretches count: a kick that nobody has seen yet is in no device's state. A card that has
+//! seen one sends what there is in a bottom half, which the log orders: one that the recording had
+//! scheduled before it was stopped is one too many for a replay that begins there.
+
+use crate::{Error, Qmp, Result};
+use serde_json::{Value, json};
+
+/// Virtio devices all of whose queues have requests.
+const DISKS: &[&str] = &["virtio-blk", "virtio-scsi"];
+/// Virtio devices with pairs of queues: of one the device takes buffers for packets to come, as
+/// long as there are none; the other one has packets to be sent. A last one, without a partner, has
+/// commands.
+const CARDS: &[&str] = &["virtio-net"];
+/// More queues than any device has.
+const QUEUES_MAX: u64 = 1024;
+
+/// The queues of a machine's virtio devices that have requests.
+#[derive(Clone, Debug, Default)]
+pub struct VirtioQueues(Vec<(String, u64)>);
+
+impl VirtioQueues {
+    /// Finds them.
+    pub fn find(qmp: &mut Qmp) -> Result<Self> {
+        let devices = match qmp.execute("x-query-virtio", None) {
+            Ok(devices) => devices,
+            // QEMU 10's way of saying that there is none.
+            Err(Error::Refused { reason, .. }) if reason.contains("No virtio devices") => {
+                Value::Null
+            }
+            Err(other) => return Err(other),
+        };
+        let mut queues = Vec::new();
+        for device in devices.as_array().into_iter().flatten() {
+            let text = |key: &str| device.get(key).and_then(Value::as_str).unwrap_or_default();
+            let is_card = CARDS.contains(&text("name"));
+            if !is_card && !DISKS.contains(&text("name")) {
+                continue;
+            }
+            let status =
+                qmp.execute("x-query-virtio-status", Some(json!({ "path": text("path") })))?;
+            match status.get("num-vqs").and_then(Value::as_u64) {
+                Some(count) => {
+                    let all = 0..count.min(QUEUES_MAX);
+                    let requests =
+                        all.filter(|queue| !is_card || queue % 2 == 1 || queue + 1 == count);
+                    queues.extend(requests.map(|queue| (text("path").to_owned(), queue)));
+                }
+                None => return Err(qmp.unexpected("x-query-virtio-status", &status)),
+            }
+        }
+        Ok(Self(queues))
+    }
+
+    /// Whether a request is under way in one of them; of a VM that runs, whether one was a moment
+    /// ago.
+    pub fn are_busy(&self, qmp: &mut Qmp) -> Result<bool> {
+        for (path, queue) in &self.0 {
+            let status = qmp.execute(
+                "x-query-virtio-queue-status",
+                Some(json!({ "path": path, "queue": queue })),
+            )?;
+            let number = |key: &str| status.get(key).and_then(Value::as_u64);
+            let (Some(in_use), Some(taken), Some(ring)) =
+                (number("inuse"), number("last-avail-idx"), number("vring-avail"))
+            else {
+                return Err(qmp.unexpected("x-query-virtio-queue-status", &status));
+            };
+            // A ring that the guest has not set up is nowhere.
+            if in_use > 0 || (ring != 0 && half_word(qmp, ring.saturating_add(2))? != taken) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+}
+
+/// 16 bits of guest memory, little-endian.
+fn half_word(qmp: &mut Qmp, address: u64) -> Result<u64> {
+    let text = qmp.hmp(&format!("xp /1hx {address:#x}"))?;
+    let word = text.rsplit(':').next().and_then(|word| word.trim().strip_prefix("0x"));
+    match word.and_then(|word| u64::from_str_radix(word, 16).ok()) {
+        Some(word) => Ok(word),
+        None => Err(qmp.unexpected("xp", &Value::String(text))),
+    }
+}
