@@ -1,6 +1,6 @@
 #![no_main]
-//! See `keyframe_qemu::fuzzing`.
+//! See `keyframe_qemu_stream::fuzzing`.
 
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|data: &[u8]| keyframe_qemu::fuzzing::device_state(data));
+fuzz_target!(|data: &[u8]| keyframe_qemu_stream::fuzzing::device_state(data));

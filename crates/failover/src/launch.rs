@@ -9,7 +9,7 @@ use super::settings::{Setup, random};
 use super::vm::{self, Gate};
 use keyframe_failure::Failure;
 use keyframe_net::{GateNic, GateRemote};
-use keyframe_qemu::gate::NicSockets;
+use keyframe_qemu::NicSockets;
 use keyframe_qemu::{DiskServer, Invocation, LaunchOptions, QemuIdentity, Vm};
 use keyframe_replication::{GroupId, NodeId, PrimaryStart, ReplicationConfig};
 use keyframe_session::control::server::{SharedStatus, Socket};

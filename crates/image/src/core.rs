@@ -8,7 +8,7 @@
 //! Always of 64 bits, also for a guest in an older mode.
 
 use crate::view::Extent;
-use keyframe_qemu::stream::{CpuRegisters, Segment};
+use keyframe_qemu_stream::{CpuRegisters, SegmentRegister};
 use keyframe_units::PAGE_BYTES;
 
 const ELF_BYTES: u64 = 64;
@@ -134,7 +134,7 @@ fn qemu_state(cpu: &CpuRegisters) -> Vec<u8> {
     out
 }
 
-fn put_segment(out: &mut Vec<u8>, segment: Segment) {
+fn put_segment(out: &mut Vec<u8>, segment: SegmentRegister) {
     for word in [segment.selector, segment.limit, segment.flags, 0] {
         out.extend(word.to_le_bytes());
     }

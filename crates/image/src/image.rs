@@ -7,8 +7,8 @@
 
 use crate::core;
 use crate::view::GuestView;
-use keyframe_qemu::restore::RamSource;
-use keyframe_qemu::stream::CpuRegisters;
+use keyframe_machine::RamSource;
+use keyframe_qemu_stream::CpuRegisters;
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange};
 use std::io;
 

@@ -9,7 +9,7 @@
 //! Invariant: extents do not overlap, and each lies in one RAM block.
 
 use crate::{Error, Result};
-use keyframe_qemu::stream::Shadow;
+use keyframe_qemu_stream::LowMemoryPart;
 use keyframe_units::{
     BlockKind, GuestPhys, GuestRegion, PAGE_BYTES, PageIndex, PageRange, RamLayout,
 };
@@ -54,7 +54,7 @@ impl GuestView {
     pub fn new(
         layout: &RamLayout,
         map: &[GuestRegion],
-        shadows: Option<&[Shadow]>,
+        shadows: Option<&[LowMemoryPart]>,
     ) -> Result<Self> {
         let mut extents = Vec::new();
         for region in map {
@@ -166,7 +166,7 @@ fn part(extent: Extent, start: u64, end: u64) -> Option<Extent> {
 }
 
 /// RAM under `shadow`, or the ROM that shows there.
-fn shadow(layout: &RamLayout, low: Option<Extent>, shadow: &Shadow) -> Option<Extent> {
+fn shadow(layout: &RamLayout, low: Option<Extent>, shadow: &LowMemoryPart) -> Option<Extent> {
     let (start, end) = (shadow.start.0, shadow.start.0 + shadow.len_bytes);
     if shadow.is_ram {
         let low = low?;
@@ -244,9 +244,9 @@ mod tests {
         ]
     }
 
-    fn shadows(is_ram: impl Fn(u64) -> bool) -> Vec<Shadow> {
+    fn shadows(is_ram: impl Fn(u64) -> bool) -> Vec<LowMemoryPart> {
         (0..16)
-            .map(|k| Shadow {
+            .map(|k| LowMemoryPart {
                 start: GuestPhys(SHADOW_START + k * 0x4000),
                 len_bytes: 0x4000,
                 is_ram: is_ram(k),

@@ -48,8 +48,8 @@ impl DrawableDisplay {
             stream::display(&guest.device_state).map_err(|e| NoPicture::Failed(e.into()))?;
         let (device, name, registers) = match display {
             Display::None => return Err(NoPicture::NoDisplay),
-            Display::Elsewhere { kind, why } => {
-                return Err(NoPicture::NotDrawn(format!("its display is {kind}: {why}")));
+            Display::Unsupported { kind, reason } => {
+                return Err(NoPicture::NotDrawn(format!("its display is {kind}: {reason}")));
             }
             Display::InRam { device, block, registers } => (device, block, registers),
         };

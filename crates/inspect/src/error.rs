@@ -7,7 +7,7 @@ use keyframe_units::CheckpointId;
 pub enum Error {
     /// The device state cannot be read.
     #[error(transparent)]
-    DeviceState(#[from] keyframe_qemu::Error),
+    DeviceState(#[from] keyframe_qemu::stream::StreamError),
     /// The RAM cannot be laid out as the guest sees it.
     #[error("checkpoint {checkpoint}: {source}")]
     Image {

@@ -181,7 +181,7 @@ impl Guest {
                 .map_err(fail)?;
             &worked_out
         };
-        let shadows = stream::shadowed(&self.device_state)?;
+        let shadows = stream::low_memory(&self.device_state)?;
         GuestView::new(ram, map, shadows.as_deref()).map_err(fail)
     }
 }

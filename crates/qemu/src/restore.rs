@@ -39,12 +39,12 @@ use crate::thread_affinity::{self, SingleCore};
 use crate::vm::{Origin, Vm, inherited_path, memfd, monitor_config, socket_config};
 use crate::{DiskServer, Error, Qmp, Result, RunStatus, accelerator_check, wakeups};
 use fill::Memory;
-use keyframe_units::elapsed_ns;
 use keyframe_machine::read_ascending;
 use keyframe_qemu_cmdline::recording::RecordingMode;
 use keyframe_qemu_cmdline::{
     LineWord, backend_object, check_accelerator_line, lineage_mark, machine_defaults,
 };
+use keyframe_units::elapsed_ns;
 use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageRange};
 use lazy::{Lazy, SharedSource};
 use machine::check_machine;

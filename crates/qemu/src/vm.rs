@@ -19,7 +19,6 @@
 use crate::invocation::Invocation;
 use crate::lifetime::Lifetime;
 use crate::ramblock::{self, find_ram_blocks};
-use keyframe_machine::HostBlock;
 use crate::spawn;
 use crate::statefile::StateFile;
 use crate::thread_affinity::{self, SingleCore};
@@ -28,6 +27,7 @@ use crate::{
     AuditFinding, Error, QemuIdentity, Qmp, Result, VmExit, accelerator_check, audit, error,
     hotplug,
 };
+use keyframe_machine::HostBlock;
 use keyframe_qemu_cmdline::recording::RecordingMode;
 use keyframe_qemu_cmdline::{CommandLineError, options_added_by_wrapper};
 use keyframe_units::RamLayout;
@@ -203,7 +203,7 @@ impl Vm {
         }
     }
 
-    /// Its threads take single_core, where it records or replays and can have them do so.
+    /// Keeps the placement of the threads of a recording or replaying VM.
     pub(crate) fn set_single_core(&mut self, single_core: Option<SingleCore>) {
         self.single_core = single_core;
     }

@@ -3,7 +3,9 @@
 
 mod support;
 
+use keyframe_qemu::cmdline::CommandLineError;
 use keyframe_qemu::restore::{self, Plan, RamSource, RestoreOptions};
+use keyframe_qemu::stream::StreamError;
 use keyframe_qemu::{Error, Result};
 use keyframe_units::{BlockKind, Page, PageIndex, PageRange, RamBlock, RamLayout};
 use std::ffi::OsString;
@@ -95,7 +97,7 @@ fn refuses_what_does_not_fit(taken: &Checkpoint) {
 
     let error = try_restore(taken, &["-m", "64"]).unwrap_err();
     assert!(
-        matches!(&error, Error::CommandLine { argument, .. } if argument == "-m 64"),
+        matches!(&error, Error::CommandLine(CommandLineError::Argument { argument, .. }) if argument == "-m 64"),
         "{error}"
     );
     let error = try_restore(taken, &["-nonsense", "1"]).unwrap_err();
@@ -112,7 +114,7 @@ fn refuses_damage(taken: &Checkpoint) {
     let mut other = fresh(taken);
     other.device_state.truncate(at);
     let error = try_restore(&other, &[]).unwrap_err();
-    assert!(matches!(error, Error::DeviceStream { .. }), "{error}");
+    assert!(matches!(error, Error::Stream(StreamError::DeviceState { .. })), "{error}");
 
     // Cut in the middle, with an end that looks right.
     let mut other = fresh(taken);

@@ -18,8 +18,8 @@ use super::replay::{Alive, StoredRam, serve, server};
 use keyframe_failure::Failure;
 use keyframe_inspect::source_of;
 use keyframe_kernel::cputime;
-use keyframe_qemu::restore::apart::{self, Clone as Apart};
 use keyframe_qemu::restore::{self, Plan, RestoreOptions};
+use keyframe_qemu::restore::{CloneOptions, clone_line};
 use keyframe_qemu::{Accelerator, Event};
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use keyframe_store::{Sealed, Store};
@@ -133,9 +133,9 @@ impl Captured {
         let place = tempfile::Builder::new().prefix("keyframe-simulated-").tempdir();
         let place =
             place.map_err(|e| Failure::new(format!("make a directory for consoles: {e}")))?;
-        let own = Apart { directory: place.path(), exact: true };
-        let line =
-            apart::line(&source.machine.user_command, &[], own).map_err(|e| Failure::qemu(&e))?;
+        let own = CloneOptions { directory: place.path(), exact: true };
+        let line = clone_line(&source.machine.user_command, &[], own)
+            .map_err(|e| Failure::qemu(&e.into()))?;
         source.machine.user_command = line.words;
         let plan = Plan::new(source, extra, options).map_err(|e| Failure::qemu(&e))?;
         let ram = StoredRam(Arc::clone(&loaded));

@@ -18,7 +18,7 @@ use super::passage::{PATIENCE, Passage, Reached};
 use keyframe_failure::Failure;
 use keyframe_inspect::guest_memory::ReadStop;
 use keyframe_inspect::source_of;
-use keyframe_qemu::record::{self, Clock, Mode, Wanted};
+use keyframe_qemu::recording::{RecordingClock, RecordingMode, RecordingOptions, recording_line};
 use keyframe_qemu::restore::{self, Plan, RamSource, RestoreOptions, Restored, Until};
 use keyframe_qemu::{DiskServer, media_of};
 use keyframe_replay::interval::RecordedCheckpoint;
@@ -204,16 +204,16 @@ pub fn begin(
     let machine = &mut restored_from.machine;
     let media_server = media.as_ref().map(Media::server);
     let words = machine.user_command.split_off(1.min(machine.user_command.len()));
-    let wanted = Wanted {
-        mode: Mode::Replay,
+    let recording = RecordingOptions {
+        mode: RecordingMode::Replay,
         log: source.log(),
         disks: server.as_ref(),
         media: media_server.as_ref(),
-        version: &machine.vmm_version,
+        qemu_version: &machine.vmm_version,
         console: with.console.as_deref(),
-        clock: Clock::As(&loaded.meta.machine.full_command),
+        clock: RecordingClock::Same(&loaded.meta.machine.full_command),
     };
-    let line = record::line(&words, wanted).map_err(|e| Failure::qemu(&e))?;
+    let line = recording_line(&words, recording).map_err(|e| Failure::qemu(&e.into()))?;
     machine.user_command.extend(line.words);
     let options =
         RestoreOptions { replays: Some(until), log: with.log.clone(), ..RestoreOptions::default() };

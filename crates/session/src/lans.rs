@@ -11,7 +11,7 @@
 use keyframe_capture::BoxError;
 use keyframe_failure::{Failure, chain};
 use keyframe_net::{HOLD_MAX, InFlight, PortId, Remote};
-use keyframe_qemu::network::{self, Link};
+use keyframe_qemu::cmdline::{NetworkLink, network_links, packet_holders};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -124,9 +124,10 @@ impl Lans {
 
 /// Warns of links of a group's member that no checkpoint can hold.
 pub fn warn_of_loose_links(vm: &str, words: &[String], directory: &Path, lans: &[PathBuf]) {
-    let is_held =
-        |link: &Link| link.lan.as_ref().is_some_and(|path| lans.contains(&directory.join(path)));
-    for link in network::links(words).iter().filter(|link| link.may_meet_others() && !is_held(link))
+    let is_held = |link: &NetworkLink| {
+        link.lan.as_ref().is_some_and(|path| lans.contains(&directory.join(path)))
+    };
+    for link in network_links(words).iter().filter(|link| link.may_meet_others() && !is_held(link))
     {
         eprintln!(
             "keyframe: warning: VM {vm}: {}: packets that are on their way there at a checkpoint are lost at a restore; \
@@ -134,7 +135,7 @@ pub fn warn_of_loose_links(vm: &str, words: &[String], directory: &Path, lans: &
             link.option
         );
     }
-    for option in if lans.is_empty() { Vec::new() } else { network::detours(words) } {
+    for option in if lans.is_empty() { Vec::new() } else { packet_holders(words) } {
         eprintln!(
             "keyframe: warning: VM {vm}: {option}: packets that wait in it at a checkpoint are lost at a restore; leave it out, or \
              connect the NIC to a --lan without it"

@@ -10,7 +10,7 @@
 
 use keyframe_capture::BoxError;
 use keyframe_failure::{Failure, chain};
-use keyframe_qemu::record::Queues;
+use keyframe_qemu::VirtioQueues;
 use keyframe_qemu::{Invocation, QemuIdentity, Qmp};
 use keyframe_store::MachineMeta;
 use keyframe_units::CheckpointId;
@@ -74,7 +74,7 @@ impl Recorded {
 
 /// The disks and network cards of a VM that is recorded.
 #[derive(Debug, Default)]
-pub struct Disks(Option<Queues>);
+pub struct Disks(Option<VirtioQueues>);
 
 impl Disks {
     /// Waits, while the VM runs, until no request is under way, or has been for [`BUSY_MAX`].
@@ -112,7 +112,7 @@ impl Disks {
     pub fn are_busy(&mut self, qmp: &mut Qmp) -> Result<bool, BoxError> {
         let queues = match &mut self.0 {
             Some(queues) => queues,
-            none => none.insert(Queues::find(qmp)?),
+            none => none.insert(VirtioQueues::find(qmp)?),
         };
         Ok(queues.are_busy(qmp)?)
     }

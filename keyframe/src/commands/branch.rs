@@ -17,8 +17,8 @@ use keyframe_failure::{DONE, FAILED, Failure, Outcome};
 use keyframe_inspect::guest_memory::{Guest, StoredPages};
 use keyframe_inspect::source_of;
 use keyframe_qemu::DiskServer;
-use keyframe_qemu::restore::apart::{self, Clone as Cloned};
 use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored, SharedRam};
+use keyframe_qemu::restore::{CloneOptions, clone_line};
 use keyframe_session::control::OnExit;
 use keyframe_session::rights;
 use keyframe_session::rundir::{Kind, RunDir};
@@ -230,9 +230,9 @@ impl Branch {
         };
         let extra = self.extra.iter().map(of_clone).collect::<Result<Vec<_>, _>>()?;
         let mut source = source_of(&loaded.meta.machine, &loaded.meta.ram);
-        let cloned = Cloned { directory: place.directory.path(), exact: self.exact };
-        let own = apart::line(&source.machine.user_command, &extra, cloned)
-            .map_err(|e| Failure::qemu(&e))?;
+        let cloned = CloneOptions { directory: place.directory.path(), exact: self.exact };
+        let own = clone_line(&source.machine.user_command, &extra, cloned)
+            .map_err(|e| Failure::qemu(&e.into()))?;
         source.machine.user_command = own.words;
         let options = RestoreOptions {
             qemu: self.qemu.clone(),

@@ -272,7 +272,7 @@ impl Job<'_> {
         let Some(image) = image else {
             let (machine, state) = (&guest.machine.machine_type, &guest.device_state);
             return stream::export(machine, &guest.ram, &self.pages, state, &mut out)
-                .map_err(|e| Failure::qemu(&e));
+                .map_err(|e| Failure::qemu(&e.into()));
         };
         let mut bytes = vec![0; CHUNK_BYTES as usize];
         let mut at = 0;

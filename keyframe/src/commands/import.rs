@@ -10,7 +10,7 @@ use super::StoreArg;
 use crate::output;
 use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_inspect::entry::Entry;
-use keyframe_qemu::stream::{Incoming, IncomingBlock, cpu_registers};
+use keyframe_qemu::stream::{MigrationBlock, MigrationReader, cpu_registers};
 use keyframe_qemu::{Invocation, LaunchOptions, Vm};
 use keyframe_session::rundir;
 use keyframe_session::{machine_meta, refuse};
@@ -66,7 +66,8 @@ impl Import {
         let invocation = Invocation::parse(self.command.clone()).map_err(|e| Failure::qemu(&e))?;
         let name = self.name.clone();
         let name = name.unwrap_or_else(|| rundir::name_from(invocation.vm_name().unwrap_or("vm")));
-        let incoming = Incoming::begin(self.input()?).map_err(|e| Failure::qemu(&e))?;
+        let incoming =
+            MigrationReader::begin(self.input()?).map_err(|e| Failure::qemu(&e.into()))?;
         let mut writer = store
             .lock_writer(&format!("keyframe import, VM {name}"))
             .map_err(|e| self.store.failure(&e))?;
@@ -95,7 +96,7 @@ impl Import {
     fn store_stream<R: Read>(
         &self,
         mut run: Run,
-        incoming: Incoming<R>,
+        incoming: MigrationReader<R>,
         machine: MachineMeta,
         ram: RamLayout,
     ) -> Result<Sealed, Failure> {
@@ -112,7 +113,7 @@ impl Import {
         });
         let device_state = devices.map_err(|e| match failed {
             Some(error) => self.store.failure(&error),
-            None => Failure::qemu(&e),
+            None => Failure::qemu(&e.into()),
         })?;
         if let Ok(cpus) = cpu_registers(&device_state)
             && cpus.len() != machine.vcpus as usize
@@ -158,7 +159,7 @@ fn ask(invocation: Invocation) -> Result<(MachineMeta, RamLayout), Failure> {
 /// The machine's RAM blocks with the bytes that the stream uses of each, if stream and machine fit
 /// together.
 fn same_machine<R: Read>(
-    incoming: &Incoming<R>,
+    incoming: &MigrationReader<R>,
     machine: &MachineMeta,
     layout: &RamLayout,
 ) -> Result<RamLayout, Failure> {
@@ -195,8 +196,8 @@ fn another(what: &str, stream: &str, here: &str) -> Failure {
 }
 
 /// For each block of the stream, its first page in the layout.
-fn first_pages(ram: &RamLayout, listed: &[IncomingBlock]) -> Result<Vec<u64>, Failure> {
-    let first = |l: &IncomingBlock| {
+fn first_pages(ram: &RamLayout, listed: &[MigrationBlock]) -> Result<Vec<u64>, Failure> {
+    let first = |l: &MigrationBlock| {
         let number = ram.blocks().iter().position(|b| b.name == l.name);
         number.map(|n| ram.pages_of(n).first.0).ok_or_else(|| another("RAM", &l.name, "without it"))
     };

@@ -9,7 +9,7 @@ use super::image::{StandbyImage, make_disks};
 use super::streams::Streams;
 use keyframe_failure::Failure;
 use keyframe_inspect::source_of;
-use keyframe_qemu::gate::net_gate;
+use keyframe_qemu::net_gate;
 use keyframe_qemu::restore::{Plan, Prepared, RestoreOptions, prepare};
 use keyframe_qemu::{DiskServer, Drive};
 use keyframe_replication::{GroupId, NodeId, ReplicationConfig, Standby, StandbyState, Term};
@@ -65,7 +65,7 @@ impl Keeper {
         let paths = make_disks(folder, &machine)?;
         let meta = meta_of(&machine);
         let words = machine.user_command.get(1..).unwrap_or_default();
-        let gated = net_gate(words, self.run_dir.path()).map_err(|e| Failure::qemu(&e))?;
+        let gated = net_gate(words, self.run_dir.path()).map_err(|e| Failure::qemu(&e.into()))?;
         let gate = start_gate(&gated.nics)?;
         let socket = self.run_dir.path().join(DISKS_SOCKET);
         let made = self.serve(&machine, &paths, &socket).and_then(|served| {

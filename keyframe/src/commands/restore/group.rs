@@ -7,7 +7,7 @@ use keyframe_capture::group::split_device_states;
 use keyframe_failure::paths;
 use keyframe_failure::{DONE, FAILED, Failure, Outcome, chain};
 use keyframe_net::InFlight;
-use keyframe_qemu::network::with_lan;
+use keyframe_qemu::cmdline::replace_lan;
 use keyframe_qemu::restore::{self, Lineage, Plan, RamSource, Restored};
 use keyframe_session::lans::Lans;
 use keyframe_session::rights;
@@ -181,7 +181,7 @@ impl Moves {
     fn line(&self, machine: &MachineMeta) -> Vec<String> {
         let directory = Path::new(&machine.working_directory);
         let lead = |line: Vec<String>, (from, to): &(PathBuf, PathBuf)| {
-            with_lan(&line, directory, from, &to.display().to_string())
+            replace_lan(&line, directory, from, &to.display().to_string())
         };
         self.0.iter().fold(machine.user_command.clone(), lead)
     }
