@@ -11,6 +11,7 @@ mod lineage;
 mod output;
 mod rights;
 mod top;
+mod words;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use keyframe_failure::Outcome;

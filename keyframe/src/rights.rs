@@ -9,7 +9,11 @@
 //! | all others | files; starts nothing |
 
 use crate::Command;
+use crate::words::StderrWords;
 use keyframe_confine::{Error, Keep, capabilities_but, no_programs};
+use keyframe_session::{Event, EventSink};
+use std::path::PathBuf;
+use std::sync::Arc;
 
 /// Gives up what `command` does not use. Where the kernel refuses that, it says so and goes on: as
 /// it would without.
@@ -17,10 +21,26 @@ pub fn give_up(command: &Command) {
     tell(confine(command));
 }
 
+/// Keeps the rights to trace QEMU and to use files, and gives up all others. To be called before
+/// threads are started: a thread keeps the rights that it was started with.
+pub fn trace_only() {
+    tell(capabilities_but(Keep::Tracing));
+}
+
+/// Keeps the rights to use files only, in the calling thread: it reads untrusted data, and QEMU is
+/// not started yet.
+pub fn files_only() {
+    tell(capabilities_but(Keep::Files).and_then(|()| no_programs()));
+}
+
+/// Gives up the right to change files outside of `folders`.
+pub fn writes_beneath(folders: &[PathBuf]) {
+    tell(keyframe_confine::writes_beneath(folders));
+}
+
 fn tell(confined: Result<(), Error>) {
     if let Err(error) = confined {
-        let error = keyframe_failure::chain(&error);
-        eprintln!("keyframe: warning: goes on with more rights than it needs: {error}");
+        StderrWords::default().event(&Event::RightsKept { error: Arc::new(error) });
     }
 }
 

@@ -2,7 +2,6 @@
 
 use super::listed::Listed;
 use super::said;
-use keyframe_failure::Failure;
 use keyframe_failure::output;
 use keyframe_session::control::{Request, Response, client};
 use keyframe_session::rundir;
@@ -18,8 +17,9 @@ pub fn roll_back(listed: &Listed, id: u64) -> Result<String, Problem> {
     let listing = listed.listing()?;
     let one =
         listing.get(id).ok_or_else(|| Problem::Unknown(format!("there is no checkpoint {id}")))?;
-    let failed = |failure: Failure| Problem::Failed(said(&failure));
-    let engine = rundir::find(Some(&one.vm)).map_err(|failure| Problem::Unknown(said(&failure)))?;
+    let failed = |error: keyframe_session::Error| Problem::Failed(said(&error.into()));
+    let engine =
+        rundir::find(Some(&one.vm)).map_err(|failure| Problem::Unknown(said(&failure.into())))?;
     let ask = |request: &Request| client::ask(&engine, request, PATIENCE).map_err(failed);
     // Another VM of that name may write to another store.
     match ask(&Request::Status)? {

@@ -1,7 +1,6 @@
 //! The VMs that run: their engines are asked, all at once, and the answers kept for a moment.
 
 use super::{locked, said, stores::Stores};
-use keyframe_failure::Failure;
 use keyframe_session::control::{Request, Response, client};
 use keyframe_session::rundir;
 use keyframe_web::VmState;
@@ -50,7 +49,10 @@ impl Vms {
 }
 
 /// How one goes, and where its store is; none where it ended meanwhile.
-fn shown(engine: &Path, answer: Result<Response, Failure>) -> Option<(VmState, Option<PathBuf>)> {
+fn shown(
+    engine: &Path,
+    answer: Result<Response, keyframe_session::Error>,
+) -> Option<(VmState, Option<PathBuf>)> {
     let name = rundir::name_of(engine);
     let silent = |problem| {
         let vm = VmState {
@@ -75,6 +77,6 @@ fn shown(engine: &Path, answer: Result<Response, Failure>) -> Option<(VmState, O
         }
         Ok(other) => silent(format!("unexpected answer: {other:?}")),
         Err(_) if !rundir::all().is_ok_and(|live| live.iter().any(|one| one == engine)) => None,
-        Err(failure) => silent(said(&failure)),
+        Err(error) => silent(said(&error.into())),
     }
 }

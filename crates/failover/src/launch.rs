@@ -13,7 +13,7 @@ use keyframe_qemu::NicSockets;
 use keyframe_qemu::{DiskServer, Invocation, LaunchOptions, QemuIdentity, Vm};
 use keyframe_replication::{GroupId, NodeId, PrimaryStart, ReplicationConfig};
 use keyframe_session::control::server::{SharedStatus, Socket};
-use keyframe_session::control::{OnExit, ReplicationStatus, Status};
+use keyframe_session::control::{OnExit, ReplicationRole, ReplicationStatus, Status, VmState};
 use keyframe_session::copying::Copying;
 use keyframe_session::disks::SessionDisks;
 use keyframe_session::interrupt;
@@ -140,7 +140,7 @@ pub fn protect(
         }
     };
     if is_last {
-        rights::trace_only();
+        rights::trace_only(&*setup.events);
     }
     let group = GroupId(u128::from(random()?) << 64 | u128::from(random()?));
     let mut config = ReplicationConfig::new(
@@ -151,7 +151,7 @@ pub fn protect(
         setup.detection_ns,
     );
     config.paths = if addresses.beat.is_some() { 2 } else { 1 };
-    let status = first_status(&name, vm.pid(), "primary");
+    let status = first_status(&name, vm.pid(), ReplicationRole::Primary);
     let found = Found { vm, identity, machine: None, directory, served, gate };
     let place = Home { name, run_dir, status, interrupted, inbox: None };
     engine(found, place, setup, config, (PrimaryStart::First, 1), Some(addresses))
@@ -186,8 +186,9 @@ fn made(
 ) -> Result<primary::Engine, Failure> {
     let Found { mut vm, identity, machine, directory, served, gate } = found;
     let Home { name, run_dir, status, interrupted, inbox } = place;
-    refuse(&mut vm)?;
-    let options = Options::every(None, OnExit::Kill);
+    refuse(&mut vm, &*setup.events)?;
+    let options =
+        Options { events: Arc::clone(&setup.events), ..Options::every(None, OnExit::Kill) };
     let copying = Copying::start(&mut [(&*name, &mut vm)], false, &options)?;
     let machine = match machine {
         Some(machine) => machine,
@@ -229,8 +230,10 @@ fn made(
     let qemu = vm.pid();
     let socket = run_dir.path().join(DISKS_SOCKET);
     let has_disks = served.is_some();
-    let storage =
-        served.map(|served| Storage::Served(SessionDisks::new(served, options.pause_limit)));
+    let storage = served.map(|served| {
+        let events = Arc::clone(&options.events);
+        Storage::Served(SessionDisks::new(served, options.pause_limit, events))
+    });
     let watches = copying.watches_discards.first().copied().unwrap_or(false);
     let machine = QemuMachine::new(vm, watchdog, options.pause_limit, watches);
     let member = Member::new(name.clone(), machine, true);
@@ -240,7 +243,7 @@ fn made(
     }
     if let Ok(mut status) = status.lock() {
         status.qemu_pid = qemu;
-        "running".clone_into(&mut status.state);
+        status.state = VmState::Running;
     }
     let vm = vm::Parts {
         machines,
@@ -272,19 +275,12 @@ fn made(
 }
 
 /// What is shown of a VM or a standby that nothing is known of yet.
-pub fn first_status(name: &str, qemu_pid: u32, role: &str) -> SharedStatus {
-    let replication = ReplicationStatus {
-        role: role.into(),
-        state: "starting".into(),
-        ..ReplicationStatus::default()
-    };
+pub fn first_status(name: &str, qemu_pid: u32, role: ReplicationRole) -> SharedStatus {
+    let replication = ReplicationStatus { role, ..ReplicationStatus::default() };
     Arc::new(Mutex::new(Status {
         vm: name.into(),
-        state: "paused".into(),
         qemu_pid,
         engine_pid: std::process::id(),
-        phase: "idle".into(),
-        encoder: "sealed".into(),
         replication: Some(replication),
         ..Status::default()
     }))

@@ -25,7 +25,7 @@ use keyframe_replication::{
     ReplicationConfig, RunPermit, StandbyLossReason,
 };
 use keyframe_session::control::server::{self, Pending, SharedStatus};
-use keyframe_session::control::{ReplicationStatus, Request, Response};
+use keyframe_session::control::{ReplicationState, ReplicationStatus, Request, Response};
 use keyframe_session::rundir::RunDir;
 use rustix::process::{Signal, pidfd_send_signal};
 use std::collections::{BTreeMap, VecDeque};
@@ -509,9 +509,9 @@ impl Engine {
         let state = self.core.state();
         let held = self.gate.ask(GateRemote::look).ok().flatten().unwrap_or_default();
         let (term, linked) = (self.core.term().0, self.link.is_some());
-        let name = state_name(state);
+        let name = shown_state(state);
         self.update(|status| {
-            name.clone_into(&mut status.state);
+            status.state = name;
             status.term = term;
             status.connected = linked;
             status.held_packets = held.held_frames;
@@ -582,17 +582,17 @@ fn because(why: &StandbyLossReason) -> String {
     }
 }
 
-fn state_name(state: PrimaryState) -> &'static str {
+fn shown_state(state: PrimaryState) -> ReplicationState {
     match state {
-        PrimaryState::Solo => "unprotected",
-        PrimaryState::Syncing => "syncing",
-        PrimaryState::Closing => "closing",
-        PrimaryState::Pairing => "pairing",
-        PrimaryState::Protected => "protected",
-        PrimaryState::Stopped => "stopped",
-        PrimaryState::SwitchingOver => "switching over",
-        PrimaryState::HandedOver => "handed over",
-        PrimaryState::Ended => "ended",
+        PrimaryState::Solo => ReplicationState::Unprotected,
+        PrimaryState::Syncing => ReplicationState::Syncing,
+        PrimaryState::Closing => ReplicationState::Closing,
+        PrimaryState::Pairing => ReplicationState::Pairing,
+        PrimaryState::Protected => ReplicationState::Protected,
+        PrimaryState::Stopped => ReplicationState::Stopped,
+        PrimaryState::SwitchingOver => ReplicationState::SwitchingOver,
+        PrimaryState::HandedOver => ReplicationState::HandedOver,
+        PrimaryState::Ended => ReplicationState::Ended,
     }
 }
 

@@ -7,6 +7,7 @@ use keyframe_replication::Arbitration;
 use keyframe_scheduling::replication::{
     LatencyParameters, LatencyTarget, OverheadTarget, ReplicationPolicy,
 };
+use keyframe_session::SharedEventSink;
 use keyframe_units::duration_ns;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
@@ -70,6 +71,8 @@ pub struct Setup {
     pub wire_bytes: usize,
     pub verify: bool,
     pub quiet: bool,
+    /// Is told what happens in the session of the protected VM.
+    pub events: SharedEventSink,
 }
 
 /// The key by which hosts know each other.
@@ -96,7 +99,13 @@ impl HostKey {
 }
 
 impl Settings {
-    pub fn understood(&self) -> Result<Setup, Failure> {
+    /// True if the user wants to read errors only.
+    pub fn is_quiet(&self) -> bool {
+        self.quiet
+    }
+
+    /// Reads the key and resolves addresses. `events` is told what happens in the VM's session.
+    pub fn understood(&self, events: SharedEventSink) -> Result<Setup, Failure> {
         let party = self.key.party()?;
         let witness = self.witness.as_deref().map(address).transpose()?;
         let arbitration = match (&self.witness, &self.fence_with) {
@@ -134,6 +143,7 @@ impl Settings {
             wire_bytes: self.wire_memory << 20,
             verify: self.verify,
             quiet: self.quiet,
+            events,
         })
     }
 }

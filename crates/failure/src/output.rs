@@ -11,7 +11,8 @@ pub fn warn_unguarded(attached: &keyframe_kernel::attach::Attached, pid: u32) {
     }
 }
 
-fn unguarded(guarded: bool, pid: u32) -> Option<String> {
+/// What to say of a QEMU whose main thread was not `guarded` while it was taken hold of.
+pub fn unguarded(guarded: bool, pid: u32) -> Option<String> {
     (!guarded).then(|| {
         format!(
             "QEMU (pid {pid}) lacks the code by which its main thread gives itself back should Keyframe be killed (SIGKILL, out \

@@ -1,7 +1,7 @@
 //! A replay, as a VM of which checkpoints are taken.
 
 use crate::{Course, Passage, Reached, SOCKET, Source, Started, With, begin, jobs};
-use keyframe_failure::{DONE, Failure, Outcome};
+use keyframe_failure::Failure;
 use keyframe_qemu::restore::Until;
 use keyframe_qemu::{QemuIdentity, Vm};
 use keyframe_replay::interval::RecordedCheckpoint;
@@ -11,8 +11,9 @@ use keyframe_session::launch::{self, Found, Refused};
 use keyframe_session::machines::Beside;
 use keyframe_session::rundir::RunDir;
 use keyframe_session::storage::Storage;
-use keyframe_session::{Options, Recorded, engine_over};
+use keyframe_session::{Options, Recorded, Verdict, engine_over};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 /// Replays the recording from its checkpoint `from` on and takes a checkpoint at each cut of
@@ -23,10 +24,12 @@ pub fn segment(
     course: &mut dyn Course,
     mut options: Options,
     tell: &mut dyn FnMut(u64),
-) -> Outcome {
+) -> Result<Verdict, Failure> {
     let interrupted = jobs::interruption()?;
     launch::require_kernel(&options)?;
-    let Some(first) = course.next_cut(from.icount, &interrupted)? else { return Ok(DONE) };
+    let Some(first) = course.next_cut(from.icount, &interrupted)? else {
+        return Ok(Verdict::Complete);
+    };
     let name = options.name.clone().unwrap_or_else(|| source.recording.meta.vm.clone());
     let run_dir = RunDir::claim(&name)?;
     let writer = launch::lock(&source.store, "segment", &name, &options)?;
@@ -45,7 +48,10 @@ pub fn segment(
     let (served, _folder) =
         disks.map_or((None, None), |(served, folder)| (Some(served), Some(folder)));
     let pause_limit = options.pause_limit;
-    let disks = served.map(|served| Storage::Served(SessionDisks::new(served, pause_limit)));
+    let disks = served.map(|served| {
+        let events = Arc::clone(&options.events);
+        Storage::Served(SessionDisks::new(served, pause_limit, events))
+    });
     let mut vm = restored.into_vm();
     if let Some(socket) = socket {
         vm.mind_server(socket);
@@ -84,13 +90,13 @@ pub fn segment(
         &options,
     )
     .map_err(|refused| {
-        let Refused { failure, found, beside } = *refused;
+        let Refused { error, found, beside } = *refused;
         launch::end(found, beside);
-        failure
+        error
     })?;
     let engine = engine_over(&source.store, parts, options)?;
     tell(passage.icount);
-    engine.run_through(&mut Steps { passage, course, tell })
+    Ok(engine.run_through(&mut Steps { passage, course, tell })?.verdict())
 }
 
 /// The cuts of a course, reached one after the other by a passage.
@@ -101,6 +107,8 @@ struct Steps<'a> {
 }
 
 impl ReplaySteps for Steps<'_> {
+    type Error = Failure;
+
     fn is_captured(&self) -> bool {
         self.course.is_there(self.passage.icount)
     }

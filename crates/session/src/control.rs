@@ -10,6 +10,9 @@
 
 pub mod client;
 pub mod server;
+mod states;
+
+pub use states::{CaptureState, EncoderState, ReplicationRole, ReplicationState, VmState};
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -18,7 +21,8 @@ use std::collections::BTreeMap;
 pub const LINE_BYTES_MAX: u64 = 256 * 1024;
 
 /// What becomes of a VM that still runs when `run` ends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "snake_case")]
 pub enum OnExit {
     /// End QEMU.
@@ -28,7 +32,8 @@ pub enum OnExit {
 }
 
 /// How pages are copied.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
 pub enum Strategy {
     /// Chosen for each checkpoint by what the ones before it measured: pre-copy, or stop-and-copy
@@ -49,7 +54,8 @@ pub enum Strategy {
 }
 
 /// How dirty pages are found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
 pub enum TrackerKind {
     /// What fits the strategy: sync for cow, write-protect for all others.
@@ -135,8 +141,8 @@ pub struct RolledBack {
 pub struct Status {
     /// The VM's name.
     pub vm: String,
-    /// `running` or `paused`; `unknown` where QEMU's monitor is lost.
-    pub state: String,
+    /// Whether it runs.
+    pub state: VmState,
     /// QEMU's process; of a group, the first member's.
     pub qemu_pid: u32,
     /// The engine's process.
@@ -156,10 +162,10 @@ pub struct Status {
     pub last_error: Option<String>,
     /// How late the newest checkpoint began, because the one before was still being encoded.
     pub backlog_ns: u64,
-    /// Where the capture in progress is; `idle` between two.
-    pub phase: String,
-    /// Where the encoder is; `sealed` between two.
-    pub encoder: String,
+    /// The phase of the capture in progress.
+    pub phase: CaptureState,
+    /// The phase of the checkpoint that is being encoded; [`EncoderState::Sealed`] between two.
+    pub encoder: EncoderState,
     /// Checkpoints captured that are not sealed yet.
     pub queued: u64,
     /// The newest sealed checkpoint.
@@ -186,11 +192,10 @@ pub struct Status {
 /// How a replication goes.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ReplicationStatus {
-    /// `primary` or `standby`.
-    pub role: String,
-    /// A primary: `protected`, `unprotected`, `syncing`, ...; a standby: `ready to take over`,
-    /// `syncing`, ...
-    pub state: String,
+    /// The role of this host.
+    pub role: ReplicationRole,
+    /// Its state in that role.
+    pub state: ReplicationState,
     /// The VM that a standby holds, or has taken over.
     pub protects: Option<String>,
     /// Takeovers, from 1.

@@ -1,9 +1,11 @@
 //! The strategies and the tracker of a session: which there are on this VM, and why not the others.
 
 use super::Options;
+use super::event::{Event, EventSink};
 use super::faults::{Fault, FaultyReader, FaultyTracker};
 use super::machines::group_layout;
 use crate::control::{Strategy as Name, TrackerKind};
+use crate::error::{Error, Result};
 use keyframe_capture::compare::CompareTracker;
 use keyframe_capture::group::{GroupFirstWriteMonitor, GroupFreezer, GroupReader, GroupTracker};
 use keyframe_capture::parallel::ParallelPageReader;
@@ -18,7 +20,6 @@ use keyframe_capture::strategy::{
 use keyframe_capture::{
     CaptureCycle, DirtyTracker, FirstWriteMonitor, PageReader, RamFreezer, StagingPool,
 };
-use keyframe_failure::Failure;
 use keyframe_kernel::Process;
 use keyframe_kernel::attach::{Attached, inject_userfaultfd};
 use keyframe_kernel::fault_tracker::FaultTracker;
@@ -45,11 +46,7 @@ pub struct Copying {
 impl Copying {
     /// Finds the RAM of `vms` and begins to track it. They come with their names, which are those
     /// of a group's members where `is_group`.
-    pub fn start(
-        vms: &mut [(&str, &mut Vm)],
-        is_group: bool,
-        options: &Options,
-    ) -> Result<Self, Failure> {
+    pub fn start(vms: &mut [(&str, &mut Vm)], is_group: bool, options: &Options) -> Result<Self> {
         let mut ways = Vec::with_capacity(vms.len());
         for (_, vm) in vms.iter_mut() {
             ways.push(Ways::into_ram(vm)?);
@@ -60,9 +57,9 @@ impl Copying {
                 .zip(&ways)
                 .map(|((name, _), w)| (*name, w.ram.layout().clone()))
                 .collect();
-            group_layout(&named).map_err(|e| no_layout(&e))?
+            group_layout(&named)?
         } else {
-            ways.first().map(|w| w.ram.layout().clone()).ok_or_else(|| Failure::new("no VM"))?
+            ways.first().map(|w| w.ram.layout().clone()).ok_or(Error::NoVm)?
         };
         let watches_discards = ways.iter().map(|w| w.watches_discards).collect();
         let plain = one(ways.iter().map(|w| (w.len_pages(), w.pages())).collect(), |all| {
@@ -71,11 +68,11 @@ impl Copying {
         let parallel: Arc<dyn PageReader> = match options.copy_threads {
             Some(1) => plain,
             Some(threads) => {
-                Arc::new(ParallelPageReader::new(plain, threads).map_err(|e| no_threads(&e))?)
+                Arc::new(ParallelPageReader::new(plain, threads).map_err(Error::CopyThreads)?)
             }
             None => Arc::new(
                 ParallelPageReader::adaptive(plain, copy_threads_max())
-                    .map_err(|e| no_threads(&e))?,
+                    .map_err(Error::CopyThreads)?,
             ),
         };
         let reader = faulty(parallel, options.fault.as_ref());
@@ -88,7 +85,7 @@ impl Copying {
             TrackerKind::Sync => {
                 let (mut trackers, mut writes) = (Vec::new(), Vec::new());
                 for way in &ways {
-                    let (tracker, ns) = fault_tracker(&way.process, &way.ram)?;
+                    let (tracker, ns) = fault_tracker(&way.process, &way.ram, &*options.events)?;
                     stopped_ns = stopped_ns.max(Some(ns));
                     let told: Arc<dyn FirstWriteMonitor> = Arc::new(ProcessFirstWriteMonitor::new(
                         Arc::clone(&way.ram),
@@ -105,8 +102,7 @@ impl Copying {
             TrackerKind::WriteProtect | TrackerKind::Auto => {
                 let mut trackers = Vec::new();
                 for way in &ways {
-                    let (tracker, ns) =
-                        write_tracker(&way.process, &way.ram, way.watches_discards)?;
+                    let (tracker, ns) = write_tracker(way, &*options.events)?;
                     stopped_ns = stopped_ns.max(Some(ns));
                     trackers.push((way.len_pages(), way.tracker(tracker)));
                 }
@@ -144,16 +140,14 @@ struct Ways {
 }
 
 impl Ways {
-    fn into_ram(vm: &mut Vm) -> Result<Self, Failure> {
-        let watches_discards = vm.discards_ram().map_err(|e| Failure::qemu(&e))?;
-        let blocks = vm.ram_blocks().map_err(|e| Failure::qemu(&e))?;
+    fn into_ram(vm: &mut Vm) -> Result<Self> {
+        let watches_discards = vm.discards_ram()?;
+        let blocks = vm.ram_blocks()?;
         let hosts = blocks.iter().map(|b| b.host).collect();
-        let layout = RamLayout::new(blocks.into_iter().map(|b| b.block).collect())
-            .map_err(|e| no_layout(&e))?;
+        let layout = RamLayout::new(blocks.into_iter().map(|b| b.block).collect())?;
         let ram = Arc::new(GuestRam::new(layout, hosts));
-        let process = Process::open(vm.pid()).map_err(|e| Failure::kernel(&e))?;
-        let memory =
-            Arc::new(GuestReader::new(&process, &ram.ranges()).map_err(|e| Failure::kernel(&e))?);
+        let process = Process::open(vm.pid())?;
+        let memory = Arc::new(GuestReader::new(&process, &ram.ranges())?);
         Ok(Self { ram, process, memory, watches_discards })
     }
 
@@ -178,39 +172,36 @@ fn one<T>(mut members: Vec<(u64, T)>, group: impl FnOnce(Vec<(u64, T)>) -> T) ->
     }
 }
 
-fn no_layout(error: &keyframe_units::LayoutError) -> Failure {
-    Failure::new(format!("QEMU's list of RAM blocks: {error}"))
-}
-
 /// A tracker, and how long QEMU's main thread was stopped for it.
-type Stopped<T> = Result<(T, u64), Failure>;
+type Stopped<T> = Result<(T, u64)>;
 
-fn take_hold(process: &Process) -> Result<Attached, Failure> {
-    let attached = inject_userfaultfd(process).map_err(|e| Failure::kernel(&e))?;
-    keyframe_failure::output::warn_unguarded(&attached, process.pid());
+fn take_hold(process: &Process, events: &dyn EventSink) -> Result<Attached> {
+    let attached = inject_userfaultfd(process)?;
+    if !attached.guarded {
+        events.event(&Event::UnguardedAttach { qemu_pid: process.pid() });
+    }
     Ok(attached)
 }
 
-fn write_tracker(
-    process: &Process,
-    ram: &GuestRam,
-    watches_discards: bool,
-) -> Stopped<WriteTracker> {
-    let attached = take_hold(process)?;
-    let mut tracker = WriteTracker::new(process, attached.uffd).map_err(|e| Failure::kernel(&e))?;
-    tracker.set_watch_discards(watches_discards);
-    for range in ram.ranges() {
-        tracker.register(range).map_err(|e| Failure::kernel(&e))?;
+fn write_tracker(way: &Ways, events: &dyn EventSink) -> Stopped<WriteTracker> {
+    let attached = take_hold(&way.process, events)?;
+    let mut tracker = WriteTracker::new(&way.process, attached.uffd)?;
+    tracker.set_watch_discards(way.watches_discards);
+    for range in way.ram.ranges() {
+        tracker.register(range)?;
     }
     Ok((tracker, attached.stopped_ns))
 }
 
-fn fault_tracker(process: &Process, ram: &GuestRam) -> Stopped<Arc<FaultTracker>> {
-    let attached = take_hold(process)?;
-    let mut tracker = FaultTracker::new(process, attached.uffd, attached.user_mode_only)
-        .map_err(|e| Failure::kernel(&e))?;
+fn fault_tracker(
+    process: &Process,
+    ram: &GuestRam,
+    events: &dyn EventSink,
+) -> Stopped<Arc<FaultTracker>> {
+    let attached = take_hold(process, events)?;
+    let mut tracker = FaultTracker::new(process, attached.uffd, attached.user_mode_only)?;
     for range in ram.ranges() {
-        tracker.register(range).map_err(|e| Failure::kernel(&e))?;
+        tracker.register(range)?;
     }
     Ok((Arc::new(tracker), attached.stopped_ns))
 }
@@ -246,33 +237,28 @@ impl Strategies {
     }
 
     /// The one of that name, or why it cannot be.
-    pub fn get(&mut self, name: Name) -> Result<&mut dyn CopyStrategy, Failure> {
+    pub fn get(&mut self, name: Name) -> Result<&mut dyn CopyStrategy> {
         Ok(match name {
             Name::Auto => &mut self.auto,
             Name::Precopy => &mut self.precopy,
             Name::PreScan => &mut self.prescan,
             Name::StopCopy => &mut self.stop_copy,
-            Name::Cow => self.cow.as_mut().ok_or_else(|| {
-                Failure::new("copy-on-write has to answer the guest's first writes itself, and this run's tracker does not")
-                    .fix("start the run with --strategy cow, or --tracker sync")
-            })?,
-            Name::Fork => {
-                if self.fork.is_none() {
-                    let freezer = |way: &Ways| -> Result<(u64, Box<dyn RamFreezer>), Failure> {
+            Name::Cow => self.cow.as_mut().ok_or(Error::NoCopyOnWrite)?,
+            Name::Fork => match &mut self.fork {
+                Some(fork) => fork,
+                none => {
+                    let freezer = |way: &Ways| -> Result<(u64, Box<dyn RamFreezer>)> {
                         let freezer = ForkFreezer::new(Arc::clone(&way.ram), &way.process);
-                        Ok((way.len_pages(), Box::new(freezer.map_err(|e| Failure::kernel(&e))?)))
+                        Ok((way.len_pages(), Box::new(freezer?)))
                     };
-                    let freezers = self.ways.iter().map(freezer).collect::<Result<_, _>>()?;
-                    self.fork = Some(ForkStrategy::new(one(freezers, |all| Box::new(GroupFreezer::new(all)))));
+                    let freezers = self.ways.iter().map(freezer).collect::<Result<_>>()?;
+                    none.insert(ForkStrategy::new(one(freezers, |all| {
+                        Box::new(GroupFreezer::new(all))
+                    })))
                 }
-                self.fork.as_mut().ok_or_else(|| Failure::new("no fork"))?
-            }
+            },
         })
     }
-}
-
-fn no_threads(error: &keyframe_capture::BoxError) -> Failure {
-    Failure::new(format!("start the copying threads: {error}"))
 }
 
 /// More threads than this do not copy faster: memory is the limit.
@@ -308,9 +294,9 @@ fn available_memory_bytes() -> u64 {
         .map_or(1 << 30, |kib| kib.saturating_mul(1024))
 }
 
-fn random_key() -> Result<[u8; 32], Failure> {
+fn random_key() -> Result<[u8; 32]> {
     let mut key = [0; 32];
     getrandom::fill(&mut key)
-        .map_err(|e| Failure::new(format!("read the kernel's random number generator: {e}")))?;
+        .map_err(|e| Error::io("read the kernel's random number generator", e.into()))?;
     Ok(key)
 }

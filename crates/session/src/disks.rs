@@ -10,9 +10,10 @@
 //! whoever fails; between `before_stop` and `resumed` the encoder asks the server nothing, so that
 //! the pause does not wait for it.
 
+use crate::error::{DiskError, Error, Result};
+use crate::event::{SharedEventSink, Step, tell_failed};
 use keyframe_capture::BoxError;
 use keyframe_disk::{DiskBlock, DiskEpoch, Extent};
-use keyframe_failure::{Failure, chain};
 use keyframe_locks::IgnorePoison;
 use keyframe_store::{DiskMeta, Meta, Run, Store};
 use keyframe_units::{CheckpointId, PAGE_BYTES, Page};
@@ -50,7 +51,7 @@ impl Shared {
         ask: impl FnOnce(&mut keyframe_disk::Disks) -> keyframe_disk::Result<T>,
     ) -> Result<T, BoxError> {
         let mut state = self.lock();
-        let served = state.served.as_mut().ok_or("the disks are not served any more")?;
+        let served = state.served.as_mut().ok_or(Error::DisksNotServed)?;
         Ok(ask(&mut served.disks)?)
     }
 
@@ -61,7 +62,7 @@ impl Shared {
     ) -> Result<T, BoxError> {
         let waited = self.idle.wait_timeout_while(self.lock(), PAUSE_WAIT, |state| state.pausing);
         let (mut state, _) = waited.ignore_poison();
-        let served = state.served.as_mut().ok_or("the disks are not served any more")?;
+        let served = state.served.as_mut().ok_or(Error::DisksNotServed)?;
         Ok(ask(&mut served.disks)?)
     }
 }
@@ -71,6 +72,7 @@ pub struct SessionDisks {
     shared: Arc<Shared>,
     metas: Vec<DiskMeta>,
     pause_limit: Duration,
+    events: SharedEventSink,
     current: Option<Cut>,
     in_flight: BTreeMap<u64, Vec<DiskEpoch>>,
 }
@@ -81,11 +83,11 @@ pub struct SinkDisks(Arc<Shared>);
 
 impl SessionDisks {
     /// Over disks that are served; pauses are ended by others after `pause_limit`.
-    pub fn new(served: ServedDisks, pause_limit: Duration) -> Self {
+    pub fn new(served: ServedDisks, pause_limit: Duration, events: SharedEventSink) -> Self {
         let metas = served.metas.clone();
         let state = Mutex::new(State { served: Some(served), pausing: false });
         let shared = Arc::new(Shared { state, idle: Condvar::new() });
-        Self { shared, metas, pause_limit, current: None, in_flight: BTreeMap::new() }
+        Self { shared, metas, pause_limit, events, current: None, in_flight: BTreeMap::new() }
     }
 
     /// What is known of them.
@@ -161,8 +163,7 @@ impl SessionDisks {
             settled.or_else(|_| disks.settled())
         });
         if let (Some(epochs), Some(current)) = (epochs, &self.current) {
-            let twice = |_| BoxError::from("the disks were cut twice in a capture");
-            current.set(epochs?).map_err(twice)?;
+            current.set(epochs?).map_err(|_| DiskError::CutTwice)?;
         }
         settled
     }
@@ -190,7 +191,7 @@ impl SessionDisks {
     pub fn sealed(&mut self, seq: u64) {
         if let Some(epochs) = self.in_flight.remove(&seq) {
             let released = self.shared.ask_idle(|disks| disks.release(&epochs));
-            report("release the blocks of a checkpoint", released);
+            tell_failed(&*self.events, Step::ReleaseBlocks, released);
         }
     }
 
@@ -205,7 +206,7 @@ impl SessionDisks {
 
     /// Opens the disks of checkpoint `id` beside those that are served, which the VM is to go back
     /// to.
-    pub fn stage(&mut self, store: &Store, id: CheckpointId, meta: &Meta) -> Result<(), Failure> {
+    pub fn stage(&mut self, store: &Store, id: CheckpointId, meta: &Meta) -> Result<()> {
         self.served(|served| served.stage(store, id, meta))
     }
 
@@ -216,32 +217,31 @@ impl SessionDisks {
     }
 
     /// What is served from now on comes from checkpoint `id`.
-    pub fn came_from(&mut self, id: CheckpointId) -> Result<(), Failure> {
+    pub fn came_from(&mut self, id: CheckpointId) -> Result<()> {
         self.served(|served| served.describe(id))
     }
 
     /// Removes what is not served.
-    pub fn dismiss(&mut self) -> Result<(), Failure> {
+    pub fn dismiss(&mut self) -> Result<()> {
         self.served(ServedDisks::dismiss)
     }
 
     fn served<T>(
         &mut self,
         ask: impl FnOnce(&mut ServedDisks) -> Result<T, keyframe_vm_disks::Error>,
-    ) -> Result<T, Failure> {
+    ) -> Result<T> {
         let mut state = self.shared.lock();
-        let served = state.served.as_mut();
-        Ok(ask(served.ok_or_else(|| Failure::new("the disks are not served any more"))?)?)
+        Ok(ask(state.served.as_mut().ok_or(Error::DisksNotServed)?)?)
     }
 
     fn give_back(&self, epochs: &[DiskEpoch]) {
         let given = self.shared.ask_idle(|disks| disks.give_back(epochs));
-        report("give the blocks of a failed checkpoint to the next one", given);
+        tell_failed(&*self.events, Step::GiveBackBlocks, given);
     }
 
     /// The VMs have ended: ends the server too, and tells where what they have written lies, if
     /// anything.
-    pub fn end(self) -> Result<Option<PathBuf>, Failure> {
+    pub fn end(self) -> Result<Option<PathBuf>> {
         let served = self.shared.lock().served.take();
         Ok(served.map_or(Ok(None), |served| served.end(true))?)
     }
@@ -250,14 +250,6 @@ impl SessionDisks {
     pub fn keep(self) -> Option<PathBuf> {
         let served = self.shared.lock().served.take();
         served.map(|served| served.directory.path().to_owned())
-    }
-}
-
-/// The server has no more use for the epoch either way once it is gone, which the next capture says
-/// too.
-fn report(operation: &str, result: Result<(), BoxError>) {
-    if let Err(error) = result {
-        eprintln!("keyframe: warning: {operation}: {}", chain(&*error));
     }
 }
 
@@ -287,7 +279,7 @@ impl SinkDisks {
         run: &mut impl BlockSink,
         fault: &mut dyn FnMut() -> Result<(), BoxError>,
     ) -> Result<(), BoxError> {
-        let epochs = cut.get().ok_or("the checkpoint's disks were not cut")?;
+        let epochs = cut.get().ok_or(DiskError::NotCut)?;
         let mut buffer = vec![0; SLOTS as usize * PAGE_BYTES];
         for (index, epoch) in epochs.iter().enumerate() {
             let slots = self.0.ask_idle(|disks| disks.slot_file(index))?;
@@ -323,7 +315,7 @@ fn put_extent(
         let part = (blocks - done).min(SLOTS);
         let bytes = &mut buffer[..part as usize * PAGE_BYTES];
         let from =
-            u32::try_from(u64::from(slot.0) + done).map_err(|_| "a slot beyond the overlay")?;
+            u32::try_from(u64::from(slot.0) + done).map_err(|_| DiskError::SlotBeyondOverlay)?;
         slots.read(keyframe_disk::Slot(from), bytes)?;
         let (pages, _) = bytes.as_chunks::<PAGE_BYTES>();
         for (at, page) in (block.0 + done..).zip(pages) {

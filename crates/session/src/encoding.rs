@@ -4,10 +4,10 @@
 //! Invariant: the thread ends when its queue is closed and worked off; what was captured before
 //! that is sealed, or its failure reported.
 
+use crate::error::{Error, Result};
 use keyframe_capture::{
     CapturePhase, CheckpointEncoder, CheckpointSink, EncodeReport, EncoderMessage,
 };
-use keyframe_failure::Failure;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
@@ -25,14 +25,14 @@ impl<S: CheckpointSink + 'static> Encoding<S> {
         space_pages: u64,
         watch: Box<dyn FnMut(CapturePhase) + Send>,
         report: impl FnMut(EncodeReport<S::Sealed>) + Send + 'static,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Self> {
         let encoder = CheckpointEncoder::new(sink, space_pages, watch);
         let (queue, messages) = channel();
         let work = move || work(encoder, &messages, report);
         let thread = std::thread::Builder::new()
             .name("encoder".into())
             .spawn(work)
-            .map_err(|e| Failure::new(format!("start the encoder's thread: {e}")))?;
+            .map_err(|e| Error::io("start the encoder's thread", e))?;
         Ok(Self { queue, thread })
     }
 
@@ -43,9 +43,9 @@ impl<S: CheckpointSink + 'static> Encoding<S> {
 
     /// Closes the queue, waits until it is worked off, and gives the sink back. Its reports have
     /// been given.
-    pub fn finish(self) -> Result<S, Failure> {
+    pub fn finish(self) -> Result<S> {
         drop(self.queue);
-        self.thread.join().map_err(|_| Failure::new("the encoder's thread has failed"))
+        self.thread.join().map_err(|_| Error::EncoderPanicked)
     }
 }
 

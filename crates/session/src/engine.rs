@@ -6,30 +6,34 @@
 
 mod ending;
 mod outcome;
+mod report;
 mod rollback;
 mod stepping;
 
+pub use report::{RunEnd, RunReport, Verdict};
 pub use stepping::{ReplaySteps, Step};
 
 use super::Options;
 use super::audit::Audit;
 use super::copying::Copying;
 use super::encoding::Encoding;
+use super::event::{Event, SessionStart};
 use super::faults::Fault;
 use super::launch::Parts;
 use super::machines::{Machines, Member};
 use super::recompressor::Recompressor;
 use super::recorder::Recorder;
-use super::sink::{Label, MachinesMeta, StoreSink};
+use super::sink::{CheckpointReason, Label, MachinesMeta, StoreSink};
 use super::storage::Storage;
 use super::tuning::Tuning;
 use super::watch::Watch;
 use crate::control::server::{self, Pending, SharedStatus};
-use crate::control::{MemberStatus, OnExit, Request, Response, Status, Strategy};
+use crate::control::{
+    CaptureState, EncoderState, MemberStatus, OnExit, Request, Response, Status, Strategy, VmState,
+};
+use crate::error::{CheckpointError, CheckpointFailure, Error, NotCaptured, Result, with_fix};
 use crate::rundir::RunDir;
 use keyframe_capture::{CaptureError, CapturePhase, EncodeReport, SettledReport};
-use keyframe_failure::output;
-use keyframe_failure::{DONE, FAILED, Failure, Outcome, WARNED, chain};
 use keyframe_inspect::entry::Entry;
 use keyframe_scheduling::Cadence;
 use keyframe_store::{CheckpointId, Sealed, Store, Writer};
@@ -57,6 +61,14 @@ pub enum Inbox {
     Request(Pending),
     /// The encoder.
     Report(Box<EncodeReport<Sealed>>),
+}
+
+/// Is told what becomes of a capture.
+enum Taker {
+    /// A client of the control socket.
+    Client(Sender<Response>),
+    /// The engine itself.
+    Engine(Sender<Result<CheckpointId, CheckpointFailure>>),
 }
 
 /// How a run ended.
@@ -87,7 +99,7 @@ pub struct Engine<'a> {
     inbox: Receiver<Inbox>,
     inbox_sender: Sender<Inbox>,
     /// Who waits for which capture to be sealed.
-    takers: BTreeMap<u64, Sender<Response>>,
+    takers: BTreeMap<u64, Taker>,
     /// Pages of the newest checkpoint.
     last_pages: u64,
     /// The newest checkpoint that was sealed.
@@ -114,20 +126,16 @@ pub struct Engine<'a> {
 
 impl<'a> Engine<'a> {
     /// An engine over a VM that is ready to run.
-    pub fn new(store: &'a Store, parts: Parts, options: Options) -> Result<Self, Failure> {
+    pub fn new(store: &'a Store, parts: Parts, options: Options) -> Result<Self> {
         let status = Arc::new(Mutex::new(first_status(store, &parts, &options)));
         let (inbox_sender, inbox) = channel();
         let requests = inbox_sender.clone();
         let deliver = move |pending| requests.send(Inbox::Request(pending)).is_ok();
-        let socket = server::listen(parts.run_dir.path(), &status, deliver).map_err(|e| {
-            Failure::new(format!("listen in {}: {e}", parts.run_dir.path().display()))
-        })?;
+        let socket = server::listen(parts.run_dir.path(), &status, deliver)
+            .map_err(|e| Error::file("listen in", parts.run_dir.path(), e))?;
         let interrupted = crate::interrupt::interruption_or_hangup()?;
         let audit = match &options.audit {
-            Some(dir) => Some(
-                Audit::new(dir.clone())
-                    .map_err(|e| Failure::new(format!("make {}: {e}", dir.display())))?,
-            ),
+            Some(dir) => Some(Audit::new(dir.clone()).map_err(|e| Error::file("make", dir, e))?),
             None => None,
         };
         let space_pages = parts.copying.layout.len_pages();
@@ -173,11 +181,11 @@ impl<'a> Engine<'a> {
     }
 
     /// Runs the VM to its end, or until the run is ended.
-    pub fn run(mut self) -> Outcome {
-        self.say(&self.greeting());
+    pub fn run(mut self) -> Result<RunReport> {
+        self.tell(Event::Started(self.greeting()));
         if self.options.recorded.is_some() {
             // A replay begins with a checkpoint.
-            self.capture("begin", None, None).map_err(Failure::new)?;
+            self.capture(CheckpointReason::Begin, None, None)?;
         }
         self.machines.start()?;
         let end = self.until_end();
@@ -193,15 +201,13 @@ impl<'a> Engine<'a> {
             self.machines.members_mut().iter_mut().try_for_each(|m| m.machine.stand().map(drop));
         match stands {
             // What went wrong has been said.
-            Ok(()) if !self.given_up => drop(self.capture("end", None, None)),
+            Ok(()) if !self.given_up => drop(self.capture(CheckpointReason::End, None, None)),
             Ok(()) => {}
-            Err(error) => {
-                eprintln!("keyframe: no checkpoint at the recording's end: {}", chain(&*error))
-            }
+            Err(error) => self.tell(Event::NoFinalCheckpoint { error: error.into() }),
         }
     }
 
-    fn until_end(&mut self) -> Result<End, Failure> {
+    fn until_end(&mut self) -> Result<End> {
         loop {
             if let Some(exit) = self.machines.try_wait()? {
                 return Ok(End::Vm(exit));
@@ -225,7 +231,7 @@ impl<'a> Engine<'a> {
                 Ok(Inbox::Report(report)) => self.settle(*report),
                 Err(RecvTimeoutError::Timeout) if self.is_due() && self.may_capture() => {
                     // What went wrong has been said.
-                    let _ = self.capture("interval", None, None);
+                    let _ = self.capture(CheckpointReason::Interval, None, None);
                 }
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => std::thread::sleep(LOOK_EVERY),
@@ -280,11 +286,11 @@ impl<'a> Engine<'a> {
     fn look(&mut self) {
         self.machines.look();
         let state = match (self.is_blind, self.machines.run()) {
-            (true, _) => "unknown",
-            (_, true) => "running",
-            (_, false) => "paused",
+            (true, _) => VmState::Unknown,
+            (_, true) => VmState::Running,
+            (_, false) => VmState::Paused,
         };
-        self.update(|status| state.clone_into(&mut status.state));
+        self.update(|status| status.state = state);
     }
 
     /// Without one of its members a group has no more checkpoints.
@@ -292,9 +298,7 @@ impl<'a> Engine<'a> {
         if !self.given_up
             && let Some(name) = self.machines.lost()
         {
-            eprintln!(
-                "keyframe: VM {name} has ended: no more checkpoints of the group are taken; the others run on"
-            );
+            self.tell(Event::MemberLost { vm: name.to_owned() });
             self.given_up = true;
         }
     }
@@ -303,10 +307,10 @@ impl<'a> Engine<'a> {
         let (response, end) = match pending.request {
             Request::Take { tag, strategy } => match self.take(tag, strategy) {
                 Ok(seq) => {
-                    self.takers.insert(seq, pending.answer);
+                    self.takers.insert(seq, Taker::Client(pending.answer));
                     return None;
                 }
-                Err(message) => (Response::Failed(message), None),
+                Err(error) => (Response::Failed(with_fix(&error.into())), None),
             },
             Request::Stop { on_exit } => {
                 (Response::Stopping, Some(End::Asked(on_exit.unwrap_or(self.options.on_exit))))
@@ -320,26 +324,30 @@ impl<'a> Engine<'a> {
         end
     }
 
-    fn take(&mut self, tag: Option<String>, strategy: Option<Strategy>) -> Result<u64, String> {
+    fn take(
+        &mut self,
+        tag: Option<String>,
+        strategy: Option<Strategy>,
+    ) -> Result<u64, NotCaptured> {
         if let Some(tag) = &tag {
-            keyframe_store::check_tag(tag).map_err(|e| chain(&e))?;
+            keyframe_store::check_tag(tag).map_err(CheckpointError::Tag)?;
         }
         if self.given_up {
-            return Err("no more checkpoints are taken: see keyframe status".into());
+            return Err(CheckpointError::GivenUp.into());
         }
-        self.capture("take", tag, strategy)
+        self.capture(CheckpointReason::Take, tag, strategy)
     }
 
     /// Captures one checkpoint; its seal is reported later.
     fn capture(
         &mut self,
-        reason: &'static str,
+        reason: CheckpointReason,
         tag: Option<String>,
         strategy: Option<Strategy>,
-    ) -> Result<u64, String> {
+    ) -> Result<u64, NotCaptured> {
         let now_ns = elapsed_ns(self.born);
         let backlog_ns = match (&mut self.cadence, reason) {
-            (Some(cadence), "interval") => cadence.start(now_ns),
+            (Some(cadence), CheckpointReason::Interval) => cadence.start(now_ns),
             (Some(cadence), _) => {
                 cadence.restart(now_ns);
                 0
@@ -347,15 +355,13 @@ impl<'a> Engine<'a> {
             (None, _) => 0,
         };
         let cut = self.machines.storage().map(|(disks, vms)| disks.begin(vms)).transpose();
-        let cut = cut.map_err(|e| {
-            self.failed(&format!("prepare the VM's disks: {}", chain(&*e)), 1, false)
-        })?;
+        let cut = cut.map_err(|e| self.failed(CheckpointError::Disks(e), 1, false))?;
         let copying = &mut self.copying;
         let strategy = copying.strategies.get(strategy.unwrap_or(self.options.strategy));
-        let strategy = strategy.map_err(|failure| failure.to_string())?;
+        let strategy = strategy.map_err(|e| CheckpointError::Strategy(Box::new(e)))?;
         let position = self.machines.mark();
         let label = Label { reason, backlog_ns, tag, cut, parent: self.came_from, position };
-        let Some(encoding) = &mut self.encoding else { return Err("the run is ending".into()) };
+        let encoding = self.encoding.as_mut().ok_or(CheckpointError::Ending)?;
         let result = copying.cycle.capture(
             &mut self.machines,
             &mut self.watch,
@@ -369,7 +375,7 @@ impl<'a> Engine<'a> {
         }
         let queued = self.copying.cycle.in_flight();
         self.update(|status| {
-            status.phase = "idle".into();
+            status.phase = CaptureState::Idle;
             status.backlog_ns = backlog_ns;
             status.queued = queued;
         });
@@ -380,44 +386,25 @@ impl<'a> Engine<'a> {
                 }
                 Ok(seq)
             }
-            Err(error) => Err(self.stumbled(&error)),
+            Err(error) => Err(self.stumbled(error)),
         }
     }
 
-    fn greeting(&self) -> String {
-        let replays =
-            self.options.recorded.as_ref().is_some_and(|recorded| recorded.machine.is_some());
-        let every = match self.options.interval {
-            _ if replays => "replaying its recording: checkpoints".into(),
-            Some(interval) => {
-                format!("a checkpoint every {}", humantime::format_duration(interval))
-            }
-            None => "checkpoints by `keyframe take`".into(),
-        };
-        let attached = match self.copying.stopped_ns {
-            Some(ns) if self.machines.is_attached() => {
-                format!(", whose main thread stood still for {}", output::duration(ns))
-            }
-            _ => String::new(),
-        };
-        let qemu = |m: &Member| {
-            let of = if self.machines.is_group() { format!(" {}", m.name) } else { String::new() };
-            format!("QEMU{of} {}", m.machine.vm.pid())
-        };
-        let qemus: Vec<_> = self.machines.members().iter().map(qemu).collect();
-        format!(
-            "{} {}: {every} into {} ({}{attached})",
-            if self.machines.is_group() { "group" } else { "VM" },
-            self.name,
-            self.store.path().display(),
-            qemus.join(", ")
-        )
+    fn greeting(&self) -> SessionStart {
+        let members = self.machines.members().iter();
+        SessionStart {
+            name: self.name.clone(),
+            is_group: self.machines.is_group(),
+            is_replay: self.options.recorded.as_ref().is_some_and(|r| r.machine.is_some()),
+            interval: self.options.interval,
+            store: self.store.path().to_owned(),
+            vms: members.map(|m| (m.name.clone(), m.machine.vm.pid())).collect(),
+            attach_stopped_ns: self.copying.stopped_ns.filter(|_| self.machines.is_attached()),
+        }
     }
 
-    fn say(&self, text: &str) {
-        if !self.options.quiet {
-            eprintln!("keyframe: {text}");
-        }
+    fn tell(&self, event: Event) {
+        self.options.events.event(&event);
     }
 
     fn update(&self, change: impl FnOnce(&mut Status)) {
@@ -435,10 +422,10 @@ fn encode(
     inbox: Sender<Inbox>,
     status: SharedStatus,
     fault: Option<Fault>,
-) -> Result<Encoding<StoreSink>, Failure> {
+) -> Result<Encoding<StoreSink>> {
     let watch = move |phase: CapturePhase| {
         if let Ok(mut status) = status.lock() {
-            phase.name().clone_into(&mut status.encoder);
+            status.encoder = EncoderState::of(phase);
         }
         if let Some(fault) = &fault {
             fault.reached(phase);
@@ -461,7 +448,7 @@ fn first_status(store: &Store, parts: &Parts, options: &Options) -> Status {
         .collect();
     Status {
         vm: parts.name.clone(),
-        state: if parts.machines.run() { "running" } else { "paused" }.into(),
+        state: if parts.machines.run() { VmState::Running } else { VmState::Paused },
         qemu_pid: members.first().map_or(0, |m| m.qemu_pid),
         engine_pid: std::process::id(),
         store: store.absolute_path().unwrap_or_else(|_| store.path().into()).display().to_string(),
@@ -471,8 +458,8 @@ fn first_status(store: &Store, parts: &Parts, options: &Options) -> Status {
         failed: 0,
         last_error: None,
         backlog_ns: 0,
-        phase: "idle".into(),
-        encoder: "sealed".into(),
+        phase: CaptureState::Idle,
+        encoder: EncoderState::Sealed,
         queued: 0,
         last: None,
         last_age_ns: None,

@@ -8,8 +8,9 @@
 //! Invariant: a hold that fails, or whose checkpoint fails, is released; the guests' packets are
 //! late and never lost.
 
+use crate::error::{Error, Result};
+use crate::event::{Event, EventSink};
 use keyframe_capture::BoxError;
-use keyframe_failure::{Failure, chain};
 use keyframe_net::{HOLD_MAX, InFlight, PortId, Remote};
 use keyframe_qemu::cmdline::{NetworkLink, network_links, packet_holders};
 use std::os::unix::process::CommandExt;
@@ -31,19 +32,19 @@ pub struct Lans {
 
 impl Lans {
     /// A switch of our own that listens at `paths`.
-    pub fn start(paths: &[PathBuf]) -> Result<Self, Failure> {
+    pub fn start(paths: &[PathBuf]) -> Result<Self> {
         let mut command = Command::new("/proc/self/exe");
         command.arg0("keyframe").arg("__switch");
-        let mut remote = Remote::spawn(&mut command).map_err(|e| failure(&e))?;
+        let mut remote = Remote::spawn(&mut command)?;
         for path in paths {
-            remote.listen(path).map_err(|e| failure(&e))?;
+            remote.listen(path)?;
         }
         Ok(Self { remote, held: false })
     }
 
     /// The switch of the user's (`keyframe switch`) with that control socket.
-    pub fn connect(control: &Path) -> Result<Self, Failure> {
-        Ok(Self { remote: Remote::connect(control).map_err(|e| failure(&e))?, held: false })
+    pub fn connect(control: &Path) -> Result<Self> {
+        Ok(Self { remote: Remote::connect(control)?, held: false })
     }
 
     /// Nothing is delivered from here on, and all that was sent has been taken in.
@@ -77,7 +78,7 @@ impl Lans {
         in_flight: &InFlight,
         pids: &[(u32, u32)],
         now: impl Fn(&str) -> String,
-    ) -> Result<(), Failure> {
+    ) -> Result<()> {
         let stands_in = |port: &PortId| {
             let (_, pid) = pids.iter().find(|(then, _)| *then == port.pid)?;
             Some((port.clone(), PortId { lan: now(&port.lan), pid: *pid, number: port.number }))
@@ -86,29 +87,25 @@ impl Lans {
             in_flight.ports.iter().filter_map(|recorded| stands_in(&recorded.port)).collect();
         let deadline = Instant::now() + CONNECT_TIMEOUT;
         loop {
-            let there = self.remote.ports().map_err(|e| failure(&e))?.ports;
+            let there = self.remote.ports()?.ports;
             let missing =
                 ports.iter().find(|(_, port)| !there.iter().any(|status| status.port == *port));
             match missing {
                 None => break,
                 Some((_, port)) if Instant::now() >= deadline => {
-                    return Err(Failure::new(format!(
-                        "the restored VM did not connect: no {port}"
-                    )));
+                    return Err(Error::NotConnected { port: port.to_string() });
                 }
                 Some(_) => std::thread::sleep(Duration::from_millis(2)),
             }
         }
         self.held = true;
-        self.remote
-            .hold(HOLD_MAX)
-            .and_then(|()| self.remote.restore(in_flight, &ports))
-            .map_err(|e| failure(&e))
+        self.remote.hold(HOLD_MAX)?;
+        Ok(self.remote.restore(in_flight, &ports)?)
     }
 
     /// The sockets of its networks, as far as VMs are connected to them.
-    pub fn connected(&mut self) -> Result<Vec<PathBuf>, Failure> {
-        let ports = self.remote.ports().map_err(|e| failure(&e))?.ports;
+    pub fn connected(&mut self) -> Result<Vec<PathBuf>> {
+        let ports = self.remote.ports()?.ports;
         let mut lans: Vec<PathBuf> =
             ports.into_iter().map(|status| status.port.lan.into()).collect();
         lans.dedup();
@@ -123,26 +120,21 @@ impl Lans {
 }
 
 /// Warns of links of a group's member that no checkpoint can hold.
-pub fn warn_of_loose_links(vm: &str, words: &[String], directory: &Path, lans: &[PathBuf]) {
+pub fn warn_of_loose_links(
+    vm: &str,
+    words: &[String],
+    directory: &Path,
+    lans: &[PathBuf],
+    events: &dyn EventSink,
+) {
     let is_held = |link: &NetworkLink| {
         link.lan.as_ref().is_some_and(|path| lans.contains(&directory.join(path)))
     };
     for link in network_links(words).iter().filter(|link| link.may_meet_others() && !is_held(link))
     {
-        eprintln!(
-            "keyframe: warning: VM {vm}: {}: packets that are on their way there at a checkpoint are lost at a restore; \
-             between members connect it to a --lan",
-            link.option
-        );
+        events.event(&Event::LooseLink { vm: vm.into(), option: link.option.clone() });
     }
     for option in if lans.is_empty() { Vec::new() } else { packet_holders(words) } {
-        eprintln!(
-            "keyframe: warning: VM {vm}: {option}: packets that wait in it at a checkpoint are lost at a restore; leave it out, or \
-             connect the NIC to a --lan without it"
-        );
+        events.event(&Event::PacketBuffer { vm: vm.into(), option });
     }
-}
-
-fn failure(error: &keyframe_net::Error) -> Failure {
-    Failure { fix: error.fix(), ..Failure::new(chain(error)) }
 }

@@ -9,13 +9,16 @@ use super::sink::{MachinesMeta, StoreSink};
 use super::storage::{self, DiskWay, Storage};
 use super::{LanChoice, Options};
 use crate::control::TrackerKind;
+use crate::error::{Error, Result};
+use crate::event::{Event, EventSink};
 use crate::lans::{self, Lans};
 use crate::rights;
 use crate::rundir::{self, RunDir};
-use keyframe_failure::Failure;
 use keyframe_qemu::watchdog::Watchdog;
-use keyframe_qemu::{DiskServer, Drive, Invocation, LaunchOptions, QemuIdentity, Severity, Vm};
-use keyframe_store::{DiskState, Durability, MachineMeta, MemberMeta, Store, Tuning, Writer};
+use keyframe_qemu::{
+    AuditFinding, DiskServer, Drive, Invocation, LaunchOptions, QemuIdentity, Severity, Vm,
+};
+use keyframe_store::{DiskState, MachineMeta, MemberMeta, Store, Tuning, Writer};
 use keyframe_vm_disks::media::Media;
 use keyframe_vm_disks::overlay_directory::left_over;
 use keyframe_vm_disks::{self as disks, DiskToServe, ServedDisks};
@@ -24,6 +27,7 @@ use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
 
 /// VMs that are ready to run, tracked, with a run in the store.
 pub struct Parts {
@@ -68,18 +72,18 @@ pub struct Found {
 }
 
 /// Brings VMs up to just before their first instruction.
-pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Parts, Failure> {
+pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Parts> {
     require_kernel(options)?;
-    let directory = std::env::current_dir()
-        .map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
+    let directory =
+        std::env::current_dir().map_err(|e| Error::io("find the working directory", e))?;
     let (commands, is_group) = match commands {
         Commands::One(command) => (vec![command], false),
         Commands::Group(commands) => (commands, true),
     };
     let mut starting = Vec::with_capacity(commands.len());
     for command in commands {
-        let invocation = Invocation::parse(command).map_err(|e| Failure::qemu(&e))?;
-        let identity = invocation.identity().map_err(|e| Failure::qemu(&e))?;
+        let invocation = Invocation::parse(command)?;
+        let identity = invocation.identity()?;
         starting.push((invocation, identity));
     }
     let wanted: Vec<_> =
@@ -91,16 +95,19 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
     let lans = open_lans(options)?;
     let way = storage::choose::for_launch(options.disk, &all_drives(&starting, &directory)?)?;
     let served = if way == DiskWay::Served {
-        serve_disks(store, &name, run_dir.path(), &mut starting, is_group.then_some(&members))?
+        let members = is_group.then_some(&members[..]);
+        serve_disks(store, &name, run_dir.path(), &mut starting, members, &*options.events)?
     } else {
         None
     };
     let mut media = None;
     if let Some(recorded) = &options.recorded {
-        media = recorded.prepare(&mut starting, (&directory, run_dir.path()), options.quiet)?;
+        media = recorded.prepare(&mut starting, (&directory, run_dir.path()), &*options.events)?;
     }
-    let disks =
-        served.map(|served| Storage::Served(SessionDisks::new(served, options.pause_limit)));
+    let disks = served.map(|served| {
+        let events = Arc::clone(&options.events);
+        Storage::Served(SessionDisks::new(served, options.pause_limit, events))
+    });
     let mut beside = Beside { lans, disks };
     let mut found: Vec<Found> = Vec::with_capacity(starting.len());
     let launched = starting.into_iter().zip(members).enumerate().try_for_each(
@@ -112,9 +119,8 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
                 run_dir.path().into()
             };
             let runs = !line.starts_paused();
-            let mut vm =
-                Vm::launch(line, &LaunchOptions { run_dir }).map_err(|e| Failure::qemu(&e))?;
-            let whole = vm.require_whole_line().map_err(|e| Failure::qemu(&e));
+            let mut vm = Vm::launch(line, &LaunchOptions { run_dir })?;
+            let whole = vm.require_whole_line();
             let answered = answer_on(vm.core(), beside.disks.as_ref(), media.as_mut());
             if let Some(media) = media.take() {
                 vm.accompany(media);
@@ -129,13 +135,9 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
             });
             answered?;
             match whole {
-                Err(hidden) if options.recorded.is_some() => Err(hidden),
+                Err(hidden) if options.recorded.is_some() => Err(hidden.into()),
                 Err(hidden) => {
-                    eprintln!(
-                        "keyframe: note: {}; {}",
-                        hidden.message,
-                        hidden.fix.unwrap_or_default()
-                    );
+                    options.events.event(&Event::HiddenOptions { error: Arc::new(hidden) });
                     Ok(())
                 }
                 Ok(()) => Ok(()),
@@ -146,49 +148,47 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
     let launched = launched.and_then(|()| {
         if way != DiskWay::Served {
             let place = (store, &*name, run_dir.path());
-            beside.disks =
-                storage::choose::own(place, (&mut found, is_group), way, &options.leave_out)?;
+            beside.disks = storage::choose::own(
+                place,
+                (&mut found, is_group),
+                way,
+                &options.leave_out,
+                &options.events,
+            )?;
         }
         Ok(())
     });
     match launched {
         Ok(()) => {
             // Before there are threads that copy and encode.
-            rights::trace_only();
+            rights::trace_only(&*options.events);
             prepare(store, writer, run_dir, (name, is_group), (found, beside), options).map_err(
                 |refused| {
-                    let Refused { failure, found, beside } = *refused;
+                    let Refused { error, found, beside } = *refused;
                     end(found, beside);
-                    failure
+                    error
                 },
             )
         }
-        Err(failure) => {
+        Err(error) => {
             end(found, beside);
-            Err(failure)
+            Err(error)
         }
     }
 }
 
 /// Has what a recorded guest reads and writes answered on its core, where it has one.
-fn answer_on(
-    core: Option<u32>,
-    disks: Option<&Storage>,
-    media: Option<&mut Media>,
-) -> Result<(), Failure> {
+fn answer_on(core: Option<u32>, disks: Option<&Storage>, media: Option<&mut Media>) -> Result<()> {
     let Some(core) = core else { return Ok(()) };
-    disks.map_or(Ok(()), |disks| disks.answer_on(core)).map_err(|e| Failure::new(e.to_string()))?;
+    disks.map_or(Ok(()), |disks| disks.answer_on(core)).map_err(Error::AnswerOnCore)?;
     Ok(media.map_or(Ok(()), |media| media.answer_on(core))?)
 }
 
 /// The disks of all lines, by paths that hold anywhere.
-fn all_drives(
-    starting: &[(Invocation, QemuIdentity)],
-    directory: &Path,
-) -> Result<Vec<Drive>, Failure> {
+fn all_drives(starting: &[(Invocation, QemuIdentity)], directory: &Path) -> Result<Vec<Drive>> {
     let mut all = Vec::new();
     for (line, _) in starting {
-        let drives = line.drives().map_err(|e| Failure::qemu(&e))?;
+        let drives = line.drives()?;
         all.extend(
             drives.into_iter().map(|drive| Drive { image: directory.join(&drive.image), ..drive }),
         );
@@ -202,20 +202,21 @@ fn serve_disks(
     name: &str,
     run_dir: &Path,
     starting: &mut [(Invocation, QemuIdentity)],
-    members: Option<&Vec<String>>,
-) -> Result<Option<ServedDisks>, Failure> {
+    members: Option<&[String]>,
+    events: &dyn EventSink,
+) -> Result<Option<ServedDisks>> {
     let socket = run_dir.join("disks.sock");
     let mut wanted = Vec::new();
     for (number, (line, _)) in starting.iter_mut().enumerate() {
         let member = members.and_then(|members| members.get(number));
         let prefix = member.map_or_else(String::new, |member| format!("{member}/"));
-        let drives = line.drives().map_err(|e| Failure::qemu(&e))?;
+        let drives = line.drives()?;
         for drive in &drives {
             wanted.push(DiskToServe::of_drive(drive, &prefix)?);
         }
         if !drives.is_empty() {
             let server = DiskServer { socket: socket.clone(), prefix };
-            line.serve_drives(&server).map_err(|e| Failure::qemu(&e))?;
+            line.serve_drives(&server)?;
         }
     }
     if wanted.is_empty() {
@@ -223,15 +224,14 @@ fn serve_disks(
     }
     let bases: Vec<&str> = wanted.iter().map(|disk| disk.meta.base.path.as_str()).collect();
     for (place, info, base) in left_over(store, &bases) {
-        eprintln!(
-            "keyframe: note: VM {} (started {:.0}) has written to {base}: that is in {}, and no part of this run, which \
-             begins with the image as it is",
-            info.vm,
-            info.began,
-            place.display()
-        );
+        events.event(&Event::LeftoverOverlay {
+            vm: info.vm,
+            began: info.began,
+            image: base,
+            overlay: place,
+        });
     }
-    Ok(Some(disks::serve(store, name, None, wanted, &socket)?))
+    Ok(disks::serve(store, name, None, wanted, &socket).map(Some)?)
 }
 
 /// Ends VMs, and what stands beside them.
@@ -250,7 +250,7 @@ pub fn names(
     wanted: &[Option<String>],
     is_group: bool,
     options: &Options,
-) -> Result<(String, Vec<String>), Failure> {
+) -> Result<(String, Vec<String>)> {
     if !is_group {
         let own = wanted.iter().flatten().next().map_or("vm", |name| name);
         let name = options.name.clone().unwrap_or_else(|| rundir::name_from(own));
@@ -264,19 +264,13 @@ pub fn names(
     if let Some((_, twice)) =
         members.iter().enumerate().find(|(i, name)| members[..*i].contains(name))
     {
-        return Err(Failure::new(format!("two VMs of the group are named {twice}"))
-            .fix("give each a name of its own with QEMU's -name"));
+        return Err(Error::MemberNamedTwice(twice.clone()));
     }
     Ok((options.name.clone().unwrap_or_else(|| "group".into()), members))
 }
 
 /// The right to write into `store`.
-pub fn lock(
-    store: &Store,
-    command: &str,
-    name: &str,
-    options: &Options,
-) -> Result<Writer, Failure> {
+pub fn lock(store: &Store, command: &str, name: &str, options: &Options) -> Result<Writer> {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let mut tuning = Tuning {
         encode_threads: options.encode_threads.unwrap_or((cores / 4).clamp(1, 8)),
@@ -290,45 +284,27 @@ pub fn lock(
     }
     let owner = format!("keyframe {command}, VM {name}");
     let writer =
-        store.lock_writer_tuned(&owner, tuning).map_err(|e| Failure::store(&e, store.path()))?;
+        store.lock_writer_tuned(&owner, tuning).map_err(|e| Error::store(store.path(), e))?;
     for torn in writer.torn() {
-        eprintln!(
-            "keyframe: checkpoint {} was not durable when the machine went down, and was set aside ({}): {}",
-            torn.id,
-            store.path().join("quarantine").display(),
-            torn.problem
-        );
+        options.events.event(&Event::TornCheckpoint {
+            torn: torn.clone(),
+            quarantine: store.path().join("quarantine"),
+        });
     }
     if let Some(from) = writer.in_doubt() {
-        eprintln!(
-            "keyframe: a sync of checkpoints from {from} on has failed since the machine was started: they can be read now, and \
-             the next power loss may take them; keep what matters with: keyframe copy --to STORE2"
-        );
+        options.events.event(&Event::SyncFailed { from });
     }
-    if let Some(note) = no_effect(options.durability, writer.durability(), store.is_remote())
-        .filter(|_| !options.quiet)
-    {
-        eprintln!("keyframe: {note}");
+    if writer.durability() != options.durability {
+        options.events.event(&Event::DurabilityIgnored {
+            asked: options.durability,
+            is_remote: store.is_remote(),
+        });
     }
     Ok(writer)
 }
 
-/// What to say where the durability that was asked for is not what there is.
-fn no_effect(asked: Durability, given: Durability, is_remote: bool) -> Option<String> {
-    let why = if is_remote {
-        "what is put into object storage is durable at once"
-    } else {
-        "the store's place cannot hold back what is put into it"
-    };
-    (asked != given).then(|| {
-        format!(
-            "--durability has no effect here: {why}, so that each checkpoint is durable before it is listed"
-        )
-    })
-}
-
 /// The networks that `options` name.
-pub fn open_lans(options: &Options) -> Result<Option<Lans>, Failure> {
+pub fn open_lans(options: &Options) -> Result<Option<Lans>> {
     match &options.lans {
         LanChoice::None => Ok(None),
         LanChoice::Own(paths) => Lans::start(paths).map(Some),
@@ -339,7 +315,7 @@ pub fn open_lans(options: &Options) -> Result<Option<Lans>, Failure> {
 /// VMs that were refused, and why.
 pub struct Refused {
     /// Why.
-    pub failure: Failure,
+    pub error: Error,
     /// The VMs.
     pub found: Vec<Found>,
     /// What stands beside them.
@@ -356,8 +332,8 @@ pub fn prepare(
     (mut found, mut beside): (Vec<Found>, Beside),
     options: &Options,
 ) -> Result<Parts, Box<Refused>> {
-    if is_group && let Err(failure) = look_at_links(&mut found, beside.lans.as_mut(), options) {
-        return Err(Box::new(Refused { failure, found, beside }));
+    if is_group && let Err(error) = look_at_links(&mut found, beside.lans.as_mut(), options) {
+        return Err(Box::new(Refused { error, found, beside }));
     }
     let disks = beside.disks.as_ref();
     match looked_into(store, &mut writer, (&name, is_group), (&mut found, disks), options) {
@@ -373,16 +349,12 @@ pub fn prepare(
             let machines = Machines::new(guarded.map(member).collect(), is_group, beside);
             Ok(Parts { name, run_dir, machines, copying, sink, writer, meta })
         }
-        Err(failure) => Err(Box::new(Refused { failure, found, beside })),
+        Err(error) => Err(Box::new(Refused { error, found, beside })),
     }
 }
 
 /// Warns of links between the members of a group that cannot be held.
-fn look_at_links(
-    found: &mut [Found],
-    lans: Option<&mut Lans>,
-    options: &Options,
-) -> Result<(), Failure> {
+fn look_at_links(found: &mut [Found], lans: Option<&mut Lans>, options: &Options) -> Result<()> {
     let held = match (&options.lans, lans) {
         (LanChoice::Own(paths), _) => paths.clone(),
         (_, Some(lans)) => lans.connected()?,
@@ -390,7 +362,7 @@ fn look_at_links(
     };
     for one in found {
         let words = one.vm.user_command().get(1..).unwrap_or_default();
-        lans::warn_of_loose_links(&one.name, words, &one.directory, &held);
+        lans::warn_of_loose_links(&one.name, words, &one.directory, &held, &*options.events);
     }
     Ok(())
 }
@@ -401,16 +373,16 @@ fn looked_into(
     (name, is_group): (&str, bool),
     (found, disks): (&mut [Found], Option<&Storage>),
     options: &Options,
-) -> Result<(Copying, StoreSink, MachinesMeta, Vec<Watchdog>), Failure> {
+) -> Result<(Copying, StoreSink, MachinesMeta, Vec<Watchdog>)> {
     for one in found.iter_mut() {
-        refuse(&mut one.vm)
-            .map_err(|failure| if is_group { failure.about(&one.name) } else { failure })?;
+        refuse(&mut one.vm, &*options.events)
+            .map_err(|error| if is_group { error.of_member(&one.name) } else { error })?;
     }
     let mut vms: Vec<_> = found.iter_mut().map(|one| (&*one.name, &mut one.vm)).collect();
     let copying = Copying::start(&mut vms, is_group, options)?;
     let mut members = Vec::with_capacity(found.len());
     for one in found.iter_mut() {
-        let ram_blocks = one.vm.ram_layout().map_err(|e| Failure::qemu(&e))?.blocks().len();
+        let ram_blocks = one.vm.ram_layout()?.blocks().len();
         let replayed = options.recorded.as_ref().and_then(|recorded| recorded.machine.clone());
         let machine = match replayed {
             Some(machine) => machine,
@@ -423,11 +395,11 @@ fn looked_into(
     let disk_metas = disks.map_or_else(Vec::new, |disks| disks.metas().to_vec());
     let has_disks = !disk_metas.is_empty();
     let run = writer.begin_run_with(name, &copying.layout, disk_metas, DiskState::default());
-    let mut run = run.map_err(|e| Failure::store(&e, store.path()))?;
+    let mut run = run.map_err(|e| Error::store(store.path(), e))?;
     if let Some(begin) =
         options.recorded.as_ref().and_then(|recorded| recorded.begin).filter(|_| has_disks)
     {
-        run.put_disks_of(begin).map_err(|e| Failure::store(&e, store.path()))?;
+        run.put_disks_of(begin).map_err(|e| Error::store(store.path(), e))?;
     }
     // A group's members come from one checkpoint.
     let lineage = found.first().and_then(|one| one.vm.lineage()).filter(|l| l.store == store.id());
@@ -438,7 +410,7 @@ fn looked_into(
         let monitor = first.vm.qmp().as_fd().try_clone_to_owned();
         fault.bind(
             first.vm.pid(),
-            monitor.map_err(|e| Failure::new(format!("copy a descriptor: {e}")))?,
+            monitor.map_err(|e| Error::io("copy the descriptor of QEMU's monitor", e))?,
         );
     }
     let watchdogs = found.iter().map(|one| spawn_watchdog(&one.vm)).collect::<Result<_, _>>()?;
@@ -446,7 +418,7 @@ fn looked_into(
 }
 
 /// Refuses a kernel or a user that cannot do it, before anything is started.
-pub fn require_kernel(options: &Options) -> Result<(), Failure> {
+pub fn require_kernel(options: &Options) -> Result<()> {
     if options.tracker_kind()? == TrackerKind::Compare {
         // That one needs nothing but the right to read.
         return Ok(());
@@ -454,85 +426,51 @@ pub fn require_kernel(options: &Options) -> Result<(), Failure> {
     let features = keyframe_kernel::features::probe();
     let missing: Vec<_> = features.items.iter().filter(|f| f.required && !f.available).collect();
     let Some(first) = missing.first() else { return Ok(()) };
-    let names: Vec<_> = missing.iter().map(|f| format!("{} ({})", f.name, f.detail)).collect();
-    let fix = first.fix.clone().unwrap_or_else(|| "see keyframe doctor".into());
-    Err(Failure::new(format!("this machine lacks what Keyframe needs: {}", names.join("; ")))
-        .fix(fix))
+    let fix = first.fix.clone();
+    let missing = missing.iter().map(|f| (f.name.to_string(), f.detail.to_string())).collect();
+    Err(Error::MissingFeatures { missing, fix })
 }
 
 /// Refuses a VM that cannot be checkpointed exactly, with all the reasons at once.
-pub fn refuse(vm: &mut Vm) -> Result<(), Failure> {
-    let found = vm.audit().map_err(|e| Failure::qemu(&e))?;
-    for warning in found.iter().filter(|r| r.severity == Severity::Warning) {
-        eprintln!("keyframe: warning: {}: {}", warning.subject, warning.reason);
+pub fn refuse(vm: &mut Vm, events: &dyn EventSink) -> Result<()> {
+    let found = vm.audit()?;
+    let is_refused = |finding: &AuditFinding| finding.severity == Severity::Refused;
+    let (refusals, warnings): (Vec<_>, Vec<_>) = found.into_iter().partition(is_refused);
+    for warning in warnings {
+        events.event(&Event::AuditWarning(warning));
     }
-    let refusals: Vec<_> = found.iter().filter(|r| r.severity == Severity::Refused).collect();
-    if refusals.is_empty() {
-        return Ok(());
-    }
-    let texts: Vec<_> = refusals.iter().map(|r| format!("{}: {}", r.subject, r.reason)).collect();
-    let mut fixes: Vec<&str> = refusals.iter().map(|r| r.fix.as_str()).collect();
-    fixes.dedup();
-    let lead = if refusals.len() > 1 {
-        "this VM cannot be checkpointed:\n  "
-    } else {
-        "this VM cannot be checkpointed: "
-    };
-    Err(Failure::new(format!("{lead}{}", texts.join("\n  "))).fix(fixes.join("\n       ")))
+    if refusals.is_empty() { Ok(()) } else { Err(Error::NotCheckpointable(refusals)) }
 }
 
 /// The machine as it is now, with what was plugged in since its line was written.
-pub fn machine_meta(
-    vm: &mut Vm,
-    identity: &QemuIdentity,
-    directory: &Path,
-) -> Result<MachineMeta, Failure> {
+pub fn machine_meta(vm: &mut Vm, identity: &QemuIdentity, directory: &Path) -> Result<MachineMeta> {
     let (user_command, full_command) = lines_now(vm)?;
     Ok(MachineMeta {
         binary_path: identity.path.to_string_lossy().into_owned(),
         vmm_version: identity.version.clone(),
         binary_blake3: identity.blake3.clone(),
-        machine_type: vm.machine_type().map_err(|e| Failure::qemu(&e))?,
-        vcpus: vm.cpus().map_err(|e| Failure::qemu(&e))?,
+        machine_type: vm.machine_type()?,
+        vcpus: vm.cpus()?,
         working_directory: directory.to_string_lossy().into_owned(),
         user_command,
         full_command,
-        missing_cpu_features: Some(vm.cpu_lacks().map_err(|e| Failure::qemu(&e))?),
-        guest_map: Some(vm.guest_map().map_err(|e| Failure::qemu(&e))?),
+        missing_cpu_features: Some(vm.cpu_lacks()?),
+        guest_map: Some(vm.guest_map()?),
         ..MachineMeta::default()
     })
 }
 
 /// The user's line and the whole one, as they would have to read to make the machine as it is now.
-pub fn lines_now(vm: &mut Vm) -> Result<(Vec<String>, Vec<String>), Failure> {
-    let plugged = vm.plugged_memory().map_err(|e| Failure::qemu(&e))?;
+pub fn lines_now(vm: &mut Vm) -> Result<(Vec<String>, Vec<String>)> {
+    let plugged = vm.plugged_memory()?;
     let with_plugged = |line: &[String]| line.iter().chain(&plugged).cloned().collect();
     Ok((with_plugged(vm.user_command()), with_plugged(vm.full_command())))
 }
 
 /// Starts the watchdog: a process of its own, so that it survives whatever ends this one.
-pub fn spawn_watchdog(vm: &Vm) -> Result<Watchdog, Failure> {
-    let watched = vm.watched().map_err(|e| Failure::qemu(&e))?;
+pub fn spawn_watchdog(vm: &Vm) -> Result<Watchdog> {
+    let watched = vm.watched()?;
     let mut command = Command::new("/proc/self/exe");
     command.arg0("keyframe").arg("__watchdog");
-    Watchdog::spawn(&mut command, &watched).map_err(|e| Failure::qemu(&e))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_durability_that_the_place_does_not_know_is_said_with_the_reason() {
-        let every = Durability::Every(std::time::Duration::from_secs(9));
-        assert_eq!(no_effect(every, every, false), None);
-        assert_eq!(no_effect(Durability::Checkpoint, Durability::Checkpoint, true), None);
-        for asked in [every, Durability::Never] {
-            let said = no_effect(asked, Durability::Checkpoint, true).unwrap();
-            assert!(
-                said.contains("--durability has no effect") && said.contains("object storage"),
-                "{said}"
-            );
-        }
-    }
+    Ok(Watchdog::spawn(&mut command, &watched)?)
 }

@@ -17,6 +17,8 @@ pub mod copying;
 pub mod disks;
 pub mod encoding;
 pub mod engine;
+pub mod error;
+pub mod event;
 pub mod faults;
 pub mod interrupt;
 pub mod lans;
@@ -34,6 +36,9 @@ pub mod tuning;
 pub mod watch;
 
 pub use disks::BlockSink;
+pub use engine::{RunEnd, RunReport, Verdict};
+pub use error::{Error, Result, error_chain};
+pub use event::{Event, EventSink, NoEvents, SharedEventSink};
 pub use faults::Fault;
 pub use launch::{Commands, machine_meta, refuse};
 pub use recompressor::Recompress;
@@ -41,10 +46,10 @@ pub use recorded::Recorded;
 pub use storage::{Cut as DiskCut, DiskWay, LeaveOut};
 
 use crate::control::{OnExit, Strategy, TrackerKind};
-use keyframe_failure::{Failure, Outcome};
 use keyframe_qemu::AttachOptions;
 use keyframe_store::Store;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Which networks are held at a group's checkpoints.
@@ -91,10 +96,8 @@ pub struct Options {
     pub durability: keyframe_store::Durability,
     /// The watchdog's patience.
     pub pause_limit: Duration,
-    /// A line for each checkpoint.
-    pub verbose: bool,
-    /// Nothing but errors.
-    pub quiet: bool,
+    /// Is told what happens in the session.
+    pub events: SharedEventSink,
     /// Full copies for comparison.
     pub audit: Option<PathBuf>,
     /// How disks get into checkpoints.
@@ -132,8 +135,7 @@ impl Options {
             index_memory_mib: 256,
             durability: keyframe_store::Durability::default(),
             pause_limit: Duration::from_secs(5),
-            verbose: false,
-            quiet: false,
+            events: Arc::new(NoEvents),
             audit: None,
             disk: DiskWay::Auto,
             leave_out: LeaveOut::default(),
@@ -146,13 +148,12 @@ impl Options {
     }
 
     /// The tracker that the strategy needs, or an objection.
-    pub fn tracker_kind(&self) -> Result<TrackerKind, Failure> {
+    pub fn tracker_kind(&self) -> Result<TrackerKind> {
         match (self.tracker, self.strategy) {
             (TrackerKind::Auto, Strategy::Cow) => Ok(TrackerKind::Sync),
             (TrackerKind::Auto, _) => Ok(TrackerKind::WriteProtect),
             (TrackerKind::WriteProtect | TrackerKind::Compare, Strategy::Cow) => {
-                Err(Failure::new("copy-on-write has to answer the guest's first writes itself")
-                    .fix("use --tracker sync, or leave --tracker out"))
+                Err(Error::CopyOnWriteTracker)
             }
             (other, _) => Ok(other),
         }
@@ -160,7 +161,7 @@ impl Options {
 }
 
 /// Runs the VMs of `commands` under checkpoints into `store`, to their end.
-pub fn run(store: &Store, commands: Commands, options: Options) -> Outcome {
+pub fn run(store: &Store, commands: Commands, options: Options) -> Result<RunReport> {
     tuning::check(&options)?;
     let parts = launch::launch(store, commands, &options)?;
     engine_over(store, parts, options)?.run()
@@ -172,7 +173,7 @@ pub fn engine_over(
     store: &Store,
     parts: launch::Parts,
     options: Options,
-) -> Result<engine::Engine<'_>, Failure> {
+) -> Result<engine::Engine<'_>> {
     let open = |member: &machines::Member| keyframe_kernel::Process::open(member.machine.vm.pid());
     let qemus: Vec<_> = parts.machines.members().iter().map(open).collect();
     engine::Engine::new(store, parts, options).inspect_err(|_| {
@@ -184,7 +185,7 @@ pub fn engine_over(
 
 /// Takes checkpoints of the running QEMUs with those process ids into `store`, until asked to end
 /// or the VMs end. Several are a group.
-pub fn attach(store: &Store, vms: &[(u32, AttachOptions)], options: Options) -> Outcome {
+pub fn attach(store: &Store, vms: &[(u32, AttachOptions)], options: Options) -> Result<RunReport> {
     tuning::check(&options)?;
     let parts = attach::attach(store, vms, &options)?;
     engine::Engine::new(store, parts, options)?.run()

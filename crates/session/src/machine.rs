@@ -14,7 +14,7 @@
 //! Invariant: whatever fails in a pause of ours, the VM runs again before the next look at it.
 
 use super::recorded::{Disks, Position};
-use keyframe_capture::{BoxError, StopOutcome, PauseVerdict, PauseSteps};
+use keyframe_capture::{BoxError, PauseSteps, PauseVerdict, StopOutcome};
 use keyframe_qemu::watchdog::Watchdog;
 use keyframe_qemu::{Qmp, Vm};
 use keyframe_units::RamLayout;
@@ -29,6 +29,20 @@ const RECONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a VM may stand for a rollback without a sign of the engine: longer than a checkpoint
 /// may take to be sealed.
 const STAND_MAX: Duration = Duration::from_mins(10);
+
+/// Why a VM could not be captured or rolled back, although its QEMU answered.
+#[derive(Debug, thiserror::Error)]
+pub enum MachineError {
+    /// A device that discards RAM was plugged in, and this run's tracker cannot see that.
+    #[error(
+        "a balloon or virtio-mem device was plugged in, which discards RAM unseen by this run; \
+         unplug it, or start the VM with it"
+    )]
+    DiscardsRam,
+    /// The watchdog resumed a VM that was to stand still.
+    #[error("the watchdog has let the VM run, since the rollback took too long")]
+    RollbackTooLong,
+}
 
 /// The VM and its watchdog.
 pub struct QemuMachine {
@@ -79,9 +93,7 @@ impl QemuMachine {
         }
         let (layout, discards) = self.vm.ram_layout_and_discards()?;
         if discards {
-            return Err("a balloon or virtio-mem device was plugged in, which discards RAM unseen by this run; unplug it, \
-                        or start the VM with it"
-                .into());
+            return Err(MachineError::DiscardsRam.into());
         }
         Ok(layout)
     }
@@ -186,7 +198,7 @@ impl QemuMachine {
     pub fn between(&mut self) -> Result<(), BoxError> {
         if self.watchdog.between()?.0 {
             let _ = self.watchdog.disarm()?;
-            return Err("the watchdog has let the VM run, since the rollback took too long".into());
+            return Err(MachineError::RollbackTooLong.into());
         }
         Ok(())
     }

@@ -18,13 +18,13 @@
 use super::machine::QemuMachine;
 use super::recorded::Position;
 use super::storage::Storage;
+use crate::error::{Result, error_chain};
 use crate::lans::Lans;
 use keyframe_capture::group::join_device_states;
 use keyframe_capture::machine::pause_in_steps;
 use keyframe_capture::{
-    BoxError, CaptureError, StopOutcome, Machine, PauseVerdict, PauseRecord, PauseSteps, PauseWork,
+    BoxError, CaptureError, Machine, PauseRecord, PauseSteps, PauseVerdict, PauseWork, StopOutcome,
 };
-use keyframe_failure::Failure;
 use keyframe_qemu::{Error, Event, Vm};
 use keyframe_units::{RamBlock, RamLayout};
 use std::process::ExitStatus;
@@ -124,9 +124,9 @@ impl Machines {
     }
 
     /// Lets those run that were launched to.
-    pub fn start(&mut self) -> Result<(), Failure> {
+    pub fn start(&mut self) -> Result<()> {
         for member in self.members.iter_mut().filter(|m| m.runs && !m.machine.vm.is_attached()) {
-            member.vm().qmp().cont().map_err(|e| Failure::qemu(&e))?;
+            member.vm().qmp().cont()?;
         }
         Ok(())
     }
@@ -147,11 +147,11 @@ impl Machines {
     }
 
     /// How they ended, once all have: that of the first that failed.
-    pub fn try_wait(&mut self) -> Result<Option<ExitStatus>, Failure> {
+    pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
         for member in self.members.iter_mut().filter(|m| m.ended.is_none()) {
-            let mut ended = member.machine.vm.try_wait().map_err(|e| Failure::qemu(&e))?;
+            let mut ended = member.machine.vm.try_wait()?;
             if ended.is_none() && std::mem::take(&mut member.shut_down) {
-                ended = member.machine.vm.finish_shutdown().map_err(|e| Failure::qemu(&e))?;
+                ended = member.machine.vm.finish_shutdown()?;
             }
             if ended.is_some() {
                 (member.ended, member.runs) = (ended, false);
@@ -215,7 +215,7 @@ impl Machines {
     fn all<T>(&self, results: Vec<Result<T, BoxError>>) -> Result<Vec<T>, BoxError> {
         let named = |(result, member): (Result<T, BoxError>, &Member)| match result {
             Err(e) if self.is_group => {
-                Err(format!("VM {}: {}", member.name, keyframe_failure::chain(&*e)).into())
+                Err(format!("VM {}: {}", member.name, error_chain(&*e)).into())
             }
             other => other,
         };

@@ -19,15 +19,16 @@
 use super::Options;
 use crate::control::RecompressorStatus;
 use crate::control::server::SharedStatus;
-use keyframe_failure::output;
-use keyframe_failure::{Failure, chain};
+use crate::error::{self, Result, error_chain};
+use crate::event::{Event, EventSink, SharedEventSink};
 use keyframe_store::{Error, PruneOptions, Store};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 /// When packs are recompressed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Recompress {
     /// While the run goes on, when there is time
     Idle,
@@ -61,11 +62,7 @@ impl Recompressor {
     /// Starts it over `store`, unless that was not asked for, or is not worth it: what a flight
     /// recorder keeps is soon gone, and over a network the old packs would have to be read again.
     /// `status` shows it.
-    pub fn start(
-        store: &Store,
-        options: &Options,
-        status: &SharedStatus,
-    ) -> Result<Option<Self>, Failure> {
+    pub fn start(store: &Store, options: &Options, status: &SharedStatus) -> Result<Option<Self>> {
         if options.recompress == Recompress::Never {
             return Ok(None);
         }
@@ -81,25 +78,22 @@ impl Recompressor {
         }
         let (stop, stopped) = channel();
         let (end, ended) = channel();
-        let work = store.clone();
+        let (work, events) = (store.clone(), Arc::clone(&options.events));
         let thread = std::thread::Builder::new().name("recompressor".into());
         let spawned = thread.spawn(move || {
-            until_stopped(&work, &stopped, &shown);
+            until_stopped(&work, &stopped, &shown, &events);
             drop(end);
         });
-        spawned.map_err(|e| Failure::new(format!("start the thread that recompresses: {e}")))?;
+        spawned.map_err(|e| error::Error::io("start the thread that recompresses", e))?;
         Ok(Some(Self { store: store.clone(), stop: Some(stop), ended }))
     }
 
     /// Ends it, and says what is left.
-    pub fn finish(mut self, say: &dyn Fn(&str)) {
+    pub fn finish(mut self, events: &dyn EventSink) {
         self.end();
         let left_bytes = self.store.cold_bytes().unwrap_or(0);
         if left_bytes >= PART_BYTES {
-            say(&format!(
-                "{} in packs are not recompressed yet: keyframe prune --recompress makes them smaller",
-                output::bytes(left_bytes)
-            ));
+            events.event(&Event::NotRecompressed { bytes: left_bytes });
         }
     }
 
@@ -133,7 +127,7 @@ impl Shown {
     }
 }
 
-fn until_stopped(store: &Store, stopped: &Receiver<()>, shown: &Shown) {
+fn until_stopped(store: &Store, stopped: &Receiver<()>, shown: &Shown, events: &SharedEventSink) {
     // What is not permitted stays as it is.
     let _ = rustix::process::setpriority_process(None, NICE);
     let (mut rest, mut said) = (LOOK, String::new());
@@ -142,16 +136,20 @@ fn until_stopped(store: &Store, stopped: &Receiver<()>, shown: &Shown) {
         let looked = look(store, shown);
         shown.change(|status| {
             status.at_work = false;
-            status.last_error = looked.as_ref().err().filter(|e| !is_taken(e)).map(|e| chain(e));
+            status.last_error =
+                looked.as_ref().err().filter(|e| !is_taken(e)).map(|e| error_chain(e));
         });
         match looked {
             Ok(()) => said.clear(),
             Err(error) if is_taken(&error) => said.clear(),
             // Once, not at every look.
             Err(error) => {
-                let text = chain(&error);
+                let text = error_chain(&error);
                 if text != said {
-                    eprintln!("keyframe: warning: recompress: {}: {text}", store.path().display());
+                    events.event(&Event::RecompressionFailed {
+                        store: store.path().to_owned(),
+                        error: Arc::new(error),
+                    });
                 }
                 said = text;
             }

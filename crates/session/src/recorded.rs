@@ -8,8 +8,9 @@
 //!
 //! Requests are those of disks, and packets that a network card is to send.
 
+use crate::error::{Error, Result};
+use crate::event::{Event, EventSink};
 use keyframe_capture::BoxError;
-use keyframe_failure::{Failure, chain};
 use keyframe_qemu::VirtioQueues;
 use keyframe_qemu::{Invocation, QemuIdentity, Qmp};
 use keyframe_store::MachineMeta;
@@ -47,29 +48,32 @@ impl Recorded {
         &self,
         starting: &mut [(Invocation, QemuIdentity)],
         (directory, run_dir): (&Path, &Path),
-        quiet: bool,
-    ) -> Result<Option<Media>, Failure> {
-        let [(line, _)] = starting else {
-            return Err(
-                Failure::new("QEMU records one VM, not a group").fix("record each VM by itself")
-            );
-        };
-        let media = Media::serve(&line.media(), directory, run_dir).unwrap_or_else(|failure| {
-            if !quiet {
-                eprintln!("keyframe: note: QEMU reads the guest's read-only media itself ({}): what waits for them waits longer", chain(&failure));
-            }
+        events: &dyn EventSink,
+    ) -> Result<Option<Media>> {
+        let [(line, _)] = starting else { return Err(Error::GroupRecorded) };
+        let media = Media::serve(&line.media(), directory, run_dir).unwrap_or_else(|error| {
+            let error = Arc::new(Error::from(error));
+            events.event(&Event::MediaNotServed { error });
             None
         });
         if let Some(media) = &media {
             line.serve_media(&media.server());
         }
-        for note in line.record(&self.log).map_err(|e| Failure::qemu(&e))? {
-            if !quiet {
-                eprintln!("keyframe: note: {note}");
-            }
+        for note in line.record(&self.log)? {
+            events.event(&Event::RecordingNote(note));
         }
         Ok(media)
     }
+}
+
+/// A recorded VM whose disks or network cards always had requests under way.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "the guest's disks and network cards have had requests under way for {seconds} s without a \
+     moment's rest: there a recording cannot be cut"
+)]
+struct AlwaysBusy {
+    seconds: u64,
 }
 
 /// The disks and network cards of a VM that is recorded.
@@ -93,12 +97,7 @@ impl Disks {
         let began = Instant::now();
         while self.are_busy(qmp)? {
             if began.elapsed() > BUSY_MAX {
-                return Err(format!(
-                    "the guest's disks and network cards have had requests under way for {} s without a moment's rest: there a recording \
-                     cannot be cut",
-                    BUSY_MAX.as_secs()
-                )
-                .into());
+                return Err(AlwaysBusy { seconds: BUSY_MAX.as_secs() }.into());
             }
             qmp.cont()?;
             std::thread::sleep(MOMENT);

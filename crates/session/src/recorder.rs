@@ -19,10 +19,13 @@
 use super::Options;
 use crate::control::RecorderStatus;
 use crate::control::server::SharedStatus;
-use keyframe_failure::{Failure, chain};
+use crate::error::{Error, Result, error_chain};
+use crate::event::{Event, SharedEventSink};
 use keyframe_locks::IgnorePoison;
 use keyframe_scheduling::Recording;
-use keyframe_store::{CheckpointId, Error, Moment, PruneOptions, Retention, Sealed, Store};
+use keyframe_store::{
+    CheckpointId, Error as StoreError, Moment, PruneOptions, Retention, Sealed, Store,
+};
 use keyframe_units::{duration_ns, elapsed_ns};
 use keyframe_vm_disks::forget;
 use std::collections::{BTreeMap, BTreeSet};
@@ -56,9 +59,9 @@ impl Recorder {
         vm: &str,
         options: &Options,
         status: &SharedStatus,
-    ) -> Result<Option<Self>, Failure> {
+    ) -> Result<Option<Self>> {
         let Some(within) = options.keep_within else { return Ok(None) };
-        let before = store.ids().map_err(|e| Failure::store(&e, store.path()))?.last().copied();
+        let before = store.ids().map_err(|e| Error::store(store.path(), e))?.last().copied();
         let (stop, stopped) = channel();
         let (end, ended) = channel();
         let held = Arc::<Mutex<BTreeSet<_>>>::default();
@@ -72,9 +75,10 @@ impl Recorder {
             held: Arc::clone(&held),
             recording: Recording::new(within_ns),
             born: Instant::now(),
-            said: String::new(),
+            said: None,
             shown: RecorderStatus { keep_within_ns: within_ns, ..RecorderStatus::default() },
             status: Arc::clone(status),
+            events: Arc::clone(&options.events),
         };
         work.show();
         let thread = std::thread::Builder::new().name("recorder".into());
@@ -82,7 +86,7 @@ impl Recorder {
             work.until_stopped(&stopped);
             drop(end);
         });
-        spawned.map_err(|e| Failure::new(format!("start the recorder's thread: {e}")))?;
+        spawned.map_err(|e| Error::io("start the recorder's thread", e))?;
         Ok(Some(Self { stop: Some(stop), ended, held }))
     }
 
@@ -122,10 +126,12 @@ struct Work {
     held: Arc<Mutex<BTreeSet<CheckpointId>>>,
     recording: Recording,
     born: Instant,
-    said: String,
+    /// The failure that was told last, until a look succeeds.
+    said: Option<String>,
     /// What `status` shows of it.
     shown: RecorderStatus,
     status: SharedStatus,
+    events: SharedEventSink,
 }
 
 impl Work {
@@ -141,28 +147,28 @@ impl Work {
         while matches!(stopped.recv_timeout(look), Err(RecvTimeoutError::Timeout)) {
             let looked = self.look();
             self.shown.kept = self.known.len() as u64;
-            self.shown.last_error = looked.as_ref().err().map(ToString::to_string);
+            let text = looked.as_ref().err().map(|e| self.text(e));
+            self.shown.last_error.clone_from(&text);
             self.show();
-            match looked {
-                Ok(()) => self.said.clear(),
-                // Once, not at every look.
-                Err(failure) => {
-                    let text = failure.to_string();
-                    if text != self.said {
-                        eprintln!("keyframe: flight recorder: {text}; it is tried again");
-                    }
-                    self.said = text;
-                }
+            // Once, not at every look.
+            if let Err(error) = looked
+                && text != self.said
+            {
+                let store = self.store.path().to_owned();
+                self.events.event(&Event::FlightRecorderFailed { store, error: Arc::new(error) });
             }
+            self.said = text;
         }
     }
 
-    fn look(&mut self) -> Result<(), Failure> {
+    fn look(&mut self) -> Result<()> {
         let now_ns = |work: &Self| elapsed_ns(work.born);
         let gone = self.old()?;
         if !gone.is_empty() {
-            forget::forget(&self.store, &gone, &mut |clone, why| {
-                eprintln!("keyframe: flight recorder: remove {}: {why}", clone.display());
+            let events = &self.events;
+            forget::forget(&self.store, &gone, &mut |clone, error| {
+                let error: Arc<std::io::Error> = Arc::new(std::io::Error::other(error.to_string()));
+                events.event(&Event::CloneKept { clone: clone.to_owned(), error });
             })?;
             self.known.retain(|id, _| !gone.contains(id));
             self.shown.forgotten += gone.len() as u64;
@@ -185,16 +191,16 @@ impl Work {
                     self.shown.freed_packs += report.removed_packs + report.rewritten_packs
                 }
                 // Somebody else prunes.
-                Err(Error::Locked { .. }) => {}
-                Err(error) => return Err(self.failure(&error)),
+                Err(StoreError::Locked { .. }) => {}
+                Err(error) => return Err(self.failure(error)),
             }
         }
         Ok(())
     }
 
     /// What may go. Only new checkpoints are read for it.
-    fn old(&mut self) -> Result<BTreeSet<CheckpointId>, Failure> {
-        let ids = self.store.ids().map_err(|e| self.failure(&e))?;
+    fn old(&mut self) -> Result<BTreeSet<CheckpointId>> {
+        let ids = self.store.ids().map_err(|e| self.failure(e))?;
         let there: BTreeSet<CheckpointId> =
             ids.into_iter().filter(|id| Some(*id) > self.before).collect();
         self.known.retain(|id, _| there.contains(id));
@@ -206,11 +212,11 @@ impl Work {
                 Ok(sealed) if sealed.meta.vm == self.vm => {
                     self.known.insert(*id, Moment::from(&sealed));
                 }
-                Ok(_) | Err(Error::UnknownCheckpoint { .. }) => {}
-                Err(error) => return Err(self.failure(&error)),
+                Ok(_) | Err(StoreError::UnknownCheckpoint { .. }) => {}
+                Err(error) => return Err(self.failure(error)),
             }
         }
-        let mut tags = self.store.tags_of_checkpoints().map_err(|e| self.failure(&e))?;
+        let mut tags = self.store.tags_of_checkpoints().map_err(|e| self.failure(e))?;
         for (id, moment) in &mut self.known {
             let of = tags.remove(id).unwrap_or_default();
             (moment.tags, moment.pinned) = Sealed::split_tags(*id, &of);
@@ -227,7 +233,11 @@ impl Work {
             .collect())
     }
 
-    fn failure(&self, error: &Error) -> Failure {
-        Failure::new(format!("{}: {}", self.store.path().display(), chain(error)))
+    fn text(&self, error: &Error) -> String {
+        format!("{}: {}", self.store.path().display(), error_chain(error))
+    }
+
+    fn failure(&self, error: StoreError) -> Error {
+        Error::store(self.store.path(), error)
     }
 }

@@ -15,7 +15,7 @@
 //! A directory whose `engine.pid` nobody locks is left over from an engine that was killed: its
 //! name is free again, unless a kept VM still answers on its sockets.
 
-use keyframe_failure::Failure;
+use crate::error::RunDirError;
 use keyframe_units::CheckpointId;
 pub use keyframe_vm_disks::vm_name::{is_name_char, name_from};
 use rustix::fs::{FlockOperation, flock};
@@ -77,17 +77,17 @@ pub struct RunDir {
 
 impl RunDir {
     /// Claims the directory for VM `name`; refuses a name that is in use.
-    pub fn claim(name: &str) -> Result<Self, Failure> {
+    pub fn claim(name: &str) -> Result<Self, RunDirError> {
         Self::claim_in(&base()?, name)
     }
 
     /// The same for a clone, which has no engine, and may get one of its name.
-    pub fn claim_clone(name: &str) -> Result<Self, Failure> {
+    pub fn claim_clone(name: &str) -> Result<Self, RunDirError> {
         Self::claim_beside(CLONES, name)
     }
 
     /// The same for one that is restored, which may have namesakes: `NAME`, `NAME-2`, ...
-    pub fn claim_restored(name: &str) -> Result<Self, Failure> {
+    pub fn claim_restored(name: &str) -> Result<Self, RunDirError> {
         let name = name_from(name);
         let numbered = (2..=NAMESAKES_MAX).map(|number| format!("{name}-{number}"));
         let first = Self::claim_beside(RESTORED, &name);
@@ -95,7 +95,7 @@ impl RunDir {
             .fold(first, |claimed, name| claimed.or_else(|_| Self::claim_beside(RESTORED, &name)))
     }
 
-    fn claim_beside(folder: &str, name: &str) -> Result<Self, Failure> {
+    fn claim_beside(folder: &str, name: &str) -> Result<Self, RunDirError> {
         Self::claim_in(&beside(folder)?, name)
     }
 
@@ -107,7 +107,7 @@ impl RunDir {
         store: &Path,
         checkpoint: CheckpointId,
         qemu_pid: u32,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), RunDirError> {
         let about = About {
             vm: name_of(&self.path),
             kind,
@@ -117,17 +117,14 @@ impl RunDir {
             keyframe_pid: std::process::id(),
         };
         let path = self.path.join(ABOUT);
-        let text =
-            serde_json::to_vec(&about).map_err(|e| Failure::new(format!("write JSON: {e}")))?;
-        std::fs::write(&path, text)
-            .map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
+        let text = serde_json::to_vec(&about)?;
+        std::fs::write(&path, text).map_err(|source| io("write", &path, source))
     }
 
     /// Writes down that this engine runs VM `vm` from here on, which it has taken over.
-    pub fn runs(&self, vm: &str) -> Result<(), Failure> {
+    pub fn runs(&self, vm: &str) -> Result<(), RunDirError> {
         let path = self.path.join(RUNS);
-        std::fs::write(&path, vm)
-            .map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
+        std::fs::write(&path, vm).map_err(|source| io("write", &path, source))
     }
 
     /// It has ended; what else is in the directory stays for a look.
@@ -135,19 +132,17 @@ impl RunDir {
         let _ = std::fs::remove_file(self.path.join(ABOUT));
     }
 
-    fn claim_in(base: &Path, name: &str) -> Result<Self, Failure> {
+    fn claim_in(base: &Path, name: &str) -> Result<Self, RunDirError> {
         if name.is_empty()
             || name.len() > 64
             || name.starts_with('.')
             || !name.chars().all(is_name_char)
         {
-            return Err(Failure::new(format!("{name:?} is no name for a VM"))
-                .fix("use --name with 1 to 64 letters, digits, '-', '_' and '.'"));
+            return Err(RunDirError::BadName(name.into()));
         }
         let path = base.join(name);
         make_private(&path)?;
-        let fail =
-            |what: &str, e: std::io::Error| Failure::new(format!("{what} {}: {e}", path.display()));
+        let fail = |operation, source| io(operation, &path, source);
         let mut pid = OpenOptions::new()
             .create(true)
             .truncate(false)
@@ -155,15 +150,11 @@ impl RunDir {
             .mode(0o600)
             .open(path.join("engine.pid"))
             .map_err(|e| fail("open engine.pid in", e))?;
-        let in_use = |who: &str| {
-            Failure::new(format!("a VM named {name} {who}"))
-                .fix("give this one another name: --name NAME")
-        };
         if flock(&pid, FlockOperation::NonBlockingLockExclusive).is_err() {
-            return Err(in_use("is running under Keyframe already"));
+            return Err(RunDirError::NameRuns(name.into()));
         }
         if UnixStream::connect(path.join("qmp.sock")).is_ok() {
-            return Err(in_use("still runs, left by an earlier run"));
+            return Err(RunDirError::NameLeft(name.into()));
         }
         for file in ["qmp.sock", "watchdog.sock", "control.sock", RUNS] {
             match std::fs::remove_file(path.join(file)) {
@@ -197,13 +188,13 @@ impl Drop for RunDir {
 }
 
 /// The directories of engines that live.
-pub fn all() -> Result<Vec<PathBuf>, Failure> {
+pub fn all() -> Result<Vec<PathBuf>, RunDirError> {
     living_in(&base()?)
 }
 
 /// The directories of VMs without an engine whose `keyframe branch` or `restore` lives, and what
 /// they tell.
-pub fn without_engine() -> Result<Vec<(PathBuf, About)>, Failure> {
+pub fn without_engine() -> Result<Vec<(PathBuf, About)>, RunDirError> {
     // One that says nothing is just being made.
     let about = |dir: PathBuf| about(&dir).map(|about| (dir, about));
     let base = base()?;
@@ -225,7 +216,7 @@ pub struct Orphan {
 }
 
 /// All of them.
-pub fn orphans() -> Result<Vec<Orphan>, Failure> {
+pub fn orphans() -> Result<Vec<Orphan>, RunDirError> {
     let of = |dir: PathBuf| {
         let qmp = dir.join("qmp.sock");
         // Nobody else talks to it: its engine held the lock.
@@ -239,14 +230,14 @@ pub fn orphans() -> Result<Vec<Orphan>, Failure> {
 }
 
 /// Where those that are restored have their directories.
-pub fn of_restored() -> Result<PathBuf, Failure> {
+pub fn of_restored() -> Result<PathBuf, RunDirError> {
     beside(RESTORED)
 }
 
 /// Has the command end that the VM of this directory ends with.
-pub fn end_with(dir: &Path, about: &About) -> Result<(), Failure> {
-    let fail = |e: rustix::io::Errno| Failure::new(format!("end VM {}: {e}", about.vm));
-    let gone = || Failure::new(format!("VM {} has just ended", about.vm));
+pub fn end_with(dir: &Path, about: &About) -> Result<(), RunDirError> {
+    let fail = |e: rustix::io::Errno| RunDirError::End { vm: about.vm.clone(), source: e.into() };
+    let gone = || RunDirError::Gone(about.vm.clone());
     let pid = i32::try_from(about.keyframe_pid).ok().and_then(Pid::from_raw).ok_or_else(gone)?;
     let process = pidfd_open(pid, PidfdFlags::empty()).map_err(fail)?;
     // It held the lock after we took hold of it: nobody else has its number.
@@ -262,23 +253,23 @@ fn about(dir: &Path) -> Option<About> {
     serde_json::from_str(&text).ok()
 }
 
-fn beside(folder: &str) -> Result<PathBuf, Failure> {
+fn beside(folder: &str) -> Result<PathBuf, RunDirError> {
     let folder = base()?.join(folder);
     make_private(&folder)?;
     Ok(folder)
 }
 
 /// What a directory has, which need not be there.
-fn entries(base: &Path) -> Result<impl Iterator<Item = PathBuf>, Failure> {
+fn entries(base: &Path) -> Result<impl Iterator<Item = PathBuf>, RunDirError> {
     let entries = match std::fs::read_dir(base) {
         Ok(entries) => Some(entries),
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => None,
-        Err(e) => return Err(Failure::new(format!("read {}: {e}", base.display()))),
+        Err(e) => return Err(io("read", base, e)),
     };
     Ok(entries.into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path())))
 }
 
-fn living_in(base: &Path) -> Result<Vec<PathBuf>, Failure> {
+fn living_in(base: &Path) -> Result<Vec<PathBuf>, RunDirError> {
     let mut live: Vec<PathBuf> = entries(base)?.filter(|path| lives(path)).collect();
     live.sort();
     Ok(live)
@@ -298,30 +289,19 @@ fn taken_over(dir: &Path) -> Option<String> {
 
 /// The directory of the engine of VM `name`, or of the only one there is. A directory's own name
 /// comes before that of a VM that was taken over: both hosts may be one machine.
-pub fn find(name: Option<&str>) -> Result<PathBuf, Failure> {
+pub fn find(name: Option<&str>) -> Result<PathBuf, RunDirError> {
     let mut live = all()?;
-    let names =
-        |live: &[PathBuf]| live.iter().map(|dir| name_of(dir)).collect::<Vec<_>>().join(", ");
+    let names = |live: &[PathBuf]| live.iter().map(|dir| name_of(dir)).collect();
     match name {
         Some(name) => {
-            let running = names(&live);
             let own = live.iter().find(|dir| name_of(dir) == name);
             let runs = || live.iter().find(|dir| taken_over(dir).is_some_and(|vm| vm == name));
-            own.or_else(runs).cloned().ok_or_else(|| {
-                let fix = if running.is_empty() {
-                    "nothing runs".into()
-                } else {
-                    format!("running: {running}")
-                };
-                Failure::new(format!("no VM named {name} runs under Keyframe")).fix(fix)
-            })
+            own.or_else(runs)
+                .cloned()
+                .ok_or_else(|| RunDirError::Unknown { name: name.into(), running: names(&live) })
         }
-        None if live.len() > 1 => Err(Failure::new("several VMs run")
-            .fix(format!("choose one with --name: {}", names(&live)))),
-        None => live.pop().ok_or_else(|| {
-            Failure::new("no VM runs under Keyframe")
-                .fix("start one with: keyframe run --store STORE -- qemu-system-x86_64 ...")
-        }),
+        None if live.len() > 1 => Err(RunDirError::Several { running: names(&live) }),
+        None => live.pop().ok_or(RunDirError::NothingRuns),
     }
 }
 
@@ -332,7 +312,7 @@ pub fn lives(dir: &Path) -> bool {
 }
 
 /// The directory above all run directories, private to this user.
-fn base() -> Result<PathBuf, Failure> {
+fn base() -> Result<PathBuf, RunDirError> {
     let uid = rustix::process::getuid();
     let base = match std::env::var_os("XDG_RUNTIME_DIR") {
         Some(dir) if !dir.is_empty() => PathBuf::from(dir).join("keyframe"),
@@ -344,8 +324,8 @@ fn base() -> Result<PathBuf, Failure> {
 }
 
 /// Makes a directory that only we may enter; one that is another user's is refused.
-fn make_private(path: &Path) -> Result<(), Failure> {
-    let fail = |e: std::io::Error| Failure::new(format!("make {}: {e}", path.display()));
+fn make_private(path: &Path) -> Result<(), RunDirError> {
+    let fail = |source| io("make", path, source);
     match DirBuilder::new().mode(0o700).create(path) {
         Ok(()) => {}
         Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
@@ -356,8 +336,11 @@ fn make_private(path: &Path) -> Result<(), Failure> {
         || meta.uid() != rustix::process::getuid().as_raw()
         || meta.mode() & 0o077 != 0
     {
-        return Err(Failure::new(format!("{} is not a private directory of ours", path.display()))
-            .fix("remove it, or point XDG_RUNTIME_DIR to a directory that only you may enter"));
+        return Err(RunDirError::NotPrivate(path.into()));
     }
     Ok(())
+}
+
+fn io(operation: &'static str, path: &Path, source: std::io::Error) -> RunDirError {
+    RunDirError::Io { operation, path: path.to_owned(), source }
 }

@@ -1,22 +1,54 @@
 //! The store as the checkpoint cycle's sink.
 
+use super::error::Result;
 use super::faults::{Fault, Kind};
 use super::launch::lines_now;
 use super::recorded::Position;
 use super::storage::Cut;
 use keyframe_capture::{BoxError, CapturedCheckpoint, CheckpointSink};
-use keyframe_failure::Failure;
 use keyframe_qemu::Vm;
 use keyframe_store::{
     DiskState, MachineMeta, MemberMeta, PausePhases, Recorded, Run, SealRequest, Sealed, Timing,
 };
 use keyframe_units::{CheckpointId, Epoch, Page, PageIndex};
 
+/// Why a checkpoint is taken.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CheckpointReason {
+    /// The interval has passed.
+    #[default]
+    Interval,
+    /// A user asked for it.
+    Take,
+    /// A recording begins.
+    Begin,
+    /// A recording ends.
+    End,
+    /// A replay stands at an instruction at which a checkpoint was asked for.
+    Segment,
+    /// A rollback keeps the state before it, and the state after it.
+    Rollback,
+}
+
+impl CheckpointReason {
+    /// The name in a checkpoint's metadata.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Interval => "interval",
+            Self::Take => "take",
+            Self::Begin => "begin",
+            Self::End => "end",
+            Self::Segment => "segment",
+            Self::Rollback => "rollback",
+        }
+    }
+}
+
 /// What the session knows of a checkpoint beyond what the cycle captured.
 #[derive(Clone, Debug, Default)]
 pub struct Label {
     /// Why it is taken.
-    pub reason: &'static str,
+    pub reason: CheckpointReason,
     /// How late it began.
     pub backlog_ns: u64,
     /// A name for it.
@@ -52,7 +84,7 @@ impl MachinesMeta {
     }
 
     /// Their lines and RAM blocks as they are now.
-    pub fn refresh<'a>(&mut self, vms: impl Iterator<Item = &'a mut Vm>) -> Result<(), Failure> {
+    pub fn refresh<'a>(&mut self, vms: impl Iterator<Item = &'a mut Vm>) -> Result<()> {
         if self.members.is_empty() {
             for vm in vms {
                 refresh(&mut self.machine, vm)?;
@@ -61,15 +93,15 @@ impl MachinesMeta {
         }
         for (member, vm) in self.members.iter_mut().zip(vms) {
             refresh(&mut member.machine, vm)?;
-            member.ram_blocks = vm.ram_layout().map_err(|e| Failure::qemu(&e))?.blocks().len();
+            member.ram_blocks = vm.ram_layout()?.blocks().len();
         }
         Ok(())
     }
 }
 
-fn refresh(machine: &mut MachineMeta, vm: &mut Vm) -> Result<(), Failure> {
+fn refresh(machine: &mut MachineMeta, vm: &mut Vm) -> Result<()> {
     (machine.user_command, machine.full_command) = lines_now(vm)?;
-    machine.guest_map = Some(vm.guest_map().map_err(|e| Failure::qemu(&e))?);
+    machine.guest_map = Some(vm.guest_map()?);
     Ok(())
 }
 
@@ -162,7 +194,7 @@ impl CheckpointSink for StoreSink {
         };
         let sealed = self.run.seal(SealRequest {
             taken_at: captured.taken_at.try_into()?,
-            reason: label.reason.into(),
+            reason: label.reason.name().into(),
             parent: parent
                 .map(|(id, _)| id)
                 .or(self.origin.filter(|_| self.run.epoch() == Epoch(0))),

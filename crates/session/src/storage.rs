@@ -22,10 +22,10 @@ pub use fleece::Fleeces;
 
 use super::disks::{self, BlockSink, SessionDisks, SinkDisks};
 use super::machines::Member;
+use crate::error::{DiskError, Result, RollbackError};
 use clones::ClonedCut;
 use fleece::FleecedCut;
 use keyframe_capture::BoxError;
-use keyframe_failure::Failure;
 use keyframe_qemu::Vm;
 use keyframe_store::{CheckpointId, DiskMeta, Meta, Run, Store};
 use std::path::PathBuf;
@@ -81,9 +81,7 @@ impl Cut {
     pub fn put_into(&self, sink: &mut impl BlockSink) -> Result<(), BoxError> {
         match self {
             Self::Served(disks, cut) => disks.put(cut, sink, &mut || Ok(())),
-            Self::Cloned(_) | Self::Fleeced(_) => {
-                Err("only disks that Keyframe serves can be replicated".into())
-            }
+            Self::Cloned(_) | Self::Fleeced(_) => Err(DiskError::NotReplicable.into()),
         }
     }
 }
@@ -205,13 +203,10 @@ impl Storage {
 
     /// Opens the disks of checkpoint `id` beside those that are served, which the VM is to go back
     /// to.
-    pub fn stage(&mut self, store: &Store, id: CheckpointId, meta: &Meta) -> Result<(), Failure> {
+    pub fn stage(&mut self, store: &Store, id: CheckpointId, meta: &Meta) -> Result<()> {
         match self {
             Self::Served(disks) => disks.stage(store, id, meta),
-            Self::Cloned(_) | Self::Fleeced(_) => Err(Failure::new(
-                "the VM has its disk images open itself, so that they cannot go back while it runs",
-            )
-            .fix("end it (keyframe stop) and restore the checkpoint; or start it with: keyframe run --disk served")),
+            Self::Cloned(_) | Self::Fleeced(_) => Err(RollbackError::OwnDisks.into()),
         }
     }
 
@@ -225,7 +220,7 @@ impl Storage {
     }
 
     /// What is served from now on comes from checkpoint `id`.
-    pub fn came_from(&mut self, id: CheckpointId) -> Result<(), Failure> {
+    pub fn came_from(&mut self, id: CheckpointId) -> Result<()> {
         match self {
             Self::Served(disks) => disks.came_from(id),
             Self::Cloned(_) | Self::Fleeced(_) => Ok(()),
@@ -233,7 +228,7 @@ impl Storage {
     }
 
     /// Removes what is not served.
-    pub fn dismiss(&mut self) -> Result<(), Failure> {
+    pub fn dismiss(&mut self) -> Result<()> {
         match self {
             Self::Served(disks) => disks.dismiss(),
             Self::Cloned(_) | Self::Fleeced(_) => Ok(()),
@@ -255,7 +250,7 @@ impl Storage {
     }
 
     /// The VMs have ended. Tells where what they have written lies, if that is beside their images.
-    pub fn end(self) -> Result<Option<PathBuf>, Failure> {
+    pub fn end(self) -> Result<Option<PathBuf>> {
         match self {
             Self::Served(disks) => disks.end(),
             Self::Cloned(_) | Self::Fleeced(_) => Ok(None),

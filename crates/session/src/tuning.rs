@@ -2,8 +2,7 @@
 //! measured.
 
 use super::Options;
-use keyframe_failure::Failure;
-use keyframe_failure::output;
+use crate::error::{Error, Result};
 use keyframe_inspect::entry::Entry;
 use keyframe_scheduling::{Budget, Measured, Tuned, Tuner, Why};
 use keyframe_units::duration_ns;
@@ -13,15 +12,12 @@ const SAY_PERCENT: u64 = 25;
 
 /// Refuses budgets that nothing could keep, before a VM is there that would have to be ended for
 /// it.
-pub fn check(options: &Options) -> Result<(), Failure> {
+pub fn check(options: &Options) -> Result<()> {
     if options.interval.is_some() || (options.max_pause.is_none() && options.max_overhead.is_none())
     {
         return Ok(());
     }
-    Err(Failure::new(
-        "a budget is kept by when checkpoints are taken, and --interval none takes none",
-    )
-    .fix("give an interval: the shortest that you want"))
+    Err(Error::BudgetWithoutInterval)
 }
 
 /// Keeps budgets.
@@ -33,7 +29,7 @@ pub struct Tuning {
 
 impl Tuning {
     /// None where nothing was asked for.
-    pub fn new(options: &Options) -> Result<Option<Self>, Failure> {
+    pub fn new(options: &Options) -> Result<Option<Self>> {
         let pause_ns = options.max_pause.map(|p| duration_ns(p));
         let budget = Budget { pause_ns, overhead: options.max_overhead };
         if budget == Budget::default() {
@@ -42,14 +38,14 @@ impl Tuning {
         check(options)?;
         let Some(interval) = options.interval else { return Ok(None) };
         let interval_ns = duration_ns(interval);
-        let first_write_ns =
-            keyframe_kernel::cost::first_write_ns().map_err(|e| Failure::kernel(&e))?;
+        let first_write_ns = keyframe_kernel::cost::first_write_ns()?;
         let tuner = Tuner::new(budget, interval_ns, first_write_ns);
         Ok(Some(Self { tuner, said_ns: interval_ns, said: Why::AsAsked }))
     }
 
-    /// Takes in a sealed checkpoint: what to do from now on, and what to say of it, if anything.
-    pub fn learn(&mut self, entry: &Entry) -> (Tuned, Option<String>) {
+    /// Takes in a sealed checkpoint. Returns the interval and the copying target from now on, and
+    /// whether they have changed so much that users should know.
+    pub fn learn(&mut self, entry: &Entry) -> (Tuned, bool) {
         // The complete first one says nothing of those that follow.
         if entry.epoch > 0 {
             self.tuner.learn(&Measured {
@@ -64,10 +60,9 @@ impl Tuning {
         let tuned = self.tuner.tuned();
         let moved = tuned.interval_ns.abs_diff(self.said_ns) > self.said_ns / 100 * SAY_PERCENT;
         let other = std::mem::discriminant(&tuned.why) != std::mem::discriminant(&self.said);
-        let said = (moved || other).then(|| {
+        if moved || other {
             (self.said_ns, self.said) = (tuned.interval_ns, tuned.why.clone());
-            format!("a checkpoint every {}: {}", output::duration(tuned.interval_ns), tuned.why)
-        });
-        (tuned, said)
+        }
+        (tuned, moved || other)
     }
 }

@@ -2,6 +2,7 @@
 
 use super::audit::Audit;
 use super::faults::Fault;
+use crate::control::CaptureState;
 use crate::control::server::SharedStatus;
 use keyframe_capture::{BoxError, CaptureObserver, CapturePhase, PageReader};
 use keyframe_units::RamLayout;
@@ -31,7 +32,7 @@ impl CaptureObserver for Watch {
         if phase == CapturePhase::Precopy
             && let Ok(mut status) = self.status.lock()
         {
-            phase.name().clone_into(&mut status.phase);
+            status.phase = CaptureState::of(phase);
         }
         if let Some(fault) = &self.fault {
             fault.reached(phase);

@@ -2,6 +2,7 @@
 
 use super::StoreArg;
 use super::checkpoints::Checkpoints;
+use super::exit_code;
 use keyframe_failure::{Failure, Outcome};
 use keyframe_qemu::{AttachOptions, Monitor};
 use keyframe_session::control::OnExit;
@@ -77,6 +78,6 @@ impl Attach {
         if let Some(control) = self.lan_control {
             session.lans = LanChoice::Control(control);
         }
-        keyframe_session::attach(&store, &vms, session)
+        Ok(exit_code(keyframe_session::attach(&store, &vms, session)?.verdict()))
     }
 }

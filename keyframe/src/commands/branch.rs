@@ -13,6 +13,7 @@
 use super::StoreArg;
 use super::restore::{Accel, refuse_recorded};
 use crate::output;
+use crate::rights;
 use keyframe_failure::{DONE, FAILED, Failure, Outcome};
 use keyframe_inspect::guest_memory::{Guest, StoredPages};
 use keyframe_inspect::source_of;
@@ -20,7 +21,6 @@ use keyframe_qemu::DiskServer;
 use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored, SharedRam};
 use keyframe_qemu::restore::{CloneOptions, clone_line};
 use keyframe_session::control::OnExit;
-use keyframe_session::rights;
 use keyframe_session::rundir::{Kind, RunDir};
 use keyframe_store::{Loaded, Store};
 use keyframe_vm_disks::{self as disks, ServedDisks, restored};

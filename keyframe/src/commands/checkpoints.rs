@@ -1,5 +1,6 @@
 //! What `run` and `attach` have in common: when checkpoints are taken, and how.
 
+use crate::words::StderrWords;
 use keyframe_session::control::{OnExit, Strategy, TrackerKind};
 use keyframe_session::{DiskWay, LanChoice, LeaveOut, Options};
 use keyframe_store::Durability;
@@ -90,6 +91,11 @@ pub struct Checkpoints {
 }
 
 impl Checkpoints {
+    /// True if the user wants to read errors only.
+    pub fn is_quiet(&self) -> bool {
+        self.quiet
+    }
+
     /// As the session wants them.
     pub fn options(self, on_exit: OnExit) -> Options {
         Options {
@@ -108,8 +114,7 @@ impl Checkpoints {
             index_memory_mib: self.index_memory,
             durability: self.durability,
             pause_limit: self.pause_limit,
-            verbose: self.verbose,
-            quiet: self.quiet,
+            events: StderrWords::shared(self.quiet, self.verbose),
             audit: self.audit,
             disk: self.disk,
             leave_out: LeaveOut::default(),

@@ -8,6 +8,7 @@
 
 use super::StoreArg;
 use crate::output;
+use crate::words::StderrWords;
 use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_inspect::entry::Entry;
 use keyframe_qemu::stream::{MigrationBlock, MigrationReader, cpu_registers};
@@ -148,12 +149,14 @@ fn ask(invocation: Invocation) -> Result<(MachineMeta, RamLayout), Failure> {
         .map_err(|e| Failure::new(format!("make a directory for QEMU's monitor: {e}")))?;
     let options = LaunchOptions { run_dir: sockets.path().into() };
     let mut vm = Vm::launch(invocation, &options).map_err(|e| Failure::qemu(&e))?;
-    let asked = refuse(&mut vm).and_then(|()| {
+    let asked = refuse(&mut vm, &StderrWords::default()).and_then(|()| {
         let meta = machine_meta(&mut vm, &identity, &directory)?;
-        Ok((meta, vm.ram_layout().map_err(|e| Failure::qemu(&e))?))
+        Ok((meta, vm.ram_layout()?))
     });
-    let ended = vm.kill().map_err(|e| Failure::qemu(&e));
-    asked.and_then(|asked| ended.map(|()| asked))
+    let ended = vm.kill();
+    let asked = asked?;
+    ended.map_err(|e| Failure::qemu(&e))?;
+    Ok(asked)
 }
 
 /// The machine's RAM blocks with the bytes that the stream uses of each, if stream and machine fit

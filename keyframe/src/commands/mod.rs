@@ -51,10 +51,20 @@ pub mod watchdog;
 pub mod witness;
 pub mod work;
 
-use keyframe_failure::{DONE, Failure, WARNED, chain};
+use keyframe_failure::{DONE, FAILED, Failure, WARNED, chain};
+use keyframe_session::Verdict;
 use keyframe_store::{Listing, Store};
 use keyframe_store_keys::KeyArg;
 use std::path::PathBuf;
+
+/// The exit code for what a run has achieved.
+pub fn exit_code(verdict: Verdict) -> u8 {
+    match verdict {
+        Verdict::Complete => DONE,
+        Verdict::Incomplete => WARNED,
+        Verdict::Failed => FAILED,
+    }
+}
 
 /// Which store: on the command line, or in `KEYFRAME_STORE`.
 #[derive(clap::Args, Debug)]

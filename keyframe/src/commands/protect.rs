@@ -1,5 +1,6 @@
 //! `keyframe protect`: a VM with a standby on another host; and the processes beside it.
 
+use crate::words::StderrWords;
 use keyframe_failover::links::Addresses;
 use keyframe_failover::primary::Finish;
 use keyframe_failover::settings::{Settings, address};
@@ -62,7 +63,8 @@ pub struct Protect {
 impl Protect {
     /// Runs the VM until it ends, or runs elsewhere.
     pub fn run(self) -> Outcome {
-        let setup = self.settings.understood()?;
+        let setup =
+            self.settings.understood(StderrWords::shared(self.settings.is_quiet(), false))?;
         let beat = self.standby_beat.as_deref().map(address).transpose()?;
         let addresses = Addresses { control: address(&self.standby)?, beat };
         let folder = folder(self.dir, "protect")?;

@@ -1,6 +1,8 @@
 //! `keyframe record`: a VM's run, kept so that each of its instructions can be run again.
 
+use super::exit_code;
 use crate::output;
+use crate::words::StderrWords;
 use keyframe_failure::paths;
 use keyframe_failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use keyframe_qemu::{Invocation, Medium};
@@ -95,8 +97,7 @@ impl Record {
         };
         let options = Options {
             name: self.name.clone(),
-            verbose: self.verbose,
-            quiet: self.quiet,
+            events: StderrWords::shared(self.quiet, self.verbose),
             recorded: Some(recorded),
             ..Options::every(self.checkpoint_every.filter(|_| !self.follow), OnExit::Kill)
         };
@@ -107,7 +108,9 @@ impl Record {
         });
         let follower = follower.transpose()?;
         let began = Instant::now();
-        let ran = keyframe_session::run(store, Commands::One(command), options);
+        let ran = keyframe_session::run(store, Commands::One(command), options)
+            .map(|report| exit_code(report.verdict()))
+            .map_err(Failure::from);
         let duration_ns = keyframe_units::elapsed_ns(began);
         if let Err(e) = times.end() {
             eprintln!("keyframe: note: {e}: times of the recording are estimates from there on");

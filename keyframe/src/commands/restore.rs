@@ -4,6 +4,7 @@ mod group;
 
 use super::StoreArg;
 use crate::output;
+use crate::rights;
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use keyframe_inspect::guest_memory::ReadStop;
@@ -11,7 +12,7 @@ use keyframe_inspect::source_of;
 use keyframe_qemu::restore::lazy::Residency;
 use keyframe_qemu::restore::{self, Lineage, Plan, RamSource, RestoreOptions, Restored};
 use keyframe_qemu::{Accelerator, DiskServer};
-use keyframe_session::rights;
+use keyframe_session::error::RunDirError;
 use keyframe_session::rundir::{Kind, RunDir};
 use keyframe_store::{Loaded, MachineMeta, Meta, Store, Unmapped};
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
@@ -382,11 +383,9 @@ impl Place {
         let _ = directory.tell(Kind::Restored, &self.store, id, qemu_pid).inspect_err(Self::warn);
     }
 
-    fn warn(failure: &Failure) {
-        eprintln!(
-            "keyframe: warning: the VM is not among those of keyframe status: {}",
-            failure.message
-        );
+    fn warn(error: &RunDirError) {
+        let error = keyframe_failure::chain(error);
+        eprintln!("keyframe: warning: the VM is not among those of keyframe status: {error}");
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::StoreArg;
 use super::checkpoints::Checkpoints;
+use super::exit_code;
 use keyframe_failure::paths;
 use keyframe_failure::{FAILED, Failure, Outcome};
 use keyframe_session::control::OnExit;
@@ -56,14 +57,14 @@ impl Run {
     pub fn run(self) -> Outcome {
         let store = self.store.open()?;
         let commands = if self.group { group(&self.command)? } else { Commands::One(self.command) };
+        let quiet = self.checkpoints.is_quiet();
         let mut options = self.checkpoints.options(self.on_exit);
         if !self.lan.is_empty() {
             let paths =
                 self.lan.iter().map(|path| paths::absolute(path)).collect::<Result<_, _>>()?;
             options.lans = LanChoice::Own(paths);
         }
-        let quiet = options.quiet;
-        let code = keyframe_session::run(&store, commands, options)?;
+        let code = exit_code(keyframe_session::run(&store, commands, options)?.verdict());
         if !quiet && code != FAILED {
             let place = self.store.store.display();
             eprintln!(

@@ -1,5 +1,7 @@
 //! `keyframe segment`: checkpoints of a recording that was made without, from a replay of it.
 
+use super::exit_code;
+use crate::words::StderrWords;
 use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_replay::cut_points::{CutSpacing, find_cut_points};
 use keyframe_replay::interval::RecordedCheckpoint;
@@ -91,7 +93,7 @@ impl Segment {
         let bar = jobs::bar("replaying", instructions, !self.quiet && !self.verbose);
         let mut course = Known { cuts: &cuts, boundaries: source.boundaries()?, places: &there };
         let mut tell = |icount| bar.set_position(icount);
-        let code = keyframe_replay_driver::segment::segment(
+        let verdict = keyframe_replay_driver::segment::segment(
             &source,
             begin,
             &mut course,
@@ -108,7 +110,7 @@ impl Segment {
             taken => format!("{taken} checkpoints in {}", source.store.path().display()),
         });
         self.say(&format!("see that it replays exactly: keyframe verify {recording}{place}"));
-        Ok(code)
+        Ok(exit_code(verdict))
     }
 
     /// The recording with the store for its checkpoints, which has its first one.
@@ -163,7 +165,7 @@ impl Segment {
         let source = Source::growing(&recording, store);
         let options = Options { name: Some(follower_of(&recording)), ..self.options() };
         let mut course = Live::new(growing, recording.clone());
-        let code = keyframe_replay_driver::segment::segment(
+        let verdict = keyframe_replay_driver::segment::segment(
             &source,
             first(&source.places()?, &source)?,
             &mut course,
@@ -172,11 +174,12 @@ impl Segment {
         )?;
         let taken = source.places()?.len().saturating_sub(1);
         self.say(&format!("{taken} checkpoints in {}", source.store.path().display()));
-        Ok(code)
+        Ok(exit_code(verdict))
     }
 
     fn options(&self) -> Options {
-        Options { verbose: self.verbose, quiet: self.quiet, ..Options::every(None, OnExit::Kill) }
+        let events = StderrWords::shared(self.quiet, self.verbose);
+        Options { events, ..Options::every(None, OnExit::Kill) }
     }
 
     fn every(&self) -> Result<CutSpacing, Failure> {

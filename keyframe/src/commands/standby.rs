@@ -1,6 +1,7 @@
 //! `keyframe standby`: holds what a protected VM is, and goes on with it.
 
 use super::protect::folder;
+use crate::words::StderrWords;
 use keyframe_failover::links::Addresses;
 use keyframe_failover::settings::{Settings, address};
 use keyframe_failover::standby::{self, Wish};
@@ -50,7 +51,8 @@ pub struct Standby {
 impl Standby {
     /// Stands by until the VM has run here to its end, or a signal comes.
     pub fn run(self) -> Outcome {
-        let setup = self.settings.understood()?;
+        let setup =
+            self.settings.understood(StderrWords::shared(self.settings.is_quiet(), false))?;
         let beat = self.peer_beat.as_deref().map(address).transpose()?;
         let peer = self.peer.as_deref().map(address).transpose()?;
         standby::run(&Wish {

@@ -2,7 +2,9 @@
 
 use crate::output;
 use keyframe_failure::{DONE, Failure, Outcome};
-use keyframe_session::control::{ReplicationStatus, Request, Response, Status as Shown, client};
+use keyframe_session::control::{
+    ReplicationRole, ReplicationStatus, Request, Response, Status as Shown, client,
+};
 use keyframe_session::rundir;
 use keyframe_session::rundir::{About, Kind, Orphan};
 use serde::Serialize;
@@ -62,7 +64,7 @@ impl Status {
                 Ok(Response::Status(status)) => all.push(*status),
                 Ok(other) => return Err(Failure::new(format!("unexpected answer: {other:?}"))),
                 // It may have ended between the look and the question.
-                Err(e) if self.name.is_some() => return Err(e),
+                Err(e) if self.name.is_some() => return Err(e.into()),
                 Err(_) => {}
             }
         }
@@ -141,7 +143,7 @@ fn replicated(s: &Shown, r: &ReplicationStatus) -> String {
             output::bytes(r.all_raw_bytes)
         ));
     }
-    if r.role == "standby" {
+    if r.role == ReplicationRole::Standby {
         lines.push(format!("  holds       epoch {}", number(r.acknowledged)));
         return lines.join("\n");
     }

@@ -51,7 +51,10 @@ impl Stop {
                     (Err(none), None) => {
                         let orphan =
                             rundir::orphans()?.into_iter().find(|orphan| orphan.vm == *name);
-                        return orphan.map_or(Err(none), |orphan| self.end_orphan(&orphan));
+                        return match orphan {
+                            Some(orphan) => self.end_orphan(&orphan),
+                            None => Err(none.into()),
+                        };
                     }
                     (found, _) => found?,
                 }

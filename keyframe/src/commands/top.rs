@@ -5,7 +5,7 @@ use crate::top::history::{Answer, History};
 use crate::top::view;
 use keyframe_failure::{DONE, Failure, Outcome, USAGE};
 use keyframe_session::control::{Request, Response, client};
-use keyframe_session::rundir;
+use keyframe_session::{error_chain, rundir};
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use ratatui::widgets::TableState;
 use ratatui::{DefaultTerminal, init, restore};
@@ -109,7 +109,7 @@ fn answers() -> Result<Vec<Answer>, Failure> {
             let status = match answer {
                 Ok(Response::Status(status)) => Ok(*status),
                 Ok(other) => Err(format!("unexpected answer: {other:?}")),
-                Err(failure) => Err(failure.message),
+                Err(error) => Err(error_chain(&error)),
             };
             (rundir::name_of(engine), status)
         })

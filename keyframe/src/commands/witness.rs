@@ -2,10 +2,10 @@
 
 use super::protect::folder;
 use crate::output;
+use crate::rights;
 use keyframe_failover::settings::{HostKey, address};
 use keyframe_failover::witnessing::WitnessServer;
 use keyframe_failure::{DONE, Failure, Outcome};
-use keyframe_session::rights;
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::sync::Arc;

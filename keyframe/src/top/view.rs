@@ -29,22 +29,22 @@ pub fn row(name: &str, vm: &Vm) -> Vec<String> {
     let pages = newest.map_or_else(none, |point| point.pages.to_string());
     let bytes = newest.map_or_else(none, |point| output::bytes(point.bytes));
     let (state, age, what) = match (&vm.silent, &s.replication) {
-        (Some(why), _) => ("no answer".into(), none(), why.clone()),
+        (Some(why), _) => ("no answer".to_owned(), none(), why.clone()),
         (None, Some(of)) => {
             let lag = of
                 .epoch
                 .zip(of.acknowledged)
                 .map_or(0, |(newest, there)| newest.saturating_sub(there));
             let what = format!("{}, {lag} behind, {} packets held", of.role, of.held_packets);
-            (of.state.clone(), output::duration(of.epoch_ns), what)
+            (of.state.to_string(), output::duration(of.epoch_ns), what)
         }
         (None, None) => {
             let age = s.last_age_ns.map_or_else(none, output::duration);
             let late = |ns: &u64| *ns > s.interval_ns.unwrap_or_default() / 10;
             let backlog = Some(s.backlog_ns).filter(late);
             let backlog = backlog.map(|ns| format!("{} late", output::duration(ns)));
-            let what = s.last_error.clone().or(backlog).unwrap_or_else(|| s.phase.clone());
-            (s.state.clone(), age, what)
+            let what = s.last_error.clone().or(backlog).unwrap_or_else(|| s.phase.to_string());
+            (s.state.to_string(), age, what)
         }
     };
     vec![name.to_owned(), state, number, age, pause, pages, bytes, what]
@@ -129,7 +129,7 @@ fn bold() -> Style {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use keyframe_session::control::{ReplicationStatus, Status};
+    use keyframe_session::control::{ReplicationState, ReplicationStatus, Status, VmState};
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
 
@@ -143,11 +143,9 @@ mod tests {
         let mut history = History::default();
         let of = |i: usize| Status {
             vm: format!("vm{i}"),
-            state: "running".into(),
-            phase: "idle".into(),
+            state: VmState::Running,
             replication: (i == 1).then(|| ReplicationStatus {
-                role: "primary".into(),
-                state: "protected".into(),
+                state: ReplicationState::Protected,
                 epoch: Some(70),
                 acknowledged: Some(69),
                 pause_ns: 2_100_000,

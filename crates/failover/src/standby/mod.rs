@@ -33,7 +33,9 @@ use keyframe_replication::{
     Epoch, Notice, PeerMessage, PrimaryStart, StandbyAction, StandbyEvent, StandbyState, Term,
 };
 use keyframe_session::control::server::{Pending, SharedStatus};
-use keyframe_session::control::{ReplicationStatus, Request, Response};
+use keyframe_session::control::{
+    ReplicationRole, ReplicationState, ReplicationStatus, Request, Response,
+};
 use keyframe_session::interrupt;
 use keyframe_session::rundir::RunDir;
 use ready::{Ready, meta_of};
@@ -92,7 +94,7 @@ pub fn run(wish: &Wish) -> Outcome {
 
 fn once(wish: Wish, interrupted: &Arc<AtomicBool>) -> Result<Finish, Failure> {
     let run_dir = RunDir::claim(&wish.name)?;
-    let status = launch::first_status(&wish.name, 0, "standby");
+    let status = launch::first_status(&wish.name, 0, ReplicationRole::Standby);
     let (requests, request_sender, socket) = primary::listen(&run_dir, &status)?;
     let listener = bound(wish.listen)?;
     let address = listener.local_addr().map_err(|e| Failure::new(format!("listen: {e}")))?;
@@ -540,12 +542,12 @@ impl Keeper {
     fn show(&mut self) {
         let Some(ready) = &self.ready else { return };
         let state = match ready.core.state() {
-            StandbyState::Alone => "waiting",
-            StandbyState::Joining => "syncing",
-            StandbyState::Following => "following",
-            StandbyState::Armed => "ready to take over",
-            StandbyState::Asking => "asking",
-            StandbyState::Active => "active",
+            StandbyState::Alone => ReplicationState::Waiting,
+            StandbyState::Joining => ReplicationState::Syncing,
+            StandbyState::Following => ReplicationState::Following,
+            StandbyState::Armed => ReplicationState::ReadyToTakeOver,
+            StandbyState::Asking => ReplicationState::Asking,
+            StandbyState::Active => ReplicationState::Active,
         };
         let (held, term) = (ready.core.held().map(|epoch| epoch.0), ready.core.term().0);
         let (vm, qemu, connected) =
@@ -554,7 +556,7 @@ impl Keeper {
             status.qemu_pid = qemu;
         }
         self.update(|status| {
-            state.clone_into(&mut status.state);
+            status.state = state;
             (status.acknowledged, status.term, status.connected) = (held, term, connected);
             status.protects = Some(vm);
         });
@@ -589,7 +591,7 @@ impl Keeper {
         ));
         self.update(|status| {
             *status = ReplicationStatus {
-                role: "primary".into(),
+                role: ReplicationRole::Primary,
                 protects: Some(ready.machine.name.clone()),
                 took_over_ns: Some(ready_ns),
                 acknowledged: None,

@@ -1,7 +1,7 @@
 //! Asks a running engine.
 
 use super::{LINE_BYTES_MAX, Request, Response};
-use keyframe_failure::Failure;
+use crate::error::{ControlError, Error, Result};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -9,29 +9,29 @@ use std::time::Duration;
 
 /// Sends `request` to the engine whose run directory is `run_dir`, and waits up to `wait` for the
 /// answer.
-pub fn ask(run_dir: &Path, request: &Request, wait: Duration) -> Result<Response, Failure> {
+pub fn ask(run_dir: &Path, request: &Request, wait: Duration) -> Result<Response> {
     let path = run_dir.join("control.sock");
-    let failed = |what: &str, e: &dyn std::fmt::Display| {
-        Failure::new(format!("{what} {}: {e}", path.display()))
-            .fix("see what runs with: keyframe status")
+    let io = |operation| {
+        let socket = path.clone();
+        move |source| ControlError::Io { operation, socket, source }
     };
-    let mut stream = UnixStream::connect(&path).map_err(|e| failed("connect to", &e))?;
-    stream.set_read_timeout(Some(wait)).map_err(|e| failed("set a timeout on", &e))?;
-    stream
-        .set_write_timeout(Some(Duration::from_secs(5)))
-        .map_err(|e| failed("set a timeout on", &e))?;
-    let mut line = serde_json::to_string(request).map_err(|e| failed("encode a request to", &e))?;
+    let json = |operation| {
+        let socket = path.clone();
+        move |source| ControlError::Json { operation, socket, source }
+    };
+    let mut stream = UnixStream::connect(&path).map_err(io("connect to"))?;
+    stream.set_read_timeout(Some(wait)).map_err(io("set a timeout on"))?;
+    stream.set_write_timeout(Some(Duration::from_secs(5))).map_err(io("set a timeout on"))?;
+    let mut line = serde_json::to_string(request).map_err(json("encode a request to"))?;
     line.push('\n');
-    stream.write_all(line.as_bytes()).map_err(|e| failed("write to", &e))?;
+    stream.write_all(line.as_bytes()).map_err(io("write to"))?;
     let mut answer = String::new();
-    BufReader::new(stream.take(LINE_BYTES_MAX))
-        .read_line(&mut answer)
-        .map_err(|e| failed("read from", &e))?;
+    BufReader::new(stream.take(LINE_BYTES_MAX)).read_line(&mut answer).map_err(io("read from"))?;
     if answer.is_empty() {
-        return Err(failed("read from", &"the engine ended without an answer"));
+        return Err(ControlError::NoAnswer(path).into());
     }
-    match serde_json::from_str(&answer).map_err(|e| failed("understand the answer of", &e))? {
-        Response::Failed(message) => Err(Failure::new(message)),
+    match serde_json::from_str(&answer).map_err(json("understand the answer of"))? {
+        Response::Failed(message) => Err(ControlError::Refused(message).into()),
         other => Ok(other),
     }
 }
@@ -44,16 +44,15 @@ pub fn ask_all<'a>(
     run_dirs: &'a [PathBuf],
     request: &Request,
     wait: Duration,
-) -> Vec<(&'a Path, Result<Response, Failure>)> {
+) -> Vec<(&'a Path, Result<Response>)> {
     let mut answers = Vec::with_capacity(run_dirs.len());
     for some in run_dirs.chunks(ASKED_MAX) {
         answers.extend(std::thread::scope(|scope| {
             let asked: Vec<_> =
                 some.iter().map(|dir| (dir, scope.spawn(|| ask(dir, request, wait)))).collect();
             let joined = asked.into_iter().map(|(dir, answer)| {
-                let answer = answer
-                    .join()
-                    .unwrap_or_else(|_| Err(Failure::new("the thread that asked it panicked")));
+                let answer =
+                    answer.join().unwrap_or_else(|_| Err(Error::from(ControlError::Panicked)));
                 (dir.as_path(), answer)
             });
             joined.collect::<Vec<_>>()

@@ -1,17 +1,21 @@
 //! The end of a run: what was captured is sealed, QEMU is ended or left to itself.
 
-use super::{DONE, End, Engine, FAILED, Failure, Inbox, OnExit, Outcome, StoreSink, WARNED};
+use super::{End, Engine, Event, Inbox, OnExit, RunEnd, RunReport, StoreSink};
+use crate::error::{Error, Result};
+use crate::machines::Beside;
+use crate::rundir::RunDir;
+use keyframe_qemu::Vm;
 
 impl Engine<'_> {
     /// What was captured is sealed before the run ends.
-    fn seal_the_rest(&mut self) -> Result<(), Failure> {
+    fn seal_the_rest(&mut self) -> Result<()> {
         let sink = self.end_encoding()?;
-        sink.finish().map(drop).map_err(|e| Failure::store(&e, self.store.path()))
+        sink.finish().map(drop).map_err(|e| Error::store(self.store.path(), e))
     }
 
     /// Ends the encoder and takes in its last reports.
-    pub(super) fn end_encoding(&mut self) -> Result<StoreSink, Failure> {
-        let encoding = self.encoding.take().ok_or_else(|| Failure::new("the encoder has ended"))?;
+    pub(super) fn end_encoding(&mut self) -> Result<StoreSink> {
+        let encoding = self.encoding.take().ok_or(Error::EncoderEnded)?;
         let sink = encoding.finish()?;
         let mut requests = Vec::new();
         while let Ok(message) = self.inbox.try_recv() {
@@ -28,7 +32,7 @@ impl Engine<'_> {
         Ok(sink)
     }
 
-    pub(super) fn finish(mut self, end: Result<End, Failure>) -> Outcome {
+    pub(super) fn finish(mut self, end: Result<End>) -> Result<RunReport> {
         keyframe_kernel::priority::lower();
         let finished = self.seal_the_rest();
         self.recorder = None;
@@ -40,91 +44,75 @@ impl Engine<'_> {
             disks.detach(vms);
         }
         let (vms, beside) = self.machines.into_vms();
-        let quiet = self.options.quiet;
-        let say = |text: &str| {
-            if !quiet {
-                eprintln!("keyframe: {text}");
-            }
-        };
+        let events = &*self.options.events;
         if let Some(recompressor) = self.recompressor.take() {
-            recompressor.finish(&say);
+            recompressor.finish(events);
         }
         if let (true, Some(count)) =
             (self.given_up, self.options.count.filter(|n| *n > self.sealed))
         {
-            eprintln!(
-                "keyframe: the {count} checkpoints of --count cannot be reached: {} are sealed",
-                self.sealed
-            );
+            events.event(&Event::CountNotReached { count, sealed: self.sealed });
         }
-        let end = end?;
-        let keeps = matches!(end, End::Asked(OnExit::Keep));
-        let code = match end {
-            End::Vm(exit) if exit.success() => {
-                // Its console is somebody else's.
-                if is_attached {
-                    say(&format!("VM {} has ended", self.name));
-                }
-                DONE
-            }
+        let end = match end? {
             End::Vm(exit) => {
-                eprintln!("keyframe: QEMU ended with {exit}");
-                FAILED
+                if !exit.success() {
+                    events.event(&Event::QemuFailed { exit });
+                } else if is_attached {
+                    // Its console is somebody else's.
+                    events.event(&Event::VmEnded { vm: self.name.clone() });
+                }
+                RunEnd::VmEnded(exit)
             }
             End::Asked(_) if is_attached => {
-                for (name, vm) in vms {
-                    say(&format!(
-                        "detached: VM {name} runs on without checkpoints (QEMU {})",
-                        vm.keep()
-                    ));
+                for (vm, qemu) in vms {
+                    events.event(&Event::Detached { vm, qemu_pid: qemu.keep() });
                 }
-                DONE
+                RunEnd::Detached
             }
             End::Asked(OnExit::Kill) => {
                 // Each of them, whatever becomes of the others.
                 let killed: Vec<_> = vms.into_iter().map(|(_, mut vm)| vm.kill()).collect();
-                killed.into_iter().collect::<Result<(), _>>().map_err(|e| Failure::qemu(&e))?;
-                DONE
+                killed.into_iter().collect::<Result<(), _>>()?;
+                RunEnd::Killed
             }
             End::Asked(OnExit::Keep) => {
                 run_dir.keep();
-                for (number, (name, vm)) in vms.into_iter().enumerate() {
-                    let dir = if is_group {
-                        run_dir.path().join(number.to_string())
-                    } else {
-                        run_dir.path().into()
-                    };
-                    let monitor = dir.join("qmp.sock");
-                    let pid = vm.keep();
-                    say(&format!(
-                        "VM {name} runs on without checkpoints: QEMU {pid}, monitor {}",
-                        monitor.display()
-                    ));
-                }
-                DONE
+                keep(vms, is_group, &run_dir, |event| events.event(&event));
+                RunEnd::Kept
             }
         };
-        if let Some(lans) = beside.lans {
-            lans.end();
-        }
-        if let Some(disks) = beside.disks {
-            let place = if keeps { disks.keep() } else { disks.end()? };
-            if let Some(place) = place {
-                say(&format!(
-                    "what the guest has written to its disks is in {}; the images are as they were",
-                    place.display()
-                ));
-            }
+        let writes = end_beside(beside, matches!(end, RunEnd::Detached | RunEnd::Kept))?;
+        if let Some(directory) = writes {
+            events.event(&Event::WritesKept { directory });
         }
         finished?;
-        self.options.quiet |= code == FAILED;
-        if !self.options.quiet {
-            eprintln!("keyframe: {} checkpoints sealed, {} failed", self.sealed, self.failed);
-        }
-        Ok(match code {
-            DONE if self.audited_wrong > 0 || self.given_up => FAILED,
-            DONE if self.failed > 0 => WARNED,
-            code => code,
-        })
+        let (sealed, failed) = (self.sealed, self.failed);
+        let has_qemu_failed = matches!(end, RunEnd::VmEnded(exit) if !exit.success());
+        events.event(&Event::Finished { sealed, failed, has_qemu_failed });
+        let (audited_wrong, given_up) = (self.audited_wrong, self.given_up);
+        Ok(RunReport { end, sealed, failed, audited_wrong, given_up })
+    }
+}
+
+/// Leaves launched VMs running.
+fn keep(vms: Vec<(String, Vm)>, is_group: bool, run_dir: &RunDir, tell: impl Fn(Event)) {
+    for (number, (vm, qemu)) in vms.into_iter().enumerate() {
+        let dir =
+            if is_group { run_dir.path().join(number.to_string()) } else { run_dir.path().into() };
+        let monitor = dir.join("qmp.sock");
+        tell(Event::Kept { vm, qemu_pid: qemu.keep(), monitor });
+    }
+}
+
+/// Ends what stands beside VMs, or leaves it to them if they run on. Returns the directory of the
+/// guests' writes, if it is not that of the images.
+fn end_beside(beside: Beside, keeps: bool) -> Result<Option<std::path::PathBuf>> {
+    if let Some(lans) = beside.lans {
+        lans.end();
+    }
+    match beside.disks {
+        Some(disks) if keeps => Ok(disks.keep()),
+        Some(disks) => disks.end(),
+        None => Ok(None),
     }
 }

@@ -1,9 +1,12 @@
 //! What becomes of captures: sealed, failed, or of RAM that is not there any more.
 
 use super::{
-    Arc, CaptureError, Copying, EncodeReport, Engine, Entry, Failure, Instant, Response,
-    SAY_LATE_EVERY, Sealed, SettledReport, StoreSink, chain, encode, output,
+    Arc, CaptureError, CheckpointError, CheckpointFailure, Copying, EncodeReport, Engine, Entry,
+    Error, Event, Instant, NotCaptured, Response, Result, SAY_LATE_EVERY, Sealed, SettledReport,
+    StoreSink, Taker, encode,
 };
+use crate::error::error_chain;
+use crate::event::shared;
 use keyframe_units::duration_ns;
 
 impl Engine<'_> {
@@ -15,17 +18,27 @@ impl Engine<'_> {
                     disks.sealed(seq, vms);
                 }
                 let entry = self.succeeded(seq, &sealed);
-                if let Some(taker) = self.takers.remove(&seq) {
-                    let _ = taker.send(Response::Taken(Box::new(entry)));
+                match self.takers.remove(&seq) {
+                    Some(Taker::Client(client)) => {
+                        let _ = client.send(Response::Taken(Box::new(entry)));
+                    }
+                    Some(Taker::Engine(engine)) => drop(engine.send(Ok(sealed.id))),
+                    None => {}
                 }
             }
             SettledReport::Failed { lost, error } => {
                 if let Some((disks, vms)) = self.machines.storage() {
                     disks.failed(&lost, vms);
                 }
-                let text = self.failed(&chain(&error), lost.len().max(1) as u64, false);
+                let error = CheckpointError::Encode(error);
+                let failure = self.failed(error, lost.len().max(1) as u64, false);
                 for taker in lost.iter().filter_map(|seq| self.takers.remove(seq)) {
-                    let _ = taker.send(Response::Failed(text.clone()));
+                    match taker {
+                        Taker::Client(client) => {
+                            let _ = client.send(Response::Failed(failure.to_string()));
+                        }
+                        Taker::Engine(engine) => drop(engine.send(Err(failure.clone()))),
+                    }
                 }
             }
             SettledReport::Stale => {}
@@ -48,39 +61,10 @@ impl Engine<'_> {
         let behind = self.options.interval.is_some_and(|i| backlog_ns > duration_ns(i) / 10);
         if behind && self.said_late.is_none_or(|at| at.elapsed() > SAY_LATE_EVERY) {
             self.said_late = Some(Instant::now());
-            self.say(&format!(
-                "checkpoint {} began {} late: the one before was still being encoded",
-                entry.id,
-                output::duration(backlog_ns)
-            ));
+            self.tell(Event::Late { id: entry.id, backlog_ns });
         }
-        if self.options.verbose {
-            self.say(&format!(
-                "checkpoint {}: pause {}, {} dirty pages, {} stored",
-                entry.id,
-                output::duration(entry.pause_ns),
-                entry.dirty_pages,
-                output::bytes(entry.stored_bytes)
-            ));
-        }
-        if let Some(audit) = &mut self.watch.audit {
-            match audit.compare(self.store, seq, sealed.id) {
-                Ok(differing) if differing.is_empty() => {}
-                Ok(differing) => {
-                    self.audited_wrong += 1;
-                    eprintln!(
-                        "keyframe: AUDIT FAILED: checkpoint {} differs from RAM in {} pages, first {}",
-                        entry.id,
-                        differing.len(),
-                        differing[0].0
-                    );
-                }
-                Err(e) => {
-                    self.audited_wrong += 1;
-                    eprintln!("keyframe: audit of checkpoint {}: {}", entry.id, chain(&*e));
-                }
-            }
-        }
+        self.tell(Event::Sealed(Box::new(entry.clone())));
+        self.compare(seq, sealed);
         let (sealed_count, shown) = (self.sealed, entry.clone());
         self.update(|status| {
             status.sealed = sealed_count;
@@ -90,10 +74,25 @@ impl Engine<'_> {
         entry
     }
 
+    /// Compares the checkpoint with the copy that the audit made in its pause.
+    fn compare(&mut self, seq: u64, sealed: &Sealed) {
+        let Some(audit) = &mut self.watch.audit else { return };
+        let id = sealed.id.0;
+        let event = match audit.compare(self.store, seq, sealed.id) {
+            Ok(differing) => {
+                let Some(first) = differing.first().copied() else { return };
+                Event::AuditDiffers { id, pages: differing.len() as u64, first }
+            }
+            Err(error) => Event::AuditFailed { id, error: shared(error) },
+        };
+        self.audited_wrong += 1;
+        self.tell(event);
+    }
+
     /// Keeps the budgets that were asked for.
     fn tune(&mut self, entry: &Entry) {
         let Some(tuning) = &mut self.tuning else { return };
-        let (tuned, said) = tuning.learn(entry);
+        let (tuned, has_changed) = tuning.learn(entry);
         if let Some(cadence) = &mut self.cadence {
             cadence.set_interval(tuned.interval_ns);
         }
@@ -102,43 +101,40 @@ impl Engine<'_> {
             status.interval_ns = Some(tuned.interval_ns);
             status.tuned = Some(tuned.why.to_string());
         });
-        if let Some(text) = said {
-            self.say(&text);
+        if has_changed {
+            self.tell(Event::IntervalTuned { interval_ns: tuned.interval_ns, why: tuned.why });
         }
     }
 
-    /// A checkpoint that failed: say why (once for a row of the same), and whether there is hope.
-    pub(super) fn stumbled(&mut self, error: &CaptureError) -> String {
-        let mut message = chain(error);
+    /// A capture has failed: finds out why, and whether further ones are possible.
+    pub(super) fn stumbled(&mut self, error: CaptureError) -> NotCaptured {
         // A VM that ended in the middle is no failure; the loop finds out and says how it ended.
         if self.machines.any_has_ended() {
-            message = format!("the VM ended before the checkpoint was complete ({message})");
-            return message;
+            return CheckpointError::VmEnded(error).into();
         }
         if matches!(error, CaptureError::OtherRam) {
             return match self.begin_anew() {
-                Ok(()) => format!("{message}; the next checkpoint is complete"),
-                Err(failure) => {
+                Ok(()) => CheckpointError::OtherRam(error).into(),
+                Err(restart) => {
                     self.given_up = true;
-                    self.failed(&format!("{message}: {failure}"), 1, true)
+                    let restart = Box::new(restart);
+                    self.failed(CheckpointError::NoNewRun { capture: error, restart }, 1, true)
+                        .into()
                 }
             };
         }
         if let Some(pid) = self.machines.without_monitor() {
             (self.given_up, self.is_blind) = (true, true);
-            let message = format!(
-                "QEMU (pid {pid}) runs, but has closed the monitor by which it is paused and its devices are saved"
-            );
-            return self.failed(&message, 1, true);
+            return self.failed(CheckpointError::MonitorLost { pid }, 1, true).into();
         }
-        self.failed(&message, 1, false)
+        self.failed(error.into(), 1, false).into()
     }
 
     /// The VM's RAM blocks are others now: tracks those, and begins a new run with a complete
     /// checkpoint.
-    fn begin_anew(&mut self) -> Result<(), Failure> {
+    fn begin_anew(&mut self) -> Result<()> {
         let sink = self.end_encoding()?;
-        let known = sink.finish().map_err(|e| Failure::store(&e, self.store.path()))?;
+        let known = sink.finish().map_err(|e| Error::store(self.store.path(), e))?;
         self.copying.cycle.untrack();
         self.copying.strategies.untrack();
         let is_group = self.machines.is_group();
@@ -156,37 +152,36 @@ impl Engine<'_> {
         let run = self
             .writer
             .begin_run_with(&self.name, &self.copying.layout, metas, known)
-            .map_err(|e| Failure::store(&e, self.store.path()))?;
+            .map_err(|e| Error::store(self.store.path(), e))?;
         let fault = self.options.fault.clone();
         let sink = StoreSink::new(run, self.meta.clone(), fault.clone(), self.newest);
         let (inbox, status) = (self.inbox_sender.clone(), Arc::clone(&self.status));
         let space_pages = self.copying.layout.len_pages();
         self.encoding = Some(encode(sink, space_pages, inbox, status, fault)?);
-        self.say("RAM was plugged or unplugged: a new run begins with a complete checkpoint");
+        self.tell(Event::NewRun);
         Ok(())
     }
 
-    /// Says why `lost` checkpoints failed, once for a row of the same.
-    pub(super) fn failed(&mut self, message: &str, lost: u64, hopeless: bool) -> String {
+    /// Counts `lost` checkpoints as failed, and tells it once for a row of the same failure.
+    pub(super) fn failed(
+        &mut self,
+        error: CheckpointError,
+        lost: u64,
+        is_final: bool,
+    ) -> CheckpointFailure {
         self.failed += lost;
-        let consequence = if hopeless {
-            "no more checkpoints are taken; the VM runs on"
-        } else {
-            "nothing is lost: its pages go into the next one"
-        };
-        let behind =
-            if lost > 1 { format!(" (and {} behind it)", lost - 1) } else { String::new() };
-        let text = format!("checkpoint failed{behind}: {message}; {consequence}");
-        let (failed, owed) = (self.failed, self.copying.cycle.owed_pages());
-        let mut repeated = false;
+        let text = error_chain(&error);
+        let failure = CheckpointFailure { error: Arc::new(error), lost, is_final };
+        let (failed, owed_pages) = (self.failed, self.copying.cycle.owed_pages());
+        let mut is_repeated = false;
         self.update(|status| {
-            repeated = status.last_error.as_deref() == Some(message);
+            is_repeated = status.last_error.as_deref() == Some(&*text);
             status.failed = failed;
-            status.last_error = Some(message.to_owned());
+            status.last_error = Some(text);
         });
-        if !repeated {
-            eprintln!("keyframe: {text} ({owed} pages)");
+        if !is_repeated {
+            self.tell(Event::Failed { failure: failure.clone(), owed_pages });
         }
-        text
+        failure
     }
 }

@@ -24,9 +24,14 @@
 //! Left out: groups, libvirt.
 
 use super::super::machine::QemuMachine;
-use super::{Duration, Engine, Inbox, Instant, LOOK_EVERY, Response, chain, channel};
+use super::{
+    CheckpointReason, Duration, Engine, Error, Event, Inbox, Instant, LOOK_EVERY, NotCaptured,
+    Response, Result, Taker, channel, with_fix,
+};
 use crate::control::RolledBack;
-use keyframe_failure::Failure;
+use crate::error::{CheckpointError, MachineDifference, RollbackError};
+use crate::event::{Step, tell_failed};
+use keyframe_capture::BoxError;
 use keyframe_inspect::guest_memory::{Guest, StoredPages};
 use keyframe_qemu::rollback::Target;
 use keyframe_store::{CheckpointId, Loaded};
@@ -44,9 +49,9 @@ const BATCH_PAGES: u64 = 4096;
 /// What failed, and where the VM is.
 enum Stuck {
     /// As it was.
-    Unharmed(String),
+    Unharmed(RollbackError),
     /// Neither here nor there: it must not run.
-    Lost(String),
+    Lost { why: RollbackError, again: RollbackError },
 }
 
 impl Engine<'_> {
@@ -54,54 +59,54 @@ impl Engine<'_> {
     pub(super) fn answer_rollback(&mut self, name: &str) -> Response {
         match self.roll_back(name) {
             Ok(done) => Response::RolledBack(done),
-            Err(failure) => Response::Failed(failure.to_string()),
+            Err(error) => Response::Failed(with_fix(&error.into())),
         }
     }
 
-    fn roll_back(&mut self, name: &str) -> Result<RolledBack, Failure> {
+    fn roll_back(&mut self, name: &str) -> Result<RolledBack, RollbackError> {
         let target = self.rollback_target(name)?;
         if let Some(recorder) = &self.recorder {
             recorder.hold(target.id);
             // Not in the moment before.
-            self.store.sealed(target.id).map_err(|e| Failure::store(&e, self.store.path()))?;
+            self.store.sealed(target.id).map_err(|e| Error::store(self.store.path(), e))?;
         }
         // The VM is not to stand while earlier checkpoints are stored.
         let idle = |engine: &mut Self| (engine.copying.cycle.in_flight() == 0).then_some(());
-        self.take_reports_until(idle).map_err(Failure::new)?;
+        self.take_reports_until(idle)?;
         if let Some(disks) = &mut self.machines.disks {
             disks.stage(self.store, target.id, &target.meta)?;
         }
         let done = self.roll_back_to(&target, name);
         // Of a VM that is neither here nor there both are kept.
         if !self.given_up
-            && let Some(Err(failure)) = self.machines.disks.as_mut().map(super::Storage::dismiss)
+            && let Some(disks) = &mut self.machines.disks
         {
-            eprintln!("keyframe: warning: remove what was written to the disks before: {failure}");
+            let dismissed = disks.dismiss();
+            tell_failed(&*self.options.events, Step::RemoveFormerDisks, dismissed);
         }
         done
     }
 
-    fn roll_back_to(&mut self, target: &Loaded, name: &str) -> Result<RolledBack, Failure> {
+    fn roll_back_to(&mut self, target: &Loaded, name: &str) -> Result<RolledBack, RollbackError> {
         let began = Instant::now();
-        let was_running = self.machine()?.stand().map_err(|e| Failure::new(chain(&*e)))?;
+        let was_running = self.machine()?.stand().map_err(step("pause the VM"))?;
         self.step();
         let gone = self.go_back(target);
         keyframe_kernel::priority::lower();
-        if let Err(Stuck::Lost(why)) = gone {
-            self.given_up = true;
-            let text = format!("{why}; the VM is left paused and no more checkpoints are taken");
-            return Err(Failure::new(text)
-                .fix(format!("end it (keyframe stop) and restore: keyframe restore {name}")));
-        }
-        self.machine()?.go().map_err(|e| Failure::new(chain(&*e)))?;
+        let gone = match gone {
+            Err(Stuck::Lost { why, again }) => {
+                self.given_up = true;
+                let (why, again) = (Box::new(why), Box::new(again));
+                return Err(RollbackError::Lost { why, again, checkpoint: name.into() });
+            }
+            Err(Stuck::Unharmed(why)) => Err(RollbackError::Unharmed(Box::new(why))),
+            Ok(gone) => Ok(gone),
+        };
+        self.machine()?.go().map_err(step("resume the VM"))?;
         let stood_ns = elapsed_ns(began);
         self.look();
-        let (before, now, pages) = gone.map_err(|stuck| match stuck {
-            Stuck::Unharmed(why) | Stuck::Lost(why) => {
-                Failure::new(format!("{why}; the VM is as it was"))
-            }
-        })?;
-        self.say(&format!("VM {} is back at checkpoint {}", self.name, target.id));
+        let (before, now, pages) = gone?;
+        self.tell(Event::RolledBack { vm: self.name.clone(), checkpoint: target.id });
         Ok(RolledBack {
             vm: self.name.clone(),
             checkpoint: target.id.0,
@@ -113,9 +118,9 @@ impl Engine<'_> {
         })
     }
 
-    fn machine(&mut self) -> Result<&mut QemuMachine, Failure> {
+    fn machine(&mut self) -> Result<&mut QemuMachine> {
         let first = self.machines.members_mut().first_mut();
-        first.map(|member| &mut member.machine).ok_or_else(|| Failure::new("no VM"))
+        first.map(|member| &mut member.machine).ok_or(Error::NoVm)
     }
 
     /// Where a test kills the engine.
@@ -126,22 +131,18 @@ impl Engine<'_> {
     }
 
     /// Serves the disks that were not served. The VM stands.
-    fn exchange_disks(&mut self) -> Result<(), String> {
+    fn exchange_disks(&mut self) -> Result<(), RollbackError> {
         let exchanged = self.machines.disks.as_mut().map_or(Ok(()), super::Storage::exchange);
-        exchanged.map_err(|e| chain(&*e))
+        exchanged.map_err(step("exchange the disks"))
     }
 
     /// The checkpoint, where this VM can become it.
-    fn rollback_target(&mut self, name: &str) -> Result<Loaded, Failure> {
+    fn rollback_target(&mut self, name: &str) -> Result<Loaded, RollbackError> {
         if self.machines.is_group() {
-            return Err(Failure::new("a group cannot be rolled back in place")
-                .fix("end it (keyframe stop), and restore the checkpoint: all members come back together"));
+            return Err(RollbackError::Group);
         }
         if self.given_up || self.encoding.is_none() {
-            return Err(Failure::new(
-                "no more checkpoints are taken of this VM, so that it is not rolled back",
-            )
-            .fix("see why with: keyframe status"));
+            return Err(RollbackError::GivenUp);
         }
         let libvirts = self
             .machines
@@ -149,12 +150,9 @@ impl Engine<'_> {
             .iter()
             .any(|m| m.machine.vm.is_attached() && m.machine.monitor.is_none());
         if libvirts {
-            return Err(Failure::new(
-                "a VM of libvirt's is not rolled back in place: libvirt would not know of it",
-            )
-            .fix("end it, and restore the checkpoint"));
+            return Err(RollbackError::Libvirt);
         }
-        let store_failure = |e: keyframe_store::Error| Failure::store(&e, self.store.path());
+        let store_failure = |e| Error::store(self.store.path(), e);
         let id = self.store.resolve(name).map_err(store_failure)?;
         let target = self.store.load(id).map_err(store_failure)?;
         let (here, there) = (self.meta.machine(), &target.meta.machine);
@@ -164,15 +162,15 @@ impl Engine<'_> {
             ("number of processors", here.vcpus.to_string(), there.vcpus.to_string()),
         ];
         let differs = pairs.into_iter().find(|(_, here, there)| here != there);
-        if let Some((what, here, there)) = differs {
-            return Err(another(id, &format!("its {what} is {there}, not {here}")));
+        if let Some((property, here, there)) = differs {
+            return Err(another(id, MachineDifference::Property { property, here, there }));
         }
         if !target.meta.members.is_empty() || !target.meta.ram.same_space(&self.copying.layout) {
-            return Err(another(id, "its RAM blocks are others"));
+            return Err(another(id, MachineDifference::RamBlocks));
         }
         let disks = self.machines.disks.as_ref().map_or(&[][..], super::Storage::metas);
         if !are_same(disks, &target.meta.disks) {
-            return Err(another(id, "its disks, or the images beneath them, are others"));
+            return Err(another(id, MachineDifference::Disks));
         }
         Ok(target)
     }
@@ -183,12 +181,11 @@ impl Engine<'_> {
         target: &Loaded,
     ) -> Result<(CheckpointId, Option<CheckpointId>, u64), Stuck> {
         let before = self.capture_and_seal().map_err(Stuck::Unharmed)?;
-        let before = self.store.load(before).map_err(|e| Stuck::Unharmed(chain(&e)))?;
+        let load_failed = |e| Stuck::Unharmed(Error::store(self.store.path(), e).into());
+        let before = self.store.load(before).map_err(load_failed)?;
         let mut pages = differing(&before, target);
-        let between = self
-            .machine()
-            .map_err(|e| e.to_string())
-            .and_then(|m| m.between().map_err(|e| chain(&*e)));
+        let between = self.machine().map_err(RollbackError::from);
+        let between = between.and_then(|m| m.between().map_err(step("tell the watchdog")));
         between.map_err(Stuck::Unharmed)?;
         let mut exchanged = false;
         let became = self.exchange_disks().and_then(|()| {
@@ -197,21 +194,22 @@ impl Engine<'_> {
             self.become_checkpoint(target, &mut pages)
         });
         if let Err(why) = became {
-            let lost = |again: String| {
-                Stuck::Lost(format!("{why}; nor could it be put back to what it was: {again}"))
+            let put_back = match exchanged {
+                true => {
+                    self.exchange_disks().and_then(|()| self.become_checkpoint(&before, &mut pages))
+                }
+                false => Ok(()),
             };
-            if exchanged {
-                self.exchange_disks().map_err(lost)?;
-                self.become_checkpoint(&before, &mut pages).map_err(lost)?;
+            if let Err(again) = put_back {
+                return Err(Stuck::Lost { why, again });
             }
             self.is_whole();
             return Err(Stuck::Unharmed(why));
         }
         self.step();
-        if let Some(Err(failure)) =
-            self.machines.disks.as_mut().map(|disks| disks.came_from(target.id))
-        {
-            eprintln!("keyframe: warning: {failure}");
+        if let Some(disks) = &mut self.machines.disks {
+            let described = disks.came_from(target.id);
+            tell_failed(&*self.options.events, Step::DescribeDisks, described);
         }
         self.is_whole();
         self.step();
@@ -224,21 +222,22 @@ impl Engine<'_> {
 
     /// What stands there may run, should the engine die. Without its watchdog it is no less whole.
     fn is_whole(&mut self) {
-        let told = self.machine().map(QemuMachine::is_whole);
-        if let Ok(Err(error)) = told {
-            eprintln!("keyframe: warning: {}", chain(&*error));
+        if let Ok(allowed) = self.machine().map(QemuMachine::is_whole) {
+            tell_failed(&*self.options.events, Step::AllowRunning, allowed);
         }
     }
 
     /// A checkpoint of the standing VM, sealed.
-    fn capture_and_seal(&mut self) -> Result<CheckpointId, String> {
-        let seq = self.capture("rollback", None, None)?;
+    fn capture_and_seal(&mut self) -> Result<CheckpointId, RollbackError> {
+        let seq = self.capture(CheckpointReason::Rollback, None, None)?;
         let (sender, sealed) = channel();
-        self.takers.insert(seq, sender);
+        self.takers.insert(seq, Taker::Engine(sender));
         self.take_reports_until(|_| match sealed.try_recv() {
-            Ok(Response::Taken(entry)) => Some(Ok(CheckpointId(entry.id))),
-            Ok(Response::Failed(why)) => Some(Err(why)),
-            Ok(_) | Err(TryRecvError::Disconnected) => Some(Err("the encoder has ended".into())),
+            Ok(Ok(id)) => Some(Ok(id)),
+            Ok(Err(failure)) => Some(Err(NotCaptured::from(failure).into())),
+            Err(TryRecvError::Disconnected) => {
+                Some(Err(NotCaptured::from(CheckpointError::Ending).into()))
+            }
             Err(TryRecvError::Empty) => None,
         })?
     }
@@ -248,7 +247,7 @@ impl Engine<'_> {
     fn take_reports_until<T>(
         &mut self,
         mut done: impl FnMut(&mut Self) -> Option<T>,
-    ) -> Result<T, String> {
+    ) -> Result<T, RollbackError> {
         let deadline = Instant::now() + SEAL_TIMEOUT;
         let mut requests = Vec::new();
         let result = loop {
@@ -256,7 +255,7 @@ impl Engine<'_> {
                 break Ok(answer);
             }
             if Instant::now() > deadline {
-                break Err("the checkpoint was not sealed in time".into());
+                break Err(RollbackError::SealTimeout);
             }
             match self.inbox.recv_timeout(LOOK_EVERY) {
                 Ok(Inbox::Report(report)) => self.settle(*report),
@@ -272,10 +271,14 @@ impl Engine<'_> {
 
     /// Loads devices and `pages` of `to`, and whatever else turns out to differ, which is added to
     /// `pages`.
-    fn become_checkpoint(&mut self, to: &Loaded, pages: &mut Vec<PageIndex>) -> Result<(), String> {
+    fn become_checkpoint(
+        &mut self,
+        to: &Loaded,
+        pages: &mut Vec<PageIndex>,
+    ) -> Result<(), RollbackError> {
         let mut wrong = 0;
         for _ in 0..TRIES {
-            let guest = Guest::choose(to, None).map_err(|failure| failure.to_string())?;
+            let guest = Guest::choose(to, None).map_err(Error::from)?;
             let source = StoredPages::new(to, &guest);
             let target = Target {
                 machine_type: &to.meta.machine.machine_type,
@@ -284,28 +287,26 @@ impl Engine<'_> {
                 pages: &in_use(&to.meta.ram, pages),
                 device_state: &to.device_state,
             };
-            let directory = self.store.local_folder().map_err(|e| chain(&e))?;
+            let directory =
+                self.store.local_folder().map_err(|e| Error::store(self.store.path(), e))?;
             let file = tempfile::tempfile_in(&directory)
-                .map_err(|e| format!("make a temporary file in {}: {e}", directory.display()))?;
-            let Some(member) = self.machines.members_mut().first_mut() else {
-                return Err("no VM".into());
-            };
-            member.machine.vm.roll_back(&target, file).map_err(|e| chain(&e))?;
+                .map_err(|e| Error::file("make a temporary file in", &directory, e))?;
+            self.machine()?.vm.roll_back(&target, file).map_err(Error::from)?;
             let others = self.wrong_pages(to)?;
             if others.is_empty() {
                 return Ok(());
             }
-            wrong = others.len();
+            wrong = others.len() as u64;
             pages.extend(others);
             pages.sort_unstable();
             pages.dedup();
         }
-        Err(format!("{wrong} pages of its RAM are not those of checkpoint {}", to.id))
+        Err(RollbackError::PagesDiffer { pages: wrong, checkpoint: to.id })
     }
 
     /// The pages of the standing VM that are not those of `to`.
-    fn wrong_pages(&self, to: &Loaded) -> Result<Vec<PageIndex>, String> {
-        let reader = self.copying.strategies.ram().ok_or("no VM")?;
+    fn wrong_pages(&self, to: &Loaded) -> Result<Vec<PageIndex>, RollbackError> {
+        let reader = self.copying.strategies.ram().ok_or(Error::NoVm)?;
         let layout = &to.meta.ram;
         let mut wrong = Vec::new();
         let (mut here, mut there) = (Vec::new(), Vec::new());
@@ -318,9 +319,9 @@ impl Engine<'_> {
                     image.clear();
                     image.resize(usize::try_from(range.len_bytes()).unwrap_or(0), 0);
                 }
-                reader.read(&[range], &mut here).map_err(|e| chain(&*e))?;
+                reader.read(&[range], &mut here).map_err(step("read the VM's RAM"))?;
                 let pages = there.as_chunks_mut::<PAGE_BYTES>().0;
-                to.read_into(range.first, pages).map_err(|e| chain(&e))?;
+                to.read_into(range.first, pages).map_err(|e| Error::store(self.store.path(), e))?;
                 let pairs = here.chunks_exact(PAGE_BYTES).zip(there.chunks_exact(PAGE_BYTES));
                 wrong.extend(
                     range.iter().zip(pairs).filter(|(_, (a, b))| a != b).map(|(page, _)| page),
@@ -331,9 +332,13 @@ impl Engine<'_> {
     }
 }
 
-fn another(id: CheckpointId, why: &str) -> Failure {
-    Failure::new(format!("checkpoint {id} is another machine's: {why}"))
-        .fix(format!("bring it to life beside this one: keyframe restore {id}"))
+fn another(checkpoint: CheckpointId, difference: MachineDifference) -> RollbackError {
+    RollbackError::OtherMachine { checkpoint, difference }
+}
+
+/// Makes a [`RollbackError::Step`] of the error of `operation`.
+fn step(operation: &'static str) -> impl Fn(BoxError) -> RollbackError {
+    move |source| RollbackError::Step { operation, source }
 }
 
 /// The pages of a block that are in use.

@@ -5,8 +5,9 @@
 //!                              └─ one is: advance past the next answer of a disk
 //! ```
 
-use super::{DONE, End, Engine, Failure, Inbox, OnExit, Outcome};
-use keyframe_failure::chain;
+use super::{
+    CheckpointReason, End, Engine, Error, Event, Inbox, OnExit, Result, RunReport, Verdict,
+};
 use keyframe_qemu::Vm;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -27,6 +28,9 @@ pub enum Step {
 
 /// Brings a VM that replays a recording from one instruction to the next.
 pub trait ReplaySteps {
+    /// Why a step fails.
+    type Error: From<Error>;
+
     /// Whether a checkpoint of the instruction at which the VM stands exists already.
     fn is_captured(&self) -> bool;
 
@@ -38,29 +42,27 @@ pub trait ReplaySteps {
         vm: &mut Vm,
         is_busy: bool,
         interrupted: &AtomicBool,
-    ) -> Result<Step, Failure>;
+    ) -> Result<Step, Self::Error>;
 }
 
 impl Engine<'_> {
     /// Takes a checkpoint at each instruction to which `steps` brings the VM, which stands at the
     /// first of them.
-    pub fn run_through(mut self, steps: &mut dyn ReplaySteps) -> Outcome {
-        self.say(&self.greeting());
+    pub fn run_through<S: ReplaySteps>(mut self, steps: &mut S) -> Result<RunReport, S::Error> {
+        self.tell(Event::Started(self.greeting()));
         let followed = self.follow(steps);
         // In any case: no user has a use for a replay that stands.
-        let code = self.finish(Ok(End::Asked(OnExit::Kill)));
-        match followed {
-            Err(failure) => Err(failure),
-            Ok(false) if matches!(code, Ok(DONE)) => {
-                Err(Failure::new("interrupted")
-                    .fix("call it again: it goes on with what is missing"))
-            }
-            Ok(_) => code,
+        let report = self.finish(Ok(End::Asked(OnExit::Kill)));
+        let was_interrupted = !followed?;
+        let report = report?;
+        if was_interrupted && report.verdict() == Verdict::Complete {
+            return Err(Error::Interrupted.into());
         }
+        Ok(report)
     }
 
     /// False if it was interrupted.
-    fn follow(&mut self, steps: &mut dyn ReplaySteps) -> Result<bool, Failure> {
+    fn follow<S: ReplaySteps>(&mut self, steps: &mut S) -> Result<bool, S::Error> {
         loop {
             self.await_room();
             if self.interrupted.load(Ordering::Relaxed) {
@@ -69,7 +71,7 @@ impl Engine<'_> {
             self.look();
             let is_busy = self.is_busy()?;
             if !is_busy && !steps.is_captured() {
-                self.capture("segment", None, None).map_err(Failure::new)?;
+                self.capture(CheckpointReason::Segment, None, None).map_err(Error::from)?;
             }
             let Some(member) = self.machines.members_mut().first_mut() else { return Ok(true) };
             match steps.advance(&mut member.machine.vm, is_busy, &self.interrupted)? {
@@ -80,10 +82,13 @@ impl Engine<'_> {
         }
     }
 
-    fn is_busy(&mut self) -> Result<bool, Failure> {
+    fn is_busy(&mut self) -> Result<bool> {
         let Some(member) = self.machines.members_mut().first_mut() else { return Ok(false) };
         let machine = &mut member.machine;
-        machine.disks.are_busy(machine.vm.qmp()).map_err(|e| Failure::new(chain(&*e)))
+        machine.disks.are_busy(machine.vm.qmp()).map_err(|source| Error::Machine {
+            operation: "ask for requests of disks under way",
+            source,
+        })
     }
 
     /// Takes in the encoder's reports, and waits while the next capture has no room.

@@ -12,16 +12,19 @@
 
 use super::own::OwnDisk;
 use super::{Clones, Fleeces, Storage};
+use crate::error::{CloneObstacle, DiskError, Result};
+use crate::event::SharedEventSink;
 use crate::launch::Found;
 use keyframe_disk::ImageFormat;
-use keyframe_failure::Failure;
 use keyframe_qemu::{Drive, LineDisk, Vm, fleece};
 use keyframe_store::{BaseMeta, DiskMeta, Store};
 use keyframe_vm_disks::base_image;
 use std::path::Path;
+use std::sync::Arc;
 
 /// How disks get into checkpoints.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum DiskWay {
     /// Served under `run`; under `attach` reflink where that is cheap for all images, else bitmap.
     #[default]
@@ -48,7 +51,7 @@ impl LeaveOut {
 }
 
 /// What `way` comes to for the disks of VMs that are to be launched.
-pub fn for_launch(way: DiskWay, drives: &[Drive]) -> Result<DiskWay, Failure> {
+pub fn for_launch(way: DiskWay, drives: &[Drive]) -> Result<DiskWay> {
     match way {
         DiskWay::Auto | DiskWay::Served => Ok(DiskWay::Served),
         DiskWay::Bitmap => Ok(DiskWay::Bitmap),
@@ -56,28 +59,19 @@ pub fn for_launch(way: DiskWay, drives: &[Drive]) -> Result<DiskWay, Failure> {
         DiskWay::Reflink => {
             for drive in drives {
                 let objection = if drive.temporary {
-                    Some(format!("what is written to {} is not to last (snapshot=on)", drive.name))
+                    Some(CloneObstacle::Temporary(drive.name.clone()))
                 } else if drive.remote {
-                    Some(no_file(&drive.name))
+                    Some(CloneObstacle::NoFile(drive.name.clone()))
                 } else {
                     super::clones::objection(&drive.image, format_of(drive), false)
                 };
                 if let Some(why) = objection {
-                    return Err(not_cloned(&why));
+                    return Err(DiskError::NotCloneable(why).into());
                 }
             }
             Ok(DiskWay::Reflink)
         }
     }
-}
-
-fn no_file(disk: &str) -> String {
-    format!("{disk} is no file, but an export that QEMU reaches by NBD")
-}
-
-fn not_cloned(why: &str) -> Failure {
-    Failure::new(format!("--disk reflink: {why}"))
-        .fix("put the image on btrfs or XFS, or leave --disk out: another way is chosen then")
 }
 
 fn format_of(drive: &Drive) -> Option<ImageFormat> {
@@ -94,12 +88,13 @@ pub fn own(
     (found, is_group): (&mut [Found], bool),
     way: DiskWay,
     leave_out: &LeaveOut,
-) -> Result<Option<Storage>, Failure> {
+    events: &SharedEventSink,
+) -> Result<Option<Storage>> {
     let mut disks = Vec::new();
     for (member, one) in found.iter_mut().enumerate() {
         let prefix = if is_group { format!("{}/", one.name) } else { String::new() };
         // An engine that was killed may have left nodes above the disks.
-        fleece::sweep(one.vm.qmp()).map_err(|e| Failure::qemu(&e))?;
+        fleece::sweep(one.vm.qmp())?;
         let mut of_vm = disks_of(&mut one.vm, &one.directory, member, &prefix)?;
         one.vm.mind_nodes(of_vm.iter().map(|disk| disk.node.node.clone()).collect());
         disks.append(&mut of_vm);
@@ -109,76 +104,62 @@ pub fn own(
         return Ok(None);
     }
     for one in found.iter_mut() {
-        if let Some(job) = fleece::other_job(one.vm.qmp()).map_err(|e| Failure::qemu(&e))? {
-            return Err(Failure::new(format!(
-                "a job works on the VM's disk {job} (a backup, a mirror, a commit)"
-            ))
-            .fix("wait until it ends, or cancel it (block-job-cancel)"));
+        if let Some(job) = fleece::other_job(one.vm.qmp())? {
+            return Err(DiskError::OtherJob(job).into());
         }
     }
     let kept = || disks.iter().filter(|disk| !disk.left_out);
     let objection = kept().find_map(|disk| {
         if disk.temporary {
-            return Some(format!(
-                "what is written to {} is not in its image (snapshot=on)",
-                disk.meta.name
-            ));
+            return Some(CloneObstacle::Temporary(disk.meta.name.clone()));
         }
         if disk.remote {
-            return Some(no_file(&disk.meta.name));
+            return Some(CloneObstacle::NoFile(disk.meta.name.clone()));
         }
         super::clones::objection(&disk.image, disk.format, way == DiskWay::Auto)
     });
     match (way, objection) {
-        (DiskWay::Served, _) => {
-            Err(Failure::new("--disk served: QEMU has its images open already")
-                .fix("leave --disk out, or start the VM with `keyframe run`"))
+        (DiskWay::Served, _) => Err(DiskError::AlreadyOpen.into()),
+        (DiskWay::Reflink, Some(why)) => Err(DiskError::NotCloneable(why).into()),
+        (DiskWay::Reflink | DiskWay::Auto, None) => cloned(store, name, disks, events).map(Some),
+        (DiskWay::Bitmap | DiskWay::Auto, _) => {
+            fleeced((store, run_dir), disks, found, events).map(Some)
         }
-        (DiskWay::Reflink, Some(why)) => Err(not_cloned(&why)),
-        (DiskWay::Reflink | DiskWay::Auto, None) => cloned(store, name, disks).map(Some),
-        (DiskWay::Bitmap | DiskWay::Auto, _) => fleeced(store, run_dir, disks, found).map(Some),
     }
 }
 
-fn cloned(store: &Store, name: &str, mut disks: Vec<OwnDisk>) -> Result<Storage, Failure> {
+fn cloned(
+    store: &Store,
+    name: &str,
+    mut disks: Vec<OwnDisk>,
+    events: &SharedEventSink,
+) -> Result<Storage> {
     for disk in disks.iter_mut().filter(|disk| !disk.left_out) {
         if let Some(format) = disk.format {
             disk.meta.base = base_image::describe(&disk.image, format)?;
         }
     }
-    Clones::new(store, name, disks).map(Storage::Cloned)
+    Clones::new(store, name, disks, Arc::clone(events)).map(Storage::Cloned)
 }
 
 fn fleeced(
-    store: &Store,
-    run_dir: &Path,
+    (store, run_dir): (&Store, &Path),
     disks: Vec<OwnDisk>,
     found: &mut [Found],
-) -> Result<Storage, Failure> {
+    events: &SharedEventSink,
+) -> Result<Storage> {
     let through_libvirt = |one: &Found| one.vm.is_attached() && one.monitor.is_none();
     let kept = disks.iter().find(|disk| !disk.left_out);
     if let Some(disk) = kept.filter(|disk| found.get(disk.member).is_some_and(through_libvirt)) {
-        return Err(Failure::new(format!(
-            "disk {}: libvirt keeps its QEMU from files and sockets of others, so its disks cannot be read through QEMU",
-            disk.meta.name
-        ))
-        .fix(
-            "put the image on btrfs or XFS (--disk reflink), leave the disk out (--leave-out-disk NAME), or give the domain a \
-             QMP socket of its own and attach by --qmp",
-        ));
+        return Err(DiskError::ThroughLibvirt(disk.meta.name.clone()).into());
     }
     let mut vms: Vec<&mut Vm> = found.iter_mut().map(|one| &mut one.vm).collect();
-    Fleeces::new(store, run_dir, disks, &mut vms).map(Storage::Fleeced)
+    Fleeces::new((store, run_dir), disks, &mut vms, Arc::clone(events)).map(Storage::Fleeced)
 }
 
-fn disks_of(
-    vm: &mut Vm,
-    directory: &Path,
-    member: usize,
-    prefix: &str,
-) -> Result<Vec<OwnDisk>, Failure> {
+fn disks_of(vm: &mut Vm, directory: &Path, member: usize, prefix: &str) -> Result<Vec<OwnDisk>> {
     let mut disks = Vec::new();
-    for LineDisk { drive, node } in vm.line_disks(directory).map_err(|e| Failure::qemu(&e))? {
+    for LineDisk { drive, node } in vm.line_disks(directory)? {
         // One that the line does not make is the audit's.
         let Some(drive) = drive else { continue };
         let meta = DiskMeta {
@@ -206,7 +187,7 @@ fn disks_of(
 }
 
 /// Marks those that stay out.
-fn leave(disks: &mut [OwnDisk], leave_out: &LeaveOut) -> Result<(), Failure> {
+fn leave(disks: &mut [OwnDisk], leave_out: &LeaveOut) -> Result<()> {
     for disk in disks.iter_mut().filter(|disk| leave_out.has(disk)) {
         let format = disk.format.map_or_else(|| "raw".into(), |format| format.to_string());
         disk.meta.base =
@@ -218,11 +199,9 @@ fn leave(disks: &mut [OwnDisk], leave_out: &LeaveOut) -> Result<(), Failure> {
         *name != "all" && !disks.iter().any(|disk| LeaveOut(vec![(*name).clone()]).has(disk))
     };
     if let Some(name) = leave_out.0.iter().find(unknown) {
-        let names: Vec<&str> = disks.iter().map(|disk| disk.meta.name.as_str()).collect();
-        return Err(Failure::new(format!(
-            "--leave-out-disk {name}: the guest can write to no disk of that name"
-        ))
-        .fix(format!("its disks are {}", names.join(", "))));
+        let (name, disks) =
+            (name.clone(), disks.iter().map(|disk| disk.meta.name.clone()).collect());
+        return Err(DiskError::UnknownDisk { name, disks }.into());
     }
     Ok(())
 }

@@ -13,10 +13,11 @@
 //! checkpoint names.
 
 use super::own::{OwnDisk, require_same};
+use crate::error::{CloneObstacle, DiskError, Error, Result};
+use crate::event::{EventSink, SharedEventSink, Step, tell_failed};
 use crate::machines::Member;
 use keyframe_capture::BoxError;
 use keyframe_disk::ImageFormat;
-use keyframe_failure::{Failure, chain};
 use keyframe_store::{DiskMeta, Run, Store};
 use keyframe_vm_disks::base_image;
 use std::collections::BTreeMap;
@@ -62,6 +63,7 @@ pub struct Clones {
     sources: Vec<Source>,
     /// Whose clones they are, in their names.
     owner: String,
+    events: SharedEventSink,
     next: u64,
     prepared: Vec<(Made, File)>,
     current: Option<ClonedCut>,
@@ -71,20 +73,34 @@ pub struct Clones {
 impl Clones {
     /// Over `disks`, for checkpoints of `vm` in `store`. Removes what an engine that was killed has
     /// left.
-    pub fn new(store: &Store, vm: &str, disks: Vec<OwnDisk>) -> Result<Self, Failure> {
+    pub fn new(
+        store: &Store,
+        vm: &str,
+        disks: Vec<OwnDisk>,
+        events: SharedEventSink,
+    ) -> Result<Self> {
         let owner = format!("keyframe-{:.8}-{}", store.id(), crate::rundir::name_from(vm));
         let mut sources = Vec::new();
         for (number, disk) in disks.iter().enumerate().filter(|(_, disk)| !disk.left_out) {
-            let format = disk
-                .format
-                .ok_or_else(|| Failure::new(format!("disk {}: unknown format", disk.meta.name)))?;
-            let file = File::open(&disk.image).map_err(|e| failed("open", &disk.image, &e))?;
+            let format =
+                disk.format.ok_or_else(|| DiskError::UnknownFormat(disk.meta.name.clone()))?;
+            let file = File::open(&disk.image).map_err(|e| io_error("open", &disk.image, e))?;
             sources.push(Source { disk: number, image: disk.image.clone(), file, format });
         }
-        remove_left_over(store, &sources)?;
+        remove_left_over(store, &sources, &*events)?;
         let metas = disks.iter().map(|disk| disk.meta.clone()).collect();
         let (prepared, in_flight) = (Vec::new(), BTreeMap::new());
-        Ok(Self { disks, metas, sources, owner, next: 1, prepared, current: None, in_flight })
+        Ok(Self {
+            disks,
+            metas,
+            sources,
+            owner,
+            events,
+            next: 1,
+            prepared,
+            current: None,
+            in_flight,
+        })
     }
 
     /// What is known of the disks.
@@ -109,7 +125,7 @@ impl Clones {
     /// Flushes the images, so that little is left to.
     pub fn sync(&self) -> Result<(), BoxError> {
         for source in &self.sources {
-            source.file.sync_data().map_err(|e| text("sync", &source.image, &e))?;
+            source.file.sync_data().map_err(|e| io_error("sync", &source.image, e))?;
         }
         Ok(())
     }
@@ -118,17 +134,14 @@ impl Clones {
     pub fn cut(&mut self) -> Result<(), BoxError> {
         let Some(current) = &self.current else { return Ok(()) };
         for (source, (made, file)) in self.sources.iter().zip(&self.prepared) {
-            rustix::fs::ioctl_ficlone(file, &source.file).map_err(|e| {
-                let target = made.path.display();
-                BoxError::from(format!(
-                    "clone {} into {target}: {}",
-                    source.image.display(),
-                    io::Error::from(e)
-                ))
+            rustix::fs::ioctl_ficlone(file, &source.file).map_err(|e| DiskError::Clone {
+                image: source.image.clone(),
+                clone: made.path.clone(),
+                source: e.into(),
             })?;
         }
         let made = self.prepared.drain(..).map(|(made, _)| made).collect();
-        current.0.set(made).map_err(|_| "the disks were cloned twice in a capture".into())
+        current.0.set(made).map_err(|_| DiskError::CutTwice.into())
     }
 
     /// That the images are still those that the guests write to.
@@ -144,7 +157,7 @@ impl Clones {
             Some(seq) => {
                 self.in_flight.insert(seq, cut);
             }
-            None => cut.discard(),
+            None => cut.discard(&*self.events),
         }
     }
 
@@ -155,12 +168,14 @@ impl Clones {
 
     /// The checkpoints of these captures are lost.
     pub fn failed(&mut self, lost: &[u64]) {
-        lost.iter().filter_map(|seq| self.in_flight.remove(seq)).for_each(|cut| cut.discard());
+        for cut in lost.iter().filter_map(|seq| self.in_flight.remove(seq)) {
+            cut.discard(&*self.events);
+        }
     }
 
     fn discard_prepared(&mut self) {
         for (made, _) in self.prepared.drain(..) {
-            discard(&made.path);
+            discard(&made.path, &*self.events);
         }
     }
 }
@@ -178,7 +193,7 @@ impl ClonedCut {
         run: &mut Run,
         fault: &mut dyn FnMut() -> Result<(), BoxError>,
     ) -> Result<(), BoxError> {
-        for made in self.0.get().ok_or("the checkpoint's disks were not cloned")? {
+        for made in self.0.get().ok_or(DiskError::NotCut)? {
             fault()?;
             let path = &made.path;
             let durable = || {
@@ -187,47 +202,51 @@ impl ClonedCut {
                 file.sync_all()?;
                 File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
             };
-            durable().map_err(|e| text("sync", path, &e))?;
-            let base = base_image::describe(path, made.format).map_err(|e| chain(&e))?;
+            durable().map_err(|e| io_error("sync", path, e))?;
+            let base = base_image::describe(path, made.format).map_err(Error::from)?;
             run.set_base(made.disk, base)?;
         }
         Ok(())
     }
 
-    fn discard(&self) {
-        self.0.get().into_iter().flatten().for_each(|made| discard(&made.path));
+    fn discard(&self, events: &dyn EventSink) {
+        self.0.get().into_iter().flatten().for_each(|made| discard(&made.path, events));
     }
 }
 
 /// Why the image cannot be cloned, if so; `cheaply`: also where that takes long. It is tried.
-pub fn objection(image: &Path, format: Option<ImageFormat>, cheaply: bool) -> Option<String> {
+pub fn objection(
+    image: &Path,
+    format: Option<ImageFormat>,
+    cheaply: bool,
+) -> Option<CloneObstacle> {
     tried(image, format, cheaply).err()
 }
 
-fn tried(image: &Path, format: Option<ImageFormat>, cheaply: bool) -> Result<(), String> {
-    let name = image.display();
-    let io = |operation: &str, e: io::Error| format!("{operation} {name}: {e}");
+fn tried(image: &Path, format: Option<ImageFormat>, cheaply: bool) -> Result<(), CloneObstacle> {
+    let path = || image.to_owned();
+    let io = |operation, source| CloneObstacle::Io { operation, path: path(), source };
     if format.is_none() {
-        return Err(format!("{name} is neither raw nor qcow2"));
+        return Err(CloneObstacle::Format(path()));
     }
     let source = File::open(image).map_err(|e| io("open", e))?;
     if !source.metadata().map_err(|e| io("look at", e))?.is_file() {
-        return Err(format!("{name} is no file"));
+        return Err(CloneObstacle::NotRegular(path()));
     }
     if format == Some(ImageFormat::Qcow2) {
-        stands_alone(&source).map_err(|why| format!("{name} {why}"))?;
+        stands_alone(&source).map_err(|reason| CloneObstacle::NotWhole { path: path(), reason })?;
     }
     let folder = image.parent().unwrap_or(Path::new("/"));
     let target = tempfile::Builder::new().prefix(".keyframe-try-").tempfile_in(folder);
     let target = target.map_err(|e| io("make a file beside", e))?;
     source.sync_data().map_err(|e| io("sync", e))?;
     let began = Instant::now();
-    rustix::fs::ioctl_ficlone(&target, &source).map_err(|e| {
-        format!("the file system of {name} does not clone files ({})", io::Error::from(e))
-    })?;
+    rustix::fs::ioctl_ficlone(&target, &source)
+        .map_err(|e| CloneObstacle::NoClones { path: path(), source: e.into() })?;
     let took = began.elapsed();
     if cheaply && took > CHEAP {
-        return Err(format!("to clone {name} takes {} ms", took.as_millis()));
+        let took_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
+        return Err(CloneObstacle::Slow { path: path(), took_ms });
     }
     Ok(())
 }
@@ -256,7 +275,7 @@ fn stands_alone(file: &File) -> Result<(), &'static str> {
 }
 
 /// A file of its own to clone into.
-fn claim(image: &Path, owner: &str, next: &mut u64) -> Result<(PathBuf, File), BoxError> {
+fn claim(image: &Path, owner: &str, next: &mut u64) -> Result<(PathBuf, File), DiskError> {
     let folder = image.parent().unwrap_or(Path::new("/"));
     let stem = stem(image);
     while *next < CLONES_MAX {
@@ -265,10 +284,10 @@ fn claim(image: &Path, owner: &str, next: &mut u64) -> Result<(PathBuf, File), B
         match File::options().write(true).create_new(true).mode(0o600).open(&path) {
             Ok(file) => return Ok((path, file)),
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-            Err(e) => return Err(text("make", &path, &e)),
+            Err(e) => return Err(io_error("make", &path, e)),
         }
     }
-    Err(format!("{}: too many clones of {}", folder.display(), image.display()).into())
+    Err(DiskError::TooManyClones { folder: folder.to_owned(), image: image.to_owned() })
 }
 
 fn stem(image: &Path) -> String {
@@ -281,11 +300,11 @@ fn stem(image: &Path) -> String {
 }
 
 /// Removes the clones of this store beside the images that none of its checkpoints names.
-fn remove_left_over(store: &Store, sources: &[Source]) -> Result<(), Failure> {
+fn remove_left_over(store: &Store, sources: &[Source], events: &dyn EventSink) -> Result<()> {
     if sources.is_empty() {
         return Ok(());
     }
-    let listing = store.checkpoints().map_err(|e| Failure::store(&e, store.path()))?;
+    let listing = store.checkpoints().map_err(|e| Error::store(store.path(), e))?;
     if !listing.unreadable.is_empty() {
         // What an unreadable checkpoint names is not known.
         return Ok(());
@@ -295,31 +314,27 @@ fn remove_left_over(store: &Store, sources: &[Source]) -> Result<(), Failure> {
     for source in sources {
         let folder = source.image.parent().unwrap_or(Path::new("/"));
         let ours = format!(".{}.keyframe-{:.8}-", stem(&source.image), store.id());
-        let entries = std::fs::read_dir(folder).map_err(|e| failed("list", folder, &e))?;
+        let entries = std::fs::read_dir(folder).map_err(|e| io_error("list", folder, e))?;
         for path in entries.flatten().map(|entry| entry.path()) {
             let is_ours =
                 path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(&ours));
             if is_ours && !path.to_str().is_some_and(|path| named.contains(&path)) {
-                discard(&path);
+                discard(&path, events);
             }
         }
     }
     Ok(())
 }
 
-fn discard(path: &Path) {
+fn discard(path: &Path, events: &dyn EventSink) {
     match std::fs::remove_file(path) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => {
-            eprintln!("keyframe: warning: remove {}: {}", path.display(), chain(&e));
+            tell_failed(events, Step::RemoveFile, Err(io_error("remove", path, e)));
         }
         _ => {}
     }
 }
 
-fn failed(operation: &str, path: &Path, error: &io::Error) -> Failure {
-    Failure::new(format!("{operation} {}: {error}", path.display()))
-}
-
-fn text(operation: &str, path: &Path, error: &io::Error) -> BoxError {
-    format!("{operation} {}: {error}", path.display()).into()
+fn io_error(operation: &'static str, path: &Path, source: io::Error) -> DiskError {
+    DiskError::Io { operation, path: path.to_owned(), source }
 }

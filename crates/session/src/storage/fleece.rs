@@ -14,10 +14,11 @@
 //! complete checkpoint sealed or under way, the next one is complete.
 
 use super::own::{OwnDisk, require_same};
+use crate::error::{DiskError, Error, Result};
+use crate::event::{SharedEventSink, Step, tell_failed};
 use crate::machines::Member;
 use keyframe_capture::BoxError;
 use keyframe_disk::nbd::client::Client;
-use keyframe_failure::{Failure, chain};
 use keyframe_qemu::fleece::{self, Point};
 use keyframe_qemu::{Qmp, Vm};
 use keyframe_store::{DiskMeta, Run, Store};
@@ -86,20 +87,19 @@ pub struct Fleeces {
     based: bool,
     open: Option<Open>,
     in_flight: BTreeMap<u64, Pending>,
+    events: SharedEventSink,
 }
 
 impl Fleeces {
     /// Over `disks` of `vms`, whose QEMUs are to listen in `run_dir`.
     pub fn new(
-        store: &Store,
-        run_dir: &Path,
+        (store, run_dir): (&Store, &Path),
         disks: Vec<OwnDisk>,
         vms: &mut [&mut Vm],
-    ) -> Result<Self, Failure> {
-        let folder =
-            store.local_folder().map_err(|e| Failure::store(&e, store.path()))?.join("disks");
-        std::fs::create_dir_all(&folder)
-            .map_err(|e| Failure::new(format!("make {}: {e}", folder.display())))?;
+        events: SharedEventSink,
+    ) -> Result<Self> {
+        let folder = store.local_folder().map_err(|e| Error::store(store.path(), e))?.join("disks");
+        std::fs::create_dir_all(&folder).map_err(|e| Error::file("make", &folder, e))?;
         let sockets: Vec<PathBuf> =
             (0..vms.len()).map(|n| run_dir.join(format!("nbd-{n}.sock"))).collect();
         for (number, socket) in sockets.iter().enumerate() {
@@ -123,16 +123,12 @@ impl Fleeces {
             based: false,
             open: None,
             in_flight,
+            events,
         })
     }
 
-    fn start(qmp: &mut Qmp, socket: &Path) -> Result<(), Failure> {
-        fleece::start_server(qmp, socket).map_err(|e| {
-            Failure::new(format!("the VM's disks cannot be read: {}", chain(&e))).fix(
-                "QEMU has one NBD server: where it serves somebody else (a backup, a migration), wait until that ends; where it \
-                 may not make a socket there, run keyframe as the user that QEMU runs as, or use --leave-out-disk",
-            )
-        })
+    fn start(qmp: &mut Qmp, socket: &Path) -> Result<()> {
+        Ok(fleece::start_server(qmp, socket).map_err(DiskError::NbdServer)?)
     }
 
     /// What is known of the disks.
@@ -165,11 +161,8 @@ impl Fleeces {
         let free = stat.f_bavail.saturating_mul(stat.f_frsize);
         let all: u64 = self.captured_disks().map(|(_, disk)| disk.node.disk_bytes).sum();
         if free < all.min(FREE_BYTES_MIN) {
-            let folder = self.folder.display();
-            return Err(format!(
-                "{folder} has {free} bytes free, too few for what the guest overwrites meanwhile; free some"
-            )
-            .into());
+            let folder = self.folder.clone();
+            return Err(DiskError::NoScratchSpace { folder, free_bytes: free }.into());
         }
         Ok(())
     }
@@ -244,7 +237,7 @@ impl Fleeces {
                 disk_bytes: disk.node.disk_bytes,
             });
         }
-        cut.0.exports.set(exports).map_err(|_| "the disks were exported twice in a capture".into())
+        cut.0.exports.set(exports).map_err(|_| DiskError::CutTwice.into())
     }
 
     /// The capture came to an end: it has number `seq`, or failed.
@@ -275,7 +268,7 @@ impl Fleeces {
         for (_, disk) in self.captured_disks() {
             let forgot =
                 qmp(members, disk).and_then(|qmp| Ok(fleece::forget(qmp, &disk.node, frozen)?));
-            report("forget what a checkpoint has of a disk", forgot);
+            tell_failed(&*self.events, Step::DropBitmap, forgot);
         }
     }
 
@@ -300,7 +293,7 @@ impl Fleeces {
                 // Then all of it.
                 self.based = false;
             }
-            report("give the blocks of a failed checkpoint to the next one", given);
+            tell_failed(&*self.events, Step::GiveBackBlocks, given);
         }
     }
 
@@ -313,7 +306,7 @@ impl Fleeces {
             let swept = fleece::sweep(qmp).and_then(|found| {
                 if found { fleece::start_server(qmp, &self.sockets[number]) } else { Ok(()) }
             });
-            report("begin anew with the VM's disks", swept.map_err(Into::into));
+            tell_failed(&*self.events, Step::RestartDisks, swept);
         }
     }
 
@@ -321,11 +314,7 @@ impl Fleeces {
         let began = Instant::now();
         while self.is_busy() {
             if began.elapsed() > READ_TIMEOUT {
-                return Err(format!(
-                    "the disks of the checkpoint before are not read after {} s",
-                    READ_TIMEOUT.as_secs()
-                )
-                .into());
+                return Err(DiskError::ReadTimeout { seconds: READ_TIMEOUT.as_secs() }.into());
             }
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -340,7 +329,7 @@ impl Fleeces {
         }
         for member in members {
             let taken = fleece::take_away(member.machine.vm.qmp());
-            report("take away what a disk was read by", taken.map_err(Into::into));
+            tell_failed(&*self.events, Step::CloseExports, taken);
         }
     }
 
@@ -353,7 +342,7 @@ impl Fleeces {
             let swept = fleece::sweep(qmp).and_then(|_| fleece::stop_server(qmp));
             qmp.set_timeout(before);
             if !matches!(swept, Err(keyframe_qemu::Error::Gone { .. })) {
-                report("take away what the VM's disks were captured by", swept.map_err(Into::into));
+                tell_failed(&*self.events, Step::DetachDisks, swept);
             }
         }
     }
@@ -371,14 +360,8 @@ impl Fleeces {
 }
 
 fn qmp<'a>(members: &'a mut [Member], disk: &OwnDisk) -> Result<&'a mut Qmp, BoxError> {
-    let member = members.get_mut(disk.member).ok_or("a disk of no VM")?;
+    let member = members.get_mut(disk.member).ok_or(DiskError::NoVm)?;
     Ok(member.machine.vm.qmp())
-}
-
-fn report(operation: &str, result: Result<(), BoxError>) {
-    if let Err(error) = result {
-        eprintln!("keyframe: warning: {operation}: {}", chain(&*error));
-    }
 }
 
 impl FleecedCut {
@@ -393,7 +376,7 @@ impl FleecedCut {
         run: &mut Run,
         fault: &mut dyn FnMut() -> Result<(), BoxError>,
     ) -> Result<(), BoxError> {
-        let exports = self.0.exports.get().ok_or("the checkpoint's disks were not cut")?;
+        let exports = self.0.exports.get().ok_or(DiskError::NotCut)?;
         let put = exports.iter().try_for_each(|export| put_export(export, run, fault));
         self.0.done.store(true, Ordering::Release);
         put
@@ -407,8 +390,9 @@ fn put_export(
 ) -> Result<(), BoxError> {
     let mut client = Client::connect(&export.socket, &export.name, &export.context)?;
     if client.len_bytes() != export.disk_bytes {
-        let (now, then) = (client.len_bytes(), export.disk_bytes);
-        return Err(format!("{}: {now} bytes, and had {then}", export.name).into());
+        let (now_bytes, then_bytes) = (client.len_bytes(), export.disk_bytes);
+        let name = export.name.clone();
+        return Err(DiskError::Resized { name, now_bytes, then_bytes }.into());
     }
     client.each_block(export.wanted, |first, blocks| {
         for (block, page) in (first..).zip(blocks) {

@@ -1,5 +1,6 @@
 //! Disks whose images QEMU opens itself.
 
+use crate::error::DiskError;
 use crate::machines::Member;
 use keyframe_capture::BoxError;
 use keyframe_disk::ImageFormat;
@@ -43,19 +44,12 @@ pub fn require_same(disks: &[OwnDisk], members: &mut [Member]) -> Result<(), Box
         };
         if let Some(other) = nodes.iter().find(|node| !same(node)) {
             let name = if other.device.is_empty() { &other.node } else { &other.device };
-            return Err(format!(
-                "the VM's disk {name} ({}) is not what it was when its checkpoints began: it was plugged in, resized or given \
-                 another image; end the checkpoints and begin anew",
-                other.file
-            )
-            .into());
+            let (disk, file) = (name.clone(), other.file.clone());
+            return Err(DiskError::Changed { disk, file }.into());
         }
         if let Some(gone) = known.find(|known| !nodes.iter().any(|node| node.file == known.file)) {
-            return Err(format!(
-                "the VM's disk {} ({}) was unplugged; end the checkpoints and begin anew",
-                gone.device, gone.file
-            )
-            .into());
+            let (disk, file) = (gone.device.clone(), gone.file.clone());
+            return Err(DiskError::Unplugged { disk, file }.into());
         }
     }
     Ok(())

@@ -3,6 +3,7 @@
 
 use super::{Beside, Place, Restore, RestoredDisks, StoredRam};
 use crate::output;
+use crate::rights;
 use keyframe_capture::group::split_device_states;
 use keyframe_failure::paths;
 use keyframe_failure::{DONE, FAILED, Failure, Outcome, chain};
@@ -10,7 +11,6 @@ use keyframe_net::InFlight;
 use keyframe_qemu::cmdline::replace_lan;
 use keyframe_qemu::restore::{self, Lineage, Plan, RamSource, Restored};
 use keyframe_session::lans::Lans;
-use keyframe_session::rights;
 use keyframe_store::{MachineMeta, MemberMeta, Meta};
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
 use std::ffi::OsString;
@@ -106,6 +106,7 @@ pub fn restore(command: &Restore, group: &Kept<'_>, interrupted: &AtomicBool) ->
     let runs = lans
         .as_mut()
         .map_or(Ok(()), |lans| lans.restore(&in_flight, &pids, |lan| moves.now(lan)))
+        .map_err(Failure::from)
         .and_then(|()| if command.paused { Ok(()) } else { run_all(&mut restored) });
     if let Err(failure) = runs {
         kill(&mut restored);
@@ -149,8 +150,8 @@ fn network(in_flight: &InFlight, moves: &Moves) -> Result<Option<Lans>, Failure>
     if paths.is_empty() {
         return Ok(None);
     }
-    let started = Lans::start(&paths).map_err(|failure| {
-        failure.fix(
+    let started = Lans::start(&paths).map_err(|error| {
+        Failure::from(error).fix(
             "where the network is in use, put it elsewhere: --lan OLD=NEW, for each of its sockets",
         )
     });

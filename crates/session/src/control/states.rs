@@ -1,0 +1,152 @@
+//! The states that a status shows. Their JSON names are part of the control protocol.
+
+use keyframe_capture::CapturePhase as Phase;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// Defines an enum whose variants have one name in JSON and in print.
+macro_rules! named_states {
+    ($(#[$doc:meta])* $type:ident { $($(#[$variant_doc:meta])* $variant:ident = $name:literal,)+ }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+        pub enum $type {
+            $($(#[$variant_doc])* #[serde(rename = $name)] $variant,)+
+        }
+
+        impl $type {
+            /// The name in JSON, and as users read it.
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $name,)+
+                }
+            }
+        }
+
+        impl fmt::Display for $type {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.pad(self.name())
+            }
+        }
+    };
+}
+
+named_states! {
+    /// Whether a VM runs.
+    VmState {
+        /// Its virtual CPUs run, or those of a member of the group.
+        Running = "running",
+        /// Its virtual CPUs are stopped.
+        #[default]
+        Paused = "paused",
+        /// QEMU's monitor is lost.
+        Unknown = "unknown",
+    }
+}
+
+named_states! {
+    /// The phase of the capture in progress.
+    CaptureState {
+        /// No capture is in progress.
+        #[default]
+        Idle = "idle",
+        /// Pages are copied while the guest runs.
+        Precopy = "precopy",
+        /// The VM is about to be paused.
+        Stopping = "stopping",
+        /// The VM is paused.
+        Paused = "paused",
+        /// The device state is saved.
+        DeviceState = "device-state",
+        /// The last dirty pages are copied or frozen.
+        Copied = "copied",
+        /// The VM runs again.
+        Resumed = "resumed",
+    }
+}
+
+named_states! {
+    /// The phase of the checkpoint that is being encoded.
+    EncoderState {
+        /// Pages go to the store.
+        Encoding = "encoding",
+        /// The store makes the checkpoint durable.
+        Sealing = "sealing",
+        /// The checkpoint is sealed.
+        #[default]
+        Sealed = "sealed",
+    }
+}
+
+named_states! {
+    /// The role of a host in a replication.
+    ReplicationRole {
+        /// It runs the VM.
+        #[default]
+        Primary = "primary",
+        /// It holds the VM's epochs, to take over.
+        Standby = "standby",
+    }
+}
+
+named_states! {
+    /// The state of a primary or a standby.
+    ReplicationState {
+        /// It has just been started.
+        #[default]
+        Starting = "starting",
+        /// A primary without a standby.
+        Unprotected = "unprotected",
+        /// The standby receives all of RAM.
+        Syncing = "syncing",
+        /// A primary that ends the protection.
+        Closing = "closing",
+        /// A primary that agrees on the protection with its standby.
+        Pairing = "pairing",
+        /// A primary with a standby that could take over.
+        Protected = "protected",
+        /// A primary that has stopped its VM.
+        Stopped = "stopped",
+        /// A primary that hands its VM over.
+        SwitchingOver = "switching over",
+        /// A primary that has handed its VM over.
+        HandedOver = "handed over",
+        /// A primary whose VM has ended.
+        Ended = "ended",
+        /// A standby without a primary.
+        Waiting = "waiting",
+        /// A standby that receives epochs and may not take over yet.
+        Following = "following",
+        /// A standby that takes over if its primary fails.
+        ReadyToTakeOver = "ready to take over",
+        /// A standby that asks whether it may take over.
+        Asking = "asking",
+        /// A standby that has taken over.
+        Active = "active",
+    }
+}
+
+impl CaptureState {
+    /// The state of a capture in `phase`. Phases of the encoder count as idle.
+    pub fn of(phase: Phase) -> Self {
+        match phase {
+            Phase::Precopy => Self::Precopy,
+            Phase::Stopping => Self::Stopping,
+            Phase::Paused => Self::Paused,
+            Phase::DeviceState => Self::DeviceState,
+            Phase::Copied => Self::Copied,
+            Phase::Resumed => Self::Resumed,
+            Phase::Encoding | Phase::Sealing | Phase::Sealed => Self::Idle,
+        }
+    }
+}
+
+impl EncoderState {
+    /// The state of an encoder in `phase`.
+    pub fn of(phase: Phase) -> Self {
+        match phase {
+            Phase::Sealing => Self::Sealing,
+            Phase::Sealed => Self::Sealed,
+            _ => Self::Encoding,
+        }
+    }
+}

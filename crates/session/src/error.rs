@@ -1,0 +1,256 @@
+//! The errors of this crate: each names the object and the operation, and knows what the user can
+//! do about it.
+
+mod checkpoint;
+mod control;
+mod disks;
+mod rollback;
+mod run_dir;
+
+pub use checkpoint::{CheckpointError, CheckpointFailure, NotCaptured};
+pub use control::ControlError;
+pub use disks::{CloneObstacle, DiskError};
+pub use rollback::{MachineDifference, RollbackError};
+pub use run_dir::RunDirError;
+
+use keyframe_capture::BoxError;
+use keyframe_failure::Failure;
+use keyframe_qemu::AuditFinding;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// What the functions of this crate return.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error of a session. The sources tell the cause: [`error_chain`] prints both in one line.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// QEMU, or the command line for it, is at fault.
+    #[error(transparent)]
+    Qemu(#[from] keyframe_qemu::Error),
+    /// An interface of the kernel is at fault.
+    #[error(transparent)]
+    Kernel(#[from] keyframe_kernel::Error),
+    /// The networks between the VMs of a group are at fault.
+    #[error(transparent)]
+    Network(#[from] keyframe_net::Error),
+    /// The store is at fault.
+    #[error("{source}")]
+    Store {
+        /// The store's directory or address.
+        store: PathBuf,
+        /// What failed.
+        source: keyframe_store::Error,
+    },
+    /// The process that serves disks, or an image of a disk, is at fault.
+    #[error(transparent)]
+    VmDisks(#[from] keyframe_vm_disks::Error),
+    /// What a checkpoint holds cannot be used.
+    #[error(transparent)]
+    Inspect(#[from] keyframe_inspect::Error),
+    /// A run directory is at fault.
+    #[error(transparent)]
+    RunDir(#[from] RunDirError),
+    /// An engine could not be asked, or refused.
+    #[error(transparent)]
+    Control(#[from] ControlError),
+    /// A VM could not be put back to a checkpoint.
+    #[error(transparent)]
+    Rollback(#[from] RollbackError),
+    /// Disks that QEMU opens itself cannot be captured.
+    #[error(transparent)]
+    Disk(#[from] DiskError),
+    /// A checkpoint without which the session cannot go on could not be captured.
+    #[error(transparent)]
+    Checkpoint(#[from] NotCaptured),
+    /// The operating system refused an operation.
+    #[error("{operation}")]
+    Io {
+        /// The operation and its object.
+        operation: String,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// An error of one VM of a group.
+    #[error("VM {vm}: {source}")]
+    OfMember {
+        /// The VM's name.
+        vm: String,
+        /// What failed.
+        source: Box<Self>,
+    },
+    /// There is no VM to take checkpoints of.
+    #[error("the session has no VM")]
+    NoVm,
+    /// The RAM blocks do not make up a page space.
+    #[error("QEMU's list of RAM blocks")]
+    RamLayout(#[from] keyframe_units::LayoutError),
+    /// The threads that copy pages could not be started.
+    #[error("start the threads that copy pages")]
+    CopyThreads(#[source] BoxError),
+    /// Copy-on-write needs a tracker that answers first writes; another was asked for.
+    #[error("--strategy cow needs a tracker that answers the guest's first writes itself")]
+    CopyOnWriteTracker,
+    /// Copy-on-write was asked for in a run whose tracker does not answer first writes.
+    #[error("copy-on-write answers the guest's first writes itself; this run's tracker does not")]
+    NoCopyOnWrite,
+    /// A budget was given, but no interval that could be changed to keep it.
+    #[error("a budget is kept by changing the interval; --interval none has none")]
+    BudgetWithoutInterval,
+    /// The kernel or the user's rights lack what checkpoints need.
+    #[error("this machine lacks what Keyframe needs: {}", listed(.missing))]
+    MissingFeatures {
+        /// The name of each feature, and why it is missing.
+        missing: Vec<(String, String)>,
+        /// What the user can do about the first.
+        fix: Option<String>,
+    },
+    /// The VM has parts that cannot be checkpointed exactly.
+    #[error("{}", refusal(.0))]
+    NotCheckpointable(Vec<AuditFinding>),
+    /// Two VMs of a group have one name.
+    #[error("two VMs of the group are named {0}")]
+    MemberNamedTwice(String),
+    /// QEMU records one VM only.
+    #[error("QEMU records one VM, not a group")]
+    GroupRecorded,
+    /// A restored VM did not connect to its network.
+    #[error("the restored VM did not connect: no {port}")]
+    NotConnected {
+        /// The port that stayed free.
+        port: String,
+    },
+    /// The encoder's thread panicked.
+    #[error("the encoder's thread has failed")]
+    EncoderPanicked,
+    /// The encoder has ended already.
+    #[error("the encoder has ended")]
+    EncoderEnded,
+    /// The process that served the disks has ended.
+    #[error("the disks are not served any more")]
+    DisksNotServed,
+    /// The VM's disks or media could not be told on which core to answer.
+    #[error("answer the recorded VM's disk requests on its core")]
+    AnswerOnCore(#[source] BoxError),
+    /// The user asked for an end.
+    #[error("interrupted")]
+    Interrupted,
+    /// The VM could not be controlled.
+    #[error("{operation}")]
+    Machine {
+        /// The operation.
+        operation: &'static str,
+        /// The error of the VMM or its watchdog.
+        source: BoxError,
+    },
+}
+
+impl Error {
+    /// An error of `store`.
+    pub fn store(store: &Path, source: keyframe_store::Error) -> Self {
+        Self::Store { store: store.to_owned(), source }
+    }
+
+    /// An error of the operating system in `operation`.
+    pub(crate) fn io(operation: impl Into<String>, source: io::Error) -> Self {
+        Self::Io { operation: operation.into(), source }
+    }
+
+    /// The error of a file operation; `verb` is what was done to `path`.
+    pub(crate) fn file(verb: &str, path: &Path, source: io::Error) -> Self {
+        Self::io(format!("{verb} {}", path.display()), source)
+    }
+
+    /// The error of VM `vm` of a group.
+    #[must_use]
+    pub(crate) fn of_member(self, vm: &str) -> Self {
+        Self::OfMember { vm: vm.to_owned(), source: Box::new(self) }
+    }
+
+    /// What the user can do about it, if something is known.
+    pub fn fix(&self) -> Option<String> {
+        let text = match self {
+            Self::Qemu(error) => return error.fix(),
+            Self::Kernel(error) => return error.fix(),
+            Self::Network(error) => return error.fix(),
+            Self::Store { source, .. } => return source.fix(),
+            Self::VmDisks(error) => return error.fix(),
+            Self::Inspect(error) => return error.fix(),
+            Self::RunDir(error) => return error.fix(),
+            Self::Control(error) => return error.fix(),
+            Self::Rollback(error) => return error.fix(),
+            Self::Disk(error) => return error.fix(),
+            Self::Checkpoint(error) => return error.fix(),
+            Self::OfMember { source, .. } => return source.fix(),
+            Self::MissingFeatures { fix, .. } => {
+                return fix.clone().or_else(|| Some("see keyframe doctor".into()));
+            }
+            Self::NotCheckpointable(findings) => {
+                let mut fixes: Vec<&str> = findings.iter().map(|f| f.fix.as_str()).collect();
+                fixes.dedup();
+                return Some(fixes.join("\n       "));
+            }
+            Self::CopyOnWriteTracker => "use --tracker sync, or leave --tracker out",
+            Self::NoCopyOnWrite => "start the run with --strategy cow, or --tracker sync",
+            Self::BudgetWithoutInterval => "give an interval: the shortest that you want",
+            Self::MemberNamedTwice(_) => "give each a name of its own with QEMU's -name",
+            Self::GroupRecorded => "record each VM by itself",
+            Self::Interrupted => "call it again: it continues with the missing checkpoints",
+            Self::Io { .. }
+            | Self::NoVm
+            | Self::RamLayout(_)
+            | Self::CopyThreads(_)
+            | Self::NotConnected { .. }
+            | Self::EncoderPanicked
+            | Self::EncoderEnded
+            | Self::DisksNotServed
+            | Self::AnswerOnCore(_)
+            | Self::Machine { .. } => return None,
+        };
+        Some(text.into())
+    }
+}
+
+/// The binary's form of these errors.
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Store { store, source } => Self::store(&source, &store),
+            Error::VmDisks(error) => error.into(),
+            Error::Inspect(error) => error.into(),
+            error => Self { fix: error.fix(), ..Self::new(error_chain(&error)) },
+        }
+    }
+}
+
+impl From<RunDirError> for Failure {
+    fn from(error: RunDirError) -> Self {
+        Error::from(error).into()
+    }
+}
+
+/// An error and its sources in one line. A source whose text the line has already is left out.
+pub fn error_chain(error: &dyn std::error::Error) -> String {
+    keyframe_failure::chain(error)
+}
+
+/// An error as an engine answers it to a client: its line, and the fix on a second line.
+pub(crate) fn with_fix(error: &Error) -> String {
+    let line = error_chain(error);
+    match error.fix() {
+        Some(fix) => format!("{line}\n  fix: {fix}"),
+        None => line,
+    }
+}
+
+fn listed(missing: &[(String, String)]) -> String {
+    let all: Vec<_> = missing.iter().map(|(name, detail)| format!("{name} ({detail})")).collect();
+    all.join("; ")
+}
+
+fn refusal(findings: &[AuditFinding]) -> String {
+    let texts: Vec<_> = findings.iter().map(|f| format!("{}: {}", f.subject, f.reason)).collect();
+    let lead = if findings.len() > 1 { "\n  " } else { " " };
+    format!("this VM cannot be checkpointed:{lead}{}", texts.join("\n  "))
+}

@@ -1,0 +1,115 @@
+//! Why a checkpoint failed.
+
+use super::{Error, error_chain};
+use keyframe_capture::{BoxError, CaptureError};
+use std::fmt;
+use std::sync::Arc;
+
+/// Why a checkpoint could not be captured or sealed. Its pages are part of the next one.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CheckpointError {
+    /// The VM's disks could not be made ready.
+    #[error("prepare the VM's disks")]
+    Disks(#[source] BoxError),
+    /// The strategy is not possible in this run.
+    #[error(transparent)]
+    Strategy(Box<Error>),
+    /// The cycle failed.
+    #[error(transparent)]
+    Capture(#[from] CaptureError),
+    /// The VM ended while the checkpoint was captured.
+    #[error("the VM ended before the checkpoint was complete ({})", error_chain(.0))]
+    VmEnded(CaptureError),
+    /// RAM was plugged or unplugged. A new run has begun.
+    #[error("{}; the next checkpoint is complete", error_chain(.0))]
+    OtherRam(CaptureError),
+    /// RAM was plugged or unplugged, and no new run could begin.
+    #[error("{}: {}", error_chain(capture), error_chain(restart))]
+    NoNewRun {
+        /// What the cycle found.
+        capture: CaptureError,
+        /// Why the new run did not begin.
+        restart: Box<Error>,
+    },
+    /// QEMU runs, but its monitor's connection is closed.
+    #[error(
+        "QEMU (pid {pid}) runs, but has closed the monitor by which it is paused and its devices \
+         are saved"
+    )]
+    MonitorLost {
+        /// QEMU's process.
+        pid: u32,
+    },
+    /// The encoder or the store failed.
+    #[error(transparent)]
+    Encode(keyframe_capture::EncodeError),
+    /// The tag is not allowed.
+    #[error(transparent)]
+    Tag(keyframe_store::Error),
+    /// An earlier failure was final.
+    #[error("no more checkpoints are taken: see keyframe status")]
+    GivenUp,
+    /// The run is ending, and takes no more checkpoints.
+    #[error("the run is ending")]
+    Ending,
+}
+
+impl CheckpointError {
+    /// What the user can do about it, if something is known.
+    pub fn fix(&self) -> Option<String> {
+        match self {
+            Self::Strategy(error) => error.fix(),
+            _ => None,
+        }
+    }
+}
+
+/// Checkpoints of a run that failed for one reason, and what follows from it.
+#[derive(Clone, Debug)]
+pub struct CheckpointFailure {
+    /// Why the first of them failed.
+    pub error: Arc<CheckpointError>,
+    /// Number of checkpoints that failed; at least 1.
+    pub lost: u64,
+    /// True if the run takes no more checkpoints.
+    pub is_final: bool,
+}
+
+impl fmt::Display for CheckpointFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("checkpoint failed")?;
+        if self.lost > 1 {
+            write!(f, " (and {} behind it)", self.lost - 1)?;
+        }
+        let consequence = if self.is_final {
+            "no more checkpoints are taken; the VM runs on"
+        } else {
+            "nothing is lost: its pages go into the next one"
+        };
+        write!(f, ": {}; {consequence}", error_chain(&*self.error))
+    }
+}
+
+impl std::error::Error for CheckpointFailure {}
+
+/// Why a checkpoint was not captured.
+#[derive(Debug, thiserror::Error)]
+pub enum NotCaptured {
+    /// It was not possible. This does not count as a failed checkpoint.
+    #[error(transparent)]
+    Impossible(#[from] CheckpointError),
+    /// It failed.
+    #[error(transparent)]
+    Failed(#[from] CheckpointFailure),
+}
+
+impl NotCaptured {
+    /// What the user can do about it, if something is known.
+    pub fn fix(&self) -> Option<String> {
+        match self {
+            Self::Impossible(error) => error.fix(),
+            Self::Failed(_) => None,
+        }
+    }
+}

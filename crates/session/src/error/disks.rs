@@ -1,0 +1,215 @@
+//! Why disks that QEMU opens itself cannot be captured.
+
+use keyframe_capture::BoxError;
+use std::io;
+use std::path::PathBuf;
+
+/// An error of the disks whose images QEMU opens itself.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DiskError {
+    /// The file system refused an operation.
+    #[error("{operation} {}", path.display())]
+    Io {
+        /// The operation, as a verb.
+        operation: &'static str,
+        /// The file or directory.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// `--disk reflink` was asked for, and an image cannot be cloned.
+    #[error("--disk reflink: {0}")]
+    NotCloneable(CloneObstacle),
+    /// `--disk served` was asked for, and QEMU has opened the images already.
+    #[error("--disk served: QEMU has its images open already")]
+    AlreadyOpen,
+    /// Another block job works on a disk.
+    #[error("a job works on the VM's disk {0} (a backup, a mirror, a commit)")]
+    OtherJob(String),
+    /// libvirt confines its QEMU, so the disk cannot be read through it.
+    #[error(
+        "disk {0}: libvirt keeps its QEMU from files and sockets of others, so its disks cannot \
+         be read through QEMU"
+    )]
+    ThroughLibvirt(String),
+    /// QEMU's NBD server could not be started.
+    #[error("the VM's disks cannot be read")]
+    NbdServer(#[source] keyframe_qemu::Error),
+    /// The guest has no such disk.
+    #[error("--leave-out-disk {name}: the guest can write to no disk of that name")]
+    UnknownDisk {
+        /// The name.
+        name: String,
+        /// The names of the disks that the guest can write to.
+        disks: Vec<String>,
+    },
+    /// The format of a disk's image is unknown.
+    #[error("disk {0}: unknown format")]
+    UnknownFormat(String),
+    /// A disk was changed while checkpoints were taken.
+    #[error(
+        "the VM's disk {disk} ({file}) is not what it was when its checkpoints began: it was \
+         plugged in, resized or given another image; end the checkpoints and begin anew"
+    )]
+    Changed {
+        /// The disk.
+        disk: String,
+        /// Its image.
+        file: String,
+    },
+    /// A disk was unplugged while checkpoints were taken.
+    #[error("the VM's disk {disk} ({file}) was unplugged; end the checkpoints and begin anew")]
+    Unplugged {
+        /// The disk.
+        disk: String,
+        /// Its image.
+        file: String,
+    },
+    /// The scratch files have too little space.
+    #[error(
+        "{} has {free_bytes} bytes free, too few for what the guest overwrites meanwhile; free some",
+        folder.display()
+    )]
+    NoScratchSpace {
+        /// The directory of the scratch files.
+        folder: PathBuf,
+        /// Bytes that are free there.
+        free_bytes: u64,
+    },
+    /// The encoder has not read the disks of the checkpoint before.
+    #[error("the disks of the checkpoint before are not read after {seconds} s")]
+    ReadTimeout {
+        /// Seconds that were waited.
+        seconds: u64,
+    },
+    /// The disks of a checkpoint were cut twice.
+    #[error("the disks were cut twice in a capture")]
+    CutTwice,
+    /// The disks of a checkpoint were not cut.
+    #[error("the checkpoint's disks were not cut")]
+    NotCut,
+    /// An export has another size than its disk.
+    #[error("{name}: {now_bytes} bytes, and had {then_bytes}")]
+    Resized {
+        /// The export.
+        name: String,
+        /// Its size in bytes now.
+        now_bytes: u64,
+        /// The disk's size in bytes when its checkpoints began.
+        then_bytes: u64,
+    },
+    /// Disks that QEMU opens itself cannot be sent to a standby.
+    #[error("only disks that Keyframe serves can be replicated")]
+    NotReplicable,
+    /// No free name is left for a clone.
+    #[error("{}: too many clones of {}", folder.display(), image.display())]
+    TooManyClones {
+        /// The directory of the image.
+        folder: PathBuf,
+        /// The image.
+        image: PathBuf,
+    },
+    /// An image could not be cloned.
+    #[error("clone {} into {}", image.display(), clone.display())]
+    Clone {
+        /// The image.
+        image: PathBuf,
+        /// The clone.
+        clone: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// A slot lies beyond the overlay of a served disk.
+    #[error("a slot beyond the overlay")]
+    SlotBeyondOverlay,
+    /// The disk belongs to no VM of the session.
+    #[error("a disk of no VM")]
+    NoVm,
+    /// The process that serves the disks failed.
+    #[error("{operation}")]
+    Server {
+        /// The operation.
+        operation: &'static str,
+        /// Why.
+        source: BoxError,
+    },
+}
+
+/// Why an image cannot be cloned by its file system.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CloneObstacle {
+    /// Writes to the disk are thrown away at the VM's end.
+    #[error("writes to {0} do not last (snapshot=on)")]
+    Temporary(String),
+    /// The disk is a network export.
+    #[error("{0} is no file, but an export that QEMU reaches by NBD")]
+    NoFile(String),
+    /// The image's format cannot be cloned.
+    #[error("{} is neither raw nor qcow2", .0.display())]
+    Format(PathBuf),
+    /// The image is not a regular file.
+    #[error("{} is no file", .0.display())]
+    NotRegular(PathBuf),
+    /// A qcow2 image is not whole by itself.
+    #[error("{} {reason}", path.display())]
+    NotWhole {
+        /// The image.
+        path: PathBuf,
+        /// What is special about it.
+        reason: &'static str,
+    },
+    /// The file system has no clones.
+    #[error("the file system of {} does not clone files ({source})", path.display())]
+    NoClones {
+        /// The image.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// Cloning takes longer than other methods.
+    #[error("to clone {} takes {took_ms} ms", path.display())]
+    Slow {
+        /// The image.
+        path: PathBuf,
+        /// Milliseconds that a clone took.
+        took_ms: u64,
+    },
+    /// The file system refused an operation.
+    #[error("{operation} {}: {source}", path.display())]
+    Io {
+        /// The operation, as a verb.
+        operation: &'static str,
+        /// The image.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+}
+
+impl DiskError {
+    /// What the user can do about it, if something is known.
+    pub fn fix(&self) -> Option<String> {
+        Some(match self {
+            Self::NotCloneable(_) => "put the image on btrfs or XFS, or leave --disk out: another \
+                                      way is chosen then"
+                .into(),
+            Self::AlreadyOpen => "leave --disk out, or start the VM with `keyframe run`".into(),
+            Self::OtherJob(_) => "wait until it ends, or cancel it (block-job-cancel)".into(),
+            Self::ThroughLibvirt(_) => "put the image on btrfs or XFS (--disk reflink), leave the \
+                                        disk out (--leave-out-disk NAME), or give the domain a \
+                                        QMP socket of its own and attach by --qmp"
+                .into(),
+            Self::NbdServer(_) => {
+                "QEMU has one NBD server. If it serves another client (a backup, \
+                                   a migration), wait until that ends. If QEMU may not make a \
+                                   socket there, run keyframe as QEMU's user, or use \
+                                   --leave-out-disk"
+                    .into()
+            }
+            Self::UnknownDisk { disks, .. } => format!("its disks are {}", disks.join(", ")),
+            _ => return None,
+        })
+    }
+}

@@ -1,0 +1,136 @@
+//! Why a running VM was not put back to a checkpoint.
+
+use super::{Error, NotCaptured, error_chain};
+use keyframe_capture::BoxError;
+use keyframe_store::CheckpointId;
+
+/// Why a VM was not put back to a checkpoint.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RollbackError {
+    /// The VMs of a group cannot be put back while they run.
+    #[error("a group cannot be rolled back in place")]
+    Group,
+    /// The run takes no more checkpoints, so the present state could not be kept.
+    #[error("no more checkpoints are taken of this VM, so it is not rolled back")]
+    GivenUp,
+    /// The VM is libvirt's.
+    #[error("a VM of libvirt's is not rolled back in place: libvirt would not know of it")]
+    Libvirt,
+    /// The VM opens its disk images itself.
+    #[error("the VM opens its disk images itself; they cannot go back while it runs")]
+    OwnDisks,
+    /// The checkpoint is another machine's.
+    #[error("checkpoint {checkpoint} is another machine's: {difference}")]
+    OtherMachine {
+        /// The checkpoint.
+        checkpoint: CheckpointId,
+        /// The first difference.
+        difference: MachineDifference,
+    },
+    /// A checkpoint was not sealed in time.
+    #[error("the checkpoint was not sealed in time")]
+    SealTimeout,
+    /// The present state could not be kept in a checkpoint.
+    #[error(transparent)]
+    Before(#[from] NotCaptured),
+    /// A step of the rollback failed.
+    #[error("{operation}")]
+    Step {
+        /// The step.
+        operation: &'static str,
+        /// Why.
+        source: BoxError,
+    },
+    /// Pages of RAM differ from the checkpoint although they were loaded.
+    #[error("{pages} pages of its RAM are not those of checkpoint {checkpoint}")]
+    PagesDiffer {
+        /// Number of pages.
+        pages: u64,
+        /// The checkpoint.
+        checkpoint: CheckpointId,
+    },
+    /// The rollback failed, and the VM is as it was before.
+    #[error("{}; the VM is as it was", error_chain(&**.0))]
+    Unharmed(Box<Self>),
+    /// The rollback failed, and the former state could not be restored either.
+    #[error(
+        "{}; nor could it be put back to what it was: {}; the VM is left paused and no more \
+         checkpoints are taken", error_chain(&**why), error_chain(&**again)
+    )]
+    Lost {
+        /// Why the rollback failed.
+        why: Box<Self>,
+        /// Why the former state could not be restored.
+        again: Box<Self>,
+        /// The checkpoint as the user named it.
+        checkpoint: String,
+    },
+    /// Another part of the session failed.
+    #[error(transparent)]
+    Session(Box<Error>),
+}
+
+/// The first difference between a VM and a checkpoint's machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MachineDifference {
+    /// A property differs.
+    Property {
+        /// The property.
+        property: &'static str,
+        /// The VM's.
+        here: String,
+        /// The checkpoint's.
+        there: String,
+    },
+    /// The RAM blocks differ.
+    RamBlocks,
+    /// The disks, or the images below them, differ.
+    Disks,
+}
+
+impl std::fmt::Display for MachineDifference {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Property { property, here, there } => {
+                write!(f, "its {property} is {there}, not {here}")
+            }
+            Self::RamBlocks => f.write_str("its RAM blocks differ"),
+            Self::Disks => f.write_str("its disks, or the images beneath them, differ"),
+        }
+    }
+}
+
+impl From<Error> for RollbackError {
+    fn from(error: Error) -> Self {
+        Self::Session(Box::new(error))
+    }
+}
+
+impl RollbackError {
+    /// What the user can do about it, if something is known.
+    pub fn fix(&self) -> Option<String> {
+        Some(match self {
+            Self::Group => "end it (keyframe stop), and restore the checkpoint: all members come \
+                            back together"
+                .into(),
+            Self::GivenUp => "see why with: keyframe status".into(),
+            Self::Libvirt => "end it, and restore the checkpoint".into(),
+            Self::OwnDisks => "end it (keyframe stop) and restore the checkpoint; or start it \
+                               with: keyframe run --disk served"
+                .into(),
+            Self::OtherMachine { checkpoint, .. } => {
+                format!("bring it to life beside this one: keyframe restore {checkpoint}")
+            }
+            Self::Lost { checkpoint, .. } => {
+                format!("end it (keyframe stop) and restore: keyframe restore {checkpoint}")
+            }
+            Self::Session(error) => return error.fix(),
+            Self::SealTimeout
+            | Self::Before(_)
+            | Self::Step { .. }
+            | Self::PagesDiffer { .. }
+            | Self::Unharmed(_) => return None,
+        })
+    }
+}

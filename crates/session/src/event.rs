@@ -1,0 +1,311 @@
+//! What a session tells the program that runs it, while it runs.
+//!
+//! Events have typed fields and no text. The program decides which of them its user reads, and in
+//! which words.
+
+use crate::error::CheckpointFailure;
+use keyframe_capture::BoxError;
+use keyframe_inspect::entry::Entry;
+use keyframe_qemu::AuditFinding;
+use keyframe_scheduling::Why;
+use keyframe_store::{CheckpointId, Durability, TornCheckpoint};
+use keyframe_units::PageIndex;
+use std::path::PathBuf;
+use std::process::ExitStatus;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// An error in an event, which can be kept and sent to other threads.
+pub type SharedError = Arc<dyn std::error::Error + Send + Sync>;
+
+/// Takes events in. Its method is called from several threads, and the session waits for it.
+pub trait EventSink: Send + Sync {
+    /// `event` has happened.
+    fn event(&self, event: &Event);
+}
+
+/// Ignores all events.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct NoEvents;
+
+impl EventSink for NoEvents {
+    fn event(&self, _: &Event) {}
+}
+
+/// The sink of a session, which its threads share.
+pub type SharedEventSink = Arc<dyn EventSink>;
+
+/// One thing that has happened in a session.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Event {
+    /// Checkpoints begin.
+    Started(SessionStart),
+    /// A checkpoint was sealed.
+    Sealed(Box<Entry>),
+    /// A checkpoint began late, because the one before was still being encoded.
+    Late {
+        /// The checkpoint.
+        id: u64,
+        /// How late it began, in nanoseconds.
+        backlog_ns: u64,
+    },
+    /// Checkpoints failed. Repetitions of the same failure are not told.
+    Failed {
+        /// Why, and how many.
+        failure: CheckpointFailure,
+        /// Number of pages that the next checkpoint has to copy.
+        owed_pages: u64,
+    },
+    /// A budget changed the interval.
+    IntervalTuned {
+        /// The new interval in nanoseconds.
+        interval_ns: u64,
+        /// Why it changed.
+        why: Why,
+    },
+    /// RAM was plugged or unplugged: a new run has begun.
+    NewRun,
+    /// A member of a group has ended, so no more checkpoints of the group are taken.
+    MemberLost {
+        /// The member.
+        vm: String,
+    },
+    /// A recording ends without a checkpoint at its end.
+    NoFinalCheckpoint {
+        /// Why.
+        error: SharedError,
+    },
+    /// A checkpoint differs from the copy of RAM that `--audit` made in its pause.
+    AuditDiffers {
+        /// The checkpoint.
+        id: u64,
+        /// Number of pages that differ.
+        pages: u64,
+        /// The first of them.
+        first: PageIndex,
+    },
+    /// A checkpoint could not be compared with its copy.
+    AuditFailed {
+        /// The checkpoint.
+        id: u64,
+        /// Why.
+        error: SharedError,
+    },
+    /// The VM is what it was at a checkpoint.
+    RolledBack {
+        /// The VM.
+        vm: String,
+        /// The checkpoint.
+        checkpoint: CheckpointId,
+    },
+    /// A step failed without which the session goes on.
+    StepFailed {
+        /// The step.
+        step: Step,
+        /// Why.
+        error: SharedError,
+    },
+    /// The audit of the VM has a finding that does not prevent checkpoints.
+    AuditWarning(AuditFinding),
+    /// QEMU is started by a script that adds options.
+    HiddenOptions {
+        /// The script and its options.
+        error: Arc<keyframe_qemu::Error>,
+    },
+    /// An earlier VM's writes to an image lie in an overlay that this run does not use.
+    LeftoverOverlay {
+        /// The earlier VM.
+        vm: String,
+        /// When it was started.
+        began: jiff::Timestamp,
+        /// The image.
+        image: String,
+        /// The directory of the overlay.
+        overlay: PathBuf,
+    },
+    /// Power loss destroyed a checkpoint that was not durable; it was moved to quarantine.
+    TornCheckpoint {
+        /// The checkpoint and its damage.
+        torn: TornCheckpoint,
+        /// The directory that it was moved to.
+        quarantine: PathBuf,
+    },
+    /// A sync has failed: the next power loss may destroy checkpoints.
+    SyncFailed {
+        /// The first checkpoint in doubt.
+        from: CheckpointId,
+    },
+    /// The store cannot give the durability that was asked for, and gives a stronger one.
+    DurabilityIgnored {
+        /// What was asked for.
+        asked: Durability,
+        /// True if the store is in object storage.
+        is_remote: bool,
+    },
+    /// QEMU would not have survived this process's death while its memory was attached to.
+    UnguardedAttach {
+        /// QEMU's process.
+        qemu_pid: u32,
+    },
+    /// A network link of a group's member is not one that checkpoints hold.
+    LooseLink {
+        /// The member.
+        vm: String,
+        /// The option of QEMU's command line.
+        option: String,
+    },
+    /// An option of a group's member keeps packets that no checkpoint holds.
+    PacketBuffer {
+        /// The member.
+        vm: String,
+        /// The option of QEMU's command line.
+        option: String,
+    },
+    /// QEMU reads the media of a recorded guest itself.
+    MediaNotServed {
+        /// Why Keyframe does not serve them.
+        error: SharedError,
+    },
+    /// A recording changes QEMU's command line.
+    RecordingNote(String),
+    /// The process keeps more rights than it needs.
+    RightsKept {
+        /// Why they could not be given up.
+        error: SharedError,
+    },
+    /// The flight recorder could not remove a clone of a forgotten checkpoint.
+    CloneKept {
+        /// The clone.
+        clone: PathBuf,
+        /// Why.
+        error: SharedError,
+    },
+    /// The flight recorder's last look failed; it tries again. Repetitions are not told.
+    FlightRecorderFailed {
+        /// The store.
+        store: PathBuf,
+        /// Why.
+        error: SharedError,
+    },
+    /// A recompression failed; it is tried again. Repetitions are not told.
+    RecompressionFailed {
+        /// The store.
+        store: PathBuf,
+        /// Why.
+        error: SharedError,
+    },
+    /// The run ends with packs that are not recompressed.
+    NotRecompressed {
+        /// Their bytes.
+        bytes: u64,
+    },
+    /// The checkpoints of `--count` cannot be reached.
+    CountNotReached {
+        /// The count.
+        count: u64,
+        /// Checkpoints that were sealed.
+        sealed: u64,
+    },
+    /// A VM that was attached to has ended.
+    VmEnded {
+        /// The VM.
+        vm: String,
+    },
+    /// QEMU ended with a failure.
+    QemuFailed {
+        /// How.
+        exit: ExitStatus,
+    },
+    /// The session left a VM that it had attached to.
+    Detached {
+        /// The VM.
+        vm: String,
+        /// Its QEMU.
+        qemu_pid: u32,
+    },
+    /// The session left a VM that it had launched.
+    Kept {
+        /// The VM.
+        vm: String,
+        /// Its QEMU.
+        qemu_pid: u32,
+        /// The socket of QEMU's monitor.
+        monitor: PathBuf,
+    },
+    /// The guest's writes to its disks are kept in a directory.
+    WritesKept {
+        /// The directory.
+        directory: PathBuf,
+    },
+    /// The session has ended.
+    Finished {
+        /// Checkpoints that were sealed.
+        sealed: u64,
+        /// Checkpoints that failed.
+        failed: u64,
+        /// True if QEMU ended with a failure.
+        has_qemu_failed: bool,
+    },
+}
+
+/// How a session begins.
+#[derive(Clone, Debug)]
+pub struct SessionStart {
+    /// The VM's name, or the group's.
+    pub name: String,
+    /// True for a group.
+    pub is_group: bool,
+    /// True if the VM replays a recording.
+    pub is_replay: bool,
+    /// The interval between checkpoints; `None` if they are taken by command only.
+    pub interval: Option<Duration>,
+    /// The store.
+    pub store: PathBuf,
+    /// The name and the QEMU process of each VM.
+    pub vms: Vec<(String, u32)>,
+    /// How long QEMU's main thread stood still for an attach, in nanoseconds.
+    pub attach_stopped_ns: Option<u64>,
+}
+
+/// A step without which a session goes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Step {
+    /// Return the blocks of a failed checkpoint to the next one.
+    GiveBackBlocks,
+    /// Release the blocks of a sealed checkpoint.
+    ReleaseBlocks,
+    /// Begin a new, complete capture of the VM's disks.
+    RestartDisks,
+    /// Drop the bitmap of a sealed checkpoint.
+    DropBitmap,
+    /// Remove the exports by which a disk was read.
+    CloseExports,
+    /// Remove all that captured the VM's disks from QEMU.
+    DetachDisks,
+    /// Remove a file.
+    RemoveFile,
+    /// Remove the disks' contents of before a rollback.
+    RemoveFormerDisks,
+    /// Describe which checkpoint the disks come from.
+    DescribeDisks,
+    /// Tell the watchdog that the VM may run.
+    AllowRunning,
+}
+
+/// Makes an error that events can hold.
+pub(crate) fn shared(error: BoxError) -> SharedError {
+    Arc::from(error)
+}
+
+/// Tells `events` that `step` failed, if it did.
+pub(crate) fn tell_failed<E: Into<BoxError>>(
+    events: &dyn EventSink,
+    step: Step,
+    result: Result<(), E>,
+) {
+    if let Err(error) = result {
+        events.event(&Event::StepFailed { step, error: shared(error.into()) });
+    }
+}

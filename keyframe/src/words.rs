@@ -1,0 +1,47 @@
+//! Turns the events of the crates into lines on standard error.
+
+pub mod session;
+
+use keyframe_session::{Event, EventSink};
+use std::sync::Arc;
+
+/// Prints events to standard error, as far as the user wants to read them.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StderrWords {
+    /// Print errors only.
+    pub quiet: bool,
+    /// Print a line for each checkpoint, too.
+    pub verbose: bool,
+}
+
+impl StderrWords {
+    /// Prints as the options `--quiet` and `--verbose` say.
+    pub fn shared(quiet: bool, verbose: bool) -> Arc<Self> {
+        Arc::new(Self { quiet, verbose })
+    }
+}
+
+impl EventSink for StderrWords {
+    fn event(&self, event: &Event) {
+        let Some((importance, text)) = session::line(event) else { return };
+        let is_wanted = match importance {
+            Importance::Detail => self.verbose,
+            Importance::Usual => !self.quiet,
+            Importance::Always => true,
+        };
+        if is_wanted {
+            eprintln!("keyframe: {text}");
+        }
+    }
+}
+
+/// Which users read a line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Importance {
+    /// Those who ask for details (`--verbose`).
+    Detail,
+    /// All but those who want errors only (`--quiet`).
+    Usual,
+    /// All.
+    Always,
+}

@@ -1,0 +1,279 @@
+//! The words for the events of a session.
+
+use super::Importance;
+use crate::output;
+use Importance::{Always, Detail, Usual};
+use keyframe_failure::chain;
+use keyframe_inspect::entry::Entry;
+use keyframe_session::Event;
+use keyframe_session::event::{SessionStart, Step};
+use std::sync::Once;
+
+/// The line for `event`, and who reads it. `None` if the event is not worth a line.
+pub fn line(event: &Event) -> Option<(Importance, String)> {
+    let said = match event {
+        Event::Started(start) => (Usual, greeting(start)),
+        Event::Sealed(entry) => (Detail, sealed(entry)),
+        Event::Late { id, backlog_ns } => {
+            let late = output::duration(*backlog_ns);
+            let text = format!(
+                "checkpoint {id} began {late} late: the one before was still being encoded"
+            );
+            (Usual, text)
+        }
+        Event::Failed { failure, owed_pages } => {
+            (Always, format!("{failure} ({owed_pages} pages)"))
+        }
+        Event::IntervalTuned { interval_ns, why } => {
+            (Usual, format!("a checkpoint every {}: {why}", output::duration(*interval_ns)))
+        }
+        Event::NewRun => {
+            let text = "RAM was plugged or unplugged: a new run begins with a complete checkpoint";
+            (Usual, text.into())
+        }
+        Event::MemberLost { vm } => {
+            let text = format!(
+                "VM {vm} has ended: no more checkpoints of the group are taken; the others run on"
+            );
+            (Always, text)
+        }
+        Event::NoFinalCheckpoint { error } => {
+            (Always, format!("no checkpoint at the recording's end: {}", chain(&**error)))
+        }
+        Event::AuditDiffers { id, pages, first } => {
+            let text = format!(
+                "AUDIT FAILED: checkpoint {id} differs from RAM in {pages} pages, first {}",
+                first.0
+            );
+            (Always, text)
+        }
+        Event::AuditFailed { id, error } => {
+            (Always, format!("audit of checkpoint {id}: {}", chain(&**error)))
+        }
+        Event::RolledBack { vm, checkpoint } => {
+            (Usual, format!("VM {vm} is back at checkpoint {checkpoint}"))
+        }
+        Event::RightsKept { error } => {
+            (Always, format!("warning: keeps more rights than it needs: {}", chain(&**error)))
+        }
+        other => return preparation(other).or_else(|| store(other)).or_else(|| end(other)),
+    };
+    Some(said)
+}
+
+/// Events before the first checkpoint.
+fn preparation(event: &Event) -> Option<(Importance, String)> {
+    let said = match event {
+        Event::AuditWarning(finding) => {
+            (Always, format!("warning: {}: {}", finding.subject, finding.reason))
+        }
+        Event::HiddenOptions { error } => {
+            let fix = error.fix().unwrap_or_default();
+            (Always, format!("note: {}; {fix}", chain(&**error)))
+        }
+        Event::LeftoverOverlay { vm, began, image, overlay } => {
+            let text = format!(
+                "note: VM {vm} (started {began:.0}) has written to {image}. Its writes are in {}; \
+                 this run does not use them and begins with the image as it is",
+                overlay.display()
+            );
+            (Always, text)
+        }
+        Event::UnguardedAttach { qemu_pid } => return unguarded(*qemu_pid),
+        Event::LooseLink { vm, option } => {
+            let text = format!(
+                "warning: VM {vm}: {option}: packets on their way there at a checkpoint are lost \
+                 at a restore; between members connect it to a --lan"
+            );
+            (Always, text)
+        }
+        Event::PacketBuffer { vm, option } => {
+            let text = format!(
+                "warning: VM {vm}: {option}: packets that wait in it at a checkpoint are lost at \
+                 a restore; leave it out, or connect the NIC to a --lan without it"
+            );
+            (Always, text)
+        }
+        Event::MediaNotServed { error } => {
+            let text = format!(
+                "note: QEMU reads the guest's read-only media itself ({}), so the guest waits \
+                 longer for them",
+                chain(&**error)
+            );
+            (Usual, text)
+        }
+        Event::RecordingNote(note) => (Usual, format!("note: {note}")),
+        _ => return None,
+    };
+    Some(said)
+}
+
+/// Events of the store, and of the threads that tend it.
+fn store(event: &Event) -> Option<(Importance, String)> {
+    let said = match event {
+        Event::TornCheckpoint { torn, quarantine } => {
+            let text = format!(
+                "checkpoint {} was not durable when the machine went down, and was set aside \
+                 ({}): {}",
+                torn.id,
+                quarantine.display(),
+                torn.problem
+            );
+            (Always, text)
+        }
+        Event::SyncFailed { from } => {
+            let text = format!(
+                "a sync of checkpoints from {from} on has failed since the machine was started: \
+                 they can be read now, and the next power loss may take them; keep what matters \
+                 with: keyframe copy --to STORE2"
+            );
+            (Always, text)
+        }
+        Event::DurabilityIgnored { is_remote, .. } => (Usual, durability_ignored(*is_remote)),
+        Event::CloneKept { clone, error } => {
+            (Always, format!("flight recorder: remove {}: {error}", clone.display()))
+        }
+        Event::FlightRecorderFailed { store, error } => {
+            let text = format!(
+                "flight recorder: {}: {}; it is tried again",
+                store.display(),
+                chain(&**error)
+            );
+            (Always, text)
+        }
+        Event::RecompressionFailed { store, error } => {
+            (Always, format!("warning: recompress: {}: {}", store.display(), chain(&**error)))
+        }
+        Event::NotRecompressed { bytes } => {
+            let text = format!(
+                "{} in packs are not recompressed yet: keyframe prune --recompress makes them \
+                 smaller",
+                output::bytes(*bytes)
+            );
+            (Usual, text)
+        }
+        _ => return None,
+    };
+    Some(said)
+}
+
+/// Events at the end, and steps that failed on the way.
+fn end(event: &Event) -> Option<(Importance, String)> {
+    let said = match event {
+        Event::StepFailed { step, error } => {
+            (Always, format!("warning: {}: {}", step_name(*step), chain(&**error)))
+        }
+        Event::CountNotReached { count, sealed } => {
+            let text = format!(
+                "the {count} checkpoints of --count cannot be reached: {sealed} are sealed"
+            );
+            (Always, text)
+        }
+        Event::VmEnded { vm } => (Usual, format!("VM {vm} has ended")),
+        Event::QemuFailed { exit } => (Always, format!("QEMU ended with {exit}")),
+        Event::Detached { vm, qemu_pid } => {
+            (Usual, format!("detached: VM {vm} runs on without checkpoints (QEMU {qemu_pid})"))
+        }
+        Event::Kept { vm, qemu_pid, monitor } => {
+            let text = format!(
+                "VM {vm} runs on without checkpoints: QEMU {qemu_pid}, monitor {}",
+                monitor.display()
+            );
+            (Usual, text)
+        }
+        Event::WritesKept { directory } => {
+            let text = format!(
+                "what the guest has written to its disks is in {}; the images are as they were",
+                directory.display()
+            );
+            (Usual, text)
+        }
+        Event::Finished { has_qemu_failed: true, .. } => return None,
+        Event::Finished { sealed, failed, .. } => {
+            (Usual, format!("{sealed} checkpoints sealed, {failed} failed"))
+        }
+        _ => return None,
+    };
+    Some(said)
+}
+
+fn greeting(start: &SessionStart) -> String {
+    let every = match start.interval {
+        _ if start.is_replay => "replaying its recording: checkpoints".into(),
+        Some(interval) => format!("a checkpoint every {}", humantime::format_duration(interval)),
+        None => "checkpoints by `keyframe take`".into(),
+    };
+    let attached = start.attach_stopped_ns.map_or_else(String::new, |ns| {
+        format!(", whose main thread stood still for {}", output::duration(ns))
+    });
+    let qemu = |(name, pid): &(String, u32)| {
+        let of = if start.is_group { format!(" {name}") } else { String::new() };
+        format!("QEMU{of} {pid}")
+    };
+    let qemus: Vec<_> = start.vms.iter().map(qemu).collect();
+    format!(
+        "{} {}: {every} into {} ({}{attached})",
+        if start.is_group { "group" } else { "VM" },
+        start.name,
+        start.store.display(),
+        qemus.join(", ")
+    )
+}
+
+fn sealed(entry: &Entry) -> String {
+    format!(
+        "checkpoint {}: pause {}, {} dirty pages, {} stored",
+        entry.id,
+        output::duration(entry.pause_ns),
+        entry.dirty_pages,
+        output::bytes(entry.stored_bytes)
+    )
+}
+
+/// Once in the life of this process: RAM that is plugged in is attached to again.
+fn unguarded(qemu_pid: u32) -> Option<(Importance, String)> {
+    static ONCE: Once = Once::new();
+    let mut said = None;
+    ONCE.call_once(|| said = keyframe_failure::output::unguarded(false, qemu_pid));
+    said.map(|text| (Always, format!("warning: {text}")))
+}
+
+fn durability_ignored(is_remote: bool) -> String {
+    let why = if is_remote {
+        "objects in object storage are durable at once"
+    } else {
+        "the store's file system cannot hold writes back"
+    };
+    format!(
+        "--durability has no effect here: {why}, so that each checkpoint is durable before it is \
+         listed"
+    )
+}
+
+fn step_name(step: Step) -> &'static str {
+    match step {
+        Step::GiveBackBlocks => "give the blocks of a failed checkpoint to the next one",
+        Step::ReleaseBlocks => "release the blocks of a checkpoint",
+        Step::RestartDisks => "begin a complete capture of the VM's disks",
+        Step::DropBitmap => "drop the bitmap of a sealed checkpoint",
+        Step::CloseExports => "remove the exports by which a disk was read",
+        Step::DetachDisks => "remove from QEMU what captured the VM's disks",
+        Step::RemoveFile => "remove a file",
+        Step::RemoveFormerDisks => "remove what was written to the disks before",
+        Step::DescribeDisks => "describe which checkpoint the disks come from",
+        Step::AllowRunning => "tell the watchdog that the VM may run",
+        _ => "go on",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_ignored_durability_is_explained() {
+        let text = durability_ignored(true);
+        assert!(text.contains("--durability has no effect") && text.contains("object storage"));
+        assert!(!durability_ignored(false).contains("object storage"));
+    }
+}
