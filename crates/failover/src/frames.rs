@@ -15,7 +15,7 @@
 //! Epoch and the Mark of each data stream have come.
 
 use keyframe_failure::Failure;
-use keyframe_units::RamLayout;
+use keyframe_units::{Epoch, RamLayout};
 use serde::{Deserialize, Serialize};
 
 /// Both sides must have the same.
@@ -125,7 +125,7 @@ pub enum ReadyFrame {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EpochHead {
     /// The epoch that it builds upon; none of one that has all of the VM.
-    pub after: Option<u64>,
+    pub after: Option<Epoch>,
     /// Why it was taken.
     pub reason: String,
     /// When the VM was paused, on the primary's wall clock, in nanoseconds since 1970.
@@ -182,7 +182,7 @@ mod tests {
     #[test]
     fn epochs_are_taken_apart_as_they_were_put_together_and_nonsense_is_none() {
         let head = EpochHead {
-            after: Some(3),
+            after: Some(Epoch(3)),
             reason: "due".into(),
             taken_at_ns: 5,
             pages: 7,

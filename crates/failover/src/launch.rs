@@ -25,7 +25,7 @@ use keyframe_session::rundir::RunDir;
 use keyframe_session::storage::Storage;
 use keyframe_session::{Options, machine_meta, refuse};
 use keyframe_store::MachineMeta;
-use keyframe_units::PAGE_BYTES;
+use keyframe_units::{Epoch, PAGE_BYTES};
 use keyframe_vm_disks::overlay_directory::OverlayDirectory;
 use keyframe_vm_disks::{self as disks, DiskToServe, ServedDisks};
 use std::ffi::OsString;
@@ -154,7 +154,7 @@ pub fn protect(
     let status = first_status(&name, vm.pid(), ReplicationRole::Primary);
     let found = Found { vm, identity, machine: None, directory, served, gate };
     let place = Home { name, run_dir, status, interrupted, inbox: None };
-    engine(found, place, setup, config, (PrimaryStart::First, 1), Some(addresses))
+    engine(found, place, setup, config, (PrimaryStart::First, Epoch(1)), Some(addresses))
 }
 
 /// An engine over a VM that does not run yet, and is let run. The VM ends where it cannot be made.
@@ -163,7 +163,7 @@ pub fn engine(
     place: Home,
     setup: Setup,
     config: ReplicationConfig,
-    (start, first_epoch): (PrimaryStart, u64),
+    (start, first_epoch): (PrimaryStart, Epoch),
     addresses: Option<Addresses>,
 ) -> Result<primary::Engine, Failure> {
     let qemu = keyframe_kernel::Process::open(found.vm.pid());
@@ -181,7 +181,7 @@ fn made(
     place: Home,
     setup: Setup,
     config: ReplicationConfig,
-    (start, first_epoch): (PrimaryStart, u64),
+    (start, first_epoch): (PrimaryStart, Epoch),
     addresses: Option<Addresses>,
 ) -> Result<primary::Engine, Failure> {
     let Found { mut vm, identity, machine, directory, served, gate } = found;

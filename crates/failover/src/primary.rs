@@ -89,8 +89,8 @@ pub struct Engine {
     linked: Arc<AtomicBool>,
     beating: Arc<AtomicBool>,
     /// What each captured epoch is at the gate.
-    gates: BTreeMap<u64, u64>,
-    acknowledged: Option<u64>,
+    gates: BTreeMap<Epoch, u64>,
+    acknowledged: Option<Epoch>,
     vm_stopped: bool,
     status: SharedStatus,
     ends: Arc<AtomicBool>,
@@ -273,10 +273,10 @@ impl Engine {
                     self.gates.insert(epoch, gate);
                 }
                 self.update(|status| {
-                    status.epoch = Some(epoch);
+                    status.epoch = Some(epoch.0);
                     reason.clone_into(&mut status.reason);
                 });
-                self.handle(PrimaryEvent::Captured { epoch: Epoch(epoch) });
+                self.handle(PrimaryEvent::Captured { epoch });
             }
             VmEvent::CaptureFailed(problem) => {
                 if self.core.state() != PrimaryState::Solo {
@@ -302,7 +302,7 @@ impl Engine {
 
     fn record_epoch(&mut self, report: &EpochReport) {
         self.update(|status| {
-            status.acknowledged = report.acknowledged;
+            status.acknowledged = report.acknowledged.map(|epoch| epoch.0);
             status.epochs += 1;
             status.pages = report.pages;
             status.wire_bytes = report.wire_bytes;
@@ -359,7 +359,7 @@ impl Engine {
     }
 
     fn settle_acknowledged(&mut self) {
-        let acknowledged = self.core.acknowledged().map(|epoch| epoch.0);
+        let acknowledged = self.core.acknowledged();
         if acknowledged != self.acknowledged {
             self.acknowledged = acknowledged;
             if let Some(epoch) = acknowledged {
@@ -399,8 +399,8 @@ impl Engine {
             PrimaryAction::KillVm => self.kill(),
             PrimaryAction::HoldOutput => self.gate_do(GateRemote::hold),
             PrimaryAction::Release { epoch } => {
-                let released = self.gates.range(..=epoch.0).next_back().map(|(_, gate)| *gate);
-                self.gates = self.gates.split_off(&(epoch.0 + 1));
+                let released = self.gates.range(..=epoch).next_back().map(|(_, gate)| *gate);
+                self.gates = self.gates.split_off(&epoch.next());
                 if let Some(gate) = released {
                     self.gate_do(|remote| remote.release(gate));
                 }
@@ -416,7 +416,7 @@ impl Engine {
             PrimaryAction::Capture { last } => self.send_to_vm(VmAction::Capture { last }),
             PrimaryAction::Owe { after } => {
                 self.connect_wire();
-                self.send_to_vm(VmAction::Owe { after: after.map(|epoch| epoch.0) });
+                self.send_to_vm(VmAction::Owe { after });
             }
             PrimaryAction::MayCapture(may) => self.send_to_vm(VmAction::MayCapture(may)),
             PrimaryAction::Fence => {

@@ -17,8 +17,7 @@ use keyframe_link::Channel;
 use keyframe_locks::IgnorePoison;
 use keyframe_session::{BlockSink, DiskCut};
 use keyframe_transfer::{Encoder, Sent, stream_of};
-use keyframe_units::duration_ns;
-use keyframe_units::{Page, PageIndex, ZERO_PAGE};
+use keyframe_units::{Epoch, Page, PageIndex, ZERO_PAGE, duration_ns};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Pages in a batch: a frame of at most 4 MiB.
@@ -45,11 +44,11 @@ pub struct Wire {
     link: Option<Arc<Link>>,
     session: u64,
     /// What the standby is known to have of it.
-    base: Option<u64>,
+    base: Option<Epoch>,
     /// What it had when the session began, until its first epoch is there.
     having: Option<Having>,
     /// Those before it were given up, but the encoder may not know yet.
-    first_epoch: u64,
+    first_epoch: Epoch,
     /// One of those was just refused: nothing that is in progress goes with it.
     refused: bool,
     /// Of the epoch in progress.
@@ -90,7 +89,7 @@ impl SharedWire {
             session: 0,
             base: None,
             having: None,
-            first_epoch: 0,
+            first_epoch: Epoch(0),
             refused: false,
             sent: Sent::default(),
             disks,
@@ -109,7 +108,7 @@ impl SharedWire {
 
     /// Another session, whose first epoch will have this number: its standby has what `having`
     /// says.
-    pub fn begin(&self, session: u64, first_epoch: u64, having: Option<Having>) {
+    pub fn begin(&self, session: u64, first_epoch: Epoch, having: Option<Having>) {
         let mut wire = self.lock();
         wire.first_epoch = first_epoch;
         wire.encoders.iter_mut().for_each(Encoder::forget);
@@ -119,7 +118,7 @@ impl SharedWire {
     }
 
     /// The standby has all epochs up to this one.
-    pub fn acknowledged(&self, epoch: u64) {
+    pub fn acknowledged(&self, epoch: Epoch) {
         let mut wire = self.lock();
         wire.encoders.iter_mut().for_each(Encoder::finish);
         wire.having = None;
@@ -127,7 +126,7 @@ impl SharedWire {
     }
 
     /// The standby has what was acknowledged, and no more; the next epoch will have this number.
-    pub fn resume(&self, first_epoch: u64) {
+    pub fn resume(&self, first_epoch: Epoch) {
         let mut wire = self.lock();
         wire.first_epoch = first_epoch;
         wire.encoders.iter_mut().for_each(Encoder::abandon);
@@ -233,7 +232,7 @@ impl Wire {
     ) -> Result<SentEpoch, BoxError> {
         self.flush_blocks()?;
         let link = self.link()?;
-        let head = marked(self.session, label.epoch);
+        let head = marked(self.session, label.epoch.0);
         for channel in &link.data {
             channel.send(Kind::Mark as u8, &[&head])?;
         }
@@ -291,7 +290,7 @@ impl BlockSink for Wire {
 /// What is known of an epoch beyond what was captured.
 pub struct EpochLabel {
     /// Its number.
-    pub epoch: u64,
+    pub epoch: Epoch,
     pub reason: &'static str,
     /// What its pause cut from the disks.
     pub cut: Option<DiskCut>,

@@ -29,7 +29,7 @@ use keyframe_session::control::Strategy;
 use keyframe_session::copying::Copying;
 use keyframe_session::encoding::Encoding;
 use keyframe_session::machines::Machines;
-use keyframe_units::PAGE_BYTES;
+use keyframe_units::{Epoch, PAGE_BYTES};
 use std::io::{ErrorKind, PipeReader, Read};
 use std::path::PathBuf;
 use std::process::ExitStatus;
@@ -55,9 +55,9 @@ pub enum VmAction {
     /// What the standby of a session that begins has already.
     PageHashes { session: u64, first: u64, hashes: Vec<u8> },
     /// The standby has all up to this one.
-    Acknowledged { epoch: u64 },
+    Acknowledged { epoch: Epoch },
     /// The standby has nothing after this one.
-    Owe { after: Option<u64> },
+    Owe { after: Option<Epoch> },
     /// Pause the VM by its monitor.
     Stop,
     /// Let it run again.
@@ -74,7 +74,7 @@ pub enum VmAction {
 pub enum VmEvent {
     /// This epoch is captured; what the guest has sent up to then has this number at the gate.
     Captured {
-        epoch: u64,
+        epoch: Epoch,
         gate: Option<u64>,
         reason: &'static str,
     },
@@ -91,7 +91,7 @@ pub enum VmEvent {
 /// An acknowledged epoch as it is shown to users.
 #[derive(Clone, Debug, Default)]
 pub struct EpochReport {
-    pub acknowledged: Option<u64>,
+    pub acknowledged: Option<Epoch>,
     pub pages: u64,
     pub wire_bytes: u64,
     pub raw_bytes: u64,
@@ -117,7 +117,7 @@ pub struct Parts {
     /// The socket of the disks' server, and the exports with their bytes.
     pub disks: Option<(PathBuf, Vec<(String, u64)>)>,
     /// The first epoch's number.
-    pub first_epoch: u64,
+    pub first_epoch: Epoch,
 }
 
 /// The thread's handle.
@@ -198,7 +198,7 @@ fn listen(mut bell: PipeReader, actions: Sender<VmAction>) -> Result<(), Failure
 
 /// An epoch on its way.
 struct InFlight {
-    epoch: u64,
+    epoch: Epoch,
     /// What the encoder said of it; its seal is believed once the standby acknowledges.
     report: Option<EncodeReport<SentEpoch>>,
     acknowledged: bool,
@@ -222,7 +222,7 @@ struct Keeper {
     disks: Option<(PathBuf, Vec<(String, u64)>)>,
     events: Box<dyn Fn(VmEvent) + Send>,
     inbox: Receiver<VmAction>,
-    next_epoch: u64,
+    next_epoch: Epoch,
     may_capture: bool,
     in_flight: Option<InFlight>,
     since_ns: u64,
@@ -446,7 +446,7 @@ impl Keeper {
         }
         let seq = captured.map_err(|e| chain(&e))?;
         self.fresh = false;
-        self.next_epoch += 1;
+        self.next_epoch = self.next_epoch.next();
         let captured_ns = now_ns();
         self.since_ns = captured_ns;
         self.disk_bytes = 0;
@@ -476,7 +476,7 @@ impl Keeper {
         self.finish();
     }
 
-    fn acknowledged(&mut self, epoch: u64) {
+    fn acknowledged(&mut self, epoch: Epoch) {
         if let Some(in_flight) =
             self.in_flight.as_mut().filter(|in_flight| in_flight.epoch <= epoch)
         {
@@ -528,7 +528,7 @@ impl Keeper {
     }
 
     /// Whatever is on its way beyond `after` does not arrive.
-    fn give_up(&mut self, after: Option<u64>) {
+    fn give_up(&mut self, after: Option<Epoch>) {
         self.wanted = false;
         let Some(in_flight) = self.in_flight.take() else { return };
         if after.is_some_and(|after| in_flight.epoch <= after) {

@@ -212,7 +212,7 @@ impl<'a> Engine<'a> {
             if let Some(exit) = self.machines.try_wait()? {
                 return Ok(End::Vm(exit));
             }
-            self.mind_the_lost();
+            self.check_lost_members();
             if self.options.count.is_some_and(|count| self.sealed >= count)
                 || self.interrupted.load(Ordering::Relaxed)
                 || self.is_in_vain()
@@ -294,7 +294,7 @@ impl<'a> Engine<'a> {
     }
 
     /// Without one of its members a group has no more checkpoints.
-    fn mind_the_lost(&mut self) {
+    fn check_lost_members(&mut self) {
         if !self.given_up
             && let Some(name) = self.machines.lost()
         {

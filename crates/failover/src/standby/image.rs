@@ -12,7 +12,7 @@ use keyframe_failure::Failure;
 use keyframe_locks::IgnorePoison;
 use keyframe_qemu::restore::{PreparedRam, RamSource};
 use keyframe_session::rundir::name_from;
-use keyframe_transfer::{Epoch, Image};
+use keyframe_transfer::{Epoch as EpochBuffer, Image};
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, ZERO_PAGE};
 use rustix::fs::{FlockOperation, flock};
 use std::collections::HashMap;
@@ -104,9 +104,9 @@ impl StandbyImage {
     }
 
     /// Makes the pages of `epochs` what is held.
-    pub fn apply(&self, epochs: &[Epoch]) -> io::Result<()> {
+    pub fn apply(&self, epochs: &[EpochBuffer]) -> io::Result<()> {
         let mut undo = Vec::new();
-        for (page, content) in epochs.iter().flat_map(Epoch::pages) {
+        for (page, content) in epochs.iter().flat_map(EpochBuffer::pages) {
             let mut old = ZERO_PAGE;
             let written = Image::read(self, page, &mut old).and_then(|()| {
                 undo.push((page, Box::new(old)));

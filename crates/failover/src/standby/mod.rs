@@ -38,7 +38,7 @@ use keyframe_session::control::{
 };
 use keyframe_session::interrupt;
 use keyframe_session::rundir::RunDir;
-use ready::{Ready, meta_of};
+use ready::{IncomingEpoch, Ready, meta_of};
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::net::SocketAddr;
@@ -72,10 +72,10 @@ enum StandbyEngineEvent {
     Beat { number: u64, channel: Arc<Channel> },
     Data { stream: usize, number: u64, channel: Box<Channel> },
     Received { path: u8, number: u64, message: PeerMessage },
-    Epoch { number: u64, session: u64, epoch: u64, head: EpochHead, devices: Vec<u8> },
+    Epoch { number: u64, session: u64, epoch: Epoch, head: EpochHead, devices: Vec<u8> },
     Broken { path: u8, number: u64 },
     Stream(StreamEvent),
-    Applied { epoch: u64, devices: Vec<u8>, result: Result<(), String> },
+    Applied { epoch: Epoch, devices: Vec<u8>, result: Result<(), String> },
     Witness(WitnessAnswer),
     Fenced(bool),
 }
@@ -121,11 +121,20 @@ fn once(wish: Wish, interrupted: &Arc<AtomicBool>) -> Result<Finish, Failure> {
     };
     let activated = keeper.until_active(interrupted);
     ends.store(true, Ordering::Relaxed);
-    if let Some((epoch, term, forced)) = activated? {
-        return keeper.take_over((request_sender, socket), (epoch, term, forced), interrupted);
+    if let Some(activation) = activated? {
+        return keeper.take_over((request_sender, socket), activation, interrupted);
     }
     keeper.dismiss();
     Ok(Finish::Code(DONE))
+}
+
+/// The right to run the VM from an epoch on, as the protocol's core granted it.
+#[derive(Clone, Copy, Debug)]
+struct Activation {
+    epoch: Epoch,
+    term: Term,
+    /// A user forced it.
+    forced: bool,
 }
 
 struct Keeper {
@@ -140,7 +149,7 @@ struct Keeper {
     control: Option<(u64, Arc<Channel>)>,
     beat: Option<(u64, Arc<Channel>)>,
     ends: Arc<AtomicBool>,
-    activate: Option<(u64, Term, bool)>,
+    activate: Option<Activation>,
     refusals: Refusals,
 }
 
@@ -164,10 +173,7 @@ impl Refusals {
 }
 
 impl Keeper {
-    fn until_active(
-        &mut self,
-        interrupted: &AtomicBool,
-    ) -> Result<Option<(u64, Term, bool)>, Failure> {
+    fn until_active(&mut self, interrupted: &AtomicBool) -> Result<Option<Activation>, Failure> {
         loop {
             if self.activate.is_some() {
                 return Ok(self.activate.take());
@@ -239,7 +245,7 @@ impl Keeper {
                 if self.current(0) == Some(number)
                     && let Some(ready) = &mut self.ready
                 {
-                    ready.coming = Some((session, epoch, head, devices));
+                    ready.coming = Some(IncomingEpoch { session, epoch, head, devices });
                     self.complete();
                 }
             }
@@ -272,7 +278,7 @@ impl Keeper {
                     }
                 }
                 self.handle(match result {
-                    Ok(()) => StandbyEvent::Applied { epoch: Epoch(epoch) },
+                    Ok(()) => StandbyEvent::Applied { epoch },
                     Err(reason) => StandbyEvent::ApplyFailed { reason },
                 });
                 self.tell_what_is_here();
@@ -378,7 +384,7 @@ impl Keeper {
                             Some(StandbyEngineEvent::Epoch {
                                 number,
                                 session,
-                                epoch,
+                                epoch: Epoch(epoch),
                                 head,
                                 devices: devices.to_vec(),
                             })
@@ -402,11 +408,11 @@ impl Keeper {
     /// Whether an epoch has come whole.
     fn complete(&mut self) {
         let Some(ready) = &self.ready else { return };
-        let Some((session, epoch, head, _)) = &ready.coming else { return };
+        let Some(IncomingEpoch { session, epoch, head, .. }) = &ready.coming else { return };
         let whole = ready.marks.iter().all(|mark| *mark == Some((*session, *epoch)));
         if whole {
-            let (session, epoch) = (keyframe_replication::SessionId(*session), Epoch(*epoch));
-            let after = head.after.map(Epoch);
+            let (session, epoch) = (keyframe_replication::SessionId(*session), *epoch);
+            let after = head.after;
             self.handle(StandbyEvent::EpochComplete { session, epoch, after });
         }
     }
@@ -450,7 +456,7 @@ impl Keeper {
                 ready.having = Some(session.0);
                 self.tell_what_is_here();
             }
-            StandbyAction::Apply { epoch } => return self.apply(epoch.0),
+            StandbyAction::Apply { epoch } => return self.apply(epoch),
             StandbyAction::Reject { .. } | StandbyAction::DiscardPartial => {
                 let ready = self.ready.as_mut()?;
                 ready.streams.discard();
@@ -469,7 +475,7 @@ impl Keeper {
                 );
             }
             StandbyAction::Activate { epoch, term, forced } => {
-                self.activate = Some((epoch.0, term, forced))
+                self.activate = Some(Activation { epoch, term, forced })
             }
             StandbyAction::Notify(note) => {
                 let text = match &note {
@@ -501,11 +507,11 @@ impl Keeper {
     }
 
     /// Makes an epoch that has come whole what is held, beside the heartbeats.
-    fn apply(&mut self, epoch: u64) -> Option<StandbyEvent> {
+    fn apply(&mut self, epoch: Epoch) -> Option<StandbyEvent> {
         let failed = |reason: &str| Some(StandbyEvent::ApplyFailed { reason: reason.into() });
         let ready = self.ready.as_mut()?;
-        let Some((session, _, head, devices)) =
-            ready.coming.take_if(|(_, number, ..)| *number == epoch)
+        let Some(IncomingEpoch { session, head, devices, .. }) =
+            ready.coming.take_if(|incoming| incoming.epoch == epoch)
         else {
             return failed("what came of it was dropped");
         };
@@ -534,7 +540,7 @@ impl Keeper {
             status.all_wire_bytes += head.wire_bytes;
             status.all_raw_bytes += head.pages * keyframe_units::PAGE_BYTES as u64;
             status.epochs += 1;
-            status.epoch = Some(epoch);
+            status.epoch = Some(epoch.0);
         });
         None
     }
@@ -571,7 +577,7 @@ impl Keeper {
     fn take_over(
         mut self,
         (sender, socket): (Sender<PrimaryEngineEvent>, keyframe_session::control::server::Socket),
-        (epoch, term, forced): (u64, Term, bool),
+        Activation { epoch, term, forced }: Activation,
         interrupted: &Arc<AtomicBool>,
     ) -> Result<Finish, Failure> {
         let ready = self.ready.take().ok_or_else(|| Failure::new("nothing waits to take over"))?;
@@ -627,7 +633,7 @@ impl Keeper {
             interrupted: Arc::clone(interrupted),
             inbox: Some((self.requests, sender, socket)),
         };
-        let start = (PrimaryStart::TakenOver { term, forced }, epoch + EPOCH_GAP);
+        let start = (PrimaryStart::TakenOver { term, forced }, Epoch(epoch.0 + EPOCH_GAP));
         let engine =
             launch::engine(found, home, self.wish.setup, ready.config, start, self.wish.peer)?;
         engine.run()

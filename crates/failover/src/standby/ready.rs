@@ -12,12 +12,22 @@ use keyframe_inspect::source_of;
 use keyframe_qemu::net_gate;
 use keyframe_qemu::restore::{Plan, Prepared, RestoreOptions, prepare};
 use keyframe_qemu::{DiskServer, Drive};
-use keyframe_replication::{GroupId, NodeId, ReplicationConfig, Standby, StandbyState, Term};
+use keyframe_replication::{
+    Epoch, GroupId, NodeId, ReplicationConfig, Standby, StandbyState, Term,
+};
 use keyframe_store::MachineMeta;
 use keyframe_vm_disks::overlay_directory::OverlayDirectory;
 use keyframe_vm_disks::{self as disks, DiskToServe, ServedDisks};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+/// The device state and the description of an epoch that is arriving; its pages come by the streams.
+pub struct IncomingEpoch {
+    pub session: u64,
+    pub epoch: Epoch,
+    pub head: EpochHead,
+    pub devices: Vec<u8>,
+}
 
 /// A machine that waits.
 pub struct Ready {
@@ -32,8 +42,8 @@ pub struct Ready {
     /// Of the epoch that is held.
     pub devices: Option<Vec<u8>>,
     /// What has come of an epoch beside its pages.
-    pub coming: Option<(u64, u64, EpochHead, Vec<u8>)>,
-    pub marks: Vec<Option<(u64, u64)>>,
+    pub coming: Option<IncomingEpoch>,
+    pub marks: Vec<Option<(u64, Epoch)>>,
     /// Epochs that are being applied.
     pub applying: u32,
     /// Nothing was ever applied.

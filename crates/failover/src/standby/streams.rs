@@ -13,7 +13,8 @@ use super::image::StandbyImage;
 use keyframe_failure::chain;
 use keyframe_link::{Channel, Input};
 use keyframe_locks::IgnorePoison;
-use keyframe_transfer::{Decoder, Epoch};
+use keyframe_transfer::{Decoder, Epoch as EpochBuffer};
+use keyframe_units::Epoch;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -31,9 +32,16 @@ const PAST_MAX: usize = 64;
 /// What a stream tells.
 pub enum StreamEvent {
     /// All of this epoch has come.
-    Marked { stream: usize, session: u64, epoch: u64 },
+    Marked { stream: usize, session: u64, epoch: Epoch },
     /// What came makes no sense.
     Failed(String),
+}
+
+/// The pages of an epoch that one stream has received whole.
+struct CompleteBuffer {
+    session: u64,
+    epoch: Epoch,
+    buffer: EpochBuffer,
 }
 
 #[derive(Default)]
@@ -46,8 +54,8 @@ struct State {
     connection: u64,
     /// How often what had come was dropped.
     dropped: u64,
-    building: Vec<Epoch>,
-    done: Vec<Option<(u64, u64, Epoch)>>,
+    building: Vec<EpochBuffer>,
+    done: Vec<Option<CompleteBuffer>>,
 }
 
 /// All streams.
@@ -64,7 +72,7 @@ impl Streams {
             past: VecDeque::new(),
             connection: 0,
             dropped: 0,
-            building: (0..streams).map(|_| Epoch::default()).collect(),
+            building: (0..streams).map(|_| EpochBuffer::default()).collect(),
             done: (0..streams).map(|_| None).collect(),
         };
         Self { state: Mutex::new(state), applied: Condvar::new(), image }
@@ -103,23 +111,23 @@ impl Streams {
     pub fn discard(&self) {
         let mut state = self.lock();
         state.dropped += 1;
-        state.building.iter_mut().for_each(Epoch::clear);
+        state.building.iter_mut().for_each(EpochBuffer::clear);
         state.done.iter_mut().for_each(|done| *done = None);
         self.applied.notify_all();
     }
 
     /// The pages of an epoch that has come on all streams; none where it has not.
-    pub fn take(&self, session: u64, epoch: u64) -> Option<Vec<Epoch>> {
+    pub fn take(&self, session: u64, epoch: Epoch) -> Option<Vec<EpochBuffer>> {
         let mut state = self.lock();
-        let is = |done: &Option<(u64, u64, Epoch)>| {
-            done.as_ref().is_some_and(|d| (d.0, d.1) == (session, epoch))
+        let is = |done: &Option<CompleteBuffer>| {
+            done.as_ref().is_some_and(|d| (d.session, d.epoch) == (session, epoch))
         };
         if !state.done.iter().all(is) {
             return None;
         }
         // The places stay taken until it is applied.
-        let take = |done: &mut Option<(u64, u64, Epoch)>| {
-            done.as_mut().map(|(_, _, pages)| std::mem::take(pages)).unwrap_or_default()
+        let take = |done: &mut Option<CompleteBuffer>| {
+            done.as_mut().map(|done| std::mem::take(&mut done.buffer)).unwrap_or_default()
         };
         Some(state.done.iter_mut().map(take).collect())
     }
@@ -177,9 +185,10 @@ impl Streams {
         kind: u8,
         payload: &[u8],
         decoder: &Decoder,
-    ) -> Result<Option<(u64, u64)>, String> {
+    ) -> Result<Option<(u64, Epoch)>, String> {
         let kind = Kind::of(kind).ok_or("a message that is none")?;
         let (session, epoch, rest) = unmarked(payload).ok_or("a message that is cut off")?;
+        let epoch = Epoch(epoch);
         let unknown = |state: &mut State| {
             state.connection == connection
                 && state.session != Some(session)
@@ -223,7 +232,8 @@ impl Streams {
                 Ok(None)
             }
             Kind::Mark => {
-                *done = Some((session, epoch, std::mem::take(building)));
+                let buffer = std::mem::take(building);
+                *done = Some(CompleteBuffer { session, epoch, buffer });
                 Ok(Some((session, epoch)))
             }
             Kind::Discard => {
