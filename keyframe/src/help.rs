@@ -1,6 +1,8 @@
 //! What `--help` and `keyframe help` show: commands by what they are for, texts that fit the
 //! terminal, topics.
 
+#[cfg(test)]
+mod commands_page;
 pub mod topics;
 
 use clap::Command;
