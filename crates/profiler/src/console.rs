@@ -9,7 +9,7 @@
 //!
 //! QEMU inherits our standard output, so that is another file for the moment of the launch.
 
-use keyframe_failure::Failure;
+use crate::error::{Error, Result};
 use rustix::pipe::{PipeFlags, pipe_with};
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
@@ -47,13 +47,13 @@ impl Console {
 pub fn around<T>(
     when: Option<&str>,
     to_stderr: bool,
-    launch: impl FnOnce() -> Result<T, Failure>,
-) -> Result<(T, Console), Failure> {
+    launch: impl FnOnce() -> Result<T>,
+) -> Result<(T, Console)> {
     let shown = Arc::new(AtomicBool::new(false));
     if when.is_none() && !to_stderr {
         return Ok((launch()?, Console { shown, ended: None }));
     }
-    let failed = |e: std::io::Error| Failure::new(format!("redirect QEMU's standard output: {e}"));
+    let failed = |e: std::io::Error| Error::io("redirect QEMU's standard output", e);
     let ours =
         rustix::io::fcntl_dupfd_cloexec(std::io::stdout(), 3).map_err(|e| failed(e.into()))?;
     let (theirs, pipe) = match when {

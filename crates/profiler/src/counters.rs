@@ -14,7 +14,8 @@
 //! refuses to dump them, and so they are not counted.
 
 use super::target::Target;
-use keyframe_failure::{Failure, chain};
+use crate::error::{Error, Result};
+use keyframe_units::error_chain as chain;
 use keyframe_profile::pcap;
 use keyframe_qemu::Qmp;
 use rustix::fs::{MemfdFlags, SealFlags};
@@ -76,10 +77,10 @@ impl Counters {
     }
 
     /// What went to disks so far; `None` where that is not counted.
-    pub fn disks(&mut self, target: &mut Target) -> Result<Option<Disks>, Failure> {
+    pub fn disks(&mut self, target: &mut Target) -> Result<Option<Disks>> {
         match target.qmp().filter(|_| self.disks) {
             Some(qmp) => {
-                disks(qmp).map_err(|why| Failure::new(format!("ask QEMU about its disks: {why}")))
+                disks(qmp).map_err(Error::Disks)
             }
             None => Ok(None),
         }

@@ -27,12 +27,14 @@
 pub mod command_line;
 pub mod console;
 pub mod counters;
+mod error;
 pub mod meter;
 pub mod outside;
 pub mod target;
 
 use indicatif::ProgressBar;
-use keyframe_failure::Failure;
+pub use error::{Error, Result};
+
 use keyframe_kernel::{END_SIGNALS, Interrupt};
 use keyframe_profile::{Curve, Epoch, Ladder};
 use meter::{Meter, Step};
@@ -102,9 +104,9 @@ pub struct Profile {
 }
 
 /// Measures `subject`.
-pub fn measure(subject: Subject, options: &Options, bar: &ProgressBar) -> Result<Profile, Failure> {
+pub fn measure(subject: Subject, options: &Options, bar: &ProgressBar) -> Result<Profile> {
     let interrupted = Interrupt::on(&END_SIGNALS)
-        .map_err(|e| Failure::new(format!("catch signals: {e}")))?
+        .map_err(|e| Error::io("catch signals", e))?
         .into_flag();
     let mut run = Run { options, bar, interrupted, profile: Profile::empty() };
     match subject {
@@ -113,7 +115,7 @@ pub fn measure(subject: Subject, options: &Options, bar: &ProgressBar) -> Result
     }
     let mut profile = run.profile;
     if profile.curves.iter().all(|c| c.rows.is_empty()) {
-        return Err(Failure::new("the measuring was ended before its first epoch was over"));
+        return Err(Error::NoEpoch);
     }
     profile.notes.sort();
     profile.notes.dedup();
@@ -140,7 +142,7 @@ impl Run<'_> {
         command: &[OsString],
         vcpus: &[u32],
         start: &Start,
-    ) -> Result<(), Failure> {
+    ) -> Result<()> {
         let numbers: Vec<Option<u32>> =
             if vcpus.is_empty() { vec![None] } else { vcpus.iter().copied().map(Some).collect() };
         for number in &numbers {
@@ -168,19 +170,16 @@ impl Run<'_> {
         target: &mut Target,
         console: &console::Console,
         start: &Start,
-    ) -> Result<bool, Failure> {
+    ) -> Result<bool> {
         self.bar.set_message("waiting for the guest");
         let deadline = Instant::now() + LINE_TIMEOUT;
         while start.when.is_some() && !console.has_shown() {
             if Instant::now() > deadline {
                 let text = start.when.as_deref().unwrap_or_default();
-                return Err(Failure::new(format!(
-                    "the guest's console did not show {text:?} within {} s",
-                    LINE_TIMEOUT.as_secs()
-                ))
-                .fix(
-                    "--when looks at QEMU's standard output: add -serial stdio, or use --settle",
-                ));
+                return Err(Error::TextNotShown {
+                    text: text.to_owned(),
+                    seconds: LINE_TIMEOUT.as_secs(),
+                });
             }
             if !self.pause(Duration::from_millis(20), target)? {
                 return Ok(false);
@@ -197,13 +196,13 @@ impl Run<'_> {
     }
 
     /// Sleeps; false where the VM has ended or Ctrl-C was pressed.
-    fn pause(&self, time: Duration, target: &mut Target) -> Result<bool, Failure> {
+    fn pause(&self, time: Duration, target: &mut Target) -> Result<bool> {
         std::thread::sleep(time);
         Ok(!self.interrupted.load(Ordering::Relaxed) && !target.has_ended()?)
     }
 
     /// Measures one VM, one of `count`, and ends it if it was launched.
-    fn target(&mut self, mut target: Target, count: u32) -> Result<(), Failure> {
+    fn target(&mut self, mut target: Target, count: u32) -> Result<()> {
         let samples = self
             .options
             .samples
@@ -215,7 +214,7 @@ impl Run<'_> {
                 keyframe_kernel::priority::raise();
                 self.epochs(&mut target, samples)
             });
-            worker.join().unwrap_or_else(|_| Err(Failure::new("the thread that measures panicked")))
+            worker.join().unwrap_or_else(|_| Err(Error::Panicked))
         });
         self.profile.notes.append(&mut target.notes);
         self.profile.ram_bytes = target.ram_bytes();
@@ -228,7 +227,7 @@ impl Run<'_> {
     }
 
     /// All epochs; false where there would have been more.
-    fn epochs(&self, target: &mut Target, samples: u32) -> Result<(Vec<Epoch>, bool), Failure> {
+    fn epochs(&self, target: &mut Target, samples: u32) -> Result<(Vec<Epoch>, bool)> {
         let lengths = self.options.ladder.lengths();
         self.bar.set_message(
             target.vcpus.map_or_else(|| "measuring".into(), |n| format!("measuring, {n} vCPUs")),

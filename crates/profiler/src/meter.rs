@@ -2,7 +2,7 @@
 
 use super::counters::Counters;
 use super::target::Target;
-use keyframe_failure::Failure;
+use crate::error::{Error, Result};
 use keyframe_kernel::attach::inject_userfaultfd;
 use keyframe_kernel::track::WriteTracker;
 use keyframe_profile::Epoch;
@@ -46,7 +46,7 @@ pub struct Meter {
 impl Meter {
     /// Begins to track. Until [`Self::detach`] the VM pays a fault for the first write to each page
     /// in each epoch.
-    pub fn attach(target: &mut Target) -> Result<Self, Failure> {
+    pub fn attach(target: &mut Target) -> Result<Self> {
         let tracker = match track(target) {
             Err(keyframe_kernel::Error::DiscardsUnseen { .. }) => {
                 target.watch_discards = false;
@@ -57,7 +57,7 @@ impl Meter {
             }
             tracked => tracked,
         };
-        let tracker = tracker.map_err(|e| Failure::kernel(&e))?;
+        let tracker = tracker?;
         let counters = Counters::new(target);
         Ok(Self { tracker, counters })
     }
@@ -73,7 +73,7 @@ impl Meter {
         target: &mut Target,
         length: Duration,
         interrupted: &AtomicBool,
-    ) -> Result<Step, Failure> {
+    ) -> Result<Step> {
         if target.has_ended()? {
             return Ok(Step::Ended);
         }
@@ -90,7 +90,7 @@ impl Meter {
         target: &mut Target,
         length: Duration,
         interrupted: &AtomicBool,
-    ) -> Result<Step, Failure> {
+    ) -> Result<Step> {
         let disks = self.counters.disks(target)?;
         self.scan(target)?;
         let begun = Instant::now();
@@ -114,7 +114,7 @@ impl Meter {
     }
 
     /// The pages written since the last scan, which are protected again.
-    fn scan(&mut self, target: &Target) -> Result<u64, Failure> {
+    fn scan(&mut self, target: &Target) -> Result<u64> {
         let mut pages = 0;
         let mut found = Vec::new();
         for range in &target.ranges {
@@ -122,7 +122,7 @@ impl Meter {
             let stats = self
                 .tracker
                 .scan_and_protect(*range, &mut found)
-                .map_err(|e| Failure::kernel(&e))?;
+                ?;
             pages += stats.written_pages;
         }
         Ok(pages)

@@ -6,9 +6,9 @@
 //! monitor knows.
 
 use super::command_line;
-use keyframe_failure::Failure;
-use keyframe_failure::output;
+use crate::error::{Error, Result};
 use keyframe_kernel::{Mapping, Process};
+use keyframe_units::human_bytes;
 use keyframe_units::HostRange;
 use std::path::Path;
 
@@ -24,28 +24,24 @@ pub struct Found {
 }
 
 /// Finds the guest RAM of `process`.
-pub fn find(process: &Process) -> Result<Found, Failure> {
+pub fn find(process: &Process) -> Result<Found> {
     let pid = process.pid();
     let words = words(pid)?;
     let said = words.split_first().map_or(Err(String::new()), |(_, rest)| command_line::read(rest));
     let said = said.map_err(|part| {
-        let problem =
-            format!("the RAM of process {pid} cannot be told from its command line: {part:?}");
-        Failure::new(problem).fix(ASK_MONITOR)
+        Error::UnclearCommandLine { pid, part }
     })?;
-    let maps = process.maps().map_err(|e| Failure::kernel(&e))?;
+    let maps = process.maps()?;
     if !process.is_alive() {
-        return Err(Failure::new(format!("process {pid} has ended")));
+        return Err(Error::Ended(pid));
     }
     Ok(Found { ranges: choose(pid, &said.ram_bytes, &maps)?, vcpus: said.vcpus })
 }
 
-const ASK_MONITOR: &str = "name its monitor, which knows: --qmp SOCKET";
-
 /// The command line of `pid`, which must be a QEMU.
-fn words(pid: u32) -> Result<Vec<String>, Failure> {
+fn words(pid: u32) -> Result<Vec<String>> {
     let path = format!("/proc/{pid}/cmdline");
-    let bytes = std::fs::read(&path).map_err(|e| Failure::new(format!("read {path}: {e}")))?;
+    let bytes = std::fs::read(&path).map_err(|e| Error::io(format!("read {path}"), e))?;
     let text = String::from_utf8_lossy(&bytes[..bytes.len().min(LINE_BYTES_MAX)]);
     let words: Vec<String> = text.trim_end_matches('\0').split('\0').map(str::to_owned).collect();
     let program = std::fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
@@ -54,28 +50,25 @@ fn words(pid: u32) -> Result<Vec<String>, Failure> {
             .is_some_and(|n| ["qemu", "kvm"].iter().any(|word| n.to_string_lossy().contains(word)))
     };
     if !is_qemu(&program) && !is_qemu(Path::new(words.first().map_or("", String::as_str))) {
-        return Err(Failure::new(format!(
-            "process {pid} is no QEMU: it runs {}",
-            program.display()
-        ))
-        .fix("give the pid of the qemu-system process, or its monitor with --qmp SOCKET"));
+        return Err(Error::NotQemu { pid, program });
     }
     Ok(words)
 }
 
 /// The mappings of exactly these sizes.
-fn choose(pid: u32, sizes: &[u64], maps: &[Mapping]) -> Result<Vec<HostRange>, Failure> {
+fn choose(pid: u32, sizes: &[u64], maps: &[Mapping]) -> Result<Vec<HostRange>> {
     let mut ranges: Vec<HostRange> = Vec::new();
     for size in sizes {
         let fits = |m: &&Mapping| m.readable && m.writable && m.range.len_bytes == *size;
         let found: Vec<HostRange> = maps.iter().filter(fits).map(|m| m.range).collect();
         let wanted = sizes.iter().filter(|s| *s == size).count();
         if found.len() != wanted {
-            let (size, count) = (output::bytes(*size), found.len());
-            let problem = format!(
-                "guest RAM of process {pid}: its command line names {wanted} of {size}, and {count} mappings have that size"
-            );
-            return Err(Failure::new(problem).fix(ASK_MONITOR));
+            return Err(Error::UnclearMappings {
+                pid,
+                named: wanted,
+                size: human_bytes(*size),
+                mapped: found.len(),
+            });
         }
         ranges.extend(found);
     }
@@ -87,7 +80,8 @@ fn choose(pid: u32, sizes: &[u64], maps: &[Mapping]) -> Result<Vec<HostRange>, F
 #[cfg(test)]
 mod tests {
     use super::*;
-    use keyframe_units::HostVirt;
+    use keyframe_units::human_bytes;
+use keyframe_units::HostVirt;
 
     fn mapping(start: u64, len_bytes: u64, writable: bool) -> Mapping {
         Mapping {

@@ -3,12 +3,13 @@
 
 use super::console::{self, Console};
 use super::{Start, outside};
-use keyframe_failure::Failure;
+use crate::error::{Error, Result};
 use keyframe_kernel::Process;
 use keyframe_qemu::{
     AuditFinding, Event, HostBlock, Invocation, LaunchOptions, Qmp, RunStatus, Severity, Vm,
     find_ram_blocks,
 };
+use keyframe_units::error_chain;
 use keyframe_units::{HostRange, PAGE_BYTES};
 use std::ffi::OsString;
 use std::os::unix::fs::PermissionsExt;
@@ -53,15 +54,15 @@ struct Launched {
 impl Drop for Launched {
     fn drop(&mut self) {
         if let Err(e) = self.vm.kill() {
-            eprintln!("keyframe: warning: {}", Failure::qemu(&e));
+            eprintln!("keyframe: warning: {}", error_chain(&e));
         }
     }
 }
 
 impl Target {
     /// The VM that runs as `pid`; behind the monitor at `qmp`, if given.
-    pub fn running(pid: u32, qmp: Option<&Path>) -> Result<Self, Failure> {
-        let process = Process::open(pid).map_err(|e| Failure::kernel(&e))?;
+    pub fn running(pid: u32, qmp: Option<&Path>) -> Result<Self> {
+        let process = Process::open(pid)?;
         let Some(path) = qmp else {
             let found = outside::find(&process)?;
             let without = "not counted without a monitor: name QEMU's with --qmp SOCKET";
@@ -81,13 +82,12 @@ impl Target {
             .with_page_sizes_noted());
         };
         let mut qmp = Qmp::connect_running(path, CONNECT_TIMEOUT).map_err(|e| {
-            Failure::qemu(&e)
-                .fix("name a QMP socket (-qmp unix:PATH,server=on,wait=off) that nobody else uses")
+            Error::Monitor(e)
         })?;
         let blocks = find_ram_blocks(&mut qmp, pid).map_err(|e| {
-            Failure::qemu(&e).fix(format!("is process {pid} the QEMU behind {}?", path.display()))
+            Error::OtherMonitor { pid, socket: path.to_owned(), source: e }
         })?;
-        let answer = qmp.execute("query-cpus-fast", None).map_err(|e| Failure::qemu(&e))?;
+        let answer = qmp.execute("query-cpus-fast", None)?;
         let vcpus = answer.as_array().and_then(|all| u32::try_from(all.len()).ok());
         let access = Access::Monitor(Box::new(qmp));
         let target = Self {
@@ -106,18 +106,18 @@ impl Target {
         command: Vec<OsString>,
         vcpus: Option<u32>,
         start: &Start,
-    ) -> Result<(Self, Console), Failure> {
-        let invocation = Invocation::parse(command).map_err(|e| Failure::qemu(&e))?;
+    ) -> Result<(Self, Console)> {
+        let invocation = Invocation::parse(command)?;
         let starts_paused = invocation.starts_paused();
         let dir = tempfile::Builder::new()
             .prefix("keyframe-profile-")
             .permissions(std::fs::Permissions::from_mode(0o700))
             .tempdir()
-            .map_err(|e| Failure::new(format!("make a directory for QEMU's monitors: {e}")))?;
+            .map_err(|e| Error::io("make a directory for QEMU's monitors", e))?;
         let options = LaunchOptions { run_dir: dir.path().into() };
         let (mut launched, console) =
             console::around(start.when.as_deref(), start.quiet_stdout, || {
-                let vm = Vm::launch_mortal(invocation, &options).map_err(|e| Failure::qemu(&e))?;
+                let vm = Vm::launch_mortal(invocation, &options)?;
                 Ok(Box::new(Launched { vm, _dir: dir }))
             })?;
         let prepared = Self::prepare(&mut launched.vm, vcpus, starts_paused)?;
@@ -127,21 +127,17 @@ impl Target {
         Ok((target.noting_a_pause()?, console))
     }
 
-    fn prepare(vm: &mut Vm, asked: Option<u32>, starts_paused: bool) -> Result<Prepared, Failure> {
-        let failed = |e: keyframe_qemu::Error| Failure::qemu(&e);
-        let vcpus = vm.cpus().map_err(failed)?;
+    fn prepare(vm: &mut Vm, asked: Option<u32>, starts_paused: bool) -> Result<Prepared> {
+        let vcpus = vm.cpus()?;
         if let Some(asked) = asked.filter(|n| *n != vcpus) {
-            return Err(Failure::new(format!(
-                "QEMU started with {vcpus} vCPUs where {asked} were asked for"
-            ))
-            .fix("leave the number of CPUs in the QEMU command line to -smp"));
+            return Err(Error::OtherVcpus { started: vcpus, asked });
         }
-        let notes = vm.audit().map_err(failed)?.iter().filter_map(note).collect();
-        let watch_discards = vm.discards_ram().map_err(failed)?;
-        let blocks = vm.ram_blocks().map_err(failed)?;
-        let process = Process::open(vm.pid()).map_err(|e| Failure::kernel(&e))?;
+        let notes = vm.audit()?.iter().filter_map(note).collect();
+        let watch_discards = vm.discards_ram()?;
+        let blocks = vm.ram_blocks()?;
+        let process = Process::open(vm.pid())?;
         if !starts_paused {
-            vm.qmp().cont().map_err(failed)?;
+            vm.qmp().cont()?;
         }
         Ok(Prepared { process, ranges: ranges(&blocks), vcpus, watch_discards, notes })
     }
@@ -161,7 +157,7 @@ impl Target {
     }
 
     /// Whether the VM has ended, or shuts down. Notes a pause that somebody made.
-    pub fn has_ended(&mut self) -> Result<bool, Failure> {
+    pub fn has_ended(&mut self) -> Result<bool> {
         if !self.process.is_alive() {
             return Ok(true);
         }
@@ -169,7 +165,7 @@ impl Target {
         let events = match qmp.drain_events() {
             Ok(events) => events,
             Err(_) if self.ends_within(Duration::from_millis(500)) => return Ok(true),
-            Err(e) => return Err(Failure::qemu(&e)),
+            Err(e) => return Err(e.into()),
         };
         let paused = "the VM was paused by somebody else for part of the time: counts are too low";
         if events.contains(&Event::Stop) && !self.notes.iter().any(|n| n == paused) {
@@ -190,9 +186,9 @@ impl Target {
         true
     }
 
-    fn noting_a_pause(mut self) -> Result<Self, Failure> {
+    fn noting_a_pause(mut self) -> Result<Self> {
         let status = match self.qmp() {
-            Some(qmp) => qmp.status().map_err(|e| Failure::qemu(&e))?,
+            Some(qmp) => qmp.status()?,
             None => RunStatus::Running,
         };
         if !status.is_running() {
