@@ -2,7 +2,7 @@
 
 use super::counters::Counters;
 use super::target::Target;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use keyframe_kernel::attach::inject_userfaultfd;
 use keyframe_kernel::track::WriteTracker;
 use keyframe_profile::Epoch;
