@@ -1,16 +1,16 @@
-//! The plugin's arguments: `name=value`, as QEMU hands them over, each known name once.
+//! The plugin's arguments `name=value`, as QEMU passes them. Each known name may be given once.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int};
 
-/// Arguments by name.
+/// The arguments by name.
 pub struct Arguments {
     all: BTreeMap<String, String>,
     taken: std::collections::BTreeSet<String>,
 }
 
 impl Arguments {
-    /// Copies QEMU's.
+    /// Copies QEMU's arguments.
     ///
     /// # Safety
     /// `values` points to `count` strings that end in a zero byte.
@@ -35,19 +35,19 @@ impl Arguments {
         Ok(Self { all, taken: std::collections::BTreeSet::new() })
     }
 
-    /// A text.
+    /// The value of a required argument.
     pub fn text(&mut self, name: &str) -> Result<String, String> {
         self.taken.insert(name.to_owned());
         self.all.get(name).cloned().ok_or_else(|| format!("argument {name} is missing"))
     }
 
-    /// A number, decimal or with 0x.
+    /// The value of a required argument as a number, decimal or with 0x.
     pub fn number(&mut self, name: &str) -> Result<u64, String> {
         let text = self.text(name)?;
-        number(&text).ok_or_else(|| format!("argument {name}={text} is no number"))
+        number(&text).ok_or_else(|| format!("argument {name}={text} is not a number"))
     }
 
-    /// What nobody has asked for is unknown.
+    /// Refuses arguments that no tool has asked for.
     pub fn done(self) -> Result<(), String> {
         match self.all.keys().find(|&name| !self.taken.contains(name)) {
             Some(name) => Err(format!("argument {name} is unknown")),
@@ -56,7 +56,7 @@ impl Arguments {
     }
 }
 
-/// Decimal, or hexadecimal with 0x.
+/// Parses a number, decimal or hexadecimal with 0x.
 pub fn number(text: &str) -> Option<u64> {
     match text.strip_prefix("0x") {
         Some(digits) => u64::from_str_radix(digits, 16).ok(),

@@ -1,47 +1,48 @@
-//! The board: memory that the plugin in QEMU and a reader in another process have in common, with
-//! counters and a ring of records.
+//! The board: memory that the plugin in QEMU shares with a reader in another process, with counters
+//! and a ring of records.
 //!
 //! ```text
-//!   byte     0  magic, ring's records │ 64: cut │ 128: refused               written by the reader (refused: by the plugin)
-//!         4096  counters, 512 of 8 bytes                                  added to by translated code
-//!         8192  head │ 128: plugin sleeps │ 192: reader sleeps │ 256: tail    head by the plugin, tail by the reader
+//!   byte     0  magic, ring's records │ 64: cut │ 128: refused               by the reader (refused: by the plugin)
+//!         4096  counters, 512 of 8 bytes                                    by translated code
+//!         8192  head │ 128: plugin sleeps │ 192: reader sleeps │ 256: tail  head by the plugin, tail by the reader
 //!        12288  ring: records of 16 bytes, a power of two of them (or none)
 //!
 //!   ring    ..................│ written, not read │.....................
-//!                            tail                head      both count records and never wrap; place = number % records
+//!                            tail                head      both count records and never wrap; position = number % records
 //! ```
 //!
 //! Invariants:
-//! 1. `tail <= head <= tail + records`. What lies in between belongs to the reader, the rest to the plugin.
-//! 2. `head` is published with each record, so that a reader that looks while the VM stands still sees exactly what the
-//!    guest did until then.
-//! 3. Neither side trusts the other: a head beyond the ring is an error to the reader ([`Torn`]), and all places are taken
-//!    modulo the ring.
-//! 4. All waits are bounded: a sleep by [`NAP`], the plugin's patience with a reader that takes nothing by [`PATIENCE`].
+//! 1. `tail <= head <= tail + records`. The records in between belong to the reader, the others to
+//!    the plugin.
+//! 2. `head` is published with each record. A reader that looks while the VM is stopped sees exactly
+//!    the guest's execution so far.
+//! 3. Neither side trusts the other: a head beyond the ring is an error for the reader
+//!    ([`BoardError`]), and all positions are taken modulo the ring.
+//! 4. Every wait is bounded: a sleep by [`NAP`], the plugin's wait for the reader by [`PATIENCE`].
 //!
-//! Left out: what a record means.
+//! Not here: the meaning of records.
 
-use crate::map::Map;
+use crate::shared_map::SharedMap;
 use std::fs::File;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// The first eight bytes.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"kfboard2");
-/// Counters that translated code can add to.
+/// The number of counters that translated code can increment.
 pub const COUNTERS: usize = 512;
-/// Counters of one thing: instructions of a block take turns with them, and the thing's number is
-/// their sum. With one alone each instruction would wait for the addition of the one before.
+/// The number of counters for one quantity, which is their sum. Neighbouring instructions use
+/// different ones, so that no addition waits for the previous one.
 pub const LANES: usize = 4;
 /// Words of 8 bytes in a record.
 pub const RECORD_WORDS: usize = 2;
-/// Most records that a ring can have.
+/// The most records of a ring.
 pub const RECORDS_MAX: u64 = 1 << 24;
-/// Where the page of counters begins.
+/// The offset of the page of counters.
 pub const COUNTERS_OFFSET_BYTES: usize = 4096;
-/// A sleep ends after this, woken or not.
+/// The longest sleep of either side.
 pub const NAP: Duration = Duration::from_millis(50);
-/// How long the plugin waits for a reader that takes nothing.
+/// How long the plugin waits for a reader that reads nothing.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 const PAGE_WORDS: usize = 512;
@@ -54,36 +55,37 @@ const PLUGIN_SLEEPS: usize = HEAD + 16;
 const READER_SLEEPS: usize = HEAD + 24;
 const TAIL: usize = HEAD + 32;
 
-/// One record: two words.
+/// A record: two words.
 pub type Record = [u64; RECORD_WORDS];
 
-/// The mapped board, of either side.
+/// A mapped board, on either side.
 pub struct Board {
-    map: Map,
+    map: SharedMap,
     records: u64,
 }
 
-/// What the other side wrote cannot be.
+/// The board is invalid: the other side wrote something impossible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Torn {
-    /// Too short, another magic, or a ring that is no power of two or does not fit the file.
+pub enum BoardError {
+    /// Too short, another magic, or a ring whose size is not a power of two or not the file's.
     Header,
     /// More records between tail and head than the ring holds.
     Head {
-        /// As it was read.
+        /// The head as read.
         head: u64,
-        /// As the reader left it.
+        /// The tail as the reader left it.
         tail: u64,
     },
 }
 
 impl Board {
-    /// Bytes that a board with so many records takes.
+    /// The size of a board with a ring of `records` records, in bytes.
     pub const fn len_bytes(records: u64) -> u64 {
         ((RING_WORD + RECORD_WORDS * records as usize) * 8) as u64
     }
 
-    /// Makes a board of an empty `file`, with a ring of `records` (0 or a power of two).
+    /// Creates a board in the empty file `file`, with a ring of `records` records (0 or a power of
+    /// two).
     pub fn create(file: &File, records: u64) -> std::io::Result<Self> {
         assert!(
             records == 0 || (records.is_power_of_two() && records <= RECORDS_MAX),
@@ -91,26 +93,26 @@ impl Board {
         );
         let len = Self::len_bytes(records);
         file.set_len(len)?;
-        let board = Self { map: Map::shared(file, len as usize, true)?, records };
+        let board = Self { map: SharedMap::shared(file, len as usize, true)?, records };
         board.word(RING_RECORDS).store(records, Ordering::Relaxed);
         board.word(0).store(MAGIC, Ordering::Release);
         Ok(board)
     }
 
-    /// Maps the board that `file` is.
-    pub fn open(file: &File) -> std::io::Result<Result<Self, Torn>> {
+    /// Maps the board in `file`.
+    pub fn open(file: &File) -> std::io::Result<Result<Self, BoardError>> {
         let len = file.metadata()?.len();
         if len < Self::len_bytes(0) || len > Self::len_bytes(RECORDS_MAX) {
-            return Ok(Err(Torn::Header));
+            return Ok(Err(BoardError::Header));
         }
-        let map = Map::shared(file, len as usize, true)?;
+        let map = SharedMap::shared(file, len as usize, true)?;
         let records = map.words()[RING_RECORDS].load(Ordering::Relaxed);
         let fits = records == 0 || (records.is_power_of_two() && records <= RECORDS_MAX);
         if map.words()[0].load(Ordering::Acquire) != MAGIC
             || !fits
             || Self::len_bytes(records) != len
         {
-            return Ok(Err(Torn::Header));
+            return Ok(Err(BoardError::Header));
         }
         Ok(Ok(Self { map, records }))
     }
@@ -119,82 +121,82 @@ impl Board {
         &self.map.words()[index]
     }
 
-    /// A flag that a thread can sleep on.
+    /// A flag on which a thread can sleep.
     fn flag(&self, index: usize) -> &AtomicU32 {
         self.map.half(index)
     }
 
-    /// A counter.
+    /// The counter `index`.
     pub fn counter(&self, index: usize) -> &AtomicU64 {
         assert!(index < COUNTERS, "counter {index}");
         self.word(COUNTERS_OFFSET_BYTES / 8 + index)
     }
 
-    /// The sum of a thing's counters, of the `number`th thing.
+    /// The value of quantity `number`: the sum of its counters.
     pub fn counted(&self, number: usize) -> u64 {
         let lanes =
             (0..LANES).map(|lane| self.counter(number * LANES + lane).load(Ordering::Acquire));
         lanes.fold(0, u64::wrapping_add)
     }
 
-    /// The counters of the first thing, for a callback that sums them up at each event.
+    /// The counters of the first quantity, for a callback that sums them at each event.
     pub fn lanes(&'static self) -> &'static [AtomicU64; LANES] {
         let counters = &self.map.words()[COUNTERS_OFFSET_BYTES / 8..];
         counters.first_chunk().expect("a board has a page of counters")
     }
 
-    /// How many cuts have been made.
+    /// The number of cuts.
     pub fn cuts(&self) -> u64 {
         self.word(CUT).load(Ordering::Acquire)
     }
 
-    /// The word itself, for a callback that looks at each event.
+    /// The word with the number of cuts, for a callback that reads it at each event.
     pub fn cuts_word(&'static self) -> &'static AtomicU64 {
         self.word(CUT)
     }
 
-    /// Makes a cut. The VM stands still.
+    /// Makes a cut. The VM must be stopped.
     pub fn cut(&self) {
         self.word(CUT).fetch_add(1, Ordering::AcqRel);
     }
 
-    /// The plugin gave up; it has told why on its standard error.
+    /// Tells the reader that the plugin has given up. The plugin prints the reason to standard error.
     pub fn refuse(&self) {
         self.word(REFUSED).store(1, Ordering::Release);
     }
 
-    /// Whether it gave up.
+    /// Whether the plugin has given up.
     pub fn refused(&self) -> bool {
         self.word(REFUSED).load(Ordering::Acquire) != 0
     }
 
-    /// Records in the ring.
+    /// The number of records of the ring.
     pub fn records(&self) -> u64 {
         self.records
     }
 
-    /// Records written so far.
+    /// The number of records written so far.
     pub fn head(&self) -> u64 {
         self.word(HEAD).load(Ordering::Acquire)
     }
 
-    /// Records read so far.
+    /// The number of records read so far.
     pub fn tail(&self) -> u64 {
         self.word(TAIL).load(Ordering::Acquire)
     }
 
-    /// Where the counters are in this process, for the plugin to have them added to.
-    pub(crate) fn map(&self) -> &Map {
+    /// The mapping, in which the plugin finds the counters.
+    pub(crate) fn map(&self) -> &SharedMap {
         &self.map
     }
 
-    /// Hands the records from the tail up to `head` to `take`, a few thousand at most; returns how
-    /// many. The reader's side.
-    pub fn read(&self, head: u64, mut take: impl FnMut(Record)) -> Result<u64, Torn> {
+    /// Reader: passes records from the tail up to `head` to `take`, at most a few thousand. Returns
+    /// their number.
+    pub fn read(&self, head: u64, mut take: impl FnMut(Record)) -> Result<u64, BoardError> {
         let tail = self.word(TAIL).load(Ordering::Relaxed);
         let ready = head.wrapping_sub(tail);
         if ready > self.records || head < tail {
-            return Err(Torn::Head { head, tail });
+            return Err(BoardError::Head { head, tail });
         }
         let ready = ready.min(self.records.div_ceil(4).min(1 << 13));
         let ring = &self.map.words()[RING_WORD..];
@@ -208,19 +210,19 @@ impl Board {
         Ok(ready)
     }
 
-    /// A good part of the ring: so often the two sides look at each other.
+    /// A quarter of the ring: the distance at which the two sides look at each other.
     fn quarter(&self) -> u64 {
         (self.records / 4).max(1)
     }
 
-    /// Whether a good part of the ring is full. A reader close behind the plugin would take from
-    /// its cache, again and again, the lines that it is writing. The reader's side.
+    /// Reader: whether a quarter of the ring is full. A reader that follows the plugin closely would
+    /// repeatedly take the cache lines that the plugin is writing.
     pub fn is_worth_reading(&self) -> bool {
-        // Where the head is torn, a cut tells.
+        // A cut reports an invalid head.
         (self.quarter()..=self.records).contains(&self.head().wrapping_sub(self.tail()))
     }
 
-    /// Sleeps until a good part of the ring is full, or for [`NAP`]. The reader's side.
+    /// Reader: sleeps until a quarter of the ring is full, or for [`NAP`].
     pub fn sleep(&self) {
         let flag = self.flag(READER_SLEEPS);
         flag.store(1, Ordering::SeqCst);
@@ -236,33 +238,33 @@ impl Board {
     }
 }
 
-/// Wakes who sleeps on `flag`, if it says that someone does.
+/// Wakes the thread that sleeps on `flag`, if one does.
 fn wake(flag: &AtomicU32) {
     if flag.load(Ordering::SeqCst) == 1 {
         flag.store(0, Ordering::SeqCst);
-        Map::wake(flag);
+        SharedMap::wake(flag);
     }
 }
 
-/// The writing end, in the plugin. What each record needs is in here itself: a record takes a few
-/// nanoseconds, and each pointer on the way to a word would be one of them.
-pub struct Writer {
+/// The plugin's end of the ring. It holds everything that a record needs: a record takes a few
+/// nanoseconds, and each further pointer would add one.
+pub struct RingWriter {
     board: &'static Board,
     ring: &'static [[AtomicU64; RECORD_WORDS]],
     published: &'static AtomicU64,
-    /// The ring's records less one.
+    /// The number of records of the ring, less one.
     mask: u64,
     head: u64,
-    /// Where it next has to look at the reader.
+    /// The head at which the plugin next looks at the reader.
     mark: u64,
 }
 
-/// The reader took nothing for [`PATIENCE`].
+/// The reader has read nothing for [`PATIENCE`].
 #[derive(Debug, PartialEq, Eq)]
 pub struct NoReader;
 
-impl Writer {
-    /// Of a board with a ring.
+impl RingWriter {
+    /// Writes to the ring of `board`.
     pub fn new(board: &'static Board) -> Self {
         let head = board.head();
         let (ring, _) = board.map.words().get(RING_WORD..).unwrap_or_default().as_chunks();
@@ -275,7 +277,7 @@ impl Writer {
         self.board
     }
 
-    /// Appends a record; waits where the ring is full.
+    /// Appends a record. Waits if the ring is full.
     #[inline]
     pub fn push(&mut self, record: Record) -> Result<(), NoReader> {
         if !self.push_below_mark(record) {
@@ -285,14 +287,14 @@ impl Writer {
         Ok(())
     }
 
-    /// Appends a record, unless the reader has to be looked at first.
+    /// Appends a record and returns true, unless the plugin has to look at the reader first.
     #[inline]
     pub fn push_below_mark(&mut self, record: Record) -> bool {
         if self.head == self.mark {
             return false;
         }
-        // SAFETY: the mask is one less than the ring's records, a power of two, and the mark is the
-        // head of a board without any.
+        // SAFETY: the mask is one less than the ring's number of records, a power of two. On a board
+        // without a ring, the mark equals the head.
         let words = unsafe { self.ring.get_unchecked((self.head & self.mask) as usize) };
         for (word, value) in words.iter().zip(record) {
             word.store(value, Ordering::Relaxed);
@@ -302,7 +304,7 @@ impl Writer {
         true
     }
 
-    /// A quarter of the ring is written: wakes the reader, waits for room, sets the next mark.
+    /// After each quarter of the ring: wakes the reader, waits for room, sets the next mark.
     #[cold]
     fn pass_mark(&mut self) -> Result<(), NoReader> {
         self.board.wake_reader();

@@ -1,16 +1,16 @@
-//! Reducers: tools that keep a table and write it out where an interval ends.
+//! Table tools: tools that keep a table and write it when an interval ends.
 //!
 //! ```text
 //!   interval 0          │ interval 1          │              │
 //!   block block block   │ block block ...     │ ...          │ exit
 //!                       cut 1                 cut 2          cut 3
-//!                         └ first block behind it writes 0.KIND.part, empties the table     └ writes 2.KIND.part
+//!                         └ the next block writes 0.KIND.part and empties the table         └ writes 2.KIND.part
 //! ```
 //!
-//! A cut is noticed at the start of the next block, before anything of it is counted. Where only
-//! one interval is asked for, nothing runs behind its cut, and blocks need not look (`cuts=one`).
+//! The tool notices a cut at the start of the next block, before it counts anything of the block. If
+//! there is only one interval, nothing runs after its cut, and blocks need not look (`cuts=one`).
 //!
-//! Invariant: what is executed behind the last cut is in no part.
+//! Invariant: no part contains what is executed after the last cut.
 
 use crate::api::Block;
 use crate::board::Board;
@@ -19,20 +19,20 @@ use crate::state::State;
 use std::ffi::{c_uint, c_void};
 use std::path::PathBuf;
 
-/// A table that is filled by callbacks.
-pub trait Reducer: 'static {
-    /// Its name in part files, 8 bytes at most.
+/// A table that callbacks fill.
+pub trait PartTable: 'static {
+    /// Its name in part files, at most 8 bytes.
     const KIND: &'static str;
-    /// Words in a row.
+    /// The number of words in a row.
     const COLUMNS: usize;
 
-    /// Its rows, sorted, end to end; it is empty afterwards, except for what describes the
-    /// machine's state.
+    /// Returns the rows, sorted and concatenated, and empties the table, except for the parts that
+    /// describe the machine's state.
     fn take(&mut self) -> Vec<u64>;
 }
 
-/// A reducer and the cuts that it has seen.
-pub struct Reduced<R> {
+/// A table and the cuts that it has seen.
+pub struct TableTool<R> {
     /// The table.
     pub table: R,
     board: &'static Board,
@@ -41,20 +41,20 @@ pub struct Reduced<R> {
     many: bool,
 }
 
-impl<R: Reducer> Reduced<R> {
-    /// Writes its parts into `dir`.
+impl<R: PartTable> TableTool<R> {
+    /// Writes parts into `dir`; `many` says that there are several intervals.
     pub fn new(table: R, board: &'static Board, dir: PathBuf, many: bool) -> Self {
         Self { table, board, dir, written: 0, many }
     }
 
-    /// Has a block notice cuts.
+    /// Lets the block notice cuts.
     pub fn watch_cuts(&self, block: &Block<'_>, data: *mut c_void) {
         if self.many {
             block.on_executed(on_block::<R>, data);
         }
     }
 
-    /// Writes the parts of all intervals that have ended.
+    /// Writes the parts of all intervals that have ended since the last call.
     pub fn write_ended(&mut self) {
         while self.written < self.board.cuts() {
             let path = self.dir.join(format!("{}.{}.part", self.written, R::KIND));
@@ -67,10 +67,10 @@ impl<R: Reducer> Reduced<R> {
     }
 }
 
-extern "C" fn on_block<R: Reducer>(_vcpu: c_uint, data: *mut c_void) {
+extern "C" fn on_block<R: PartTable>(_vcpu: c_uint, data: *mut c_void) {
     // SAFETY: registered with this type's data; runs on the vCPU's thread and holds the reference
     // only here.
-    let reduced = unsafe { State::<Reduced<R>>::of(data) };
+    let reduced = unsafe { State::<TableTool<R>>::of(data) };
     if reduced.board.cuts() != reduced.written {
         reduced.write_ended();
     }

@@ -1,44 +1,47 @@
-//! Analysis inside QEMU: one plugin for its translator (TCG) with one tool each run, and the board
-//! that it shares with the process which reads it.
+//! Analysis inside QEMU: one plugin for QEMU's translator (TCG), which runs one or more tools, and
+//! the board that it shares with the process that reads the results.
 //!
 //! ```text
 //!   QEMU ── dlopen ──▶ qemu_plugin_install("tool=memtrace", "board=/proc/PID/fd/N", ...)
-//!     │ translates ──▶ Tool: what each instruction is to call or to count
-//!     │ runs ────────▶ callbacks ──┬─▶ records into the board's ring ──────▶ reader in another process      streams
-//!     │                            └─▶ tables of the plugin's own ─────────▶ part files, at a cut and at exit   reducers
-//!     └ runs ────────▶ counters on the board, added to by translated code alone                            counters
+//!     │ translates ──▶ Tool: registers callbacks and counters for each instruction
+//!     │ runs ────────▶ callbacks ──┬─▶ records into the board's ring ─▶ reader in another process   record streams
+//!     │                            └─▶ tables in the plugin ──────────▶ part files, at cut and exit table tools
+//!     └ runs ────────▶ counters on the board, incremented by translated code without a call         counters
 //! ```
 //!
-//! A *cut* is the end of an interval: the VM stands still, the reader raises the board's number of
-//! cuts, and the next callback of a reducer writes out what belongs to the interval before (`cut`).
-//! So one replay of many intervals gives the same parts as a QEMU for each.
+//! A *cut* is the end of an interval: the VM is stopped, the reader increments the board's number of
+//! cuts, and the next callback of a table tool writes the part of the ended interval (`cut`). One
+//! replay of many intervals therefore gives the same parts as a QEMU for each.
 //!
-//! The same file is compiled three times: for interface 1 (QEMU 7.2) and 4 (QEMU 10.0) as the
-//! shared library that `crates/carried` carries, and without QEMU for tests and for the reader. It
-//! depends on nothing but `std`, so that a bare compiler call builds it.
+//! The same source is compiled three times: for plugin interface 1 (QEMU 7.2) and 4 (QEMU 10.0) as
+//! the shared library that the program contains, and without QEMU for tests and for the reader. It
+//! depends on `std` only, so that a single compiler call builds it.
 //!
 //! Invariants:
-//! 1. One vCPU: callbacks run on one thread, so tables need no locks (`state`). A VM with more is refused.
-//! 2. A wait for the reader is bounded; without a reader QEMU ends, with a message, rather than hang or lose records.
-//! 3. What is written is a function of what the guest executed: no times, no addresses of the host, all sorted.
+//! 1. There is one vCPU: callbacks run on one thread, so tables need no locks (`state`). A VM with
+//!    more is refused.
+//! 2. A wait for the reader is bounded. Without a reader QEMU ends with a message; it neither hangs
+//!    nor loses records.
+//! 3. The output depends only on the guest's execution: it contains no times and no host addresses,
+//!    and is sorted.
 //! 4. A panic ends QEMU; it never unwinds into C.
 //!
-//! Left out: files that users read (`crates/analysis` makes them of the parts), symbols, where
-//! intervals begin and end.
+//! Not here: result files for users (`crates/analysis` makes them from the parts), symbols, and the
+//! choice of intervals.
 
 mod api;
 mod arguments;
 pub mod board;
 mod cut;
-mod map;
 mod part;
 mod physical;
+mod record_stream;
+mod shared_map;
 mod slots;
 mod state;
-mod stream;
 mod tools;
 mod translations;
 
-pub use part::{Header as PartHeader, write as write_part};
+pub use part::{PartHeader, write as write_part};
 pub use physical::{DEVICE, FILE_ARGUMENTS, UNKNOWN};
 pub use tools::{NO_DIRECT_MAP, NO_TASK, NOT_ASKED, qemu_plugin_install, trace};

@@ -1,10 +1,11 @@
-//! A part: the table of one interval, as a reducer writes it and `crates/analysis` reads it.
+//! A part: the table of one interval, which a table tool writes and `crates/analysis` reads.
 //!
 //! ```text
-//!   byte 0  magic "kfpart1\n" │ 8 kind, zeros behind it │ 16 columns │ 24 rows │ 32 rows of columns words each, little-endian
+//!   byte 0  magic "kfpart1\n" │ 8 kind, zero-padded │ 16 columns │ 24 rows │ 32 rows, each of `columns` words, little-endian
 //! ```
 //!
-//! Invariant: the file is complete when it has its name: it is written beside it and renamed.
+//! Invariant: a file that has its final name is complete; it is written under another name and
+//! renamed.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -13,29 +14,29 @@ use std::path::Path;
 /// The first eight bytes.
 pub const MAGIC: [u8; 8] = *b"kfpart1\n";
 
-/// What stands before the rows.
+/// The header of a part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Header {
-    /// The table's name, zeros behind it.
+pub struct PartHeader {
+    /// The table's name, zero-padded.
     pub kind: [u8; 8],
-    /// Words in a row.
+    /// The number of words in a row.
     pub columns: u64,
-    /// Rows.
+    /// The number of rows.
     pub rows: u64,
 }
 
-impl Header {
-    /// Bytes that it takes.
+impl PartHeader {
+    /// The length of the header in bytes.
     pub const LEN_BYTES: usize = 32;
 
-    /// For a table of so many rows.
+    /// The header of a table with `rows` rows.
     pub fn new(kind: &str, columns: usize, rows: usize) -> Self {
         let mut name = [0; 8];
         name[..kind.len()].copy_from_slice(kind.as_bytes());
         Self { kind: name, columns: columns as u64, rows: rows as u64 }
     }
 
-    /// As it is in the file.
+    /// The header as bytes.
     pub fn to_bytes(&self) -> [u8; Self::LEN_BYTES] {
         let mut bytes = [0; Self::LEN_BYTES];
         bytes[..8].copy_from_slice(&MAGIC);
@@ -57,7 +58,7 @@ impl Header {
 pub fn write(path: &Path, kind: &str, columns: usize, rows: &[u64]) -> std::io::Result<()> {
     let unfinished = path.with_extension("part-unfinished");
     let mut out = BufWriter::new(File::create(&unfinished)?);
-    out.write_all(&Header::new(kind, columns, rows.len() / columns).to_bytes())?;
+    out.write_all(&PartHeader::new(kind, columns, rows.len() / columns).to_bytes())?;
     for word in rows {
         out.write_all(&word.to_le_bytes())?;
     }

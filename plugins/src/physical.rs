@@ -1,51 +1,51 @@
-//! The guest's physical memory: where an access went, and what stands there.
+//! The guest's physical memory: the target of an access, and the contents of RAM.
 //!
 //! ```text
-//!   interface 1   QEMU's number of the byte of RAM ── ranges ──▶ guest-physical       (main RAM is QEMU's first RAM)
-//!   interface 4   guest-physical already
-//!   guest-physical ── ranges ──▶ number ── files ──▶ byte of a RAM file
+//!   interface 1   QEMU's ram_addr_t ── ranges ──▶ guest-physical address      (main RAM comes first)
+//!   interface 4   guest-physical address
+//!   guest-physical address ── ranges ──▶ ram_addr_t ── files ──▶ byte of a RAM file
 //! ```
 //!
-//! Ranges come as `ram=GUEST:NUMBER:LEN/GUEST:NUMBER:LEN...`, files as `ramfile=NUMBER:PATH`,
-//! `ramfile1=NUMBER:PATH`... with the number of their first byte. What lies in no range (ROMs,
-//! video memory) keeps QEMU's number, and cannot be read.
+//! Ranges are given as `ram=GUEST:NUMBER:LEN/GUEST:NUMBER:LEN...`, files as `ramfile=NUMBER:PATH`,
+//! `ramfile1=NUMBER:PATH`... with the number of their first byte. Memory outside of all ranges
+//! (ROMs, video memory) keeps QEMU's number and cannot be read.
 
-use crate::api::{MemoryInfo, Place, place};
+use crate::api::{AccessTarget, MemoryInfo, access_target};
 use crate::arguments::number;
-use crate::map::Map;
+use crate::shared_map::SharedMap;
 use std::fs::File;
 use std::sync::atomic::Ordering;
 
-/// A part of RAM that the guest sees at one place.
+/// A contiguous range of RAM in the guest's physical address space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Range {
     guest: u64,
-    /// QEMU's of its first byte.
+    /// QEMU's number of the first byte.
     number: u64,
     len: u64,
 }
 
-/// The names that arguments for files of RAM have, one for each backend: more are refused.
+/// The names of the arguments for RAM files, one for each backend. More backends are refused.
 pub const FILE_ARGUMENTS: [&str; 8] =
     ["ramfile", "ramfile1", "ramfile2", "ramfile3", "ramfile4", "ramfile5", "ramfile6", "ramfile7"];
 
 /// Set in the address of an access to a device.
 pub const DEVICE: u64 = 1 << 63;
-/// In place of an address that QEMU does not tell.
+/// The address of an access whose target QEMU does not tell.
 pub const UNKNOWN: u64 = u64::MAX;
 
-/// Where RAM is.
+/// The guest's physical memory.
 pub struct Physical {
     ranges: Vec<Range>,
-    /// Length of the first range if it has guest address and number 0, as it has in every machine
-    /// we know: the way of nearly all accesses.
+    /// The length of the first range if it begins at guest address 0 and number 0, as in all known
+    /// machines: nearly all accesses go there.
     plain: u64,
-    /// Each with the number of its first byte.
-    files: Vec<(u64, Map)>,
+    /// The RAM files, each with the number of its first byte.
+    files: Vec<(u64, SharedMap)>,
 }
 
 impl Physical {
-    /// Of the argument `ram`, and those of the files where what stands in memory is needed.
+    /// Parses the argument `ram`, and the arguments of RAM files if contents are needed.
     pub fn new(ranges: &str, files: &[String]) -> Result<Self, String> {
         let ranges = ranges
             .split('/')
@@ -57,15 +57,15 @@ impl Physical {
         Ok(Self { ranges, plain, files })
     }
 
-    /// Where the access of the running memory callback went: guest-physical, with [`DEVICE`] or
-    /// [`UNKNOWN`].
+    /// The target of the access for which the running memory callback was called: guest-physical,
+    /// with [`DEVICE`] for a device, or [`UNKNOWN`].
     #[inline]
     pub fn of_access(&self, info: MemoryInfo, vaddr: u64) -> u64 {
-        match place(info, vaddr) {
-            Place::Memory(at) if at < self.plain => at,
-            Place::Memory(at) => self.guest(at),
-            Place::Device(at) => at | DEVICE,
-            Place::Unknown => UNKNOWN,
+        match access_target(info, vaddr) {
+            AccessTarget::Memory(at) if at < self.plain => at,
+            AccessTarget::Memory(at) => self.guest(at),
+            AccessTarget::Device(at) => at | DEVICE,
+            AccessTarget::Unknown => UNKNOWN,
         }
     }
 
@@ -94,8 +94,8 @@ impl Physical {
         Some(at - range.guest + range.number)
     }
 
-    /// The `len` (8 at most) bytes at a guest-physical address, as a number; `None` where they are
-    /// not RAM.
+    /// Reads `len` bytes (at most 8) at a guest-physical address as a number; `None` if they are not
+    /// RAM.
     pub fn read(&self, at: u64, len: u32) -> Option<u64> {
         let number = self.number_of_guest(at)?;
         let len = len.min(8) as usize;
@@ -125,7 +125,7 @@ fn range(text: &str) -> Result<Range, String> {
     }
 }
 
-fn map_file(text: &str) -> Result<(u64, Map), String> {
+fn map_file(text: &str) -> Result<(u64, SharedMap), String> {
     let parts = text.split_once(':').and_then(|(first, path)| Some((number(first)?, path)));
     let Some((first, path)) = parts else {
         return Err(format!("RAM file {text:?} is not NUMBER:PATH"));
@@ -133,7 +133,7 @@ fn map_file(text: &str) -> Result<(u64, Map), String> {
     let open = || {
         let file = File::open(path)?;
         let len = usize::try_from(file.metadata()?.len()).map_err(std::io::Error::other)?;
-        Map::shared(&file, len, false)
+        SharedMap::shared(&file, len, false)
     };
     open().map(|map| (first, map)).map_err(|error| format!("RAM file {path}: {error}"))
 }
@@ -143,12 +143,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ram_above_a_hole_is_found_both_ways() {
+    fn ram_above_a_hole_is_translated_both_ways() {
         let physical = Physical::new("0:0:0x1000/0x10000:0x1000:0x2000", &[]).unwrap();
         assert_eq!(physical.guest_of_number(0xfff), 0xfff);
         assert_eq!(physical.guest_of_number(0x1000), 0x10000);
         assert_eq!(physical.guest_of_number(0x2fff), 0x11fff);
-        assert_eq!(physical.guest_of_number(0x3000), 0x3000, "what is no RAM keeps its number");
+        assert_eq!(physical.guest_of_number(0x3000), 0x3000, "other memory keeps its number");
         assert_eq!(physical.number_of_guest(0x11fff), Some(0x2fff));
         assert_eq!(physical.number_of_guest(0x1000), None);
         assert_eq!(physical.read(0, 8), None, "no file");
@@ -158,10 +158,10 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_read_from_the_file_and_never_beyond_it() {
+    fn memory_is_read_from_the_file_but_not_beyond_it() {
         let path = std::env::temp_dir().join(format!("keyframe-physical-{}", std::process::id()));
         std::fs::write(&path, (0..16).collect::<Vec<u8>>()).unwrap();
-        // The ranges claim more than the file has.
+        // The ranges are longer than the file.
         let files = [format!("0:{}", path.display()), format!("0x800:{}", path.display())];
         let physical = Physical::new("0:0:0x1000", &files).unwrap();
         assert!(Physical::new("0:0:0x1000", &[path.display().to_string()]).is_err(), "no number");

@@ -1,8 +1,7 @@
-//! What a tool keeps between callbacks: one value that is set once and then belongs to the vCPU's
-//! thread.
+//! The state that a tool keeps between callbacks: one value that belongs to the vCPU's thread.
 //!
-//! A callback gets its tool as the pointer that was registered with it, which `'static` memory
-//! backs: tools are never freed, as translated code may call them until QEMU ends.
+//! A callback receives its tool as the pointer that was registered with it. The memory is `'static`:
+//! tools are never freed, because translated code may call them until QEMU exits.
 
 use std::cell::UnsafeCell;
 
@@ -10,24 +9,24 @@ use std::cell::UnsafeCell;
 pub struct State<T>(UnsafeCell<T>);
 
 impl<T> State<T> {
-    /// For ever.
+    /// Moves the value to memory that is never freed.
     pub fn leak(value: T) -> &'static Self {
         Box::leak(Box::new(Self(UnsafeCell::new(value))))
     }
 
-    /// The pointer to register.
+    /// The pointer to register with a callback.
     pub fn data(&'static self) -> *mut std::ffi::c_void {
         std::ptr::from_ref(self).cast_mut().cast()
     }
 
-    /// The state, for the length of a callback.
+    /// The state, during a callback.
     ///
     /// # Safety
     /// `data` came from [`State::data`] of the same type. The caller is a callback of QEMU: on the
-    /// thread of the only vCPU, or at exit when that one has stopped. No other reference of this
+    /// thread of the only vCPU, or at exit when the vCPU has stopped. No other reference from this
     /// function is alive.
     pub unsafe fn of<'a>(data: *mut std::ffi::c_void) -> &'a mut T {
-        // SAFETY: the caller's promise: it points to a leaked State<T>, which nobody else borrows.
+        // SAFETY: the caller promises that it points to a leaked State<T> without other borrows.
         unsafe { &mut *(*data.cast::<Self>()).0.get() }
     }
 }

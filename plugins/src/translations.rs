@@ -1,27 +1,27 @@
-//! Where pages of virtual memory are, as accesses have shown: QEMU is asked once for each, until
-//! that may have changed.
+//! A cache of address translations: QEMU is asked once for each page, until its translation may have
+//! changed.
 //!
 //! ```text
 //!   access ── page, read or write ──▶ entry of this generation? ──yes──▶ the page's guest-physical address
 //!                                          └─no─▶ ask QEMU, keep the answer
-//!   an instruction that may remap is about to run ─▶ next generation: all entries are of the past
+//!   an instruction that may remap is about to run ─▶ next generation: all entries are invalid
 //! ```
 //!
-//! QEMU's own answer is looked up in its table of translations and then in its list of RAM blocks,
-//! which costs several times what the rest of a record does. What changes an address is an
-//! instruction: one that writes a control register or drops translations, returns from system
-//! management, switches tasks, or speaks to a device, which may move memory. All of these are known
-//! by their first bytes ([`remaps`]); too many of them cost time, one too few would cost exactness.
-//! An access to a device counts as one of them, too.
+//! QEMU searches its TLB and then its list of RAM blocks, which costs several times as much as the
+//! rest of a record. Only an instruction can change a translation: one that writes a control
+//! register, invalidates translations, returns from system management, switches tasks, or accesses a
+//! device, which may move memory. All of these are recognized by their first bytes ([`remaps`]).
+//! Recognizing too many costs time; missing one would give wrong addresses. An access to a device
+//! counts as such an instruction, too.
 //!
-//! A new page table entry without any of these is seen late, as a processor may see it late; that
-//! of a page that was not there before is seen at once, as there was no access to it.
+//! A changed page table entry without any of these is seen late, as a processor may see it late. The
+//! entry of a page that was not present before is seen at once, as there was no access to it.
 //!
-//! Invariant: a cut begins a generation, so that an interval's answers do not depend on what was
-//! asked before it.
+//! Invariant: a cut begins a generation, so that an interval's answers do not depend on earlier
+//! intervals.
 //!
-//! Left out: task gates of interrupts on 32-bit guests, and system management interrupts that no
-//! instruction caused.
+//! Not handled: task gates of interrupts on 32-bit guests, and system management interrupts that are
+//! not caused by an instruction.
 
 use crate::api::{Accesses, Instruction, MemoryCallback, MemoryInfo};
 use crate::board::Board;
@@ -30,50 +30,50 @@ use crate::state::State;
 use std::ffi::{c_uint, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Entries: of twice as many pages as the largest first-level cache of translations has, first
-/// those of reads, then those of writes.
+/// The number of entries: first those of reads, then those of writes. Each half has as many as twice
+/// the largest first-level TLB.
 pub const ENTRIES: usize = 1024;
-/// Those of reads.
+/// The number of entries of reads.
 pub const READS: usize = ENTRIES / 2;
-/// Bits of an address in its page.
+/// The number of bits of an offset in a page.
 pub const PAGE_BITS: u32 = 12;
-/// These bits.
+/// The mask of an offset in a page.
 pub const PAGE_MASK: u64 = (1 << PAGE_BITS) - 1;
-/// A generation lies in a key below the page's address.
+/// The number of generations: a generation is stored in the offset bits of a key.
 const GENERATIONS: u64 = PAGE_MASK + 1;
 
 #[derive(Clone, Copy)]
 struct Entry {
-    /// A virtual page's address and the generation.
+    /// The address of the virtual page, and the generation.
     key: u64,
-    /// Its guest-physical address.
+    /// The guest-physical address of the page.
     at: u64,
 }
 
-/// What is known of pages.
+/// The cached translations.
 struct Translations {
     entries: [Entry; ENTRIES],
     generation: u64,
-    /// Of the board.
+    /// The board's number of cuts.
     cuts: &'static AtomicU64,
     cuts_seen: u64,
 }
 
-/// Where accesses went: as [`Physical`] tells it, and remembered.
-pub struct Places {
+/// Resolves accesses to guest-physical addresses, with a cache.
+pub struct AccessResolver {
     physical: Physical,
     known: &'static State<Translations>,
 }
 
-impl Places {
-    /// Nothing is known yet.
+impl AccessResolver {
+    /// An empty cache over `physical`.
     pub fn new(physical: Physical, board: &'static Board) -> Self {
         Self { physical, known: State::leak(Translations::new(board)) }
     }
 
-    /// Has one of `callbacks` called with `data` behind the accesses of `instruction`: the second
-    /// where that may remap, as its own accesses come before what it does and are not to be kept.
-    /// Whenever such a one is about to run, a generation begins.
+    /// Registers one of `callbacks` with `data` for the accesses of `instruction`: the second one if
+    /// the instruction may remap, because its accesses precede the change and must not be cached.
+    /// Each execution of such an instruction begins a generation.
     pub fn on_memory(
         &self,
         instruction: &Instruction<'_>,
@@ -88,24 +88,24 @@ impl Places {
         instruction.on_memory(Accesses::All, callbacks[usize::from(may_remap)], data);
     }
 
-    /// Where the access of the running memory callback went, which was a `store` or not; `REMAPS`
-    /// in the second of [`Places::on_memory`]'s callbacks.
+    /// The target of the access for which the running memory callback was called; `store` for a
+    /// write, `REMAPS` in the second callback of [`AccessResolver::on_memory`].
     #[inline]
     pub fn of_access<const REMAPS: bool>(&self, info: MemoryInfo, vaddr: u64, store: bool) -> u64 {
         if REMAPS {
             return self.physical.of_access(info, vaddr);
         }
-        // SAFETY: its own data, on the vCPU's thread; nobody else has a reference while this one
+        // SAFETY: its own data, on the vCPU's thread; no other reference exists while this one
         // lives.
         let known = unsafe { State::<Translations>::of(self.known.data()) };
         known.find(vaddr, store).unwrap_or_else(|| self.learn(known, info, vaddr, store))
     }
 
-    /// Whether that is known of an instruction that does not remap: nobody has to be asked, as the
-    /// entry at the [`place`] tells it.
+    /// Whether the entry at `place` has the translation of `vaddr`, for an instruction that does
+    /// not remap.
     #[inline]
     pub fn is_known(&self, vaddr: u64, place: u64) -> bool {
-        // SAFETY: its own data, on the vCPU's thread; nobody else has a reference while this one
+        // SAFETY: its own data, on the vCPU's thread; no other reference exists while this one
         // lives.
         unsafe { State::<Translations>::of(self.known.data()) }.is_known(vaddr, place)
     }
@@ -116,7 +116,7 @@ impl Places {
         if at & DEVICE == 0 {
             known.keep(vaddr, store, at);
         } else {
-            // What was said to a device may have moved memory.
+            // The access to a device may have moved memory.
             known.forget();
         }
         at
@@ -129,7 +129,7 @@ impl Translations {
         Self { entries, generation: 1, cuts: board.cuts_word(), cuts_seen: board.cuts() }
     }
 
-    /// From here on all may be elsewhere.
+    /// Invalidates all entries.
     fn forget(&mut self) {
         self.generation += 1;
         if self.generation == GENERATIONS {
@@ -138,7 +138,7 @@ impl Translations {
         }
     }
 
-    /// The guest-physical address of `vaddr`, as known from an access of the same kind to its page.
+    /// The guest-physical address of `vaddr`, if an access of the same kind to its page is cached.
     fn find(&mut self, vaddr: u64, store: bool) -> Option<u64> {
         let cuts = self.cuts.load(Ordering::Relaxed);
         if cuts != self.cuts_seen {
@@ -148,7 +148,7 @@ impl Translations {
         self.known(vaddr, store)
     }
 
-    /// The same; nothing behind a cut that [`Translations::find`] has not seen.
+    /// As [`Translations::find`], but finds nothing after a cut until `find` has been called.
     #[inline]
     fn known(&self, vaddr: u64, store: bool) -> Option<u64> {
         let place = place(vaddr, store);
@@ -161,7 +161,7 @@ impl Translations {
             && self.cuts.load(Ordering::Relaxed) == self.cuts_seen
     }
 
-    /// Such an access to `vaddr` went to memory at `at`.
+    /// Caches that such an access to `vaddr` went to memory at `at`.
     fn keep(&mut self, vaddr: u64, store: bool, at: u64) {
         if (vaddr ^ at) & PAGE_MASK == 0 {
             self.entries[number(place(vaddr, store))] =
@@ -175,16 +175,16 @@ impl Translations {
     }
 }
 
-/// Where an access is kept: the number of the entry, and the address in its page.
+/// The place of an access: the number of its entry, and the offset in the page.
 #[inline]
 fn place(vaddr: u64, store: bool) -> u64 {
     place_of_read(vaddr) | if store { STORE } else { 0 }
 }
 
-/// To be added to a read's place for a write's.
+/// The difference between the place of a write and that of a read.
 pub const STORE: u64 = (READS as u64) << PAGE_BITS;
 
-/// The same of a read.
+/// The place of a read.
 #[inline]
 pub fn place_of_read(vaddr: u64) -> u64 {
     vaddr & (STORE - 1)
@@ -200,9 +200,9 @@ extern "C" fn on_remap(_vcpu: c_uint, data: *mut c_void) {
     unsafe { State::<Translations>::of(data) }.forget();
 }
 
-/// Whether an instruction at `pc` can change where a virtual address leads.
+/// Whether an instruction at `pc` can change the translation of an address.
 fn remaps(bytes: &[u8], pc: u64) -> bool {
-    // Where these are no prefixes (inc, dec of 32-bit code) they are whole instructions, and
+    // In 32-bit code some of these are not prefixes but whole, harmless instructions (inc, dec).
     // harmless.
     let is_prefix = |byte: &&u8| matches!(byte, 0x26 | 0x2e | 0x36 | 0x3e | 0x40..=0x4f | 0x64..=0x67 | 0xf0 | 0xf2 | 0xf3);
     let prefixes = bytes.iter().take_while(is_prefix).count();
@@ -240,7 +240,7 @@ pub mod tests {
     const KERNEL: u64 = 0xffff_ffff_8100_0000;
 
     #[test]
-    fn what_can_remap_is_known_by_its_bytes() {
+    fn remapping_instructions_are_recognized() {
         let all: [&[u8]; 22] = [
             &[0x0f, 0x22, 0xd8],
             &[0x41, 0x0f, 0x22, 0xdc],
@@ -290,10 +290,10 @@ pub mod tests {
         for bytes in harmless {
             assert!(!remaps(bytes, KERNEL), "{bytes:x?}");
         }
-        assert!(remaps(&[0xcf], 0xc010_0000), "a task may have been left by it");
+        assert!(remaps(&[0xcf], 0xc010_0000), "it may switch tasks");
     }
 
-    /// One of its own, without a ring.
+    /// A new board without a ring.
     pub fn board() -> &'static Board {
         static MADE: AtomicU32 = AtomicU32::new(0);
         let number = MADE.fetch_add(1, Ordering::Relaxed);
@@ -307,7 +307,7 @@ pub mod tests {
     }
 
     #[test]
-    fn what_was_kept_is_found_until_it_may_be_elsewhere() {
+    fn translations_are_found_until_they_are_invalidated() {
         let board = board();
         let mut known = Translations::new(board);
         assert_eq!(known.find(0x1234, false), None);
@@ -324,7 +324,7 @@ pub mod tests {
             (Some(0x8_0000), Some(0x7_0000))
         );
         known.keep(0x5678, false, 0x9_0000);
-        assert_eq!(known.find(0x5678, false), None, "it lies otherwise in its page");
+        assert_eq!(known.find(0x5678, false), None, "another offset in its page");
         for forgets in 1..=GENERATIONS + 1 {
             known.forget();
             assert_eq!(known.find(0x1000, true), None, "after {forgets}");

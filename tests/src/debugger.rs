@@ -1,6 +1,6 @@
 //! A debugger that speaks GDB's remote protocol, as far as the tests need it.
 
-use keyframe_gdb::{Link, Received};
+use keyframe_gdb::{GdbConnection, Received};
 use std::net::{Ipv4Addr, TcpStream};
 use std::time::Duration;
 
@@ -8,13 +8,13 @@ use std::time::Duration;
 const WAIT: Duration = Duration::from_mins(3);
 
 /// A debugger that is attached to a paused VM.
-pub struct Debugger(Link<TcpStream>);
+pub struct Debugger(GdbConnection<TcpStream>);
 
 impl Debugger {
     /// Attaches to a port of the loopback device.
     pub fn attach(port: u16) -> Self {
         let stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).expect("attach to the VM");
-        let mut debugger = Self(Link::new(stream, "keyframe goto"));
+        let mut debugger = Self(GdbConnection::new(stream, "keyframe goto"));
         let features = debugger.ask("qSupported:multiprocess+;swbreak+;hwbreak+");
         assert!(
             features.contains("ReverseStep+") && features.contains("ReverseContinue+"),

@@ -3,8 +3,8 @@
 //! `target/tmp/dashboard`.
 
 use keyframe_tests::{Boot, Browser, Http, Process, TestEnv, number, wait_until};
-use keyframe_web::synthetic::{HOSTILE, STORE, Synthetic};
-use keyframe_web::{Options, Server};
+use keyframe_web::synthetic::{HOSTILE, STORE, SyntheticSource};
+use keyframe_web::{DashboardOptions, DashboardServer};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -334,13 +334,18 @@ fn updates(browser: &mut Browser, page: &str, count: usize) {
 #[test]
 fn ten_thousand_checkpoints_with_hostile_names_stay_small_and_harmless() {
     let listen = "127.0.0.1:0".parse().expect("an address");
-    let server = Server::bind(Options { listen, token: None, connections_max: 64, log: None })
-        .expect("listen");
+    let server = DashboardServer::bind(DashboardOptions {
+        listen,
+        token: None,
+        connections_max: 64,
+        log: None,
+    })
+    .expect("listen");
     let url = format!("http://{}/", server.address());
     let stop = Arc::new(AtomicBool::new(false));
     let stopped = Arc::clone(&stop);
     let serving = std::thread::spawn(move || {
-        server.run(Arc::new(Synthetic::new(20, 10_000).living()), &stopped)
+        server.run(Arc::new(SyntheticSource::new(20, 10_000).living()), &stopped)
     });
     let mut browser = Browser::start();
     browser.set_appearance((1280, 1000), false);

@@ -10,7 +10,7 @@
 #[path = "../tests/support/mod.rs"]
 mod support;
 
-use keyframe_analysis::tools::{Baseline, Running, baseline, by_name};
+use keyframe_analysis::tools::{Baseline, Tool, ToolRun, by_name};
 use keyframe_analysis::{MergeContext, RunContext};
 use std::time::Duration;
 use support::{Recording, qemus};
@@ -41,10 +41,10 @@ fn once(recording: &Recording, way: Way, context: &RunContext) -> (Duration, Dur
         recording.run_to(&mut vm, end);
         return (vm.cpu().saturating_sub(before), Duration::ZERO);
     }
-    let running: Box<dyn Running> = match way {
+    let running: Box<dyn ToolRun> = match way {
         Way::Memtrace => by_name("memtrace", &[]).unwrap().begin(context).unwrap(),
-        Way::Text => baseline(Baseline::Text, context).unwrap(),
-        Way::Plain | Way::Callback => baseline(Baseline::Callback, context).unwrap(),
+        Way::Text => Baseline::Text.begin(context).unwrap(),
+        Way::Plain | Way::Callback => Baseline::Callback.begin(context).unwrap(),
     };
     let before = own_cpu();
     let (_, qemu) = recording.replay(context, running);

@@ -1,23 +1,23 @@
-//! Where a Linux kernel keeps who runs: its own type information (BTF, Documentation/bpf/btf.rst),
-//! in a `vmlinux` or as a copy of `/sys/kernel/btf/vmlinux`.
+//! Where a Linux kernel keeps the running task, by the kernel's own type information (BTF,
+//! Documentation/bpf/btf.rst): from a `vmlinux`, or a copy of `/sys/kernel/btf/vmlinux`.
 //!
 //! ```text
-//!   header   magic eb9f │ version, flags │ header's length │ types: offset, length │ strings: offset, length      offsets from its end
-//!   types    name │ kind, number of members │ size or type │ members ...                                        numbered from 1
+//!   header   magic eb9f │ version, flags │ header length │ types: offset, length │ strings: offset, length
+//!   types    name │ kind, number of members │ size or type │ members ...          numbered from 1
 //!
-//!   struct task_struct ── pid, tgid, comm ──▶ offsets         members of unnamed structures in it are its own
-//!   section .data..percpu ── current_task ──▶ offset          Linux 6.2 to 6.14: pcpu_hot, and current_task in it
+//!   struct task_struct ── pid, tgid, comm ──▶ offsets      including members of unnamed structures
+//!   section .data..percpu ── current_task ──▶ offset       Linux 6.2 to 6.14: pcpu_hot.current_task
 //! ```
 //!
-//! Variables of a CPU have a section of their own, which begins at address 0 up to Linux 6.14.
-//! Where it does not, the ELF file says where.
+//! Offsets in the header count from its end. Per-CPU variables have a section of their own. It
+//! begins at address 0 up to Linux 6.14; later the ELF file tells its address.
 
 use object::{Object, ObjectSection};
 
 const MAGIC: [u8; 2] = [0x9f, 0xeb];
-/// Most types: a kernel has some 200,000.
+/// The most types: a kernel has about 200,000.
 const TYPES_MAX: usize = 1 << 24;
-/// Most structures in each other.
+/// The deepest nesting of unnamed structures.
 const DEPTH_MAX: usize = 8;
 const PER_CPU: &str = ".data..percpu";
 
@@ -32,60 +32,59 @@ const KIND_SECTION: u32 = 15;
 const KIND_DECL_TAG: u32 = 17;
 const KIND_ENUM64: u32 = 19;
 
-/// Where a kernel keeps who runs, as the plugin takes it.
+/// Where a kernel keeps the running task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Tasks {
-    /// Address of the CPU's variable that points to the running task.
+pub(crate) struct TaskLayout {
+    /// Address of the per-CPU variable that points to the running task.
     pub current: u64,
-    /// Offsets in `struct task_struct`: the thread's number, its thread group's, its name.
+    /// Offsets in `struct task_struct`: thread id, process id, name.
     pub pid: u64,
     pub tgid: u64,
     pub comm: u64,
 }
 
-impl Tasks {
-    /// Of a `vmlinux`, or of type information alone; or why it does not say.
+impl TaskLayout {
+    /// Finds the layout in a `vmlinux` or in BTF alone. An error says what is missing.
     pub fn parse(bytes: &[u8]) -> Result<Self, String> {
         if bytes.starts_with(&MAGIC) {
-            return Self::of(&Types::parse(bytes)?, 0);
+            return Self::from_types(&Types::parse(bytes)?, 0);
         }
         if !crate::symbols::is_elf(bytes) {
-            return Err("it is neither a vmlinux nor a copy of /sys/kernel/btf/vmlinux".into());
+            return Err("not a vmlinux, nor a copy of /sys/kernel/btf/vmlinux".into());
         }
         let file = object::File::parse(bytes).map_err(|error| error.to_string())?;
-        let section =
-            file.section_by_name(".BTF").ok_or("it has no type information (section .BTF)")?;
+        let section = file.section_by_name(".BTF").ok_or("no type information (section .BTF)")?;
         let types = section.uncompressed_data().map_err(|error| error.to_string())?;
         let per_cpu = file.section_by_name(PER_CPU).map_or(0, |section| section.address());
-        Self::of(&Types::parse(&types)?, per_cpu)
+        Self::from_types(&Types::parse(&types)?, per_cpu)
     }
 
-    fn of(types: &Types<'_>, per_cpu: u64) -> Result<Self, String> {
+    fn from_types(types: &Types<'_>, per_cpu: u64) -> Result<Self, String> {
         let offset = |structure: &str, member: &str| {
             let found = types
                 .structure(structure)
-                .ok_or_else(|| format!("it knows no struct {structure}"))?;
+                .ok_or_else(|| format!("no struct {structure} in the type information"))?;
             let offset = types.member(found, member, DEPTH_MAX);
-            offset.ok_or_else(|| format!("its struct {structure} has no {member}"))
+            offset.ok_or_else(|| format!("struct {structure} has no member {member}"))
         };
         let current = match (types.variable("current_task"), types.variable("pcpu_hot")) {
             (Some(at), _) => at,
             (None, Some(at)) => at + offset("pcpu_hot", "current_task")?,
-            (None, None) => return Err("it knows no variable current_task of a CPU".into()),
+            (None, None) => return Err("no per-CPU variable current_task".into()),
         };
         let [pid, tgid, comm] = ["pid", "tgid", "comm"].map(|member| offset("task_struct", member));
         Ok(Self { current: per_cpu.wrapping_add(current), pid: pid?, tgid: tgid?, comm: comm? })
     }
 }
 
-/// A type, as it is in the file.
+/// A type, as it is encoded.
 #[derive(Clone, Copy)]
 struct Type<'a> {
     name: u32,
     kind: u32,
-    /// Offsets of members have a bit field's length in their upper bits.
+    /// Whether the offsets of members have the length of a bit field in their upper bits.
     has_bit_fields: bool,
-    /// Its members, three words each, or whatever else its kind has.
+    /// Its members, three words each, or other data of its kind.
     behind: &'a [u8],
 }
 
@@ -99,20 +98,18 @@ impl Type<'_> {
     }
 }
 
-/// All types.
+/// All types of a kernel.
 struct Types<'a> {
-    /// Number 1 first.
+    /// The type with number 1 comes first.
     all: Vec<Type<'a>>,
     strings: &'a [u8],
 }
 
 impl<'a> Types<'a> {
     fn parse(bytes: &'a [u8]) -> Result<Self, String> {
-        let short = || "its type information is cut off".to_owned();
+        let short = || "the type information is truncated".to_owned();
         if !bytes.starts_with(&MAGIC) || bytes.get(2) != Some(&1) {
-            return Err(
-                "its type information is of another format than 1, or of another byte order".into(),
-            );
+            return Err("the type information is not version 1, or big-endian".into());
         }
         let [header_len, types_at, types_len, strings_at, strings_len] = [4, 8, 12, 16, 20]
             .map(|at| number(bytes, at).map_or(usize::MAX, |number| number as usize));
@@ -128,7 +125,7 @@ impl<'a> Types<'a> {
             all.push(one);
             types = rest;
             if all.len() > TYPES_MAX {
-                return Err(format!("it has more than {TYPES_MAX} types"));
+                return Err(format!("more than {TYPES_MAX} types"));
             }
         }
         Ok(Self { all, strings })
@@ -138,7 +135,7 @@ impl<'a> Types<'a> {
         self.all.get((id as usize).checked_sub(1)?)
     }
 
-    /// Whether a name is `name`.
+    /// Whether the string at offset `at` is `name`.
     fn is(&self, at: u32, name: &str) -> bool {
         let rest =
             self.strings.get(at as usize..).and_then(|rest| rest.strip_prefix(name.as_bytes()));
@@ -149,7 +146,7 @@ impl<'a> Types<'a> {
         self.all.iter().find(|one| one.kind == KIND_STRUCT && self.is(one.name, name))
     }
 
-    /// The offset of a member in bytes; also one of an unnamed structure or union in it.
+    /// The offset of a member in bytes. Members of unnamed structures and unions count as its own.
     fn member(&self, structure: &Type<'a>, name: &str, depth: usize) -> Option<u64> {
         let depth = depth.checked_sub(1)?;
         if !matches!(structure.kind, KIND_STRUCT | KIND_UNION) {
@@ -257,28 +254,30 @@ mod tests {
 
     #[test]
     fn offsets_are_found_in_both_kinds_of_kernels() {
-        let expected = Tasks { current: 64, pid: 100, tgid: 104, comm: 200 };
-        assert_eq!(Tasks::parse(&kernel(false)), Ok(expected));
-        assert_eq!(Tasks::parse(&kernel(true)), Ok(Tasks { current: 136, ..expected }));
+        let expected = TaskLayout { current: 64, pid: 100, tgid: 104, comm: 200 };
+        assert_eq!(TaskLayout::parse(&kernel(false)), Ok(expected));
+        assert_eq!(TaskLayout::parse(&kernel(true)), Ok(TaskLayout { current: 136, ..expected }));
     }
 
     #[test]
-    fn what_is_missing_or_damaged_is_told() {
-        assert!(Tasks::parse(b"ffffffff81000000 T _text\n").unwrap_err().contains("neither"));
+    fn missing_or_damaged_type_information_is_an_error() {
+        assert!(
+            TaskLayout::parse(b"ffffffff81000000 T _text\n").unwrap_err().contains("not a vmlinux")
+        );
         let own = std::fs::read(std::env::current_exe().unwrap()).unwrap();
-        assert!(Tasks::parse(&own).unwrap_err().contains(".BTF"));
+        assert!(TaskLayout::parse(&own).unwrap_err().contains(".BTF"));
         let whole = kernel(true);
         let without = Made::default().bytes();
-        assert!(Tasks::parse(&without).unwrap_err().contains("current_task"));
+        assert!(TaskLayout::parse(&without).unwrap_err().contains("current_task"));
         for len in 0..whole.len() {
-            assert!(Tasks::parse(&whole[..len]).is_err(), "{len} bytes");
+            assert!(TaskLayout::parse(&whole[..len]).is_err(), "{len} bytes");
         }
         for at in 0..whole.len() {
             let mut broken = whole.clone();
             for value in [0xff, 0x7f, 0, 0x1f] {
                 broken[at] = value;
                 // Whatever it says: it ends.
-                let _ = Tasks::parse(&broken);
+                let _ = TaskLayout::parse(&broken);
             }
         }
     }

@@ -1,70 +1,70 @@
-//! What a tool is told: the intervals of a run, where RAM is, where its parts go.
+//! The inputs of a tool: the intervals of a run, the guest's RAM, the directory of its parts.
 //!
 //! ```text
-//!   recording   │ interval 0 │ interval 1 │ interval 2 │ ...          cut where the checkpoints are
-//!   run         [────────────]                                      side by side: one QEMU and one run for each
-//!               [────────────┼────────────┼────────────]            in sequence: one run with all of them
-//!   part                0            1            2                 the same in both ways, to the byte
+//!   recording   │ interval 0 │ interval 1 │ interval 2 │ ...    cut at the checkpoints
+//!   run         [────────────]                                  in parallel: a QEMU for each
+//!               [────────────┼────────────┼────────────]        in sequence: one QEMU for all
+//!   part                0            1            2             the same bytes both ways
 //! ```
 
-use crate::plugin::Interface;
+use crate::plugin::PluginInterface;
 use keyframe_plugins::FILE_ARGUMENTS;
 use keyframe_units::GuestPhys;
 use serde::{Deserialize, Serialize};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
-/// Instructions that the VM has executed since the recording began, as QEMU counts them.
+/// The number of instructions that the VM has executed since the recording began, as QEMU counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Icount(pub u64);
 
-/// From one checkpoint to another.
+/// An interval to analyse: the instructions from `start` to before `end`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Interval {
-    /// Its number in the recording, from 0.
+pub struct IcountInterval {
+    /// Its number in the recording, from 0 on.
     pub index: u32,
-    /// The instruction that it begins before.
+    /// Its first instruction.
     pub start: Icount,
-    /// The instruction that it ends before.
+    /// The first instruction after it.
     pub end: Icount,
 }
 
-/// A part of RAM that the guest sees at one place.
+/// A contiguous range of RAM in the guest's physical address space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RamRange {
-    /// Where the guest sees its first byte.
+    /// The guest-physical address of its first byte.
     pub guest: GuestPhys,
-    /// QEMU's number of that byte, as plugins of its interface 1 are told; under interface 4 any
-    /// that [`RamFile`]s agree with.
+    /// The RAM address of that byte: under plugin interface 1 QEMU's `ram_addr_t`, under interface
+    /// 4 any numbering that [`RamFile::number`] shares.
     pub number: u64,
-    /// Length.
+    /// Its length, in bytes.
     pub len_bytes: u64,
 }
 
-/// A file with RAM, which QEMU maps shared.
+/// A file with RAM that QEMU maps shared.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RamFile {
-    /// The number of its first byte.
+    /// The RAM address of its first byte, numbered as [`RamRange::number`].
     pub number: u64,
-    /// Where QEMU finds it.
+    /// Its path, valid for QEMU.
     pub path: PathBuf,
 }
 
 /// The guest's RAM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GuestRam {
-    /// One for each memory backend, [`GuestRam::FILES_MAX`] at most.
+    /// A file for each memory backend, at most [`GuestRam::FILES_MAX`].
     pub files: Vec<RamFile>,
-    /// Where it is in the guest's physical address space; the range at 0 first.
+    /// The ranges in the guest's physical address space, beginning with the one at address 0.
     pub ranges: Vec<RamRange>,
 }
 
 impl GuestRam {
-    /// Most files.
+    /// The largest number of files.
     pub const FILES_MAX: usize = FILE_ARGUMENTS.len();
 
-    /// As the plugin takes them.
+    /// The ranges as the plugin's argument `ram`.
     pub(crate) fn argument(&self) -> String {
         let mut text = String::new();
         for range in &self.ranges {
@@ -75,54 +75,54 @@ impl GuestRam {
         text
     }
 
-    /// The files, as the plugin takes them.
+    /// The files as arguments of the plugin.
     pub(crate) fn file_arguments(&self) -> impl Iterator<Item = (&'static str, String)> {
         let text = |file: &RamFile| format!("{:#x}:{}", file.number, file.path.display());
         FILE_ARGUMENTS.into_iter().zip(self.files.iter().map(text))
     }
 }
 
-/// One QEMU, and the intervals that it goes through.
+/// The inputs of a run: one QEMU that replays one interval or several consecutive ones.
 #[derive(Clone, Debug)]
 pub struct RunContext {
-    /// Which interface its QEMU has.
-    pub interface: Interface,
-    /// The plugin, as [`crate::plugin::place`] put it.
+    /// The plugin interface of the run's QEMU.
+    pub interface: PluginInterface,
+    /// The plugin file, as [`crate::plugin::install`] wrote it.
     pub plugin: PathBuf,
-    /// Its RAM.
+    /// The guest's RAM.
     pub ram: GuestRam,
-    /// Where its parts go; there already.
+    /// The existing directory for the run's parts.
     pub dir: PathBuf,
-    /// What it goes through before the first interval, as that begins behind its checkpoint; its
+    /// What the run replays before the first interval, if that begins after its checkpoint. Its
     /// part is dropped.
-    pub warm_up: Option<Interval>,
-    /// In order, each beginning where the one before ends.
-    pub intervals: Vec<Interval>,
+    pub warm_up: Option<IcountInterval>,
+    /// The intervals in order, each beginning at the end of the previous one.
+    pub intervals: Vec<IcountInterval>,
 }
 
 impl RunContext {
-    /// The parts of its intervals, each in its directory.
+    /// The parts of the run's intervals.
     pub(crate) fn parts(&self) -> Vec<Part> {
         self.intervals.iter().map(|&interval| Part { interval, dir: self.dir.clone() }).collect()
     }
 
-    /// All that is cut, warm-up first.
+    /// The number of cuts of the run: one for the warm-up, if any, and one for each interval.
     pub(crate) fn cuts(&self) -> usize {
         self.intervals.len() + usize::from(self.warm_up.is_some())
     }
 }
 
-/// What a tool made of one interval.
+/// The output of a tool for one interval.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Part {
-    /// Which.
-    pub interval: Interval,
-    /// Where its files are.
+    /// The interval.
+    pub interval: IcountInterval,
+    /// The directory with the part's files.
     pub dir: PathBuf,
 }
 
 impl Part {
-    /// The file of one table.
+    /// The path of the part's file for the table `kind`.
     pub fn file(&self, kind: &str, extension: &str) -> PathBuf {
         part_file(&self.dir, self.interval.index, kind, extension)
     }
@@ -132,20 +132,20 @@ pub(crate) fn part_file(dir: &Path, index: u32, kind: &str, extension: &str) -> 
     dir.join(format!("{index:06}.{kind}.{extension}"))
 }
 
-/// All parts, and where the results go.
+/// The inputs of a merge.
 #[derive(Clone, Debug)]
 pub struct MergeContext {
-    /// In the order of the recording.
+    /// The parts in the order of the recording.
     pub parts: Vec<Part>,
-    /// The directory for result files; there already.
+    /// The existing directory for result files.
     pub out: PathBuf,
 }
 
-/// What a terminal shows of a result.
+/// The summary of a result for the terminal.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Summary {
-    /// Lines.
+pub struct ToolSummary {
+    /// Lines of text.
     pub lines: Vec<String>,
-    /// Result files that were written.
+    /// The result files that were written.
     pub files: Vec<PathBuf>,
 }

@@ -1,92 +1,148 @@
-//! What can go wrong, with the object, the operation and the fix.
+//! The errors of this crate.
 
 use std::path::{Path, PathBuf};
 
-/// What this crate's functions return.
+/// The result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What can go wrong.
+/// What can go wrong with an analysis.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// No tool of this name.
-    #[error("no tool is named {name:?}; there are {known}, and those that a manifest describes")]
+    /// No tool has this name.
+    #[error("no tool is named {name:?}")]
     UnknownTool {
-        /// As asked for.
+        /// The requested name.
         name: String,
-        /// All names.
+        /// The names of all tools.
         known: String,
     },
-    /// An argument that the tool does not take, or not so.
+    /// The tool does not accept an argument.
     #[error("tool {tool}, argument {argument}: {problem}")]
     Argument {
         /// The tool.
         tool: String,
-        /// As given.
+        /// The argument as given.
         argument: String,
-        /// What is wrong, and what would be right.
+        /// What is wrong, and what would be accepted.
         problem: String,
     },
-    /// A file.
+    /// A file operation failed.
     #[error("{operation} {path}")]
     File {
-        /// What was done.
+        /// The operation, a participle such as "reading".
         operation: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why it failed.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
-    /// A file that is not what it should be.
+    /// A file has invalid contents.
     #[error("{path}, {place}: {problem}")]
     Damaged {
         /// The file.
         path: PathBuf,
-        /// Where in it.
+        /// The position in it.
         place: String,
-        /// What is wrong.
+        /// What is invalid.
         problem: String,
     },
-    /// The board or its ring.
+    /// The plugin, its board or its ring failed.
     #[error("the plugin in QEMU, {operation}: {problem}")]
     Plugin {
-        /// What was done.
+        /// The operation, a participle such as "reading its records".
         operation: &'static str,
         /// What is wrong.
         problem: String,
     },
-    /// A Parquet file.
+    /// A Parquet file could not be read or written.
     #[error("{operation} {path}")]
     Parquet {
-        /// What was done.
+        /// The operation, a participle such as "completing".
         operation: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why it failed.
+        /// The cause.
         #[source]
         source: parquet::errors::ParquetError,
     },
-    /// Fewer or more cuts than intervals.
-    #[error("a run of {intervals} intervals was cut {cuts} times; it is cut once where each ends")]
+    /// A run was not cut once at the end of each of its intervals.
+    #[error("a run of {intervals} intervals was cut {cuts} times; each interval needs one cut")]
     Cuts {
-        /// Of the run.
+        /// Intervals of the run, with its warm-up.
         intervals: usize,
-        /// As made.
+        /// Cuts that were made.
         cuts: usize,
     },
-    /// The program of a manifest's merge rule.
-    #[error("merging with {program:?}: {problem}")]
+    /// The merge program of a manifest failed.
+    #[error("the merge program {program:?} failed: {problem}")]
     MergeCommand {
-        /// Its first word.
+        /// The program.
         program: String,
         /// How it failed.
         problem: String,
     },
 }
 
-/// For a file operation.
+impl Error {
+    /// What the user can do about it.
+    pub fn fix(&self) -> Option<String> {
+        match self {
+            Self::UnknownTool { known, .. } => {
+                Some(format!("name one of {known}, or a manifest (FILE.toml)"))
+            }
+            Self::Argument { .. }
+            | Self::File { .. }
+            | Self::Damaged { .. }
+            | Self::Plugin { .. }
+            | Self::Parquet { .. }
+            | Self::Cuts { .. }
+            | Self::MergeCommand { .. } => None,
+        }
+    }
+}
+
+/// Turns an I/O error into [`Error::File`].
 pub(crate) fn file(operation: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Error {
     let path = path.to_owned();
     move |source| Error::File { operation, path, source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_testing::{assert_golden, error_text};
+
+    #[test]
+    fn error_texts_are_golden() {
+        let path = || PathBuf::from("OUT/file");
+        let errors = [
+            Error::UnknownTool { name: "hit".into(), known: "hot, icount".into() },
+            Error::Argument {
+                tool: "hot".into(),
+                argument: "top=x".into(),
+                problem: "not a number from 1 to 16".into(),
+            },
+            Error::File {
+                operation: "opening",
+                path: path(),
+                source: std::io::ErrorKind::NotFound.into(),
+            },
+            Error::Damaged { path: path(), place: "byte 0".into(), problem: "not a part".into() },
+            Error::Plugin {
+                operation: "reading its records",
+                problem: "the reading thread has ended".into(),
+            },
+            Error::Parquet {
+                operation: "completing",
+                path: path(),
+                source: parquet::errors::ParquetError::General("no rows".into()),
+            },
+            Error::Cuts { intervals: 2, cuts: 3 },
+            Error::MergeCommand { program: "sort".into(), problem: "exit status: 2".into() },
+        ];
+        let texts: Vec<_> = errors.iter().map(|error| error_text(error, error.fix())).collect();
+        assert_golden("tests/golden/errors.txt", &texts.concat());
+    }
 }

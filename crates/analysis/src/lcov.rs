@@ -1,27 +1,27 @@
 //! Coverage as lcov's tracefile (geninfo(1)), which `genhtml` and editors read.
 //!
 //! ```text
-//!   with lines (DWARF)                        without (System.map, an ELF file without debug information)
-//!   SF:/usr/src/linux/kernel/fork.c           SF:/boot/System.map          the file of symbols
-//!   FN:2553,kernel_clone                      FN:4711,kernel_clone         its line there, or its number in the ELF file's table
+//!   with DWARF                                without (System.map, an ELF file without it)
+//!   SF:/usr/src/linux/kernel/fork.c           SF:/boot/System.map          the symbol file
+//!   FN:2553,kernel_clone                      FN:4711,kernel_clone         its line or ELF symbol number
 //!   FNDA:12,kernel_clone                      FNDA:12,kernel_clone
 //!   DA:2570,12
 //! ```
 //!
-//! A line ran as often as that one of its instructions which ran most often; a function as often as
-//! its first instruction, and at least once where any other of it ran. All lines and functions are
-//! listed, also those that never ran: shares are of all the code.
+//! A line's count is the highest count of its instructions. A function's count is that of its first
+//! instruction, and at least one if any of its instructions ran. All lines and functions are
+//! listed, so that shares refer to all code.
 
-use crate::counted::Counted;
 use crate::error::Result;
-use crate::lines::{Line, Lines};
-use crate::symbols::{Found, Symbols};
+use crate::execution_counts::ExecutionCounts;
+use crate::source_lines::{SourceLine, SourceLines};
+use crate::symbols::{Symbol, SymbolTable};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Arguments;
 
-/// What is written, in sums.
+/// The totals of a tracefile.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Sums {
+pub(crate) struct CoverageTotals {
     pub files: u64,
     pub lines: u64,
     pub lines_run: u64,
@@ -29,27 +29,35 @@ pub(crate) struct Sums {
     pub functions_run: u64,
 }
 
-/// A source file's record.
+/// How often a function ran.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct FunctionCount<'a> {
+    line: u64,
+    name: &'a str,
+    times: u64,
+}
+
+/// The record of a source file.
 #[derive(Default)]
-struct Record<'a> {
-    /// Line, name, times.
-    functions: Vec<(u64, &'a str, u64)>,
-    /// Times by line.
+struct SourceRecord<'a> {
+    functions: Vec<FunctionCount<'a>>,
+    /// Counts by line.
     lines: BTreeMap<u32, u64>,
 }
 
-/// Writes all records by `line`, which gets one line of text each time. `symbols_path` stands for a
-/// source file where there are no lines.
+/// Writes all records; `line` writes a line of text. `symbols_path` takes the place of a source
+/// file if there are no lines.
 pub(crate) fn write(
-    ran: &Counted,
-    symbols: &Symbols,
-    lines: &Lines,
+    ran: &ExecutionCounts,
+    symbols: &SymbolTable,
+    lines: &SourceLines,
     symbols_path: &str,
     line: &mut dyn FnMut(Arguments<'_>) -> Result<()>,
-) -> Result<Sums> {
-    let mut by_line: BTreeMap<Line, u64> = BTreeMap::new();
+) -> Result<CoverageTotals> {
+    let mut by_line: BTreeMap<SourceLine, u64> = BTreeMap::new();
     let mut by_function: BTreeMap<u64, u64> = BTreeMap::new();
-    for (&(pc, _), &times) in ran {
+    for (instruction, &times) in ran {
+        let pc = instruction.pc;
         if let Some(found) = lines.find(pc) {
             let most = by_line.entry(found).or_default();
             *most = times.max(*most);
@@ -61,7 +69,7 @@ pub(crate) fn write(
         }
     }
     let records = records(symbols, lines, &by_line, &by_function);
-    let mut sums = Sums::default();
+    let mut sums = CoverageTotals::default();
     line(format_args!("TN:keyframe"))?;
     for (number, record) in &records {
         let path = lines.files().get(*number).map_or(symbols_path, String::as_str);
@@ -72,38 +80,38 @@ pub(crate) fn write(
     Ok(sums)
 }
 
-/// By number of the source file; 0 for all functions where there are no lines.
+/// The records by index of the source file; 0 for all functions if there are no lines.
 fn records<'a>(
-    symbols: &'a Symbols,
-    lines: &Lines,
-    by_line: &BTreeMap<Line, u64>,
+    symbols: &'a SymbolTable,
+    lines: &SourceLines,
+    by_line: &BTreeMap<SourceLine, u64>,
     by_function: &BTreeMap<u64, u64>,
-) -> BTreeMap<usize, Record<'a>> {
-    let mut records: BTreeMap<usize, Record<'a>> = BTreeMap::new();
+) -> BTreeMap<usize, SourceRecord<'a>> {
+    let mut records: BTreeMap<usize, SourceRecord<'a>> = BTreeMap::new();
     for one in lines.all() {
         let record = records.entry(one.file as usize).or_default();
         record.lines.entry(one.line).or_insert_with(|| by_line.get(&one).copied().unwrap_or(0));
     }
     for function in symbols.iter() {
         let times = by_function.get(&function.address).copied().unwrap_or(0);
-        // A function without lines, of assembly or of another compiler, has no source file to be
-        // listed in.
-        let place =
+        // A function without lines, for example of assembly, belongs to no source file.
+        let position =
             if lines.is_empty() { Some((0, function.number)) } else { source(lines, &function) };
-        if let Some((file, line)) = place {
-            records.entry(file).or_default().functions.push((line.max(1), function.name, times));
+        if let Some((file, line)) = position {
+            let function = FunctionCount { line: line.max(1), name: function.name, times };
+            records.entry(file).or_default().functions.push(function);
         }
     }
     records
 }
 
-fn source(lines: &Lines, function: &Found<'_>) -> Option<(usize, u64)> {
+fn source(lines: &SourceLines, function: &Symbol<'_>) -> Option<(usize, u64)> {
     lines.find(function.address).map(|line| (line.file as usize, line.line.into()))
 }
 
 fn write_record(
-    record: &Record<'_>,
-    sums: &mut Sums,
+    record: &SourceRecord<'_>,
+    sums: &mut CoverageTotals,
     line: &mut dyn FnMut(Arguments<'_>) -> Result<()>,
 ) -> Result<()> {
     let mut functions = record.functions.clone();
@@ -111,11 +119,11 @@ fn write_record(
     // Readers tell functions of a file apart by name; compilers give parts of one, and static ones
     // of inlined files, the same.
     let mut met = BTreeSet::new();
-    functions.retain(|&(at, name, _)| met.insert((name, at)));
+    functions.retain(|function| met.insert((function.name, function.line)));
     let mut names = BTreeMap::new();
     let named: Vec<_> = functions
         .iter()
-        .map(|&(at, name, times)| {
+        .map(|&FunctionCount { line: at, name, times }| {
             let again: &mut u64 = names.entry(name).or_default();
             *again += 1;
             let name = name.replace(|letter: char| letter == ',' || letter.is_control(), ";");
@@ -147,10 +155,21 @@ fn write_record(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::lines::tests::program;
+    use crate::execution_counts::CodeSpan;
+    use crate::source_lines::tests::program;
     use std::path::Path;
 
-    fn written(ran: &Counted, symbols: &Symbols, lines: &Lines, path: &str) -> (Vec<String>, Sums) {
+    /// Counts from addresses, lengths and how often the instructions ran.
+    fn counts<const N: usize>(instructions: [(u64, u64, u64); N]) -> ExecutionCounts {
+        instructions.map(|(pc, len_bytes, times)| (CodeSpan { pc, len_bytes }, times)).into()
+    }
+
+    fn written(
+        ran: &ExecutionCounts,
+        symbols: &SymbolTable,
+        lines: &SourceLines,
+        path: &str,
+    ) -> (Vec<String>, CoverageTotals) {
         let mut all = Vec::new();
         let sums = write(ran, symbols, lines, path, &mut |line| {
             all.push(line.to_string());
@@ -163,14 +182,13 @@ mod tests {
     fn lines_and_functions_of_a_compiled_program_are_counted() {
         let dir = tempfile::tempdir().unwrap();
         let (path, bytes, named) = program(dir.path(), &["-g"]);
-        let (symbols, lines) =
-            (Symbols::parse(&path, &bytes, 0).unwrap(), Lines::parse(&path, &bytes, 0).unwrap());
-        // main ran 3 times; of twice only what is behind its first instruction; unused never.
-        let ran = Counted::from([
-            ((named["main"], 1), 3),
-            ((named["main"] + 1, 3), 7),
-            ((named["twice"] + 1, 3), 5),
-        ]);
+        let (symbols, lines) = (
+            SymbolTable::parse(&path, &bytes, 0).unwrap(),
+            SourceLines::parse(&path, &bytes, 0).unwrap(),
+        );
+        // main ran 3 times, twice only after its first instruction, unused never.
+        let ran =
+            counts([(named["main"], 1, 3), (named["main"] + 1, 3, 7), (named["twice"] + 1, 3, 5)]);
         let (all, sums) = written(&ran, &symbols, &lines, "");
         assert!(all[1].starts_with("SF:/") && all[1].ends_with("/some.c"), "{all:?}");
         let expected = "FN:2,twice FN:7,unused FN:12,main FNDA:1,twice FNDA:0,unused FNDA:3,main FNF:3 FNH:2 DA:2,5 DA:3,0 DA:4,0 \
@@ -178,7 +196,7 @@ mod tests {
         assert_eq!(all[2..].join(" "), expected);
         assert_eq!(
             sums,
-            Sums { files: 1, lines: 11, lines_run: 2, functions: 3, functions_run: 2 }
+            CoverageTotals { files: 1, lines: 11, lines_run: 2, functions: 3, functions_run: 2 }
         );
     }
 
@@ -186,12 +204,15 @@ mod tests {
     fn without_lines_functions_are_counted_in_the_file_of_symbols() {
         let text =
             b"1000 T first\n1010 D data\n1020 t same\n1030 t same\n1040 T odd,name\n1050 T last\n";
-        let symbols = Symbols::parse(Path::new("System.map"), text, 0).unwrap();
-        let ran = Counted::from([((0x1004, 4), 9), ((0x1030, 2), 4), ((0x9000, 1), 1)]);
-        let (all, sums) = written(&ran, &symbols, &Lines::default(), "System.map");
+        let symbols = SymbolTable::parse(Path::new("System.map"), text, 0).unwrap();
+        let ran = counts([(0x1004, 4, 9), (0x1030, 2, 4), (0x9000, 1, 1)]);
+        let (all, sums) = written(&ran, &symbols, &SourceLines::default(), "System.map");
         let expected = "TN:keyframe SF:System.map FN:1,first FN:3,same FN:4,same#2 FN:5,odd;name FN:6,last FNDA:1,first FNDA:0,same \
             FNDA:4,same#2 FNDA:0,odd;name FNDA:0,last FNF:5 FNH:2 LF:0 LH:0 end_of_record";
         assert_eq!(all.join(" "), expected);
-        assert_eq!(sums, Sums { files: 1, lines: 0, lines_run: 0, functions: 5, functions_run: 2 });
+        assert_eq!(
+            sums,
+            CoverageTotals { files: 1, lines: 0, lines_run: 0, functions: 5, functions_run: 2 }
+        );
     }
 }

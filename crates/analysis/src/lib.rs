@@ -1,45 +1,46 @@
-//! Analysis tools over the intervals of a recording: what each hands to QEMU, what it reads back,
-//! and the results that it makes of the parts.
+//! Analysis tools over the intervals of a recording: what each tool passes to QEMU, what it reads
+//! back, and the results that it makes of the parts.
 //!
 //! ```text
 //!   orchestrator ── tools::by_name ──▶ Tool
-//!     for each interval, side by side:
-//!       Tool::begin ──▶ Running ── option ──▶ QEMU with the plugin (plugins/) ──┬─ records, through the board's ring ─▶ thread ─▶ part
-//!                                                                             └─ part files of its own
-//!       at the interval's end, VM standing: Running::cut;  QEMU has quit: Running::finish ──▶ Part
-//!   Tool::merge: all parts in order ──▶ result files (Parquet, CSV), Summary
+//!     for each interval, in parallel:
+//!       Tool::begin ─▶ ToolRun ─ option ─▶ QEMU with the plugin (plugins/)
+//!                                            ├─ records, through the board's ring ─▶ thread ─▶ part
+//!                                            └─ part files that the plugin writes
+//!       at the interval's end, VM stopped: ToolRun::cut;  QEMU has exited: ToolRun::finish ─▶ Part
+//!   Tool::merge: all parts in order ──▶ result files (Parquet, CSV), ToolSummary
 //! ```
 //!
 //! Invariants:
-//! 1. Parts depend on what the guest executed in their interval alone. So the results of intervals that ran side by side are those of one
-//!    replay of all, byte for byte: the same cuts, the same parts.
-//! 2. A part file is complete once it has its name.
-//! 3. What the plugin wrote is checked before it is believed: it ran beside a guest in QEMU.
+//! 1. A part depends only on the guest's execution in its interval. The results of intervals that
+//!    were replayed in parallel therefore equal those of one replay of all, byte for byte.
+//! 2. A part file that has its final name is complete.
+//! 3. The plugin ran beside a guest in QEMU, so its output is checked before it is used.
 //!
-//! Left out: QEMU processes, recordings and where intervals begin (the caller's); a file that is
-//! not a tool's own is never read.
+//! Not here: QEMU processes, recordings, and the choice of intervals. They are the caller's.
 
 mod btf;
-mod chunk;
+mod column_chunk;
 mod context;
-mod counted;
-mod csv;
 mod error;
+mod execution_counts;
 #[doc(hidden)]
 pub mod fuzzing;
 mod lcov;
-mod lines;
-mod manifest;
-mod part;
+mod parquet_table;
+mod part_table;
 pub mod plugin;
-mod ring;
+mod result_file;
+mod ring_reader;
+mod source_lines;
 mod symbols;
-mod table;
+mod third_party;
 pub mod tools;
 
 pub use context::{
-    GuestRam, Icount, Interval, MergeContext, Part, RamFile, RamRange, RunContext, Summary,
+    GuestRam, Icount, IcountInterval, MergeContext, Part, RamFile, RamRange, RunContext,
+    ToolSummary,
 };
 pub use error::{Error, Result};
-pub use manifest::Foreign;
-pub use tools::{Description, Running, Tool};
+pub use third_party::ThirdPartyTool;
+pub use tools::{Tool, ToolDescription, ToolRun};

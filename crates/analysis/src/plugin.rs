@@ -1,20 +1,20 @@
-//! The plugin that QEMU loads, carried in the program: one for each interface.
+//! The plugin that QEMU loads. This program contains one build for each plugin interface.
 
 use crate::error::{Result, file};
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// A version of QEMU's interface for plugins.
+/// A version of QEMU's plugin interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Interface {
-    /// 1: QEMU 6.0 to 8.2; tested with 7.2.
+pub enum PluginInterface {
+    /// Version 1: QEMU 6.0 to 8.1; tested with 7.2.
     V1,
-    /// 4: QEMU 9.1 and later; tested with 10.0.
+    /// Version 4: QEMU 9.1 and later; tested with 10.0.
     V4,
 }
 
-impl Interface {
-    /// That of a QEMU version; `None` for those between the two, and before the first.
+impl PluginInterface {
+    /// The interface of a QEMU version; `None` for versions before 6.0 and from 8.2 to 9.0.
     pub fn of_qemu(major: u32, minor: u32) -> Option<Self> {
         match (major, minor) {
             (6..=7, _) | (8, 0..=1) => Some(Self::V1),
@@ -23,7 +23,7 @@ impl Interface {
         }
     }
 
-    /// As QEMU numbers it.
+    /// QEMU's number of the interface.
     pub fn number(self) -> u32 {
         match self {
             Self::V1 => 1,
@@ -32,18 +32,20 @@ impl Interface {
     }
 }
 
-impl fmt::Display for Interface {
+impl fmt::Display for PluginInterface {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "interface {}", self.number())
     }
 }
 
-/// Writes the plugin into `dir`, for QEMU to load from there. What has the name already is replaced
+/// Writes the plugin for `interface` into `dir` and returns its path. An existing file is replaced
 /// by a rename.
-pub fn place(dir: &Path, interface: Interface) -> Result<PathBuf> {
+///
+/// Error: [`Error::File`](crate::Error::File).
+pub fn install(dir: &Path, interface: PluginInterface) -> Result<PathBuf> {
     let bytes = match interface {
-        Interface::V1 => keyframe_carried::PLUGIN_1,
-        Interface::V4 => keyframe_carried::PLUGIN_4,
+        PluginInterface::V1 => keyframe_carried::PLUGIN_1,
+        PluginInterface::V4 => keyframe_carried::PLUGIN_4,
     };
     let path = dir.join(format!("keyframe-plugin-{}.so", interface.number()));
     let unfinished = dir.join(format!(

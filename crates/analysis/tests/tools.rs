@@ -3,7 +3,7 @@
 
 mod support;
 
-use keyframe_analysis::Foreign;
+use keyframe_analysis::ThirdPartyTool;
 use keyframe_analysis::tools::by_name;
 use keyframe_testing::{
     NO_QEMU_10, distribution_qemu, qemu_10, skip, small_guest, tests_every_variant,
@@ -179,7 +179,7 @@ fn third_party(recording: &Recording) {
     assert!(compiled.expect("a C compiler").success());
     let manifest = recording.file("opcodes.toml");
     std::fs::copy(source.join("opcodes.toml"), &manifest).unwrap();
-    let tool = Foreign::read(&manifest, &[]).unwrap();
+    let tool = ThirdPartyTool::read(&manifest, &[]).unwrap();
     let parts = recording.side_by_side(&tool, "opcodes");
     let summary = recording.merged(&tool, "opcodes-out", parts);
     let csv = std::fs::read_to_string(&summary.files[0]).unwrap();

@@ -1,47 +1,49 @@
-//! The loop of whoever wants the work done: feeds the queue, has a runner tend it, waits until all
-//! is settled.
+//! The submitter's loop: fills the queue, lets a runner tend it, and waits until all items are
+//! settled.
 
-use crate::{Item, Queue, Result, Runner};
+use crate::{Queue, QueueItem, Result, Runner};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// How often it is looked what is settled.
+/// Time between two looks at the settled items.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// What comes next.
+/// The items that an [`ItemSource`] has found since the last call.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum More {
-    /// These; there may be others later.
-    Items(Vec<Item>),
-    /// These, and no others.
-    Last(Vec<Item>),
+pub enum NewItems {
+    /// These items; more may follow.
+    Open(Vec<QueueItem>),
+    /// These items, and none will follow.
+    Complete(Vec<QueueItem>),
 }
 
-/// Where items come from: all at once, or as they come about.
-pub trait Feed {
-    /// What has come about since the last call.
-    fn more(&mut self) -> Result<More>;
+/// A source of items, which may appear over time.
+pub trait ItemSource {
+    /// Returns the items that have appeared since the last call.
+    fn new_items(&mut self) -> Result<NewItems>;
 }
 
-/// Puts those of `items` that are not in the queue into it, and no others come.
-pub fn fill(queue: &Queue, items: &[Item]) -> Result<()> {
-    put_new(queue, &mut known(queue)?, items)?;
+/// Adds those of `items` that are not in the queue yet, and closes it.
+///
+/// Error: [`Error::Io`](crate::Error::Io).
+pub fn fill(queue: &Queue, items: &[QueueItem]) -> Result<()> {
+    add_new(queue, &mut known(queue)?, items)?;
     queue.close()
 }
 
-/// Puts those that are not `there`, and then are.
-fn put_new(queue: &Queue, there: &mut BTreeSet<u32>, items: &[Item]) -> Result<()> {
+/// Adds the items whose index is not in `known_items`.
+fn add_new(queue: &Queue, known_items: &mut BTreeSet<u32>, items: &[QueueItem]) -> Result<()> {
     for item in items {
-        if there.insert(item.index) {
-            queue.put(*item)?;
+        if known_items.insert(item.index) {
+            queue.add(*item)?;
         }
     }
     Ok(())
 }
 
-/// All that it has ever had. Looked at in the order in which items go, so that none is missed that
-/// goes on meanwhile.
+/// The indices of all items that the queue has or had. It reads open, taken and settled items in
+/// this order, in which items move, so that none is missed.
 fn known(queue: &Queue) -> Result<BTreeSet<u32>> {
     let mut all: BTreeSet<u32> = queue.items()?.iter().map(|item| item.index).collect();
     all.extend(queue.taken()?.iter().map(|taken| taken.item.index));
@@ -49,46 +51,48 @@ fn known(queue: &Queue) -> Result<BTreeSet<u32>> {
     Ok(all)
 }
 
-/// Has all of `feed` worked off by the workers of `runner`. Returns when all is settled, or when
-/// `interrupted`; `tell` gets each item when it is settled. Items that are in the queue from before
-/// are not put again.
+/// Lets the workers of `runner` process all items of `source`. Returns when all are settled, or
+/// when `interrupted` is set. `settled` is called with each item when it is settled. Items that are
+/// in the queue already are not added again.
+///
+/// Errors: those of `source`, of `runner` and of the queue.
 pub fn drive(
     queue: &Queue,
-    feed: &mut dyn Feed,
+    source: &mut dyn ItemSource,
     runner: &mut dyn Runner,
     interrupted: &AtomicBool,
-    tell: &mut dyn FnMut(Item),
+    settled: &mut dyn FnMut(QueueItem),
 ) -> Result<()> {
-    let driven = until_settled(queue, feed, runner, interrupted, tell);
+    let driven = until_settled(queue, source, runner, interrupted, settled);
     let ended = runner.end(queue);
     driven.and(ended)
 }
 
 fn until_settled(
     queue: &Queue,
-    feed: &mut dyn Feed,
+    source: &mut dyn ItemSource,
     runner: &mut dyn Runner,
     interrupted: &AtomicBool,
-    tell: &mut dyn FnMut(Item),
+    settled: &mut dyn FnMut(QueueItem),
 ) -> Result<()> {
-    let mut there = known(queue)?;
-    let (mut told, mut is_last) = (BTreeSet::new(), false);
+    let mut known_items = known(queue)?;
+    let (mut reported, mut is_last) = (BTreeSet::new(), false);
     while !interrupted.load(Ordering::Relaxed) {
         if !is_last {
-            let more = feed.more()?;
-            is_last = matches!(more, More::Last(_));
-            let (More::Items(items) | More::Last(items)) = more;
-            put_new(queue, &mut there, &items)?;
+            let found = source.new_items()?;
+            is_last = matches!(found, NewItems::Complete(_));
+            let (NewItems::Open(items) | NewItems::Complete(items)) = found;
+            add_new(queue, &mut known_items, &items)?;
             if is_last {
                 queue.close()?;
             }
         }
         for item in queue.settled()? {
-            if told.insert(item.index) {
-                tell(item);
+            if reported.insert(item.index) {
+                settled(item);
             }
         }
-        if is_last && told.len() >= there.len() {
+        if is_last && reported.len() >= known_items.len() {
             return Ok(());
         }
         runner.tend(queue)?;

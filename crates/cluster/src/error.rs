@@ -1,76 +1,74 @@
-//! What goes wrong.
+//! The errors of this crate.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The result of what may fail so.
+/// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// An error that names what it is about.
+/// What can go wrong with a queue or its workers.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The file system.
-    #[error("{operation} {}", path.display())]
+    /// A file could not be read or written.
+    #[error("cannot {operation} {}", path.display())]
     Io {
-        /// What was tried.
+        /// The operation that failed, a verb.
         operation: &'static str,
-        /// With which file.
+        /// The file.
         path: PathBuf,
-        /// Why it failed.
+        /// The cause.
         source: io::Error,
     },
-    /// A program of Slurm's is not there, or cannot be run.
-    #[error("run {program}")]
+    /// A program of Slurm's is missing or cannot be run.
+    #[error("cannot run {program}")]
     NoProgram {
-        /// Its name.
+        /// The program's name.
         program: &'static str,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// It took too long.
-    #[error("{program} has not answered within {seconds} s")]
+    /// A program of Slurm's took too long.
+    #[error("{program} did not answer within {seconds} s")]
     TimedOut {
-        /// The program.
+        /// The program's name.
         program: &'static str,
-        /// How long it was waited for.
+        /// How long it was given, in seconds.
         seconds: u64,
     },
-    /// It failed.
+    /// A program of Slurm's failed.
     #[error("{program}: {message}")]
     Refused {
-        /// The program.
+        /// The program's name.
         program: &'static str,
-        /// What it said.
+        /// Its error output.
         message: String,
     },
-    /// Its answer is none.
-    #[error("{program} answered what cannot be understood: {message}")]
+    /// A program of Slurm's gave an answer that cannot be parsed.
+    #[error("unexpected answer of {program}: {message}")]
     Answer {
-        /// The program.
+        /// The program's name.
         program: &'static str,
-        /// What is wrong with it.
+        /// What is wrong with the answer.
         message: String,
     },
-    /// Whoever knows what there is to do cannot tell any more.
+    /// The source of items failed.
     #[error("{0}")]
-    Feed(String),
-    /// `--on` names no runner.
-    #[error("there is no runner {0:?}")]
+    Source(String),
+    /// `--on` names an unknown runner.
+    #[error("unknown runner {0:?}")]
     UnknownRunner(String),
-    /// Pilots end one after the other and nothing gets done.
-    #[error(
-        "{rounds} times all pilots have ended while intervals are left, and none was worked off in between; {last}"
-    )]
+    /// Pilots end one after the other without settling an item.
+    #[error("all pilots ended {rounds} times without finishing an interval; {last}")]
     NoProgress {
-        /// How often.
+        /// How many rounds of pilots ended so.
         rounds: u32,
-        /// What is known of the last one.
+        /// What is known of the last pilot.
         last: String,
     },
 }
 
 impl Error {
-    /// For `map_err`.
+    /// Turns an I/O error into [`Error::Io`].
     pub(crate) fn io(
         operation: &'static str,
         path: &Path,
@@ -79,19 +77,51 @@ impl Error {
         move |source| Self::Io { operation, path, source }
     }
 
-    /// What to do about it, where we know.
+    /// What the user can do about it.
     pub fn fix(&self) -> Option<String> {
         match self {
-            Self::NoProgram { source, .. } if source.kind() == io::ErrorKind::NotFound => {
-                Some("call it on a machine from which jobs are submitted (Debian: apt-get install slurm-client), or without --on slurm".into())
+            Self::NoProgram { source, .. } if source.kind() == io::ErrorKind::NotFound => Some(
+                "run it on a host that can submit jobs (Debian: apt-get install \
+                     slurm-client), or without --on slurm"
+                    .into(),
+            ),
+            Self::TimedOut { .. } => Some("check that slurmctld runs: scontrol ping".into()),
+            Self::Refused { .. } => {
+                Some("check the partitions (sinfo) and your account's limits (sacctmgr)".into())
             }
-            Self::TimedOut { .. } => Some("see whether slurmctld is alive: scontrol ping".into()),
-            Self::Refused { .. } => Some("see which partitions there are: sinfo; the limits of your account: scontrol show config".into()),
             Self::UnknownRunner(_) => Some("name local, slurm or slurm:PARTITION".into()),
-            Self::NoProgress { .. } => {
-                Some("read the pilots' logs (slurm/ in the analysis' directory); is that directory there on the nodes, and Keyframe?".into())
-            }
+            Self::NoProgress { .. } => Some(
+                "read the pilots' logs in slurm/ of the analysis' directory; check that the nodes \
+                 have that directory and Keyframe"
+                    .into(),
+            ),
             _ => None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_testing::{assert_golden, error_text};
+
+    #[test]
+    fn error_texts_are_golden() {
+        let not_found = || io::Error::from(io::ErrorKind::NotFound);
+        let errors = [
+            Error::Io { operation: "rename", path: "OUT/queue/items".into(), source: not_found() },
+            Error::NoProgram { program: "sbatch", source: not_found() },
+            Error::TimedOut { program: "squeue", seconds: 60 },
+            Error::Refused {
+                program: "sbatch",
+                message: "invalid partition (exit status: 1)".into(),
+            },
+            Error::Answer { program: "sbatch", message: "nonsense".into() },
+            Error::Source("the recording is damaged".into()),
+            Error::UnknownRunner("kubernetes".into()),
+            Error::NoProgress { rounds: 3, last: "the last one has ended".into() },
+        ];
+        let texts: Vec<_> = errors.iter().map(|error| error_text(error, error.fix())).collect();
+        assert_golden("tests/golden/errors.txt", &texts.concat());
     }
 }

@@ -1,34 +1,34 @@
-//! Who works intervals off, and where. Knows neither QEMU nor stores: an item is a number and how
-//! long it probably takes.
+//! Distributes the intervals of an analysis over workers: threads of this process, or jobs of
+//! Slurm. This crate knows neither QEMU nor stores: an item is a number and an expected duration.
 //!
 //! ```text
-//!   feed ──▶ Queue (a directory) ──▶ workers ──▶ settled
-//!                 ▲                    ├ Local: threads of this process
-//!                 │ those of lost      └ Slurm: pilots, jobs that take item after item from the queue
-//!                 └── workers go back ◀──┘
+//!   source ──▶ Queue (a directory) ──▶ workers ──▶ settled
+//!                ▲                      ├ LocalRunner: threads of this process
+//!                │ items of             └ SlurmRunner: pilots, jobs that take item after item
+//!                └── lost workers ◀──────┘
 //! ```
 //!
-//! Starting a job costs Slurm a second, taking an item from the queue some hundred microseconds: so
-//! a job is not an interval but a *pilot*, which works off intervals until none is left, in as many
-//! slots as it has processors.
+//! Starting a job takes Slurm a second; taking an item from the queue takes some hundred
+//! microseconds. A job is therefore not an interval but a *pilot*: it takes intervals from the
+//! queue until none is left, as many at a time as it has slots.
 //!
-//! Invariants: an item is with one worker at a time, unless that one was taken for lost; what it
-//! makes must therefore be the same whoever makes it, and appear as a whole (`Queue` says where
-//! that matters). Every wait is bounded or ends with `interrupted`.
+//! Invariants: one worker has an item at a time, unless that worker is taken for lost. Two workers
+//! may then make the same output, which must not depend on the worker and must appear as a whole.
+//! Every wait is bounded or ends when `interrupted` is set.
 
 mod drive;
 mod error;
-mod local;
+mod local_runner;
 mod placement;
 mod queue;
 mod runner;
 pub mod slurm;
 mod worker;
 
-pub use drive::{Feed, More, drive, fill};
+pub use drive::{ItemSource, NewItems, drive, fill};
 pub use error::{Error, Result};
-pub use local::Local;
+pub use local_runner::LocalRunner;
 pub use placement::Placement;
-pub use queue::{Item, Queue, WorkerId};
-pub use runner::{On, Runner};
+pub use queue::{Queue, QueueItem, WorkerId};
+pub use runner::{Runner, RunnerKind};
 pub use worker::Worker;

@@ -1,53 +1,54 @@
-//! Which item a worker takes next. Pure.
+//! Chooses the item that a worker takes next. Pure.
 //!
 //! ```text
 //!   open      · · 2 3 4 5 · · 8 9 10 11 12 13 · 15       (· taken or settled)
-//!   the last of this worker was 7:  8 follows it           ──▶ its node has most of 8's pages
-//!   it has had none, or its stretch is at an end           ──▶ 8..13 is the longest stretch: its middle, unless it is untouched
+//!   the worker's last item was 7        ─▶ 8: its node has most of 8's pages
+//!   it had none, or 8 is taken          ─▶ the middle of the longest stretch, 8..13; an untouched stretch from 0: its first
 //! ```
 //!
-//! Neighbours in time have most pages in common, so a node that has just worked off one interval
-//! needs to fetch little for the next. Who comes new takes half of the longest stretch that is
-//! left, as work is stolen in schedulers of threads (Blumofe and Leiserson, Scheduling
-//! multithreaded computations by work stealing, 1999): few stretches are begun, and all workers end
-//! at about the same time.
+//! Neighbours in time share most pages, so a node that has just processed an interval needs to
+//! fetch little for the next. A new worker takes half of the longest stretch that is left, as
+//! work-stealing schedulers do (Blumofe and Leiserson, Scheduling multithreaded computations by
+//! work stealing, 1999): few stretches are begun, and all workers end at about the same time.
 
-use crate::Item;
+use crate::QueueItem;
 
-/// The rule.
+/// The rule by which items are chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
-    /// Longest first (Graham, Bounds on multiprocessing timing anomalies, 1969): for workers that
-    /// have one memory and one cache.
+    /// The longest item first (Graham, Bounds on multiprocessing timing anomalies, 1969): for
+    /// workers that share memory and cache.
     LongestFirst,
-    /// The one behind the last, for nodes with caches of their own.
+    /// The item after the worker's last one: for nodes with caches of their own.
     Neighbours,
 }
 
 impl Placement {
-    /// The next of `open` (ascending, no number twice) for a worker whose last item was `last`.
-    pub fn choose(self, open: &[Item], last: Option<u32>) -> Option<Item> {
+    /// Chooses an item of `open` (ascending, each index once) for a worker whose last item was
+    /// `last`; `None` if there is none.
+    pub fn choose(self, open: &[QueueItem], last: Option<u32>) -> Option<QueueItem> {
         match self {
-            // The first of those that are equally long.
+            // Of items with the same weight, the first.
             Self::LongestFirst => open.iter().rev().max_by_key(|item| item.weight).copied(),
             Self::Neighbours => {
-                let follows =
-                    |item: &&Item| last.and_then(|last| last.checked_add(1)) == Some(item.index);
+                let follows = |item: &&QueueItem| {
+                    last.and_then(|last| last.checked_add(1)) == Some(item.index)
+                };
                 open.iter().find(follows).copied().or_else(|| of_longest_stretch(open))
             }
         }
     }
 }
 
-/// The first item of all if nobody has begun the longest stretch from its front, else its middle by
-/// weight.
-fn of_longest_stretch(open: &[Item]) -> Option<Item> {
+/// The first item if the longest stretch begins with number 0 and is thus untouched, else its
+/// middle by weight.
+fn of_longest_stretch(open: &[QueueItem]) -> Option<QueueItem> {
     let weight =
-        |stretch: &[Item]| stretch.iter().map(|item| u128::from(item.weight)).sum::<u128>();
+        |stretch: &[QueueItem]| stretch.iter().map(|item| u128::from(item.weight)).sum::<u128>();
     let stretches = open.chunk_by(|a, b| a.index.checked_add(1) == Some(b.index));
     let longest = stretches.rev().max_by_key(|stretch| (weight(stretch), stretch.len()))?;
     let first = longest.first()?;
-    // What lies before number 0 nobody works off: the stretch is untouched.
+    // No worker can have come from before number 0.
     if first.index == 0 {
         return Some(*first);
     }
@@ -66,8 +67,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn items(all: &[(u32, u64)]) -> Vec<Item> {
-        all.iter().map(|&(index, weight)| Item { index, weight }).collect()
+    fn items(all: &[(u32, u64)]) -> Vec<QueueItem> {
+        all.iter().map(|&(index, weight)| QueueItem { index, weight }).collect()
     }
 
     #[test]
@@ -84,7 +85,7 @@ mod tests {
         assert_eq!(rule.choose(&all, None).unwrap().index, 0);
         assert_eq!(rule.choose(&all[1..], None).unwrap().index, 9);
         assert_eq!(rule.choose(&all[1..], Some(0)).unwrap().index, 1);
-        // 3..8 and 11..16 are left; the one whose next has gone takes half of one of them.
+        // 3..8 and 11..16 are left; a worker whose next item is taken gets half of one of them.
         let left = [&all[3..8], &all[11..16]].concat();
         assert_eq!(rule.choose(&left, Some(8)).unwrap().index, 6);
         assert_eq!(rule.choose(&left, Some(u32::MAX)).unwrap().index, 6);
@@ -92,13 +93,13 @@ mod tests {
     }
 
     proptest! {
-        /// Two workers on their own nodes begin few stretches: each new one costs a node the whole
-        /// of a RAM.
+        /// Workers with caches of their own begin few stretches: each stretch makes a node fetch a
+        /// whole RAM.
         #[test]
         fn all_are_taken_once_and_in_few_stretches(weights in prop::collection::vec(1u64..100, 1..200), workers in 1usize..9) {
-            let mut open: Vec<Item> =
-                weights.iter().enumerate().map(|(index, &weight)| Item { index: index as u32, weight }).collect();
-            // Each with the time at which it is free again.
+            let mut open: Vec<QueueItem> =
+                weights.iter().enumerate().map(|(index, &weight)| QueueItem { index: index as u32, weight }).collect();
+            // Each worker with the time at which it is free again.
             let mut free = vec![(0u64, None); workers];
             let mut begun = 0;
             while !open.is_empty() {

@@ -1,22 +1,22 @@
-//! A queue of items in a directory that all workers see, each on its own host.
+//! A queue of items in a directory that the workers of all hosts share.
 //!
 //! ```text
-//!   items/000007-000000001200000000             open; the second number is how long it probably takes, in whatever unit
-//!      │ rename: of several that try, one succeeds                        ▲ put back: its worker is lost
+//!   items/000007-000000001200000000             open: index and weight
+//!      │ rename: of several workers that try, one succeeds                ▲ its worker is lost
 //!      ▼                                                                  │
 //!   taken/000007-000000001200000000@WORKER ───────────────────────────────┘
 //!      │ rename
 //!      ▼
-//!   settled/000007-000000001200000000           done, or given up: what came of it lies elsewhere
+//!   settled/000007-000000001200000000           done, or given up
 //!
-//!   workers/WORKER      its last sign of life is the file's time      closed      no item comes any more
+//!   workers/WORKER      heartbeat: the file's time      closed      no more items will come
 //! ```
 //!
-//! A state is a name, a change of state one rename, which file systems do as a whole, NFS among
-//! them. No lock is held by anybody, so none is left behind. A worker that was taken for lost and
-//! still lives learns it when it settles: the name has gone.
+//! An item's state is its file's name; a change of state is one rename, which is atomic on all
+//! file systems, including NFS. There are no locks that could be left behind. A worker that was
+//! wrongly taken for lost learns it when it settles an item: the name is gone.
 //!
-//! Times are compared with each other as the file system has them, never with a host's clock.
+//! Only times of the file system are compared with each other, never a host's clock.
 
 use crate::{Error, Placement, Result};
 use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, UTIME_NOW, utimensat};
@@ -30,19 +30,19 @@ const TAKEN: &str = "taken";
 const SETTLED: &str = "settled";
 const WORKERS: &str = "workers";
 const CLOSED: &str = "closed";
-/// No directory of a queue has more.
+/// The most names that are read from a directory of the queue.
 const NAMES_MAX: usize = 1 << 22;
 
-/// One of what there is to do.
+/// An item of work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Item {
+pub struct QueueItem {
     /// Its number.
     pub index: u32,
-    /// How long it probably takes, in a unit that all of a queue have in common.
+    /// Its expected duration, in any unit that all items of the queue share.
     pub weight: u64,
 }
 
-impl Item {
+impl QueueItem {
     fn name(self) -> String {
         format!("{:06}-{:018}", self.index, self.weight)
     }
@@ -53,28 +53,28 @@ impl Item {
     }
 }
 
-/// A worker's name: letters, digits, `.`, `_`, `-` and `+` only, as it is part of files' names.
+/// A worker's name, part of file names: letters, digits, `.`, `_`, `-` and `+`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct WorkerId(String);
 
 impl WorkerId {
-    /// `text` with whatever else it has replaced.
+    /// `text` with all other characters replaced by `_`, at most 120 characters.
     pub fn new(text: &str) -> Self {
         let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-+".contains(c);
         Self(text.chars().take(120).map(|c| if is_plain(c) { c } else { '_' }).collect())
     }
 
-    /// That of this process.
+    /// The name of this process.
     pub fn local() -> Self {
         Self::new(&format!("local.{}", std::process::id()))
     }
 
-    /// Whether it is that of a process that was not started by a cluster.
+    /// Whether a process outside of a cluster has this name.
     pub fn is_local(&self) -> bool {
         self.0.starts_with("local.")
     }
 
-    /// As it is written.
+    /// The name as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -82,31 +82,31 @@ impl WorkerId {
 
 /// An item that a worker has.
 #[derive(Clone, Debug)]
-pub struct Taken {
+pub struct TakenItem {
     /// The item.
-    pub item: Item,
-    /// Who has it.
+    pub item: QueueItem,
+    /// The worker that has it.
     pub worker: WorkerId,
 }
 
-impl Taken {
+impl TakenItem {
     fn name(&self) -> String {
         format!("{}@{}", self.item.name(), self.worker.0)
     }
 
     fn parse(name: &str) -> Option<Self> {
         let (item, worker) = name.split_once('@')?;
-        Some(Self { item: Item::parse(item)?, worker: WorkerId::new(worker) })
+        Some(Self { item: QueueItem::parse(item)?, worker: WorkerId::new(worker) })
     }
 }
 
-/// It.
+/// A queue in a directory.
 #[derive(Clone, Debug)]
 pub struct Queue {
     dir: PathBuf,
 }
 
-/// What another one may have moved meanwhile.
+/// Returns false if another process has moved or removed the file.
 fn unless_gone(result: io::Result<()>) -> io::Result<bool> {
     match result {
         Ok(()) => Ok(true),
@@ -116,8 +116,8 @@ fn unless_gone(result: io::Result<()>) -> io::Result<bool> {
 }
 
 impl Queue {
-    /// The one in `dir`, which is made where there is none. Items may come, also where it was
-    /// closed before.
+    /// Creates the queue in `dir`, or opens an existing one. Items may be added, even if it was
+    /// closed.
     pub fn create(dir: &Path) -> Result<Self> {
         for part in [ITEMS, TAKEN, SETTLED, WORKERS] {
             let path = dir.join(part);
@@ -128,7 +128,7 @@ impl Queue {
         Ok(Self { dir: dir.to_owned() })
     }
 
-    /// The one in `dir`.
+    /// Opens the queue in `dir`.
     pub fn open(dir: &Path) -> Result<Self> {
         let path = dir.join(ITEMS);
         fs::metadata(&path).map_err(Error::io("look at", &path))?;
@@ -151,79 +151,79 @@ impl Queue {
         Ok(all)
     }
 
-    /// Those that nobody has, ascending.
-    pub fn items(&self) -> Result<Vec<Item>> {
-        let mut all = self.names(ITEMS, Item::parse)?;
+    /// The open items, ascending.
+    pub fn items(&self) -> Result<Vec<QueueItem>> {
+        let mut all = self.names(ITEMS, QueueItem::parse)?;
         all.sort_unstable();
         all.dedup_by_key(|item| item.index);
         Ok(all)
     }
 
-    /// Those that a worker has.
-    pub fn taken(&self) -> Result<Vec<Taken>> {
-        self.names(TAKEN, Taken::parse)
+    /// The items that workers have taken.
+    pub fn taken(&self) -> Result<Vec<TakenItem>> {
+        self.names(TAKEN, TakenItem::parse)
     }
 
-    /// Those that are settled, ascending.
-    pub fn settled(&self) -> Result<Vec<Item>> {
-        let mut all = self.names(SETTLED, Item::parse)?;
+    /// The settled items, ascending.
+    pub fn settled(&self) -> Result<Vec<QueueItem>> {
+        let mut all = self.names(SETTLED, QueueItem::parse)?;
         all.sort_unstable();
         Ok(all)
     }
 
-    /// Adds one.
-    pub fn put(&self, item: Item) -> Result<()> {
+    /// Adds an open item.
+    pub fn add(&self, item: QueueItem) -> Result<()> {
         let path = self.dir.join(ITEMS).join(item.name());
         fs::write(&path, []).map_err(Error::io("write", &path))
     }
 
-    /// Adds one that is settled already.
-    pub fn put_settled(&self, item: Item) -> Result<()> {
+    /// Adds an item that is settled already.
+    pub fn add_settled(&self, item: QueueItem) -> Result<()> {
         let path = self.dir.join(SETTLED).join(item.name());
         fs::write(&path, []).map_err(Error::io("write", &path))
     }
 
-    /// No item comes any more: workers that find none end.
+    /// Closes the queue: no more items will come, and workers that find none end.
     pub fn close(&self) -> Result<()> {
         let path = self.dir.join(CLOSED);
         fs::write(&path, []).map_err(Error::io("write", &path))
     }
 
-    /// Whether no item comes any more.
+    /// Whether the queue is closed.
     pub fn is_closed(&self) -> bool {
         self.dir.join(CLOSED).exists()
     }
 
-    /// Gives `worker`, whose last item was `last`, the next one by `placement`; none where all are
-    /// taken or settled.
+    /// Takes an item for `worker`, whose last item was `last`, as `placement` chooses; `None` if
+    /// all are taken or settled.
     pub fn take(
         &self,
         worker: &WorkerId,
         placement: Placement,
         last: Option<u32>,
-    ) -> Result<Option<Item>> {
+    ) -> Result<Option<QueueItem>> {
         let mut open = self.items()?;
         while let Some(item) = placement.choose(&open, last) {
             let from = self.dir.join(ITEMS).join(item.name());
-            let to = self.dir.join(TAKEN).join(Taken { item, worker: worker.clone() }.name());
+            let to = self.dir.join(TAKEN).join(TakenItem { item, worker: worker.clone() }.name());
             if unless_gone(fs::rename(&from, &to)).map_err(Error::io("rename", &from))? {
                 return Ok(Some(item));
             }
-            // Somebody was faster.
+            // Another worker was faster.
             open.retain(|other| other.index != item.index);
         }
         Ok(None)
     }
 
-    /// `worker` is through with `item`. False where it was taken for lost meanwhile.
-    pub fn settle(&self, worker: &WorkerId, item: Item) -> Result<bool> {
-        let from = self.dir.join(TAKEN).join(Taken { item, worker: worker.clone() }.name());
+    /// Settles an item of `worker`. Returns false if the worker was taken for lost meanwhile.
+    pub fn settle(&self, worker: &WorkerId, item: QueueItem) -> Result<bool> {
+        let from = self.dir.join(TAKEN).join(TakenItem { item, worker: worker.clone() }.name());
         let to = self.dir.join(SETTLED).join(item.name());
         unless_gone(fs::rename(&from, &to)).map_err(Error::io("rename", &from))
     }
 
-    /// Puts back what the workers have of whom `is_lost` says so; how many items.
-    pub fn put_back(&self, is_lost: impl Fn(&WorkerId) -> bool) -> Result<usize> {
+    /// Returns the items of lost workers to the queue. Returns their number.
+    pub fn return_items(&self, is_lost: impl Fn(&WorkerId) -> bool) -> Result<usize> {
         let mut count = 0;
         for taken in self.taken()?.into_iter().filter(|taken| is_lost(&taken.worker)) {
             let from = self.dir.join(TAKEN).join(taken.name());
@@ -235,8 +235,8 @@ impl Queue {
         Ok(count)
     }
 
-    /// Opens those that are settled again for which `again` holds: they were given up, and are
-    /// tried once more.
+    /// Opens settled items again if `again` returns true for their index: for items that were
+    /// given up and are to be tried once more.
     pub fn reopen(&self, again: impl Fn(u32) -> bool) -> Result<()> {
         for item in self.settled()?.into_iter().filter(|item| again(item.index)) {
             let from = self.dir.join(SETTLED).join(item.name());
@@ -246,13 +246,13 @@ impl Queue {
         Ok(())
     }
 
-    fn sign(&self, worker: &WorkerId) -> PathBuf {
+    fn heartbeat_path(&self, worker: &WorkerId) -> PathBuf {
         self.dir.join(WORKERS).join(&worker.0)
     }
 
-    /// `worker` lives. By the file system's clock, where that has one.
-    pub fn show_life(&self, worker: &WorkerId) -> Result<()> {
-        let path = self.sign(worker);
+    /// Records a heartbeat of `worker`, by the file system's clock if it has one.
+    pub fn heartbeat(&self, worker: &WorkerId) -> Result<()> {
+        let path = self.heartbeat_path(worker);
         let now = Timespec { tv_sec: 0, tv_nsec: UTIME_NOW };
         let touched = utimensat(
             CWD,
@@ -269,29 +269,30 @@ impl Queue {
         }
     }
 
-    /// `worker` ends.
-    pub fn leave(&self, worker: &WorkerId) -> Result<()> {
-        let path = self.sign(worker);
+    /// Removes the heartbeat of `worker`, which ends.
+    pub fn remove_worker(&self, worker: &WorkerId) -> Result<()> {
+        let path = self.heartbeat_path(worker);
         unless_gone(fs::remove_file(&path)).map_err(Error::io("remove", &path)).map(drop)
     }
 
-    /// Those that have shown themselves and not left.
+    /// The workers with a heartbeat.
     pub fn workers(&self) -> Result<Vec<WorkerId>> {
         self.names(WORKERS, |name| Some(WorkerId::new(name)))
     }
 
-    /// Puts back what workers have that showed no life for longer than `lease` before `by` did.
-    pub fn put_back_stale(&self, by: &WorkerId, lease: Duration) -> Result<usize> {
-        let time =
-            |worker: &WorkerId| fs::metadata(self.sign(worker)).and_then(|m| m.modified()).ok();
+    /// Returns the items of workers whose last heartbeat is more than `lease` older than that of `by`.
+    pub fn return_stale(&self, by: &WorkerId, lease: Duration) -> Result<usize> {
+        let time = |worker: &WorkerId| {
+            fs::metadata(self.heartbeat_path(worker)).and_then(|m| m.modified()).ok()
+        };
         let Some(now) = time(by) else { return Ok(0) };
-        // One without a sign has left, or was never heard of.
+        // A worker without a heartbeat has ended, or is unknown.
         let is_stale = |worker: &WorkerId| {
             worker != by
                 && time(worker)
                     .is_none_or(|then| now.duration_since(then).is_ok_and(|age| age > lease))
         };
-        self.put_back(is_stale)
+        self.return_items(is_stale)
     }
 }
 
@@ -306,7 +307,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let queue = Queue::create(dir.path()).unwrap();
         for index in 0..count {
-            queue.put(Item { index, weight: 1 + u64::from(index) }).unwrap();
+            queue.add(QueueItem { index, weight: 1 + u64::from(index) }).unwrap();
         }
         (dir, queue)
     }
@@ -338,29 +339,29 @@ mod tests {
     }
 
     #[test]
-    fn what_a_lost_worker_had_goes_back_and_it_learns_that() {
+    fn items_of_a_lost_worker_return_and_the_worker_learns_it() {
         let (_dir, queue) = queue(2);
         let (lost, alive) = (WorkerId::new("lost/1:2"), WorkerId::new("alive"));
         assert_eq!(lost.as_str(), "lost_1_2");
-        queue.show_life(&lost).unwrap();
+        queue.heartbeat(&lost).unwrap();
         let item = queue.take(&lost, Placement::LongestFirst, None).unwrap().unwrap();
         assert_eq!(item.index, 1);
-        queue.show_life(&alive).unwrap();
-        assert_eq!(queue.put_back_stale(&alive, Duration::from_secs(60)).unwrap(), 0);
+        queue.heartbeat(&alive).unwrap();
+        assert_eq!(queue.return_stale(&alive, Duration::from_secs(60)).unwrap(), 0);
         let long_ago = SystemTime::now() - Duration::from_secs(600);
-        let sign = fs::File::options().write(true).open(queue.sign(&lost)).unwrap();
+        let sign = fs::File::options().write(true).open(queue.heartbeat_path(&lost)).unwrap();
         sign.set_modified(long_ago).unwrap();
-        assert_eq!(queue.put_back_stale(&alive, Duration::from_secs(60)).unwrap(), 1);
+        assert_eq!(queue.return_stale(&alive, Duration::from_secs(60)).unwrap(), 1);
         assert_eq!(queue.take(&alive, Placement::LongestFirst, None).unwrap(), Some(item));
         assert!(!queue.settle(&lost, item).unwrap());
         assert!(queue.settle(&alive, item).unwrap());
-        // One that was given up is tried again.
+        // An item that was given up is tried again.
         queue.reopen(|index| index == 1).unwrap();
         assert_eq!(queue.items().unwrap().len(), 2);
     }
 
     #[test]
-    fn names_that_are_none_of_ours_are_no_items() {
+    fn other_file_names_are_not_items() {
         let (dir, queue) = queue(1);
         for name in [
             ".nfs0001",
@@ -371,7 +372,7 @@ mod tests {
         ] {
             fs::write(dir.path().join(ITEMS).join(name), []).unwrap();
         }
-        assert_eq!(queue.items().unwrap(), [Item { index: 0, weight: 1 }]);
+        assert_eq!(queue.items().unwrap(), [QueueItem { index: 0, weight: 1 }]);
         assert!(Queue::open(&dir.path().join("none")).is_err());
     }
 }

@@ -1,21 +1,21 @@
-//! Who has workers at a queue.
+//! Runners: what provides the workers of a queue.
 
 use crate::{Error, Queue, Result};
 use std::str::FromStr;
 
-/// Where work is done, as `--on` says it.
+/// The value of `--on`: where intervals are processed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum On {
-    /// By this process.
+pub enum RunnerKind {
+    /// In this process.
     Local,
-    /// By jobs of Slurm's.
+    /// In Slurm jobs.
     Slurm {
-        /// In which partition; Slurm's default where none is named.
+        /// The partition; `None` for Slurm's default.
         partition: Option<String>,
     },
 }
 
-impl FromStr for On {
+impl FromStr for RunnerKind {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
@@ -30,13 +30,13 @@ impl FromStr for On {
     }
 }
 
-/// Has workers at a queue.
+/// Provides the workers of a queue.
 pub trait Runner {
-    /// Called again and again until all is settled: sees to it that workers are there, and puts
-    /// back what lost ones had.
+    /// Starts workers if needed, and returns the items of lost ones to the queue. Called repeatedly
+    /// until all items are settled.
     fn tend(&mut self, queue: &Queue) -> Result<()>;
 
-    /// Takes its workers away: nothing is left to do, or nobody wants it any more.
+    /// Ends the workers: all items are settled, or the results are no longer wanted.
     fn end(&mut self, queue: &Queue) -> Result<()>;
 }
 
@@ -45,15 +45,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn runners_have_names() {
-        assert_eq!("local".parse::<On>().unwrap(), On::Local);
-        assert_eq!("slurm".parse::<On>().unwrap(), On::Slurm { partition: None });
+    fn runners_are_parsed_by_name() {
+        assert_eq!("local".parse::<RunnerKind>().unwrap(), RunnerKind::Local);
+        assert_eq!("slurm".parse::<RunnerKind>().unwrap(), RunnerKind::Slurm { partition: None });
         assert_eq!(
-            "slurm:long".parse::<On>().unwrap(),
-            On::Slurm { partition: Some("long".into()) }
+            "slurm:long".parse::<RunnerKind>().unwrap(),
+            RunnerKind::Slurm { partition: Some("long".into()) }
         );
         for wrong in ["", "slurm:", "kubernetes", "local:2"] {
-            let error = wrong.parse::<On>().unwrap_err();
+            let error = wrong.parse::<RunnerKind>().unwrap_err();
             assert!(error.fix().unwrap().contains("slurm:PARTITION"), "{error}");
         }
     }

@@ -1,6 +1,6 @@
 //! A worker: takes item after item from a queue, in several slots, until none is left.
 
-use crate::{Item, Placement, Queue, Result, WorkerId};
+use crate::{Placement, Queue, QueueItem, Result, WorkerId};
 use keyframe_locks::IgnorePoison;
 use std::sync::Condvar;
 use std::sync::Mutex;
@@ -8,44 +8,48 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::ScopedJoinHandle;
 use std::time::Duration;
 
-/// How often it is looked for items where there is none as yet.
+/// Time between two looks for items while there is none.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// It.
+/// A worker.
 #[derive(Clone, Debug)]
 pub struct Worker {
-    /// Its name, which no other one has.
+    /// Its unique name.
     pub id: WorkerId,
-    /// Items at a time.
+    /// How many items it processes at a time.
     pub slots: usize,
-    /// Which it takes.
+    /// How it chooses items.
     pub placement: Placement,
-    /// One that shows no life for as long is lost.
+    /// A worker without a heartbeat for this long counts as lost.
     pub lease: Duration,
 }
 
 impl Worker {
-    /// Has `job` done for item after item until none comes any more or `interrupted`. An item is
-    /// settled when `job` returns, whatever came of it, unless that was interrupted: then it goes
-    /// back. How many it settled.
+    /// Runs `job` for item after item until none will come any more or `interrupted` is set.
+    /// Returns how many items it settled.
+    ///
+    /// An item is settled when `job` returns, whatever the outcome. If `interrupted` is set by then,
+    /// the item returns to the queue.
+    ///
+    /// Error: [`Error::Io`](crate::Error::Io).
     pub fn run(
         &self,
         queue: &Queue,
         interrupted: &AtomicBool,
-        job: impl Fn(Item) + Sync,
+        job: impl Fn(QueueItem) + Sync,
     ) -> Result<usize> {
-        queue.show_life(&self.id)?;
-        let (settled, ended) = (AtomicUsize::new(0), Ended::default());
+        queue.heartbeat(&self.id)?;
+        let (settled, ended) = (AtomicUsize::new(0), EndSignal::default());
         let worked = std::thread::scope(|scope| {
             scope.spawn(|| {
-                // A file system that hangs makes it look lost, and its items are done elsewhere.
+                // If the file system hangs, the worker looks lost, and others do its items.
                 while !ended.within(self.lease / 6) {
-                    let _ = queue.show_life(&self.id);
-                    let _ = queue.put_back_stale(&self.id, self.lease);
+                    let _ = queue.heartbeat(&self.id);
+                    let _ = queue.return_stale(&self.id, self.lease);
                 }
             });
             let slots: Vec<_> = (0..self.slots.max(1))
-                .map(|_| scope.spawn(|| self.slot(queue, interrupted, &settled, &job)))
+                .map(|_| scope.spawn(|| self.run_slot(queue, interrupted, &settled, &job)))
                 .collect();
             let joined: Vec<_> = slots.into_iter().map(ScopedJoinHandle::join).collect();
             ended.set();
@@ -53,24 +57,24 @@ impl Worker {
                 .into_iter()
                 .try_for_each(|slot| slot.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
         });
-        queue.put_back(|worker| *worker == self.id)?;
-        queue.leave(&self.id)?;
+        queue.return_items(|worker| *worker == self.id)?;
+        queue.remove_worker(&self.id)?;
         worked.map(|()| settled.into_inner())
     }
 
-    fn slot(
+    fn run_slot(
         &self,
         queue: &Queue,
         interrupted: &AtomicBool,
         settled: &AtomicUsize,
-        job: &(impl Fn(Item) + Sync),
+        job: &(impl Fn(QueueItem) + Sync),
     ) -> Result<()> {
         let mut last = None;
         while !interrupted.load(Ordering::Relaxed) {
-            // Looked at first: what is put between the two is seen at the next look.
+            // Read first: an item that is added in between is seen at the next look.
             let is_closed = queue.is_closed();
             let Some(item) = queue.take(&self.id, self.placement, last)? else {
-                // What others have may come back, if they get lost.
+                // Items of other workers may come back if these are lost.
                 if is_closed && queue.taken()?.is_empty() && queue.items()?.is_empty() {
                     return Ok(());
                 }
@@ -87,16 +91,17 @@ impl Worker {
     }
 }
 
-/// Whether all slots have ended.
+/// Tells that all slots have ended.
 #[derive(Default)]
-struct Ended(Mutex<bool>, Condvar);
+struct EndSignal(Mutex<bool>, Condvar);
 
-impl Ended {
+impl EndSignal {
     fn set(&self) {
         *self.0.lock().ignore_poison() = true;
         self.1.notify_all();
     }
 
+    /// Waits for at most `time`. Returns whether all slots have ended.
     fn within(&self, time: Duration) -> bool {
         let ended = self.0.lock().ignore_poison();
         *self.1.wait_timeout_while(ended, time, |ended| !*ended).ignore_poison().0
@@ -122,7 +127,7 @@ mod tests {
             let working = scope.spawn(|| worker("a", 2).run(&queue, &never, |_| ()).unwrap());
             for index in 0..20 {
                 std::thread::sleep(Duration::from_millis(3));
-                queue.put(Item { index, weight: 1 }).unwrap();
+                queue.add(QueueItem { index, weight: 1 }).unwrap();
             }
             queue.close().unwrap();
             assert_eq!(working.join().unwrap(), 20);
@@ -134,11 +139,11 @@ mod tests {
     fn what_a_dead_worker_had_is_done_by_the_next() {
         let dir = tempfile::tempdir().unwrap();
         let queue = Queue::create(dir.path()).unwrap();
-        (0..3).for_each(|index| queue.put(Item { index, weight: 1 }).unwrap());
+        (0..3).for_each(|index| queue.add(QueueItem { index, weight: 1 }).unwrap());
         queue.close().unwrap();
         let dead = WorkerId::new("dead");
         let began = Instant::now();
-        queue.show_life(&dead).unwrap();
+        queue.heartbeat(&dead).unwrap();
         queue.take(&dead, Placement::Neighbours, None).unwrap().unwrap();
         assert_eq!(worker("b", 1).run(&queue, &AtomicBool::new(false), |_| ()).unwrap(), 3);
         assert!(began.elapsed() >= Duration::from_millis(200), "its lease is respected");
@@ -148,7 +153,7 @@ mod tests {
     fn an_interrupted_worker_gives_its_items_back() {
         let dir = tempfile::tempdir().unwrap();
         let queue = Queue::create(dir.path()).unwrap();
-        (0..3).for_each(|index| queue.put(Item { index, weight: 1 }).unwrap());
+        (0..3).for_each(|index| queue.add(QueueItem { index, weight: 1 }).unwrap());
         let interrupted = AtomicBool::new(false);
         let job = |_| interrupted.store(true, Ordering::Relaxed);
         assert_eq!(worker("c", 1).run(&queue, &interrupted, job).unwrap(), 0);

@@ -6,7 +6,7 @@ use super::of_store;
 use keyframe_inspect::display_picture as screens;
 use keyframe_inspect::show;
 use keyframe_store::CheckpointId;
-use keyframe_web::Problem;
+use keyframe_web::ApiError;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
@@ -16,11 +16,11 @@ pub fn of(
     id: u64,
     running: &BTreeSet<String>,
     starts: bool,
-) -> Result<Value, Problem> {
+) -> Result<Value, ApiError> {
     let failed = |e: keyframe_store::Error| of_store(&e, listed.place());
     let sealed = listed.store().sealed(CheckpointId(id)).map_err(failed)?;
     let mut all = serde_json::to_value(show::shown(&sealed))
-        .map_err(|e| Problem::Failed(format!("write JSON: {e}")))?;
+        .map_err(|e| ApiError::Failed(format!("write JSON: {e}")))?;
     let listing = listed.listing()?;
     let vm = &sealed.meta.vm;
     let of_vm = || listing.checkpoints.iter().filter(|one| one.vm == *vm).map(|one| one.id);

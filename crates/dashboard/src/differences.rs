@@ -5,7 +5,7 @@ use super::listed::Listed;
 use super::{locked, of_store};
 use keyframe_store::{CheckpointId, Loaded};
 use keyframe_units::PageIndex;
-use keyframe_web::{Heat, HeatRegion, Problem};
+use keyframe_web::{ApiError, HeatMap, HeatRegion};
 use serde_json::Value;
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -16,7 +16,7 @@ const KEPT_MAX: usize = 32;
 /// The last few.
 #[derive(Default)]
 pub struct Differences {
-    heats: Mutex<VecDeque<(Key, Heat)>>,
+    heats: Mutex<VecDeque<(Key, HeatMap)>>,
     diffs: Mutex<VecDeque<(Key, Value)>>,
 }
 
@@ -25,7 +25,7 @@ type Key = (String, u64, Option<u64>, u64);
 
 impl Differences {
     /// Where in memory a checkpoint differs from its parent.
-    pub fn heat(&self, listed: &Listed, id: u64, pieces: u64) -> Result<Heat, Problem> {
+    pub fn heat(&self, listed: &Listed, id: u64, pieces: u64) -> Result<HeatMap, ApiError> {
         let parent = parent_of(listed, id)?;
         let key = (listed.id().to_owned(), id, parent, pieces);
         if let Some(kept) = find(&self.heats, &key) {
@@ -43,9 +43,9 @@ impl Differences {
     }
 
     /// What differs between it and its parent.
-    pub fn diff(&self, listed: &Listed, id: u64) -> Result<Value, Problem> {
+    pub fn diff(&self, listed: &Listed, id: u64) -> Result<Value, ApiError> {
         let parent = parent_of(listed, id)?.ok_or_else(|| {
-            Problem::Unknown(format!(
+            ApiError::Unknown(format!(
                 "checkpoint {id} has no parent in the store: it is the first, or that one was forgotten"
             ))
         })?;
@@ -57,17 +57,17 @@ impl Differences {
             .store()
             .diff(CheckpointId(parent), CheckpointId(id), &mut |_, _| ())
             .map_err(|e| of_store(&e, listed.place()))?;
-        let diff =
-            serde_json::to_value(&diff).map_err(|e| Problem::Failed(format!("write JSON: {e}")))?;
+        let diff = serde_json::to_value(&diff)
+            .map_err(|e| ApiError::Failed(format!("write JSON: {e}")))?;
         keep(&self.diffs, key, diff.clone());
         Ok(diff)
     }
 }
 
-fn parent_of(listed: &Listed, id: u64) -> Result<Option<u64>, Problem> {
+fn parent_of(listed: &Listed, id: u64) -> Result<Option<u64>, ApiError> {
     let listing = listed.listing()?;
     let one =
-        listing.get(id).ok_or_else(|| Problem::Unknown(format!("there is no checkpoint {id}")))?;
+        listing.get(id).ok_or_else(|| ApiError::Unknown(format!("there is no checkpoint {id}")))?;
     Ok(one.parent.filter(|parent| listing.get(*parent).is_some()))
 }
 
@@ -84,7 +84,7 @@ fn keep<T>(kept: &Mutex<VecDeque<(Key, T)>>, key: Key, one: T) {
 }
 
 /// Pages of one store with the same token hold the same bytes: no page is read.
-fn heat(loaded: &Loaded, before: Option<&Loaded>, pieces: u64) -> Heat {
+fn heat(loaded: &Loaded, before: Option<&Loaded>, pieces: u64) -> HeatMap {
     let layout = &loaded.meta.ram;
     let piece_pages = layout.len_pages().div_ceil(pieces.max(1)).max(1);
     let regions = layout.blocks().iter().enumerate().map(|(at, block)| {
@@ -109,7 +109,7 @@ fn heat(loaded: &Loaded, before: Option<&Loaded>, pieces: u64) -> Heat {
         region.nonzero_pages = region.nonzero.iter().sum();
         region
     });
-    Heat {
+    HeatMap {
         id: loaded.id.0,
         parent: before.map(|before| before.id.0),
         piece_pages,

@@ -5,7 +5,7 @@ use super::said;
 use keyframe_failure::output;
 use keyframe_session::control::{Request, Response, client};
 use keyframe_session::rundir;
-use keyframe_web::Problem;
+use keyframe_web::ApiError;
 use std::path::Path;
 use std::time::Duration;
 
@@ -13,19 +13,19 @@ use std::time::Duration;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Puts the VM that checkpoint `id` is of, and that runs, back to it.
-pub fn roll_back(listed: &Listed, id: u64) -> Result<String, Problem> {
+pub fn roll_back(listed: &Listed, id: u64) -> Result<String, ApiError> {
     let listing = listed.listing()?;
     let one =
-        listing.get(id).ok_or_else(|| Problem::Unknown(format!("there is no checkpoint {id}")))?;
-    let failed = |error: keyframe_session::Error| Problem::Failed(said(&error.into()));
+        listing.get(id).ok_or_else(|| ApiError::Unknown(format!("there is no checkpoint {id}")))?;
+    let failed = |error: keyframe_session::Error| ApiError::Failed(said(&error.into()));
     let engine =
-        rundir::find(Some(&one.vm)).map_err(|failure| Problem::Unknown(said(&failure.into())))?;
+        rundir::find(Some(&one.vm)).map_err(|failure| ApiError::Unknown(said(&failure.into())))?;
     let ask = |request: &Request| client::ask(&engine, request, PATIENCE).map_err(failed);
     // Another VM of that name may write to another store.
     match ask(&Request::Status)? {
         Response::Status(status) if Path::new(&status.store) == listed.place() => {}
         _ => {
-            return Err(Problem::Unknown(format!(
+            return Err(ApiError::Unknown(format!(
                 "VM {} runs, and does not write to this store",
                 one.vm
             )));
@@ -38,6 +38,6 @@ pub fn roll_back(listed: &Listed, id: u64) -> Result<String, Problem> {
             output::duration(done.stood_ns),
             done.before
         )),
-        other => Err(Problem::Failed(format!("unexpected answer: {other:?}"))),
+        other => Err(ApiError::Failed(format!("unexpected answer: {other:?}"))),
     }
 }

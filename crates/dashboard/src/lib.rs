@@ -29,7 +29,10 @@ use keyframe_failure::Failure;
 use keyframe_locks::IgnorePoison;
 use keyframe_store::CheckpointId;
 use keyframe_store_keys::KeyArg;
-use keyframe_web::{Action, Heat, Listing, Problem, Sizes, Source, StoreHead, VmState};
+use keyframe_web::{
+    ApiError, CheckpointListing, DashboardAction, DashboardSource, HeatMap, StoreHead, StoreSizes,
+    VmState,
+};
 use serde_json::Value;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -74,7 +77,7 @@ impl Served {
     }
 
     /// The store with that id, from among those that are shown.
-    fn store(&self, id: &str) -> Result<Arc<listed::Listed>, Problem> {
+    fn store(&self, id: &str) -> Result<Arc<listed::Listed>, ApiError> {
         // It may be one that a VM has only just begun to write to.
         self.stores
             .get(id)
@@ -82,11 +85,11 @@ impl Served {
                 self.vms();
                 self.stores.get(id)
             })
-            .ok_or_else(|| Problem::Unknown(format!("no store {id} is shown here")))
+            .ok_or_else(|| ApiError::Unknown(format!("no store {id} is shown here")))
     }
 }
 
-impl Source for Served {
+impl DashboardSource for Served {
     fn vms(&self) -> Vec<VmState> {
         self.vms.all(&self.stores)
     }
@@ -97,28 +100,28 @@ impl Source for Served {
         self.stores.heads()
     }
 
-    fn listing(&self, store: &str) -> Result<Arc<Listing>, Problem> {
+    fn listing(&self, store: &str) -> Result<Arc<CheckpointListing>, ApiError> {
         self.store(store)?.listing()
     }
 
-    fn checkpoint(&self, store: &str, id: u64) -> Result<Value, Problem> {
+    fn checkpoint(&self, store: &str, id: u64) -> Result<Value, ApiError> {
         let runs = self.vms().into_iter().map(|vm| vm.name).collect();
         details::of(&*self.store(store)?, id, &runs, self.starts)
     }
 
-    fn heat(&self, store: &str, id: u64, pieces: u64) -> Result<Heat, Problem> {
+    fn heat(&self, store: &str, id: u64, pieces: u64) -> Result<HeatMap, ApiError> {
         self.differences.heat(&*self.store(store)?, id, pieces)
     }
 
-    fn diff(&self, store: &str, id: u64) -> Result<Value, Problem> {
+    fn diff(&self, store: &str, id: u64) -> Result<Value, ApiError> {
         self.differences.diff(&*self.store(store)?, id)
     }
 
-    fn screen(&self, store: &str, id: u64, member: Option<&str>) -> Result<Arc<[u8]>, Problem> {
+    fn screen(&self, store: &str, id: u64, member: Option<&str>) -> Result<Arc<[u8]>, ApiError> {
         self.screens.of(&*self.store(store)?, id, member)
     }
 
-    fn sizes(&self, store: &str) -> Result<Sizes, Problem> {
+    fn sizes(&self, store: &str) -> Result<StoreSizes, ApiError> {
         self.store(store)?.sizes()
     }
 
@@ -126,33 +129,35 @@ impl Source for Served {
         self.recordings.all(&self.stores)
     }
 
-    fn act(&self, store: &str, action: &Action) -> Result<String, Problem> {
+    fn act(&self, store: &str, action: &DashboardAction) -> Result<String, ApiError> {
         let listed = self.store(store)?;
         let store = listed.store();
         let done = match action {
-            Action::Rollback(id) => return doing::roll_back(&listed, *id),
-            Action::Branch(_) | Action::Restore(_) if !self.starts => {
-                return Err(Problem::Bad(
+            DashboardAction::Rollback(id) => return doing::roll_back(&listed, *id),
+            DashboardAction::Branch(_) | DashboardAction::Restore(_) if !self.starts => {
+                return Err(ApiError::Bad(
                     "this server starts no VMs; start it with --allow-start, or run the command"
                         .into(),
                 ));
             }
-            Action::Branch(id) => return starting::branch(&listed, *id),
-            Action::Restore(id) => return starting::restore(&listed, *id),
-            Action::Pin(id) => {
+            DashboardAction::Branch(id) => return starting::branch(&listed, *id),
+            DashboardAction::Restore(id) => return starting::restore(&listed, *id),
+            DashboardAction::Pin(id) => {
                 store.pin(CheckpointId(*id)).map(|()| format!("checkpoint {id} is pinned"))
             }
-            Action::Unpin(id) => store.unpin(CheckpointId(*id)).map(|was| {
+            DashboardAction::Unpin(id) => store.unpin(CheckpointId(*id)).map(|was| {
                 if was {
                     format!("checkpoint {id} is not pinned any more")
                 } else {
                     format!("checkpoint {id} was not pinned")
                 }
             }),
-            Action::Tag(id, tag) => {
+            DashboardAction::Tag(id, tag) => {
                 store.set_tag(tag, CheckpointId(*id)).map(|_| format!("{tag} is checkpoint {id}"))
             }
-            Action::Untag(tag) => store.remove_tag(tag).map(|_| format!("tag {tag} is removed")),
+            DashboardAction::Untag(tag) => {
+                store.remove_tag(tag).map(|_| format!("tag {tag} is removed"))
+            }
         };
         listed.look_again();
         done.map_err(|e| of_store(&e, listed.place()))
@@ -160,13 +165,13 @@ impl Source for Served {
 }
 
 /// A store's error, as an answer.
-fn of_store(error: &keyframe_store::Error, place: &std::path::Path) -> Problem {
+fn of_store(error: &keyframe_store::Error, place: &std::path::Path) -> ApiError {
     use keyframe_store::Error;
     let text = said(&Failure::store(error, place));
     match error {
-        Error::UnknownCheckpoint { .. } | Error::UnknownTag { .. } => Problem::Unknown(text),
-        Error::InvalidTag { .. } => Problem::Bad(text),
-        _ => Problem::Failed(text),
+        Error::UnknownCheckpoint { .. } | Error::UnknownTag { .. } => ApiError::Unknown(text),
+        Error::InvalidTag { .. } => ApiError::Bad(text),
+        _ => ApiError::Failed(text),
     }
 }
 

@@ -10,7 +10,9 @@
 use super::{locked, of_store};
 use keyframe_inspect::entry::Entry;
 use keyframe_store::{CheckpointId, Sealed, Store};
-use keyframe_web::{Checkpoint, Listing, Phases, Problem, Sizes, StoreHead};
+use keyframe_web::{
+    ApiError, CheckpointListing, CheckpointRow, PausePhases, StoreHead, StoreSizes,
+};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -49,12 +51,12 @@ struct State {
     looked_at: Option<Instant>,
     /// When the directories changed last; none where that cannot be relied on.
     stamp: Option<[SystemTime; 2]>,
-    all: BTreeMap<u64, Arc<Checkpoint>>,
+    all: BTreeMap<u64, Arc<CheckpointRow>>,
     recorded: BTreeMap<u64, Recorded>,
     /// Those that could not be read, so that they are not read again and again.
     unreadable: BTreeSet<u64>,
     newest_of_run: HashMap<String, u64>,
-    listing: Arc<Listing>,
+    listing: Arc<CheckpointListing>,
     problem: Option<String>,
 }
 
@@ -87,14 +89,14 @@ impl Listed {
     }
 
     /// The checkpoints.
-    pub fn listing(&self) -> Result<Arc<Listing>, Problem> {
+    pub fn listing(&self) -> Result<Arc<CheckpointListing>, ApiError> {
         let mut state = locked(&self.state);
         self.renew(&mut state)?;
         Ok(Arc::clone(&state.listing))
     }
 
     /// Those of a recording.
-    pub fn recorded(&self, recording: &str) -> Result<Vec<Recorded>, Problem> {
+    pub fn recorded(&self, recording: &str) -> Result<Vec<Recorded>, ApiError> {
         let mut state = locked(&self.state);
         self.renew(&mut state)?;
         Ok(state.recorded.values().filter(|one| one.recording == recording).cloned().collect())
@@ -119,7 +121,7 @@ impl Listed {
         }
     }
 
-    fn renew(&self, state: &mut State) -> Result<(), Problem> {
+    fn renew(&self, state: &mut State) -> Result<(), ApiError> {
         let kept = if self.store.is_remote() { KEPT_REMOTE } else { KEPT };
         if state.looked_at.is_some_and(|at| at.elapsed() < kept) {
             return Ok(());
@@ -153,7 +155,7 @@ impl Listed {
         Some([of("checkpoints")?, of("tags")?])
     }
 
-    fn read(&self, state: &mut State) -> Result<(), Problem> {
+    fn read(&self, state: &mut State) -> Result<(), ApiError> {
         let failed = |e: keyframe_store::Error| of_store(&e, &self.place);
         let ids: BTreeSet<u64> =
             self.store.ids().map_err(failed)?.into_iter().map(|id| id.0).collect();
@@ -187,7 +189,7 @@ impl Listed {
         changed |= state.set_tags(&self.store.tags_of_checkpoints().map_err(failed)?);
         if changed || state.listing.generation == 0 {
             let generation = state.listing.generation + 1;
-            state.listing = Arc::new(Listing {
+            state.listing = Arc::new(CheckpointListing {
                 generation,
                 checkpoints: state.all.values().cloned().collect(),
             });
@@ -196,9 +198,9 @@ impl Listed {
     }
 
     /// What it takes.
-    pub fn sizes(&self) -> Result<Sizes, Problem> {
+    pub fn sizes(&self) -> Result<StoreSizes, ApiError> {
         let listing = self.listing()?;
-        let mut sizes = Sizes { total_bytes: self.total_bytes()?, ..Sizes::default() };
+        let mut sizes = StoreSizes { total_bytes: self.total_bytes()?, ..StoreSizes::default() };
         for one in &listing.checkpoints {
             sizes.raw_bytes += one.ram_bytes;
             sizes.dirty_bytes += one.dirty_pages * 4096;
@@ -218,7 +220,7 @@ impl Listed {
         Ok(sizes)
     }
 
-    fn total_bytes(&self) -> Result<u64, Problem> {
+    fn total_bytes(&self) -> Result<u64, ApiError> {
         let kept_for = if self.store.is_remote() { SIZES_KEPT_REMOTE } else { SIZES_KEPT };
         let mut kept = locked(&self.total);
         if let Some((at, total_bytes)) = *kept
@@ -267,7 +269,7 @@ impl State {
             let all = tags.get(&CheckpointId(*id)).unwrap_or(&none);
             let (names, pinned) = Sealed::split_tags(CheckpointId(*id), all);
             if one.tags != names || one.pinned != pinned {
-                *one = Arc::new(Checkpoint { tags: names, pinned, ..Checkpoint::clone(one) });
+                *one = Arc::new(CheckpointRow { tags: names, pinned, ..CheckpointRow::clone(one) });
                 changed = true;
             }
         }
@@ -276,7 +278,7 @@ impl State {
 }
 
 /// A checkpoint as the dashboard has it; it alone does not know what it grew from.
-pub fn as_shown(sealed: &Sealed) -> Checkpoint {
+pub fn as_shown(sealed: &Sealed) -> CheckpointRow {
     checkpoint(
         Entry::of(sealed),
         sealed.meta.parent.map(|id| id.0),
@@ -284,14 +286,14 @@ pub fn as_shown(sealed: &Sealed) -> Checkpoint {
     )
 }
 
-fn checkpoint(entry: Entry, parent: Option<u64>, taken_ms: i64) -> Checkpoint {
+fn checkpoint(entry: Entry, parent: Option<u64>, taken_ms: i64) -> CheckpointRow {
     let of_disks: u64 = entry.disks.iter().map(|disk| disk.counts.stored_bytes).sum();
     let pause = entry.pause;
-    Checkpoint {
+    CheckpointRow {
         id: entry.id,
         parent,
         taken_ms,
-        pause: Phases {
+        pause: PausePhases {
             stop: pause.stop,
             device_state: pause.device_state,
             scan: pause.scan,

@@ -6,7 +6,7 @@ use super::{locked, of_store, said};
 use keyframe_inspect::display_picture::{self as screens, NoPicture};
 use keyframe_inspect::guest_memory::Guest;
 use keyframe_store::CheckpointId;
-use keyframe_web::Problem;
+use keyframe_web::ApiError;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
@@ -24,25 +24,30 @@ type Key = (String, u64, Option<String>);
 
 impl Screens {
     /// The picture as a PNG.
-    pub fn of(&self, listed: &Listed, id: u64, member: Option<&str>) -> Result<Arc<[u8]>, Problem> {
+    pub fn of(
+        &self,
+        listed: &Listed,
+        id: u64,
+        member: Option<&str>,
+    ) -> Result<Arc<[u8]>, ApiError> {
         let key = (listed.id().to_owned(), id, member.map(str::to_owned));
         // One that was forgotten has no picture either.
         let listing = listed.listing()?;
-        listing.get(id).ok_or_else(|| Problem::Unknown(format!("there is no checkpoint {id}")))?;
+        listing.get(id).ok_or_else(|| ApiError::Unknown(format!("there is no checkpoint {id}")))?;
         if let Some((_, kept)) = locked(&self.kept).iter().find(|(known, _)| *known == key) {
             return Ok(Arc::clone(kept));
         }
         let loaded =
             listed.store().load(CheckpointId(id)).map_err(|e| of_store(&e, listed.place()))?;
-        let guest = Guest::choose(&loaded, member).map_err(|e| Problem::Bad(said(&e.into())))?;
+        let guest = Guest::choose(&loaded, member).map_err(|e| ApiError::Bad(said(&e.into())))?;
         let what = format!("VM {} in checkpoint {id}", member.unwrap_or(&loaded.meta.vm));
         let picture = screens::picture(&loaded, &guest).map_err(|none| match none {
-            NoPicture::NoDisplay => Problem::Unknown(said(&none.into_error(&what).into())),
-            NoPicture::NotDrawn(_) => Problem::NotShown(said(&none.into_error(&what).into())),
-            NoPicture::Failed(failure) => Problem::Failed(said(&failure.into())),
+            NoPicture::NoDisplay => ApiError::Unknown(said(&none.into_error(&what).into())),
+            NoPicture::NotDrawn(_) => ApiError::NotShown(said(&none.into_error(&what).into())),
+            NoPicture::Failed(failure) => ApiError::Failed(said(&failure.into())),
         })?;
         let png: Arc<[u8]> =
-            screens::png(&picture).map_err(|e| Problem::Failed(said(&e.into())))?.into();
+            screens::png(&picture).map_err(|e| ApiError::Failed(said(&e.into())))?.into();
         let mut kept = locked(&self.kept);
         kept.push_back((key, Arc::clone(&png)));
         if kept.len() > KEPT_MAX {

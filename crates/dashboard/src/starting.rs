@@ -6,7 +6,7 @@ use super::said;
 use keyframe_failure::output;
 use keyframe_session::rundir::{self, Kind};
 use keyframe_store_keys as keys;
-use keyframe_web::Problem;
+use keyframe_web::ApiError;
 use serde_json::Value;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -23,7 +23,7 @@ const SAID_BYTES_MAX: u64 = 16 << 10;
 const CONSOLE: &str = "console.log";
 
 /// Starts a clone of checkpoint `id`.
-pub fn branch(listed: &Listed, id: u64) -> Result<String, Problem> {
+pub fn branch(listed: &Listed, id: u64) -> Result<String, ApiError> {
     let (out, err) = (tempfile::tempfile().map_err(io)?, tempfile::tempfile().map_err(io)?);
     let words = ["branch", "-n", "1", "--json", "--quiet"];
     start((listed, id), &words, &out, &err, |pid| {
@@ -42,8 +42,8 @@ fn told(clones: &[Value], pid: u32) -> String {
 }
 
 /// Brings checkpoint `id` to life as it was.
-pub fn restore(listed: &Listed, id: u64) -> Result<String, Problem> {
-    let folder = rundir::of_restored().map_err(|failure| Problem::Failed(said(&failure.into())))?;
+pub fn restore(listed: &Listed, id: u64) -> Result<String, ApiError> {
+    let folder = rundir::of_restored().map_err(|failure| ApiError::Failed(said(&failure.into())))?;
     // It has no name before the VM has a directory.
     let console = tempfile::Builder::new().prefix(".console-").tempfile_in(folder).map_err(io)?;
     let file = console.reopen().map_err(io)?;
@@ -74,7 +74,7 @@ fn start(
     out: &File,
     err: &File,
     mut runs: impl FnMut(u32) -> Option<String>,
-) -> Result<String, Problem> {
+) -> Result<String, ApiError> {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("keyframe").args(words).arg("--store").arg(listed.place()).arg(id.to_string());
     keys::pass_on(&mut command);
@@ -89,7 +89,7 @@ fn start(
         }
         if child.try_wait().map_err(io)?.is_some() {
             let words = String::from_utf8_lossy(&written(err)).trim().replace('\n', "; ");
-            break Err(Problem::Failed(words));
+            break Err(ApiError::Failed(words));
         }
         if Instant::now() > deadline {
             let after = output::duration(PATIENCE.as_nanos() as u64);
@@ -106,8 +106,8 @@ fn start(
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "what map_err takes")]
-fn io(e: std::io::Error) -> Problem {
-    Problem::Failed(format!("start a VM: {e}"))
+fn io(e: std::io::Error) -> ApiError {
+    ApiError::Failed(format!("start a VM: {e}"))
 }
 
 fn written(file: &File) -> Vec<u8> {

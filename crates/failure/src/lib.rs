@@ -114,12 +114,13 @@ impl Failure {
         Self { fix, ..Self::new(chain(error)) }
     }
 
-    /// An error of an analysis; it says what to do itself.
+    /// An error of an analysis.
     pub fn analysis(error: &keyframe_analysis::Error) -> Self {
-        Self::new(chain(error))
+        let fix = error.fix();
+        Self { fix, ..Self::new(chain(error)) }
     }
 
-    /// An error of who works intervals off.
+    /// An error of a queue of intervals or of its workers.
     pub fn cluster(error: &keyframe_cluster::Error) -> Self {
         let fix = error.fix();
         Self { fix, ..Self::new(chain(error)) }

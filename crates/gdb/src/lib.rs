@@ -1,41 +1,40 @@
-//! gdb's remote serial protocol, as far as one needs it who stands between a debugger and a stub:
-//! frames (`packet`), a connection with its acknowledgements (`link`), and the few packets that are
-//! looked into (`words`).
+//! The part of GDB's remote protocol that a proxy between GDB and QEMU's gdbstub needs: packet
+//! framing ([`frame`], [`PacketDecoder`]), a connection with acknowledgements ([`GdbConnection`]),
+//! and the few packets that the proxy interprets ([`GdbRequest`], [`StopReply`]).
 //!
 //! ```text
-//!   gdb ──▶ Link ──▶ what is looked into │ what is passed on as it is ──▶ Link ──▶ QEMU's stub
+//!   GDB ◀─▶ GdbConnection ◀─▶ proxy: interprets some packets, forwards the others ◀─▶ GdbConnection ◀─▶ gdbstub
 //! ```
 //!
-//! Source: "Debugging with GDB", appendix E. Payloads stay as they were framed, with their escapes:
-//! nothing that is passed on is taken apart. Both ends are from outside: a packet has at most
-//! [`PACKET_BYTES_MAX`] bytes.
+//! Source: "Debugging with GDB", appendix E. Payloads keep their escapes, so that a forwarded packet
+//! is unchanged. Both ends are untrusted: a packet has at most [`PACKET_BYTES_MAX`] bytes.
 
-mod link;
+mod connection;
 mod packet;
-mod words;
+mod request;
 
-pub use link::{Link, Received, wait_for_either};
-pub use packet::{Decoder, Item, PACKET_BYTES_MAX, frame};
-pub use words::{Command, Point, StopReply, command};
+pub use connection::{GdbConnection, Received, wait_for_either};
+pub use packet::{DecodedItem, PACKET_BYTES_MAX, PacketDecoder, frame};
+pub use request::{Breakpoint, GdbRequest, StopReply};
 
-/// Result of this crate.
+/// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// What can go wrong on a connection.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// It broke.
+    /// The connection broke.
     #[error("the connection to {peer} failed")]
     Io {
-        /// Whom it leads to.
+        /// The other end.
         peer: &'static str,
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
-    /// What came is not the protocol.
-    #[error("{peer} does not speak gdb's remote protocol: {problem}")]
+    /// The other end does not follow the protocol.
+    #[error("{peer} does not speak GDB's remote protocol: {problem}")]
     Protocol {
-        /// Who.
+        /// The other end.
         peer: &'static str,
         /// What is wrong.
         problem: String,

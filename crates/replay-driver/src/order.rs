@@ -1,7 +1,7 @@
 //! What a worker on another node must know to make parts: `OUT/order.json`.
 
 use super::{Analysis, Captured, Followed, Head, Source, Subject};
-use keyframe_analysis::{Foreign, Tool, tools};
+use keyframe_analysis::{ThirdPartyTool, Tool, tools};
 use keyframe_failure::Failure;
 use keyframe_store_keys::KeyArg;
 use serde::{Deserialize, Serialize};
@@ -63,7 +63,7 @@ impl Opened {
 pub fn tool(name: &str, arguments: &[String]) -> Result<Box<dyn Tool>, Failure> {
     let is_manifest = Path::new(name).extension().is_some_and(|extension| extension == "toml");
     let tool = if is_manifest {
-        Foreign::read(Path::new(name), arguments).map(|tool| Box::new(tool) as Box<dyn Tool>)
+        ThirdPartyTool::read(Path::new(name), arguments).map(|tool| Box::new(tool) as Box<dyn Tool>)
     } else {
         tools::by_name(name, arguments)
     };

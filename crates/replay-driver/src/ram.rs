@@ -12,7 +12,7 @@
 //! are still different ones; else they may fall together, and such a machine is refused under 7.2.
 //! Memory modules (pc-dimm) are as well: their place among modules is not known from outside.
 
-use keyframe_analysis::plugin::Interface;
+use keyframe_analysis::plugin::PluginInterface;
 use keyframe_analysis::{GuestRam, RamFile, RamRange};
 use keyframe_failure::Failure;
 use keyframe_qemu::restore::{RestoreSource, backends_as_made, ram_file};
@@ -35,7 +35,7 @@ struct Backend {
 pub fn of(
     source: &RestoreSource,
     map: &[GuestRegion],
-    interface: Interface,
+    interface: PluginInterface,
 ) -> Result<GuestRam, Failure> {
     let blocks = source.ram.blocks();
     let of_backends: Vec<usize> =
@@ -51,7 +51,7 @@ pub fn of(
         let mut pairs = source.machine.user_command.windows(2);
         pairs.any(|pair| pair[0].trim_start_matches('-') == "device" && pair[1].contains("memdev"))
     };
-    if interface == Interface::V1 && of_backends.len() > 1 && has_modules() {
+    if interface == PluginInterface::V1 && of_backends.len() > 1 && has_modules() {
         return Err(Failure::new(
             "plugins of QEMU 7.2 are not told where memory modules (-device pc-dimm) are",
         )
@@ -71,9 +71,9 @@ pub fn of(
             .fix("name the -object of each node in the nodes' order, or record with QEMU 10")
     });
     let numbers = match interface {
-        Interface::V1 => numbers?,
+        PluginInterface::V1 => numbers?,
         // Only files and ranges have to agree.
-        Interface::V4 => numbers.unwrap_or_else(|_| apart(&made)),
+        PluginInterface::V4 => numbers.unwrap_or_else(|_| apart(&made)),
     };
     let number_of = |block: usize| {
         let found = made.iter().zip(&numbers).find(|(backend, _)| backend.block == block);
@@ -156,7 +156,7 @@ mod tests {
             region("pc.bios", 4095 * MIB, 0, MIB),
             region("pc.ram", 4096 * MIB, 2048 * MIB, 2048 * MIB),
         ];
-        for interface in [Interface::V1, Interface::V4] {
+        for interface in [PluginInterface::V1, PluginInterface::V4] {
             let ram = of(&source, &map, interface).unwrap();
             assert_eq!(ram.files, [RamFile { number: 0, path: ram_file(0).into() }]);
             let both = [(0, 0, 2048 * MIB), (4096 * MIB, 2048 * MIB, 2048 * MIB)];
@@ -171,16 +171,16 @@ mod tests {
         let source = source(line, &[("/objects/b", 96 * MIB), ("/objects/a", 64 * MIB)]);
         let map =
             [region("/objects/a", 0, 0, 64 * MIB), region("/objects/b", 64 * MIB, 0, 96 * MIB)];
-        let ram = of(&source, &map, Interface::V1).unwrap();
+        let ram = of(&source, &map, PluginInterface::V1).unwrap();
         assert_eq!(ranges(&ram), [(0, 0, 64 * MIB), (64 * MIB, 128 * MIB, 96 * MIB)]);
         let files: Vec<_> = ram.files.iter().map(|file| file.number).collect();
         assert_eq!(files, [128 * MIB, 0], "in the layout's order");
         // The other way round both nodes would begin at 96 MiB.
         let map =
             [region("/objects/b", 0, 0, 96 * MIB), region("/objects/a", 96 * MIB, 0, 64 * MIB)];
-        let refused = of(&source, &map, Interface::V1).unwrap_err();
+        let refused = of(&source, &map, PluginInterface::V1).unwrap_err();
         assert!(refused.message.contains("order"), "{}", refused.message);
-        let ram = of(&source, &map, Interface::V4).unwrap();
+        let ram = of(&source, &map, PluginInterface::V4).unwrap();
         assert_eq!(ranges(&ram), [(0, 64 * MIB, 96 * MIB), (96 * MIB, 0, 64 * MIB)]);
     }
 
@@ -189,11 +189,18 @@ mod tests {
         let line = "qemu -object memory-backend-ram,id=d,size=64M -device pc-dimm,memdev=d";
         let with_module = source(line, &[("pc.ram", 64 * MIB), ("/objects/d", 64 * MIB)]);
         let map = [region("pc.ram", 0, 0, 64 * MIB), region("/objects/d", 4096 * MIB, 0, 64 * MIB)];
-        assert!(of(&with_module, &map, Interface::V1).unwrap_err().message.contains("modules"));
-        assert_eq!(of(&with_module, &map, Interface::V4).unwrap().ranges[1].guest.0, 4096 * MIB);
+        assert!(
+            of(&with_module, &map, PluginInterface::V1).unwrap_err().message.contains("modules")
+        );
+        assert_eq!(
+            of(&with_module, &map, PluginInterface::V4).unwrap().ranges[1].guest.0,
+            4096 * MIB
+        );
         let names: Vec<String> = (0..9).map(|n| format!("/objects/n{n}")).collect();
         let blocks: Vec<_> = names.iter().map(|name| (name.as_str(), MIB)).collect();
         let many = source("qemu", &blocks);
-        assert!(of(&many, &[], Interface::V4).unwrap_err().message.contains("9 RAM backends"));
+        assert!(
+            of(&many, &[], PluginInterface::V4).unwrap_err().message.contains("9 RAM backends")
+        );
     }
 }

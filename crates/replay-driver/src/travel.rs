@@ -11,7 +11,7 @@
 
 use super::{Reached, Replay, Source, With};
 use keyframe_failure::Failure;
-use keyframe_gdb::Link;
+use keyframe_gdb::GdbConnection;
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::RecordedCheckpoint;
 use std::ffi::OsString;
@@ -97,7 +97,7 @@ impl Standing {
     }
 
     /// A connection to its stub.
-    pub fn attach(&self) -> Result<Link<UnixStream>, Failure> {
+    pub fn attach(&self) -> Result<GdbConnection<UnixStream>, Failure> {
         let Some(folder) = &self.stub else {
             return Err(Failure::new("its QEMU has no stub for debuggers"));
         };
@@ -105,6 +105,6 @@ impl Standing {
         let stream = UnixStream::connect(&socket).map_err(|e| {
             Failure::new(format!("connect to QEMU's stub at {}: {e}", socket.display()))
         })?;
-        Ok(Link::new(stream, "QEMU's stub"))
+        Ok(GdbConnection::new(stream, "QEMU's stub"))
     }
 }

@@ -120,3 +120,39 @@ impl Error {
         move |source| Self::Io { operation, path, source }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_testing::{assert_golden, error_text};
+
+    #[test]
+    fn error_texts_are_golden() {
+        let path = || PathBuf::from("REC/file");
+        let errors = [
+            Error::Io {
+                operation: "open",
+                path: path(),
+                source: std::io::ErrorKind::NotFound.into(),
+            },
+            Error::NoRecording { path: path() },
+            Error::Exists { path: path() },
+            Error::Damaged {
+                path: path(),
+                offset: 12,
+                problem: "an event of unknown kind 99".into(),
+            },
+            Error::Changed {
+                path: path(),
+                how: "its modification time differs".into(),
+                modified_ns: 1_700_000_000_000_000_005,
+            },
+            Error::NoTimes { path: path() },
+            Error::TooManyCuts { cuts_max: 1 << 20 },
+            Error::UnsupportedVersion { path: path(), found: 2, known: 1 },
+            Error::PreRelease { path: path(), found: 1 },
+        ];
+        let texts: Vec<_> = errors.iter().map(|error| error_text(error, error.fix())).collect();
+        assert_golden("tests/golden/errors.txt", &texts.concat());
+    }
+}

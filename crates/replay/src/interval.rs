@@ -12,7 +12,7 @@ use keyframe_units::CheckpointId;
 use serde::{Deserialize, Serialize};
 
 /// The replay time of an instruction with an event, as a number of instructions without one
-/// (measured, docs/design/results/replay.md).
+/// (measured, docs/design/results/record-replay.md).
 const EVENT_EFFORT: u64 = 1_000;
 
 /// A checkpoint of a recording.

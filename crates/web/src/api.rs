@@ -1,11 +1,11 @@
-//! The routes, and what each answers with.
+//! The routes of the HTTP API and their handlers.
 //!
-//! A route is one line of [`routes`]; its description is in `docs/api/openapi.json`.
+//! [`routes`] has a line for each route; `docs/api/openapi.json` describes them.
 
-use crate::guard::{Guard, HEADERS, Refused};
-use crate::live::{Event, Live};
-use crate::log::Line;
-use crate::source::{Action, Problem, Source};
+use crate::event_hub::{EventHub, LiveEvent};
+use crate::guard::{Guard, HEADERS, Refusal};
+use crate::request_log::RequestLogLine;
+use crate::source::{ApiError, DashboardAction, DashboardSource};
 use crate::timeline::{POINTS_MAX, Timeline, chunks};
 use crate::{LogFormat, metrics, page};
 use axum::Router;
@@ -29,46 +29,52 @@ use tokio::sync::broadcast::error::RecvError;
 
 /// The description of the API.
 pub const OPENAPI: &str = include_str!("../../../docs/api/openapi.json");
-/// Checkpoints in one answer at most.
+/// The most checkpoints in an answer.
 const LIST_MAX: usize = 500;
 const LIST_DEFAULT: usize = 50;
-/// Points of a growth curve.
+/// Points of the growth curve.
 const GROWTH_POINTS: usize = 300;
-/// Pieces of a memory map.
+/// The most pieces of a heat map.
 const PIECES_MAX: u64 = 4096;
 const PIECES_DEFAULT: u64 = 512;
-/// Questions that read page maps and pages, at the same time.
+/// The most concurrent requests that read page maps and pages.
 const SLOW_MAX: usize = 2;
-/// Nobody waits longer for an answer. What is being found out is kept, so that asking again helps.
+/// The longest time for an answer. The source keeps results, so that a repeated request succeeds.
 const ANSWER_MAX: Duration = Duration::from_secs(25);
-/// How often it is looked what is new, while somebody listens.
+/// Time between two looks at the source while clients listen for events.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
-/// What all requests share.
+/// The state that all requests share.
 pub struct App {
-    source: Arc<dyn Source>,
+    source: Arc<dyn DashboardSource>,
     guard: Guard,
-    live: Live,
+    events: EventHub,
     log: Option<LogFormat>,
     slow: Arc<Semaphore>,
 }
 
 impl App {
-    pub fn new(source: Arc<dyn Source>, guard: Guard, live: Live, log: Option<LogFormat>) -> Self {
-        Self { source, guard, live, log, slow: Arc::new(Semaphore::new(SLOW_MAX)) }
+    pub fn new(
+        source: Arc<dyn DashboardSource>,
+        guard: Guard,
+        events: EventHub,
+        log: Option<LogFormat>,
+    ) -> Self {
+        Self { source, guard, events, log, slow: Arc::new(Semaphore::new(SLOW_MAX)) }
     }
 }
 
 type Shared = State<Arc<App>>;
 
-/// A router that remembers its routes.
-pub struct Routes {
+/// A router that keeps a list of its routes.
+pub struct RouteTable {
     router: Router<Arc<App>>,
+    /// Method and path of each route.
     pub known: Vec<(&'static str, &'static str)>,
 }
 
-impl Routes {
+impl RouteTable {
     fn add(mut self, method: &'static str, path: &'static str, to: MethodRouter<Arc<App>>) -> Self {
         self.known.push((method, path));
         self.router = self.router.route(path, to);
@@ -88,9 +94,9 @@ impl Routes {
     }
 }
 
-/// All routes but the page's files.
-pub fn routes() -> Routes {
-    Routes { router: Router::new(), known: Vec::new() }
+/// All routes except the page's files.
+pub fn routes() -> RouteTable {
+    RouteTable { router: Router::new(), known: Vec::new() }
         .get("/metrics", metrics_text)
         .get("/api/v1/openapi.json", async || page::answer("application/json", OPENAPI))
         .get("/api/v1/server", server)
@@ -118,21 +124,21 @@ pub fn routes() -> Routes {
         .delete("/api/v1/stores/{store}/tags/{tag}", untag)
 }
 
-/// The routes and the page, guarded.
+/// The complete router: routes, page files and middleware.
 pub fn router(app: &Arc<App>) -> Router {
     let mut router = routes().router;
     for (path, kind, content) in page::FILES {
         router = router.route(path, get(async move || page::answer(kind, content)));
     }
     let unknown =
-        || no(StatusCode::NOT_FOUND, "there is nothing here", Some("see /api/v1/openapi.json"));
+        || refuse(StatusCode::NOT_FOUND, "there is nothing here", Some("see /api/v1/openapi.json"));
     router
         .fallback(async move || unknown())
-        .layer(middleware::from_fn_with_state(Arc::clone(app), around))
+        .layer(middleware::from_fn_with_state(Arc::clone(app), handle_request))
         .with_state(Arc::clone(app))
 }
 
-/// The router for one connection.
+/// The router for one connection, which knows its peer.
 pub fn with_peer(router: Router, peer: SocketAddr) -> Router {
     router.layer(axum::Extension(Peer(peer)))
 }
@@ -140,20 +146,20 @@ pub fn with_peer(router: Router, peer: SocketAddr) -> Router {
 #[derive(Clone, Copy)]
 struct Peer(SocketAddr);
 
-/// Around every request: who may, how long, what the answer tells the browser, the log.
-async fn around(State(app): Shared, request: Request, next: Next) -> Response {
+/// The middleware of every request: access control, time limit, security headers, log.
+async fn handle_request(State(app): Shared, request: Request, next: Next) -> Response {
     let began = Instant::now();
     let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
     let mut response = match app.guard.check(&method, &path, request.headers()) {
         Ok(()) => {
             let late = || {
-                let fix = "ask again: what is found out meanwhile is kept";
-                no(StatusCode::SERVICE_UNAVAILABLE, "it takes long to find out", Some(fix))
+                let fix = "try again: results are kept meanwhile";
+                refuse(StatusCode::SERVICE_UNAVAILABLE, "the answer takes too long", Some(fix))
             };
             tokio::time::timeout(ANSWER_MAX, next.run(request)).await.unwrap_or_else(|_| late())
         }
-        Err(Refused { status, error, fix }) => no(status, error, Some(fix)),
+        Err(Refusal { status, error, fix }) => refuse(status, error, Some(fix)),
     };
     for (name, value) in HEADERS {
         response.headers_mut().entry(name).or_insert(value);
@@ -162,31 +168,37 @@ async fn around(State(app): Shared, request: Request, next: Next) -> Response {
         response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
     }
     if let (Some(format), Some(peer)) = (app.log, peer) {
-        Line::of(method.as_str(), &path, response.status().as_u16(), began.elapsed(), peer)
-            .write(format);
+        RequestLogLine::of(
+            method.as_str(),
+            &path,
+            response.status().as_u16(),
+            began.elapsed(),
+            peer,
+        )
+        .write(format);
     }
     response
 }
 
-/// Tells listeners what is new, for as long as this server lives.
-pub async fn watch(app: Arc<App>) {
+/// Sends changes to listeners once a second, as long as the server runs.
+pub async fn send_changes(app: Arc<App>) {
     loop {
         tokio::time::sleep(LOOK_EVERY).await;
-        if app.live.listeners() > 0 {
+        if app.events.listeners() > 0 {
             let app = Arc::clone(&app);
-            // A look that panics is one look less.
-            let _ = tokio::task::spawn_blocking(move || app.live.look(&*app.source)).await;
+            // If a look panics, the next one follows.
+            let _ = tokio::task::spawn_blocking(move || app.events.refresh(&*app.source)).await;
         }
     }
 }
 
-/// A refusal, as JSON.
-fn no(status: StatusCode, error: &str, fix: Option<&str>) -> Response {
+/// A refusal as JSON.
+fn refuse(status: StatusCode, error: &str, fix: Option<&str>) -> Response {
     let body = json!({ "error": error, "fix": fix });
     (status, [(header::CONTENT_TYPE, "application/json")], body.to_string()).into_response()
 }
 
-impl IntoResponse for Problem {
+impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let status = match &self {
             Self::Unknown(_) => StatusCode::NOT_FOUND,
@@ -195,81 +207,81 @@ impl IntoResponse for Problem {
             Self::Failed(_) => StatusCode::INTERNAL_SERVER_ERROR,
             Self::Busy(_) => StatusCode::SERVICE_UNAVAILABLE,
         };
-        no(status, &self.to_string(), None)
+        refuse(status, &self.to_string(), None)
     }
 }
 
-/// Asks the source, on a thread that may block, and answers with JSON.
+/// Calls the source on a blocking thread and answers with JSON.
 async fn ask<T: Serialize>(
     app: &Arc<App>,
-    question: impl FnOnce(&dyn Source) -> Result<T, Problem> + Send + 'static,
+    question: impl FnOnce(&dyn DashboardSource) -> Result<T, ApiError> + Send + 'static,
 ) -> Response {
-    let text = move |source: &dyn Source| {
+    let text = move |source: &dyn DashboardSource| {
         let found = question(source)?;
-        serde_json::to_vec(&found).map_err(|e| Problem::Failed(format!("write JSON: {e}")))
+        serde_json::to_vec(&found).map_err(|e| ApiError::Failed(format!("write JSON: {e}")))
     };
     answer(app, "application/json", text).await
 }
 
-/// The same, with what the question found: bytes of a kind.
+/// Calls the source on a blocking thread and answers with bytes of the given content type.
 async fn answer<B: AsRef<[u8]>>(
     app: &Arc<App>,
     kind: &'static str,
-    question: impl FnOnce(&dyn Source) -> Result<B, Problem> + Send + 'static,
+    question: impl FnOnce(&dyn DashboardSource) -> Result<B, ApiError> + Send + 'static,
 ) -> Response {
     let app = Arc::clone(app);
     let bytes = move || question(&*app.source).map(|found| found.as_ref().to_vec());
     match tokio::task::spawn_blocking(bytes).await {
         Ok(Ok(bytes)) => ([(header::CONTENT_TYPE, kind)], bytes).into_response(),
         Ok(Err(problem)) => problem.into_response(),
-        Err(_) => Problem::Failed("it could not be found out: see what the server says".into())
+        Err(_) => ApiError::Failed("the request failed; see the server's standard error".into())
             .into_response(),
     }
 }
 
-/// The same for what reads much; it goes on when nobody waits any more.
-async fn ask_slowly<T: Serialize>(
+/// As [`ask`], for requests that read much. They run to the end even if the client has gone.
+async fn ask_slow<T: Serialize>(
     app: &Arc<App>,
-    question: impl FnOnce(&dyn Source) -> Result<T, Problem> + Send + 'static,
+    question: impl FnOnce(&dyn DashboardSource) -> Result<T, ApiError> + Send + 'static,
 ) -> Response {
-    match slowly(app, question).await {
+    match with_slow_slot(app, question).await {
         Ok(held) => ask(app, held).await,
         Err(problem) => problem.into_response(),
     }
 }
 
-/// Waits until a question that reads much may be asked; it is counted until it has its answer.
-async fn slowly<T>(
+/// Waits for a slot for a slow request. The slot is held until the request is answered.
+async fn with_slow_slot<T>(
     app: &Arc<App>,
-    question: impl FnOnce(&dyn Source) -> Result<T, Problem> + Send + 'static,
-) -> Result<impl FnOnce(&dyn Source) -> Result<T, Problem> + Send + 'static, Problem> {
+    question: impl FnOnce(&dyn DashboardSource) -> Result<T, ApiError> + Send + 'static,
+) -> Result<impl FnOnce(&dyn DashboardSource) -> Result<T, ApiError> + Send + 'static, ApiError> {
     let permit = Arc::clone(&app.slow).acquire_owned().await;
-    let permit = permit.map_err(|_| Problem::Busy("the server ends".into()))?;
-    Ok(move |source: &dyn Source| {
+    let permit = permit.map_err(|_| ApiError::Busy("the server ends".into()))?;
+    Ok(move |source: &dyn DashboardSource| {
         let _permit = permit;
         question(source)
     })
 }
 
-/// A place of a checkpoint.
-type Place = Result<Path<(String, u64)>, PathRejection>;
-/// Parameters behind the `?`.
-struct Asked<T>(T);
+/// Store and number of a checkpoint, from the path.
+type CheckpointPath = Result<Path<(String, u64)>, PathRejection>;
+/// The parameters of the query string.
+struct ApiQuery<T>(T);
 
-impl<T: serde::de::DeserializeOwned> FromRequestParts<Arc<App>> for Asked<T> {
-    type Rejection = Problem;
+impl<T: serde::de::DeserializeOwned> FromRequestParts<Arc<App>> for ApiQuery<T> {
+    type Rejection = ApiError;
 
     async fn from_request_parts(
         parts: &mut axum::http::request::Parts,
         app: &Arc<App>,
-    ) -> Result<Self, Problem> {
+    ) -> Result<Self, ApiError> {
         let asked: Result<Query<T>, QueryRejection> = Query::from_request_parts(parts, app).await;
-        asked.map(|Query(asked)| Self(asked)).map_err(|e| Problem::Bad(e.body_text()))
+        asked.map(|Query(asked)| Self(asked)).map_err(|e| ApiError::Bad(e.body_text()))
     }
 }
 
-fn place(place: Place) -> Result<(String, u64), Problem> {
-    place.map(|Path(place)| place).map_err(|e| Problem::Bad(e.body_text()))
+fn checkpoint_path(path: CheckpointPath) -> Result<(String, u64), ApiError> {
+    path.map(|Path(path)| path).map_err(|e| ApiError::Bad(e.body_text()))
 }
 
 async fn server(State(app): Shared) -> Response {
@@ -286,12 +298,12 @@ async fn metrics_text(State(app): Shared) -> Response {
     match tokio::task::spawn_blocking(move || metrics::text(&*source)).await {
         Ok(text) => ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text)
             .into_response(),
-        Err(_) => Problem::Failed("the metrics could not be found out".into()).into_response(),
+        Err(_) => ApiError::Failed("the metrics could not be found out".into()).into_response(),
     }
 }
 
 #[derive(Deserialize)]
-struct Range {
+struct TimelineQuery {
     vm: Option<String>,
     from: Option<u64>,
     to: Option<u64>,
@@ -301,18 +313,18 @@ struct Range {
 async fn timeline(
     State(app): Shared,
     Path(store): Path<String>,
-    Asked(asked): Asked<Range>,
+    ApiQuery(asked): ApiQuery<TimelineQuery>,
 ) -> Response {
     let range = asked.from.unwrap_or(0)..=asked.to.unwrap_or(u64::MAX);
     let points = asked.points.unwrap_or(POINTS_MAX / 4);
-    let question = move |source: &dyn Source| {
+    let question = move |source: &dyn DashboardSource| {
         Ok(Timeline::of(&*source.listing(&store)?, asked.vm.as_deref(), &range, points))
     };
     ask(&app, question).await
 }
 
 #[derive(Deserialize)]
-struct Page {
+struct ListQuery {
     vm: Option<String>,
     before: Option<u64>,
     limit: Option<usize>,
@@ -321,9 +333,9 @@ struct Page {
 async fn checkpoints(
     State(app): Shared,
     Path(store): Path<String>,
-    Asked(asked): Asked<Page>,
+    ApiQuery(asked): ApiQuery<ListQuery>,
 ) -> Response {
-    let question = move |source: &dyn Source| {
+    let question = move |source: &dyn DashboardSource| {
         let listing = source.listing(&store)?;
         let limit = asked.limit.unwrap_or(LIST_DEFAULT).clamp(1, LIST_MAX);
         let newest_first = listing.checkpoints.iter().rev();
@@ -331,55 +343,56 @@ async fn checkpoints(
             .filter(|one| asked.before.is_none_or(|before| one.id < before))
             .filter(|one| asked.vm.as_ref().is_none_or(|vm| one.vm == *vm));
         let all: Vec<_> = found.by_ref().take(limit).map(AsRef::as_ref).collect();
-        // Where to go on, if there are more.
+        // The number to continue before, if there are more.
         let next = found.next().and(all.last()).map(|last| last.id);
         Ok(json!({ "generation": listing.generation, "checkpoints": all, "next_before": next }))
     };
     ask(&app, question).await
 }
 
-async fn checkpoint(State(app): Shared, at: Place) -> Result<Response, Problem> {
-    let (store, id) = place(at)?;
+async fn checkpoint(State(app): Shared, at: CheckpointPath) -> Result<Response, ApiError> {
+    let (store, id) = checkpoint_path(at)?;
     Ok(ask(&app, move |source| source.checkpoint(&store, id)).await)
 }
 
 #[derive(Deserialize)]
-struct Pieces {
+struct HeatQuery {
     pieces: Option<u64>,
 }
 
 async fn heat(
     State(app): Shared,
-    at: Place,
-    Asked(asked): Asked<Pieces>,
-) -> Result<Response, Problem> {
-    let (store, id) = place(at)?;
+    at: CheckpointPath,
+    ApiQuery(asked): ApiQuery<HeatQuery>,
+) -> Result<Response, ApiError> {
+    let (store, id) = checkpoint_path(at)?;
     let pieces = asked.pieces.unwrap_or(PIECES_DEFAULT).clamp(1, PIECES_MAX);
-    Ok(ask_slowly(&app, move |source| source.heat(&store, id, pieces)).await)
+    Ok(ask_slow(&app, move |source| source.heat(&store, id, pieces)).await)
 }
 
-async fn diff(State(app): Shared, at: Place) -> Result<Response, Problem> {
-    let (store, id) = place(at)?;
-    Ok(ask_slowly(&app, move |source| source.diff(&store, id)).await)
+async fn diff(State(app): Shared, at: CheckpointPath) -> Result<Response, ApiError> {
+    let (store, id) = checkpoint_path(at)?;
+    Ok(ask_slow(&app, move |source| source.diff(&store, id)).await)
 }
 
 #[derive(Deserialize)]
-struct Whose {
+struct ScreenQuery {
     member: Option<String>,
 }
 
 async fn screen(
     State(app): Shared,
-    at: Place,
-    Asked(asked): Asked<Whose>,
-) -> Result<Response, Problem> {
-    let (store, id) = place(at)?;
-    let question = move |source: &dyn Source| source.screen(&store, id, asked.member.as_deref());
-    Ok(answer(&app, "image/png", slowly(&app, question).await?).await)
+    at: CheckpointPath,
+    ApiQuery(asked): ApiQuery<ScreenQuery>,
+) -> Result<Response, ApiError> {
+    let (store, id) = checkpoint_path(at)?;
+    let question =
+        move |source: &dyn DashboardSource| source.screen(&store, id, asked.member.as_deref());
+    Ok(answer(&app, "image/png", with_slow_slot(&app, question).await?).await)
 }
 
 async fn growth(State(app): Shared, Path(store): Path<String>) -> Response {
-    let question = move |source: &dyn Source| {
+    let question = move |source: &dyn DashboardSource| {
         let (listing, sizes) = (source.listing(&store)?, source.sizes(&store)?);
         let all = &listing.checkpoints;
         let (mut added_bytes, mut dirty_bytes, mut points) = (0, 0, Vec::new());
@@ -399,16 +412,16 @@ async fn growth(State(app): Shared, Path(store): Path<String>) -> Response {
 }
 
 async fn events(State(app): Shared) -> Response {
-    let Some(receiver) = app.live.listen() else {
-        return Problem::Busy("too many listen already".into()).into_response();
+    let Some(receiver) = app.events.listen() else {
+        return ApiError::Busy("too many clients listen already".into()).into_response();
     };
-    let hello = Event { name: "hello", data: "{}".into() };
+    let hello = LiveEvent { name: "hello", data: "{}".into() };
     let said = stream::unfold((Some(hello), receiver), |(first, mut receiver)| async move {
         let event = match first {
             Some(hello) => hello,
             None => match receiver.recv().await {
                 Ok(event) => event,
-                Err(RecvError::Lagged(_)) => Event { name: "reload", data: "{}".into() },
+                Err(RecvError::Lagged(_)) => LiveEvent { name: "reload", data: "{}".into() },
                 Err(RecvError::Closed) => return None,
             },
         };
@@ -418,43 +431,43 @@ async fn events(State(app): Shared) -> Response {
     Sse::new(said).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)).into_response()
 }
 
-async fn act(app: &Arc<App>, store: String, action: Action) -> Response {
+async fn act(app: &Arc<App>, store: String, action: DashboardAction) -> Response {
     ask(app, move |source| Ok(json!({ "done": source.act(&store, &action)? }))).await
 }
 
-async fn pin(State(app): Shared, at: Place) -> Result<Response, Problem> {
-    let (store, id) = place(at)?;
-    Ok(act(&app, store, Action::Pin(id)).await)
+async fn pin(State(app): Shared, at: CheckpointPath) -> Result<Response, ApiError> {
+    let (store, id) = checkpoint_path(at)?;
+    Ok(act(&app, store, DashboardAction::Pin(id)).await)
 }
 
-async fn unpin(State(app): Shared, at: Place) -> Result<Response, Problem> {
-    let (store, id) = place(at)?;
-    Ok(act(&app, store, Action::Unpin(id)).await)
+async fn unpin(State(app): Shared, at: CheckpointPath) -> Result<Response, ApiError> {
+    let (store, id) = checkpoint_path(at)?;
+    Ok(act(&app, store, DashboardAction::Unpin(id)).await)
 }
 
-async fn rollback(State(app): Shared, at: Place) -> Result<Response, Problem> {
-    let (store, id) = place(at)?;
-    Ok(act(&app, store, Action::Rollback(id)).await)
+async fn rollback(State(app): Shared, at: CheckpointPath) -> Result<Response, ApiError> {
+    let (store, id) = checkpoint_path(at)?;
+    Ok(act(&app, store, DashboardAction::Rollback(id)).await)
 }
 
-async fn branch(State(app): Shared, at: Place) -> Result<Response, Problem> {
-    let (store, id) = place(at)?;
-    Ok(act(&app, store, Action::Branch(id)).await)
+async fn branch(State(app): Shared, at: CheckpointPath) -> Result<Response, ApiError> {
+    let (store, id) = checkpoint_path(at)?;
+    Ok(act(&app, store, DashboardAction::Branch(id)).await)
 }
 
-async fn restore(State(app): Shared, at: Place) -> Result<Response, Problem> {
-    let (store, id) = place(at)?;
-    Ok(act(&app, store, Action::Restore(id)).await)
+async fn restore(State(app): Shared, at: CheckpointPath) -> Result<Response, ApiError> {
+    let (store, id) = checkpoint_path(at)?;
+    Ok(act(&app, store, DashboardAction::Restore(id)).await)
 }
 
 async fn tag(
     State(app): Shared,
     at: Result<Path<(String, u64, String)>, PathRejection>,
-) -> Result<Response, Problem> {
-    let Path((store, id, tag)) = at.map_err(|e| Problem::Bad(e.body_text()))?;
-    Ok(act(&app, store, Action::Tag(id, tag)).await)
+) -> Result<Response, ApiError> {
+    let Path((store, id, tag)) = at.map_err(|e| ApiError::Bad(e.body_text()))?;
+    Ok(act(&app, store, DashboardAction::Tag(id, tag)).await)
 }
 
 async fn untag(State(app): Shared, Path((store, tag)): Path<(String, String)>) -> Response {
-    act(&app, store, Action::Untag(tag)).await
+    act(&app, store, DashboardAction::Untag(tag)).await
 }

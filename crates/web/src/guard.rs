@@ -1,24 +1,24 @@
-//! Who may ask for what: the `Host` that a request names, the token that it shows, and what each
-//! answer tells the browser.
+//! Access control: the `Host` of a request, its token, and the security headers of each answer.
 //!
 //! ```text
-//!                   the page's files    reading (API, metrics)         changing
-//!   on loopback     host of this one    host of this one               and the token
-//!   elsewhere       anybody             the token                      the token
+//!                   the page's files        reading (API, metrics)     changing
+//!   on loopback     `Host` is loopback      `Host` is loopback         `Host` is loopback, token
+//!   elsewhere       everybody               token                      token
 //! ```
 //!
-//! The token comes in `Authorization: Bearer` and never in a cookie: no other site's page can make
-//! a browser send it.
+//! The token comes in `Authorization: Bearer`, never in a cookie: no other site's page can make a
+//! browser send it.
 
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use std::net::IpAddr;
 use zeroize::Zeroizing;
 
-/// Nothing from anywhere else, no frames, no forms; scripts and styles are files of ours.
+/// The content security policy: nothing from other servers, no frames, no forms; scripts and styles
+/// are files of this server.
 const CSP: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; \
                    base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
-/// What every answer has.
+/// The headers of every answer.
 pub const HEADERS: [(HeaderName, HeaderValue); 6] = [
     (header::CONTENT_SECURITY_POLICY, HeaderValue::from_static(CSP)),
     (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
@@ -31,18 +31,18 @@ pub const HEADERS: [(HeaderName, HeaderValue); 6] = [
     (header::CACHE_CONTROL, HeaderValue::from_static("no-store")),
 ];
 
-/// Why a request is refused: a status, what is wrong, and what to do.
+/// Why a request is refused: the status, the reason and the fix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Refused {
+pub struct Refusal {
     pub status: StatusCode,
     pub error: &'static str,
     pub fix: &'static str,
 }
 
-/// Decides about requests.
+/// Decides which requests are served.
 pub struct Guard {
     is_loopback: bool,
-    /// Compared as hashes, which takes the same time whatever differs.
+    /// The token's hash: comparing hashes takes the same time for any difference.
     token: Option<blake3::Hash>,
 }
 
@@ -59,17 +59,17 @@ impl Guard {
         !self.is_loopback
     }
 
-    /// Whether there is a token with which something can be changed.
+    /// Whether there is a token, without which nothing can be changed.
     pub fn has_token(&self) -> bool {
         self.token.is_some()
     }
 
-    /// Whether a request for `path` goes through.
-    pub fn check(&self, method: &Method, path: &str, headers: &HeaderMap) -> Result<(), Refused> {
+    /// Checks a request for `path`.
+    pub fn check(&self, method: &Method, path: &str, headers: &HeaderMap) -> Result<(), Refusal> {
         if self.is_loopback && !names_this_machine(headers) {
-            return Err(Refused {
+            return Err(Refusal {
                 status: StatusCode::MISDIRECTED_REQUEST,
-                error: "the request names another host than this machine",
+                error: "the request's Host is not this machine",
                 fix: "open http://127.0.0.1:PORT or http://localhost:PORT",
             });
         }
@@ -78,18 +78,18 @@ impl Guard {
             return Ok(());
         }
         if !reads && self.token.is_none() {
-            return Err(Refused {
+            return Err(Refusal {
                 status: StatusCode::FORBIDDEN,
                 error: "the dashboard is read-only: it was started without a token",
-                fix: "start it with --token-file TOKEN, or run the command that is shown",
+                fix: "start it with --token-file TOKEN, or run the displayed command",
             });
         }
         if self.shows_token(headers) {
             return Ok(());
         }
-        Err(Refused {
+        Err(Refusal {
             status: StatusCode::UNAUTHORIZED,
-            error: "the token is missing or not the one of this server",
+            error: "the token is missing or wrong",
             fix: "send it as Authorization: Bearer TOKEN",
         })
     }
@@ -101,13 +101,12 @@ impl Guard {
     }
 }
 
-/// The page without anything in it.
+/// Whether `path` is a file of the page, which contains no data.
 fn is_public(path: &str) -> bool {
     crate::page::file(path).is_some()
 }
 
-/// Whether `Host` is a name of this machine's loopback, with any port. Every HTTP/1.1 request has
-/// one.
+/// Whether `Host` is a name of the loopback, with any port. Every HTTP/1.1 request has the header.
 fn names_this_machine(headers: &HeaderMap) -> bool {
     let Some(host) = headers.get(header::HOST).and_then(|host| host.to_str().ok()) else {
         return false;

@@ -1,33 +1,33 @@
-//! The dashboard: a page, the HTTP API behind it, live events and metrics.
+//! The dashboard: a web page, its HTTP API, live events and metrics.
 //!
 //! ```text
-//!   browser ──▶ connection (bounded, timed) ──▶ guard: host, token ──▶ route ──▶ a blocking thread ──▶ Source
-//!   Prometheus ─┘                                                       │                              (who serves implements it)
-//!                                                                       └─▶ events ◀── one look a second, while somebody listens
+//!   browser ──▶ connection (bounded, timed) ──▶ guard: host, token ──▶ route ──▶ blocking thread ──▶ DashboardSource
+//!   Prometheus ─┘                                                       │
+//!                                                                       └─▶ events ◀── one look a second, while clients listen
 //! ```
 //!
-//! What is shown comes from a [`Source`]; this crate knows neither stores nor QEMU. Async lives in
-//! it and nowhere else: a source is plain code, called on threads that may block.
+//! All data comes from a [`DashboardSource`]; this crate knows neither stores nor QEMU. It is the
+//! only crate with async code: a source is plain code, called on threads that may block.
 //!
 //! Invariants:
-//! 1. Reading changes nothing. What changes something needs the token, wherever it comes from.
-//! 2. Off the loopback nothing but the page's own files is given without the token; on it, nothing to a request whose `Host` is another
-//!    machine's name (DNS rebinding).
-//! 3. Nothing in an answer grows with the number of checkpoints, whatever is asked for; connections, listeners, requests, time and slow
-//!    questions at once are bounded.
-//! 4. Names that come from outside are data: the page sets them as text, metrics and reports escape them.
-//! 5. The page needs nothing from anywhere else, and the browser is told so (CSP).
+//! 1. StatusReading changes nothing. Every change needs the token, even on the loopback.
+//! 2. Off the loopback, only the page's own files are served without the token. On the loopback, a
+//!    request whose `Host` names another machine is refused (DNS rebinding).
+//! 3. No answer grows with the number of checkpoints. Connections, event listeners, requests,
+//!    answer times and concurrent slow requests are bounded.
+//! 4. Names of VMs, tags and files are untrusted: the page sets them as text, metrics and reports
+//!    escape them.
+//! 5. The page loads nothing from other servers, and its content security policy forbids it.
 //!
-//! The API is described in `docs/api/openapi.json`, which is what is served; a test holds it
-//! against the routes.
+//! `docs/api/openapi.json` describes the API and is served; a test compares it with the routes.
 
 mod api;
 mod error;
+mod event_hub;
 mod guard;
-mod live;
-mod log;
 mod metrics;
 mod page;
+mod request_log;
 mod server;
 mod source;
 #[doc(hidden)]
@@ -37,10 +37,10 @@ mod tests;
 mod timeline;
 
 pub use error::{Error, Result};
-pub use log::LogFormat;
-pub use server::{Options, Server};
+pub use request_log::LogFormat;
+pub use server::{DashboardOptions, DashboardServer};
 pub use source::{
-    Action, Checkpoint, Heat, HeatRegion, Listing, Phases, Problem, Sizes, Source, StoreHead,
-    VmState,
+    ApiError, CheckpointListing, CheckpointRow, DashboardAction, DashboardSource, HeatMap,
+    HeatRegion, PausePhases, StoreHead, StoreSizes, VmState,
 };
-pub use timeline::{Bucket, POINTS_MAX, Timeline, chunks};
+pub use timeline::{POINTS_MAX, Timeline, TimelineBucket, chunks};

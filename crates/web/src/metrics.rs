@@ -1,22 +1,22 @@
-//! What Prometheus gathers: numbers of running VMs from their engines, of stores from their
-//! listings.
+//! Metrics for Prometheus (text format 0.0.4): of running VMs from their engines, of stores from
+//! their listings.
 //!
-//! Text format 0.0.4. Units are base units (seconds, bytes). A VM whose engine does not answer has
-//! `keyframe_vm_up` 0 and nothing else; a number that is not known is left out, never 0.
+//! Units are base units (seconds, bytes). A VM whose engine does not answer has only
+//! `keyframe_vm_up` 0. An unknown number is left out, never 0.
 
-use crate::source::{Source, VmState};
+use crate::source::{DashboardSource, VmState};
 use serde_json::Value;
 use std::fmt::Write;
 
-/// One metric with its samples.
-struct Family {
+/// A metric with its samples.
+struct MetricFamily {
     name: &'static str,
     kind: &'static str,
     help: &'static str,
     samples: Vec<(String, f64)>,
 }
 
-impl Family {
+impl MetricFamily {
     fn new(name: &'static str, kind: &'static str, help: &'static str) -> Self {
         Self { name, kind, help, samples: Vec::new() }
     }
@@ -49,13 +49,13 @@ impl Family {
     }
 }
 
-/// As the format wants label values.
+/// Escapes a label value.
 fn escaped(value: &str) -> String {
     value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
-/// Everything, as text.
-pub fn text(source: &dyn Source) -> String {
+/// All metrics as text.
+pub fn text(source: &dyn DashboardSource) -> String {
     let mut text = String::new();
     for family in of_vms(&source.vms()).into_iter().chain(of_stores(source)) {
         family.write(&mut text);
@@ -71,23 +71,23 @@ fn seconds(value: &Value, pointer: &str) -> Option<f64> {
     number(value, pointer).map(|ns| ns / 1e9)
 }
 
-/// How one number of a status is read: at a JSON pointer.
+/// How a metric is read from a VM's status, by JSON pointers.
 #[derive(Clone, Copy)]
-enum Reading {
+enum StatusReading {
     Number(&'static str),
-    /// Of nanoseconds.
+    /// Nanoseconds, converted.
     Seconds(&'static str),
-    /// 1 where it is this text, 0 where it is another.
+    /// 1 if the text is this one, otherwise 0.
     Is(&'static str, &'static str),
-    /// 1 where it is true.
+    /// 1 if true, otherwise 0.
     True(&'static str),
-    /// 1 where there is something, 0 where there is null.
+    /// 1 if the value is not null, otherwise 0.
     Some(&'static str),
-    /// How far the second is behind the first.
+    /// The first number minus the second, at least 0.
     Behind(&'static str, &'static str),
 }
 
-impl Reading {
+impl StatusReading {
     fn of(self, status: &Value) -> Option<f64> {
         let flag = |is: bool| f64::from(u8::from(is));
         match self {
@@ -103,16 +103,16 @@ impl Reading {
     }
 }
 
-use Reading::{Behind, Is, Number, Seconds, True};
+use StatusReading::{Behind, Is, Number, Seconds, True};
 
-/// Name, kind, help and reading of all that have one number for each VM.
+/// Name, kind, help and reading of the metrics with one number for each VM.
 #[rustfmt::skip]
-const OF_STATUS: [(&str, &str, &str, Reading); 28] = [
+const OF_STATUS: [(&str, &str, &str, StatusReading); 28] = [
     ("keyframe_vm_running", "gauge", "1 while the VM runs, 0 while it is paused or unknown.", Is("/state", "running")),
     ("keyframe_checkpoints_sealed_total", "counter", "Checkpoints sealed in this run.", Number("/sealed")),
     ("keyframe_checkpoints_failed_total", "counter", "Checkpoints that failed in this run.", Number("/failed")),
     ("keyframe_last_checkpoint_age_seconds", "gauge", "Age of the newest sealed checkpoint.", Seconds("/last_age_ns")),
-    ("keyframe_checkpoint_interval_seconds", "gauge", "Interval between checkpoints, as asked or as a budget has it; absent where they are taken by command only.", Seconds("/interval_ns")),
+    ("keyframe_checkpoint_interval_seconds", "gauge", "Interval between checkpoints, fixed or by a budget; absent if they are taken by command only.", Seconds("/interval_ns")),
     ("keyframe_checkpoint_backlog_seconds", "gauge", "How late the newest checkpoint began, because the one before was still being encoded.", Seconds("/backlog_ns")),
     ("keyframe_checkpoints_queued", "gauge", "Checkpoints captured that are not sealed yet.", Number("/queued")),
     ("keyframe_last_checkpoint_pause_seconds", "gauge", "The whole pause of the newest checkpoint.", Seconds("/last/pause_ns")),
@@ -121,43 +121,43 @@ const OF_STATUS: [(&str, &str, &str, Reading); 28] = [
     ("keyframe_recorder_kept_checkpoints", "gauge", "Checkpoints of the run that the flight recorder keeps.", Number("/recorder/kept")),
     ("keyframe_recorder_forgotten_total", "counter", "Checkpoints that the flight recorder has forgotten.", Number("/recorder/forgotten")),
     ("keyframe_recorder_freed_packs_total", "counter", "Packs whose space the flight recorder has given back.", Number("/recorder/freed_packs")),
-    ("keyframe_recorder_failing", "gauge", "1 while the flight recorder's last look failed.", Reading::Some("/recorder/last_error")),
-    ("keyframe_replication_primary", "gauge", "1 where the VM runs, 0 on its standby.", Is("/replication/role", "primary")),
+    ("keyframe_recorder_failing", "gauge", "1 while the flight recorder's last look failed.", StatusReading::Some("/recorder/last_error")),
+    ("keyframe_replication_primary", "gauge", "1 on the VM's host, 0 on its standby.", Is("/replication/role", "primary")),
     ("keyframe_replication_protected", "gauge", "1 while a failure of the primary's host loses nothing.", Is("/replication/state", "protected")),
     ("keyframe_replication_connected", "gauge", "1 while the other host is connected.", True("/replication/connected")),
     ("keyframe_replication_term", "gauge", "Takeovers so far, from 1.", Number("/replication/term")),
-    ("keyframe_replication_epochs_total", "counter", "Epochs that have come about in this process.", Number("/replication/epochs")),
+    ("keyframe_replication_epochs_total", "counter", "Epochs of this process.", Number("/replication/epochs")),
     ("keyframe_replication_lag_epochs", "gauge", "Epochs that are not on the standby yet.", Behind("/replication/epoch", "/replication/acknowledged")),
     ("keyframe_replication_pause_seconds", "gauge", "How long the VM stood for the newest epoch.", Seconds("/replication/pause_ns")),
     ("keyframe_replication_transfer_seconds", "gauge", "From the newest epoch's pause to its acknowledgement.", Seconds("/replication/transfer_ns")),
     ("keyframe_replication_held_packets", "gauge", "Packets that wait for an epoch to be on the standby.", Number("/replication/held_packets")),
     ("keyframe_replication_held_bytes", "gauge", "Bytes of the packets that wait.", Number("/replication/held_bytes")),
-    ("keyframe_replication_passed_packets_total", "counter", "Packets that have passed.", Number("/replication/passed_packets")),
-    ("keyframe_replication_dropped_packets_total", "counter", "Packets that were dropped since they did not fit.", Number("/replication/dropped_packets")),
+    ("keyframe_replication_passed_packets_total", "counter", "Packets that were released.", Number("/replication/passed_packets")),
+    ("keyframe_replication_dropped_packets_total", "counter", "Packets that were dropped because the buffer was full.", Number("/replication/dropped_packets")),
     ("keyframe_replication_wire_bytes_total", "counter", "Bytes of all epochs on the wire.", Number("/replication/all_wire_bytes")),
     ("keyframe_replication_raw_bytes_total", "counter", "Bytes of the dirty pages of all epochs.", Number("/replication/all_raw_bytes")),
 ];
 
-fn of_vms(vms: &[VmState]) -> Vec<Family> {
-    let mut up = Family::new("keyframe_vm_up", "gauge", "1 where the engine of the VM answers.");
-    let mut phases = Family::new(
+fn of_vms(vms: &[VmState]) -> Vec<MetricFamily> {
+    let mut up = MetricFamily::new("keyframe_vm_up", "gauge", "1 if the VM's engine answers.");
+    let mut phases = MetricFamily::new(
         "keyframe_last_checkpoint_pause_phase_seconds",
         "gauge",
         "The pause of the newest checkpoint, by phase.",
     );
-    let mut pages = Family::new(
+    let mut pages = MetricFamily::new(
         "keyframe_last_checkpoint_pages",
         "gauge",
         "Pages of the newest checkpoint: dirty, and of these zero, deduplicated, unchanged and stored.",
     );
-    let mut taken = Family::new(
+    let mut taken = MetricFamily::new(
         "keyframe_replication_taken_total",
         "counter",
-        "Epochs that are on the standby, by why they were taken.",
+        "Epochs on the standby, by the reason for which they were taken.",
     );
-    let mut families: Vec<(Family, Reading)> = OF_STATUS
+    let mut families: Vec<(MetricFamily, StatusReading)> = OF_STATUS
         .iter()
-        .map(|(name, kind, help, value)| (Family::new(name, kind, help), *value))
+        .map(|(name, kind, help, value)| (MetricFamily::new(name, kind, help), *value))
         .collect();
     for vm in vms {
         let labels = [("vm", vm.name.as_str())];
@@ -188,26 +188,32 @@ fn of_vms(vms: &[VmState]) -> Vec<Family> {
     std::iter::once(up).chain(of_status).chain([phases, pages, taken]).collect()
 }
 
-/// Why the epochs of a protected VM were taken, and how many for each reason.
+/// The number of epochs of a protected VM, by the reason for which they were taken.
 fn reasons(status: &Value) -> impl Iterator<Item = (&String, &Value)> {
     status.pointer("/replication/reasons").and_then(Value::as_object).into_iter().flatten()
 }
 
-fn of_stores(source: &dyn Source) -> Vec<Family> {
-    let mut up = Family::new("keyframe_store_up", "gauge", "1 where the store can be read.");
-    let mut count =
-        Family::new("keyframe_store_checkpoints", "gauge", "Sealed checkpoints in the store.");
-    let mut bytes =
-        Family::new("keyframe_store_bytes", "gauge", "Size of packs, maps, checkpoints and tags.");
-    let mut raw = Family::new(
+fn of_stores(source: &dyn DashboardSource) -> Vec<MetricFamily> {
+    let mut up = MetricFamily::new("keyframe_store_up", "gauge", "1 if the store can be read.");
+    let mut count = MetricFamily::new(
+        "keyframe_store_checkpoints",
+        "gauge",
+        "Sealed checkpoints in the store.",
+    );
+    let mut bytes = MetricFamily::new(
+        "keyframe_store_bytes",
+        "gauge",
+        "Size of packs, maps, checkpoints and tags.",
+    );
+    let mut raw = MetricFamily::new(
         "keyframe_store_full_image_bytes",
         "gauge",
-        "What full images of all checkpoints would take.",
+        "Size of full images of all checkpoints.",
     );
-    let mut pages = Family::new(
+    let mut pages = MetricFamily::new(
         "keyframe_store_pages",
         "gauge",
-        "Pages put into the checkpoints that are left: zero, deduplicated, unchanged and stored.",
+        "Pages of all present checkpoints: zero, deduplicated, unchanged and stored.",
     );
     for store in source.stores() {
         let labels = [("store", store.place.as_str())];
@@ -244,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replication_is_told_and_what_is_not_known_is_left_out() {
+    fn a_replication_has_metrics_and_unknown_numbers_are_left_out() {
         let mut status = json!({"state": "running", "replication": {"role": "primary", "state": "syncing", "connected": true,
             "epoch": 9, "acknowledged": 7, "pause_ns": 2_500_000, "held_packets": 3}});
         let text = told(status.clone());

@@ -1,9 +1,9 @@
-//! The page's files, as they are compiled in.
+//! The static files of the page. They are part of the program.
 
 use axum::http::{HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 
-/// Paths, types and contents.
+/// Path, content type and contents of each file.
 pub const FILES: [(&str, &str, &str); 8] = [
     ("/", "text/html; charset=utf-8", include_str!("page/index.html")),
     ("/style.css", "text/css; charset=utf-8", include_str!("page/style.css")),
@@ -15,12 +15,12 @@ pub const FILES: [(&str, &str, &str); 8] = [
     ("/views.js", "text/javascript; charset=utf-8", include_str!("page/views.js")),
 ];
 
-/// The file at a path: its type and content.
+/// The content type and contents of the file at `path`.
 pub fn file(path: &str) -> Option<(&'static str, &'static str)> {
     FILES.iter().find(|(known, ..)| *known == path).map(|(_, kind, content)| (*kind, *content))
 }
 
-/// The answer with it.
+/// An answer with static content.
 pub fn answer(kind: &'static str, content: &'static str) -> Response {
     ([(header::CONTENT_TYPE, HeaderValue::from_static(kind))], content).into_response()
 }

@@ -1,9 +1,9 @@
-//! The server: it listens, bounds what each connection may do, and ends when it is told to.
+//! The HTTP server: listens, limits connections, and ends on request.
 
 use crate::api::{self, App};
+use crate::event_hub::EventHub;
 use crate::guard::Guard;
-use crate::live::Live;
-use crate::{Error, LogFormat, Result, Source};
+use crate::{DashboardSource, Error, LogFormat, Result};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
@@ -14,43 +14,45 @@ use std::time::Duration;
 use tokio::sync::Semaphore;
 use zeroize::Zeroizing;
 
-/// How often it looks whether it should end.
+/// Time between two looks at the stop flag.
 const LOOK: Duration = Duration::from_millis(100);
-/// A request's head comes, and a connection that is kept is used again, in that time.
+/// The longest time for a request's head, and for an idle connection.
 const HEAD_MAX: Duration = Duration::from_secs(20);
-/// Bytes of a request's head, and of what is read ahead.
+/// The longest head of a request, in bytes.
 const HEAD_BYTES_MAX: usize = 32 << 10;
-/// Threads that may block in a source.
+/// Threads for blocking calls of the source.
 const BLOCKING_MAX: usize = 8;
-/// What is under way gets so long when it ends.
+/// The longest time for open requests when the server ends.
 const END_MAX: Duration = Duration::from_secs(2);
 
-/// How the dashboard is served.
+/// The options of the server.
 #[derive(Debug)]
-pub struct Options {
-    /// Where to listen; port 0 for any.
+pub struct DashboardOptions {
+    /// The address to listen at; port 0 for any.
     pub listen: SocketAddr,
-    /// What has to be shown to change something, and off the loopback to read.
+    /// The token for changes, and off the loopback for reading.
     pub token: Option<Zeroizing<Vec<u8>>>,
-    /// More connections wait.
+    /// The most connections at a time; others wait.
     pub connections_max: usize,
-    /// Where requests are told.
+    /// The format of the request log; `None` for no log.
     pub log: Option<LogFormat>,
 }
 
 /// A server that listens.
-pub struct Server {
+pub struct DashboardServer {
     listener: TcpListener,
     address: SocketAddr,
-    options: Options,
+    options: DashboardOptions,
 }
 
-impl Server {
-    /// Listens. Refuses to be reached from other machines without a token.
-    pub fn bind(options: Options) -> Result<Self> {
+impl DashboardServer {
+    /// Starts to listen.
+    ///
+    /// Errors: [`Error::NoToken`] off the loopback without a token; [`Error::Io`].
+    pub fn bind(options: DashboardOptions) -> Result<Self> {
         let listen = options.listen;
         if !listen.ip().is_loopback() && options.token.is_none() {
-            return Err(Error::Open(listen));
+            return Err(Error::NoToken(listen));
         }
         let failed = |source| Error::Io { object: listen.to_string(), operation: "listen", source };
         let listener = TcpListener::bind(listen).map_err(failed)?;
@@ -59,13 +61,15 @@ impl Server {
         Ok(Self { listener, address, options })
     }
 
-    /// Where it listens.
+    /// The address at which the server listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Serves what `source` says until `stop` is set.
-    pub fn run(self, source: Arc<dyn Source>, stop: &AtomicBool) -> Result<()> {
+    /// Serves the data of `source` until `stop` is set.
+    ///
+    /// Error: [`Error::Io`] if the server cannot start.
+    pub fn run(self, source: Arc<dyn DashboardSource>, stop: &AtomicBool) -> Result<()> {
         let failed = |operation| {
             let object = self.address.to_string();
             move |source| Error::Io { object, operation, source }
@@ -78,7 +82,7 @@ impl Server {
             .build()
             .map_err(failed("start its threads"))?;
         let guard = Guard::new(self.address.ip(), self.options.token.as_ref());
-        let live = Live::default();
+        let live = EventHub::default();
         let app = Arc::new(App::new(source, guard, live, self.options.log));
         let listener = {
             let _inside = runtime.enter();
@@ -86,7 +90,7 @@ impl Server {
         };
         let connections = Arc::new(Semaphore::new(self.options.connections_max.max(1)));
         runtime.spawn(accept(listener, Arc::clone(&app), connections));
-        runtime.spawn(api::watch(app));
+        runtime.spawn(api::send_changes(app));
         while !stop.load(Ordering::Relaxed) {
             std::thread::sleep(LOOK);
         }
@@ -100,14 +104,14 @@ async fn accept(listener: tokio::net::TcpListener, app: Arc<App>, connections: A
     loop {
         let Ok(permit) = Arc::clone(&connections).acquire_owned().await else { return };
         let Ok((socket, peer)) = listener.accept().await else {
-            // No more descriptors, or a connection that went again: neither ends the others.
+            // Out of descriptors, or the client has gone: the other connections continue.
             tokio::time::sleep(Duration::from_millis(20)).await;
             continue;
         };
         let service = TowerToHyperService::new(api::with_peer(router.clone(), peer));
         tokio::spawn(async move {
             let _permit = permit;
-            // How a client ends is its own affair.
+            // Errors of a client do not concern the server.
             let _ = http1::Builder::new()
                 .timer(TokioTimer::new())
                 .header_read_timeout(HEAD_MAX)

@@ -1,63 +1,60 @@
-//! What the dashboard needs to know, as who serves it says it.
-//!
-//! A source is asked often and by several threads at once: it keeps what it has found for as long
-//! as that is true.
+//! The data that the dashboard shows, and the trait of its source.
 
 use serde::Serialize;
 use serde_json::Value;
 use std::sync::Arc;
 
-/// A VM that runs under checkpoints.
+/// A running VM under checkpoints.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct VmState {
     /// Its name.
     pub name: String,
-    /// The id of the store that it writes to, where that could be opened.
+    /// The id of the store that it writes to, if that could be opened.
     pub store: Option<String>,
-    /// Why its engine did not answer.
+    /// Why its engine did not answer, if it did not.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
-    /// What `keyframe status --json` says of it; null where its engine did not answer.
+    /// The VM's object of `keyframe status --json`; null if its engine did not answer.
     pub status: Value,
 }
 
-/// A store, as far as a list shows it.
+/// A store in the list of stores.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct StoreHead {
-    /// Its id: 32 hexadecimal digits; where it could not be opened, something else that is its own.
+    /// Its id: 32 hexadecimal digits, or another unique text if it could not be opened.
     pub id: String,
-    /// Where it is.
+    /// Its path or address.
     pub place: String,
-    /// Checkpoints that can be read.
+    /// The number of readable checkpoints.
     pub checkpoints: usize,
-    /// The newest one.
+    /// The number of the newest one.
     pub newest: Option<u64>,
-    /// The VMs that have checkpoints in it.
+    /// The VMs with checkpoints in it.
     pub vms: Vec<String>,
-    /// Grows whenever its checkpoints or their tags change.
+    /// Rises whenever its checkpoints or their tags change.
     pub generation: u64,
-    /// Why it, or a part of it, cannot be read.
+    /// Why the store, or a part of it, cannot be read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
 }
 
-/// The parts of a pause, in nanoseconds.
+/// The phases of a pause, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Phases {
+pub struct PausePhases {
     /// Until QEMU confirmed the stop.
     pub stop: u64,
     /// Saving the device state.
     pub device_state: u64,
     /// The last scan for dirty pages.
     pub scan: u64,
-    /// Copying them.
+    /// Copying dirty pages.
     pub copy: u64,
-    /// Until QEMU confirmed that the VM runs.
+    /// Until QEMU confirmed that the VM runs again.
     pub resume: u64,
 }
 
-impl Phases {
-    /// Names and values, in the order in which they happen.
+impl PausePhases {
+    /// Names and durations, in the order of the phases.
     pub fn named(&self) -> [(&'static str, u64); 5] {
         [
             ("stop", self.stop),
@@ -69,18 +66,18 @@ impl Phases {
     }
 }
 
-/// One checkpoint in a listing. Times in nanoseconds, sizes in bytes, pages of 4 KiB.
+/// A checkpoint in a listing. Times in nanoseconds, sizes in bytes, pages of 4 KiB.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct Checkpoint {
+pub struct CheckpointRow {
     /// Its number in the store.
     pub id: u64,
     /// The VM's name.
     pub vm: String,
-    /// The run that took it.
+    /// The id of the run that took it.
     pub run: String,
-    /// Its place in the run.
+    /// Its number in the run.
     pub epoch: u64,
-    /// The checkpoint that it grew from, which may have been forgotten.
+    /// The checkpoint that it is based on, which may be forgotten by now.
     pub parent: Option<u64>,
     /// When its pause began.
     pub taken_at: String,
@@ -88,37 +85,37 @@ pub struct Checkpoint {
     pub taken_ms: i64,
     /// Why it was taken.
     pub reason: String,
-    /// Names given to it.
+    /// Its tags.
     pub tags: Vec<String>,
-    /// No rule forgets it.
+    /// Whether it is pinned: retention rules keep it.
     pub pinned: bool,
     /// How its pages were copied.
     pub strategy: String,
     /// The whole pause.
     pub pause_ns: u64,
-    /// Its parts.
-    pub pause: Phases,
-    /// Distinct pages that it holds.
+    /// The phases of the pause.
+    pub pause: PausePhases,
+    /// Distinct pages that it contains.
     pub dirty_pages: u64,
-    /// Of these: zeros.
+    /// Of these: zero pages.
     pub zero_pages: u64,
-    /// Of these: found in the store already.
+    /// Of these: already in the store.
     pub dedup_pages: u64,
-    /// Of these: written with what they held before.
+    /// Of these: written by the guest without a change.
     pub unchanged_pages: u64,
     /// Of these: new.
     pub stored_pages: u64,
-    /// Bytes that the store grew by: records, map, device state, disks.
+    /// Growth of the store: pages, map, device state, disks.
     pub added_bytes: u64,
-    /// Of these: pages of RAM.
+    /// Of this: pages of RAM.
     pub stored_bytes: u64,
-    /// Written to disks since the one before.
+    /// Written to disks since the previous checkpoint.
     pub disk_written_bytes: u64,
-    /// Since the pause of the one before.
+    /// Time since the pause of the previous checkpoint.
     pub interval_ns: u64,
-    /// How late it began because the one before was still being encoded.
+    /// How late it began, because the previous one was still being encoded.
     pub backlog_ns: u64,
-    /// Hashing, compressing and storing.
+    /// Time for hashing, compressing and storing.
     pub encode_ns: u64,
     /// The RAM of the VM.
     pub ram_bytes: u64,
@@ -126,138 +123,139 @@ pub struct Checkpoint {
 
 /// The checkpoints of a store at one moment.
 #[derive(Clone, Debug, Default)]
-pub struct Listing {
-    /// As in [`StoreHead`].
+pub struct CheckpointListing {
+    /// As [`StoreHead::generation`].
     pub generation: u64,
-    /// Rising by number.
-    pub checkpoints: Vec<Arc<Checkpoint>>,
+    /// The checkpoints, rising by number.
+    pub checkpoints: Vec<Arc<CheckpointRow>>,
 }
 
-impl Listing {
-    /// The one with that number.
-    pub fn get(&self, id: u64) -> Option<&Arc<Checkpoint>> {
+impl CheckpointListing {
+    /// The checkpoint with the number `id`.
+    pub fn get(&self, id: u64) -> Option<&Arc<CheckpointRow>> {
         let at = self.checkpoints.binary_search_by_key(&id, |one| one.id).ok()?;
         self.checkpoints.get(at)
     }
 }
 
-/// What a store takes.
+/// The sizes of a store.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct Sizes {
+pub struct StoreSizes {
     /// Packs, maps, checkpoints and tags on disk.
     pub total_bytes: u64,
-    /// RAM sizes of all checkpoints: what full images would take.
+    /// Sum of the RAM sizes of all checkpoints: the size of full images.
     pub raw_bytes: u64,
-    /// Pages put into checkpoints.
+    /// Size of all dirty pages.
     pub dirty_bytes: u64,
-    /// Of these pages: zeros.
+    /// Of these: zero pages.
     pub zero_pages: u64,
-    /// Of these: found in the store already.
+    /// Of these: already in the store.
     pub dedup_pages: u64,
-    /// Of these: written with what they held before.
+    /// Of these: written by the guest without a change.
     pub unchanged_pages: u64,
     /// Of these: new.
     pub stored_pages: u64,
     /// Bytes appended to packs for pages of RAM.
     pub stored_bytes: u64,
-    /// Pages that are not zero, for each one stored.
+    /// Pages that are not zero, divided by pages stored.
     pub dedup_ratio: Option<f64>,
-    /// Bytes of the pages stored, for each byte they take.
+    /// Size of the stored pages, divided by the bytes that they take.
     pub compression_ratio: Option<f64>,
-    /// `raw_bytes` for each byte of `total_bytes`.
+    /// `raw_bytes` divided by `total_bytes`.
     pub reduction_ratio: Option<f64>,
 }
 
-/// Where in memory a checkpoint differs from its parent, piece by piece.
+/// Where in memory a checkpoint differs from its parent.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct Heat {
-    /// The checkpoint.
+pub struct HeatMap {
+    /// The checkpoint's number.
     pub id: u64,
-    /// What it is compared with; none where it is the first, or that one is gone: then all pages
-    /// count that are not zero.
+    /// The checkpoint that it is compared with; `None` if it has no parent, or the parent is gone.
+    /// Then all pages that are not zero count as changed.
     pub parent: Option<u64>,
-    /// Pages in a piece; the last of a region may have fewer.
+    /// Pages of a piece; the last one of a region may be shorter.
     pub piece_pages: u64,
-    /// RAM blocks.
+    /// The regions, one for each RAM block.
     pub regions: Vec<HeatRegion>,
 }
 
-/// One RAM block of a [`Heat`].
+/// One RAM block of a [`HeatMap`].
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct HeatRegion {
-    /// Its name.
+    /// The name of the RAM block.
     pub name: String,
-    /// Its pages.
+    /// Its number of pages.
     pub pages: u64,
     /// Pages that are not zero.
     pub nonzero_pages: u64,
-    /// Pages that differ.
+    /// Pages that differ from the parent's.
     pub changed_pages: u64,
-    /// Pages that differ, in each piece.
+    /// Changed pages of each piece.
     pub changed: Vec<u64>,
-    /// Pages that are not zero, in each piece.
+    /// Pages that are not zero, of each piece.
     pub nonzero: Vec<u64>,
 }
 
-/// What may be done from the page, with the token.
+/// A change that a client asks for, with the token.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Action {
-    /// Keep a checkpoint whatever rules say.
+pub enum DashboardAction {
+    /// Pin a checkpoint.
     Pin(u64),
-    /// Leave it to the rules again.
+    /// Unpin a checkpoint.
     Unpin(u64),
-    /// Point a tag to a checkpoint.
+    /// Set a tag to a checkpoint.
     Tag(u64, String),
     /// Remove a tag.
     Untag(String),
-    /// Put the running VM that it is of back to a checkpoint.
+    /// Roll the running VM of a checkpoint back to it.
     Rollback(u64),
-    /// Start a clone of a checkpoint.
+    /// Start a clone from a checkpoint.
     Branch(u64),
-    /// Bring a checkpoint to life as it was.
+    /// Restore a checkpoint as a running VM.
     Restore(u64),
 }
 
-/// Why a question has no answer.
+/// Why a request cannot be answered.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Problem {
-    /// There is no such thing.
+pub enum ApiError {
+    /// The requested object does not exist.
     #[error("{0}")]
     Unknown(String),
-    /// It was asked for wrongly.
+    /// The request is invalid.
     #[error("{0}")]
     Bad(String),
-    /// There is such a thing, and it cannot be shown.
+    /// The object exists, but cannot be shown.
     #[error("{0}")]
     NotShown(String),
-    /// It could not be found out or done.
+    /// The operation failed.
     #[error("{0}")]
     Failed(String),
-    /// It takes long, or others ask as well: ask again.
+    /// The server is busy; try again.
     #[error("{0}")]
     Busy(String),
 }
 
-/// What the dashboard shows. All of it may block.
-pub trait Source: Send + Sync + 'static {
-    /// The VMs that run, by name.
+/// The source of the dashboard's data. Several threads call it at a time, and its functions may
+/// block. It should keep results as long as they are valid.
+pub trait DashboardSource: Send + Sync + 'static {
+    /// The running VMs, by name.
     fn vms(&self) -> Vec<VmState>;
-    /// The stores: those that were named, and those that VMs write to.
+    /// The stores: those on the command line, and those that VMs write to.
     fn stores(&self) -> Vec<StoreHead>;
     /// The checkpoints of a store.
-    fn listing(&self, store: &str) -> Result<Arc<Listing>, Problem>;
-    /// All that is known of a checkpoint, and the commands to do something with it.
-    fn checkpoint(&self, store: &str, id: u64) -> Result<Value, Problem>;
-    /// Where in memory it differs from its parent. In about so many pieces.
-    fn heat(&self, store: &str, id: u64, pieces: u64) -> Result<Heat, Problem>;
-    /// What differs between it and its parent: pages, sectors and bytes.
-    fn diff(&self, store: &str, id: u64) -> Result<Value, Problem>;
-    /// What the display of its VM showed, or that of the member of its group: a PNG.
-    fn screen(&self, store: &str, id: u64, member: Option<&str>) -> Result<Arc<[u8]>, Problem>;
-    /// What a store takes.
-    fn sizes(&self, store: &str) -> Result<Sizes, Problem>;
-    /// Recordings with their intervals, and how analyses of them get on. An array.
+    fn listing(&self, store: &str) -> Result<Arc<CheckpointListing>, ApiError>;
+    /// All data of a checkpoint, with the commands for it. An object.
+    fn checkpoint(&self, store: &str, id: u64) -> Result<Value, ApiError>;
+    /// Where in memory a checkpoint differs from its parent, in about `pieces` pieces.
+    fn heat(&self, store: &str, id: u64, pieces: u64) -> Result<HeatMap, ApiError>;
+    /// The differences between a checkpoint and its parent: pages, sectors, bytes. An object.
+    fn diff(&self, store: &str, id: u64) -> Result<Value, ApiError>;
+    /// The display of a checkpoint's VM, or of the group's member `member`, as PNG.
+    fn screen(&self, store: &str, id: u64, member: Option<&str>) -> Result<Arc<[u8]>, ApiError>;
+    /// The sizes of a store.
+    fn sizes(&self, store: &str) -> Result<StoreSizes, ApiError>;
+    /// The recordings with their intervals, and the progress of analyses. An object.
     fn recordings(&self) -> Value;
-    /// Does something; what it says is shown.
-    fn act(&self, store: &str, action: &Action) -> Result<String, Problem>;
+    /// Performs an action and returns a message for the user.
+    fn act(&self, store: &str, action: &DashboardAction) -> Result<String, ApiError>;
 }

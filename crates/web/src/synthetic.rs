@@ -1,9 +1,8 @@
-//! A source that is made up: as many VMs and checkpoints as one likes, with names as hostile as
-//! they get. For tests.
+//! A source with generated VMs and checkpoints, in any number and with hostile names, for tests.
 
 use crate::{
-    Action, Checkpoint, Heat, HeatRegion, Listing, Phases, Problem, Sizes, Source, StoreHead,
-    VmState,
+    ApiError, CheckpointListing, CheckpointRow, DashboardAction, DashboardSource, HeatMap,
+    HeatRegion, PausePhases, StoreHead, StoreSizes, VmState,
 };
 use keyframe_locks::IgnorePoison;
 use serde_json::{Value, json};
@@ -11,35 +10,34 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// A picture of one red pixel.
+/// A PNG of one red pixel.
 pub const PNG: &[u8] = b"\x89PNG\x0d\x0a\x1a\x0a\x00\x00\x00\x0dIHDR\x00\x00\x00\x01\x00\x00\x00\x01\x08\x02\x00\x00\x00\x90wS\xde\x00\x00\x00\x0cIDATx\x9cc\xf8\xcf\xc0\x00\x00\x03\x01\x01\x00\xc9\xfe\x92\xef\x00\x00\x00\x00IEND\xaeB`\x82";
-/// The id of its one store.
+/// The id of the only store.
 pub const STORE: &str = "00112233445566778899aabbccddeeff";
-/// A name that would do something, were it taken for HTML, for a label of a metric or for a line of
-/// a log.
+/// A name with special characters of HTML, of metric labels and of log lines.
 pub const HOSTILE: &str = "<img src=x onerror=\"window.hacked=1\">\"\\\n'&amp;";
 
-/// VMs, and a store with checkpoints of theirs in turn. The first VM and one tag have a hostile
-/// name.
-pub struct Synthetic {
+/// Generated VMs, and a store with checkpoints of each VM in turn. The first VM and one tag have a
+/// hostile name.
+pub struct SyntheticSource {
     vms: usize,
-    listing: Arc<Listing>,
-    /// What was done.
-    pub acted: Mutex<Vec<Action>>,
-    /// How often its VMs were looked at, where each time something is new.
+    listing: Arc<CheckpointListing>,
+    /// The actions so far.
+    pub acted: Mutex<Vec<DashboardAction>>,
+    /// The number of calls of `vms`, if the source changes with each.
     looks: Option<AtomicU64>,
 }
 
-impl Synthetic {
-    /// So many.
+impl SyntheticSource {
+    /// A source with `vms` VMs and `checkpoints` checkpoints.
     pub fn new(vms: usize, checkpoints: u64) -> Self {
         let checkpoints =
             (1..=checkpoints).map(|id| Arc::new(checkpoint(id, vms as u64))).collect();
-        let listing = Arc::new(Listing { generation: 1, checkpoints });
+        let listing = Arc::new(CheckpointListing { generation: 1, checkpoints });
         Self { vms, listing, acted: Mutex::default(), looks: None }
     }
 
-    /// At each look, every VM has sealed a checkpoint more, and the store is another.
+    /// Makes each VM seal a checkpoint, and the store change, at each call of `vms`.
     #[must_use]
     pub fn living(self) -> Self {
         Self { looks: Some(AtomicU64::new(0)), ..self }
@@ -49,24 +47,24 @@ impl Synthetic {
         self.looks.as_ref().map_or(0, |looks| looks.load(Ordering::Relaxed))
     }
 
-    fn known(&self, store: &str, id: u64) -> Result<&Arc<Checkpoint>, Problem> {
-        let unknown = || Problem::Unknown(format!("there is no checkpoint {id} in {store}"));
+    fn known(&self, store: &str, id: u64) -> Result<&Arc<CheckpointRow>, ApiError> {
+        let unknown = || ApiError::Unknown(format!("there is no checkpoint {id} in {store}"));
         self.listing.get(id).filter(|_| store == STORE).ok_or_else(unknown)
     }
 }
 
-/// The name of a VM.
+/// The name of a VM, by its number.
 pub fn name(vm: u64) -> String {
     if vm == 0 { HOSTILE.into() } else { format!("vm-{vm}") }
 }
 
-fn checkpoint(id: u64, vms: u64) -> Checkpoint {
-    // Somewhere a pause is long.
+fn checkpoint(id: u64, vms: u64) -> CheckpointRow {
+    // Some pauses are long.
     let copy = if id.is_multiple_of(997) { 40_000_000 } else { 300_000 + id % 13 * 20_000 };
     let pause =
-        Phases { stop: 200_000, device_state: 150_000, scan: 90_000, copy, resume: 110_000 };
+        PausePhases { stop: 200_000, device_state: 150_000, scan: 90_000, copy, resume: 110_000 };
     let taken_at = jiff::Timestamp::from_second(1_800_000_000 + id as i64).unwrap_or_default();
-    Checkpoint {
+    CheckpointRow {
         id,
         vm: name(id % vms.max(1)),
         run: format!("{:032x}", id % vms.max(1)),
@@ -95,7 +93,7 @@ fn checkpoint(id: u64, vms: u64) -> Checkpoint {
     }
 }
 
-impl Source for Synthetic {
+impl DashboardSource for SyntheticSource {
     fn vms(&self) -> Vec<VmState> {
         if let Some(looks) = &self.looks {
             looks.fetch_add(1, Ordering::Relaxed);
@@ -148,14 +146,14 @@ impl Source for Synthetic {
         }]
     }
 
-    fn listing(&self, store: &str) -> Result<Arc<Listing>, Problem> {
-        let unknown = || Problem::Unknown(format!("no store {store} is shown here"));
+    fn listing(&self, store: &str) -> Result<Arc<CheckpointListing>, ApiError> {
+        let unknown = || ApiError::Unknown(format!("no store {store} is shown here"));
         (store == STORE).then(|| Arc::clone(&self.listing)).ok_or_else(unknown)
     }
 
-    fn checkpoint(&self, store: &str, id: u64) -> Result<Value, Problem> {
+    fn checkpoint(&self, store: &str, id: u64) -> Result<Value, ApiError> {
         let one = self.known(store, id)?;
-        let mut all = serde_json::to_value(&**one).map_err(|e| Problem::Failed(e.to_string()))?;
+        let mut all = serde_json::to_value(&**one).map_err(|e| ApiError::Failed(e.to_string()))?;
         let more = json!({
             "precopy_rounds": 2, "parent_is_there": one.parent.is_some(), "previous": one.parent, "next": null,
             "screens": if id % 3 == 2 { json!([null]) } else { json!([]) },
@@ -169,7 +167,7 @@ impl Source for Synthetic {
         Ok(all)
     }
 
-    fn heat(&self, store: &str, id: u64, pieces: u64) -> Result<Heat, Problem> {
+    fn heat(&self, store: &str, id: u64, pieces: u64) -> Result<HeatMap, ApiError> {
         let one = self.known(store, id)?;
         let changed: Vec<u64> = (0..pieces).map(|piece| piece % 7).collect();
         let region = HeatRegion {
@@ -180,41 +178,41 @@ impl Source for Synthetic {
             changed,
             nonzero: vec![8; pieces as usize],
         };
-        Ok(Heat { id, parent: one.parent, piece_pages: 16, regions: vec![region] })
+        Ok(HeatMap { id, parent: one.parent, piece_pages: 16, regions: vec![region] })
     }
 
-    fn diff(&self, store: &str, id: u64) -> Result<Value, Problem> {
+    fn diff(&self, store: &str, id: u64) -> Result<Value, ApiError> {
         let first = self.known(store, id)?.parent;
         Ok(
             json!({ "first": first, "second": id, "ram": [], "disks": [], "device_bytes": [1, 1], "same_devices": true }),
         )
     }
 
-    fn screen(&self, store: &str, id: u64, member: Option<&str>) -> Result<Arc<[u8]>, Problem> {
+    fn screen(&self, store: &str, id: u64, member: Option<&str>) -> Result<Arc<[u8]>, ApiError> {
         self.known(store, id)?;
         match (member, id % 3) {
-            (Some(member), _) => Err(Problem::Bad(format!("it has no member {member}"))),
-            (None, 0) => Err(Problem::Unknown("the VM has no display".into())),
-            (None, 1) => Err(Problem::NotShown(format!("its display is {HOSTILE}"))),
+            (Some(member), _) => Err(ApiError::Bad(format!("it has no member {member}"))),
+            (None, 0) => Err(ApiError::Unknown("the VM has no display".into())),
+            (None, 1) => Err(ApiError::NotShown(format!("its display is {HOSTILE}"))),
             (None, _) => Ok(PNG.into()),
         }
     }
 
-    fn sizes(&self, store: &str) -> Result<Sizes, Problem> {
+    fn sizes(&self, store: &str) -> Result<StoreSizes, ApiError> {
         let all = self.listing(store)?.checkpoints.len() as u64;
-        Ok(Sizes { total_bytes: all * 900_000, raw_bytes: all << 30, ..Sizes::default() })
+        Ok(StoreSizes { total_bytes: all * 900_000, raw_bytes: all << 30, ..StoreSizes::default() })
     }
 
     fn recordings(&self) -> Value {
         json!({ "recordings": [{ "path": HOSTILE, "problem": HOSTILE }], "analyses": [] })
     }
 
-    fn act(&self, store: &str, action: &Action) -> Result<String, Problem> {
-        if let Action::Pin(id)
-        | Action::Unpin(id)
-        | Action::Tag(id, _)
-        | Action::Rollback(id)
-        | Action::Branch(id) = action
+    fn act(&self, store: &str, action: &DashboardAction) -> Result<String, ApiError> {
+        if let DashboardAction::Pin(id)
+        | DashboardAction::Unpin(id)
+        | DashboardAction::Tag(id, _)
+        | DashboardAction::Rollback(id)
+        | DashboardAction::Branch(id) = action
         {
             self.known(store, *id)?;
         }

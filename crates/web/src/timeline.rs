@@ -1,111 +1,112 @@
-//! Checkpoints in a row, as few points as a chart has room for.
+//! Summarizes checkpoints into as many points as a chart shows.
 //!
 //! ```text
-//!   checkpoints   1 2 3 4 5 6 7 8 9 ... 10,000          buckets   [1..25] [26..50] ...      at most as many as asked for
-//!                        └── all of one VM, or of a range of numbers ──┘
+//!   checkpoints   1 2 3 4 5 6 7 8 9 ... 10,000          buckets   [1..25] [26..50] ...
+//!                        └── of one VM, or of a range of numbers ──┘
 //! ```
 //!
-//! Invariant: each checkpoint of the range is in one bucket, buckets follow each other, and their
-//! number is bounded whatever is asked for. Of a bucket's pauses the longest is shown, with its own
-//! phases: a long pause never disappears in a mean.
+//! Invariants: each checkpoint of the range is in one bucket; buckets are in order, and their
+//! number is bounded. A bucket shows its longest pause with the phases of that pause, so that no
+//! long pause disappears in a mean.
 
-use crate::source::{Checkpoint, Listing, Phases};
+use crate::source::{CheckpointListing, CheckpointRow, PausePhases};
 use serde::Serialize;
 use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 
-/// Points that are given at most.
+/// The most points of a timeline.
 pub const POINTS_MAX: usize = 1000;
-/// Tags that are given at most.
+/// The most tagged checkpoints of a timeline.
 const TAGS_MAX: usize = 200;
 
-/// Consecutive checkpoints of a VM.
+/// A group of consecutive checkpoints.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Bucket {
-    /// The first one.
+pub struct TimelineBucket {
+    /// The number of the first checkpoint.
     pub first_id: u64,
-    /// The last one.
+    /// The number of the last checkpoint.
     pub last_id: u64,
-    /// How many there are.
+    /// The number of checkpoints.
     pub count: u64,
     /// When the first was taken.
     pub first_at: String,
-    /// When the last was.
+    /// When the last was taken.
     pub last_at: String,
-    /// The one with the longest pause.
+    /// The number of the checkpoint with the longest pause.
     pub worst_id: u64,
-    /// That pause.
+    /// The longest pause, in nanoseconds.
     pub pause_ns: u64,
-    /// Its phases.
-    pub pause: Phases,
-    /// Of all of them together.
+    /// The phases of the longest pause.
+    pub pause: PausePhases,
+    /// Sum of all checkpoints.
     pub dirty_pages: u64,
-    /// Of all of them together.
+    /// Sum of all checkpoints.
     pub zero_pages: u64,
-    /// Of all of them together.
+    /// Sum of all checkpoints.
     pub dedup_pages: u64,
-    /// Of all of them together.
+    /// Sum of all checkpoints.
     pub unchanged_pages: u64,
-    /// Of all of them together.
+    /// Sum of all checkpoints.
     pub stored_pages: u64,
-    /// Of all of them together.
+    /// Sum of all checkpoints.
     pub added_bytes: u64,
-    /// Written to disks by all of them together.
+    /// Sum of all checkpoints.
     pub disk_written_bytes: u64,
-    /// The longest.
+    /// The largest value.
     pub backlog_ns: u64,
-    /// The longest.
+    /// The largest value.
     pub interval_ns: u64,
-    /// The longest.
+    /// The largest value.
     pub encode_ns: u64,
 }
 
-/// A tag and its checkpoint.
+/// A checkpoint with tags, or pinned.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Tagged {
-    /// The checkpoint.
+pub struct TaggedCheckpoint {
+    /// The checkpoint's number.
     pub id: u64,
     /// Its tags.
     pub tags: Vec<String>,
-    /// It is pinned.
+    /// Whether it is pinned.
     pub pinned: bool,
 }
 
-/// A row of buckets.
+/// A VM's checkpoints in buckets.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Timeline {
-    /// Of the listing that it was made from.
+    /// The generation of the listing.
     pub generation: u64,
-    /// Checkpoints of the VM.
+    /// The number of all checkpoints of the VM.
     pub total: usize,
-    /// Of these: in the range.
+    /// The number of those in the range.
     pub shown: usize,
-    /// The number of the VM's first one.
+    /// The number of the VM's first checkpoint.
     pub first_id: Option<u64>,
-    /// That of its last.
+    /// The number of the VM's last checkpoint.
     pub last_id: Option<u64>,
-    /// From old to new.
-    pub buckets: Vec<Bucket>,
-    /// Those in the range that have tags or are pinned; of many the newest.
-    pub tagged: Vec<Tagged>,
+    /// The buckets, from old to new.
+    pub buckets: Vec<TimelineBucket>,
+    /// The newest tagged or pinned checkpoints in the range.
+    pub tagged: Vec<TaggedCheckpoint>,
 }
 
 impl Timeline {
-    /// Those of `vm`, or of all VMs, with numbers in `range`, in at most `points` buckets.
+    /// Summarizes the checkpoints of `vm`, or of all VMs, with numbers in `range`, in at most
+    /// `points` buckets.
     pub fn of(
-        listing: &Listing,
+        listing: &CheckpointListing,
         vm: Option<&str>,
         range: &RangeInclusive<u64>,
         points: usize,
     ) -> Self {
-        let is_wanted = |one: &&Arc<Checkpoint>| vm.is_none_or(|vm| one.vm == vm);
-        let all: Vec<&Arc<Checkpoint>> = listing.checkpoints.iter().filter(is_wanted).collect();
-        let shown: Vec<&Arc<Checkpoint>> =
+        let is_wanted = |one: &&Arc<CheckpointRow>| vm.is_none_or(|vm| one.vm == vm);
+        let all: Vec<&Arc<CheckpointRow>> = listing.checkpoints.iter().filter(is_wanted).collect();
+        let shown: Vec<&Arc<CheckpointRow>> =
             all.iter().copied().filter(|one| range.contains(&one.id)).collect();
         let pieces = chunks(shown.len(), points.clamp(1, POINTS_MAX));
-        let buckets = pieces.filter_map(|piece| Bucket::of(&shown[piece])).collect();
+        let buckets = pieces.filter_map(|piece| TimelineBucket::of(&shown[piece])).collect();
         let named = shown.iter().rev().filter(|one| one.pinned || !one.tags.is_empty());
-        let tagged = |one: &&Arc<Checkpoint>| Tagged {
+        let tagged = |one: &&Arc<CheckpointRow>| TaggedCheckpoint {
             id: one.id,
             tags: one.tags.clone(),
             pinned: one.pinned,
@@ -122,13 +123,13 @@ impl Timeline {
     }
 }
 
-impl Bucket {
-    fn of(all: &[&Arc<Checkpoint>]) -> Option<Self> {
+impl TimelineBucket {
+    fn of(all: &[&Arc<CheckpointRow>]) -> Option<Self> {
         let (first, last) = (all.first()?, all.last()?);
         let worst = all.iter().max_by_key(|one| one.pause_ns)?;
-        let sum = |value: fn(&Checkpoint) -> u64| all.iter().map(|one| value(one)).sum();
+        let sum = |value: fn(&CheckpointRow) -> u64| all.iter().map(|one| value(one)).sum();
         let most =
-            |value: fn(&Checkpoint) -> u64| all.iter().map(|one| value(one)).max().unwrap_or(0);
+            |value: fn(&CheckpointRow) -> u64| all.iter().map(|one| value(one)).max().unwrap_or(0);
         Some(Self {
             first_id: first.id,
             last_id: last.id,
@@ -152,9 +153,9 @@ impl Bucket {
     }
 }
 
-/// `len` things in at most `pieces` pieces of about the same length, in order.
+/// Splits `len` elements into at most `pieces` ranges of about the same length, in order.
 pub fn chunks(len: usize, pieces: usize) -> impl Iterator<Item = Range<usize>> {
     let pieces = pieces.min(len);
-    // No piece is empty: there are no more of them than things.
+    // There are no more pieces than elements, so none is empty.
     (0..pieces).map(move |at| at * len / pieces..(at + 1) * len / pieces)
 }

@@ -4,7 +4,7 @@ mod on;
 
 use crate::output;
 use indicatif::ProgressBar;
-use keyframe_analysis::{Summary, Tool, tools};
+use keyframe_analysis::{Tool, ToolSummary, tools};
 use keyframe_failure::paths;
 use keyframe_failure::{DONE, FAILED, Failure, Outcome};
 use keyframe_replay::interval::Interval;
@@ -246,7 +246,7 @@ impl Analyze {
     fn in_sequence(
         &self,
         analysis: &Analysis<'_>,
-        summary: &Summary,
+        summary: &ToolSummary,
         interrupted: &AtomicBool,
     ) -> Result<(Vec<PathBuf>, u64), Failure> {
         let began = Instant::now();

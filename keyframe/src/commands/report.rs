@@ -2,7 +2,7 @@
 
 use super::warn_of_unreadable;
 use crate::output;
-use keyframe_dashboard::reporting::{Page, of_checkpoints, of_recording};
+use keyframe_dashboard::reporting::{ReportPage, of_checkpoints, of_recording};
 use keyframe_failure::{Failure, Outcome};
 use keyframe_replay::Recording;
 use keyframe_store::Sealed;
@@ -54,7 +54,7 @@ impl Report {
                 .and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned()))
         };
         let name = name(&self.about).unwrap_or_else(|| self.about.display().to_string());
-        let mut page = Page::new(&format!("Keyframe: {name}"));
+        let mut page = ReportPage::new(&format!("Keyframe: {name}"));
         let now = jiff::Timestamp::now().to_string();
         page.line(&format!(
             "{}, as it was at {} UTC.",

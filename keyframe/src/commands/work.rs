@@ -1,7 +1,7 @@
 //! `keyframe __work`: a worker of an analysis that another process wants, on this node. Pilots of
 //! Slurm's run it.
 
-use keyframe_cluster::{Item, Placement, Queue, Worker, slurm::Slurm};
+use keyframe_cluster::{Placement, Queue, QueueItem, Worker, slurm::SlurmRunner};
 use keyframe_failure::paths;
 use keyframe_failure::{DONE, FAILED, Failure, Outcome};
 use keyframe_locks::IgnorePoison;
@@ -43,12 +43,12 @@ impl Work {
 
         let failed = |e| Failure::cluster(&e);
         let queue = Queue::open(&out.join("queue")).map_err(failed)?;
-        let id = Slurm::worker_id(|name| std::env::var(name).ok());
+        let id = SlurmRunner::worker_id(|name| std::env::var(name).ok());
         // What this task had when its node was lost.
-        queue.put_back(|other| Slurm::is_earlier_life(&id, other)).map_err(failed)?;
+        queue.return_items(|other| SlurmRunner::is_earlier_start(&id, other)).map_err(failed)?;
         eprintln!("keyframe: {} works on {}", id.as_str(), out.display());
         let broken = Mutex::new(None);
-        let job = |item: Item| {
+        let job = |item: QueueItem| {
             let maker = format!("{}-{:?}", id.as_str(), std::thread::current().id());
             let interval = patiently(|| analysis.interval(item.index), &interrupted);
             let made = interval.and_then(|one| {

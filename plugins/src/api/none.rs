@@ -1,13 +1,11 @@
-//! No QEMU: what the interface would be where the plugin's own code is tested, and where its board
-//! is read.
+//! The interface without QEMU, for tests of the plugin's code and for the reader of a board.
 //!
-//! Nothing is registered anywhere and no callback comes; an access is to the memory at its own
-//! address.
+//! Registrations are ignored and callbacks never called.
 
 #![allow(
     clippy::unused_self,
     clippy::unnecessary_wraps,
-    reason = "the shape of what it stands for"
+    reason = "the signatures of the interface"
 )]
 
 use super::{
@@ -41,12 +39,12 @@ nothing! {
     qemu_plugin_hwaddr_phys_addr(*const RawPhysical) -> u64 = 0;
 }
 
-/// A counter that stands still.
+/// A counter that is always 0.
 #[derive(Clone, Copy)]
 pub struct Counter;
 
 impl Counter {
-    /// Its value now.
+    /// Its value.
     pub fn get(self) -> u64 {
         0
     }
@@ -62,29 +60,29 @@ pub(super) fn copy_bytes(_instruction: &Instruction<'_>, _into: &mut [u8]) {}
 pub struct BoardCounters;
 
 impl BoardCounters {
-    /// Of any board.
+    /// The counters of `board`.
     pub fn new(board: &'static Board) -> Self {
         let _ = board.map();
         Self
     }
 
-    /// Nothing to do.
+    /// Does nothing.
     pub fn vcpu_is_there(&mut self, _board: &'static Board) -> std::io::Result<()> {
         Ok(())
     }
 
-    /// One of them.
+    /// The counter `index`.
     pub fn counter(&self, _index: usize) -> Counter {
         Counter
     }
 }
 
-/// As many counters as are asked for.
+/// Counters in any number.
 #[derive(Default)]
 pub struct SlotCounters(());
 
 impl SlotCounters {
-    /// The counter of a slot.
+    /// The counter of `slot`.
     pub fn counter(&mut self, _slot: usize) -> Counter {
         Counter
     }

@@ -1,11 +1,11 @@
-//! Interface 1, QEMU 7.2: an inline counter is any 8 bytes of memory.
+//! Plugin interface 1, QEMU 7.2: an inline counter is any 8 bytes of memory.
 
 use super::{Instruction, RawInstruction};
 use crate::board::{Board, COUNTERS_OFFSET_BYTES};
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::AtomicU64;
 
-/// What QEMU looks for to know that it can load this.
+/// The symbol by which QEMU checks the plugin's interface.
 #[unsafe(no_mangle)]
 #[used]
 pub static qemu_plugin_version: c_int = 1;
@@ -22,12 +22,12 @@ unsafe extern "C" {
     fn qemu_plugin_insn_data(instruction: *const RawInstruction) -> *const c_void;
 }
 
-/// Eight bytes that live for ever.
+/// Eight bytes that are never freed.
 #[derive(Clone, Copy)]
 pub struct Counter(*mut u64);
 
 impl Counter {
-    /// Its value now.
+    /// Its value.
     #[inline]
     pub fn get(self) -> u64 {
         // SAFETY: it lives for ever, is aligned, and is written by this thread's translated code
@@ -61,17 +61,17 @@ pub(super) fn copy_bytes(instruction: &Instruction<'_>, into: &mut [u8]) {
 pub struct BoardCounters(*mut u64);
 
 impl BoardCounters {
-    /// Those of `board`, which must live for ever.
+    /// The counters of `board`.
     pub fn new(board: &'static Board) -> Self {
         Self(board.map().words()[COUNTERS_OFFSET_BYTES / 8].as_ptr())
     }
 
-    /// Nothing is left to do when the vCPU is there.
+    /// Does nothing.
     pub fn vcpu_is_there(&mut self, _board: &'static Board) -> std::io::Result<()> {
         Ok(())
     }
 
-    /// One of them.
+    /// The counter `index`.
     pub fn counter(&self, index: usize) -> Counter {
         assert!(index < crate::board::COUNTERS, "counter {index}");
         // SAFETY: the page of counters has that many words behind its first.
@@ -79,14 +79,14 @@ impl BoardCounters {
     }
 }
 
-/// As many counters as are asked for, in chunks.
+/// Counters in any number, in chunks.
 #[derive(Default)]
 pub struct SlotCounters(Vec<&'static [AtomicU64]>);
 
 const CHUNK: usize = 4096;
 
 impl SlotCounters {
-    /// The counter of a slot; slots are asked for in rising order the first time.
+    /// The counter of `slot`. New slots must be requested in rising order.
     pub fn counter(&mut self, slot: usize) -> Counter {
         while self.0.len() <= slot / CHUNK {
             self.0.push(Box::leak((0..CHUNK).map(|_| AtomicU64::new(0)).collect()));

@@ -1,23 +1,22 @@
-//! Interface 4, QEMU 10.0: inline counters live in scoreboards, QEMU's own arrays with one entry a
-//! vCPU.
+//! Plugin interface 4, QEMU 10.0: inline counters are in scoreboards, QEMU's arrays with an entry
+//! for each vCPU.
 //!
-//! The board's counters must be read by another process while the VM stands still. So the
-//! scoreboard's entry has room for a whole page, and the board's page of counters is mapped in its
-//! place:
+//! Another process must read the board's counters while the VM is stopped. The scoreboard's entry
+//! is therefore large enough for a page, and the board's page of counters is mapped into it:
 //!
 //! ```text
 //!   scoreboard, in QEMU's heap  │ entry of vCPU 0: 16 KiB                            │ entry of vCPU 1 ...
 //!                               │ .... │ page: the board's counters, shared │ ...... │
 //! ```
 //!
-//! QEMU allocates entries for more vCPUs than are there and moves them only when still more come;
-//! there is one.
+//! QEMU allocates entries for more vCPUs than exist, and moves them only if even more are added.
+//! There is one vCPU.
 
 use super::{Instruction, RawInstruction};
 use crate::board::{Board, COUNTERS_OFFSET_BYTES};
 use std::ffi::{c_int, c_uint, c_void};
 
-/// What QEMU looks for to know that it can load this.
+/// The symbol by which QEMU checks the plugin's interface.
 #[unsafe(no_mangle)]
 #[used]
 pub static qemu_plugin_version: c_int = 4;
@@ -67,7 +66,7 @@ impl Counter {
         Self { entry: Entry { score, offset }, at: at.cast() }
     }
 
-    /// Its value now.
+    /// Its value.
     #[inline]
     pub fn get(self) -> u64 {
         // SAFETY: the scoreboard is never freed nor moved with one vCPU, and written by this
@@ -97,18 +96,18 @@ pub(super) fn copy_bytes(instruction: &Instruction<'_>, into: &mut [u8]) {
 /// The counters of a board.
 pub struct BoardCounters {
     score: *mut Scoreboard,
-    /// Of the shared page in the entry of vCPU 0.
+    /// The offset of the shared page in the entry of vCPU 0.
     offset: usize,
 }
 
 impl BoardCounters {
-    /// A scoreboard for those of `board`.
+    /// Creates a scoreboard for the board's counters.
     pub fn new(_board: &'static Board) -> Self {
         // SAFETY: called from qemu_plugin_install; the size is in bytes.
         Self { score: unsafe { qemu_plugin_scoreboard_new(ENTRY_BYTES) }, offset: 0 }
     }
 
-    /// Puts the board's page into the entry of vCPU 0. Nothing has been translated yet.
+    /// Maps the board's page into the entry of vCPU 0. Call it before the first translation.
     pub fn vcpu_is_there(&mut self, board: &'static Board) -> std::io::Result<()> {
         // SAFETY: vCPU 0 has been initialised: this is its callback.
         let entry: *mut u8 = unsafe { qemu_plugin_scoreboard_find(self.score, 0) }.cast();
@@ -120,19 +119,19 @@ impl BoardCounters {
         unsafe { board.map().put_page(COUNTERS_OFFSET_BYTES, page) }
     }
 
-    /// One of them.
+    /// The counter `index`.
     pub fn counter(&self, index: usize) -> Counter {
         assert!(index < crate::board::COUNTERS, "counter {index}");
         Counter::new(self.score, self.offset + index * 8)
     }
 }
 
-/// As many counters as are asked for, in chunks of a scoreboard each.
+/// Counters in any number, in chunks of a scoreboard each.
 #[derive(Default)]
 pub struct SlotCounters(Vec<*mut Scoreboard>);
 
 impl SlotCounters {
-    /// The counter of a slot.
+    /// The counter of `slot`.
     pub fn counter(&mut self, slot: usize) -> Counter {
         while self.0.len() <= slot / CHUNK {
             // SAFETY: called from a translation callback, where QEMU allows it; the size is in

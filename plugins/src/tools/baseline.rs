@@ -1,5 +1,5 @@
-//! What benchmarks compare tools with: nothing at all, a callback for each access that does
-//! nothing, and a trace as text.
+//! The baselines of benchmarks: no callbacks, an empty callback for each access, and a trace as
+//! text.
 
 use super::{Setup, Tool, fail};
 use crate::api::{self, Accesses, Block, MemoryInfo};
@@ -9,14 +9,14 @@ use std::ffi::{c_uint, c_void};
 use std::fs::File;
 use std::io::{BufWriter, Write};
 
-/// Asks for nothing: what a replay with a plugin costs by itself.
+/// Registers nothing: the cost of a replay with a plugin.
 pub struct Nothing;
 
 impl Tool for Nothing {
     fn translate(&mut self, _block: &Block<'_>, _data: *mut c_void) {}
 }
 
-/// A callback for each access: what any trace costs at least.
+/// An empty callback for each access: the least cost of any trace.
 pub struct Callback;
 
 extern "C" fn nothing(_vcpu: c_uint, _info: MemoryInfo, _vaddr: u64, _data: *mut c_void) {}
@@ -29,7 +29,7 @@ impl Tool for Callback {
     }
 }
 
-/// A line of text for each access, with what a record of `memtrace` has, but for the count.
+/// A line of text for each access, with the data of `memtrace` except the count.
 pub struct Text {
     physical: Physical,
     out: BufWriter<File>,
@@ -41,7 +41,7 @@ struct Site {
 }
 
 impl Text {
-    /// Takes `ram` and `out`.
+    /// Arguments: `ram`, `out`.
     pub fn new(setup: &mut Setup) -> Result<Self, String> {
         let path = setup.arguments.text("out")?;
         let out = File::create(&path).map_err(|error| format!("{path}: {error}"))?;

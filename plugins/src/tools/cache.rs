@@ -1,87 +1,87 @@
-//! `cache`: a hierarchy of data caches, each set-associative with LRU, filled by physical address.
+//! `cache`: a hierarchy of data caches, each set-associative with LRU, indexed by physical address.
 //!
 //! ```text
-//!   access ──▶ level 1 ── miss ──▶ level 2 ── miss ──▶ level 3 ── miss ──▶ memory          a miss fills all levels on its way
-//!   set of level 1  │ used last │ ... │ used longest ago │                                number of ways lines
-//!                     known lines ──┘   below: whatever was there before
+//!   access ──▶ level 1 ── miss ──▶ level 2 ── miss ──▶ level 3 ── miss ──▶ memory       a miss fills all levels on its way
+//!   set of level 1  │ most recent │ ... │ least recent │                               as many lines as ways
+//!                    known lines ──┘   below: unknown earlier contents
 //!
 //!   cuts            │ interval 0 │ interval 1 │ interval 2 │ interval 3 │
-//!   hierarchy a     [ counted    ┼ counted    ]                              warmup=1: each interval is counted in the hierarchy
-//!   hierarchy b                  [ fills      ┼ counted    ]                 that has seen one interval before it, no more
-//!   hierarchy c                               [ fills      ┼ counted    ]    and no less
+//!   hierarchy a     [ counted    ┼ counted    ]                              warmup=1: each interval is counted in the
+//!   hierarchy b                  [ fills      ┼ counted    ]                 hierarchy that has seen exactly one interval
+//!   hierarchy c                               [ fills      ┼ counted    ]    before it
 //! ```
 //!
-//! So an interval's counts depend on it and on those that warm it up, and not on where the run
-//! began: nothing is drawn from a longer past, though one run through all intervals would know it.
+//! An interval's counts depend only on the interval and on its warm-up, not on the begin of the run:
+//! a longer past is ignored, even if one run through all intervals knows it.
 //!
-//! What a hierarchy held before its beginning is unknown. The lines of a set that were used since
-//! then are its upper ones, in the same order as in a cache that was filled before: LRU is a stack
-//! algorithm (Mattson et al., 1970). So an access to one of them hits for certain; once they fill
-//! the set (it is "primed": Laha, Patel, Iyer, 1988; Wood, Hill, Kessler, 1991) any other misses
-//! for certain; until then it is open. What is open in one level may or may not ask the next one,
-//! whose set then begins anew. It counts as a miss unless the line is there; the number of certain
-//! and of open misses says how wrong that can be.
+//! The contents of a hierarchy before its begin are unknown. LRU is a stack algorithm (Mattson et
+//! al., 1970): the lines of a set that were used since then are its most recent ones, in the same
+//! order as in a cache with earlier contents. An access to one of them is a certain hit. Once they
+//! fill the set (it is "primed": Laha, Patel, Iyer, 1988; Wood, Hill, Kessler, 1991), any other
+//! access is a certain miss; before that it is open. An open access may or may not reach the next
+//! level, whose set is then unknown again. It counts as a miss unless the line is present; the
+//! numbers of certain and open misses bound the error.
 //!
-//! Row: level │ reads │ writes │ reads that missed │ writes that missed │ certain misses │ open ones. Instruction fetches, prefetching and
-//! devices are left out.
+//! Row: level │ reads │ writes │ read misses │ write misses │ certain misses │ open misses.
+//! Instruction fetches, prefetching and devices are not modelled.
 
 use super::{Setup, Tool};
 use crate::api::{self, Block, MemoryInfo};
 use crate::arguments::number;
-use crate::cut::{Reduced, Reducer};
+use crate::cut::{PartTable, TableTool};
 use crate::physical::DEVICE;
 use crate::state::State;
-use crate::translations::Places;
+use crate::translations::AccessResolver;
 use std::collections::VecDeque;
 use std::ffi::{c_uint, c_void};
 
-/// No line has this number.
+/// The number of no line.
 const EMPTY: u64 = u64::MAX;
-/// Most bytes of a level, lines of a set, levels.
+/// The largest level in bytes, the most lines of a set, the most levels.
 const LEVEL_BYTES_MAX: u64 = 1 << 30;
 const WAYS_MAX: u64 = 64;
 const LEVELS_MAX: usize = 4;
-/// Most intervals that warm up: as many hierarchies are filled at once.
+/// The most warm-up intervals: as many hierarchies are filled at a time.
 const WARM_UP_MAX: u64 = 16;
 
-/// What a level counts in an interval.
+/// The counts of a level in an interval.
 #[derive(Clone, Copy, Default)]
 struct Counts {
     /// Reads and writes, then those that missed.
     seen: [u64; 4],
-    /// Misses whatever was there before.
+    /// Misses for any earlier contents.
     certain: u64,
-    /// Misses or not, as was there before.
+    /// Accesses that hit or miss depending on the earlier contents.
     open: u64,
 }
 
-/// One level.
+/// A level of the hierarchy.
 #[derive(Clone)]
 struct Level {
-    /// Line numbers, set by set, the one used last first.
+    /// Line numbers, set by set, the most recent first.
     lines: Vec<u64>,
-    /// By set: so many of its first lines are there in this order, whatever was there before.
+    /// For each set the number of its first lines that do not depend on the earlier contents.
     known: Vec<u8>,
     ways: usize,
     sets: u64,
     counts: Counts,
 }
 
-/// What an access is to a level.
+/// Whether an access reaches a level.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Asked {
-    /// It comes.
+enum Reaches {
+    /// It does.
     Certainly,
-    /// It comes here, and may not in truth, as the level above is open.
+    /// It does here, but perhaps not with other earlier contents of the level above.
     Perhaps,
-    /// It does not come here, and may in truth.
+    /// It does not here, but perhaps with other earlier contents.
     PerhapsUnseen,
-    /// It does not come.
+    /// It does not.
     Not,
 }
 
 impl Level {
-    /// Of `BYTES:WAYS`.
+    /// Parses `BYTES:WAYS`.
     fn new(text: &str, line_bytes: u64) -> Result<Self, String> {
         let wrong =
             || format!("cache level {text:?} is not BYTES:WAYS with a whole number of sets");
@@ -103,14 +103,15 @@ impl Level {
         })
     }
 
-    /// An access, after which the line is there; returns what it is to the next level.
+    /// Performs an access, after which the line is present. Returns whether it reaches the next
+    /// level.
     #[inline]
-    fn access(&mut self, line: u64, write: usize, asked: Asked) -> Asked {
+    fn access(&mut self, line: u64, write: usize, reaches: Reaches) -> Reaches {
         let number = (line % self.sets) as usize;
-        if asked == Asked::PerhapsUnseen {
+        if reaches == Reaches::PerhapsUnseen {
             self.known[number] = 0;
             self.counts.open += 1;
-            return asked;
+            return reaches;
         }
         let set = number * self.ways;
         let set = &mut self.lines[set..set + self.ways];
@@ -122,34 +123,34 @@ impl Level {
         set[..=found.unwrap_or(self.ways - 1)].rotate_right(1);
         set[0] = line;
         let known = &mut self.known[number];
-        if asked == Asked::Certainly {
+        if reaches == Reaches::Certainly {
             if found.is_some_and(|at| at < usize::from(*known)) {
-                return Asked::Not;
+                return Reaches::Not;
             }
             if usize::from(*known) == self.ways {
                 self.counts.certain += 1;
-                return Asked::Certainly;
+                return Reaches::Certainly;
             }
             *known += 1;
         } else {
             *known = 0;
         }
         self.counts.open += 1;
-        if found.is_some() { Asked::PerhapsUnseen } else { Asked::Perhaps }
+        if found.is_some() { Reaches::PerhapsUnseen } else { Reaches::Perhaps }
     }
 }
 
-/// Levels, and since when they have been filled is known.
+/// The levels of a hierarchy, the first one first.
 #[derive(Clone)]
 struct Hierarchy(Vec<Level>);
 
 impl Hierarchy {
     #[inline]
     fn access(&mut self, line: u64, write: usize) {
-        let mut asked = Asked::Certainly;
+        let mut reaches = Reaches::Certainly;
         for level in &mut self.0 {
-            asked = level.access(line, write, asked);
-            if asked == Asked::Not {
+            reaches = level.access(line, write, reaches);
+            if reaches == Reaches::Not {
                 break;
             }
         }
@@ -158,21 +159,21 @@ impl Hierarchy {
 
 /// The hierarchies that are filled in this interval.
 pub struct Table {
-    places: Places,
+    places: AccessResolver,
     line_shift: u32,
     empty: Hierarchy,
-    /// The one whose counts are this interval's first, then those that warm up for later ones.
+    /// The hierarchy that counts for this interval, then those that warm up for later ones.
     filled: VecDeque<Hierarchy>,
-    /// Intervals that one sees before that whose counts are its own.
+    /// The number of warm-up intervals.
     warm_up: u64,
-    /// The interval that runs, and the last one.
+    /// The running interval, and the last one.
     running: u64,
     last: u64,
 }
 
 impl Table {
     fn new(
-        places: Places,
+        places: AccessResolver,
         line_shift: u32,
         empty: Hierarchy,
         warm_up: u64,
@@ -193,7 +194,7 @@ impl Table {
     }
 }
 
-impl Reducer for Table {
+impl PartTable for Table {
     const KIND: &'static str = "cache";
     const COLUMNS: usize = 7;
 
@@ -212,7 +213,7 @@ impl Reducer for Table {
         if self.running > self.warm_up {
             self.filled.pop_front();
         }
-        // One that would never be counted is not filled.
+        // A hierarchy that would never be counted is not filled.
         if self.running + self.warm_up <= self.last {
             self.filled.push_back(self.empty.clone());
         }
@@ -221,16 +222,15 @@ impl Reducer for Table {
 }
 
 /// The tool.
-pub type Cache = Reduced<Table>;
+pub type Cache = TableTool<Table>;
 
 impl Cache {
-    /// Takes `ram`, `parts`, `cuts`, `line` (bytes), `levels` (`BYTES:WAYS/BYTES:WAYS...`),
-    /// `intervals` (how many there are) and `warmup` (how many of them fill the caches for the next
-    /// one).
+    /// Arguments: `ram`, `parts`, `cuts`, `line` (bytes), `levels` (`BYTES:WAYS/BYTES:WAYS...`),
+    /// `intervals` (their number) and `warmup` (the number of warm-up intervals).
     pub fn of(setup: &mut Setup) -> Result<Self, String> {
         let line = setup.arguments.number("line")?;
         if !line.is_power_of_two() || !(8..=4096).contains(&line) {
-            return Err(format!("argument line={line} is no power of two from 8 to 4096"));
+            return Err(format!("argument line={line} is not a power of two from 8 to 4096"));
         }
         let levels: Result<Vec<_>, _> = setup
             .arguments
@@ -247,7 +247,7 @@ impl Cache {
         if warm_up > WARM_UP_MAX {
             return Err(format!("argument warmup={warm_up} is more than {WARM_UP_MAX}"));
         }
-        let places = Places::new(setup.physical(false)?, setup.board);
+        let places = AccessResolver::new(setup.physical(false)?, setup.board);
         setup.reduced(Table::new(
             places,
             line.trailing_zeros(),
@@ -258,7 +258,7 @@ impl Cache {
     }
 }
 
-/// `REMAPS`: of an instruction that may ([`Places::on_memory`]).
+/// `REMAPS`: for an instruction that may remap ([`AccessResolver::on_memory`]).
 extern "C" fn on_access<const REMAPS: bool>(
     _vcpu: c_uint,
     info: MemoryInfo,
@@ -302,36 +302,36 @@ mod tests {
     }
 
     fn table(levels: &[&str], warm_up: u64, intervals: u64) -> Table {
-        let places = Places::new(Physical::new("", &[]).unwrap(), board());
+        let places = AccessResolver::new(Physical::new("", &[]).unwrap(), board());
         Table::new(places, 6, hierarchy(levels), warm_up, intervals)
     }
 
     #[test]
-    fn the_line_used_longest_ago_goes() {
+    fn the_least_recently_used_line_is_replaced() {
         // One set of two lines.
         let mut table = table(&["128:2"], 1, 2);
         for line in [0, 1, 0, 2, 0, 1] {
             table.access(line * 64, 8, 0);
         }
-        // 0 and 1 are new; 0 is there; 2 takes the place of 1; 0 is there; 1 is gone. Once the set
-        // is full, no doubt is left.
+        // 0 and 1 miss; 0 hits; 2 replaces 1; 0 hits; 1 misses. Once the set is full, every access
+        // is certain.
         assert_eq!(table.take(), [1, 6, 0, 4, 0, 2, 2]);
         table.access(0, 1, 1);
         assert_eq!(table.take(), [1, 0, 1, 0, 0, 0, 0], "counts begin again, lines stay");
     }
 
     #[test]
-    fn a_miss_asks_the_next_level_and_a_wide_access_takes_two_lines() {
+    fn a_miss_reaches_the_next_level_and_a_wide_access_takes_two_lines() {
         let mut table = table(&["64:1", "256:4"], 0, 1);
         table.access(60, 8, 1);
         table.access(0, 1, 0);
         table.access(0, 1, 0);
-        // The first miss is open, and so is whether level 2 was asked; of its four lines it knows
-        // two at most.
+        // The first miss is open, and so is whether it reached level 2, of whose four lines at most
+        // two are known.
         assert_eq!(table.take(), [1, 2, 2, 1, 2, 2, 1, 2, 1, 2, 0, 2, 0, 3]);
     }
 
-    /// Numbers as good as random: the same in each run.
+    /// Pseudo-random numbers, the same in each run.
     fn numbers(seed: u64) -> impl Iterator<Item = u64> {
         let mut state = seed;
         std::iter::repeat_with(move || {
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn caches_that_were_filled_before_miss_within_the_bounds() {
+    fn caches_with_earlier_contents_miss_within_the_bounds() {
         let mut met = [false; 3];
         for seed in 0..400 {
             let mut random = numbers(seed);
@@ -371,11 +371,11 @@ mod tests {
                 met[2] |= true_misses > certain;
             }
         }
-        assert_eq!(met, [true; 3], "no bound is idle");
+        assert_eq!(met, [true; 3], "each bound is reached");
     }
 
     #[test]
-    fn an_interval_is_counted_alike_wherever_the_run_began() {
+    fn an_intervals_counts_do_not_depend_on_the_begin_of_the_run() {
         const INTERVALS: u64 = 6;
         let stream = |interval: u64| numbers(interval).take(300).map(|number| number % 90 * 64);
         let run = |warm_up: u64, from: u64| {
@@ -398,7 +398,7 @@ mod tests {
         assert_eq!(
             run(1, 0)[0][5] + run(1, 0)[0][6],
             run(1, 0)[0][3],
-            "of level 1 all misses are one or the other"
+            "each miss of level 1 is certain or open"
         );
     }
 

@@ -1,14 +1,14 @@
-//! `counts`: how often each instruction ran, for `hot` and `coverage`. Translated code counts by
-//! itself.
+//! `counts`: how often each instruction ran, for `hot` and `coverage`. Translated code increments the
+//! counters without a call.
 //!
-//! An instruction is named by its virtual address and length: blocks of translation differ between
-//! runs, these do not. Programs at the same address of different processes fall together.
+//! An instruction is named by its virtual address and length: translation blocks differ between
+//! runs, these do not. Programs of different processes at the same address share their counts.
 //!
 //! Row: pc │ length │ times.
 
 use super::{Setup, Tool, fail};
 use crate::api::{Block, Counter, SlotCounters};
-use crate::cut::{Reduced, Reducer};
+use crate::cut::{PartTable, TableTool};
 use crate::slots::Slots;
 use std::ffi::c_void;
 
@@ -16,11 +16,11 @@ use std::ffi::c_void;
 pub struct Table {
     slots: Slots<(u64, u32)>,
     counters: SlotCounters,
-    /// By slot: the counter, and what it was at the last cut.
+    /// By slot: the counter, and its value at the last cut.
     seen: Vec<(Counter, u64)>,
 }
 
-impl Reducer for Table {
+impl PartTable for Table {
     const KIND: &'static str = "counts";
     const COLUMNS: usize = 3;
 
@@ -40,10 +40,10 @@ impl Reducer for Table {
 }
 
 /// The tool.
-pub struct Counts(Reduced<Table>);
+pub struct Counts(TableTool<Table>);
 
 impl Counts {
-    /// Takes `parts` and `cuts`.
+    /// Arguments: `parts`, `cuts`.
     pub fn new(setup: &mut Setup) -> Result<Self, String> {
         let table =
             Table { slots: Slots::new(), counters: SlotCounters::default(), seen: Vec::new() };
@@ -59,7 +59,7 @@ impl Tool for Counts {
             let Ok((slot, new)) =
                 table.slots.of((instruction.pc(), instruction.len_bytes() as u32))
             else {
-                fail("the guest has executed too much different code to count it");
+                fail("the guest has executed too many different instructions to count them");
             };
             if new {
                 table.seen.push((table.counters.counter(slot as usize), 0));

@@ -1,8 +1,8 @@
-//! `icount`: instructions in each half of the address space. Translated code counts by itself;
-//! nothing is called.
+//! `icount`: instructions in each half of the address space. Translated code increments the counters;
+//! there are no callbacks.
 //!
-//! The first thing that the board counts: addresses in the lower half (user programs, firmware);
-//! the second: in the upper half (the kernel of x86-64).
+//! The board's first quantity counts addresses in the lower half (user programs, firmware), the
+//! second those in the upper half (the kernel of x86-64).
 
 use super::{Setup, Tool};
 use crate::api::{Block, BoardCounters};
@@ -16,7 +16,7 @@ pub struct Icount {
 }
 
 impl Icount {
-    /// Takes no arguments.
+    /// No arguments.
     pub fn new(setup: &mut Setup) -> Self {
         Self { board: setup.board, counters: BoardCounters::new(setup.board) }
     }

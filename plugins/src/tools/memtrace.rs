@@ -1,49 +1,49 @@
-//! `memtrace`: every access to memory, as one record of the ring.
+//! `memtrace`: every memory access, as one record of the ring.
 //!
 //! ```text
-//!   access        instructions begun (low 32 bits) << 32 | instruction << 4 | log2 of bytes      place << 12 | address in its page
+//!   access        instructions begun (low 32 bits) << 32 | instruction << 4 | log2 of bytes      place << 12 | offset in page
 //!   instruction   number << 32 | INSTRUCTION                                                     pc
 //!   place         number << 32 | VIRTUAL                                                         address of a virtual page
-//!                 number << 32 | PHYSICAL                                                        where that is now, bit 63: device
+//!                 number << 32 | PHYSICAL                                                        its physical page, bit 63: device
 //! ```
 //!
-//! Instructions are numbered as they are translated, and defined before they run. A callback gets
-//! its instruction's number in place of a pointer: what is known of thousands of instructions would
-//! not stay in the processor's cache. A *place* is a page, virtual and physical, and whether it is
-//! read or written: an entry of what is known of translations, first those of reads, then those of
-//! writes, defined where the reader does not know it as that. Behind them are one of a read and one
-//! of a write, for accesses that no entry tells. So an access costs four compares, four loads of
-//! counters and three stores.
+//! Instructions are numbered as they are translated, and defined before they run. A callback
+//! receives its instruction's number instead of a pointer, whose target would not stay in the
+//! processor's cache for thousands of instructions. A *place* is an entry of the translation cache: a
+//! virtual page, its physical page, and read or write. Entries of reads come first, then those of
+//! writes. A place is defined when the reader does not know its current contents. Two more places,
+//! one of a read and one of a write, serve accesses that have no entry. An access costs four
+//! comparisons, four loads of counters and three stores.
 
 use super::{Setup, Tool, fail};
 use crate::api::{self, Block, MemoryInfo};
 use crate::board::Record;
 use crate::physical::UNKNOWN;
+use crate::record_stream::RecordStream;
 use crate::slots::Slots;
 use crate::state::State;
-use crate::stream::Stream;
-use crate::translations::{ENTRIES, PAGE_MASK, Places, STORE, place_of_read};
+use crate::translations::{AccessResolver, ENTRIES, PAGE_MASK, STORE, place_of_read};
 use layout::{INSTRUCTION, PAGE_BITS, PHYSICAL, PLACES, SIZE_BITS, VIRTUAL};
 use std::ffi::{c_uint, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-/// How records are told apart.
+/// The encoding of records.
 pub mod layout {
     pub use crate::translations::PAGE_BITS;
     use crate::translations::{ENTRIES, READS};
 
     /// In place of an instruction and a size: the record defines an instruction.
     pub const INSTRUCTION: u32 = u32::MAX;
-    /// It defines a place's virtual page.
+    /// The record defines a place's virtual page.
     pub const VIRTUAL: u32 = u32::MAX - 1;
-    /// It defines a place's physical page, behind the virtual one.
+    /// The record defines a place's physical page, after its virtual page.
     pub const PHYSICAL: u32 = u32::MAX - 2;
-    /// Bits of the logarithm of how many bytes are accessed.
+    /// The number of bits for the logarithm of the size.
     pub const SIZE_BITS: u32 = 4;
-    /// How many places there are.
+    /// The number of places.
     pub const PLACES: usize = ENTRIES + 2;
 
-    /// Whether a place is of writes.
+    /// Whether a place is one of writes.
     pub fn is_written(place: usize) -> bool {
         match place.checked_sub(ENTRIES) {
             None => place >= READS,
@@ -52,33 +52,33 @@ pub mod layout {
     }
 }
 
-/// The tool, for callbacks that get something else. There is one in a QEMU.
+/// The only tool of this kind in a QEMU, for callbacks that receive other data.
 static TOOL: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
 /// The tool.
 pub struct Memtrace {
     kinds: Kinds,
-    stream: Stream,
-    places: Places,
+    stream: RecordStream,
+    places: AccessResolver,
     instructions: Slots<u64>,
-    /// What the reader knows of each place: the virtual page and where it is.
+    /// The contents of each place as the reader knows them: virtual and physical page.
     told: Box<[[u64; 2]]>,
 }
 
 impl Memtrace {
-    /// Takes `ram`.
+    /// Argument: `ram`.
     pub fn new(setup: &mut Setup) -> Result<Self, String> {
-        let places = Places::new(setup.physical(false)?, setup.board);
-        let (kinds, stream) = (Kinds::new(), Stream::new(setup.board)?);
-        // No page has such an address.
+        let places = AccessResolver::new(setup.physical(false)?, setup.board);
+        let (kinds, stream) = (Kinds::new(), RecordStream::new(setup.board)?);
+        // No page has this address.
         let told = vec![[u64::MAX; 2]; PLACES].into();
         Ok(Self { kinds, stream, places, instructions: Slots::new(), told })
     }
 
-    /// The number of the instruction at `pc`, which the reader knows.
+    /// The number of the instruction at `pc`. Defines the instruction if it is new.
     fn number(&mut self, pc: u64) -> u32 {
         let Ok((number, new)) = self.instructions.of(pc) else {
-            fail("the guest has executed too much different code for a trace");
+            fail("the guest has executed too many different instructions for a trace");
         };
         if new {
             self.define(number as usize, INSTRUCTION, pc);
@@ -90,9 +90,9 @@ impl Memtrace {
         self.stream.push([(number as u64) << 32 | u64::from(what), is]);
     }
 
-    /// Defines a place, if the reader does not know it as that.
+    /// Defines a place, if the reader does not know its current contents.
     fn tell(&mut self, place: usize, vaddr: u64, physical: u64) {
-        // Of what is unknown there is no page.
+        // An unknown target has no page.
         let is =
             [vaddr & !PAGE_MASK, if physical == UNKNOWN { UNKNOWN } else { physical & !PAGE_MASK }];
         if self.told[place] != is {
@@ -108,24 +108,24 @@ impl Memtrace {
     }
 }
 
-/// What QEMU's description of an access says.
+/// A decoded description of an access.
 #[derive(Clone, Copy)]
 struct Kind {
     info: MemoryInfo,
-    /// The power of two of bytes.
+    /// The logarithm of the size.
     size: u32,
-    /// [`STORE`] or nothing.
+    /// [`STORE`] for a write, 0 for a read.
     store: u64,
 }
 
-/// The kinds, as they were met; some dozen there are.
+/// A cache of decoded descriptions, of which there are about a dozen.
 struct Kinds([Kind; 1 << Kinds::BITS]);
 
 impl Kinds {
     const BITS: u32 = 6;
 
     fn new() -> Self {
-        // No description has all bits.
+        // No description has all bits set.
         Self([Kind { info: MemoryInfo::MAX, size: 0, store: 0 }; 1 << Self::BITS])
     }
 
@@ -149,8 +149,8 @@ impl Kinds {
     }
 }
 
-/// Of an instruction that does not remap ([`Places::on_memory`]). What nearly all accesses need is
-/// here, without a call; for the others all begins anew.
+/// For an instruction that does not remap ([`AccessResolver::on_memory`]): the fast path of nearly
+/// all accesses, without a call.
 extern "C" fn on_access(vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void) {
     // SAFETY: set before any callback is registered; on the vCPU's thread.
     let tool = unsafe { State::<Memtrace>::of(TOOL.load(Ordering::Relaxed)) };
@@ -165,7 +165,7 @@ extern "C" fn on_access(vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c
     on_other_access::<false>(vcpu, info, vaddr, data);
 }
 
-/// `REMAPS`: of an instruction that may.
+/// The slow path. `REMAPS`: for an instruction that may remap.
 #[cold]
 #[inline(never)]
 extern "C" fn on_other_access<const REMAPS: bool>(
@@ -174,7 +174,7 @@ extern "C" fn on_other_access<const REMAPS: bool>(
     vaddr: u64,
     data: *mut c_void,
 ) {
-    // SAFETY: as above; the other's reference is used no more.
+    // SAFETY: as above; the other reference is no longer used.
     let tool = unsafe { State::<Memtrace>::of(TOOL.load(Ordering::Relaxed)) };
     let kind = tool.kinds.known(info).unwrap_or_else(|| tool.kinds.learn(info));
     let physical = tool.places.of_access::<REMAPS>(info, vaddr, kind.store != 0);

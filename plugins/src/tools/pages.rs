@@ -1,23 +1,22 @@
-//! `pages`: reads and writes of each page of the guest's physical memory, for `working-set` and
-//! `hot`.
+//! `pages`: reads and writes of each page of physical memory, for `working-set` and `hot`.
 //!
-//! Row: page's guest-physical address │ reads │ writes. Accesses to devices are left out.
+//! Row: guest-physical address of the page │ reads │ writes. Accesses to devices do not count.
 
 use super::{Setup, Tool};
 use crate::api::{self, Block, MemoryInfo};
-use crate::cut::{Reduced, Reducer};
+use crate::cut::{PartTable, TableTool};
 use crate::physical::DEVICE;
 use crate::state::State;
-use crate::translations::Places;
+use crate::translations::AccessResolver;
 use std::collections::HashMap;
 use std::ffi::{c_uint, c_void};
 
-/// Pages that are counted in an array: 64 GiB of them. The others are found by hashing.
+/// Pages that are counted in an array, 64 GiB. The others are in a hash map.
 const DENSE_MAX: usize = 1 << 24;
 
 /// The table.
 pub struct Table {
-    places: Places,
+    places: AccessResolver,
     /// Reads and writes by page number; grows with the highest page.
     dense: Vec<[u64; 2]>,
     sparse: HashMap<u64, [u64; 2]>,
@@ -43,7 +42,7 @@ impl Table {
     }
 }
 
-impl Reducer for Table {
+impl PartTable for Table {
     const KIND: &'static str = "pages";
     const COLUMNS: usize = 3;
 
@@ -61,17 +60,17 @@ impl Reducer for Table {
 }
 
 /// The tool.
-pub type Pages = Reduced<Table>;
+pub type Pages = TableTool<Table>;
 
 impl Pages {
-    /// Takes `ram`, `parts` and `cuts`.
+    /// Arguments: `ram`, `parts`, `cuts`.
     pub fn of(setup: &mut Setup) -> Result<Self, String> {
-        let places = Places::new(setup.physical(false)?, setup.board);
+        let places = AccessResolver::new(setup.physical(false)?, setup.board);
         setup.reduced(Table { places, dense: Vec::new(), sparse: HashMap::new() })
     }
 }
 
-/// `REMAPS`: of an instruction that may ([`Places::on_memory`]).
+/// `REMAPS`: for an instruction that may remap ([`AccessResolver::on_memory`]).
 extern "C" fn on_access<const REMAPS: bool>(
     _vcpu: c_uint,
     info: MemoryInfo,

@@ -1,23 +1,22 @@
-//! `syscalls`: system calls of x86-64 Linux, without reading a register, as interface 1 cannot.
+//! `syscalls`: system calls of x86-64 Linux, without reading registers, which interface 1 cannot.
 //!
 //! ```text
 //!   user      syscall                         an instruction of bytes 0f 05 runs: armed
 //!   kernel    push ss, rsp, r11, cs, rcx, rax, rdi, rsi, rdx, rcx, (-ENOSYS), r8, r9, r10, ...
 //!                      │             │    └ 6: the number       7 8 9            12 13 14: arguments
-//!                      │             └ 5: where the program goes on
-//!                      └ 2: from a variable of the CPU, push gs:ADDRESS
-//!   event     instructions begun │ pc │ number │ arguments 0 to 5 │ who: pid │ comm │ comm
+//!                      │             └ 5: where the program continues
+//!                      └ 2: a per-CPU variable, push gs:ADDRESS
+//!   event     instructions begun │ pc │ number │ arguments 0 to 5 │ pid and tid │ comm │ comm
 //! ```
 //!
-//! The kernel's entry saves the registers as 8-byte pushes, each 8 bytes below the one before,
-//! which since 2.6 has been their order (`struct pt_regs`). Their values are read from RAM behind
-//! each push. Pushes that do not follow each other disarm: then it was no Linux.
+//! The kernel's entry code saves the registers by 8-byte pushes, each 8 bytes below the previous
+//! one, in the order of `struct pt_regs` since Linux 2.6. The tool reads the values from RAM after
+//! each push. Pushes at other addresses end the attempt: the guest is not Linux then.
 //!
-//! Who calls is read from RAM as well (`task=`), from where that variable of the CPU lies: its
-//! virtual address less the instruction's own is where the CPU's variables begin, and
-//! `current_task` is one of them. They lie in the direct map of physical memory, as tasks do: so
-//! the access's virtual less its physical address is what every pointer to a task has to be
-//! lessened by.
+//! The caller is read from RAM, too (`task=`). The address of the pushed per-CPU variable, less the
+//! address in the instruction, is the begin of the CPU's variables, of which `current_task` is one.
+//! They lie in the direct map of physical memory, like tasks. The difference between the access's
+//! virtual and physical address is therefore the offset of every pointer to a task.
 //!
 //! ```text
 //!   push gs:ADDRESS   reads at virtual V, physical P
@@ -29,30 +28,30 @@ use super::{Setup, Tool};
 use crate::api::{self, Accesses, Block, MemoryInfo};
 use crate::arguments::number;
 use crate::physical::{DEVICE, Physical};
+use crate::record_stream::RecordStream;
 use crate::state::State;
-use crate::stream::Stream;
 use std::collections::HashMap;
 use std::ffi::{c_uint, c_void};
 
-/// In place of who called: it was not asked for.
+/// Instead of the caller: it was not requested.
 pub const NOT_ASKED: u64 = u64::MAX;
-/// The CPU's variables are not in the direct map, or the entry pushes none of them.
+/// Instead of the caller: per-CPU variables are not in the direct map, or none is pushed.
 pub const NO_DIRECT_MAP: u64 = u64::MAX - 1;
-/// What should be the pointer to the task leads to no RAM.
+/// Instead of the caller: the task pointer does not point to RAM.
 pub const NO_TASK: u64 = u64::MAX - 2;
 
-/// The kernel's own half of the address space, and its image in it: what lies between the two has
-/// the direct map.
+/// The begin of the kernel's half of the address space, and of the kernel's image in it. The direct
+/// map lies between the two.
 const KERNEL_START: u64 = 1 << 63;
 const IMAGE_START: u64 = 0xffff_ffff_8000_0000;
 
-/// Pushes from the first to the last one that holds an argument.
+/// The number of pushes up to the last argument.
 const PUSHES: usize = 14;
 
-/// Where a kernel keeps who runs.
+/// Where a kernel keeps the running task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Tasks {
-    /// Address of the CPU's variable `current_task`, as instructions have it.
+struct TaskLayout {
+    /// Address of the per-CPU variable `current_task`, as in instructions.
     current: u64,
     /// Offsets in `struct task_struct`.
     pid: u64,
@@ -60,8 +59,8 @@ struct Tasks {
     comm: u64,
 }
 
-impl Tasks {
-    /// Of `CURRENT:PID:TGID:COMM`, or of `none`.
+impl TaskLayout {
+    /// Parses `CURRENT:PID:TGID:COMM`, or `none`.
     fn new(text: &str) -> Result<Option<Self>, String> {
         if text == "none" {
             return Ok(None);
@@ -73,14 +72,13 @@ impl Tasks {
         }
     }
 
-    /// Who runs: thread group and thread in one word, and the name; `variables` are the virtual and
-    /// the physical address where the CPU's variables begin.
+    /// The running task: process and thread id in one word, and the name. `variables` has the
+    /// virtual and the physical address of the CPU's variables.
     fn running(&self, variables: Option<(u64, u64)>, physical: &Physical) -> [u64; 3] {
         let Some((vaddr, paddr)) = variables else { return [NO_DIRECT_MAP, 0, 0] };
         let found = || {
             let task = physical.read(paddr.wrapping_add(self.current), 8)?;
-            // The pointer less the distance of the direct map's virtual addresses from the physical
-            // ones.
+            // The direct map has a fixed offset between virtual and physical addresses.
             let at = task.wrapping_sub(vaddr.wrapping_sub(paddr));
             let read = |offset: u64, len| physical.read(at.wrapping_add(offset), len);
             let who = read(self.tgid, 4)? << 32 | read(self.pid, 4)?;
@@ -90,35 +88,35 @@ impl Tasks {
     }
 }
 
-/// An instruction that pushes a variable of the CPU.
+/// An instruction that pushes a per-CPU variable.
 struct Site {
-    /// The variable's address, before gs is added.
+    /// The variable's address, without gs.
     address: u64,
     tool: *mut c_void,
 }
 
 /// The tool.
 pub struct Syscalls {
-    stream: Stream,
+    stream: RecordStream,
     physical: Physical,
-    tasks: Option<Tasks>,
+    tasks: Option<TaskLayout>,
     sites: HashMap<u64, &'static State<Site>>,
-    /// Where the CPU's variables begin, virtual and physical, as this call's pushes have told.
+    /// The virtual and physical address of the CPU's variables, if this call's pushes have told.
     variables: Option<(u64, u64)>,
-    /// Instructions begun at the `syscall`, while its pushes come.
+    /// The count at the `syscall` instruction, while its pushes follow.
     armed: Option<u64>,
     pushed: Vec<u64>,
     next: u64,
 }
 
 impl Syscalls {
-    /// Takes `ram`, `ramfile` and `task` (`CURRENT:PID:TGID:COMM`, or `none`).
+    /// Arguments: `ram`, `ramfile`, `task` (`CURRENT:PID:TGID:COMM` or `none`).
     pub fn new(setup: &mut Setup) -> Result<Self, String> {
-        let (stream, physical) = (Stream::new(setup.board)?, setup.physical(true)?);
+        let (stream, physical) = (RecordStream::new(setup.board)?, setup.physical(true)?);
         Ok(Self {
             stream,
             physical,
-            tasks: Tasks::new(&setup.arguments.text("task")?)?,
+            tasks: TaskLayout::new(&setup.arguments.text("task")?)?,
             sites: HashMap::new(),
             variables: None,
             armed: None,
@@ -127,10 +125,10 @@ impl Syscalls {
         })
     }
 
-    /// An instruction has accessed memory that is a push.
+    /// Handles a memory access of a push instruction.
     fn accessed(&mut self, info: MemoryInfo, vaddr: u64) {
         let Some(begun) = self.armed else { return };
-        // QEMU 7.2 calls for the reads of an instruction that also writes, too.
+        // QEMU 7.2 also calls for the reads of an instruction that writes.
         if api::is_store(info) && api::size_bytes(info) == 8 {
             let at = self.physical.of_access(info, vaddr);
             let value = self.physical.read(at, 8);
@@ -138,7 +136,7 @@ impl Syscalls {
         }
     }
 
-    /// The CPU's variable `address` has been read at `vaddr`.
+    /// Handles a read of the per-CPU variable `address` at `vaddr`.
     fn variable_is_at(&mut self, address: u64, info: MemoryInfo, vaddr: u64) {
         let at = self.physical.of_access(info, vaddr);
         let is_mapped_directly = (KERNEL_START..IMAGE_START).contains(&vaddr) && at & DEVICE == 0;
@@ -156,8 +154,8 @@ impl Syscalls {
         self.next = vaddr.wrapping_sub(8);
         self.pushed.push(value);
         if let [_, _, _, _, after, number, a0, a1, a2, _, _, a4, a5, a3] = self.pushed[..] {
-            // In the order of pt_regs r8, r9, r10 are arguments 4, 5 and 3.
-            let running = |tasks: Tasks| tasks.running(self.variables, &self.physical);
+            // In pt_regs, r8, r9 and r10 are arguments 4, 5 and 3.
+            let running = |tasks: TaskLayout| tasks.running(self.variables, &self.physical);
             let [who, name, rest] = self.tasks.map_or([NOT_ASKED, 0, 0], running);
             let pc = after.wrapping_sub(2);
             self.stream.push_event([begun, pc, number, a0, a1, a2, a3, a4, a5, who, name, rest]);
@@ -191,8 +189,8 @@ extern "C" fn on_push_of_variable(_vcpu: c_uint, info: MemoryInfo, vaddr: u64, d
     tool.accessed(info, vaddr);
 }
 
-/// The address of the CPU's variable that the instruction at `pc` pushes, if it is such a push:
-/// absolute, or as those of Linux from 6.15 on relative to the next instruction.
+/// The address of the per-CPU variable that the instruction at `pc` pushes, if it is such a push:
+/// absolute, or relative to the next instruction (since Linux 6.15).
 fn pushed_variable(bytes: &[u8], pc: u64) -> Option<u64> {
     let (displacement, base) = match bytes {
         [0x65, 0xff, 0x34, 0x25, displacement @ ..] => (displacement, 0),
@@ -205,11 +203,11 @@ fn pushed_variable(bytes: &[u8], pc: u64) -> Option<u64> {
     Some(base.wrapping_add_signed(displacement.into()))
 }
 
-/// Whether the bytes are a push of 64-bit code: of a register, an immediate, or memory.
+/// Whether the bytes are a push of 64-bit code: a register, an immediate, or memory.
 fn is_push(bytes: &[u8]) -> bool {
     match bytes {
         [0x50..=0x57 | 0x68 | 0x6a, ..] | [0x41, 0x50..=0x57] => true,
-        // push r/m64, here with a gs: prefix as per-CPU variables have it.
+        // push r/m64, with a gs: prefix for per-CPU variables.
         [0xff, mode, ..] | [0x65, 0xff, mode, ..] => (mode >> 3) & 7 == 6,
         _ => false,
     }
@@ -244,7 +242,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pushes_of_the_entry_are_known() {
+    fn pushes_of_the_entry_code_are_recognized() {
         // entry_SYSCALL_64: push $0x2b; push gs:0x6014; push r11; push $0x33; push rcx; push rax;
         // push rdi; push r8
         let entry: [&[u8]; 8] = [
@@ -269,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn variables_of_the_cpu_are_found_in_a_push() {
+    fn per_cpu_variables_are_found_in_pushes() {
         assert_eq!(
             pushed_variable(&[0x65, 0xff, 0x34, 0x25, 0x14, 0x60, 0, 0], 0x9000),
             Some(0x6014)
@@ -282,7 +280,7 @@ mod tests {
         assert_eq!(pushed_variable(&[0xff, 0x34, 0x25, 0x14, 0x60, 0, 0], 0), None);
     }
 
-    /// Guest memory with the CPU's variables at 0x1000 and a task at 0x2000.
+    /// Guest memory with per-CPU variables at 0x1000 and a task at 0x2000.
     fn memory(task: u64) -> Physical {
         let mut bytes = vec![0_u8; 0x3000];
         bytes[0x1040..0x1048].copy_from_slice(&task.to_le_bytes());
@@ -298,9 +296,9 @@ mod tests {
     }
 
     #[test]
-    fn who_runs_is_read_from_where_the_cpus_variables_are() {
+    fn the_running_task_is_found_by_the_per_cpu_variables() {
         const MAP: u64 = 0xffff_9a80_0000_0000;
-        let tasks = Tasks::new("0x40:0x10:0x14:0x20").unwrap().unwrap();
+        let tasks = TaskLayout::new("0x40:0x10:0x14:0x20").unwrap().unwrap();
         let words = |text: &[u8; 8]| u64::from_le_bytes(*text);
         let found = tasks.running(Some((MAP + 0x1000, 0x1000)), &memory(MAP + 0x2000));
         assert_eq!(found, [41 << 32 | 0x2a, words(b"kfguest\0"), words(b"rest....")]);
@@ -312,7 +310,7 @@ mod tests {
             );
         }
         assert_eq!(tasks.running(None, &memory(MAP))[0], NO_DIRECT_MAP);
-        assert_eq!(Tasks::new("none"), Ok(None));
-        assert!(Tasks::new("1:2:3").is_err() && Tasks::new("a:b:c:d").is_err());
+        assert_eq!(TaskLayout::new("none"), Ok(None));
+        assert!(TaskLayout::new("1:2:3").is_err() && TaskLayout::new("a:b:c:d").is_err());
     }
 }

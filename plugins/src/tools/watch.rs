@@ -1,23 +1,23 @@
-//! `watch`: writes to a range of addresses, virtual or physical, with what they wrote.
+//! `watch`: writes to a range of virtual or physical addresses, with the written value.
 //!
 //! ```text
 //!   event, two records   instructions begun │ pc │ virtual address     guest-physical address │ size in bytes │ value
 //! ```
 //!
-//! The value is what stands in RAM behind the write; of a write of more than 8 bytes, the first 8.
-//! A write that only begins or ends in the range counts, too.
+//! The value is read from RAM after the write: at most the first 8 bytes. A write that partly lies
+//! in the range counts.
 
 use super::{Setup, Tool};
 use crate::api::{self, Accesses, Block, MemoryInfo};
 use crate::physical::Physical;
+use crate::record_stream::RecordStream;
 use crate::state::State;
-use crate::stream::Stream;
 use std::collections::HashMap;
 use std::ffi::{c_uint, c_void};
 
 /// The tool.
 pub struct Watch {
-    stream: Stream,
+    stream: RecordStream,
     physical: Physical,
     start: u64,
     len: u64,
@@ -31,7 +31,7 @@ struct Site {
 }
 
 impl Watch {
-    /// Takes `ram`, `ramfile`, `start`, `len` and `space` (virtual or physical).
+    /// Arguments: `ram`, `ramfile`, `start`, `len`, `space` (virtual or physical).
     pub fn new(setup: &mut Setup) -> Result<Self, String> {
         let (start, len) = (setup.arguments.number("start")?, setup.arguments.number("len")?);
         let by_physical = match setup.arguments.text("space")?.as_str() {
@@ -39,7 +39,7 @@ impl Watch {
             "physical" => true,
             other => return Err(format!("argument space={other} is neither virtual nor physical")),
         };
-        let stream = Stream::new(setup.board)?;
+        let stream = RecordStream::new(setup.board)?;
         let physical = setup.physical(true)?;
         Ok(Self { stream, physical, start, len, by_physical, sites: HashMap::new() })
     }
@@ -56,7 +56,7 @@ extern "C" fn on_write(_vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c
     // SAFETY: the tool's own data, of another state than the site.
     let tool = unsafe { State::<Watch>::of(site.tool) };
     let size = api::size_bytes(info);
-    // QEMU 7.2 calls for the reads of an instruction that also writes, too.
+    // QEMU 7.2 also calls for the reads of an instruction that writes.
     if !api::is_store(info) {
         return;
     }

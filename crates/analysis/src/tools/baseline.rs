@@ -1,24 +1,23 @@
-//! What benchmarks compare tools with. They run as tools do, and have no results.
+//! The baselines that benchmarks compare tools with. They run like tools and have no results.
 
-use super::{Running, Tool, check_cuts, option};
-use crate::context::{MergeContext, Part, RunContext, Summary};
+use super::{Tool, ToolRun, check_cuts, plugin_option};
+use crate::context::{MergeContext, Part, RunContext, ToolSummary};
 use crate::error::Result;
-use crate::ring::SharedBoard;
+use crate::ring_reader::SharedBoard;
 
-/// What the plugin does with each access.
+/// What the plugin does at each memory access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Baseline {
-    /// It is loaded and asks for nothing: what a replay costs by itself.
+    /// Nothing: the plugin is loaded and registers no callback. This is the cost of the replay.
     Nothing,
-    /// It is called, and does nothing: what any tool with a callback for each access costs at
-    /// least.
+    /// An empty callback: the least cost of any tool with a callback for each access.
     Callback,
-    /// A line of text, into `trace.txt` in the run's directory.
+    /// A line of text in `trace.txt` in the run's directory.
     Text,
 }
 
 impl Baseline {
-    /// The one that benchmarks call so.
+    /// The baseline with this tool name.
     pub fn by_name(name: &str) -> Option<Self> {
         [Self::Nothing, Self::Callback, Self::Text].into_iter().find(|one| one.name() == name)
     }
@@ -33,39 +32,35 @@ impl Tool for Baseline {
         }
     }
 
-    fn begin(&self, run: &RunContext) -> Result<Box<dyn Running>> {
-        baseline(*self, run)
+    fn begin(&self, run: &RunContext) -> Result<Box<dyn ToolRun>> {
+        let shared = SharedBoard::create(0)?;
+        Ok(Box::new(BaselineRun { baseline: *self, context: run.clone(), shared, cuts: 0 }))
     }
 
-    fn merge(&self, _merge: &MergeContext) -> Result<Summary> {
-        Ok(Summary { lines: Vec::new(), files: Vec::new() })
+    fn merge(&self, _merge: &MergeContext) -> Result<ToolSummary> {
+        Ok(ToolSummary::default())
     }
 }
 
-/// A run with it.
-pub fn baseline(baseline: Baseline, run: &RunContext) -> Result<Box<dyn Running>> {
-    let run = Run { baseline, context: run.clone(), shared: SharedBoard::create(0)?, cuts: 0 };
-    Ok(Box::new(run))
-}
-
-struct Run {
+struct BaselineRun {
     baseline: Baseline,
     context: RunContext,
     shared: SharedBoard,
     cuts: usize,
 }
 
-impl Running for Run {
+impl ToolRun for BaselineRun {
     fn option(&self) -> String {
         let (plugin, board) = (&self.context.plugin, self.shared.path());
-        let (ram, out) =
-            (self.context.ram.argument(), self.context.dir.join("trace.txt").display().to_string());
+        let ram = self.context.ram.argument();
+        let out = self.context.dir.join("trace.txt").display().to_string();
         match self.baseline {
-            Baseline::Nothing => option(plugin, &[("tool", "nothing"), ("board", &board)]),
-            Baseline::Callback => option(plugin, &[("tool", "callback"), ("board", &board)]),
-            Baseline::Text => {
-                option(plugin, &[("tool", "text"), ("board", &board), ("ram", &ram), ("out", &out)])
-            }
+            Baseline::Nothing => plugin_option(plugin, &[("tool", "nothing"), ("board", &board)]),
+            Baseline::Callback => plugin_option(plugin, &[("tool", "callback"), ("board", &board)]),
+            Baseline::Text => plugin_option(
+                plugin,
+                &[("tool", "text"), ("board", &board), ("ram", &ram), ("out", &out)],
+            ),
         }
     }
 

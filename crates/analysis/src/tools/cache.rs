@@ -1,20 +1,20 @@
 //! `cache`: hits and misses of a hierarchy of data caches, by interval.
 //!
-//! What the caches hold when an interval begins is found by warm-up: they are empty at the
-//! beginning of an interval before it, and filled from there on, in a run of one interval as in a
-//! run of all. What this leaves unknown is counted: for each level, how many misses there are at
-//! least and at most, whatever the caches held before (`plugins/src/tools/cache.rs`).
+//! The contents of the caches at an interval's begin are approximated by warm-up: the caches are
+//! empty at the beginning of an earlier interval and filled from there on, both in a run of one
+//! interval and in a run of all. For each level the tool reports the least and the largest number
+//! of misses that any earlier contents would give (`plugins/src/tools/cache.rs`).
 
-use super::reduced::Reduced;
-use super::{Arguments, Description, Running, Tool};
-use crate::context::{MergeContext, RunContext, Summary};
-use crate::csv::Csv;
+use super::table_run::TableRun;
+use super::{Tool, ToolArguments, ToolDescription, ToolRun};
+use crate::context::{MergeContext, RunContext, ToolSummary};
 use crate::error::Result;
-use crate::part::Rows;
+use crate::part_table::PartTable;
+use crate::result_file::CsvFile;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-pub(super) const DESCRIPTION: Description = Description {
+pub(super) const DESCRIPTION: ToolDescription = ToolDescription {
     name: "cache",
     about: "Accesses and misses of set-associative data caches (LRU, physical addresses)",
     arguments: &[
@@ -26,8 +26,8 @@ pub(super) const DESCRIPTION: Description = Description {
     ],
     results: &[(
         "cache.csv",
-        "interval, first instruction, level, reads, writes, reads and writes that missed, misses at least and at most whatever was \
-         cached before the warm-up",
+        "interval, first instruction, level, reads, writes, read misses, write misses, least and \
+         most misses for any cache contents before the warm-up",
     )],
 };
 
@@ -37,15 +37,16 @@ const WARM_UP_DEFAULT: u64 = 1;
 const WARM_UP_MAX: u64 = 16;
 
 struct Cache {
+    /// The levels as the plugin's argument: BYTES:WAYS/BYTES:WAYS/...
     levels: String,
     line_bytes: u64,
     warm_up: u64,
 }
 
-pub(super) fn make(arguments: &Arguments) -> Result<Box<dyn Tool>> {
+pub(super) fn make(arguments: &ToolArguments) -> Result<Box<dyn Tool>> {
     let line_bytes = arguments.number("line", 8, 4096)?.unwrap_or(64);
     if !line_bytes.is_power_of_two() {
-        return Err(arguments.wrong("line", "no power of two".into()));
+        return Err(arguments.wrong("line", "not a power of two".into()));
     }
     let mut levels = String::new();
     for (name, default) in [("l1", "32K:8"), ("l2", "1M:16"), ("l3", "16M:16")] {
@@ -60,10 +61,10 @@ pub(super) fn make(arguments: &Arguments) -> Result<Box<dyn Tool>> {
             )
         };
         let (bytes, ways) = text.split_once(':').ok_or_else(wrong)?;
-        let (bytes, ways) =
-            (super::number(bytes).ok_or_else(wrong)?, super::number(ways).ok_or_else(wrong)?);
-        let whole = (1..=1 << 30).contains(&bytes) && (1..=64).contains(&ways);
-        if !whole || bytes % (ways * line_bytes) != 0 {
+        let bytes = super::parse_number(bytes).ok_or_else(wrong)?;
+        let ways = super::parse_number(ways).ok_or_else(wrong)?;
+        let is_in_range = (1..=1 << 30).contains(&bytes) && (1..=64).contains(&ways);
+        if !is_in_range || bytes % (ways * line_bytes) != 0 {
             return Err(wrong());
         }
         let separator = if levels.is_empty() { "" } else { "/" };
@@ -82,7 +83,7 @@ impl Tool for Cache {
         self.warm_up as usize
     }
 
-    fn begin(&self, run: &RunContext) -> Result<Box<dyn Running>> {
+    fn begin(&self, run: &RunContext) -> Result<Box<dyn ToolRun>> {
         let arguments = vec![
             ("ram", run.ram.argument()),
             ("line", self.line_bytes.to_string()),
@@ -90,27 +91,36 @@ impl Tool for Cache {
             ("warmup", self.warm_up.to_string()),
             ("intervals", run.cuts().to_string()),
         ];
-        Reduced::begin(run, "cache", &[KIND], arguments)
+        TableRun::begin(run, "cache", &[KIND], arguments)
     }
 
-    fn merge(&self, merge: &MergeContext) -> Result<Summary> {
-        let header = "interval,start_icount,level,reads,writes,read_misses,write_misses,misses_least,misses_most";
-        let mut csv = Csv::create(&merge.out, "cache.csv", header)?;
+    fn merge(&self, merge: &MergeContext) -> Result<ToolSummary> {
+        let header = "interval,start_icount,level,reads,writes,read_misses,write_misses,\
+                      misses_least,misses_most";
+        let mut csv = CsvFile::create(&merge.out, "cache.csv", header)?;
         let mut sums: BTreeMap<u64, [u64; 4]> = BTreeMap::new();
         for part in &merge.parts {
-            for row in Rows::read(&part.file(KIND, "part"), KIND, COLUMNS)?.iter() {
+            let (index, start) = (part.interval.index, part.interval.start.0);
+            for row in PartTable::read(&part.file(KIND, "part"), KIND, COLUMNS)?.rows() {
                 let &[level, reads, writes, read_misses, write_misses, least, open] = row else {
                     continue;
                 };
                 let most = least.saturating_add(open);
-                let (index, start) = (part.interval.index, part.interval.start.0);
-                csv.line(format_args!(
-                    "{index},{start},{level},{reads},{writes},{read_misses},{write_misses},{least},{most}"
+                csv.row((
+                    index,
+                    start,
+                    level,
+                    reads,
+                    writes,
+                    read_misses,
+                    write_misses,
+                    least,
+                    most,
                 ))?;
                 let (accesses, misses) =
                     (reads.saturating_add(writes), read_misses.saturating_add(write_misses));
-                let all = sums.entry(level).or_default().iter_mut();
-                all.zip([accesses, misses, least, most])
+                let sum = sums.entry(level).or_default().iter_mut();
+                sum.zip([accesses, misses, least, most])
                     .for_each(|(sum, one)| *sum = sum.saturating_add(one));
             }
         }
@@ -118,10 +128,10 @@ impl Tool for Cache {
             let percent = |misses: u64| 100.0 * misses as f64 / accesses.max(1) as f64;
             let [share, low, high] = [misses, least, most].map(percent);
             format!(
-                "level {level}: {accesses} accesses, {misses} misses ({share:.2} %); whatever was cached before the warm-up, \
-                 {least} to {most} misses ({low:.2} to {high:.2} %)"
+                "level {level}: {accesses} accesses, {misses} misses ({share:.2} %); for any cache \
+                 contents before the warm-up {least} to {most} misses ({low:.2} to {high:.2} %)"
             )
         });
-        Ok(Summary { lines: lines.collect(), files: vec![csv.finish()?] })
+        Ok(ToolSummary { lines: lines.collect(), files: vec![csv.finish()?] })
     }
 }

@@ -1,21 +1,22 @@
-//! `coverage`: which code ran at all, as ranges of addresses, how much of each function, and lcov's
+//! `coverage`: the code that ran, as address ranges, the covered part of each function, and lcov's
 //! tracefile of lines and functions.
 
-use super::reduced::Reduced;
-use super::{Arguments, Description, Running, SYMBOLS, Tool};
-use crate::context::{MergeContext, RunContext, Summary};
-use crate::counted::{self, Counted};
-use crate::csv::{Csv, Lined, cell};
+use super::table_run::TableRun;
+use super::{SYMBOLS, Tool, ToolArguments, ToolDescription, ToolRun};
+use crate::context::{MergeContext, RunContext, ToolSummary};
 use crate::error::{Result, file};
+use crate::execution_counts::{self, ExecutionCounts, group_blocks, sum_counts};
 use crate::lcov;
-use crate::lines::Lines;
-use crate::symbols::{self, Symbols};
+use crate::result_file::{CsvFile, Hex, LineFile};
+use crate::source_lines::SourceLines;
+use crate::symbols::{self, SymbolTable};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-pub(super) const DESCRIPTION: Description = Description {
+pub(super) const DESCRIPTION: ToolDescription = ToolDescription {
     name: "coverage",
-    about: "Code that ran: ranges of addresses, and with symbols how much of each function, and which lines (lcov)",
+    about: "Code that ran: address ranges, and with symbols the covered part of each function \
+            and, for lcov, of each line",
     arguments: &[SYMBOLS[0], SYMBOLS[1]],
     results: &[
         ("coverage.csv", "first address, bytes, instructions, symbol"),
@@ -25,30 +26,34 @@ pub(super) const DESCRIPTION: Description = Description {
         ),
         (
             "coverage.info",
-            "for lcov and genhtml: times that each function ran, and each line where the symbols are an ELF file with debug information",
+            "for lcov and genhtml: how often each function ran, and each line if the symbols are \
+             an ELF file with debug information",
         ),
     ],
 };
 
 struct Coverage {
-    symbols: Symbols,
-    lines: Lines,
-    /// The file of symbols.
-    path: String,
+    symbols: SymbolTable,
+    lines: SourceLines,
+    /// The path of the symbol file.
+    symbols_path: String,
 }
 
-pub(super) fn make(arguments: &Arguments) -> Result<Box<dyn Tool>> {
-    let mut tool =
-        Coverage { symbols: Symbols::default(), lines: Lines::default(), path: String::new() };
+pub(super) fn make(arguments: &ToolArguments) -> Result<Box<dyn Tool>> {
+    let mut tool = Coverage {
+        symbols: SymbolTable::default(),
+        lines: SourceLines::default(),
+        symbols_path: String::new(),
+    };
     if let Some(path) = arguments.text("symbols") {
         let (slide, path) = (arguments.slide()?, Path::new(path));
-        let bytes = symbols::contents(path)?;
-        tool.symbols = Symbols::parse(path, &bytes, slide)?;
+        let bytes = symbols::read_file(path)?;
+        tool.symbols = SymbolTable::parse(path, &bytes, slide)?;
         if symbols::is_elf(&bytes) {
-            tool.lines = Lines::parse(path, &bytes, slide)?;
+            tool.lines = SourceLines::parse(path, &bytes, slide)?;
         }
         let path = std::path::absolute(path).map_err(file("resolving", path))?;
-        tool.path = path.display().to_string().replace(char::is_control, " ");
+        tool.symbols_path = path.display().to_string().replace(char::is_control, " ");
     }
     Ok(Box::new(tool))
 }
@@ -58,51 +63,70 @@ impl Tool for Coverage {
         DESCRIPTION.name
     }
 
-    fn begin(&self, run: &RunContext) -> Result<Box<dyn Running>> {
-        Reduced::begin(run, "counts", &[counted::KIND], Vec::new())
+    fn begin(&self, run: &RunContext) -> Result<Box<dyn ToolRun>> {
+        TableRun::begin(run, "counts", &[execution_counts::KIND], Vec::new())
     }
 
-    fn merge(&self, merge: &MergeContext) -> Result<Summary> {
-        let mut ran: Counted = counted::counted(&merge.parts)?;
-        let mut summary = Summary::default();
+    fn merge(&self, merge: &MergeContext) -> Result<ToolSummary> {
+        let mut counts = sum_counts(&merge.parts)?;
+        let mut summary = ToolSummary::default();
         if !self.symbols.is_empty() {
-            self.write_lcov(merge, &ran, &mut summary)?;
+            self.write_lcov(merge, &counts, &mut summary)?;
         }
-        for times in ran.values_mut() {
+        // Blocks are contiguous code that ran, however often.
+        for times in counts.values_mut() {
             *times = 1;
         }
-        let mut csv = Csv::create(&merge.out, "coverage.csv", "address,bytes,instructions,symbol")?;
+        let header = "address,bytes,instructions,symbol";
+        let mut csv = CsvFile::create(&merge.out, "coverage.csv", header)?;
         let (mut bytes, mut ranges) = (0, 0_u64);
-        for block in counted::blocks(&ran, &self.symbols) {
-            let label = cell(&self.symbols.label(block.start));
-            csv.line(format_args!(
-                "{:#x},{},{},{label}",
-                block.start, block.len_bytes, block.instructions
-            ))?;
+        for block in group_blocks(&counts, &self.symbols) {
+            let label = self.symbols.label(block.start);
+            csv.row((Hex(block.start), block.len_bytes, block.instructions, label))?;
             (bytes, ranges) = (bytes + block.len_bytes, ranges + 1);
         }
         summary.files.push(csv.finish()?);
         summary
             .lines
-            .push(format!("{} instructions ran, {bytes} bytes in {ranges} ranges", ran.len()));
+            .push(format!("{} instructions ran, {bytes} bytes in {ranges} ranges", counts.len()));
         if !self.symbols.is_empty() {
-            self.write_functions(merge, &ran, &mut summary)?;
+            self.write_functions(merge, &counts, &mut summary)?;
         }
         Ok(summary)
     }
 }
 
+/// The covered part of a function.
+struct FunctionCoverage<'a> {
+    name: &'a str,
+    len_bytes: u64,
+    bytes_run: u64,
+    instructions_run: u64,
+}
+
 impl Coverage {
-    fn write_lcov(&self, merge: &MergeContext, ran: &Counted, summary: &mut Summary) -> Result<()> {
-        let mut out = Lined::create(&merge.out, "coverage.info")?;
+    fn write_lcov(
+        &self,
+        merge: &MergeContext,
+        counts: &ExecutionCounts,
+        summary: &mut ToolSummary,
+    ) -> Result<()> {
+        let mut out = LineFile::create(&merge.out, "coverage.info")?;
         let mut line = |line: std::fmt::Arguments<'_>| out.line(line);
-        let sums = lcov::write(ran, &self.symbols, &self.lines, &self.path, &mut line)?;
+        let totals =
+            lcov::write(counts, &self.symbols, &self.lines, &self.symbols_path, &mut line)?;
         summary.files.push(out.finish()?);
-        let lcov::Sums { files, lines, lines_run, functions, functions_run } = sums;
+        let lcov::CoverageTotals { files, lines, lines_run, functions, functions_run } = totals;
         summary.lines.push(if self.lines.is_empty() {
-            format!("{functions_run} of {functions} functions entered; no lines: the symbols have no debug information")
+            format!(
+                "{functions_run} of {functions} functions entered; no lines: the symbols have no \
+                 debug information"
+            )
         } else {
-            format!("{lines_run} of {lines} lines and {functions_run} of {functions} functions in {files} source files")
+            format!(
+                "{lines_run} of {lines} lines and {functions_run} of {functions} functions in \
+                 {files} source files"
+            )
         });
         Ok(())
     }
@@ -110,24 +134,28 @@ impl Coverage {
     fn write_functions(
         &self,
         merge: &MergeContext,
-        ran: &Counted,
-        summary: &mut Summary,
+        counts: &ExecutionCounts,
+        summary: &mut ToolSummary,
     ) -> Result<()> {
-        let mut functions: BTreeMap<u64, (&str, u64, u64, u64)> = BTreeMap::new();
-        for &(pc, len_bytes) in ran.keys() {
-            if let Some(found) = self.symbols.find(pc) {
-                let (_, _, bytes, instructions) =
-                    functions.entry(found.address).or_insert((found.name, found.len_bytes, 0, 0));
-                (*bytes, *instructions) = (*bytes + len_bytes, *instructions + 1);
+        let mut functions: BTreeMap<u64, FunctionCoverage<'_>> = BTreeMap::new();
+        for instruction in counts.keys() {
+            if let Some(symbol) = self.symbols.find(instruction.pc) {
+                let function =
+                    functions.entry(symbol.address).or_insert_with(|| FunctionCoverage {
+                        name: symbol.name,
+                        len_bytes: symbol.len_bytes,
+                        bytes_run: 0,
+                        instructions_run: 0,
+                    });
+                function.bytes_run += instruction.len_bytes;
+                function.instructions_run += 1;
             }
         }
         let header = "address,bytes,bytes_run,instructions_run,symbol";
-        let mut csv = Csv::create(&merge.out, "coverage-functions.csv", header)?;
-        for (address, (name, len_bytes, bytes, instructions)) in &functions {
-            csv.line(format_args!(
-                "{address:#x},{len_bytes},{bytes},{instructions},{}",
-                cell(name)
-            ))?;
+        let mut csv = CsvFile::create(&merge.out, "coverage-functions.csv", header)?;
+        for (&address, function) in &functions {
+            let FunctionCoverage { name, len_bytes, bytes_run, instructions_run } = *function;
+            csv.row((Hex(address), len_bytes, bytes_run, instructions_run, name))?;
         }
         summary.files.push(csv.finish()?);
         summary.lines.push(format!("{} functions ran", functions.len()));

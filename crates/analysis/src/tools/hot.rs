@@ -1,22 +1,23 @@
-//! `hot`: where the guest spends its instructions, and which pages it uses most.
+//! `hot`: the blocks and functions that execute most instructions, and the most used pages.
 
-use super::reduced::Reduced;
-use super::{Arguments, Description, Running, SYMBOLS, Tool};
-use crate::context::{MergeContext, RunContext, Summary};
-use crate::counted::{self, Block};
-use crate::csv::{Csv, cell};
+use super::table_run::TableRun;
+use super::{SYMBOLS, Tool, ToolArguments, ToolDescription, ToolRun};
+use crate::context::{MergeContext, RunContext, ToolSummary};
 use crate::error::Result;
-use crate::part::Rows;
-use crate::symbols::Symbols;
+use crate::execution_counts::{self, CodeBlock, group_blocks, sum_counts};
+use crate::part_table::PartTable;
+use crate::result_file::{CsvFile, Hex};
+use crate::symbols::SymbolTable;
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-pub(super) const DESCRIPTION: Description = Description {
+pub(super) const DESCRIPTION: ToolDescription = ToolDescription {
     name: "hot",
-    about: "Blocks and functions that execute most instructions, pages that are read and written most",
+    about: "Blocks and functions that execute most instructions, pages with most reads and writes",
     arguments: &[
         SYMBOLS[0],
         SYMBOLS[1],
-        ("top", "lines of each result at most, those with most first (default 10000)"),
+        ("top", "lines of each result at most, the hottest first (default 10000)"),
     ],
     results: &[
         (
@@ -30,13 +31,16 @@ pub(super) const DESCRIPTION: Description = Description {
 
 const PAGES: &str = "pages";
 const TOP_DEFAULT: usize = 10_000;
+/// Lines of each result in the summary.
+const SUMMARY_LINES: usize = 5;
 
 struct Hot {
-    symbols: Symbols,
+    symbols: SymbolTable,
+    /// The most lines of a result file.
     top: usize,
 }
 
-pub(super) fn make(arguments: &Arguments) -> Result<Box<dyn Tool>> {
+pub(super) fn make(arguments: &ToolArguments) -> Result<Box<dyn Tool>> {
     let top = arguments.number("top", 1, 1 << 24)?.map_or(TOP_DEFAULT, |top| top as usize);
     Ok(Box::new(Hot { symbols: arguments.symbols()?, top }))
 }
@@ -46,19 +50,19 @@ impl Tool for Hot {
         DESCRIPTION.name
     }
 
-    fn begin(&self, run: &RunContext) -> Result<Box<dyn Running>> {
-        Reduced::begin(
+    fn begin(&self, run: &RunContext) -> Result<Box<dyn ToolRun>> {
+        TableRun::begin(
             run,
             "counts+pages",
-            &[counted::KIND, PAGES],
+            &[execution_counts::KIND, PAGES],
             vec![("ram", run.ram.argument())],
         )
     }
 
-    fn merge(&self, merge: &MergeContext) -> Result<Summary> {
-        let counted = counted::counted(&merge.parts)?;
-        let blocks = counted::blocks(&counted, &self.symbols);
-        let mut summary = Summary::default();
+    fn merge(&self, merge: &MergeContext) -> Result<ToolSummary> {
+        let counts = sum_counts(&merge.parts)?;
+        let blocks = group_blocks(&counts, &self.symbols);
+        let mut summary = ToolSummary::default();
         self.write_blocks(merge, &blocks, &mut summary)?;
         self.write_functions(merge, &blocks, &mut summary)?;
         self.write_pages(merge, &mut summary)?;
@@ -66,30 +70,24 @@ impl Tool for Hot {
     }
 }
 
-/// Lines that a terminal shows of each result.
-const SHOWN: usize = 5;
-
 impl Hot {
     fn write_blocks(
         &self,
         merge: &MergeContext,
-        blocks: &[Block],
-        summary: &mut Summary,
+        blocks: &[CodeBlock],
+        summary: &mut ToolSummary,
     ) -> Result<()> {
-        let mut hottest: Vec<&Block> = blocks.iter().collect();
-        hottest.sort_unstable_by_key(|block| (std::cmp::Reverse(block.executed()), block.start));
-        let all: u64 = blocks.iter().map(Block::executed).fold(0, u64::saturating_add);
+        let mut hottest: Vec<&CodeBlock> = blocks.iter().collect();
+        hottest.sort_unstable_by_key(|block| (Reverse(block.executed()), block.start));
+        let total: u64 = blocks.iter().map(CodeBlock::executed).fold(0, u64::saturating_add);
         let header = "address,bytes,instructions,times,executed,symbol";
-        let mut csv = Csv::create(&merge.out, "hot-blocks.csv", header)?;
-        for (place, block) in hottest.iter().take(self.top).enumerate() {
-            let &&Block { start, len_bytes, instructions, times } = block;
+        let mut csv = CsvFile::create(&merge.out, "hot-blocks.csv", header)?;
+        for (rank, block) in hottest.iter().take(self.top).enumerate() {
+            let &&CodeBlock { start, len_bytes, instructions, times } = block;
             let (executed, label) = (block.executed(), self.symbols.label(start));
-            csv.line(format_args!(
-                "{start:#x},{len_bytes},{instructions},{times},{executed},{}",
-                cell(&label)
-            ))?;
-            if place < SHOWN {
-                let percent = 100.0 * executed as f64 / all.max(1) as f64;
+            csv.row((Hex(start), len_bytes, instructions, times, executed, &label))?;
+            if rank < SUMMARY_LINES {
+                let percent = 100.0 * executed as f64 / total.max(1) as f64;
                 summary
                     .lines
                     .push(format!("{percent:5.1} % of instructions: block {start:#x} {label}"));
@@ -102,33 +100,37 @@ impl Hot {
     fn write_functions(
         &self,
         merge: &MergeContext,
-        blocks: &[Block],
-        summary: &mut Summary,
+        blocks: &[CodeBlock],
+        summary: &mut ToolSummary,
     ) -> Result<()> {
         if self.symbols.is_empty() {
             return Ok(());
         }
+        // By address and name; code outside all functions counts for address 0.
         let mut functions: BTreeMap<(u64, &str), u64> = BTreeMap::new();
         for block in blocks {
-            let name =
-                self.symbols.find(block.start).map_or((0, ""), |found| (found.address, found.name));
-            let sum = functions.entry(name).or_default();
+            let function = self
+                .symbols
+                .find(block.start)
+                .map_or((0, ""), |symbol| (symbol.address, symbol.name));
+            let sum = functions.entry(function).or_default();
             *sum = sum.saturating_add(block.executed());
         }
         let mut hottest: Vec<_> = functions.into_iter().collect();
-        hottest.sort_unstable_by_key(|&(name, executed)| (std::cmp::Reverse(executed), name));
-        let mut csv = Csv::create(&merge.out, "hot-functions.csv", "address,executed,symbol")?;
+        hottest.sort_unstable_by_key(|&(function, executed)| (Reverse(executed), function));
+        let header = "address,executed,symbol";
+        let mut csv = CsvFile::create(&merge.out, "hot-functions.csv", header)?;
         for ((address, name), executed) in hottest.into_iter().take(self.top) {
-            csv.line(format_args!("{address:#x},{executed},{}", cell(name)))?;
+            csv.row((Hex(address), executed, name))?;
         }
         summary.files.push(csv.finish()?);
         Ok(())
     }
 
-    fn write_pages(&self, merge: &MergeContext, summary: &mut Summary) -> Result<()> {
+    fn write_pages(&self, merge: &MergeContext, summary: &mut ToolSummary) -> Result<()> {
         let mut pages: BTreeMap<u64, [u64; 2]> = BTreeMap::new();
         for part in &merge.parts {
-            for row in Rows::read(&part.file(PAGES, "part"), PAGES, 3)?.iter() {
+            for row in PartTable::read(&part.file(PAGES, "part"), PAGES, 3)?.rows() {
                 let &[page, reads, writes] = row else { continue };
                 let sums = pages.entry(page).or_default();
                 *sums = [sums[0].saturating_add(reads), sums[1].saturating_add(writes)];
@@ -136,12 +138,12 @@ impl Hot {
         }
         let mut hottest: Vec<_> = pages.into_iter().collect();
         hottest.sort_unstable_by_key(|&(page, [reads, writes])| {
-            (std::cmp::Reverse(reads.saturating_add(writes)), page)
+            (Reverse(reads.saturating_add(writes)), page)
         });
-        let mut csv = Csv::create(&merge.out, "hot-pages.csv", "page,reads,writes")?;
-        for (place, (page, [reads, writes])) in hottest.into_iter().take(self.top).enumerate() {
-            csv.line(format_args!("{page:#x},{reads},{writes}"))?;
-            if place < SHOWN {
+        let mut csv = CsvFile::create(&merge.out, "hot-pages.csv", "page,reads,writes")?;
+        for (rank, (page, [reads, writes])) in hottest.into_iter().take(self.top).enumerate() {
+            csv.row((Hex(page), reads, writes))?;
+            if rank < SUMMARY_LINES {
                 summary.lines.push(format!("page {page:#x}: {reads} reads, {writes} writes"));
             }
         }

@@ -1,13 +1,13 @@
 //! `icount`: instructions of each interval, by half of the address space.
 
-use super::{Arguments, Description, Running, Tool, check_cuts, option};
-use crate::context::{MergeContext, Part, RunContext, Summary};
-use crate::csv::Csv;
+use super::{Tool, ToolArguments, ToolDescription, ToolRun, check_cuts, plugin_option};
+use crate::context::{MergeContext, Part, RunContext, ToolSummary};
 use crate::error::{Error, Result, file};
-use crate::part::Rows;
-use crate::ring::SharedBoard;
+use crate::part_table::PartTable;
+use crate::result_file::CsvFile;
+use crate::ring_reader::SharedBoard;
 
-pub(super) const DESCRIPTION: Description = Description {
+pub(super) const DESCRIPTION: ToolDescription = ToolDescription {
     name: "icount",
     about: "Instructions of each interval, of user programs and of the kernel",
     arguments: &[],
@@ -19,64 +19,64 @@ pub(super) const DESCRIPTION: Description = Description {
 
 const KIND: &str = "icount";
 
-/// In the order of the board's counters.
+/// The halves of the address space, user and kernel, in the order of the board's counters.
 const HALVES: usize = 2;
 
-struct Icount;
+struct InstructionCount;
 
-#[expect(clippy::unnecessary_wraps, reason = "one shape for all tools")]
-pub(super) fn make(_arguments: &Arguments) -> Result<Box<dyn Tool>> {
-    Ok(Box::new(Icount))
+#[expect(clippy::unnecessary_wraps, reason = "all tools have the same signature")]
+pub(super) fn make(_arguments: &ToolArguments) -> Result<Box<dyn Tool>> {
+    Ok(Box::new(InstructionCount))
 }
 
-struct Run {
+struct InstructionCountRun {
     context: RunContext,
     shared: SharedBoard,
+    /// The counters at the last cut.
     seen: [u64; HALVES],
-    /// What was counted until each cut since the one before.
+    /// The instructions between each cut and the one before.
     cuts: Vec<[u64; HALVES]>,
 }
 
-impl Tool for Icount {
+impl Tool for InstructionCount {
     fn name(&self) -> &str {
         DESCRIPTION.name
     }
 
-    fn begin(&self, run: &RunContext) -> Result<Box<dyn Running>> {
+    fn begin(&self, run: &RunContext) -> Result<Box<dyn ToolRun>> {
         let shared = SharedBoard::create(0)?;
-        Ok(Box::new(Run { context: run.clone(), shared, seen: [0; HALVES], cuts: Vec::new() }))
+        let context = run.clone();
+        Ok(Box::new(InstructionCountRun { context, shared, seen: [0; HALVES], cuts: Vec::new() }))
     }
 
-    fn merge(&self, merge: &MergeContext) -> Result<Summary> {
+    fn merge(&self, merge: &MergeContext) -> Result<ToolSummary> {
         let header = "interval,start_icount,instructions,user,kernel";
-        let mut csv = Csv::create(&merge.out, "icount.csv", header)?;
+        let mut csv = CsvFile::create(&merge.out, "icount.csv", header)?;
         let mut total = [0_u64; HALVES];
         for part in &merge.parts {
             let path = part.file(KIND, "part");
-            let rows = Rows::read(&path, KIND, HALVES)?;
-            let [user, kernel] =
-                rows.iter().next().and_then(|row| row.try_into().ok()).ok_or_else(|| {
-                    Error::Damaged {
-                        path: path.clone(),
-                        place: "rows".into(),
-                        problem: "there is none".into(),
-                    }
-                })?;
-            let (index, start, sum) =
-                (part.interval.index, part.interval.start.0, user.saturating_add(kernel));
-            csv.line(format_args!("{index},{start},{sum},{user},{kernel}"))?;
+            let table = PartTable::read(&path, KIND, HALVES)?;
+            let row: Option<[u64; HALVES]> =
+                table.rows().next().and_then(|row| row.try_into().ok());
+            let [user, kernel] = row.ok_or_else(|| Error::Damaged {
+                path,
+                place: "rows".into(),
+                problem: "the table is empty".into(),
+            })?;
+            let (index, start) = (part.interval.index, part.interval.start.0);
+            csv.row((index, start, user.saturating_add(kernel), user, kernel))?;
             total = [total[0].saturating_add(user), total[1].saturating_add(kernel)];
         }
         let [user, kernel] = total;
         let line =
             format!("{} instructions: {user} user, {kernel} kernel", user.saturating_add(kernel));
-        Ok(Summary { lines: vec![line], files: vec![csv.finish()?] })
+        Ok(ToolSummary { lines: vec![line], files: vec![csv.finish()?] })
     }
 }
 
-impl Running for Run {
+impl ToolRun for InstructionCountRun {
     fn option(&self) -> String {
-        option(&self.context.plugin, &[("tool", "icount"), ("board", &self.shared.path())])
+        plugin_option(&self.context.plugin, &[("tool", "icount"), ("board", &self.shared.path())])
     }
 
     fn cut(&mut self) -> Result<()> {

@@ -1,19 +1,19 @@
-//! `memtrace`: every access to memory, in a Parquet file that is sorted by instruction.
+//! `memtrace`: every memory access, in a Parquet file that is sorted by instruction.
 //!
-//! Records come through the ring (`plugins/src/tools/memtrace.rs` draws them). Columns are
-//! gathered, and written a row group at a time, with one that is cut short where an interval ends.
+//! Records come through the ring (`plugins/src/tools/memtrace.rs` draws them). Rows are collected
+//! by column and written a row group at a time. An interval's end completes a row group.
 //!
-//! Instructions: the plugin counts those begun since QEMU started, of which a record has the low 32
-//! bits. The interval's start is added to what was counted since the cut before. An instruction
-//! that a fault starts again counts twice, which QEMU's own count does not; so what lies beyond the
-//! interval's end is put at its last instruction, and the column never falls.
+//! Instruction counts: a record has the low 32 bits of the plugin's count. [`IcountMapper`] maps
+//! the count to the recording's; the column never falls.
 
-use super::ringed::{Counts, Ringed};
-use super::{Arguments, Description, Running, Tool};
-use crate::context::{Interval, MergeContext, RunContext, Summary, part_file};
+use super::ring_run::{IcountMapper, RingRun, RunningInterval};
+use super::{Tool, ToolArguments, ToolDescription, ToolRun};
+use crate::context::{MergeContext, RunContext, ToolSummary, part_file};
 use crate::error::{Error, Result};
-use crate::ring::{Reader, SharedBoard, Sink};
-use crate::table::{self, Column, Data, GROUP_ROWS, Kind, Layout, Table};
+use crate::parquet_table::{
+    self, ColumnData, ColumnEncoding, ColumnSpec, ColumnType, GROUP_ROWS, ParquetTable,
+};
+use crate::ring_reader::{RecordSink, RingReader, SharedBoard};
 use keyframe_plugins::board::{Board, Record};
 use keyframe_plugins::trace::{
     INSTRUCTION, PAGE_BITS, PHYSICAL, PLACES, SIZE_BITS, VIRTUAL, is_written,
@@ -23,9 +23,9 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-pub(super) const DESCRIPTION: Description = Description {
+pub(super) const DESCRIPTION: ToolDescription = ToolDescription {
     name: "memtrace",
-    about: "Every access to memory, as a Parquet file sorted by instruction",
+    about: "Every memory access, as a Parquet file sorted by instruction",
     arguments: &[],
     results: &[(
         "memtrace.parquet",
@@ -33,47 +33,58 @@ pub(super) const DESCRIPTION: Description = Description {
     )],
 };
 
-const fn column(name: &'static str, kind: Kind, layout: Layout, about: &'static str) -> Column {
-    Column { name, kind, layout, about }
+const fn column(
+    name: &'static str,
+    kind: ColumnType,
+    encoding: ColumnEncoding,
+    about: &'static str,
+) -> ColumnSpec {
+    ColumnSpec { name, kind, encoding, about }
 }
 
-/// The columns, in order.
-pub const COLUMNS: &[Column] = &[
+/// The columns of `memtrace.parquet`, in order.
+pub const COLUMNS: &[ColumnSpec] = &[
     column(
         "icount",
-        Kind::U64,
-        Layout::Delta,
+        ColumnType::U64,
+        ColumnEncoding::Delta,
         "instructions executed before the one that accesses",
     ),
-    column("pc", Kind::U64, Layout::Numbered, "virtual address of the instruction"),
-    column("vaddr", Kind::U64, Layout::Split, "virtual address of the first byte"),
+    column("pc", ColumnType::U64, ColumnEncoding::Numbered, "virtual address of the instruction"),
+    column("vaddr", ColumnType::U64, ColumnEncoding::Split, "virtual address of the first byte"),
     column(
         "page",
-        Kind::U32,
-        Layout::Numbered,
+        ColumnType::U32,
+        ColumnEncoding::Numbered,
         "guest-physical address of the first byte, divided by 4096",
     ),
-    column("size", Kind::U8, Layout::Small, "bytes"),
-    column("flags", Kind::U8, Layout::Small, "1 write, 2 device, 4 physical page unknown"),
+    column("size", ColumnType::U8, ColumnEncoding::Small, "bytes"),
+    column(
+        "flags",
+        ColumnType::U8,
+        ColumnEncoding::Small,
+        "1 write, 2 device, 4 physical page unknown",
+    ),
 ];
 
 const KIND: &str = "memtrace";
-/// Records in the ring: 8 MiB, so that it stays in the cache that cores share.
+/// Records in the ring: 8 MiB, which stay in the cache that cores share.
 const RING_RECORDS: u64 = 1 << 19;
-/// The most instructions that a plugin has (`keyframe_plugins`).
+/// The most instructions that the plugin defines (`keyframe_plugins`).
 const INSTRUCTIONS_MAX: usize = 1 << 24;
 
-/// The logarithm of the largest size that a column of bytes holds.
+/// The logarithm of the largest access size.
 const SIZE_MAX: u8 = 7;
 
+/// Values of the column `flags`.
 const WRITE: u8 = 1;
 const DEVICE_FLAG: u8 = 2;
 const UNKNOWN_FLAG: u8 = 4;
 
 struct Memtrace;
 
-#[expect(clippy::unnecessary_wraps, reason = "one shape for all tools")]
-pub(super) fn make(_arguments: &Arguments) -> Result<Box<dyn Tool>> {
+#[expect(clippy::unnecessary_wraps, reason = "all tools have the same signature")]
+pub(super) fn make(_arguments: &ToolArguments) -> Result<Box<dyn Tool>> {
     Ok(Box::new(Memtrace))
 }
 
@@ -82,57 +93,57 @@ impl Tool for Memtrace {
         DESCRIPTION.name
     }
 
-    fn begin(&self, run: &RunContext) -> Result<Box<dyn Running>> {
+    fn begin(&self, run: &RunContext) -> Result<Box<dyn ToolRun>> {
         let shared = SharedBoard::create(RING_RECORDS)?;
-        let mut sink = Trace {
+        let mut sink = TraceSink {
             board: Arc::clone(&shared.board),
             dir: run.dir.clone(),
-            counts: Counts::of(run),
+            icounts: IcountMapper::new(run),
             table: None,
-            columns: Columns::new(),
+            columns: RowColumns::new(),
             instructions: Vec::new(),
-            numbered: Vec::new(),
-            places: vec![Place::default(); PLACES],
+            instruction_indices: Vec::new(),
+            pages: vec![TracedPage::default(); PLACES],
             group: 1,
-            pcs: Vec::new(),
-            pages: Pages::default(),
+            group_pcs: Vec::new(),
+            group_pages: GroupPages::default(),
             count: 0,
         };
         sink.next_interval()?;
         let arguments =
             vec![("tool", KIND.to_owned()), ("board", shared.path()), ("ram", run.ram.argument())];
-        Ok(Box::new(Ringed::new(run, Reader::start(shared, sink)?, arguments)))
+        Ok(Box::new(RingRun::new(run, RingReader::start(shared, sink)?, arguments)))
     }
 
-    fn merge(&self, merge: &MergeContext) -> Result<Summary> {
+    fn merge(&self, merge: &MergeContext) -> Result<ToolSummary> {
         let parts: Vec<PathBuf> =
             merge.parts.iter().map(|part| part.file(KIND, "parquet")).collect();
         let path = merge.out.join("memtrace.parquet");
-        let rows = table::concatenate(&parts, &path, COLUMNS)?;
-        let bytes = std::fs::metadata(&path).map_or(0, |found| found.len());
+        let rows = parquet_table::concatenate(&parts, &path, COLUMNS)?;
+        let bytes = std::fs::metadata(&path).map_or(0, |metadata| metadata.len());
         let each = bytes as f64 / rows.max(1) as f64;
         let line = format!("{rows} accesses, {bytes} bytes, {each:.2} each");
-        Ok(Summary { lines: vec![line], files: vec![path] })
+        Ok(ToolSummary { lines: vec![line], files: vec![path] })
     }
 }
 
-/// Rows of a row group that is being filled.
-struct Columns {
+/// The rows of the row group that is being filled, by column.
+struct RowColumns {
     rows: usize,
     icount: Column64,
-    /// Which of [`Trace::pcs`].
+    /// Indices into [`TraceSink::group_pcs`].
     pc: Box<[u16; GROUP_ROWS]>,
     vaddr: Column64,
-    /// Which of [`Trace::pages`].
+    /// Indices into [`TraceSink::group_pages`].
     page: Box<[u16; GROUP_ROWS]>,
-    /// The logarithm.
+    /// Logarithms of the sizes.
     size: Box<[u8; GROUP_ROWS]>,
     flags: Box<[u8; GROUP_ROWS]>,
 }
 
 type Column64 = Box<[i64; GROUP_ROWS]>;
 
-impl Columns {
+impl RowColumns {
     fn new() -> Self {
         Self {
             rows: 0,
@@ -146,186 +157,192 @@ impl Columns {
     }
 }
 
-/// A place for each row of a row group.
+/// An array of zeros with an element for each row of a row group.
 #[expect(clippy::unnecessary_box_returns, reason = "too large for a thread's stack")]
 fn zeros<T: Copy + Default>() -> Box<[T; GROUP_ROWS]> {
     let all = vec![T::default(); GROUP_ROWS].into_boxed_slice();
-    all.try_into().unwrap_or_else(|_| unreachable!("it is that long"))
+    all.try_into().unwrap_or_else(|_| unreachable!("the slice has that length"))
 }
 
-/// A virtual page, and where it is.
+/// A virtual page that the plugin has defined, and its physical page.
 #[derive(Clone, Copy, Default)]
-struct Place {
+struct TracedPage {
     vaddr: u64,
     page: u32,
-    /// Of the column.
+    /// Of the column `flags`.
     flags: u8,
     is_defined: bool,
-    /// As an instruction's.
+    /// The row group in which `index` is valid.
     group: u32,
-    number: u16,
+    /// The physical page's index in [`GroupPages`].
+    index: u16,
 }
 
-/// The physical pages of a row group, numbered.
+/// The different physical pages of a row group.
 #[derive(Default)]
-struct Pages {
+struct GroupPages {
     all: Vec<u64>,
-    numbers: HashMap<u32, u16>,
+    indices: HashMap<u32, u16>,
 }
 
-/// The number of an instruction.
+/// An instruction's index in the row group's dictionary.
 #[derive(Clone, Copy, Default)]
-struct Numbered {
-    /// The row group in which it has it.
+struct GroupIndex {
+    /// The row group in which `index` is valid.
     group: u32,
-    number: u16,
+    index: u16,
 }
 
-struct Trace {
+/// Collects accesses into row groups.
+struct TraceSink {
     board: Arc<Board>,
     dir: PathBuf,
-    counts: Counts,
-    /// Of the interval that runs; none where it is dropped, or all are done.
-    table: Option<(Table, Interval)>,
-    columns: Columns,
-    /// By the plugin's number: where each is, and what it has in the row group. Thousands run by
-    /// turns, whose numbers alone fit a cache.
+    icounts: IcountMapper,
+    /// The part of the running interval; none if that is a warm-up, or all intervals have ended.
+    table: Option<ParquetTable>,
+    columns: RowColumns,
+    /// Addresses of the instructions, by the plugin's number. They are apart from the indices,
+    /// which alone fit the processor's cache if thousands of instructions run in turn.
     instructions: Vec<u64>,
-    numbered: Vec<Numbered>,
-    /// By the plugin's number.
-    places: Vec<Place>,
-    /// The row group that is being filled, from 1 on, and the instructions and physical pages in it
-    /// by number.
+    instruction_indices: Vec<GroupIndex>,
+    /// Pages by the plugin's number.
+    pages: Vec<TracedPage>,
+    /// The number of the row group that is being filled, from 1 on.
     group: u32,
-    pcs: Vec<u64>,
-    pages: Pages,
+    /// The different instructions of the row group.
+    group_pcs: Vec<u64>,
+    group_pages: GroupPages,
     /// Instructions begun, as of the last record.
     count: u64,
 }
 
-impl Trace {
+impl TraceSink {
     fn next_interval(&mut self) -> Result<()> {
         self.count = self.board.counted(0);
-        if let Some((interval, true)) = self.counts.next_interval(self.count) {
+        let running = self.icounts.next_interval(self.count);
+        if let Some(RunningInterval { interval, is_kept: true }) = running {
             let path = part_file(&self.dir, interval.index, KIND, "parquet");
-            self.table = Some((Table::create(&path, COLUMNS)?, interval));
+            self.table = Some(ParquetTable::create(&path, COLUMNS)?);
         }
         Ok(())
     }
 
-    /// Takes a record that is no access.
+    /// Handles a record that defines an instruction or a page.
     #[cold]
-    fn define(&mut self, what: u32, number: usize, is: u64) -> Result<()> {
-        if what == INSTRUCTION {
+    fn define(&mut self, kind: u32, number: usize, value: u64) -> Result<()> {
+        if kind == INSTRUCTION {
             if number != self.instructions.len() || number >= INSTRUCTIONS_MAX {
-                return Err(senseless("instructions are not numbered one after the other"));
+                return Err(invalid_record("instructions are not numbered in order"));
             }
-            self.instructions.push(is);
-            self.numbered.push(Numbered::default());
+            self.instructions.push(value);
+            self.instruction_indices.push(GroupIndex::default());
             return Ok(());
         }
-        let Some(place) = self.places.get_mut(number) else {
-            return Err(senseless("a place beyond the last"));
+        let Some(page) = self.pages.get_mut(number) else {
+            return Err(invalid_record("the number of a page is too large"));
         };
-        if what == VIRTUAL {
-            (place.vaddr, place.group, place.is_defined) = (is, 0, false);
+        if kind == VIRTUAL {
+            (page.vaddr, page.group, page.is_defined) = (value, 0, false);
         } else {
             let write = if is_written(number) { WRITE } else { 0 };
-            (place.page, place.flags) = match u32::try_from((is & !DEVICE) >> PAGE_BITS) {
-                Ok(page) if is & DEVICE == 0 => (page, write),
-                Ok(page) if is != UNKNOWN => (page, write | DEVICE_FLAG),
+            (page.page, page.flags) = match u32::try_from((value & !DEVICE) >> PAGE_BITS) {
+                Ok(page) if value & DEVICE == 0 => (page, write),
+                Ok(page) if value != UNKNOWN => (page, write | DEVICE_FLAG),
                 _ => (0, write | UNKNOWN_FLAG),
             };
-            (place.group, place.is_defined) = (0, true);
+            (page.group, page.is_defined) = (0, true);
         }
         Ok(())
     }
 
-    /// Gives an instruction and a place, which there are, their numbers in the row group; in the
-    /// next one where there are no more.
+    /// Adds an instruction and a page, which must have been defined, to the row group's
+    /// dictionaries. Completes the row group first if a dictionary is full.
     #[cold]
-    fn number(&mut self, instruction: usize, place: usize) -> Result<()> {
-        let number = |count: usize| u16::try_from(count).ok();
-        if number(self.pcs.len()).is_none() || number(self.pages.all.len()).is_none() {
+    fn index(&mut self, instruction: usize, page: usize) -> Result<()> {
+        let next_index = |count: usize| u16::try_from(count).ok();
+        if next_index(self.group_pcs.len()).is_none()
+            || next_index(self.group_pages.all.len()).is_none()
+        {
             self.flush()?;
         }
-        if self.numbered[instruction].group != self.group {
-            let number = number(self.pcs.len()).unwrap_or(0);
-            self.numbered[instruction] = Numbered { group: self.group, number };
-            self.pcs.push(self.instructions[instruction]);
+        if self.instruction_indices[instruction].group != self.group {
+            let index = next_index(self.group_pcs.len()).unwrap_or(0);
+            self.instruction_indices[instruction] = GroupIndex { group: self.group, index };
+            self.group_pcs.push(self.instructions[instruction]);
         }
-        let place = &mut self.places[place];
-        if !place.is_defined {
-            return Err(senseless(UNDEFINED));
+        let page = &mut self.pages[page];
+        if !page.is_defined {
+            return Err(invalid_record(UNDEFINED));
         }
-        if place.group == self.group {
+        if page.group == self.group {
             return Ok(());
         }
-        let Pages { all, numbers } = &mut self.pages;
-        let next = number(all.len()).unwrap_or(0);
-        (place.group, place.number) = (self.group, *numbers.entry(place.page).or_insert(next));
-        if usize::from(place.number) == all.len() {
-            all.push(place.page.into());
+        let GroupPages { all, indices } = &mut self.group_pages;
+        let next = next_index(all.len()).unwrap_or(0);
+        (page.group, page.index) = (self.group, *indices.entry(page.page).or_insert(next));
+        if usize::from(page.index) == all.len() {
+            all.push(page.page.into());
         }
         Ok(())
     }
 
+    /// Completes the row group.
     fn flush(&mut self) -> Result<()> {
-        let Columns { rows, icount, pc, vaddr, page, size, flags } = &self.columns;
-        if let Some((table, _)) = &mut self.table {
+        let RowColumns { rows, icount, pc, vaddr, page, size, flags } = &self.columns;
+        if let Some(table) = &mut self.table {
             table.write(&[
-                Data::Long(&icount[..*rows]),
-                Data::Numbered(&self.pcs, &pc[..*rows]),
-                Data::Long(&vaddr[..*rows]),
-                Data::Numbered(&self.pages.all, &page[..*rows]),
-                Data::Small(&size[..*rows], |logarithm| 1 << logarithm),
-                Data::Small(&flags[..*rows], u32::from),
+                ColumnData::Long(&icount[..*rows]),
+                ColumnData::Numbered(&self.group_pcs, &pc[..*rows]),
+                ColumnData::Long(&vaddr[..*rows]),
+                ColumnData::Numbered(&self.group_pages.all, &page[..*rows]),
+                ColumnData::Small(&size[..*rows], |logarithm| 1 << logarithm),
+                ColumnData::Small(&flags[..*rows], u32::from),
             ])?;
         }
         self.columns.rows = 0;
         self.group += 1;
-        self.pcs.clear();
-        self.pages.all.clear();
-        self.pages.numbers.clear();
+        self.group_pcs.clear();
+        self.group_pages.all.clear();
+        self.group_pages.indices.clear();
         Ok(())
     }
 }
 
-const UNDEFINED: &str = "an access of an instruction or to a place that it has not defined";
+const UNDEFINED: &str = "an access names an instruction or a page that is not defined";
 
-fn senseless(problem: &str) -> Error {
-    Error::Plugin { operation: "taking its records", problem: problem.into() }
+fn invalid_record(problem: &str) -> Error {
+    Error::Plugin { operation: "reading its records", problem: problem.into() }
 }
 
-impl Sink for Trace {
+impl RecordSink for TraceSink {
     #[inline]
     fn record(&mut self, record: Record) -> Result<()> {
-        let [what, at] = record;
-        if what as u32 >= PHYSICAL {
-            return self.define(what as u32, (what >> 32) as usize, at);
+        let [head, at] = record;
+        if head as u32 >= PHYSICAL {
+            return self.define(head as u32, (head >> 32) as usize, at);
         }
-        let count = (what >> 32) as u32;
+        let count = (head >> 32) as u32;
         self.count = self.count.wrapping_add(u64::from(count.wrapping_sub(self.count as u32)));
         if self.table.is_none() {
             return Ok(());
         }
-        let number = (what as u32 >> SIZE_BITS) as usize;
-        let place_number = (at >> PAGE_BITS) as usize;
-        let (Some(instruction), Some(place)) =
-            (self.numbered.get(number), self.places.get(place_number))
+        let number = (head as u32 >> SIZE_BITS) as usize;
+        let page_number = (at >> PAGE_BITS) as usize;
+        let (Some(instruction), Some(traced)) =
+            (self.instruction_indices.get(number), self.pages.get(page_number))
         else {
-            return Err(senseless(UNDEFINED));
+            return Err(invalid_record(UNDEFINED));
         };
-        let (mut pc, mut page) = (instruction.number, place.number);
-        let (vaddr, flags) = (place.vaddr | at & ((1 << PAGE_BITS) - 1), place.flags);
-        if instruction.group != self.group || place.group != self.group {
-            self.number(number, place_number)?;
-            (pc, page) = (self.numbered[number].number, self.places[place_number].number);
+        let (mut pc, mut page) = (instruction.index, traced.index);
+        let (vaddr, flags) = (traced.vaddr | at & ((1 << PAGE_BITS) - 1), traced.flags);
+        if instruction.group != self.group || traced.group != self.group {
+            self.index(number, page_number)?;
+            (pc, page) = (self.instruction_indices[number].index, self.pages[page_number].index);
         }
-        let size = (what as u8 & ((1 << SIZE_BITS) - 1)).min(SIZE_MAX);
-        let Columns { rows, .. } = self.columns;
+        let size = (head as u8 & ((1 << SIZE_BITS) - 1)).min(SIZE_MAX);
+        let RowColumns { rows, .. } = self.columns;
         if rows < GROUP_ROWS {
-            self.columns.icount[rows] = self.counts.icount(self.count) as i64;
+            self.columns.icount[rows] = self.icounts.icount(self.count) as i64;
             self.columns.pc[rows] = pc;
             self.columns.vaddr[rows] = vaddr as i64;
             self.columns.page[rows] = page;
@@ -338,7 +355,7 @@ impl Sink for Trace {
 
     fn cut(&mut self) -> Result<()> {
         self.flush()?;
-        if let Some((table, _)) = self.table.take() {
+        if let Some(table) = self.table.take() {
             table.finish()?;
         }
         self.next_interval()

@@ -1,8 +1,8 @@
-//! Names of system calls of x86-64 Linux: the kernel's table
+//! Names of the system calls of x86-64 Linux, by the kernel's table
 //! (arch/x86/entry/syscalls/syscall_64.tbl), which only grows.
 
-/// The name of a number.
-pub(super) fn name(number: u64) -> Option<&'static str> {
+/// The name of the system call `number`.
+pub(super) fn syscall_name(number: u64) -> Option<&'static str> {
     let place = NAMES.binary_search_by_key(&number, |(known, _)| *known).ok()?;
     Some(NAMES[place].1)
 }
@@ -92,9 +92,10 @@ mod tests {
     fn numbers_have_their_names() {
         assert!(NAMES.is_sorted_by_key(|(number, _)| number));
         assert_eq!(
-            [name(0), name(59), name(231), name(257)].map(Option::unwrap),
+            [syscall_name(0), syscall_name(59), syscall_name(231), syscall_name(257)]
+                .map(Option::unwrap),
             ["read", "execve", "exit_group", "openat"]
         );
-        assert_eq!(name(400), None);
+        assert_eq!(syscall_name(400), None);
     }
 }

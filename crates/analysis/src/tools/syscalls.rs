@@ -1,24 +1,27 @@
-//! `syscalls`: system calls of an x86-64 Linux guest, and who called.
+//! `syscalls`: the system calls of an x86-64 Linux guest and their callers.
 
-use super::events;
-use super::syscall_names::name;
-use super::{Arguments, Description, Running, Tool};
-use crate::btf::Tasks;
-use crate::context::{MergeContext, RunContext, Summary};
-use crate::csv::{Csv, cell};
+use super::event_run;
+use super::syscall_names::syscall_name;
+use super::{Tool, ToolArguments, ToolDescription, ToolRun};
+use crate::btf::TaskLayout;
+use crate::context::{MergeContext, RunContext, ToolSummary};
 use crate::error::Result;
-use crate::part::Rows;
+use crate::part_table::PartTable;
+use crate::result_file::{CsvFile, Hex};
 use crate::symbols;
 use keyframe_plugins::{NO_DIRECT_MAP, NO_TASK, NOT_ASKED};
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-pub(super) const DESCRIPTION: Description = Description {
+pub(super) const DESCRIPTION: ToolDescription = ToolDescription {
     name: "syscalls",
-    about: "System calls of an x86-64 Linux guest: number, name, arguments, and with the kernel's types who called",
+    about: "System calls of an x86-64 Linux guest: number, name, arguments, and with the kernel's \
+            types their callers",
     arguments: &[(
         "symbols",
-        "file that has the kernel's types (BTF): vmlinux or a copy of /sys/kernel/btf/vmlinux; else nobody knows who called",
+        "file with the kernel's types (BTF), which tell the callers: vmlinux or a copy of \
+         /sys/kernel/btf/vmlinux",
     )],
     results: &[(
         "syscalls.csv",
@@ -27,29 +30,30 @@ pub(super) const DESCRIPTION: Description = Description {
 };
 
 const KIND: &str = "syscalls";
-/// Of an event.
+/// Words of an event.
 const WORDS: usize = 12;
-/// Lines of a summary for each of what it counts.
-const SHOWN: usize = 10;
-/// Most processes and threads that Linux has (PID_MAX_LIMIT).
+/// Lines of the summary for each of its lists.
+const SUMMARY_LINES: usize = 10;
+/// The largest id of a process or thread in Linux (PID_MAX_LIMIT).
 const PID_MAX: u64 = 1 << 22;
 
 struct Syscalls {
-    tasks: Result<Tasks, String>,
+    /// Where the kernel keeps the running task, or why it is not known.
+    layout: Result<TaskLayout, String>,
 }
 
-pub(super) fn make(arguments: &Arguments) -> Result<Box<dyn Tool>> {
-    let tasks = match arguments.text("symbols") {
+pub(super) fn make(arguments: &ToolArguments) -> Result<Box<dyn Tool>> {
+    let layout = match arguments.text("symbols") {
         None => Err("no symbols are given (--tool-arg symbols=vmlinux)".into()),
         Some(path) => {
-            let bytes = symbols::contents(Path::new(path))?;
-            Tasks::parse(&bytes).map_err(|problem| format!("{path}: {problem}"))
+            let bytes = symbols::read_file(Path::new(path))?;
+            TaskLayout::parse(&bytes).map_err(|problem| format!("{path}: {problem}"))
         }
     };
-    Ok(Box::new(Syscalls { tasks }))
+    Ok(Box::new(Syscalls { layout }))
 }
 
-/// Who called.
+/// The thread that made a system call.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Caller {
     process: u64,
@@ -58,29 +62,43 @@ struct Caller {
 }
 
 impl Caller {
-    /// Of an event's last record; or why it is not known.
-    fn of(who: u64, names: [u64; 2]) -> Result<Self, &'static str> {
-        match who {
+    /// Decodes the caller of an event: `ids` has the process in its upper half and the thread in
+    /// its lower one, or is a marker of the plugin; `name` is the task's `comm`. An error says why
+    /// the caller is not known.
+    fn decode(ids: u64, name: [u64; 2]) -> Result<Self, &'static str> {
+        match ids {
             NOT_ASKED => return Err("the kernel's types are not known"),
             NO_DIRECT_MAP => return Err("the kernel's variables are not in its direct map"),
             NO_TASK => {
                 return Err(
-                    "what should be its task is no memory; the symbols may be another kernel's",
+                    "the kernel's task pointer is invalid; the symbols may be another kernel's",
                 );
             }
             _ => {}
         }
-        let odd = "what should be its task is none; the symbols may be another kernel's";
-        let (process, thread) = (who >> 32, who & 0xffff_ffff);
-        let bytes: Vec<u8> = names.into_iter().flat_map(u64::to_le_bytes).collect();
+        let (process, thread) = (ids >> 32, ids & 0xffff_ffff);
+        let bytes: Vec<u8> = name.into_iter().flat_map(u64::to_le_bytes).collect();
         let text = bytes.split(|byte| *byte == 0).next().unwrap_or_default();
         let is_possible = (1..=PID_MAX).contains(&process) && (1..=PID_MAX).contains(&thread);
-        // A name always ends within its 16 bytes.
+        // A task's name always ends within its 16 bytes.
         if !is_possible || text.len() == bytes.len() {
-            return Err(odd);
+            return Err("the kernel's task is not valid; the symbols may be another kernel's");
         }
-        Ok(Self { process, thread, name: cell(&String::from_utf8_lossy(text)) })
+        // The guest chooses the name, and the summary shows it on a terminal.
+        let name = String::from_utf8_lossy(text).replace(char::is_control, " ");
+        Ok(Self { process, thread, name })
     }
+}
+
+/// The sums of all parts.
+#[derive(Default)]
+struct SyscallSums {
+    /// Calls by number.
+    calls: BTreeMap<u64, u64>,
+    /// Calls by caller.
+    callers: BTreeMap<Caller, u64>,
+    /// Calls without a known caller, by reason.
+    unknown: BTreeMap<&'static str, u64>,
 }
 
 impl Tool for Syscalls {
@@ -92,82 +110,68 @@ impl Tool for Syscalls {
         true
     }
 
-    fn begin(&self, run: &RunContext) -> Result<Box<dyn Running>> {
-        let task = match self.tasks {
-            Ok(Tasks { current, pid, tgid, comm }) => format!("{current:#x}:{pid}:{tgid}:{comm}"),
+    fn begin(&self, run: &RunContext) -> Result<Box<dyn ToolRun>> {
+        let task = match self.layout {
+            Ok(TaskLayout { current, pid, tgid, comm }) => {
+                format!("{current:#x}:{pid}:{tgid}:{comm}")
+            }
             Err(_) => "none".into(),
         };
-        events::begin(run, KIND, WORDS, vec![("task", task)])
+        event_run::begin(run, KIND, WORDS, vec![("task", task)])
     }
 
-    fn merge(&self, merge: &MergeContext) -> Result<Summary> {
+    fn merge(&self, merge: &MergeContext) -> Result<ToolSummary> {
         let header = "icount,pc,number,name,arg0,arg1,arg2,arg3,arg4,arg5,pid,tid,comm";
-        let mut csv = Csv::create(&merge.out, "syscalls.csv", header)?;
-        let mut calls: BTreeMap<u64, u64> = BTreeMap::new();
-        let mut callers: BTreeMap<Caller, u64> = BTreeMap::new();
-        let mut unknown: BTreeMap<&str, u64> = BTreeMap::new();
+        let mut csv = CsvFile::create(&merge.out, "syscalls.csv", header)?;
+        let mut sums = SyscallSums::default();
         for part in &merge.parts {
-            for row in Rows::read(&part.file(KIND, "part"), KIND, WORDS)?.iter() {
-                let &[icount, pc, number, ref arguments @ .., who, name0, name1] = row else {
+            for row in PartTable::read(&part.file(KIND, "part"), KIND, WORDS)?.rows() {
+                let &[icount, pc, number, ref arguments @ .., ids, name0, name1] = row else {
                     continue;
                 };
-                *calls.entry(number).or_default() += 1;
-                let called = name(number).unwrap_or_default();
-                let arguments: Vec<_> =
-                    arguments.iter().map(|argument| format!("{argument:#x}")).collect();
-                let by = match Caller::of(who, [name0, name1]) {
-                    Ok(caller) => {
-                        let text = format!("{},{},{}", caller.process, caller.thread, caller.name);
-                        *callers.entry(caller).or_default() += 1;
-                        text
-                    }
-                    Err(why) => {
-                        *unknown.entry(why).or_default() += 1;
-                        ",,".into()
-                    }
-                };
-                csv.line(format_args!(
-                    "{icount},{pc:#x},{number},{called},{},{by}",
-                    arguments.join(",")
-                ))?;
+                *sums.calls.entry(number).or_default() += 1;
+                let caller = Caller::decode(ids, [name0, name1]);
+                let of_caller = caller.as_ref().ok().map(|one| (one.process, one.thread));
+                let (process, thread) = of_caller.unzip();
+                let comm = caller.as_ref().map_or("", |one| one.name.as_str());
+                let arguments: Vec<Hex> = arguments.iter().copied().map(Hex).collect();
+                let name = syscall_name(number).unwrap_or_default();
+                csv.row((icount, Hex(pc), number, name, arguments, process, thread, comm))?;
+                match caller {
+                    Ok(caller) => *sums.callers.entry(caller).or_default() += 1,
+                    Err(why) => *sums.unknown.entry(why).or_default() += 1,
+                }
             }
         }
-        let mut most: Vec<_> = calls.into_iter().collect();
-        most.sort_unstable_by_key(|&(number, times)| (std::cmp::Reverse(times), number));
-        let all: u64 = most.iter().map(|(_, times)| times).sum();
-        let mut lines = vec![format!("{all} system calls")];
-        let shown = most.iter().take(SHOWN);
-        lines.extend(
-            shown.map(|(number, times)| format!("{times} {}", name(*number).unwrap_or("unknown"))),
-        );
-        self.tell_callers(callers, &unknown, &mut lines);
-        Ok(Summary { lines, files: vec![csv.finish()?] })
+        let lines = self.summary_lines(sums);
+        Ok(ToolSummary { lines, files: vec![csv.finish()?] })
     }
 }
 
 impl Syscalls {
-    fn tell_callers(
-        &self,
-        callers: BTreeMap<Caller, u64>,
-        unknown: &BTreeMap<&str, u64>,
-        lines: &mut Vec<String>,
-    ) {
-        let mut most: Vec<_> = callers.into_iter().collect();
-        most.sort_by_key(|(_, times)| std::cmp::Reverse(*times));
-        let shown = most.iter().take(SHOWN);
-        lines.extend(shown.map(|(by, times)| {
+    fn summary_lines(&self, sums: SyscallSums) -> Vec<String> {
+        let mut most: Vec<_> = sums.calls.into_iter().collect();
+        most.sort_unstable_by_key(|&(number, times)| (Reverse(times), number));
+        let total: u64 = most.iter().map(|(_, times)| times).sum();
+        let mut lines = vec![format!("{total} system calls")];
+        lines.extend(most.iter().take(SUMMARY_LINES).map(|(number, times)| {
+            format!("{times} {}", syscall_name(*number).unwrap_or("unknown"))
+        }));
+        let mut callers: Vec<_> = sums.callers.into_iter().collect();
+        callers.sort_by_key(|(_, times)| Reverse(*times));
+        lines.extend(callers.iter().take(SUMMARY_LINES).map(|(by, times)| {
             format!("{times} by {} (thread {} of {})", by.name, by.thread, by.process)
         }));
-        match &self.tasks {
-            Err(why) => lines.push(format!("who called is not known: {why}")),
+        match &self.layout {
+            Err(why) => lines.push(format!("callers are not known: {why}")),
             Ok(_) => {
+                let unknown = sums.unknown.iter();
                 lines.extend(
-                    unknown
-                        .iter()
-                        .map(|(why, times)| format!("{times} by nobody knows whom: {why}")),
+                    unknown.map(|(why, times)| format!("{times} by an unknown caller: {why}")),
                 );
             }
         }
+        lines
     }
 }
 
@@ -176,15 +180,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_caller_is_believed_where_it_can_be_one() {
+    fn only_possible_callers_are_accepted() {
         let words = |text: &[u8; 16]| {
             let [one, other] =
                 [0, 8].map(|at| u64::from_le_bytes(text[at..at + 8].try_into().unwrap()));
             [one, other]
         };
-        let caller = Caller::of(7 << 32 | 9, words(b"some,name\0rest..")).unwrap();
-        assert_eq!(caller, Caller { process: 7, thread: 9, name: "some;name".into() });
-        for (who, name) in [
+        let caller = Caller::decode(7 << 32 | 9, words(b"some,na\tme\0rest.")).unwrap();
+        assert_eq!(caller, Caller { process: 7, thread: 9, name: "some,na me".into() });
+        for (ids, name) in [
             (NOT_ASKED, b"name\0rest......."),
             (NO_DIRECT_MAP, b"name\0rest......."),
             (NO_TASK, b"name\0rest......."),
@@ -192,7 +196,8 @@ mod tests {
             (7 << 32 | 0x9000_0000, b"name\0rest......."),
             (7 << 32 | 9, b"a name of sixteen"[..16].try_into().unwrap()),
         ] {
-            assert!(Caller::of(who, words(name[..16].try_into().unwrap())).is_err(), "{who:#x}");
+            let name = words(name[..16].try_into().unwrap());
+            assert!(Caller::decode(ids, name).is_err(), "{ids:#x}");
         }
     }
 }

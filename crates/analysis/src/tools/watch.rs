@@ -1,18 +1,19 @@
-//! `watch`: who wrote to a range of addresses, when, and what.
+//! `watch`: all writes to a range of addresses: when, by which instruction, which value.
 
-use super::events;
-use super::{Arguments, Description, Running, SYMBOLS, Tool};
-use crate::context::{MergeContext, RunContext, Summary};
-use crate::csv::{Csv, cell};
+use super::event_run;
+use super::{SYMBOLS, Tool, ToolArguments, ToolDescription, ToolRun};
+use crate::context::{MergeContext, RunContext, ToolSummary};
 use crate::error::Result;
-use crate::part::Rows;
-use crate::symbols::Symbols;
+use crate::part_table::PartTable;
+use crate::result_file::{CsvFile, Hex};
+use crate::symbols::SymbolTable;
 use keyframe_plugins::{DEVICE, UNKNOWN};
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-pub(super) const DESCRIPTION: Description = Description {
+pub(super) const DESCRIPTION: ToolDescription = ToolDescription {
     name: "watch",
-    about: "Every write to a range of addresses: instruction, who, what",
+    about: "Every write to a range of addresses: instruction count, instruction, value",
     arguments: &[
         ("addr", "first address of the range"),
         ("len", "its bytes (default 8)"),
@@ -27,17 +28,19 @@ pub(super) const DESCRIPTION: Description = Description {
 };
 
 const KIND: &str = "watch";
-/// Of an event.
+/// Words of an event.
 const WORDS: usize = 6;
+/// Writing instructions in the summary.
+const SUMMARY_LINES: usize = 10;
 
 struct Watch {
     start: u64,
     len_bytes: u64,
     space: &'static str,
-    symbols: Symbols,
+    symbols: SymbolTable,
 }
 
-pub(super) fn make(arguments: &Arguments) -> Result<Box<dyn Tool>> {
+pub(super) fn make(arguments: &ToolArguments) -> Result<Box<dyn Tool>> {
     let start = arguments.number("addr", 0, u64::MAX)?;
     let start = start.ok_or_else(|| arguments.missing("addr", "the first address to watch"))?;
     let len_bytes = arguments.number("len", 1, 1 << 40)?.unwrap_or(8);
@@ -58,42 +61,36 @@ impl Tool for Watch {
         true
     }
 
-    fn begin(&self, run: &RunContext) -> Result<Box<dyn Running>> {
+    fn begin(&self, run: &RunContext) -> Result<Box<dyn ToolRun>> {
         let arguments = vec![
             ("start", self.start.to_string()),
             ("len", self.len_bytes.to_string()),
             ("space", self.space.to_owned()),
         ];
-        events::begin(run, KIND, WORDS, arguments)
+        event_run::begin(run, KIND, WORDS, arguments)
     }
 
-    fn merge(&self, merge: &MergeContext) -> Result<Summary> {
-        let mut csv =
-            Csv::create(&merge.out, "watch.csv", "icount,pc,vaddr,paddr,bytes,value,symbol")?;
+    fn merge(&self, merge: &MergeContext) -> Result<ToolSummary> {
+        let header = "icount,pc,vaddr,paddr,bytes,value,symbol";
+        let mut csv = CsvFile::create(&merge.out, "watch.csv", header)?;
         let mut writers: BTreeMap<u64, u64> = BTreeMap::new();
         for part in &merge.parts {
-            for row in Rows::read(&part.file(KIND, "part"), KIND, WORDS)?.iter() {
+            for row in PartTable::read(&part.file(KIND, "part"), KIND, WORDS)?.rows() {
                 let &[icount, pc, vaddr, paddr, bytes, value] = row else { continue };
                 *writers.entry(pc).or_default() += 1;
-                let label = cell(&self.symbols.label(pc));
-                let known = if paddr == UNKNOWN {
-                    String::new()
-                } else {
-                    format!("{:#x}", paddr & !DEVICE)
-                };
-                csv.line(format_args!(
-                    "{icount},{pc:#x},{vaddr:#x},{known},{bytes},{value:#x},{label}"
-                ))?;
+                let paddr = (paddr != UNKNOWN).then_some(Hex(paddr & !DEVICE));
+                let label = self.symbols.label(pc);
+                csv.row((icount, Hex(pc), Hex(vaddr), paddr, bytes, Hex(value), label))?;
             }
         }
         let mut most: Vec<_> = writers.into_iter().collect();
-        most.sort_unstable_by_key(|&(pc, times)| (std::cmp::Reverse(times), pc));
-        let all: u64 = most.iter().map(|(_, times)| times).sum();
-        let mut lines = vec![format!("{all} writes by {} instructions", most.len())];
-        let shown = most.iter().take(10);
+        most.sort_unstable_by_key(|&(pc, times)| (Reverse(times), pc));
+        let total: u64 = most.iter().map(|(_, times)| times).sum();
+        let mut lines = vec![format!("{total} writes by {} instructions", most.len())];
+        let shown = most.iter().take(SUMMARY_LINES);
         lines.extend(
             shown.map(|(pc, times)| format!("{times} by {pc:#x} {}", self.symbols.label(*pc))),
         );
-        Ok(Summary { lines, files: vec![csv.finish()?] })
+        Ok(ToolSummary { lines, files: vec![csv.finish()?] })
     }
 }

@@ -1,15 +1,15 @@
-//! `working-set`: pages of the guest's physical memory that each interval reads and writes.
+//! `working-set`: the pages of physical memory that each interval reads and writes.
 
-use super::reduced::Reduced;
-use super::{Arguments, Description, Running, Tool};
-use crate::context::{MergeContext, RunContext, Summary};
-use crate::csv::Csv;
+use super::table_run::TableRun;
+use super::{Tool, ToolArguments, ToolDescription, ToolRun};
+use crate::context::{MergeContext, RunContext, ToolSummary};
 use crate::error::Result;
-use crate::part::Rows;
-use crate::table::{Column, Kind, Layout, Table};
+use crate::parquet_table::{ColumnEncoding, ColumnSpec, ColumnType, ParquetTable};
+use crate::part_table::PartTable;
+use crate::result_file::CsvFile;
 use std::collections::BTreeSet;
 
-pub(super) const DESCRIPTION: Description = Description {
+pub(super) const DESCRIPTION: ToolDescription = ToolDescription {
     name: "working-set",
     about: "Pages of physical memory that each interval reads and writes",
     arguments: &[],
@@ -24,23 +24,49 @@ pub(super) const DESCRIPTION: Description = Description {
 
 const KIND: &str = "pages";
 
-const COLUMNS: &[Column] = &[
-    Column { name: "interval", kind: Kind::U32, layout: Layout::Dictionary, about: "the interval" },
-    Column {
+const COLUMNS: &[ColumnSpec] = &[
+    ColumnSpec {
+        name: "interval",
+        kind: ColumnType::U32,
+        encoding: ColumnEncoding::Dictionary,
+        about: "the interval",
+    },
+    ColumnSpec {
         name: "page",
-        kind: Kind::U64,
-        layout: Layout::Delta,
+        kind: ColumnType::U64,
+        encoding: ColumnEncoding::Delta,
         about: "guest-physical address of the page",
     },
-    Column { name: "reads", kind: Kind::U64, layout: Layout::Plain, about: "reads of it" },
-    Column { name: "writes", kind: Kind::U64, layout: Layout::Plain, about: "writes to it" },
+    ColumnSpec {
+        name: "reads",
+        kind: ColumnType::U64,
+        encoding: ColumnEncoding::Plain,
+        about: "reads of the page",
+    },
+    ColumnSpec {
+        name: "writes",
+        kind: ColumnType::U64,
+        encoding: ColumnEncoding::Plain,
+        about: "writes to the page",
+    },
 ];
 
 struct WorkingSet;
 
-#[expect(clippy::unnecessary_wraps, reason = "one shape for all tools")]
-pub(super) fn make(_arguments: &Arguments) -> Result<Box<dyn Tool>> {
+#[expect(clippy::unnecessary_wraps, reason = "all tools have the same signature")]
+pub(super) fn make(_arguments: &ToolArguments) -> Result<Box<dyn Tool>> {
     Ok(Box::new(WorkingSet))
+}
+
+/// The sums of an interval.
+#[derive(Default)]
+struct IntervalSums {
+    pages: u64,
+    pages_read: u64,
+    pages_written: u64,
+    pages_first_touched: u64,
+    reads: u64,
+    writes: u64,
 }
 
 impl Tool for WorkingSet {
@@ -48,41 +74,48 @@ impl Tool for WorkingSet {
         DESCRIPTION.name
     }
 
-    fn begin(&self, run: &RunContext) -> Result<Box<dyn Running>> {
-        Reduced::begin(run, "pages", &[KIND], vec![("ram", run.ram.argument())])
+    fn begin(&self, run: &RunContext) -> Result<Box<dyn ToolRun>> {
+        TableRun::begin(run, "pages", &[KIND], vec![("ram", run.ram.argument())])
     }
 
-    fn merge(&self, merge: &MergeContext) -> Result<Summary> {
+    fn merge(&self, merge: &MergeContext) -> Result<ToolSummary> {
         let header =
             "interval,start_icount,pages,pages_read,pages_written,pages_first_touched,reads,writes";
-        let mut csv = Csv::create(&merge.out, "working-set.csv", header)?;
+        let mut csv = CsvFile::create(&merge.out, "working-set.csv", header)?;
         let path = merge.out.join("working-set.parquet");
-        let mut table = Table::create(&path, COLUMNS)?;
-        let mut known = BTreeSet::new();
+        let mut table = ParquetTable::create(&path, COLUMNS)?;
+        let mut touched = BTreeSet::new();
         let mut most = 0;
         for part in &merge.parts {
-            let (mut read, mut written, mut first, mut reads, mut writes) =
-                (0_u64, 0_u64, 0_u64, 0_u64, 0_u64);
-            let mut pages = 0_u64;
-            for row in Rows::read(&part.file(KIND, "part"), KIND, 3)?.iter() {
-                let &[page, r, w] = row else { continue };
-                pages += 1;
-                read += u64::from(r > 0);
-                written += u64::from(w > 0);
-                first += u64::from(known.insert(page));
-                (reads, writes) = (reads.saturating_add(r), writes.saturating_add(w));
-                let values = [u64::from(part.interval.index), page, r, w];
-                table.values.iter_mut().zip(values).for_each(|(column, value)| column.push(value));
-                table.row_is_complete()?;
-            }
             let (index, start) = (part.interval.index, part.interval.start.0);
-            csv.line(format_args!(
-                "{index},{start},{pages},{read},{written},{first},{reads},{writes}"
+            let mut sums = IntervalSums::default();
+            for row in PartTable::read(&part.file(KIND, "part"), KIND, 3)?.rows() {
+                let &[page, reads, writes] = row else { continue };
+                sums.pages += 1;
+                sums.pages_read += u64::from(reads > 0);
+                sums.pages_written += u64::from(writes > 0);
+                sums.pages_first_touched += u64::from(touched.insert(page));
+                sums.reads = sums.reads.saturating_add(reads);
+                sums.writes = sums.writes.saturating_add(writes);
+                let values = [u64::from(index), page, reads, writes];
+                table.values.iter_mut().zip(values).for_each(|(column, value)| column.push(value));
+                table.complete_row()?;
+            }
+            csv.row((
+                index,
+                start,
+                sums.pages,
+                sums.pages_read,
+                sums.pages_written,
+                sums.pages_first_touched,
+                sums.reads,
+                sums.writes,
             ))?;
-            most = most.max(pages);
+            most = most.max(sums.pages);
         }
         table.finish()?;
-        let line = format!("{} pages touched in all, {most} in one interval at most", known.len());
-        Ok(Summary { lines: vec![line], files: vec![csv.finish()?, path] })
+        let line =
+            format!("{} pages touched in all, {most} in one interval at most", touched.len());
+        Ok(ToolSummary { lines: vec![line], files: vec![csv.finish()?, path] })
     }
 }

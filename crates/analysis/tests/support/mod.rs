@@ -11,10 +11,11 @@
 
 #![allow(dead_code, reason = "tests and examples use different parts")]
 
-use keyframe_analysis::plugin::{self, Interface};
-use keyframe_analysis::tools::{Running, Tool};
+use keyframe_analysis::plugin::{self, PluginInterface};
+use keyframe_analysis::tools::{Tool, ToolRun};
 use keyframe_analysis::{
-    GuestRam, Icount, Interval, MergeContext, Part, RamFile, RamRange, RunContext, Summary,
+    GuestRam, Icount, IcountInterval, MergeContext, Part, RamFile, RamRange, RunContext,
+    ToolSummary,
 };
 use keyframe_replay::log::LogIndex;
 use keyframe_testing::small_guest;
@@ -35,7 +36,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 #[derive(Clone, Debug)]
 pub struct Qemu {
     pub path: String,
-    pub interface: Interface,
+    pub interface: PluginInterface,
 }
 
 /// The QEMUs to test with.
@@ -45,7 +46,7 @@ pub fn qemus() -> Vec<Qemu> {
 
 impl From<keyframe_testing::Qemu> for Qemu {
     fn from(qemu: keyframe_testing::Qemu) -> Self {
-        let interface = if qemu.label == "10" { Interface::V4 } else { Interface::V1 };
+        let interface = if qemu.label == "10" { PluginInterface::V4 } else { PluginInterface::V1 };
         Self { path: qemu.path, interface }
     }
 }
@@ -248,10 +249,14 @@ impl Recording {
         self.dir.path().join(name)
     }
 
-    pub fn intervals(&self) -> Vec<Interval> {
+    pub fn intervals(&self) -> Vec<IcountInterval> {
         let pairs = self.starts.windows(2).enumerate();
         pairs
-            .map(|(index, pair)| Interval { index: index as u32, start: pair[0], end: pair[1] })
+            .map(|(index, pair)| IcountInterval {
+                index: index as u32,
+                start: pair[0],
+                end: pair[1],
+            })
             .collect()
     }
 
@@ -321,15 +326,18 @@ impl Recording {
 
     /// What a tool is told of a run from checkpoint `from` over `intervals`, in a directory of its
     /// own.
-    pub fn context(&self, dir: &Path, from: usize, intervals: Vec<Interval>) -> RunContext {
+    pub fn context(&self, dir: &Path, from: usize, intervals: Vec<IcountInterval>) -> RunContext {
         std::fs::create_dir_all(dir).unwrap();
-        let warm_up =
-            Interval { index: from as u32, start: self.checkpoints[from], end: intervals[0].start };
+        let warm_up = IcountInterval {
+            index: from as u32,
+            start: self.checkpoints[from],
+            end: intervals[0].start,
+        };
         let range = RamRange { guest: GuestPhys(0), number: 0, len_bytes: RAM_MIB << 20 };
         let file = RamFile { number: 0, path: dir.join("ram") };
         RunContext {
             interface: self.qemu.interface,
-            plugin: plugin::place(self.dir.path(), self.qemu.interface).unwrap(),
+            plugin: plugin::install(self.dir.path(), self.qemu.interface).unwrap(),
             ram: GuestRam { files: vec![file], ranges: vec![range] },
             dir: dir.to_owned(),
             warm_up: Some(warm_up),
@@ -342,7 +350,7 @@ impl Recording {
     pub fn replay(
         &self,
         context: &RunContext,
-        mut running: Box<dyn Running>,
+        mut running: Box<dyn ToolRun>,
     ) -> (Vec<Part>, Duration) {
         let warm_up = context.warm_up.unwrap();
         let mut vm = self.restored(warm_up.index as usize, &context.dir, Some(running.option()));
@@ -384,7 +392,7 @@ impl Recording {
     }
 
     /// The results of parts, in a directory of their own.
-    pub fn merged(&self, tool: &dyn Tool, name: &str, parts: Vec<Part>) -> Summary {
+    pub fn merged(&self, tool: &dyn Tool, name: &str, parts: Vec<Part>) -> ToolSummary {
         let out = self.file(name);
         std::fs::create_dir_all(&out).unwrap();
         tool.merge(&MergeContext { parts, out }).unwrap()

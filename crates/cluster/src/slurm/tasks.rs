@@ -1,29 +1,28 @@
-//! What squeue says of our tasks: a line each, `ARRAY|TASK|STATE|NODES|REASON`
-//! (`--format=%F|%K|%T|%N|%r`; this format has been the same in all versions, which that of
-//! `--json` has not).
+//! Parses squeue's output: a line `ARRAY|TASK|STATE|NODES|REASON` for each task
+//! (`--format=%F|%K|%T|%N|%r`). All versions of Slurm have this format; that of `--json` differs.
 
 use std::fmt;
 
-/// The format that [`parse`] reads.
+/// The option for the format that [`parse`] reads.
 pub const FORMAT: &str = "--format=%F|%K|%T|%N|%r";
 
-/// A task of an array.
+/// A task of a job array.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Task {
+pub struct SlurmTask {
     /// The array's job id.
     pub job: u64,
-    /// Its number in the array; none while several that wait are shown as one.
+    /// Its index in the array; `None` if squeue shows several waiting tasks as one.
     pub index: Option<u32>,
-    /// `RUNNING`, `PENDING`, ...
+    /// Slurm's name of its state: `RUNNING`, `PENDING`, ...
     pub state: String,
-    /// Where it runs.
+    /// The node on which it runs; empty if it does not run.
     pub node: String,
-    /// Why it does not.
+    /// Why it does not run.
     pub reason: String,
 }
 
-impl Task {
-    /// Whether its processes may be there.
+impl SlurmTask {
+    /// Whether its processes may exist.
     pub fn is_running(&self) -> bool {
         matches!(
             &*self.state,
@@ -31,7 +30,7 @@ impl Task {
         )
     }
 
-    /// Whether it will come to run.
+    /// Whether it may still run.
     pub fn is_waiting(&self) -> bool {
         matches!(
             &*self.state,
@@ -45,7 +44,7 @@ impl Task {
     }
 }
 
-impl fmt::Display for Task {
+impl fmt::Display for SlurmTask {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let index = self.index.map_or_else(|| "*".into(), |index| index.to_string());
         write!(f, "job {}_{index} {}", self.job, self.state)?;
@@ -56,14 +55,14 @@ impl fmt::Display for Task {
     }
 }
 
-/// The tasks of `text`; lines that are none are passed over (a site's wrapper may say something).
-pub fn parse(text: &str) -> Vec<Task> {
+/// Parses the tasks of `text`. Other lines, for example of a site's wrapper, are skipped.
+pub fn parse(text: &str) -> Vec<SlurmTask> {
     let task = |line: &str| {
         let mut words = line.trim().splitn(5, '|');
         let (job, index) = (words.next()?.parse().ok()?, words.next()?.parse().ok());
         let (state, node) = (words.next()?.to_owned(), words.next()?.to_owned());
         let reason = words.next()?.to_owned();
-        Some(Task { job, index, state, node, reason })
+        Some(SlurmTask { job, index, state, node, reason })
     };
     text.lines().filter_map(task).collect()
 }

@@ -1,7 +1,7 @@
-//! Against programs that answer as Slurm's do. The real ones are in the end-to-end tests.
+//! Tests against programs that answer as Slurm's do. The end-to-end tests use the real ones.
 
 use super::*;
-use crate::{Item, Placement};
+use crate::{Placement, QueueItem};
 use std::os::unix::fs::PermissionsExt;
 
 struct Fake {
@@ -15,7 +15,7 @@ impl Fake {
         fake.program(SINFO, "printf 'main*|5|idle\\nmain*|1|down*\\nother|9|idle\\n'");
         fake.program(SQUEUE, "cat tasks 2>/dev/null || true");
         fake.program(SCANCEL, "echo \"$@\" >> cancelled");
-        // Job ids from 10 on; what was asked for is kept.
+        // Job ids from 10 on; the script and the arguments are kept.
         fake.program(
             SBATCH,
             "echo \"$@\" >> asked; cat > script; n=$(wc -l < asked); echo $((9 + n))",
@@ -38,8 +38,8 @@ impl Fake {
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
     }
 
-    fn slurm(&self, pilots: Option<u32>) -> Slurm {
-        let options = Options {
+    fn slurm(&self, pilots: Option<u32>) -> SlurmRunner {
+        let options = SlurmOptions {
             partition: None,
             pilots,
             limit: Some(3),
@@ -51,12 +51,12 @@ impl Fake {
             name: "keyframe-icount".into(),
             dir: self.path("slurm"),
         };
-        Slurm::new(options, Programs { dir: Some(self.dir.path().into()) }).unwrap()
+        SlurmRunner::new(options, SlurmPrograms { dir: Some(self.dir.path().into()) }).unwrap()
     }
 
     fn queue(&self, items: u32) -> Queue {
         let queue = Queue::create(&self.path("queue")).unwrap();
-        (0..items).for_each(|index| queue.put(Item { index, weight: 1 }).unwrap());
+        (0..items).for_each(|index| queue.add(QueueItem { index, weight: 1 }).unwrap());
         queue.close().unwrap();
         queue
     }
@@ -86,12 +86,12 @@ fn arrays_are_split_and_ask_for_what_they_need() {
         assert!(asked.contains(word), "{asked}");
     }
     assert_eq!(fake.text("script"), "#!/bin/sh\nexec '/bin/it'\\''s' '__work'\n");
-    // Whoever comes next goes on with them.
+    // A new runner continues with them.
     assert_eq!(fake.slurm(None).jobs(), [10, 11, 12]);
 }
 
 #[test]
-fn there_are_as_many_pilots_as_nodes_and_no_more_than_items() {
+fn a_pilot_for_each_node_but_no_more_than_items() {
     for (items, array) in [(100, "--array=0-3%3"), (2, "--array=0-1%3")] {
         let fake = Fake::new();
         let queue = fake.queue(items);
@@ -105,7 +105,7 @@ fn there_are_as_many_pilots_as_nodes_and_no_more_than_items() {
 }
 
 #[test]
-fn an_account_that_may_have_few_jobs_gets_few() {
+fn fewer_pilots_are_submitted_if_the_account_is_limited() {
     let fake = Fake::new();
     let refuse = "case \"$*\" in *--array=0-0*) ;; *) echo 'Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user size and/or time limits)' >&2; exit 1;; esac";
     fake.program(
@@ -120,7 +120,7 @@ fn an_account_that_may_have_few_jobs_gets_few() {
 }
 
 #[test]
-fn what_a_pilot_had_goes_back_once_its_task_does_not_run() {
+fn items_return_to_the_queue_when_their_task_does_not_run() {
     let fake = Fake::new();
     let queue = fake.queue(4);
     let mut slurm = fake.slurm(Some(2));
@@ -133,7 +133,7 @@ fn what_a_pilot_had_goes_back_once_its_task_does_not_run() {
             _ => None,
         }
     };
-    let [lost, alive] = ["0", "1"].map(|task| Slurm::worker_id(variables(task, "0")));
+    let [lost, alive] = ["0", "1"].map(|task| SlurmRunner::worker_id(variables(task, "0")));
     for worker in [&lost, &alive] {
         queue.take(worker, Placement::Neighbours, None).unwrap().unwrap();
     }
@@ -142,13 +142,16 @@ fn what_a_pilot_had_goes_back_once_its_task_does_not_run() {
     slurm.tend(&queue).unwrap();
     let taken = queue.taken().unwrap();
     assert_eq!(taken.iter().map(|taken| &taken.worker).collect::<Vec<_>>(), [&alive]);
-    assert_eq!((slurm.standing().running, slurm.standing().waiting), (1, 1));
-    let again = Slurm::worker_id(variables("0", "1"));
-    assert!(Slurm::is_earlier_life(&again, &lost) && !Slurm::is_earlier_life(&again, &alive));
+    assert_eq!((slurm.pilot_states().running, slurm.pilot_states().waiting), (1, 1));
+    let again = SlurmRunner::worker_id(variables("0", "1"));
+    assert!(
+        SlurmRunner::is_earlier_start(&again, &lost)
+            && !SlurmRunner::is_earlier_start(&again, &alive)
+    );
 }
 
 #[test]
-fn pilots_that_do_nothing_are_not_started_for_ever() {
+fn pilots_without_progress_are_an_error() {
     let fake = Fake::new();
     let queue = fake.queue(4);
     let mut slurm = fake.slurm(Some(1));
@@ -161,7 +164,7 @@ fn pilots_that_do_nothing_are_not_started_for_ever() {
     assert!(error.contains("no such directory") && error.contains("3 times"), "{error}");
     slurm.end(&queue).unwrap();
     assert_eq!(fake.text("cancelled"), "--quiet 10 11 12\n");
-    // All have ended: real ones fail then, and say nothing.
+    // All have ended: the real scancel fails silently then.
     fake.program(SCANCEL, "exit 1");
     slurm.end(&queue).unwrap();
     fs::write(fake.path("tasks"), "10|0|RUNNING|n1|None\n").unwrap();
@@ -169,7 +172,7 @@ fn pilots_that_do_nothing_are_not_started_for_ever() {
 }
 
 #[test]
-fn programs_that_are_not_there_or_refuse_are_errors_with_a_way_out() {
+fn missing_and_failing_programs_are_errors_with_a_fix() {
     let fake = Fake::new();
     let queue = fake.queue(1);
     fake.program(SBATCH, "echo 'sbatch: error: invalid partition specified: main' >&2; exit 1");

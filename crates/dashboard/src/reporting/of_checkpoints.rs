@@ -1,13 +1,13 @@
 //! What checkpoints tell, as a report: pauses, pages, bytes, growth, deduplication.
 
-use super::Page;
+use super::ReportPage;
 use crate::as_shown;
 use keyframe_failure::Failure;
 use keyframe_failure::output;
 use keyframe_inspect::entry::{DiskSums, Entry};
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series, decimal};
 use keyframe_store::{Growth, Sealed, Stats};
-use keyframe_web::{Bucket, Listing, Timeline};
+use keyframe_web::{CheckpointListing, Timeline, TimelineBucket};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -32,14 +32,14 @@ const PHASES: [(&str, NumberOf); 6] = [
 ];
 
 /// Adds all parts about `sealed`.
-pub fn add(page: &mut Page, sealed: &[Sealed]) -> Result<(), Failure> {
+pub fn add(page: &mut ReportPage, sealed: &[Sealed]) -> Result<(), Failure> {
     let entries: Vec<Entry> = sealed.iter().map(Entry::of).collect();
     let mut of_vms = BTreeMap::<&str, Vec<&Entry>>::new();
     for entry in &entries {
         of_vms.entry(&entry.vm).or_default().push(entry);
     }
     summary(page, sealed, &of_vms);
-    let listing = Listing {
+    let listing = CheckpointListing {
         generation: 1,
         checkpoints: sealed.iter().map(|one| Arc::new(as_shown(one))).collect(),
     };
@@ -77,7 +77,7 @@ pub fn add(page: &mut Page, sealed: &[Sealed]) -> Result<(), Failure> {
     Ok(())
 }
 
-fn summary(page: &mut Page, sealed: &[Sealed], of_vms: &BTreeMap<&str, Vec<&Entry>>) {
+fn summary(page: &mut ReportPage, sealed: &[Sealed], of_vms: &BTreeMap<&str, Vec<&Entry>>) {
     page.part("VMs");
     let machines: BTreeMap<&str, &Sealed> =
         sealed.iter().map(|one| (one.meta.vm.as_str(), one)).collect();
@@ -122,7 +122,12 @@ fn summary(page: &mut Page, sealed: &[Sealed], of_vms: &BTreeMap<&str, Vec<&Entr
     }
 }
 
-fn of_vm(page: &mut Page, vm: &str, entries: &[&Entry], listing: &Listing) -> Result<(), Failure> {
+fn of_vm(
+    page: &mut ReportPage,
+    vm: &str,
+    entries: &[&Entry],
+    listing: &CheckpointListing,
+) -> Result<(), Failure> {
     page.part(&format!("VM {vm}"));
     let row = |(name, value): &(&str, NumberOf)| {
         let mut sample: Vec<u64> = entries.iter().map(|entry| value(entry)).collect();
@@ -207,8 +212,8 @@ fn said(timeline: &Timeline) -> String {
 }
 
 /// Pauses, pages and bytes, one above the other.
-fn plots(buckets: &[Bucket]) -> Figure {
-    let series = |name: &str, value: &dyn Fn(&Bucket) -> f64| Series {
+fn plots(buckets: &[TimelineBucket]) -> Figure {
+    let series = |name: &str, value: &dyn Fn(&TimelineBucket) -> f64| Series {
         name: name.into(),
         points: buckets
             .iter()
@@ -216,7 +221,7 @@ fn plots(buckets: &[Bucket]) -> Figure {
             .collect(),
     };
     let x = || Axis::new("checkpoint", Scale::Linear);
-    let mean = |sum: u64, one: &Bucket| sum as f64 / one.count.max(1) as f64;
+    let mean = |sum: u64, one: &TimelineBucket| sum as f64 / one.count.max(1) as f64;
     let names = ["stop", "device state", "scan", "copy", "resume"];
     let mut pauses: Vec<Series> = names
         .iter()
@@ -251,7 +256,7 @@ fn plots(buckets: &[Bucket]) -> Figure {
     }
 }
 
-fn growth(page: &mut Page, sealed: &[Sealed]) -> Result<(), Failure> {
+fn growth(page: &mut ReportPage, sealed: &[Sealed]) -> Result<(), Failure> {
     let growth = Growth::of(sealed);
     page.part("Growth");
     let (mut dirty_bytes, mut dirty, mut stored) = (0, Vec::new(), Vec::new());
@@ -300,7 +305,7 @@ fn growth(page: &mut Page, sealed: &[Sealed]) -> Result<(), Failure> {
 }
 
 /// What the whole store holds, and what was saved.
-pub fn add_store(page: &mut Page, stats: &Stats) {
+pub fn add_store(page: &mut ReportPage, stats: &Stats) {
     let b = output::bytes;
     let times =
         |ratio: Option<f64>| ratio.map_or_else(|| "-".into(), |ratio| format!("{ratio:.1}x"));

@@ -1,6 +1,6 @@
 //! What a recording tells, as a report: its intervals, instructions and sizes, and analyses of it.
 
-use super::Page;
+use super::ReportPage;
 use keyframe_failure::output;
 use keyframe_failure::{Failure, chain};
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
@@ -30,7 +30,7 @@ pub fn checkpoints(
 
 /// Adds all parts about it.
 pub fn add(
-    page: &mut Page,
+    page: &mut ReportPage,
     recording: &Recording,
     places: Vec<RecordedCheckpoint>,
 ) -> Result<(), Failure> {
@@ -120,7 +120,7 @@ pub fn add(
 }
 
 /// Adds an analysis in `out`.
-pub fn add_analysis(page: &mut Page, out: &Path) -> Result<(), Failure> {
+pub fn add_analysis(page: &mut ReportPage, out: &Path) -> Result<(), Failure> {
     let (head, took) = made_before(out)?;
     page.part(&format!("Analysis {}", head.tool));
     let mut each: Vec<u64> = took.iter().map(|one| one.wall_ns).collect();

@@ -27,9 +27,9 @@ use keyframe_units::duration_ns;
 
 use super::{Subject, With, jobs, ram};
 use indicatif::ProgressBar;
-use keyframe_analysis::plugin::{self, Interface};
-use keyframe_analysis::{GuestRam, Icount, MergeContext, Part, RunContext, Summary, Tool};
-use keyframe_cluster::{Feed, Item, Local, More, Queue, WorkerId, drive};
+use keyframe_analysis::plugin::{self, PluginInterface};
+use keyframe_analysis::{GuestRam, Icount, MergeContext, Part, RunContext, Tool, ToolSummary};
+use keyframe_cluster::{ItemSource, LocalRunner, NewItems, Queue, QueueItem, WorkerId, drive};
 use keyframe_failure::Failure;
 use keyframe_failure::paths;
 use keyframe_inspect::source_of;
@@ -63,7 +63,7 @@ pub struct Analysis<'a> {
     /// Which intervals are wanted, by their instructions.
     range: Range<u64>,
     out: PathBuf,
-    interface: Interface,
+    interface: PluginInterface,
     plugin: PathBuf,
     _plugins: tempfile::TempDir,
     /// Those whose parts were there.
@@ -108,7 +108,7 @@ impl<'a> Analysis<'a> {
         let mut numbers =
             version.split(|c: char| !c.is_ascii_digit()).map_while(|word| word.parse().ok());
         let (major, minor) = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
-        let interface = Interface::of_qemu(major, minor).ok_or_else(|| {
+        let interface = PluginInterface::of_qemu(major, minor).ok_or_else(|| {
             Failure::new(format!(
                 "QEMU {version} has an interface for plugins that Keyframe has none for"
             ))
@@ -117,7 +117,8 @@ impl<'a> Analysis<'a> {
         let folder = tempfile::Builder::new().prefix("keyframe-plugin-").tempdir();
         let folder =
             folder.map_err(|e| Failure::new(format!("make a directory for the plugin: {e}")))?;
-        let plugin = plugin::place(folder.path(), interface).map_err(|e| Failure::analysis(&e))?;
+        let plugin =
+            plugin::install(folder.path(), interface).map_err(|e| Failure::analysis(&e))?;
         let (all, is_all) = subject.intervals(tool.can_cut())?;
         let course = RwLock::new(Course { all, head, is_all });
         let (out, old, range) = (out.to_owned(), BTreeSet::new(), 0..u64::MAX);
@@ -161,7 +162,7 @@ impl<'a> Analysis<'a> {
 
     /// The same, where anything may have, and lets others know; what there is to do now, and
     /// whether no more comes.
-    fn look_and_tell(&self) -> Result<(Vec<Item>, bool), Failure> {
+    fn look_and_tell(&self) -> Result<(Vec<QueueItem>, bool), Failure> {
         let (before, is_all) = (self.course().head.intervals.len(), self.course().is_all);
         if !is_all {
             self.look()?;
@@ -175,10 +176,12 @@ impl<'a> Analysis<'a> {
     }
 
     /// `intervals` as a queue takes them.
-    fn items(&self, intervals: &[Interval]) -> Result<Vec<Item>, Failure> {
+    fn items(&self, intervals: &[Interval]) -> Result<Vec<QueueItem>, Failure> {
         let efforts = self.subject.efforts(intervals)?;
-        let items =
-            intervals.iter().zip(efforts).map(|(one, weight)| Item { index: one.index, weight });
+        let items = intervals
+            .iter()
+            .zip(efforts)
+            .map(|(one, weight)| QueueItem { index: one.index, weight });
         Ok(items.collect())
     }
 
@@ -235,7 +238,7 @@ impl<'a> Analysis<'a> {
         let is_there = |one: &&Interval| done_in(&self.out, one).is_some();
         let intervals = self.intervals();
         self.old = intervals.iter().filter(is_there).map(|one| one.index).collect();
-        queue.put_back(WorkerId::is_local).map_err(failed)?;
+        queue.return_items(WorkerId::is_local).map_err(failed)?;
         queue.reopen(|index| !self.old.contains(&index)).map_err(failed)?;
         let settled: BTreeSet<u32> =
             queue.settled().map_err(failed)?.into_iter().map(|item| item.index).collect();
@@ -243,13 +246,13 @@ impl<'a> Analysis<'a> {
             |one: &&Interval| self.old.contains(&one.index) && !settled.contains(&one.index);
         let unsettled: Vec<Interval> = intervals.iter().filter(is_new).copied().collect();
         for item in self.items(&unsettled)? {
-            queue.put_settled(item).map_err(failed)?;
+            queue.add_settled(item).map_err(failed)?;
         }
         Ok(queue)
     }
 
     /// What there is to do, as it comes about.
-    pub fn feed(&self) -> impl Feed {
+    pub fn feed(&self) -> impl ItemSource {
         Coming { analysis: self, looked: None }
     }
 
@@ -265,7 +268,7 @@ impl<'a> Analysis<'a> {
         let this = &*self;
         bar.inc(this.old_instructions());
         let slots = jobs.map_or_else(jobs::cores, |n| n as usize);
-        let job = |item: Item| {
+        let job = |item: QueueItem| {
             // It was put there for an interval that this process knows.
             let Ok(interval) = this.interval(item.index) else { return };
             let maker = format!("local-{:?}", std::thread::current().id());
@@ -284,7 +287,7 @@ impl<'a> Analysis<'a> {
             }
         };
         let driven = std::thread::scope(|scope| {
-            let mut local = Local::new(scope, slots, interrupted, &job);
+            let mut local = LocalRunner::new(scope, slots, interrupted, &job);
             drive(&queue, &mut this.feed(), &mut local, interrupted, &mut |_| ())
         });
         bar.finish_and_clear();
@@ -439,11 +442,12 @@ impl<'a> Analysis<'a> {
     ) -> Result<Vec<Part>, Failure> {
         let failed = |e: keyframe_analysis::Error| Failure::analysis(&e);
         let Some(first) = intervals.first() else { return Ok(Vec::new()) };
-        let warm_up = (begin.icount < first.from_icount).then_some(keyframe_analysis::Interval {
-            index: first.index,
-            start: Icount(begin.icount),
-            end: Icount(first.from_icount),
-        });
+        let warm_up =
+            (begin.icount < first.from_icount).then_some(keyframe_analysis::IcountInterval {
+                index: first.index,
+                start: Icount(begin.icount),
+                end: Icount(first.from_icount),
+            });
         let context = RunContext {
             interface: self.interface,
             plugin: self.plugin.clone(),
@@ -474,7 +478,7 @@ impl<'a> Analysis<'a> {
     }
 
     /// The results of all parts.
-    pub fn merge(&self, done: Vec<Done>) -> Result<Summary, Failure> {
+    pub fn merge(&self, done: Vec<Done>) -> Result<ToolSummary, Failure> {
         let took: Vec<Took> = done.iter().map(Took::from).collect();
         let times = serde_json::to_string_pretty(&took).unwrap_or_default();
         write(&self.out.join(TIMES), times.as_bytes())?;
@@ -488,7 +492,7 @@ impl<'a> Analysis<'a> {
         &self,
         interrupted: &AtomicBool,
         tell: &mut dyn FnMut(u64),
-    ) -> Result<Summary, Failure> {
+    ) -> Result<ToolSummary, Failure> {
         let dir = self.out.join("sequential");
         let parts = dir.join("parts");
         fresh(&dir)?;
@@ -523,17 +527,17 @@ struct Coming<'a> {
     looked: Option<Instant>,
 }
 
-impl Feed for Coming<'_> {
-    fn more(&mut self) -> keyframe_cluster::Result<More> {
+impl ItemSource for Coming<'_> {
+    fn new_items(&mut self) -> keyframe_cluster::Result<NewItems> {
         if self.looked.is_some_and(|looked| looked.elapsed() < LOOK_EVERY) {
-            return Ok(More::Items(Vec::new()));
+            return Ok(NewItems::Open(Vec::new()));
         }
         let looked = self.analysis.look_and_tell();
         self.looked = Some(Instant::now());
         match looked {
-            Ok((items, true)) => Ok(More::Last(items)),
-            Ok((items, false)) => Ok(More::Items(items)),
-            Err(failure) => Err(keyframe_cluster::Error::Feed(failure.message)),
+            Ok((items, true)) => Ok(NewItems::Complete(items)),
+            Ok((items, false)) => Ok(NewItems::Open(items)),
+            Err(failure) => Err(keyframe_cluster::Error::Source(failure.message)),
         }
     }
 }
@@ -544,8 +548,8 @@ fn within(all: &[Interval], range: &Range<u64>) -> Vec<Interval> {
     all.iter().filter(lies_in).copied().collect()
 }
 
-fn of(interval: Interval) -> keyframe_analysis::Interval {
-    keyframe_analysis::Interval {
+fn of(interval: Interval) -> keyframe_analysis::IcountInterval {
+    keyframe_analysis::IcountInterval {
         index: interval.index,
         start: Icount(interval.from_icount),
         end: Icount(interval.end_icount),

@@ -18,7 +18,7 @@ mod stub;
 use super::Source;
 use super::travel::{Standing, Way};
 use keyframe_failure::Failure;
-use keyframe_gdb::{Command, Link, Point, Received, StopReply, command};
+use keyframe_gdb::{Breakpoint, GdbConnection, GdbRequest, Received, StopReply};
 use keyframe_replay::interval::RecordedCheckpoint;
 use reverse::Back;
 use std::collections::BTreeSet;
@@ -54,7 +54,7 @@ struct Told {
     /// The thread that its packets are about.
     thread: Vec<u8>,
     /// Its breakpoints and watchpoints.
-    points: BTreeSet<Point>,
+    points: BTreeSet<Breakpoint>,
 }
 
 /// Waits for debuggers at a port.
@@ -116,7 +116,7 @@ impl<'a> Debugger<'a> {
             let prepared = stream.set_nonblocking(false).and_then(|()| stream.set_nodelay(true));
             prepared.map_err(|e| Failure::new(format!("prepare a debugger's connection: {e}")))?;
             let stub = Stub::new(standing, &Told::default())?;
-            let gdb = Link::new(stream, "the debugger");
+            let gdb = GdbConnection::new(stream, "the debugger");
             let mut session =
                 Session { with: &with, gdb, stub, told: Told::default(), has_refused: false };
             if session.run()? == Ended::Killed {
@@ -131,7 +131,7 @@ impl<'a> Debugger<'a> {
 /// One debugger.
 struct Session<'a> {
     with: &'a With<'a>,
-    gdb: Link<TcpStream>,
+    gdb: GdbConnection<TcpStream>,
     /// Of the VM that stands.
     stub: Stub,
     told: Told,
@@ -173,38 +173,42 @@ impl Session<'_> {
     }
 
     fn answer(&mut self, payload: &[u8]) -> Result<Answer, Failure> {
-        let asked = command(payload);
-        let answer = match asked {
-            Command::Detach => return Ok(Answer::End(Ended::Detached, b"OK".to_vec())),
-            Command::Kill => return Ok(Answer::End(Ended::Killed, b"OK".to_vec())),
-            Command::Unsupported => Vec::new(),
-            Command::Write => self.refuse(),
-            Command::Run => self.run_on(payload)?,
-            Command::StepBack => self.back(Back::Step)?,
-            Command::RunBack => self.back(Back::Run)?,
-            Command::Point(is_set, point) => {
+        let answer = match GdbRequest::parse(payload) {
+            GdbRequest::Detach => return Ok(Answer::End(Ended::Detached, b"OK".to_vec())),
+            GdbRequest::Kill => return Ok(Answer::End(Ended::Killed, b"OK".to_vec())),
+            GdbRequest::Unsupported => Vec::new(),
+            GdbRequest::Write => self.refuse(),
+            GdbRequest::Run => self.run_on(payload)?,
+            GdbRequest::StepBack => self.back(Back::Step)?,
+            GdbRequest::RunBack => self.back(Back::Run)?,
+            GdbRequest::SetBreakpoint(point) => {
                 let answer = self.stub.ask(payload)?;
-                if answer == b"OK" && is_set {
+                if answer == b"OK" {
                     self.told.points.insert(point);
-                } else if answer == b"OK" {
+                }
+                answer
+            }
+            GdbRequest::RemoveBreakpoint(point) => {
+                let answer = self.stub.ask(payload)?;
+                if answer == b"OK" {
                     self.told.points.remove(&point);
                 }
                 answer
             }
-            Command::Why => {
+            GdbRequest::StopReason => {
                 self.told.points.clear();
                 self.stub.ask(payload)?
             }
-            Command::Supported => {
+            GdbRequest::Supported => {
                 self.told.supported = payload.to_vec();
                 with_reverse(self.stub.ask(payload)?)
             }
-            Command::Thread => {
+            GdbRequest::Thread => {
                 self.told.thread = payload.to_vec();
                 self.stub.ask(payload)?
             }
-            Command::Monitor => self.monitor(payload)?,
-            Command::Other => self.stub.ask(payload)?,
+            GdbRequest::Monitor => self.monitor(payload)?,
+            GdbRequest::Other => self.stub.ask(payload)?,
         };
         Ok(Answer::Send(answer))
     }

@@ -15,7 +15,7 @@ use super::stub::Stub;
 use super::{Told, With, failed};
 use crate::travel::{Standing, Way};
 use keyframe_failure::Failure;
-use keyframe_gdb::{Link, Received, StopReply};
+use keyframe_gdb::{GdbConnection, Received, StopReply};
 use std::net::TcpStream;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -48,7 +48,7 @@ pub struct Found {
 /// wait.
 pub(super) fn search(
     with: &With<'_>,
-    gdb: &mut Link<TcpStream>,
+    gdb: &mut GdbConnection<TcpStream>,
     told: &Told,
     from: u64,
 ) -> Result<Option<Found>, Failure> {
@@ -102,7 +102,7 @@ enum Looked {
 /// The last hit in `[start, end)`.
 fn last_in(
     with: &With<'_>,
-    gdb: &mut Link<TcpStream>,
+    gdb: &mut GdbConnection<TcpStream>,
     told: &Told,
     start: u64,
     end: u64,
@@ -116,7 +116,7 @@ fn last_in(
     let mut stub = Stub::new(standing, told)?;
     // A watchpoint stops behind the instruction that touched the memory; that is the one to stand
     // before.
-    let watches = told.points.iter().any(keyframe_gdb::Point::is_watch);
+    let watches = told.points.iter().any(keyframe_gdb::Breakpoint::is_watch);
     let stop = (end + u64::from(watches)).min(with.source.last_standing()?);
     let mut last = None;
     // Off a breakpoint it steps: else it meets that again where it stands. The step may touch what
@@ -160,7 +160,7 @@ fn last_in(
 /// Lets it run until it stops; `None` where nobody waits for that.
 fn run_on(
     with: &With<'_>,
-    gdb: &mut Link<TcpStream>,
+    gdb: &mut GdbConnection<TcpStream>,
     stub: &mut Stub,
     how: &[u8],
 ) -> Result<Option<Vec<u8>>, Failure> {

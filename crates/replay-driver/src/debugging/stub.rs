@@ -4,7 +4,7 @@ use super::{Told, failed};
 use crate::idling::Idling;
 use crate::travel::Standing;
 use keyframe_failure::Failure;
-use keyframe_gdb::{Link, Received, StopReply, wait_for_either};
+use keyframe_gdb::{GdbConnection, Received, StopReply, wait_for_either};
 use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
@@ -16,7 +16,7 @@ const ANSWER_WAIT: Duration = Duration::from_secs(60);
 /// A VM that stands, and a connection to its stub.
 pub struct Stub {
     pub standing: Standing,
-    link: Link<UnixStream>,
+    link: GdbConnection<UnixStream>,
     /// `thread:ID;`, as its replies name the processor.
     pub thread: String,
 }
@@ -73,7 +73,7 @@ impl Stub {
     /// is woken first.
     pub(super) fn wait(
         &mut self,
-        gdb: &Link<TcpStream>,
+        gdb: &GdbConnection<TcpStream>,
         idling: &mut Idling,
     ) -> Result<(), Failure> {
         let (is_idle, wait) = idling.look();

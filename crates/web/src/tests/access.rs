@@ -1,15 +1,15 @@
-//! Who may ask for what.
+//! Access control.
 
 use super::{Served, TOKEN};
-use crate::synthetic::{STORE, Synthetic};
-use crate::{Action, Error, Options, Server};
+use crate::synthetic::{STORE, SyntheticSource};
+use crate::{DashboardAction, DashboardOptions, DashboardServer, Error};
 use keyframe_locks::IgnorePoison;
 
 const HERE: &str = "host: localhost:7421";
 const BEARER: &str = "authorization: Bearer a token";
 
 #[test]
-fn on_loopback_another_hosts_name_is_refused() {
+fn on_loopback_other_host_names_are_refused() {
     let served = Served::on_loopback();
     let hosts = [
         ("127.0.0.1", 200),
@@ -35,7 +35,7 @@ fn on_loopback_another_hosts_name_is_refused() {
             let answer = served.send(&format!("GET {path}"), &[&format!("host: {host}")]);
             assert_eq!(answer.status, status, "{host:?} {path}");
         }
-        // A token does not help: the page of another site could have been given one.
+        // Even with the token: another site's page might know it.
         let answer = served.send("GET /api/v1/vms", &[&format!("host: {host}"), BEARER]);
         assert_eq!(answer.status, status, "{host:?} with a token");
     }
@@ -43,8 +43,8 @@ fn on_loopback_another_hosts_name_is_refused() {
 }
 
 #[test]
-fn elsewhere_only_the_page_itself_needs_no_token() {
-    let served = Served::at("0.0.0.0", Some(TOKEN), Synthetic::new(1, 3));
+fn elsewhere_everything_but_the_page_needs_the_token() {
+    let served = Served::at("0.0.0.0", Some(TOKEN), SyntheticSource::new(1, 3));
     let there = "host: head:7421";
     for (path, ..) in crate::page::FILES {
         assert_eq!(served.send(&format!("GET {path}"), &[there]).status, 200, "{path}");
@@ -76,12 +76,12 @@ fn elsewhere_only_the_page_itself_needs_no_token() {
     assert_eq!(
         served.send("GET /api/v1/vms?token=a%20token", &[there]).status,
         401,
-        "never in an address"
+        "a token in the query does not count"
     );
 }
 
 #[test]
-fn what_changes_something_needs_the_token_even_here() {
+fn changes_need_the_token_even_on_loopback() {
     let pin = format!("/api/v1/stores/{STORE}/checkpoints/7/pin");
     let tag = format!("/api/v1/stores/{STORE}/checkpoints/7/tags/good");
     let untag = format!("/api/v1/stores/{STORE}/tags/good");
@@ -91,8 +91,8 @@ fn what_changes_something_needs_the_token_even_here() {
         format!("POST {tag}"),
         format!("DELETE {untag}"),
     ];
-    let without = Served::at("127.0.0.1", None, Synthetic::new(1, 9));
-    let served = Served::at("127.0.0.1", Some(TOKEN), Synthetic::new(1, 9));
+    let without = Served::at("127.0.0.1", None, SyntheticSource::new(1, 9));
+    let served = Served::at("127.0.0.1", Some(TOKEN), SyntheticSource::new(1, 9));
     for one in &all {
         let answer = without.send(one, &[HERE, BEARER]);
         assert_eq!(
@@ -113,10 +113,10 @@ fn what_changes_something_needs_the_token_even_here() {
     let acted = |served: &Served| served.source.acted.lock().ignore_poison().clone();
     assert_eq!(acted(&without), []);
     let expected = [
-        Action::Pin(7),
-        Action::Unpin(7),
-        Action::Tag(7, "good".into()),
-        Action::Untag("good".into()),
+        DashboardAction::Pin(7),
+        DashboardAction::Unpin(7),
+        DashboardAction::Tag(7, "good".into()),
+        DashboardAction::Untag("good".into()),
     ];
     assert_eq!(acted(&served), expected);
     assert_eq!(served.send(&format!("GET {pin}"), &[HERE]).status, 405, "reading changes nothing");
@@ -124,7 +124,7 @@ fn what_changes_something_needs_the_token_even_here() {
 }
 
 #[test]
-fn answers_let_a_browser_do_nothing_else() {
+fn answers_have_security_headers() {
     let served = Served::on_loopback();
     for path in ["/", "/app.js", "/api/v1/vms", "/nothing", "/metrics"] {
         let headers = served.get(path).headers;
@@ -141,9 +141,9 @@ fn answers_let_a_browser_do_nothing_else() {
 }
 
 #[test]
-fn without_a_token_it_listens_on_the_loopback_alone() {
+fn without_a_token_the_server_listens_on_loopback_only() {
     let at = |listen: &str| {
-        Server::bind(Options {
+        DashboardServer::bind(DashboardOptions {
             listen: listen.parse().unwrap(),
             token: None,
             connections_max: 1,
@@ -151,7 +151,9 @@ fn without_a_token_it_listens_on_the_loopback_alone() {
         })
     };
     let refused = at("0.0.0.0:0").err().unwrap();
-    assert!(matches!(refused, Error::Open(_)) && refused.fix().unwrap().contains("--token-file"));
+    assert!(
+        matches!(refused, Error::NoToken(_)) && refused.fix().unwrap().contains("--token-file")
+    );
     let first = at("127.0.0.1:0").unwrap();
     let second = at(&first.address().to_string()).err().unwrap();
     assert!(second.is_taken() && second.fix().unwrap().contains("--http"));

@@ -1,17 +1,17 @@
-//! What is answered, and that it stays small however much there is.
+//! The answers of the API, and their bounded size.
 
 use super::Served;
-use crate::synthetic::{self, HOSTILE, STORE, Synthetic};
+use crate::synthetic::{self, HOSTILE, STORE, SyntheticSource};
 use std::collections::BTreeSet;
 
-/// As a part of a path or query.
+/// Encodes a part of a path or query.
 fn encoded(text: &str) -> String {
     percent_encoding::utf8_percent_encode(text, percent_encoding::NON_ALPHANUMERIC).to_string()
 }
 
 #[test]
-fn nothing_grows_with_the_number_of_checkpoints() {
-    let served = Served::at("127.0.0.1", None, Synthetic::new(20, 10_000));
+fn answers_do_not_grow_with_the_number_of_checkpoints() {
+    let served = Served::at("127.0.0.1", None, SyntheticSource::new(20, 10_000));
     let store = format!("/api/v1/stores/{STORE}");
     for (path, bytes_max) in [
         ("/api/v1/vms".to_owned(), 40_000),
@@ -32,7 +32,7 @@ fn nothing_grows_with_the_number_of_checkpoints() {
 
 #[test]
 fn a_timeline_has_every_checkpoint_once_and_every_long_pause() {
-    let served = Served::at("127.0.0.1", None, Synthetic::new(20, 10_000));
+    let served = Served::at("127.0.0.1", None, SyntheticSource::new(20, 10_000));
     let vm = synthetic::name(17);
     for (range, points, shown) in [
         ("", 300, 500),
@@ -93,7 +93,7 @@ fn pages_of_a_list_have_every_checkpoint_once() {
 }
 
 #[test]
-fn what_is_asked_for_wrongly_is_told_as_json() {
+fn invalid_requests_get_errors_as_json() {
     let served = Served::on_loopback();
     for (path, status) in [
         ("/api/v1/stores/other/timeline".to_owned(), 404),
@@ -116,15 +116,15 @@ fn what_is_asked_for_wrongly_is_told_as_json() {
 }
 
 #[test]
-fn listeners_are_greeted_and_bounded() {
+fn a_listener_first_gets_hello() {
     let answer = Served::on_loopback().get("/api/v1/events");
     assert_eq!(answer.headers["content-type"], "text/event-stream");
     assert_eq!(answer.body, "event: hello\ndata: {}\n\n");
 }
 
-/// The text format, read as Prometheus does.
+/// Parses the text format as Prometheus does.
 #[test]
-fn metrics_are_well_formed_whatever_vms_are_called() {
+fn metrics_are_well_formed_for_any_vm_name() {
     let text = Served::on_loopback().get("/metrics").body;
     let (mut typed, mut seen) = (BTreeSet::new(), BTreeSet::new());
     for line in text.lines() {
@@ -172,7 +172,7 @@ fn metrics_are_well_formed_whatever_vms_are_called() {
     line("keyframe_last_checkpoint_pages", "vm=\"vm-1\",kind=\"deduplicated\"", "250");
     assert!(
         !text.contains("keyframe_checkpoints_sealed_total{vm=\"silent\"}"),
-        "a number that nobody knows"
+        "an unknown number is left out"
     );
     assert!(
         text.contains(r#"{vm="<img src=x onerror=\"window.hacked=1\">\"\\\n'&amp;"}"#),
@@ -181,7 +181,7 @@ fn metrics_are_well_formed_whatever_vms_are_called() {
 }
 
 #[test]
-fn a_screen_is_a_picture_or_the_reason_why_there_is_none() {
+fn a_screen_is_a_picture_or_an_error() {
     let served = Served::on_loopback();
     let screen = |rest: &str| served.get(&format!("/api/v1/stores/{STORE}/checkpoints/{rest}"));
     let shown = screen("2/screen");

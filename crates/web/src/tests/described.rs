@@ -1,4 +1,4 @@
-//! The description of the API against what it does.
+//! Compares the description of the API with its behaviour.
 
 use super::Served;
 use crate::api::{self, OPENAPI};
@@ -11,7 +11,7 @@ fn described() -> Value {
 }
 
 #[test]
-fn every_route_is_described_and_no_other() {
+fn the_described_routes_are_the_routes() {
     let described = described();
     assert_eq!(described["openapi"], "3.1.0");
     let mut found = BTreeSet::new();
@@ -26,9 +26,9 @@ fn every_route_is_described_and_no_other() {
     assert_eq!(Served::on_loopback().get("/api/v1/openapi.json").json(), described);
 }
 
-/// Every parameter of a path is described, and every reference leads somewhere.
+/// Every parameter of a path is described, and every reference exists.
 #[test]
-fn the_description_is_whole() {
+fn the_description_is_complete() {
     let described = described();
     for (path, methods) in described["paths"].as_object().unwrap() {
         for (method, operation) in methods.as_object().unwrap() {
@@ -65,9 +65,9 @@ fn the_description_is_whole() {
     }
 }
 
-/// What is answered has what its schema requires, and nothing that it does not know.
+/// Each answer has what its schema requires, and nothing that the schema does not describe.
 #[test]
-fn answers_are_as_described() {
+fn answers_match_their_schema() {
     let (described, served) = (described(), Served::on_loopback());
     let mut checked = 0;
     for (path, methods) in described["paths"].as_object().unwrap() {

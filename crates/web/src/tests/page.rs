@@ -1,10 +1,10 @@
-//! The page's files: what they must not have.
+//! Checks of the page's files.
 
 use crate::page::FILES;
 
-/// Names come from outside: nothing may read them as HTML or as a program.
+/// Names are untrusted: no script may use them as HTML or as a program.
 #[test]
-fn nothing_is_set_but_as_text() {
+fn names_are_set_as_text_only() {
     for (path, _, content) in FILES {
         for word in [
             "innerHTML",
@@ -22,10 +22,10 @@ fn nothing_is_set_but_as_text() {
     }
 }
 
-/// It works offline, and no policy stands in its way: no inline scripts and styles, nothing from
-/// elsewhere.
+/// The page works offline and under its content security policy: no inline scripts or styles,
+/// nothing from other servers.
 #[test]
-fn it_needs_nothing_from_elsewhere() {
+fn the_page_loads_nothing_from_other_servers() {
     for (path, kind, content) in FILES {
         let without_namespace = content.replace("http://www.w3.org/2000/svg", "");
         for word in ["http://", "https://", "//cdn", "@import", "url("] {
@@ -39,9 +39,9 @@ fn it_needs_nothing_from_elsewhere() {
     }
 }
 
-/// Whatever the page asks for by name is there.
+/// The page's files refer to existing files only.
 #[test]
-fn every_file_that_is_named_is_served() {
+fn every_referenced_file_is_served() {
     for (path, _, content) in FILES {
         let quoted = content.split('"').skip(1).step_by(2);
         for name in quoted.filter(|word| [".js", ".css"].iter().any(|end| word.ends_with(end))) {

@@ -1,8 +1,8 @@
 //! `--on`: where the intervals are worked off.
 
 use indicatif::ProgressBar;
-use keyframe_cluster::slurm::{self, Programs, Slurm, Standing};
-use keyframe_cluster::{Feed, Item, More, On, Queue, Runner, drive};
+use keyframe_cluster::slurm::{PilotStates, SlurmOptions, SlurmPrograms, SlurmRunner};
+use keyframe_cluster::{ItemSource, NewItems, Queue, QueueItem, Runner, RunnerKind, drive};
 use keyframe_failure::Failure;
 use keyframe_replay_driver::{Analysis, jobs as replays};
 use std::ffi::OsString;
@@ -21,7 +21,7 @@ pub struct OnArgs {
     /// interval. DIR must be the same on all nodes then, and so must be the recording, its store
     /// and Keyframe
     #[arg(long, value_name = "WHERE", default_value = "local")]
-    on: On,
+    on: RunnerKind,
     /// Pilots [default: one for each node of the partition that is up]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     nodes: Option<u32>,
@@ -61,7 +61,7 @@ pub enum Driven {
 impl OnArgs {
     /// True where this process does not do it itself.
     pub fn is_elsewhere(&self) -> bool {
-        self.on != On::Local
+        self.on != RunnerKind::Local
     }
 
     /// Has all intervals of `analysis` worked off, or, where that is wanted, begun with.
@@ -73,15 +73,15 @@ impl OnArgs {
         bar: &ProgressBar,
     ) -> Result<Driven, Failure> {
         let partition = match &self.on {
-            On::Local if self.detach => {
+            RunnerKind::Local if self.detach => {
                 return Err(Failure::new("--detach is for work that is done elsewhere")
                     .fix("add --on slurm"));
             }
-            On::Local => {
+            RunnerKind::Local => {
                 analysis.make_here(jobs, tries, interrupted, bar)?;
                 return Ok(Driven::Settled);
             }
-            On::Slurm { partition } => partition.clone(),
+            RunnerKind::Slurm { partition } => partition.clone(),
         };
         let queue = analysis.queue()?;
         let mut slurm = self.slurm(analysis, partition, jobs)?;
@@ -90,8 +90,8 @@ impl OnArgs {
         }
         let analysis = &*analysis;
         bar.inc(analysis.old_instructions());
-        let mut runner = Shown { slurm, bar, said: Standing::default() };
-        let mut tell = |item: Item| {
+        let mut runner = Shown { slurm, bar, said: PilotStates::default() };
+        let mut tell = |item: QueueItem| {
             // Those from before are in already.
             if !analysis.is_old(item.index) {
                 bar.inc(analysis.interval(item.index).map_or(0, |interval| interval.len()));
@@ -109,7 +109,7 @@ impl OnArgs {
         analysis: &Analysis<'_>,
         partition: Option<String>,
         jobs: Option<u64>,
-    ) -> Result<Slurm, Failure> {
+    ) -> Result<SlurmRunner, Failure> {
         let slots = u32::try_from(jobs.unwrap_or(1)).unwrap_or(1);
         let worker = match &self.worker {
             Some(path) => path.clone(),
@@ -130,7 +130,7 @@ impl OnArgs {
                 (analysis.ram_bytes()?.div_ceil(1 << 20) + MEMORY_BESIDE_MIB) * u64::from(slots)
             }
         };
-        let options = slurm::Options {
+        let options = SlurmOptions {
             partition,
             pilots: self.nodes,
             limit: self.nodes_at_once,
@@ -142,12 +142,18 @@ impl OnArgs {
             name: format!("keyframe-{}", analysis.tool_name()),
             dir: out.join("slurm"),
         };
-        Slurm::new(options, Programs::default()).map_err(|e| Failure::cluster(&e))
+        SlurmRunner::new(options, SlurmPrograms::default()).map_err(|e| Failure::cluster(&e))
     }
 }
 
-fn detach(analysis: &Analysis<'_>, queue: &Queue, slurm: &mut Slurm) -> Result<Driven, Failure> {
-    let More::Last(items) = analysis.feed().more().map_err(|e| Failure::cluster(&e))? else {
+fn detach(
+    analysis: &Analysis<'_>,
+    queue: &Queue,
+    slurm: &mut SlurmRunner,
+) -> Result<Driven, Failure> {
+    let NewItems::Complete(items) =
+        analysis.feed().new_items().map_err(|e| Failure::cluster(&e))?
+    else {
         return Err(Failure::new("a recording that is still made needs somebody who follows it")
             .fix("leave --detach away, or wait until the recording has ended"));
     };
@@ -161,15 +167,15 @@ fn detach(analysis: &Analysis<'_>, queue: &Queue, slurm: &mut Slurm) -> Result<D
 
 /// Says how the pilots are, beside the bar.
 struct Shown<'a> {
-    slurm: Slurm,
+    slurm: SlurmRunner,
     bar: &'a ProgressBar,
-    said: Standing,
+    said: PilotStates,
 }
 
 impl Runner for Shown<'_> {
     fn tend(&mut self, queue: &Queue) -> keyframe_cluster::Result<()> {
         self.slurm.tend(queue)?;
-        let standing = self.slurm.standing();
+        let standing = self.slurm.pilot_states();
         if *standing != self.said {
             self.said = standing.clone();
             self.bar.set_message(text(standing));
@@ -183,7 +189,7 @@ impl Runner for Shown<'_> {
 }
 
 /// For a person.
-fn text(standing: &Standing) -> String {
+fn text(standing: &PilotStates) -> String {
     let running = format!("{} pilots run", standing.running);
     match (&standing.reason, standing.waiting) {
         (_, 0) => running,

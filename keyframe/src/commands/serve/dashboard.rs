@@ -3,7 +3,7 @@
 use keyframe_dashboard::{Served, Shown};
 use keyframe_failure::Failure;
 use keyframe_store_keys::KeyArg;
-use keyframe_web::{Error, LogFormat, Options, Server};
+use keyframe_web::{DashboardOptions, DashboardServer, Error, LogFormat};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -56,7 +56,7 @@ enum Format {
 
 /// One that listens.
 pub struct Dashboard {
-    server: Server,
+    server: DashboardServer,
     served: Arc<Served>,
 }
 
@@ -114,12 +114,12 @@ impl DashboardArgs {
         &self,
         listen: SocketAddr,
         token: Option<&Zeroizing<Vec<u8>>>,
-    ) -> keyframe_web::Result<Server> {
+    ) -> keyframe_web::Result<DashboardServer> {
         let log = match self.log_format {
             Format::Json => Some(LogFormat::Json),
             Format::Text => self.verbose.then_some(LogFormat::Text),
         };
-        Server::bind(Options {
+        DashboardServer::bind(DashboardOptions {
             listen,
             token: token.cloned(),
             connections_max: CONNECTIONS_MAX,

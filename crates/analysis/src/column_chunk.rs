@@ -1,17 +1,18 @@
-//! Column chunks that are encoded here. The format's library takes values as they are; where more
-//! is known of them, the same pages are made several times as fast.
+//! Encodes column chunks of Parquet files. The parquet library encodes plain values; this module
+//! produces the same page formats faster, because it knows more about the values.
 //!
 //! ```text
-//!   split      0 0 0 0 ... │ 7f 7f 7f ... │ ... │ 10 18 20 ...     BYTE_STREAM_SPLIT: the first bytes of all, then the second
-//!   numbers    dictionary page: the different values │ data page: width, one run, a number for each row as 8 or 16 bits
-//!   small      the same, a number as 1, 2, 4 or 8 bits
-//!   growing    header │ least difference, four widths, differences of 256 rows less the least │ ...    DELTA_BINARY_PACKED
+//!   split      0 0 0 0 ... │ 7f 7f 7f ... │ ... │ 10 18 20 ...     BYTE_STREAM_SPLIT
+//!   indices    dictionary page: the different values │ data page: width, one run of 8- or 16-bit indices
+//!   small      the same with indices of 1, 2, 4 or 8 bits
+//!   delta      header │ least difference, four widths, 256 differences less the least │ ...   DELTA_BINARY_PACKED
 //! ```
 //!
-//! The format packs numbers into as few bits as the largest needs, but says that width in the page:
-//! with 8 or 16 what is packed is an array, which takes no packing, and in which LZ4 finds
-//! repetitions. What is small is packed all the same: of so few bytes LZ4 is done in a tenth of the
-//! time.
+//! The format packs indices into the bits of the largest, and stores that width in the page. With a
+//! width of 8 or 16 the packed run is an array: it costs no packing, and LZ4 finds repetitions in
+//! it. Small indices are packed, because LZ4 then has an eighth of the bytes to compress.
+//! Measurements: docs/design/results/analysis.md; the benchmark is
+//! `crates/analysis/examples/memtrace_cost.rs`.
 
 use bytes::Bytes;
 use lz4::block::{CompressionMode, compress_bound, compress_to_buffer};
@@ -25,57 +26,64 @@ use parquet::file::writer::{SerializedPageWriter, SerializedRowGroupWriter, Trac
 use parquet::schema::types::ColumnDescPtr;
 use std::io::Write;
 
-/// Values of a run are counted in eights.
+/// Runs are counted in units of this many values.
 const RUN_VALUES: usize = 8;
-/// Values whose bytes are exchanged at once.
+/// The number of values that [`transpose`] handles at once.
 const SQUARE: usize = 8;
-/// Bytes of a line of the processor's cache.
+/// Bytes of a cache line.
 const LINE: usize = 64;
-/// Differences in a block, and in each of the parts of it that have a width of their own.
+/// Differences in a block, and in each of its miniblocks, which have a width each.
 const BLOCK: usize = 256;
 const MINIBLOCK: usize = 64;
-/// How soon LZ4 looks away from what does not repeat: a seventh of its time less, for an eighth of
-/// the size more.
+/// LZ4's acceleration: how fast it skips data without repetitions.
 const ACCELERATION: i32 = 8;
 
-/// What columns are encoded in, one after the other: memory that is asked for anew costs as much as
-/// what is written there.
+/// Encodes columns. It keeps its buffers, because allocating them costs as much as filling them.
 #[derive(Default)]
-pub(crate) struct Encoder {
+pub(crate) struct ChunkEncoder {
     plain: Vec<u8>,
     packed: Vec<u8>,
 }
 
-/// A column's pages and what the file says of them.
-pub(crate) struct Chunk {
+/// The pages of an encoded column, and their metadata.
+pub(crate) struct ColumnChunk {
     bytes: Bytes,
     close: ColumnCloseResult,
 }
 
-impl Encoder {
-    /// Of `values` by the first `N` of their bytes.
+/// A dictionary in the column's physical type.
+#[derive(Clone, Copy)]
+pub(crate) struct Dictionary<'a> {
+    /// The encoded values.
+    pub bytes: &'a [u8],
+    /// The number of values.
+    pub values: usize,
+}
+
+impl ChunkEncoder {
+    /// Encodes the first `N` bytes of each value by BYTE_STREAM_SPLIT.
     pub fn split<const N: usize>(
         &mut self,
         column: ColumnDescPtr,
         values: impl ExactSizeIterator<Item = u64>,
-    ) -> Result<Chunk, ParquetError> {
+    ) -> Result<ColumnChunk, ParquetError> {
         let rows = values.len();
-        let mut pages = Pages::new(column, &mut self.packed);
+        let mut pages = PageBuilder::new(column, &mut self.packed);
         pages.data(split::<N>(values, &mut self.plain), rows, Encoding::BYTE_STREAM_SPLIT)?;
         pages.finish(rows, vec![Encoding::BYTE_STREAM_SPLIT], None)
     }
 
-    /// Of `values` by their differences, with the least and the largest of them.
-    pub fn growing(
+    /// Encodes `values` by their differences, with statistics of the least and largest value.
+    pub fn delta(
         &mut self,
         column: ColumnDescPtr,
         values: &[i64],
-    ) -> Result<Chunk, ParquetError> {
-        let mut pages = Pages::new(column, &mut self.packed);
+    ) -> Result<ColumnChunk, ParquetError> {
+        let mut pages = PageBuilder::new(column, &mut self.packed);
         self.plain.clear();
-        let ever_grows = differences(values, &mut self.plain);
+        let is_rising = encode_differences(values, &mut self.plain);
         pages.data(&self.plain, values.len(), Encoding::DELTA_BINARY_PACKED)?;
-        let (least, largest) = if ever_grows {
+        let (least, largest) = if is_rising {
             (values.first(), values.last())
         } else {
             (values.iter().min(), values.iter().max())
@@ -84,26 +92,25 @@ impl Encoder {
         pages.finish(values.len(), vec![Encoding::DELTA_BINARY_PACKED], Some(statistics))
     }
 
-    /// Of numbers that are each in `N` bytes, of values in `dictionary`, which is in the column's
-    /// own type.
-    pub fn numbers<const N: usize, T: Copy>(
+    /// Encodes indices into `dictionary`, each in `N` bytes.
+    pub fn indices<const N: usize, T: Copy>(
         &mut self,
         column: ColumnDescPtr,
-        (dictionary, different): (&[u8], usize),
+        dictionary: Dictionary<'_>,
         numbers: &[T],
         bytes_of: impl Fn(T) -> [u8; N],
-    ) -> Result<Chunk, ParquetError> {
+    ) -> Result<ColumnChunk, ParquetError> {
         let data = run(numbers, bytes_of, &mut self.plain);
-        Self::numbered(column, &mut self.packed, (dictionary, different), data, numbers.len())
+        Self::with_dictionary(column, &mut self.packed, dictionary, data, numbers.len())
     }
 
-    /// The same of small numbers, each of which is of what `value` makes of it.
+    /// Encodes small indices; `value` returns the value of an index.
     pub fn small(
         &mut self,
         column: ColumnDescPtr,
         numbers: &[u8],
         value: impl Fn(u8) -> u32,
-    ) -> Result<Chunk, ParquetError> {
+    ) -> Result<ColumnChunk, ParquetError> {
         let largest = numbers.iter().copied().max().unwrap_or(0);
         let dictionary: Vec<u8> =
             (0..=largest).flat_map(|number| value(number).to_le_bytes()).collect();
@@ -113,26 +120,26 @@ impl Encoder {
             4..16 => packed_run::<4>(numbers, &mut self.plain),
             16.. => run(numbers, |number| [number], &mut self.plain),
         };
-        let dictionary = (&dictionary[..], usize::from(largest) + 1);
-        Self::numbered(column, &mut self.packed, dictionary, data, numbers.len())
+        let dictionary = Dictionary { bytes: &dictionary, values: usize::from(largest) + 1 };
+        Self::with_dictionary(column, &mut self.packed, dictionary, data, numbers.len())
     }
 
-    fn numbered(
+    fn with_dictionary(
         column: ColumnDescPtr,
         packed: &mut Vec<u8>,
-        (dictionary, different): (&[u8], usize),
+        dictionary: Dictionary<'_>,
         data: &[u8],
         rows: usize,
-    ) -> Result<Chunk, ParquetError> {
-        let mut pages = Pages::new(column, packed);
-        pages.dictionary(dictionary, different)?;
+    ) -> Result<ColumnChunk, ParquetError> {
+        let mut pages = PageBuilder::new(column, packed);
+        pages.dictionary(dictionary)?;
         pages.data(data, rows, Encoding::RLE_DICTIONARY)?;
         pages.finish(rows, vec![Encoding::PLAIN, Encoding::RLE_DICTIONARY], None)
     }
 }
 
-impl Chunk {
-    /// Puts it into `group` as its next column.
+impl ColumnChunk {
+    /// Appends the chunk to `group` as its next column.
     pub fn append<W: Write + Send>(
         self,
         group: &mut SerializedRowGroupWriter<'_, W>,
@@ -141,7 +148,7 @@ impl Chunk {
     }
 }
 
-/// The first `len` bytes of `all`, whatever they hold.
+/// The first `len` bytes of `all`, with unspecified contents.
 fn room(all: &mut Vec<u8>, len: usize) -> &mut [u8] {
     if all.len() < len {
         all.resize(len, 0);
@@ -149,9 +156,8 @@ fn room(all: &mut Vec<u8>, len: usize) -> &mut [u8] {
     &mut all[..len]
 }
 
-/// The first bytes of all values, then the second bytes, and so on, as far as `N`; in `data`. A
-/// line of the processor's cache is written at once: the places of a row's bytes are so far apart
-/// that a cache keeps but few of them.
+/// Writes the first bytes of all values to `data`, then the second bytes, and so on up to `N`.
+/// Writes whole cache lines: the bytes of a row are so far apart that they share few cache sets.
 fn split<const N: usize>(
     mut values: impl ExactSizeIterator<Item = u64>,
     data: &mut Vec<u8>,
@@ -161,7 +167,7 @@ fn split<const N: usize>(
     let mut lines = [[[0; SQUARE]; LINE / SQUARE]; SQUARE];
     for begin in (0..rows).step_by(LINE) {
         for column in 0..LINE / SQUARE {
-            let square = transposed(std::array::from_fn(|_| values.next().unwrap_or(0)));
+            let square = transpose(std::array::from_fn(|_| values.next().unwrap_or(0)));
             for (line, word) in lines.iter_mut().zip(square) {
                 line[column] = word.to_le_bytes();
             }
@@ -178,8 +184,8 @@ fn split<const N: usize>(
     data
 }
 
-/// The first bytes of eight words as the first word, and so on.
-fn transposed(mut words: [u64; SQUARE]) -> [u64; SQUARE] {
+/// Transposes a square of eight words by eight bytes.
+fn transpose(mut words: [u64; SQUARE]) -> [u64; SQUARE] {
     for (step, mask) in
         [(4, 0x0000_0000_ffff_ffff), (2, 0x0000_ffff_0000_ffff), (1, 0x00ff_00ff_00ff_00ff)]
     {
@@ -193,10 +199,10 @@ fn transposed(mut words: [u64; SQUARE]) -> [u64; SQUARE] {
     words
 }
 
-/// Appends the first value, then in blocks how much each is larger than the one before. Wrapping,
-/// as the format wants it. Returns whether none is less than the one before.
-fn differences(values: &[i64], data: &mut Vec<u8>) -> bool {
-    let mut ever_grows = true;
+/// Appends the first value, then blocks of the differences between neighbours, wrapping as the
+/// format requires. Returns whether no value is less than the one before.
+fn encode_differences(values: &[i64], data: &mut Vec<u8>) -> bool {
+    let mut is_rising = true;
     let (first, rest) = values.split_first().map_or((0, &[][..]), |(first, rest)| (*first, rest));
     for number in [BLOCK as u64, (BLOCK / MINIBLOCK) as u64, values.len() as u64, zigzag(first)] {
         varint(data, number);
@@ -207,12 +213,12 @@ fn differences(values: &[i64], data: &mut Vec<u8>) -> bool {
         let each = larger.iter_mut().zip(block).zip(before);
         each.for_each(|((larger, value), before)| *larger = value.wrapping_sub(*before));
         let larger = &mut larger[..block.len()];
-        // Zero will do where none is below it, and takes no look for the least of all.
+        // If no difference is negative, 0 serves as the least one, without a search.
         let least = match larger.iter().fold(0, |all, larger| all | *larger) {
             0.. => 0,
             _ => larger.iter().copied().min().unwrap_or(0),
         };
-        ever_grows &= least == 0;
+        is_rising &= least == 0;
         varint(data, zigzag(least));
         let widths = data.len();
         data.resize(widths + BLOCK / MINIBLOCK, 0);
@@ -242,14 +248,14 @@ fn differences(values: &[i64], data: &mut Vec<u8>) -> bool {
             }
         }
     }
-    ever_grows
+    is_rising
 }
 
 fn zigzag(number: i64) -> u64 {
     (number << 1 ^ number >> 63) as u64
 }
 
-/// Seven bits a byte, the lowest first.
+/// Appends a number in groups of seven bits, the lowest first (LEB128).
 fn varint(data: &mut Vec<u8>, mut number: u64) {
     while number > 0x7f {
         data.push(number as u8 | 0x80);
@@ -258,7 +264,7 @@ fn varint(data: &mut Vec<u8>, mut number: u64) {
     data.push(number as u8);
 }
 
-/// A packed run of numbers that are `N` bytes wide, behind that width in bits; in `data`.
+/// Writes a width in bits and a packed run of numbers of `N` bytes to `data`.
 fn run<'a, const N: usize, T: Copy>(
     numbers: &[T],
     bytes_of: impl Fn(T) -> [u8; N],
@@ -266,7 +272,7 @@ fn run<'a, const N: usize, T: Copy>(
 ) -> &'a [u8] {
     let (all, packed) = run_of(numbers.len(), N * 8, data);
     let mut places = all[packed..].chunks_exact_mut(N);
-    // In this order: the other takes a place before it sees that there is no number for it.
+    // In this order, `zip` does not consume an element of `places` after the last number.
     for (number, out) in numbers.iter().zip(places.by_ref()) {
         out.copy_from_slice(&bytes_of(*number));
     }
@@ -274,7 +280,7 @@ fn run<'a, const N: usize, T: Copy>(
     all
 }
 
-/// The same of numbers below 2 to the power of `BITS`, which is 1, 2 or 4, each in so many bits.
+/// Writes a packed run of numbers below 2^`BITS` to `data`; `BITS` is 1, 2 or 4.
 fn packed_run<'a, const BITS: usize>(numbers: &[u8], data: &'a mut Vec<u8>) -> &'a [u8] {
     let (all, packed) = run_of(numbers.len(), BITS, data);
     for (eight, out) in numbers.chunks(RUN_VALUES).zip(all[packed..].chunks_exact_mut(BITS)) {
@@ -283,13 +289,13 @@ fn packed_run<'a, const BITS: usize>(numbers: &[u8], data: &'a mut Vec<u8>) -> &
             Some(eight) => word = *eight,
             None => word[..eight.len()].copy_from_slice(eight),
         }
-        out.copy_from_slice(&narrowed::<BITS>(u64::from_le_bytes(word)).to_le_bytes()[..BITS]);
+        out.copy_from_slice(&narrow::<BITS>(u64::from_le_bytes(word)).to_le_bytes()[..BITS]);
     }
     all
 }
 
-/// The lowest bits of eight bytes, side by side: those of two bytes, of four, of all.
-fn narrowed<const BITS: usize>(mut word: u64) -> u64 {
+/// Moves the lowest `BITS` bits of eight bytes together.
+fn narrow<const BITS: usize>(mut word: u64) -> u64 {
     for step in 0..3 {
         let (bits, room) = (BITS << step, 8 << step);
         let pair = (1 << (2 * bits)) - 1;
@@ -299,8 +305,8 @@ fn narrowed<const BITS: usize>(mut word: u64) -> u64 {
     word
 }
 
-/// A packed run of so many numbers of so many bits in `data`: its head, and where the numbers
-/// begin.
+/// Prepares a packed run of `numbers` numbers of `bits` bits in `data`. Returns the run, with its
+/// header written, and the offset of the numbers.
 fn run_of(numbers: usize, bits: usize, data: &mut Vec<u8>) -> (&mut [u8], usize) {
     let runs = numbers.div_ceil(RUN_VALUES);
     let mut head = vec![bits as u8];
@@ -310,8 +316,8 @@ fn run_of(numbers: usize, bits: usize, data: &mut Vec<u8>) -> (&mut [u8], usize)
     (data, head.len())
 }
 
-/// Pages as they are written.
-struct Pages<'a> {
+/// Writes the pages of a chunk.
+struct PageBuilder<'a> {
     column: ColumnDescPtr,
     packed: &'a mut Vec<u8>,
     out: TrackedWrite<Vec<u8>>,
@@ -320,25 +326,25 @@ struct Pages<'a> {
     uncompressed: usize,
 }
 
-impl<'a> Pages<'a> {
+impl<'a> PageBuilder<'a> {
     fn new(column: ColumnDescPtr, packed: &'a mut Vec<u8>) -> Self {
         let out = TrackedWrite::new(Vec::new());
         Self { column, packed, out, dictionary: None, data: 0, uncompressed: 0 }
     }
 
-    fn dictionary(&mut self, values: &[u8], count: usize) -> Result<(), ParquetError> {
-        let buf = compressed(values, self.packed)?;
-        let num_values = number(count)?;
+    fn dictionary(&mut self, dictionary: Dictionary<'_>) -> Result<(), ParquetError> {
+        let buf = compress(dictionary.bytes, self.packed)?;
+        let num_values = to_u32(dictionary.values)?;
         let page =
             Page::DictionaryPage { buf, num_values, encoding: Encoding::PLAIN, is_sorted: false };
-        self.dictionary = Some(self.write(page, values.len())? as i64);
+        self.dictionary = Some(self.write(page, dictionary.bytes.len())? as i64);
         Ok(())
     }
 
     fn data(&mut self, data: &[u8], count: usize, encoding: Encoding) -> Result<(), ParquetError> {
         let page = Page::DataPage {
-            buf: compressed(data, self.packed)?,
-            num_values: number(count)?,
+            buf: compress(data, self.packed)?,
+            num_values: to_u32(count)?,
             encoding,
             def_level_encoding: Encoding::RLE,
             rep_level_encoding: Encoding::RLE,
@@ -348,7 +354,7 @@ impl<'a> Pages<'a> {
         Ok(())
     }
 
-    /// Where it begins.
+    /// Writes a page and returns its offset.
     fn write(&mut self, page: Page, uncompressed: usize) -> Result<u64, ParquetError> {
         let spec = SerializedPageWriter::new(&mut self.out)
             .write_page(CompressedPage::new(page, uncompressed))?;
@@ -361,8 +367,8 @@ impl<'a> Pages<'a> {
         rows: usize,
         mut encodings: Vec<Encoding>,
         statistics: Option<Statistics>,
-    ) -> Result<Chunk, ParquetError> {
-        // Of levels, which a column without any has in none of its pages.
+    ) -> Result<ColumnChunk, ParquetError> {
+        // RLE is the encoding of levels, of which a required column has none.
         encodings.push(Encoding::RLE);
         let bytes = Bytes::from(self.out.into_inner()?);
         let mut metadata = ColumnChunkMetaData::builder(self.column)
@@ -385,12 +391,12 @@ impl<'a> Pages<'a> {
             column_index: None,
             offset_index: None,
         };
-        Ok(Chunk { bytes, close })
+        Ok(ColumnChunk { bytes, close })
     }
 }
 
-/// Compresses in `packed`.
-fn compressed(data: &[u8], packed: &mut Vec<u8>) -> Result<Bytes, ParquetError> {
+/// Compresses `data`, with `packed` as a buffer.
+fn compress(data: &[u8], packed: &mut Vec<u8>) -> Result<Bytes, ParquetError> {
     let failed = |e: std::io::Error| ParquetError::External(e.into());
     let packed = room(packed, compress_bound(data.len()).map_err(failed)?);
     let len = compress_to_buffer(data, Some(CompressionMode::FAST(ACCELERATION)), false, packed)
@@ -398,7 +404,7 @@ fn compressed(data: &[u8], packed: &mut Vec<u8>) -> Result<Bytes, ParquetError> 
     Ok(Bytes::copy_from_slice(&packed[..len]))
 }
 
-fn number(count: usize) -> Result<u32, ParquetError> {
+fn to_u32(count: usize) -> Result<u32, ParquetError> {
     u32::try_from(count).map_err(|e| ParquetError::External(e.into()))
 }
 
@@ -408,7 +414,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_run_is_an_array_behind_its_width_and_length() {
+    fn a_run_is_its_width_its_length_and_an_array() {
         let of = |n: usize| run(&vec![0x102_u16; n], u16::to_le_bytes, &mut vec![9; 999]).to_vec();
         assert_eq!(of(1), [&[16, 0b11, 2, 1][..], &[0; 14]].concat());
         assert_eq!((of(8)[..2].to_vec(), of(8).len()), (vec![16, 0b11], 18));
@@ -418,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn small_numbers_lie_side_by_side_from_the_lowest_bit_on() {
+    fn small_numbers_are_packed_from_the_lowest_bit_on() {
         let ones = [1, 0, 1, 1, 0, 0, 0, 1, 1];
         assert_eq!(packed_run::<1>(&ones, &mut vec![9; 99]), [1, 0b101, 0b1000_1101, 1]);
         assert_eq!(packed_run::<2>(&[3, 0, 1, 2], &mut vec![9; 99]), [2, 0b11, 0b1001_0011, 0]);
@@ -428,7 +434,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn split_values_are_all_there(values in prop::collection::vec(any::<u64>(), 0..100)) {
+        fn split_values_are_complete(values in prop::collection::vec(any::<u64>(), 0..100)) {
             let (mut all, mut half) = (vec![9; 999], Vec::new());
             let all = split::<8>(values.iter().copied(), &mut all);
             let half = split::<4>(values.iter().copied(), &mut half);

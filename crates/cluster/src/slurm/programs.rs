@@ -1,4 +1,4 @@
-//! Slurm's programs: called with a bound on their time and on what they may say.
+//! Runs Slurm's programs, with limits on their time and output.
 
 use crate::{Error, Result};
 use std::ffi::OsStr;
@@ -7,22 +7,24 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// A busy controller answers after seconds; one that is gone never.
+/// The longest time for an answer: a busy controller takes seconds.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// More no answer has.
+/// The longest answer, in bytes.
 const ANSWER_BYTES_MAX: u64 = 64 << 20;
-/// How often it is looked whether a program has ended.
+/// Time between two looks whether a program has ended.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
-/// Where the programs are.
+/// Where Slurm's programs are.
 #[derive(Clone, Debug, Default)]
-pub struct Programs {
-    /// In this directory; on PATH without one.
+pub struct SlurmPrograms {
+    /// The directory with the programs; `None` to search PATH.
     pub dir: Option<PathBuf>,
 }
 
-impl Programs {
-    /// What `program` says on its standard output; `input` is what it reads.
+impl SlurmPrograms {
+    /// Runs `program` with `input` as its standard input and returns its standard output.
+    ///
+    /// Errors: [`Error::NoProgram`], [`Error::TimedOut`], [`Error::Refused`].
     pub fn ask(
         &self,
         program: &'static str,
@@ -36,7 +38,7 @@ impl Programs {
         let mut child = command.spawn().map_err(failed)?;
         let (out, err) = (read(child.stdout.take()), read(child.stderr.take()));
         if let Some(mut stdin) = child.stdin.take() {
-            // One that reads nothing says on its own what it dislikes.
+            // A program that does not read its input reports its own error.
             let _ = stdin.write_all(input);
         }
         let status = wait(&mut child, program)?;
@@ -54,7 +56,7 @@ fn read(pipe: Option<impl Read + Send + 'static>) -> std::thread::JoinHandle<Str
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
         if let Some(pipe) = pipe {
-            // What came before an error is what there is.
+            // After an error, the bytes so far count.
             let _ = pipe.take(ANSWER_BYTES_MAX).read_to_end(&mut bytes);
         }
         String::from_utf8_lossy(&bytes).into_owned()

@@ -1,115 +1,116 @@
-//! What has changed since the last look, for those who listen.
+//! Live events: what has changed since the last look at the source.
 //!
 //! ```text
-//!   a look a second ──▶ compare with the last ──▶ events: vm, vm_gone, store, recordings ──▶ each listener's queue
+//!   one look a second ──▶ compare with the last one ──▶ events: vm, vm_gone, store, recordings ──▶ queue of each listener
 //! ```
 //!
-//! Only what is new is sent. A listener that is too slow loses events and is told so (`reload`): it
-//! asks for everything again. Invariant: nobody looks while nobody listens.
+//! A listener that is too slow loses events and gets the event `reload`, upon which it reads
+//! everything again. Without a listener, nobody looks at the source.
 
-use crate::source::{Source, StoreHead, VmState};
+use crate::source::{DashboardSource, StoreHead, VmState};
 use keyframe_locks::IgnorePoison;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use tokio::sync::broadcast;
 
-/// Events that wait for a listener at most.
+/// The most events that wait for a listener.
 const WAITING_MAX: usize = 256;
-/// Listeners at the same time.
+/// The most listeners at a time.
 pub const LISTENERS_MAX: usize = 64;
 
-/// One event: its name, and its data as JSON.
+/// An event: its name, and its data as JSON.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Event {
+pub struct LiveEvent {
     pub name: &'static str,
     pub data: String,
 }
 
-impl Event {
+impl LiveEvent {
     fn new(name: &'static str, data: &Value) -> Self {
         Self { name, data: data.to_string() }
     }
 }
 
-/// Those who listen, and what they were told.
-pub struct Live {
-    events: broadcast::Sender<Event>,
-    told: Mutex<Told>,
+/// Distributes events to listeners.
+pub struct EventHub {
+    events: broadcast::Sender<LiveEvent>,
+    last: Mutex<Snapshot>,
 }
 
-impl Default for Live {
+impl Default for EventHub {
     fn default() -> Self {
-        Self { events: broadcast::channel(WAITING_MAX).0, told: Mutex::default() }
+        Self { events: broadcast::channel(WAITING_MAX).0, last: Mutex::default() }
     }
 }
 
-/// What was there at the last look.
+/// The state of the source at the last look.
 #[derive(Default)]
-struct Told {
+struct Snapshot {
     vms: BTreeMap<String, VmState>,
     stores: BTreeMap<String, StoreHead>,
     recordings: Value,
 }
 
-impl Live {
-    /// Begins to listen; none where too many do.
-    pub fn listen(&self) -> Option<broadcast::Receiver<Event>> {
+impl EventHub {
+    /// Adds a listener; `None` if there are too many.
+    pub fn listen(&self) -> Option<broadcast::Receiver<LiveEvent>> {
         (self.listeners() < LISTENERS_MAX).then(|| self.events.subscribe())
     }
 
-    /// How many listen.
+    /// The number of listeners.
     pub fn listeners(&self) -> usize {
         self.events.receiver_count()
     }
 
-    /// Looks, and tells what is new.
-    pub fn look(&self, source: &dyn Source) {
+    /// Looks at the source and sends the changes to all listeners.
+    pub fn refresh(&self, source: &dyn DashboardSource) {
         let (vms, stores, recordings) = (source.vms(), source.stores(), source.recordings());
-        let mut told = self.told.lock().ignore_poison();
-        for event in told.renew(vms, stores, recordings) {
-            // Whoever listened may just have gone.
+        let mut last = self.last.lock().ignore_poison();
+        for event in last.replace(vms, stores, recordings) {
+            // The last listener may just have gone.
             let _ = self.events.send(event);
         }
     }
 }
 
-impl Told {
-    fn renew(
+impl Snapshot {
+    /// Replaces the state and returns the changes as events.
+    fn replace(
         &mut self,
         vms: Vec<VmState>,
         stores: Vec<StoreHead>,
         recordings: Value,
-    ) -> Vec<Event> {
+    ) -> Vec<LiveEvent> {
         let mut events = Vec::new();
         let vms: BTreeMap<String, VmState> =
             vms.into_iter().map(|vm| (vm.name.clone(), vm)).collect();
         let stores: BTreeMap<String, StoreHead> =
             stores.into_iter().map(|store| (store.id.clone(), store)).collect();
         for (name, vm) in &vms {
-            if self.vms.get(name).is_none_or(|before| is_new(before, vm)) {
-                events.push(Event::new("vm", &json!(vm)));
+            if self.vms.get(name).is_none_or(|before| has_changed(before, vm)) {
+                events.push(LiveEvent::new("vm", &json!(vm)));
             }
         }
         let gone = self.vms.keys().filter(|name| !vms.contains_key(*name));
-        events.extend(gone.map(|name| Event::new("vm_gone", &json!({ "name": name }))));
+        events.extend(gone.map(|name| LiveEvent::new("vm_gone", &json!({ "name": name }))));
         for (id, store) in &stores {
             if self.stores.get(id) != Some(store) {
-                events.push(Event::new("store", &json!(store)));
+                events.push(LiveEvent::new("store", &json!(store)));
             }
         }
         let gone = self.stores.keys().filter(|id| !stores.contains_key(*id));
-        events.extend(gone.map(|id| Event::new("store_gone", &json!({ "id": id }))));
+        events.extend(gone.map(|id| LiveEvent::new("store_gone", &json!({ "id": id }))));
         if self.recordings != recordings {
-            events.push(Event::new("recordings", &json!({})));
+            events.push(LiveEvent::new("recordings", &json!({})));
         }
         *self = Self { vms, stores, recordings };
         events
     }
 }
 
-/// Whether there is more to say than that time has passed: the age of a checkpoint always grows.
-fn is_new(before: &VmState, now: &VmState) -> bool {
+/// Whether a VM has changed, apart from the age of its last checkpoint, which always grows.
+fn has_changed(before: &VmState, now: &VmState) -> bool {
     let without_age = |vm: &VmState| {
         let mut vm = vm.clone();
         if let Some(status) = vm.status.as_object_mut() {
@@ -130,18 +131,18 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_new_is_told() {
-        let mut told = Told::default();
+    fn only_changes_are_sent() {
+        let mut last = Snapshot::default();
         let mut look = |vms: Vec<VmState>, generation| {
             let store = StoreHead { id: "s".into(), generation, ..StoreHead::default() };
-            let events = told.renew(vms, vec![store], json!([]));
+            let events = last.replace(vms, vec![store], json!([]));
             events.into_iter().map(|event| event.name).collect::<Vec<_>>()
         };
         assert_eq!(
             look(vec![vm("a", 1, 5), vm("b", 1, 5)], 1),
             ["vm", "vm", "store", "recordings"]
         );
-        assert_eq!(look(vec![vm("a", 1, 6), vm("b", 1, 6)], 1), [""; 0], "an age alone");
+        assert_eq!(look(vec![vm("a", 1, 6), vm("b", 1, 6)], 1), [""; 0], "only ages");
         assert_eq!(look(vec![vm("a", 2, 0), vm("b", 1, 7)], 2), ["vm", "store"]);
         assert_eq!(look(vec![vm("a", 2, 1)], 2), ["vm_gone"]);
     }

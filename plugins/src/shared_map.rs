@@ -1,9 +1,9 @@
-//! Mapped memory that another process has, too: the board, and the guest's RAM. The only system
-//! calls of the plugin.
+//! Memory that is shared with another process: the board, and the guest's RAM. This module makes the
+//! plugin's only system calls.
 //!
-//! Declared by hand (`mmap`, `munmap`, `syscall`): std links the C library in any case, and a
-//! dependency would need cargo to build the plugin. All reads and writes of shared memory are
-//! atomic, so that what the other side does meanwhile is never undefined.
+//! `mmap`, `munmap` and `syscall` are declared by hand: std links the C library anyway, and a
+//! dependency would need cargo to build the plugin. All accesses to shared memory are atomic, so
+//! that concurrent changes by the other side are never undefined behaviour.
 
 use std::ffi::{c_int, c_long, c_void};
 use std::fs::File;
@@ -38,21 +38,20 @@ unsafe extern "C" {
     fn syscall(number: c_long, ...) -> c_long;
 }
 
-/// A mapping of a file, whole words of it.
-pub struct Map {
+/// A shared mapping of a file, in whole words.
+pub struct SharedMap {
     base: *mut c_void,
     len_bytes: usize,
     fd: std::os::fd::OwnedFd,
 }
 
 // SAFETY: the mapping is memory of the process, not of a thread, and lasts until drop.
-unsafe impl Send for Map {}
+unsafe impl Send for SharedMap {}
 // SAFETY: it is only read and written by atomic operations.
-unsafe impl Sync for Map {}
+unsafe impl Sync for SharedMap {}
 
-impl Map {
-    /// Maps the first `len_bytes` of `file`, shared. The file must be at least that long, and stay
-    /// so.
+impl SharedMap {
+    /// Maps the first `len_bytes` bytes of `file`. The file must be and stay at least that long.
     pub fn shared(file: &File, len_bytes: usize, writable: bool) -> std::io::Result<Self> {
         let protection = if writable { PROT_READ | PROT_WRITE } else { PROT_READ };
         let fd = file.try_clone()?.into();
@@ -67,14 +66,14 @@ impl Map {
         Ok(Self { base, len_bytes, fd })
     }
 
-    /// As words of 8 bytes.
+    /// The memory as words of 8 bytes.
     pub fn words(&self) -> &[AtomicU64] {
         // SAFETY: the mapping has `len_bytes`, begins at a page, and lives as long as `self`;
         // AtomicU64 may be shared with whoever writes it atomically.
         unsafe { std::slice::from_raw_parts(self.base.cast(), self.len_bytes / 8) }
     }
 
-    /// As bytes.
+    /// The memory as bytes.
     pub fn bytes(&self) -> &[AtomicU8] {
         // SAFETY: as for `words`, in bytes.
         unsafe { std::slice::from_raw_parts(self.base.cast(), self.len_bytes) }
@@ -88,7 +87,7 @@ impl Map {
         unsafe { &*std::ptr::from_ref(whole).cast::<AtomicU32>() }
     }
 
-    /// Sleeps while the lower half of a word is 1, for `limit` at most.
+    /// Sleeps while the lower half of a word is 1, at most for `limit`.
     pub fn sleep(&self, word: usize, limit: Duration) {
         let limit = Timespec {
             seconds: limit.as_secs() as i64,
@@ -100,14 +99,14 @@ impl Map {
         unsafe { syscall(SYS_FUTEX, flag, FUTEX_WAIT, 1_u32, &raw const limit) };
     }
 
-    /// Wakes one sleeper of `flag`.
+    /// Wakes one thread that sleeps on `flag`.
     pub fn wake(flag: &AtomicU32) {
         // SAFETY: FUTEX_WAKE uses `flag` only as a name.
         unsafe { syscall(SYS_FUTEX, std::ptr::from_ref(flag), FUTEX_WAKE, 1_u32) };
     }
 
-    /// Puts the page of the file at `offset_bytes` in the place of the page of memory at `at`: from
-    /// then on both are one.
+    /// Maps the page of the file at `offset_bytes` over the page of memory at `at`, so that both are
+    /// one.
     ///
     /// # Safety
     /// `at` is the start of a page of memory that the caller may write and that nobody unmaps,
@@ -135,7 +134,7 @@ impl Map {
     }
 }
 
-impl Drop for Map {
+impl Drop for SharedMap {
     fn drop(&mut self) {
         // SAFETY: it is ours, and no reference into it outlives `self`.
         unsafe { munmap(self.base, self.len_bytes) };

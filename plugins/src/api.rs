@@ -1,14 +1,14 @@
-//! QEMU's interface for plugins of its translator (include/qemu/qemu-plugin.h), as far as tools
-//! need it, declared by hand.
+//! The part of QEMU's interface for translator plugins (include/qemu/qemu-plugin.h) that the tools
+//! need, declared by hand.
 //!
 //! ```text
 //!   interface 1 (QEMU 7.2)    inline counters are plain memory          v1
-//!   interface 4 (QEMU 10.0)   inline counters live in scoreboards       v4
-//!   none                      without QEMU: nothing is ever called      none
+//!   interface 4 (QEMU 10.0)   inline counters are in scoreboards        v4
+//!   none                      no QEMU: callbacks are never called       none
 //! ```
 //!
-//! Handles ([`Block`], [`Instruction`]) are valid in the callback that got them, so they borrow
-//! from it. Constants that are part of the binary interface have the names that QEMU gives them.
+//! The handles [`Block`] and [`Instruction`] are valid during the callback that received them, and
+//! borrow from it. Constants of the binary interface have QEMU's names.
 
 #[cfg(not(any(keyframe_interface = "1", keyframe_interface = "4")))]
 mod none;
@@ -29,31 +29,31 @@ pub use interface::{BoardCounters, Counter, SlotCounters};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::marker::PhantomData;
 
-/// Which plugin this is, to QEMU.
+/// QEMU's id of this plugin.
 pub type PluginId = u64;
-/// What QEMU says of an access: ask it by [`is_store`] and [`size_bytes`].
+/// QEMU's description of an access, for [`is_store`] and [`size_bytes`].
 pub type MemoryInfo = u32;
 /// Called when an instruction is about to run.
 pub type ExecutedCallback = extern "C" fn(vcpu: c_uint, data: *mut c_void);
-/// Called behind an access to memory.
+/// Called after a memory access.
 pub type MemoryCallback =
     extern "C" fn(vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void);
 type TranslatedCallback = extern "C" fn(PluginId, *mut RawBlock);
 type AtExitCallback = extern "C" fn(PluginId, *mut c_void);
 type VcpuCallback = extern "C" fn(PluginId, c_uint);
 
-/// Longest instruction of x86.
+/// The longest instruction of x86, in bytes.
 pub const INSTRUCTION_BYTES_MAX: usize = 15;
 
-/// What QEMU tells a plugin when it installs it.
+/// QEMU's description of itself at installation (`struct qemu_info_t`).
 #[repr(C)]
 pub struct Info {
     target: *const c_char,
     version_min: c_int,
     version: c_int,
-    /// Not user-mode emulation.
+    /// Whether it emulates a system, not a user program.
     pub system: bool,
-    /// vCPUs at the start.
+    /// The number of vCPUs at the start.
     pub vcpus: c_int,
     vcpus_max: c_int,
 }
@@ -71,10 +71,10 @@ const CB_NO_REGS: c_int = 0;
 const MEM_W: c_int = 2;
 const MEM_RW: c_int = 3;
 
-/// Which accesses.
+/// The accesses for which a callback is called.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Accesses {
-    /// Writes.
+    /// Writes only.
     Writes,
     /// Reads and writes.
     All,
@@ -125,20 +125,20 @@ use none::{
     qemu_plugin_tb_get_insn, qemu_plugin_tb_n_insns,
 };
 
-/// Has `callback` called for each block that is translated.
+/// Registers `callback` for each translated block.
 pub fn on_translation(id: PluginId, callback: TranslatedCallback) {
     // SAFETY: `id` is that of this plugin, and the callback is a function of this library, which
     // stays loaded.
     unsafe { qemu_plugin_register_vcpu_tb_trans_cb(id, callback) }
 }
 
-/// Has `callback` called on the vCPU's thread before it runs.
+/// Registers `callback` for the start of a vCPU; it runs on the vCPU's thread.
 pub fn on_vcpu(id: PluginId, callback: VcpuCallback) {
     // SAFETY: as for `on_translation`.
     unsafe { qemu_plugin_register_vcpu_init_cb(id, callback) }
 }
 
-/// Has `callback` called when QEMU ends.
+/// Registers `callback` for QEMU's exit.
 pub fn at_exit(id: PluginId, callback: AtExitCallback) {
     // SAFETY: as for `on_translation`; no data is handed over.
     unsafe { qemu_plugin_register_atexit_cb(id, callback, std::ptr::null_mut()) }
@@ -148,7 +148,7 @@ pub fn at_exit(id: PluginId, callback: AtExitCallback) {
 pub struct Block<'a>(*mut RawBlock, PhantomData<&'a ()>);
 
 impl Block<'_> {
-    /// Of the pointer that a translation callback got.
+    /// Wraps the pointer that a translation callback received.
     ///
     /// # Safety
     /// `raw` is that pointer, and the callback has not returned.
@@ -156,14 +156,14 @@ impl Block<'_> {
         Self(raw, PhantomData)
     }
 
-    /// Has `callback` called with `data` whenever it is about to run.
+    /// Registers `callback` with `data`, to be called before each execution of the block.
     pub fn on_executed(&self, callback: ExecutedCallback, data: *mut c_void) {
         // SAFETY: the block is alive (`Block::new`); callback and data outlive translated code
         // (`state`).
         unsafe { qemu_plugin_register_vcpu_tb_exec_cb(self.0, callback, CB_NO_REGS, data) }
     }
 
-    /// Its instructions.
+    /// The instructions of the block.
     pub fn instructions(&self) -> impl Iterator<Item = Instruction<'_>> {
         // SAFETY: the block is alive (`Block::new`).
         let count = unsafe { qemu_plugin_tb_n_insns(self.0) };
@@ -184,13 +184,13 @@ impl Instruction<'_> {
         unsafe { qemu_plugin_insn_vaddr(self.0) }
     }
 
-    /// Its length.
+    /// Its length in bytes.
     pub fn len_bytes(&self) -> usize {
         // SAFETY: as above.
         unsafe { qemu_plugin_insn_size(self.0) }
     }
 
-    /// Its bytes, and how many they are.
+    /// Its bytes, and their number.
     pub fn bytes(&self) -> ([u8; INSTRUCTION_BYTES_MAX], usize) {
         let len = self.len_bytes().min(INSTRUCTION_BYTES_MAX);
         let mut bytes = [0; INSTRUCTION_BYTES_MAX];
@@ -198,20 +198,20 @@ impl Instruction<'_> {
         (bytes, len)
     }
 
-    /// Has `callback` called with `data` whenever it is about to run.
+    /// Registers `callback` with `data`, to be called before each execution.
     pub fn on_executed(&self, callback: ExecutedCallback, data: *mut c_void) {
         // SAFETY: the handle is valid; callback and data outlive translated code (`state`).
         unsafe { qemu_plugin_register_vcpu_insn_exec_cb(self.0, callback, CB_NO_REGS, data) }
     }
 
-    /// Has `callback` called with `data` behind its accesses to memory.
+    /// Registers `callback` with `data`, to be called after each of its memory accesses.
     pub fn on_memory(&self, accesses: Accesses, callback: MemoryCallback, data: *mut c_void) {
         let accesses = if accesses == Accesses::Writes { MEM_W } else { MEM_RW };
         // SAFETY: as for `on_executed`.
         unsafe { qemu_plugin_register_vcpu_mem_cb(self.0, callback, CB_NO_REGS, accesses, data) }
     }
 
-    /// Has translated code add 1 to `counter` before it runs.
+    /// Lets translated code add 1 to `counter` before each execution.
     pub fn count(&self, counter: Counter) {
         interface::count(self, counter);
     }
@@ -227,34 +227,34 @@ pub fn is_store(info: MemoryInfo) -> bool {
     unsafe { qemu_plugin_mem_is_store(info) }
 }
 
-/// How many bytes it had.
+/// The size of an access in bytes.
 pub fn size_bytes(info: MemoryInfo) -> u32 {
     // SAFETY: a function of the value alone.
     1_u32.checked_shl(unsafe { qemu_plugin_mem_size_shift(info) }).unwrap_or(0)
 }
 
-/// Where an access went.
+/// The target of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
-    /// Into memory. Under interface 1 this is QEMU's own number of the byte of RAM, not yet the
-    /// guest's (`physical`).
+pub enum AccessTarget {
+    /// Memory. Under interface 1 the address is QEMU's `ram_addr_t`; `physical` converts it to a
+    /// guest-physical address.
     Memory(u64),
-    /// To a device.
+    /// A device.
     Device(u64),
     /// QEMU does not tell.
     Unknown,
 }
 
-/// Where the access that the running callback is about went.
+/// The target of the access for which the running memory callback was called.
 #[inline]
-pub fn place(info: MemoryInfo, vaddr: u64) -> Place {
+pub fn access_target(info: MemoryInfo, vaddr: u64) -> AccessTarget {
     // SAFETY: called from a memory callback with that one's arguments, as the interface asks.
     let physical = unsafe { qemu_plugin_get_hwaddr(info, vaddr) };
     if physical.is_null() {
-        return Place::Unknown;
+        return AccessTarget::Unknown;
     }
     // SAFETY: the handle is not null and valid until the callback returns.
     let (device, address) =
         unsafe { (qemu_plugin_hwaddr_is_io(physical), qemu_plugin_hwaddr_phys_addr(physical)) };
-    if device { Place::Device(address) } else { Place::Memory(address) }
+    if device { AccessTarget::Device(address) } else { AccessTarget::Memory(address) }
 }

@@ -1,56 +1,58 @@
-//! Tools of third parties: any QEMU plugin with a manifest that says how it is called and how its
-//! parts are merged.
+//! Third-party tools: any QEMU plugin with a manifest that says how to call it and how to merge
+//! its parts.
 //!
 //! ```text
 //!   name = "opcodes"
 //!   about = "Instructions by first byte"
-//!   arguments = ["out={part}"]                    {part} the part's file, {dir} its directory, {arg:NAME} a --tool-arg
+//!   arguments = ["out={part}"]          {part} the part's file, {dir} its directory, {arg:NAME} a --tool-arg
 //!   result = "opcodes.csv"
-//!   merge = "sum-columns"                         or "concat", or { command = ["sort", "-m"] }
+//!   merge = "sum-columns"               or "concat", or { command = ["sort", "-m"] }
 //!   [plugin]
-//!   interface-1 = "opcodes-1.so"                  beside the manifest, unless absolute
+//!   interface-1 = "opcodes-1.so"        relative to the manifest
 //!   interface-4 = "opcodes-4.so"
 //! ```
 //!
-//! The plugin writes the part when QEMU exits; it knows nothing of cuts, so each of its runs has
-//! one interval.
+//! The plugin writes the part when QEMU exits. It knows nothing of cuts, so each run has one
+//! interval.
 
-use crate::context::{MergeContext, Part, RunContext, Summary, part_file};
-use crate::csv::Csv;
+use crate::context::{MergeContext, Part, RunContext, ToolSummary, part_file};
 use crate::error::{Error, Result, file};
-use crate::plugin::Interface;
-use crate::tools::{Running, Tool, check_cuts, option};
+use crate::plugin::PluginInterface;
+use crate::result_file::CsvFile;
+use crate::tools::{Tool, ToolRun, check_cuts, plugin_option};
 use serde::Deserialize;
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Largest manifest.
+/// The largest manifest, in bytes.
 const MANIFEST_BYTES_MAX: u64 = 1 << 16;
-/// Longest line of a part that is summed, and most different keys.
+/// The longest line of a part that is summed, in bytes.
 const LINE_BYTES_MAX: u64 = 1 << 16;
+/// The most different keys of a sum.
 const KEYS_MAX: usize = 1 << 24;
 
+/// The plugin files of a manifest, by interface.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Plugin {
+struct PluginFiles {
     #[serde(rename = "interface-1")]
     interface_1: Option<PathBuf>,
     #[serde(rename = "interface-4")]
     interface_4: Option<PathBuf>,
 }
 
+/// How parts are merged.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-enum Merge {
-    /// One part behind the other.
+enum MergeRule {
+    /// Appends the parts in order.
     Concat,
-    /// A header, then a key and numbers: numbers of equal keys are added up, keys in order.
+    /// Sums the numbers of equal keys: a header line, then lines of a key and numbers.
     SumColumns,
-    /// A program: the parts' paths are added to its words; its standard output is the result.
+    /// Runs a program with the parts' paths as further arguments; its standard output is the result.
     Command(Vec<String>),
 }
 
@@ -63,20 +65,22 @@ struct Manifest {
     #[serde(default)]
     arguments: Vec<String>,
     result: String,
-    merge: Merge,
-    plugin: Plugin,
+    merge: MergeRule,
+    plugin: PluginFiles,
 }
 
 /// A tool that a manifest describes.
 #[derive(Debug)]
-pub struct Foreign {
+pub struct ThirdPartyTool {
     manifest: Manifest,
     dir: PathBuf,
     given: BTreeMap<String, String>,
 }
 
-impl Foreign {
-    /// Reads the manifest at `path`; `arguments` are the `--tool-arg`s.
+impl ThirdPartyTool {
+    /// Reads the manifest at `path`. `arguments` are the `--tool-arg`s.
+    ///
+    /// Errors: [`Error::File`]; [`Error::Damaged`]; [`Error::Argument`].
     pub fn read(path: &Path, arguments: &[String]) -> Result<Self> {
         let damaged = |problem: String| Error::Damaged {
             path: path.to_owned(),
@@ -92,7 +96,7 @@ impl Foreign {
             let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
             if name.is_empty() || name.starts_with('.') || !name.chars().all(plain) {
                 return Err(damaged(format!(
-                    "{name:?} is no plain name of letters, digits and -_."
+                    "{name:?} is not a name of letters, digits, '-', '_' and '.'"
                 )));
             }
         }
@@ -106,8 +110,7 @@ impl Foreign {
                     given.insert(name.to_owned(), value.to_owned())
                 }
                 _ => {
-                    let problem =
-                        "write NAME=VALUE, with a name that its manifest has as {arg:NAME}".into();
+                    let problem = "write NAME=VALUE; the manifest must contain {arg:NAME}".into();
                     return Err(Error::Argument {
                         tool: manifest.name,
                         argument: text.clone(),
@@ -116,8 +119,7 @@ impl Foreign {
                 }
             };
         }
-        // A plain name has an empty parent, and QEMU would look for its plugin where the system has
-        // libraries.
+        // The parent of a bare file name is empty; QEMU would search the library directories.
         let dir = path
             .parent()
             .filter(|dir| !dir.as_os_str().is_empty())
@@ -126,20 +128,20 @@ impl Foreign {
         Ok(Self { manifest, dir, given })
     }
 
-    /// One line.
+    /// One line about the tool.
     pub fn about(&self) -> &str {
         &self.manifest.about
     }
 
-    fn plugin(&self, interface: Interface) -> Result<PathBuf> {
+    fn plugin(&self, interface: PluginInterface) -> Result<PathBuf> {
         let plugin = match interface {
-            Interface::V1 => &self.manifest.plugin.interface_1,
-            Interface::V4 => &self.manifest.plugin.interface_4,
+            PluginInterface::V1 => &self.manifest.plugin.interface_1,
+            PluginInterface::V4 => &self.manifest.plugin.interface_4,
         };
         let plugin = plugin.as_ref().ok_or_else(|| Error::Plugin {
-            operation: "choosing it",
+            operation: "choosing its file",
             problem: format!(
-                "{} has none for {interface}; build it and name it as interface-{} in the manifest",
+                "{} has none for {interface}; build it and name it interface-{} in the manifest",
                 self.manifest.name,
                 interface.number()
             ),
@@ -147,6 +149,7 @@ impl Foreign {
         Ok(self.dir.join(plugin))
     }
 
+    /// An argument of the plugin, its placeholders filled: its name and its value.
     fn argument(&self, text: &str, part: &Path, dir: &Path) -> Result<(String, String)> {
         let mut text = text
             .replace("{part}", &part.display().to_string())
@@ -160,7 +163,7 @@ impl Foreign {
             problem: problem.into(),
         };
         if text.contains("{arg:") {
-            return Err(wrong("it must be given with --tool-arg"));
+            return Err(wrong("required: give it with --tool-arg"));
         }
         let (name, value) =
             text.split_once('=').ok_or_else(|| wrong("write it as name=value in the manifest"))?;
@@ -168,19 +171,19 @@ impl Foreign {
     }
 }
 
-struct Run {
+struct ThirdPartyRun {
     context: RunContext,
     option: String,
     part: PathBuf,
     cuts: usize,
 }
 
-impl Tool for Foreign {
+impl Tool for ThirdPartyTool {
     fn name(&self) -> &str {
         &self.manifest.name
     }
 
-    /// Not known.
+    /// A third party's plugin may read the RAM.
     fn reads_ram(&self) -> bool {
         true
     }
@@ -189,7 +192,7 @@ impl Tool for Foreign {
         false
     }
 
-    fn begin(&self, run: &RunContext) -> Result<Box<dyn Running>> {
+    fn begin(&self, run: &RunContext) -> Result<Box<dyn ToolRun>> {
         let &[interval] = run.intervals.as_slice() else {
             return Err(Error::Cuts { intervals: 1, cuts: run.intervals.len() });
         };
@@ -204,25 +207,25 @@ impl Tool for Foreign {
         let arguments = arguments?;
         let arguments: Vec<_> =
             arguments.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
-        let option = option(&plugin, &arguments);
-        Ok(Box::new(Run { context: run.clone(), option, part, cuts: 0 }))
+        let option = plugin_option(&plugin, &arguments);
+        Ok(Box::new(ThirdPartyRun { context: run.clone(), option, part, cuts: 0 }))
     }
 
-    fn merge(&self, merge: &MergeContext) -> Result<Summary> {
+    fn merge(&self, merge: &MergeContext) -> Result<ToolSummary> {
         let parts: Vec<PathBuf> =
             merge.parts.iter().map(|part| part.file(&self.manifest.name, "part")).collect();
         let path = merge.out.join(&self.manifest.result);
         match &self.manifest.merge {
-            Merge::Concat => concat(&parts, &path)?,
-            Merge::SumColumns => sum_columns(&parts, merge, &self.manifest.result)?,
-            Merge::Command(words) => command(words, &parts, &path)?,
+            MergeRule::Concat => concat(&parts, &path)?,
+            MergeRule::SumColumns => sum_columns(&parts, merge, &self.manifest.result)?,
+            MergeRule::Command(words) => run_command(words, &parts, &path)?,
         }
         let lines = vec![format!("{} parts merged", parts.len())];
-        Ok(Summary { lines, files: vec![path] })
+        Ok(ToolSummary { lines, files: vec![path] })
     }
 }
 
-impl Running for Run {
+impl ToolRun for ThirdPartyRun {
     fn option(&self) -> String {
         self.option.clone()
     }
@@ -234,9 +237,8 @@ impl Running for Run {
 
     fn finish(self: Box<Self>) -> Result<Vec<Part>> {
         check_cuts(&self.context, self.cuts)?;
-        // Asked for before it is promised: the plugin is not ours.
-        std::fs::metadata(&self.part)
-            .map_err(file("looking for what the plugin should have written,", &self.part))?;
+        // The plugin may have failed to write its part.
+        std::fs::metadata(&self.part).map_err(file("looking for the plugin's part", &self.part))?;
         Ok(self.context.parts())
     }
 }
@@ -265,7 +267,7 @@ fn sum_columns(parts: &[PathBuf], merge: &MergeContext, result: &str) -> Result<
             };
             if number == 1 {
                 if *header.get_or_insert_with(|| line.clone()) != line {
-                    return Err(damaged("another header than the first part's"));
+                    return Err(damaged("its header differs from the first part's"));
                 }
                 continue;
             }
@@ -273,32 +275,28 @@ fn sum_columns(parts: &[PathBuf], merge: &MergeContext, result: &str) -> Result<
             let key = cells.next().unwrap_or_default();
             let values: Option<Vec<u64>> = cells.map(|cell| cell.trim().parse().ok()).collect();
             let values =
-                values.ok_or_else(|| damaged("behind the key, not all are whole numbers"))?;
-            add(&mut sums, key, &values).map_err(damaged)?;
+                values.ok_or_else(|| damaged("a value after the key is not a whole number"))?;
+            add_to_sum(&mut sums, key, &values).map_err(damaged)?;
         }
     }
-    let mut csv = Csv::create(&merge.out, result, &header.unwrap_or_default())?;
-    for (key, values) in &sums {
-        let mut line = key.clone();
-        for value in values {
-            let _ = write!(line, ",{value}");
-        }
-        csv.line(format_args!("{line}"))?;
+    let mut csv = CsvFile::create(&merge.out, result, &header.unwrap_or_default())?;
+    for row in &sums {
+        csv.row(row)?;
     }
     csv.finish().map(drop)
 }
 
-fn add(
+fn add_to_sum(
     sums: &mut BTreeMap<String, Vec<u64>>,
     key: &str,
     values: &[u64],
 ) -> Result<(), &'static str> {
     if let Some(sum) = sums.get_mut(key) {
         if sum.len() != values.len() {
-            return Err("another number of columns than this key had before");
+            return Err("this key had another number of columns before");
         }
         for (sum, value) in sum.iter_mut().zip(values) {
-            *sum = sum.checked_add(*value).ok_or("a sum beyond 64 bits")?;
+            *sum = sum.checked_add(*value).ok_or("the sum exceeds 64 bits")?;
         }
         return Ok(());
     }
@@ -319,7 +317,7 @@ fn next_line(input: &mut BufReader<File>, path: &Path) -> Result<Option<String>>
     Ok((!line.is_empty()).then(|| line.trim_end().to_owned()))
 }
 
-fn command(words: &[String], parts: &[PathBuf], path: &Path) -> Result<()> {
+fn run_command(words: &[String], parts: &[PathBuf], path: &Path) -> Result<()> {
     let program = words.first().cloned().unwrap_or_default();
     let failed = |problem: String| Error::MergeCommand { program: program.clone(), problem };
     let out = File::create(path).map_err(file("creating", path))?;
@@ -336,22 +334,22 @@ fn command(words: &[String], parts: &[PathBuf], path: &Path) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::context::{Icount, Interval};
+    use crate::context::{Icount, IcountInterval};
 
-    fn foreign(dir: &Path, merge: &str) -> Result<Foreign> {
+    fn tool_of(dir: &Path, merge: &str) -> Result<ThirdPartyTool> {
         let text = format!(
             "name = \"t\"\narguments = [\"out={{part}}\", \"n={{arg:n}}\"]\nresult = \"t.csv\"\nmerge = {merge}\n\
             [plugin]\ninterface-1 = \"t.so\"\n"
         );
         std::fs::write(dir.join("t.toml"), text).unwrap();
-        Foreign::read(&dir.join("t.toml"), &["n=7".into()])
+        ThirdPartyTool::read(&dir.join("t.toml"), &["n=7".into()])
     }
 
     fn merged(merge: &str, parts: &[&str]) -> Result<String> {
         let dir = tempfile::tempdir().unwrap();
-        let tool = foreign(dir.path(), merge)?;
+        let tool = tool_of(dir.path(), merge)?;
         let parts = parts.iter().enumerate().map(|(index, text)| {
-            let interval = Interval { index: index as u32, start: Icount(0), end: Icount(1) };
+            let interval = IcountInterval { index: index as u32, start: Icount(0), end: Icount(1) };
             let part = Part { interval, dir: dir.path().to_owned() };
             std::fs::write(part.file("t", "part"), text).unwrap();
             part
@@ -361,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn each_rule_merges() {
+    fn each_merge_rule_works() {
         assert_eq!(merged("\"concat\"", &["a\n", "b\n"]).unwrap(), "a\nb\n");
         let sums =
             merged("\"sum-columns\"", &["k,x,y\nb,1,2\na,3,4\n", "k,x,y\nb,10,20\n"]).unwrap();
@@ -375,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_that_do_not_fit_are_refused() {
+    fn parts_that_do_not_match_are_refused() {
         let big = format!("k,x\na,{}\n", u64::MAX);
         let cases: [&[&str]; 5] = [
             &["k,x\na,1\n", "k,y\na,1\n"],
@@ -392,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn a_manifest_that_leads_elsewhere_or_lacks_something_is_refused() {
+    fn a_manifest_with_a_path_or_without_a_required_key_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("m.toml");
         let rest = "merge = \"concat\"\n[plugin]\n";
@@ -404,14 +402,14 @@ mod tests {
             "name = \"x\"\nresult = \"r\"\nmerge = \"other\"\n[plugin]\n".to_owned(),
         ] {
             std::fs::write(&path, &text).unwrap();
-            assert!(Foreign::read(&path, &[]).is_err(), "{text}");
+            assert!(ThirdPartyTool::read(&path, &[]).is_err(), "{text}");
         }
-        let tool = foreign(dir.path(), "\"concat\"").unwrap();
+        let tool = tool_of(dir.path(), "\"concat\"").unwrap();
         assert!(
-            Foreign::read(&dir.path().join("t.toml"), &["m=1".into()]).is_err(),
-            "an argument it has not"
+            ThirdPartyTool::read(&dir.path().join("t.toml"), &["m=1".into()]).is_err(),
+            "an argument that the manifest does not have"
         );
-        assert!(tool.plugin(Interface::V4).unwrap_err().to_string().contains("interface-4"));
+        assert!(tool.plugin(PluginInterface::V4).unwrap_err().to_string().contains("interface-4"));
         let made = tool.argument("out={part}", Path::new("/p/0.part"), Path::new("/p")).unwrap();
         assert_eq!(made, ("out".to_owned(), "/p/0.part".to_owned()));
         assert_eq!(tool.argument("n={arg:n}", Path::new(""), Path::new("")).unwrap().1, "7");

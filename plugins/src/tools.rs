@@ -1,4 +1,4 @@
-//! The tools, one file each, and how QEMU gets one of them.
+//! The tools, one file each, and the plugin's entry point.
 
 mod baseline;
 mod cache;
@@ -15,7 +15,7 @@ pub use syscalls::{NO_DIRECT_MAP, NO_TASK, NOT_ASKED};
 use crate::api::{self, Block, Info, PluginId, RawBlock};
 use crate::arguments::Arguments;
 use crate::board::Board;
-use crate::cut::{Reduced, Reducer};
+use crate::cut::{PartTable, TableTool};
 use crate::physical::{FILE_ARGUMENTS, Physical};
 use crate::state::State;
 use std::ffi::{c_char, c_int, c_uint, c_void};
@@ -23,28 +23,28 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-/// What QEMU calls. `data` is the tool's own, to be registered with its callbacks.
+/// A tool. `data` is the pointer to register with its callbacks.
 pub trait Tool: 'static {
-    /// The vCPU is there; nothing has been translated.
+    /// The vCPU exists; nothing has been translated.
     fn vcpu_is_there(&mut self) {}
 
-    /// A block is translated: says what its instructions call or count.
+    /// A block is being translated: registers callbacks and counters of its instructions.
     fn translate(&mut self, block: &Block<'_>, data: *mut c_void);
 
-    /// QEMU ends; the vCPU has stopped.
+    /// QEMU exits; the vCPU has stopped.
     fn exit(&mut self) {}
 }
 
-/// What a tool is made of.
+/// The inputs of a tool.
 pub struct Setup {
-    /// QEMU's; each tool asks for its own.
+    /// QEMU's arguments; each tool takes its own.
     pub arguments: Arguments,
     /// The board.
     pub board: &'static Board,
 }
 
 impl Setup {
-    /// Where RAM is; with its file where the tool needs what stands there.
+    /// The guest's memory; with its files if the tool needs the contents.
     pub fn physical(&mut self, with_file: bool) -> Result<Physical, String> {
         let ranges = self.arguments.text("ram")?;
         let mut files = Vec::new();
@@ -57,19 +57,19 @@ impl Setup {
         Physical::new(&ranges, &files)
     }
 
-    /// `table` with the place of its parts.
-    pub fn reduced<R: Reducer>(&mut self, table: R) -> Result<Reduced<R>, String> {
+    /// A table tool for `table`. Arguments: `parts`, `cuts`.
+    pub fn reduced<R: PartTable>(&mut self, table: R) -> Result<TableTool<R>, String> {
         let dir = PathBuf::from(self.arguments.text("parts")?);
         let many = match self.arguments.text("cuts")?.as_str() {
             "one" => false,
             "many" => true,
             other => return Err(format!("argument cuts={other} is neither one nor many")),
         };
-        Ok(Reduced::new(table, self.board, dir, many))
+        Ok(TableTool::new(table, self.board, dir, many))
     }
 }
 
-/// A tool that QEMU calls. Untyped, as QEMU's callbacks for translation and exit bring no data.
+/// A tool without its type: QEMU's callbacks for translation and exit have no data.
 struct Installed {
     data: *mut c_void,
     vcpu_is_there: unsafe fn(*mut c_void),
@@ -77,14 +77,14 @@ struct Installed {
     exit: unsafe fn(*mut c_void),
 }
 
-// SAFETY: the data is used by callbacks alone, one at a time (`State::of`).
+// SAFETY: only callbacks use the data, one at a time (`State::of`).
 unsafe impl Send for Installed {}
 // SAFETY: as above.
 unsafe impl Sync for Installed {}
 
 static INSTALLED: OnceLock<Vec<Installed>> = OnceLock::new();
 
-/// Ends QEMU with a message: there is nobody to return an error to.
+/// Ends QEMU with a message. A callback cannot return an error.
 pub fn fail(problem: &str) -> ! {
     eprintln!("keyframe plugin: {problem}");
     std::process::abort();
@@ -110,7 +110,7 @@ fn make(mut arguments: Arguments) -> Result<(), String> {
     let board = file
         .and_then(|file| Board::open(&file))
         .map_err(|error| format!("board {path}: {error}"))?;
-    let board = board.map_err(|_| format!("board {path}: it is none"))?;
+    let board = board.map_err(|_| format!("{path} is not a board"))?;
     let mut setup = Setup { arguments, board: Box::leak(Box::new(board)) };
     let tools: Result<Vec<_>, String> =
         names.split('+').map(|name| by_name(name, &mut setup)).collect();
@@ -137,7 +137,7 @@ fn by_name(name: &str, setup: &mut Setup) -> Result<Installed, String> {
 
 extern "C" fn on_vcpu(_id: PluginId, vcpu: c_uint) {
     if vcpu != 0 {
-        fail("a second vCPU came; replays have one");
+        fail("a second vCPU was added; replays have one");
     }
     for tool in INSTALLED.get().into_iter().flatten() {
         // SAFETY: its own data, from a callback.
@@ -161,7 +161,7 @@ extern "C" fn on_exit(_id: PluginId, _data: *mut c_void) {
     }
 }
 
-/// What QEMU calls when it has loaded the plugin. Not 0: QEMU does not start.
+/// The plugin's entry point. If it does not return 0, QEMU does not start.
 ///
 /// # Safety
 /// QEMU calls it, with a valid `info` and `count` strings.
@@ -175,7 +175,7 @@ pub unsafe extern "C" fn qemu_plugin_install(
     // SAFETY: QEMU's promise.
     let info = unsafe { &*info };
     if !info.system || info.vcpus != 1 {
-        eprintln!("keyframe plugin: a VM with one vCPU is needed, as replays have it");
+        eprintln!("keyframe plugin: the VM must have one vCPU, as replays have");
         return 1;
     }
     // SAFETY: QEMU's promise.

@@ -1,15 +1,15 @@
-//! Lines of source files by address, of an ELF file with DWARF (`cc -g`, CONFIG_DEBUG_INFO).
+//! Source lines by address, from an ELF file with DWARF (`cc -g`, CONFIG_DEBUG_INFO).
 //!
 //! ```text
-//!   .debug_line   address 0x1000 ── file 1, line 10 ─▶ 0x1004 ── file 2, line 3 (inlined) ─▶ 0x1009 ── file 1, line 11 ─▶ 0x1010 end
-//!   ranges        [0x1000, 0x1004) 1:10               [0x1004, 0x1009) 2:3                  [0x1009, 0x1010) 1:11
+//!   .debug_line   0x1000 file 1, line 10 ─▶ 0x1004 file 2, line 3 (inlined) ─▶ 0x1009 file 1, line 11 ─▶ 0x1010 end
+//!   ranges        [0x1000, 0x1004) 1:10     [0x1004, 0x1009) 2:3               [0x1009, 0x1010) 1:11
 //! ```
 //!
-//! Code that was inlined belongs to the line where it was written. What the linker left out lies in
-//! no section with code, and is dropped.
+//! Inlined code belongs to the line where it was written. Code that the linker dropped lies in no
+//! code section, and is ignored.
 //!
-//! Left out: debug information in files of its own (split DWARF, a link to a `.debug` file): name
-//! that file.
+//! Not supported: debug information in separate files (split DWARF, a link to a `.debug` file).
+//! Name that file instead.
 
 use crate::error::{Error, Result};
 use gimli::{EndianSlice, RunTimeEndian};
@@ -19,14 +19,14 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 
-/// Most ranges: a kernel with all its drivers has some ten million.
+/// The most ranges: a kernel with all drivers has about ten million.
 const RANGES_MAX: usize = 1 << 27;
 
 type Bytes<'a> = EndianSlice<'a, RunTimeEndian>;
 
-/// Code of one line.
+/// A range of code of one line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Piece {
+struct LineRange {
     start: u64,
     end: u64,
     file: u32,
@@ -35,43 +35,43 @@ struct Piece {
 
 /// A line of a source file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Line {
-    /// Which of [`Lines::files`].
+pub struct SourceLine {
+    /// Index into [`SourceLines::files`].
     pub file: u32,
-    /// From 1.
+    /// The line, from 1 on.
     pub line: u32,
 }
 
-/// Lines by address.
+/// Source lines by address.
 #[derive(Clone, Debug, Default)]
-pub struct Lines {
+pub struct SourceLines {
     files: Vec<String>,
-    pieces: Vec<Piece>,
+    ranges: Vec<LineRange>,
 }
 
-impl Lines {
-    /// Those that the ELF file `bytes` tells of; none where it has no debug information. `slide` is
-    /// added to each address.
+impl SourceLines {
+    /// Reads the lines of the ELF file `bytes`, read from `path`. The result is empty if it has no
+    /// debug information. `slide` is added to each address.
     pub fn parse(path: &Path, bytes: &[u8], slide: u64) -> Result<Self> {
         let damaged = |problem: String| Error::Damaged {
             path: path.to_owned(),
-            place: "lines (DWARF)".into(),
-            problem: format!(
-                "{problem}; without debug information (strip -g) its functions are used"
-            ),
+            place: "debug information (DWARF)".into(),
+            problem: format!("{problem}; strip it (strip -g) to use functions only"),
         };
         let parsed = object::File::parse(bytes).map_err(|error| damaged(error.to_string()))?;
-        let mut lines = Self::of(&parsed).map_err(|error| damaged(error.to_string()))?;
-        for piece in &mut lines.pieces {
-            (piece.start, piece.end) =
-                (piece.start.wrapping_add(slide), piece.end.wrapping_add(slide));
+        let mut lines = Self::from_elf(&parsed).map_err(|error| damaged(error.to_string()))?;
+        for range in &mut lines.ranges {
+            (range.start, range.end) =
+                (range.start.wrapping_add(slide), range.end.wrapping_add(slide));
         }
-        lines.pieces.sort_unstable();
-        lines.pieces.dedup();
+        lines.ranges.sort_unstable();
+        lines.ranges.dedup();
         Ok(lines)
     }
 
-    fn of(parsed: &object::File<'_>) -> std::result::Result<Self, Box<dyn std::error::Error>> {
+    fn from_elf(
+        parsed: &object::File<'_>,
+    ) -> std::result::Result<Self, Box<dyn std::error::Error>> {
         let endian =
             if parsed.is_little_endian() { RunTimeEndian::Little } else { RunTimeEndian::Big };
         let sections = gimli::DwarfSections::load(|id| match parsed.section_by_name(id.name()) {
@@ -84,45 +84,47 @@ impl Lines {
             .filter(|section| section.kind() == SectionKind::Text)
             .map(|section| section.address()..section.address().saturating_add(section.size()))
             .collect();
-        let mut all = Gathered { files: BTreeMap::new(), pieces: Vec::new(), code };
+        let mut all = LineCollector { files: BTreeMap::new(), ranges: Vec::new(), code };
         let mut units = dwarf.units();
         while let Some(header) = units.next()? {
             all.add(&dwarf, &dwarf.unit(header)?)?;
         }
-        Ok(all.numbered())
+        Ok(all.finish())
     }
 
-    /// Whether there are none.
+    /// Whether there are no lines.
     pub fn is_empty(&self) -> bool {
-        self.pieces.is_empty()
+        self.ranges.is_empty()
     }
 
-    /// The source files' paths, in order.
+    /// The paths of the source files, in alphabetical order.
     pub fn files(&self) -> &[String] {
         &self.files
     }
 
-    /// All lines that have code, each once for each piece of it.
-    pub fn all(&self) -> impl Iterator<Item = Line> {
-        self.pieces.iter().map(|piece| Line { file: piece.file, line: piece.line })
+    /// All lines that have code, once for each of their ranges.
+    pub fn all(&self) -> impl Iterator<Item = SourceLine> {
+        self.ranges.iter().map(|range| SourceLine { file: range.file, line: range.line })
     }
 
-    /// The line whose code is at an address.
-    pub fn find(&self, address: u64) -> Option<Line> {
-        let next = self.pieces.partition_point(|piece| piece.start <= address);
-        let piece = self.pieces.get(next.checked_sub(1)?)?;
-        (address < piece.end).then_some(Line { file: piece.file, line: piece.line })
+    /// The line of the code at `address`.
+    pub fn find(&self, address: u64) -> Option<SourceLine> {
+        let next = self.ranges.partition_point(|range| range.start <= address);
+        let range = self.ranges.get(next.checked_sub(1)?)?;
+        (address < range.end).then_some(SourceLine { file: range.file, line: range.line })
     }
 }
 
-/// What is read, before files are in order.
-struct Gathered {
+/// Collects ranges while files are not in order yet.
+struct LineCollector {
+    /// The index of each file, in the order in which they were met.
     files: BTreeMap<String, u32>,
-    pieces: Vec<Piece>,
+    ranges: Vec<LineRange>,
+    /// The address ranges of code sections.
     code: Vec<Range<u64>>,
 }
 
-impl Gathered {
+impl LineCollector {
     fn add(
         &mut self,
         dwarf: &gimli::Dwarf<Bytes<'_>>,
@@ -131,10 +133,10 @@ impl Gathered {
         let Some(program) = unit.line_program.clone() else { return Ok(()) };
         let mut numbers: BTreeMap<u64, u32> = BTreeMap::new();
         let mut rows = program.rows();
-        let mut before: Option<Piece> = None;
+        let mut before: Option<LineRange> = None;
         while let Some((header, row)) = rows.next_row()? {
-            if let Some(piece) = before.take() {
-                self.push(Piece { end: row.address(), ..piece })?;
+            if let Some(range) = before.take() {
+                self.push(LineRange { end: row.address(), ..range })?;
             }
             let (false, Some(line)) = (row.end_sequence(), row.line()) else { continue };
             let index = row.file_index();
@@ -147,7 +149,7 @@ impl Gathered {
                 numbers.insert(index, file);
                 file
             };
-            before = Some(Piece {
+            before = Some(LineRange {
                 start: row.address(),
                 end: 0,
                 file,
@@ -157,44 +159,46 @@ impl Gathered {
         Ok(())
     }
 
-    fn push(&mut self, piece: Piece) -> std::result::Result<(), String> {
-        let is_code =
-            self.code.iter().any(|range| range.contains(&piece.start) && piece.end <= range.end);
-        if !is_code || piece.start >= piece.end {
+    fn push(&mut self, range: LineRange) -> std::result::Result<(), String> {
+        let is_code = self
+            .code
+            .iter()
+            .any(|section| section.contains(&range.start) && range.end <= section.end);
+        if !is_code || range.start >= range.end {
             return Ok(());
         }
-        let count = self.pieces.len();
-        match self.pieces.last_mut() {
+        let count = self.ranges.len();
+        match self.ranges.last_mut() {
             Some(last)
-                if last.end == piece.start
-                    && (last.file, last.line) == (piece.file, piece.line) =>
+                if last.end == range.start
+                    && (last.file, last.line) == (range.file, range.line) =>
             {
-                last.end = piece.end;
+                last.end = range.end;
             }
             _ if count >= RANGES_MAX => {
-                return Err(format!("more than {RANGES_MAX} pieces of code"));
+                return Err(format!("more than {RANGES_MAX} ranges of code"));
             }
-            _ => self.pieces.push(piece),
+            _ => self.ranges.push(range),
         }
         Ok(())
     }
 
-    /// With files numbered in their order.
-    fn numbered(self) -> Lines {
+    /// Numbers the files in alphabetical order.
+    fn finish(self) -> SourceLines {
         let mut order = vec![0; self.files.len()];
         for (place, &number) in (0..).zip(self.files.values()) {
             order[number as usize] = place;
         }
-        let mut pieces = self.pieces;
-        for piece in &mut pieces {
-            piece.file = order[piece.file as usize];
+        let mut ranges = self.ranges;
+        for range in &mut ranges {
+            range.file = order[range.file as usize];
         }
-        Lines { files: self.files.into_keys().collect(), pieces }
+        SourceLines { files: self.files.into_keys().collect(), ranges }
     }
 }
 
-/// A source file's path: where it was compiled, its directory, its name, each unless the next is
-/// absolute.
+/// The path of a source file: compilation directory, directory, name. An absolute component
+/// replaces those before it.
 fn path_of(
     dwarf: &gimli::Dwarf<Bytes<'_>>,
     unit: &gimli::Unit<Bytes<'_>>,
@@ -211,7 +215,7 @@ fn path_of(
             path = format!("{path}/{part}");
         }
     }
-    // A line feed would begin another record of a result.
+    // A line feed would begin another record of a tracefile.
     Ok(path.replace(|letter: char| letter.is_control(), " "))
 }
 
@@ -241,7 +245,7 @@ int main(int argc, char **argv)
 }
 ";
 
-    /// A program made of [`SOURCE`]; returns what it holds and its functions' addresses.
+    /// Compiles [`SOURCE`]; returns the path, the contents and the addresses of the functions.
     pub(crate) fn program(
         dir: &Path,
         options: &[&str],
@@ -259,7 +263,7 @@ int main(int argc, char **argv)
     }
 
     #[test]
-    fn lines_of_a_compiled_program_are_found() {
+    fn the_lines_of_a_compiled_program_are_found() {
         let dir = tempfile::tempdir().unwrap();
         for options in [
             &["-g"][..],
@@ -268,7 +272,7 @@ int main(int argc, char **argv)
             &["-g", "-ffunction-sections", "-Wl,--gc-sections"],
         ] {
             let (path, bytes, named) = program(dir.path(), options);
-            let lines = Lines::parse(&path, &bytes, 0x1000).unwrap();
+            let lines = SourceLines::parse(&path, &bytes, 0x1000).unwrap();
             let [file] = lines.files() else { panic!("{options:?}: {:?}", lines.files()) };
             assert!(file.ends_with("/some.c"), "{file}");
             let at = |name: &str| lines.find(named[name] + 0x1000).map(|line| line.line);
@@ -282,18 +286,18 @@ int main(int argc, char **argv)
     }
 
     #[test]
-    fn without_debug_information_there_are_none_and_damage_is_told() {
+    fn a_program_without_debug_information_has_no_lines_and_damage_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
         let (path, bytes, _) = program(dir.path(), &["-g0"]);
-        let lines = Lines::parse(&path, &bytes, 0).unwrap();
-        // What a distribution's start files bring with them is its own.
+        let lines = SourceLines::parse(&path, &bytes, 0).unwrap();
+        // A distribution's start files may have debug information of their own.
         assert!(lines.files().iter().all(|file| !file.ends_with("some.c")));
         let (path, bytes, _) = program(dir.path(), &["-g"]);
         let (mut refused, mut passed) = (0, 0);
         for at in (0..bytes.len()).step_by(7) {
             let mut broken = bytes.clone();
             broken[at] = !broken[at];
-            match Lines::parse(&path, &broken, 0) {
+            match SourceLines::parse(&path, &broken, 0) {
                 Ok(_) => passed += 1,
                 Err(_) => refused += 1,
             }

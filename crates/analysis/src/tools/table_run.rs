@@ -1,47 +1,47 @@
-//! Runs whose plugin keeps tables and writes its own part files: `plugins/src/cut.rs` at the other
-//! end.
+//! Runs whose plugin keeps tables and writes the part files itself (`plugins/src/cut.rs`).
 
-use super::{Running, check_cuts, option};
+use super::{ToolRun, check_cuts, plugin_option};
 use crate::context::{Part, RunContext};
 use crate::error::{Result, file};
-use crate::ring::SharedBoard;
+use crate::ring_reader::SharedBoard;
 
-/// Such a run.
-pub(super) struct Reduced {
+/// A run whose plugin writes tables.
+pub(super) struct TableRun {
     context: RunContext,
     shared: SharedBoard,
-    /// Tables that the plugin writes at each cut.
+    /// The tables that the plugin writes at each cut.
     kinds: &'static [&'static str],
     arguments: Vec<(&'static str, String)>,
     cuts: usize,
 }
 
-impl Reduced {
-    /// With the plugin's tools `tools` (joined by `+`), which write `kinds`, and their arguments.
+impl TableRun {
+    /// Begins a run with the plugin's tools `tools` (joined by `+`), which write the tables
+    /// `kinds`, and further arguments for the plugin.
     pub fn begin(
         run: &RunContext,
         tools: &'static str,
         kinds: &'static [&'static str],
         arguments: Vec<(&'static str, String)>,
-    ) -> Result<Box<dyn Running>> {
+    ) -> Result<Box<dyn ToolRun>> {
         let shared = SharedBoard::create(0)?;
-        let many = if run.cuts() > 1 { "many" } else { "one" };
+        let cuts = if run.cuts() > 1 { "many" } else { "one" };
         let mut all = vec![
             ("tool", tools.to_owned()),
             ("board", shared.path()),
             ("parts", run.dir.display().to_string()),
-            ("cuts", many.to_owned()),
+            ("cuts", cuts.to_owned()),
         ];
         all.extend(arguments);
         Ok(Box::new(Self { context: run.clone(), shared, kinds, arguments: all, cuts: 0 }))
     }
 }
 
-impl Running for Reduced {
+impl ToolRun for TableRun {
     fn option(&self) -> String {
         let arguments: Vec<_> =
             self.arguments.iter().map(|(name, value)| (*name, value.as_str())).collect();
-        option(&self.context.plugin, &arguments)
+        plugin_option(&self.context.plugin, &arguments)
     }
 
     fn cut(&mut self) -> Result<()> {
@@ -68,7 +68,7 @@ impl Running for Reduced {
             let part = Part { interval, dir: dir.clone() };
             for kind in self.kinds {
                 let (from, to) = (written(warm_ups + number, kind), part.file(kind, "part"));
-                std::fs::rename(&from, &to).map_err(file("naming the plugin's part", &from))?;
+                std::fs::rename(&from, &to).map_err(file("renaming the plugin's part", &from))?;
             }
             parts.push(part);
         }

@@ -1,15 +1,16 @@
-//! The reading end of the board: a thread that takes records as they come and cuts them where an
-//! interval ends.
+//! The reading end of the board: a thread that reads the plugin's records and cuts them at the end
+//! of each interval.
 //!
 //! ```text
-//!   plugin in QEMU ── records ──▶ ring ──▶ thread ──▶ Sink::record
-//!   orchestrator, the VM stands still ── cut ──▶ thread: all records up to the head, then Sink::cut, then the answer
+//!   plugin in QEMU ── records ──▶ ring ──▶ thread ──▶ RecordSink::record
+//!   orchestrator, VM stopped ── cut ──▶ thread: all records up to the head, then RecordSink::cut
 //! ```
 //!
 //! Invariants:
-//! 1. A cut takes exactly what was written until then: the VM stands still, so the head does.
-//! 2. An error of the sink ends the thread, and is told by the next cut or the finish; meanwhile the ring is still emptied, so that
-//!    QEMU does not wait.
+//! 1. A cut takes exactly the records that were written until then: the VM is stopped, so the
+//!    ring's head does not move.
+//! 2. An error of the sink is returned by the next cut or by the finish. Until then the thread still
+//!    empties the ring, so that QEMU does not wait.
 //! 3. Every wait is bounded.
 
 use crate::error::{Error, Result};
@@ -22,10 +23,10 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel}
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Longest wait for the thread to take what is in the ring.
+/// The longest wait for the thread's answer.
 const CUT_MAX: Duration = Duration::from_secs(120);
 
-/// A board in memory that no name leads to, for a plugin that is told `/proc/PID/fd/N`.
+/// A board in an unnamed memory file, which the plugin opens as `/proc/PID/fd/N`.
 pub struct SharedBoard {
     /// The board.
     pub board: Arc<Board>,
@@ -33,10 +34,12 @@ pub struct SharedBoard {
 }
 
 impl SharedBoard {
-    /// With a ring of so many records, 0 for none.
+    /// Creates a board with a ring of `records` records; 0 for no ring.
+    ///
+    /// Error: [`Error::Plugin`].
     pub fn create(records: u64) -> Result<Self> {
         let failed = |problem: std::io::Error| Error::Plugin {
-            operation: "making its board",
+            operation: "creating its board",
             problem: problem.to_string(),
         };
         let file: File = rustix::fs::memfd_create("keyframe-board", MemfdFlags::CLOEXEC)
@@ -46,117 +49,116 @@ impl SharedBoard {
         Ok(Self { board: Arc::new(board), file })
     }
 
-    /// The path by which QEMU opens it, as long as this process has it.
+    /// The path by which QEMU opens the board, as long as this process lives.
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd())
     }
 
-    /// An error if the plugin gave up.
+    /// Returns an error if the plugin has given up.
     pub fn check(&self) -> Result<()> {
         if self.board.refused() {
             return Err(Error::Plugin {
                 operation: "running",
-                problem: "it gave up and said why on QEMU's standard error".into(),
+                problem: "it gave up; QEMU's standard error says why".into(),
             });
         }
         Ok(())
     }
 }
 
-/// What becomes of records.
-pub trait Sink: Send + 'static {
-    /// Takes one.
+/// Receives the records of a ring.
+pub trait RecordSink: Send + 'static {
+    /// Takes a record.
     fn record(&mut self, record: Record) -> Result<()>;
-    /// The interval ends; all its records have been taken.
+    /// Ends the interval, after all its records.
     fn cut(&mut self) -> Result<()>;
 }
 
-enum Command {
+enum ReaderCommand {
     Cut { head: u64 },
     Finish,
 }
 
-/// The thread and how to talk to it.
-pub struct Reader {
+/// Reads a ring on a thread of its own.
+pub struct RingReader {
     shared: SharedBoard,
-    commands: Sender<Command>,
+    commands: Sender<ReaderCommand>,
     answers: Receiver<Result<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Reader {
-    /// Starts it.
-    pub fn start<S: Sink>(shared: SharedBoard, sink: S) -> Result<Self> {
+impl RingReader {
+    /// Starts the thread.
+    pub fn start<S: RecordSink>(shared: SharedBoard, sink: S) -> Result<Self> {
         let (commands, inbox) = channel();
         let (outbox, answers) = channel();
         let board = Arc::clone(&shared.board);
-        let run = move || Loop { board, sink, inbox, outbox, failed: None }.run();
+        let run = move || ReaderThread { board, sink, inbox, outbox, failed: None }.run();
         let thread =
             std::thread::Builder::new().name("ring reader".into()).spawn(run).map_err(|error| {
                 Error::Plugin {
-                    operation: "starting a thread for its records",
+                    operation: "starting a thread that reads its records",
                     problem: error.to_string(),
                 }
             })?;
         Ok(Self { shared, commands, answers, thread: Some(thread) })
     }
 
-    /// Ends an interval. The VM stands still.
+    /// Ends an interval. The VM must be stopped.
     pub fn cut(&mut self) -> Result<()> {
         self.shared.check()?;
         self.shared.board.cut();
-        self.ask(Command::Cut { head: self.shared.board.head() })
+        self.ask(ReaderCommand::Cut { head: self.shared.board.head() })
     }
 
-    /// Ends the thread. What was written since the last cut is dropped.
+    /// Ends the thread. Records since the last cut are dropped.
     pub fn finish(mut self) -> Result<()> {
-        let answer = self.ask(Command::Finish);
+        let answer = self.ask(ReaderCommand::Finish);
         self.join();
         self.shared.check()?;
         answer
     }
 
-    fn ask(&mut self, command: Command) -> Result<()> {
+    fn ask(&mut self, command: ReaderCommand) -> Result<()> {
         let gone = |problem: &str| Error::Plugin {
-            operation: "taking its records",
+            operation: "reading its records",
             problem: problem.into(),
         };
-        self.commands.send(command).map_err(|_| gone("the thread has ended"))?;
+        self.commands.send(command).map_err(|_| gone("the reading thread has ended"))?;
         self.shared.board.wake_reader();
         match self.answers.recv_timeout(CUT_MAX) {
             Ok(answer) => answer,
-            Err(RecvTimeoutError::Timeout) => Err(gone("the thread does not answer")),
-            Err(RecvTimeoutError::Disconnected) => Err(gone("the thread has ended")),
+            Err(RecvTimeoutError::Timeout) => Err(gone("the reading thread does not answer")),
+            Err(RecvTimeoutError::Disconnected) => Err(gone("the reading thread has ended")),
         }
     }
 
     fn join(&mut self) {
         if let Some(thread) = self.thread.take() {
-            // It ends when asked or when nobody can ask any more; a panic there has been told by
-            // the missing answer.
+            // The missing answer has reported a panic of the thread.
             let _ = thread.join();
         }
     }
 }
 
-impl Drop for Reader {
+impl Drop for RingReader {
     fn drop(&mut self) {
-        // The thread looks for it at least once a nap.
-        let _ = self.commands.send(Command::Finish);
+        // The thread looks for commands whenever it wakes.
+        let _ = self.commands.send(ReaderCommand::Finish);
         self.shared.board.wake_reader();
         self.join();
     }
 }
 
-struct Loop<S> {
+struct ReaderThread<S> {
     board: Arc<Board>,
     sink: S,
-    inbox: Receiver<Command>,
+    inbox: Receiver<ReaderCommand>,
     outbox: Sender<Result<()>>,
     failed: Option<Error>,
 }
 
-impl<S: Sink> Loop<S> {
+impl<S: RecordSink> ReaderThread<S> {
     fn run(mut self) {
         loop {
             let command = match self.inbox.try_recv() {
@@ -165,15 +167,15 @@ impl<S: Sink> Loop<S> {
                 Err(TryRecvError::Disconnected) => return,
             };
             match command {
-                Some(Command::Cut { head }) => {
+                Some(ReaderCommand::Cut { head }) => {
                     while self.take(head) > 0 {}
                     let answer = self.failed.take().map_or_else(|| self.sink.cut(), Err);
                     if self.outbox.send(answer).is_err() {
                         return;
                     }
                 }
-                Some(Command::Finish) => {
-                    // Whoever is dropped without an interest in the answer does not wait for it.
+                Some(ReaderCommand::Finish) => {
+                    // A dropped reader does not wait for the answer.
                     let _ = self.outbox.send(self.failed.take().map_or(Ok(()), Err));
                     return;
                 }
@@ -183,7 +185,8 @@ impl<S: Sink> Loop<S> {
         }
     }
 
-    /// Takes some records below `head`; 0 when there are none, or no sense in them.
+    /// Passes some records below `head` to the sink. Returns their number: 0 if there are none, or
+    /// the ring is corrupt.
     fn take(&mut self, head: u64) -> u64 {
         let (sink, failed) = (&mut self.sink, &mut self.failed);
         let taken = self.board.read(head, |record| {
@@ -194,8 +197,8 @@ impl<S: Sink> Loop<S> {
             }
         });
         taken.unwrap_or_else(|torn| {
-            let problem = format!("its ring is torn: {torn:?}");
-            failed.get_or_insert(Error::Plugin { operation: "taking its records", problem });
+            let problem = format!("its ring is corrupt: {torn:?}");
+            failed.get_or_insert(Error::Plugin { operation: "reading its records", problem });
             0
         })
     }
@@ -204,19 +207,19 @@ impl<S: Sink> Loop<S> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use keyframe_plugins::board::Writer;
+    use keyframe_plugins::board::RingWriter;
     use std::sync::Mutex;
 
-    /// What a test's sink has taken: one list for each interval, the running one last.
+    /// The records that a test's sink took: a list for each interval, the running one last.
     type Taken = Arc<Mutex<Vec<Vec<Record>>>>;
 
-    struct Keep {
+    struct TestSink {
         taken: Taken,
-        /// The record at which it fails.
+        /// The first word of the record at which the sink fails.
         fails_at: Option<u64>,
     }
 
-    impl Sink for Keep {
+    impl RecordSink for TestSink {
         fn record(&mut self, record: Record) -> Result<()> {
             if self.fails_at == Some(record[0]) {
                 return Err(Error::Plugin { operation: "testing", problem: "asked to".into() });
@@ -231,18 +234,22 @@ mod tests {
         }
     }
 
-    /// A reader, and the plugin's end of its board, opened by the path that QEMU gets.
-    fn ring(records: u64, fails_at: Option<u64>) -> (Reader, Writer, Taken) {
+    /// A reader and the plugin's end of its board, opened by the path that QEMU gets.
+    fn ring(records: u64, fails_at: Option<u64>) -> (RingReader, RingWriter, Taken) {
         let shared = SharedBoard::create(records).unwrap();
         let file = File::options().read(true).write(true).open(shared.path()).unwrap();
         let board = Board::open(&file).unwrap().unwrap();
         let taken = Taken::new(Mutex::new(vec![Vec::new()]));
-        let sink = Keep { taken: Arc::clone(&taken), fails_at };
-        (Reader::start(shared, sink).unwrap(), Writer::new(Box::leak(Box::new(board))), taken)
+        let sink = TestSink { taken: Arc::clone(&taken), fails_at };
+        (
+            RingReader::start(shared, sink).unwrap(),
+            RingWriter::new(Box::leak(Box::new(board))),
+            taken,
+        )
     }
 
     #[test]
-    fn cuts_are_exact_and_nothing_is_lost_in_a_ring_that_is_too_small() {
+    fn cuts_are_exact_and_a_small_ring_loses_nothing() {
         let (mut reader, mut writer, taken) = ring(64, None);
         let lengths = [0, 1, 63, 64, 65, 5000, 0, 17];
         let mut number = 0;
@@ -253,7 +260,7 @@ mod tests {
             }
             reader.cut().unwrap();
         }
-        // Behind the last cut: dropped or not, it is in no interval.
+        // After the last cut: in no interval.
         writer.push([u64::MAX; 2]).unwrap();
         reader.finish().unwrap();
         let taken = taken.lock().unwrap();
@@ -263,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_of_the_sink_is_told_at_the_cut_and_the_writer_does_not_wait_for_ever() {
+    fn the_cut_returns_an_error_of_the_sink_and_the_writer_is_not_blocked() {
         let (mut reader, mut writer, _) = ring(64, Some(10));
         for number in 0..1000 {
             writer.push([number; 2]).unwrap();
@@ -273,20 +280,20 @@ mod tests {
     }
 
     #[test]
-    fn a_torn_head_is_an_error() {
+    fn a_corrupt_head_is_an_error() {
         let shared = SharedBoard::create(64).unwrap();
         let at = |word: usize| {
             File::options().write(true).open(shared.path()).map(|file| (file, word as u64 * 8))
         };
         let (file, head) = at(1024).unwrap();
         std::os::unix::fs::FileExt::write_all_at(&file, &u64::MAX.to_le_bytes(), head).unwrap();
-        let sink = Keep { taken: Taken::default(), fails_at: None };
-        let mut reader = Reader::start(shared, sink).unwrap();
-        assert!(reader.cut().unwrap_err().to_string().contains("torn"));
+        let sink = TestSink { taken: Taken::default(), fails_at: None };
+        let mut reader = RingReader::start(shared, sink).unwrap();
+        assert!(reader.cut().unwrap_err().to_string().contains("corrupt"));
     }
 
     #[test]
-    fn what_is_no_board_is_refused() {
+    fn other_files_are_refused_as_a_board() {
         let file = tempfile::tempfile().unwrap();
         assert!(Board::open(&file).unwrap().is_err(), "empty");
         file.set_len(Board::len_bytes(64)).unwrap();

@@ -1,99 +1,98 @@
-//! The tools, one file each, and what all of them are to whoever runs them.
+//! The tools, one file each, and the traits by which a caller runs them.
 //!
 //! ```text
-//!   by_name ▶ Tool ── begin(run) ──▶ Running ── option() ──▶ QEMU's -plugin
-//!                                      │  VM stands still at an interval's end: cut()
-//!                                      └─ QEMU has ended: finish() ──▶ Part, Part ...
-//!               └──── merge(all parts in order) ──▶ result files, Summary
+//!   by_name ─▶ Tool ── begin(run) ──▶ ToolRun ── option() ──▶ QEMU's -plugin
+//!                                       │  VM stopped at an interval's end: cut()
+//!                                       └─ QEMU has exited: finish() ──▶ Part, Part ...
+//!                └──── merge(all parts in order) ──▶ result files, ToolSummary
 //! ```
 
 mod baseline;
 mod cache;
 mod coverage;
-mod events;
+mod event_run;
 mod hot;
 mod icount;
 mod memtrace;
-mod reduced;
-mod ringed;
+mod ring_run;
 mod syscall_names;
 mod syscalls;
+mod table_run;
 mod watch;
 mod working_set;
 
-use crate::context::{MergeContext, Part, RunContext, Summary};
+use crate::context::{MergeContext, Part, RunContext, ToolSummary};
 use crate::error::{Error, Result};
-use crate::symbols::Symbols;
+use crate::symbols::SymbolTable;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::Path;
 
-pub use baseline::{Baseline, baseline};
+pub use baseline::Baseline;
 pub use memtrace::COLUMNS as MEMTRACE_COLUMNS;
 
-/// What a tool says of itself.
+/// The help of a tool.
 #[derive(Clone, Copy, Debug)]
-pub struct Description {
-    /// As it is asked for.
+pub struct ToolDescription {
+    /// The tool's name on the command line.
     pub name: &'static str,
-    /// One line.
+    /// One line about the tool.
     pub about: &'static str,
-    /// Its `--tool-arg`s: name, and one line.
+    /// Its `--tool-arg`s: the name, and one line about it.
     pub arguments: &'static [(&'static str, &'static str)],
-    /// Its result files: name, and one line.
+    /// Its result files: the name, and one line about its columns.
     pub results: &'static [(&'static str, &'static str)],
 }
 
-/// An analysis.
+/// An analysis tool.
 pub trait Tool: Send + Sync {
-    /// Its name, as parts and logs are labelled.
+    /// The tool's name, which labels parts and logs.
     fn name(&self) -> &str;
 
-    /// How many intervals before one it wants to see, to know the state in which that begins: a run
-    /// then has them as its first intervals, and their parts, which know less, are dropped.
+    /// The number of earlier intervals that a run replays first, so that the tool knows the state
+    /// at the begin of its interval. The parts of these warm-up intervals are dropped.
     fn warm_up_intervals(&self) -> usize {
         0
     }
 
-    /// Whether it looks into the guest's RAM, which then has to be there before the VM runs.
+    /// Whether the tool reads the guest's RAM, which must then be complete before the VM runs.
     fn reads_ram(&self) -> bool {
         false
     }
 
-    /// Whether a run can have more than one interval.
+    /// Whether a run may have more than one interval.
     fn can_cut(&self) -> bool {
         true
     }
 
-    /// Prepares a run: before its QEMU is started.
-    fn begin(&self, run: &RunContext) -> Result<Box<dyn Running>>;
+    /// Prepares a run, before its QEMU starts.
+    fn begin(&self, run: &RunContext) -> Result<Box<dyn ToolRun>>;
 
-    /// Makes the results of all parts.
-    fn merge(&self, merge: &MergeContext) -> Result<Summary>;
+    /// Merges all parts into result files.
+    fn merge(&self, merge: &MergeContext) -> Result<ToolSummary>;
 }
 
-/// A run, from before its QEMU starts until after it has ended.
-pub trait Running: Send {
+/// A run, from before its QEMU starts until after QEMU has exited.
+pub trait ToolRun: Send {
     /// The value of QEMU's option `-plugin`.
     fn option(&self) -> String;
 
-    /// An interval (first the warm-up, if there is one) ends; the VM stands still. Also for the
-    /// last one, before QEMU quits.
+    /// Ends an interval (first the warm-up, if there is one). The VM is stopped. Also called for
+    /// the last interval, before QEMU quits.
     fn cut(&mut self) -> Result<()>;
 
-    /// QEMU has ended by itself (asked to by its monitor), after the last cut. Returns a part for
-    /// each interval.
+    /// Returns a part for each interval. QEMU has exited regularly, after the last cut.
     fn finish(self: Box<Self>) -> Result<Vec<Part>>;
 }
 
-/// Arguments of a tool, as given with `--tool-arg NAME=VALUE`.
-pub struct Arguments {
+/// The arguments of a tool, as given with `--tool-arg NAME=VALUE`.
+pub struct ToolArguments {
     tool: &'static str,
     given: BTreeMap<String, String>,
 }
 
-impl Arguments {
-    fn new(description: &Description, given: &[String]) -> Result<Self> {
+impl ToolArguments {
+    fn new(description: &ToolDescription, given: &[String]) -> Result<Self> {
         let tool = description.name;
         let refuse = |argument: &str, problem: String| {
             Err(Error::Argument { tool: tool.into(), argument: argument.into(), problem })
@@ -115,33 +114,36 @@ impl Arguments {
         Ok(Self { tool, given: all })
     }
 
-    /// A text.
+    /// The value of an argument, if it is given.
     fn text(&self, name: &str) -> Option<&str> {
         self.given.get(name).map(String::as_str)
     }
 
-    /// A number, decimal or with 0x, with K, M or G behind it for powers of 1024.
+    /// A number from `least` to `most`: decimal or with 0x, with a suffix K, M or G for powers of
+    /// 1024.
     fn number(&self, name: &str, least: u64, most: u64) -> Result<Option<u64>> {
         let Some(text) = self.text(name) else { return Ok(None) };
-        match number(text).filter(|number| (least..=most).contains(number)) {
+        match parse_number(text).filter(|number| (least..=most).contains(number)) {
             Some(number) => Ok(Some(number)),
-            None => Err(self.wrong(name, format!("no number from {least} to {most}"))),
+            None => Err(self.wrong(name, format!("not a number from {least} to {most}"))),
         }
     }
 
-    /// What [`SYMBOLS`] say; none where no file is named.
-    fn symbols(&self) -> Result<Symbols> {
+    /// The symbols of the file that the argument `symbols` names; empty if there is none.
+    fn symbols(&self) -> Result<SymbolTable> {
         let slide = self.slide()?;
-        self.text("symbols")
-            .map_or_else(|| Ok(Symbols::default()), |path| Symbols::read(Path::new(path), slide))
+        self.text("symbols").map_or_else(
+            || Ok(SymbolTable::default()),
+            |path| SymbolTable::read(Path::new(path), slide),
+        )
     }
 
     fn slide(&self) -> Result<u64> {
         Ok(self.number("slide", 0, u64::MAX)?.unwrap_or(0))
     }
 
-    fn missing(&self, name: &str, what: &str) -> Error {
-        let problem = format!("it must be given: {what}");
+    fn missing(&self, name: &str, meaning: &str) -> Error {
+        let problem = format!("required: {meaning}");
         Error::Argument { tool: self.tool.into(), argument: name.into(), problem }
     }
 
@@ -151,7 +153,7 @@ impl Arguments {
     }
 }
 
-fn number(text: &str) -> Option<u64> {
+fn parse_number(text: &str) -> Option<u64> {
     let (digits, unit) = match text.as_bytes().last()? {
         b'K' => (&text[..text.len() - 1], 1 << 10),
         b'M' => (&text[..text.len() - 1], 1 << 20),
@@ -165,10 +167,10 @@ fn number(text: &str) -> Option<u64> {
     number.checked_mul(unit)
 }
 
-type Make = fn(&Arguments) -> Result<Box<dyn Tool>>;
+type MakeTool = fn(&ToolArguments) -> Result<Box<dyn Tool>>;
 
-/// All tools of this program.
-const TOOLS: &[(Description, Make)] = &[
+/// All tools of this program, in the order of the help.
+const TOOLS: &[(ToolDescription, MakeTool)] = &[
     (icount::DESCRIPTION, icount::make),
     (hot::DESCRIPTION, hot::make),
     (memtrace::DESCRIPTION, memtrace::make),
@@ -179,22 +181,23 @@ const TOOLS: &[(Description, Make)] = &[
     (cache::DESCRIPTION, cache::make),
 ];
 
-/// Arguments of the tools that name code.
+/// The arguments of tools that name code.
 const SYMBOLS: [(&str, &str); 2] = [
-    ("symbols", "file that names code: vmlinux, System.map or a copy of /proc/kallsyms"),
+    ("symbols", "file with symbols: vmlinux, System.map or a copy of /proc/kallsyms"),
     (
         "slide",
-        "added to each of its addresses, where the kernel placed itself elsewhere (default 0)",
+        "added to each address of the symbols, for a kernel with a randomized base (default 0)",
     ),
 ];
 
-/// What each says of itself, in the order of help.
-pub fn descriptions() -> impl Iterator<Item = &'static Description> {
+/// The help of each tool, in the order of the help.
+pub fn descriptions() -> impl Iterator<Item = &'static ToolDescription> {
     TOOLS.iter().map(|(description, _)| description)
 }
 
-/// The tool of this name, with its arguments; also one of those that tools are compared with
-/// ([`Baseline`]), which no help lists.
+/// Returns the tool `name` with its arguments, or a [`Baseline`], which the help does not list.
+///
+/// Errors: [`Error::UnknownTool`]; [`Error::Argument`]; errors of reading symbols.
 pub fn by_name(name: &str, arguments: &[String]) -> Result<Box<dyn Tool>> {
     if let (Some(baseline), []) = (Baseline::by_name(name), arguments) {
         return Ok(Box::new(baseline));
@@ -204,11 +207,11 @@ pub fn by_name(name: &str, arguments: &[String]) -> Result<Box<dyn Tool>> {
         let known: Vec<_> = descriptions().map(|one| one.name).collect();
         return Err(Error::UnknownTool { name: name.into(), known: known.join(", ") });
     };
-    make(&Arguments::new(description, arguments)?)
+    make(&ToolArguments::new(description, arguments)?)
 }
 
-/// The value of `-plugin`: QEMU wants each comma of a value twice.
-pub(crate) fn option(plugin: &Path, arguments: &[(&str, &str)]) -> String {
+/// The value of `-plugin`. QEMU requires each comma of a value twice.
+pub(crate) fn plugin_option(plugin: &Path, arguments: &[(&str, &str)]) -> String {
     let mut option = format!("file={}", plugin.display().to_string().replace(',', ",,"));
     for (name, value) in arguments {
         let _ = write!(option, ",{name}={}", value.replace(',', ",,"));
@@ -216,7 +219,7 @@ pub(crate) fn option(plugin: &Path, arguments: &[(&str, &str)]) -> String {
     option
 }
 
-/// Refuses another number of cuts than the run has intervals.
+/// Refuses a number of cuts other than the run's number of intervals.
 pub(crate) fn check_cuts(run: &RunContext, cuts: usize) -> Result<()> {
     if cuts == run.cuts() { Ok(()) } else { Err(Error::Cuts { intervals: run.cuts(), cuts }) }
 }

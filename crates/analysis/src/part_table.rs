@@ -1,4 +1,4 @@
-//! Tables of parts that the plugin wrote: read back, and not trusted.
+//! Reads the tables that the plugin wrote as parts, without trusting them.
 
 use crate::error::{Error, Result, file};
 use keyframe_plugins::PartHeader;
@@ -6,17 +6,20 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-/// A part's rows.
-pub struct Rows {
+/// The largest part that is read, in bytes: it is held in memory.
+const BYTES_MAX: u64 = 4 << 30;
+
+/// A part's table of 64-bit numbers.
+pub struct PartTable {
     words: Vec<u64>,
     columns: usize,
 }
 
-/// Largest part that is read: it is held in memory.
-const BYTES_MAX: u64 = 4 << 30;
-
-impl Rows {
-    /// Reads the table `kind` with so many columns.
+impl PartTable {
+    /// Reads the table `kind` with `columns` columns from the file at `path`.
+    ///
+    /// Errors: [`Error::File`]; [`Error::Damaged`] for another table, another number of columns or
+    /// another length than the header says.
     pub fn read(path: &Path, kind: &str, columns: usize) -> Result<Self> {
         let damaged = |place: &str, problem: String| Error::Damaged {
             path: path.to_owned(),
@@ -27,8 +30,8 @@ impl Rows {
         let len = input.metadata().map_err(file("looking at", path))?.len();
         let mut header = [0; PartHeader::LEN_BYTES];
         input.read_exact(&mut header).map_err(file("reading", path))?;
-        let header =
-            PartHeader::from_bytes(&header).ok_or_else(|| damaged("byte 0", "no part".into()))?;
+        let header = PartHeader::from_bytes(&header)
+            .ok_or_else(|| damaged("byte 0", "not a part".into()))?;
         if header != (PartHeader { rows: header.rows, ..PartHeader::new(kind, columns, 0) }) {
             return Err(damaged("byte 8", format!("not a table of {kind}")));
         }
@@ -36,7 +39,7 @@ impl Rows {
         if bytes != len.checked_sub(PartHeader::LEN_BYTES as u64) || bytes.is_none() {
             return Err(damaged(
                 "byte 24",
-                format!("{} rows do not fit its {len} bytes", header.rows),
+                format!("{} rows do not match the file's {len} bytes", header.rows),
             ));
         }
         let mut bytes = Vec::new();
@@ -45,8 +48,8 @@ impl Rows {
         Ok(Self { words, columns })
     }
 
-    /// In order.
-    pub fn iter(&self) -> impl Iterator<Item = &[u64]> {
+    /// The rows in order, each with the table's number of columns.
+    pub fn rows(&self) -> impl Iterator<Item = &[u64]> {
         self.words.chunks_exact(self.columns)
     }
 }
@@ -56,25 +59,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_part_is_refused() {
+    fn other_files_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("0.part");
         keyframe_plugins::write_part(&path, "counts", 3, &[1, 2, 3, 4, 5, 6]).unwrap();
-        let rows = Rows::read(&path, "counts", 3).unwrap();
-        assert_eq!(rows.iter().collect::<Vec<_>>(), [[1, 2, 3], [4, 5, 6]]);
-        let told = |bytes: &[u8], kind: &str| {
+        let table = PartTable::read(&path, "counts", 3).unwrap();
+        assert_eq!(table.rows().collect::<Vec<_>>(), [[1, 2, 3], [4, 5, 6]]);
+        let refusal = |bytes: &[u8], kind: &str| {
             std::fs::write(&path, bytes).unwrap();
-            Rows::read(&path, kind, 3).err().expect("refused").to_string()
+            PartTable::read(&path, kind, 3).err().expect("refused").to_string()
         };
         let whole = std::fs::read(&path).unwrap();
-        assert!(told(&whole, "pages").contains("not a table of pages"));
-        assert!(told(&whole[..whole.len() - 1], "counts").contains("do not fit"));
-        assert!(told(&whole[..20], "counts").contains("reading"));
+        assert!(refusal(&whole, "pages").contains("not a table of pages"));
+        assert!(refusal(&whole[..whole.len() - 1], "counts").contains("do not match"));
+        assert!(refusal(&whole[..20], "counts").contains("reading"));
         let mut huge = whole.clone();
         huge[24..32].copy_from_slice(&u64::MAX.to_le_bytes());
-        assert!(told(&huge, "counts").contains("do not fit"));
+        assert!(refusal(&huge, "counts").contains("do not match"));
         huge[24..32].copy_from_slice(&(1_u64 << 61).to_le_bytes());
-        assert!(told(&huge, "counts").contains("do not fit"));
-        assert!(told(&[0; 64], "counts").contains("no part"));
+        assert!(refusal(&huge, "counts").contains("do not match"));
+        assert!(refusal(&[0; 64], "counts").contains("not a part"));
     }
 }

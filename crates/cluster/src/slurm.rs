@@ -1,135 +1,138 @@
-//! Pilots in Slurm: tasks of job arrays that work off a queue.
+//! Runs pilots in Slurm: tasks of job arrays that process the items of a queue.
 //!
 //! ```text
 //!   sbatch --array=0-3 ──▶ task 0: keyframe __work OUT ──▶ item, item, item ... until none is left
-//!                          task 1: ...                     a node dies: Slurm starts its task again, the queue gets its items back
-//!   squeue, once a second: whose task does not run any more, has its items put back
-//!   all have ended and items are left (time limit, refused nodes): new ones, unless nothing gets done
+//!                          task 1: ...
+//!   a node fails               Slurm restarts its task elsewhere; the queue gets the items back
+//!   squeue, once a second      items of tasks that do not run are returned to the queue
+//!   all tasks ended, items left (time limit, refused nodes)     new pilots, unless nothing gets done
 //! ```
 //!
-//! What is known of it is in `slurm.json`: whoever comes after a submitter that died goes on with
-//! its jobs. It needs no slurmdbd.
+//! `slurm.json` keeps the job ids, so that a new submitter continues with the jobs of one that
+//! ended. slurmdbd is not needed.
 
-mod command;
+mod programs;
 mod tasks;
 
 use crate::{Error, Queue, Result, Runner, WorkerId};
-pub use command::Programs;
+pub use programs::SlurmPrograms;
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-use tasks::Task;
+use tasks::SlurmTask;
 
 const SQUEUE: &str = "squeue";
 const SBATCH: &str = "sbatch";
 const SCANCEL: &str = "scancel";
 const SCONTROL: &str = "scontrol";
 const SINFO: &str = "sinfo";
-/// How often squeue is asked: each time is work for the controller of all users.
+/// Time between two calls of squeue: each is work for the controller that all users share.
 const ASK_EVERY: Duration = Duration::from_secs(1);
-/// Pilots that find nothing left end by themselves within this time.
+/// How long to wait for pilots to end by themselves when nothing is left.
 const END_WAIT: Duration = Duration::from_secs(5);
-/// So many rounds of pilots may end without having done anything.
+/// How many rounds of pilots may end without settling an item.
 const ROUNDS_MAX: u32 = 3;
-/// An array's default bound on its numbers, should the controller not tell.
+/// Slurm's default of MaxArraySize, if the controller does not tell it.
 const MAX_ARRAY_SIZE: u32 = 1001;
-/// How much of a pilot's log an error has.
+/// The length of a pilot's log in an error, in characters.
 const LOG_BYTES: usize = 1000;
 
-/// What jobs ask for.
+/// The resources and options of jobs.
 #[derive(Clone, Debug)]
-pub struct Options {
-    /// The partition; Slurm's default without one.
+pub struct SlurmOptions {
+    /// The partition; `None` for Slurm's default.
     pub partition: Option<String>,
-    /// Pilots; one for each node of the partition without a number.
+    /// The number of pilots; `None` for one per node of the partition.
     pub pilots: Option<u32>,
-    /// At most so many run at a time.
+    /// The most pilots that run at a time.
     pub limit: Option<u32>,
-    /// Items at a time in a pilot, and its processors.
+    /// Items that a pilot processes at a time, and its processors.
     pub slots: u32,
     /// Memory of a pilot, in MiB.
     pub memory_mib: u64,
-    /// How long a pilot may take, as Slurm writes it.
+    /// The time limit of a pilot, in Slurm's notation.
     pub time: Option<String>,
     /// Further options for sbatch.
     pub more: Vec<String>,
-    /// What a pilot runs.
+    /// The command line of a pilot.
     pub command: Vec<OsString>,
-    /// Jobs are called so.
+    /// The name of the jobs.
     pub name: String,
-    /// Where the pilots' logs and `slurm.json` are.
+    /// The directory for the pilots' logs and `slurm.json`.
     pub dir: PathBuf,
 }
 
-/// What is known of jobs.
+/// The contents of `slurm.json`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-struct State {
-    /// The arrays' ids, in the order of their submission.
+struct SubmittedJobs {
+    /// The ids of the job arrays, in the order of their submission.
     jobs: Vec<u64>,
 }
 
-/// How the pilots are.
+/// The states of the pilots.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Standing {
+pub struct PilotStates {
     /// Pilots that run.
     pub running: usize,
-    /// Lines of squeue that wait: several tasks may be one.
+    /// Lines of squeue for waiting tasks; a line may stand for several.
     pub waiting: usize,
-    /// Why, of the first that waits.
+    /// Why the first waiting task waits.
     pub reason: Option<String>,
 }
 
-/// It.
+/// A runner whose workers are pilots in Slurm.
 #[derive(Debug)]
-pub struct Slurm {
-    options: Options,
-    programs: Programs,
-    state: State,
+pub struct SlurmRunner {
+    options: SlurmOptions,
+    programs: SlurmPrograms,
+    state: SubmittedJobs,
     asked: Option<Instant>,
-    standing: Standing,
-    last: Option<Task>,
+    states: PilotStates,
+    last: Option<SlurmTask>,
     rounds: u32,
     settled: usize,
 }
 
-impl Slurm {
-    /// One that goes on with what `slurm.json` tells of.
-    pub fn new(options: Options, programs: Programs) -> Result<Self> {
+impl SlurmRunner {
+    /// Creates a runner that continues with the jobs in `slurm.json`, if there are any.
+    ///
+    /// Errors: [`Error::Io`]; [`Error::Answer`] if `slurm.json` is damaged.
+    pub fn new(options: SlurmOptions, programs: SlurmPrograms) -> Result<Self> {
         let path = options.dir.join("slurm.json");
         let state = match fs::read_to_string(&path) {
             Ok(text) => serde_json::from_str(&text)
                 .map_err(|e| Error::Answer { program: "slurm.json", message: e.to_string() })?,
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => State::default(),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => SubmittedJobs::default(),
             Err(e) => return Err(Error::io("read", &path)(e)),
         };
-        let standing = Standing::default();
+        let states = PilotStates::default();
         Ok(Self {
             options,
             programs,
             state,
             asked: None,
-            standing,
+            states,
             last: None,
             rounds: 0,
             settled: 0,
         })
     }
 
-    /// The ids of its jobs.
+    /// The ids of the job arrays.
     pub fn jobs(&self) -> &[u64] {
         &self.state.jobs
     }
 
-    /// How the pilots were when they were last asked for.
-    pub fn standing(&self) -> &Standing {
-        &self.standing
+    /// The states of the pilots when squeue was last called.
+    pub fn pilot_states(&self) -> &PilotStates {
+        &self.states
     }
 
-    /// How a pilot calls itself: its job, its task and how often it was started, from the
-    /// environment that Slurm gives it.
+    /// The name of a pilot's worker: job, task, number of restarts, node and process. `variable`
+    /// reads the environment that Slurm gives the pilot.
     pub fn worker_id(variable: impl Fn(&str) -> Option<String>) -> WorkerId {
         let of = |name: &str, otherwise: &str| variable(name).unwrap_or_else(|| otherwise.into());
         let job = variable("SLURM_ARRAY_JOB_ID").unwrap_or_else(|| of("SLURM_JOB_ID", "0"));
@@ -138,13 +141,13 @@ impl Slurm {
         WorkerId::new(&format!("slurm.{job}.{task}.{restarts}.{node}.{pid}"))
     }
 
-    /// Whether `other` was `own`'s task before it was started again.
-    pub fn is_earlier_life(own: &WorkerId, other: &WorkerId) -> bool {
+    /// Whether `other` is an earlier start of `own`'s task.
+    pub fn is_earlier_start(own: &WorkerId, other: &WorkerId) -> bool {
         own != other && task_of(own).is_some_and(|task| Some(task) == task_of(other))
     }
 
-    /// Asks once how the tasks are.
-    fn ask(&mut self) -> Result<Vec<Task>> {
+    /// Calls squeue for all jobs.
+    fn ask(&mut self) -> Result<Vec<SlurmTask>> {
         if self.state.jobs.is_empty() {
             return Ok(Vec::new());
         }
@@ -157,7 +160,7 @@ impl Slurm {
         ];
         match self.programs.ask(SQUEUE, &args, &[]) {
             Ok(text) => Ok(tasks::parse(&text)),
-            // It forgets jobs some minutes after their end; asked for one alone it then refuses.
+            // squeue forgets a job some minutes after its end, and refuses to list it alone.
             Err(Error::Refused { message, .. }) if message.contains("Invalid job id") => {
                 Ok(Vec::new())
             }
@@ -165,11 +168,11 @@ impl Slurm {
         }
     }
 
-    fn look(&mut self) -> Result<Vec<Task>> {
+    fn refresh(&mut self) -> Result<Vec<SlurmTask>> {
         let tasks = self.ask()?;
         self.asked = Some(Instant::now());
-        let waiting: Vec<&Task> = tasks.iter().filter(|task| task.is_waiting()).collect();
-        self.standing = Standing {
+        let waiting: Vec<&SlurmTask> = tasks.iter().filter(|task| task.is_waiting()).collect();
+        self.states = PilotStates {
             running: tasks.iter().filter(|task| task.is_running()).count(),
             waiting: waiting.len(),
             reason: waiting.first().map(|task| task.reason.clone()),
@@ -177,19 +180,19 @@ impl Slurm {
         Ok(tasks)
     }
 
-    /// Items of pilots whose task does not run go back.
-    fn put_back(&self, queue: &Queue, tasks: &[Task]) -> Result<()> {
+    /// Returns the items of pilots whose task does not run to the queue.
+    fn return_items(&self, queue: &Queue, tasks: &[SlurmTask]) -> Result<()> {
         let runs = |worker: &WorkerId| match task_of(worker) {
             Some((job, index)) if self.state.jobs.contains(&job) => tasks
                 .iter()
                 .any(|task| task.is_running() && task.job == job && task.index == Some(index)),
-            // None of ours.
+            // Not a pilot of these jobs.
             _ => true,
         };
-        queue.put_back(|worker| !runs(worker)).map(drop)
+        queue.return_items(|worker| !runs(worker)).map(drop)
     }
 
-    /// Starts pilots for so many items that are left; no more will come, or any number.
+    /// Starts pilots for `items` open items. If the queue is closed, no more than these will come.
     fn submit(&mut self, items: usize, is_closed: bool) -> Result<()> {
         let most = u32::try_from(items).unwrap_or(u32::MAX).div_ceil(self.options.slots.max(1));
         let most = if is_closed { most } else { u32::MAX };
@@ -207,11 +210,11 @@ impl Slurm {
                     self.save()?;
                     left -= count;
                 }
-                // Of what an account may not have so many, it may have fewer.
+                // The account's limit may allow fewer tasks.
                 Err(Error::Refused { message, .. }) if is_too_many(&message) && count > 1 => {
                     at_once = count / 2;
                 }
-                // The work is done by fewer pilots, too.
+                // Fewer pilots do the work, too.
                 Err(Error::Refused { message, .. }) if is_too_many(&message) && left < wanted => {
                     break;
                 }
@@ -245,7 +248,7 @@ impl Slurm {
         args.push(output);
         args.extend(o.more.iter().map(OsString::from));
         let answer = self.programs.ask(SBATCH, &args, &script(&o.command))?;
-        // "12" or "12;cluster", behind what a site's plugin may say.
+        // "12" or "12;cluster", possibly after output of a site's plugin.
         let number =
             answer.lines().last().and_then(|line| line.split(';').next()?.trim().parse().ok());
         number.ok_or_else(|| Error::Answer { program: SBATCH, message: answer.trim().to_owned() })
@@ -268,7 +271,7 @@ impl Slurm {
         told.and_then(number).filter(|size| *size > 0).unwrap_or(MAX_ARRAY_SIZE)
     }
 
-    /// Nodes that jobs of the partition may run on.
+    /// The number of nodes of the partition that can run jobs.
     fn nodes(&self) -> Result<u32> {
         let mut args = vec!["--noheader".to_owned(), "--format=%P|%D|%t".into()];
         args.extend(self.options.partition.iter().map(|name| format!("--partition={name}")));
@@ -284,7 +287,7 @@ impl Slurm {
         Ok(text.lines().filter_map(of).fold(0, u32::saturating_add).max(1))
     }
 
-    /// Cancels all tasks, or, with `options`, some.
+    /// Cancels all tasks, or with `options` some of them.
     fn cancel(&mut self, options: &[&str]) -> Result<()> {
         if self.state.jobs.is_empty() {
             return Ok(());
@@ -293,10 +296,9 @@ impl Slurm {
         args.push("--quiet".into());
         args.extend(self.state.jobs.iter().map(u64::to_string));
         let Err(error) = self.programs.ask(SCANCEL, &args, &[]) else { return Ok(()) };
-        // It fails without a word where one of them has ended already; what counts is whether any
-        // is left.
+        // scancel fails silently if a job has already ended, so check whether any task is left.
         let limit = Instant::now() + END_WAIT;
-        while self.look()?.iter().any(|task| task.is_running() || task.is_waiting()) {
+        while self.refresh()?.iter().any(|task| task.is_running() || task.is_waiting()) {
             if !options.is_empty() {
                 return Ok(());
             }
@@ -308,8 +310,8 @@ impl Slurm {
         Ok(())
     }
 
-    /// What is known of pilots that do nothing.
-    fn said_last(&self) -> String {
+    /// What is known of pilots that settle nothing.
+    fn describe_last_pilot(&self) -> String {
         let mut text =
             self.last.as_ref().map_or_else(|| "the last one has ended".into(), ToString::to_string);
         if let Some(said) = newest_log(&self.options.dir) {
@@ -319,19 +321,19 @@ impl Slurm {
     }
 }
 
-impl Runner for Slurm {
+impl Runner for SlurmRunner {
     fn tend(&mut self, queue: &Queue) -> Result<()> {
         if self.asked.is_some_and(|asked| asked.elapsed() < ASK_EVERY) {
             return Ok(());
         }
-        let tasks = self.look()?;
-        self.put_back(queue, &tasks)?;
+        let tasks = self.refresh()?;
+        self.return_items(queue, &tasks)?;
         if tasks.iter().any(|task| task.is_running() || task.is_waiting()) {
             self.last = tasks.into_iter().next();
             return Ok(());
         }
         let left = queue.items()?.len();
-        // Those that wait for items as they come about are there already, or come with the first.
+        // Waiting pilots take new items by themselves; the first item starts pilots.
         if left == 0 {
             return Ok(());
         }
@@ -339,10 +341,10 @@ impl Runner for Slurm {
         self.rounds = if settled > self.settled { 1 } else { self.rounds + 1 };
         self.settled = settled;
         if self.rounds > ROUNDS_MAX {
-            return Err(Error::NoProgress { rounds: ROUNDS_MAX, last: self.said_last() });
+            return Err(Error::NoProgress { rounds: ROUNDS_MAX, last: self.describe_last_pilot() });
         }
         self.submit(left, queue.is_closed())?;
-        self.look().map(drop)
+        self.refresh().map(drop)
     }
 
     fn end(&mut self, queue: &Queue) -> Result<()> {
@@ -350,7 +352,7 @@ impl Runner for Slurm {
         if is_done {
             self.cancel(&["--state=PENDING"])?;
             let limit = Instant::now() + END_WAIT;
-            while Instant::now() < limit && self.look()?.iter().any(Task::is_running) {
+            while Instant::now() < limit && self.refresh()?.iter().any(SlurmTask::is_running) {
                 std::thread::sleep(ASK_EVERY / 10);
             }
         }
@@ -358,7 +360,7 @@ impl Runner for Slurm {
     }
 }
 
-/// The array and the task of a pilot.
+/// The job array and the task of a pilot's worker.
 fn task_of(worker: &WorkerId) -> Option<(u64, u32)> {
     let mut words = worker.as_str().split('.');
     (words.next()? == "slurm").then_some(())?;
@@ -371,7 +373,7 @@ fn is_too_many(message: &str) -> bool {
         .any(|text| message.contains(text))
 }
 
-/// A script of the shell that becomes `command`.
+/// A shell script that executes `command`.
 fn script(command: &[OsString]) -> Vec<u8> {
     use std::os::unix::ffi::OsStrExt;
     let mut text = b"#!/bin/sh\nexec".to_vec();
@@ -386,7 +388,7 @@ fn script(command: &[OsString]) -> Vec<u8> {
     text
 }
 
-/// The end of the newest of the pilots' logs.
+/// The end of the pilots' newest log.
 fn newest_log(dir: &Path) -> Option<String> {
     let logs = fs::read_dir(dir)
         .ok()?

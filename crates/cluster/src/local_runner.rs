@@ -1,33 +1,33 @@
-//! Workers of this process: one, with a thread for each slot.
+//! Runs workers in this process: one worker with a thread for each slot.
 
-use crate::{Item, Placement, Queue, Result, Runner, Worker, WorkerId};
+use crate::{Placement, Queue, QueueItem, Result, Runner, Worker, WorkerId};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use std::thread::Scope;
 use std::time::Duration;
 
-/// Of threads nobody loses one without the process; the longest that a queue of an earlier process
-/// is waited for.
+/// Threads are not lost without their process. This is how long items that an earlier process had
+/// taken stay unavailable.
 const LEASE: Duration = Duration::from_secs(30);
 
-/// A runner whose worker is here.
-pub struct Local<'scope, 'env> {
+/// A runner whose worker is in this process.
+pub struct LocalRunner<'scope, 'env> {
     scope: &'scope Scope<'scope, 'env>,
-    job: &'env (dyn Fn(Item) + Sync),
+    job: &'env (dyn Fn(QueueItem) + Sync),
     slots: usize,
     stopped: Arc<AtomicBool>,
     result: Option<Receiver<Result<usize>>>,
 }
 
-impl<'scope, 'env> Local<'scope, 'env> {
-    /// One that has `job` done in `slots` threads of `scope`. They end with the work, or when
-    /// `stopped` is set.
+impl<'scope, 'env> LocalRunner<'scope, 'env> {
+    /// Runs `job` for each item in `slots` threads of `scope`. They end when the queue is done, or
+    /// when `stopped` is set.
     pub fn new(
         scope: &'scope Scope<'scope, 'env>,
         slots: usize,
         stopped: &Arc<AtomicBool>,
-        job: &'env (dyn Fn(Item) + Sync),
+        job: &'env (dyn Fn(QueueItem) + Sync),
     ) -> Self {
         Self { scope, job, slots, stopped: Arc::clone(stopped), result: None }
     }
@@ -42,21 +42,21 @@ impl<'scope, 'env> Local<'scope, 'env> {
         let (queue, stopped, job) = (queue.clone(), Arc::clone(&self.stopped), self.job);
         let (send, receive) = channel();
         self.scope.spawn(move || {
-            // Nobody listens where the work is over.
+            // The receiver is dropped if the work is over.
             let _ = send.send(worker.run(&queue, &stopped, job));
         });
         self.result = Some(receive);
     }
 }
 
-impl Runner for Local<'_, '_> {
+impl Runner for LocalRunner<'_, '_> {
     fn tend(&mut self, queue: &Queue) -> Result<()> {
         let Some(result) = &self.result else {
             self.begin(queue);
             return Ok(());
         };
         match result.try_recv() {
-            // It saw nothing left and ended; what came back since it does again.
+            // The worker ended with an empty queue; if items have come back, it starts again.
             Ok(Ok(_)) => {
                 self.result = None;
                 Ok(())

@@ -1,16 +1,16 @@
-//! Tables in Parquet files: row groups of columns, and files put together from parts without
-//! touching what is encoded.
+//! Parquet files: tables in row groups of columns, and files merged from parts without decoding
+//! them.
 //!
 //! ```text
-//!   part 0   │ row group │ row group │ rest │ footer         a row group ends when it is full and where an interval ends
+//!   part 0   │ row group │ row group │ rest │ footer       an interval's end completes a row group
 //!   part 1   │ row group │ rest │ footer
 //!   merged   │ row group │ row group │ rest │ row group │ rest │ footer
 //! ```
 //!
-//! Invariant: the same rows in the same intervals give the same bytes: no time, no version of this
-//! program, nothing of the machine.
+//! Invariant: the same rows in the same intervals give the same bytes. A file contains no time, no
+//! version of this program and nothing about the machine.
 
-use crate::chunk::Encoder;
+use crate::column_chunk::{ChunkEncoder, Dictionary};
 use crate::error::{Error, Result, file};
 use parquet::basic::{Compression, Encoding, LogicalType, Repetition, Type as Physical};
 use parquet::column::writer::ColumnCloseResult;
@@ -25,15 +25,15 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Rows in a full row group: two of DuckDB's own. A dictionary of instructions takes a tenth of a
-/// smaller one.
+/// Rows of a full row group: twice DuckDB's. In smaller ones the dictionary of instructions would
+/// take a tenth.
 pub const GROUP_ROWS: usize = 245_760;
-/// Most row groups in a part: the format's own number has 16 bits where readers look at it.
+/// The most row groups of a merged file.
 const GROUPS_MAX: usize = 1 << 24;
 
-/// What a column holds.
+/// The type of a column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum ColumnType {
     /// Unsigned, 64 bits.
     U64,
     /// Unsigned, 32 bits.
@@ -42,60 +42,60 @@ pub enum Kind {
     U8,
 }
 
-/// How values lie in the file, before LZ4.
+/// The encoding of a column, before LZ4.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Layout {
-    /// As they are: LZ4 finds what repeats.
+pub enum ColumnEncoding {
+    /// The values themselves: LZ4 finds repetitions.
     Plain,
-    /// The first bytes of all, then the second bytes, and so on: addresses, whose upper bytes
-    /// hardly change.
+    /// BYTE_STREAM_SPLIT: the first bytes of all values, then the second bytes, and so on. For
+    /// addresses, whose upper bytes hardly change.
     Split,
-    /// As differences: what grows.
+    /// DELTA_BINARY_PACKED: differences. For rising values.
     Delta,
-    /// As numbers in a dictionary: few different ones.
+    /// Indices into a dictionary that the library builds. For few different values.
     Dictionary,
-    /// The same, of values that their maker has numbered ([`Data::Numbered`]).
+    /// Indices into a dictionary that the caller has built ([`ColumnData::Numbered`]).
     Numbered,
-    /// The same, of numbers that say themselves what they are of ([`Data::Small`]).
+    /// Small indices whose values a function tells ([`ColumnData::Small`]).
     Small,
 }
 
-/// A column.
+/// The definition of a column.
 #[derive(Clone, Copy, Debug)]
-pub struct Column {
+pub struct ColumnSpec {
     /// Its name.
     pub name: &'static str,
-    /// What it holds.
-    pub kind: Kind,
-    /// How.
-    pub layout: Layout,
-    /// What it means, for the documentation of results.
+    /// Its type.
+    pub kind: ColumnType,
+    /// Its encoding.
+    pub encoding: ColumnEncoding,
+    /// Its meaning, for documentation.
     pub about: &'static str,
 }
 
-/// A column's values in a row group.
+/// A column's values in the row group that is being filled.
 #[derive(Clone, Debug)]
-pub enum Values {
-    /// Of [`Kind::U64`], as the format has them: the same bits, signed.
+pub enum ColumnBuffer {
+    /// ColumnBuffer of [`ColumnType::U64`]: the same bits as signed numbers, as the format has them.
     Long(Vec<i64>),
-    /// Of [`Kind::U32`] and [`Kind::U8`].
+    /// ColumnBuffer of [`ColumnType::U32`] and [`ColumnType::U8`].
     Int(Vec<i32>),
 }
 
-/// The values of a column in a row group.
+/// A column's values in a complete row group.
 #[derive(Clone, Copy, Debug)]
-pub enum Data<'a> {
-    /// Of [`Kind::U64`].
+pub enum ColumnData<'a> {
+    /// ColumnBuffer of [`ColumnType::U64`].
     Long(&'a [i64]),
-    /// Of [`Kind::U32`] and [`Kind::U8`].
+    /// ColumnBuffer of [`ColumnType::U32`] and [`ColumnType::U8`].
     Int(&'a [i32]),
-    /// Of [`Layout::Numbered`]: the different values, and of each row which it has.
+    /// For [`ColumnEncoding::Numbered`]: the different values, and each row's index into them.
     Numbered(&'a [u64], &'a [u16]),
-    /// Of [`Layout::Small`]: the numbers, and the value that each is of.
+    /// For [`ColumnEncoding::Small`]: each row's index, and the value of an index.
     Small(&'a [u8], fn(u8) -> u32),
 }
 
-impl Data<'_> {
+impl ColumnData<'_> {
     fn len(&self) -> usize {
         match self {
             Self::Long(all) => all.len(),
@@ -105,22 +105,22 @@ impl Data<'_> {
         }
     }
 
-    /// Writes it as the next column of `group`.
+    /// Writes the column as the next one of `group`.
     fn write<W: Write + Send>(
         self,
-        encoder: &mut Encoder,
-        layout: Layout,
+        encoder: &mut ChunkEncoder,
+        encoding: ColumnEncoding,
         column: ColumnDescPtr,
         group: &mut SerializedRowGroupWriter<'_, W>,
     ) -> Result<(), ParquetError> {
-        let chunk = match (self, layout) {
-            (Self::Long(all), Layout::Split) => {
+        let chunk = match (self, encoding) {
+            (Self::Long(all), ColumnEncoding::Split) => {
                 encoder.split::<8>(column, all.iter().map(|value| *value as u64))?
             }
-            (Self::Int(all), Layout::Split) => {
+            (Self::Int(all), ColumnEncoding::Split) => {
                 encoder.split::<4>(column, all.iter().map(|value| *value as u64))?
             }
-            (Self::Long(all), Layout::Delta) => encoder.growing(column, all)?,
+            (Self::Long(all), ColumnEncoding::Delta) => encoder.delta(column, all)?,
             (Self::Numbered(values, numbers), _) => {
                 let dictionary: Vec<u8> = match column.physical_type() {
                     Physical::INT64 => {
@@ -128,11 +128,11 @@ impl Data<'_> {
                     }
                     _ => values.iter().flat_map(|value| (*value as u32).to_le_bytes()).collect(),
                 };
-                let dictionary = (&dictionary[..], values.len());
+                let dictionary = Dictionary { bytes: &dictionary, values: values.len() };
                 if values.len() <= 1 << u8::BITS {
-                    encoder.numbers(column, dictionary, numbers, |number| [number as u8])?
+                    encoder.indices(column, dictionary, numbers, |number| [number as u8])?
                 } else {
-                    encoder.numbers(column, dictionary, numbers, u16::to_le_bytes)?
+                    encoder.indices(column, dictionary, numbers, u16::to_le_bytes)?
                 }
             }
             (Self::Small(all, value), _) => encoder.small(column, all, value)?,
@@ -150,16 +150,16 @@ impl Data<'_> {
     }
 }
 
-impl Values {
-    /// None yet.
-    pub fn new(kind: Kind) -> Self {
+impl ColumnBuffer {
+    /// No values.
+    pub fn new(kind: ColumnType) -> Self {
         match kind {
-            Kind::U64 => Self::Long(Vec::new()),
-            Kind::U32 | Kind::U8 => Self::Int(Vec::new()),
+            ColumnType::U64 => Self::Long(Vec::new()),
+            ColumnType::U32 | ColumnType::U8 => Self::Int(Vec::new()),
         }
     }
 
-    /// Appends a number, in the bits that the column has.
+    /// Appends a value, truncated to the column's type.
     pub fn push(&mut self, value: u64) {
         match self {
             Self::Long(all) => all.push(value as i64),
@@ -181,65 +181,67 @@ impl Values {
         }
     }
 
-    fn data(&self) -> Data<'_> {
+    fn data(&self) -> ColumnData<'_> {
         match self {
-            Self::Long(all) => Data::Long(all),
-            Self::Int(all) => Data::Int(all),
+            Self::Long(all) => ColumnData::Long(all),
+            Self::Int(all) => ColumnData::Int(all),
         }
     }
 }
 
-/// A file that is being written.
-pub struct Table {
+/// A Parquet file that is being written.
+pub struct ParquetTable {
     path: PathBuf,
     unfinished: PathBuf,
     writer: SerializedFileWriter<BufWriter<File>>,
-    layouts: Vec<Layout>,
-    encoder: Encoder,
+    encodings: Vec<ColumnEncoding>,
+    encoder: ChunkEncoder,
     /// The row group that is being filled, by column.
-    pub values: Vec<Values>,
+    pub values: Vec<ColumnBuffer>,
 }
 
-impl Table {
-    /// Begins `path` with these columns. It has its name once it is complete.
-    pub fn create(path: &Path, columns: &[Column]) -> Result<Self> {
+impl ParquetTable {
+    /// Creates the file at `path` with these columns. It gets its name when it is complete.
+    ///
+    /// Errors: [`Error::File`], [`Error::Parquet`].
+    pub fn create(path: &Path, columns: &[ColumnSpec]) -> Result<Self> {
         let unfinished = path.with_extension("unfinished");
         let out = File::create(&unfinished).map_err(file("creating", &unfinished))?;
         let out = BufWriter::with_capacity(1 << 18, out);
         let writer = SerializedFileWriter::new(out, Arc::new(schema(columns)), properties(columns));
         let writer = writer.map_err(failed("beginning", path))?;
-        let values = columns.iter().map(|column| Values::new(column.kind)).collect();
-        let layouts = columns.iter().map(|column| column.layout).collect();
-        let encoder = Encoder::default();
-        Ok(Self { path: path.to_owned(), unfinished, writer, layouts, encoder, values })
+        let values = columns.iter().map(|column| ColumnBuffer::new(column.kind)).collect();
+        let encodings = columns.iter().map(|column| column.encoding).collect();
+        let encoder = ChunkEncoder::default();
+        Ok(Self { path: path.to_owned(), unfinished, writer, encodings, encoder, values })
     }
 
-    /// Rows in the row group that is being filled.
+    /// Rows of the row group that is being filled.
     pub fn rows(&self) -> usize {
-        self.values.first().map_or(0, Values::len)
+        self.values.first().map_or(0, ColumnBuffer::len)
     }
 
-    /// Writes the row group if it is full.
-    pub fn row_is_complete(&mut self) -> Result<()> {
+    /// Writes the row group if it is full. Call it after each row.
+    pub fn complete_row(&mut self) -> Result<()> {
         if self.rows() >= GROUP_ROWS { self.flush() } else { Ok(()) }
     }
 
-    /// Writes what there is as a row group.
+    /// Writes the rows so far as a row group.
     pub fn flush(&mut self) -> Result<()> {
-        let data: Vec<_> = self.values.iter().map(Values::data).collect();
-        let written = write_group(&mut self.writer, &mut self.encoder, &self.layouts, &data);
+        let data: Vec<_> = self.values.iter().map(ColumnBuffer::data).collect();
+        let written = write_group(&mut self.writer, &mut self.encoder, &self.encodings, &data);
         written.map_err(failed("writing a row group of", &self.path))?;
-        self.values.iter_mut().for_each(Values::clear);
+        self.values.iter_mut().for_each(ColumnBuffer::clear);
         Ok(())
     }
 
-    /// Writes a row group of all columns, in order; none where they have no rows.
-    pub fn write(&mut self, data: &[Data<'_>]) -> Result<()> {
-        let written = write_group(&mut self.writer, &mut self.encoder, &self.layouts, data);
+    /// Writes a row group of all columns, in order; nothing if they have no rows.
+    pub fn write(&mut self, data: &[ColumnData<'_>]) -> Result<()> {
+        let written = write_group(&mut self.writer, &mut self.encoder, &self.encodings, data);
         written.map_err(failed("writing a row group of", &self.path))
     }
 
-    /// Completes the file; returns how many rows it has.
+    /// Completes the file and returns its number of rows.
     pub fn finish(mut self) -> Result<u64> {
         self.flush()?;
         let metadata = self.writer.close().map_err(failed("completing", &self.path))?;
@@ -250,17 +252,17 @@ impl Table {
 
 fn write_group(
     writer: &mut SerializedFileWriter<BufWriter<File>>,
-    encoder: &mut Encoder,
-    layouts: &[Layout],
-    data: &[Data<'_>],
+    encoder: &mut ChunkEncoder,
+    encodings: &[ColumnEncoding],
+    data: &[ColumnData<'_>],
 ) -> Result<(), ParquetError> {
     if data.first().is_none_or(|first| first.len() == 0) {
         return Ok(());
     }
     let columns = writer.schema_descr().columns().to_vec();
     let mut group = writer.next_row_group()?;
-    for ((data, layout), column) in data.iter().zip(layouts).zip(columns) {
-        data.write(encoder, *layout, column, &mut group)?;
+    for ((data, encoding), column) in data.iter().zip(encodings).zip(columns) {
+        data.write(encoder, *encoding, column, &mut group)?;
     }
     group.close()?;
     Ok(())
@@ -271,9 +273,12 @@ fn failed(operation: &'static str, path: &Path) -> impl FnOnce(ParquetError) -> 
     move |source| Error::Parquet { operation, path, source }
 }
 
-/// Puts the row groups of `parts` into `path`, as they are. Returns how many rows it has.
-pub fn concatenate(parts: &[PathBuf], path: &Path, columns: &[Column]) -> Result<u64> {
-    let mut out = Table::create(path, columns)?;
+/// Copies the row groups of `parts` into the file at `path` without decoding them. Returns the
+/// number of rows.
+///
+/// Errors: [`Error::File`], [`Error::Parquet`]; [`Error::Damaged`] for parts with other columns.
+pub fn concatenate(parts: &[PathBuf], path: &Path, columns: &[ColumnSpec]) -> Result<u64> {
+    let mut out = ParquetTable::create(path, columns)?;
     let expected = schema(columns);
     let mut groups = 0;
     for part in parts {
@@ -284,8 +289,7 @@ pub fn concatenate(parts: &[PathBuf], path: &Path, columns: &[Column]) -> Result
             return Err(Error::Damaged {
                 path: part.clone(),
                 place: "footer".into(),
-                problem: "it has other columns than this tool's parts; run the analysis again"
-                    .into(),
+                problem: "its columns are not this tool's; run the analysis again".into(),
             });
         }
         groups += metadata.num_row_groups();
@@ -328,41 +332,44 @@ fn splice(
     Ok(())
 }
 
-fn schema(columns: &[Column]) -> Type {
+fn schema(columns: &[ColumnSpec]) -> Type {
     let integer = |bit_width| Some(LogicalType::integer(bit_width, false));
     let fields = columns.iter().map(|column| {
         let (physical, logical) = match column.kind {
-            Kind::U64 => (Physical::INT64, integer(64)),
-            Kind::U32 => (Physical::INT32, integer(32)),
-            Kind::U8 => (Physical::INT32, integer(8)),
+            ColumnType::U64 => (Physical::INT64, integer(64)),
+            ColumnType::U32 => (Physical::INT32, integer(32)),
+            ColumnType::U8 => (Physical::INT32, integer(8)),
         };
         let field = Type::primitive_type_builder(column.name, physical)
             .with_repetition(Repetition::REQUIRED)
             .with_logical_type(logical);
-        Arc::new(field.build().expect("a column of this program's own is valid"))
+        field.build().map(Arc::new).expect("the column definitions are valid")
     });
     let schema = Type::group_type_builder("schema").with_fields(fields.collect());
-    schema.build().expect("a schema of this program's own is valid")
+    schema.build().expect("the schema is valid")
 }
 
-fn properties(columns: &[Column]) -> WriterPropertiesPtr {
+fn properties(columns: &[ColumnSpec]) -> WriterPropertiesPtr {
     let mut properties = WriterProperties::builder()
         .set_created_by("keyframe".into())
         .set_compression(Compression::LZ4_RAW)
         .set_dictionary_enabled(false)
         .set_statistics_enabled(EnabledStatistics::None)
         .set_offset_index_disabled(true)
-        // A row group's column is one page: LZ4 sees all of it.
+        // A column of a row group is one page, so that LZ4 sees all of it.
         .set_data_page_row_count_limit(GROUP_ROWS)
         .set_data_page_size_limit(1 << 24)
         .set_write_batch_size(GROUP_ROWS);
     for column in columns {
         let path = ColumnPath::from(column.name);
-        properties = match column.layout {
-            Layout::Plain => properties.set_column_encoding(path, Encoding::PLAIN),
-            Layout::Dictionary => properties.set_column_dictionary_enabled(path, true),
-            // Encoded here.
-            Layout::Split | Layout::Delta | Layout::Numbered | Layout::Small => properties,
+        properties = match column.encoding {
+            ColumnEncoding::Plain => properties.set_column_encoding(path, Encoding::PLAIN),
+            ColumnEncoding::Dictionary => properties.set_column_dictionary_enabled(path, true),
+            // `column_chunk` encodes these.
+            ColumnEncoding::Split
+            | ColumnEncoding::Delta
+            | ColumnEncoding::Numbered
+            | ColumnEncoding::Small => properties,
         };
     }
     Arc::new(properties.build())
@@ -375,23 +382,28 @@ mod tests {
     use parquet::file::reader::{FileReader, SerializedFileReader};
     use proptest::prelude::*;
 
-    const COLUMNS: &[Column] = &[
-        Column { name: "a", kind: Kind::U64, layout: Layout::Delta, about: "" },
-        Column { name: "b", kind: Kind::U64, layout: Layout::Split, about: "" },
-        Column { name: "c", kind: Kind::U32, layout: Layout::Dictionary, about: "" },
-        Column { name: "d", kind: Kind::U8, layout: Layout::Plain, about: "" },
+    const COLUMNS: &[ColumnSpec] = &[
+        ColumnSpec { name: "a", kind: ColumnType::U64, encoding: ColumnEncoding::Delta, about: "" },
+        ColumnSpec { name: "b", kind: ColumnType::U64, encoding: ColumnEncoding::Split, about: "" },
+        ColumnSpec {
+            name: "c",
+            kind: ColumnType::U32,
+            encoding: ColumnEncoding::Dictionary,
+            about: "",
+        },
+        ColumnSpec { name: "d", kind: ColumnType::U8, encoding: ColumnEncoding::Plain, about: "" },
     ];
 
     /// Rows `from..to`, with a row group cut at each of `cuts`.
     fn write(path: &Path, from: u64, to: u64, cuts: &[u64]) {
-        let mut table = Table::create(path, COLUMNS).unwrap();
+        let mut table = ParquetTable::create(path, COLUMNS).unwrap();
         for row in from..to {
             if cuts.contains(&row) {
                 table.flush().unwrap();
             }
             let values = [row, u64::MAX - row * 4097, row % 7, row % 3];
             table.values.iter_mut().zip(values).for_each(|(column, value)| column.push(value));
-            table.row_is_complete().unwrap();
+            table.complete_row().unwrap();
         }
         assert_eq!(table.finish().unwrap(), to - from);
     }
@@ -415,13 +427,43 @@ mod tests {
         assert!(std::fs::read(file("merged")).unwrap() == std::fs::read(file("again")).unwrap());
     }
 
-    const LAYOUTS: &[Column] = &[
-        Column { name: "delta", kind: Kind::U64, layout: Layout::Delta, about: "" },
-        Column { name: "numbered", kind: Kind::U64, layout: Layout::Numbered, about: "" },
-        Column { name: "split", kind: Kind::U64, layout: Layout::Split, about: "" },
-        Column { name: "half", kind: Kind::U32, layout: Layout::Split, about: "" },
-        Column { name: "small", kind: Kind::U8, layout: Layout::Small, about: "" },
-        Column { name: "few", kind: Kind::U32, layout: Layout::Numbered, about: "" },
+    const ENCODINGS: &[ColumnSpec] = &[
+        ColumnSpec {
+            name: "delta",
+            kind: ColumnType::U64,
+            encoding: ColumnEncoding::Delta,
+            about: "",
+        },
+        ColumnSpec {
+            name: "numbered",
+            kind: ColumnType::U64,
+            encoding: ColumnEncoding::Numbered,
+            about: "",
+        },
+        ColumnSpec {
+            name: "split",
+            kind: ColumnType::U64,
+            encoding: ColumnEncoding::Split,
+            about: "",
+        },
+        ColumnSpec {
+            name: "half",
+            kind: ColumnType::U32,
+            encoding: ColumnEncoding::Split,
+            about: "",
+        },
+        ColumnSpec {
+            name: "small",
+            kind: ColumnType::U8,
+            encoding: ColumnEncoding::Small,
+            about: "",
+        },
+        ColumnSpec {
+            name: "few",
+            kind: ColumnType::U32,
+            encoding: ColumnEncoding::Numbered,
+            about: "",
+        },
     ];
 
     /// As the format's own library reads them.
@@ -466,15 +508,15 @@ mod tests {
             let half: Vec<i32> = split.iter().map(|value| *value as i32).collect();
             let numbers: Vec<u16> = split.iter().map(|value| (*value as u64 % dictionary.len() as u64) as u16).collect();
             let small: Vec<u8> = split.iter().map(|value| *value as u8 >> bits).collect();
-            let mut table = Table::create(&path, LAYOUTS).unwrap();
+            let mut table = ParquetTable::create(&path, ENCODINGS).unwrap();
             for _ in 0..2 {
                 table.write(&[
-                    Data::Long(&delta),
-                    Data::Numbered(&dictionary, &numbers),
-                    Data::Long(&split),
-                    Data::Int(&half),
-                    Data::Small(&small, |number| u32::from(number) * 3),
-                    Data::Numbered(&dictionary, &numbers),
+                    ColumnData::Long(&delta),
+                    ColumnData::Numbered(&dictionary, &numbers),
+                    ColumnData::Long(&split),
+                    ColumnData::Int(&half),
+                    ColumnData::Small(&small, |number| u32::from(number) * 3),
+                    ColumnData::Numbered(&dictionary, &numbers),
                 ]).unwrap();
             }
             prop_assert_eq!(table.finish().unwrap(), 2 * steps.len() as u64);
@@ -494,7 +536,7 @@ mod tests {
         let (part, out) = (dir.path().join("part"), dir.path().join("out"));
         write(&part, 0, 10, &[]);
         let whole = std::fs::read(&part).unwrap();
-        let refused = |bytes: &[u8], columns: &[Column]| {
+        let refused = |bytes: &[u8], columns: &[ColumnSpec]| {
             std::fs::write(&part, bytes).unwrap();
             concatenate(std::slice::from_ref(&part), &out, columns).is_err()
         };

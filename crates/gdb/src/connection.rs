@@ -1,51 +1,55 @@
-//! A connection on which each packet is acknowledged.
+//! A connection that acknowledges each packet.
 
-use crate::packet::{Decoder, Item, frame};
+use crate::packet::{DecodedItem, PacketDecoder, frame};
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io::{ErrorKind, Read, Write};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-/// What comes over a connection, its acknowledgements apart.
+/// A message of the other end, without acknowledgements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Received {
     /// A packet's payload.
     Packet(Vec<u8>),
-    /// The user wants the target to stop.
+    /// A request to stop the target.
     Interrupt,
-    /// The other end has gone.
+    /// The other end has closed the connection.
     Closed,
 }
 
-/// A connection.
+/// A connection to GDB or to a gdbstub.
 #[derive(Debug)]
-pub struct Link<S> {
+pub struct GdbConnection<S> {
     stream: S,
     peer: &'static str,
-    decoder: Decoder,
-    /// For a peer that did not get it whole.
+    decoder: PacketDecoder,
+    /// The last packet, in case the peer asks for it again.
     sent: Vec<u8>,
 }
 
-impl<S: Read + Write + AsFd> Link<S> {
-    /// Over `stream`, which blocks, to `peer`, as errors name it.
+impl<S: Read + Write + AsFd> GdbConnection<S> {
+    /// Uses `stream`, which must block. `peer` names the other end in errors.
     pub fn new(stream: S, peer: &'static str) -> Self {
-        Self { stream, peer, decoder: Decoder::default(), sent: Vec::new() }
+        Self { stream, peer, decoder: PacketDecoder::default(), sent: Vec::new() }
     }
 
-    /// Sends a packet.
+    /// Sends a packet with this payload.
+    ///
+    /// Error: [`Error::Io`]; a closed connection is reported by the next [`GdbConnection::receive`].
     pub fn send(&mut self, payload: &[u8]) -> Result<()> {
         self.sent = frame(payload);
         self.write(&self.sent.clone())
     }
 
-    /// Has the target stop.
+    /// Asks the other end to stop the target. Error: [`Error::Io`].
     pub fn interrupt(&mut self) -> Result<()> {
         self.write(&[3])
     }
 
-    /// What comes within `wait`, if anything does.
+    /// Returns the next message, or `None` if there is none within `wait`.
+    ///
+    /// Errors: [`Error::Io`], [`Error::Protocol`].
     pub fn receive(&mut self, wait: Duration) -> Result<Option<Received>> {
         let began = Instant::now();
         let mut bytes = [0; 4096];
@@ -56,24 +60,23 @@ impl<S: Read + Write + AsFd> Link<S> {
                 .map_err(|problem| Error::Protocol { peer: self.peer, problem })?
             {
                 match item {
-                    Item::Packet(payload) => {
+                    DecodedItem::Packet(payload) => {
                         self.write(b"+")?;
                         return Ok(Some(Received::Packet(payload)));
                     }
-                    Item::Interrupt => return Ok(Some(Received::Interrupt)),
-                    Item::Garbled => self.write(b"-")?,
-                    Item::Nack => self.write(&self.sent.clone())?,
-                    Item::Ack => {}
+                    DecodedItem::Interrupt => return Ok(Some(Received::Interrupt)),
+                    DecodedItem::Corrupt => self.write(b"-")?,
+                    DecodedItem::Nack => self.write(&self.sent.clone())?,
+                    DecodedItem::Ack => {}
                 }
             }
             let left = wait.saturating_sub(began.elapsed());
             match ready(&[&self.stream], left)? {
-                Ready::Yes => {}
-                Ready::No => return Ok(None),
-                // A signal says nothing of whether the answer comes: whoever waits for the first
-                // one must not take it for silence.
-                Ready::Interrupted if left.is_zero() => return Ok(None),
-                Ready::Interrupted => continue,
+                WaitOutcome::Readable => {}
+                WaitOutcome::TimedOut => return Ok(None),
+                // A signal does not mean that no message comes.
+                WaitOutcome::Interrupted if left.is_zero() => return Ok(None),
+                WaitOutcome::Interrupted => continue,
             }
             match self.stream.read(&mut bytes) {
                 Ok(0) => return Ok(Some(Received::Closed)),
@@ -91,7 +94,7 @@ impl<S: Read + Write + AsFd> Link<S> {
 
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
         match self.stream.write_all(bytes) {
-            // Who has gone is found when it is read from.
+            // Reading reports that the other end has closed the connection.
             Err(e) if matches!(e.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe) => {
                 Ok(())
             }
@@ -100,21 +103,26 @@ impl<S: Read + Write + AsFd> Link<S> {
     }
 }
 
-/// Waits until something comes over one of two connections, at most for `wait`.
-pub fn wait_for_either<A: AsFd, B: AsFd>(a: &Link<A>, b: &Link<B>, wait: Duration) -> Result<()> {
+/// Waits for a message on either of two connections, at most for `wait`.
+///
+/// Error: [`Error::Io`].
+pub fn wait_for_either<A: AsFd, B: AsFd>(
+    a: &GdbConnection<A>,
+    b: &GdbConnection<B>,
+    wait: Duration,
+) -> Result<()> {
     ready(&[&a.stream.as_fd(), &b.stream.as_fd()], wait).map(drop)
 }
 
-/// What a wait for streams came to.
-enum Ready {
-    Yes,
-    /// Not within the time.
-    No,
-    /// A signal came before either.
+/// The outcome of a wait for streams.
+enum WaitOutcome {
+    Readable,
+    TimedOut,
+    /// A signal interrupted the wait.
     Interrupted,
 }
 
-fn ready(streams: &[&dyn AsFd], wait: Duration) -> Result<Ready> {
+fn ready(streams: &[&dyn AsFd], wait: Duration) -> Result<WaitOutcome> {
     let mut fds: Vec<_> = streams
         .iter()
         .map(|stream| PollFd::from_borrowed_fd(stream.as_fd(), PollFlags::IN))
@@ -124,9 +132,9 @@ fn ready(streams: &[&dyn AsFd], wait: Duration) -> Result<Ready> {
         tv_nsec: wait.subsec_nanos().into(),
     };
     match poll(&mut fds, Some(&wait)) {
-        Ok(0) => Ok(Ready::No),
-        Ok(_) => Ok(Ready::Yes),
-        Err(rustix::io::Errno::INTR) => Ok(Ready::Interrupted),
+        Ok(0) => Ok(WaitOutcome::TimedOut),
+        Ok(_) => Ok(WaitOutcome::Readable),
+        Err(rustix::io::Errno::INTR) => Ok(WaitOutcome::Interrupted),
         Err(e) => Err(Error::Io { peer: "the debugger or QEMU", source: e.into() }),
     }
 }
@@ -141,20 +149,20 @@ mod tests {
     #[test]
     fn packets_are_acknowledged_and_sent_again() {
         let (near, mut far) = UnixStream::pair().unwrap();
-        let mut link = Link::new(near, "the test");
-        link.send(b"OK").unwrap();
+        let mut connection = GdbConnection::new(near, "the test");
+        connection.send(b"OK").unwrap();
         let mut sent = [0; 6];
         far.read_exact(&mut sent).unwrap();
         assert_eq!(&sent, b"$OK#9a");
         far.write_all(b"-+$g#67$g#68\x03").unwrap();
-        assert_eq!(link.receive(SOON).unwrap(), Some(Received::Packet(b"g".to_vec())));
-        assert_eq!(link.receive(SOON).unwrap(), Some(Received::Interrupt));
-        assert_eq!(link.receive(Duration::ZERO).unwrap(), None);
+        assert_eq!(connection.receive(SOON).unwrap(), Some(Received::Packet(b"g".to_vec())));
+        assert_eq!(connection.receive(SOON).unwrap(), Some(Received::Interrupt));
+        assert_eq!(connection.receive(Duration::ZERO).unwrap(), None);
         let mut answers = [0; 8];
         far.read_exact(&mut answers).unwrap();
         assert_eq!(&answers, b"$OK#9a+-");
         drop(far);
-        assert_eq!(link.receive(SOON).unwrap(), Some(Received::Closed));
-        link.send(b"OK").unwrap();
+        assert_eq!(connection.receive(SOON).unwrap(), Some(Received::Closed));
+        connection.send(b"OK").unwrap();
     }
 }

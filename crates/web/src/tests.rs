@@ -1,4 +1,4 @@
-//! The API without a network: requests go to the router as a connection would give them.
+//! Tests of the API without a network: requests go directly to the router.
 
 mod access;
 mod answers;
@@ -6,9 +6,9 @@ mod described;
 mod page;
 
 use crate::api::{self, App};
+use crate::event_hub::EventHub;
 use crate::guard::Guard;
-use crate::live::Live;
-use crate::synthetic::Synthetic;
+use crate::synthetic::SyntheticSource;
 use axum::Router;
 use axum::body::{Body, to_bytes};
 use axum::http::{HeaderMap, Request, StatusCode};
@@ -22,7 +22,7 @@ const TOKEN: &str = "a token";
 
 /// A server with a synthetic source.
 struct Served {
-    source: Arc<Synthetic>,
+    source: Arc<SyntheticSource>,
     router: Router,
 }
 
@@ -40,17 +40,17 @@ impl Answer {
 }
 
 impl Served {
-    fn at(address: &str, token: Option<&str>, source: Synthetic) -> Self {
+    fn at(address: &str, token: Option<&str>, source: SyntheticSource) -> Self {
         let address: IpAddr = address.parse().unwrap();
         let token = token.map(|token| Zeroizing::new(token.as_bytes().to_vec()));
         let source = Arc::new(source);
-        let shown: Arc<dyn crate::Source> = source.clone();
-        let app = App::new(shown, Guard::new(address, token.as_ref()), Live::default(), None);
+        let shown: Arc<dyn crate::DashboardSource> = source.clone();
+        let app = App::new(shown, Guard::new(address, token.as_ref()), EventHub::default(), None);
         Self { source, router: api::router(&Arc::new(app)) }
     }
 
     fn on_loopback() -> Self {
-        Self::at("127.0.0.1", Some(TOKEN), Synthetic::new(3, 20))
+        Self::at("127.0.0.1", Some(TOKEN), SyntheticSource::new(3, 20))
     }
 
     /// `METHOD PATH` with header lines `Name: value`.
@@ -88,7 +88,7 @@ impl Served {
     }
 }
 
-/// Of a body that never ends.
+/// The first piece of an endless body.
 async fn first_piece(body: Body) -> Vec<u8> {
     use futures_util::StreamExt;
     body.into_data_stream().next().await.unwrap().unwrap().to_vec()

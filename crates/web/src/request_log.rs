@@ -1,6 +1,6 @@
-//! A line for each request, on standard error: for a person, or as JSON for what gathers logs.
+//! The request log on standard error, a line for each request: as text or as JSON.
 //!
-//! Of a request its path is told, never its query or headers: the token is not in a log.
+//! A line has the request's path, never its query or headers, which might contain the token.
 
 use keyframe_units::duration_ns;
 use serde::Serialize;
@@ -8,7 +8,7 @@ use std::io::Write;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-/// How lines look.
+/// The format of the request log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogFormat {
     /// `GET /metrics 200 1.2 ms 127.0.0.1`.
@@ -17,9 +17,9 @@ pub enum LogFormat {
     Json,
 }
 
-/// What a line says.
+/// A line of the request log.
 #[derive(Serialize)]
-pub struct Line<'a> {
+pub struct RequestLogLine<'a> {
     pub time: jiff::Timestamp,
     pub level: &'static str,
     pub message: &'static str,
@@ -30,8 +30,8 @@ pub struct Line<'a> {
     pub peer: SocketAddr,
 }
 
-impl<'a> Line<'a> {
-    /// One about a request that was answered.
+impl<'a> RequestLogLine<'a> {
+    /// The line of a request that was answered.
     pub fn of(
         method: &'a str,
         path: &'a str,
@@ -45,10 +45,10 @@ impl<'a> Line<'a> {
         Self { time, level, message: "request", method, path, status, duration_ns, peer }
     }
 
-    /// As it is written.
+    /// The line as text.
     pub fn text(&self, format: LogFormat) -> String {
         match format {
-            // A path has no control characters: HTTP does not let them through.
+            // HTTP allows no control characters in a path.
             LogFormat::Text => format!(
                 "keyframe: {} {} {} {:.1} ms {}",
                 self.method,
@@ -61,7 +61,7 @@ impl<'a> Line<'a> {
         }
     }
 
-    /// Writes it; who does not read standard error misses it.
+    /// Writes the line to standard error, and ignores errors.
     pub fn write(&self, format: LogFormat) {
         let _ = writeln!(std::io::stderr().lock(), "{}", self.text(format));
     }
