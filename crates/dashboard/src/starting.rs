@@ -43,7 +43,8 @@ fn told(clones: &[Value], pid: u32) -> String {
 
 /// Brings checkpoint `id` to life as it was.
 pub fn restore(listed: &Listed, id: u64) -> Result<String, ApiError> {
-    let folder = rundir::of_restored().map_err(|failure| ApiError::Failed(said(&failure.into())))?;
+    let folder =
+        rundir::of_restored().map_err(|failure| ApiError::Failed(said(&failure.into())))?;
     // It has no name before the VM has a directory.
     let console = tempfile::Builder::new().prefix(".console-").tempfile_in(folder).map_err(io)?;
     let file = console.reopen().map_err(io)?;
