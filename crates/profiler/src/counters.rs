@@ -15,9 +15,9 @@
 
 use super::target::Target;
 use crate::error::{Error, Result};
-use keyframe_units::error_chain as chain;
 use keyframe_profile::pcap;
 use keyframe_qemu::Qmp;
+use keyframe_units::error_chain as chain;
 use rustix::fs::{MemfdFlags, SealFlags};
 use serde_json::{Value, json};
 use std::fs::File;
@@ -79,9 +79,7 @@ impl Counters {
     /// What went to disks so far; `None` where that is not counted.
     pub fn disks(&mut self, target: &mut Target) -> Result<Option<Disks>> {
         match target.qmp().filter(|_| self.disks) {
-            Some(qmp) => {
-                disks(qmp).map_err(Error::Disks)
-            }
+            Some(qmp) => disks(qmp).map_err(Error::Disks),
             None => Ok(None),
         }
     }

@@ -129,11 +129,9 @@ impl Error {
             Self::TextNotShown { .. } => Some(
                 "--when looks at QEMU's standard output: add -serial stdio, or use --settle".into(),
             ),
-            Self::Io { .. }
-            | Self::Ended(_)
-            | Self::Disks(_)
-            | Self::NoEpoch
-            | Self::Panicked => None,
+            Self::Io { .. } | Self::Ended(_) | Self::Disks(_) | Self::NoEpoch | Self::Panicked => {
+                None
+            }
         }
     }
 }

@@ -32,8 +32,8 @@ pub mod meter;
 pub mod outside;
 pub mod target;
 
-use indicatif::ProgressBar;
 pub use error::{Error, Result};
+use indicatif::ProgressBar;
 
 use keyframe_kernel::{END_SIGNALS, Interrupt};
 use keyframe_profile::{Curve, Epoch, Ladder};
@@ -105,9 +105,8 @@ pub struct Profile {
 
 /// Measures `subject`.
 pub fn measure(subject: Subject, options: &Options, bar: &ProgressBar) -> Result<Profile> {
-    let interrupted = Interrupt::on(&END_SIGNALS)
-        .map_err(|e| Error::io("catch signals", e))?
-        .into_flag();
+    let interrupted =
+        Interrupt::on(&END_SIGNALS).map_err(|e| Error::io("catch signals", e))?.into_flag();
     let mut run = Run { options, bar, interrupted, profile: Profile::empty() };
     match subject {
         Subject::Running { pid, qmp } => run.target(Target::running(pid, qmp.as_deref())?, 1)?,
@@ -137,12 +136,7 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    fn launched(
-        &mut self,
-        command: &[OsString],
-        vcpus: &[u32],
-        start: &Start,
-    ) -> Result<()> {
+    fn launched(&mut self, command: &[OsString], vcpus: &[u32], start: &Start) -> Result<()> {
         let numbers: Vec<Option<u32>> =
             if vcpus.is_empty() { vec![None] } else { vcpus.iter().copied().map(Some).collect() };
         for number in &numbers {

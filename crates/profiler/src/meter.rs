@@ -119,10 +119,7 @@ impl Meter {
         let mut found = Vec::new();
         for range in &target.ranges {
             found.clear();
-            let stats = self
-                .tracker
-                .scan_and_protect(*range, &mut found)
-                ?;
+            let stats = self.tracker.scan_and_protect(*range, &mut found)?;
             pages += stats.written_pages;
         }
         Ok(pages)

@@ -8,8 +8,8 @@
 use super::command_line;
 use crate::error::{Error, Result};
 use keyframe_kernel::{Mapping, Process};
-use keyframe_units::human_bytes;
 use keyframe_units::HostRange;
+use keyframe_units::human_bytes;
 use std::path::Path;
 
 /// What is read of a command line at most.
@@ -28,9 +28,7 @@ pub fn find(process: &Process) -> Result<Found> {
     let pid = process.pid();
     let words = words(pid)?;
     let said = words.split_first().map_or(Err(String::new()), |(_, rest)| command_line::read(rest));
-    let said = said.map_err(|part| {
-        Error::UnclearCommandLine { pid, part }
-    })?;
+    let said = said.map_err(|part| Error::UnclearCommandLine { pid, part })?;
     let maps = process.maps()?;
     if !process.is_alive() {
         return Err(Error::Ended(pid));
@@ -80,8 +78,8 @@ fn choose(pid: u32, sizes: &[u64], maps: &[Mapping]) -> Result<Vec<HostRange>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use keyframe_units::HostVirt;
     use keyframe_units::human_bytes;
-use keyframe_units::HostVirt;
 
     fn mapping(start: u64, len_bytes: u64, writable: bool) -> Mapping {
         Mapping {

@@ -81,11 +81,11 @@ impl Target {
             }
             .with_page_sizes_noted());
         };
-        let mut qmp = Qmp::connect_running(path, CONNECT_TIMEOUT).map_err(|e| {
-            Error::Monitor(e)
-        })?;
-        let blocks = find_ram_blocks(&mut qmp, pid).map_err(|e| {
-            Error::OtherMonitor { pid, socket: path.to_owned(), source: e }
+        let mut qmp = Qmp::connect_running(path, CONNECT_TIMEOUT).map_err(|e| Error::Monitor(e))?;
+        let blocks = find_ram_blocks(&mut qmp, pid).map_err(|e| Error::OtherMonitor {
+            pid,
+            socket: path.to_owned(),
+            source: e,
         })?;
         let answer = qmp.execute("query-cpus-fast", None)?;
         let vcpus = answer.as_array().and_then(|all| u32::try_from(all.len()).ok());

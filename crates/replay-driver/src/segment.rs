@@ -91,8 +91,7 @@ pub fn segment(
     )
     .map_err(|refused| {
         let Refused { error, found, beside } = *refused;
-        launch::end(found, beside);
-        error
+        launch::end(found, beside, error)
     })?;
     let engine = engine_over(&source.store, parts, options)?;
     tell(passage.icount);

@@ -5,8 +5,9 @@ use super::Options;
 use super::launch::{Found, Parts, Refused, lock, names, open_lans, prepare, require_kernel};
 use super::machines::Beside;
 use super::storage;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::rundir::RunDir;
+use crate::teardown::Teardown;
 use keyframe_qemu::{AttachOptions, Monitor, Vm};
 use keyframe_store::Store;
 
@@ -29,29 +30,41 @@ pub fn attach(store: &Store, vms: &[(u32, AttachOptions)], options: &Options) ->
     let (name, members) = names(&wanted, is_group, options)?;
     let run_dir = RunDir::claim(&name)?;
     let writer = lock(store, "attach", &name, options)?;
-    let lans = open_lans(options)?;
+    let mut beside = Beside { lans: open_lans(options)?, disks: None };
     let mut found = Vec::with_capacity(vms.len());
-    for ((mut vm, monitor), name) in attached.into_iter().zip(members) {
-        let identity = vm.identity()?;
-        let directory = vm.working_directory()?;
-        let runs = vm.qmp().status()?.is_running();
-        found.push(Found { name, vm, identity, directory, monitor, runs });
+    let mut look = || -> Result<()> {
+        for ((mut vm, monitor), name) in attached.into_iter().zip(members) {
+            let identity = vm.identity()?;
+            let directory = vm.working_directory()?;
+            let runs = vm.qmp().status()?.is_running();
+            found.push(Found { name, vm, identity, directory, monitor, runs });
+        }
+        let place = (store, &*name, run_dir.path());
+        beside.disks = storage::choose::own(
+            place,
+            (&mut found, is_group),
+            options.disk,
+            &options.leave_out,
+            &options.events,
+        )?;
+        Ok(())
+    };
+    // The VMs are dropped, which detaches them; they run on.
+    if let Err(error) = look() {
+        return Err(release(beside, error));
     }
-    let place = (store, &*name, run_dir.path());
-    let disks = storage::choose::own(
-        place,
-        (&mut found, is_group),
-        options.disk,
-        &options.leave_out,
-        &options.events,
-    )?;
-    let beside = Beside { lans, disks };
-    // Where it is refused, the VMs are dropped, which is to detach.
     prepare(store, writer, run_dir, (name, is_group), (found, beside), options).map_err(|refused| {
-        let Refused { error, mut found, beside } = *refused;
-        if let Some(disks) = beside.disks {
+        let Refused { error, mut found, mut beside } = *refused;
+        if let Some(disks) = beside.disks.take() {
             disks.undo(&mut found.iter_mut().map(|one| &mut one.vm).collect::<Vec<_>>());
         }
-        error
+        release(beside, error)
     })
+}
+
+/// Releases the peripherals of VMs that run on. Returns `error` with those of the release.
+fn release(beside: Beside, error: Error) -> Error {
+    let mut teardown = Teardown::after(error);
+    teardown.step(beside.release(true));
+    teardown.into_error()
 }

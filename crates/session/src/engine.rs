@@ -79,6 +79,13 @@ enum End {
     Asked(OnExit),
 }
 
+/// A run that cannot go on.
+struct BrokenRun {
+    error: Error,
+    /// False if the guests of launched VMs have not run.
+    has_begun: bool,
+}
+
 /// A running engine.
 pub struct Engine<'a> {
     store: &'a Store,
@@ -183,16 +190,23 @@ impl<'a> Engine<'a> {
     /// Runs the VM to its end, or until the run is ended.
     pub fn run(mut self) -> Result<RunReport> {
         self.tell(Event::Started(self.greeting()));
-        if self.options.recorded.is_some() {
-            // A replay begins with a checkpoint.
-            self.capture(CheckpointReason::Begin, None, None)?;
+        if let Err(error) = self.begin() {
+            return self.finish(Err(BrokenRun { error, has_begun: false }));
         }
-        self.machines.start()?;
-        let end = self.until_end();
+        let end = self.until_end().map_err(|error| BrokenRun { error, has_begun: true });
         if matches!(end, Ok(End::Asked(OnExit::Kill))) && self.options.recorded.is_some() {
             self.take_last();
         }
         self.finish(end)
+    }
+
+    /// Lets the VMs run.
+    fn begin(&mut self) -> Result<()> {
+        if self.options.recorded.is_some() {
+            // A replay begins with a checkpoint.
+            self.capture(CheckpointReason::Begin, None, None)?;
+        }
+        self.machines.start()
     }
 
     /// The last interval of a recording is to end at a checkpoint, as the others do.

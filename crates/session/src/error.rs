@@ -80,6 +80,9 @@ pub enum Error {
         /// What failed.
         source: Box<Self>,
     },
+    /// Several steps of a teardown failed, in this order.
+    #[error("{}", .0.iter().map(|e| error_chain(e)).collect::<Vec<_>>().join("; "))]
+    Several(Vec<Self>),
     /// There is no VM to take checkpoints of.
     #[error("the session has no VM")]
     NoVm,
@@ -183,6 +186,7 @@ impl Error {
             Self::Disk(error) => return error.fix(),
             Self::Checkpoint(error) => return error.fix(),
             Self::OfMember { source, .. } => return source.fix(),
+            Self::Several(errors) => return errors.iter().find_map(Self::fix),
             Self::MissingFeatures { fix, .. } => {
                 return fix.clone().or_else(|| Some("see keyframe doctor".into()));
             }

@@ -14,6 +14,7 @@ use crate::event::{Event, EventSink};
 use crate::lans::{self, Lans};
 use crate::rights;
 use crate::rundir::{self, RunDir};
+use crate::teardown::Teardown;
 use keyframe_qemu::watchdog::Watchdog;
 use keyframe_qemu::{
     AuditFinding, DiskServer, Drive, Invocation, LaunchOptions, QemuIdentity, Severity, Vm,
@@ -92,60 +93,64 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
     let run_dir = RunDir::claim(&name)?;
     let writer = lock(store, "run", &name, options)?;
     // Before the VMs: they connect as they start.
-    let lans = open_lans(options)?;
-    let way = storage::choose::for_launch(options.disk, &all_drives(&starting, &directory)?)?;
-    let served = if way == DiskWay::Served {
-        let members = is_group.then_some(&members[..]);
-        serve_disks(store, &name, run_dir.path(), &mut starting, members, &*options.events)?
-    } else {
-        None
-    };
-    let mut media = None;
-    if let Some(recorded) = &options.recorded {
-        media = recorded.prepare(&mut starting, (&directory, run_dir.path()), &*options.events)?;
-    }
-    let disks = served.map(|served| {
-        let events = Arc::clone(&options.events);
-        Storage::Served(SessionDisks::new(served, options.pause_limit, events))
-    });
-    let mut beside = Beside { lans, disks };
+    let mut beside = Beside { lans: open_lans(options)?, disks: None };
     let mut found: Vec<Found> = Vec::with_capacity(starting.len());
-    let launched = starting.into_iter().zip(members).enumerate().try_for_each(
-        |(number, ((line, identity), name))| {
-            // A number, not the name: paths of sockets have to be short.
-            let run_dir = if is_group {
-                run_dir.path().join(number.to_string())
-            } else {
-                run_dir.path().into()
-            };
-            let runs = !line.starts_paused();
-            let mut vm = Vm::launch(line, &LaunchOptions { run_dir })?;
-            let whole = vm.require_whole_line();
-            let answered = answer_on(vm.core(), beside.disks.as_ref(), media.as_mut());
-            if let Some(media) = media.take() {
-                vm.accompany(media);
-            }
-            found.push(Found {
-                name,
-                vm,
-                identity,
-                directory: directory.clone(),
-                monitor: None,
-                runs,
+    let mut start_all = || -> Result<()> {
+        let way = storage::choose::for_launch(options.disk, &all_drives(&starting, &directory)?)?;
+        if way == DiskWay::Served {
+            let members = is_group.then_some(&members[..]);
+            let served = serve_disks(
+                store,
+                &name,
+                run_dir.path(),
+                &mut starting,
+                members,
+                &*options.events,
+            )?;
+            beside.disks = served.map(|served| {
+                let events = Arc::clone(&options.events);
+                Storage::Served(SessionDisks::new(served, options.pause_limit, events))
             });
-            answered?;
-            match whole {
-                Err(hidden) if options.recorded.is_some() => Err(hidden.into()),
-                Err(hidden) => {
-                    options.events.event(&Event::HiddenOptions { error: Arc::new(hidden) });
-                    Ok(())
+        }
+        let mut media = None;
+        if let Some(recorded) = &options.recorded {
+            media =
+                recorded.prepare(&mut starting, (&directory, run_dir.path()), &*options.events)?;
+        }
+        starting.into_iter().zip(members).enumerate().try_for_each(
+            |(number, ((line, identity), name))| {
+                // A number, not the name: paths of sockets have to be short.
+                let run_dir = if is_group {
+                    run_dir.path().join(number.to_string())
+                } else {
+                    run_dir.path().into()
+                };
+                let runs = !line.starts_paused();
+                let mut vm = Vm::launch(line, &LaunchOptions { run_dir })?;
+                let whole = vm.require_whole_line();
+                let answered = answer_on(vm.core(), beside.disks.as_ref(), media.as_mut());
+                if let Some(media) = media.take() {
+                    vm.accompany(media);
                 }
-                Ok(()) => Ok(()),
-            }
-        },
-    );
-    // The guests have not run: nothing is lost by ending them.
-    let launched = launched.and_then(|()| {
+                found.push(Found {
+                    name: name.clone(),
+                    vm,
+                    identity,
+                    directory: directory.clone(),
+                    monitor: None,
+                    runs,
+                });
+                answered?;
+                match whole {
+                    Err(hidden) if options.recorded.is_some() => Err(Error::from(hidden)),
+                    Err(hidden) => {
+                        options.events.event(&Event::HiddenOptions { error: Arc::new(hidden) });
+                        Ok(())
+                    }
+                    Ok(()) => Ok(()),
+                }
+            },
+        )?;
         if way != DiskWay::Served {
             let place = (store, &*name, run_dir.path());
             beside.disks = storage::choose::own(
@@ -157,23 +162,20 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
             )?;
         }
         Ok(())
-    });
-    match launched {
+    };
+    // The guests have not run: nothing is lost by ending them.
+    match start_all() {
         Ok(()) => {
             // Before there are threads that copy and encode.
             rights::trace_only(&*options.events);
             prepare(store, writer, run_dir, (name, is_group), (found, beside), options).map_err(
                 |refused| {
                     let Refused { error, found, beside } = *refused;
-                    end(found, beside);
-                    error
+                    end(found, beside, error)
                 },
             )
         }
-        Err(error) => {
-            end(found, beside);
-            Err(error)
-        }
+        Err(error) => Err(end(found, beside, error)),
     }
 }
 
@@ -234,14 +236,14 @@ fn serve_disks(
     Ok(disks::serve(store, name, None, wanted, &socket).map(Some)?)
 }
 
-/// Ends VMs, and what stands beside them.
-pub fn end(found: Vec<Found>, beside: Beside) {
+/// Ends VMs and their peripherals after `error`. Returns it with the errors of the teardown.
+pub fn end(found: Vec<Found>, beside: Beside, error: Error) -> Error {
+    let mut teardown = Teardown::after(error);
     for mut one in found {
-        let _ = one.vm.kill();
+        teardown.step(one.vm.kill());
     }
-    if let Some(disks) = beside.disks {
-        let _ = disks.end();
-    }
+    teardown.step(beside.release(false));
+    teardown.into_error()
 }
 
 /// The name of the VM or the group, and those of the members, from those that the VMs have

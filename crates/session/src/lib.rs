@@ -20,6 +20,7 @@ pub mod engine;
 pub mod error;
 pub mod event;
 pub mod faults;
+pub mod helper_process;
 pub mod interrupt;
 pub mod lans;
 pub mod launch;
@@ -32,6 +33,7 @@ pub mod rights;
 pub mod rundir;
 pub mod sink;
 pub mod storage;
+pub mod teardown;
 pub mod tuning;
 pub mod watch;
 

@@ -65,6 +65,21 @@ pub struct Beside {
     pub disks: Option<Storage>,
 }
 
+impl Beside {
+    /// Ends the networks, and the disks unless the VMs run on with them (`keeps`). Returns the
+    /// directory of the guests' writes, if it is not that of the images.
+    pub fn release(self, keeps: bool) -> Result<Option<std::path::PathBuf>> {
+        if let Some(lans) = self.lans {
+            lans.end();
+        }
+        match self.disks {
+            Some(disks) if keeps => Ok(disks.keep()),
+            Some(disks) => disks.end(),
+            None => Ok(None),
+        }
+    }
+}
+
 /// All VMs of a session.
 pub struct Machines {
     members: Vec<Member>,

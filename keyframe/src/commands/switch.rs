@@ -4,9 +4,8 @@
 use crate::output;
 use keyframe_failure::{DONE, Failure, Outcome, chain};
 use keyframe_kernel::{END_SIGNALS, signal_socket};
-use keyframe_net::{Error, Switch as NetSwitch, serve, serve_until};
-use std::os::fd::AsFd;
-use std::os::unix::net::UnixStream;
+use keyframe_net::{Error, Switch as NetSwitch, serve_until};
+use keyframe_session::helper_process;
 use std::path::PathBuf;
 
 /// Connect VMs by a network that a checkpoint of several can hold
@@ -58,11 +57,7 @@ impl SwitchProcess {
     /// Switches until the engine has ended and no VM is connected.
     #[expect(clippy::unused_self, reason = "as all commands")]
     pub fn run(&self) -> Outcome {
-        let control = std::io::stdin()
-            .as_fd()
-            .try_clone_to_owned()
-            .map_err(|e| Failure::new(format!("take standard input: {e}")))?;
-        serve(UnixStream::from(control)).map_err(|e| failure(&e))?;
+        helper_process::switch()?;
         Ok(DONE)
     }
 }

@@ -1,8 +1,8 @@
 //! `keyframe __watchdog`: the process that resumes a VM whose engine died or stalled in a pause.
 //! Not for people.
 
-use keyframe_failure::{DONE, Failure, Outcome};
-use keyframe_qemu::watchdog::{self, Watched};
+use keyframe_failure::{DONE, Outcome};
+use keyframe_session::helper_process;
 use std::ffi::OsString;
 
 /// Resume a VM if the engine that writes to standard input dies or stalls while it is paused
@@ -17,12 +17,7 @@ pub struct Watchdog {
 impl Watchdog {
     /// Watches until the engine ends.
     pub fn run(&self) -> Outcome {
-        let watched = match self.watched.as_slice() {
-            [path] => Watched::Monitor(path.into()),
-            words => Watched::parse(words).map_err(|e| Failure::qemu(&e))?,
-        };
-        watchdog::run(watched, std::io::stdin(), std::io::stdout())
-            .map_err(|e| Failure::qemu(&e))?;
+        helper_process::watch(&self.watched)?;
         Ok(DONE)
     }
 }

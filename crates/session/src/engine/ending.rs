@@ -1,9 +1,9 @@
 //! The end of a run: what was captured is sealed, QEMU is ended or left to itself.
 
-use super::{End, Engine, Event, Inbox, OnExit, RunEnd, RunReport, StoreSink};
+use super::{BrokenRun, End, Engine, Event, Inbox, OnExit, RunEnd, RunReport, StoreSink};
 use crate::error::{Error, Result};
-use crate::machines::Beside;
 use crate::rundir::RunDir;
+use crate::teardown::Teardown;
 use keyframe_qemu::Vm;
 
 impl Engine<'_> {
@@ -32,17 +32,27 @@ impl Engine<'_> {
         Ok(sink)
     }
 
-    pub(super) fn finish(mut self, end: Result<End>) -> Result<RunReport> {
+    /// Releases all parts of the run, whatever fails, and returns all errors. VMs of a run that
+    /// broke run on; those whose guests have not run are ended.
+    pub(super) fn finish(mut self, end: Result<End, BrokenRun>) -> Result<RunReport> {
         keyframe_kernel::priority::lower();
-        let finished = self.seal_the_rest();
+        let mut teardown = Teardown::default();
+        let end = match end {
+            Ok(end) => end,
+            Err(BrokenRun { error, has_begun }) => {
+                teardown = Teardown::after(error);
+                End::Asked(if has_begun { OnExit::Keep } else { OnExit::Kill })
+            }
+        };
+        teardown.step(self.seal_the_rest());
         self.recorder = None;
-        let mut run_dir = self.run_dir;
         // The tracker goes with the cycle: QEMU is on its own again before it is ended or left.
         drop(self.copying);
-        let (is_attached, is_group) = (self.machines.is_attached(), self.machines.is_group());
+        let is_attached = self.machines.is_attached();
         if let Some((disks, vms)) = self.machines.storage() {
             disks.detach(vms);
         }
+        let is_group = self.machines.is_group();
         let (vms, beside) = self.machines.into_vms();
         let events = &*self.options.events;
         if let Some(recompressor) = self.recompressor.take() {
@@ -53,12 +63,12 @@ impl Engine<'_> {
         {
             events.event(&Event::CountNotReached { count, sealed: self.sealed });
         }
-        let end = match end? {
+        let end = match end {
             End::Vm(exit) => {
                 if !exit.success() {
                     events.event(&Event::QemuFailed { exit });
                 } else if is_attached {
-                    // Its console is somebody else's.
+                    // Its console is another terminal's.
                     events.event(&Event::VmEnded { vm: self.name.clone() });
                 }
                 RunEnd::VmEnded(exit)
@@ -70,22 +80,22 @@ impl Engine<'_> {
                 RunEnd::Detached
             }
             End::Asked(OnExit::Kill) => {
-                // Each of them, whatever becomes of the others.
-                let killed: Vec<_> = vms.into_iter().map(|(_, mut vm)| vm.kill()).collect();
-                killed.into_iter().collect::<Result<(), _>>()?;
+                for (_, mut vm) in vms {
+                    teardown.step(vm.kill());
+                }
                 RunEnd::Killed
             }
             End::Asked(OnExit::Keep) => {
-                run_dir.keep();
-                keep(vms, is_group, &run_dir, |event| events.event(&event));
+                self.run_dir.keep();
+                keep(vms, is_group, &self.run_dir, |event| events.event(&event));
                 RunEnd::Kept
             }
         };
-        let writes = end_beside(beside, matches!(end, RunEnd::Detached | RunEnd::Kept))?;
-        if let Some(directory) = writes {
+        let keeps = matches!(end, RunEnd::Detached | RunEnd::Kept);
+        if let Some(Some(directory)) = teardown.step(beside.release(keeps)) {
             events.event(&Event::WritesKept { directory });
         }
-        finished?;
+        teardown.finish()?;
         let (sealed, failed) = (self.sealed, self.failed);
         let has_qemu_failed = matches!(end, RunEnd::VmEnded(exit) if !exit.success());
         events.event(&Event::Finished { sealed, failed, has_qemu_failed });
@@ -101,18 +111,5 @@ fn keep(vms: Vec<(String, Vm)>, is_group: bool, run_dir: &RunDir, tell: impl Fn(
             if is_group { run_dir.path().join(number.to_string()) } else { run_dir.path().into() };
         let monitor = dir.join("qmp.sock");
         tell(Event::Kept { vm, qemu_pid: qemu.keep(), monitor });
-    }
-}
-
-/// Ends what stands beside VMs, or leaves it to them if they run on. Returns the directory of the
-/// guests' writes, if it is not that of the images.
-fn end_beside(beside: Beside, keeps: bool) -> Result<Option<std::path::PathBuf>> {
-    if let Some(lans) = beside.lans {
-        lans.end();
-    }
-    match beside.disks {
-        Some(disks) if keeps => Ok(disks.keep()),
-        Some(disks) => disks.end(),
-        None => Ok(None),
     }
 }

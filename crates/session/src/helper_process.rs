@@ -1,0 +1,81 @@
+//! The processes that a session starts beside itself: they are the running program again, with a
+//! hidden first argument.
+//!
+//! | argument | process |
+//! |---|---|
+//! | `__watchdog WORDS` | resumes a VM whose session dies or stalls in a pause |
+//! | `__disks` | serves the disks of a VM, which may outlive its session |
+//! | `__switch` | the network between the VMs of a group |
+//!
+//! A program that runs sessions calls [`run_if_asked`] first in its `main`, before it starts
+//! threads or reads its arguments.
+
+use crate::error::{Error, Result, error_chain};
+use keyframe_confine::{Keep, capabilities_but, no_programs};
+use keyframe_qemu::watchdog::{self, Watched};
+use keyframe_vm_disks::layer::Layers;
+use std::ffi::OsString;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::process::exit;
+
+/// Runs a helper process and exits if the program was started as one. Returns otherwise.
+pub fn run_if_asked() {
+    let mut arguments = std::env::args_os().skip(1);
+    let Some(first) = arguments.next() else { return };
+    // A kernel that refuses to take rights away leaves the helper with the program's own.
+    let ended = match first.to_str() {
+        Some("__watchdog") => {
+            let _ = capabilities_but(Keep::Tracing);
+            watch(&arguments.collect::<Vec<_>>())
+        }
+        Some("__disks") => {
+            let _ = capabilities_but(Keep::Files).and_then(|()| no_programs());
+            serve_disks()
+        }
+        Some("__switch") => {
+            let _ = capabilities_but(Keep::Files).and_then(|()| no_programs());
+            switch()
+        }
+        _ => return,
+    };
+    match ended {
+        Ok(()) => exit(0),
+        Err(error) => {
+            eprintln!("{}: {}", first.display(), error_chain(&error));
+            exit(1);
+        }
+    }
+}
+
+/// Watches the VM that `words` describe, until the session at the other end of standard input
+/// ends. One word alone is the path of QEMU's monitor socket.
+pub fn watch(words: &[OsString]) -> Result<()> {
+    let watched = match words {
+        [path] => Watched::Monitor(path.into()),
+        words => Watched::parse(words)?,
+    };
+    Ok(watchdog::run(watched, std::io::stdin(), std::io::stdout())?)
+}
+
+/// Serves disks for the session at the other end of standard input, until that orders the end or
+/// its VM is gone.
+pub fn serve_disks() -> Result<()> {
+    let control = UnixStream::from(standard_input()?);
+    let layers = Layers::default();
+    keyframe_disk::serve(&control, |source| layers.open(source))
+        .map_err(|e| Error::VmDisks(keyframe_vm_disks::Error::Disk(e)))
+}
+
+/// Switches packets for the session at the other end of standard input, until that has ended and
+/// no VM is connected.
+pub fn switch() -> Result<()> {
+    Ok(keyframe_net::serve(UnixStream::from(standard_input()?))?)
+}
+
+fn standard_input() -> Result<std::os::fd::OwnedFd> {
+    std::io::stdin()
+        .as_fd()
+        .try_clone_to_owned()
+        .map_err(|e| Error::io("copy the descriptor of standard input", e))
+}
