@@ -49,7 +49,7 @@ fn assert_same_files(one: &Path, other: &Path) {
 }
 
 #[test]
-fn a_recording_is_analysed_while_it_is_made_and_whoever_dies() {
+fn a_recording_is_analysed_while_it_is_made_and_processes_die() {
     let mut env = TestEnv::without_store();
     let cluster = Cluster::start(&env, 3);
     let mut vm = record(&env);
@@ -60,11 +60,11 @@ fn a_recording_is_analysed_while_it_is_made_and_whoever_dies() {
     // Nodes finish intervals while others are still recorded. The analysis is killed, and its
     // pilots run on.
     let settled = env.path().join("A/queue/settled");
-    let mut wanted = Process::start(analyze(&env, &cluster, &["--follow"]));
-    let some = wanted.wait_until(|_| (count(&settled) >= 3).then_some(()));
-    assert!(some.is_some(), "{}", wanted.report());
-    wanted.signal(Signal::KILL);
-    wanted.wait();
+    let mut analysis = Process::start(analyze(&env, &cluster, &["--follow"]));
+    let some = analysis.wait_until(|_| (count(&settled) >= 3).then_some(()));
+    assert!(some.is_some(), "{}", analysis.report());
+    analysis.signal(Signal::KILL);
+    analysis.wait();
     assert!(!std::fs::exists(env.path().join("A/queue/closed")).expect("look"), "more may come");
     let enough = vm.wait_until(|_| (count(&sealed) >= 16).then_some(()));
     assert!(enough.is_some(), "{}", vm.report());
@@ -75,22 +75,23 @@ fn a_recording_is_analysed_while_it_is_made_and_whoever_dies() {
     // from a server, over the nodes' links.
     cluster.output_of("scancel", &["--name=keyframe-hot"]);
     env.set("XDG_STATE_HOME", &env.path().join("state").display().to_string());
-    env.set("KEYFRAME_TOKEN", "a token of the test's");
+    env.set("KEYFRAME_TOKEN", "the token of this test");
     env.set("KEYFRAME_CACHE", &env.path().join("cache").display().to_string());
     let serve = ["serve", "R/store", "--listen", "10.77.0.1:0", "--json"];
     let mut server = Process::start(cluster.on_server(&env.command(&serve)));
-    let said: Value =
-        serde_json::from_str(&server.wait_for("\"url\"")).expect("what it says first");
-    let [url, fingerprint] = ["url", "fingerprint"].map(|key| said[key].as_str().expect("text"));
+    let listening: Value =
+        serde_json::from_str(&server.wait_for("\"url\"")).expect("its first line");
+    let [url, fingerprint] =
+        ["url", "fingerprint"].map(|key| listening[key].as_str().expect("text"));
     env.set("KEYFRAME_SERVE_FINGERPRINT", fingerprint);
-    let mut wanted = Process::start(analyze(&env, &cluster, &["--store", url]));
+    let mut analysis = Process::start(analyze(&env, &cluster, &["--store", url]));
     let more = count(&settled) + 2;
-    let some = wanted.wait_until(|_| (count(&settled) >= more).then_some(()));
-    assert!(some.is_some(), "{}", wanted.report());
+    let some = analysis.wait_until(|_| (count(&settled) >= more).then_some(()));
+    assert!(some.is_some(), "{}", analysis.report());
     cluster.kill_node(2);
-    let said = wanted.wait_until(|p| serde_json::from_str::<Value>(&p.lines().join("\n")).ok());
-    let report = said.unwrap_or_else(|| panic!("{}", wanted.report()));
-    assert!(wanted.wait().success(), "{}", wanted.report());
+    let report = analysis.wait_until(|p| serde_json::from_str::<Value>(&p.lines().join("\n")).ok());
+    let report = report.unwrap_or_else(|| panic!("{}", analysis.report()));
+    assert!(analysis.wait().success(), "{}", analysis.report());
     let all = report["intervals"].as_array().expect("intervals");
     assert!(all.len() >= 12 && all.iter().any(|one| one["is_old"] == true), "{report:#}");
     println!("between two intervals of a pilot: {} ns", report["dispatch_ns"]);
@@ -104,9 +105,14 @@ fn a_recording_is_analysed_while_it_is_made_and_whoever_dies() {
         cluster.output_of("squeue", &["--noheader", "--states=PENDING,RUNNING"]).trim().is_empty()
     );
 
+    equals_an_analysis_in_sequence(&env, &report);
+}
+
+/// The analysis on the cluster has the results of one on this machine, in parallel and in sequence.
+fn equals_an_analysis_in_sequence(env: &TestEnv, report: &Value) {
     let alone =
         env.json(&["analyze", "R", "--tool", "hot", "--out", "B", "--json", "--check-sequential"]);
     assert_eq!(alone["equals_sequential"], true, "{alone:#}");
-    assert_eq!(number(&alone, "instructions"), number(&report, "instructions"));
+    assert_eq!(number(&alone, "instructions"), number(report, "instructions"));
     assert_same_files(&env.path().join("B"), &env.path().join("A"));
 }

@@ -150,7 +150,7 @@ fn a_guest_that_never_rests_has_its_records_in_each_image() {
 }
 
 #[test]
-fn in_place_takes_a_word_and_no_vm_that_runs() {
+fn in_place_needs_consent_and_no_running_vm() {
     let env = TestEnv::new();
     let base = numbered_image(&env);
     let before = std::fs::read(&base).expect("the image");
@@ -164,11 +164,36 @@ fn in_place_takes_a_word_and_no_vm_that_runs() {
     let (id, expected) = &taken[1];
     refused(&env, &[id, "--in-place"], &["not agreed", "1-3", "--yes", "nothing was changed"]);
     untouched("not agreed");
-    let mut other = env.start(&["--interval", "none", "--name", "other"], &boot);
-    other.wait_for("KF READY");
-    refused(&env, &[id, "--in-place", "--yes"], &["VM other runs over it", "nothing was changed"]);
-    untouched("a VM runs");
+    running_vms_are_in_the_way(&env, &base, &boot, id);
+    untouched("VMs ran");
+
     let plan = planned(&env, &[id, "--in-place"]);
+    assert_eq!(plan["standing"]["running"], serde_json::json!([]), "{plan}");
+    assert!(
+        number(&plan, "zero_bytes") >= 40 << 16 && number(&plan, "data_bytes") >= 8 * 4096,
+        "{plan}"
+    );
+    let text = ok(&env, &[id, "--in-place", "--dry-run"]);
+    assert!(text.contains("would write") && text.contains("can no longer be restored"), "{text}");
+    untouched("a dry run");
+    ok(&env, &[id, "--in-place", "--yes"]);
+    assert_same(&std::fs::read(&base).expect("the image"), expected, "in place");
+    assert!(!env.path().join("disk.raw.keyframe-commit").exists());
+    // The checkpoints on top of it are refused, with the reason.
+    let changed = ["changed since the checkpoint", "disk.raw"];
+    env.refused(&["restore", "--store", &env.store(), "3"], 1, &changed);
+    refused(&env, &["3", "-o", "new.raw"], &changed);
+    refused(&env, &["3", "--in-place", "--yes"], &changed);
+    assert!(!env.path().join("new.raw").exists());
+    assert_same(&std::fs::read(&base).expect("the image"), expected, "after it was refused");
+}
+
+/// A commit in place is refused while a VM runs on the image, or on an image above it.
+fn running_vms_are_in_the_way(env: &TestEnv, base: &Path, boot: &Boot, id: &str) {
+    let mut other = env.start(&["--interval", "none", "--name", "other"], boot);
+    other.wait_for("KF READY");
+    refused(env, &[id, "--in-place", "--yes"], &["VM other runs over it", "nothing was changed"]);
+    let plan = planned(env, &[id, "--in-place"]);
     assert_eq!(plan["standing"]["running"], serde_json::json!(["other"]), "{plan}");
     // An image that is the base of the VM's image is refused too.
     env.ok(&["stop", "--name", "other"]);
@@ -189,30 +214,9 @@ fn in_place_takes_a_word_and_no_vm_that_runs() {
         shell_guest(&distribution_qemu(), &as_strs(&virtio_disk(Path::new(&overlay), "qcow2")));
     let mut other = env.start(&["--interval", "none", "--name", "above"], &above);
     other.wait_for("KF READY");
-    refused(&env, &[id, "--in-place", "--yes"], &["VM above runs over it"]);
+    refused(env, &[id, "--in-place", "--yes"], &["VM above runs over it"]);
     env.ok(&["stop", "--name", "above"]);
     assert!(other.wait().success(), "{}", other.report());
-    untouched("a VM runs above");
-
-    let plan = planned(&env, &[id, "--in-place"]);
-    assert_eq!(plan["standing"]["running"], serde_json::json!([]), "{plan}");
-    assert!(
-        number(&plan, "zero_bytes") >= 40 << 16 && number(&plan, "data_bytes") >= 8 * 4096,
-        "{plan}"
-    );
-    let told = ok(&env, &[id, "--in-place", "--dry-run"]);
-    assert!(told.contains("would write") && told.contains("can no longer be restored"), "{told}");
-    untouched("a dry run");
-    ok(&env, &[id, "--in-place", "--yes"]);
-    assert_same(&std::fs::read(&base).expect("the image"), expected, "in place");
-    assert!(!env.path().join("disk.raw.keyframe-commit").exists());
-    // The checkpoints on top of it are refused, with the reason.
-    let changed = ["changed since the checkpoint", "disk.raw"];
-    env.refused(&["restore", "--store", &env.store(), "3"], 1, &changed);
-    refused(&env, &["3", "-o", "new.raw"], &changed);
-    refused(&env, &["3", "--in-place", "--yes"], &changed);
-    assert!(!env.path().join("new.raw").exists());
-    assert_same(&std::fs::read(&base).expect("the image"), expected, "after it was refused");
 }
 
 #[test]

@@ -356,10 +356,21 @@ fn ten_thousand_checkpoints_with_hostile_names_stay_small_and_harmless() {
     println!("20 VMs, 10,000 checkpoints: first contentful paint after {paint} ms");
     browser.screenshot(&pictures().join("many.png"));
     updates(&mut browser, "all VMs", 4);
-    // The VM with the hostile name has its page, and so have its checkpoints.
+    the_timeline_zooms_in(&mut browser);
+    no_page_runs_a_hostile_name(&mut browser);
+    a_screen_reader_finds_each_part(&mut browser);
+    let errors = browser.take_errors();
+    assert!(errors.is_empty(), "{errors:#?}");
+    drop(browser);
+    stop.store(true, Ordering::Relaxed);
+    serving.join().expect("the server").expect("its end");
+}
+
+/// The VM with the hostile name has its page, and so have its checkpoints.
+fn the_timeline_zooms_in(browser: &mut Browser) {
     browser.evaluate("document.querySelector('tr[data-vm] a').click()");
     browser.wait_until("document.querySelector('#timeline')?.dataset.checkpoints === '500'");
-    updates(&mut browser, "one VM", 2);
+    updates(browser, "one VM", 2);
     let name = browser.evaluate("document.querySelector('h2').textContent");
     assert_eq!(name.as_str(), Some(HOSTILE));
     assert!(
@@ -375,15 +386,18 @@ fn ten_thousand_checkpoints_with_hostile_names_stay_small_and_harmless() {
     }
     browser
         .wait_until("document.querySelector('h2').textContent.startsWith('Checkpoint 10000 of')");
-    let places =
+}
+
+fn no_page_runs_a_hostile_name(browser: &mut Browser) {
+    let pages =
         [format!("#/store/{STORE}"), "#/recordings".into(), format!("#/checkpoint/{STORE}/7")];
-    for place in places.into_iter().chain(["#/replication/protected".into()]) {
-        browser.evaluate(&format!("location.hash = '{place}'"));
-        browser.wait_until(&format!("document.getElementById('main').dataset.shown === '{place}'"));
+    for page in pages.into_iter().chain(["#/replication/protected".into()]) {
+        browser.evaluate(&format!("location.hash = '{page}'"));
+        browser.wait_until(&format!("document.getElementById('main').dataset.shown === '{page}'"));
     }
-    let told = browser.evaluate("document.body.innerText");
+    let text = browser.evaluate("document.body.innerText");
     for word in ["protected", "1 epochs, 9.00 ms", "3 (300 B)", "Why they were taken"] {
-        assert!(told.as_str().is_some_and(|told| told.contains(word)), "{word}: {told}");
+        assert!(text.as_str().is_some_and(|text| text.contains(word)), "{word}: {text}");
     }
     browser.screenshot(&pictures().join("replication.png"));
     assert_eq!(browser.evaluate("window.hacked"), Value::Null);
@@ -393,9 +407,12 @@ fn ten_thousand_checkpoints_with_hostile_names_stay_small_and_harmless() {
     browser.wait_until("document.querySelector('img.screen')?.naturalWidth === 1");
     let words = browser.evaluate("document.querySelector('img.screen').alt");
     assert_eq!(words.as_str(), Some("what the display of vm-8 showed at checkpoint 8"));
+}
+
+fn a_screen_reader_finds_each_part(browser: &mut Browser) {
     browser.evaluate("location.hash = '#/'");
     browser.wait_until("document.querySelectorAll('tr[data-vm]').length === 22");
-    let spoken = browser.accessibility_nodes();
+    let nodes = browser.accessibility_nodes();
     for (role, word) in [
         ("main", ""),
         ("navigation", "Pages"),
@@ -404,15 +421,10 @@ fn ten_thousand_checkpoints_with_hostile_names_stay_small_and_harmless() {
         ("status", ""),
     ] {
         assert!(
-            spoken.iter().any(|(r, name)| r == role && name.contains(word)),
-            "no {role} {word:?} in {spoken:#?}"
+            nodes.iter().any(|(r, name)| r == role && name.contains(word)),
+            "no {role} {word:?} in {nodes:#?}"
         );
     }
-    let errors = browser.take_errors();
-    assert!(errors.is_empty(), "{errors:#?}");
-    drop(browser);
-    stop.store(true, Ordering::Relaxed);
-    serving.join().expect("the server").expect("its end");
 }
 
 #[test]

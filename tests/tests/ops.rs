@@ -32,7 +32,7 @@ fn wait_for_id(env: &TestEnv, run: &mut Process, id: u64) {
 }
 
 #[test]
-fn a_flight_recorder_keeps_its_store_small_and_what_was_pinned() {
+fn a_flight_recorder_keeps_its_store_small_and_pinned_checkpoints() {
     let env = TestEnv::new();
     let store = env.store();
     let options =
@@ -46,28 +46,7 @@ fn a_flight_recorder_keeps_its_store_small_and_what_was_pinned() {
     let named = number(&env.json(&["show", "--json", "--store", &store, "named"]), "id");
     env.refused(&["unlock", "--store", &store], 11, &["keyframe run, VM guest", "keyframe stop"]);
     wait_for_id(&env, &mut run, base + 30);
-    // The run forgets older checkpoints and prunes now and then: the packs stay smaller than those
-    // of all checkpoints would be.
-    let small = run.wait_until(|_| {
-        std::thread::sleep(Duration::from_millis(200));
-        let status = env.json(&["status", "--json", "--name", "guest"]);
-        let recorder = &status[0]["recorder"];
-        assert_eq!(number(recorder, "keep_within_ns"), 1_500_000_000, "{status}");
-        assert!(recorder["last_error"].is_null(), "{status}");
-        let kept: Vec<_> = env.list().into_iter().filter(|e| number(e, "id") > named).collect();
-        let stored: u64 = kept.iter().map(|e| number(e, "stored_bytes")).sum();
-        let all = stored / kept.len().max(1) as u64 * (number(kept.last()?, "id") - base);
-        let packs = bytes(&env, "packs");
-        let is_small = number(recorder, "freed_packs") > 0 && packs * 3 < all * 2;
-        let is_recent = kept.iter().all(|e| number(e, "id") >= base + 20);
-        (is_small
-            && is_recent
-            && number(recorder, "forgotten") > 15
-            && number(recorder, "kept") >= 2)
-            .then_some(packs)
-    });
-    let packs = small
-        .unwrap_or_else(|| panic!("{} bytes of packs; {}", bytes(&env, "packs"), run.report()));
+    let packs = wait_until_small(&env, &mut run, base, named);
     let text = env.ok(&["status"]);
     assert!(
         text.contains("recorder    keeps 1.5 s") || text.contains("recorder    keeps 1.50 s"),
@@ -92,9 +71,40 @@ fn a_flight_recorder_keeps_its_store_small_and_what_was_pinned() {
     let oldest = recent[recent.len().saturating_sub(8)];
     let newest = *recent.last().expect("a recent one");
     assert_restores_exactly(&env, &oldest.to_string());
+    forgets_and_prunes(&env, base, newest, packs);
+    assert_restores_exactly(&env, &newest.to_string());
+}
+
+/// Waits until the recorder has forgotten and pruned: the packs are smaller than those of all
+/// checkpoints would be. Returns their bytes.
+fn wait_until_small(env: &TestEnv, run: &mut Process, base: u64, named: u64) -> u64 {
+    let small = run.wait_until(|_| {
+        std::thread::sleep(Duration::from_millis(200));
+        let status = env.json(&["status", "--json", "--name", "guest"]);
+        let recorder = &status[0]["recorder"];
+        assert_eq!(number(recorder, "keep_within_ns"), 1_500_000_000, "{status}");
+        assert!(recorder["last_error"].is_null(), "{status}");
+        let kept: Vec<_> = env.list().into_iter().filter(|e| number(e, "id") > named).collect();
+        let stored: u64 = kept.iter().map(|e| number(e, "stored_bytes")).sum();
+        let all = stored / kept.len().max(1) as u64 * (number(kept.last()?, "id") - base);
+        let packs = bytes(env, "packs");
+        let is_small = number(recorder, "freed_packs") > 0 && packs * 3 < all * 2;
+        let is_recent = kept.iter().all(|e| number(e, "id") >= base + 20);
+        (is_small
+            && is_recent
+            && number(recorder, "forgotten") > 15
+            && number(recorder, "kept") >= 2)
+            .then_some(packs)
+    });
+    small.unwrap_or_else(|| panic!("{} bytes of packs; {}", bytes(env, "packs"), run.report()))
+}
+
+/// A pinned checkpoint is forgotten by force only; then a prune shrinks the packs.
+fn forgets_and_prunes(env: &TestEnv, base: u64, newest: u64, packs: u64) {
+    let store = env.store();
     env.refused(&["forget", "--store", &store, &base.to_string()], 1, &["pinned", "--remove"]);
     env.ok(&["forget", "--store", &store, "--keep-last", "1", "--keep-tag", "none"]);
-    assert_eq!(ids(&env), [base, newest]);
+    assert_eq!(ids(env), [base, newest]);
     env.ok(&["forget", "--store", &store, "--force", &base.to_string()]);
     let pruned: Value =
         env.json(&["prune", "--quiet", "--json", "--max-unused", "0%", "--store", &store]);
@@ -103,7 +113,6 @@ fn a_flight_recorder_keeps_its_store_small_and_what_was_pinned() {
         "{pruned}"
     );
     env.ok(&["check", "--read-data", "--quiet", "--store", &store]);
-    assert_restores_exactly(&env, &newest.to_string());
 }
 
 /// A checkpoint's RAM and its disk, as raw images.
@@ -121,8 +130,11 @@ fn pairs(report: &Value, key: &str) -> BTreeMap<u64, u64> {
     list.iter().map(|pair| (number(pair, "from"), number(pair, "to"))).collect()
 }
 
+/// The images of checkpoints of the second store, by id: RAM and disk.
+type Images = BTreeMap<String, [Vec<u8>; 2]>;
+
 #[test]
-fn copies_and_what_a_repair_saves_are_exactly_what_was_taken() {
+fn copies_and_repaired_checkpoints_are_exact() {
     let env = TestEnv::new();
     let (store, second) = (env.store(), env.path().join("second").display().to_string());
     let disk = virtio_disk(&numbered_image(&env), "raw");
@@ -134,32 +146,9 @@ fn copies_and_what_a_repair_saves_are_exactly_what_was_taken() {
     env.refused(&["copy", "--store", &store, "--all", "--to", &store], 1, &["this store already"]);
     env.ok(&["init", &second]);
 
-    // The copy is killed after its first checkpoint; the same command continues it.
-    let mut command =
-        env.command(&["copy", "--quiet", "--store", &store, "--all", "--to", &second]);
-    let mut copy = command.spawn().expect("start a copy");
-    let sealed =
-        || std::fs::read_dir(env.path().join("second/checkpoints")).expect("a folder").count();
-    let limit = Instant::now() + Duration::from_secs(60);
-    while sealed() == 0 && copy.try_wait().expect("look at it").is_none() {
-        assert!(Instant::now() < limit, "the copy comes to nothing");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    let _ = copy.kill();
-    copy.wait().expect("wait for it");
-    let before = sealed();
-    let report =
-        env.json(&["copy", "--quiet", "--json", "--store", &store, "--all", "--to", &second]);
-    let mut copies = pairs(&report, "known");
-    assert_eq!(copies.len(), before, "{report}");
-    copies.extend(pairs(&report, "copied"));
-    assert_eq!(copies.len(), ids(&env).len(), "{report}");
-    let again =
-        env.json(&["copy", "--quiet", "--json", "--store", &store, "--all", "--to", &second]);
-    assert_eq!((pairs(&again, "known"), number(&again, "read_pages")), (copies.clone(), 0));
-    env.ok(&["check", "--read-data", "--quiet", "--store", &second]);
+    let copies = copy_with_a_kill(&env, &store, &second);
     let of = |id: &str| copies[&id.parse::<u64>().expect("a number")].to_string();
-    let mut expected = BTreeMap::new();
+    let mut expected = Images::new();
     for (id, disk) in &taken {
         let [ram, of_disk] = images(&env, &store, id);
         assert!(of_disk == *disk, "checkpoint {id}: the disk");
@@ -171,41 +160,7 @@ fn copies_and_what_a_repair_saves_are_exactly_what_was_taken() {
     assert_eq!(number(&show("middle"), "id").to_string(), of(&middle));
     assert_eq!(show(&of(&last))["pinned"], true);
 
-    // A pack loses a page: the checkpoints that need it are damaged, and no others.
-    let packs = env.path().join("second/packs");
-    let pack =
-        std::fs::read_dir(packs).expect("packs").flatten().map(|e| e.path()).max().expect("a pack");
-    let mut bytes = std::fs::read(&pack).expect("the pack");
-    // The newest records are just before the index.
-    let at = bytes.len() * 9 / 10;
-    bytes[at] ^= 1;
-    std::fs::write(&pack, bytes).expect("damage it");
-    let output = env.run(&["check", "--read-data", "--quiet", "--json", "--store", &second]);
-    assert_eq!(output.status.code(), Some(1));
-    let output = env.run(&["check", "--repair", "--quiet", "--json", "--store", &second]);
-    assert_eq!(output.status.code(), Some(3), "{}", String::from_utf8_lossy(&output.stderr));
-    let repaired: Value = serde_json::from_slice(&output.stdout).expect("JSON");
-    let lost: Vec<u64> = repaired["lost"]
-        .as_array()
-        .expect("a list")
-        .iter()
-        .map(|lost| number(lost, "id"))
-        .collect();
-    println!("lost {lost:?}, saved {} records", number(&repaired, "saved_records"));
-    env.ok(&["check", "--read-data", "--quiet", "--store", &second]);
-    let left: Vec<u64> = env
-        .json(&["list", "--json", "--store", &second])
-        .as_array()
-        .expect("a list")
-        .iter()
-        .map(|entry| number(entry, "id"))
-        .collect();
-    assert_eq!(left.len() + lost.len(), copies.len());
-    for (id, images_then) in &expected {
-        if !lost.contains(&id.parse().expect("a number")) {
-            assert!(images(&env, &second, id) == *images_then, "checkpoint {id} after the repair");
-        }
-    }
+    repair_a_damaged_pack(&env, &second, &expected);
     // The first store still has the lost page, and it comes back.
     env.ok(&["copy", "--quiet", "--store", &store, &first, &middle, &last, "--to", &second]);
     env.ok(&["check", "--read-data", "--quiet", "--store", &second]);
@@ -225,4 +180,70 @@ fn copies_and_what_a_repair_saves_are_exactly_what_was_taken() {
     let added = shared["growth"]["checkpoints"].as_array().expect("a list");
     assert_eq!(added.len() as u64, number(&shared, "checkpoints"));
     assert!(std::fs::read_to_string(env.path().join("g.svg")).expect("the plot").contains("<svg"));
+}
+
+/// Copies all checkpoints into `second`. The copy is killed after its first checkpoint; the same
+/// command continues it. Returns the id of each copy by the id of its original.
+fn copy_with_a_kill(env: &TestEnv, store: &str, second: &str) -> BTreeMap<u64, u64> {
+    let mut command = env.command(&["copy", "--quiet", "--store", store, "--all", "--to", second]);
+    let mut copy = command.spawn().expect("start a copy");
+    let sealed =
+        || std::fs::read_dir(env.path().join("second/checkpoints")).expect("a directory").count();
+    let limit = Instant::now() + Duration::from_secs(60);
+    while sealed() == 0 && copy.try_wait().expect("wait for the copy").is_none() {
+        assert!(Instant::now() < limit, "the copy seals no checkpoint");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let _ = copy.kill();
+    copy.wait().expect("wait for it");
+    let before = sealed();
+    let report =
+        env.json(&["copy", "--quiet", "--json", "--store", store, "--all", "--to", second]);
+    let mut copies = pairs(&report, "known");
+    assert_eq!(copies.len(), before, "{report}");
+    copies.extend(pairs(&report, "copied"));
+    assert_eq!(copies.len(), ids(env).len(), "{report}");
+    let again = env.json(&["copy", "--quiet", "--json", "--store", store, "--all", "--to", second]);
+    assert_eq!((pairs(&again, "known"), number(&again, "read_pages")), (copies.clone(), 0));
+    env.ok(&["check", "--read-data", "--quiet", "--store", second]);
+    copies
+}
+
+/// Damages a page in a pack of the store `second`: the checkpoints that need it are lost, and no
+/// others.
+fn repair_a_damaged_pack(env: &TestEnv, second: &str, expected: &Images) {
+    let packs = env.path().join("second/packs");
+    let pack =
+        std::fs::read_dir(packs).expect("packs").flatten().map(|e| e.path()).max().expect("a pack");
+    let mut bytes = std::fs::read(&pack).expect("the pack");
+    // The newest records are just before the index.
+    let at = bytes.len() * 9 / 10;
+    bytes[at] ^= 1;
+    std::fs::write(&pack, bytes).expect("damage it");
+    let output = env.run(&["check", "--read-data", "--quiet", "--json", "--store", second]);
+    assert_eq!(output.status.code(), Some(1));
+    let output = env.run(&["check", "--repair", "--quiet", "--json", "--store", second]);
+    assert_eq!(output.status.code(), Some(3), "{}", String::from_utf8_lossy(&output.stderr));
+    let repaired: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let lost: Vec<u64> = repaired["lost"]
+        .as_array()
+        .expect("a list")
+        .iter()
+        .map(|lost| number(lost, "id"))
+        .collect();
+    println!("lost {lost:?}, saved {} records", number(&repaired, "saved_records"));
+    env.ok(&["check", "--read-data", "--quiet", "--store", second]);
+    let left: Vec<u64> = env
+        .json(&["list", "--json", "--store", second])
+        .as_array()
+        .expect("a list")
+        .iter()
+        .map(|entry| number(entry, "id"))
+        .collect();
+    assert_eq!(left.len() + lost.len(), expected.len());
+    for (id, images_then) in expected {
+        if !lost.contains(&id.parse().expect("a number")) {
+            assert!(images(env, second, id) == *images_then, "checkpoint {id} after the repair");
+        }
+    }
 }

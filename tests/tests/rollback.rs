@@ -5,7 +5,7 @@ use keyframe_tests::{
     Boot, HashLine, PATIENCE, Process, Qemu, Sequence, TestEnv, assert_no_errors, chosen_qemus,
     differing_pages, distribution_qemu, hash_lines, live_ram, number, wait_until,
 };
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 fn hashing(env: &TestEnv, qemu: &Qemu) -> (Boot, PathBuf) {
     let monitor = env.path().join("own.sock");
@@ -24,7 +24,7 @@ fn grow(vm: &mut Process, more: usize) {
 }
 
 /// The lines, split where the numbers go back: one row for each rollback.
-fn lives(lines: &[HashLine]) -> Vec<Vec<HashLine>> {
+fn rows(lines: &[HashLine]) -> Vec<Vec<HashLine>> {
     let mut lives: Vec<Vec<HashLine>> = Vec::new();
     for line in lines {
         match lives.last_mut() {
@@ -41,7 +41,7 @@ fn pid_and_state(env: &TestEnv) -> (u64, String) {
 }
 
 #[test]
-fn a_vm_under_load_goes_back_again_and_again_in_the_same_qemu() {
+fn a_vm_under_load_rolls_back_repeatedly_in_the_same_qemu() {
     let mut sequence = Sequence::new(16);
     for qemu in chosen_qemus(0) {
         let env = TestEnv::new();
@@ -53,71 +53,78 @@ fn a_vm_under_load_goes_back_again_and_again_in_the_same_qemu() {
         let target_id = number(env.list().last().unwrap(), "id");
         let good = target_id.to_string();
         let (pid, _) = pid_and_state(&env);
-        let mut befores = Vec::new();
+        let mut rollbacks = Vec::new();
         for _ in 0..3 {
             grow(&mut run, 12);
             let done = env.json(&["rollback", &good, "--name", "guest", "--json"]);
             assert_eq!((number(&done, "checkpoint"), &done["runs"]), (target_id, &true.into()));
             assert!(number(&done, "pages") > 0);
-            befores.push((number(&done, "before"), number(&done, "now")));
+            rollbacks.push((number(&done, "before"), number(&done, "now")));
         }
         grow(&mut run, 6);
         assert_eq!(pid_and_state(&env), (pid, "running".into()), "the same QEMU");
 
-        // Paused at once after the rollback, devices and RAM equal the target to the last byte.
-        let mut own = keyframe_qemu::Qmp::connect(&monitor, PATIENCE).unwrap();
-        own.stop().unwrap();
-        drop(own);
-        wait_until("the engine sees it", || pid_and_state(&env).1 == "paused");
-        let done = env.json(&["rollback", &good, "--name", "guest", "--json"]);
-        assert_eq!(done["runs"], false, "a VM that stood is left standing");
-        let shown = env.json(&["show", "--json", "--store", &env.store(), &good]);
-        let blocks = shown["ram"].as_array().unwrap();
-        let names: Vec<String> =
-            blocks.iter().filter_map(|b| Some(b["name"].as_str()?.to_owned())).collect();
-        let live = live_ram(pid as u32, &monitor, &names);
-        let raw = |id: u64| env.path().join(format!("audit/{id}.ram"));
-        let after = std::fs::read(raw(number(&done, "now"))).unwrap();
-        assert!(
-            differing_pages(&live, &after).is_empty(),
-            "the VM is what the checkpoint behind says"
-        );
-        let mut own = keyframe_qemu::Qmp::connect(&monitor, PATIENCE).unwrap();
-        own.cont().unwrap();
-        drop(own);
+        a_paused_vm_is_exactly_the_target(&env, &monitor, pid as u32, &good);
         grow(&mut run, 4);
         env.ok(&["stop", "--name", "guest"]);
         assert!(run.wait().success(), "{}", run.report());
         assert_no_errors(&run);
 
-        // Each row is the sequence, and all but the first begin after the same line.
-        let lives = lives(&hash_lines(&run.lines()));
-        assert_eq!(lives.len(), 5, "{}", run.report());
-        for life in &lives {
-            sequence.check(life, 1);
-        }
-        // A line that the rollback cuts in two spoils the next one.
-        let firsts: Vec<u64> = lives[1..].iter().map(|life| life[0].n).collect();
-        let (least, most) = (firsts.iter().min().unwrap(), firsts.iter().max().unwrap());
-        assert!(most - least <= 1, "one instant, each time: {firsts:?}");
-
-        // The lineage: checkpoints after a rollback descend from its target, and those before it
-        // stay.
-        let list = env.list();
-        let entry = |id: u64| list.iter().find(|e| number(e, "id") == id).unwrap();
-        for (before, now) in befores {
-            assert_eq!(number(entry(now), "parent"), target_id);
-            assert_eq!(number(entry(now), "restored_from"), target_id);
-            assert!(entry(before).get("restored_from").is_none());
-            assert!(
-                number(entry(now), "dirty_pages") < number(entry(1), "ram_bytes") / 4096,
-                "no complete one"
-            );
-        }
-        let tree = env.ok(&["list", "--tree", "--store", &env.store()]);
-        assert_eq!(tree.matches("├─").count() + tree.matches("└─").count(), 5, "{tree}");
+        rows_continue_at_the_target(&hash_lines(&run.lines()), &mut sequence);
+        the_lineage_has_all_checkpoints(&env, target_id, &rollbacks);
         env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
     }
+}
+
+/// Pauses the VM and rolls it back: devices and RAM equal the target to the last byte.
+fn a_paused_vm_is_exactly_the_target(env: &TestEnv, monitor: &Path, qemu_pid: u32, target: &str) {
+    let mut own = keyframe_qemu::Qmp::connect(monitor, PATIENCE).unwrap();
+    own.stop().unwrap();
+    drop(own);
+    wait_until("the engine sees the pause", || pid_and_state(env).1 == "paused");
+    let done = env.json(&["rollback", target, "--name", "guest", "--json"]);
+    assert_eq!(done["runs"], false, "a paused VM stays paused");
+    let shown = env.json(&["show", "--json", "--store", &env.store(), target]);
+    let blocks = shown["ram"].as_array().unwrap();
+    let names: Vec<String> =
+        blocks.iter().filter_map(|b| Some(b["name"].as_str()?.to_owned())).collect();
+    let live = live_ram(qemu_pid, monitor, &names);
+    let raw = |id: u64| env.path().join(format!("audit/{id}.ram"));
+    let after = std::fs::read(raw(number(&done, "now"))).unwrap();
+    assert!(differing_pages(&live, &after).is_empty(), "the VM differs from its next checkpoint");
+    let mut own = keyframe_qemu::Qmp::connect(monitor, PATIENCE).unwrap();
+    own.cont().unwrap();
+    drop(own);
+}
+
+/// Each row of lines is the sequence, and all but the first begin after the same line.
+fn rows_continue_at_the_target(lines: &[HashLine], sequence: &mut Sequence) {
+    let rows = rows(lines);
+    assert_eq!(rows.len(), 5);
+    for row in &rows {
+        sequence.check(row, 1);
+    }
+    // A line that the rollback cuts in two spoils the next one.
+    let firsts: Vec<u64> = rows[1..].iter().map(|row| row[0].n).collect();
+    let (least, most) = (firsts.iter().min().unwrap(), firsts.iter().max().unwrap());
+    assert!(most - least <= 1, "not the same instant each time: {firsts:?}");
+}
+
+/// Checkpoints after a rollback descend from its target, and those before it stay.
+fn the_lineage_has_all_checkpoints(env: &TestEnv, target_id: u64, rollbacks: &[(u64, u64)]) {
+    let list = env.list();
+    let entry = |id: u64| list.iter().find(|e| number(e, "id") == id).unwrap();
+    for &(before, now) in rollbacks {
+        assert_eq!(number(entry(now), "parent"), target_id);
+        assert_eq!(number(entry(now), "restored_from"), target_id);
+        assert!(entry(before).get("restored_from").is_none());
+        assert!(
+            number(entry(now), "dirty_pages") < number(entry(1), "ram_bytes") / 4096,
+            "a complete checkpoint"
+        );
+    }
+    let tree = env.ok(&["list", "--tree", "--store", &env.store()]);
+    assert_eq!(tree.matches("├─").count() + tree.matches("└─").count(), 5, "{tree}");
 }
 
 /// QEMU fails to load the devices half way: the VM returns to its state before the rollback, and
