@@ -1,9 +1,9 @@
 //! The key, and who has it.
 
 use crate::{Channel, Error, Result};
+use keyframe_tls::{Identity, ServerTrust, client_config, server_config};
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, PKCS_ED25519};
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
-use rustls::server::WebPkiClientVerifier;
+use rustls::pki_types::{PrivatePkcs8KeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, ServerConfig, ServerConnection};
 use std::net::{SocketAddr, TcpStream};
 use std::os::unix::fs::MetadataExt;
@@ -86,26 +86,15 @@ impl Party {
         let mut roots = RootCertStore::empty();
         roots.add(root.der().clone()).map_err(|e| e.to_string())?;
         let roots = Arc::new(roots);
-        let chain: Vec<CertificateDer<'static>> = vec![own.der().clone()];
-        let private = || PrivateKeyDer::from(PrivatePkcs8KeyDer::from(own_key.serialize_der()));
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let verifier =
-            WebPkiClientVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(&provider))
-                .build()
-                .map_err(|e| e.to_string())?;
-        let server = ServerConfig::builder_with_provider(Arc::clone(&provider))
-            .with_protocol_versions(&[&rustls::version::TLS13])
-            .map_err(|e| e.to_string())?
-            .with_client_cert_verifier(verifier)
-            .with_single_cert(chain.clone(), private())
-            .map_err(|e| e.to_string())?;
-        let client = ClientConfig::builder_with_provider(provider)
-            .with_protocol_versions(&[&rustls::version::TLS13])
-            .map_err(|e| e.to_string())?
-            .with_root_certificates(roots)
-            .with_client_auth_cert(chain, private())
-            .map_err(|e| e.to_string())?;
-        Ok(Self { client: Arc::new(client), server: Arc::new(server) })
+        let identity = Identity {
+            chain: vec![own.der().clone()],
+            key: PrivatePkcs8KeyDer::from(own_key.serialize_der()).into(),
+        };
+        let text = |e: keyframe_tls::Error| e.to_string();
+        let server = server_config(identity.clone(), Some(Arc::clone(&roots))).map_err(text)?;
+        let client =
+            client_config(ServerTrust::Authorities(roots), Some(identity)).map_err(text)?;
+        Ok(Self { client, server })
     }
 
     /// Connects to a party that listens at `address`, within `timeout`.

@@ -16,8 +16,7 @@ const NAME: &str = "keyframe serve";
 /// A certificate, what it stands on, and its key.
 #[derive(Debug)]
 pub struct Identity {
-    pub(crate) chain: Vec<CertificateDer<'static>>,
-    pub(crate) key: PrivateKeyDer<'static>,
+    pub(crate) tls: keyframe_tls::Identity,
     /// It was made here, so that clients have to pin it.
     pub is_own: bool,
 }
@@ -36,7 +35,7 @@ impl Identity {
             return Err(bad(certificate, "there is no certificate in it".into()));
         }
         let key = PrivateKeyDer::from_pem_file(key).map_err(|e| bad(key, e.to_string()))?;
-        Ok(Self { chain, key, is_own: false })
+        Ok(Self { tls: keyframe_tls::Identity { chain, key }, is_own: false })
     }
 
     /// The one that is kept in `folder`; made where there is none.
@@ -76,12 +75,13 @@ impl Identity {
         let chain = CertificateDer::pem_slice_iter(pem.as_bytes()).collect::<Result<Vec<_>, _>>();
         let key =
             PrivateKeyDer::from_pem_slice(pem.as_bytes()).map_err(|e| failed(e.to_string()))?;
-        Ok(Self { chain: chain.map_err(|e| failed(e.to_string()))?, key, is_own: true })
+        let chain = chain.map_err(|e| failed(e.to_string()))?;
+        Ok(Self { tls: keyframe_tls::Identity { chain, key }, is_own: true })
     }
 
     /// What clients know it by.
     pub fn fingerprint(&self) -> Fingerprint {
-        self.chain.first().map(|certificate| fingerprint(certificate)).unwrap_or_default()
+        self.tls.chain.first().map(|certificate| fingerprint(certificate)).unwrap_or_default()
     }
 }
 

@@ -6,8 +6,8 @@ use crate::{Error, Identity, Result};
 use keyframe_locks::IgnorePoison;
 use keyframe_store_backend as backend;
 use keyframe_store_backend::served::{Fingerprint, show_fingerprint};
+use keyframe_tls::server_config;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustls::ServerConfig;
 use serde::Serialize;
 use std::collections::HashMap;
 use std::io;
@@ -82,24 +82,17 @@ impl Server {
         let files = backend::open(place).map_err(keyframe_store::Error::from)?;
         let store = keyframe_store::id_on(&*files, place)?;
         let fingerprint = identity.fingerprint();
-        let bad = |e: rustls::Error| Error::Certificate {
+        let tls = server_config(identity.tls, None).map_err(|e| Error::Certificate {
             object: "the certificate".into(),
             problem: e.to_string(),
-        };
-        let tls =
-            ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-                .with_protocol_versions(&[&rustls::version::TLS13])
-                .map_err(bad)?
-                .with_no_client_auth()
-                .with_single_cert(identity.chain, identity.key)
-                .map_err(bad)?;
+        })?;
         let failed = |source| Error::Io { object: listen.to_string(), operation: "listen", source };
         let listener = TcpListener::bind(listen).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         let token = token.map(|token| blake3::hash(&token));
         let (files, counts) = (Files::new(files, store), Counts::default());
-        let common = Arc::new(Common { files, tls: Arc::new(tls), token, counts });
+        let common = Arc::new(Common { files, tls, token, counts });
         Ok(Self { listener, address, fingerprint, connections_max, common, open: Arc::default() })
     }
 

@@ -33,12 +33,9 @@ fn with_server(test: impl FnOnce(SocketAddr, &Arc<ClientConfig>)) -> crate::Repo
     Store::init(&place).unwrap();
     let options = options("127.0.0.1:0", Some("secret"));
     let mut roots = RootCertStore::empty();
-    roots.add(options.identity.chain[0].clone()).unwrap();
-    let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let client = ClientConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
-        .unwrap();
-    let client = Arc::new(client.with_root_certificates(roots).with_no_client_auth());
+    roots.add(options.identity.tls.chain[0].clone()).unwrap();
+    let trust = keyframe_tls::ServerTrust::Authorities(Arc::new(roots));
+    let client = keyframe_tls::client_config(trust, None).unwrap();
     let server = Server::bind(&place, options).unwrap();
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {

@@ -25,15 +25,15 @@ impl fmt::Display for GuestPhys {
     }
 }
 
-/// A part of a RAM block that the guest sees at one place.
+/// A part of a RAM block that is contiguous in the guest's physical address space.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GuestRegion {
-    /// Where the guest sees its first byte.
+    /// The guest-physical address of the first byte.
     pub start: GuestPhys,
-    /// Length in bytes.
+    /// The length in bytes.
     pub len_bytes: u64,
-    /// The RAM block's name.
+    /// The name of the RAM block.
     pub block: String,
-    /// Where in the block it begins, in bytes.
+    /// The offset of the first byte in the RAM block, in bytes.
     pub offset_bytes: u64,
 }

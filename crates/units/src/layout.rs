@@ -1,53 +1,52 @@
-//! Which RAM blocks a VM has and where each begins in its linear page space.
+//! The RAM blocks of a VM and their places in its linear page space.
 
 use crate::{PAGE_BYTES, PageIndex, PageRange};
 use serde::{Deserialize, Serialize};
 
-/// How a block comes back at a restore.
+/// How a restore gives a RAM block back to the VMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BlockKind {
-    /// RAM behind a memory backend: handed to the new QEMU as a backend that already holds its
-    /// pages.
+    /// Guest RAM. The new VMM process gets it as a memory backend that already holds the pages.
     Backend,
-    /// Video RAM, ROMs, firmware tables: given back inside the device stream.
+    /// Video RAM, ROMs and firmware tables. The new VMM process reads them from the device stream.
     Stream,
 }
 
-/// One of QEMU's RAM blocks.
+/// One RAM block of a VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RamBlock {
-    /// QEMU's name of the block (`pc.ram`, `0000:00:02.0/vga.vram`, `/rom@etc/acpi/tables`).
+    /// The VMM's name of the block, as `pc.ram`, `0000:00:02.0/vga.vram` or `/rom@etc/acpi/tables`.
     pub name: String,
-    /// How it is given back.
+    /// How a restore gives the block back.
     pub kind: BlockKind,
-    /// Bytes in use now; QEMU grows some ROM blocks while the guest runs.
+    /// The bytes in use now. QEMU grows some ROM blocks while the guest runs.
     pub used_bytes: u64,
-    /// Bytes reserved: the most that `used_bytes` can become. A multiple of the page size.
+    /// The bytes reserved, a multiple of [`PAGE_BYTES`]. `used_bytes` never exceeds it.
     pub total_bytes: u64,
 }
 
-/// Why a list of blocks is no layout.
+/// Why a list of RAM blocks is not a layout.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LayoutError {
-    /// A block's size is zero or no multiple of the page size.
+    /// A block's reserved size is zero or not a multiple of [`PAGE_BYTES`].
     Size {
-        /// The block.
+        /// The name of the block.
         name: String,
-        /// Its size.
+        /// The reserved size of the block in bytes.
         total_bytes: u64,
     },
-    /// A block uses more than it reserves.
+    /// A block uses more bytes than it reserves.
     Used {
-        /// The block.
+        /// The name of the block.
         name: String,
     },
-    /// Two blocks of one name.
+    /// Two blocks have the same name.
     Duplicate {
-        /// The name.
+        /// The name of both blocks.
         name: String,
     },
-    /// The sum of the sizes overflows the page space (2^40 pages).
+    /// All blocks together exceed 2^40 pages.
     TooLarge,
 }
 
@@ -68,17 +67,17 @@ impl std::error::Error for LayoutError {}
 
 const PAGES_MAX: u64 = 1 << 40;
 
-/// The RAM blocks of a VM, end to end. The order is that of the list; it fixes every [`PageIndex`].
+/// The RAM blocks of a VM, laid end to end in list order. The order defines every [`PageIndex`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Vec<RamBlock>", into = "Vec<RamBlock>")]
 pub struct RamLayout {
     blocks: Vec<RamBlock>,
-    /// First page of each block, and behind the last one the number of all pages.
+    /// The first page of each block, then the number of all pages.
     firsts: Vec<u64>,
 }
 
 impl RamLayout {
-    /// Lays the blocks end to end.
+    /// Lays the blocks end to end. Fails if a size or a name is invalid ([`LayoutError`]).
     pub fn new(blocks: Vec<RamBlock>) -> Result<Self, LayoutError> {
         let mut firsts = Vec::with_capacity(blocks.len() + 1);
         let mut next = 0u64;
@@ -103,27 +102,28 @@ impl RamLayout {
         Ok(Self { blocks, firsts })
     }
 
-    /// The blocks, in page order.
+    /// Returns the blocks in page order.
     pub fn blocks(&self) -> &[RamBlock] {
         &self.blocks
     }
 
-    /// Pages of all blocks together.
+    /// Returns the number of pages of all blocks.
     pub fn len_pages(&self) -> u64 {
         self.firsts[self.blocks.len()]
     }
 
-    /// Bytes of all blocks together.
+    /// Returns the number of bytes of all blocks.
     pub fn len_bytes(&self) -> u64 {
         self.len_pages() * PAGE_BYTES as u64
     }
 
-    /// The pages of block number `block`.
+    /// Returns the pages of block number `block`. Panics if there is no such block.
     pub fn pages_of(&self, block: usize) -> PageRange {
         PageRange::new(PageIndex(self.firsts[block]), self.firsts[block + 1] - self.firsts[block])
     }
 
-    /// The number of the block that holds `page` and the page's offset in it, in pages.
+    /// Returns the number of the block that holds `page`, and the offset of the page in that block,
+    /// in pages. Returns `None` if `page` lies outside the layout.
     pub fn locate(&self, page: PageIndex) -> Option<(usize, u64)> {
         if page.0 >= self.len_pages() {
             return None;
@@ -132,8 +132,8 @@ impl RamLayout {
         Some((block, page.0 - self.firsts[block]))
     }
 
-    /// True where both describe the same page space: same blocks, kinds and reserved sizes in the
-    /// same order (the bytes in use may differ).
+    /// Returns true if both layouts define the same page space: the same names, kinds and reserved
+    /// sizes in the same order. The bytes in use may differ.
     pub fn same_space(&self, other: &Self) -> bool {
         let key = |b: &RamBlock| (b.kind, b.total_bytes);
         self.blocks.len() == other.blocks.len()

@@ -1,15 +1,14 @@
-//! The words that every crate shares: addresses, pages, page sets, the layout of a VM's RAM, and
-//! ids.
+//! The types that every crate shares: addresses, pages, page sets, RAM layouts, ids, nanoseconds.
 //!
-//! A VM's RAM is one linear space of 4 KiB pages, made of QEMU's RAM blocks laid end to end:
+//! A VM's RAM is one linear space of 4 KiB pages: the RAM blocks of its VMM, laid end to end.
 //!
 //! ```text
 //!   block 0 "pc.ram"          block 1 "vga.vram"   block 2 "pc.bios" ...
 //!  |0 ........ 65535|65536 ........ 69631|69632 .. 69695| ...      PageIndex
 //! ```
 //!
-//! Invariant: a `PageIndex` means nothing without the [`RamLayout`] that it was made with.
-//! No I/O happens here.
+//! Invariant: a `PageIndex` is valid only together with the [`RamLayout`] that defines its space.
+//! This crate does no I/O.
 
 mod error_chain;
 mod guest;
@@ -28,7 +27,7 @@ pub use time::{duration_ns, elapsed_ns};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Bytes in a page, the unit of tracking, of deduplication and of the store.
+/// The size of a page in bytes. Tracking, deduplication and the store all work on such pages.
 pub const PAGE_BYTES: usize = 4096;
 
 /// The contents of one page.
@@ -37,12 +36,12 @@ pub type Page = [u8; PAGE_BYTES];
 /// A page of zeros.
 pub const ZERO_PAGE: Page = [0; PAGE_BYTES];
 
-/// An address in the virtual address space of the QEMU process (not in ours, not in the guest's).
+/// An address in the virtual address space of the VMM process (not ours, not the guest's).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HostVirt(pub u64);
 
 impl HostVirt {
-    /// The address `len_bytes` further on; `None` where it would overflow.
+    /// Returns the address `len_bytes` higher, or `None` if it would overflow.
     pub fn checked_add(self, len_bytes: u64) -> Option<Self> {
         self.0.checked_add(len_bytes).map(Self)
     }
@@ -60,30 +59,29 @@ impl fmt::Display for HostVirt {
     }
 }
 
-/// A byte range of the QEMU process: `start` and `len_bytes`, both multiples of [`PAGE_BYTES`]
-/// where pages are meant.
+/// A byte range in the VMM process. For ranges of pages, both fields are multiples of
+/// [`PAGE_BYTES`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostRange {
-    /// The first byte.
+    /// The address of the first byte.
     pub start: HostVirt,
-    /// Length in bytes.
+    /// The length in bytes.
     pub len_bytes: u64,
 }
 
 impl HostRange {
-    /// The first address behind the range.
+    /// Returns the first address after the range.
     pub fn end(self) -> HostVirt {
         HostVirt(self.start.0.saturating_add(self.len_bytes))
     }
 
-    /// True where `other` lies wholly in `self`.
+    /// Returns true if all of `other` lies in this range.
     pub fn contains(self, other: Self) -> bool {
         self.start <= other.start && other.end() <= self.end()
     }
 }
 
-/// The number of a checkpoint in its store: 1 is the first ever taken there, numbers are never
-/// reused.
+/// The number of a checkpoint in its store. Numbers start at 1 and are never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct CheckpointId(pub u64);
@@ -94,14 +92,14 @@ impl fmt::Display for CheckpointId {
     }
 }
 
-/// The place of a checkpoint in its run: 0 is the complete first one, each further one holds what
-/// changed since.
+/// The number of a checkpoint in its run. Epoch 0 holds all pages; each later epoch holds the pages
+/// written since the epoch before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Epoch(pub u64);
 
 impl Epoch {
-    /// The epoch that follows.
+    /// Returns the epoch after this one.
     #[must_use]
     pub fn next(self) -> Self {
         Self(self.0 + 1)

@@ -1,4 +1,4 @@
-//! Page numbers, ranges of them, and sets.
+//! Page numbers, ranges of pages, and sets of pages.
 
 use crate::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
@@ -8,38 +8,38 @@ use serde::{Deserialize, Serialize};
 #[serde(transparent)]
 pub struct PageIndex(pub u64);
 
-/// A run of consecutive pages.
+/// A range of consecutive pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageRange {
-    /// The first page.
+    /// The number of the first page.
     pub first: PageIndex,
-    /// How many.
+    /// The number of pages.
     pub len_pages: u64,
 }
 
 impl PageRange {
-    /// `len_pages` pages from `first` on.
+    /// Returns the range of `len_pages` pages that starts at `first`.
     pub fn new(first: PageIndex, len_pages: u64) -> Self {
         Self { first, len_pages }
     }
 
-    /// The first page behind the range.
+    /// Returns the number of the first page after the range.
     pub fn end(self) -> PageIndex {
         PageIndex(self.first.0 + self.len_pages)
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     pub fn len_bytes(self) -> u64 {
         self.len_pages * PAGE_BYTES as u64
     }
 
-    /// Each page of the range.
+    /// Returns each page of the range, in rising order.
     pub fn iter(self) -> impl Iterator<Item = PageIndex> {
         (self.first.0..self.end().0).map(PageIndex)
     }
 }
 
-/// A set of pages out of a space of fixed size, one bit a page, with its count kept.
+/// A set of pages out of a space of fixed size. It takes one bit a page and counts its members.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PageSet {
     words: Vec<u64>,
@@ -48,28 +48,28 @@ pub struct PageSet {
 }
 
 impl PageSet {
-    /// An empty set over pages `0..space_pages`.
+    /// Returns an empty set over pages `0..space_pages`.
     pub fn new(space_pages: u64) -> Self {
         Self { words: vec![0; space_pages.div_ceil(64) as usize], space_pages, count: 0 }
     }
 
-    /// Pages in the set.
+    /// Returns the number of pages in the set.
     pub fn len(&self) -> u64 {
         self.count
     }
 
-    /// True where no page is in the set.
+    /// Returns true if the set has no page.
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }
 
-    /// Pages that could be in the set.
+    /// Returns the number of pages in the space.
     pub fn space_pages(&self) -> u64 {
         self.space_pages
     }
 
-    /// Adds a page; true where it was not in the set. Panics outside the space: that is a bug of
-    /// the caller.
+    /// Adds a page and returns true if it was not in the set. Panics if the page lies outside the
+    /// space.
     pub fn insert(&mut self, page: PageIndex) -> bool {
         assert!(
             page.0 < self.space_pages,
@@ -84,7 +84,7 @@ impl PageSet {
         new
     }
 
-    /// Takes a page out; true where it was in the set.
+    /// Removes a page and returns true if it was in the set.
     pub fn remove(&mut self, page: PageIndex) -> bool {
         if page.0 >= self.space_pages {
             return false;
@@ -96,12 +96,12 @@ impl PageSet {
         had
     }
 
-    /// True where the page is in the set.
+    /// Returns true if the page is in the set.
     pub fn contains(&self, page: PageIndex) -> bool {
         page.0 < self.space_pages && self.words[(page.0 / 64) as usize] & (1 << (page.0 % 64)) != 0
     }
 
-    /// Adds every page of the range. Panics outside the space.
+    /// Adds every page of the range. Panics if the range reaches outside the space.
     pub fn insert_range(&mut self, range: PageRange) {
         assert!(
             range.end().0 <= self.space_pages,
@@ -120,7 +120,7 @@ impl PageSet {
         }
     }
 
-    /// Adds every page of `other`, a set over the same space.
+    /// Adds every page of `other`. Panics if `other` has another space.
     pub fn union_with(&mut self, other: &Self) {
         assert_eq!(self.space_pages, other.space_pages, "sets over different spaces");
         let mut count = 0;
@@ -131,13 +131,13 @@ impl PageSet {
         self.count = count;
     }
 
-    /// Empties the set.
+    /// Removes all pages.
     pub fn clear(&mut self) {
         self.words.fill(0);
         self.count = 0;
     }
 
-    /// The pages, rising.
+    /// Returns the pages in rising order.
     pub fn iter(&self) -> impl Iterator<Item = PageIndex> + '_ {
         self.words.iter().enumerate().filter(|(_, w)| **w != 0).flat_map(|(i, w)| {
             let mut left = *w;
@@ -151,7 +151,7 @@ impl PageSet {
         })
     }
 
-    /// The pages as the fewest ranges, rising.
+    /// Returns the pages as the fewest ranges, in rising order.
     pub fn ranges(&self) -> impl Iterator<Item = PageRange> + '_ {
         let mut pages = self.iter().peekable();
         std::iter::from_fn(move || {
@@ -172,7 +172,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     proptest! {
-        /// Against the naive oracle: a tree of page numbers.
+        /// Compares the set with a naive one: a tree of page numbers.
         #[test]
         fn a_page_set_is_a_set(ops in prop::collection::vec((0u8..3, 0u64..300, 0u64..80), 0..60)) {
             const SPACE: u64 = 300;
