@@ -11,10 +11,10 @@ use crate::ports::{
     BoxError, DirtyTracker, FirstWriteHook, FirstWriteMonitor, PageReader, RamFreezer,
 };
 use keyframe_kernel::Process;
-use keyframe_kernel::fault_tracker::{self, FaultTracker, Touch};
-use keyframe_kernel::fork::{ForkPlan, Snapshot};
+use keyframe_kernel::fault_tracker::{self, FaultTracker, MemoryEvent};
+use keyframe_kernel::frozen_copy::{ForkPlan, FrozenCopy};
 use keyframe_kernel::memory::GuestReader;
-use keyframe_kernel::track::{WriteTracker, Written};
+use keyframe_kernel::write_tracker::{WriteTracker, WrittenPages};
 use keyframe_units::{HostRange, HostVirt, PAGE_BYTES, PageIndex, PageRange, PageSet, RamLayout};
 use std::sync::{Arc, OnceLock};
 
@@ -111,13 +111,17 @@ impl PageReader for ProcessPageReader {
 pub trait WriteScanner: Send {
     /// Adds the parts of `range` that were written since its last scan to `out`, and protects them
     /// again.
-    fn scan(&self, range: HostRange, out: &mut Vec<Written>) -> Result<(), keyframe_kernel::Error>;
+    fn scan(
+        &self,
+        range: HostRange,
+        out: &mut Vec<WrittenPages>,
+    ) -> Result<(), keyframe_kernel::Error>;
 
     /// Does the same as [`WriteScanner::scan`], while the VM is paused.
     fn scan_paused(
         &self,
         range: HostRange,
-        out: &mut Vec<Written>,
+        out: &mut Vec<WrittenPages>,
     ) -> Result<(), keyframe_kernel::Error> {
         self.scan(range, out)
     }
@@ -129,14 +133,18 @@ pub trait WriteScanner: Send {
 /// Asynchronous write protection: `PAGEMAP_SCAN` finds written pages and protects them again in one
 /// step.
 impl WriteScanner for WriteTracker {
-    fn scan(&self, range: HostRange, out: &mut Vec<Written>) -> Result<(), keyframe_kernel::Error> {
+    fn scan(
+        &self,
+        range: HostRange,
+        out: &mut Vec<WrittenPages>,
+    ) -> Result<(), keyframe_kernel::Error> {
         self.scan_and_protect(range, out).map(drop)
     }
 
     fn scan_paused(
         &self,
         range: HostRange,
-        out: &mut Vec<Written>,
+        out: &mut Vec<WrittenPages>,
     ) -> Result<(), keyframe_kernel::Error> {
         self.scan_and_protect_by_two(range, out).map(drop)
     }
@@ -148,7 +156,11 @@ impl WriteScanner for WriteTracker {
 
 /// Synchronous write protection: each first write waits for a handler in this process.
 impl WriteScanner for Arc<FaultTracker> {
-    fn scan(&self, range: HostRange, out: &mut Vec<Written>) -> Result<(), keyframe_kernel::Error> {
+    fn scan(
+        &self,
+        range: HostRange,
+        out: &mut Vec<WrittenPages>,
+    ) -> Result<(), keyframe_kernel::Error> {
         self.drain(range, out).map(drop)
     }
 
@@ -163,7 +175,7 @@ pub struct ProcessDirtyTracker<S> {
     reader: Arc<GuestReader>,
     scan: S,
     drained: bool,
-    found: Vec<Written>,
+    found: Vec<WrittenPages>,
 }
 
 impl<S: WriteScanner> ProcessDirtyTracker<S> {
@@ -192,7 +204,7 @@ impl<S: WriteScanner> ProcessDirtyTracker<S> {
     fn drain_with(
         &mut self,
         written: &mut PageSet,
-        scan: impl Fn(&S, HostRange, &mut Vec<Written>) -> Result<(), keyframe_kernel::Error>,
+        scan: impl Fn(&S, HostRange, &mut Vec<WrittenPages>) -> Result<(), keyframe_kernel::Error>,
     ) -> Result<(), BoxError> {
         for block in 0..self.ram.layout.blocks().len() {
             let range = self.ram.block_range(block);
@@ -232,10 +244,10 @@ impl ProcessFirstWriteMonitor {
 impl FirstWriteMonitor for ProcessFirstWriteMonitor {
     fn set_hook(&self, hook: Option<FirstWriteHook>) {
         let ram = Arc::clone(&self.ram);
-        self.tracker.set_hook(hook.map(|hook| -> fault_tracker::Hook {
+        self.tracker.set_hook(hook.map(|hook| -> fault_tracker::FirstWriteHook {
             Arc::new(move |touch| {
-                // A page that is being discarded may be lost already; `unannounced` reports it.
-                let (Touch::Write(range) | Touch::Discard(range)) = touch;
+                // A page that is being discarded may be lost already; `pages_with_lost_protection` reports it.
+                let (MemoryEvent::Write(range) | MemoryEvent::Discard(range)) = touch;
                 for block in ram.blocks_of(range) {
                     hook(ram.pages(block, range));
                 }
@@ -246,7 +258,7 @@ impl FirstWriteMonitor for ProcessFirstWriteMonitor {
     fn unannounced(&self) -> Result<PageSet, BoxError> {
         let mut pages = PageSet::new(self.ram.layout.len_pages());
         for block in 0..self.ram.layout.blocks().len() {
-            for lost in self.tracker.unannounced(self.ram.block_range(block))? {
+            for lost in self.tracker.pages_with_lost_protection(self.ram.block_range(block))? {
                 pages.insert_range(self.ram.pages(block, lost));
             }
         }
@@ -284,7 +296,7 @@ impl RamFreezer for ForkFreezer {
 struct ForkedRamReader {
     ram: Arc<GuestRam>,
     pages: OnceLock<ProcessPageReader>,
-    snapshot: Snapshot,
+    snapshot: FrozenCopy,
 }
 
 impl PageReader for ForkedRamReader {

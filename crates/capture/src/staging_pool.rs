@@ -11,7 +11,7 @@
 //! allocated for the next checkpoint. Several checkpoints may hold chunks at the same time, so this
 //! memory bounds the queue before the encoder.
 
-use keyframe_kernel::memory::Arena;
+use keyframe_kernel::memory::PrefaultedBuffer;
 use keyframe_locks::IgnorePoison;
 use keyframe_units::{PAGE_BYTES, Page};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -45,7 +45,7 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    free: Vec<Arena>,
+    free: Vec<PrefaultedBuffer>,
     made: u64,
 }
 
@@ -141,9 +141,9 @@ impl StagingPool {
     }
 
     /// Allocates an arena, which the caller has counted in `made` already.
-    fn make(&self) -> Result<Arena, StagingPoolError> {
+    fn make(&self) -> Result<PrefaultedBuffer, StagingPoolError> {
         let len_bytes = self.0.chunk_pages * PAGE_BYTES as u64;
-        Arena::new(len_bytes as usize).map_err(|source| {
+        PrefaultedBuffer::new(len_bytes as usize).map_err(|source| {
             self.0.state().made -= 1;
             StagingPoolError { len_bytes, source }
         })
@@ -153,7 +153,7 @@ impl StagingPool {
 /// Memory for [`StagingPool::chunk_pages`] pages. Dropping it returns it to its pool.
 pub struct StagingChunk {
     /// `None` only while the chunk is being dropped.
-    arena: Option<Arena>,
+    arena: Option<PrefaultedBuffer>,
     home: Arc<Shared>,
 }
 

@@ -1,7 +1,7 @@
 //! How much the protected VM computes: for how long the threads of its virtual CPUs ran, or waited
 //! for a core.
 
-use keyframe_kernel::cputime;
+use keyframe_kernel::cpu_time;
 use keyframe_session::machines::{Machines, Member};
 use std::time::{Duration, Instant};
 
@@ -32,7 +32,7 @@ impl Busy {
             return None;
         }
         let wanted =
-            self.threads.iter().map(|(pid, thread)| cputime::wanted_by_thread(*pid, *thread));
+            self.threads.iter().map(|(pid, thread)| cpu_time::thread_cpu_demand(*pid, *thread));
         let Some(all) = wanted.sum::<Option<Duration>>() else {
             self.listed = None;
             return None;

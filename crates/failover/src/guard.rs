@@ -106,7 +106,7 @@ pub fn guard(qemu: u32, orders: UnixStream) -> Result<(), Failure> {
         .map_err(|e| Failure::new(format!("guard {qemu}: {e}")))?;
     // On a host with more to do than it can, the VM is to stand all the same when its right has run
     // out.
-    keyframe_kernel::priority::raise();
+    keyframe_kernel::priority::raise_current_thread();
     Keeper { qemu, orders: BufReader::new(orders), state: State::Free, stands: false }.run()
 }
 

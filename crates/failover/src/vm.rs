@@ -439,7 +439,7 @@ impl Keeper {
             self.encoding.queue(),
             label,
         );
-        keyframe_kernel::priority::lower();
+        keyframe_kernel::priority::lower_current_thread();
         let seq = captured.as_ref().ok().copied();
         if let Some((disks, vms)) = self.gated.machines.storage() {
             disks.captured(seq, vms);

@@ -16,7 +16,7 @@
 //! ```
 //!
 //! The calls are made through a `syscall` instruction of the process's own code. All that is
-//! written into its memory is a signal frame below the thread's stack (see [`crate::frame`]), from
+//! written into its memory is a signal frame below the thread's stack (see [`crate::signal_frame`]), from
 //! which the thread finds back by itself.
 //!
 //! Invariants:
@@ -33,9 +33,9 @@
 //! for a `userfaultfd` call, if we are killed in the microseconds between setting the registers for
 //! it and the call.
 
-use crate::frame::{self, Frame, RED_ZONE_BYTES, XsaveLayout};
 use crate::gadgets::Gadgets;
 use crate::ptrace::{SignalMask, Stop, Tracee};
+use crate::signal_frame::{self, RED_ZONE_BYTES, SignalFrame, XsaveLayout};
 use crate::{Error, Process, Result, abi, write_memory};
 use keyframe_units::HostVirt;
 use keyframe_units::elapsed_ns;
@@ -195,7 +195,7 @@ fn write_frame(
     layout: &XsaveLayout,
     sigreturn: u64,
 ) -> Option<u64> {
-    let frame = Frame::new(saved, mask, &tracee.xsave().ok()?, layout, sigreturn)?;
+    let frame = SignalFrame::new(saved, mask, &tracee.xsave().ok()?, layout, sigreturn)?;
     write_memory(process, HostVirt(frame.at), &frame.bytes).ok()?;
     Some(frame.at)
 }
@@ -222,7 +222,7 @@ pub(crate) struct Hijack<'p> {
 impl<'p> Hijack<'p> {
     /// Stops the thread and saves what is going to be changed. It may stay stopped for `longest`.
     ///
-    /// A thread in a wait that only we could give back (see [`frame::is_beyond_return`]) is let go
+    /// A thread in a wait that only we could give back (see [`signal_frame::is_beyond_return`]) is let go
     /// and stopped again, until it has left that, or for [`PATIENCE`].
     pub(crate) fn stop(process: &'p Process, gadgets: Gadgets, longest: Duration) -> Result<Self> {
         let patient_until = Instant::now() + PATIENCE;
@@ -243,7 +243,7 @@ impl<'p> Hijack<'p> {
             // from.
             let state = tracee.registers().and_then(|saved| Ok((saved, tracee.signal_mask()?)));
             let (saved, mask) = state.inspect_err(|_| drop(tracee.detach()))?;
-            if !frame::is_beyond_return(&saved) || begun >= patient_until {
+            if !signal_frame::is_beyond_return(&saved) || begun >= patient_until {
                 return Self::take(process, tracee, gadgets, [begun, deadline], saved, mask);
             }
             tracee.detach()?;

@@ -295,7 +295,7 @@ pub enum Error {
     },
     /// Memory for a scratch buffer could not be had.
     #[error("scratch buffer of {len_bytes} bytes: {operation}: {source}")]
-    Arena {
+    PrefaultedBuffer {
         /// Its length.
         len_bytes: u64,
         /// The step.
@@ -369,7 +369,7 @@ impl Error {
                     .into()
             }
             Self::PageSize { .. } => "give the VM's memory 2 MiB or ordinary pages (hugetlbsize=2M of the memory backend)".into(),
-            Self::Arena { .. } => "free memory, or take fewer pages at a time".into(),
+            Self::PrefaultedBuffer { .. } => "free memory, or take fewer pages at a time".into(),
             _ => return None,
         })
     }

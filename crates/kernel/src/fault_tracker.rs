@@ -35,12 +35,12 @@
 //!    which wakes all; dropping the tracker does the same, and the kernel where we die.
 //!
 //! Merging like pages (KSM) takes their protection away: refused where it is on when memory is
-//! registered, and found out by [`FaultTracker::unannounced`] later.
+//! registered, and found out by [`FaultTracker::pages_with_lost_protection`] later.
 //!
 //! For a frozen copy: stop the process, set the hook, drain, let the process go on; what a hook is
 //! told of first is as frozen. (The other way round, a fault from before the stop could lift a
 //! protection with nobody told.) When the copy is made, ask for what went
-//! [`FaultTracker::unannounced`]: a copy of such a page is no copy of that instant.
+//! [`FaultTracker::pages_with_lost_protection`]: a copy of such a page is no copy of that instant.
 //!
 //! Not seen: holes punched into the file of shared memory by `fallocate`; writes through another
 //! mapping of the same file; DMA into pages that were pinned before the drain. Refused: files on
@@ -51,11 +51,11 @@
 mod handler;
 
 use crate::abi::{self, PageRegion};
-use crate::fork::mapping_flags;
+use crate::frozen_copy::mapping_flags;
+use crate::mapped_range::{self, MappedRange};
+use crate::pagemap::{Pagemap, PagemapQuery};
 use crate::ranges::{clip, intersection, push_joined, select, split, union, windows, without};
-use crate::scan::{Pagemap, Query};
-use crate::stretch::{self, Stretch};
-use crate::track::{ScanStats, Written};
+use crate::write_tracker::{ScanStats, WrittenPages};
 use crate::{Error, Process, Result};
 use handler::{Handler, Segment, Shared, State};
 use keyframe_locks::IgnorePoison;
@@ -78,7 +78,7 @@ const KSM_RUN: &str = "/sys/kernel/mm/ksm/run";
 
 /// What a hook is told of. Both are whole pages of the mapping (4 KiB, or 2 MiB of hugetlbfs).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Touch {
+pub enum MemoryEvent {
     /// This page is about to be written, for the first time since it was drained. Until the hook
     /// returns it is as it was.
     Write(HostRange),
@@ -89,7 +89,7 @@ pub enum Touch {
 /// Called by the handler's thread; the process waits until it returns. It may read the process's
 /// memory; calling the tracker would wait for itself. A page can come more than once, for as long
 /// as it is unchanged.
-pub type Hook = Arc<dyn Fn(Touch) + Send + Sync>;
+pub type FirstWriteHook = Arc<dyn Fn(MemoryEvent) + Send + Sync>;
 
 /// Tracks first writes to registered ranges of one process. Dropping it ends the tracking; the
 /// memory is as it was.
@@ -135,7 +135,7 @@ impl FaultTracker {
 
     /// Sets what is called before each first write, or nothing. When this returns, the former one
     /// runs no more.
-    pub fn set_hook(&self, hook: Option<Hook>) {
+    pub fn set_hook(&self, hook: Option<FirstWriteHook>) {
         self.shared.lock().hook = hook;
     }
 
@@ -148,7 +148,7 @@ impl FaultTracker {
         if self.registered.iter().any(|other| intersection(*other, range).is_some()) {
             return Err(Error::Registered { pid, range });
         }
-        let stretches = stretch::mapped(&self.shared.process, range)?;
+        let stretches = mapped_range::mapped(&self.shared.process, range)?;
         let on_file = stretches.iter().any(|stretch| stretch.has_file);
         self.ensure_not_merged(range)?;
         let mut state = self.shared.lock();
@@ -210,7 +210,7 @@ impl FaultTracker {
     ///
     /// Errors: [`Error::ScanBroken`], also where the handler has failed: count all of `range` as
     /// written. [`Error::Gone`]. Any other: nothing was done. `out` is unchanged in every case.
-    pub fn drain(&self, range: HostRange, out: &mut Vec<Written>) -> Result<ScanStats> {
+    pub fn drain(&self, range: HostRange, out: &mut Vec<WrittenPages>) -> Result<ScanStats> {
         let pid = self.shared.process.pid();
         let mut buffer = self.scratch.lock().ignore_poison();
         let guard = self.shared.lock();
@@ -237,7 +237,7 @@ impl FaultTracker {
     /// registered). Of these a frozen copy holds what was asked for only where it was made before.
     /// Only private anonymous memory loses it so. Pages never drained do not count. Errors: not
     /// registered, not whole pages, the handler has failed, or the kernel refuses.
-    pub fn unannounced(&self, range: HostRange) -> Result<Vec<HostRange>> {
+    pub fn pages_with_lost_protection(&self, range: HostRange) -> Result<Vec<HostRange>> {
         let operation = "look for lost protection";
         let failed = |source| self.range_error(operation, range, source);
         let mut buffer = self.scratch.lock().ignore_poison();
@@ -262,9 +262,9 @@ impl FaultTracker {
     fn drain_parts<'s>(
         &'s self,
         mut guard: MutexGuard<'s, State>,
-        parts: &[Stretch],
+        parts: &[MappedRange],
         buffer: &mut [PageRegion],
-        out: &mut Vec<Written>,
+        out: &mut Vec<WrittenPages>,
         stats: &mut ScanStats,
     ) -> io::Result<()> {
         for part in parts {
@@ -278,7 +278,7 @@ impl FaultTracker {
                 let pages = range.len_bytes / PAGE_BYTES as u64;
                 stats.written_pages += pages;
                 stats.absent_pages += if is_absent { pages } else { 0 };
-                out.push(Written { range, present: !is_absent });
+                out.push(WrittenPages { range, present: !is_absent });
             });
             // Memory that is not mapped any more has nothing written; that is no answer.
             self.pagemap.ensure_mapped(part.range)?;
@@ -292,7 +292,7 @@ impl FaultTracker {
     /// A: what of a stretch of one mapping counts as written.
     fn written(
         &self,
-        part: Stretch,
+        part: MappedRange,
         fresh: &[HostRange],
         discarded: &[HostRange],
         buffer: &mut [PageRegion],
@@ -303,7 +303,7 @@ impl FaultTracker {
         }
         let mut found = Vec::new();
         let note = |range, _| push_joined(&mut found, range);
-        stats.calls += self.pagemap.scan(Query::WRITTEN, part.range, buffer, note)?;
+        stats.calls += self.pagemap.scan(PagemapQuery::WRITTEN, part.range, buffer, note)?;
         // Where whole page tables were freed there is nothing that the scan could find.
         let mut holes = Vec::new();
         for window in discarded.iter().filter(|_| part.is_anonymous()) {
@@ -312,7 +312,7 @@ impl FaultTracker {
                     push_joined(&mut holes, range);
                 }
             };
-            stats.calls += self.pagemap.scan(Query::NOT_PRESENT, *window, buffer, note)?;
+            stats.calls += self.pagemap.scan(PagemapQuery::NOT_PRESENT, *window, buffer, note)?;
         }
         let kept = if part.is_anonymous() { &holes } else { discarded };
         Ok(union(&[&found, fresh, kept]))
@@ -371,7 +371,7 @@ impl FaultTracker {
                     range,
                 );
             };
-            stats.calls += self.pagemap.scan(Query::NOT_PRESENT, window, buffer, note)?;
+            stats.calls += self.pagemap.scan(PagemapQuery::NOT_PRESENT, window, buffer, note)?;
         }
         let looked_at = self.pagemap.entries(&select(&entries, list, true))?;
         Ok(union(&[&select(&holes, list, true), &looked_at.bare]))
@@ -383,9 +383,9 @@ impl FaultTracker {
         state: &State,
         range: HostRange,
         operation: &'static str,
-    ) -> Result<Vec<Stretch>> {
+    ) -> Result<Vec<MappedRange>> {
         let registered = state.segments.iter().map(|segment| segment.stretch);
-        stretch::registered(&self.shared.process, registered, range, operation)
+        mapped_range::registered(&self.shared.process, registered, range, operation)
     }
 
     fn range_error(&self, operation: &'static str, range: HostRange, source: io::Error) -> Error {

@@ -5,7 +5,7 @@
 //! offers the call:
 //!
 //! ```text
-//!   Process ──▶ attach::inject_userfaultfd ──▶ uffd ──▶ track::WriteTracker ──▶ pages written since the last scan
+//!   Process ──▶ attach::inject_userfaultfd ──▶ uffd ──▶ write_tracker::WriteTracker ──▶ pages written since the last scan
 //!      │              (ptrace, 0.1 ms)                   (PAGEMAP_SCAN on /proc/PID/pagemap)        │
 //!      └────▶ memory::GuestReader ◀─────────────────────────────────────────────────────────────────┘
 //!               (own mapping of a sealed memfd, or process_vm_readv)
@@ -34,36 +34,36 @@ compile_error!("keyframe-kernel knows the interfaces of x86-64 Linux only");
 
 mod abi;
 pub mod attach;
-pub mod cores;
-pub mod cost;
-pub mod cputime;
+pub mod child_setup;
+pub mod cpu_affinity;
+pub mod cpu_time;
 mod error;
 pub mod fault_tracker;
-pub mod features;
-pub mod fork;
-mod frame;
-pub mod fresh;
+pub mod frozen_copy;
 mod gadgets;
+pub mod host_features;
 mod interrupt;
-pub mod lineage;
 pub mod malloc;
+mod mapped_range;
 mod maps;
+pub mod memfd_filler;
 pub mod memory;
-pub mod missing;
-pub mod openfile;
+pub mod missing_pages;
+pub mod open_file;
+mod pagemap;
+mod pagemap_quirks;
 pub mod priority;
 mod process;
+mod process_memory;
+pub mod protection_cost;
 mod ptrace;
-mod quirks;
 mod ranges;
-mod scan;
+mod signal_frame;
 pub mod socket;
-mod stretch;
-pub mod track;
-mod transfer;
+pub mod write_tracker;
 
 pub use error::{Error, Result};
 pub use interrupt::{END_SIGNALS, Interrupt, signal_socket};
 pub use maps::Mapping;
 pub use process::Process;
-pub use transfer::{read_memory, write_memory};
+pub use process_memory::{read_memory, write_memory};

@@ -5,7 +5,7 @@
 //! real time is not permitted; both need `CAP_SYS_NICE` or a limit that allows it. Lowered is the
 //! ordinary policy with nice +5.
 
-use crate::cores;
+use crate::cpu_affinity;
 use rustix::process::{Pid, setpriority_process};
 
 /// Nice value of a raised thread without real-time priority.
@@ -16,7 +16,7 @@ const LOWERED_NICE: i32 = 5;
 const LEAST_NICE: i32 = 19;
 
 /// Raises this thread over the guest's; false where nothing of it is permitted.
-pub fn raise() -> bool {
+pub fn raise_current_thread() -> bool {
     raise_thread(None)
 }
 
@@ -26,14 +26,14 @@ fn raise_thread(thread: Option<Pid>) -> bool {
 }
 
 /// Raises every thread that this process has now: for a pause that waits for it.
-pub fn raise_all() {
+pub fn raise_all_threads() {
     threads().for_each(|thread| {
         raise_thread(Some(thread));
     });
 }
 
 /// Every thread of this process is an ordinary one again.
-pub fn restore_all() {
+pub fn restore_all_threads() {
     threads().for_each(|thread| {
         let _ = set_policy(Some(thread), libc::SCHED_OTHER, 0);
         let _ = setpriority_process(Some(thread), 0);
@@ -41,11 +41,11 @@ pub fn restore_all() {
 }
 
 fn threads() -> impl Iterator<Item = Pid> {
-    cores::threads_of("self").into_iter().filter_map(cores::pid)
+    cpu_affinity::threads_of("self").into_iter().filter_map(cpu_affinity::pid)
 }
 
 /// Lowers this thread under the guest's. Never an error: what cannot be lowered stays as it is.
-pub fn lower() {
+pub fn lower_current_thread() {
     let _ = set_policy(None, libc::SCHED_OTHER, 0);
     let _ = setpriority_process(None, LOWERED_NICE);
 }
@@ -53,16 +53,16 @@ pub fn lower() {
 /// Has thread `thread` of an ordinary process take no other thread's core when it is woken
 /// (`SCHED_BATCH`), but wait until that one sleeps or its turn is over; or, `waits` false, as it
 /// was. False where that cannot be had.
-pub fn wait_for_core(thread: u32, waits: bool) -> bool {
-    let policy = if waits { libc::SCHED_BATCH } else { libc::SCHED_OTHER };
-    cores::pid(thread).is_some_and(|thread| set_policy(Some(thread), policy, 0))
+pub fn set_batch_policy(thread: u32, batch: bool) -> bool {
+    let policy = if batch { libc::SCHED_BATCH } else { libc::SCHED_OTHER };
+    cpu_affinity::pid(thread).is_some_and(|thread| set_policy(Some(thread), policy, 0))
 }
 
 /// Leaves thread `thread` as little of a core that others want as there is (nice 19); or, `little`
 /// false, an ordinary share, where that is permitted.
-pub fn take_little(thread: u32, little: bool) -> bool {
-    let nice = if little { LEAST_NICE } else { 0 };
-    cores::pid(thread).is_some_and(|thread| setpriority_process(Some(thread), nice).is_ok())
+pub fn set_lowest_share(thread: u32, lowest: bool) -> bool {
+    let nice = if lowest { LEAST_NICE } else { 0 };
+    cpu_affinity::pid(thread).is_some_and(|thread| setpriority_process(Some(thread), nice).is_ok())
 }
 
 /// Sets the policy of a thread; of the calling one without a number.
@@ -95,21 +95,21 @@ mod tests {
         let mut child =
             std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
         let thread = Pid::from_raw(child.id().cast_signed()).unwrap();
-        assert!(wait_for_core(child.id(), true));
+        assert!(set_batch_policy(child.id(), true));
         assert_eq!(policy_of(thread), libc::SCHED_BATCH);
-        assert!(wait_for_core(child.id(), false));
+        assert!(set_batch_policy(child.id(), false));
         assert_eq!(policy_of(thread), libc::SCHED_OTHER);
-        assert!(take_little(child.id(), true));
+        assert!(set_lowest_share(child.id(), true));
         assert_eq!(rustix::process::getpriority_process(Some(thread)).unwrap(), LEAST_NICE);
         assert_eq!(
-            take_little(child.id(), false),
+            set_lowest_share(child.id(), false),
             rustix::process::getpriority_process(Some(thread)) == Ok(0)
         );
         drop(child.stdin.take());
         child.wait().unwrap();
-        assert!(!wait_for_core(child.id(), true), "it has ended");
-        assert!(!wait_for_core(0, true) && !wait_for_core(u32::MAX, true));
-        assert!(!take_little(0, true) && !take_little(u32::MAX, true));
+        assert!(!set_batch_policy(child.id(), true), "it has ended");
+        assert!(!set_batch_policy(0, true) && !set_batch_policy(u32::MAX, true));
+        assert!(!set_lowest_share(0, true) && !set_lowest_share(u32::MAX, true));
     }
 
     #[test]
@@ -122,15 +122,15 @@ mod tests {
         });
         let both = [rustix::thread::gettid(), hears.recv().unwrap()];
         assert_eq!(urgent(both), [false; 2]);
-        raise_all();
+        raise_all_threads();
         let up = urgent(both);
-        restore_all();
+        restore_all_threads();
         let down = urgent(both);
         drop(sender);
         let _ = other.join();
         assert_eq!(down, [false; 2]);
         let is_permitted = set_policy(None, libc::SCHED_RR | libc::SCHED_RESET_ON_FORK, 1);
-        restore_all();
+        restore_all_threads();
         assert_eq!(up, [is_permitted; 2]);
     }
 }

@@ -205,7 +205,7 @@ impl Run<'_> {
             // A thread of its own, because it raises its priority, and what is launched later must
             // not inherit that.
             let worker = scope.spawn(|| {
-                keyframe_kernel::priority::raise();
+                keyframe_kernel::priority::raise_current_thread();
                 self.epochs(&mut target, samples)
             });
             worker.join().unwrap_or_else(|_| Err(Error::Panicked))

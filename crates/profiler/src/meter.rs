@@ -4,7 +4,7 @@ use super::counters::Counters;
 use super::target::Target;
 use crate::error::Result;
 use keyframe_kernel::attach::inject_userfaultfd;
-use keyframe_kernel::track::WriteTracker;
+use keyframe_kernel::write_tracker::WriteTracker;
 use keyframe_profile::Epoch;
 use keyframe_units::duration_ns;
 use std::sync::atomic::{AtomicBool, Ordering};

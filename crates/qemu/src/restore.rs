@@ -370,7 +370,7 @@ impl Starting {
         if plan.replays.is_some() {
             thread_affinity::prepare(&mut command, &plan.arguments);
             // What reaches the terminal's session may not reach it.
-            keyframe_kernel::lineage::die_with_us(&mut command);
+            keyframe_kernel::child_setup::kill_with_parent(&mut command);
         }
         if let Some(path) = &plan.log {
             let log = File::options().create(true).append(true).open(path);

@@ -31,8 +31,8 @@
 //! Invariant: QEMU does the same work; only the time at which its main loop runs differs.
 
 use crate::Qmp;
-use keyframe_kernel::cores::{self, Claim};
-use keyframe_kernel::{lineage, priority};
+use keyframe_kernel::cpu_affinity::{self, CoreClaim};
+use keyframe_kernel::{child_setup, priority};
 use keyframe_qemu_cmdline::Argument;
 use keyframe_qemu_cmdline::recording::{RecordingMode, may_run_late};
 use std::io::IsTerminal;
@@ -46,7 +46,7 @@ pub(crate) struct SingleCore {
     guest: u32,
     /// It replays: no client waits for its disks.
     replays: bool,
-    claim: Option<Claim>,
+    claim: Option<CoreClaim>,
 }
 
 impl SingleCore {
@@ -75,11 +75,12 @@ impl SingleCore {
 
     /// Lets all threads but the guest's run late, or has them run at once.
     pub fn let_run_late(&self, may_run_late: bool) {
-        for thread in cores::threads_of(self.pid).into_iter().filter(|thread| *thread != self.guest)
+        for thread in
+            cpu_affinity::threads_of(self.pid).into_iter().filter(|thread| *thread != self.guest)
         {
-            let _ = priority::wait_for_core(thread, may_run_late);
+            let _ = priority::set_batch_policy(thread, may_run_late);
             if self.replays {
-                let _ = priority::take_little(thread, may_run_late);
+                let _ = priority::set_lowest_share(thread, may_run_late);
             }
         }
     }
@@ -90,7 +91,7 @@ impl SingleCore {
 pub(crate) fn prepare(command: &mut Command, arguments: &[Argument]) {
     let reads_terminal = arguments.iter().any(reads_terminal) && std::io::stdin().is_terminal();
     if may_run_late(arguments) && !reads_terminal {
-        lineage::lead_a_session(command);
+        child_setup::start_new_session(command);
     }
 }
 
@@ -102,9 +103,9 @@ fn reads_terminal(argument: &Argument) -> bool {
 
 /// Claims a free core, at best the one that thread `guest` ran on last, and binds process `pid` to
 /// it.
-fn bind_to_free_core(pid: u32, guest: u32) -> Option<Claim> {
-    let claim = cores::of_thread(guest).into_iter().find_map(Claim::take)?;
-    cores::bind(pid, claim.core()).then_some(claim)
+fn bind_to_free_core(pid: u32, guest: u32) -> Option<CoreClaim> {
+    let claim = cpu_affinity::cores_of_thread(guest).into_iter().find_map(CoreClaim::take)?;
+    cpu_affinity::bind_process(pid, claim.core()).then_some(claim)
 }
 
 #[cfg(test)]

@@ -118,7 +118,7 @@ impl Vm {
     /// As [`Self::launch`], but the VM does not outlive the thread that starts it, nor this
     /// process: the kernel ends it.
     pub fn launch_mortal(invocation: Invocation, options: &LaunchOptions) -> Result<Self> {
-        Self::launch_by(invocation, options, keyframe_kernel::lineage::die_with_us)
+        Self::launch_by(invocation, options, keyframe_kernel::child_setup::kill_with_parent)
     }
 
     fn launch_by(

@@ -17,7 +17,7 @@ use super::With;
 use super::replay::{Alive, StoredRam, serve, server};
 use keyframe_failure::Failure;
 use keyframe_inspect::source_of;
-use keyframe_kernel::cputime;
+use keyframe_kernel::cpu_time;
 use keyframe_qemu::restore::{self, Plan, RestoreOptions};
 use keyframe_qemu::restore::{CloneOptions, clone_line};
 use keyframe_qemu::{Accelerator, Event};
@@ -163,7 +163,7 @@ impl Simulation {
         let failed = |e: keyframe_qemu::Error| Failure::qemu(&e);
         let (pid, thread) = (self.alive.restored.pid(), self.thread()?);
         let wanted = || {
-            cputime::wanted_by_thread(pid, thread)
+            cpu_time::thread_cpu_demand(pid, thread)
                 .ok_or_else(|| Failure::new("Linux does not tell how long QEMU's processor ran"))
         };
         let (began, before) = (Instant::now(), wanted()?);

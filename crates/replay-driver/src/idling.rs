@@ -28,7 +28,7 @@ impl Idling {
         Self {
             pid,
             seen: Instant::now(),
-            used: keyframe_kernel::cputime::of_process(pid).unwrap_or_default(),
+            used: keyframe_kernel::cpu_time::process_cpu_time(pid).unwrap_or_default(),
         }
     }
 
@@ -36,7 +36,7 @@ impl Idling {
     /// long to wait until the next one. One whose vCPU runs is all the time, and would only be kept
     /// from it.
     pub fn look(&mut self) -> (bool, Duration) {
-        let Some(used) = keyframe_kernel::cputime::of_process(self.pid) else {
+        let Some(used) = keyframe_kernel::cpu_time::process_cpu_time(self.pid) else {
             return (false, LOOK_EVERY);
         };
         let is_idle = used.saturating_sub(self.used) * 2 < self.seen.elapsed();

@@ -2,7 +2,7 @@
 
 use super::idling::Idling;
 use keyframe_failure::Failure;
-use keyframe_kernel::openfile::OpenFile;
+use keyframe_kernel::open_file::OpenFile;
 use keyframe_qemu::restore::{Restored, Until};
 use keyframe_qemu::{Event, Vm};
 use keyframe_replay::{ReplayProgress, StallDetector};

@@ -24,7 +24,7 @@ use keyframe_kernel::Process;
 use keyframe_kernel::attach::{Attached, inject_userfaultfd};
 use keyframe_kernel::fault_tracker::FaultTracker;
 use keyframe_kernel::memory::GuestReader;
-use keyframe_kernel::track::WriteTracker;
+use keyframe_kernel::write_tracker::WriteTracker;
 use keyframe_qemu::Vm;
 use keyframe_units::{PAGE_BYTES, RamLayout};
 use std::sync::Arc;

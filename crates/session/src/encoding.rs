@@ -54,7 +54,7 @@ fn work<S: CheckpointSink>(
     messages: &Receiver<EncoderMessage<S::Label>>,
     mut report: impl FnMut(EncodeReport<S::Sealed>),
 ) -> S {
-    keyframe_kernel::priority::lower();
+    keyframe_kernel::priority::lower_current_thread();
     for message in messages {
         if let Some(said) = encoder.handle(message) {
             report(said);

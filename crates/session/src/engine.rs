@@ -383,7 +383,7 @@ impl<'a> Engine<'a> {
             encoding.queue(),
             label,
         );
-        keyframe_kernel::priority::lower();
+        keyframe_kernel::priority::lower_current_thread();
         if let Some((disks, vms)) = self.machines.storage() {
             disks.captured(result.as_ref().ok().copied(), vms);
         }

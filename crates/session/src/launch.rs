@@ -425,7 +425,7 @@ pub fn require_kernel(options: &Options) -> Result<()> {
         // That one needs nothing but the right to read.
         return Ok(());
     }
-    let features = keyframe_kernel::features::probe();
+    let features = keyframe_kernel::host_features::probe();
     let missing: Vec<_> = features.items.iter().filter(|f| f.required && !f.available).collect();
     let Some(first) = missing.first() else { return Ok(()) };
     let fix = first.fix.clone();

@@ -108,7 +108,7 @@ impl Drop for Recorder {
 /// Of the calling thread. What is not permitted, or cannot be, stays as it is.
 fn set_priority(is_behind: bool) {
     if is_behind {
-        keyframe_kernel::priority::lower();
+        keyframe_kernel::priority::lower_current_thread();
     } else {
         let _ = rustix::process::setpriority_process(None, NICE);
     }

@@ -38,7 +38,7 @@ impl Tuning {
         check(options)?;
         let Some(interval) = options.interval else { return Ok(None) };
         let interval_ns = duration_ns(interval);
-        let first_write_ns = keyframe_kernel::cost::first_write_ns()?;
+        let first_write_ns = keyframe_kernel::protection_cost::first_write_ns()?;
         let tuner = Tuner::new(budget, interval_ns, first_write_ns);
         Ok(Some(Self { tuner, said_ns: interval_ns, said: Why::AsAsked }))
     }

@@ -25,7 +25,7 @@ impl Watch {
 impl CaptureObserver for Watch {
     fn reached(&mut self, phase: CapturePhase) {
         if phase == CapturePhase::Precopy {
-            keyframe_kernel::priority::raise();
+            keyframe_kernel::priority::raise_current_thread();
         }
         // Between Stopping and Resumed the guest waits: no lock that a client of the control socket
         // may hold.

@@ -16,7 +16,7 @@
 //! record whose content is the one here. When records are lost or move, [`Bases::clear`].
 
 use crate::identity::{PageHash, PageRef};
-use keyframe_kernel::memory::Arena;
+use keyframe_kernel::memory::PrefaultedBuffer;
 use keyframe_units::{PAGE_BYTES, Page, PageIndex};
 
 /// Deltas that have cost so much more than the first one are worth a new base: about what that
@@ -71,7 +71,7 @@ const CHUNK_PAGES: usize = (2 << 20) / PAGE_BYTES;
 pub struct Bases {
     slots: Vec<Option<Slot>>,
     /// [`CHUNK_PAGES`] each, the last one of those that the budget allows may be shorter.
-    chunks: Vec<Arena>,
+    chunks: Vec<PrefaultedBuffer>,
     /// Contents in use.
     used: usize,
     batch: u64,
@@ -126,7 +126,7 @@ impl Bases {
     fn take_place(&mut self) -> Option<usize> {
         if self.used == self.chunks.len() * CHUNK_PAGES {
             let pages = self.slots.len().saturating_sub(self.used).min(CHUNK_PAGES);
-            self.chunks.push(Arena::new(pages * PAGE_BYTES).ok()?);
+            self.chunks.push(PrefaultedBuffer::new(pages * PAGE_BYTES).ok()?);
         }
         self.used += 1;
         Some(self.used - 1)

@@ -38,7 +38,7 @@ struct Item {
 impl Doctor {
     /// Probes and reports.
     pub fn run(&self) -> Outcome {
-        let mut items: Vec<Item> = keyframe_kernel::features::probe()
+        let mut items: Vec<Item> = keyframe_kernel::host_features::probe()
             .items
             .into_iter()
             .map(|f| Item {

@@ -15,7 +15,7 @@
 //! the first time, as long as nothing has to be waited for. Where the priority is not permitted the
 //! thread is an ordinary one, and the kernel most often decides the same.
 
-use keyframe_kernel::{cores, priority};
+use keyframe_kernel::{cpu_affinity, priority};
 use nix::sys::resource::{UsageWho, getrusage};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -92,7 +92,8 @@ impl Affinity {
             placement.said = said;
             if let Some(core) = core_of(said) {
                 // On another core it is to be in nobody's way.
-                let _ = cores::bind_this(core as usize) && priority::raise();
+                let _ = cpu_affinity::bind_current_thread(core as usize)
+                    && priority::raise_current_thread();
             }
         }
     }

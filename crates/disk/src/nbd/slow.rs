@@ -7,7 +7,7 @@ use super::output::{Output, Sender};
 use super::transmission::number;
 use super::wire::Request;
 use crate::{Disk, Error, Result};
-use keyframe_kernel::cores;
+use keyframe_kernel::cpu_affinity;
 use keyframe_locks::IgnorePoison;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
@@ -57,7 +57,7 @@ impl Slow {
 }
 
 fn serve(disk: &Disk, requests: &Mutex<Receiver<Request>>, sender: Sender) {
-    cores::unbind_this();
+    cpu_affinity::unbind_current_thread();
     let mut output = Output::new(sender);
     loop {
         // One of them waits in here, the others for the lock.

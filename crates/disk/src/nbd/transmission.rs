@@ -13,7 +13,7 @@ use super::wire::{
 };
 use crate::disk::{Flushed, Now};
 use crate::{Disk, Error, Result};
-use keyframe_kernel::cores;
+use keyframe_kernel::cpu_affinity;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -245,7 +245,7 @@ impl Transmission {
         let (orders, cookies) = sync_channel::<u64>(FLUSHES_MAX);
         let (disk, sender) = (Arc::clone(&self.agreed.export.disk), self.sender.clone());
         let thread = std::thread::Builder::new().name("nbd-flush".into()).spawn(move || {
-            cores::unbind_this();
+            cpu_affinity::unbind_current_thread();
             for cookie in cookies {
                 let flushed = disk.flush();
                 let error = flushed.as_ref().err().map_or(0, number);

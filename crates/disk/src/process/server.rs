@@ -115,7 +115,7 @@ impl Serving<'_> {
     }
 
     fn without_engine(self) -> Result<()> {
-        priority::restore_all();
+        priority::restore_all_threads();
         for export in &self.exports {
             // A failed sync is seen again by the next flush of the guest.
             let _ = export.disk.settled();
@@ -139,14 +139,14 @@ impl Serving<'_> {
             Order::Pause { limit_ms } => {
                 // The pause waits for flushes of QEMU's: a thread that is not run at once makes it
                 // longer by milliseconds.
-                priority::raise_all();
+                priority::raise_all_threads();
                 self.exports
                     .iter()
                     .for_each(|export| export.disk.pause(Duration::from_millis(*limit_ms)));
             }
             Order::Settled => each(&self.exports, Disk::settled)?,
             Order::Resumed => {
-                priority::restore_all();
+                priority::restore_all_threads();
                 self.server.affinity().renew();
             }
             Order::AnswerOn { core } => self.server.affinity().set(*core),

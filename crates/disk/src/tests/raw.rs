@@ -12,7 +12,7 @@ use crate::{
     BLOCK_BYTES, Base, Block, Content, Disk, DiskBlock, ImageFormat, Lasting, Layer, Result,
 };
 use keyframe_bytes::ByteReader;
-use keyframe_kernel::cores;
+use keyframe_kernel::cpu_affinity;
 use proptest::prelude::*;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -194,7 +194,11 @@ fn cores_of(process: u32, name: &str) -> Vec<Vec<usize>> {
         let said = std::fs::read_to_string(format!("/proc/{process}/task/{thread}/comm"));
         said.is_ok_and(|said| said.trim() == name)
     };
-    cores::threads_of(process).into_iter().filter(is_called).map(cores::of_thread).collect()
+    cpu_affinity::threads_of(process)
+        .into_iter()
+        .filter(is_called)
+        .map(cpu_affinity::cores_of_thread)
+        .collect()
 }
 
 /// As for a VM that records: all that a client asks for, of an image that has to be decoded and of
@@ -211,7 +215,7 @@ fn clients_are_answered_on_the_core_that_was_said() {
         &bed.path("base.raw").display().to_string(),
         &bed.path("base.qcow2").display().to_string(),
     ]);
-    let all = cores::of_thread(std::process::id());
+    let all = cpu_affinity::cores_of_thread(std::process::id());
     let core = *all.last().unwrap();
     for temporary in [false, true] {
         let spec = crate::process::Spec {

@@ -13,10 +13,10 @@
 //! A fault can come late, for a page that was opened meanwhile, by another thread's fault: what was
 //! opened since the last drain is noted (one bit a page), and told to no hook again.
 
-use super::{BUSY_MAX, BUSY_SLEEP, Hook, Touch};
+use super::{BUSY_MAX, BUSY_SLEEP, FirstWriteHook, MemoryEvent};
 use crate::abi::{self, MESSAGE_BYTES, Message};
+use crate::mapped_range::MappedRange;
 use crate::ranges::{between, intersection, union};
-use crate::stretch::Stretch;
 use crate::{Process, priority};
 use keyframe_locks::IgnorePoison;
 use keyframe_units::{HostRange, HostVirt};
@@ -48,7 +48,7 @@ pub(super) struct State {
     pub discarded: Vec<HostRange>,
     /// True from the first discard on, wherever it was.
     pub has_discarded: bool,
-    pub hook: Option<Hook>,
+    pub hook: Option<FirstWriteHook>,
     /// Why nothing is tracked any more.
     failure: Option<(io::ErrorKind, String)>,
 }
@@ -56,13 +56,13 @@ pub(super) struct State {
 /// A registered stretch of one mapping.
 #[derive(Debug)]
 pub(super) struct Segment {
-    pub stretch: Stretch,
+    pub stretch: MappedRange,
     /// One bit for each page: the handler removed its protection since it was last drained.
     opened: Vec<u64>,
 }
 
 impl Segment {
-    pub fn new(stretch: Stretch) -> Self {
+    pub fn new(stretch: MappedRange) -> Self {
         let pages = stretch.range.len_bytes / stretch.page_bytes;
         Self { stretch, opened: vec![0; pages.div_ceil(64) as usize] }
     }
@@ -70,7 +70,7 @@ impl Segment {
     /// The part of this segment in `range`, which lies in it. What was opened is forgotten: its
     /// pages can be told again.
     pub fn part(&self, range: HostRange) -> Self {
-        Self::new(Stretch { range, ..self.stretch })
+        Self::new(MappedRange { range, ..self.stretch })
     }
 
     /// The page at `address`, which lies in this segment, and its number.
@@ -143,7 +143,7 @@ impl State {
         self.discarded = union(&[&self.discarded, &parts]);
         if let Some(hook) = &self.hook {
             for part in parts {
-                hook(Touch::Discard(part));
+                hook(MemoryEvent::Discard(part));
             }
         }
     }
@@ -186,7 +186,7 @@ impl Shared {
         };
         let (page, number) = segment.page(address.0);
         if let Some(hook) = hook.filter(|_| !segment.is_opened(number)) {
-            hook(Touch::Write(page));
+            hook(MemoryEvent::Write(page));
         }
         let Err(error) =
             abi::uffd_remove_protection(self.uffd.as_fd(), page.start.0, page.len_bytes)
@@ -300,7 +300,7 @@ impl Handler {
         let thread = std::thread::Builder::new().name("first-writes".into()).spawn(move || {
             // The guest's threads wait for this one. Where it is not permitted, they wait a little
             // longer.
-            priority::raise();
+            priority::raise_current_thread();
             let served = catch_unwind(AssertUnwindSafe(|| shared.serve(&told)));
             let why = match served {
                 Ok(Ok(())) => return,
@@ -337,7 +337,7 @@ mod tests {
     #[test]
     fn what_was_opened_is_known_until_it_is_protected() {
         let segment = |range, page_bytes| {
-            Segment::new(Stretch { range, page_bytes, shared: true, has_file: true })
+            Segment::new(MappedRange { range, page_bytes, shared: true, has_file: true })
         };
         let segments = vec![
             segment(between(0x10_0000, 0x18_0000), 0x1000),

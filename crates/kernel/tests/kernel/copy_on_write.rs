@@ -2,9 +2,9 @@
 //! written, and the rest at leisure.
 
 use crate::target::{HUGE, HugePages, PAGE, Target, part};
-use keyframe_kernel::fault_tracker::Touch;
+use keyframe_kernel::fault_tracker::MemoryEvent;
 use keyframe_kernel::memory::GuestReader;
-use keyframe_kernel::track::Written;
+use keyframe_kernel::write_tracker::WrittenPages;
 use keyframe_units::HostRange;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -62,12 +62,12 @@ fn run(kind: &str, len_bytes: u64) {
         tracker.set_hook(Some(Arc::new(move |touch| {
             let mut image = hook.lock().unwrap();
             match touch {
-                Touch::Write(page) => image.by_hook += image.copy(page),
-                Touch::Discard(_) => image.discards += 1,
+                MemoryEvent::Write(page) => image.by_hook += image.copy(page),
+                MemoryEvent::Discard(_) => image.discards += 1,
             }
         })));
         let memory = target.content(ram);
-        let mut set: Vec<Written> = Vec::new();
+        let mut set: Vec<WrittenPages> = Vec::new();
         tracker.drain(ram, &mut set).unwrap();
         target.thaw();
         for written in &set {

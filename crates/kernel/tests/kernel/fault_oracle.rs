@@ -5,7 +5,7 @@ use crate::oracle::Random;
 use crate::target::{HUGE, HugePages, PAGE, Target};
 use keyframe_kernel::fault_tracker::FaultTracker;
 use keyframe_kernel::memory::GuestReader;
-use keyframe_kernel::track::Written;
+use keyframe_kernel::write_tracker::WrittenPages;
 use keyframe_units::HostRange;
 use std::collections::BTreeSet;
 
@@ -21,7 +21,7 @@ fn drain(
     zeros: bool,
     image: &mut [u8],
 ) -> BTreeSet<u64> {
-    let mut out: Vec<Written> = Vec::new();
+    let mut out: Vec<WrittenPages> = Vec::new();
     tracker.drain(ram, &mut out).unwrap();
     assert!(out.windows(2).all(|pair| pair[0].range.end() <= pair[1].range.start), "they rise");
     let mut reported = BTreeSet::new();

@@ -6,8 +6,8 @@ use crate::target::{
     start_role, try_drain,
 };
 use keyframe_kernel::attach::inject_userfaultfd;
-use keyframe_kernel::fault_tracker::{FaultTracker, Touch};
-use keyframe_kernel::track::Written;
+use keyframe_kernel::fault_tracker::{FaultTracker, MemoryEvent};
+use keyframe_kernel::write_tracker::WrittenPages;
 use keyframe_kernel::{Error, Process, read_memory};
 use keyframe_testing::{Scope, record_skip, skip};
 use keyframe_units::{HostRange, HostVirt};
@@ -29,7 +29,7 @@ fn present(pages: &[u64]) -> Vec<(u64, bool)> {
 }
 
 /// A hook that keeps what it was told.
-fn recorder(tracker: &FaultTracker) -> Arc<Mutex<Vec<Touch>>> {
+fn recorder(tracker: &FaultTracker) -> Arc<Mutex<Vec<MemoryEvent>>> {
     let told = Arc::new(Mutex::new(Vec::new()));
     let record = Arc::clone(&told);
     tracker.set_hook(Some(Arc::new(move |touch| record.lock().unwrap().push(touch))));
@@ -99,7 +99,7 @@ fn huge_pages_are_tracked_whole() {
         let written: Vec<_> =
             (512..1024).chain(3 * 512..4 * 512).map(|page| (page, true)).collect();
         assert_eq!(drain(&tracker, ram), written, "{kind}");
-        let pages = [part(ram, 512, 512), part(ram, 3 * 512, 512)].map(Touch::Write);
+        let pages = [part(ram, 512, 512), part(ram, 3 * 512, 512)].map(MemoryEvent::Write);
         assert_eq!(*told.lock().unwrap(), pages, "{kind}");
         assert_eq!(drain(&tracker, ram), [], "{kind}");
         let error = try_drain(&tracker, part(ram, 0, 1)).unwrap_err();
@@ -138,7 +138,7 @@ fn a_hook_sees_each_page_once_before_it_is_written() {
         let seen = Arc::new(Mutex::new(Vec::new()));
         let (process, list) = (target.process.try_clone().unwrap(), Arc::clone(&seen));
         tracker.set_hook(Some(Arc::new(move |touch| {
-            let Touch::Write(page) = touch else { panic!("{touch:?}") };
+            let MemoryEvent::Write(page) = touch else { panic!("{touch:?}") };
             let mut bytes = vec![0; page.len_bytes as usize];
             read_memory(&process, page.start, &mut bytes).unwrap();
             list.lock().unwrap().push((page, bytes));
@@ -181,7 +181,11 @@ fn discarded_pages_are_reported_and_told() {
             let pages = pages.min(PAGES - first);
             let told = recorder(&tracker);
             target.on("zap", ram, first, pages, "");
-            assert_eq!(*told.lock().unwrap(), [Touch::Discard(part(ram, first, pages))], "{kind}");
+            assert_eq!(
+                *told.lock().unwrap(),
+                [MemoryEvent::Discard(part(ram, first, pages))],
+                "{kind}"
+            );
             tracker.set_hook(None);
             let absent: Vec<_> = (first..first + pages).map(|page| (page, false)).collect();
             assert_eq!(drain(&tracker, ram), absent, "{kind}: {pages} pages from {first}");
@@ -200,7 +204,11 @@ fn discarded_pages_are_reported_and_told() {
         drain(&tracker, ram);
         let told = recorder(&tracker);
         target.on(discard, ram, 600, 3, "");
-        assert_eq!(*told.lock().unwrap(), [Touch::Discard(part(ram, 600, 3))], "{kind}, {discard}");
+        assert_eq!(
+            *told.lock().unwrap(),
+            [MemoryEvent::Discard(part(ram, 600, 3))],
+            "{kind}, {discard}"
+        );
         for _ in 0..3 {
             // Read or not, it counts.
             target.content(part(ram, 600, 1));
@@ -221,24 +229,24 @@ fn protection_lost_unseen_is_found() {
     let ram = target.map("anon", 2000 * PAGE);
     target.write(ram, 0, 1000, 1);
     let tracker = target.watch(ram);
-    assert_eq!(tracker.unannounced(ram).unwrap(), [], "never drained");
+    assert_eq!(tracker.pages_with_lost_protection(ram).unwrap(), [], "never drained");
     drain(&tracker, ram);
     recorder(&tracker);
     target.write(ram, 5, 9, 2);
     target.write(ram, 1500, 9, 2);
-    assert_eq!(tracker.unannounced(ram).unwrap(), []);
+    assert_eq!(tracker.pages_with_lost_protection(ram).unwrap(), []);
     target.on("zap", ram, 10, 2, "");
     target.on("zap", ram, 100, 900, "");
     // Where it had been announced as written, it was lost before.
-    assert_eq!(tracker.unannounced(ram).unwrap(), [part(ram, 100, 900)]);
+    assert_eq!(tracker.pages_with_lost_protection(ram).unwrap(), [part(ram, 100, 900)]);
     target.write(ram, 200, 1, 3);
     assert_eq!(
-        tracker.unannounced(ram).unwrap(),
+        tracker.pages_with_lost_protection(ram).unwrap(),
         [part(ram, 100, 900)],
         "it is there again, as another"
     );
     assert_eq!(drain(&tracker, ram).len(), 9 + 900 + 9);
-    assert_eq!(tracker.unannounced(ram).unwrap(), []);
+    assert_eq!(tracker.pages_with_lost_protection(ram).unwrap(), []);
 }
 
 #[test]
@@ -314,7 +322,7 @@ fn a_broken_drain_says_so_and_adds_nothing() {
         if remap {
             target.ok(&format!("remap {} {}", ram.start.0 + 32 * PAGE, PAGE));
         }
-        let mut out = vec![Written { range: part(ram, 0, 1), present: true }];
+        let mut out = vec![WrittenPages { range: part(ram, 0, 1), present: true }];
         let error = tracker.drain(ram, &mut out).unwrap_err();
         assert!(matches!(error, Error::ScanBroken { range, .. } if range == ram), "{error:?}");
         assert_eq!(out.len(), 1);

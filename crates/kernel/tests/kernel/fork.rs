@@ -2,9 +2,9 @@
 
 use crate::oracle::Random;
 use crate::target::{HUGE, HugePages, PAGE, Target, part, role_arguments, start_role};
-use keyframe_kernel::fork::{ForkPlan, Snapshot};
+use keyframe_kernel::frozen_copy::{ForkPlan, FrozenCopy};
 use keyframe_kernel::memory::GuestReader;
-use keyframe_kernel::track::Written;
+use keyframe_kernel::write_tracker::WrittenPages;
 use keyframe_kernel::{Error, Process};
 use keyframe_units::HostRange;
 use std::fs;
@@ -14,7 +14,7 @@ const PAGES: u64 = 3 * 512 + 300;
 /// Kinds of memory that a fork freezes.
 const KINDS: [&str; 4] = ["anon", "thp", "copy", "memcopy"];
 
-fn frozen(snapshot: &Snapshot, range: HostRange) -> Vec<u8> {
+fn frozen(snapshot: &FrozenCopy, range: HostRange) -> Vec<u8> {
     let reader = GuestReader::new(snapshot.process(), &[range]).unwrap();
     let mut bytes = vec![0xa5; range.len_bytes as usize];
     reader.read(&[range], &mut bytes).unwrap();
@@ -59,7 +59,7 @@ fn it_holds_the_memory_as_it_was_and_leaves_nothing() {
         let before = target.content(ram);
         let traces = trace(&target);
         for round in 0..3 {
-            let snapshot = Snapshot::fork(&target.process, &[ram]).unwrap();
+            let snapshot = FrozenCopy::fork(&target.process, &[ram]).unwrap();
             assert!(snapshot.stopped_ns() > 0);
             target.write(ram, 0, PAGES, 2 + round);
             assert!(frozen(&snapshot, ram) == before, "{kind}: the memory at the fork");
@@ -82,7 +82,7 @@ fn the_copy_stands_still_and_holds_no_file() {
     let ram = target.map("anon", 64 * PAGE);
     let file = target.map("memfd", 64 * PAGE);
     target.write(file, 0, 64, 1);
-    let snapshot = Snapshot::fork(&target.process, &[ram]).unwrap();
+    let snapshot = FrozenCopy::fork(&target.process, &[ram]).unwrap();
     let proc = |file: &str| {
         fs::read_to_string(format!("/proc/{}/{file}", snapshot.process().pid())).unwrap()
     };
@@ -143,7 +143,7 @@ fn writes_are_tracked_across_forks() {
             let tracker = target.track(ram);
             let mut random = Random(seed);
             let mut image = vec![0xee; ram.len_bytes as usize];
-            let mut snapshots: Vec<(Snapshot, Vec<u8>)> = Vec::new();
+            let mut snapshots: Vec<(FrozenCopy, Vec<u8>)> = Vec::new();
             for round in 0..30 {
                 let context = format!("{kind}, seed {seed}, round {round}");
                 for _ in 0..random.below(8) {
@@ -156,16 +156,16 @@ fn writes_are_tracked_across_forks() {
                     }
                     if random.below(4) == 0 {
                         snapshots.push((
-                            Snapshot::fork(&target.process, &[ram]).unwrap(),
+                            FrozenCopy::fork(&target.process, &[ram]).unwrap(),
                             target.content(ram),
                         ));
                     }
                 }
-                let mut out: Vec<Written> = Vec::new();
+                let mut out: Vec<WrittenPages> = Vec::new();
                 tracker.scan_and_protect(ram, &mut out).unwrap();
                 // Read from the frozen copy, as a checkpoint would; from the memory itself where
                 // there is none.
-                let snapshot = Snapshot::fork(&target.process, &[ram]).unwrap();
+                let snapshot = FrozenCopy::fork(&target.process, &[ram]).unwrap();
                 for written in &out {
                     let at = (written.range.start.0 - ram.start.0) as usize;
                     let bytes = frozen(&snapshot, written.range);
@@ -190,7 +190,7 @@ fn the_process_is_not_disturbed() {
     let mut target = Target::start();
     let ram = target.map("anon", 256 * PAGE);
     target.write(ram, 0, 256, 1);
-    let fork = |target: &Target| drop(Snapshot::fork(&target.process, &[ram]).unwrap());
+    let fork = |target: &Target| drop(FrozenCopy::fork(&target.process, &[ram]).unwrap());
     for (call, expected) in [("sleep 300", "0 0"), ("ppoll 300", "0 0"), ("futex 300", "-1 110")] {
         assert_eq!(target.ask(call), "waiting");
         (0..5).for_each(|_| fork(&target));
@@ -231,7 +231,7 @@ fn a_stopped_process_of_many_threads_is_frozen_whole() {
         std::thread::sleep(Duration::from_millis(2));
         target.freeze();
         let memory = target.content(ram);
-        let snapshot = Snapshot::fork(&target.process, &[ram]).unwrap();
+        let snapshot = FrozenCopy::fork(&target.process, &[ram]).unwrap();
         target.thaw();
         assert_eq!(target.answer(), "ok");
         assert!(frozen(&snapshot, ram) == memory);
@@ -242,14 +242,14 @@ fn a_stopped_process_of_many_threads_is_frozen_whole() {
 fn what_a_fork_does_not_freeze_is_refused_by_name() {
     let mut target = Target::start();
     let refused = |target: &Target, range| {
-        let error = Snapshot::fork(&target.process, &[range]).unwrap_err();
+        let error = FrozenCopy::fork(&target.process, &[range]).unwrap_err();
         assert_eq!(children(target), [] as [&str; 0]);
         error
     };
     let ram = target.map("anon", 64 * PAGE);
     for kind in ["memfd", "sealed", "file"] {
         let shared = target.map(kind, 64 * PAGE);
-        let error = Snapshot::fork(&target.process, &[ram, shared]).unwrap_err();
+        let error = FrozenCopy::fork(&target.process, &[ram, shared]).unwrap_err();
         assert!(
             matches!(&error, Error::NotForkable { range, .. } if *range == shared),
             "{error:?}"
@@ -283,7 +283,7 @@ fn what_a_fork_does_not_freeze_is_refused_by_name() {
     assert!(matches!(error, Error::Seccomp { .. }), "{error:?}");
     assert!(error.fix().unwrap().contains("-sandbox"));
     target.end();
-    assert!(Snapshot::fork(&target.process, &[ram]).is_err());
+    assert!(FrozenCopy::fork(&target.process, &[ram]).is_err());
 }
 
 /// A limit of processes, as the kernel enforces it: the call fails, the process goes on, its memory
@@ -301,7 +301,7 @@ fn a_fork_that_fails_in_the_process_is_undone() {
     rustix::process::prlimit(pid, rustix::process::Resource::Nproc, none).unwrap();
     target.ok("demote");
     let traces = trace(&target);
-    let error = Snapshot::fork(&target.process, &[ram]).unwrap_err();
+    let error = FrozenCopy::fork(&target.process, &[ram]).unwrap_err();
     assert!(matches!(&error, Error::Injected { call: "clone", .. }), "{error:?}");
     assert!(error.fix().unwrap().contains("limit"), "{error:?}");
     assert_eq!(trace(&target), traces);
@@ -316,7 +316,7 @@ fn role_that_holds_a_snapshot() {
     let number = |index: usize| arguments[index].parse::<u64>().unwrap();
     let process = Process::open(number(0) as u32).unwrap();
     let ram = HostRange { start: keyframe_units::HostVirt(number(1)), len_bytes: number(2) };
-    let _snapshot = Snapshot::fork(&process, &[ram]).unwrap();
+    let _snapshot = FrozenCopy::fork(&process, &[ram]).unwrap();
     println!("ready");
     std::thread::sleep(Duration::from_mins(1));
 }
@@ -338,7 +338,7 @@ fn the_copy_dies_with_its_keeper() {
         std::thread::yield_now();
     }
     target.write(ram, 0, 64, 2);
-    drop(Snapshot::fork(&target.process, &[ram]).unwrap());
+    drop(FrozenCopy::fork(&target.process, &[ram]).unwrap());
     assert_eq!(children(&target), [] as [&str; 0]);
 }
 
@@ -348,7 +348,7 @@ fn the_copy_outlives_the_process_for_as_long_as_it_is_held() {
     let mut target = Target::start();
     let ram = target.map("anon", 64 * PAGE);
     target.write(ram, 0, 64, 1);
-    let snapshot = Snapshot::fork(&target.process, &[ram]).unwrap();
+    let snapshot = FrozenCopy::fork(&target.process, &[ram]).unwrap();
     target.end();
     assert_eq!(frozen(&snapshot, ram), vec![1; 64 * PAGE as usize]);
     let pid = snapshot.process().pid();

@@ -9,7 +9,7 @@ use crate::oracle::Random;
 use crate::target::{PAGE, Target, role_arguments, start_role, start_role_under};
 use keyframe_kernel::Process;
 use keyframe_kernel::attach::inject_userfaultfd;
-use keyframe_kernel::fork::Snapshot;
+use keyframe_kernel::frozen_copy::FrozenCopy;
 use keyframe_testing::{has_program, skip};
 use keyframe_units::{HostRange, HostVirt};
 use std::time::{Duration, Instant};
@@ -55,7 +55,7 @@ fn role_that_attaches() {
 #[ignore = "a role of another test"]
 fn role_that_forks() {
     let Some((process, ranges)) = arguments() else { return };
-    again_and_again(|| Snapshot::fork(&process, &ranges).is_ok());
+    again_and_again(|| FrozenCopy::fork(&process, &ranges).is_ok());
 }
 
 /// One session of either kind. Not the test program's exit, which would write to whoever listens no
@@ -68,7 +68,7 @@ fn role_of_one_session() {
     let done = if ranges.is_empty() {
         inject_userfaultfd(&process).is_ok()
     } else {
-        Snapshot::fork(&process, &ranges).is_ok()
+        FrozenCopy::fork(&process, &ranges).is_ok()
     };
     std::process::exit(i32::from(!done));
 }
@@ -106,7 +106,7 @@ fn kill_again_and_again(role: &str, seed: u64) {
         assert_eq!(target.ask("counted"), "1", "{context}: signals still come");
         left_behind += descriptors(&target.process) - files;
         // What the next one meets is as good as new, and its work is done.
-        drop(Snapshot::fork(&target.process, &[ram]).unwrap());
+        drop(FrozenCopy::fork(&target.process, &[ram]).unwrap());
         assert!(inject_userfaultfd(&target.process).unwrap().guarded);
     }
     println!("{role}: {left_behind} descriptors left behind by {} kills", TARGETS * KILLS);

@@ -2,7 +2,7 @@
 //! kernel, and whoever serves being killed.
 
 use crate::target::{PAGE, Target, part, role_arguments, start_role};
-use keyframe_kernel::missing::MissingPages;
+use keyframe_kernel::missing_pages::MissingPages;
 use keyframe_kernel::{Process, read_memory};
 use keyframe_units::{HostRange, HostVirt};
 use rustix::event::{EventfdFlags, eventfd};

@@ -6,7 +6,7 @@
 
 use crate::target::{HUGE, HugePages, PAGE, Target};
 use keyframe_kernel::memory::GuestReader;
-use keyframe_kernel::track::{WriteTracker, Written};
+use keyframe_kernel::write_tracker::{WriteTracker, WrittenPages};
 use keyframe_units::{HostRange, HostVirt};
 use std::collections::BTreeSet;
 
@@ -94,7 +94,7 @@ impl Run {
 
     /// One scan, and the image brought up to date by it.
     fn scan(&mut self) -> BTreeSet<u64> {
-        let mut out: Vec<Written> = Vec::new();
+        let mut out: Vec<WrittenPages> = Vec::new();
         self.tracker.scan_and_protect(self.ram, &mut out).unwrap();
         let mut reported = BTreeSet::new();
         for written in out {
@@ -198,7 +198,7 @@ fn nothing_is_lost_of_what_is_written_meanwhile() {
             let (mut scans, mut ended) = (0, false);
             while !ended {
                 ended = target.try_answer().is_some();
-                let mut out: Vec<Written> = Vec::new();
+                let mut out: Vec<WrittenPages> = Vec::new();
                 tracker.scan_and_protect(ram, &mut out).unwrap();
                 assert!(
                     out.windows(2).all(|pair| pair[0].range.end() <= pair[1].range.start),

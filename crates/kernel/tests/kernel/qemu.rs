@@ -5,7 +5,7 @@ use crate::oracle::Random;
 use crate::target::{PAGE, start_role_under};
 use keyframe_kernel::attach::inject_userfaultfd;
 use keyframe_kernel::fault_tracker::FaultTracker;
-use keyframe_kernel::fork::Snapshot;
+use keyframe_kernel::frozen_copy::FrozenCopy;
 use keyframe_kernel::memory::GuestReader;
 use keyframe_kernel::{Error, Process, write_memory};
 use keyframe_units::{HostRange, HostVirt};
@@ -112,7 +112,7 @@ fn a_fork_of_qemu_freezes_its_ram() {
                 .unwrap();
         }
         let (before, flags) = (read(&qemu.process, ram), qemu.flags());
-        let snapshot = Snapshot::fork(&qemu.process, &[ram]).unwrap();
+        let snapshot = FrozenCopy::fork(&qemu.process, &[ram]).unwrap();
         qemu.ask("query-status");
         for number in 0..500 {
             write_memory(&qemu.process, page(ram, number * 31), &[0xcc; 4096]).unwrap();
@@ -135,7 +135,7 @@ fn a_qemu_under_seccomp_is_not_forked() {
     for program in programs() {
         let options = ["-sandbox", "on,spawn=deny"];
         let mut qemu = Qemu::start(&program, &options);
-        let error = Snapshot::fork(&qemu.process, &[qemu.ram()]).unwrap_err();
+        let error = FrozenCopy::fork(&qemu.process, &[qemu.ram()]).unwrap_err();
         assert!(matches!(error, Error::Seccomp { .. }), "{program}: {error:?}");
         qemu.ask("query-status");
     }
@@ -165,7 +165,7 @@ fn first_writes_to_the_ram_of_qemu_are_watched() {
             assert!((1..1000).contains(&found.written_pages), "{backend}: {found:?}");
             assert!(out.iter().any(|written| written.range.start <= page(ram, 777)
                 && written.range.end() > page(ram, 777)));
-            assert_eq!(tracker.unannounced(ram).unwrap(), []);
+            assert_eq!(tracker.pages_with_lost_protection(ram).unwrap(), []);
             drop(tracker);
             qemu.ask("query-status");
         }
@@ -191,7 +191,7 @@ fn kill_attachers(qemu: &mut Qemu, kills: u64, forks: bool, context: &str) {
         qemu.ask("query-status");
     }
     if forks {
-        drop(Snapshot::fork(&qemu.process, &[ram]).unwrap());
+        drop(FrozenCopy::fork(&qemu.process, &[ram]).unwrap());
     }
     assert!(inject_userfaultfd(&qemu.process).unwrap().guarded);
 }

@@ -1,7 +1,7 @@
 //! Reading the memory of another process: the right bytes, by the right way, or an error.
 
 use crate::target::{HUGE, HugePages, PAGE, Target, sees_markers};
-use keyframe_kernel::memory::{GuestReader, Method};
+use keyframe_kernel::memory::{GuestReader, ReadMethod};
 use keyframe_kernel::{Error, Process, read_memory, write_memory};
 use keyframe_units::{HostRange, HostVirt};
 
@@ -21,12 +21,12 @@ fn fill(target: &mut Target, ram: HostRange) {
 fn each_kind_of_memory_is_read_by_the_way_that_suits_it() {
     let mut target = Target::start();
     for (kind, method) in [
-        ("anon", Method::ProcessVm),
-        ("memfd", Method::ProcessVm),
-        ("sealed", Method::OwnMapping),
-        ("file", Method::ProcessVm),
-        ("copy", Method::ProcessVm),
-        ("memcopy", Method::ProcessVm),
+        ("anon", ReadMethod::ProcessVm),
+        ("memfd", ReadMethod::ProcessVm),
+        ("sealed", ReadMethod::OwnMapping),
+        ("file", ReadMethod::ProcessVm),
+        ("copy", ReadMethod::ProcessVm),
+        ("memcopy", ReadMethod::ProcessVm),
     ] {
         let ram = target.map(kind, 32 * PAGE);
         fill(&mut target, ram);
@@ -211,7 +211,7 @@ fn huge_pages_are_read_by_calls_alone() {
         let ram = target.map(kind, 3 * HUGE);
         target.write(ram, 600, 3, 5);
         let reader = GuestReader::new(&target.process, &[ram]).unwrap();
-        assert_eq!(reader.methods(), [(ram, Method::ProcessVm)]);
+        assert_eq!(reader.methods(), [(ram, ReadMethod::ProcessVm)]);
         let extents = reader.data_extents(ram).unwrap();
         assert!(
             extents.iter().any(|extent| extent.contains(at(ram, HUGE, HUGE))),

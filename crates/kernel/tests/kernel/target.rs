@@ -3,7 +3,7 @@
 use keyframe_kernel::attach::inject_userfaultfd;
 use keyframe_kernel::fault_tracker::FaultTracker;
 use keyframe_kernel::memory::GuestReader;
-use keyframe_kernel::track::{WriteTracker, Written};
+use keyframe_kernel::write_tracker::{WriteTracker, WrittenPages};
 use keyframe_kernel::{Process, Result};
 use keyframe_locks::IgnorePoison;
 use keyframe_testing::{Scope, record_skip};
@@ -263,7 +263,7 @@ pub fn try_scan(tracker: &WriteTracker, range: HostRange) -> Result<Vec<(u64, bo
     Ok(pages)
 }
 
-pub fn pages(range: HostRange, written: &[Written]) -> Vec<(u64, bool)> {
+pub fn pages(range: HostRange, written: &[WrittenPages]) -> Vec<(u64, bool)> {
     assert!(
         written.windows(2).all(|w| w[0].range.end() <= w[1].range.start),
         "rising: {written:?}"

@@ -5,7 +5,7 @@ use crate::target::{
 };
 use keyframe_kernel::attach::inject_userfaultfd;
 use keyframe_kernel::memory::GuestReader;
-use keyframe_kernel::{Error, track::Written};
+use keyframe_kernel::{Error, write_tracker::WrittenPages};
 use keyframe_testing::{Scope, record_skip, skip};
 use keyframe_units::{HostRange, HostVirt};
 
@@ -315,7 +315,8 @@ fn writes_by_the_kernel_are_tracked() {
             assert_eq!(attached.user_mode_only, !anybody_may());
         }
         let mut tracker =
-            keyframe_kernel::track::WriteTracker::new(&target.process, attached.uffd).unwrap();
+            keyframe_kernel::write_tracker::WriteTracker::new(&target.process, attached.uffd)
+                .unwrap();
         tracker.register(ram).unwrap();
         scan(&tracker, ram);
         target.on("receive", ram, 3, 2, "5");
@@ -444,7 +445,7 @@ fn a_broken_scan_says_so_and_adds_nothing() {
         if remap {
             target.ok(&format!("remap {} {}", ram.start.0 + 32 * PAGE, PAGE));
         }
-        let mut out = vec![Written { range: part(ram, 0, 1), present: true }];
+        let mut out = vec![WrittenPages { range: part(ram, 0, 1), present: true }];
         let error = tracker.scan_and_protect(ram, &mut out).unwrap_err();
         assert!(matches!(error, Error::ScanBroken { range, .. } if range == ram), "{error:?}");
         assert_eq!(out.len(), 1);

@@ -7,12 +7,12 @@
 //!
 //! A fresh memfd reads as zeros, so only pages that are not zero come into it. QEMU has the file
 //! mapped already and may have touched pages as it started: those are overwritten. Where placing is
-//! not to be had (`keyframe_kernel::fresh`), all pages are written, with one thread at a time in
+//! not to be had (`keyframe_kernel::memfd_filler`), all pages are written, with one thread at a time in
 //! the file.
 
 use super::RamSource;
 use crate::{Error, Result};
-use keyframe_kernel::fresh::FreshMemory;
+use keyframe_kernel::memfd_filler::MemfdFiller;
 use keyframe_units::elapsed_ns;
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, RamBlock};
 use rustix::fs::MemfdFlags;
@@ -67,7 +67,7 @@ impl Memory {
 /// A memory, and the means to place pages in it; without, they are written.
 struct Target<'a> {
     memory: &'a Memory,
-    fresh: Option<FreshMemory>,
+    fresh: Option<MemfdFiller>,
 }
 
 /// Copies the checkpoint's pages into `memories` until done, failed, or `cancelled`. Gives back how
@@ -96,7 +96,7 @@ fn fill_all(
     targets: Vec<Target<'_>>,
     source: &dyn RamSource,
     cancelled: &AtomicBool,
-) -> Result<Vec<FreshMemory>> {
+) -> Result<Vec<MemfdFiller>> {
     copy(&targets, source, cancelled)?;
     Ok(targets.into_iter().filter_map(|target| target.fresh).collect())
 }
@@ -135,7 +135,7 @@ fn copy(targets: &[Target<'_>], source: &dyn RamSource, cancelled: &AtomicBool) 
 impl<'a> Target<'a> {
     fn new(memory: &'a Memory) -> Self {
         // Refused, it is a matter of speed.
-        let fresh = FreshMemory::over(memory.file.as_fd(), memory.pages.len_bytes()).ok();
+        let fresh = MemfdFiller::over(memory.file.as_fd(), memory.pages.len_bytes()).ok();
         Self { memory, fresh }
     }
 

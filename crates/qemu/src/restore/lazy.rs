@@ -11,7 +11,7 @@
 //! Invariants:
 //! 1. The VM never sees a page that is neither the checkpoint's nor written by itself: pages are placed only where none
 //! is, by a call that refuses otherwise; and where we die, or a page cannot be read, the VM waits
-//! for it for ever and is ended (`keyframe_kernel::missing`).
+//! for it for ever and is ended (`keyframe_kernel::missing_pages`).
 //! 2. A page is taken from the checkpoint once. One that was there and is missing again was discarded (balloon), and
 //!    comes back as zeros.
 //! 3. A page that cannot be read ends the VM only when the VM needs it.
@@ -21,7 +21,7 @@
 
 use super::fill::{Memory, Run, check_within, pieces};
 use crate::{Error, Result};
-use keyframe_kernel::missing::MissingPages;
+use keyframe_kernel::missing_pages::MissingPages;
 use keyframe_kernel::{Process, priority};
 use keyframe_locks::IgnorePoison;
 use keyframe_units::elapsed_ns;
@@ -137,7 +137,7 @@ impl Lazy {
         let server = spawn("missing-pages", move || {
             // The VM's threads wait for this one. Where it is not permitted, they wait a little
             // longer.
-            priority::raise();
+            priority::raise_current_thread();
             if let Err(error) = serving.serve(&told) {
                 serving.fail(error);
             }
@@ -156,7 +156,7 @@ impl Lazy {
             let worker = spawn("prefetch", move || {
                 if number > 0 && number + 1 == cores {
                     // On the core that the others leave to the VM, when the VM does.
-                    priority::lower();
+                    priority::lower_current_thread();
                 }
                 planned.call_once(|| shared.plan());
                 shared.prefetch();

@@ -35,7 +35,7 @@ impl Engine<'_> {
     /// Releases all parts of the run, whatever fails, and returns all errors. VMs of a run that
     /// broke run on; those whose guests have not run are ended.
     pub(super) fn finish(mut self, end: Result<End, BrokenRun>) -> Result<RunReport> {
-        keyframe_kernel::priority::lower();
+        keyframe_kernel::priority::lower_current_thread();
         let mut teardown = Teardown::default();
         let end = match end {
             Ok(end) => end,

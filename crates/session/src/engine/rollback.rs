@@ -92,7 +92,7 @@ impl Engine<'_> {
         let was_running = self.machine()?.stand().map_err(step("pause the VM"))?;
         self.step();
         let gone = self.go_back(target);
-        keyframe_kernel::priority::lower();
+        keyframe_kernel::priority::lower_current_thread();
         let gone = match gone {
             Err(Stuck::Lost { why, again }) => {
                 self.given_up = true;

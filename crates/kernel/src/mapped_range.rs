@@ -19,7 +19,7 @@ const PAGE_BYTES_MAX: u64 = 2 << 20;
 
 /// A stretch of one mapping, in whole pages of it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Stretch {
+pub(crate) struct MappedRange {
     pub range: HostRange,
     pub page_bytes: u64,
     pub shared: bool,
@@ -27,7 +27,7 @@ pub(crate) struct Stretch {
     pub has_file: bool,
 }
 
-impl Stretch {
+impl MappedRange {
     /// Private, and without a file: discarded, a page loses its protection.
     pub fn is_anonymous(&self) -> bool {
         !self.shared && !self.has_file
@@ -42,7 +42,7 @@ impl Stretch {
 
 /// The mappings under `range`, checked for what can be tracked at all. Errors: part of it is not
 /// mapped, cuts a page, or has pages of 1 GiB.
-pub(crate) fn mapped(process: &Process, range: HostRange) -> Result<Vec<Stretch>> {
+pub(crate) fn mapped(process: &Process, range: HostRange) -> Result<Vec<MappedRange>> {
     let (pid, operation) = (process.pid(), "register");
     let unaligned = |page_bytes| Error::Unaligned { pid, operation, range, page_bytes };
     if range.len_bytes == 0 || range.start.checked_add(range.len_bytes).is_none() {
@@ -62,7 +62,7 @@ pub(crate) fn mapped(process: &Process, range: HostRange) -> Result<Vec<Stretch>
             return Err(unaligned(page_bytes));
         }
         let (shared, has_file) = (mapping.shared, mapping.inode != 0);
-        stretches.push(Stretch { range: part, page_bytes, shared, has_file });
+        stretches.push(MappedRange { range: part, page_bytes, shared, has_file });
     }
     Ok(stretches)
 }
@@ -71,10 +71,10 @@ pub(crate) fn mapped(process: &Process, range: HostRange) -> Result<Vec<Stretch>
 /// a page.
 pub(crate) fn registered(
     process: &Process,
-    registered: impl Iterator<Item = Stretch>,
+    registered: impl Iterator<Item = MappedRange>,
     range: HostRange,
     operation: &'static str,
-) -> Result<Vec<Stretch>> {
+) -> Result<Vec<MappedRange>> {
     let pid = process.pid();
     let mut at = range.start;
     let mut parts = Vec::new();
@@ -85,7 +85,7 @@ pub(crate) fn registered(
         if !is_whole(part, stretch.page_bytes) {
             return Err(Error::Unaligned { pid, operation, range, page_bytes: stretch.page_bytes });
         }
-        parts.push(Stretch { range: part, ..stretch });
+        parts.push(MappedRange { range: part, ..stretch });
         at = part.end();
     }
     if at < range.end() {

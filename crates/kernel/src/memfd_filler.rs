@@ -15,7 +15,7 @@
 //!
 //! Left out: pages that are there; the caller writes to the file.
 
-use crate::quirks::own_userfaultfd;
+use crate::pagemap_quirks::own_userfaultfd;
 use crate::{Error, Result, abi};
 use keyframe_units::PAGE_BYTES;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
@@ -36,20 +36,20 @@ struct Span {
 
 impl Drop for Span {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours, whole, made in `FreshMemory::over`; nothing refers to it.
+        // SAFETY: the mapping is ours, whole, made in `MemfdFiller::over`; nothing refers to it.
         let _ = unsafe { munmap(self.start as *mut _, self.len_bytes as usize) };
     }
 }
 
 /// A file in memory, to be filled where nothing is yet. May be used by several threads.
 #[derive(Debug)]
-pub struct FreshMemory {
+pub struct MemfdFiller {
     // Before the descriptor: no thread is left that could wait in it.
     span: Span,
     uffd: OwnedFd,
 }
 
-impl FreshMemory {
+impl MemfdFiller {
     /// The first `len_bytes`, whole pages, of a memfd. Errors: userfaultfd is not to be had here;
     /// the kernel lacks the feature; no memory. The file can be filled by writing to it then.
     pub fn over(file: BorrowedFd<'_>, len_bytes: u64) -> Result<Self> {
@@ -137,7 +137,7 @@ mod tests {
                 file.write_all_at(&[200; PAGE_BYTES], page * page_bytes).unwrap();
                 oracle[*page as usize] = 200;
             }
-            let memory = FreshMemory::over(file.as_fd(), PAGES * page_bytes).unwrap();
+            let memory = MemfdFiller::over(file.as_fd(), PAGES * page_bytes).unwrap();
             for (first, len) in runs {
                 let len = len.min(PAGES - first);
                 let content: Vec<u8> = (first..first + len).flat_map(|page| [byte(page); PAGE_BYTES]).collect();
@@ -157,9 +157,9 @@ mod tests {
     fn what_is_no_whole_page_or_beyond_the_end_is_an_error() {
         let len_bytes = PAGES * PAGE_BYTES as u64;
         let file = file();
-        assert!(FreshMemory::over(file.as_fd(), 0).is_err());
-        assert!(FreshMemory::over(file.as_fd(), 100).is_err());
-        let memory = FreshMemory::over(file.as_fd(), len_bytes).unwrap();
+        assert!(MemfdFiller::over(file.as_fd(), 0).is_err());
+        assert!(MemfdFiller::over(file.as_fd(), 100).is_err());
+        let memory = MemfdFiller::over(file.as_fd(), len_bytes).unwrap();
         for offset in [len_bytes, len_bytes - PAGE_BYTES as u64, u64::MAX - 4095] {
             assert!(memory.place(offset, &[1; 2 * PAGE_BYTES]).is_err(), "{offset}");
         }

@@ -5,7 +5,7 @@
 //! sealed by `F_SEAL_SHRINK`, as QEMU makes it. Huge pages are left out: touching one that is not
 //! allocated fails the same way when the pool is empty.
 
-use super::extents::File;
+use super::data_extents::File;
 use crate::maps::Mapping;
 use keyframe_units::{HostRange, PAGE_BYTES};
 use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
@@ -14,17 +14,17 @@ use std::ptr::NonNull;
 
 /// The same bytes as `range` of the process.
 #[derive(Debug)]
-pub(super) struct Window {
+pub(super) struct SharedMapping {
     range: HostRange,
     start: NonNull<u8>,
 }
 
 // SAFETY: the mapping is only ever read, and unmapped once, by `drop`.
-unsafe impl Send for Window {}
+unsafe impl Send for SharedMapping {}
 // SAFETY: the same.
-unsafe impl Sync for Window {}
+unsafe impl Sync for SharedMapping {}
 
-impl Window {
+impl SharedMapping {
     /// Maps `range`, a part of `mapping`, whose file is `file`; `None` where that is not possible
     /// or not safe.
     pub fn open(file: &File, mapping: &Mapping, range: HostRange) -> Option<Self> {
@@ -73,7 +73,7 @@ impl Window {
     }
 }
 
-impl Drop for Window {
+impl Drop for SharedMapping {
     fn drop(&mut self) {
         // SAFETY: the mapping is ours, whole, made in `open`; no pointer into it outlives a call of
         // `copy`.

@@ -43,12 +43,12 @@
 //! are refused.
 
 use crate::abi::{self, PageRegion};
-use crate::quirks::Quirks;
+use crate::mapped_range::{self, MappedRange};
+use crate::pagemap::{Pagemap, PagemapQuery};
+use crate::pagemap_quirks::PagemapQuirks;
 use crate::ranges::{
     self, clip, intersection, push_joined, select, split, union, windows, without,
 };
-use crate::scan::{Pagemap, Query};
-use crate::stretch::{self, Stretch};
 use crate::{Error, Process, Result};
 use keyframe_locks::IgnorePoison;
 use keyframe_units::{HostRange, PAGE_BYTES};
@@ -58,13 +58,13 @@ use std::sync::Mutex;
 
 /// From this size on a second thread, which takes 0.1 ms to start, is worth it.
 const SHARED_BYTES: u64 = 2 << 30;
-/// Written pages closer than this are looked up by one walk: a call costs about what 2 MiB of page
+/// WrittenPages pages closer than this are looked up by one walk: a call costs about what 2 MiB of page
 /// table do.
 const WINDOW_GAP_BYTES: u64 = 2 << 20;
 
 /// A run of pages that count as written since the last scan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Written {
+pub struct WrittenPages {
     /// Whole pages of the mapping.
     pub range: HostRange,
     /// False where nothing is in the process's page table for these pages. In private anonymous
@@ -138,9 +138,9 @@ pub struct WriteTracker {
     process: Process,
     uffd: OwnedFd,
     pagemap: Pagemap,
-    segments: Vec<Stretch>,
+    segments: Vec<MappedRange>,
     watch_discards: bool,
-    quirks: Quirks,
+    quirks: PagemapQuirks,
     scratch: Mutex<Scratch>,
 }
 
@@ -175,7 +175,7 @@ impl WriteTracker {
             pagemap: Pagemap::open(process)?,
             segments: Vec::new(),
             watch_discards: true,
-            quirks: Quirks::of_this_kernel(),
+            quirks: PagemapQuirks::of_this_kernel(),
             scratch: Mutex::new(scratch),
         })
     }
@@ -194,7 +194,7 @@ impl WriteTracker {
     /// From here on trusts the kernel with no more than its first version of `PAGEMAP_SCAN` did,
     /// whatever was found of this one: so that tests see both ways on one kernel.
     pub fn trust_no_kernel(&mut self) {
-        self.quirks = Quirks::default();
+        self.quirks = PagemapQuirks::default();
     }
 
     /// Starts to track `range`, which may cover several mappings without a gap, in whole pages of
@@ -205,7 +205,7 @@ impl WriteTracker {
         if self.segments.iter().any(|s| intersection(s.range, range).is_some()) {
             return Err(Error::Registered { pid: self.process.pid(), range });
         }
-        let segments = stretch::mapped(&self.process, range)?;
+        let segments = mapped_range::mapped(&self.process, range)?;
         self.ensure_discards_seen(&segments, "register")?;
         abi::uffd_register(self.uffd.as_fd(), range.start.0, range.len_bytes)
             .map_err(|source| self.range_error("register", range, source))?;
@@ -216,11 +216,15 @@ impl WriteTracker {
         Ok(())
     }
 
-    fn ensure_discards_seen(&self, segments: &[Stretch], operation: &'static str) -> Result<()> {
+    fn ensure_discards_seen(
+        &self,
+        segments: &[MappedRange],
+        operation: &'static str,
+    ) -> Result<()> {
         let unseen =
-            |s: &&Stretch| self.watch_discards && !s.shared && s.page_bytes > PAGE_BYTES as u64;
+            |s: &&MappedRange| self.watch_discards && !s.shared && s.page_bytes > PAGE_BYTES as u64;
         let pid = self.process.pid();
-        let error = |s: &Stretch| Err(Error::DiscardsUnseen { pid, operation, range: s.range });
+        let error = |s: &MappedRange| Err(Error::DiscardsUnseen { pid, operation, range: s.range });
         segments.iter().find(unseen).map_or(Ok(()), error)
     }
 
@@ -235,7 +239,7 @@ impl WriteTracker {
             .flat_map(|segment| {
                 without(&[segment.range], range)
                     .into_iter()
-                    .map(move |range| Stretch { range, ..segment })
+                    .map(move |range| MappedRange { range, ..segment })
             })
             .collect();
         let scratch = self.scratch.get_mut().ignore_poison();
@@ -251,7 +255,11 @@ impl WriteTracker {
     ///
     /// Errors: [`Error::ScanBroken`]: count all of `range` as written. [`Error::Gone`]. Any other:
     /// nothing was done. `out` is unchanged in every case.
-    pub fn scan_and_protect(&self, range: HostRange, out: &mut Vec<Written>) -> Result<ScanStats> {
+    pub fn scan_and_protect(
+        &self,
+        range: HostRange,
+        out: &mut Vec<WrittenPages>,
+    ) -> Result<ScanStats> {
         self.scan_by(1, range, out)
     }
 
@@ -262,12 +270,17 @@ impl WriteTracker {
     pub fn scan_and_protect_by_two(
         &self,
         range: HostRange,
-        out: &mut Vec<Written>,
+        out: &mut Vec<WrittenPages>,
     ) -> Result<ScanStats> {
         self.scan_by(2, range, out)
     }
 
-    fn scan_by(&self, threads: u32, range: HostRange, out: &mut Vec<Written>) -> Result<ScanStats> {
+    fn scan_by(
+        &self,
+        threads: u32,
+        range: HostRange,
+        out: &mut Vec<WrittenPages>,
+    ) -> Result<ScanStats> {
         let parts = self.parts(range, "scan")?;
         self.ensure_discards_seen(&parts, "scan")?;
         let mut guard = self.scratch.lock().ignore_poison();
@@ -298,9 +311,9 @@ impl WriteTracker {
     /// One scan of a stretch of one mapping.
     fn scan_part(
         &self,
-        part: Stretch,
+        part: MappedRange,
         scratch: &mut Scratch,
-        out: &mut Vec<Written>,
+        out: &mut Vec<WrittenPages>,
         stats: &mut ScanStats,
     ) -> io::Result<()> {
         let fresh = clip(&scratch.unscanned, part.range);
@@ -322,8 +335,11 @@ impl WriteTracker {
         } else {
             windows(&written, WINDOW_GAP_BYTES)
         };
-        let query =
-            if part.leaves_markers() && look_at_all { Query::NOT_OWN } else { Query::NOT_PRESENT };
+        let query = if part.leaves_markers() && look_at_all {
+            PagemapQuery::NOT_OWN
+        } else {
+            PagemapQuery::NOT_PRESENT
+        };
         let mut missing = self.missing(query, &windows, &mut scratch.buffer, stats)?;
         if look_at_all && !missing.holes.is_empty() {
             written = union(&[&written, &missing.holes]);
@@ -343,7 +359,7 @@ impl WriteTracker {
             let pages = range.len_bytes / PAGE_BYTES as u64;
             stats.written_pages += pages;
             stats.absent_pages += if is_absent { pages } else { 0 };
-            out.push(Written { range, present: !is_absent });
+            out.push(WrittenPages { range, present: !is_absent });
         });
         // Memory that is not mapped any more has nothing written; that is no answer.
         self.pagemap.ensure_mapped(part.range)
@@ -359,7 +375,7 @@ impl WriteTracker {
     ) -> io::Result<Drained> {
         let mut drained = Drained::default();
         let ask_kind = ask_kind && self.quirks.none_is_written;
-        let query = if ask_kind { Query::WRITTEN_AND_KIND } else { Query::WRITTEN };
+        let query = if ask_kind { PagemapQuery::WRITTEN_AND_KIND } else { PagemapQuery::WRITTEN };
         let found = |range, categories| {
             push_joined(&mut drained.all, range);
             if ask_kind && categories & (abi::PAGE_PRESENT | abi::PAGE_SWAPPED) == 0 {
@@ -383,7 +399,7 @@ impl WriteTracker {
     /// What of `windows` is not in memory, or whatever else `query` asks for.
     fn missing(
         &self,
-        query: Query,
+        query: PagemapQuery,
         windows: &[HostRange],
         buffer: &mut [PageRegion],
         stats: &mut ScanStats,
@@ -409,7 +425,7 @@ impl WriteTracker {
     /// what was touched before it was protected is there now.
     fn protect_holes(
         &self,
-        query: Query,
+        query: PagemapQuery,
         missing: &mut Missing,
         buffer: &mut [PageRegion],
         stats: &mut ScanStats,
@@ -455,7 +471,7 @@ impl WriteTracker {
             let mut written = Vec::new();
             let found = |range, _| push_joined(&mut written, range);
             self.pagemap
-                .scan(Query::WRITTEN, part.range, &mut scratch.buffer, found)
+                .scan(PagemapQuery::WRITTEN, part.range, &mut scratch.buffer, found)
                 .map_err(|source| self.range_error("count written pages", part.range, source))?;
             pages += ranges::pages(&union(&[&written, &clip(&scratch.unscanned, part.range)]));
         }
@@ -463,8 +479,8 @@ impl WriteTracker {
     }
 
     /// `range` by mapping. Errors: part of it is not registered, or cuts a page.
-    fn parts(&self, range: HostRange, operation: &'static str) -> Result<Vec<Stretch>> {
-        stretch::registered(&self.process, self.segments.iter().copied(), range, operation)
+    fn parts(&self, range: HostRange, operation: &'static str) -> Result<Vec<MappedRange>> {
+        mapped_range::registered(&self.process, self.segments.iter().copied(), range, operation)
     }
 
     fn range_error(&self, operation: &'static str, range: HostRange, source: io::Error) -> Error {

@@ -7,8 +7,8 @@
 //! Left out: what a certain QEMU permits (its user, its sandbox): only attaching to it tells.
 
 use crate::abi::{self, PageRegion, ScanArg};
-use crate::quirks::own_userfaultfd;
-use crate::{Error, Process, attach, read_memory, track::WriteTracker};
+use crate::pagemap_quirks::own_userfaultfd;
+use crate::{Error, Process, attach, read_memory, write_tracker::WriteTracker};
 use keyframe_units::{HostVirt, PAGE_BYTES};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
@@ -20,14 +20,14 @@ use std::{fs, io};
 
 /// What was found on this host.
 #[derive(Clone, Debug, Serialize)]
-pub struct Features {
+pub struct HostFeatures {
     /// One for each thing looked at, in the order in which they build on each other.
-    pub items: Vec<Feature>,
+    pub items: Vec<HostFeature>,
 }
 
-impl Features {
+impl HostFeatures {
     /// The item of that name.
-    pub fn get(&self, name: &str) -> Option<&Feature> {
+    pub fn get(&self, name: &str) -> Option<&HostFeature> {
         self.items.iter().find(|item| item.name == name)
     }
 
@@ -39,7 +39,7 @@ impl Features {
 
 /// One thing that a kernel, or this user, has or has not.
 #[derive(Clone, Debug, Serialize)]
-pub struct Feature {
+pub struct HostFeature {
     /// What it is.
     pub name: &'static str,
     /// True where it works.
@@ -53,7 +53,7 @@ pub struct Feature {
     pub fix: Option<String>,
 }
 
-impl Feature {
+impl HostFeature {
     /// From what a try gave: what was found, or why not and what to do.
     fn of(
         name: &'static str,
@@ -95,17 +95,17 @@ fn no(detail: impl Into<Why>, fix: &str) -> Tried {
 }
 
 /// Tries everything. Takes some milliseconds, and starts one short-lived child.
-pub fn probe() -> Features {
-    let mut items = vec![Feature::of("kernel", false, Ok(kernel_version()))];
-    items.push(Feature::of("userfaultfd", true, userfaultfd()));
+pub fn probe() -> HostFeatures {
+    let mut items = vec![HostFeature::of("kernel", false, Ok(kernel_version()))];
+    items.push(HostFeature::of("userfaultfd", true, userfaultfd()));
     items.extend(uffd_features());
-    items.push(Feature::of("PAGEMAP_SCAN", true, scan_finds_written_pages()));
+    items.push(HostFeature::of("PAGEMAP_SCAN", true, scan_finds_written_pages()));
     items.extend(with_child());
-    items.push(Feature::of("memfd sealing", false, sealed_memfd()));
-    items.push(Feature::of("huge pages", false, huge_pages()));
-    items.push(Feature::of("raised priority", false, raised_priority()));
-    items.push(Feature::of("/dev/kvm", false, kvm()));
-    Features { items }
+    items.push(HostFeature::of("memfd sealing", false, sealed_memfd()));
+    items.push(HostFeature::of("huge pages", false, huge_pages()));
+    items.push(HostFeature::of("raised priority", false, raised_priority()));
+    items.push(HostFeature::of("/dev/kvm", false, kvm()));
+    HostFeatures { items }
 }
 
 fn kernel_version() -> String {
@@ -126,7 +126,7 @@ fn userfaultfd() -> Tried {
 }
 
 /// One item for each feature bit.
-fn uffd_features() -> Vec<Feature> {
+fn uffd_features() -> Vec<HostFeature> {
     let has = own_userfaultfd().and_then(|uffd| abi::uffd_api(uffd.as_fd(), 0)).unwrap_or(0);
     let names = [
         "uffd PAGEFAULT_FLAG_WP",
@@ -145,7 +145,7 @@ fn uffd_features() -> Vec<Feature> {
                     &format!("run Linux {since} or newer, with CONFIG_PTE_MARKER_UFFD_WP"),
                 )
             };
-            Feature::of(name, true, tried)
+            HostFeature::of(name, true, tried)
         })
         .collect()
 }
@@ -242,7 +242,7 @@ fn scan_finds_written_pages() -> Tried {
 }
 
 /// What is tried on another process: a child that waits for its end.
-fn with_child() -> Vec<Feature> {
+fn with_child() -> Vec<HostFeature> {
     const NAMES: [&str; 4] = ["attach (ptrace)", "pidfd_getfd", "process_vm_readv", "map_files"];
     let child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
     let mut child = match child {
@@ -251,7 +251,7 @@ fn with_child() -> Vec<Feature> {
             let why = (format!("could not be tried: start cat: {error}"), None);
             return NAMES
                 .iter()
-                .map(|name| Feature::of(name, *name != "map_files", Err(why.clone())))
+                .map(|name| HostFeature::of(name, *name != "map_files", Err(why.clone())))
                 .collect();
         }
     };
@@ -271,7 +271,7 @@ fn with_child() -> Vec<Feature> {
     NAMES
         .iter()
         .zip(tried)
-        .map(|(name, tried)| Feature::of(name, *name != "map_files", tried))
+        .map(|(name, tried)| HostFeature::of(name, *name != "map_files", tried))
         .collect()
 }
 
@@ -386,7 +386,7 @@ fn huge_pages() -> Tried {
 /// On a thread of its own, so that ours keeps its priority.
 fn raised_priority() -> Tried {
     let raised = std::thread::Builder::new()
-        .spawn(crate::priority::raise)
+        .spawn(crate::priority::raise_current_thread)
         .map(std::thread::JoinHandle::join);
     match raised {
         Ok(Ok(true)) => Ok("the copying threads can be raised over the guest".into()),

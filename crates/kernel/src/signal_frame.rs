@@ -67,14 +67,14 @@ const SYSCALL_BYTES: u64 = 2;
 
 /// A frame to be written into the thread's memory.
 #[derive(Debug)]
-pub(crate) struct Frame {
+pub(crate) struct SignalFrame {
     /// Where: the stack pointer of a thread whose next `ret` gives everything back.
     pub at: u64,
     /// What.
     pub bytes: Vec<u8>,
 }
 
-impl Frame {
+impl SignalFrame {
     /// The frame of a stopped thread of these registers, mask and xsave area (in the processor's
     /// standard form, as ptrace gives it), for code that returns from signals at `sigreturn`.
     /// `None` where they are not what any thread has.
@@ -276,7 +276,7 @@ mod tests {
         let mut xsave = vec![0; XSAVE_BYTES_MIN];
         xsave[SOFTWARE_AT] = 3;
         for rsp in 0x7fff_0000_1200..0x7fff_0000_1300_u64 {
-            let frame = Frame::new(
+            let frame = SignalFrame::new(
                 &libc::user_regs_struct { rsp, ..registers(1, -1) },
                 SignalMask(5),
                 &xsave,
@@ -302,7 +302,7 @@ mod tests {
     fn no_frame_is_made_of_what_no_thread_has() {
         let xsave = vec![0; XSAVE_BYTES_MIN];
         let frame = |rsp, xsave: &[u8]| {
-            Frame::new(
+            SignalFrame::new(
                 &libc::user_regs_struct { rsp, ..registers(1, -1) },
                 SignalMask(0),
                 xsave,

@@ -27,7 +27,7 @@
 
 use crate::abi::{self, MESSAGE_BYTES, Message};
 use crate::attach::{Hijack, in_session};
-use crate::stretch;
+use crate::mapped_range;
 use crate::{Error, Process, Result, read_memory};
 use keyframe_units::{HostRange, HostVirt, PAGE_BYTES};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -82,7 +82,7 @@ impl MissingPages {
     /// From now on whoever touches a page of `range` that is not there waits for it.
     pub fn register(&mut self, range: HostRange) -> Result<()> {
         let (pid, operation) = (self.process.pid(), "register");
-        for part in stretch::mapped(&self.process, range)? {
+        for part in mapped_range::mapped(&self.process, range)? {
             if part.page_bytes != PAGE_BYTES as u64 {
                 return Err(Error::PageSize {
                     pid,

@@ -1,9 +1,9 @@
 //! What tracking costs the process that is tracked, measured on memory of our own.
 
 use crate::abi::{self, PageRegion};
-use crate::quirks::own_userfaultfd;
+use crate::pagemap::{Pagemap, PagemapQuery};
+use crate::pagemap_quirks::own_userfaultfd;
 use crate::ranges::between;
-use crate::scan::{Pagemap, Query};
 use crate::{Error, Process, Result};
 use keyframe_units::PAGE_BYTES;
 use keyframe_units::elapsed_ns;
@@ -57,7 +57,9 @@ pub fn first_write_ns() -> Result<u64> {
     let mut buffer = [PageRegion::default(); 16];
     let mut best_ns = u64::MAX;
     for _ in 0..5 {
-        pagemap.scan(Query::WRITTEN.protecting(), range, &mut buffer, |_, _| {}).map_err(failed)?;
+        pagemap
+            .scan(PagemapQuery::WRITTEN.protecting(), range, &mut buffer, |_, _| {})
+            .map_err(failed)?;
         let began = Instant::now();
         write();
         best_ns = best_ns.min(elapsed_ns(began));

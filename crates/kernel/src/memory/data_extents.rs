@@ -10,8 +10,8 @@
 
 use super::{GuestReader, Part};
 use crate::maps::Mapping;
+use crate::pagemap::{Pagemap, PagemapQuery};
 use crate::ranges::{between, clip, push_joined, union};
-use crate::scan::{Pagemap, Query};
 use crate::{Error, Process, Result, abi};
 use keyframe_locks::IgnorePoison;
 use keyframe_units::{HostRange, PAGE_BYTES};
@@ -150,7 +150,7 @@ fn entries(
     buffer: &mut [abi::PageRegion],
 ) -> io::Result<Vec<HostRange>> {
     let (mut present, mut swapped) = (Vec::new(), Vec::new());
-    pagemap.scan(Query::ENTRY, piece, buffer, |range, categories| {
+    pagemap.scan(PagemapQuery::ENTRY, piece, buffer, |range, categories| {
         push_joined(
             if categories & abi::PAGE_PRESENT == 0 { &mut swapped } else { &mut present },
             range,

@@ -10,22 +10,25 @@ use std::ptr::NonNull;
 
 /// Anonymous memory of fixed length, zero at first, unmapped on drop.
 #[derive(Debug)]
-pub struct Arena {
+pub struct PrefaultedBuffer {
     start: NonNull<u8>,
     len_bytes: usize,
 }
 
 // SAFETY: an arena is plain memory that nobody else has a pointer to, like the buffer of a
 // `Vec<u8>`.
-unsafe impl Send for Arena {}
+unsafe impl Send for PrefaultedBuffer {}
 // SAFETY: a shared arena can only be read.
-unsafe impl Sync for Arena {}
+unsafe impl Sync for PrefaultedBuffer {}
 
-impl Arena {
+impl PrefaultedBuffer {
     /// `len_bytes` bytes of zeros, populated. Errors: no memory.
     pub fn new(len_bytes: usize) -> Result<Self> {
-        let failed =
-            |operation, source| Error::Arena { len_bytes: len_bytes as u64, operation, source };
+        let failed = |operation, source| Error::PrefaultedBuffer {
+            len_bytes: len_bytes as u64,
+            operation,
+            source,
+        };
         if len_bytes == 0 {
             return Ok(Self { start: NonNull::dangling(), len_bytes });
         }
@@ -74,20 +77,20 @@ impl Arena {
     }
 }
 
-impl Deref for Arena {
+impl Deref for PrefaultedBuffer {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
         self.as_slice()
     }
 }
 
-impl DerefMut for Arena {
+impl DerefMut for PrefaultedBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
         self.as_mut_slice()
     }
 }
 
-impl Drop for Arena {
+impl Drop for PrefaultedBuffer {
     fn drop(&mut self) {
         if self.len_bytes > 0 {
             // SAFETY: the mapping is ours, whole, made in `new`; no reference to it can outlive
@@ -104,7 +107,7 @@ mod tests {
     #[test]
     fn an_arena_is_zero_aligned_writable_and_as_long_as_asked() {
         for len in [0, 1, 4096, 5000, (4 << 20) + 17] {
-            let mut arena = Arena::new(len).unwrap();
+            let mut arena = PrefaultedBuffer::new(len).unwrap();
             assert_eq!(arena.len(), len);
             assert!(arena.iter().all(|byte| *byte == 0));
             if let Some(last) = arena.last_mut() {
@@ -117,7 +120,7 @@ mod tests {
 
     #[test]
     fn more_memory_than_there_is_gives_an_error() {
-        let error = Arena::new(usize::MAX / 4).unwrap_err();
+        let error = PrefaultedBuffer::new(usize::MAX / 4).unwrap_err();
         assert!(error.to_string().contains("mmap") && error.fix().is_some(), "{error}");
     }
 }

@@ -12,8 +12,8 @@
 //! on any version.
 
 use crate::abi::{self, PageRegion};
+use crate::pagemap::{Pagemap, PagemapQuery};
 use crate::ranges::between;
-use crate::scan::{Pagemap, Query};
 use crate::{Process, Result};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use std::io;
@@ -27,17 +27,17 @@ const TRIED_BYTES: u64 = 3 * TABLE_BYTES;
 
 /// How pages that are not there are reported, in memory other than hugetlbfs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Quirks {
+pub(crate) struct PagemapQuirks {
     /// An empty entry of a page table counts as written though more is asked for than that.
     pub none_is_written: bool,
     /// So does memory without a page table.
     pub hole_is_written: bool,
 }
 
-impl Quirks {
+impl PagemapQuirks {
     /// Those of this kernel, tried once.
     pub fn of_this_kernel() -> Self {
-        static FOUND: OnceLock<Quirks> = OnceLock::new();
+        static FOUND: OnceLock<PagemapQuirks> = OnceLock::new();
         *FOUND.get_or_init(|| try_out().unwrap_or_default())
     }
 }
@@ -70,7 +70,7 @@ impl Drop for Tried {
     }
 }
 
-fn try_out() -> Result<Quirks> {
+fn try_out() -> Result<PagemapQuirks> {
     let failed = |source| crate::Error::Tracker {
         pid: std::process::id(),
         operation: "try PAGEMAP_SCAN on our own memory",
@@ -103,9 +103,9 @@ fn try_out() -> Result<Quirks> {
     let mut buffer = [PageRegion::default(); 64];
     let tried = between(table, table + 2 * TABLE_BYTES);
     Pagemap::open(&own)?
-        .scan(Query::WRITTEN_AND_KIND, tried, &mut buffer, found)
+        .scan(PagemapQuery::WRITTEN_AND_KIND, tried, &mut buffer, found)
         .map_err(failed)?;
-    Ok(Quirks { none_is_written, hole_is_written })
+    Ok(PagemapQuirks { none_is_written, hole_is_written })
 }
 
 #[cfg(test)]
@@ -118,6 +118,6 @@ mod tests {
     fn trying_works_and_gives_a_combination_that_exists() {
         let quirks = try_out().unwrap();
         assert!(quirks.none_is_written || !quirks.hole_is_written, "{quirks:?}");
-        assert_eq!(quirks, Quirks::of_this_kernel());
+        assert_eq!(quirks, PagemapQuirks::of_this_kernel());
     }
 }

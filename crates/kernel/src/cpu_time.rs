@@ -7,7 +7,7 @@ const PIDS: u32 = 1 << 22;
 
 /// Of all threads of process `pid`; none where there is no such process, or it is not ours to look
 /// at.
-pub fn of_process(pid: u32) -> Option<Duration> {
+pub fn process_cpu_time(pid: u32) -> Option<Duration> {
     if pid >= PIDS {
         return None;
     }
@@ -27,7 +27,7 @@ pub fn of_process(pid: u32) -> Option<Duration> {
 /// For how long thread `thread` of process `pid` ran or waited for a core: what it wanted to run,
 /// whatever else the machine has to do. None where there is no such thread, or Linux was built
 /// without the figures.
-pub fn wanted_by_thread(pid: u32, thread: u32) -> Option<Duration> {
+pub fn thread_cpu_demand(pid: u32, thread: u32) -> Option<Duration> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/schedstat")).ok()?;
     let mut words = text.split_whitespace().map(str::parse::<u64>);
     let (ran, waited) = (words.next()?.ok()?, words.next()?.ok()?);
@@ -41,14 +41,14 @@ mod tests {
 
     #[test]
     fn time_passes_on_a_processor_and_not_beside_it() {
-        let own = || of_process(std::process::id()).unwrap();
+        let own = || process_cpu_time(std::process::id()).unwrap();
         let (before, began) = (own(), Instant::now());
         while own() < before + Duration::from_millis(5) {
             assert!(began.elapsed() < Duration::from_mins(1), "it stands still");
         }
         // One that computes, and one that sleeps.
         let thread = rustix::thread::gettid().as_raw_nonzero().get().cast_unsigned();
-        let wanted = || wanted_by_thread(std::process::id(), thread).unwrap();
+        let wanted = || thread_cpu_demand(std::process::id(), thread).unwrap();
         let (ran, at) = (wanted(), Instant::now());
         while wanted() < ran + Duration::from_millis(5) {
             assert!(at.elapsed() < Duration::from_mins(1), "it stands still");
@@ -59,7 +59,10 @@ mod tests {
         let mut ended = std::process::Command::new("true").spawn().unwrap();
         ended.wait().unwrap();
         for none in [ended.id(), PIDS, u32::MAX] {
-            assert!(of_process(none).is_none() && wanted_by_thread(none, none).is_none(), "{none}");
+            assert!(
+                process_cpu_time(none).is_none() && thread_cpu_demand(none, none).is_none(),
+                "{none}"
+            );
         }
     }
 }

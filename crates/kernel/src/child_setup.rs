@@ -11,7 +11,7 @@ use std::process::Command;
 
 /// The child of `command` is killed by the kernel as soon as the thread that starts it has ended.
 /// One whose parent has ended before it could ask for that does not start.
-pub fn die_with_us(command: &mut Command) {
+pub fn kill_with_parent(command: &mut Command) {
     let us = getpid();
     let ask = move || {
         set_parent_process_death_signal(Some(Signal::KILL))?;
@@ -28,7 +28,7 @@ pub fn die_with_us(command: &mut Command) {
 /// (`kernel.sched_autogroup_enabled`, `sched(7)`), it counts as one by itself.
 ///
 /// It does not start where `command` leads a process group: a leader cannot.
-pub fn lead_a_session(command: &mut Command) {
+pub fn start_new_session(command: &mut Command) {
     let ask = || Ok(setsid().map(drop)?);
     // SAFETY: as above: one system call, which neither allocates nor locks.
     unsafe { command.pre_exec(ask) };
@@ -50,6 +50,6 @@ mod tests {
             pid == session
         };
         assert!(!leads(|_| ()));
-        assert!(leads(lead_a_session));
+        assert!(leads(start_new_session));
     }
 }

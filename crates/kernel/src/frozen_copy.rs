@@ -67,7 +67,7 @@ const CLONE_FLAGS: u64 = libc::CLONE_FILES as u64;
 
 /// The memory of a process at one instant. Ended by [`Self::end`], or on drop.
 #[derive(Debug)]
-pub struct Snapshot {
+pub struct FrozenCopy {
     child: Process,
     stopped_ns: u64,
     /// Dropped, it ends the keeper.
@@ -102,7 +102,7 @@ impl ForkPlan {
     /// Errors: a process under seccomp by now ([`Error::Seccomp`]); the fork fails in the process
     /// ([`Error::Injected`], mostly for want of memory); all errors of attaching. The process runs
     /// on as it was in every case.
-    pub fn fork(&self) -> Result<Snapshot> {
+    pub fn fork(&self) -> Result<FrozenCopy> {
         let pid = self.target.pid();
         let spawn = |source| Error::Attach { pid, operation: "start a thread", source };
         ensure_no_seccomp(&self.target)?;
@@ -117,7 +117,7 @@ impl ForkPlan {
         let keeper = keeper.spawn(move || keep(&plan, &ready, &until_dropped)).map_err(spawn)?;
         match answer.recv() {
             Ok(Ok((child, stopped_ns))) => {
-                Ok(Snapshot { child, stopped_ns, hold: Some(hold), keeper: Some(keeper) })
+                Ok(FrozenCopy { child, stopped_ns, hold: Some(hold), keeper: Some(keeper) })
             }
             Ok(Err(error)) => {
                 let _ = keeper.join();
@@ -129,7 +129,7 @@ impl ForkPlan {
     }
 }
 
-impl Snapshot {
+impl FrozenCopy {
     /// A [`ForkPlan`], and its fork. Errors as with these.
     pub fn fork(process: &Process, ranges: &[HostRange]) -> Result<Self> {
         ForkPlan::new(process, ranges)?.fork()
@@ -167,7 +167,7 @@ impl Snapshot {
     }
 }
 
-impl Drop for Snapshot {
+impl Drop for FrozenCopy {
     fn drop(&mut self) {
         // Nobody is left to tell; what can be left is a zombie, which the next snapshot reaps.
         let _ = self.finish();

@@ -16,12 +16,12 @@ const LISTINGS_MAX: u32 = 10;
 
 /// A core that is claimed, until this is dropped.
 #[derive(Debug)]
-pub struct Claim {
+pub struct CoreClaim {
     core: usize,
     _lock: File,
 }
 
-impl Claim {
+impl CoreClaim {
     /// Of `core`; none where somebody has it, or there is no such core.
     pub fn take(core: usize) -> Option<Self> {
         let lock = locked(Path::new(&format!("/sys/devices/system/cpu/cpu{core}")))?;
@@ -43,7 +43,7 @@ fn locked(directory: &Path) -> Option<File> {
 
 /// The cores that thread `thread` may run on, that of its last run first; none where there is no
 /// such thread.
-pub fn of_thread(thread: u32) -> Vec<usize> {
+pub fn cores_of_thread(thread: u32) -> Vec<usize> {
     let Some(allowed) = pid(thread).and_then(|thread| sched_getaffinity(Some(thread)).ok()) else {
         return Vec::new();
     };
@@ -54,20 +54,20 @@ pub fn of_thread(thread: u32) -> Vec<usize> {
 
 /// Has all threads that process `process` has now run on `core`, and those that they start. False
 /// where it cannot be had of one of them, that has not ended meanwhile.
-pub fn bind(process: u32, core: usize) -> bool {
+pub fn bind_process(process: u32, core: usize) -> bool {
     let threads = threads_of(process);
     let is_done = |thread| matches!(bound(Some(thread), core), Ok(()) | Err(Errno::SRCH));
     !threads.is_empty() && threads.into_iter().filter_map(pid).all(is_done)
 }
 
 /// Has the calling thread run on `core`, and those that it starts. False where it cannot be had.
-pub fn bind_this(core: usize) -> bool {
+pub fn bind_current_thread(core: usize) -> bool {
     bound(None, core).is_ok()
 }
 
 /// Has the calling thread run wherever its process's first thread may: what a bound one started is
 /// bound, too.
-pub fn unbind_this() {
+pub fn unbind_current_thread() {
     if let Ok(allowed) = sched_getaffinity(pid(std::process::id())) {
         let _ = sched_setaffinity(None, &allowed);
     }
@@ -130,11 +130,13 @@ mod tests {
         assert!(first.is_some() && locked(dir.path()).is_none());
         drop(first);
         assert!(locked(dir.path()).is_some());
-        for core in of_thread(std::process::id()) {
-            let claim = Claim::take(core);
-            assert!(claim.is_none_or(|claim| claim.core() == core && Claim::take(core).is_none()));
+        for core in cores_of_thread(std::process::id()) {
+            let claim = CoreClaim::take(core);
+            assert!(
+                claim.is_none_or(|claim| claim.core() == core && CoreClaim::take(core).is_none())
+            );
         }
-        assert!(Claim::take(usize::MAX).is_none());
+        assert!(CoreClaim::take(usize::MAX).is_none());
     }
 
     /// A single listing misses one in about 500 of these.
@@ -158,13 +160,16 @@ mod tests {
     fn all_threads_of_a_process_are_bound() {
         let mut child =
             Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
-        let cores = of_thread(child.id());
+        let cores = cores_of_thread(child.id());
         let wanted = cores.last().copied().unwrap();
-        assert!(bind(child.id(), wanted));
-        assert_eq!(of_thread(child.id()), [wanted]);
-        assert!(!bind(child.id(), CpuSet::MAX_CPU));
+        assert!(bind_process(child.id(), wanted));
+        assert_eq!(cores_of_thread(child.id()), [wanted]);
+        assert!(!bind_process(child.id(), CpuSet::MAX_CPU));
         drop(child.stdin.take());
         child.wait().unwrap();
-        assert!(!bind(child.id(), wanted) && of_thread(child.id()).is_empty(), "it has ended");
+        assert!(
+            !bind_process(child.id(), wanted) && cores_of_thread(child.id()).is_empty(),
+            "it has ended"
+        );
     }
 }

@@ -14,23 +14,23 @@
 //! [`GuestReader::data_extents`] first. Left out: writing; following the process when it maps other
 //! memory in place of a region.
 
-mod arena;
-mod extents;
-mod window;
+mod data_extents;
+mod prefaulted_buffer;
+mod shared_mapping;
 
-pub use arena::Arena;
+pub use prefaulted_buffer::PrefaultedBuffer;
 
 use crate::maps::{Mapping, covering};
+use crate::pagemap::Pagemap;
 use crate::ranges::intersection;
-use crate::scan::Pagemap;
-use crate::{Error, Process, Result, transfer};
-use extents::File;
+use crate::{Error, Process, Result, process_memory};
+use data_extents::File;
 use keyframe_units::HostRange;
-use window::Window;
+use shared_mapping::SharedMapping;
 
 /// How a part of a region is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Method {
+pub enum ReadMethod {
     /// Through a mapping of our own of the same memory.
     OwnMapping,
     /// By `process_vm_readv`.
@@ -43,7 +43,7 @@ struct Part {
     range: HostRange,
     mapping: Mapping,
     file: Option<File>,
-    window: Option<Window>,
+    window: Option<SharedMapping>,
 }
 
 /// Reads regions of a process's memory. Several threads may read through one reader at once.
@@ -83,7 +83,8 @@ impl GuestReader {
             for mapping in found {
                 let Some(range) = intersection(mapping.range, *region) else { continue };
                 let file = File::open(process, mapping);
-                let window = file.as_ref().and_then(|file| Window::open(file, mapping, range));
+                let window =
+                    file.as_ref().and_then(|file| SharedMapping::open(file, mapping, range));
                 parts.push(Part { range, mapping: mapping.clone(), file, window });
             }
         }
@@ -133,7 +134,7 @@ impl GuestReader {
     ) -> Result<&'d mut [u8]> {
         let (here, behind) = dst.split_at_mut(std::mem::take(remote_bytes));
         if !remote.is_empty() {
-            transfer::gather(&self.process, remote, here)?;
+            process_memory::gather(&self.process, remote, here)?;
             remote.clear();
         }
         Ok(behind)
@@ -152,9 +153,9 @@ impl GuestReader {
     }
 
     /// How each part of the regions is read, by rising address.
-    pub fn methods(&self) -> Vec<(HostRange, Method)> {
+    pub fn methods(&self) -> Vec<(HostRange, ReadMethod)> {
         let method = |part: &Part| {
-            if part.window.is_some() { Method::OwnMapping } else { Method::ProcessVm }
+            if part.window.is_some() { ReadMethod::OwnMapping } else { ReadMethod::ProcessVm }
         };
         self.parts.iter().map(|part| (part.range, method(part))).collect()
     }

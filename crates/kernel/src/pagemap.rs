@@ -11,7 +11,7 @@
 //! ```
 //!
 //! The last line is why a scan for WRITTEN alone is not enough where memory can be discarded: see
-//! [`crate::track`].
+//! [`crate::write_tracker`].
 
 use crate::abi::{self, PageRegion, ScanArg};
 use crate::ranges::{between, push_joined};
@@ -39,7 +39,7 @@ const MARKER_UFFD_WP: u64 = 1;
 /// What to look for: pages that have every category of `mask` (those in `inverted`: that lack it)
 /// and one of `any_of`.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Query {
+pub(crate) struct PagemapQuery {
     pub flags: u64,
     pub inverted: u64,
     pub mask: u64,
@@ -47,8 +47,8 @@ pub(crate) struct Query {
     pub give: u64,
 }
 
-impl Query {
-    /// Written pages, none-entries included.
+impl PagemapQuery {
+    /// WrittenPages pages, none-entries included.
     pub const WRITTEN: Self =
         Self { flags: 0, inverted: 0, mask: abi::PAGE_WRITTEN, any_of: 0, give: abi::PAGE_WRITTEN };
     /// The same, and what is there instead. Not every kernel reports all none-entries so.
@@ -108,7 +108,7 @@ impl Pagemap {
     /// error pages may have been protected that were not given to `each`.
     pub fn scan(
         &self,
-        query: Query,
+        query: PagemapQuery,
         range: HostRange,
         buffer: &mut [PageRegion],
         mut each: impl FnMut(HostRange, u64),
@@ -158,7 +158,7 @@ impl Pagemap {
     /// As [`Self::scan`], by two threads, each with a buffer.
     pub fn scan_by_two(
         &self,
-        query: Query,
+        query: PagemapQuery,
         range: HostRange,
         [first, second]: [&mut [PageRegion]; 2],
         mut each: impl FnMut(HostRange, u64),
