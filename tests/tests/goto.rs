@@ -160,7 +160,7 @@ fn goes_to_a_checkpoint(env: &TestEnv, interval: &Value) {
     assert_eq!(differing_pages(&live, &stored), [0; 0]);
     let mapped = std::fs::read_to_string(format!("/proc/{qemu}/maps")).unwrap();
     assert!(
-        mapped.contains("/memfd:keyframe-wakeups"),
+        mapped.contains("/memfd:keyframe-eventfd-coalesce"),
         "QEMU replays without the library that saves wake-ups"
     );
     ends_with_keyframe(vm, qemu);

@@ -44,8 +44,8 @@ impl fmt::Display for PluginInterface {
 /// Error: [`Error::File`](crate::Error::File).
 pub fn install(dir: &Path, interface: PluginInterface) -> Result<PathBuf> {
     let bytes = match interface {
-        PluginInterface::V1 => keyframe_carried::PLUGIN_1,
-        PluginInterface::V4 => keyframe_carried::PLUGIN_4,
+        PluginInterface::V1 => keyframe_embedded_plugins::PLUGIN_1,
+        PluginInterface::V4 => keyframe_embedded_plugins::PLUGIN_4,
     };
     let path = dir.join(format!("keyframe-plugin-{}.so", interface.number()));
     let unfinished = dir.join(format!(

@@ -29,6 +29,7 @@ mod audit;
 mod binary;
 mod blocknodes;
 mod error;
+mod eventfd_coalesce;
 pub mod fleece;
 #[doc(hidden)]
 pub mod fuzzing;
@@ -48,7 +49,6 @@ mod thread_affinity;
 mod virtio_queues;
 mod vm;
 mod vmm;
-mod wakeups;
 pub mod watchdog;
 
 pub use attach::{AttachOptions, Monitor};

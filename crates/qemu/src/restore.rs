@@ -37,7 +37,7 @@ use crate::statefile::StateFile;
 use crate::stream::{self, StreamBlock};
 use crate::thread_affinity::{self, SingleCore};
 use crate::vm::{Origin, Vm, inherited_path, memfd, monitor_config, socket_config};
-use crate::{DiskServer, Error, Qmp, Result, RunStatus, accelerator_check, wakeups};
+use crate::{DiskServer, Error, Qmp, Result, RunStatus, accelerator_check, eventfd_coalesce};
 use fill::Memory;
 use keyframe_machine::read_ascending;
 use keyframe_qemu_cmdline::recording::RecordingMode;
@@ -366,7 +366,8 @@ impl Starting {
 
         let mut command = Command::new(&plan.binary);
         command.args(words.iter().skip(1));
-        let wakeups = plan.replays.map(|_| wakeups::prepare(&mut command)).transpose()?;
+        let preloaded =
+            plan.replays.map(|_| eventfd_coalesce::prepare(&mut command)).transpose()?;
         if plan.replays.is_some() {
             thread_affinity::prepare(&mut command, &plan.arguments);
             // What reaches the terminal's session may not reach it.
@@ -380,7 +381,7 @@ impl Starting {
             command.current_dir(directory);
         }
         let mut descriptors = vec![&config, &state.write_end, &monitor, &incoming];
-        descriptors.extend(memories.iter().map(|(_, fd)| fd).chain(&wakeups));
+        descriptors.extend(memories.iter().map(|(_, fd)| fd).chain(&preloaded));
         let child = spawn::start(&mut command, &descriptors)?;
         if let Some(spawned) = plan.spawned {
             spawned();

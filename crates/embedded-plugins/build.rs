@@ -1,8 +1,8 @@
-//! Compiles what QEMU loads, so that the program carries it: the plugin (`plugins/`), once for each
-//! interface that QEMU has had, and `wakeups/`.
+//! Compiles the shared libraries that QEMU loads: the plugin (`plugins/`), once for each plugin
+//! interface of QEMU, and `eventfd-coalesce/`.
 //!
-//! They have no dependencies and their own panic strategy, and need none of cargo: one call of the
-//! compiler each.
+//! They have no dependencies and a panic strategy of their own, so one call of the compiler builds
+//! each.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -18,18 +18,23 @@ fn main() {
             &format!("plugin_{interface}"),
         );
     }
-    compile("wakeups", "keyframe_wakeups", "keyframe_preloaded", "wakeups");
+    compile(
+        "eventfd-coalesce",
+        "keyframe_eventfd_coalesce",
+        "keyframe_preloaded",
+        "eventfd_coalesce",
+    );
 }
 
-/// The package in `room`, configured with `cfg`, as `OUT_DIR/NAME.so`.
-fn compile(room: &str, crate_name: &str, cfg: &str, name: &str) {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(room).join("src");
+/// Compiles the package in folder `package`, configured with `cfg`, to `OUT_DIR/NAME.so`.
+fn compile(package: &str, crate_name: &str, cfg: &str, name: &str) {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(package).join("src");
     println!("cargo::rerun-if-changed={}", source.display());
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let rustc = std::env::var_os("RUSTC").expect("cargo sets RUSTC");
     let target = std::env::var("TARGET").expect("cargo sets TARGET");
-    // It goes with QEMU's C library, which is the distribution's, also where the program itself has
-    // musl linked in.
+    // It must use QEMU's C library, which is the distribution's, even if the program itself is
+    // linked with musl.
     let target = target.replace("-musl", "-gnu");
     let status = Command::new(&rustc)
         .args(["--edition", "2024", "--crate-name", crate_name, "--crate-type", "cdylib"])
@@ -44,12 +49,12 @@ fn compile(room: &str, crate_name: &str, cfg: &str, name: &str) {
             "strip=symbols",
         ])
         .args(["--target", &target, "--cap-lints", "allow", "--cfg", cfg])
-        // Where it was built must not be in it.
-        .args(["--remap-path-prefix", &format!("{}={room}/src", source.display())])
+        // The build path must not be in the library.
+        .args(["--remap-path-prefix", &format!("{}={package}/src", source.display())])
         .arg("-o")
         .arg(out.join(format!("{name}.so")))
         .arg(source.join("lib.rs"))
         .status();
     let status = status.unwrap_or_else(|error| panic!("{}: {error}", rustc.display()));
-    assert!(status.success(), "compiling {room} with {cfg}: {status}");
+    assert!(status.success(), "compiling {package} with {cfg}: {status}");
 }

@@ -1,8 +1,8 @@
-//! What is loaded before a QEMU that replays, and leaves out its needless wake-ups (`wakeups/`).
+//! Preloads the library `eventfd-coalesce/` into a replaying QEMU, which skips needless wake-ups.
 //!
-//! By `LD_PRELOAD`, from a file in memory that it inherits, so that nothing has to be put on a disk
-//! and taken away again. A QEMU without a dynamic linker ignores it; one whose linker cannot map it
-//! says so and goes on without.
+//! `LD_PRELOAD` names a file in memory that QEMU inherits, so no file has to be written and removed.
+//! A QEMU without a dynamic linker ignores it. A linker that cannot map it prints a message and
+//! continues.
 
 use crate::Result;
 use crate::vm::{inherited_path, memfd};
@@ -12,16 +12,16 @@ use std::process::Command;
 
 const PRELOAD: &str = "LD_PRELOAD";
 
-/// Prepares the start of a QEMU by `command`, which is to inherit the descriptor. What the user has
-/// loaded before QEMU still is.
+/// Has the QEMU that `command` starts load the library, before the libraries that the user preloads.
+/// Returns the descriptor that QEMU must inherit.
 pub(crate) fn prepare(command: &mut Command) -> Result<OwnedFd> {
-    let library = memfd("wakeups", keyframe_carried::WAKEUPS)?;
-    let mut all = OsString::from(inherited_path(&library));
+    let library = memfd("eventfd-coalesce", keyframe_embedded_plugins::EVENTFD_COALESCE)?;
+    let mut libraries = OsString::from(inherited_path(&library));
     if let Some(users) = std::env::var_os(PRELOAD).filter(|users| !users.is_empty()) {
-        all.push(":");
-        all.push(users);
+        libraries.push(":");
+        libraries.push(users);
     }
-    command.env(PRELOAD, all);
+    command.env(PRELOAD, libraries);
     Ok(library)
 }
 
@@ -32,7 +32,7 @@ mod tests {
     use std::process::Stdio;
 
     #[test]
-    fn a_program_has_it_loaded_and_works() {
+    fn a_program_loads_the_library_and_works() {
         let mut command = Command::new("cat");
         command.arg("/proc/self/maps").stdout(Stdio::piped()).stderr(Stdio::piped());
         let library = prepare(&mut command).unwrap();
@@ -40,9 +40,9 @@ mod tests {
         let output = child.wait_with_output().unwrap();
         let (maps, said) =
             (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
-        let code = maps
-            .lines()
-            .filter(|line| line.contains(" r-xp ") && line.contains("/memfd:keyframe-wakeups"));
+        let code = maps.lines().filter(|line| {
+            line.contains(" r-xp ") && line.contains("/memfd:keyframe-eventfd-coalesce")
+        });
         assert_eq!((code.count(), said.as_str(), output.status.success()), (1, "", true), "{maps}");
     }
 }
