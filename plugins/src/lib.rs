@@ -13,15 +13,9 @@
 //! cuts, and the next callback of a table tool writes the part of the ended interval (`cut`). One
 //! replay of many intervals therefore gives the same parts as a QEMU for each.
 //!
-<<<<<<< HEAD
 //! The same source is compiled three times: for plugin interface 1 (QEMU 7.2) and 4 (QEMU 10.0) as
 //! the shared library that the program contains, and without QEMU for tests and for the reader. It
 //! depends on `std` only, so that a single compiler call builds it.
-=======
-//! The same file is compiled three times: for interface 1 (QEMU 7.2) and 4 (QEMU 10.0) as the
-//! shared library that `crates/embedded-plugins` carries, and without QEMU for tests and for the reader. It
-//! depends on nothing but `std`, so that a bare compiler call builds it.
->>>>>>> 8c04a3a (Crates embedded-plugins and eventfd-coalesce: named after what they hold)
 //!
 //! Invariants:
 //! 1. There is one vCPU: callbacks run on one thread, so tables need no locks (`state`). A VM with
