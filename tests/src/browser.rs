@@ -122,7 +122,7 @@ impl Browser {
         let parameters = &event["params"];
         match event["method"].as_str() {
             Some("Runtime.exceptionThrown") => {
-                self.errors.push(parameters["exceptionDetails"].to_string())
+                self.errors.push(parameters["exceptionDetails"].to_string());
             }
             Some("Log.entryAdded") if parameters["entry"]["level"] == "error" => {
                 self.errors.push(parameters["entry"].to_string());

@@ -86,7 +86,7 @@ fn console_is_the_guests(env: &TestEnv, vm: &Process) {
         env.run(&["log", "R", "--store", "S", "--marker", "nowhere"]).status.code(),
         Some(1)
     );
-    let (vm, position) = goto(&env, &["--store", "S", "--marker", "journal"]);
+    let (vm, position) = goto(env, &["--store", "S", "--marker", "journal"]);
     assert!(
         number(&position, "icount") > number(&lines[0], "last"),
         "not after the line: {position:#}"

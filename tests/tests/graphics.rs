@@ -309,7 +309,7 @@ fn a_spice_display_comes_back() {
         let socket = dir.path().join("spice.sock");
         let spice = format!("unix=on,addr={},disable-ticketing=on", socket.display());
         the_picture_comes_back(&qemu, &["-vga", "qxl", "-spice", &spice], &|_| {
-            spice_answers(&socket)
+            spice_answers(&socket);
         });
     }
 }
