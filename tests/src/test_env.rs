@@ -93,6 +93,11 @@ impl TestEnv {
         command
     }
 
+    /// The command of the example `name` of the workspace, as [`Self::command`].
+    pub fn example(&self, name: &str, args: &[&str]) -> Command {
+        self.command_of(&built_program(&format!("examples/{name}")), args)
+    }
+
     fn command_of(&self, program: &Path, args: &[&str]) -> Command {
         let mut command = Command::new(program);
         command

@@ -48,6 +48,7 @@ mod s3;
 mod screens;
 mod sectors;
 mod serve;
+mod session_example;
 mod strategies;
 mod thp;
 
