@@ -57,27 +57,27 @@ const NO_STACK: u64 = 8;
 /// A userfaultfd over the memory of another process.
 #[derive(Debug)]
 pub struct Attached {
-    /// The descriptor, on which nothing was asked yet; non-blocking, closed on exec.
+    /// The descriptor, not used yet, non-blocking, closed on exec.
     pub uffd: OwnedFd,
     /// How long the process's main thread was stopped, in nanoseconds.
     pub stopped_ns: u64,
-    /// True where the process was not permitted more than a userfaultfd for user-mode faults.
-    /// Asynchronous write protection, which never hands a fault to anybody, tracks the kernel's
-    /// writes all the same.
+    /// True if the process may only have a userfaultfd for user-mode faults. Asynchronous write
+    /// protection tracks writes by the kernel all the same.
     pub user_mode_only: bool,
-    /// True where the process would have run on as it was, had we been killed at any instant of
-    /// this. False where its code lacks what every C library has, or it uses a shadow stack.
+    /// True if the process would have run on unchanged if we had been killed at any instant. False
+    /// if its code has no `syscall; ret` and no signal return, or if it uses a shadow stack.
     pub guarded: bool,
 }
 
 /// Injects one `userfaultfd` system call into `process` and takes the descriptor over.
 ///
-/// If the process is a child of this one, nobody here may be in `waitpid` for it meanwhile without
-/// `__WNOTHREAD`: it would be told of the stops. Waiting by pidfd or `waitid(WEXITED)` is safe.
+/// If the process is a child of this one, no thread here may be in `waitpid` for it meanwhile
+/// without `__WNOTHREAD`: that call would return the stops. Waiting by pidfd or `waitid(WEXITED)`
+/// is safe.
 ///
 /// Errors: no permission to trace it; another tracer ([`Error::Traced`]); the call failed in it
-/// ([`Error::Injected`]); it does not stop within 2 s, or exits. The process runs on in every case,
-/// unless it has exited by itself.
+/// ([`Error::Injected`]); it does not stop within 2 s, or exits. After an error the process runs
+/// on.
 pub fn inject_userfaultfd(process: &Process) -> Result<Attached> {
     on_a_thread(process, || run_session(process, Gadgets::find(process)?))
 }

@@ -1,16 +1,16 @@
-//! What a child is to its parent: one that does not outlive it, however that ends, and one that
-//! leads a session of its own.
+//! Settings of a child process before it executes its program: it dies with its parent, or it
+//! starts a new session.
 //!
-//! The kernel sends the signal when the thread that started the child ends: start it on one that
-//! lives as long as the process, as its main thread does.
+//! The kernel sends the death signal when the thread that started the child ends. Start such a
+//! child on a thread that lives as long as the process, as the main thread does.
 
 use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal, setsid};
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// The child of `command` is killed by the kernel as soon as the thread that starts it has ended.
-/// One whose parent has ended before it could ask for that does not start.
+/// Makes the kernel kill the child of `command` when the thread that starts it ends. If the parent
+/// has ended already, the child does not start.
 pub fn kill_with_parent(command: &mut Command) {
     let us = getpid();
     let ask = move || {
@@ -23,11 +23,11 @@ pub fn kill_with_parent(command: &mut Command) {
     unsafe { command.pre_exec(ask) };
 }
 
-/// The child of `command` leads a session of its own, which has no terminal: neither keys nor a
-/// hangup reach it. And where the kernel shares cores out by sessions
-/// (`kernel.sched_autogroup_enabled`, `sched(7)`), it counts as one by itself.
+/// Makes the child of `command` lead a new session without a terminal. It receives neither Ctrl-C
+/// nor a hangup. If the kernel shares cores by sessions (`kernel.sched_autogroup_enabled`,
+/// `sched(7)`), the child counts as one session.
 ///
-/// It does not start where `command` leads a process group: a leader cannot.
+/// The child does not start if `command` makes it a process group leader.
 pub fn start_new_session(command: &mut Command) {
     let ask = || Ok(setsid().map(drop)?);
     // SAFETY: as above: one system call, which neither allocates nor locks.

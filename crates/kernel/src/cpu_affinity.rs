@@ -1,7 +1,7 @@
-//! Cores: which one a thread runs on, and one that is kept for a process.
+//! CPU affinity of threads, and cores that a process claims for itself.
 //!
-//! A claim is a lock of the core's own directory in sysfs: it is seen by everybody on the machine,
-//! keeps nobody from the core who does not ask, and is gone with whoever holds it.
+//! A claim is a lock on the core's directory in sysfs. All processes that claim cores see it, it
+//! does not keep other processes off the core, and the kernel drops it when its owner ends.
 
 use rustix::io::Errno;
 use rustix::process::Pid;
@@ -11,10 +11,10 @@ use std::fmt::Display;
 use std::fs::File;
 use std::path::Path;
 
-/// How often the threads of a process are listed that starts new ones all the time.
+/// The most listings of the threads of a process that keeps starting threads.
 const LISTINGS_MAX: u32 = 10;
 
-/// A core that is claimed, until this is dropped.
+/// A claim on one core. Dropping it ends the claim.
 #[derive(Debug)]
 pub struct CoreClaim {
     core: usize,
@@ -22,13 +22,14 @@ pub struct CoreClaim {
 }
 
 impl CoreClaim {
-    /// Of `core`; none where somebody has it, or there is no such core.
+    /// Claims `core`. Returns `None` if another process has claimed it, or if there is no such
+    /// core.
     pub fn take(core: usize) -> Option<Self> {
         let lock = locked(Path::new(&format!("/sys/devices/system/cpu/cpu{core}")))?;
         Some(Self { core, _lock: lock })
     }
 
-    /// Its number.
+    /// Returns the number of the core.
     pub fn core(&self) -> usize {
         self.core
     }
@@ -41,8 +42,8 @@ fn locked(directory: &Path) -> Option<File> {
     Some(lock)
 }
 
-/// The cores that thread `thread` may run on, that of its last run first; none where there is no
-/// such thread.
+/// Returns the cores that thread `thread` may run on, the core of its last run first. Returns an
+/// empty list if there is no such thread.
 pub fn cores_of_thread(thread: u32) -> Vec<usize> {
     let Some(allowed) = pid(thread).and_then(|thread| sched_getaffinity(Some(thread)).ok()) else {
         return Vec::new();
@@ -52,21 +53,22 @@ pub fn cores_of_thread(thread: u32) -> Vec<usize> {
     last.into_iter().chain(others).filter(|core| allowed.is_set(*core)).collect()
 }
 
-/// Has all threads that process `process` has now run on `core`, and those that they start. False
-/// where it cannot be had of one of them, that has not ended meanwhile.
+/// Binds all present threads of process `process`, and the threads that they will start, to `core`.
+/// Returns false if a living thread cannot be bound.
 pub fn bind_process(process: u32, core: usize) -> bool {
     let threads = threads_of(process);
     let is_done = |thread| matches!(bound(Some(thread), core), Ok(()) | Err(Errno::SRCH));
     !threads.is_empty() && threads.into_iter().filter_map(pid).all(is_done)
 }
 
-/// Has the calling thread run on `core`, and those that it starts. False where it cannot be had.
+/// Binds the calling thread, and the threads that it will start, to `core`. Returns false if the
+/// kernel refuses.
 pub fn bind_current_thread(core: usize) -> bool {
     bound(None, core).is_ok()
 }
 
-/// Has the calling thread run wherever its process's first thread may: what a bound one started is
-/// bound, too.
+/// Lets the calling thread run on all cores that the main thread of its process may use. A thread
+/// inherits the binding of the thread that started it.
 pub fn unbind_current_thread() {
     if let Ok(allowed) = sched_getaffinity(pid(std::process::id())) {
         let _ = sched_setaffinity(None, &allowed);
@@ -83,11 +85,11 @@ fn bound(thread: Option<Pid>, core: usize) -> rustix::io::Result<()> {
     sched_setaffinity(thread, &only)
 }
 
-/// The threads that process `process` (a pid, or `self`) has now; none where there is no such
-/// process.
+/// Returns the present threads of process `process` (a pid, or `self`), or an empty list if there
+/// is no such process.
 ///
-/// A thread that ends while they are listed can make the kernel leave out another, so they are
-/// listed until that tells of nothing new.
+/// If a thread ends during a listing, the kernel can leave out another one. So the function lists
+/// until it finds no new thread.
 pub fn threads_of(process: impl Display) -> Vec<u32> {
     let list = || -> Vec<u32> {
         let tasks =

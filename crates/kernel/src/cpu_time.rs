@@ -1,12 +1,12 @@
-//! How long a process, or a thread, has been on a processor.
+//! The processor time of processes and threads.
 
 use std::time::Duration;
 
 /// Linux has no larger pid (`PID_MAX_LIMIT`), and a clock's id no room for one.
 const PIDS: u32 = 1 << 22;
 
-/// Of all threads of process `pid`; none where there is no such process, or it is not ours to look
-/// at.
+/// Returns the processor time of all threads of process `pid`. Returns `None` if there is no such
+/// process or we may not inspect it.
 pub fn process_cpu_time(pid: u32) -> Option<Duration> {
     if pid >= PIDS {
         return None;
@@ -24,9 +24,8 @@ pub fn process_cpu_time(pid: u32) -> Option<Duration> {
     Some(Duration::new(u64::try_from(time.tv_sec).ok()?, u32::try_from(time.tv_nsec).ok()?))
 }
 
-/// For how long thread `thread` of process `pid` ran or waited for a core: what it wanted to run,
-/// whatever else the machine has to do. None where there is no such thread, or Linux was built
-/// without the figures.
+/// Returns how long thread `thread` of process `pid` ran or waited for a core. Returns `None` if
+/// there is no such thread, or if the kernel was built without these figures.
 pub fn thread_cpu_demand(pid: u32, thread: u32) -> Option<Duration> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/schedstat")).ok()?;
     let mut words = text.split_whitespace().map(str::parse::<u64>);

@@ -76,23 +76,24 @@ const BUSY_SLEEP: Duration = Duration::from_micros(50);
 /// `1` where the kernel merges like pages of memory that permits it.
 const KSM_RUN: &str = "/sys/kernel/mm/ksm/run";
 
-/// What a hook is told of. Both are whole pages of the mapping (4 KiB, or 2 MiB of hugetlbfs).
+/// An event that a hook receives. Its range is whole pages of the mapping (4 KiB, or 2 MiB of
+/// hugetlbfs).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemoryEvent {
-    /// This page is about to be written, for the first time since it was drained. Until the hook
-    /// returns it is as it was.
+    /// A thread is about to write this page, for the first time since the page was drained. The
+    /// page is unchanged until the hook returns.
     Write(HostRange),
-    /// These pages are being discarded: what they held may be lost already.
+    /// The process is discarding these pages. Their content may be lost already.
     Discard(HostRange),
 }
 
-/// Called by the handler's thread; the process waits until it returns. It may read the process's
-/// memory; calling the tracker would wait for itself. A page can come more than once, for as long
-/// as it is unchanged.
+/// The function that the handler's thread calls for each event. The writing thread waits until it
+/// returns. It may read the process's memory; it must not call the tracker. A page can come more
+/// than once while it is unchanged.
 pub type FirstWriteHook = Arc<dyn Fn(MemoryEvent) + Send + Sync>;
 
-/// Tracks first writes to registered ranges of one process. Dropping it ends the tracking; the
-/// memory is as it was.
+/// Tracks first writes to registered ranges of one process. Dropping it ends the tracking and
+/// leaves the memory unchanged.
 pub struct FaultTracker {
     shared: Arc<Shared>,
     pagemap: Pagemap,
@@ -105,10 +106,12 @@ pub struct FaultTracker {
 }
 
 impl FaultTracker {
-    /// Takes over `uffd`, a userfaultfd made *by* `process` (see [`crate::attach`]) on which
-    /// nothing was asked yet, and starts the handler. Errors: the descriptor is for user-mode
-    /// faults only ([`Error::UserModeOnly`]); the kernel lacks a feature
-    /// ([`Error::MissingFeature`]); pagemap may not be read; no thread can be had.
+    /// Takes over `uffd`, a new userfaultfd made by `process` itself (see [`crate::attach`]), and
+    /// starts the handler thread.
+    ///
+    /// Errors: the descriptor is for user-mode faults only ([`Error::UserModeOnly`]); the kernel
+    /// lacks a feature ([`Error::MissingFeature`]); pagemap may not be read; no thread can be
+    /// started.
     pub fn new(process: &Process, uffd: OwnedFd, user_mode_only: bool) -> Result<Self> {
         let pid = process.pid();
         if user_mode_only {
@@ -133,16 +136,18 @@ impl FaultTracker {
         Ok(Self { shared, pagemap, scratch, registered: Vec::new(), _handler: handler })
     }
 
-    /// Sets what is called before each first write, or nothing. When this returns, the former one
-    /// runs no more.
+    /// Sets the function that runs before each first write, or none. When this returns, the former
+    /// function is not running.
     pub fn set_hook(&self, hook: Option<FirstWriteHook>) {
         self.shared.lock().hook = hook;
     }
 
-    /// Starts to track `range`, which may cover several mappings without a gap, in whole pages of
-    /// each. Until its first drain every page of it counts as written, and no write waits. Errors:
-    /// not mapped, registered already, not whole pages, 1 GiB pages, a file on disk
-    /// ([`Error::NotWatchable`]), or the kernel refuses; nothing of it is tracked then.
+    /// Starts to track `range`, whole pages of one or more adjacent mappings. Until its first drain
+    /// every page of it counts as written, and no write waits.
+    ///
+    /// Errors: not mapped, registered already, not whole pages, 1 GiB pages, a file on disk
+    /// ([`Error::NotWatchable`]), or the kernel refuses. Nothing of the range is tracked after an
+    /// error.
     pub fn register(&mut self, range: HostRange) -> Result<()> {
         let pid = self.shared.process.pid();
         if self.registered.iter().any(|other| intersection(*other, range).is_some()) {
@@ -181,8 +186,9 @@ impl FaultTracker {
         }
     }
 
-    /// Ends the tracking of `range`, which must be registered; threads that wait there go on.
-    /// Errors: it is not, or the kernel refuses.
+    /// Ends the tracking of `range` and wakes the threads that wait there.
+    ///
+    /// Errors: the range is not registered, or the kernel refuses.
     pub fn unregister(&mut self, range: HostRange) -> Result<()> {
         let mut state = self.shared.lock();
         self.parts(&state, range, "unregister")?;
@@ -202,14 +208,13 @@ impl FaultTracker {
         Ok(())
     }
 
-    /// Finds the pages of `range` that were written, or discarded, since its last drain, protects
-    /// them again, and adds them to `out`, rising and without overlap. The first drain of a range
-    /// reports all of it. `range` must be registered and made of whole pages. Draining is
-    /// destructive: what is added here is reported to nobody again. Read the pages after: one that
-    /// is written meanwhile is reported again.
+    /// Appends to `out` the pages of `range` that were written or discarded since its last drain,
+    /// rising and without overlap, and protects them again. The first drain of a range reports all
+    /// of it. Read the pages afterwards: a page that is written meanwhile is reported again.
     ///
-    /// Errors: [`Error::ScanBroken`], also where the handler has failed: count all of `range` as
-    /// written. [`Error::Gone`]. Any other: nothing was done. `out` is unchanged in every case.
+    /// Errors: after [`Error::ScanBroken`], also if the handler has failed, all of `range` counts
+    /// as written. After [`Error::Gone`] or any other error nothing was done. Errors leave `out`
+    /// unchanged.
     pub fn drain(&self, range: HostRange, out: &mut Vec<WrittenPages>) -> Result<ScanStats> {
         let pid = self.shared.process.pid();
         let mut buffer = self.scratch.lock().ignore_poison();
@@ -232,11 +237,12 @@ impl FaultTracker {
         }
     }
 
-    /// The pages of `range` that have lost their protection since their last drain with no hook
-    /// told of a write: they were discarded, or merged by the kernel (KSM, begun after they were
-    /// registered). Of these a frozen copy holds what was asked for only where it was made before.
-    /// Only private anonymous memory loses it so. Pages never drained do not count. Errors: not
-    /// registered, not whole pages, the handler has failed, or the kernel refuses.
+    /// Returns the pages of `range` that lost their protection since their last drain without a
+    /// hook call: they were discarded, or merged by the kernel (KSM begun after their
+    /// registration). A copy of such a page is valid only if it was made before. Only private
+    /// anonymous memory can lose protection so. Pages never drained do not count.
+    ///
+    /// Errors: not registered, not whole pages, the handler has failed, or the kernel refuses.
     pub fn pages_with_lost_protection(&self, range: HostRange) -> Result<Vec<HostRange>> {
         let operation = "look for lost protection";
         let failed = |source| self.range_error(operation, range, source);

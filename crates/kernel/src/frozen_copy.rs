@@ -65,7 +65,7 @@ const ERESTARTNOINTR: i32 = 513;
 /// none.
 const CLONE_FLAGS: u64 = libc::CLONE_FILES as u64;
 
-/// The memory of a process at one instant. Ended by [`Self::end`], or on drop.
+/// The frozen memory of a process at one instant. [`Self::end`] or dropping it gives it back.
 #[derive(Debug)]
 pub struct FrozenCopy {
     child: Process,
@@ -75,7 +75,7 @@ pub struct FrozenCopy {
     keeper: Option<JoinHandle<Result<()>>>,
 }
 
-/// All that can be found out before a fork: made while the VM runs, used in its pauses.
+/// A fork prepared while the VM runs, to be used in its pauses.
 #[derive(Debug)]
 pub struct ForkPlan {
     target: Process,
@@ -85,23 +85,25 @@ pub struct ForkPlan {
 }
 
 impl ForkPlan {
-    /// Looks whether a fork freezes `ranges` of the memory of `process`, which must be whole pages
-    /// of private memory. It holds until the process maps memory anew there. Takes milliseconds for
-    /// a GiB. Errors: memory that a fork does not freeze ([`Error::NotForkable`]); a process under
-    /// seccomp ([`Error::Seccomp`]).
+    /// Checks that a fork freezes `ranges` of the memory of `process`: whole pages of private
+    /// memory. The plan is valid until the process maps memory anew there. Takes milliseconds a
+    /// GiB.
+    ///
+    /// Errors: memory that a fork does not freeze ([`Error::NotForkable`]); a process under seccomp
+    /// ([`Error::Seccomp`]).
     pub fn new(process: &Process, ranges: &[HostRange]) -> Result<Self> {
         let hidden = check(process, ranges)?;
         Ok(Self { target: process.try_clone()?, gadgets: Gadgets::find(process)?, hidden })
     }
 
-    /// Freezes a copy of the ranges (and of what else a child inherits). The caller sees to it that
-    /// no thread of the process writes there meanwhile: else the copy is no single instant. What
-    /// holds for a process that is our own child holds here too: see
-    /// [`crate::attach::inject_userfaultfd`].
+    /// Freezes a copy of the ranges, and of all other memory that a child inherits. The caller
+    /// makes sure that no thread of the process writes there meanwhile; otherwise the copy is not
+    /// of one instant. As with [`crate::attach::inject_userfaultfd`], no thread here may be in
+    /// `waitpid` for the process.
     ///
     /// Errors: a process under seccomp by now ([`Error::Seccomp`]); the fork fails in the process
-    /// ([`Error::Injected`], mostly for want of memory); all errors of attaching. The process runs
-    /// on as it was in every case.
+    /// ([`Error::Injected`], mostly for lack of memory); all errors of attaching. The process runs
+    /// on unchanged after an error.
     pub fn fork(&self) -> Result<FrozenCopy> {
         let pid = self.target.pid();
         let spawn = |source| Error::Attach { pid, operation: "start a thread", source };
@@ -130,24 +132,25 @@ impl ForkPlan {
 }
 
 impl FrozenCopy {
-    /// A [`ForkPlan`], and its fork. Errors as with these.
+    /// Makes a [`ForkPlan`] and forks. Errors as with these.
     pub fn fork(process: &Process, ranges: &[HostRange]) -> Result<Self> {
         ForkPlan::new(process, ranges)?.fork()
     }
 
-    /// The frozen process: for [`crate::read_memory`] and [`crate::memory::GuestReader`]. Should it
-    /// be killed by somebody, reading it fails.
+    /// Returns the frozen process, for [`crate::read_memory`] and [`crate::memory::GuestReader`].
+    /// If it is killed, reading it fails.
     pub fn process(&self) -> &Process {
         &self.child
     }
 
-    /// How long the main thread of the process was stopped, in nanoseconds.
+    /// Returns how long the main thread of the process was stopped, in nanoseconds.
     pub fn stopped_ns(&self) -> u64 {
         self.stopped_ns
     }
 
     /// Gives the copy back. Stops the main thread of the process for a tenth of a millisecond.
-    /// Errors: the process could not be attached to, so that a zombie child of it is left.
+    ///
+    /// Errors: the process could not be attached to, so that a zombie child of it remains.
     pub fn end(mut self) -> Result<()> {
         self.finish()
     }

@@ -1,10 +1,8 @@
-//! What this host permits, found by trying each thing once, on our own process and on a child made
-//! for it.
+//! Probes which kernel features and rights this host grants, by trying each one.
 //!
-//! Invariant: nothing is changed on the host: memory tried on is our own, the child is gone when
-//! [`probe`] returns.
-//!
-//! Left out: what a certain QEMU permits (its user, its sandbox): only attaching to it tells.
+//! Each probe works on memory of this process or on a child made for it, and changes nothing on the
+//! host. Absent: the rights of a certain QEMU (its user, its sandbox). Only attaching to it shows
+//! them.
 
 use crate::abi::{self, PageRegion, ScanArg};
 use crate::pagemap_quirks::own_userfaultfd;
@@ -18,38 +16,38 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::process::{Command, Stdio};
 use std::{fs, io};
 
-/// What was found on this host.
+/// The result of a probe of this host.
 #[derive(Clone, Debug, Serialize)]
 pub struct HostFeatures {
-    /// One for each thing looked at, in the order in which they build on each other.
+    /// One item for each feature, in the order in which they build on each other.
     pub items: Vec<HostFeature>,
 }
 
 impl HostFeatures {
-    /// The item of that name.
+    /// Returns the item of that name.
     pub fn get(&self, name: &str) -> Option<&HostFeature> {
         self.items.iter().find(|item| item.name == name)
     }
 
-    /// True where everything is there without which Keyframe cannot track a VM from outside.
+    /// Returns true if all features that tracking a VM from outside requires are available.
     pub fn can_track(&self) -> bool {
         self.items.iter().all(|item| item.available || !item.required)
     }
 }
 
-/// One thing that a kernel, or this user, has or has not.
+/// One feature of the kernel, or one right of this user.
 #[derive(Clone, Debug, Serialize)]
 pub struct HostFeature {
-    /// What it is.
+    /// The name of the feature.
     pub name: &'static str,
-    /// True where it works.
+    /// True if the feature works.
     pub available: bool,
-    /// True where nothing can be tracked without it; otherwise it makes things faster, or is for
+    /// True if tracking requires the feature. Other features save time, or are shown for
     /// information.
     pub required: bool,
-    /// What was found.
+    /// What the probe found.
     pub detail: String,
-    /// What makes it available, where that is known.
+    /// How to make the feature available, if known.
     pub fix: Option<String>,
 }
 
@@ -94,7 +92,7 @@ fn no(detail: impl Into<Why>, fix: &str) -> Tried {
     Err((detail.into().0, Some(fix.to_owned())))
 }
 
-/// Tries everything. Takes some milliseconds, and starts one short-lived child.
+/// Probes all features. Takes some milliseconds and starts one short-lived child.
 pub fn probe() -> HostFeatures {
     let mut items = vec![HostFeature::of("kernel", false, Ok(kernel_version()))];
     items.push(HostFeature::of("userfaultfd", true, userfaultfd()));

@@ -1,33 +1,28 @@
-//! Linux interfaces that Keyframe stands on: attach to a running process, track its writes, read
-//! its memory.
+//! Linux interfaces: attach to a running process, track its writes, read and place its memory.
 //!
-//! The only crate of the workspace with `unsafe` code. All of it is here because no safe crate
-//! offers the call:
+//! This crate holds the `unsafe` code for calls that no safe crate offers.
 //!
 //! ```text
-//!   Process ──▶ attach::inject_userfaultfd ──▶ uffd ──▶ write_tracker::WriteTracker ──▶ pages written since the last scan
-//!      │              (ptrace, 0.1 ms)                   (PAGEMAP_SCAN on /proc/PID/pagemap)        │
-//!      └────▶ memory::GuestReader ◀─────────────────────────────────────────────────────────────────┘
+//!   Process ─▶ attach::inject_userfaultfd ─▶ uffd ─▶ write_tracker::WriteTracker ─▶ written pages
+//!      │             (ptrace, 0.1 ms)              (PAGEMAP_SCAN on /proc/PID/pagemap)    │
+//!      └────▶ memory::GuestReader ◀───────────────────────────────────────────────────────┘
 //!               (own mapping of a sealed memfd, or process_vm_readv)
 //! ```
 //!
-//! Two other ways to hold on to the memory of one instant: [`fault_tracker`] has each first write
-//! wait for a word from us (so that it can be copied before), and [`fork`] keeps a frozen child of
-//! the process.
-//!
-//! And the other way round: [`missing`] gives a process memory whose pages are placed when it first
-//! touches them, and [`fresh`] fills memory before a process has it.
+//! - [`fault_tracker`] stops each first write until a hook has seen the page: for copy-on-write.
+//! - [`frozen_copy`] keeps a child of the process that never runs: the memory of one instant.
+//! - [`missing_pages`] gives a process memory whose pages are placed when it first touches them.
+//! - [`memfd_filler`] fills memory before a process uses it.
 //!
 //! Invariants:
-//! 1. A [`Process`] never stands for another process that was given the same pid.
-//! 2. No page is protected without being reported; where that cannot be told any more, the error says so
-//!    ([`Error::ScanBroken`]).
-//! 3. Whatever this crate did to the process is undone on drop, and by the kernel where we die first; what it does in the
-//!    process's main thread, by that thread itself.
+//! 1. A [`Process`] never stands for another process that got the same pid.
+//! 2. No page is protected without being reported. If that is uncertain, the error is
+//!    [`Error::ScanBroken`].
+//! 3. Dropping a value of this crate undoes its changes to the process. If we are killed, the
+//!    kernel undoes them; the main thread of the process restores its own registers.
 //!
-//! Left out: what a page means (RAM blocks, checkpoints), policy, threads that copy (those of
-//! `fault_tracker` and `fork` are there because the kernel's interfaces need them). x86-64 Linux
-//! only.
+//! Absent: the meaning of pages (RAM blocks, checkpoints), policy, and copying threads. The crate
+//! supports x86-64 Linux only.
 
 #[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
 compile_error!("keyframe-kernel knows the interfaces of x86-64 Linux only");

@@ -1,8 +1,8 @@
-//! The C library's allocator, told to keep what is freed.
+//! Makes the C library's allocator keep freed memory.
 //!
-//! It gives blocks of more than 128 KiB, and whatever lies free at the end of a heap, back to the
-//! kernel at once. A thread that takes and frees a few megabytes again and again then spends half
-//! of its time on page faults.
+//! By default it returns blocks of more than 128 KiB, and free memory at the end of a heap, to the
+//! kernel at once. A thread that allocates and frees some megabytes in a loop then spends half of
+//! its time in page faults.
 
 /// The most that the C library allows for blocks from its heaps.
 #[cfg(target_env = "gnu")]
@@ -11,7 +11,7 @@ const BLOCK_BYTES_MAX: libc::c_int = 32 << 20;
 #[cfg(target_env = "gnu")]
 const FREE_BYTES_MAX: libc::c_int = 512 << 20;
 
-/// From now on freed memory stays with this process. False where the C library has no such choice.
+/// Makes this process keep freed memory. Returns false if the C library has no such setting.
 #[cfg(target_env = "gnu")]
 pub fn keep_freed_memory() -> bool {
     let set = |parameter, value| {
@@ -21,7 +21,7 @@ pub fn keep_freed_memory() -> bool {
     set(libc::M_MMAP_THRESHOLD, BLOCK_BYTES_MAX) & set(libc::M_TRIM_THRESHOLD, FREE_BYTES_MAX)
 }
 
-/// musl's allocator has no such choice.
+/// Returns false: musl's allocator has no such setting.
 #[cfg(not(target_env = "gnu"))]
 pub fn keep_freed_memory() -> bool {
     false

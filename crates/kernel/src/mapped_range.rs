@@ -1,13 +1,12 @@
-//! Stretches of mappings: what of a process's memory can be tracked, and what of that a range
-//! covers.
+//! Parts of a range, one for each mapping that it crosses.
 //!
 //! ```text
 //!   range          ├──────────────────────────────┤
-//!   mappings    ├───────────┼────────────┼──────────────┤      a gap between them: Error::Unmapped
-//!   stretches      ├────────┼────────────┼────────┤            ends within a page of the mapping: Error::Unaligned
+//!   mappings    ├───────────┼────────────┼──────────────┤      a gap: Error::Unmapped
+//!   parts          ├────────┼────────────┼────────┤            a cut page: Error::Unaligned
 //! ```
 //!
-//! Left out: what is done with them; that is each tracker's own.
+//! The trackers decide what they do with the parts.
 
 use crate::maps::covering;
 use crate::ranges::intersection;
@@ -17,31 +16,32 @@ use keyframe_units::{HostRange, PAGE_BYTES};
 /// The largest page that the kernel protects.
 const PAGE_BYTES_MAX: u64 = 2 << 20;
 
-/// A stretch of one mapping, in whole pages of it.
+/// A part of one mapping, in whole pages of it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MappedRange {
     pub range: HostRange,
     pub page_bytes: u64,
     pub shared: bool,
-    /// A file is behind it; also, without a name, behind private huge pages.
+    /// True if a file is mapped. Private huge pages have a nameless file.
     pub has_file: bool,
 }
 
 impl MappedRange {
-    /// Private, and without a file: discarded, a page loses its protection.
+    /// Returns true for private memory without a file: a discarded page loses its protection there.
     pub fn is_anonymous(&self) -> bool {
         !self.shared && !self.has_file
     }
 
-    /// Private, but not what the kernel calls anonymous: discarding a protected page leaves a
-    /// marker.
+    /// Returns true for private memory with a file: discarding a protected page leaves a marker
+    /// there.
     pub fn leaves_markers(&self) -> bool {
         !self.shared && self.has_file
     }
 }
 
-/// The mappings under `range`, checked for what can be tracked at all. Errors: part of it is not
-/// mapped, cuts a page, or has pages of 1 GiB.
+/// Returns the part of each mapping under `range`.
+///
+/// Errors: a part is not mapped, cuts a page, or has pages of 1 GiB.
 pub(crate) fn mapped(process: &Process, range: HostRange) -> Result<Vec<MappedRange>> {
     let (pid, operation) = (process.pid(), "register");
     let unaligned = |page_bytes| Error::Unaligned { pid, operation, range, page_bytes };
@@ -67,8 +67,9 @@ pub(crate) fn mapped(process: &Process, range: HostRange) -> Result<Vec<MappedRa
     Ok(stretches)
 }
 
-/// What of `registered`, which rises, `range` covers. Errors: part of it is not registered, or cuts
-/// a page.
+/// Returns the parts of `registered`, a rising list, that lie in `range`.
+///
+/// Errors: a part of `range` is not registered, or cuts a page.
 pub(crate) fn registered(
     process: &Process,
     registered: impl Iterator<Item = MappedRange>,

@@ -1,13 +1,13 @@
-//! `/proc/PID/maps`: what is mapped where, and with pages of which size.
+//! The mappings of a process, with their page sizes.
 //!
 //! ```text
 //!   7f0a40000000-7f0a80000000 rw-s 00000000 00:01 1033   /memfd:pc.ram (deleted)
 //!   start        end          perms offset  dev   inode  path
 //! ```
 //!
-//! The page size is not in that file. It is the filesystem's block size where the mapped file lies
-//! on hugetlbfs (`statfs` through `map_files`, once for each device), or, where that is not
-//! permitted, `KernelPageSize` of `smaps`.
+//! `/proc/PID/maps` does not state page sizes. A file on hugetlbfs has pages of that filesystem's
+//! block size (`statfs` through `map_files`, once for each device). If `map_files` is not
+//! permitted, `KernelPageSize` of `/proc/PID/smaps` gives the size.
 
 use crate::{Error, Process, Result};
 use keyframe_units::{HostRange, HostVirt, PAGE_BYTES};
@@ -19,30 +19,31 @@ const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 /// One mapping of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mapping {
-    /// Where it is.
+    /// The address range.
     pub range: HostRange,
-    /// May be read.
+    /// True if the process may read it.
     pub readable: bool,
-    /// May be written.
+    /// True if the process may write it.
     pub writable: bool,
-    /// `MAP_SHARED`: writes reach the file. Otherwise private, copied on write.
+    /// True for `MAP_SHARED`: writes reach the file. False for a private mapping, copied on write.
     pub shared: bool,
-    /// Offset of the first byte in the file, in bytes.
+    /// The offset of the first byte in the file, in bytes.
     pub offset: u64,
-    /// The file's inode on `dev`; 0 where no file is mapped (anonymous memory).
+    /// The file's inode on `dev`, or 0 for anonymous memory.
     pub inode: u64,
-    /// The file's device, as `st_dev` has it.
+    /// The file's device, as in `st_dev`.
     pub dev: u64,
-    /// The file's path as the kernel prints it, or `[heap]`, `[vdso]` and the like; empty for
-    /// anonymous memory. A newline in it reads `\012`; bytes that are not UTF-8 are replaced.
+    /// The file's path as the kernel prints it, or `[heap]`, `[vdso]` and the like. Empty for
+    /// anonymous memory. A newline reads `\012`; bytes that are not UTF-8 are replaced.
     pub path: String,
-    /// Bytes in a page: 4096, or 2 MiB or 1 GiB for hugetlbfs. Transparent huge pages do not show
-    /// here.
+    /// The page size in bytes: 4096, or 2 MiB or 1 GiB on hugetlbfs. Transparent huge pages do not
+    /// count.
     pub page_bytes: u64,
 }
 
 impl Mapping {
-    /// True for private memory without a file behind it: a page that is not there reads as zero.
+    /// Returns true for private memory without a file. A page that is not present there reads as
+    /// zeros.
     pub fn is_private_anonymous(&self) -> bool {
         !self.shared && (self.inode == 0 || self.is_anonymous_hugetlb())
     }

@@ -1,19 +1,17 @@
-//! Files in memory that are filled before anybody reads them, by several threads at once.
+//! Fills the empty pages of a memfd, from several threads at once.
 //!
 //! ```text
-//!   memfd   | there | not there | not there | ...        place: the kernel takes a page, copies into it, and puts it there
-//!     └─ mapped here, registered as missing, never touched
+//!   memfd   | present | empty | empty | ...        place: the kernel takes a page and copies into it
+//!     └─ mapped here, registered for missing pages, never touched
 //! ```
 //!
-//! A page of a memfd can be had in three ways. A write to a mapping is a page fault each, and the
-//! kernel fills the page with zeros before it is overwritten. `pwrite` does neither, but holds the
-//! file's lock, so that threads stand in a queue. `UFFDIO_COPY` does neither and holds no lock;
-//! that it was made for page faults does not matter: none occurs.
+//! `UFFDIO_COPY` places a page without a lock and without filling it with zeros first. A write to a
+//! mapping takes one page fault each and zero-fills the page; `pwrite` holds the file's lock, so
+//! threads wait for each other.
 //!
-//! Invariants: a page that is there is never written; no page of the mapping is ever touched by
-//! ourselves.
+//! Invariants: a present page is never written; this process never touches a page of the mapping.
 //!
-//! Left out: pages that are there; the caller writes to the file.
+//! Absent: writing pages that are present. The caller writes those to the file.
 
 use crate::pagemap_quirks::own_userfaultfd;
 use crate::{Error, Result, abi};
@@ -41,7 +39,7 @@ impl Drop for Span {
     }
 }
 
-/// A file in memory, to be filled where nothing is yet. May be used by several threads.
+/// A memfd whose empty pages can be filled. Several threads may use it.
 #[derive(Debug)]
 pub struct MemfdFiller {
     // Before the descriptor: no thread is left that could wait in it.
@@ -50,8 +48,10 @@ pub struct MemfdFiller {
 }
 
 impl MemfdFiller {
-    /// The first `len_bytes`, whole pages, of a memfd. Errors: userfaultfd is not to be had here;
-    /// the kernel lacks the feature; no memory. The file can be filled by writing to it then.
+    /// Prepares the first `len_bytes` bytes of a memfd, a multiple of the page size.
+    ///
+    /// Errors: this process may not use userfaultfd; the kernel lacks the feature; no memory. The
+    /// caller can then fill the file by writing to it.
     pub fn over(file: BorrowedFd<'_>, len_bytes: u64) -> Result<Self> {
         let failed = |source: io::Error| refused("map a file in memory", source);
         if len_bytes == 0 || !len_bytes.is_multiple_of(PAGE_BYTES as u64) {
@@ -69,9 +69,11 @@ impl MemfdFiller {
         Ok(Self { span, uffd })
     }
 
-    /// Places `content`, whole pages, from `offset` of the file on. Gives back how many bytes came
-    /// before the first page that is there already, all where none was. Errors: `content` goes
-    /// beyond the end; no memory is left.
+    /// Places `content`, whole pages, at byte `offset` of the file. Returns the number of bytes
+    /// before the first page that was present already; equal to the length of `content` if there
+    /// was none.
+    ///
+    /// Errors: `content` reaches beyond the end; no memory.
     pub fn place(&self, offset: u64, content: &[u8]) -> Result<u64> {
         let len_bytes = content.len() as u64;
         let failed = |source| refused("place pages in a file in memory", source);

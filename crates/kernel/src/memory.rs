@@ -1,17 +1,17 @@
-//! Reading a VM's RAM out of the process that runs it, and finding what of it can hold data at all.
+//! Reads a VM's RAM out of the process that runs it, and finds the pages that can hold data.
 //!
 //! ```text
 //!   region          one range of RAM, as the caller named it
 //!   └─ part         the piece of it in one mapping of the process
-//!        ├─ OwnMapping   shared, a memfd sealed against shrinking: mapped here too, read-only; a plain copy
+//!        ├─ OwnMapping   shared, a memfd sealed against shrinking: mapped here read-only, plain copy
 //!        └─ ProcessVm    all else: process_vm_readv, up to 1024 ranges a call
 //! ```
 //!
-//! Invariants: a mapping of ours never faults for a file that got shorter (sealed, and long enough
-//! when mapped); a read fills all of the destination or fails.
+//! Invariants: a mapping of ours never faults, because its file is sealed and long enough; a read
+//! fills all of the destination or fails.
 //!
-//! Reading memory that was never touched makes the kernel allocate it where it is shared: ask
-//! [`GuestReader::data_extents`] first. Left out: writing; following the process when it maps other
+//! If shared memory was never touched, reading it makes the kernel allocate it: call
+//! [`GuestReader::data_extents`] first. Absent: writing; following the process if it maps other
 //! memory in place of a region.
 
 mod data_extents;
@@ -31,7 +31,7 @@ use shared_mapping::SharedMapping;
 /// How a part of a region is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadMethod {
-    /// Through a mapping of our own of the same memory.
+    /// Through a mapping of the same memory in this process.
     OwnMapping,
     /// By `process_vm_readv`.
     ProcessVm,
@@ -46,7 +46,7 @@ struct Part {
     window: Option<SharedMapping>,
 }
 
-/// Reads regions of a process's memory. Several threads may read through one reader at once.
+/// Reads regions of a process's memory. Several threads may use one reader at once.
 #[derive(Debug)]
 pub struct GuestReader {
     process: Process,
@@ -56,9 +56,10 @@ pub struct GuestReader {
 }
 
 impl GuestReader {
-    /// A reader of `regions` (in any order, without overlap), each of which may cover several
-    /// mappings without a gap. Errors: a region is not wholly mapped; the process may not be
-    /// inspected.
+    /// Makes a reader of `regions`, in any order and without overlap. A region may cover several
+    /// adjacent mappings.
+    ///
+    /// Errors: a region is not wholly mapped; we may not inspect the process.
     pub fn new(process: &Process, regions: &[HostRange]) -> Result<Self> {
         let mut sorted = regions.to_vec();
         sorted.sort_unstable_by_key(|range| range.start);
@@ -92,12 +93,11 @@ impl GuestReader {
         Ok(Self { process: process.try_clone()?, pagemap, regions: sorted, parts })
     }
 
-    /// Reads `ranges`, in order, one behind the other, into `dst`, whose length must be their sum.
-    /// Errors: a range is in no region; the lengths differ; the process is gone or the memory
-    /// cannot be read. `dst` then holds an unspecified mixture.
+    /// Reads `ranges` in order into `dst`, end to end. The length of `dst` must be the sum of the
+    /// ranges. If the process writes meanwhile, the result mixes old and new content.
     ///
-    /// The process may write meanwhile: what is read then is a mixture of old and new, as any copy
-    /// of running memory.
+    /// Errors: a range lies in no region; the lengths differ; the process is gone or the memory
+    /// cannot be read. `dst` then holds an unspecified mixture.
     pub fn read(&self, ranges: &[HostRange], dst: &mut [u8]) -> Result<()> {
         let ranges_bytes =
             ranges.iter().fold(0_u64, |sum, range| sum.saturating_add(range.len_bytes));
@@ -152,7 +152,7 @@ impl GuestReader {
         Ok(parts.map_while(move |part| Some((part, intersection(part.range, range)?))))
     }
 
-    /// How each part of the regions is read, by rising address.
+    /// Returns how each part of the regions is read, by rising address.
     pub fn methods(&self) -> Vec<(HostRange, ReadMethod)> {
         let method = |part: &Part| {
             if part.window.is_some() { ReadMethod::OwnMapping } else { ReadMethod::ProcessVm }

@@ -1,29 +1,27 @@
-//! Memory of a process whose pages come when it touches them, from us.
+//! Memory of a child process whose pages we place when the process first touches them.
 //!
 //! ```text
 //!                  register              place, place_zeros
-//!   empty memfd ───────────▶ missing ──────────────────────────▶ there
+//!   empty memfd ───────────▶ missing ──────────────────────────▶ present
 //!                              │  ▲                                │
-//!            touched: it waits │  └──────── punched out ───────────┘      complete: no page waits any more; what is
-//!            for us, and is    ▼                                          missing reads as zeros from then on
-//!            in `wait`'s list
+//!            touched: the      │  └──────── punched out ───────────┘
+//!            thread waits, and ▼
+//!            `wait` lists the page         complete: missing pages read as zeros from then on
 //! ```
 //!
-//! Everything here is for one purpose: that the process never reads zeros where a page has not come
-//! yet.
+//! The purpose: the process never reads zeros in place of a page that has not arrived.
 //!
 //! Invariants:
-//! 1. A page that is there is never written: the kernel refuses to place another one, and refusing is no error here.
-//! 2. If we die, at whatever instant, the process never reads a page that was not placed. The kernel makes missing pages
-//! zeros again only when the *last* descriptor of the userfaultfd closes, and the process keeps one
-//! of its own (which it knows nothing of) until [`MissingPages::release`]. Its threads wait for
-//! ever then; so that it does not stay like that, the kernel ends it (`PR_SET_PDEATHSIG`) when the
-//! thread that started it ends.
-//! 3. Dropping without [`MissingPages::release`] is as dying in this: nothing is released.
+//! 1. A present page is never overwritten. The kernel refuses to place another page there, and that
+//!    is not an error here.
+//! 2. If we die, the process never reads a page that was not placed. The kernel turns missing pages
+//!    into zeros only when the last descriptor of the userfaultfd closes, and the process keeps a
+//!    descriptor until [`MissingPages::release`]. The kernel also kills the process when the thread
+//!    that started it ends (`PR_SET_PDEATHSIG`), so that its threads do not wait for ever.
+//! 3. Dropping a [`MissingPages`] without [`MissingPages::release`] acts as our death.
 //!
-//! For children of ours: the kernel ends them with the thread that started them, which must
-//! therefore stay until the release. Left out: where pages come from; private memory and huge pages
-//! (the memory is a memfd of ours).
+//! The thread that started the child must live until the release. Absent: the source of the pages;
+//! private memory and huge pages (the memory is a memfd of ours).
 
 use crate::abi::{self, MESSAGE_BYTES, Message};
 use crate::attach::{Hijack, in_session};
@@ -39,7 +37,7 @@ const MESSAGES_MAX: usize = 64;
 /// How often in a row the kernel may ask to try again before that is an error.
 const AGAIN_MAX: u32 = 10_000;
 
-/// Memory of a process that is filled as it is touched. May be used by several threads.
+/// Memory of a process that is filled as the process touches it. Several threads may use it.
 #[derive(Debug)]
 pub struct MissingPages {
     process: Process,
@@ -52,11 +50,11 @@ pub struct MissingPages {
 }
 
 impl MissingPages {
-    /// Has `process`, a child of ours, open a userfaultfd, which both keep. From here on the
-    /// process ends with the thread that started it.
+    /// Makes `process`, a child of ours, open a userfaultfd, and takes a copy of the descriptor.
+    /// From here on the kernel kills the process when the thread that started it ends.
     ///
     /// Errors: those of [`crate::attach::inject_userfaultfd`]; [`Error::MissingUserModeOnly`]; the
-    /// kernel lacks a feature. The process runs on, with no page missing.
+    /// kernel lacks a feature. After an error the process runs on, with no page missing.
     pub fn inject(process: &Process) -> Result<Self> {
         let (uffd, theirs, death_signal) = in_session(process, |hijack| open(process, hijack))?;
         let failed = |source| Error::Tracker {
@@ -79,7 +77,7 @@ impl MissingPages {
         }
     }
 
-    /// From now on whoever touches a page of `range` that is not there waits for it.
+    /// Makes threads of the process wait when they touch a page of `range` that is not present.
     pub fn register(&mut self, range: HostRange) -> Result<()> {
         let (pid, operation) = (self.process.pid(), "register");
         for part in mapped_range::mapped(&self.process, range)? {
@@ -97,8 +95,9 @@ impl MissingPages {
         Ok(())
     }
 
-    /// Waits until threads wait for pages, and adds these pages' addresses to `touched`; a page may
-    /// come more than once, and may be there by now. False where `stop` became readable instead.
+    /// Waits until threads of the process wait for pages, and appends the addresses of these pages
+    /// to `touched`. A page may come twice, and may be present by now. Returns false if `stop`
+    /// became readable.
     pub fn wait(&self, stop: BorrowedFd<'_>, touched: &mut Vec<HostVirt>) -> Result<bool> {
         let failed = |source| Error::Tracker {
             pid: self.process.pid(),
@@ -132,16 +131,17 @@ impl MissingPages {
         Ok(true)
     }
 
-    /// Places `content`, whole pages, from `start` on, and lets those go on who wait for them.
-    /// Pages that are there stay as they are. Gives back how many pages were placed. Errors: the
-    /// process is gone; the memory is not registered; no memory is left.
+    /// Places `content`, whole pages, at address `start`, and wakes the threads that wait for them.
+    /// Keeps pages that are present. Returns the number of pages placed.
+    ///
+    /// Errors: the process is gone; the memory is not registered; no memory.
     pub fn place(&self, start: HostVirt, content: &[u8]) -> Result<u64> {
         self.place_by(start, content.len() as u64, &mut |at, from| {
             abi::uffd_copy(self.uffd.as_fd(), at, content.get(from as usize..).unwrap_or_default())
         })
     }
 
-    /// As [`Self::place`], zeros.
+    /// Places pages of zeros. See [`Self::place`].
     pub fn place_zeros(&self, range: HostRange) -> Result<u64> {
         self.place_by(range.start, range.len_bytes, &mut |at, from| {
             abi::uffd_zero(self.uffd.as_fd(), at, range.len_bytes - from)
@@ -201,12 +201,12 @@ impl MissingPages {
         }
     }
 
-    /// True until the process exits.
+    /// Returns true until the process exits.
     pub fn is_alive(&self) -> bool {
         self.process.is_alive()
     }
 
-    /// Ends the process at once: for a page that cannot be had.
+    /// Kills the process, for a page that cannot be had.
     pub fn end_process(&self) -> Result<()> {
         match pidfd_send_signal(self.process.pidfd(), Signal::KILL) {
             Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
@@ -218,8 +218,8 @@ impl MissingPages {
         }
     }
 
-    /// Nobody waits any more: what is missing reads as zeros from here on, so that all that is not
-    /// zero must be there.
+    /// Ends the waiting: pages that are still missing read as zeros from here on. The caller has
+    /// placed all other pages.
     pub fn complete(&self) -> Result<()> {
         let pid = self.process.pid();
         for range in &self.registered {
@@ -235,9 +235,10 @@ impl MissingPages {
         Ok(())
     }
 
-    /// Leaves the process, which must be complete, to itself: its descriptor is closed, and it does
-    /// not end with us any more. The same holds as of [`crate::attach::inject_userfaultfd`]: nobody
-    /// here may be in `waitpid` for it meanwhile. After an error its memory is whole all the same.
+    /// Leaves a complete process to itself: closes its descriptor and takes back the death signal.
+    ///
+    /// As with [`crate::attach::inject_userfaultfd`], no thread here may be in `waitpid` for the
+    /// process meanwhile. After an error the memory of the process is complete all the same.
     pub fn release(&self) -> Result<()> {
         in_session(&self.process, |hijack| {
             hijack.call_with("close", libc::SYS_close, [self.theirs, 0, 0, 0, 0])?;

@@ -1,13 +1,13 @@
-//! Where another process stands in a file that it reads.
+//! The read position of another process in a file.
 
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// No process of ours opens more.
+/// The most open files of a process that are looked at.
 const FILES_MAX: usize = 1 << 16;
 
-/// A file that a process has open.
+/// A file that another process has open.
 #[derive(Clone, Copy, Debug)]
 pub struct OpenFile {
     pid: u32,
@@ -15,8 +15,8 @@ pub struct OpenFile {
 }
 
 impl OpenFile {
-    /// The file at `path`, by whatever name process `pid` opened it. None where it has not, or is
-    /// not ours to look at.
+    /// Finds the file at `path`, under whatever name process `pid` opened it. Returns `None` if the
+    /// process has not opened it, or if we may not inspect the process.
     pub fn of(pid: u32, path: &Path) -> Option<Self> {
         let same =
             |one: &Metadata, other: &Metadata| (one.dev(), one.ino()) == (other.dev(), other.ino());
@@ -28,8 +28,8 @@ impl OpenFile {
         found.next().map(|number| Self { pid, number })
     }
 
-    /// Bytes in it up to what is read next. A reader with a buffer goes on by as much as that
-    /// holds.
+    /// Returns the offset of the next read, in bytes. A buffered reader is ahead by the bytes in
+    /// its buffer.
     pub fn offset(self) -> Option<u64> {
         let text =
             std::fs::read_to_string(format!("/proc/{}/fdinfo/{}", self.pid, self.number)).ok()?;

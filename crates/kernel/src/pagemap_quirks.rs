@@ -1,15 +1,15 @@
-//! What this kernel's `PAGEMAP_SCAN` makes of pages that are not there; it differs between
+//! How this kernel's `PAGEMAP_SCAN` reports pages that are not present, which differs between
 //! versions.
 //!
-//! Found by one scan of memory of our own:
+//! One scan of memory of our own shows it:
 //!
 //! ```text
 //!   | touched | none ...           |  no page table          |
 //!   |◀────── 2 MiB, one table ────▶|◀─────── 2 MiB ─────────▶|
 //! ```
 //!
-//! Invariant: where it cannot be tried, the answer is the cautious one, with which nothing is lost
-//! on any version.
+//! Invariant: if the scan cannot be tried, the answer is the cautious one, which loses no page on
+//! any version.
 
 use crate::abi::{self, PageRegion};
 use crate::pagemap::{Pagemap, PagemapQuery};

@@ -1,9 +1,8 @@
-//! The scheduling priority of the calling thread, or of all threads of this process: up for the
-//! pause, down for work that may wait.
+//! Scheduling priorities of threads: raised for a pause, lowered for work that may wait.
 //!
-//! Raised is `SCHED_RR` priority 1 (threads started meanwhile do not inherit it), or nice -10 where
-//! real time is not permitted; both need `CAP_SYS_NICE` or a limit that allows it. Lowered is the
-//! ordinary policy with nice +5.
+//! A raised thread has `SCHED_RR` priority 1, or nice -10 if real time is not permitted. Both need
+//! `CAP_SYS_NICE` or a resource limit that allows it. A lowered thread has the ordinary policy and
+//! nice +5. Threads that a raised thread starts do not inherit its policy.
 
 use crate::cpu_affinity;
 use rustix::process::{Pid, setpriority_process};
@@ -15,7 +14,7 @@ const LOWERED_NICE: i32 = 5;
 /// Nice value of a thread that takes as little as there is.
 const LEAST_NICE: i32 = 19;
 
-/// Raises this thread over the guest's; false where nothing of it is permitted.
+/// Raises the calling thread above the guest's threads. Returns false if neither way is permitted.
 pub fn raise_current_thread() -> bool {
     raise_thread(None)
 }
@@ -25,14 +24,14 @@ fn raise_thread(thread: Option<Pid>) -> bool {
         || setpriority_process(thread, RAISED_NICE).is_ok()
 }
 
-/// Raises every thread that this process has now: for a pause that waits for it.
+/// Raises all present threads of this process, for a pause that waits for them.
 pub fn raise_all_threads() {
     threads().for_each(|thread| {
         raise_thread(Some(thread));
     });
 }
 
-/// Every thread of this process is an ordinary one again.
+/// Gives all threads of this process the ordinary priority.
 pub fn restore_all_threads() {
     threads().for_each(|thread| {
         let _ = set_policy(Some(thread), libc::SCHED_OTHER, 0);
@@ -44,22 +43,22 @@ fn threads() -> impl Iterator<Item = Pid> {
     cpu_affinity::threads_of("self").into_iter().filter_map(cpu_affinity::pid)
 }
 
-/// Lowers this thread under the guest's. Never an error: what cannot be lowered stays as it is.
+/// Lowers the calling thread below the guest's threads. If that fails, the thread stays as it is.
 pub fn lower_current_thread() {
     let _ = set_policy(None, libc::SCHED_OTHER, 0);
     let _ = setpriority_process(None, LOWERED_NICE);
 }
 
-/// Has thread `thread` of an ordinary process take no other thread's core when it is woken
-/// (`SCHED_BATCH`), but wait until that one sleeps or its turn is over; or, `waits` false, as it
-/// was. False where that cannot be had.
+/// Sets the policy of thread `thread` to `SCHED_BATCH` (`batch` true) or to the ordinary policy. A
+/// batch thread that wakes does not preempt the thread that runs; it waits for its turn. Returns
+/// false if the kernel refuses.
 pub fn set_batch_policy(thread: u32, batch: bool) -> bool {
     let policy = if batch { libc::SCHED_BATCH } else { libc::SCHED_OTHER };
     cpu_affinity::pid(thread).is_some_and(|thread| set_policy(Some(thread), policy, 0))
 }
 
-/// Leaves thread `thread` as little of a core that others want as there is (nice 19); or, `little`
-/// false, an ordinary share, where that is permitted.
+/// Gives thread `thread` the smallest share of its core (nice 19; `lowest` true), or an ordinary
+/// share. Returns false if the kernel refuses.
 pub fn set_lowest_share(thread: u32, lowest: bool) -> bool {
     let nice = if lowest { LEAST_NICE } else { 0 };
     cpu_affinity::pid(thread).is_some_and(|thread| setpriority_process(Some(thread), nice).is_ok())

@@ -1,9 +1,8 @@
-//! A process, held so that a reused pid is never taken for it.
+//! A handle of a process that never stands for another process with the same pid.
 //!
-//! Two handles are kept: a pidfd, which says whether the process lives, and an open `/proc/PID`,
-//! whose files answer `ESRCH` once it is gone. Calls that know only a pid (`process_vm_readv`) ask
-//! the pidfd *after* they are done: where the process still lives then, its pid was its own all
-//! along.
+//! The handle is a pidfd, which tells whether the process lives, and an open `/proc/PID`, whose
+//! files give `ESRCH` once the process is gone. Calls that take a pid (`process_vm_readv`) check
+//! the pidfd afterwards: if the process still lives then, the pid was its own during the call.
 
 use crate::maps::{self, Mapping};
 use crate::{Error, Result};
@@ -14,8 +13,7 @@ use std::fs::File;
 use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// What is read of a file of `/proc/PID` at most; a process with more mappings than this holds is
-/// refused.
+/// The most bytes read of a file of `/proc/PID`. A process with more mappings is refused.
 const PROC_FILE_BYTES_MAX: u64 = 256 << 20;
 
 /// A running process.
@@ -27,8 +25,9 @@ pub struct Process {
 }
 
 impl Process {
-    /// Takes hold of process `pid`. Errors: no such process, or the number is that of a thread
-    /// which is not the process's first.
+    /// Opens process `pid`.
+    ///
+    /// Errors: there is no such process, or `pid` is a thread other than the first of its process.
     pub fn open(pid: u32) -> Result<Self> {
         let failed = |source: rustix::io::Errno| Error::Open { pid, source: source.into() };
         let raw = i32::try_from(pid)
@@ -44,14 +43,14 @@ impl Process {
         Ok(process)
     }
 
-    /// A second hold on the same process.
+    /// Returns a second handle of the same process.
     pub fn try_clone(&self) -> Result<Self> {
         let failed = |source| Error::Open { pid: self.pid, source };
         let pidfd = self.pidfd.try_clone().map_err(failed)?;
         Ok(Self { pid: self.pid, pidfd, directory: self.directory.try_clone().map_err(failed)? })
     }
 
-    /// Its process id.
+    /// Returns the process id.
     pub fn pid(&self) -> u32 {
         self.pid
     }
@@ -61,7 +60,7 @@ impl Process {
         self.pid.cast_signed()
     }
 
-    /// True until it exits; a zombie is not alive.
+    /// Returns true until the process exits. A zombie is not alive.
     pub fn is_alive(&self) -> bool {
         !self.exits_within(0)
     }
@@ -89,7 +88,7 @@ impl Process {
         if self.is_alive() { Ok(()) } else { Err(Error::Gone { pid: self.pid, operation }) }
     }
 
-    /// The pidfd; it polls readable once the process has exited.
+    /// Returns the pidfd. It polls readable once the process has exited.
     pub fn pidfd(&self) -> BorrowedFd<'_> {
         self.pidfd.as_fd()
     }
@@ -134,7 +133,9 @@ impl Process {
         Ok(field.map(|value| value.trim().to_owned()))
     }
 
-    /// Its mappings, by rising address. Errors: the process is gone, or may not be inspected.
+    /// Returns the mappings of the process by rising address.
+    ///
+    /// Errors: the process is gone, or we may not inspect it.
     pub fn maps(&self) -> Result<Vec<Mapping>> {
         maps::read(self)
     }

@@ -1,7 +1,7 @@
-//! Reading and writing another process's memory by `process_vm_readv` and `process_vm_writev`.
+//! Reads and writes the memory of another process by `process_vm_readv` and `process_vm_writev`.
 //!
-//! Both calls stop at the first page that cannot be had and report how far they came; here it is
-//! all or an error.
+//! Both calls stop at the first page that they cannot access. These functions transfer all bytes or
+//! fail.
 
 use crate::{Error, Process, Result};
 use keyframe_units::{HostRange, HostVirt};
@@ -11,13 +11,15 @@ use std::io;
 /// Ranges in one call, the kernel's own limit (`IOV_MAX`).
 const RANGES_MAX: usize = 1024;
 
-/// Reads `dst.len()` bytes at `at`. Errors: the process is gone, or part of it is not mapped or not
-/// readable; `dst` then holds an unspecified mixture.
+/// Reads `dst.len()` bytes at address `at`.
+///
+/// Errors: the process is gone, or a part is not mapped or not readable. `dst` then holds an
+/// unspecified mixture.
 pub fn read_memory(process: &Process, at: HostVirt, dst: &mut [u8]) -> Result<()> {
     gather(process, &[HostRange { start: at, len_bytes: dst.len() as u64 }], dst)
 }
 
-/// Writes `src` at `at`. Errors as with [`read_memory`]; part of it may then have been written.
+/// Writes `src` at address `at`. Errors as with [`read_memory`]; a part may have been written then.
 pub fn write_memory(process: &Process, at: HostVirt, src: &[u8]) -> Result<()> {
     let mut done = 0;
     while let Some(left) = src.get(done..).filter(|left| !left.is_empty()) {

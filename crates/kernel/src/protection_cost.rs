@@ -1,4 +1,4 @@
-//! What tracking costs the process that is tracked, measured on memory of our own.
+//! Measures the cost of write protection on memory of this process.
 
 use crate::abi::{self, PageRegion};
 use crate::pagemap::{Pagemap, PagemapQuery};
@@ -25,8 +25,8 @@ impl Drop for Memory {
     }
 }
 
-/// Nanoseconds that the first write to a page costs under asynchronous write protection: the best
-/// of a few rounds, since other processes only add to it. About 1 us.
+/// Returns the cost of the first write to a page under asynchronous write protection, in
+/// nanoseconds: the best of some rounds, because other processes only add to it. About 1 us.
 pub fn first_write_ns() -> Result<u64> {
     let pid = std::process::id();
     let failed = |source| Error::Tracker {

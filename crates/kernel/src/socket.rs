@@ -1,11 +1,11 @@
-//! How much of what was written to a socket its reader has not taken yet.
+//! The bytes sent through a socket that its peer has not read.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// The bytes that the kernel holds for what `socket` sent and its peer has not read, in the
-/// kernel's own accounting: more than the bytes sent, and zero exactly where all of them have been
-/// read. For unix stream sockets.
+/// Returns the bytes that the kernel holds for data that `socket` sent and its peer has not read.
+/// The kernel counts its own overhead, so the number exceeds the bytes sent; it is 0 exactly if the
+/// peer has read all. For unix stream sockets.
 pub fn unread_bytes(socket: BorrowedFd<'_>) -> io::Result<u64> {
     let mut bytes: libc::c_int = 0;
     // SAFETY: the descriptor is open for as long as it is borrowed; TIOCOUTQ (SIOCOUTQ) writes one

@@ -67,23 +67,23 @@ const WINDOW_GAP_BYTES: u64 = 2 << 20;
 pub struct WrittenPages {
     /// Whole pages of the mapping.
     pub range: HostRange,
-    /// False where nothing is in the process's page table for these pages. In private anonymous
-    /// memory they read as zero; in shared or file memory as the file has it. True where a page is
-    /// there, on swap, or where that could not be told or was not asked (after the first scan, of
-    /// memory that is not discarded).
+    /// False if the process's page table holds nothing for these pages: in private anonymous memory
+    /// they read as zeros, in shared or file memory as the file has them. True if a page is in
+    /// memory or on swap, or if this is unknown (after the first scan, for memory that is not
+    /// discarded).
     pub present: bool,
 }
 
-/// What one scan did.
+/// Statistics of one scan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ScanStats {
-    /// Pages reported, in 4 KiB.
+    /// The pages reported, in 4 KiB.
     pub written_pages: u64,
-    /// Of these, not present, in 4 KiB.
+    /// The reported pages that are not present, in 4 KiB.
     pub absent_pages: u64,
-    /// Runs added to the output.
+    /// The runs added to the output.
     pub runs: u64,
-    /// Calls of `PAGEMAP_SCAN`.
+    /// The calls of `PAGEMAP_SCAN`.
     pub calls: u64,
 }
 
@@ -131,8 +131,8 @@ struct Scratch {
     not_own: Vec<HostRange>,
 }
 
-/// Tracks writes to registered ranges of one process. Dropping it ends the tracking; the memory is
-/// as it was.
+/// Tracks writes to registered ranges of one process. Dropping it ends the tracking and leaves the
+/// memory unchanged.
 #[derive(Debug)]
 pub struct WriteTracker {
     process: Process,
@@ -145,9 +145,9 @@ pub struct WriteTracker {
 }
 
 impl WriteTracker {
-    /// Takes over `uffd`, a userfaultfd made *by* `process` (see [`crate::attach`]) on which
-    /// nothing was asked yet. Errors: the kernel lacks a feature ([`Error::MissingFeature`]);
-    /// pagemap may not be read.
+    /// Takes over `uffd`, a new userfaultfd made by `process` itself (see [`crate::attach`]).
+    ///
+    /// Errors: the kernel lacks a feature ([`Error::MissingFeature`]); pagemap may not be read.
     pub fn new(process: &Process, uffd: OwnedFd) -> Result<Self> {
         let failed = |source| Error::Tracker {
             pid: process.pid(),
@@ -180,27 +180,30 @@ impl WriteTracker {
         })
     }
 
-    /// Whether private memory can be discarded while it is tracked (default: it can). A VM without
-    /// balloon, free page reporting and virtio-mem discards nothing; told so, scans of private
-    /// memory skip the walk for it where they need one, about half of their time. Told so wrongly,
-    /// discarded pages are missed. To be told before private huge pages of hugetlbfs are
-    /// registered, which cannot be tracked where they can be discarded.
+    /// States whether private memory can be discarded while it is tracked. The default is true.
+    ///
+    /// A VM without balloon, free page reporting and virtio-mem discards nothing; false then saves
+    /// about half of the time of such scans. If false is wrong, discarded pages are missed. Set it
+    /// before private huge pages of hugetlbfs are registered: they cannot be tracked if they can be
+    /// discarded.
     pub fn set_watch_discards(&mut self, watch: bool) {
         self.watch_discards = watch;
         // What was not kept up to date is not to be relied on; without it a scan reports too much.
         self.scratch.get_mut().ignore_poison().not_own.clear();
     }
 
-    /// From here on trusts the kernel with no more than its first version of `PAGEMAP_SCAN` did,
-    /// whatever was found of this one: so that tests see both ways on one kernel.
+    /// Makes the tracker rely only on the behaviour of the first `PAGEMAP_SCAN`, so that tests
+    /// cover both ways on one kernel.
     pub fn trust_no_kernel(&mut self) {
         self.quirks = PagemapQuirks::default();
     }
 
-    /// Starts to track `range`, which may cover several mappings without a gap, in whole pages of
-    /// each. Until its first scan every page of it counts as written. Errors: not mapped,
-    /// registered already, not whole pages, 1 GiB pages, private huge pages that can be discarded,
-    /// or the kernel refuses; nothing of it is tracked then.
+    /// Starts to track `range`, whole pages of one or more adjacent mappings. Until its first scan
+    /// every page of it counts as written.
+    ///
+    /// Errors: not mapped, registered already, not whole pages, 1 GiB pages, private huge pages
+    /// that can be discarded, or the kernel refuses. Nothing of the range is tracked after an
+    /// error.
     pub fn register(&mut self, range: HostRange) -> Result<()> {
         if self.segments.iter().any(|s| intersection(s.range, range).is_some()) {
             return Err(Error::Registered { pid: self.process.pid(), range });
@@ -228,8 +231,9 @@ impl WriteTracker {
         segments.iter().find(unseen).map_or(Ok(()), error)
     }
 
-    /// Ends the tracking of `range`, which must be registered. Errors: it is not, or the kernel
-    /// refuses.
+    /// Ends the tracking of `range`.
+    ///
+    /// Errors: the range is not registered, or the kernel refuses.
     pub fn unregister(&mut self, range: HostRange) -> Result<()> {
         self.parts(range, "unregister")?;
         abi::uffd_unregister(self.uffd.as_fd(), range.start.0, range.len_bytes)
@@ -248,13 +252,12 @@ impl WriteTracker {
         Ok(())
     }
 
-    /// Finds the pages of `range` that were written, or discarded, since its last scan, protects
-    /// them again, and adds them to `out`, rising and without overlap. The first scan of a range
-    /// reports all of it. `range` must be registered and made of whole pages. Draining is
-    /// destructive: what is added here is reported to nobody again.
+    /// Appends to `out` the pages of `range` that were written or discarded since its last scan,
+    /// rising and without overlap, and protects them again. The first scan of a range reports all
+    /// of it. No later scan reports these pages again unless they are written.
     ///
-    /// Errors: [`Error::ScanBroken`]: count all of `range` as written. [`Error::Gone`]. Any other:
-    /// nothing was done. `out` is unchanged in every case.
+    /// Errors: after [`Error::ScanBroken`], all of `range` counts as written. After [`Error::Gone`]
+    /// or any other error nothing was done. Errors leave `out` unchanged.
     pub fn scan_and_protect(
         &self,
         range: HostRange,
@@ -263,10 +266,8 @@ impl WriteTracker {
         self.scan_by(1, range, out)
     }
 
-    /// As [`Self::scan_and_protect`], with the help of a second thread where the range is large.
-    /// That pays where the process stands still and has written little: a scan that finds nothing
-    /// is as long as its page tables, and one that finds much waits for other processors, which two
-    /// threads do no faster.
+    /// Scans as [`Self::scan_and_protect`] does, with a second thread if the range is large. That
+    /// pays if the process is stopped and has written little.
     pub fn scan_and_protect_by_two(
         &self,
         range: HostRange,
@@ -459,9 +460,10 @@ impl WriteTracker {
         Ok(NotOwn { discarded, bare, all })
     }
 
-    /// How many pages (of 4 KiB) of `range` the next scan would find written, about: without
-    /// protecting them, and without holes. Errors: not registered, not whole pages, or the kernel
-    /// refuses.
+    /// Returns about how many pages (4 KiB) of `range` the next scan would find written. Protects
+    /// nothing and leaves out holes.
+    ///
+    /// Errors: not registered, not whole pages, or the kernel refuses.
     pub fn count_written(&self, range: HostRange) -> Result<u64> {
         let parts = self.parts(range, "count written pages")?;
         let mut guard = self.scratch.lock().ignore_poison();

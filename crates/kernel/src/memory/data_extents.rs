@@ -1,12 +1,12 @@
-//! Which pages of a region can hold anything but zeros.
+//! Finds the pages of a region that can hold anything but zeros.
 //!
 //! ```text
-//!   shared               what the file holds            (SEEK_DATA, SEEK_HOLE)
-//!   private, of a file   what the file holds, and the private copies
-//!   private, anonymous   pages in memory or on swap     (PAGEMAP_SCAN, without the shared page of zeros)
+//!   shared               the data of the file          (SEEK_DATA, SEEK_HOLE)
+//!   private, of a file   the data of the file, and the private copies
+//!   private, anonymous   pages in memory or on swap    (PAGEMAP_SCAN, without the shared zero page)
 //! ```
 //!
-//! Too much is safe here, too little is lost data: what cannot be told is data.
+//! An uncertain page counts as data: reporting too much is safe, reporting too little loses data.
 
 use super::{GuestReader, Part};
 use crate::maps::Mapping;
@@ -99,12 +99,12 @@ impl AsFd for File {
 }
 
 impl GuestReader {
-    /// The pages of `range` that can hold anything but zeros, rising, joined: for shared and file
-    /// memory also what is in the file but not in the process's page table. Errors: `range` is in
-    /// no region; the page table or the file cannot be read.
+    /// Returns the pages of `range` that can hold anything but zeros, as rising, joined ranges. For
+    /// shared and file memory this includes data of the file that is not in the process's page
+    /// table. If the file cannot be opened or does not report its holes (hugetlbfs), all of `range`
+    /// counts as data.
     ///
-    /// Where the file cannot be opened (see [`super::memory`](crate::memory)), or does not tell
-    /// (hugetlbfs), all of it is data.
+    /// Errors: `range` lies in no region; the page table or the file cannot be read.
     pub fn data_extents(&self, range: HostRange) -> Result<Vec<HostRange>> {
         let mut out: Vec<HostRange> = Vec::new();
         let mut buffer = Pagemap::buffer();

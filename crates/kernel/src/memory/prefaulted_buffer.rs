@@ -1,14 +1,14 @@
-//! Page-aligned scratch memory that is there before it is needed.
+//! Page-aligned scratch memory that is populated before it is used.
 //!
-//! Copying into fresh memory takes a page fault every 4 KiB, in the pause. An arena is populated
-//! when it is made, with huge pages where the kernel has them.
+//! Copying into fresh memory takes one page fault every 4 KiB, inside the pause. This buffer is
+//! populated when it is made, with huge pages if the kernel has them.
 
 use crate::{Error, Result};
 use std::io;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 
-/// Anonymous memory of fixed length, zero at first, unmapped on drop.
+/// Anonymous memory of fixed length, zeros at first, unmapped on drop.
 #[derive(Debug)]
 pub struct PrefaultedBuffer {
     start: NonNull<u8>,
@@ -22,7 +22,7 @@ unsafe impl Send for PrefaultedBuffer {}
 unsafe impl Sync for PrefaultedBuffer {}
 
 impl PrefaultedBuffer {
-    /// `len_bytes` bytes of zeros, populated. Errors: no memory.
+    /// Allocates and populates `len_bytes` bytes of zeros. Fails if there is no memory.
     pub fn new(len_bytes: usize) -> Result<Self> {
         let failed = |operation, source| Error::PrefaultedBuffer {
             len_bytes: len_bytes as u64,
@@ -61,7 +61,7 @@ impl PrefaultedBuffer {
         if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
-    /// Its bytes.
+    /// Returns the bytes.
     pub fn as_slice(&self) -> &[u8] {
         // SAFETY: `start` is `len_bytes` bytes of initialised memory (the kernel's zeros, or
         // dangling for none), less than isize::MAX as mmap gave them, mapped while `self` lives,
@@ -69,7 +69,7 @@ impl PrefaultedBuffer {
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len_bytes) }
     }
 
-    /// Its bytes.
+    /// Returns the bytes, mutable.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: as for `as_slice`; and `self` is borrowed mutably, so that this is the only way
         // to the bytes.
