@@ -10,8 +10,8 @@
 //! message of the same *generation*. The capture begins a new generation once it has read the
 //! report, and sends those pages again.
 //!
-//! Invariants: each `Seal` gets one report; a failure before the `Seal` gets one more report, before
-//! that one; after a failure the sink receives nothing of the same generation.
+//! Invariants: each `Seal` gets one report; a failure before the `Seal` gets one more report,
+//! before that one; after a failure the sink receives nothing of the same generation.
 
 use crate::checkpoint::{CapturePhase, CapturedCheckpoint};
 use crate::ports::{BoxError, CheckpointSink};

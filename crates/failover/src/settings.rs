@@ -5,7 +5,7 @@ use keyframe_failure::{Failure, USAGE, chain};
 use keyframe_link::{Key, Party};
 use keyframe_replication::Arbitration;
 use keyframe_scheduling::replication::{
-    LatencyParameters, LatencyTarget, OverheadTarget, ReplicationPolicy,
+    AdaptiveParameters, LatencyTarget, OverheadTarget, ReplicationPolicy,
 };
 use keyframe_session::SharedEventSink;
 use keyframe_units::duration_ns;
@@ -66,7 +66,7 @@ pub struct Setup {
     pub arbitration: Arbitration,
     pub detection_ns: u64,
     pub policy: ReplicationPolicy,
-    pub parameters: LatencyParameters,
+    pub parameters: AdaptiveParameters,
     pub streams: usize,
     pub wire_bytes: usize,
     pub verify: bool,
@@ -116,7 +116,7 @@ impl Settings {
         if !(Duration::from_millis(100)..=Duration::from_mins(5)).contains(&self.detection) {
             return Err(Failure::new("--detection: from 100ms to 5m are possible"));
         }
-        let mut parameters = LatencyParameters::default();
+        let mut parameters = AdaptiveParameters::default();
         if self.policy != ReplicationPolicy::Adaptive
             && (self.latency.is_some() || self.overhead.is_some())
         {

@@ -24,7 +24,9 @@ use super::verify::{Checks, Verifier};
 use keyframe_capture::{EncodeError, EncodeReport, SettledReport};
 use keyframe_failure::{Failure, chain};
 use keyframe_net::{GateLook, GateRemote};
-use keyframe_scheduling::replication::{Acknowledged, Decision, Look, Policy, Reason};
+use keyframe_scheduling::replication::{
+    AcknowledgedEpoch, CheckpointReason, ReplicationDecision, ReplicationScheduler, VmObservation,
+};
 use keyframe_session::control::Strategy;
 use keyframe_session::copying::Copying;
 use keyframe_session::encoding::Encoding;
@@ -111,7 +113,7 @@ pub struct Parts {
     pub copying: Copying,
     pub gate: Gate,
     pub wire: SharedWire,
-    pub policy: Box<dyn Policy>,
+    pub policy: Box<dyn ReplicationScheduler>,
     /// RAM is compared with the standby's at each epoch.
     pub verify: bool,
     /// The socket of the disks' server, and the exports with their bytes.
@@ -216,7 +218,7 @@ struct Keeper {
     copying: Copying,
     encoding: Encoding<WireSink>,
     wire: SharedWire,
-    policy: Box<dyn Policy>,
+    policy: Box<dyn ReplicationScheduler>,
     verify: bool,
     verifier: Verifier,
     disks: Option<(PathBuf, Vec<(String, u64)>)>,
@@ -271,7 +273,7 @@ impl Keeper {
                     self.unsuspend();
                 }
             }
-            VmAction::Capture { last } => self.capture(Reason::Asked.name(), last),
+            VmAction::Capture { last } => self.capture(CheckpointReason::Asked.name(), last),
             VmAction::Sync { session } => {
                 self.give_up(None);
                 self.wanted_session = Some(session);
@@ -346,17 +348,17 @@ impl Keeper {
         let now_ns = now_ns();
         let look = self.seen(now_ns, held);
         match self.policy.look(&look) {
-            Decision::Wait { look_in_ns } => {
+            ReplicationDecision::Wait { look_in_ns } => {
                 if self.in_flight.is_none() {
                     self.unsuspend();
                 }
                 Duration::from_nanos(look_in_ns)
             }
-            Decision::Checkpoint(reason) => {
+            ReplicationDecision::Checkpoint(reason) => {
                 self.capture(reason.name(), false);
                 Duration::ZERO
             }
-            Decision::Suspend => {
+            ReplicationDecision::Suspend => {
                 let stopped = self
                     .gated
                     .machines
@@ -380,9 +382,9 @@ impl Keeper {
         self.disk_bytes
     }
 
-    fn seen(&mut self, now_ns: u64, held: GateLook) -> Look {
+    fn seen(&mut self, now_ns: u64, held: GateLook) -> VmObservation {
         let dirty_pages = self.copying.cycle.estimate_pages().unwrap_or(0);
-        Look {
+        VmObservation {
             now_ns,
             since_ns: self.since_ns,
             in_flight: self.in_flight.is_some(),
@@ -499,7 +501,7 @@ impl Keeper {
         self.wire.acknowledged(epoch);
         self.having = None;
         self.settle(report);
-        let acked = Acknowledged {
+        let acked = AcknowledgedEpoch {
             pages: sent.sent.pages,
             wire_bytes: sent.sent.bytes,
             pause_ns: stood_ns.unwrap_or(sent.pause_ns),
@@ -523,7 +525,7 @@ impl Keeper {
         };
         self.tell(VmEvent::EpochDone(Box::new(report)));
         if std::mem::take(&mut self.wanted) {
-            self.capture(Reason::Asked.name(), false);
+            self.capture(CheckpointReason::Asked.name(), false);
         }
     }
 

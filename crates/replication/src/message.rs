@@ -120,8 +120,8 @@ pub enum PeerMessage {
         /// The session.
         session: SessionId,
     },
-    /// The primary has stopped its VM for a switch-over. It runs the VM again only with the right to
-    /// run alone.
+    /// The primary has stopped its VM for a switch-over. It runs the VM again only with the right
+    /// to run alone.
     HandOver {
         /// The session.
         session: SessionId,

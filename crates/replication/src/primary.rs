@@ -1,4 +1,5 @@
-//! The primary: runs the VM while it has the right to, and releases output when the standby holds it.
+//! The primary: runs the VM while it has the right to, and releases output when the standby holds
+//! it.
 //!
 //! ```text
 //!           Hello            first epoch arrived      next epoch      granted (witness),

@@ -1,5 +1,5 @@
-//! A simulation of both roles and the witness on hosts, clocks and links that fail, in an order that
-//! a seed decides.
+//! A simulation of both roles and the witness on hosts, clocks and links that fail, in an order
+//! that a seed decides.
 //!
 //! ```text
 //!   client ─▶ VM ─▶ gate ─▶ client          each with: paths cut one way or both, for moments or seconds │ engine killed, stalled
@@ -8,9 +8,9 @@
 //!                     └ witness ┘            after each event: `check`
 //! ```
 //!
-//! Clocks of nodes differ by up to 2 %. Connections keep order and break; the witness may still read
-//! requests later that a broken connection had delivered. Even seeds have one fault at a time and
-//! need no operator; odd seeds have several faults at once.
+//! Clocks of nodes differ by up to 2 %. Connections keep order and break; the witness may still
+//! read requests later that a broken connection had delivered. Even seeds have one fault at a time
+//! and need no operator; odd seeds have several faults at once.
 //!
 //! `KEYFRAME_SEEDS` says how many seeds (200), `KEYFRAME_SEED` which one alone,
 //! `KEYFRAME_SOAK_SECONDS` when to begin no other.

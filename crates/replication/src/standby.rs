@@ -15,9 +15,9 @@
 //! none did, it asks for the state first. With the fence hook alone, it may take over only if the
 //! last heartbeat said that output is held (`pairing`).
 //!
-//! Invariants: an epoch is acknowledged after it is applied; `Activate` comes once, names the newest
-//! applied epoch, and no `Apply` is open then. Not here: whether an epoch is whole; the driver
-//! verifies that before it reports `EpochComplete`.
+//! Invariants: an epoch is acknowledged after it is applied; `Activate` comes once, names the
+//! newest applied epoch, and no `Apply` is open then. Not here: whether an epoch is whole; the
+//! driver verifies that before it reports `EpochComplete`.
 
 mod interface;
 mod takeover;
@@ -95,8 +95,8 @@ pub struct Standby {
 
 impl Standby {
     /// Creates a standby that no primary has accepted yet. `term` is the newest that this host has
-    /// seen, or 0. `held` is an epoch that the host holds from an earlier process; the standby takes
-    /// over with it only by force.
+    /// seen, or 0. `held` is an epoch that the host holds from an earlier process; the standby
+    /// takes over with it only by force.
     pub fn new(config: ReplicationConfig, term: Term, held: Option<Epoch>) -> Self {
         Self {
             config,
@@ -226,8 +226,8 @@ impl Standby {
         }
     }
 
-    /// Grants the primary two heartbeats of grace after this node was stalled for `for_ns`: messages
-    /// that arrived meanwhile are read before the primary counts as silent.
+    /// Grants the primary two heartbeats of grace after this node was stalled for `for_ns`:
+    /// messages that arrived meanwhile are read before the primary counts as silent.
     fn grant_grace(&mut self, for_ns: u64) {
         let grace_ns = self.config.heartbeat_ns.saturating_mul(2);
         let long = for_ns > self.config.heartbeat_ns.saturating_mul(3);

@@ -34,7 +34,7 @@ impl Cadence {
         backlog_ns
     }
 
-    /// From here on another interval; the next checkpoint is due one of these behind the newest.
+    /// Changes the interval; the next checkpoint is due one interval after the newest.
     pub fn set_interval(&mut self, interval_ns: u64) {
         self.due_ns = self.due_ns.saturating_sub(self.interval_ns).saturating_add(interval_ns);
         self.interval_ns = interval_ns;

@@ -1,26 +1,27 @@
-//! Pure policy: observations in, decision out. No clock, no I/O, so that every rule is tested by a
-//! table.
+//! Scheduling policies without clock and I/O: observations go in, decisions come out. Each rule is
+//! tested by a table.
 //!
-//! - [`auto`]: whether pre-copy pays at all.
-//! - [`cadence`]: when the next checkpoint is due, and how far behind it is.
-//! - [`precopy`]: whether another round of copying pays before the VM is paused.
-//! - [`recording`]: when a flight recorder looks at its store, and when it prunes.
+//! - [`cadence`]: when the next checkpoint is due, and how late it is.
+//! - [`copy_choice`]: whether a checkpoint uses pre-copy or copies everything in the pause.
+//! - [`precopy`]: whether another pre-copy round pays before the pause.
+//! - [`prune_schedule`]: when a flight recorder looks at its store, and when it prunes.
 //! - [`replication`]: when a protected VM is checkpointed, and when it is suspended early.
-//! - [`threads`]: how many threads copy.
-//! - [`tuning`]: interval and pre-copy target that keep a longest pause and a largest overhead.
+//! - [`thread_choice`]: how many threads copy.
+//! - [`tuning`]: the interval and the pre-copy target that keep a longest pause and a largest
+//!   overhead.
 
-pub mod auto;
 pub mod cadence;
+pub mod copy_choice;
 pub mod precopy;
-pub mod recording;
+pub mod prune_schedule;
 pub mod replication;
-pub mod threads;
+pub mod thread_choice;
 pub mod tuning;
 
-pub use auto::{AutoPolicy, Choice, Observed};
 pub use cadence::Cadence;
-pub use precopy::{Decision, PrecopyPolicy, Round};
-pub use recording::Recording;
+pub use copy_choice::{CopyChoice, CopyCost, CopyPolicy};
+pub use precopy::{PrecopyPolicy, Round, RoundDecision};
+pub use prune_schedule::PruneSchedule;
 pub use replication::ReplicationPolicy;
-pub use threads::ThreadChoice;
-pub use tuning::{Budget, Measured, Tuned, Tuner, Why};
+pub use thread_choice::ThreadChoice;
+pub use tuning::{Budget, CheckpointCost, Tuned, Tuner, TuningReason};

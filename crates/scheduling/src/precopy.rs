@@ -1,39 +1,36 @@
-//! Adaptive pre-copy: copy dirty pages while the guest runs, round after round, until so few are
-//! left that the pause is cheap, or another round would not leave fewer.
+//! Decides after each pre-copy round whether another one follows. Rounds end when so few dirty
+//! pages are left that the pause is short, or when another round would not leave fewer.
 //!
-//! A round costs the guest one write fault for each page that it protects again (about 1 us), so
-//! rounds that save nothing are not free. Pre-scan (Schötterl-Glausch 2018) is the case of a round
-//! whose pages are not copied.
+//! A round costs the guest a write fault of about 1 us for each page that it protects again.
+//! Pre-scan (Schötterl-Glausch 2018) is the case of a round whose pages are not copied.
 
-/// What one round found.
+/// One pre-copy round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Round {
-    /// Pages that its scan reported.
+    /// The number of dirty pages that its scan reported.
     pub pages: u64,
-    /// How long scanning and copying them took: the time in which the guest wrote the next round's
-    /// pages.
+    /// The time of its scan and copy, in which the guest wrote the next round's pages.
     pub duration_ns: u64,
 }
 
-/// What to do after a round.
+/// The decision after a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Decision {
-    /// Another round while the guest runs.
+pub enum RoundDecision {
+    /// Run another round while the guest runs.
     Again,
-    /// Pause the VM and take the rest.
+    /// Pause the VM and copy the remaining pages.
     Pause,
 }
 
-/// When pre-copying ends.
+/// The limits at which pre-copy ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrecopyPolicy {
-    /// Pages that the pause may copy without being noticed; a round that found no more than this
-    /// was the last.
+    /// The number of pages that the pause may copy: a round that finds no more is the last.
     pub target_pages: u64,
-    /// Rounds at most. 0 is stop-and-copy: everything is copied in the pause.
+    /// The most rounds. With 0 the pause copies everything.
     pub rounds_max: u32,
-    /// A round must find at most this part of the pages of the round before, in percent; else the
-    /// guest writes as fast as we copy and further rounds only cost it faults.
+    /// A round must find at most this percentage of the previous round's pages. Otherwise the guest
+    /// writes as fast as the rounds copy, and further rounds only cost it faults.
     pub converging_percent: u64,
 }
 
@@ -44,26 +41,26 @@ impl Default for PrecopyPolicy {
 }
 
 impl PrecopyPolicy {
-    /// Everything is copied in the pause.
+    /// The policy without rounds: the pause copies everything.
     pub fn stop_copy() -> Self {
         Self { rounds_max: 0, ..Self::default() }
     }
 
-    /// What to do after the rounds so far, oldest first.
-    pub fn decide(&self, rounds: &[Round]) -> Decision {
+    /// Decides after the given rounds, oldest first.
+    pub fn decide(&self, rounds: &[Round]) -> RoundDecision {
         if rounds.len() >= self.rounds_max as usize {
-            return Decision::Pause;
+            return RoundDecision::Pause;
         }
-        let Some(last) = rounds.last() else { return Decision::Again };
+        let Some(last) = rounds.last() else { return RoundDecision::Again };
         if last.pages <= self.target_pages
             || expected_pages(rounds).saturating_mul(4) <= self.target_pages
         {
-            return Decision::Pause;
+            return RoundDecision::Pause;
         }
         match rounds {
             // Two rounds that do not shrink: once may be a burst.
-            [.., a, b, c] if !self.shrinks(*a, *b) && !self.shrinks(*b, *c) => Decision::Pause,
-            _ => Decision::Again,
+            [.., a, b, c] if !self.shrinks(*a, *b) && !self.shrinks(*b, *c) => RoundDecision::Pause,
+            _ => RoundDecision::Again,
         }
     }
 
@@ -96,16 +93,22 @@ mod tests {
     #[test]
     fn rounds_go_on_until_few_pages_are_left() {
         let policy = PrecopyPolicy::default();
-        assert_eq!(policy.decide(&[]), Decision::Again);
-        assert_eq!(policy.decide(&rounds(&[(20_000, 25_000)])), Decision::Again);
+        assert_eq!(policy.decide(&[]), RoundDecision::Again);
+        assert_eq!(policy.decide(&rounds(&[(20_000, 25_000)])), RoundDecision::Again);
         assert_eq!(
             policy.decide(&rounds(&[(200, 400)])),
-            Decision::Pause,
+            RoundDecision::Pause,
             "a first round that is small enough"
         );
         // 1,000 pages came up in 25 ms; copying them took 1 ms, in which about 40 come up.
-        assert_eq!(policy.decide(&rounds(&[(20_000, 25_000), (1_000, 1_000)])), Decision::Pause);
-        assert_eq!(policy.decide(&rounds(&[(60_000, 80_000), (5_000, 6_000)])), Decision::Again);
+        assert_eq!(
+            policy.decide(&rounds(&[(20_000, 25_000), (1_000, 1_000)])),
+            RoundDecision::Pause
+        );
+        assert_eq!(
+            policy.decide(&rounds(&[(60_000, 80_000), (5_000, 6_000)])),
+            RoundDecision::Again
+        );
     }
 
     #[test]
@@ -114,18 +117,18 @@ mod tests {
         let steady = [(50_000, 60_000), (49_000, 60_000)];
         assert_eq!(
             policy.decide(&rounds(&steady)),
-            Decision::Again,
+            RoundDecision::Again,
             "one flat round may be a burst"
         );
         let steady = [(50_000, 60_000), (49_000, 60_000), (48_000, 60_000)];
-        assert_eq!(policy.decide(&rounds(&steady)), Decision::Pause);
+        assert_eq!(policy.decide(&rounds(&steady)), RoundDecision::Pause);
         let shrinking: Vec<_> = (0..8).map(|k| (1_000_000 >> k, 1_000_000 >> k)).collect();
-        assert_eq!(policy.decide(&rounds(&shrinking)), Decision::Pause, "rounds are bounded");
-        assert_eq!(policy.decide(&rounds(&shrinking[..7])), Decision::Again);
+        assert_eq!(policy.decide(&rounds(&shrinking)), RoundDecision::Pause, "rounds are bounded");
+        assert_eq!(policy.decide(&rounds(&shrinking[..7])), RoundDecision::Again);
     }
 
     #[test]
     fn stop_copy_never_precopies() {
-        assert_eq!(PrecopyPolicy::stop_copy().decide(&[]), Decision::Pause);
+        assert_eq!(PrecopyPolicy::stop_copy().decide(&[]), RoundDecision::Pause);
     }
 }

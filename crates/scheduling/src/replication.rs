@@ -1,121 +1,121 @@
-//! When a protected VM is checkpointed: looks at the VM in, decisions out.
+//! Decides when a protected VM is checkpointed: observations of the VM go in, decisions come out.
 //!
 //! ```text
 //!            checkpoint                acknowledged   checkpoint
-//!  VM    ──────┤pause├───── runs on ───────┼── waits ──────┤pause├── ...     (or stands: an early suspend)
+//!  VM    ──────┤pause├───── runs on ───────┼── waits ──────┤pause├── ...     (or is paused: an early suspend)
 //!  link               └── dirty pages ─────┘                      └── ...
 //!  packets  held until the checkpoint that covers them is acknowledged (output commit)
 //! ```
 //!
-//! Only one checkpoint is in flight at a time. A policy is asked at a [`Look`], and answers with a
-//! [`Decision`]; the caller may look earlier than it was told to, and should where a first packet
-//! comes and where an acknowledgement does.
+//! Only one checkpoint is in flight at a time. The caller shows a policy a [`VmObservation`], and
+//! the policy answers with a [`ReplicationDecision`]. The caller may look earlier than the policy
+//! asked, and should do so when the first packet arrives and when an acknowledgement arrives.
 //!
-//! Invariants of every policy: [`Decision::Checkpoint`] only while nothing is in flight,
-//! [`Decision::Suspend`] only while something is and the VM runs; a wait is longer than nothing and
-//! at most [`LOOK_NS_MAX`]; with nothing in flight no wait reaches past the policy's longest epoch.
+//! Invariants of every policy: it answers [`ReplicationDecision::Checkpoint`] only while no
+//! checkpoint is in flight, and [`ReplicationDecision::Suspend`] only while one is and the VM runs;
+//! a wait is longer than 0 and at most [`LOOK_NS_MAX`]; with none in flight, no wait exceeds the
+//! longest epoch.
 //!
-//! - [`fixed`]: every so often, as Remus does.
+//! - [`fixed`]: a fixed interval, as in Remus.
 //! - [`paper`]: Gerofi & Ishikawa 2011, figure 6.
-//! - [`latency`]: ours, which predicts when held packets would be released and what a checkpoint costs.
+//! - [`adaptive`]: predicts when held packets are released and the cost of a checkpoint.
 //!
-//! Left out: clocks, threads and the network. What a policy chose is compared in a model
-//! (`model.rs`, for tests only).
+//! Not here: clocks, threads and the network. Tests compare the policies in a model (`model.rs`).
 
-pub mod choice;
+pub mod adaptive;
 #[cfg(test)]
-mod compared;
+mod comparison;
+mod dirty_growth;
 pub mod fixed;
-mod growth;
-pub mod latency;
-mod link;
+mod link_model;
 #[cfg(test)]
 mod model;
 pub mod paper;
+pub mod policy_name;
 #[cfg(test)]
 mod tests;
 
 use std::fmt;
 
-pub use choice::{ReplicationPolicy, UnknownPolicy};
-pub use fixed::Fixed;
-pub use latency::{Latency, LatencyParameters, LatencyTarget, OverheadTarget};
-pub use paper::{Paper, PaperParameters};
+pub use adaptive::{AdaptiveParameters, AdaptivePolicy, LatencyTarget, OverheadTarget};
+pub use fixed::FixedInterval;
+pub use paper::{PaperParameters, PaperPolicy};
+pub use policy_name::{ReplicationPolicy, UnknownPolicy};
 
-/// No policy asks for a look sooner than this, but for the end of its longest epoch: a look counts
-/// dirty pages, which is not free.
+/// The shortest time to the next look that a policy asks for, except at the end of its longest
+/// epoch. A look counts dirty pages, which takes time.
 pub const LOOK_NS_MIN: u64 = 100_000;
-/// Nor later than this.
+/// The longest time to the next look that a policy asks for.
 pub const LOOK_NS_MAX: u64 = 100_000_000;
 
-/// What is known of the protected VM at a look.
+/// The state of the protected VM at a look.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Look {
+pub struct VmObservation {
     /// The time now, on one monotonic clock that the caller chooses.
     pub now_ns: u64,
     /// When the newest checkpoint's pause began; before the first one, when protection began.
     pub since_ns: u64,
-    /// A checkpoint is captured and not acknowledged yet.
+    /// True if a checkpoint is captured and not acknowledged yet.
     pub in_flight: bool,
     /// Pages written since the newest checkpoint, as counted at this look.
     pub dirty_pages: u64,
-    /// Packets held back that no captured checkpoint covers: sent since the newest one.
+    /// The number of held packets that no captured checkpoint covers: sent since the newest one.
     pub packets_held: u64,
-    /// When the oldest of these came.
+    /// When the oldest of these packets arrived.
     pub oldest_packet_ns: Option<u64>,
     /// Bytes written to disks since the newest checkpoint.
     pub disk_bytes_held: u64,
-    /// The VM stands because of an early suspend.
+    /// True if the VM is paused by an early suspend.
     pub stopped: bool,
-    /// For how long its virtual CPUs have computed, or wanted to, all together and since whenever;
-    /// where that is known.
+    /// The total time in which the VM's virtual CPUs ran or waited for a core, since any fixed
+    /// time; `None` if unknown.
     pub busy_ns: Option<u64>,
 }
 
-impl Look {
-    /// How old the epoch is: the paper's `wait_time`, which runs on while a checkpoint is in
+impl VmObservation {
+    /// The age of the epoch: the paper's `wait_time`, which also counts while a checkpoint is in
     /// flight.
     pub fn age_ns(&self) -> u64 {
         self.now_ns.saturating_sub(self.since_ns)
     }
 
-    /// How long the oldest held packet has waited; 0 where none is held.
+    /// How long the oldest held packet has waited; 0 if none is held.
     pub fn waited_ns(&self) -> u64 {
         self.oldest_packet_ns.map_or(0, |oldest_ns| self.now_ns.saturating_sub(oldest_ns))
     }
 }
 
-/// What a checkpoint that has been acknowledged came to.
+/// The measurements of an acknowledged checkpoint.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Acknowledged {
-    /// Pages in it.
+pub struct AcknowledgedEpoch {
+    /// The number of its pages.
     pub pages: u64,
-    /// Bytes that it took on the wire, after compression, with what belongs to disks.
+    /// Its bytes on the wire, after compression, with those of disks.
     pub wire_bytes: u64,
-    /// How long the VM stood for it.
+    /// How long the VM was paused for it.
     pub pause_ns: u64,
     /// From the end of the pause to the acknowledgement.
     pub transfer_ns: u64,
-    /// From the begin of the pause before to the begin of its own.
+    /// From the begin of the previous pause to the begin of its own.
     pub epoch_ns: u64,
 }
 
-/// What to do at a look.
+/// The decision at a look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Decision {
+pub enum ReplicationDecision {
     /// Nothing yet.
     Wait {
         /// Look again after at most this long.
         look_in_ns: u64,
     },
-    /// Take a checkpoint now. Only answered while none is in flight.
-    Checkpoint(Reason),
-    /// Suspend the VM early: it stands until the checkpoint in flight is acknowledged. Only
-    /// answered while one is in flight.
+    /// Take a checkpoint now. Only while none is in flight.
+    Checkpoint(CheckpointReason),
+    /// Suspend the VM early: it stays paused until the checkpoint in flight is acknowledged. Only
+    /// while one is in flight.
     Suspend,
 }
 
-impl Decision {
+impl ReplicationDecision {
     /// Waits at most `ns`, within the bounds of a look.
     fn wait(ns: u64) -> Self {
         Self::Wait { look_in_ns: ns.clamp(LOOK_NS_MIN, LOOK_NS_MAX) }
@@ -129,26 +129,25 @@ impl Decision {
 
 /// Why a checkpoint is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Reason {
+pub enum CheckpointReason {
     /// The interval is over.
     Due,
-    /// The dirty page set is reached: waiting longer would not save transferring pages twice.
+    /// The dirty page set is reached: waiting longer would save no second transfer of a page.
     WorkingSet,
     /// Packets are held back.
     Packets,
-    /// What disks hold back has reached its limit.
+    /// The held disk writes have reached their limit.
     DiskBuffer,
-    /// The epoch has become as long as it may.
+    /// The epoch has reached its longest age.
     LongestWait,
-    /// A packet that came now would have to wait too long for all that is dirty.
+    /// A packet that arrived now would wait too long for the transfer of the dirty pages.
     Transfer,
-    /// Somebody asked for it. No policy answers this; it is the caller's, so that all reasons are
-    /// counted in one place.
+    /// The protocol or a user asked for it. Only the caller uses this reason.
     Asked,
 }
 
-impl Reason {
-    /// For users.
+impl CheckpointReason {
+    /// The reason's name for users.
     pub fn name(self) -> &'static str {
         match self {
             Self::Due => "due",
@@ -162,30 +161,30 @@ impl Reason {
     }
 }
 
-impl fmt::Display for Reason {
+impl fmt::Display for CheckpointReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
 }
 
 /// Decides when a protected VM is checkpointed.
-pub trait Policy: Send {
-    /// For users: the policy and what it was given.
+pub trait ReplicationScheduler: Send {
+    /// The policy's name with its parameters, for users.
     fn name(&self) -> String;
-    /// What to do now. Looks come in the order of time.
-    fn look(&mut self, look: &Look) -> Decision;
-    /// Takes in a checkpoint that has just been acknowledged; the next look comes at once.
-    fn acknowledged(&mut self, acked: &Acknowledged);
-    /// Current estimates, shown to users: names with their units, and values.
+    /// Decides at an observation. Observations must come in the order of time.
+    fn look(&mut self, look: &VmObservation) -> ReplicationDecision;
+    /// Learns from a checkpoint that was just acknowledged. The caller looks again at once.
+    fn acknowledged(&mut self, acked: &AcknowledgedEpoch);
+    /// The current estimates for users: names with units, and values.
     fn describe(&self) -> Vec<(&'static str, f64)>;
 }
 
-/// An exponential average, weight 1/4 for the newest, so that one odd epoch does not turn the
-/// wheel.
+/// An exponential average with weight 1/4 for the newest value, so that one odd epoch changes
+/// little.
 #[derive(Clone, Copy, Debug, Default)]
-struct Mean(Option<f64>);
+struct ExponentialMean(Option<f64>);
 
-impl Mean {
+impl ExponentialMean {
     fn take(&mut self, value: f64) {
         self.0 = Some(self.0.map_or(value, |mean| f64::mul_add(mean, 3.0, value) / 4.0));
     }
@@ -195,22 +194,21 @@ impl Mean {
     }
 }
 
-/// Whether the dirty page set is reached (Gerofi & Ishikawa 2011, section IV.A): the number of
-/// dirty pages grew by less than `growth_percent` between two counts that are at least `every_ns`
-/// apart.
+/// Detects that the dirty page set is reached (Gerofi & Ishikawa 2011, section IV.A): the number of
+/// dirty pages grew by less than `growth_percent` between two counts at least `every_ns` apart.
 ///
-/// The distance is ours: looks that events bring forward may be microseconds apart, and nothing
-/// grows in that time.
+/// The paper has no such distance. Looks that events cause may be microseconds apart, in which no
+/// set grows.
 #[derive(Clone, Copy, Debug, Default)]
-struct WorkingSet {
+struct WorkingSetDetector {
     since_ns: u64,
     counted_ns: u64,
     pages: Option<u64>,
     reached: bool,
 }
 
-impl WorkingSet {
-    fn look(&mut self, look: &Look, every_ns: u64, growth_percent: u64) -> bool {
+impl WorkingSetDetector {
+    fn look(&mut self, look: &VmObservation, every_ns: u64, growth_percent: u64) -> bool {
         if look.since_ns != self.since_ns {
             *self = Self {
                 since_ns: look.since_ns,

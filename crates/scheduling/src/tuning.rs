@@ -1,90 +1,90 @@
-//! Keeps what a user asks for (a longest pause, a largest part of the guest's time) by what
-//! checkpoints measure, in place of knobs that the papers set by hand.
+//! Chooses the interval and the pre-copy target that keep a user's budget (a longest pause, a
+//! largest share of the guest's time), by what checkpoints measure.
 //!
 //! ```text
-//!   cost of a checkpoint [ns] = pause + pages written x first write
-//!   overhead                  = cost / interval          => interval >= cost / asked overhead
-//!   pause                     = fixed + pages left x copy => pages left <= (asked pause - fixed) / copy
+//!   cost of a checkpoint  = pause + pages written x first write
+//!   overhead              = cost / interval          => interval >= cost / asked overhead
+//!   pause                 = fixed + pages left x copy => pages left <= (asked pause - fixed) / copy
 //! ```
 //!
-//! *Fixed* is what a pause takes without copying: stop, device state, scan, resume. A first write
-//! is the guest's write to a page that the tracker has protected again; what it costs is measured
-//! on this host. Averages are exponential with a weight of 1/4 for the newest, so that one odd
-//! checkpoint does not turn the wheel.
+//! *Fixed* is the time of a pause without copying: stop, device state, scan, resume. A first write
+//! is the guest's write to a page that the tracker has protected again; its cost is measured on
+//! this host. Averages are exponential with a weight of 1/4 for the newest value, so one odd
+//! checkpoint changes little.
 
 use std::fmt;
 
 /// The shortest interval that is ever chosen.
 const INTERVAL_NS_MIN: u64 = 10_000_000;
-/// The longest one, however much a checkpoint costs: what a guest writes in a minute it would
-/// mostly write in two.
+/// The longest interval that is ever chosen: a guest writes mostly the same pages in one minute and
+/// in two.
 const INTERVAL_NS_MAX: u64 = 60_000_000_000;
-/// Fewer pages than this are not worth another round.
+/// The smallest pre-copy target: fewer pages are not worth another round.
 const TARGET_PAGES_MIN: u64 = 32;
-/// More pages than this make a pause that is no pre-copy's.
+/// The largest pre-copy target.
 const TARGET_PAGES_MAX: u64 = 65_536;
 
-/// What the user asks for.
+/// The limits that a user sets.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Budget {
     /// The longest pause, in nanoseconds.
     pub pause_ns: Option<u64>,
-    /// The largest part of the guest's time, 0.03 for 3 %.
+    /// The largest share of the guest's time, for example 0.03 for 3 %.
     pub overhead: Option<f64>,
 }
 
-/// What one checkpoint measured.
+/// The measurements of one checkpoint.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Measured {
-    /// Since the checkpoint before.
+pub struct CheckpointCost {
+    /// From the previous checkpoint to this one.
     pub interval_ns: u64,
     /// The whole pause.
     pub pause_ns: u64,
-    /// Of it, copying.
+    /// The part of the pause that copied pages.
     pub copy_ns: u64,
-    /// Pages copied in it.
+    /// The number of pages copied in the pause.
     pub pause_pages: u64,
-    /// Pages that scans found since the last checkpoint: each was a first write of the guest.
+    /// The number of pages that scans found since the last checkpoint: each was a first write.
     pub written_pages: u64,
-    /// Pre-copied, so that the pause can be made shorter by more rounds; else only by a shorter
-    /// interval.
+    /// True if pages were pre-copied, so that more rounds can shorten the pause; without, only a
+    /// shorter interval can.
     pub precopied: bool,
 }
 
-/// What was chosen.
+/// The chosen interval and target.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tuned {
-    /// Between checkpoints.
+    /// The interval between checkpoints.
     pub interval_ns: u64,
-    /// Pages that pre-copy may leave to the pause.
+    /// The number of pages that pre-copy may leave to the pause.
     pub target_pages: u64,
-    /// Why.
-    pub why: Why,
+    /// The reason.
+    pub why: TuningReason,
 }
 
-/// Why it was chosen.
+/// TuningReason an interval was chosen.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Why {
-    /// Nothing has been measured yet, or nothing stands in the way: as asked.
+pub enum TuningReason {
+    /// It is the one that the user asked for.
     AsAsked,
-    /// The interval is longer, because a checkpoint costs the guest so much.
+    /// It is longer, because a checkpoint costs the guest too much time.
     Overhead {
-        /// The cost of a checkpoint.
+        /// The cost of a checkpoint to the guest.
         cost_ns: u64,
     },
-    /// The interval is shorter, because the pause has to copy less.
+    /// It is shorter, so that the pause has less to copy.
     Pause {
-        /// What copying takes in the pause now.
+        /// The time of copying in the pause.
         copy_ns: u64,
     },
-    /// The pause cannot be kept: it is longer without copying anything.
+    /// No interval keeps the longest pause: a pause without copying exceeds it.
     Impossible {
-        /// What it takes at least.
+        /// The time of a pause without copying.
         fixed_ns: u64,
     },
 }
 
-impl fmt::Display for Why {
+impl fmt::Display for TuningReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ms = |ns: u64| ns as f64 / 1e6;
         match self {
@@ -92,25 +92,26 @@ impl fmt::Display for Why {
             Self::Overhead { cost_ns } => {
                 write!(
                     f,
-                    "a checkpoint costs the guest {:.1} ms, so they are taken less often",
+                    "a checkpoint costs the guest {:.1} ms, so checkpoints are taken less often",
                     ms(*cost_ns)
                 )
             }
             Self::Pause { copy_ns } => write!(
                 f,
-                "copying took {:.1} ms of the pause, so checkpoints are taken more often, with less to copy",
+                "copying took {:.1} ms of the pause, so checkpoints are taken more often and copy \
+                 less",
                 ms(*copy_ns)
             ),
             Self::Impossible { fixed_ns } => write!(
                 f,
-                "a pause takes {:.1} ms without copying a page, which is more than was asked for",
+                "a pause without copying takes {:.1} ms, which exceeds the longest pause asked for",
                 ms(*fixed_ns)
             ),
         }
     }
 }
 
-/// Chooses interval and pre-copy target.
+/// Chooses the interval and the pre-copy target from measurements.
 #[derive(Clone, Debug)]
 pub struct Tuner {
     budget: Budget,
@@ -126,8 +127,8 @@ pub struct Tuner {
 }
 
 impl Tuner {
-    /// Within `budget`, at `interval_ns` where it allows that. `first_write_ns`: what a first write
-    /// costs on this host.
+    /// Creates a tuner that keeps `budget`, and uses `interval_ns` if the budget allows it. A first
+    /// write costs `first_write_ns` on this host.
     pub fn new(budget: Budget, interval_ns: u64, first_write_ns: u64) -> Self {
         Self {
             budget,
@@ -142,9 +143,8 @@ impl Tuner {
         }
     }
 
-    /// Takes in a checkpoint. The complete first one of a run says nothing of those that follow:
-    /// leave it out.
-    pub fn learn(&mut self, measured: &Measured) {
+    /// Learns from a checkpoint, which must not be the complete first one of a run.
+    pub fn learn(&mut self, measured: &CheckpointCost) {
         average(&mut self.fixed_ns, measured.pause_ns.saturating_sub(measured.copy_ns) as f64);
         average(&mut self.copy_ns, measured.copy_ns as f64);
         if measured.interval_ns > 0 {
@@ -161,19 +161,19 @@ impl Tuner {
         self.precopied = measured.precopied;
     }
 
-    /// What to do now.
+    /// Returns the interval and the target for the next checkpoint.
     pub fn tuned(&self) -> Tuned {
-        let (mut interval_ns, mut why) = (self.interval_ns, Why::AsAsked);
+        let (mut interval_ns, mut why) = (self.interval_ns, TuningReason::AsAsked);
         if let (Some(pause_ns), Some(fixed_ns)) = (self.budget.pause_ns, self.fixed_ns) {
             let left_ns = pause_ns as f64 - fixed_ns;
             let copy_ns = self.copy_ns.unwrap_or(0.0);
-            // What is copied grows with the interval, at most in proportion.
+            // The pages to copy grow with the interval, at most in proportion.
             let longest_ns = (left_ns / self.copy_rate.unwrap_or(0.0).max(1e-9)) as u64;
             if left_ns <= 0.0 {
-                why = Why::Impossible { fixed_ns: fixed_ns as u64 };
+                why = TuningReason::Impossible { fixed_ns: fixed_ns as u64 };
             } else if !self.precopied && longest_ns < interval_ns {
                 interval_ns = longest_ns;
-                why = Why::Pause { copy_ns: copy_ns as u64 };
+                why = TuningReason::Pause { copy_ns: copy_ns as u64 };
             }
         }
         if let (Some(overhead), Some(cost_ns)) =
@@ -182,7 +182,7 @@ impl Tuner {
             let needed_ns = (cost_ns / overhead) as u64;
             if needed_ns > interval_ns {
                 interval_ns = needed_ns.min(INTERVAL_NS_MAX.max(interval_ns));
-                why = Why::Overhead { cost_ns: cost_ns as u64 };
+                why = TuningReason::Overhead { cost_ns: cost_ns as u64 };
             }
         }
         Tuned {
@@ -199,7 +199,7 @@ impl Tuner {
         else {
             return default;
         };
-        // Half of what is left: the guest writes on between the last round and the pause.
+        // Half of the remaining time: the guest writes on between the last round and the pause.
         let left_ns = (pause_ns as f64 - fixed_ns).max(0.0) / 2.0;
         ((left_ns / copy.max(1.0)) as u64).clamp(TARGET_PAGES_MIN, TARGET_PAGES_MAX)
     }
@@ -219,10 +219,15 @@ mod tests {
         Tuner::new(Budget { pause_ns: pause_ms.map(|ms| ms * MS), overhead }, 1000 * MS, 1000)
     }
 
-    fn measured(pause_ms: u64, copy_ms: u64, pause_pages: u64, written_pages: u64) -> Measured {
+    fn measured(
+        pause_ms: u64,
+        copy_ms: u64,
+        pause_pages: u64,
+        written_pages: u64,
+    ) -> CheckpointCost {
         let precopied = true;
         let interval_ns = 1000 * MS;
-        Measured {
+        CheckpointCost {
             interval_ns,
             pause_ns: pause_ms * MS,
             copy_ns: copy_ms * MS,
@@ -235,7 +240,7 @@ mod tests {
     #[test]
     fn nothing_asked_or_measured_is_as_asked() {
         let mut tuner = tuner(None, None);
-        assert_eq!(tuner.tuned().why, Why::AsAsked);
+        assert_eq!(tuner.tuned().why, TuningReason::AsAsked);
         tuner.learn(&measured(500, 400, 100_000, 1_000_000));
         assert_eq!(tuner.tuned().interval_ns, 1000 * MS);
         assert_eq!(tuner.tuned().target_pages, crate::PrecopyPolicy::default().target_pages);
@@ -247,11 +252,14 @@ mod tests {
         // 2 ms of pause and 58 ms of first writes: 60 ms, which are 3 % of 2 s.
         tuner.learn(&measured(2, 0, 10, 58_000));
         assert_eq!(tuner.tuned().interval_ns, 2000 * MS);
-        assert_eq!(tuner.tuned().why, Why::Overhead { cost_ns: 60 * MS });
+        assert_eq!(tuner.tuned().why, TuningReason::Overhead { cost_ns: 60 * MS });
         for _ in 0..40 {
             tuner.learn(&measured(2, 0, 10, 1_000));
         }
-        assert_eq!((tuner.tuned().interval_ns, tuner.tuned().why), (1000 * MS, Why::AsAsked));
+        assert_eq!(
+            (tuner.tuned().interval_ns, tuner.tuned().why),
+            (1000 * MS, TuningReason::AsAsked)
+        );
     }
 
     #[test]
@@ -264,18 +272,18 @@ mod tests {
         slow.learn(&measured(3, 1, 1000, 20_000));
         assert_eq!(
             (slow.tuned().target_pages, slow.tuned().why),
-            (32, Why::Impossible { fixed_ns: 2 * MS })
+            (32, TuningReason::Impossible { fixed_ns: 2 * MS })
         );
     }
 
     #[test]
     fn without_precopy_a_pause_is_kept_by_a_shorter_interval_unless_that_costs_too_much() {
-        let stop_copy = Measured { precopied: false, ..measured(22, 20, 20_000, 20_000) };
+        let stop_copy = CheckpointCost { precopied: false, ..measured(22, 20, 20_000, 20_000) };
         let mut tuner = tuner(Some(12), None);
         tuner.learn(&stop_copy);
         assert_eq!(tuner.tuned().interval_ns, 500 * MS);
         for _ in 0..20 {
-            let copied = Measured {
+            let copied = CheckpointCost {
                 interval_ns: 500 * MS,
                 copy_ns: 10 * MS,
                 pause_ns: 12 * MS,

@@ -7,7 +7,7 @@ use crate::error::CheckpointFailure;
 use keyframe_capture::BoxError;
 use keyframe_inspect::entry::Entry;
 use keyframe_qemu::AuditFinding;
-use keyframe_scheduling::Why;
+use keyframe_scheduling::TuningReason;
 use keyframe_store::{CheckpointId, Durability, TornCheckpoint};
 use keyframe_units::PageIndex;
 use std::path::PathBuf;
@@ -52,7 +52,7 @@ pub enum Event {
     },
     /// Checkpoints failed. Repetitions of the same failure are not told.
     Failed {
-        /// Why, and how many.
+        /// TuningReason, and how many.
         failure: CheckpointFailure,
         /// Number of pages that the next checkpoint has to copy.
         owed_pages: u64,
@@ -61,8 +61,8 @@ pub enum Event {
     IntervalTuned {
         /// The new interval in nanoseconds.
         interval_ns: u64,
-        /// Why it changed.
-        why: Why,
+        /// TuningReason it changed.
+        why: TuningReason,
     },
     /// RAM was plugged or unplugged: a new run has begun.
     NewRun,
@@ -73,7 +73,7 @@ pub enum Event {
     },
     /// A recording ends without a checkpoint at its end.
     NoFinalCheckpoint {
-        /// Why.
+        /// TuningReason.
         error: SharedError,
     },
     /// A checkpoint differs from the copy of RAM that `--audit` made in its pause.
@@ -89,7 +89,7 @@ pub enum Event {
     AuditFailed {
         /// The checkpoint.
         id: u64,
-        /// Why.
+        /// TuningReason.
         error: SharedError,
     },
     /// The VM is what it was at a checkpoint.
@@ -103,7 +103,7 @@ pub enum Event {
     StepFailed {
         /// The step.
         step: Step,
-        /// Why.
+        /// TuningReason.
         error: SharedError,
     },
     /// The audit of the VM has a finding that does not prevent checkpoints.
@@ -164,35 +164,35 @@ pub enum Event {
     },
     /// QEMU reads the media of a recorded guest itself.
     MediaNotServed {
-        /// Why Keyframe does not serve them.
+        /// TuningReason Keyframe does not serve them.
         error: SharedError,
     },
     /// A recording changes QEMU's command line.
     RecordingNote(String),
     /// The process keeps more rights than it needs.
     RightsKept {
-        /// Why they could not be given up.
+        /// TuningReason they could not be given up.
         error: SharedError,
     },
     /// The flight recorder could not remove a clone of a forgotten checkpoint.
     CloneKept {
         /// The clone.
         clone: PathBuf,
-        /// Why.
+        /// TuningReason.
         error: SharedError,
     },
     /// The flight recorder's last look failed; it tries again. Repetitions are not told.
     FlightRecorderFailed {
         /// The store.
         store: PathBuf,
-        /// Why.
+        /// TuningReason.
         error: SharedError,
     },
     /// A recompression failed; it is tried again. Repetitions are not told.
     RecompressionFailed {
         /// The store.
         store: PathBuf,
-        /// Why.
+        /// TuningReason.
         error: SharedError,
     },
     /// The run ends with packs that are not recompressed.

@@ -22,7 +22,7 @@ use crate::control::server::SharedStatus;
 use crate::error::{Error, Result, error_chain};
 use crate::event::{Event, SharedEventSink};
 use keyframe_locks::IgnorePoison;
-use keyframe_scheduling::Recording;
+use keyframe_scheduling::PruneSchedule;
 use keyframe_store::{
     CheckpointId, Error as StoreError, Moment, PruneOptions, Retention, Sealed, Store,
 };
@@ -73,7 +73,7 @@ impl Recorder {
             before,
             known: BTreeMap::new(),
             held: Arc::clone(&held),
-            recording: Recording::new(within_ns),
+            schedule: PruneSchedule::new(within_ns),
             born: Instant::now(),
             said: None,
             shown: RecorderStatus { keep_within_ns: within_ns, ..RecorderStatus::default() },
@@ -124,7 +124,7 @@ struct Work {
     /// The run's checkpoints, by number; their tags are looked up each time.
     known: BTreeMap<CheckpointId, Moment>,
     held: Arc<Mutex<BTreeSet<CheckpointId>>>,
-    recording: Recording,
+    schedule: PruneSchedule,
     born: Instant,
     /// The failure that was told last, until a look succeeds.
     said: Option<String>,
@@ -143,7 +143,7 @@ impl Work {
 
     fn until_stopped(mut self, stopped: &Receiver<()>) {
         set_priority(false);
-        let look = Duration::from_nanos(self.recording.look_ns());
+        let look = Duration::from_nanos(self.schedule.look_ns());
         while matches!(stopped.recv_timeout(look), Err(RecvTimeoutError::Timeout)) {
             let looked = self.look();
             self.shown.kept = self.known.len() as u64;
@@ -175,8 +175,8 @@ impl Work {
         }
         let began_ns = now_ns(self);
         let kept = self.known.len() as u64;
-        if self.recording.forgot(began_ns, gone.len() as u64, kept) {
-            set_priority(self.recording.is_behind(kept));
+        if self.schedule.record_forgotten(began_ns, gone.len() as u64, kept) {
+            set_priority(self.schedule.is_behind(kept));
             let options = PruneOptions {
                 max_unused: MAX_UNUSED,
                 wait: ANSWER_WAIT,
@@ -185,7 +185,7 @@ impl Work {
             let pruned = self.store.prune(&options, &mut |_| {});
             let all = pruned.as_ref().is_ok_and(|report| report.postponed_packs == 0);
             set_priority(false);
-            self.recording.pruned(began_ns, now_ns(self), all);
+            self.schedule.record_prune(began_ns, now_ns(self), all);
             match pruned {
                 Ok(report) => {
                     self.shown.freed_packs += report.removed_packs + report.rewritten_packs

@@ -4,7 +4,7 @@
 use super::Options;
 use crate::error::{Error, Result};
 use keyframe_inspect::entry::Entry;
-use keyframe_scheduling::{Budget, Measured, Tuned, Tuner, Why};
+use keyframe_scheduling::{Budget, CheckpointCost, Tuned, Tuner, TuningReason};
 use keyframe_units::duration_ns;
 
 /// A change of the interval smaller than this, in percent, is not worth a message.
@@ -24,7 +24,7 @@ pub fn check(options: &Options) -> Result<()> {
 pub struct Tuning {
     tuner: Tuner,
     said_ns: u64,
-    said: Why,
+    said: TuningReason,
 }
 
 impl Tuning {
@@ -40,7 +40,7 @@ impl Tuning {
         let interval_ns = duration_ns(interval);
         let first_write_ns = keyframe_kernel::protection_cost::first_write_ns()?;
         let tuner = Tuner::new(budget, interval_ns, first_write_ns);
-        Ok(Some(Self { tuner, said_ns: interval_ns, said: Why::AsAsked }))
+        Ok(Some(Self { tuner, said_ns: interval_ns, said: TuningReason::AsAsked }))
     }
 
     /// Takes in a sealed checkpoint. Returns the interval and the copying target from now on, and
@@ -48,7 +48,7 @@ impl Tuning {
     pub fn learn(&mut self, entry: &Entry) -> (Tuned, bool) {
         // The complete first one says nothing of those that follow.
         if entry.epoch > 0 {
-            self.tuner.learn(&Measured {
+            self.tuner.learn(&CheckpointCost {
                 interval_ns: entry.interval_ns,
                 pause_ns: entry.pause_ns,
                 copy_ns: entry.pause.copy,

@@ -10,25 +10,25 @@ use super::{CopyStrategy, PrecopyStrategy, StopCopyStrategy};
 use crate::checkpoint::CaptureTimeline;
 use crate::context::CaptureContext;
 use crate::error::CaptureError;
-use keyframe_scheduling::{AutoPolicy, Choice, Observed};
+use keyframe_scheduling::{CopyChoice, CopyCost, CopyPolicy};
 
 /// Uses pre-copy or stop-and-copy, whichever makes the checkpoint cheaper.
 #[derive(Debug, Default)]
 pub struct AutoStrategy {
     /// The policy that chooses.
-    pub policy: AutoPolicy,
+    pub policy: CopyPolicy,
     /// The pre-copy strategy, whose own policy the caller may set.
     pub precopy: PrecopyStrategy,
     stop_copy: StopCopyStrategy,
-    choice: Choice,
-    observed: Observed,
+    choice: CopyChoice,
+    cost: CopyCost,
 }
 
 impl AutoStrategy {
     fn chosen(&mut self) -> &mut dyn CopyStrategy {
         match self.choice {
-            Choice::Precopy => &mut self.precopy,
-            Choice::StopCopy => &mut self.stop_copy,
+            CopyChoice::Precopy => &mut self.precopy,
+            CopyChoice::StopCopy => &mut self.stop_copy,
         }
     }
 }
@@ -36,17 +36,17 @@ impl AutoStrategy {
 impl CopyStrategy for AutoStrategy {
     fn name(&self) -> &'static str {
         match self.choice {
-            Choice::Precopy => self.precopy.name(),
-            Choice::StopCopy => self.stop_copy.name(),
+            CopyChoice::Precopy => self.precopy.name(),
+            CopyChoice::StopCopy => self.stop_copy.name(),
         }
     }
 
     fn before(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {
         let dirty_pages = context.expected_pages();
         self.choice = if context.is_complete {
-            Choice::Precopy
+            CopyChoice::Precopy
         } else {
-            self.policy.choose(dirty_pages, &self.observed)
+            self.policy.choose(dirty_pages, &self.cost)
         };
         self.chosen().before(context)
     }
@@ -56,10 +56,6 @@ impl CopyStrategy for AutoStrategy {
     }
 
     fn learn(&mut self, timeline: &CaptureTimeline, _: u64) {
-        self.observed.learn(
-            timeline.rounds.iter().copied(),
-            timeline.pause_pages,
-            timeline.copy_ns,
-        );
+        self.cost.learn(timeline.rounds.iter().copied(), timeline.pause_pages, timeline.copy_ns);
     }
 }

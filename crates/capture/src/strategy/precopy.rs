@@ -4,7 +4,7 @@
 use super::CopyStrategy;
 use crate::context::CaptureContext;
 use crate::error::CaptureError;
-use keyframe_scheduling::{Decision, PrecopyPolicy};
+use keyframe_scheduling::{PrecopyPolicy, RoundDecision};
 
 /// Copies most pages before the pause.
 #[derive(Debug, Default)]
@@ -19,7 +19,7 @@ impl CopyStrategy for PrecopyStrategy {
     }
 
     fn before(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {
-        while self.policy.decide(&context.timeline.rounds) == Decision::Again {
+        while self.policy.decide(&context.timeline.rounds) == RoundDecision::Again {
             context.round()?;
         }
         if context.timeline.rounds.is_empty() {

@@ -190,7 +190,8 @@ impl Primary {
         let seen = self.generation;
         let state = reply.state.filter(|state| state.generation >= seen);
         let Some(state) = state else {
-            // The witness does not know the group: it is new, there is no room, or it lost its state.
+            // The witness does not know the group: it is new, there is no room, or it lost its
+            // state.
             if reply.state.is_none() {
                 self.generation = 0;
             }

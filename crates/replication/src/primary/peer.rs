@@ -125,7 +125,8 @@ impl Primary {
         true
     }
 
-    /// Renews the lease by a heartbeat's answer, and confirms that the standby is armed or disarmed.
+    /// Renews the lease by a heartbeat's answer, and confirms that the standby is armed or
+    /// disarmed.
     fn handle_heartbeat_answer(
         &mut self,
         sequence: u64,

@@ -2,10 +2,11 @@
 //! state that a role assumes.
 //!
 //! 1. Two VMs never run at the same instant.
-//! 2. Clients see the output of epochs that the standby holds, or of a node that runs alone by right.
+//! 2. Clients see the output of epochs that the standby holds, or of a node that runs alone by
+//!   right.
 //! 3. A standby holds a whole epoch.
-//! 4. A node that takes over has all output that clients saw, unless a VM that ran alone has died and
-//!    a user forces the takeover.
+//! 4. A node that takes over has all output that clients saw, unless a VM that ran alone has died
+//!   and a user forces the takeover.
 //! 5. A term is activated once.
 //! 6. Once all faults are healed, the VM runs and is protected.
 

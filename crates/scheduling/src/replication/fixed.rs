@@ -1,41 +1,42 @@
-//! A checkpoint every so often, whatever the VM does: what Remus does, and what the others are
-//! compared with.
+//! A checkpoint at a fixed interval, as in Remus: the baseline of the other policies.
 //!
-//! A checkpoint that is due while the one before it is in flight is taken when that is
-//! acknowledged. There is no early suspend and no limit on disks.
+//! A checkpoint that is due while another is in flight is taken after the acknowledgement. The
+//! policy neither suspends early nor limits disks.
 
-use super::{Acknowledged, Decision, Look, Policy, Reason};
+use super::{
+    AcknowledgedEpoch, CheckpointReason, ReplicationDecision, ReplicationScheduler, VmObservation,
+};
 use std::time::Duration;
 
-/// A fixed interval.
+/// Checkpoints at a fixed interval.
 #[derive(Clone, Debug)]
-pub struct Fixed {
+pub struct FixedInterval {
     interval_ns: u64,
     epoch_ns: u64,
 }
 
-impl Fixed {
-    /// From the begin of one pause to the next, `interval_ns` (at least 1).
+impl FixedInterval {
+    /// Creates the policy with `interval_ns` (at least 1) from the begin of one pause to the next.
     pub fn every(interval_ns: u64) -> Self {
         Self { interval_ns: interval_ns.max(1), epoch_ns: 0 }
     }
 }
 
-impl Policy for Fixed {
+impl ReplicationScheduler for FixedInterval {
     fn name(&self) -> String {
         format!("fixed {}", humantime::format_duration(Duration::from_nanos(self.interval_ns)))
     }
 
-    fn look(&mut self, look: &Look) -> Decision {
+    fn look(&mut self, look: &VmObservation) -> ReplicationDecision {
         let left_ns = self.interval_ns.saturating_sub(look.age_ns());
         match (look.in_flight, left_ns) {
-            (true, left_ns) => Decision::wait(left_ns),
-            (false, 0) => Decision::Checkpoint(Reason::Due),
-            (false, left_ns) => Decision::wait_within(left_ns, left_ns),
+            (true, left_ns) => ReplicationDecision::wait(left_ns),
+            (false, 0) => ReplicationDecision::Checkpoint(CheckpointReason::Due),
+            (false, left_ns) => ReplicationDecision::wait_within(left_ns, left_ns),
         }
     }
 
-    fn acknowledged(&mut self, acked: &Acknowledged) {
+    fn acknowledged(&mut self, acked: &AcknowledgedEpoch) {
         self.epoch_ns = acked.epoch_ns;
     }
 

@@ -7,7 +7,7 @@
 //! loss, jitter, processors that the transfer itself takes, disks that fill up, guests that notice
 //! they are slow.
 
-use super::{Acknowledged, Decision, Look, Policy};
+use super::{AcknowledgedEpoch, ReplicationDecision, ReplicationScheduler, VmObservation};
 use std::collections::{BTreeMap, VecDeque};
 
 pub(super) const MS: u64 = 1_000_000;
@@ -181,7 +181,7 @@ struct Packet {
 }
 
 struct Flight {
-    acked: Acknowledged,
+    acked: AcknowledgedEpoch,
     runs_from_ns: u64,
     done_ns: u64,
     packets: Vec<Packet>,
@@ -226,7 +226,7 @@ struct Vm<'a> {
 
 /// What `policy` makes of `load` over `host` in `length_ns`; the same for the same `seed`.
 pub(super) fn run(
-    policy: &mut dyn Policy,
+    policy: &mut dyn ReplicationScheduler,
     load: &Workload,
     host: Host,
     length_ns: u64,
@@ -260,13 +260,13 @@ pub(super) fn run(
             continue;
         }
         match policy.look(&vm.look(flight.is_some(), stopped)) {
-            Decision::Wait { look_in_ns } => look_ns = vm.now_ns + look_in_ns,
-            Decision::Suspend => {
+            ReplicationDecision::Wait { look_in_ns } => look_ns = vm.now_ns + look_in_ns,
+            ReplicationDecision::Suspend => {
                 assert!(flight.is_some(), "a suspend with nothing in flight");
                 stopped = true;
                 look_ns = u64::MAX;
             }
-            Decision::Checkpoint(reason) => {
+            ReplicationDecision::Checkpoint(reason) => {
                 assert!(flight.is_none(), "two checkpoints in flight");
                 *reasons.entry(reason.name()).or_insert(0) += 1;
                 flight = Some(vm.checkpoint());
@@ -375,8 +375,8 @@ impl<'a> Vm<'a> {
         self.load.disk_bytes_per_ms / 1e6 * self.work_ns
     }
 
-    fn look(&self, in_flight: bool, stopped: bool) -> Look {
-        Look {
+    fn look(&self, in_flight: bool, stopped: bool) -> VmObservation {
+        VmObservation {
             now_ns: self.now_ns,
             since_ns: self.since_ns,
             in_flight,
@@ -395,7 +395,7 @@ impl<'a> Vm<'a> {
         let wire_bytes = pages * self.host.wire_bytes_per_page
             + self.disk_bytes() * self.host.wire_bytes_per_page / 4096.0;
         let transfer_ns = self.host.fixed_ns + (wire_bytes / self.host.bytes_per_ns) as u64;
-        let acked = Acknowledged {
+        let acked = AcknowledgedEpoch {
             pages: pages as u64,
             wire_bytes: wire_bytes as u64,
             pause_ns: self.host.pause_ns,

@@ -26,22 +26,25 @@
 //! ms makes epochs of the lengths that it reports (1.2 s for a kernel compile, bound by the disk
 //! buffer).
 
-use super::{Acknowledged, Decision, Look, Mean, Policy, Reason, WorkingSet};
+use super::{
+    AcknowledgedEpoch, CheckpointReason, ExponentialMean, ReplicationDecision,
+    ReplicationScheduler, VmObservation, WorkingSetDetector,
+};
 
-/// While packets are held and a checkpoint is in flight, the dirty pages are watched this closely.
+/// The time between looks while packets are held and a checkpoint is in flight.
 const WATCH_NS: u64 = 1_000_000;
 
-/// The constants of the algorithm; the default is as printed.
+/// The constants of the algorithm. The defaults are the printed ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PaperParameters {
     /// The dirty page set is reached when it grows by less than this between two counts, in
     /// percent.
     pub growth_percent: u64,
-    /// Disks may hold back this much.
+    /// The most bytes that disks may hold back.
     pub disk_buffer_bytes: u64,
-    /// The longest epoch, as long as nothing is in flight.
+    /// The longest epoch while no checkpoint is in flight.
     pub wait_max_ns: u64,
-    /// How far apart counts of dirty pages are that are compared. Not printed.
+    /// The time between two counts of dirty pages that are compared. Not printed.
     pub look_every_ns: u64,
 }
 
@@ -56,30 +59,30 @@ impl Default for PaperParameters {
     }
 }
 
-/// Figure 6.
+/// The scheduler of figure 6.
 #[derive(Clone, Debug)]
-pub struct Paper {
+pub struct PaperPolicy {
     parameters: PaperParameters,
-    working_set: WorkingSet,
-    bandwidth_bytes_per_ns: Mean,
-    bytes_per_page: Mean,
-    pause_ns: Mean,
+    working_set: WorkingSetDetector,
+    bandwidth_bytes_per_ns: ExponentialMean,
+    bytes_per_page: ExponentialMean,
+    pause_ns: ExponentialMean,
 }
 
-impl Paper {
-    /// With these constants.
+impl PaperPolicy {
+    /// Creates the scheduler with these constants.
     pub fn new(parameters: PaperParameters) -> Self {
         Self {
             parameters,
-            working_set: WorkingSet::default(),
-            bandwidth_bytes_per_ns: Mean::default(),
-            bytes_per_page: Mean::default(),
-            pause_ns: Mean::default(),
+            working_set: WorkingSetDetector::default(),
+            bandwidth_bytes_per_ns: ExponentialMean::default(),
+            bytes_per_page: ExponentialMean::default(),
+            pause_ns: ExponentialMean::default(),
         }
     }
 
-    /// Unknown until a checkpoint has been acknowledged that moved bytes; nothing is suspended
-    /// before.
+    /// The paper's `vm_stop_threshold` in pages. `None` until a checkpoint that moved bytes has
+    /// been acknowledged; the VM is not suspended before.
     pub fn vm_stop_threshold_pages(&self) -> Option<u64> {
         let pages =
             self.bandwidth_bytes_per_ns.0? * self.pause_ns.0? / self.bytes_per_page.0?.max(1.0);
@@ -87,18 +90,18 @@ impl Paper {
     }
 }
 
-impl Default for Paper {
+impl Default for PaperPolicy {
     fn default() -> Self {
         Self::new(PaperParameters::default())
     }
 }
 
-impl Policy for Paper {
+impl ReplicationScheduler for PaperPolicy {
     fn name(&self) -> String {
         "paper".to_owned()
     }
 
-    fn look(&mut self, look: &Look) -> Decision {
+    fn look(&mut self, look: &VmObservation) -> ReplicationDecision {
         let PaperParameters { growth_percent, disk_buffer_bytes, wait_max_ns, look_every_ns } =
             self.parameters;
         let set_reached = self.working_set.look(look, look_every_ns, growth_percent);
@@ -107,26 +110,26 @@ impl Policy for Paper {
                 .vm_stop_threshold_pages()
                 .is_some_and(|threshold| look.dirty_pages > threshold);
             return match (look.packets_held > 0, look.stopped) {
-                (true, false) if over => Decision::Suspend,
-                (true, false) => Decision::wait(look_every_ns.min(WATCH_NS)),
-                _ => Decision::wait(look_every_ns),
+                (true, false) if over => ReplicationDecision::Suspend,
+                (true, false) => ReplicationDecision::wait(look_every_ns.min(WATCH_NS)),
+                _ => ReplicationDecision::wait(look_every_ns),
             };
         }
         let reason = if look.packets_held > 0 || look.stopped {
-            Reason::Packets
+            CheckpointReason::Packets
         } else if look.disk_bytes_held > disk_buffer_bytes {
-            Reason::DiskBuffer
+            CheckpointReason::DiskBuffer
         } else if look.age_ns() >= wait_max_ns {
-            Reason::LongestWait
+            CheckpointReason::LongestWait
         } else if set_reached {
-            Reason::WorkingSet
+            CheckpointReason::WorkingSet
         } else {
-            return Decision::wait_within(look_every_ns, wait_max_ns - look.age_ns());
+            return ReplicationDecision::wait_within(look_every_ns, wait_max_ns - look.age_ns());
         };
-        Decision::Checkpoint(reason)
+        ReplicationDecision::Checkpoint(reason)
     }
 
-    fn acknowledged(&mut self, acked: &Acknowledged) {
+    fn acknowledged(&mut self, acked: &AcknowledgedEpoch) {
         self.pause_ns.take(acked.pause_ns as f64);
         if acked.pages > 0 {
             self.bytes_per_page.take(acked.wire_bytes as f64 / acked.pages as f64);

@@ -1,17 +1,17 @@
-//! How the dirty set grows with the age of an epoch: what the last epochs did at each age, and the
-//! present one's share of that.
+//! Predicts the growth of the dirty set with the age of an epoch, from the last epochs at each age
+//! and the present epoch's share of them.
 //!
 //! No formula is fitted. Dirty sets grow fast, then slowly (Gerofi & Ishikawa 2011, figures 1 and
-//! 2), but where the bend lies is the workload's own. Kept is the number of pages at ages of 1, 2,
-//! 4, ... ms, and of the last epochs the median at each, so that one odd epoch does not show.
+//! 2), but the bend depends on the workload. The model keeps the number of pages at the ages 1, 2,
+//! 4, ... ms, and uses the median of the last epochs at each, so that one odd epoch has no effect.
 
-use super::link::median;
+use super::link_model::median;
 use std::collections::VecDeque;
 
-/// Ages at which pages are kept: 1 ms to 4 s.
+/// The number of ages with a page count: 1 ms to 4 s.
 const AGES: usize = 13;
 const AGE_NS_MIN: f64 = 1e6;
-/// Epochs that are remembered.
+/// The number of epochs that are remembered.
 const EPOCHS: usize = 7;
 
 type Curve = [Option<f64>; AGES];
@@ -20,9 +20,9 @@ fn age_ns(k: usize) -> f64 {
     AGE_NS_MIN * (1_u64 << k) as f64
 }
 
-/// The dirty set's growth.
+/// The growth of the dirty set over the last epochs.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Growth {
+pub(super) struct DirtyGrowth {
     epochs: VecDeque<Curve>,
     current: Curve,
     /// Age and pages at the newest look.
@@ -31,7 +31,7 @@ pub(super) struct Growth {
     curve: Vec<f64>,
 }
 
-impl Growth {
+impl DirtyGrowth {
     /// `pages` are dirty at `age_ns` of the epoch.
     pub(super) fn look(&mut self, age: f64, pages: f64) {
         let (age_before, pages_before) = self.newest;
@@ -119,7 +119,7 @@ mod tests {
 
     #[test]
     fn one_long_quiet_epoch_does_not_make_the_curve_flat() {
-        let mut growth = Growth::default();
+        let mut growth = DirtyGrowth::default();
         for epoch in 0..4 {
             for look in 1..=if epoch == 0 { 1000 } else { 4 } {
                 let age = f64::from(look) * MS;
@@ -132,7 +132,7 @@ mod tests {
 
     #[test]
     fn a_bent_curve_is_predicted_within_a_tenth_though_two_epochs_were_odd() {
-        let mut growth = Growth::default();
+        let mut growth = DirtyGrowth::default();
         assert!(
             (growth.predict(10.0 * MS, 100.0, 10.0 * MS) - 200.0).abs() < 1.0,
             "nothing known: in proportion"

@@ -1,37 +1,37 @@
 //! The policy that a user names: `adaptive`, `paper` or `fixed:100ms`.
 
-use super::{Fixed, Latency, LatencyParameters, Paper, Policy};
+use super::{AdaptiveParameters, AdaptivePolicy, FixedInterval, PaperPolicy, ReplicationScheduler};
 use keyframe_units::duration_ns;
 use std::{fmt, str::FromStr, time::Duration};
 
-/// Shorter intervals than this would have the VM stand most of its time.
+/// The shortest interval: with a shorter one the VM would be paused most of the time.
 const INTERVAL_NS_MIN: u64 = 1_000_000;
-/// Longer ones than this protect nothing.
+/// The longest interval.
 const INTERVAL_NS_MAX: u64 = 3_600_000_000_000;
 
 /// A policy by its name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ReplicationPolicy {
-    /// Ours: [`Latency`].
+    /// [`AdaptivePolicy`].
     #[default]
     Adaptive,
-    /// Figure 6 as printed: [`Paper`].
+    /// [`PaperPolicy`]: figure 6 of the paper.
     Paper,
-    /// [`Fixed`].
+    /// [`FixedInterval`].
     Fixed {
-        /// From pause to pause.
+        /// The time from one pause to the next.
         interval_ns: u64,
     },
 }
 
 impl ReplicationPolicy {
-    /// The policy itself. `parameters` are of `adaptive` alone: the others have no targets, which
-    /// the caller should say to who gave one.
-    pub fn build(self, parameters: LatencyParameters) -> Box<dyn Policy> {
+    /// Creates the policy. Only the adaptive policy has `parameters`; the caller should tell users
+    /// who set a target for another one.
+    pub fn build(self, parameters: AdaptiveParameters) -> Box<dyn ReplicationScheduler> {
         match self {
-            Self::Adaptive => Box::new(Latency::new(parameters)),
-            Self::Paper => Box::new(Paper::default()),
-            Self::Fixed { interval_ns } => Box::new(Fixed::every(interval_ns)),
+            Self::Adaptive => Box::new(AdaptivePolicy::new(parameters)),
+            Self::Paper => Box::new(PaperPolicy::default()),
+            Self::Fixed { interval_ns } => Box::new(FixedInterval::every(interval_ns)),
         }
     }
 }
@@ -51,23 +51,24 @@ impl fmt::Display for ReplicationPolicy {
     }
 }
 
-/// A name that is no policy's.
+/// A text that names no policy.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UnknownPolicy {
-    /// No such policy.
+    /// There is no policy with this name.
     #[error(
-        "no replication policy is called '{0}'; there are adaptive, paper and fixed:INTERVAL, as in fixed:100ms"
+        "there is no replication policy '{0}'; use adaptive, paper or fixed:INTERVAL, for example \
+         fixed:100ms"
     )]
     Name(String),
     /// `fixed` without its interval.
-    #[error("the policy 'fixed' needs its interval, as in fixed:100ms")]
+    #[error("the policy 'fixed' needs an interval, for example fixed:100ms")]
     NoInterval,
-    /// An interval that cannot be read.
-    #[error("'{text}' is no interval: {why}; one is written like 100ms")]
+    /// The interval after `fixed:` is invalid.
+    #[error("'{text}' is not an interval: {why}; write for example 100ms")]
     Interval {
-        /// What stood behind `fixed:`.
+        /// The text after `fixed:`.
         text: String,
-        /// What is wrong with it.
+        /// The problem.
         why: String,
     },
 }
@@ -114,7 +115,7 @@ mod tests {
         ] {
             assert_eq!(text.parse(), Ok(policy));
             assert_eq!(policy.to_string(), text);
-            assert_eq!(policy.build(LatencyParameters::default()).name(), name);
+            assert_eq!(policy.build(AdaptiveParameters::default()).name(), name);
         }
         assert_eq!(ReplicationPolicy::default(), ReplicationPolicy::Adaptive);
     }
@@ -124,13 +125,14 @@ mod tests {
         let said = |text: &str| text.parse::<ReplicationPolicy>().unwrap_err().to_string();
         assert_eq!(
             said("remus"),
-            "no replication policy is called 'remus'; there are adaptive, paper and fixed:INTERVAL, as in fixed:100ms"
+            "there is no replication policy 'remus'; use adaptive, paper or fixed:INTERVAL, for example \
+             fixed:100ms"
         );
-        assert_eq!(said("fixed"), "the policy 'fixed' needs its interval, as in fixed:100ms");
+        assert_eq!(said("fixed"), "the policy 'fixed' needs an interval, for example fixed:100ms");
         for wrong in ["fixed:fast", "fixed:100", "fixed:0ms", "fixed:10us", "fixed:2h", "fixed:-1s"]
         {
             let said = said(wrong);
-            assert!(said.starts_with(&format!("'{}' is no interval: ", &wrong[6..])), "{said}");
+            assert!(said.starts_with(&format!("'{}' is not an interval: ", &wrong[6..])), "{said}");
         }
     }
 }

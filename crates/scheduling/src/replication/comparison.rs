@@ -5,7 +5,10 @@ use super::model::{
     self, COMPILE, COORDINATOR, EP, Host, MS, Outcome, SP, WATCHED, WEB, WEB_BUSY, WEB_CALM,
     Workload,
 };
-use super::{Fixed, Latency, LatencyParameters, LatencyTarget, OverheadTarget, Paper, Policy};
+use super::{
+    AdaptiveParameters, AdaptivePolicy, FixedInterval, LatencyTarget, OverheadTarget, PaperPolicy,
+    ReplicationScheduler,
+};
 
 const COMPUTING: [&Workload; 3] = [&COMPILE, &EP, &SP];
 const ANSWERING: [&Workload; 5] = [&WEB_CALM, &WEB, &WEB_BUSY, &COORDINATOR, &WATCHED];
@@ -16,41 +19,41 @@ fn hosts() -> [Host; 4] {
     [gigabit, ten, short(gigabit), short(ten)]
 }
 
-fn run(policy: &mut dyn Policy, load: &Workload, host: Host) -> Outcome {
+fn run(policy: &mut dyn ReplicationScheduler, load: &Workload, host: Host) -> Outcome {
     model::run(policy, load, host, 20_000 * MS, 7)
 }
 
 /// Ours and the paper's on the same, three times.
 fn both(load: &Workload, host: Host) -> impl Iterator<Item = (Outcome, Outcome)> {
     [7, 8, 9].into_iter().map(move |seed| {
-        let ours = model::run(&mut Latency::default(), load, host, 20_000 * MS, seed);
-        (ours, model::run(&mut Paper::default(), load, host, 20_000 * MS, seed))
+        let ours = model::run(&mut AdaptivePolicy::default(), load, host, 20_000 * MS, seed);
+        (ours, model::run(&mut PaperPolicy::default(), load, host, 20_000 * MS, seed))
     })
 }
 
 fn fixed(load: &Workload, host: Host) -> Outcome {
-    run(&mut Fixed::every(100 * MS), load, host)
+    run(&mut FixedInterval::every(100 * MS), load, host)
 }
 
 fn paper(load: &Workload, host: Host) -> Outcome {
-    run(&mut Paper::default(), load, host)
+    run(&mut PaperPolicy::default(), load, host)
 }
 
 fn ours(load: &Workload, host: Host) -> Outcome {
-    run(&mut Latency::default(), load, host)
+    run(&mut AdaptivePolicy::default(), load, host)
 }
 
-fn at_latency(ms: u64) -> Latency {
-    Latency::new(LatencyParameters {
+fn at_latency(ms: u64) -> AdaptivePolicy {
+    AdaptivePolicy::new(AdaptiveParameters {
         latency: Some(LatencyTarget { ns: ms * MS }),
-        ..LatencyParameters::default()
+        ..AdaptiveParameters::default()
     })
 }
 
-fn at_overhead(percent: f64) -> Latency {
-    Latency::new(LatencyParameters {
+fn at_overhead(percent: f64) -> AdaptivePolicy {
+    AdaptivePolicy::new(AdaptiveParameters {
         overhead: Some(OverheadTarget { percent }),
-        ..LatencyParameters::default()
+        ..AdaptiveParameters::default()
     })
 }
 
@@ -145,7 +148,7 @@ fn the_papers_beats_a_fixed_interval_where_the_paper_says_so() {
                 at(load, host)
             );
         }
-        let fixed = run(&mut Fixed::every(50 * MS), &COORDINATOR, host);
+        let fixed = run(&mut FixedInterval::every(50 * MS), &COORDINATOR, host);
         assert!(paper(&COORDINATOR, host).slowdown < fixed.slowdown);
     }
 }
@@ -194,10 +197,10 @@ fn model_table() {
     for host in hosts() {
         println!("\n{} Gbit/s, pause {} ms", host.bytes_per_ns * 8.0, host.pause_ns as f64 / 1e6);
         for load in COMPUTING.into_iter().chain(ANSWERING) {
-            let mut policies: [Box<dyn Policy>; 5] = [
-                Box::new(Fixed::every(100 * MS)),
-                Box::new(Paper::default()),
-                Box::new(Latency::default()),
+            let mut policies: [Box<dyn ReplicationScheduler>; 5] = [
+                Box::new(FixedInterval::every(100 * MS)),
+                Box::new(PaperPolicy::default()),
+                Box::new(AdaptivePolicy::default()),
                 Box::new(at_latency(20)),
                 Box::new(at_overhead(10.0)),
             ];

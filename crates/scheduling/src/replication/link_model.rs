@@ -1,32 +1,32 @@
-//! How long a transfer takes: `fixed + bytes / bandwidth`, fitted to the last ones.
+//! Predicts the time of a transfer as `fixed + bytes / bandwidth`, fitted to the last transfers.
 //!
 //! The slope is the median of the slopes between all pairs of transfers (Theil 1950, Sen 1968), so
-//! that up to three in ten may be odd: a standby that was busy, a link that was shared. Where all
-//! were about as large there is no slope to see; then the time is taken to be in proportion, which
-//! is right for transfers of that size and says too little of smaller ones.
+//! that up to three in ten may be odd, for example because the link was shared. If all transfers
+//! had about the same size, the time is taken as proportional: that is right for this size, and too
+//! little for smaller transfers.
 
-use super::{Acknowledged, Mean};
+use super::{AcknowledgedEpoch, ExponentialMean};
 use std::collections::VecDeque;
 
-/// Transfers that are remembered.
+/// The number of transfers that are remembered.
 const TRANSFERS: usize = 16;
-/// A pair shows a slope if one of it is larger by this part of the other.
+/// A pair shows a slope if its sizes differ by this share of the smaller one.
 const APART: f64 = 0.25;
-/// Pairs that make a slope.
+/// The fewest pairs that make a slope.
 const PAIRS_MIN: usize = 6;
 
-/// The link's estimate.
+/// The fitted model of the link.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Link {
+pub(super) struct LinkModel {
     /// Bytes, nanoseconds; oldest first.
     transfers: VecDeque<(f64, f64)>,
-    bytes_per_page: Mean,
+    bytes_per_page: ExponentialMean,
     fixed_ns: f64,
     ns_per_byte: f64,
 }
 
-impl Link {
-    pub(super) fn take(&mut self, acked: &Acknowledged) {
+impl LinkModel {
+    pub(super) fn take(&mut self, acked: &AcknowledgedEpoch) {
         if acked.pages > 0 {
             self.bytes_per_page.take(acked.wire_bytes as f64 / acked.pages as f64);
         }
@@ -92,13 +92,13 @@ pub(super) fn median(values: &mut [f64]) -> f64 {
 mod tests {
     use super::*;
 
-    fn acked(pages: u64, transfer_ns: u64) -> Acknowledged {
-        Acknowledged { pages, wire_bytes: pages * 2000, pause_ns: 0, transfer_ns, epoch_ns: 0 }
+    fn acked(pages: u64, transfer_ns: u64) -> AcknowledgedEpoch {
+        AcknowledgedEpoch { pages, wire_bytes: pages * 2000, pause_ns: 0, transfer_ns, epoch_ns: 0 }
     }
 
     #[test]
     fn fixed_part_and_bandwidth_are_told_apart_though_some_transfers_are_odd() {
-        let mut link = Link::default();
+        let mut link = LinkModel::default();
         assert!(link.unknown());
         for k in 0..16_u64 {
             let pages = 100 + 137 * k;
@@ -119,7 +119,7 @@ mod tests {
 
     #[test]
     fn transfers_of_one_size_are_taken_in_proportion() {
-        let mut link = Link::default();
+        let mut link = LinkModel::default();
         for _ in 0..20 {
             link.take(&acked(1000, 16_400_000));
         }

@@ -1,26 +1,26 @@
-//! How many threads to copy with: tries 1, 2, 4, ... and keeps the fastest, with another look at
-//! the others now and then.
+//! Chooses the number of copying threads: it tries 1, 2, 4, ..., keeps the fastest, and tries the
+//! others again from time to time.
 
-/// Copies between two looks at a number of threads that was slower.
+/// Every this many copies, another number of threads is tried again.
 const LOOK_AGAIN_EVERY: u64 = 32;
 
-/// Chooses by what was measured.
+/// The measured speed of each number of threads.
 #[derive(Clone, Debug)]
 pub struct ThreadChoice {
-    /// Numbers of threads and the nanoseconds a page took with each; unknown until tried.
+    /// Each number of threads with its nanoseconds per page; `None` until it was tried.
     tried: Vec<(usize, Option<f64>)>,
     copies: u64,
 }
 
 impl ThreadChoice {
-    /// Among 1, 2, 4, ... up to `max`.
+    /// Creates a choice among 1, 2, 4, ... up to `max` threads.
     pub fn new(max: usize) -> Self {
         let numbers = std::iter::successors(Some(1_usize), |n| n.checked_mul(2))
             .take_while(|n| *n <= max.max(1));
         Self { tried: numbers.map(|n| (n, None)).collect(), copies: 0 }
     }
 
-    /// For the next copy.
+    /// Returns the number of threads for the next copy.
     pub fn choose(&mut self) -> usize {
         self.copies += 1;
         if let Some((untried, _)) = self.tried.iter().find(|(_, ns)| ns.is_none()) {
@@ -35,7 +35,7 @@ impl ThreadChoice {
         fastest.map_or(1, |(n, _)| *n)
     }
 
-    /// `pages` took `took_ns` with `threads`.
+    /// Records that copying `pages` pages with `threads` threads took `took_ns`.
     pub fn learn(&mut self, threads: usize, pages: u64, took_ns: u64) {
         let ns = took_ns as f64 / pages.max(1) as f64;
         if let Some((_, mean)) = self.tried.iter_mut().find(|(n, _)| *n == threads) {

@@ -1,80 +1,75 @@
-//! Our scheduler: what a checkpoint would cost the VM now, and what waiting would cost held
-//! packets, both predicted.
+//! The adaptive scheduler: predicts what a checkpoint costs the VM now, and how long held packets
+//! would wait without it.
 //!
 //! ```text
 //!  release of the oldest packet = time until the checkpoint + pause + transfer(dirty pages by then)
-//!  transfer(pages)              = fixed + pages x bytes per page / bandwidth                          (link.rs)
-//!  dirty pages by then          = as the last epochs grew                                             (growth.rs)
+//!  transfer(pages)              = fixed + pages x bytes per page / bandwidth             (link_model.rs)
+//!  dirty pages by then          = as in the last epochs                                  (dirty_growth.rs)
 //!  cost of a checkpoint         = pause + pages x first write
 //! ```
 //!
-//! - **Overhead.** The VM's time is an account: a given part of the time is paid in, each checkpoint and each suspend is taken out.
-//! A checkpoint for packets is taken while the account is not in debt. So a packet that comes alone
-//! is sent on at once, and where packets never end epochs become as long as the target asks. Figure
-//! 6 has no such limit: with packets always held it checkpoints without a break, and on a fast link
-//! the VM then stands for most of its time.
-//! - **Idle VMs.** A pause takes from a VM what it would have done in it. Without an overhead target the account is charged the part
-//! of the time in which some virtual CPU computed lately: a VM that waits most of the time, for
-//! requests or for its own packets, is checkpointed more often for the same work lost. A target is
-//! one for all of the VM's time, as it says.
-//! - **Latency.** With a latency target the checkpoint waits as long as the oldest packet is still released in time: the fewest
-//! checkpoints that keep it. What it may cost is bounded all the same: a target that cannot be kept
-//! must not stop the VM.
-//! - **Bursts.** Without a latency target, a packet that comes to an idle link waits for those right behind it, at most half a pause:
-//! a checkpoint that misses them lets them wait for two transfers. Where these are shorter than a
-//! pause, it does not wait.
-//! - **No packets.** As the paper, wait for the dirty page set; but then on until the checkpoint is cheap for its epoch. A set
-//!   that is reached grows no more, so waiting costs no latency and saves pauses.
-//! - **Talkative VMs** (packets in the last second) are also checkpointed ahead of packets, where the dirty pages' transfer would make
-//!   the next one late and checkpointing them lastingly makes them fewer.
-//! - **Early suspend**, where the VM dirties pages more than twice as fast as the link sends them: running on for a millisecond then
-//! costs held packets more than two. Between one and two it costs them about what it costs the VM's
-//! other work to stand.
+//! - **Overhead.** The VM's time is an account: a share of the time is paid in, and each checkpoint
+//!   and suspend is taken out. For packets a checkpoint is taken while the account has no debt.
+//! - **Idle VMs.** Without an overhead target, a pause costs only the share of the time in which
+//!   some virtual CPU computed lately.
+//! - **Latency.** With a latency target the checkpoint waits as long as the oldest packet is still
+//!   released in time: the fewest checkpoints that keep the target. The account still bounds it.
+//! - **Bursts.** Without a latency target, the first packet on an idle link waits for those right
+//!   after it, at most half a pause; not if transfers are shorter than a pause.
+//! - **No packets.** A checkpoint waits for the dirty page set, and then until its cost is a small
+//!   share of its epoch.
+//! - **Packets expected** (some in the last second): a checkpoint is taken ahead of packets if the
+//!   transfer of the dirty pages would delay the next one, and if a checkpoint makes them fewer.
+//! - **Early suspend**, if pages become dirty more than twice as fast as the link sends them.
 //!
-//! Limits on the epoch and on disks hold as in the paper, before all of this.
+//! The limits of the paper on the epoch and on disks hold first.
+//! `docs/design/replication-scheduling.md` gives the reasons.
 
-use super::growth::Growth;
-use super::link::Link;
-use super::{Acknowledged, Decision, LOOK_NS_MIN, Look, Mean, Policy, Reason, WorkingSet};
+use super::dirty_growth::DirtyGrowth;
+use super::link_model::LinkModel;
+use super::{
+    AcknowledgedEpoch, CheckpointReason, ExponentialMean, LOOK_NS_MIN, ReplicationDecision,
+    ReplicationScheduler, VmObservation, WorkingSetDetector,
+};
 use std::time::Duration;
 
-/// Held packets are to be released within this, from when they came.
+/// The longest time for which a packet should be held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LatencyTarget {
-    /// The time, at least the pause and a round trip if it is to be kept.
+    /// The time in nanoseconds; it can be kept if it exceeds the pause and a round trip.
     pub ns: u64,
 }
 
-/// Checkpoints and suspends may take this part of the VM's time.
+/// The largest share of the VM's time for checkpoints and suspends.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct OverheadTarget {
-    /// 0 to 100.
+    /// The share in percent, 0 to 100.
     pub percent: f64,
 }
 
-/// What is asked for, and the constants.
+/// The targets and the constants of the adaptive scheduler.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct LatencyParameters {
-    /// Keep this latency, at the least overhead.
+pub struct AdaptiveParameters {
+    /// The latency to keep, at the least overhead.
     pub latency: Option<LatencyTarget>,
-    /// Keep this overhead, at the least latency. Without: 33 %.
+    /// The overhead to keep, at the least latency; 33 % without.
     pub overhead: Option<OverheadTarget>,
-    /// What the guest's first write to a page costs after a checkpoint, on this host.
+    /// The cost of the guest's first write to a page after a checkpoint, in nanoseconds.
     pub first_write_ns: u64,
-    /// Without packets, a checkpoint may take this part of its epoch, in percent.
+    /// Without packets, the largest share of its epoch that a checkpoint may cost, in percent.
     pub quiet_percent: f64,
     /// The dirty page set is reached when it grows by less than this between two counts, in
     /// percent.
     pub growth_percent: u64,
-    /// Disks may hold back this much.
+    /// The most bytes that disks may hold back.
     pub disk_buffer_bytes: u64,
-    /// The longest epoch, as long as nothing is in flight.
+    /// The longest epoch while no checkpoint is in flight.
     pub wait_max_ns: u64,
-    /// How far apart counts of dirty pages are that are compared, and looks while nothing happens.
+    /// The time between counts of dirty pages that are compared, and between looks without events.
     pub look_every_ns: u64,
 }
 
-impl Default for LatencyParameters {
+impl Default for AdaptiveParameters {
     fn default() -> Self {
         let paper = super::PaperParameters::default();
         Self {
@@ -90,37 +85,37 @@ impl Default for LatencyParameters {
     }
 }
 
-/// Without an overhead target: with packets without end the VM runs for two thirds of its time.
+/// The overhead without a target: a VM that always sends runs for two thirds of the time.
 const OVERHEAD_PERCENT: f64 = 33.0;
-/// Of the latency target, what is planned for: predictions are off, and looks are late.
+/// The share of the latency target to plan for, since predictions err and looks are late.
 const PLANNED: f64 = 0.9;
-/// Checkpoints that may be paid at once after a quiet time.
+/// The number of checkpoints that the account can save up.
 const SAVED_CHECKPOINTS: f64 = 8.0;
-/// A VM that sent a packet so recently is expected to send more.
+/// A VM that sent a packet within this time is expected to send more.
 const TALKATIVE_NS: u64 = 1_000_000_000;
-/// While packets are held, looks are this close.
+/// The time between looks while packets are held.
 const WATCH_NS: u64 = 1_000_000;
-/// An early suspend saves held packets this many times what it takes of the VM.
+/// An early suspend must save held packets this many times the time that it costs the VM.
 const SUSPEND_WORTH: f64 = 2.0;
-/// How much a VM computes is a mean over about this long.
+/// The time over which the VM's load is averaged.
 const BUSY_NS: f64 = 100e6;
-/// Of an idle VM, too, checkpoints take something: the first requests behind a pause wait.
+/// The least load to assume: also in an idle VM, requests right after a pause wait.
 const BUSY_MIN: f64 = 0.2;
-/// Before a checkpoint was measured.
+/// The pause to assume before the first checkpoint.
 const PAUSE_NS: f64 = 2e6;
 
-/// Ours.
+/// The adaptive scheduler.
 #[derive(Clone, Debug)]
-pub struct Latency {
-    parameters: LatencyParameters,
-    link: Link,
-    growth: Growth,
-    working_set: WorkingSet,
-    pause_ns: Mean,
-    cost_ns: Mean,
+pub struct AdaptivePolicy {
+    parameters: AdaptiveParameters,
+    link: LinkModel,
+    growth: DirtyGrowth,
+    working_set: WorkingSetDetector,
+    pause_ns: ExponentialMean,
+    cost_ns: ExponentialMean,
     /// The account: nanoseconds of the VM's time that may be taken; negative is a debt.
     account_ns: f64,
-    before: Option<Look>,
+    before: Option<VmObservation>,
     /// Pages that the newest checkpoint holds, as far as looks know.
     flight_pages: u64,
     newest_packet_ns: Option<u64>,
@@ -128,16 +123,16 @@ pub struct Latency {
     busy: Option<f64>,
 }
 
-impl Latency {
-    /// With these targets.
-    pub fn new(parameters: LatencyParameters) -> Self {
+impl AdaptivePolicy {
+    /// Creates the scheduler with these targets.
+    pub fn new(parameters: AdaptiveParameters) -> Self {
         Self {
             parameters,
-            link: Link::default(),
-            growth: Growth::default(),
-            working_set: WorkingSet::default(),
-            pause_ns: Mean::default(),
-            cost_ns: Mean::default(),
+            link: LinkModel::default(),
+            growth: DirtyGrowth::default(),
+            working_set: WorkingSetDetector::default(),
+            pause_ns: ExponentialMean::default(),
+            cost_ns: ExponentialMean::default(),
             account_ns: 0.0,
             before: None,
             flight_pages: 0,
@@ -160,7 +155,7 @@ impl Latency {
         }
     }
 
-    fn observe_busy(&mut self, look: &Look, before: &Look) {
+    fn observe_busy(&mut self, look: &VmObservation, before: &VmObservation) {
         let (Some(busy_ns), Some(busy_before_ns)) = (look.busy_ns, before.busy_ns) else {
             if look.busy_ns.is_none() {
                 self.busy = None;
@@ -178,7 +173,7 @@ impl Latency {
         self.busy = Some(self.busy.map_or(busy, |mean| mean + (busy - mean) * weight));
     }
 
-    fn observe(&mut self, look: &Look) {
+    fn observe(&mut self, look: &VmObservation) {
         let before = self.before.replace(*look).unwrap_or(*look);
         self.observe_busy(look, &before);
         let elapsed_ns = look.now_ns.saturating_sub(before.now_ns) as f64;
@@ -205,14 +200,14 @@ impl Latency {
     }
 
     /// From the checkpoint's begin to its acknowledgement, `ahead_ns` from this look.
-    fn release_ns(&self, look: &Look, ahead_ns: f64) -> f64 {
+    fn release_ns(&self, look: &VmObservation, ahead_ns: f64) -> f64 {
         let pages = self.growth.predict(look.age_ns() as f64, look.dirty_pages as f64, ahead_ns);
         self.pause_ns.or(PAUSE_NS) + self.link.transfer_ns(pages)
     }
 
     /// How long the checkpoint can still wait so that the oldest packet is released within
     /// `target_ns`.
-    fn slack_ns(&self, look: &Look, target_ns: u64) -> f64 {
+    fn slack_ns(&self, look: &VmObservation, target_ns: u64) -> f64 {
         let left_ns = target_ns as f64 * PLANNED - look.waited_ns() as f64;
         let late = |ahead_ns: f64| ahead_ns + self.release_ns(look, ahead_ns) > left_ns;
         if late(0.0) {
@@ -227,7 +222,7 @@ impl Latency {
     }
 
     /// How long a checkpoint for held packets still waits.
-    fn packets_wait_ns(&self, look: &Look) -> f64 {
+    fn packets_wait_ns(&self, look: &VmObservation) -> f64 {
         let patience_ns = if let Some(target) = self.parameters.latency {
             self.slack_ns(look, target.ns)
         } else {
@@ -246,7 +241,7 @@ impl Latency {
 
     /// A packet that came now would wait too long for what is dirty, and a checkpoint now would
     /// help it.
-    fn transfer_is_due(&self, look: &Look) -> bool {
+    fn transfer_is_due(&self, look: &VmObservation) -> bool {
         let Some(newest_ns) = self.newest_packet_ns else { return false };
         let transfer_ns = self.link.transfer_ns(look.dirty_pages as f64);
         let pause_ns = self.pause_ns.or(PAUSE_NS);
@@ -269,7 +264,7 @@ impl Latency {
 
     /// Of a checkpoint's pages, those that the guest wrote in its epoch: a complete one has all, of
     /// which few cost it a first write.
-    fn written_pages(&self, acked: &Acknowledged) -> u64 {
+    fn written_pages(&self, acked: &AcknowledgedEpoch) -> u64 {
         acked.pages.min(match self.before {
             Some(before) if before.in_flight => self.flight_pages,
             Some(before) => before.dirty_pages,
@@ -278,12 +273,12 @@ impl Latency {
     }
 
     /// Until the checkpoint in flight is acknowledged, as predicted.
-    fn flight_left_ns(&self, look: &Look) -> f64 {
+    fn flight_left_ns(&self, look: &VmObservation) -> f64 {
         let took_ns = self.pause_ns.or(PAUSE_NS) + self.link.transfer_ns(self.flight_pages as f64);
         (took_ns - look.age_ns() as f64).max(0.0)
     }
 
-    fn suspend_pays(&self, look: &Look) -> bool {
+    fn suspend_pays(&self, look: &VmObservation) -> bool {
         if self.link.unknown() || (look.dirty_pages as f64) < self.vm_stop_threshold_pages() {
             return false;
         }
@@ -311,22 +306,22 @@ impl Latency {
 
     /// Nothing is held and nothing in flight: the epoch goes on for so long at least before a
     /// checkpoint is cheap.
-    fn cheap_from_ns(&self, look: &Look) -> f64 {
-        let LatencyParameters { first_write_ns, quiet_percent, .. } = self.parameters;
+    fn cheap_from_ns(&self, look: &VmObservation) -> f64 {
+        let AdaptiveParameters { first_write_ns, quiet_percent, .. } = self.parameters;
         let cost_ns = self.pause_ns.or(PAUSE_NS) + look.dirty_pages as f64 * first_write_ns as f64;
         cost_ns / (quiet_percent / 100.0).min(self.allowed())
     }
 }
 
-impl Default for Latency {
+impl Default for AdaptivePolicy {
     fn default() -> Self {
-        Self::new(LatencyParameters::default())
+        Self::new(AdaptiveParameters::default())
     }
 }
 
-impl Policy for Latency {
+impl ReplicationScheduler for AdaptivePolicy {
     fn name(&self) -> String {
-        let LatencyParameters { latency, overhead, .. } = self.parameters;
+        let AdaptiveParameters { latency, overhead, .. } = self.parameters;
         let latency = latency
             .map(|t| format!("latency {}", humantime::format_duration(Duration::from_nanos(t.ns))));
         let overhead = match (overhead, &latency) {
@@ -338,43 +333,50 @@ impl Policy for Latency {
         format!("adaptive ({})", targets.join(", "))
     }
 
-    fn look(&mut self, look: &Look) -> Decision {
+    fn look(&mut self, look: &VmObservation) -> ReplicationDecision {
         self.observe(look);
-        let LatencyParameters {
-            growth_percent, disk_buffer_bytes, wait_max_ns, look_every_ns, ..
+        let AdaptiveParameters {
+            growth_percent,
+            disk_buffer_bytes,
+            wait_max_ns,
+            look_every_ns,
+            ..
         } = self.parameters;
         let set_reached = self.working_set.look(look, look_every_ns, growth_percent);
         if look.in_flight {
             return match (look.packets_held > 0, look.stopped) {
-                (true, false) if self.suspend_pays(look) => Decision::Suspend,
-                (true, false) => Decision::wait(look_every_ns.min(WATCH_NS)),
-                _ => Decision::wait(look_every_ns),
+                (true, false) if self.suspend_pays(look) => ReplicationDecision::Suspend,
+                (true, false) => ReplicationDecision::wait(look_every_ns.min(WATCH_NS)),
+                _ => ReplicationDecision::wait(look_every_ns),
             };
         }
         let left_ns = wait_max_ns.saturating_sub(look.age_ns());
         let reason = if left_ns == 0 {
-            Reason::LongestWait
+            CheckpointReason::LongestWait
         } else if look.disk_bytes_held > disk_buffer_bytes {
-            Reason::DiskBuffer
+            CheckpointReason::DiskBuffer
         } else if look.stopped {
-            Reason::Packets
+            CheckpointReason::Packets
         } else if look.packets_held > 0 {
             let wait_ns = self.packets_wait_ns(look);
             if wait_ns > 0.0 {
-                return Decision::wait_within((wait_ns as u64).min(look_every_ns), left_ns);
+                return ReplicationDecision::wait_within(
+                    (wait_ns as u64).min(look_every_ns),
+                    left_ns,
+                );
             }
-            Reason::Packets
+            CheckpointReason::Packets
         } else if self.transfer_is_due(look) {
-            Reason::Transfer
+            CheckpointReason::Transfer
         } else if set_reached && look.age_ns() as f64 >= self.cheap_from_ns(look) {
-            Reason::WorkingSet
+            CheckpointReason::WorkingSet
         } else {
-            return Decision::wait_within(look_every_ns, left_ns);
+            return ReplicationDecision::wait_within(look_every_ns, left_ns);
         };
-        Decision::Checkpoint(reason)
+        ReplicationDecision::Checkpoint(reason)
     }
 
-    fn acknowledged(&mut self, acked: &Acknowledged) {
+    fn acknowledged(&mut self, acked: &AcknowledgedEpoch) {
         let writes_ns = self.written_pages(acked).saturating_mul(self.parameters.first_write_ns);
         let cost_ns = self.standing_costs(acked.pause_ns as f64) + writes_ns as f64;
         self.pause_ns.take(acked.pause_ns as f64);
