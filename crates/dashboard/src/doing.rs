@@ -4,7 +4,7 @@ use super::listed::Listed;
 use super::said;
 use keyframe_failure::output;
 use keyframe_session::control::{Request, Response, client};
-use keyframe_session::rundir;
+use keyframe_session::run_dir;
 use keyframe_web::ApiError;
 use std::path::Path;
 use std::time::Duration;
@@ -19,7 +19,7 @@ pub fn roll_back(listed: &Listed, id: u64) -> Result<String, ApiError> {
         listing.get(id).ok_or_else(|| ApiError::Unknown(format!("there is no checkpoint {id}")))?;
     let failed = |error: keyframe_session::Error| ApiError::Failed(said(&error.into()));
     let engine =
-        rundir::find(Some(&one.vm)).map_err(|failure| ApiError::Unknown(said(&failure.into())))?;
+        run_dir::find(Some(&one.vm)).map_err(|failure| ApiError::Unknown(said(&failure.into())))?;
     let ask = |request: &Request| client::ask(&engine, request, PATIENCE).map_err(failed);
     // Another VM of that name may write to another store.
     match ask(&Request::Status)? {

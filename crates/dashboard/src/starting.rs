@@ -4,7 +4,7 @@
 use super::listed::Listed;
 use super::said;
 use keyframe_failure::output;
-use keyframe_session::rundir::{self, Kind};
+use keyframe_session::run_dir::{self, Kind};
 use keyframe_store_keys as keys;
 use keyframe_web::ApiError;
 use serde_json::Value;
@@ -44,14 +44,15 @@ fn told(clones: &[Value], pid: u32) -> String {
 /// Brings checkpoint `id` to life as it was.
 pub fn restore(listed: &Listed, id: u64) -> Result<String, ApiError> {
     let folder =
-        rundir::of_restored().map_err(|failure| ApiError::Failed(said(&failure.into())))?;
+        run_dir::of_restored().map_err(|failure| ApiError::Failed(said(&failure.into())))?;
     // It has no name before the VM has a directory.
     let console = tempfile::Builder::new().prefix(".console-").tempfile_in(folder).map_err(io)?;
     let file = console.reopen().map_err(io)?;
     let mut console = Some(console);
     start((listed, id), &["restore", "--quiet"], &file, &file, |pid| {
-        let all = rundir::without_engine().ok()?;
-        let own = |about: &rundir::About| about.kind == Kind::Restored && about.keyframe_pid == pid;
+        let all = run_dir::without_engine().ok()?;
+        let own =
+            |about: &run_dir::About| about.kind == Kind::Restored && about.keyframe_pid == pid;
         let (directory, about) = all.into_iter().find(|(_, about)| own(about))?;
         let place = directory.join(CONSOLE);
         let kept = console.take().map(|console| console.persist(&place));

@@ -2,7 +2,7 @@
 
 use super::{locked, said, stores::Stores};
 use keyframe_session::control::{Request, Response, client};
-use keyframe_session::rundir;
+use keyframe_session::run_dir;
 use keyframe_web::VmState;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -22,13 +22,13 @@ impl Vms {
     /// All that run, by name. `stores` gets to know where they write to.
     pub fn all(&self, stores: &Stores) -> Vec<VmState> {
         let mut kept = locked(&self.0);
-        let engines = rundir::all().unwrap_or_default();
+        let engines = run_dir::all().unwrap_or_default();
         if let Some((at, all)) = &*kept
             && at.elapsed() < KEPT
         {
             // One that has ended meanwhile is not shown for a moment longer.
             let lives =
-                |vm: &&VmState| engines.iter().any(|engine| rundir::name_of(engine) == vm.name);
+                |vm: &&VmState| engines.iter().any(|engine| run_dir::name_of(engine) == vm.name);
             return all.iter().filter(lives).cloned().collect();
         }
         let asked = client::ask_all(&engines, &Request::Status, ANSWER_MAX);
@@ -53,7 +53,7 @@ fn shown(
     engine: &Path,
     answer: Result<Response, keyframe_session::Error>,
 ) -> Option<(VmState, Option<PathBuf>)> {
-    let name = rundir::name_of(engine);
+    let name = run_dir::name_of(engine);
     let silent = |problem| {
         let vm = VmState {
             name: name.clone(),
@@ -76,7 +76,7 @@ fn shown(
             Some((vm, store))
         }
         Ok(other) => silent(format!("unexpected answer: {other:?}")),
-        Err(_) if !rundir::all().is_ok_and(|live| live.iter().any(|one| one == engine)) => None,
+        Err(_) if !run_dir::all().is_ok_and(|live| live.iter().any(|one| one == engine)) => None,
         Err(error) => silent(said(&error.into())),
     }
 }

@@ -14,15 +14,15 @@ use keyframe_qemu::{DiskServer, Invocation, LaunchOptions, QemuIdentity, Vm};
 use keyframe_replication::{GroupId, NodeId, PrimaryStart, ReplicationConfig};
 use keyframe_session::control::server::{SharedStatus, Socket};
 use keyframe_session::control::{OnExit, ReplicationRole, ReplicationStatus, Status, VmState};
-use keyframe_session::copying::Copying;
-use keyframe_session::disks::SessionDisks;
+use keyframe_session::disk_capture::DiskCapture;
+use keyframe_session::disk_capture::served::ServedDiskCapture;
 use keyframe_session::interrupt;
 use keyframe_session::launch as sessions;
 use keyframe_session::machine::QemuMachine;
-use keyframe_session::machines::{Beside, Machines, Member};
+use keyframe_session::machines::{Machines, Member, Peripherals};
+use keyframe_session::ram_capture::RamCapture;
 use keyframe_session::rights;
-use keyframe_session::rundir::RunDir;
-use keyframe_session::storage::Storage;
+use keyframe_session::run_dir::RunDir;
 use keyframe_session::{Options, machine_meta, refuse};
 use keyframe_store::MachineMeta;
 use keyframe_units::{Epoch, PAGE_BYTES};
@@ -103,8 +103,8 @@ pub fn protect(
         .map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
     let mut line = Invocation::parse(command).map_err(|e| Failure::qemu(&e))?;
     let identity = line.identity().map_err(|e| Failure::qemu(&e))?;
-    let name =
-        name.unwrap_or_else(|| keyframe_session::rundir::name_from(line.vm_name().unwrap_or("vm")));
+    let name = name
+        .unwrap_or_else(|| keyframe_session::run_dir::name_from(line.vm_name().unwrap_or("vm")));
     let run_dir = RunDir::claim(&name)?;
     let nics = line.gate(run_dir.path()).map_err(|e| Failure::qemu(&e))?;
     let drives = line.drives().map_err(|e| Failure::qemu(&e))?;
@@ -189,7 +189,7 @@ fn made(
     refuse(&mut vm, &*setup.events)?;
     let options =
         Options { events: Arc::clone(&setup.events), ..Options::every(None, OnExit::Kill) };
-    let copying = Copying::start(&mut [(&*name, &mut vm)], false, &options)?;
+    let copying = RamCapture::start(&mut [(&*name, &mut vm)], false, &options)?;
     let machine = match machine {
         Some(machine) => machine,
         None => machine_meta(&mut vm, &identity, &directory)?,
@@ -232,12 +232,13 @@ fn made(
     let has_disks = served.is_some();
     let storage = served.map(|served| {
         let events = Arc::clone(&options.events);
-        Storage::Served(SessionDisks::new(served, options.pause_limit, events))
+        DiskCapture::Served(ServedDiskCapture::new(served, options.pause_limit, events))
     });
     let watches = copying.watches_discards.first().copied().unwrap_or(false);
     let machine = QemuMachine::new(vm, watchdog, options.pause_limit, watches);
     let member = Member::new(name.clone(), machine, true);
-    let mut machines = Machines::new(vec![member], false, Beside { lans: None, disks: storage });
+    let mut machines =
+        Machines::new(vec![member], false, Peripherals { lans: None, disks: storage });
     for member in machines.members_mut() {
         member.machine.vm.qmp().cont().map_err(|e| Failure::qemu(&e))?;
     }

@@ -26,7 +26,7 @@ use keyframe_replication::{
 };
 use keyframe_session::control::server::{self, Pending, SharedStatus};
 use keyframe_session::control::{ReplicationState, ReplicationStatus, Request, Response};
-use keyframe_session::rundir::RunDir;
+use keyframe_session::run_dir::RunDir;
 use rustix::process::{Signal, pidfd_send_signal};
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::OwnedFd;

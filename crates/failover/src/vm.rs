@@ -28,9 +28,9 @@ use keyframe_scheduling::replication::{
     AcknowledgedEpoch, CheckpointReason, ReplicationDecision, ReplicationScheduler, VmObservation,
 };
 use keyframe_session::control::Strategy;
-use keyframe_session::copying::Copying;
-use keyframe_session::encoding::Encoding;
+use keyframe_session::encoder_thread::EncoderThread;
 use keyframe_session::machines::Machines;
+use keyframe_session::ram_capture::RamCapture;
 use keyframe_units::{Epoch, PAGE_BYTES};
 use std::io::{ErrorKind, PipeReader, Read};
 use std::path::PathBuf;
@@ -110,7 +110,7 @@ pub struct EpochReport {
 /// What the thread begins with.
 pub struct Parts {
     pub machines: Machines,
-    pub copying: Copying,
+    pub copying: RamCapture,
     pub gate: Gate,
     pub wire: SharedWire,
     pub policy: Box<dyn ReplicationScheduler>,
@@ -138,7 +138,7 @@ impl VmThread {
             let _ = reports.send(VmAction::Report(Box::new(report)));
         };
         let encoding =
-            Encoding::start(WireSink(parts.wire.clone()), space, Box::new(|_| ()), report)?;
+            EncoderThread::start(WireSink(parts.wire.clone()), space, Box::new(|_| ()), report)?;
         if let Ok(Some(bell)) = parts.gate.ask(|gate| gate.bell()) {
             listen(bell, actions.clone())?;
         }
@@ -215,8 +215,8 @@ struct InFlight {
 #[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
 struct Keeper {
     gated: Gated,
-    copying: Copying,
-    encoding: Encoding<WireSink>,
+    copying: RamCapture,
+    encoding: EncoderThread<WireSink>,
     wire: SharedWire,
     policy: Box<dyn ReplicationScheduler>,
     verify: bool,

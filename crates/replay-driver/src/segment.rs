@@ -5,13 +5,13 @@ use keyframe_failure::Failure;
 use keyframe_qemu::restore::Until;
 use keyframe_qemu::{QemuIdentity, Vm};
 use keyframe_replay::interval::RecordedCheckpoint;
-use keyframe_session::disks::SessionDisks;
+use keyframe_session::disk_capture::DiskCapture;
+use keyframe_session::disk_capture::served::ServedDiskCapture;
 use keyframe_session::engine::{ReplaySteps, Step};
-use keyframe_session::launch::{self, Found, Refused};
-use keyframe_session::machines::Beside;
-use keyframe_session::rundir::RunDir;
-use keyframe_session::storage::Storage;
-use keyframe_session::{Options, Recorded, Verdict, engine_over};
+use keyframe_session::launch::{self, RefusedVms, StartedVm};
+use keyframe_session::machines::Peripherals;
+use keyframe_session::run_dir::RunDir;
+use keyframe_session::{Options, RecordingOptions, Verdict, engine_over};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -50,7 +50,7 @@ pub fn segment(
     let pause_limit = options.pause_limit;
     let disks = served.map(|served| {
         let events = Arc::clone(&options.events);
-        Storage::Served(SessionDisks::new(served, pause_limit, events))
+        DiskCapture::Served(ServedDiskCapture::new(served, pause_limit, events))
     });
     let mut vm = restored.into_vm();
     if let Some(socket) = socket {
@@ -73,25 +73,26 @@ pub fn segment(
         blake3: machine.binary_blake3.clone(),
     };
     let directory = PathBuf::from(&machine.working_directory);
-    options.recorded = Some(Recorded {
+    options.recorded = Some(RecordingOptions {
         recording: source.recording.meta.id.clone(),
         log: source.log().to_owned(),
         machine: Some(machine.clone()),
         begin: Some(from.checkpoint),
     });
-    let found = Found { name: name.clone(), vm, identity, directory, monitor: None, runs: false };
-    let beside = Beside { lans: None, disks };
+    let found =
+        StartedVm { name: name.clone(), vm, identity, directory, monitor: None, runs: false };
+    let peripherals = Peripherals { lans: None, disks };
     let parts = launch::prepare(
         &source.store,
         writer,
         run_dir,
         (name, false),
-        (vec![found], beside),
+        (vec![found], peripherals),
         &options,
     )
     .map_err(|refused| {
-        let Refused { error, found, beside } = *refused;
-        launch::end(found, beside, error)
+        let RefusedVms { error, found, peripherals } = *refused;
+        launch::end(found, peripherals, error)
     })?;
     let engine = engine_over(&source.store, parts, options)?;
     tell(passage.icount);

@@ -10,7 +10,9 @@
 //! checkpoints were sealed.
 
 use keyframe_session::control::OnExit;
-use keyframe_session::{Commands, Event, EventSink, Options, Verdict, error_chain, helper_process};
+use keyframe_session::{
+    CommandLines, Event, EventSink, Options, Verdict, error_chain, helper_process,
+};
 use keyframe_store::Store;
 use std::error::Error;
 use std::path::Path;
@@ -40,7 +42,7 @@ fn checkpoint_vm() -> Result<Verdict, Box<dyn Error>> {
     let interval = Some(Duration::from_millis(500));
     let mut options = Options::every(interval, OnExit::Kill);
     (options.count, options.events) = (Some(count), Arc::new(Printer));
-    let report = keyframe_session::run(&store, Commands::One(arguments.collect()), options)?;
+    let report = keyframe_session::run(&store, CommandLines::One(arguments.collect()), options)?;
     println!("sealed {}, failed {}", report.sealed, report.failed);
     Ok(report.verdict())
 }

@@ -2,18 +2,24 @@
 //! on meanwhile.
 
 use super::Options;
-use super::launch::{Found, Parts, Refused, lock, names, open_lans, prepare, require_kernel};
-use super::machines::Beside;
-use super::storage;
+use super::disk_capture;
+use super::launch::{
+    PreparedSession, RefusedVms, StartedVm, lock, names, open_lans, prepare, require_kernel,
+};
+use super::machines::Peripherals;
 use crate::error::{Error, Result};
-use crate::rundir::RunDir;
+use crate::run_dir::RunDir;
 use crate::teardown::Teardown;
 use keyframe_qemu::{AttachOptions, Monitor, Vm};
 use keyframe_store::Store;
 
 /// Attaches to the QEMUs with those process ids, each with the way to its monitor; several are a
 /// group.
-pub fn attach(store: &Store, vms: &[(u32, AttachOptions)], options: &Options) -> Result<Parts> {
+pub fn attach(
+    store: &Store,
+    vms: &[(u32, AttachOptions)],
+    options: &Options,
+) -> Result<PreparedSession> {
     require_kernel(options)?;
     let mut attached = Vec::with_capacity(vms.len());
     for (pid, monitor) in vms {
@@ -30,17 +36,17 @@ pub fn attach(store: &Store, vms: &[(u32, AttachOptions)], options: &Options) ->
     let (name, members) = names(&wanted, is_group, options)?;
     let run_dir = RunDir::claim(&name)?;
     let writer = lock(store, "attach", &name, options)?;
-    let mut beside = Beside { lans: open_lans(options)?, disks: None };
+    let mut peripherals = Peripherals { lans: open_lans(options)?, disks: None };
     let mut found = Vec::with_capacity(vms.len());
-    let mut look = || -> Result<()> {
+    let look = || -> Result<()> {
         for ((mut vm, monitor), name) in attached.into_iter().zip(members) {
             let identity = vm.identity()?;
             let directory = vm.working_directory()?;
             let runs = vm.qmp().status()?.is_running();
-            found.push(Found { name, vm, identity, directory, monitor, runs });
+            found.push(StartedVm { name, vm, identity, directory, monitor, runs });
         }
         let place = (store, &*name, run_dir.path());
-        beside.disks = storage::choose::own(
+        peripherals.disks = disk_capture::method::own(
             place,
             (&mut found, is_group),
             options.disk,
@@ -51,20 +57,22 @@ pub fn attach(store: &Store, vms: &[(u32, AttachOptions)], options: &Options) ->
     };
     // The VMs are dropped, which detaches them; they run on.
     if let Err(error) = look() {
-        return Err(release(beside, error));
+        return Err(release(peripherals, error));
     }
-    prepare(store, writer, run_dir, (name, is_group), (found, beside), options).map_err(|refused| {
-        let Refused { error, mut found, mut beside } = *refused;
-        if let Some(disks) = beside.disks.take() {
-            disks.undo(&mut found.iter_mut().map(|one| &mut one.vm).collect::<Vec<_>>());
-        }
-        release(beside, error)
-    })
+    prepare(store, writer, run_dir, (name, is_group), (found, peripherals), options).map_err(
+        |refused| {
+            let RefusedVms { error, mut found, mut peripherals } = *refused;
+            if let Some(disks) = peripherals.disks.take() {
+                disks.undo(&mut found.iter_mut().map(|one| &mut one.vm).collect::<Vec<_>>());
+            }
+            release(peripherals, error)
+        },
+    )
 }
 
 /// Releases the peripherals of VMs that run on. Returns `error` with those of the release.
-fn release(beside: Beside, error: Error) -> Error {
+fn release(peripherals: Peripherals, error: Error) -> Error {
     let mut teardown = Teardown::after(error);
-    teardown.step(beside.release(true));
+    teardown.step(peripherals.release(true));
     teardown.into_error()
 }

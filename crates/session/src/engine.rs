@@ -15,24 +15,24 @@ pub use stepping::{ReplaySteps, Step};
 
 use super::Options;
 use super::audit::Audit;
-use super::copying::Copying;
-use super::encoding::Encoding;
+use super::budget::BudgetKeeper;
+use super::cycle_observer::CycleObserver;
+use super::disk_capture::DiskCapture;
+use super::encoder_thread::EncoderThread;
 use super::event::{Event, SessionStart};
 use super::faults::Fault;
-use super::launch::Parts;
+use super::flight_recorder::FlightRecorder;
+use super::launch::PreparedSession;
 use super::machines::{Machines, Member};
+use super::ram_capture::RamCapture;
 use super::recompressor::Recompressor;
-use super::recorder::Recorder;
-use super::sink::{CheckpointReason, Label, MachinesMeta, StoreSink};
-use super::storage::Storage;
-use super::tuning::Tuning;
-use super::watch::Watch;
+use super::store_sink::{CheckpointLabel, CheckpointReason, MachineDescriptions, StoreSink};
 use crate::control::server::{self, Pending, SharedStatus};
 use crate::control::{
     CaptureState, EncoderState, MemberStatus, OnExit, Request, Response, Status, Strategy, VmState,
 };
 use crate::error::{CheckpointError, CheckpointFailure, Error, NotCaptured, Result, with_fix};
-use crate::rundir::RunDir;
+use crate::run_dir::RunDir;
 use keyframe_capture::{CaptureError, CapturePhase, EncodeReport, SettledReport};
 use keyframe_inspect::entry::Entry;
 use keyframe_scheduling::Cadence;
@@ -56,7 +56,7 @@ const NO_STANDBY: &str = "this VM has no standby: start it with keyframe protect
 const SAY_LATE_EVERY: Duration = Duration::from_secs(30);
 
 /// What wakes the engine.
-pub enum Inbox {
+pub enum EngineMessage {
     /// A client of the control socket.
     Request(Pending),
     /// The encoder.
@@ -92,19 +92,19 @@ pub struct Engine<'a> {
     name: String,
     run_dir: RunDir,
     machines: Machines,
-    copying: Copying,
+    copying: RamCapture,
     /// `None` only at the end, and between two runs.
-    encoding: Option<Encoding<StoreSink>>,
+    encoding: Option<EncoderThread<StoreSink>>,
     writer: Writer,
     /// Present where the run forgets as it goes.
-    recorder: Option<Recorder>,
+    recorder: Option<FlightRecorder>,
     recompressor: Option<Recompressor>,
-    meta: MachinesMeta,
+    meta: MachineDescriptions,
     options: Options,
-    watch: Watch,
+    watch: CycleObserver,
     status: SharedStatus,
-    inbox: Receiver<Inbox>,
-    inbox_sender: Sender<Inbox>,
+    inbox: Receiver<EngineMessage>,
+    inbox_sender: Sender<EngineMessage>,
     /// Who waits for which capture to be sealed.
     takers: BTreeMap<u64, Taker>,
     /// Pages of the newest checkpoint.
@@ -119,7 +119,7 @@ pub struct Engine<'a> {
     _socket: server::Socket,
     born: Instant,
     cadence: Option<Cadence>,
-    tuning: Option<Tuning>,
+    tuning: Option<BudgetKeeper>,
     sealed: u64,
     failed: u64,
     audited_wrong: u64,
@@ -133,11 +133,11 @@ pub struct Engine<'a> {
 
 impl<'a> Engine<'a> {
     /// An engine over a VM that is ready to run.
-    pub fn new(store: &'a Store, parts: Parts, options: Options) -> Result<Self> {
+    pub fn new(store: &'a Store, parts: PreparedSession, options: Options) -> Result<Self> {
         let status = Arc::new(Mutex::new(first_status(store, &parts, &options)));
         let (inbox_sender, inbox) = channel();
         let requests = inbox_sender.clone();
-        let deliver = move |pending| requests.send(Inbox::Request(pending)).is_ok();
+        let deliver = move |pending| requests.send(EngineMessage::Request(pending)).is_ok();
         let socket = server::listen(parts.run_dir.path(), &status, deliver)
             .map_err(|e| Error::file("listen in", parts.run_dir.path(), e))?;
         let interrupted = crate::interrupt::interruption_or_hangup()?;
@@ -149,7 +149,7 @@ impl<'a> Engine<'a> {
         let fault = options.fault.clone();
         let encoding =
             encode(parts.sink, space_pages, inbox_sender.clone(), Arc::clone(&status), fault)?;
-        let recorder = Recorder::start(store, &parts.name, &options, &status)?;
+        let recorder = FlightRecorder::start(store, &parts.name, &options, &status)?;
         let recompressor = Recompressor::start(store, &options, &status)?;
         Ok(Self {
             store,
@@ -162,7 +162,7 @@ impl<'a> Engine<'a> {
             encoding: Some(encoding),
             writer: parts.writer,
             meta: parts.meta,
-            watch: Watch::new(Arc::clone(&status), options.fault.clone(), audit),
+            watch: CycleObserver::new(Arc::clone(&status), options.fault.clone(), audit),
             status,
             inbox,
             inbox_sender,
@@ -175,7 +175,7 @@ impl<'a> Engine<'a> {
             _socket: socket,
             born: Instant::now(),
             cadence: options.interval.map(|i| Cadence::new(duration_ns(i), 0)),
-            tuning: Tuning::new(&options)?,
+            tuning: BudgetKeeper::new(&options)?,
             sealed: 0,
             failed: 0,
             audited_wrong: 0,
@@ -195,7 +195,7 @@ impl<'a> Engine<'a> {
         }
         let end = self.until_end().map_err(|error| BrokenRun { error, has_begun: true });
         if matches!(end, Ok(End::Asked(OnExit::Kill))) && self.options.recorded.is_some() {
-            self.take_last();
+            self.capture_recording_end();
         }
         self.finish(end)
     }
@@ -210,7 +210,7 @@ impl<'a> Engine<'a> {
     }
 
     /// The last interval of a recording is to end at a checkpoint, as the others do.
-    fn take_last(&mut self) {
+    fn capture_recording_end(&mut self) {
         let stands =
             self.machines.members_mut().iter_mut().try_for_each(|m| m.machine.stand().map(drop));
         match stands {
@@ -229,7 +229,7 @@ impl<'a> Engine<'a> {
             self.check_lost_members();
             if self.options.count.is_some_and(|count| self.sealed >= count)
                 || self.interrupted.load(Ordering::Relaxed)
-                || self.is_in_vain()
+                || self.has_nothing_to_do()
             {
                 return Ok(End::Asked(self.options.on_exit));
             }
@@ -237,12 +237,12 @@ impl<'a> Engine<'a> {
             // Requests and reports first: where checkpoints take longer than the interval, one is
             // always due.
             match self.inbox.recv_timeout(self.patience()) {
-                Ok(Inbox::Request(pending)) => {
+                Ok(EngineMessage::Request(pending)) => {
                     if let Some(end) = self.answer(pending) {
                         return Ok(end);
                     }
                 }
-                Ok(Inbox::Report(report)) => self.settle(*report),
+                Ok(EngineMessage::Report(report)) => self.settle(*report),
                 Err(RecvTimeoutError::Timeout) if self.is_due() && self.may_capture() => {
                     // What went wrong has been said.
                     let _ = self.capture(CheckpointReason::Interval, None, None);
@@ -256,7 +256,7 @@ impl<'a> Engine<'a> {
     /// Whether nothing is left to do, as no more checkpoints can be taken: of a VM that is not
     /// ours, and where --count was to end the run. Any other VM that was launched is watched on to
     /// its end.
-    fn is_in_vain(&self) -> bool {
+    fn has_nothing_to_do(&self) -> bool {
         let ends = self.machines.is_attached() || self.options.count.is_some();
         self.given_up && ends && self.copying.cycle.in_flight() == 0
     }
@@ -273,7 +273,7 @@ impl<'a> Engine<'a> {
         if in_flight == 0 {
             return true;
         }
-        if self.machines.disks.as_ref().is_some_and(Storage::is_busy) {
+        if self.machines.disks.as_ref().is_some_and(DiskCapture::is_busy) {
             return false;
         }
         // An audit keeps a whole copy of RAM for the checkpoint that it compares; and --count is
@@ -374,7 +374,8 @@ impl<'a> Engine<'a> {
         let strategy = copying.strategies.get(strategy.unwrap_or(self.options.strategy));
         let strategy = strategy.map_err(|e| CheckpointError::Strategy(Box::new(e)))?;
         let position = self.machines.mark();
-        let label = Label { reason, backlog_ns, tag, cut, parent: self.came_from, position };
+        let label =
+            CheckpointLabel { reason, backlog_ns, tag, cut, parent: self.came_from, position };
         let encoding = self.encoding.as_mut().ok_or(CheckpointError::Ending)?;
         let result = copying.cycle.capture(
             &mut self.machines,
@@ -400,7 +401,7 @@ impl<'a> Engine<'a> {
                 }
                 Ok(seq)
             }
-            Err(error) => Err(self.stumbled(error)),
+            Err(error) => Err(self.capture_failed(error)),
         }
     }
 
@@ -433,10 +434,10 @@ impl<'a> Engine<'a> {
 fn encode(
     sink: StoreSink,
     space_pages: u64,
-    inbox: Sender<Inbox>,
+    inbox: Sender<EngineMessage>,
     status: SharedStatus,
     fault: Option<Fault>,
-) -> Result<Encoding<StoreSink>> {
+) -> Result<EncoderThread<StoreSink>> {
     let watch = move |phase: CapturePhase| {
         if let Ok(mut status) = status.lock() {
             status.encoder = EncoderState::of(phase);
@@ -447,12 +448,12 @@ fn encode(
     };
     let report = move |report| {
         // The engine may have ended already; the checkpoint is sealed all the same.
-        let _ = inbox.send(Inbox::Report(Box::new(report)));
+        let _ = inbox.send(EngineMessage::Report(Box::new(report)));
     };
-    Encoding::start(sink, space_pages, Box::new(watch), report)
+    EncoderThread::start(sink, space_pages, Box::new(watch), report)
 }
 
-fn first_status(store: &Store, parts: &Parts, options: &Options) -> Status {
+fn first_status(store: &Store, parts: &PreparedSession, options: &Options) -> Status {
     let members: Vec<_> = parts
         .machines
         .members()
@@ -486,7 +487,7 @@ fn first_status(store: &Store, parts: &Parts, options: &Options) -> Status {
 }
 
 /// A member and the monitor that its engine uses.
-fn member_status((number, member): (usize, &Member), parts: &Parts) -> MemberStatus {
+fn member_status((number, member): (usize, &Member), parts: &PreparedSession) -> MemberStatus {
     let path = if member.machine.vm.is_attached() {
         member.machine.monitor.clone()
     } else if parts.machines.is_group() {

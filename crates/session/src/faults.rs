@@ -1,6 +1,6 @@
 //! Faults on purpose: what a run can be told to suffer, so that tests prove that nothing is lost.
 //!
-//! One enum of all of them ([`Kind`]); each has an end-to-end test of the same name in
+//! One enum of all of them ([`FaultKind`]); each has an end-to-end test of the same name in
 //! `tests/tests/faults.rs` or `crash.rs` (`slow-copy`: `budgets.rs`). Those with a phase strike
 //! where the checkpoint reaches it for the Nth time, the others at the Nth call, and slow ones
 //! always.
@@ -21,7 +21,7 @@ use std::time::Duration;
 
 /// What happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum FaultKind {
     /// The engine dies, as by `kill -9`.
     Kill,
     /// The engine hangs for ten minutes: the watchdog must step in.
@@ -40,14 +40,14 @@ pub enum Kind {
     ShortRead,
     /// Each parcel of pages takes the encoder half a second more.
     SlowEncoder,
-    /// Copying takes 20 us more for each page, as on a machine with slow memory.
+    /// RamCapture takes 20 us more for each page, as on a machine with slow memory.
     SlowCopy,
     /// The engine dies at the Nth step of a rollback: the VM stands; the disks are others; all is
     /// loaded; it is whole.
     KillRollback,
 }
 
-impl Kind {
+impl FaultKind {
     const ALL: [(Self, &str); 11] = [
         (Self::Kill, "kill"),
         (Self::Stall, "stall"),
@@ -67,10 +67,10 @@ impl Kind {
     }
 }
 
-/// A fault and where it strikes. Clones are the same fault: it strikes once.
+/// A fault and where it strikes. ClonedDiskCapture are the same fault: it strikes once.
 #[derive(Clone, Debug)]
 pub struct Fault {
-    kind: Kind,
+    kind: FaultKind,
     phase: Option<CapturePhase>,
     /// How many times its place is passed before it strikes.
     left: Arc<AtomicU32>,
@@ -83,9 +83,11 @@ impl FromStr for Fault {
     fn from_str(text: &str) -> Result<Self, String> {
         let mut parts = text.split(':');
         let name = parts.next().unwrap_or_default();
-        let kind = Kind::ALL.into_iter().find(|(_, known)| *known == name).map(|(kind, _)| kind);
-        let kind = kind
-            .ok_or_else(|| format!("faults: {}", Kind::ALL.map(|(_, known)| known).join(", ")))?;
+        let kind =
+            FaultKind::ALL.into_iter().find(|(_, known)| *known == name).map(|(kind, _)| kind);
+        let kind = kind.ok_or_else(|| {
+            format!("faults: {}", FaultKind::ALL.map(|(_, known)| known).join(", "))
+        })?;
         let phase = if kind.has_phase() {
             let name = parts.next().unwrap_or_default();
             let phase = CapturePhase::ALL.into_iter().find(|p| p.name() == name);
@@ -112,22 +114,22 @@ impl Fault {
 
     /// Strikes where `phase` is its own and it is due.
     pub fn reached(&self, phase: CapturePhase) {
-        if self.kind == Kind::SlowEncoder && phase == CapturePhase::Encoding {
+        if self.kind == FaultKind::SlowEncoder && phase == CapturePhase::Encoding {
             std::thread::sleep(Duration::from_millis(500));
         }
         if self.phase != Some(phase) || !self.is_due() {
             return;
         }
         match self.kind {
-            Kind::Kill => die(),
-            Kind::Stall => std::thread::sleep(Duration::from_mins(10)),
-            Kind::Pause => std::thread::sleep(Duration::from_secs(6)),
-            Kind::QmpLost => {
+            FaultKind::Kill => die(),
+            FaultKind::Stall => std::thread::sleep(Duration::from_mins(10)),
+            FaultKind::Pause => std::thread::sleep(Duration::from_secs(6)),
+            FaultKind::QmpLost => {
                 if let Some((_, monitor)) = self.victim.get() {
                     let _ = rustix::net::shutdown(monitor, rustix::net::Shutdown::Both);
                 }
             }
-            Kind::QemuKilled => {
+            FaultKind::QemuKilled => {
                 let pid = self.victim.get().and_then(|(pid, _)| Pid::from_raw(pid.cast_signed()));
                 if let Some(pid) = pid {
                     let _ = kill_process(pid, Signal::KILL);
@@ -139,19 +141,19 @@ impl Fault {
 
     /// Dies at this step of a rollback, where it is due.
     pub fn rolling_back(&self) {
-        if self.kind == Kind::KillRollback && self.is_due() {
+        if self.kind == FaultKind::KillRollback && self.is_due() {
             die();
         }
     }
 
     /// The error of a call that fails, where this is the fault's kind and it is due.
-    pub fn strike(&self, kind: Kind) -> Option<BoxError> {
+    pub fn strike(&self, kind: FaultKind) -> Option<BoxError> {
         if self.kind != kind || !self.is_due() {
             return None;
         }
         let error = match kind {
-            Kind::DiskFull => std::io::Error::from(std::io::ErrorKind::StorageFull),
-            Kind::ShortRead => std::io::Error::from(std::io::ErrorKind::UnexpectedEof),
+            FaultKind::DiskFull => std::io::Error::from(std::io::ErrorKind::StorageFull),
+            FaultKind::ShortRead => std::io::Error::from(std::io::ErrorKind::UnexpectedEof),
             _ => std::io::Error::other("injected"),
         };
         Some(error.into())
@@ -175,7 +177,7 @@ pub struct FaultyTracker(pub Box<dyn DirtyTracker>, pub Fault);
 
 impl DirtyTracker for FaultyTracker {
     fn drain(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
-        if let Some(error) = self.1.strike(Kind::ScanError) {
+        if let Some(error) = self.1.strike(FaultKind::ScanError) {
             self.0.drain(&mut PageSet::new(written.space_pages()))?;
             return Err(error);
         }
@@ -196,10 +198,10 @@ pub struct FaultyReader(pub Arc<dyn PageReader>, pub Fault);
 
 impl PageReader for FaultyReader {
     fn read(&self, ranges: &[PageRange], dst: &mut [u8]) -> Result<(), BoxError> {
-        if let Some(error) = self.1.strike(Kind::ShortRead) {
+        if let Some(error) = self.1.strike(FaultKind::ShortRead) {
             return Err(error);
         }
-        if self.1.kind == Kind::SlowCopy {
+        if self.1.kind == FaultKind::SlowCopy {
             let pages = (dst.len() / PAGE_BYTES) as u32;
             std::thread::sleep(Duration::from_micros(20) * pages);
         }
@@ -214,7 +216,7 @@ mod tests {
     #[test]
     fn faults_are_read_and_refused() {
         let fault: Fault = "kill:device-state:3".parse().unwrap();
-        assert_eq!((fault.kind, fault.phase), (Kind::Kill, Some(CapturePhase::DeviceState)));
+        assert_eq!((fault.kind, fault.phase), (FaultKind::Kill, Some(CapturePhase::DeviceState)));
         assert!("kill:nowhere".parse::<Fault>().unwrap_err().contains("precopy"));
         assert!("hug".parse::<Fault>().unwrap_err().contains("scan-error"));
         assert!("kill:paused:0".parse::<Fault>().is_err());
@@ -224,8 +226,8 @@ mod tests {
     fn a_fault_strikes_once_at_its_turn() {
         let fault: Fault = "disk-full:3".parse().unwrap();
         let struck: Vec<bool> =
-            (0..6).map(|_| fault.clone().strike(Kind::DiskFull).is_some()).collect();
+            (0..6).map(|_| fault.clone().strike(FaultKind::DiskFull).is_some()).collect();
         assert_eq!(struck, [false, false, true, false, false, false]);
-        assert!(fault.strike(Kind::ShortRead).is_none());
+        assert!(fault.strike(FaultKind::ShortRead).is_none());
     }
 }

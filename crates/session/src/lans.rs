@@ -120,7 +120,7 @@ impl Lans {
 }
 
 /// Warns of links of a group's member that no checkpoint can hold.
-pub fn warn_of_loose_links(
+pub fn report_loose_links(
     vm: &str,
     words: &[String],
     directory: &Path,

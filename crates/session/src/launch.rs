@@ -1,19 +1,19 @@
 //! Everything before the guest's first instruction: launch, audit, attach, watchdog, run directory.
 
-use super::copying::Copying;
-use super::disks::SessionDisks;
+use super::disk_capture::served::ServedDiskCapture;
+use super::disk_capture::{self, DiskCapture, DiskMethod};
+use super::flight_recorder;
 use super::machine::QemuMachine;
-use super::machines::{Beside, Machines, Member};
-use super::recorder;
-use super::sink::{MachinesMeta, StoreSink};
-use super::storage::{self, DiskWay, Storage};
+use super::machines::{Machines, Member, Peripherals};
+use super::ram_capture::RamCapture;
+use super::store_sink::{MachineDescriptions, StoreSink};
 use super::{LanChoice, Options};
 use crate::control::TrackerKind;
 use crate::error::{Error, Result};
 use crate::event::{Event, EventSink};
 use crate::lans::{self, Lans};
 use crate::rights;
-use crate::rundir::{self, RunDir};
+use crate::run_dir::{self, RunDir};
 use crate::teardown::Teardown;
 use keyframe_qemu::watchdog::Watchdog;
 use keyframe_qemu::{
@@ -31,7 +31,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 /// VMs that are ready to run, tracked, with a run in the store.
-pub struct Parts {
+pub struct PreparedSession {
     /// The VM's name, or the group's.
     pub name: String,
     /// The run directory.
@@ -39,17 +39,17 @@ pub struct Parts {
     /// The VMs and their watchdogs.
     pub machines: Machines,
     /// The capture.
-    pub copying: Copying,
+    pub copying: RamCapture,
     /// The store's end.
     pub sink: StoreSink,
     /// Begins further runs.
     pub writer: Writer,
     /// The machines, for those.
-    pub meta: MachinesMeta,
+    pub meta: MachineDescriptions,
 }
 
 /// What is to be run.
-pub enum Commands {
+pub enum CommandLines {
     /// One VM's command line.
     One(Vec<OsString>),
     /// Those of a group's members.
@@ -57,7 +57,7 @@ pub enum Commands {
 }
 
 /// A VM that is there and has not been looked into.
-pub struct Found {
+pub struct StartedVm {
     /// Its name: among a group's members no other has it.
     pub name: String,
     /// Its QEMU.
@@ -73,13 +73,13 @@ pub struct Found {
 }
 
 /// Brings VMs up to just before their first instruction.
-pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Parts> {
+pub fn launch(store: &Store, commands: CommandLines, options: &Options) -> Result<PreparedSession> {
     require_kernel(options)?;
     let directory =
         std::env::current_dir().map_err(|e| Error::io("find the working directory", e))?;
     let (commands, is_group) = match commands {
-        Commands::One(command) => (vec![command], false),
-        Commands::Group(commands) => (commands, true),
+        CommandLines::One(command) => (vec![command], false),
+        CommandLines::Group(commands) => (commands, true),
     };
     let mut starting = Vec::with_capacity(commands.len());
     for command in commands {
@@ -93,11 +93,12 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
     let run_dir = RunDir::claim(&name)?;
     let writer = lock(store, "run", &name, options)?;
     // Before the VMs: they connect as they start.
-    let mut beside = Beside { lans: open_lans(options)?, disks: None };
-    let mut found: Vec<Found> = Vec::with_capacity(starting.len());
-    let mut start_all = || -> Result<()> {
-        let way = storage::choose::for_launch(options.disk, &all_drives(&starting, &directory)?)?;
-        if way == DiskWay::Served {
+    let mut peripherals = Peripherals { lans: open_lans(options)?, disks: None };
+    let mut found: Vec<StartedVm> = Vec::with_capacity(starting.len());
+    let start_all = || -> Result<()> {
+        let way =
+            disk_capture::method::for_launch(options.disk, &all_drives(&starting, &directory)?)?;
+        if way == DiskMethod::Served {
             let members = is_group.then_some(&members[..]);
             let served = serve_disks(
                 store,
@@ -107,9 +108,9 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
                 members,
                 &*options.events,
             )?;
-            beside.disks = served.map(|served| {
+            peripherals.disks = served.map(|served| {
                 let events = Arc::clone(&options.events);
-                Storage::Served(SessionDisks::new(served, options.pause_limit, events))
+                DiskCapture::Served(ServedDiskCapture::new(served, options.pause_limit, events))
             });
         }
         let mut media = None;
@@ -128,11 +129,11 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
                 let runs = !line.starts_paused();
                 let mut vm = Vm::launch(line, &LaunchOptions { run_dir })?;
                 let whole = vm.require_whole_line();
-                let answered = answer_on(vm.core(), beside.disks.as_ref(), media.as_mut());
+                let answered = answer_on(vm.core(), peripherals.disks.as_ref(), media.as_mut());
                 if let Some(media) = media.take() {
                     vm.accompany(media);
                 }
-                found.push(Found {
+                found.push(StartedVm {
                     name: name.clone(),
                     vm,
                     identity,
@@ -151,9 +152,9 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
                 }
             },
         )?;
-        if way != DiskWay::Served {
+        if way != DiskMethod::Served {
             let place = (store, &*name, run_dir.path());
-            beside.disks = storage::choose::own(
+            peripherals.disks = disk_capture::method::own(
                 place,
                 (&mut found, is_group),
                 way,
@@ -168,19 +169,22 @@ pub fn launch(store: &Store, commands: Commands, options: &Options) -> Result<Pa
         Ok(()) => {
             // Before there are threads that copy and encode.
             rights::trace_only(&*options.events);
-            prepare(store, writer, run_dir, (name, is_group), (found, beside), options).map_err(
-                |refused| {
-                    let Refused { error, found, beside } = *refused;
-                    end(found, beside, error)
-                },
-            )
+            prepare(store, writer, run_dir, (name, is_group), (found, peripherals), options)
+                .map_err(|refused| {
+                    let RefusedVms { error, found, peripherals } = *refused;
+                    end(found, peripherals, error)
+                })
         }
-        Err(error) => Err(end(found, beside, error)),
+        Err(error) => Err(end(found, peripherals, error)),
     }
 }
 
 /// Has what a recorded guest reads and writes answered on its core, where it has one.
-fn answer_on(core: Option<u32>, disks: Option<&Storage>, media: Option<&mut Media>) -> Result<()> {
+fn answer_on(
+    core: Option<u32>,
+    disks: Option<&DiskCapture>,
+    media: Option<&mut Media>,
+) -> Result<()> {
     let Some(core) = core else { return Ok(()) };
     disks.map_or(Ok(()), |disks| disks.answer_on(core)).map_err(Error::AnswerOnCore)?;
     Ok(media.map_or(Ok(()), |media| media.answer_on(core))?)
@@ -237,12 +241,12 @@ fn serve_disks(
 }
 
 /// Ends VMs and their peripherals after `error`. Returns it with the errors of the teardown.
-pub fn end(found: Vec<Found>, beside: Beside, error: Error) -> Error {
+pub fn end(found: Vec<StartedVm>, peripherals: Peripherals, error: Error) -> Error {
     let mut teardown = Teardown::after(error);
     for mut one in found {
         teardown.step(one.vm.kill());
     }
-    teardown.step(beside.release(false));
+    teardown.step(peripherals.release(false));
     teardown.into_error()
 }
 
@@ -255,13 +259,13 @@ pub fn names(
 ) -> Result<(String, Vec<String>)> {
     if !is_group {
         let own = wanted.iter().flatten().next().map_or("vm", |name| name);
-        let name = options.name.clone().unwrap_or_else(|| rundir::name_from(own));
+        let name = options.name.clone().unwrap_or_else(|| run_dir::name_from(own));
         return Ok((name.clone(), vec![name]));
     }
     let members: Vec<_> = wanted
         .iter()
         .enumerate()
-        .map(|(i, name)| name.as_deref().map_or_else(|| format!("vm{}", i + 1), rundir::name_from))
+        .map(|(i, name)| name.as_deref().map_or_else(|| format!("vm{}", i + 1), run_dir::name_from))
         .collect();
     if let Some((_, twice)) =
         members.iter().enumerate().find(|(i, name)| members[..*i].contains(name))
@@ -282,7 +286,7 @@ pub fn lock(store: &Store, command: &str, name: &str, options: &Options) -> Resu
         ..Tuning::default()
     };
     if options.keep_within.is_some() {
-        tuning.pack_bytes_max = recorder::PACK_BYTES_MAX;
+        tuning.pack_bytes_max = flight_recorder::PACK_BYTES_MAX;
     }
     let owner = format!("keyframe {command}, VM {name}");
     let writer =
@@ -315,13 +319,13 @@ pub fn open_lans(options: &Options) -> Result<Option<Lans>> {
 }
 
 /// VMs that were refused, and why.
-pub struct Refused {
+pub struct RefusedVms {
     /// Why.
     pub error: Error,
     /// The VMs.
-    pub found: Vec<Found>,
-    /// What stands beside them.
-    pub beside: Beside,
+    pub found: Vec<StartedVm>,
+    /// What stands peripherals them.
+    pub peripherals: Peripherals,
 }
 
 /// Everything that can be refused of VMs that are there: audit, attach, the run in the store, the
@@ -331,32 +335,32 @@ pub fn prepare(
     mut writer: Writer,
     run_dir: RunDir,
     (name, is_group): (String, bool),
-    (mut found, mut beside): (Vec<Found>, Beside),
+    (mut found, mut peripherals): (Vec<StartedVm>, Peripherals),
     options: &Options,
-) -> Result<Parts, Box<Refused>> {
-    if is_group && let Err(error) = look_at_links(&mut found, beside.lans.as_mut(), options) {
-        return Err(Box::new(Refused { error, found, beside }));
+) -> Result<PreparedSession, Box<RefusedVms>> {
+    if is_group && let Err(error) = audit_links(&mut found, peripherals.lans.as_mut(), options) {
+        return Err(Box::new(RefusedVms { error, found, peripherals }));
     }
-    let disks = beside.disks.as_ref();
-    match looked_into(store, &mut writer, (&name, is_group), (&mut found, disks), options) {
+    let disks = peripherals.disks.as_ref();
+    match prepare_parts(store, &mut writer, (&name, is_group), (&mut found, disks), options) {
         Ok((copying, sink, meta, watchdogs)) => {
             let guarded = found.into_iter().zip(watchdogs).zip(&copying.watches_discards);
-            let member = |((found, watchdog), watches): ((Found, Watchdog), &bool)| {
+            let member = |((found, watchdog), watches): ((StartedVm, Watchdog), &bool)| {
                 let mut machine =
                     QemuMachine::new(found.vm, watchdog, options.pause_limit, *watches);
                 machine.monitor = found.monitor;
                 machine.is_recorded = options.recorded.is_some();
                 Member::new(found.name, machine, found.runs)
             };
-            let machines = Machines::new(guarded.map(member).collect(), is_group, beside);
-            Ok(Parts { name, run_dir, machines, copying, sink, writer, meta })
+            let machines = Machines::new(guarded.map(member).collect(), is_group, peripherals);
+            Ok(PreparedSession { name, run_dir, machines, copying, sink, writer, meta })
         }
-        Err(error) => Err(Box::new(Refused { error, found, beside })),
+        Err(error) => Err(Box::new(RefusedVms { error, found, peripherals })),
     }
 }
 
 /// Warns of links between the members of a group that cannot be held.
-fn look_at_links(found: &mut [Found], lans: Option<&mut Lans>, options: &Options) -> Result<()> {
+fn audit_links(found: &mut [StartedVm], lans: Option<&mut Lans>, options: &Options) -> Result<()> {
     let held = match (&options.lans, lans) {
         (LanChoice::Own(paths), _) => paths.clone(),
         (_, Some(lans)) => lans.connected()?,
@@ -364,24 +368,24 @@ fn look_at_links(found: &mut [Found], lans: Option<&mut Lans>, options: &Options
     };
     for one in found {
         let words = one.vm.user_command().get(1..).unwrap_or_default();
-        lans::warn_of_loose_links(&one.name, words, &one.directory, &held, &*options.events);
+        lans::report_loose_links(&one.name, words, &one.directory, &held, &*options.events);
     }
     Ok(())
 }
 
-fn looked_into(
+fn prepare_parts(
     store: &Store,
     writer: &mut Writer,
     (name, is_group): (&str, bool),
-    (found, disks): (&mut [Found], Option<&Storage>),
+    (found, disks): (&mut [StartedVm], Option<&DiskCapture>),
     options: &Options,
-) -> Result<(Copying, StoreSink, MachinesMeta, Vec<Watchdog>)> {
+) -> Result<(RamCapture, StoreSink, MachineDescriptions, Vec<Watchdog>)> {
     for one in found.iter_mut() {
         refuse(&mut one.vm, &*options.events)
             .map_err(|error| if is_group { error.of_member(&one.name) } else { error })?;
     }
     let mut vms: Vec<_> = found.iter_mut().map(|one| (&*one.name, &mut one.vm)).collect();
-    let copying = Copying::start(&mut vms, is_group, options)?;
+    let copying = RamCapture::start(&mut vms, is_group, options)?;
     let mut members = Vec::with_capacity(found.len());
     for one in found.iter_mut() {
         let ram_blocks = one.vm.ram_layout()?.blocks().len();
@@ -393,7 +397,7 @@ fn looked_into(
         let pid = one.vm.pid();
         members.push(MemberMeta { name: one.name.clone(), pid, ram_blocks, machine });
     }
-    let meta = MachinesMeta::new(members, is_group);
+    let meta = MachineDescriptions::new(members, is_group);
     let disk_metas = disks.map_or_else(Vec::new, |disks| disks.metas().to_vec());
     let has_disks = !disk_metas.is_empty();
     let run = writer.begin_run_with(name, &copying.layout, disk_metas, DiskState::default());

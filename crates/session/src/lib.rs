@@ -12,40 +12,39 @@
 
 pub mod attach;
 pub mod audit;
+pub mod budget;
 pub mod control;
-pub mod copying;
-pub mod disks;
-pub mod encoding;
+pub mod cycle_observer;
+pub mod disk_capture;
+pub mod encoder_thread;
 pub mod engine;
 pub mod error;
 pub mod event;
 pub mod faults;
+pub mod flight_recorder;
 pub mod helper_process;
 pub mod interrupt;
 pub mod lans;
 pub mod launch;
 pub mod machine;
 pub mod machines;
+pub mod ram_capture;
 pub mod recompressor;
-pub mod recorded;
-pub mod recorder;
+pub mod recording;
 pub mod rights;
-pub mod rundir;
-pub mod sink;
-pub mod storage;
+pub mod run_dir;
+pub mod store_sink;
 pub mod teardown;
-pub mod tuning;
-pub mod watch;
 
-pub use disks::BlockSink;
+pub use disk_capture::served::BlockSink;
+pub use disk_capture::{DiskCut, DiskMethod, ExcludedDisks};
 pub use engine::{RunEnd, RunReport, Verdict};
 pub use error::{Error, Result, error_chain};
 pub use event::{Event, EventSink, NoEvents, SharedEventSink};
 pub use faults::Fault;
-pub use launch::{Commands, machine_meta, refuse};
+pub use launch::{CommandLines, machine_meta, refuse};
 pub use recompressor::Recompress;
-pub use recorded::Recorded;
-pub use storage::{Cut as DiskCut, DiskWay, LeaveOut};
+pub use recording::RecordingOptions;
 
 use crate::control::{OnExit, Strategy, TrackerKind};
 use keyframe_qemu::AttachOptions;
@@ -103,15 +102,15 @@ pub struct Options {
     /// Full copies for comparison.
     pub audit: Option<PathBuf>,
     /// How disks get into checkpoints.
-    pub disk: DiskWay,
+    pub disk: DiskMethod,
     /// Disks that stay out of them.
-    pub leave_out: LeaveOut,
+    pub leave_out: ExcludedDisks,
     /// The networks between the members of a group.
     pub lans: LanChoice,
     /// Forget what is older than this, as the run goes on.
     pub keep_within: Option<Duration>,
     /// The VM is recorded.
-    pub recorded: Option<Recorded>,
+    pub recorded: Option<RecordingOptions>,
     /// When packs are recompressed.
     pub recompress: Recompress,
     /// A fault to suffer.
@@ -139,8 +138,8 @@ impl Options {
             pause_limit: Duration::from_secs(5),
             events: Arc::new(NoEvents),
             audit: None,
-            disk: DiskWay::Auto,
-            leave_out: LeaveOut::default(),
+            disk: DiskMethod::Auto,
+            leave_out: ExcludedDisks::default(),
             lans: LanChoice::None,
             keep_within: None,
             recorded: None,
@@ -163,8 +162,8 @@ impl Options {
 }
 
 /// Runs the VMs of `commands` under checkpoints into `store`, to their end.
-pub fn run(store: &Store, commands: Commands, options: Options) -> Result<RunReport> {
-    tuning::check(&options)?;
+pub fn run(store: &Store, commands: CommandLines, options: Options) -> Result<RunReport> {
+    budget::check(&options)?;
     let parts = launch::launch(store, commands, &options)?;
     engine_over(store, parts, options)?.run()
 }
@@ -173,7 +172,7 @@ pub fn run(store: &Store, commands: Commands, options: Options) -> Result<RunRep
 /// guests have not run, or only replay; nothing is lost.
 pub fn engine_over(
     store: &Store,
-    parts: launch::Parts,
+    parts: launch::PreparedSession,
     options: Options,
 ) -> Result<engine::Engine<'_>> {
     let open = |member: &machines::Member| keyframe_kernel::Process::open(member.machine.vm.pid());
@@ -188,7 +187,7 @@ pub fn engine_over(
 /// Takes checkpoints of the running QEMUs with those process ids into `store`, until asked to end
 /// or the VMs end. Several are a group.
 pub fn attach(store: &Store, vms: &[(u32, AttachOptions)], options: Options) -> Result<RunReport> {
-    tuning::check(&options)?;
+    budget::check(&options)?;
     let parts = attach::attach(store, vms, &options)?;
     engine::Engine::new(store, parts, options)?.run()
 }

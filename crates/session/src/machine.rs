@@ -13,7 +13,7 @@
 //!
 //! Invariant: whatever fails in a pause of ours, the VM runs again before the next look at it.
 
-use super::recorded::{Disks, Position};
+use super::recording::{Position, RequestQueues};
 use keyframe_capture::{BoxError, PauseSteps, PauseVerdict, StopOutcome};
 use keyframe_qemu::watchdog::Watchdog;
 use keyframe_qemu::{Qmp, Vm};
@@ -55,7 +55,7 @@ pub struct QemuMachine {
     /// Where the next checkpoint's instruction is to be told.
     pub position: Option<Position>,
     /// Of a VM that is recorded or replays: its disks.
-    pub disks: Disks,
+    pub disks: RequestQueues,
     watchdog: Watchdog,
     pause_limit: Duration,
     watches_discards: bool,
@@ -72,7 +72,7 @@ impl QemuMachine {
             monitor: None,
             is_recorded: false,
             position: None,
-            disks: Disks::default(),
+            disks: RequestQueues::default(),
             watchdog,
             pause_limit,
             watches_discards,

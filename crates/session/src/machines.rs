@@ -15,9 +15,9 @@
 //! Invariant: a member that was paused by somebody else stays so, and whatever fails, none that ran
 //! is left standing.
 
+use super::disk_capture::DiskCapture;
 use super::machine::QemuMachine;
-use super::recorded::Position;
-use super::storage::Storage;
+use super::recording::Position;
 use crate::error::{Result, error_chain};
 use crate::lans::Lans;
 use keyframe_capture::group::join_device_states;
@@ -56,16 +56,16 @@ impl Member {
     }
 }
 
-/// What stands beside the VMs, and stops and goes on with them.
+/// What stands peripherals the VMs, and stops and goes on with them.
 #[derive(Default)]
-pub struct Beside {
+pub struct Peripherals {
     /// The networks between them.
     pub lans: Option<Lans>,
     /// Their disks.
-    pub disks: Option<Storage>,
+    pub disks: Option<DiskCapture>,
 }
 
-impl Beside {
+impl Peripherals {
     /// Ends the networks, and the disks unless the VMs run on with them (`keeps`). Returns the
     /// directory of the guests' writes, if it is not that of the images.
     pub fn release(self, keeps: bool) -> Result<Option<std::path::PathBuf>> {
@@ -87,13 +87,13 @@ pub struct Machines {
     /// The networks between them.
     lans: Option<Lans>,
     /// Their disks.
-    pub disks: Option<Storage>,
+    pub disks: Option<DiskCapture>,
 }
 
 impl Machines {
     /// One VM, or with `is_group` those of a group.
-    pub fn new(members: Vec<Member>, is_group: bool, beside: Beside) -> Self {
-        Self { members, is_group, lans: beside.lans, disks: beside.disks }
+    pub fn new(members: Vec<Member>, is_group: bool, peripherals: Peripherals) -> Self {
+        Self { members, is_group, lans: peripherals.lans, disks: peripherals.disks }
     }
 
     /// Each of them.
@@ -107,7 +107,7 @@ impl Machines {
     }
 
     /// Their disks, and the VMs whose they are.
-    pub fn storage(&mut self) -> Option<(&mut Storage, &mut [Member])> {
+    pub fn storage(&mut self) -> Option<(&mut DiskCapture, &mut [Member])> {
         self.disks.as_mut().map(|disks| (disks, &mut self.members[..]))
     }
 
@@ -237,10 +237,10 @@ impl Machines {
         results.into_iter().zip(&self.members).map(named).collect()
     }
 
-    /// Ends the watchdogs and returns the VMs with their names, and what stands beside them.
-    pub fn into_vms(self) -> (Vec<(String, Vm)>, Beside) {
-        let beside = Beside { lans: self.lans, disks: self.disks };
-        (self.members.into_iter().map(|m| (m.name, m.machine.into_vm())).collect(), beside)
+    /// Ends the watchdogs and returns the VMs with their names, and what stands peripherals them.
+    pub fn into_vms(self) -> (Vec<(String, Vm)>, Peripherals) {
+        let peripherals = Peripherals { lans: self.lans, disks: self.disks };
+        (self.members.into_iter().map(|m| (m.name, m.machine.into_vm())).collect(), peripherals)
     }
 
     fn release_lans(&mut self) {
@@ -283,7 +283,7 @@ impl PauseSteps for Machines {
         if let Some(lans) = &mut self.lans {
             lans.hold()?;
         }
-        let ready = self.disks.as_mut().map_or(Ok(()), Storage::before_stop);
+        let ready = self.disks.as_mut().map_or(Ok(()), DiskCapture::before_stop);
         // Last, since what it waits for lasts a moment only.
         let ready = ready.and_then(|()| {
             let rested = self.members.iter_mut().try_for_each(|m| m.machine.prepare_pause());
@@ -336,7 +336,7 @@ impl PauseSteps for Machines {
     }
 
     fn release(&mut self, _: StopOutcome) -> Result<(), BoxError> {
-        let settled = self.disks.as_mut().map_or(Ok(()), Storage::settled);
+        let settled = self.disks.as_mut().map_or(Ok(()), DiskCapture::settled);
         // Also where that failed: the guest's next flush tells it, and a VM that nobody resumes is
         // worse.
         let resumed = self.each(|member| match member.stopped {

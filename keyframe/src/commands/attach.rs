@@ -6,7 +6,7 @@ use super::exit_code;
 use keyframe_failure::{Failure, Outcome};
 use keyframe_qemu::{AttachOptions, Monitor};
 use keyframe_session::control::OnExit;
-use keyframe_session::{LanChoice, LeaveOut};
+use keyframe_session::{ExcludedDisks, LanChoice};
 use std::path::PathBuf;
 
 /// Take continuous checkpoints of a QEMU that runs already
@@ -74,7 +74,7 @@ impl Attach {
         let options = monitors.into_iter().map(|monitor| AttachOptions { monitor });
         let vms: Vec<_> = self.pids.into_iter().zip(options).collect();
         let mut session = self.checkpoints.options(OnExit::Keep);
-        session.leave_out = LeaveOut(self.leave_out_disk);
+        session.leave_out = ExcludedDisks(self.leave_out_disk);
         if let Some(control) = self.lan_control {
             session.lans = LanChoice::Control(control);
         }

@@ -21,7 +21,7 @@ use keyframe_qemu::DiskServer;
 use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored, SharedRam};
 use keyframe_qemu::restore::{CloneOptions, clone_line};
 use keyframe_session::control::OnExit;
-use keyframe_session::rundir::{Kind, RunDir};
+use keyframe_session::run_dir::{Kind, RunDir};
 use keyframe_store::{Loaded, Store};
 use keyframe_vm_disks::{self as disks, ServedDisks, restored};
 use serde::Serialize;

@@ -2,7 +2,7 @@
 
 use crate::words::StderrWords;
 use keyframe_session::control::{OnExit, Strategy, TrackerKind};
-use keyframe_session::{DiskWay, LanChoice, LeaveOut, Options};
+use keyframe_session::{DiskMethod, ExcludedDisks, LanChoice, Options};
 use keyframe_store::Durability;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -65,7 +65,7 @@ pub struct Checkpoints {
     pause_limit: Duration,
     /// How disks that the guest can write to get into checkpoints
     #[arg(long, value_enum, default_value = "auto", value_name = "WAY")]
-    disk: DiskWay,
+    disk: DiskMethod,
     /// Say a line about each checkpoint on standard error
     #[arg(long, short)]
     verbose: bool,
@@ -117,7 +117,7 @@ impl Checkpoints {
             events: StderrWords::shared(self.quiet, self.verbose),
             audit: self.audit,
             disk: self.disk,
-            leave_out: LeaveOut::default(),
+            leave_out: ExcludedDisks::default(),
             lans: LanChoice::None,
             keep_within: self.keep_within,
             recorded: None,

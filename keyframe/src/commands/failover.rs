@@ -3,7 +3,7 @@
 use crate::output;
 use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_session::control::{Request, Response, client};
-use keyframe_session::rundir;
+use keyframe_session::run_dir;
 use std::time::Duration;
 
 /// Let a protected VM run on the other host
@@ -29,7 +29,7 @@ pub struct Failover {
 impl Failover {
     /// Asks the engine.
     pub fn run(&self) -> Outcome {
-        let engine = rundir::find(self.name.as_deref())?;
+        let engine = run_dir::find(self.name.as_deref())?;
         let request = Request::FailOver { force: self.force };
         match client::ask(&engine, &request, Duration::from_secs(30))? {
             Response::Done(text) => {

@@ -13,7 +13,7 @@ use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_inspect::entry::Entry;
 use keyframe_qemu::stream::{MigrationBlock, MigrationReader, cpu_registers};
 use keyframe_qemu::{Invocation, LaunchOptions, Vm};
-use keyframe_session::rundir;
+use keyframe_session::run_dir;
 use keyframe_session::{machine_meta, refuse};
 use keyframe_store::{MachineMeta, Run, SealRequest, Sealed, Timing};
 use keyframe_units::{PAGE_BYTES, PageIndex, RamBlock, RamLayout};
@@ -66,7 +66,7 @@ impl Import {
         }
         let invocation = Invocation::parse(self.command.clone()).map_err(|e| Failure::qemu(&e))?;
         let name = self.name.clone();
-        let name = name.unwrap_or_else(|| rundir::name_from(invocation.vm_name().unwrap_or("vm")));
+        let name = name.unwrap_or_else(|| run_dir::name_from(invocation.vm_name().unwrap_or("vm")));
         let incoming =
             MigrationReader::begin(self.input()?).map_err(|e| Failure::qemu(&e.into()))?;
         let mut writer = store

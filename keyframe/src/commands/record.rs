@@ -10,7 +10,7 @@ use keyframe_replay::recording::{FORMAT, ImageMeta, OWN_STORE, VERSION};
 use keyframe_replay::{LogTimeRecorder, Recording, RecordingEnding, RecordingMeta};
 use keyframe_replay_driver::{Follower, adopt_first, jobs, places_in};
 use keyframe_session::control::OnExit;
-use keyframe_session::{Commands, Options, Recorded};
+use keyframe_session::{CommandLines, Options, RecordingOptions};
 use keyframe_store::Store;
 use keyframe_store_keys::KeyArg;
 use std::ffi::OsString;
@@ -89,7 +89,7 @@ impl Record {
             self.follow.then(|| self.store(&recording, &recording.first_store_path(), false));
         let first = first.transpose()?;
         let store = first.as_ref().unwrap_or(&kept);
-        let recorded = Recorded {
+        let recorded = RecordingOptions {
             recording: id.clone(),
             log: recording.log_path(),
             machine: None,
@@ -108,7 +108,7 @@ impl Record {
         });
         let follower = follower.transpose()?;
         let began = Instant::now();
-        let ran = keyframe_session::run(store, Commands::One(command), options)
+        let ran = keyframe_session::run(store, CommandLines::One(command), options)
             .map(|report| exit_code(report.verdict()))
             .map_err(Failure::from);
         let duration_ns = keyframe_units::elapsed_ns(began);
@@ -221,7 +221,7 @@ impl Record {
             format: FORMAT.into(),
             version: VERSION,
             id: keyframe_replay::recording::new_id().map_err(|e| Failure::recording(&e))?,
-            vm: keyframe_session::rundir::name_from(vm),
+            vm: keyframe_session::run_dir::name_from(vm),
             began_at: jiff::Timestamp::now(),
             duration_ns: 0,
             ending: RecordingEnding::Recording,

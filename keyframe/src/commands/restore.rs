@@ -13,7 +13,7 @@ use keyframe_qemu::restore::lazy::Residency;
 use keyframe_qemu::restore::{self, Lineage, Plan, RamSource, RestoreOptions, Restored};
 use keyframe_qemu::{Accelerator, DiskServer};
 use keyframe_session::error::RunDirError;
-use keyframe_session::rundir::{Kind, RunDir};
+use keyframe_session::run_dir::{Kind, RunDir};
 use keyframe_store::{Loaded, MachineMeta, Meta, Store, Unmapped};
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
 use keyframe_vm_disks::{self as disks, ServedDisks, restored};

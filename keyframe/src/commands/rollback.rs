@@ -3,7 +3,7 @@
 use crate::output;
 use keyframe_failure::{DONE, Failure, Outcome, WARNED};
 use keyframe_session::control::{Request, Response, client};
-use keyframe_session::rundir;
+use keyframe_session::run_dir;
 use std::time::Duration;
 
 /// How long the engine may take. What fails is told sooner.
@@ -36,7 +36,7 @@ pub struct Rollback {
 impl Rollback {
     /// Asks the engine for it.
     pub fn run(&self) -> Outcome {
-        let engine = rundir::find(self.name.as_deref())?;
+        let engine = run_dir::find(self.name.as_deref())?;
         let request = Request::Rollback { checkpoint: self.checkpoint.clone() };
         let done = match client::ask(&engine, &request, PATIENCE)? {
             Response::RolledBack(done) => done,

@@ -6,7 +6,7 @@ use super::exit_code;
 use keyframe_failure::paths;
 use keyframe_failure::{FAILED, Failure, Outcome};
 use keyframe_session::control::OnExit;
-use keyframe_session::{Commands, LanChoice};
+use keyframe_session::{CommandLines, LanChoice};
 use std::ffi::OsString;
 use std::path::PathBuf;
 
@@ -56,7 +56,8 @@ impl Run {
     /// Runs the VM to its end.
     pub fn run(self) -> Outcome {
         let store = self.store.open()?;
-        let commands = if self.group { group(&self.command)? } else { Commands::One(self.command) };
+        let commands =
+            if self.group { group(&self.command)? } else { CommandLines::One(self.command) };
         let quiet = self.checkpoints.is_quiet();
         let mut options = self.checkpoints.options(self.on_exit);
         if !self.lan.is_empty() {
@@ -76,12 +77,12 @@ impl Run {
 }
 
 /// The lines between the `--`.
-fn group(words: &[OsString]) -> Result<Commands, Failure> {
+fn group(words: &[OsString]) -> Result<CommandLines, Failure> {
     let lines: Vec<Vec<OsString>> = words.split(|word| word == "--").map(<[_]>::to_vec).collect();
     if lines.len() < 2 || lines.iter().any(Vec::is_empty) {
         return Err(Failure::new("--group needs the command lines of at least two VMs").fix(
             "separate them by --: keyframe run --group -- qemu-system-x86_64 -name a ... -- qemu-system-x86_64 -name b ...",
         ));
     }
-    Ok(Commands::Group(lines))
+    Ok(CommandLines::Group(lines))
 }

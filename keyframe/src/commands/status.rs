@@ -5,8 +5,8 @@ use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_session::control::{
     ReplicationRole, ReplicationStatus, Request, Response, Status as Shown, client,
 };
-use keyframe_session::rundir;
-use keyframe_session::rundir::{About, Kind, Orphan};
+use keyframe_session::run_dir;
+use keyframe_session::run_dir::{About, Kind, Orphan};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -47,16 +47,16 @@ pub const NOTHING_RUNS: &str =
 impl Status {
     /// Asks each engine and prints the answers.
     pub fn run(&self) -> Outcome {
-        let mut others = rundir::without_engine()?;
+        let mut others = run_dir::without_engine()?;
         others.retain(|(_, about)| self.name.as_ref().is_none_or(|name| *name == about.vm));
-        let mut orphans = rundir::orphans()?;
+        let mut orphans = run_dir::orphans()?;
         orphans.retain(|orphan| self.name.as_ref().is_none_or(|name| *name == orphan.vm));
         let engines = match &self.name {
-            Some(name) => match rundir::find(Some(name)) {
+            Some(name) => match run_dir::find(Some(name)) {
                 Err(_) if !others.is_empty() || !orphans.is_empty() => Vec::new(),
                 found => vec![found?],
             },
-            None => rundir::all()?,
+            None => run_dir::all()?,
         };
         let mut all = Vec::new();
         for (_, answer) in client::ask_all(&engines, &Request::Status, Duration::from_secs(10)) {

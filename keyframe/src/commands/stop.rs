@@ -4,8 +4,8 @@ use crate::output;
 use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_qemu::Qmp;
 use keyframe_session::control::{OnExit, Request, client};
-use keyframe_session::rundir;
-use keyframe_session::rundir::{About, Kind, Orphan};
+use keyframe_session::run_dir;
+use keyframe_session::run_dir::{About, Kind, Orphan};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -42,15 +42,17 @@ pub struct Stop {
 impl Stop {
     /// Asks the engine to end.
     pub fn run(&self) -> Outcome {
-        let others = rundir::without_engine()?;
+        let others = run_dir::without_engine()?;
         let engine = match &self.name {
             Some(name) => {
-                match (rundir::find(Some(name)), others.iter().find(|(_, about)| about.vm == *name))
-                {
+                match (
+                    run_dir::find(Some(name)),
+                    others.iter().find(|(_, about)| about.vm == *name),
+                ) {
                     (Err(_), Some((place, about))) => return self.end(place, about),
                     (Err(none), None) => {
                         let orphan =
-                            rundir::orphans()?.into_iter().find(|orphan| orphan.vm == *name);
+                            run_dir::orphans()?.into_iter().find(|orphan| orphan.vm == *name);
                         return match orphan {
                             Some(orphan) => self.end_orphan(&orphan),
                             None => Err(none.into()),
@@ -59,20 +61,20 @@ impl Stop {
                     (found, _) => found?,
                 }
             }
-            None => match (rundir::all()?.len(), others.as_slice()) {
+            None => match (run_dir::all()?.len(), others.as_slice()) {
                 (0, [(place, about)]) => return self.end(place, about),
                 (0, [_, _, ..]) => return Err(several(&others)),
-                (0, []) => match rundir::orphans()?.as_slice() {
+                (0, []) => match run_dir::orphans()?.as_slice() {
                     [orphan] => return self.end_orphan(orphan),
-                    _ => rundir::find(None)?,
+                    _ => run_dir::find(None)?,
                 },
                 // Without a name, one that has an engine is meant.
-                _ => rundir::find(None)?,
+                _ => run_dir::find(None)?,
             },
         };
         client::ask(&engine, &Request::Stop { on_exit: self.on_exit }, Duration::from_secs(600))?;
         output::print_line("stopping")?;
-        self.wait(|| rundir::lives(&engine));
+        self.wait(|| run_dir::lives(&engine));
         Ok(DONE)
     }
 
@@ -93,10 +95,10 @@ impl Stop {
                     .and_then(|mut qmp| qmp.execute("quit", None));
                 quit.map_err(|e| Failure::qemu(&e))?;
             }
-            Kind::Restored => rundir::end_with(place, about)?,
+            Kind::Restored => run_dir::end_with(place, about)?,
         }
         output::print_line("stopping")?;
-        self.wait(|| place.join(rundir::ABOUT).exists() && rundir::lives(place));
+        self.wait(|| place.join(run_dir::ABOUT).exists() && run_dir::lives(place));
         Ok(DONE)
     }
 

@@ -3,7 +3,7 @@
 use crate::output;
 use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_session::control::{Request, Response, Strategy, client};
-use keyframe_session::rundir;
+use keyframe_session::run_dir;
 use std::time::Duration;
 
 /// Take a checkpoint of a running VM now, and wait until it is sealed
@@ -29,7 +29,7 @@ pub struct Take {
 impl Take {
     /// Asks the engine for one.
     pub fn run(&self) -> Outcome {
-        let engine = rundir::find(self.name.as_deref())?;
+        let engine = run_dir::find(self.name.as_deref())?;
         let request = Request::Take { tag: self.tag.clone(), strategy: self.strategy };
         match client::ask(&engine, &request, Duration::from_secs(600))? {
             Response::Taken(entry) if self.json => output::json(&entry)?,

@@ -5,7 +5,7 @@ use crate::top::history::{Answer, History};
 use crate::top::view;
 use keyframe_failure::{DONE, Failure, Outcome, USAGE};
 use keyframe_session::control::{Request, Response, client};
-use keyframe_session::{error_chain, rundir};
+use keyframe_session::{error_chain, run_dir};
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use ratatui::widgets::TableState;
 use ratatui::{DefaultTerminal, init, restore};
@@ -101,7 +101,7 @@ impl Top {
 
 /// What the engines say, all asked at once.
 fn answers() -> Result<Vec<Answer>, Failure> {
-    let engines = rundir::all()?;
+    let engines = run_dir::all()?;
     let asked = client::ask_all(&engines, &Request::Status, ANSWER_MAX);
     Ok(asked
         .into_iter()
@@ -111,7 +111,7 @@ fn answers() -> Result<Vec<Answer>, Failure> {
                 Ok(other) => Err(format!("unexpected answer: {other:?}")),
                 Err(error) => Err(error_chain(&error)),
             };
-            (rundir::name_of(engine), status)
+            (run_dir::name_of(engine), status)
         })
         .collect())
 }

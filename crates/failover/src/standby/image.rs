@@ -11,7 +11,7 @@ use super::super::frames::MachineFrame;
 use keyframe_failure::Failure;
 use keyframe_locks::IgnorePoison;
 use keyframe_qemu::restore::{PreparedRam, RamSource};
-use keyframe_session::rundir::name_from;
+use keyframe_session::run_dir::name_from;
 use keyframe_transfer::{Epoch as EpochBuffer, Image};
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, ZERO_PAGE};
 use rustix::fs::{FlockOperation, flock};

@@ -37,7 +37,7 @@ use keyframe_session::control::{
     ReplicationRole, ReplicationState, ReplicationStatus, Request, Response,
 };
 use keyframe_session::interrupt;
-use keyframe_session::rundir::RunDir;
+use keyframe_session::run_dir::RunDir;
 use ready::{IncomingEpoch, Ready, meta_of};
 use std::collections::VecDeque;
 use std::ffi::OsString;

@@ -1,14 +1,14 @@
 //! The end of a run: what was captured is sealed, QEMU is ended or left to itself.
 
-use super::{BrokenRun, End, Engine, Event, Inbox, OnExit, RunEnd, RunReport, StoreSink};
+use super::{BrokenRun, End, Engine, EngineMessage, Event, OnExit, RunEnd, RunReport, StoreSink};
 use crate::error::{Error, Result};
-use crate::rundir::RunDir;
+use crate::run_dir::RunDir;
 use crate::teardown::Teardown;
 use keyframe_qemu::Vm;
 
 impl Engine<'_> {
     /// What was captured is sealed before the run ends.
-    fn seal_the_rest(&mut self) -> Result<()> {
+    fn seal_remaining(&mut self) -> Result<()> {
         let sink = self.end_encoding()?;
         sink.finish().map(drop).map_err(|e| Error::store(self.store.path(), e))
     }
@@ -20,8 +20,8 @@ impl Engine<'_> {
         let mut requests = Vec::new();
         while let Ok(message) = self.inbox.try_recv() {
             match message {
-                Inbox::Report(report) => self.settle(*report),
-                request @ Inbox::Request(_) => requests.push(request),
+                EngineMessage::Report(report) => self.settle(*report),
+                request @ EngineMessage::Request(_) => requests.push(request),
             }
         }
         // For the loop, where it goes on with another encoder; where it does not, who asked is told
@@ -44,7 +44,7 @@ impl Engine<'_> {
                 End::Asked(if has_begun { OnExit::Keep } else { OnExit::Kill })
             }
         };
-        teardown.step(self.seal_the_rest());
+        teardown.step(self.seal_remaining());
         self.recorder = None;
         // The tracker goes with the cycle: QEMU is on its own again before it is ended or left.
         drop(self.copying);
@@ -53,7 +53,7 @@ impl Engine<'_> {
             disks.detach(vms);
         }
         let is_group = self.machines.is_group();
-        let (vms, beside) = self.machines.into_vms();
+        let (vms, peripherals) = self.machines.into_vms();
         let events = &*self.options.events;
         if let Some(recompressor) = self.recompressor.take() {
             recompressor.finish(events);
@@ -92,7 +92,7 @@ impl Engine<'_> {
             }
         };
         let keeps = matches!(end, RunEnd::Detached | RunEnd::Kept);
-        if let Some(Some(directory)) = teardown.step(beside.release(keeps)) {
+        if let Some(Some(directory)) = teardown.step(peripherals.release(keeps)) {
             events.event(&Event::WritesKept { directory });
         }
         teardown.finish()?;

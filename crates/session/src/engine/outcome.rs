@@ -1,9 +1,9 @@
 //! What becomes of captures: sealed, failed, or of RAM that is not there any more.
 
 use super::{
-    Arc, CaptureError, CheckpointError, CheckpointFailure, Copying, EncodeReport, Engine, Entry,
-    Error, Event, Instant, NotCaptured, Response, Result, SAY_LATE_EVERY, Sealed, SettledReport,
-    StoreSink, Taker, encode,
+    Arc, CaptureError, CheckpointError, CheckpointFailure, EncodeReport, Engine, Entry, Error,
+    Event, Instant, NotCaptured, RamCapture, Response, Result, SAY_LATE_EVERY, Sealed,
+    SettledReport, StoreSink, Taker, encode,
 };
 use crate::error::error_chain;
 use crate::event::shared;
@@ -107,7 +107,7 @@ impl Engine<'_> {
     }
 
     /// A capture has failed: finds out why, and whether further ones are possible.
-    pub(super) fn stumbled(&mut self, error: CaptureError) -> NotCaptured {
+    pub(super) fn capture_failed(&mut self, error: CaptureError) -> NotCaptured {
         // A VM that ended in the middle is no failure; the loop finds out and says how it ended.
         if self.machines.any_has_ended() {
             return CheckpointError::VmEnded(error).into();
@@ -140,7 +140,7 @@ impl Engine<'_> {
         let is_group = self.machines.is_group();
         let members = self.machines.members_mut().iter_mut();
         let mut vms: Vec<_> = members.map(|m| (&*m.name, &mut m.machine.vm)).collect();
-        self.copying = Copying::start(&mut vms, is_group, &self.options)?;
+        self.copying = RamCapture::start(&mut vms, is_group, &self.options)?;
         for (member, watches) in
             self.machines.members_mut().iter_mut().zip(&self.copying.watches_discards)
         {

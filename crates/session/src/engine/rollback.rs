@@ -9,7 +9,7 @@
 //!   killed here: runs on as it was    │ here: the VM is ended, "before" is sealed      │ here: runs as the target
 //! ```
 //!
-//! The target's disks are opened beside those that are served while the VM still runs; then the two
+//! The target's disks are opened peripherals those that are served while the VM still runs; then the two
 //! change places, in constant time. QEMU keeps its connections, and has nothing of the content
 //! itself: its NBD client caches none. What was written before is removed only when the VM runs
 //! again.
@@ -25,8 +25,8 @@
 
 use super::super::machine::QemuMachine;
 use super::{
-    CheckpointReason, Duration, Engine, Error, Event, Inbox, Instant, LOOK_EVERY, NotCaptured,
-    Response, Result, Taker, channel, with_fix,
+    CheckpointReason, Duration, Engine, EngineMessage, Error, Event, Instant, LOOK_EVERY,
+    NotCaptured, Response, Result, Taker, channel, with_fix,
 };
 use crate::control::RolledBack;
 use crate::error::{CheckpointError, MachineDifference, RollbackError};
@@ -47,7 +47,7 @@ const TRIES: u32 = 3;
 const BATCH_PAGES: u64 = 4096;
 
 /// What failed, and where the VM is.
-enum Stuck {
+enum FailedRollback {
     /// As it was.
     Unharmed(RollbackError),
     /// Neither here nor there: it must not run.
@@ -72,7 +72,7 @@ impl Engine<'_> {
         }
         // The VM is not to stand while earlier checkpoints are stored.
         let idle = |engine: &mut Self| (engine.copying.cycle.in_flight() == 0).then_some(());
-        self.take_reports_until(idle)?;
+        self.handle_reports_until(idle)?;
         if let Some(disks) = &mut self.machines.disks {
             disks.stage(self.store, target.id, &target.meta)?;
         }
@@ -94,12 +94,12 @@ impl Engine<'_> {
         let gone = self.go_back(target);
         keyframe_kernel::priority::lower_current_thread();
         let gone = match gone {
-            Err(Stuck::Lost { why, again }) => {
+            Err(FailedRollback::Lost { why, again }) => {
                 self.given_up = true;
                 let (why, again) = (Box::new(why), Box::new(again));
                 return Err(RollbackError::Lost { why, again, checkpoint: name.into() });
             }
-            Err(Stuck::Unharmed(why)) => Err(RollbackError::Unharmed(Box::new(why))),
+            Err(FailedRollback::Unharmed(why)) => Err(RollbackError::Unharmed(Box::new(why))),
             Ok(gone) => Ok(gone),
         };
         self.machine()?.go().map_err(step("resume the VM"))?;
@@ -132,7 +132,7 @@ impl Engine<'_> {
 
     /// Serves the disks that were not served. The VM stands.
     fn exchange_disks(&mut self) -> Result<(), RollbackError> {
-        let exchanged = self.machines.disks.as_mut().map_or(Ok(()), super::Storage::exchange);
+        let exchanged = self.machines.disks.as_mut().map_or(Ok(()), super::DiskCapture::exchange);
         exchanged.map_err(step("exchange the disks"))
     }
 
@@ -168,7 +168,7 @@ impl Engine<'_> {
         if !target.meta.members.is_empty() || !target.meta.ram.same_space(&self.copying.layout) {
             return Err(another(id, MachineDifference::RamBlocks));
         }
-        let disks = self.machines.disks.as_ref().map_or(&[][..], super::Storage::metas);
+        let disks = self.machines.disks.as_ref().map_or(&[][..], super::DiskCapture::metas);
         if !are_same(disks, &target.meta.disks) {
             return Err(another(id, MachineDifference::Disks));
         }
@@ -179,14 +179,14 @@ impl Engine<'_> {
     fn go_back(
         &mut self,
         target: &Loaded,
-    ) -> Result<(CheckpointId, Option<CheckpointId>, u64), Stuck> {
-        let before = self.capture_and_seal().map_err(Stuck::Unharmed)?;
-        let load_failed = |e| Stuck::Unharmed(Error::store(self.store.path(), e).into());
+    ) -> Result<(CheckpointId, Option<CheckpointId>, u64), FailedRollback> {
+        let before = self.capture_and_seal().map_err(FailedRollback::Unharmed)?;
+        let load_failed = |e| FailedRollback::Unharmed(Error::store(self.store.path(), e).into());
         let before = self.store.load(before).map_err(load_failed)?;
         let mut pages = differing(&before, target);
         let between = self.machine().map_err(RollbackError::from);
         let between = between.and_then(|m| m.between().map_err(step("tell the watchdog")));
-        between.map_err(Stuck::Unharmed)?;
+        between.map_err(FailedRollback::Unharmed)?;
         let mut exchanged = false;
         let became = self.exchange_disks().and_then(|()| {
             exchanged = true;
@@ -201,10 +201,10 @@ impl Engine<'_> {
                 false => Ok(()),
             };
             if let Err(again) = put_back {
-                return Err(Stuck::Lost { why, again });
+                return Err(FailedRollback::Lost { why, again });
             }
             self.is_whole();
-            return Err(Stuck::Unharmed(why));
+            return Err(FailedRollback::Unharmed(why));
         }
         self.step();
         if let Some(disks) = &mut self.machines.disks {
@@ -232,7 +232,7 @@ impl Engine<'_> {
         let seq = self.capture(CheckpointReason::Rollback, None, None)?;
         let (sender, sealed) = channel();
         self.takers.insert(seq, Taker::Engine(sender));
-        self.take_reports_until(|_| match sealed.try_recv() {
+        self.handle_reports_until(|_| match sealed.try_recv() {
             Ok(Ok(id)) => Some(Ok(id)),
             Ok(Err(failure)) => Some(Err(NotCaptured::from(failure).into())),
             Err(TryRecvError::Disconnected) => {
@@ -244,7 +244,7 @@ impl Engine<'_> {
 
     /// Takes in what the encoder reports, until `done` has an answer. What clients ask meanwhile
     /// waits.
-    fn take_reports_until<T>(
+    fn handle_reports_until<T>(
         &mut self,
         mut done: impl FnMut(&mut Self) -> Option<T>,
     ) -> Result<T, RollbackError> {
@@ -258,8 +258,8 @@ impl Engine<'_> {
                 break Err(RollbackError::SealTimeout);
             }
             match self.inbox.recv_timeout(LOOK_EVERY) {
-                Ok(Inbox::Report(report)) => self.settle(*report),
-                Ok(request @ Inbox::Request(_)) => requests.push(request),
+                Ok(EngineMessage::Report(report)) => self.settle(*report),
+                Ok(request @ EngineMessage::Request(_)) => requests.push(request),
                 Err(_) => {}
             }
         };

@@ -6,7 +6,7 @@
 //! ```
 
 use super::{
-    CheckpointReason, End, Engine, Error, Event, Inbox, OnExit, Result, RunReport, Verdict,
+    CheckpointReason, End, Engine, EngineMessage, Error, Event, OnExit, Result, RunReport, Verdict,
 };
 use keyframe_qemu::Vm;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -100,8 +100,8 @@ impl Engine<'_> {
                 self.inbox.recv_timeout(WAIT).ok()
             };
             match message {
-                Some(Inbox::Report(report)) => self.settle(*report),
-                Some(Inbox::Request(pending)) => drop(self.answer(pending)),
+                Some(EngineMessage::Report(report)) => self.settle(*report),
+                Some(EngineMessage::Request(pending)) => drop(self.answer(pending)),
                 None if self.may_capture() || self.interrupted.load(Ordering::Relaxed) => return,
                 None => {}
             }

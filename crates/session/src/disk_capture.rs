@@ -1,26 +1,26 @@
 //! The disks of a session, in whichever way they get into checkpoints.
 //!
 //! ```text
-//!   served    the line names a server of ours; its overlay is cut                     run              session/disks.rs
-//!   cloned    QEMU has its image; the file is cloned in the pause (FICLONE)           run, attach      storage/clones.rs
-//!   fleeced   QEMU has its image; dirty bitmaps, what changed is read behind the pause  run, attach    storage/fleece.rs
+//!   served    the line names a server of ours; its overlay is cut                     run              disk_capture/served.rs
+//!   cloned    QEMU has its image; the file is cloned in the pause (FICLONE)           run, attach      disk_capture/clones.rs
+//!   fleeced   QEMU has its image; dirty bitmaps, what changed is read behind the pause  run, attach    disk_capture/fleece.rs
 //!
 //!   engine    begin ─▶ before_stop ─▶ stop ─▶ cut ─▶ ... ─▶ settled ─▶ cont ─▶ resumed ─▶ captured ─▶ sealed | failed
-//!   encoder                                     └─ the label's Cut ─▶ put ─▶ seal
+//!   encoder                                     └─ the label's DiskCut ─▶ put ─▶ seal
 //! ```
 //!
 //! Invariant: all disks of a session go the same way, and are cut while all of its VMs stand still.
 
-pub mod choose;
 mod clones;
 mod fleece;
-mod own;
+pub mod method;
+mod qemu_disk;
+pub mod served;
 
-pub use choose::{DiskWay, LeaveOut};
-pub use clones::Clones;
-pub use fleece::Fleeces;
+pub use clones::ClonedDiskCapture;
+pub use fleece::FleecedDiskCapture;
+pub use method::{DiskMethod, ExcludedDisks};
 
-use super::disks::{self, BlockSink, SessionDisks, SinkDisks};
 use super::machines::Member;
 use crate::error::{DiskError, Result, RollbackError};
 use clones::ClonedCut;
@@ -28,30 +28,31 @@ use fleece::FleecedCut;
 use keyframe_capture::BoxError;
 use keyframe_qemu::Vm;
 use keyframe_store::{CheckpointId, DiskMeta, Meta, Run, Store};
+use served::{BlockSink, ServedDiskCapture, ServedDiskReader};
 use std::path::PathBuf;
 
 /// The engine's side.
-pub enum Storage {
+pub enum DiskCapture {
     /// Served by a process of ours.
-    Served(SessionDisks),
+    Served(ServedDiskCapture),
     /// Image files that are cloned.
-    Cloned(Clones),
+    Cloned(ClonedDiskCapture),
     /// Read through QEMU.
-    Fleeced(Fleeces),
+    Fleeced(FleecedDiskCapture),
 }
 
 /// What a capture has cut, for the encoder.
 #[derive(Clone)]
-pub enum Cut {
+pub enum DiskCut {
     /// Epochs of overlays.
-    Served(SinkDisks, disks::Cut),
-    /// Clones of images.
+    Served(ServedDiskReader, served::ServedCut),
+    /// ClonedDiskCapture of images.
     Cloned(ClonedCut),
     /// Exports of QEMU.
     Fleeced(FleecedCut),
 }
 
-impl std::fmt::Debug for Cut {
+impl std::fmt::Debug for DiskCut {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Served(..) => "served",
@@ -61,7 +62,7 @@ impl std::fmt::Debug for Cut {
     }
 }
 
-impl Cut {
+impl DiskCut {
     /// Puts what was cut into the checkpoint in progress of `run`.
     pub fn put(
         &self,
@@ -76,7 +77,7 @@ impl Cut {
     }
 }
 
-impl Cut {
+impl DiskCut {
     /// Puts what was cut from served disks elsewhere than into a run.
     pub fn put_into(&self, sink: &mut impl BlockSink) -> Result<(), BoxError> {
         match self {
@@ -86,7 +87,7 @@ impl Cut {
     }
 }
 
-impl Storage {
+impl DiskCapture {
     /// What is known of them.
     pub fn metas(&self) -> &[DiskMeta] {
         match self {
@@ -128,11 +129,11 @@ impl Storage {
     }
 
     /// A capture begins, while the guests run.
-    pub fn begin(&mut self, members: &mut [Member]) -> Result<Cut, BoxError> {
+    pub fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError> {
         match self {
-            Self::Served(disks) => Ok(Cut::Served(disks.for_sink(), disks.begin()?)),
-            Self::Cloned(clones) => Ok(Cut::Cloned(clones.begin(members)?)),
-            Self::Fleeced(fleeces) => Ok(Cut::Fleeced(fleeces.begin(members)?)),
+            Self::Served(disks) => Ok(DiskCut::Served(disks.for_sink(), disks.begin()?)),
+            Self::Cloned(clones) => Ok(DiskCut::Cloned(clones.begin(members)?)),
+            Self::Fleeced(fleeces) => Ok(DiskCut::Fleeced(fleeces.begin(members)?)),
         }
     }
 
@@ -201,7 +202,7 @@ impl Storage {
         }
     }
 
-    /// Opens the disks of checkpoint `id` beside those that are served, which the VM is to go back
+    /// Opens the disks of checkpoint `id` peripherals those that are served, which the VM is to go back
     /// to.
     pub fn stage(&mut self, store: &Store, id: CheckpointId, meta: &Meta) -> Result<()> {
         match self {
@@ -245,11 +246,11 @@ impl Storage {
     /// The VMs were refused before their first checkpoint.
     pub fn undo(self, vms: &mut [&mut Vm]) {
         if let Self::Fleeced(_) = self {
-            Fleeces::undo(vms);
+            FleecedDiskCapture::undo(vms);
         }
     }
 
-    /// The VMs have ended. Tells where what they have written lies, if that is beside their images.
+    /// The VMs have ended. Tells where what they have written lies, if that is peripherals their images.
     pub fn end(self) -> Result<Option<PathBuf>> {
         match self {
             Self::Served(disks) => disks.end(),

@@ -8,21 +8,21 @@ use keyframe_capture::{BoxError, CaptureObserver, CapturePhase, PageReader};
 use keyframe_units::RamLayout;
 
 /// The engine's observer.
-pub struct Watch {
+pub struct CycleObserver {
     status: SharedStatus,
     fault: Option<Fault>,
     /// Full copies, where asked for.
     pub audit: Option<Audit>,
 }
 
-impl Watch {
+impl CycleObserver {
     /// Keeps `status` up to date, suffers `fault`, copies for `audit`.
     pub fn new(status: SharedStatus, fault: Option<Fault>, audit: Option<Audit>) -> Self {
         Self { status, fault, audit }
     }
 }
 
-impl CaptureObserver for Watch {
+impl CaptureObserver for CycleObserver {
     fn reached(&mut self, phase: CapturePhase) {
         if phase == CapturePhase::Precopy {
             keyframe_kernel::priority::raise_current_thread();

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 /// One of them.
 #[derive(Clone, Debug)]
-pub struct OwnDisk {
+pub struct QemuDisk {
     /// Whose it is: the number of the member.
     pub member: usize,
     /// As QEMU has it.
@@ -32,7 +32,7 @@ pub struct OwnDisk {
 /// That each VM has the writable disks that it had, on the same nodes over the same images.
 /// Somebody may plug one in, or put a snapshot above it, and what we capture would no longer be
 /// what the guest sees.
-pub fn require_same(disks: &[OwnDisk], members: &mut [Member]) -> Result<(), BoxError> {
+pub fn require_same(disks: &[QemuDisk], members: &mut [Member]) -> Result<(), BoxError> {
     for (number, member) in members.iter_mut().enumerate() {
         let nodes = member.machine.vm.writable_nodes()?;
         let mut known = disks.iter().filter(|disk| disk.member == number).map(|disk| &disk.node);

@@ -30,7 +30,7 @@ use keyframe_units::{PAGE_BYTES, RamLayout};
 use std::sync::Arc;
 
 /// A VM that is tracked, and how its pages can be copied.
-pub struct Copying {
+pub struct RamCapture {
     /// The capture.
     pub cycle: CaptureCycle,
     /// The ways to copy.
@@ -43,13 +43,13 @@ pub struct Copying {
     pub stopped_ns: Option<u64>,
 }
 
-impl Copying {
+impl RamCapture {
     /// Finds the RAM of `vms` and begins to track it. They come with their names, which are those
     /// of a group's members where `is_group`.
     pub fn start(vms: &mut [(&str, &mut Vm)], is_group: bool, options: &Options) -> Result<Self> {
         let mut ways = Vec::with_capacity(vms.len());
         for (_, vm) in vms.iter_mut() {
-            ways.push(Ways::into_ram(vm)?);
+            ways.push(GuestRamAccess::into_ram(vm)?);
         }
         let layout = if is_group {
             let named: Vec<_> = vms
@@ -131,7 +131,7 @@ impl Copying {
 }
 
 /// The ways into the RAM of one VM.
-struct Ways {
+struct GuestRamAccess {
     ram: Arc<GuestRam>,
     process: Process,
     memory: Arc<GuestReader>,
@@ -139,7 +139,7 @@ struct Ways {
     watches_discards: bool,
 }
 
-impl Ways {
+impl GuestRamAccess {
     fn into_ram(vm: &mut Vm) -> Result<Self> {
         let watches_discards = vm.discards_ram()?;
         let blocks = vm.ram_blocks()?;
@@ -183,7 +183,7 @@ fn take_hold(process: &Process, events: &dyn EventSink) -> Result<Attached> {
     Ok(attached)
 }
 
-fn write_tracker(way: &Ways, events: &dyn EventSink) -> Stopped<WriteTracker> {
+fn write_tracker(way: &GuestRamAccess, events: &dyn EventSink) -> Stopped<WriteTracker> {
     let attached = take_hold(&way.process, events)?;
     let mut tracker = WriteTracker::new(&way.process, attached.uffd)?;
     tracker.set_watch_discards(way.watches_discards);
@@ -216,13 +216,13 @@ pub struct Strategies {
     cow: Option<CopyOnWriteStrategy>,
     /// Looked into when it is first asked for.
     fork: Option<ForkStrategy>,
-    ways: Vec<Ways>,
+    ways: Vec<GuestRamAccess>,
 }
 
 impl Strategies {
     /// The RAM of the first VM, as it is in this moment.
     pub fn ram(&self) -> Option<Arc<dyn PageReader>> {
-        self.ways.first().map(Ways::pages)
+        self.ways.first().map(GuestRamAccess::pages)
     }
 
     /// Pre-copy leaves no more than `target_pages` to the pause, if it can.
@@ -247,7 +247,7 @@ impl Strategies {
             Name::Fork => match &mut self.fork {
                 Some(fork) => fork,
                 none => {
-                    let freezer = |way: &Ways| -> Result<(u64, Box<dyn RamFreezer>)> {
+                    let freezer = |way: &GuestRamAccess| -> Result<(u64, Box<dyn RamFreezer>)> {
                         let freezer = ForkFreezer::new(Arc::clone(&way.ram), &way.process);
                         Ok((way.len_pages(), Box::new(freezer?)))
                     };

@@ -10,11 +10,11 @@
 //! Under `run`, `auto` never depends on the file system: whether an image is written is nothing to
 //! find out afterwards.
 
-use super::own::OwnDisk;
-use super::{Clones, Fleeces, Storage};
+use super::qemu_disk::QemuDisk;
+use super::{ClonedDiskCapture, DiskCapture, FleecedDiskCapture};
 use crate::error::{CloneObstacle, DiskError, Result};
 use crate::event::SharedEventSink;
-use crate::launch::Found;
+use crate::launch::StartedVm;
 use keyframe_disk::ImageFormat;
 use keyframe_qemu::{Drive, LineDisk, Vm, fleece};
 use keyframe_store::{BaseMeta, DiskMeta, Store};
@@ -25,7 +25,7 @@ use std::sync::Arc;
 /// How disks get into checkpoints.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
-pub enum DiskWay {
+pub enum DiskMethod {
     /// Served under `run`; under `attach` reflink where that is cheap for all images, else bitmap.
     #[default]
     Auto,
@@ -40,10 +40,10 @@ pub enum DiskWay {
 
 /// Disks that are to stay out of checkpoints, by name; `all`.
 #[derive(Clone, Debug, Default)]
-pub struct LeaveOut(pub Vec<String>);
+pub struct ExcludedDisks(pub Vec<String>);
 
-impl LeaveOut {
-    fn has(&self, disk: &OwnDisk) -> bool {
+impl ExcludedDisks {
+    fn has(&self, disk: &QemuDisk) -> bool {
         self.0
             .iter()
             .any(|name| name == "all" || *name == disk.meta.name || *name == disk.node.device)
@@ -51,12 +51,12 @@ impl LeaveOut {
 }
 
 /// What `way` comes to for the disks of VMs that are to be launched.
-pub fn for_launch(way: DiskWay, drives: &[Drive]) -> Result<DiskWay> {
+pub fn for_launch(way: DiskMethod, drives: &[Drive]) -> Result<DiskMethod> {
     match way {
-        DiskWay::Auto | DiskWay::Served => Ok(DiskWay::Served),
-        DiskWay::Bitmap => Ok(DiskWay::Bitmap),
-        DiskWay::Reflink if drives.is_empty() => Ok(DiskWay::Served),
-        DiskWay::Reflink => {
+        DiskMethod::Auto | DiskMethod::Served => Ok(DiskMethod::Served),
+        DiskMethod::Bitmap => Ok(DiskMethod::Bitmap),
+        DiskMethod::Reflink if drives.is_empty() => Ok(DiskMethod::Served),
+        DiskMethod::Reflink => {
             for drive in drives {
                 let objection = if drive.temporary {
                     Some(CloneObstacle::Temporary(drive.name.clone()))
@@ -69,7 +69,7 @@ pub fn for_launch(way: DiskWay, drives: &[Drive]) -> Result<DiskWay> {
                     return Err(DiskError::NotCloneable(why).into());
                 }
             }
-            Ok(DiskWay::Reflink)
+            Ok(DiskMethod::Reflink)
         }
     }
 }
@@ -85,11 +85,11 @@ fn format_of(drive: &Drive) -> Option<ImageFormat> {
 /// guest can write to a disk.
 pub fn own(
     (store, name, run_dir): (&Store, &str, &Path),
-    (found, is_group): (&mut [Found], bool),
-    way: DiskWay,
-    leave_out: &LeaveOut,
+    (found, is_group): (&mut [StartedVm], bool),
+    way: DiskMethod,
+    leave_out: &ExcludedDisks,
     events: &SharedEventSink,
-) -> Result<Option<Storage>> {
+) -> Result<Option<DiskCapture>> {
     let mut disks = Vec::new();
     for (member, one) in found.iter_mut().enumerate() {
         let prefix = if is_group { format!("{}/", one.name) } else { String::new() };
@@ -116,13 +116,15 @@ pub fn own(
         if disk.remote {
             return Some(CloneObstacle::NoFile(disk.meta.name.clone()));
         }
-        super::clones::objection(&disk.image, disk.format, way == DiskWay::Auto)
+        super::clones::objection(&disk.image, disk.format, way == DiskMethod::Auto)
     });
     match (way, objection) {
-        (DiskWay::Served, _) => Err(DiskError::AlreadyOpen.into()),
-        (DiskWay::Reflink, Some(why)) => Err(DiskError::NotCloneable(why).into()),
-        (DiskWay::Reflink | DiskWay::Auto, None) => cloned(store, name, disks, events).map(Some),
-        (DiskWay::Bitmap | DiskWay::Auto, _) => {
+        (DiskMethod::Served, _) => Err(DiskError::AlreadyOpen.into()),
+        (DiskMethod::Reflink, Some(why)) => Err(DiskError::NotCloneable(why).into()),
+        (DiskMethod::Reflink | DiskMethod::Auto, None) => {
+            cloned(store, name, disks, events).map(Some)
+        }
+        (DiskMethod::Bitmap | DiskMethod::Auto, _) => {
             fleeced((store, run_dir), disks, found, events).map(Some)
         }
     }
@@ -131,33 +133,34 @@ pub fn own(
 fn cloned(
     store: &Store,
     name: &str,
-    mut disks: Vec<OwnDisk>,
+    mut disks: Vec<QemuDisk>,
     events: &SharedEventSink,
-) -> Result<Storage> {
+) -> Result<DiskCapture> {
     for disk in disks.iter_mut().filter(|disk| !disk.left_out) {
         if let Some(format) = disk.format {
             disk.meta.base = base_image::describe(&disk.image, format)?;
         }
     }
-    Clones::new(store, name, disks, Arc::clone(events)).map(Storage::Cloned)
+    ClonedDiskCapture::new(store, name, disks, Arc::clone(events)).map(DiskCapture::Cloned)
 }
 
 fn fleeced(
     (store, run_dir): (&Store, &Path),
-    disks: Vec<OwnDisk>,
-    found: &mut [Found],
+    disks: Vec<QemuDisk>,
+    found: &mut [StartedVm],
     events: &SharedEventSink,
-) -> Result<Storage> {
-    let through_libvirt = |one: &Found| one.vm.is_attached() && one.monitor.is_none();
+) -> Result<DiskCapture> {
+    let through_libvirt = |one: &StartedVm| one.vm.is_attached() && one.monitor.is_none();
     let kept = disks.iter().find(|disk| !disk.left_out);
     if let Some(disk) = kept.filter(|disk| found.get(disk.member).is_some_and(through_libvirt)) {
         return Err(DiskError::ThroughLibvirt(disk.meta.name.clone()).into());
     }
     let mut vms: Vec<&mut Vm> = found.iter_mut().map(|one| &mut one.vm).collect();
-    Fleeces::new((store, run_dir), disks, &mut vms, Arc::clone(events)).map(Storage::Fleeced)
+    FleecedDiskCapture::new((store, run_dir), disks, &mut vms, Arc::clone(events))
+        .map(DiskCapture::Fleeced)
 }
 
-fn disks_of(vm: &mut Vm, directory: &Path, member: usize, prefix: &str) -> Result<Vec<OwnDisk>> {
+fn disks_of(vm: &mut Vm, directory: &Path, member: usize, prefix: &str) -> Result<Vec<QemuDisk>> {
     let mut disks = Vec::new();
     for LineDisk { drive, node } in vm.line_disks(directory)? {
         // One that the line does not make is the audit's.
@@ -172,7 +175,7 @@ fn disks_of(vm: &mut Vm, directory: &Path, member: usize, prefix: &str) -> Resul
         // With -snapshot QEMU writes to a file of its own.
         let (temporary, remote) = (drive.temporary, drive.remote);
         let image = drive.image;
-        disks.push(OwnDisk {
+        disks.push(QemuDisk {
             member,
             node,
             meta,
@@ -187,7 +190,7 @@ fn disks_of(vm: &mut Vm, directory: &Path, member: usize, prefix: &str) -> Resul
 }
 
 /// Marks those that stay out.
-fn leave(disks: &mut [OwnDisk], leave_out: &LeaveOut) -> Result<()> {
+fn leave(disks: &mut [QemuDisk], leave_out: &ExcludedDisks) -> Result<()> {
     for disk in disks.iter_mut().filter(|disk| leave_out.has(disk)) {
         let format = disk.format.map_or_else(|| "raw".into(), |format| format.to_string());
         disk.meta.base =
@@ -196,7 +199,7 @@ fn leave(disks: &mut [OwnDisk], leave_out: &LeaveOut) -> Result<()> {
         disk.left_out = true;
     }
     let unknown = |name: &&String| {
-        *name != "all" && !disks.iter().any(|disk| LeaveOut(vec![(*name).clone()]).has(disk))
+        *name != "all" && !disks.iter().any(|disk| ExcludedDisks(vec![(*name).clone()]).has(disk))
     };
     if let Some(name) = leave_out.0.iter().find(unknown) {
         let (name, disks) =

@@ -1,18 +1,18 @@
 //! Disks whose image files are cloned in each pause, by file systems that can (btrfs, XFS).
 //!
 //! ```text
-//!   begin: empty files beside the images ─▶ sync the images ─▶ stop (QEMU drains and flushes) ─▶ FICLONE ─▶ cont
+//!   begin: empty files peripherals the images ─▶ sync the images ─▶ stop (QEMU drains and flushes) ─▶ FICLONE ─▶ cont
 //!   encoder: sync the clones, make them read-only, describe them ─▶ the checkpoint's base of each disk
 //!   sealed: they stay      failed: they are removed      engine gone: the next one removes what no checkpoint names
 //!
 //!   DIR/disk.qcow2
-//!   DIR/.disk.qcow2.keyframe-1a2b3c4d-web-17      beside the image, so that backing files are found by the same names
+//!   DIR/.disk.qcow2.keyframe-1a2b3c4d-web-17      peripherals the image, so that backing files are found by the same names
 //! ```
 //!
 //! Invariant: a checkpoint names its clone only when that is durable, and nothing is removed that a
 //! checkpoint names.
 
-use super::own::{OwnDisk, require_same};
+use super::qemu_disk::{QemuDisk, require_same};
 use crate::error::{CloneObstacle, DiskError, Error, Result};
 use crate::event::{EventSink, SharedEventSink, Step, tell_failed};
 use crate::machines::Member;
@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 
 /// What the name of an image may take of that of its clones.
 const STEM_BYTES_MAX: usize = 100;
-/// More clones than anybody keeps beside an image.
+/// More clones than anybody keeps peripherals an image.
 const CLONES_MAX: u64 = 1 << 32;
 /// A clone that takes longer is no cheaper than what else there is.
 const CHEAP: Duration = Duration::from_millis(5);
@@ -57,8 +57,8 @@ struct Source {
 }
 
 /// The engine's side.
-pub struct Clones {
-    disks: Vec<OwnDisk>,
+pub struct ClonedDiskCapture {
+    disks: Vec<QemuDisk>,
     metas: Vec<DiskMeta>,
     sources: Vec<Source>,
     /// Whose clones they are, in their names.
@@ -70,16 +70,16 @@ pub struct Clones {
     in_flight: BTreeMap<u64, ClonedCut>,
 }
 
-impl Clones {
+impl ClonedDiskCapture {
     /// Over `disks`, for checkpoints of `vm` in `store`. Removes what an engine that was killed has
     /// left.
     pub fn new(
         store: &Store,
         vm: &str,
-        disks: Vec<OwnDisk>,
+        disks: Vec<QemuDisk>,
         events: SharedEventSink,
     ) -> Result<Self> {
-        let owner = format!("keyframe-{:.8}-{}", store.id(), crate::rundir::name_from(vm));
+        let owner = format!("keyframe-{:.8}-{}", store.id(), crate::run_dir::name_from(vm));
         let mut sources = Vec::new();
         for (number, disk) in disks.iter().enumerate().filter(|(_, disk)| !disk.left_out) {
             let format =
@@ -180,7 +180,7 @@ impl Clones {
     }
 }
 
-impl Drop for Clones {
+impl Drop for ClonedDiskCapture {
     fn drop(&mut self) {
         self.captured(None);
     }
@@ -238,7 +238,7 @@ fn tried(image: &Path, format: Option<ImageFormat>, cheaply: bool) -> Result<(),
     }
     let folder = image.parent().unwrap_or(Path::new("/"));
     let target = tempfile::Builder::new().prefix(".keyframe-try-").tempfile_in(folder);
-    let target = target.map_err(|e| io("make a file beside", e))?;
+    let target = target.map_err(|e| io("make a file peripherals", e))?;
     source.sync_data().map_err(|e| io("sync", e))?;
     let began = Instant::now();
     rustix::fs::ioctl_ficlone(&target, &source)
@@ -299,7 +299,7 @@ fn stem(image: &Path) -> String {
     name[..end].to_owned()
 }
 
-/// Removes the clones of this store beside the images that none of its checkpoints names.
+/// Removes the clones of this store peripherals the images that none of its checkpoints names.
 fn remove_left_over(store: &Store, sources: &[Source], events: &dyn EventSink) -> Result<()> {
     if sources.is_empty() {
         return Ok(());

@@ -1,4 +1,4 @@
-//! A flight recorder: beside a run, forgets what has become too old and gives its space back.
+//! A flight recorder: peripherals a run, forgets what has become too old and gives its space back.
 //!
 //! ```text
 //!   look ─▶ new checkpoints read ─▶ those older than --keep-within ─▶ forgotten ─▶ a part of all? ─▶ prune ─▶ rest
@@ -45,13 +45,13 @@ const ANSWER_WAIT: Duration = Duration::from_secs(20);
 const END_WAIT: Duration = Duration::from_secs(3);
 
 /// A running recorder. Dropping it ends it.
-pub struct Recorder {
+pub struct FlightRecorder {
     stop: Option<Sender<()>>,
     ended: Receiver<()>,
     held: Arc<Mutex<BTreeSet<CheckpointId>>>,
 }
 
-impl Recorder {
+impl FlightRecorder {
     /// Starts one over what the run called `vm` puts into `store` from now on, and shows it in
     /// `status`; `None` where none was asked for.
     pub fn start(
@@ -97,7 +97,7 @@ impl Recorder {
     }
 }
 
-impl Drop for Recorder {
+impl Drop for FlightRecorder {
     fn drop(&mut self) {
         self.stop = None;
         // Answered by the thread's end. One that takes longer may be killed with the process.

@@ -96,7 +96,7 @@ impl RunDir {
     }
 
     fn claim_beside(folder: &str, name: &str) -> Result<Self, RunDirError> {
-        Self::claim_in(&beside(folder)?, name)
+        Self::claim_in(&peripherals(folder)?, name)
     }
 
     /// Writes down what the VM without an engine is that this process has started: for
@@ -231,7 +231,7 @@ pub fn orphans() -> Result<Vec<Orphan>, RunDirError> {
 
 /// Where those that are restored have their directories.
 pub fn of_restored() -> Result<PathBuf, RunDirError> {
-    beside(RESTORED)
+    peripherals(RESTORED)
 }
 
 /// Has the command end that the VM of this directory ends with.
@@ -253,7 +253,7 @@ fn about(dir: &Path) -> Option<About> {
     serde_json::from_str(&text).ok()
 }
 
-fn beside(folder: &str) -> Result<PathBuf, RunDirError> {
+fn peripherals(folder: &str) -> Result<PathBuf, RunDirError> {
     let folder = base()?.join(folder);
     make_private(&folder)?;
     Ok(folder)

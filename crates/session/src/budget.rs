@@ -21,13 +21,13 @@ pub fn check(options: &Options) -> Result<()> {
 }
 
 /// Keeps budgets.
-pub struct Tuning {
+pub struct BudgetKeeper {
     tuner: Tuner,
     said_ns: u64,
     said: TuningReason,
 }
 
-impl Tuning {
+impl BudgetKeeper {
     /// None where nothing was asked for.
     pub fn new(options: &Options) -> Result<Option<Self>> {
         let pause_ns = options.max_pause.map(|p| duration_ns(p));

@@ -12,12 +12,12 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
 /// A running encoder.
-pub struct Encoding<S: CheckpointSink> {
+pub struct EncoderThread<S: CheckpointSink> {
     queue: Sender<EncoderMessage<S::Label>>,
     thread: JoinHandle<S>,
 }
 
-impl<S: CheckpointSink + 'static> Encoding<S> {
+impl<S: CheckpointSink + 'static> EncoderThread<S> {
     /// Starts one that feeds `sink`; `watch` is told of its phases, and `report` gets what becomes
     /// of each capture.
     pub fn start(

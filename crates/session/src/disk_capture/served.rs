@@ -29,7 +29,7 @@ const SLOTS: u64 = 256;
 const PAUSE_WAIT: Duration = Duration::from_secs(10);
 
 /// The epochs that a capture has cut, of each disk: known once its pause has begun.
-pub type Cut = Arc<OnceLock<Vec<DiskEpoch>>>;
+pub type ServedCut = Arc<OnceLock<Vec<DiskEpoch>>>;
 
 struct Shared {
     state: Mutex<State>,
@@ -68,20 +68,20 @@ impl Shared {
 }
 
 /// The engine's side.
-pub struct SessionDisks {
+pub struct ServedDiskCapture {
     shared: Arc<Shared>,
     metas: Vec<DiskMeta>,
     pause_limit: Duration,
     events: SharedEventSink,
-    current: Option<Cut>,
+    current: Option<ServedCut>,
     in_flight: BTreeMap<u64, Vec<DiskEpoch>>,
 }
 
 /// The encoder's side.
 #[derive(Clone)]
-pub struct SinkDisks(Arc<Shared>);
+pub struct ServedDiskReader(Arc<Shared>);
 
-impl SessionDisks {
+impl ServedDiskCapture {
     /// Over disks that are served; pauses are ended by others after `pause_limit`.
     pub fn new(served: ServedDisks, pause_limit: Duration, events: SharedEventSink) -> Self {
         let metas = served.metas.clone();
@@ -96,8 +96,8 @@ impl SessionDisks {
     }
 
     /// For the encoder.
-    pub fn for_sink(&self) -> SinkDisks {
-        SinkDisks(Arc::clone(&self.shared))
+    pub fn for_sink(&self) -> ServedDiskReader {
+        ServedDiskReader(Arc::clone(&self.shared))
     }
 
     /// What was written until now is taken as known, while the guest runs: the next cut holds what
@@ -121,9 +121,9 @@ impl SessionDisks {
     }
 
     /// A capture begins: what is dirty is synced while the guest runs.
-    pub fn begin(&mut self) -> Result<Cut, BoxError> {
+    pub fn begin(&mut self) -> Result<ServedCut, BoxError> {
         self.shared.ask(keyframe_disk::Disks::prepare)?;
-        let cut = Cut::default();
+        let cut = ServedCut::default();
         self.current = Some(Arc::clone(&cut));
         Ok(cut)
     }
@@ -204,7 +204,7 @@ impl SessionDisks {
         }
     }
 
-    /// Opens the disks of checkpoint `id` beside those that are served, which the VM is to go back
+    /// Opens the disks of checkpoint `id` peripherals those that are served, which the VM is to go back
     /// to.
     pub fn stage(&mut self, store: &Store, id: CheckpointId, meta: &Meta) -> Result<()> {
         self.served(|served| served.stage(store, id, meta))
@@ -271,11 +271,11 @@ impl BlockSink for Run {
     }
 }
 
-impl SinkDisks {
+impl ServedDiskReader {
     /// Puts the blocks that `cut` covers into the checkpoint in progress of `run`.
     pub fn put(
         &self,
-        cut: &Cut,
+        cut: &ServedCut,
         run: &mut impl BlockSink,
         fault: &mut dyn FnMut() -> Result<(), BoxError>,
     ) -> Result<(), BoxError> {

@@ -1,10 +1,10 @@
 //! The store as the checkpoint cycle's sink.
 
+use super::disk_capture::DiskCut;
 use super::error::Result;
-use super::faults::{Fault, Kind};
+use super::faults::{Fault, FaultKind};
 use super::launch::lines_now;
-use super::recorded::Position;
-use super::storage::Cut;
+use super::recording::Position;
 use keyframe_capture::{BoxError, CapturedCheckpoint, CheckpointSink};
 use keyframe_qemu::Vm;
 use keyframe_store::{
@@ -46,7 +46,7 @@ impl CheckpointReason {
 
 /// What the session knows of a checkpoint beyond what the cycle captured.
 #[derive(Clone, Debug, Default)]
-pub struct Label {
+pub struct CheckpointLabel {
     /// Why it is taken.
     pub reason: CheckpointReason,
     /// How late it began.
@@ -54,7 +54,7 @@ pub struct Label {
     /// A name for it.
     pub tag: Option<String>,
     /// What its pause cut from the disks.
-    pub cut: Option<Cut>,
+    pub cut: Option<DiskCut>,
     /// The checkpoint that the VM was brought back to since the one before, and how often it has
     /// been brought back by then.
     pub parent: Option<(CheckpointId, u64)>,
@@ -64,12 +64,12 @@ pub struct Label {
 
 /// The machines of a session.
 #[derive(Clone, Debug, Default)]
-pub struct MachinesMeta {
+pub struct MachineDescriptions {
     machine: MachineMeta,
     members: Vec<MemberMeta>,
 }
 
-impl MachinesMeta {
+impl MachineDescriptions {
     /// Those of a group, or else of the one VM.
     pub fn new(mut members: Vec<MemberMeta>, is_group: bool) -> Self {
         if is_group {
@@ -108,7 +108,7 @@ fn refresh(machine: &mut MachineMeta, vm: &mut Vm) -> Result<()> {
 /// Stores the checkpoints of one run.
 pub struct StoreSink {
     run: Run,
-    machines: MachinesMeta,
+    machines: MachineDescriptions,
     fault: Option<Fault>,
     origin: Option<CheckpointId>,
     /// The recording that the VM is in.
@@ -121,7 +121,7 @@ impl StoreSink {
     /// A sink into `run`, whose VM came from checkpoint `origin`.
     pub fn new(
         run: Run,
-        machines: MachinesMeta,
+        machines: MachineDescriptions,
         fault: Option<Fault>,
         origin: Option<CheckpointId>,
     ) -> Self {
@@ -136,19 +136,20 @@ impl StoreSink {
     }
 
     fn strike(fault: Option<&Fault>) -> Result<(), BoxError> {
-        fault.and_then(|fault| fault.strike(Kind::DiskFull)).map_or(Ok(()), Err)
+        fault.and_then(|fault| fault.strike(FaultKind::DiskFull)).map_or(Ok(()), Err)
     }
 }
 
 impl CheckpointSink for StoreSink {
-    type Label = Label;
+    type Label = CheckpointLabel;
     type Sealed = Sealed;
 
     fn put(&mut self, pages: &[(PageIndex, &Page)]) -> Result<(), BoxError> {
         let (mut whole, mut struck) = (pages.len(), Ok(()));
         if let Some(fault) = &self.fault {
             // At one page of them: those before it are put.
-            let strike = (0..pages.len()).find_map(|at| Some((at, fault.strike(Kind::DiskFull)?)));
+            let strike =
+                (0..pages.len()).find_map(|at| Some((at, fault.strike(FaultKind::DiskFull)?)));
             if let Some((at, error)) = strike {
                 (whole, struck) = (at, Err(error));
             }
@@ -157,7 +158,11 @@ impl CheckpointSink for StoreSink {
         struck
     }
 
-    fn seal(&mut self, captured: &CapturedCheckpoint, label: Label) -> Result<Sealed, BoxError> {
+    fn seal(
+        &mut self,
+        captured: &CapturedCheckpoint,
+        label: CheckpointLabel,
+    ) -> Result<Sealed, BoxError> {
         // A checkpoint may have been taken before the one behind the rollback was sealed: it
         // follows that one.
         let parent = label.parent.filter(|(_, times)| *times > self.went_back);

@@ -13,7 +13,7 @@
 //! Invariants: a bitmap is dropped only once the checkpoint that has its blocks is sealed; with no
 //! complete checkpoint sealed or under way, the next one is complete.
 
-use super::own::{OwnDisk, require_same};
+use super::qemu_disk::{QemuDisk, require_same};
 use crate::error::{DiskError, Error, Result};
 use crate::event::{SharedEventSink, Step, tell_failed};
 use crate::machines::Member;
@@ -73,8 +73,8 @@ struct Open {
 }
 
 /// The engine's side.
-pub struct Fleeces {
-    disks: Vec<OwnDisk>,
+pub struct FleecedDiskCapture {
+    disks: Vec<QemuDisk>,
     metas: Vec<DiskMeta>,
     /// Where the scratch files are made.
     folder: PathBuf,
@@ -90,11 +90,11 @@ pub struct Fleeces {
     events: SharedEventSink,
 }
 
-impl Fleeces {
+impl FleecedDiskCapture {
     /// Over `disks` of `vms`, whose QEMUs are to listen in `run_dir`.
     pub fn new(
         (store, run_dir): (&Store, &Path),
-        disks: Vec<OwnDisk>,
+        disks: Vec<QemuDisk>,
         vms: &mut [&mut Vm],
         events: SharedEventSink,
     ) -> Result<Self> {
@@ -354,12 +354,12 @@ impl Fleeces {
         }
     }
 
-    fn captured_disks(&self) -> impl Iterator<Item = (usize, &OwnDisk)> {
+    fn captured_disks(&self) -> impl Iterator<Item = (usize, &QemuDisk)> {
         self.disks.iter().enumerate().filter(|(_, disk)| !disk.left_out)
     }
 }
 
-fn qmp<'a>(members: &'a mut [Member], disk: &OwnDisk) -> Result<&'a mut Qmp, BoxError> {
+fn qmp<'a>(members: &'a mut [Member], disk: &QemuDisk) -> Result<&'a mut Qmp, BoxError> {
     let member = members.get_mut(disk.member).ok_or(DiskError::NoVm)?;
     Ok(member.machine.vm.qmp())
 }

@@ -30,7 +30,7 @@ pub type Position = Arc<OnceLock<u64>>;
 
 /// How the VM is recorded.
 #[derive(Clone, Debug)]
-pub struct Recorded {
+pub struct RecordingOptions {
     /// The recording's id.
     pub recording: String,
     /// QEMU's log.
@@ -41,7 +41,7 @@ pub struct Recorded {
     pub begin: Option<CheckpointId>,
 }
 
-impl Recorded {
+impl RecordingOptions {
     /// Has the VM of `starting` recorded, whose paths hold in the first directory. Its media,
     /// served on a socket in the second one.
     pub fn prepare(
@@ -78,9 +78,9 @@ struct AlwaysBusy {
 
 /// The disks and network cards of a VM that is recorded.
 #[derive(Debug, Default)]
-pub struct Disks(Option<VirtioQueues>);
+pub struct RequestQueues(Option<VirtioQueues>);
 
-impl Disks {
+impl RequestQueues {
     /// Waits, while the VM runs, until no request is under way, or has been for [`BUSY_MAX`].
     ///
     /// A stop that has to be taken back costs the guest time.
