@@ -433,14 +433,14 @@ fn what_would_show_vms_to_the_network_or_nothing_at_all_is_refused() {
     env.refused(
         &["serve", "--http", "0.0.0.0:0"],
         1,
-        &["can be reached from other machines", "--token-file"],
+        &["other machines can reach", "--token-file"],
     );
     env.refused(&["serve", "--http", "none"], 2, &["nothing to serve", "name a store"]);
     env.refused(&["serve", "--http", "nowhere"], 1, &["nowhere", "--http 127.0.0.1:7421"]);
     let (server, http, _) = serve(&env, &[]);
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let taken = taken.local_addr().expect("its address").to_string();
-    env.refused(&["serve", "--http", &taken], 1, &["listen", "another process listens there"]);
+    env.refused(&["serve", "--http", &taken], 1, &["listen", "another process uses this address"]);
     assert_eq!(http.get("/api/v1/stores").json(), serde_json::json!([]));
     assert!(http.get("/").body.contains("<title>Keyframe</title>"));
     let changed = http.send("POST", "/api/v1/stores/x/checkpoints/1/pin", &[]);
