@@ -1,12 +1,12 @@
 //! One connection: frames in both directions, from any thread.
 //!
 //! ```text
-//!   send      a frame at a time: lock ─▶ encrypt, write ─▶ wait for room without the lock ─▶ ...
+//!   send      for each frame: lock ─▶ encrypt, write ─▶ wait for room without the lock ─▶ ...
 //!   receive   wait for bytes without the lock ─▶ lock ─▶ decrypt ─▶ frames
 //! ```
 //!
-//! Invariant: nobody waits for the other side with the lock of the encryption, so that sides that
-//! both send take in, too.
+//! Invariant: no thread waits for the other host while it holds the encryption lock, so two hosts
+//! that both send also receive.
 
 use crate::{Error, FRAME_BYTES_MAX, Result};
 use keyframe_locks::IgnorePoison;
@@ -19,29 +19,29 @@ use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 const HEAD_BYTES: usize = 5;
-/// How long the other side may take to take some bytes in.
+/// The longest wait for the other host to accept more bytes.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
-/// Encrypted at once.
+/// The most bytes encrypted at once.
 const PART_BYTES: usize = 64 << 10;
 
-/// What came.
+/// A frame received from the other host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Frame {
-    /// What it is.
+    /// The kind of frame, defined by the caller's protocol.
     pub kind: u8,
-    /// What it says.
+    /// The content of the frame.
     pub payload: Vec<u8>,
 }
 
-/// Bytes that have come and are no whole frame yet. One reader has it.
+/// Received bytes that do not form a whole frame yet. Each receiving thread owns one.
 #[derive(Debug, Default)]
 pub struct Input {
     bytes: Vec<u8>,
-    /// Of these, taken.
+    /// The number of `bytes` that earlier frames used.
     taken: usize,
 }
 
-/// A connection with a party that has the key.
+/// A connection with a host that has the key.
 pub struct Channel {
     stream: TcpStream,
     tls: Mutex<Connection>,
@@ -84,12 +84,13 @@ impl Channel {
         Ok(Self { stream, tls: Mutex::new(tls), sending: Mutex::new(()), peer })
     }
 
-    /// The other side, as it is known.
+    /// Returns the address of the other host.
     pub fn peer(&self) -> &str {
         &self.peer
     }
 
-    /// Sends a frame whose payload is `parts`, end to end.
+    /// Sends a frame whose payload is `parts`, end to end. Fails if the frame is longer than
+    /// [`FRAME_BYTES_MAX`], or if the other host accepts nothing for 30 s.
     pub fn send(&self, kind: u8, parts: &[&[u8]]) -> Result<()> {
         let len = 1 + parts.iter().map(|part| part.len()).sum::<usize>();
         if len > FRAME_BYTES_MAX {
@@ -139,7 +140,7 @@ impl Channel {
         Ok(true)
     }
 
-    /// The next frame; `None` where none is whole within `timeout`.
+    /// Returns the next frame, or `None` if no whole frame arrives within `timeout`.
     pub fn receive(&self, input: &mut Input, timeout: Duration) -> Result<Option<Frame>> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -191,7 +192,7 @@ impl Channel {
         }
     }
 
-    /// Breaks it off, for whoever waits in it too.
+    /// Closes the connection. Threads that wait in it return with an error.
     pub fn close(&self) {
         let _ = self.stream.shutdown(Shutdown::Both);
     }

@@ -1,4 +1,4 @@
-//! The key, and who has it.
+//! The shared key, and the TLS identity that a host derives from it.
 
 use crate::{Channel, Error, Result};
 use keyframe_tls::{Identity, ServerTrust, client_config, server_config};
@@ -12,23 +12,24 @@ use std::sync::Arc;
 use std::time::Duration;
 use zeroize::Zeroizing;
 
-/// Fewer bytes are no secret.
+/// The shortest secret that is accepted, in bytes.
 const SECRET_BYTES_MIN: usize = 16;
 const SECRET_BYTES_MAX: u64 = 64 << 10;
 const CONTEXT: &str = "keyframe 2026-11 replication authority";
 const AUTHORITY: &str = "keyframe replication authority";
-/// The name of every party: who it is, is told by the key alone.
+/// The name in every certificate. Only the key tells parties from strangers.
 const NAME: &str = "keyframe-replication";
-/// An Ed25519 private key as PKCS #8 begins with this, and goes on with its 32 bytes (RFC 8410).
+/// The start of an Ed25519 private key in PKCS #8 form; the 32 key bytes follow (RFC 8410).
 const PKCS8_HEAD: [u8; 16] = [
     0x30, 0x2e, 0x02, 0x01, 0x00, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x04, 0x22, 0x04, 0x20,
 ];
 
-/// What hosts share.
+/// The secret that all hosts share.
 pub struct Key(Zeroizing<[u8; 32]>);
 
 impl Key {
-    /// Of a file that its owner alone can read.
+    /// Reads the key from a file. Fails if others than its owner may access the file, or if it is
+    /// too short or too long.
     pub fn read(path: &Path) -> Result<Self> {
         let bad = |problem: String| Error::Key { path: path.display().to_string(), problem };
         let known = std::fs::metadata(path).map_err(|e| bad(e.to_string()))?;
@@ -46,7 +47,8 @@ impl Key {
             .ok_or_else(|| bad(format!("fewer than {SECRET_BYTES_MIN} bytes are no secret")))
     }
 
-    /// Of a secret; white space at its ends does not count. `None` where it is too short.
+    /// Derives the key from a secret, without the white space at its ends. Returns `None` if the
+    /// secret is shorter than 16 bytes.
     #[must_use]
     pub fn of(secret: &[u8]) -> Option<Self> {
         let secret = secret.trim_ascii();
@@ -55,7 +57,7 @@ impl Key {
     }
 }
 
-/// One who has the key.
+/// A host that has the key. It connects to others and accepts connections.
 #[derive(Clone)]
 pub struct Party {
     client: Arc<ClientConfig>,
@@ -63,7 +65,7 @@ pub struct Party {
 }
 
 impl Party {
-    /// Makes the certificate that this process shows, for as long as it lives.
+    /// Makes the certificate that this process shows for as long as it lives.
     pub fn new(key: &Key) -> Result<Self> {
         Self::made(key).map_err(|problem| Error::Tls { peer: "this host".into(), problem })
     }
@@ -97,7 +99,8 @@ impl Party {
         Ok(Self { client, server })
     }
 
-    /// Connects to a party that listens at `address`, within `timeout`.
+    /// Connects to the host that listens at `address`, within `timeout`. Fails if that host does
+    /// not have the key.
     pub fn connect(&self, address: SocketAddr, timeout: Duration) -> Result<Channel> {
         let peer = address.to_string();
         let stream = TcpStream::connect_timeout(&address, timeout).map_err(|source| Error::Io {
@@ -112,7 +115,8 @@ impl Party {
         Channel::new(stream, tls.into(), timeout)
     }
 
-    /// Takes a party in that has connected, within `timeout`.
+    /// Completes the handshake of an accepted connection, within `timeout`. Fails if the other host
+    /// does not have the key.
     pub fn accept(&self, stream: TcpStream, timeout: Duration) -> Result<Channel> {
         let tls = ServerConnection::new(Arc::clone(&self.server)).map_err(|e| Error::Tls {
             peer: stream.peer_addr().map_or_else(|_| "a client".into(), |a| a.to_string()),

@@ -1,19 +1,18 @@
-//! Connections between hosts that share a key: TLS 1.3, both sides authenticated, and frames over
-//! it.
+//! Connections between hosts that share a key: mutual TLS 1.3, and frames.
 //!
 //! ```text
-//!   key file ──BLAKE3──▶ the key of an authority that exists nowhere else ──signs──▶ a fresh certificate of each party
-//!   Party ──connect / accept──▶ Channel ──send, receive──▶ | length 4 | kind 1 | payload |        little-endian
+//!   key file ─BLAKE3─▶ key of a private authority ─signs─▶ a fresh certificate of each party
+//!   Party ─connect, accept─▶ Channel ─send, receive─▶ | length 4 | kind 1 | payload |
 //! ```
 //!
-//! As corosync's authkey: one file, copied to every host. Who has it is let in; there is nothing
-//! else to configure.
+//! The length is little-endian and counts kind and payload. As with corosync's authkey, one file is
+//! copied to every host; each host that has it may connect.
 //!
-//! Invariants: nothing is read from or believed of a party that has not shown that it has the key;
-//! no frame is longer than [`FRAME_BYTES_MAX`], and is told so before memory is taken; every wait
-//! ends.
+//! Invariants: nothing is accepted from a party that has not proved that it has the key; a frame
+//! longer than [`FRAME_BYTES_MAX`] is refused before memory is allocated for it; every wait is
+//! bounded.
 //!
-//! Left out: what frames mean; finding out that the other side is gone (the caller's heartbeats).
+//! Absent: the meaning of frames; detection of a dead host (the caller's heartbeats).
 
 mod channel;
 #[doc(hidden)]
@@ -23,56 +22,56 @@ mod key;
 pub use channel::{Channel, Frame, Input};
 pub use key::{Key, Party};
 
-/// The longest frame, kind and payload.
+/// The longest frame, kind and payload, in bytes.
 pub const FRAME_BYTES_MAX: usize = 32 << 20;
 
-/// What can go wrong.
+/// Why a connection could not be made or used.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The key file cannot be used.
     #[error("key file {path}: {problem}")]
     Key {
-        /// The file.
+        /// The path of the file.
         path: String,
-        /// Why not.
+        /// What is wrong with it.
         problem: String,
     },
-    /// The network failed.
+    /// A network operation failed.
     #[error("{operation} {peer}")]
     Io {
-        /// What was done.
+        /// The operation.
         operation: &'static str,
-        /// The other side.
+        /// The address of the other host.
         peer: String,
-        /// Why it failed.
+        /// The cause.
         source: std::io::Error,
     },
-    /// The other side has not shown that it has the key, or breaks the protocol.
+    /// The other host has not proved that it has the key, or it breaks the protocol.
     #[error("{peer}: {problem}")]
     Tls {
-        /// The other side.
+        /// The address of the other host.
         peer: String,
         /// What is wrong.
         problem: String,
     },
-    /// It sent what is no frame.
+    /// The other host announced a frame of an impossible length.
     #[error("{peer} announced a frame of {len_bytes} bytes (1 to {FRAME_BYTES_MAX} are possible)")]
     Frame {
-        /// The other side.
+        /// The address of the other host.
         peer: String,
-        /// The length that it said.
+        /// The announced length in bytes.
         len_bytes: u64,
     },
-    /// It closed the connection.
+    /// The other host closed the connection.
     #[error("{peer} has closed the connection")]
     Closed {
-        /// The other side.
+        /// The address of the other host.
         peer: String,
     },
 }
 
 impl Error {
-    /// What a person can do about it, where we know.
+    /// Returns what the user can do about the error, if that is known.
     #[must_use]
     pub fn fix(&self) -> Option<String> {
         match self {
@@ -87,5 +86,5 @@ impl Error {
     }
 }
 
-/// What this crate's functions return.
+/// The result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

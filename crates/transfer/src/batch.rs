@@ -12,7 +12,7 @@
 //!   6 like   varint: the page whose content at the standby it has
 //! ```
 
-/// How an entry is coded.
+/// How an entry encodes its page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {

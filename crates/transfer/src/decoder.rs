@@ -1,4 +1,4 @@
-//! From batches to pages, at the standby.
+//! Decodes batches to pages, on the standby.
 
 use crate::batch::Kind;
 use crate::{Error, Result};
@@ -9,36 +9,36 @@ use keyframe_units::{PAGE_BYTES, Page, PageIndex, ZERO_PAGE};
 use lz4_flex::block::decompress_into;
 use rustc_hash::FxHashMap;
 
-/// What the standby has: RAM, and behind it the disks.
+/// The standby's copy of the VM's page space: RAM, then the disks.
 pub trait Image {
-    /// The content of `page`, as of the epoch applied last.
+    /// Reads the content of `page` as of the epoch applied last.
     fn read(&self, page: PageIndex, into: &mut Page) -> std::io::Result<()>;
 }
 
-/// Pages of an epoch that is not complete.
+/// The pages of an epoch that is not complete yet.
 #[derive(Default)]
 pub struct Epoch {
     slots: FxHashMap<PageIndex, u32>,
     contents: Vec<Box<Page>>,
 }
 
-/// No slot: a page of zeros.
+/// The slot number of a page of zeros.
 const ZERO_SLOT: u32 = u32::MAX;
 
 impl Epoch {
-    /// Pages in it.
+    /// Returns the number of pages.
     #[must_use]
     pub fn len_pages(&self) -> u64 {
         self.slots.len() as u64
     }
 
-    /// True where nothing is in it.
+    /// Returns true if no page has arrived.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.slots.is_empty()
     }
 
-    /// Its pages, rising.
+    /// Returns the pages and their contents, rising.
     pub fn pages(&self) -> impl Iterator<Item = (PageIndex, &Page)> {
         let mut pages: Vec<_> = self.slots.iter().map(|(page, slot)| (*page, *slot)).collect();
         pages.sort_unstable();
@@ -48,7 +48,7 @@ impl Epoch {
         })
     }
 
-    /// Empties it; memory is kept for the next.
+    /// Removes all pages and keeps the memory for the next epoch.
     pub fn clear(&mut self) {
         self.slots.clear();
         self.contents.clear();
@@ -74,20 +74,24 @@ impl Epoch {
     }
 }
 
-/// Takes batches of one stream in.
+/// Decodes the batches of one stream.
 #[derive(Debug)]
 pub struct Decoder {
     space_pages: u64,
 }
 
 impl Decoder {
-    /// For a VM of `space_pages` pages, disks included.
+    /// Makes a decoder for a VM of `space_pages` pages, disks included.
     #[must_use]
     pub fn new(space_pages: u64) -> Self {
         Self { space_pages }
     }
 
-    /// Adds the pages of a batch to `epoch`, over what `image` has.
+    /// Adds the pages of `batch` to `epoch`. Differences are applied to the page in `epoch`, or
+    /// else in `image`.
+    ///
+    /// Errors: [`Error::Malformed`] if the batch is malformed; [`Error::Image`] if `image` cannot
+    /// be read.
     pub fn decode(&self, batch: &[u8], epoch: &mut Epoch, image: &dyn Image) -> Result<()> {
         let mut reader = ByteReader::new(batch);
         let mut page = 0u64;

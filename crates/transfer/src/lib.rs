@@ -1,23 +1,23 @@
-//! The pages of an epoch as they travel from a protected VM to its standby: as few bytes as its
-//! last version, its neighbours or LZ4 make of them.
+//! The encoding of an epoch's pages on their way from a protected VM to its standby.
+//!
+//! The encoder sends each page as a difference from its last version, as a copy of another page, as
+//! words or with LZ4: whichever takes the fewest bytes.
 //!
 //! ```text
-//!   page space   | RAM, block behind block | disk 0 | disk 1 | ...                       in pages of 4 KiB
-//!   stream s     pages p with p / 512 % streams == s, each page always on the same one
+//!   page space   | RAM block | RAM block | ... | disk 0 | disk 1 | ...      in pages of 4 KiB
+//!   stream s     pages p with p / 512 % streams == s
 //!
 //!   Encoder ──batch, batch, ...──▶ Decoder ──▶ Epoch (a buffer) ──complete──▶ applied to the Image
-//!     └ what the standby has of the pages sent last          └ reads bases from the epoch, else from the image
 //! ```
 //!
 //! Invariants:
-//! 1. A base is what the standby has: the encoder forgets what an epoch that was abandoned has changed, on both sides.
-//! 2. A page that looks like another one is compared byte by byte before it is sent as that one: no content that a guest makes
-//!    up takes the place of another.
-//! 3. Whatever a batch's bytes are, decoding it ends with pages within the space or with an error, and takes no more memory than
+//! 1. The base of a difference is the standby's content. If an epoch is abandoned, the encoder
+//!    forgets the pages that it changed.
+//! 2. A page is sent as a copy of another only after both were compared byte by byte.
+//! 3. Decoding any bytes gives pages within the space or an error, and takes no more memory than
 //!    the space has pages.
 //!
-//! Left out: connections, when an epoch is complete, and what it is acknowledged with
-//! (`replication`, the binary).
+//! Absent: connections, the completion of epochs, and acknowledgements (`replication`, `failover`).
 
 mod batch;
 mod decoder;
