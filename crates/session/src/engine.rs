@@ -1,8 +1,8 @@
 //! The loop: checkpoints when due, requests and the encoder's reports when they come, and an
 //! orderly end.
 //!
-//! A due checkpoint is captured even where earlier ones are still being encoded, as long as there
-//! is memory for its pages: so intervals stay uniform. Where memory is short it waits, and is late.
+//! A due checkpoint is captured while earlier ones are still being encoded, if there is memory for
+//! its pages, so intervals stay uniform. If memory is short, the checkpoint waits and is late.
 
 mod ending;
 mod outcome;
@@ -296,7 +296,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// What the VM has been up to.
+    /// Drains monitor events and updates the run state.
     fn look(&mut self) {
         self.machines.look();
         let state = match (self.is_blind, self.machines.run()) {
@@ -307,7 +307,7 @@ impl<'a> Engine<'a> {
         self.update(|status| status.state = state);
     }
 
-    /// Without one of its members a group has no more checkpoints.
+    /// Ends the checkpoints of a group that has lost a member.
     fn check_lost_members(&mut self) {
         if !self.given_up
             && let Some(name) = self.machines.lost()

@@ -5,10 +5,13 @@
 //!        │ refused: ended before the guest ran                └────────────────────────────┘    kill or keep the VM
 //! ```
 //!
-//! Two threads: the engine captures, at a raised priority; the encoder stores what was captured, at
+//! Two threads: the engine captures, at a raised priority; the encoder stores the captured pages, at
 //! a lowered one. With --keep-within a third one forgets and prunes, as low as the encoder
 //! (`recorder`); else one recompresses packs (`recompressor`). The control socket's threads only
-//! hand requests over. Whatever the engine suffers, the VM outlives it.
+//! hand requests over. If the engine fails or is killed, the VM runs on.
+//!
+//! A program that runs sessions itself calls [`helper_process::run_if_asked`] first in its `main`;
+//! `examples/checkpoint_vm.rs` is one.
 
 pub mod attach;
 pub mod audit;
@@ -65,15 +68,15 @@ pub enum LanChoice {
     Control(PathBuf),
 }
 
-/// What `run` was asked for.
+/// How a session takes checkpoints, and what it does at its end.
 pub struct Options {
-    /// Between checkpoints; none: by command only.
+    /// Time between two checkpoints; `None`: checkpoints are taken by command only.
     pub interval: Option<Duration>,
-    /// End after so many.
+    /// Number of checkpoints after which the session ends; `None`: no limit.
     pub count: Option<u64>,
     /// The VM's name.
     pub name: Option<String>,
-    /// What becomes of the VM at the end.
+    /// Whether a VM that still runs at the session's end is ended or left running.
     pub on_exit: OnExit,
     /// How pages are copied.
     pub strategy: Strategy,
@@ -85,7 +88,8 @@ pub struct Options {
     pub max_overhead: Option<f64>,
     /// Threads that copy; none: as many as turn out to be fastest.
     pub copy_threads: Option<usize>,
-    /// Staging memory.
+    /// Memory for pages between the copy and the store, in MiB; `None`: the RAM's size, at most a
+    /// quarter of the free memory.
     pub staging_mib: Option<u64>,
     /// Threads that encode; none: as many as suit the machine.
     pub encode_threads: Option<usize>,
@@ -95,7 +99,7 @@ pub struct Options {
     pub index_memory_mib: u64,
     /// When checkpoints become durable.
     pub durability: keyframe_store::Durability,
-    /// The watchdog's patience.
+    /// The longest pause. The watchdog resumes a VM that stands still for longer.
     pub pause_limit: Duration,
     /// Is told what happens in the session.
     pub events: SharedEventSink,
@@ -118,7 +122,8 @@ pub struct Options {
 }
 
 impl Options {
-    /// A checkpoint each `interval`, and all else as it is without options.
+    /// The options of a session that takes a checkpoint each `interval`, with the defaults of
+    /// `keyframe run` for all else, and without an event sink.
     pub fn every(interval: Option<Duration>, on_exit: OnExit) -> Self {
         Self {
             interval,
@@ -168,8 +173,8 @@ pub fn run(store: &Store, commands: CommandLines, options: Options) -> Result<Ru
     engine_over(store, parts, options)?.run()
 }
 
-/// An engine over VMs that end with it where it cannot be made: nobody knows of them, and their
-/// guests have not run, or only replay; nothing is lost.
+/// Makes an engine over VMs whose guests have not run, or only replay. If that fails, the VMs are
+/// ended.
 pub fn engine_over(
     store: &Store,
     parts: launch::PreparedSession,
