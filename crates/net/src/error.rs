@@ -1,13 +1,13 @@
-//! What can go wrong between the VMs of a LAN.
+//! Errors of switches and gates.
 
 use crate::PortId;
 use serde::{Deserialize, Serialize};
 
-/// What this crate's functions return.
+/// The result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error: it names the object and the operation. It travels from the switch's process to its
-/// controller as it is.
+/// A failed operation of a switch or a gate. The error names the object and the operation. The
+/// switch's process sends it to its controller unchanged.
 #[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Error {

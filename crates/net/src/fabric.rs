@@ -1,4 +1,4 @@
-//! The switch without its sockets: where each frame goes, and what waits for whom. Pure.
+//! The switching logic without sockets: the ports that each frame goes to, and their queues.
 //!
 //! ```text
 //!                 receive                          next

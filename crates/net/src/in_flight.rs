@@ -1,5 +1,4 @@
-//! The packets between the VMs of a group at the instant of its checkpoint, as a value and as
-//! bytes.
+//! The packets in flight between the VMs of a group at its checkpoint, and their encoding.
 //!
 //! ```text
 //!   in flight  | magic 8 | version 4 | ports 4 | port | port | ... | BLAKE3 of all before, 32 |

@@ -1,4 +1,4 @@
-//! Unix sockets to listen at, and who connects there.
+//! Listening unix sockets, and the VMs that connect to them.
 
 use crate::{Error, Result};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -6,12 +6,12 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
-/// A socket to listen at; removed on drop.
+/// A listening unix socket. Dropping it removes its file.
 pub struct LanListener {
     listener: UnixListener,
     path: PathBuf,
     name: String,
-    /// Device and inode of the socket, so that nobody else's is removed.
+    /// Device and inode of the socket's file, so that another one at its path is not removed.
     identity: (u64, u64),
 }
 

@@ -1,4 +1,4 @@
-//! A switch in another process, as its controller sees it.
+//! The controller's handle of a switch that runs in another process.
 
 use crate::in_flight::{InFlight, PortId};
 use crate::switch::Ports;
@@ -12,9 +12,9 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long the switch may take to answer, beyond what was asked of it.
+/// The longest wait for an answer, beyond the time that the request itself allows.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long it may take to start.
+/// The longest wait for its start.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long it may take to end, once no VM is connected.
 const END_TIMEOUT: Duration = Duration::from_secs(2);

@@ -1,4 +1,4 @@
-//! The switch as a process: a [`Switch`] and whoever controls it.
+//! Runs a [`Switch`] as a process, for one controller at a time.
 //!
 //! ```text
 //!   started by an engine:  the control connection is given; ends when it has ended and no VM is connected any more

@@ -1,4 +1,4 @@
-//! The switch: sockets around the [`Fabric`], on the thread that calls it.
+//! The switch: connects sockets with the [`Fabric`], on the calling thread.
 //!
 //! ```text
 //!             hold                      quiesce, then the VMs stop              collect

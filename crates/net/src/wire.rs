@@ -1,4 +1,4 @@
-//! What a switch and its controller say to each other, over a unix stream.
+//! The messages between a switch and its controller, over a unix stream.
 //!
 //! ```text
 //!   message   | length of the JSON 4 | length of the bytes 4 | JSON | bytes |      lengths little-endian

@@ -1,5 +1,5 @@
-//! The gate before a protected VM's network: what the guest sends is held until the state that sent
-//! it is safe elsewhere (output commit). What is sent to the guest is not touched.
+//! The gate before a protected VM's network. It holds each frame that the guest sends until the
+//! standby has the state that sent it (output commit). Frames to the guest pass at once.
 //!
 //! ```text
 //!   guest ─▶ NIC ─▶ filter-redirector ──socket──▶ Gate ──socket──▶ filter-redirector ─▶ netdev (tap, user, bridge, ...)

@@ -1,4 +1,4 @@
-//! A gate in another process, as its controller sees it.
+//! The controller's handle of a gate that runs in another process.
 
 use super::{Answer, GateLook, GateNic, Order};
 use crate::wire::{Messages, encode};

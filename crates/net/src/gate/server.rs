@@ -1,4 +1,4 @@
-//! The gate as a process: sockets of the NICs' filters on one side, the controller on the other.
+//! Runs a gate as a process, between the sockets of the NICs' filters and its controller.
 
 use super::{Answer, GateNic, NICS_MAX, Order, Queue};
 use crate::frame::{Deframer, Frame};
