@@ -46,7 +46,7 @@ impl PartHeader {
         bytes
     }
 
-    /// Of a file's first bytes; `None` where they are not a part's.
+    /// Parses the first bytes of a file; `None` if it is not a part.
     pub fn from_bytes(bytes: &[u8; Self::LEN_BYTES]) -> Option<Self> {
         let word = |at: usize| bytes[at..at + 8].try_into().map(u64::from_le_bytes).ok();
         let kind = bytes[8..16].try_into().ok()?;

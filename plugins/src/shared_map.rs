@@ -69,7 +69,7 @@ impl SharedMap {
     /// The memory as words of 8 bytes.
     pub fn words(&self) -> &[AtomicU64] {
         // SAFETY: the mapping has `len_bytes`, begins at a page, and lives as long as `self`;
-        // AtomicU64 may be shared with whoever writes it atomically.
+        // AtomicU64 may be shared with a process that writes it atomically.
         unsafe { std::slice::from_raw_parts(self.base.cast(), self.len_bytes / 8) }
     }
 
@@ -109,8 +109,8 @@ impl SharedMap {
     /// one.
     ///
     /// # Safety
-    /// `at` is the start of a page of memory that the caller may write and that nobody unmaps,
-    /// moves or relies on to be private.
+    /// `at` is the start of a page of memory that the caller may write. Nothing unmaps or moves
+    /// it, or relies on it to be private.
     #[cfg_attr(not(keyframe_interface = "4"), expect(dead_code, reason = "of one interface"))]
     pub unsafe fn put_page(&self, offset_bytes: usize, at: *mut u8) -> std::io::Result<()> {
         assert!(

@@ -178,7 +178,7 @@ fn number(bytes: &[u8], at: usize) -> Option<u32> {
     word.try_into().ok().map(u32::from_le_bytes)
 }
 
-/// The first type and what is behind it.
+/// Splits the first type off.
 fn next_type(types: &[u8]) -> Option<(Type<'_>, &[u8])> {
     let [name, info] = [0, 4].map(|at| number(types, at));
     let (name, info) = (name?, info?);

@@ -420,7 +420,7 @@ mod tests {
         let parts: Vec<_> = ["0", "1", "2", "3"].map(file).into();
         assert_eq!(concatenate(&parts, &file("merged"), COLUMNS).unwrap(), end);
         write(&file("whole"), 0, end, &[100, full + 107]);
-        // A result is always made of parts, also where there is but one: the footer says a little
+        // A result is always merged from parts, even if there is only one: the footer says a little
         // less of what was copied.
         let whole = concatenate(&[file("whole")], &file("again"), COLUMNS).unwrap();
         assert_eq!(whole, end);

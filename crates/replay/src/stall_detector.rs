@@ -4,8 +4,8 @@
 //!   observed instruction: 100  250  900  900  900  900 ...  ─▶ stalled at 900
 //! ```
 //!
-//! Only observed time counts. If the host was suspended or overloaded, nobody observed the replay,
-//! and the replay did not run either.
+//! Only observed time counts. If the host was suspended or overloaded, there were no
+//! observations, and the replay did not run either.
 
 use std::time::Duration;
 

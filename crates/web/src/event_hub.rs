@@ -5,7 +5,7 @@
 //! ```
 //!
 //! A listener that is too slow loses events and gets the event `reload`, upon which it reads
-//! everything again. Without a listener, nobody looks at the source.
+//! everything again. Without a listener, the source is not read.
 
 use crate::source::{DashboardSource, StoreHead, VmState};
 use keyframe_locks::IgnorePoison;

@@ -74,7 +74,7 @@ impl BoardCounters {
     /// The counter `index`.
     pub fn counter(&self, index: usize) -> Counter {
         assert!(index < crate::board::COUNTERS, "counter {index}");
-        // SAFETY: the page of counters has that many words behind its first.
+        // SAFETY: the page of counters has that many words after its first.
         Counter(unsafe { self.0.add(index) })
     }
 }

@@ -1,4 +1,4 @@
-// Which page is shown, and what it is told.
+// Routes: which page is shown, and which events it receives.
 
 import { api, listen, token } from "./data.js";
 import { fill } from "./dom.js";

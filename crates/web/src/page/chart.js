@@ -1,4 +1,4 @@
-// Charts as SVG: one path for each series, so that a chart costs the same to draw whatever it shows.
+// Charts as SVG: one path for each series, so that drawing costs the same for any data.
 
 import { asTable, bytes, count, el, fill, moment, table, time } from "./dom.js";
 

@@ -1,6 +1,7 @@
-// Asking the server, and listening to it.
+// Requests to the server, and its events.
 //
-// Events are read with `fetch`, not `EventSource`: that cannot send a token, and a token in an address ends up in logs.
+// Events are read with `fetch`, not `EventSource`, which cannot send a token. A token in an address
+// would end up in logs.
 
 const KEY = "keyframe-token";
 

@@ -1,5 +1,5 @@
-// Elements and words. Everything that is shown goes through `el`, which sets text as text: nothing that comes from a VM, a tag or a
-// path is ever read as HTML.
+// Elements and texts. All content goes through `el`, which sets text as text: a name of a VM, tag or
+// path is never parsed as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 const SVG_NAMES = new Set(["svg", "g", "path", "rect", "line", "text", "title", "polyline"]);

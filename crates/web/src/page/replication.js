@@ -1,4 +1,4 @@
-// A protected VM, and its standby: whether a failure loses something, what waits, what epochs cost and why they are taken.
+// A protected VM and its standby: protection, held packets, the cost of epochs and their reasons.
 
 import { api } from "./data.js";
 import { asTable, bytes, cards, count, el, fill, table, time } from "./dom.js";

@@ -1,4 +1,5 @@
-// The pages. Each is a function of its place that draws into `main` and returns `{ update(event, data) }`, which is told what is new.
+// The pages. Each is a function of its address that draws into `main` and returns
+// `{ update(event, data) }`, which receives events.
 
 import { api, token } from "./data.js";
 import { ago, asTable, bytes, cards, count, el, fill, moment, table, time, times } from "./dom.js";
