@@ -1,5 +1,5 @@
-//! Gives up rights that a process does not use, so that whoever gets hold of it by hostile input
-//! gets less.
+//! Gives up the rights that a process does not use, so that an attacker who takes it over by hostile
+//! input gains less.
 //!
 //! ```text
 //!   capabilities   what root may beyond its files: all but those that are named          (capabilities(7))

@@ -1,4 +1,4 @@
-//! The image beneath an overlay, opened for reading alone.
+//! The image below an overlay, opened read-only.
 //!
 //! A raw image is read directly. qcow2 (with backing files, compressed clusters, an external data
 //! file) goes through the library `imago`. What neither can read is refused with its cause:

@@ -1,5 +1,5 @@
-//! A disk as a guest sees it: an overlay, and what lies beneath. Both can be exchanged for others
-//! while it is served.
+//! A disk as a guest sees it: an overlay and the layers below. Both can be exchanged while the disk
+//! is served.
 //!
 //! ```text
 //!   export ──▶ Disk ──▶ Stack: overlay, layer, base        exchange(): requests that come find the other one

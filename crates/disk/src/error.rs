@@ -1,5 +1,4 @@
-//! What can go wrong with a disk: one enum, each variant naming the object and what was done with
-//! it.
+//! Errors of disks. Each variant names the object and the operation.
 
 use crate::DiskEpoch;
 use std::io;

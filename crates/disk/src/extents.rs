@@ -1,4 +1,5 @@
-//! A sparse map from ranges of blocks to values: neighbours that go together are one entry.
+//! A sparse map from ranges of blocks to values. Adjacent ranges that belong together are one
+//! entry.
 //!
 //! ```text
 //!   insert 4..8 = b       |a a a a a a a a|     ->  |a a a a|b b b b|      what lay there goes to `removed`

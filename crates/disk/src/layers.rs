@@ -1,5 +1,5 @@
-//! What lies beneath the overlay: a checkpoint's blocks, where the VM was restored from one, and
-//! the image. Without an overlay it is a checkpoint's disk, to be read.
+//! The layers below an overlay: a checkpoint's blocks, if the VM was restored from one, and the
+//! image. Without an overlay they form a checkpoint's disk, to be read.
 
 use crate::{BLOCK, BLOCK_BYTES, Base, Block, DiskBlock, Result};
 

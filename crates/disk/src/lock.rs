@@ -1,4 +1,4 @@
-//! Keeps others from writing an image while it is served, as QEMU's own processes keep each other.
+//! Locks an image against writers while it is served, with the locks that QEMU's processes use.
 //!
 //! ```text
 //!   byte 100 + p   somebody uses permission p: 0 read, 1 write, 3 resize

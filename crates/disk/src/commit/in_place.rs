@@ -1,4 +1,4 @@
-//! What was written since, into the base.
+//! Writes the blocks written since a checkpoint into the base image.
 
 use super::{Amount, CHUNK_BYTES, Watch};
 use crate::base::{Base, Gate, Lock};

@@ -1,4 +1,4 @@
-//! Writes a disk back to images: to a new one, or what was written since into its base.
+//! Writes a disk back to an image: to a new one, or its written blocks into its base.
 //!
 //! ```text
 //!   new        base, layer, overlay ──▶ file without a name ──synced──▶ in place under its name

@@ -1,4 +1,4 @@
-//! A disk as a new image.
+//! Writes a disk to a new image.
 
 use super::{CHUNK_BYTES, Watch};
 use crate::{BLOCK_BYTES, Error, ImageFormat, Readable, Result};

@@ -1,5 +1,4 @@
-//! A reader of exports that somebody else serves: what is allocated or dirty of a disk, and its
-//! bytes.
+//! An NBD client that reads exports: the allocated or dirty ranges of a disk, and its bytes.
 //!
 //! ```text
 //!   connect ─▶ structured replies ─▶ one metadata context ─▶ go ─▶ status, read, ... ─▶ drop: disconnect

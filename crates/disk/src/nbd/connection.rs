@@ -1,4 +1,4 @@
-//! One client, from its greeting to its end.
+//! Serves one client, from its greeting to its end.
 
 use super::Shared;
 use super::handshake::negotiate;

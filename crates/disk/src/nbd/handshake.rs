@@ -1,4 +1,4 @@
-//! The negotiation: what the client can, and which export it wants.
+//! The NBD negotiation: the client's abilities and the export that it chooses.
 
 use super::input::Input;
 use super::wire::{

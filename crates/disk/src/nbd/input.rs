@@ -1,5 +1,4 @@
-//! What a client sends, through a buffer, so that small requests which came together take one
-//! system call.
+//! Buffered input from a client: several small requests take one system call.
 
 use crate::{Error, Result};
 use std::io::{self, Read};

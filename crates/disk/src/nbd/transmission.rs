@@ -1,4 +1,4 @@
-//! The requests of one client.
+//! Serves the requests of one client.
 
 use super::Shared;
 use super::affinity::Placement;

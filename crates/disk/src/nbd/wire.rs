@@ -1,4 +1,4 @@
-//! The numbers of the NBD protocol, and its headers as bytes. Integers are big-endian.
+//! The constants and headers of the NBD protocol. Integers are big-endian.
 //!
 //! Source: `doc/proto.md` of the NBD project.
 

@@ -1,4 +1,4 @@
-//! Which block is where, at every cut that somebody still reads.
+//! Maps each block to its slot, for every cut that still has readers.
 //!
 //! ```text
 //!   lookups        current    written since the last cut; a rewrite goes to the same slot

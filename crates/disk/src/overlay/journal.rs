@@ -1,4 +1,4 @@
-//! The journal of an overlay: which block is in which slot, as far as syncs have got.
+//! The journal of an overlay: the slot of each block, up to the last sync.
 //!
 //! ```text
 //!   | header 64 | batch | batch | ... | batch | torn tail |

@@ -1,4 +1,4 @@
-//! The few operations that the overlay needs of a file system, so that tests can crash it at any of
+//! The few file system operations that the overlay needs, behind a trait: tests crash it at any of
 //! them.
 
 use crate::{Error, Result};

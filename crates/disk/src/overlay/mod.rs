@@ -1,4 +1,4 @@
-//! What was written to a disk since its start, in blocks, cut into epochs.
+//! The overlay: the blocks written to a disk since its start, cut into epochs.
 //!
 //! ```text
 //!   DIR/data       slots of 4 KiB

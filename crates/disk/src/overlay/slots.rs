@@ -1,4 +1,4 @@
-//! Which slots of the data file are free.
+//! The free slots of the data file.
 //!
 //! ```text
 //!   tail, or free ──take──▶ written ──published──▶ in a map ──superseded──▶ waiting ──sync──▶ free

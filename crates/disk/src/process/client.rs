@@ -1,4 +1,4 @@
-//! The engine's side.
+//! The engine's handle of the process that serves the disks.
 
 use super::{Answer, Order, ServerStats, Spec, frame};
 use crate::{DiskBlock, DiskEpoch, Error, Extent, Result, SlotFile};

@@ -1,4 +1,4 @@
-//! The process that serves the disks, and the engine's hold of it.
+//! The process that serves the disks, and the engine's handle of it.
 //!
 //! ```text
 //!   engine ── Disks ──socket pair── serve() ── overlays, NBD server ──unix socket── QEMU

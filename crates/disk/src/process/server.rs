@@ -1,4 +1,4 @@
-//! The process itself.
+//! The process that serves the disks: it executes the engine's orders.
 
 use super::{Answer, DISKS_MAX, EXTENTS_MAX, Order, ServerStats, Spec, Stats, frame};
 use crate::disk::Stack;
