@@ -55,3 +55,34 @@ pub enum CaptureError {
 pub(crate) fn machine_error(operation: &'static str) -> impl Fn(BoxError) -> CaptureError {
     move |source| CaptureError::Machine { operation, source }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::encoder::EncodeError;
+    use keyframe_testing::{assert_golden, error_text};
+
+    #[test]
+    fn error_texts_are_the_golden_ones() {
+        let source = || BoxError::from("the cause");
+        let full = StagingError::Full { needed_pages: 9, free_pages: 2, capacity_pages: 8 };
+        let read = StagingError::Read { pages: 3, source: source() };
+        let capture = [
+            CaptureError::Machine { operation: "pause the VM", source: source() },
+            CaptureError::Scan(source()),
+            CaptureError::Staging(full),
+            CaptureError::Staging(read),
+            CaptureError::Sink { operation: "hand pages over", source: source() },
+            CaptureError::Torn,
+            CaptureError::Unannounced { pages: 7 },
+            CaptureError::Resized,
+            CaptureError::OtherRam,
+            CaptureError::Audit(source()),
+        ];
+        let encode =
+            [EncodeError::Sink { operation: "store pages", source: source() }, EncodeError::Behind];
+        let mut texts: Vec<String> = capture.iter().map(|e| error_text(e, None)).collect();
+        texts.extend(encode.iter().map(|e| error_text(e, None)));
+        assert_golden("tests/golden/errors.txt", &texts.concat());
+    }
+}

@@ -82,3 +82,23 @@ pub fn put_optional(out: &mut Vec<u8>, number: Option<u64>) {
     out.push(u8::from(number.is_some()));
     put(out, number.as_slice());
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_testing::{assert_golden, error_text};
+
+    #[test]
+    fn error_texts_are_the_golden_ones() {
+        let errors = [
+            DecodeError::Read(ReadError::Truncated { at: 7, wanted: 8 }),
+            DecodeError::Read(ReadError::Trailing { at: 12, len: 3 }),
+            DecodeError::Version { version: 9, known: 1 },
+            DecodeError::UnknownValue { field: "kind", value: 77, at: 1 },
+            DecodeError::TooLong { field: "reason", len: 600, max: 512 },
+            DecodeError::NotUtf8 { field: "reason" },
+        ];
+        let texts: Vec<String> = errors.iter().map(|e| error_text(e, None)).collect();
+        assert_golden("tests/golden/errors.txt", &texts.concat());
+    }
+}

@@ -135,4 +135,16 @@ mod tests {
             assert!(said.starts_with(&format!("'{}' is not an interval: ", &wrong[6..])), "{said}");
         }
     }
+
+    #[test]
+    fn error_texts_are_the_golden_ones() {
+        use keyframe_testing::{assert_golden, error_text};
+        let errors = [
+            UnknownPolicy::Name("remus".into()),
+            UnknownPolicy::NoInterval,
+            UnknownPolicy::Interval { text: "fast".into(), why: "expected number at 0".into() },
+        ];
+        let texts: Vec<String> = errors.iter().map(|e| error_text(e, None)).collect();
+        assert_golden("tests/golden/errors.txt", &texts.concat());
+    }
 }
