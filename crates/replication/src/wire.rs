@@ -7,7 +7,7 @@ use thiserror::Error;
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum DecodeError {
     /// The message is too short or too long.
-    #[error("the message {0}")]
+    #[error("malformed message: {0}")]
     Read(#[from] ReadError),
     /// The sender has another version of the protocol.
     #[error("the message has version {version} of the protocol; this build knows version {known}")]
