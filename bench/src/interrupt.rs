@@ -1,31 +1,32 @@
-//! A signal that asks to end, for benchmarks that have to clear up behind themselves.
+//! Signals that ask the program to end, for benchmarks that must clean up.
 
 use crate::Error;
 use std::time::{Duration, Instant};
 
-/// Set by a signal that asks to end.
+/// A flag that SIGINT, SIGTERM and SIGHUP set.
 #[derive(Clone)]
 pub struct Interrupt(keyframe_kernel::Interrupt);
 
 impl Interrupt {
-    /// Begins to listen.
+    /// Begins to listen for the signals.
     pub fn listen() -> Result<Self, Error> {
         keyframe_kernel::Interrupt::on(&keyframe_kernel::END_SIGNALS)
             .map(Self)
             .map_err(Error::io("listen to signals"))
     }
 
-    /// Whether to end.
+    /// Returns whether the program was asked to end.
     pub fn is_set(&self) -> bool {
         self.0.is_set()
     }
 
-    /// Fails once it is set.
+    /// Fails if the flag is set.
     pub fn check(&self) -> Result<(), Error> {
         if self.is_set() { Err(Error::failed("measure", "interrupted")) } else { Ok(()) }
     }
 
-    /// Waits until `probe` answers, `seconds` at most, or fails as it does.
+    /// Waits at most `seconds` until `probe` returns a value. Fails if `probe` fails or the flag is
+    /// set.
     pub fn wait<T>(
         &self,
         what: &str,
@@ -48,7 +49,7 @@ impl Interrupt {
         }
     }
 
-    /// Sleeps, unless it is set.
+    /// Sleeps. Fails as soon as the flag is set.
     pub fn sleep(&self, time: Duration) -> Result<(), Error> {
         let until = Instant::now() + time;
         while Instant::now() < until {

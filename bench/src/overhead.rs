@@ -1,32 +1,31 @@
-//! What checkpoints cost the guest: its work with and without Keyframe, in runs that follow each
-//! other.
+//! `overhead`: the work that a guest loses to checkpoints, from runs with and without Keyframe.
 //!
 //! ```text
-//!   one round:   plain  A  B  C  plain  D  E  plain      A: --interval 100ms, B: 200ms, ...; the next round: E D C B A
-//!                  └───────┬───────┘
+//!   one round:   plain  A  B  C  plain  D  E  plain      A: --interval 100ms, B: 200ms, ...
+//!                  └───────┬───────┘                     the next round: E D C B A
 //!        lost(A) = 1 - work(A) / (mean of the plain runs before and after)
 //! ```
 //!
-//! Each run is a fresh boot, for what is left of a tracker (split huge pages) slows a guest that is
-//! no longer tracked. Plain runs on both sides of a few others, in an order that turns round, let a
-//! machine that gets slower favour nobody.
+//! Each run is a fresh boot, because the split huge pages that a tracker leaves slow a guest down
+//! after tracking. The plain runs before and after, and the alternating order, cancel out a machine
+//! that becomes slower or faster.
 
 mod chart;
-pub(crate) mod compile;
-mod subject;
+pub(crate) mod compile_job;
+mod workload;
 
-use crate::guest::Guest as Files;
-use crate::parts::Parts;
+use crate::guest_files::SmallGuest;
+use crate::part_selection::PartSelection;
+use crate::running_guest::{CheckpointedGuest, RunningGuest, Schedule};
 use crate::sample::Sample;
-use crate::vm::{Guest, Protected};
 use crate::{Error, Options, Report};
 use std::path::Path;
-use subject::{Done, Subject};
+use workload::{WorkRate, Workload};
 
-/// Runs between two plain ones.
+/// The number of runs between two plain runs.
 const BETWEEN: usize = 3;
 
-/// How checkpoints are taken in a run.
+/// The strategy and the interval of the checkpoints of a run.
 #[derive(Clone, Copy, Debug)]
 struct Setting {
     strategy: &'static str,
@@ -39,7 +38,7 @@ impl Setting {
         Self { strategy: "precopy", interval, interval_ms }
     }
 
-    /// As in keys: the interval alone where the strategy is the default one.
+    /// Returns its name in keys: the interval alone if the strategy is the default.
     fn key(&self) -> String {
         match self.strategy {
             "precopy" => self.interval.into(),
@@ -63,30 +62,30 @@ const STRATEGIES: [Setting; 5] = [
     Setting::every("100ms", 100),
 ];
 
-/// The guests, each with what is measured on it.
-const SUBJECTS: [(&str, &[Setting]); 3] = [
+/// The workloads, each with its settings.
+const WORKLOADS: [(&str, &[Setting]); 3] = [
     ("compute", &INTERVALS),
     ("60k", &STRATEGIES),
     ("compile", INTERVALS.split_at(3).1.split_at(1).0),
 ];
 
-/// How long and how often.
+/// The times and rounds of a benchmark.
 struct Plan {
-    /// From the guest's READY to the first count.
+    /// The time from the guest's READY to the first count.
     settle_s: u64,
-    /// What is counted.
+    /// The counted time.
     seconds: u64,
-    /// Times that all sources are compiled, in a run.
+    /// How often all sources are compiled in a run.
     compiles: u64,
-    /// Rounds with the computing, the dirtying, the compiling guest.
+    /// The rounds of each workload, in the order of [`WORKLOADS`].
     rounds: [usize; 3],
 }
 
 const FULL: Plan = Plan { settle_s: 2, seconds: 8, compiles: 3, rounds: [3, 2, 1] };
 const QUICK: Plan = Plan { settle_s: 1, seconds: 1, compiles: 1, rounds: [1, 1, 1] };
 
-/// What one setting did to one guest.
-struct Lost {
+/// The work that a guest lost with one setting.
+struct LostWork {
     setting: Setting,
     per_s: Sample,
     work: Sample,
@@ -94,26 +93,26 @@ struct Lost {
 }
 
 pub fn run(options: &Options) -> Result<Report, Error> {
-    let all = SUBJECTS.iter().flat_map(|(key, settings)| {
+    let all = WORKLOADS.iter().flat_map(|(key, settings)| {
         settings.iter().map(move |setting| format!("{key}_{}", setting.key()))
     });
-    let parts = Parts::choose("overhead", &options.only, all)?;
+    let parts = PartSelection::new("overhead", &options.only, all)?;
     let plan = if options.quick { &QUICK } else { &FULL };
     let dir = tempfile::tempdir().map_err(Error::io("make a temporary directory"))?;
-    let files = Files::find(options)?;
+    let files = SmallGuest::find(options)?;
     let mut report = Report::new("overhead");
     let mut charted = Vec::new();
-    for ((key, settings), rounds) in SUBJECTS.into_iter().zip(plan.rounds) {
-        let wanted = |setting: &&Setting| parts.has(&format!("{key}_{}", setting.key()));
-        let settings: Vec<Setting> = settings.iter().filter(wanted).copied().collect();
+    for ((key, settings), rounds) in WORKLOADS.into_iter().zip(plan.rounds) {
+        let is_selected = |setting: &&Setting| parts.has(&format!("{key}_{}", setting.key()));
+        let settings: Vec<Setting> = settings.iter().filter(is_selected).copied().collect();
         if settings.is_empty() {
             continue;
         }
-        let subject = match key {
-            "compute" => Subject::compute(&files),
-            "60k" => Subject::dirty(&files),
-            _ => match Subject::compile(options, dir.path()) {
-                Ok(subject) => subject,
+        let workload = match key {
+            "compute" => Workload::compute(&files),
+            "60k" => Workload::dirty(&files),
+            _ => match Workload::compile(options, dir.path()) {
+                Ok(workload) => workload,
                 Err(e) => {
                     options.left_out("compiling", &e);
                     continue;
@@ -121,16 +120,16 @@ pub fn run(options: &Options) -> Result<Report, Error> {
             },
         };
         let rounds = options.rounds.map_or(rounds, usize::from);
-        let bench = Bench { options, plan, dir: dir.path(), subject: &subject };
+        let bench = Bench { options, plan, dir: dir.path(), workload: &workload };
         let (plain, lost) = match bench.compare(&settings, rounds) {
-            Err(e) if subject.may_be_left_out() => {
-                options.left_out(subject.title, &e);
+            Err(e) if workload.may_be_left_out() => {
+                options.left_out(workload.title, &e);
                 continue;
             }
             compared => compared?,
         };
-        figures(&mut report, (subject.key, subject.unit), &plain, &lost);
-        charted.push((subject, lost));
+        add_figures(&mut report, workload.key, workload.unit, &plain, &lost);
+        charted.push((workload, lost));
     }
     report.plot = chart::figure(&charted);
     Ok(report)
@@ -140,33 +139,37 @@ struct Bench<'a> {
     options: &'a Options,
     plan: &'a Plan,
     dir: &'a Path,
-    subject: &'a Subject,
+    workload: &'a Workload,
 }
 
 impl Bench<'_> {
-    /// Measures `settings` against plain runs. Gives back the plain runs' work a second, and what
-    /// each setting lost.
-    fn compare(&self, settings: &[Setting], rounds: usize) -> Result<(Sample, Vec<Lost>), Error> {
-        let mut lost: Vec<Lost> = settings.iter().map(Lost::new).collect();
+    /// Measures `settings` against plain runs. Returns the work rates of the plain runs, and the lost
+    /// work of each setting.
+    fn compare(
+        &self,
+        settings: &[Setting],
+        rounds: usize,
+    ) -> Result<(Sample, Vec<LostWork>), Error> {
+        let mut lost: Vec<LostWork> = settings.iter().map(LostWork::new).collect();
         let mut plain = Sample::default();
-        // The plain run behind one round is the one before the next.
+        // The plain run after one round is also the one before the next.
         let mut before = self.plain(&mut plain)?;
         for round in 0..rounds {
             let mut order: Vec<usize> = (0..lost.len()).collect();
             if round % 2 == 1 {
                 order.reverse();
             }
-            // A look makes do with one plain run.
+            // A quick run has one plain run only.
             let between = if self.options.quick { order.len() } else { BETWEEN };
             for part in order.chunks(between) {
-                let done: Vec<(usize, Done)> = part
+                let rates: Vec<(usize, WorkRate)> = part
                     .iter()
-                    .map(|at| Ok((*at, self.protected(&lost[*at].setting)?)))
+                    .map(|at| Ok((*at, self.with_checkpoints(&lost[*at].setting)?)))
                     .collect::<Result<_, Error>>()?;
                 let after = if self.options.quick { before } else { self.plain(&mut plain)? };
                 let around = before.mean(after);
-                for (at, done) in done {
-                    lost[at].push(done, around);
+                for (at, rate) in rates {
+                    lost[at].push(rate, around);
                 }
                 before = after;
             }
@@ -174,49 +177,50 @@ impl Bench<'_> {
         Ok((plain, lost))
     }
 
-    fn plain(&self, plain: &mut Sample) -> Result<Done, Error> {
-        self.options.say(format!("{}, plain", self.subject.key));
-        let mut guest = Guest::start(&self.subject.command)?;
-        let done = self.subject.measure(&mut guest, self.plan)?;
+    fn plain(&self, plain: &mut Sample) -> Result<WorkRate, Error> {
+        self.options.say(format!("{}, plain", self.workload.key));
+        let mut guest = RunningGuest::start(&self.workload.command)?;
+        let rate = self.workload.measure(&mut guest, self.plan)?;
         guest.power_off();
-        plain.push(done.work_per_s);
-        Ok(done)
+        plain.push(rate.work_per_s);
+        Ok(rate)
     }
 
-    fn protected(&self, setting: &Setting) -> Result<Done, Error> {
+    fn with_checkpoints(&self, setting: &Setting) -> Result<WorkRate, Error> {
         self.options
-            .say(format!("{}, {} every {}", self.subject.key, setting.strategy, setting.interval));
+            .say(format!("{}, {} every {}", self.workload.key, setting.strategy, setting.interval));
         let store = self.dir.join("store");
-        let how = (setting.interval, setting.strategy);
-        let done = {
-            let mut vm = Protected::start(self.options, &store, how, &self.subject.command)?;
-            self.subject.measure(&mut vm.guest, self.plan)
+        let schedule = Schedule { interval: setting.interval, strategy: setting.strategy };
+        let rate = {
+            let mut vm =
+                CheckpointedGuest::start(self.options, &store, schedule, &self.workload.command)?;
+            self.workload.measure(&mut vm.guest, self.plan)
         };
         std::fs::remove_dir_all(&store)
             .map_err(Error::io(format!("remove {}", store.display())))?;
-        done
+        rate
     }
 }
 
-impl Lost {
+impl LostWork {
     fn new(setting: &Setting) -> Self {
         let (per_s, work, spare) = Default::default();
         Self { setting: *setting, per_s, work, spare }
     }
 
-    fn push(&mut self, done: Done, plain: Done) {
-        self.per_s.push(done.work_per_s);
-        self.work.push(1.0 - done.work_per_s / plain.work_per_s);
-        if let (Some(spare), Some(plain)) = (done.spare_per_s, plain.spare_per_s) {
+    fn push(&mut self, rate: WorkRate, plain: WorkRate) {
+        self.per_s.push(rate.work_per_s);
+        self.work.push(1.0 - rate.work_per_s / plain.work_per_s);
+        if let (Some(spare), Some(plain)) = (rate.spare_per_s, plain.spare_per_s) {
             self.spare.push(1.0 - spare / plain);
         }
     }
 }
 
-fn figures(report: &mut Report, (key, unit): (&str, &str), plain: &Sample, lost: &[Lost]) {
+fn add_figures(report: &mut Report, key: &str, unit: &str, plain: &Sample, lost: &[LostWork]) {
     report.figure(format!("{key}_plain_{unit}_per_s"), plain.median());
     report.figure(format!("{key}_pairs"), lost.first().map_or(0, |l| l.work.len()) as f64);
-    // What two plain runs differ by is what a loss is uncertain by.
+    // The spread of the plain runs is the uncertainty of the losses.
     if plain.len() > 1 {
         report.ratio(
             format!("{key}_plain_spread"),
@@ -239,26 +243,26 @@ mod tests {
 
     #[test]
     fn a_loss_is_against_the_plain_runs_around_it() {
-        let done = |work_per_s, spare_per_s| Done { work_per_s, spare_per_s };
-        let around = done(90.0, Some(30.0)).mean(done(110.0, Some(50.0)));
-        let mut lost = Lost::new(&INTERVALS[3]);
-        lost.push(done(98.0, Some(20.0)), around);
+        let rate = |work_per_s, spare_per_s| WorkRate { work_per_s, spare_per_s };
+        let around = rate(90.0, Some(30.0)).mean(rate(110.0, Some(50.0)));
+        let mut lost = LostWork::new(&INTERVALS[3]);
+        lost.push(rate(98.0, Some(20.0)), around);
         assert!((lost.work.median() - 0.02).abs() < 1e-9);
         assert!((lost.spare.median() - 0.5).abs() < 1e-9);
     }
 
-    /// Those are read by others.
+    /// Other programs read these keys.
     #[test]
     fn the_keys_are_those_promised() {
         let (mut report, mut plain) = (Report::new("overhead"), Sample::default());
         plain.push(100.0);
-        for ((_, settings), subject) in SUBJECTS.iter().zip(["compute", "60k"]) {
-            let mut lost: Vec<Lost> = settings.iter().map(Lost::new).collect();
-            let done = |work_per_s| Done { work_per_s, spare_per_s: None };
+        for ((_, settings), workload) in WORKLOADS.iter().zip(["compute", "60k"]) {
+            let mut lost: Vec<LostWork> = settings.iter().map(LostWork::new).collect();
+            let rate = |work_per_s| WorkRate { work_per_s, spare_per_s: None };
             for lost in &mut lost {
-                lost.push(done(98.0), done(100.0));
+                lost.push(rate(98.0), rate(100.0));
             }
-            figures(&mut report, (subject, "units"), &plain, &lost);
+            add_figures(&mut report, workload, "units", &plain, &lost);
         }
         for key in ["work_lost_compute_1s", "work_lost_60k_1s", "work_lost_compute_100ms"] {
             assert!((report.ratios[key] - 0.02).abs() < 1e-9, "{key}");

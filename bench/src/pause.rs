@@ -1,43 +1,44 @@
-//! The pause: Keyframe's strategies against each other and against QEMU's own ways to save a VM.
+//! `pause`: the pauses of Keyframe's strategies and of QEMU's own ways to save a VM.
 //!
 //! ```text
-//!   load                 guest                              ways
-//!   1k, 5k, 20k, 60k     1 GiB, writes in 512 MiB of it     precopy, stop-copy, fork: by turns on one guest
-//!   dirty pages a second                                    cow: on its own, for it needs another tracker
-//!                                                           QEMU's: on its own, for savevm needs an image
-//!   1, 2, 4 GiB at 20k   all RAM was written, and is        precopy, stop-copy, fork; QEMU's
-//!                        written all over
-//!   disk                 20k, and a disk that is idle,      precopy
+//!   load                 guest                            methods
+//!   1k, 5k, 20k, 60k     1 GiB, writes in 512 MiB of it   precopy, stop-copy, fork: by turns
+//!   dirty pages a second                                  cow: alone, it needs another tracker
+//!                                                         QEMU's: alone, savevm needs an image
+//!   1, 2, 4 GiB at 20k   all RAM was written, and is      precopy, stop-copy, fork; QEMU's
+//!                        written everywhere
+//!   disk                 20k, and a disk that is idle,    precopy
 //!                        or written to
 //! ```
 //!
-//! A checkpoint follows the one before by a second, or as soon as that one is sealed. Quick runs
-//! measure QEMU's ways at one load alone: saving RAM takes them seconds.
+//! A checkpoint follows one second after the one before, or when that one is sealed. Quick runs
+//! measure QEMU's methods at one load only, because saving RAM takes them seconds.
 
 mod chart;
-mod disk;
+mod disk_load;
 mod rows;
 
-use crate::guest::Guest as Files;
-use crate::parts::Parts;
-use crate::peer::{BEFORE, Peer, Way};
+use crate::guest_files::SmallGuest;
+use crate::part_selection::PartSelection;
+use crate::qemu_peer::{BEFORE, QemuPeer, SaveMethod};
+use crate::running_guest::{CheckpointedGuest, Schedule};
 use crate::sample::Sample;
-use crate::vm::Protected;
 use crate::{Error, Options, Report};
 use rows::{Load, RATES, Rows, SIZES};
 use serde_json::Value;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// The guest of the rates: its RAM, and what of that it writes.
+/// The RAM of the guest of the rates.
 const MEM: &str = "1G";
+/// The part of its RAM that it writes.
 const WRITTEN_MIB: u64 = 512;
-/// The rate at which sizes are compared.
+/// The rate at which sizes of RAM are compared, in pages a second.
 const RATE: u64 = 20_000;
-/// Time between two checkpoints.
+/// The time between two checkpoints.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// How often what is measured.
+/// How often each thing is measured.
 #[derive(Clone)]
 struct Plan {
     /// Rounds over the strategies at each of the rates.
@@ -46,11 +47,11 @@ struct Plan {
     cow: [usize; 4],
     /// Checkpoints of a guest that writes nothing.
     empty: usize,
-    /// Rounds over QEMU's ways at each of the rates.
+    /// Rounds over QEMU's methods at each of the rates.
     peers: [usize; 4],
     /// Rounds over the strategies at each size.
     sizes: usize,
-    /// QEMU's ways at each size.
+    /// Whether QEMU's methods are measured at each size.
     peers_of_sizes: bool,
     /// Checkpoints with an idle disk, and with one that is written to.
     disk: usize,
@@ -76,8 +77,8 @@ const QUICK: Plan = Plan {
 };
 
 impl Plan {
-    /// The usual one, with `--only` and `--rounds`.
-    fn of(options: &Options, parts: &Parts<'_>) -> Self {
+    /// Makes the plan for `--quick`, `--only` and `--rounds`.
+    fn new(options: &Options, parts: &PartSelection<'_>) -> Self {
         let mut plan = if options.quick { QUICK.clone() } else { FULL.clone() };
         if let Some(rounds) = options.rounds.map(usize::from) {
             let often = [rounds; 4];
@@ -99,50 +100,50 @@ impl Plan {
         plan
     }
 
-    /// True where there is something to measure on the guest of the rates.
+    /// Returns whether a rate is measured.
     fn has_rates(&self) -> bool {
         self.strategies.iter().any(|rounds| *rounds > 0)
     }
 }
 
-/// As `--only` takes the disk's part.
-const DISK: &str = "disk";
+/// The name of the disk's part.
+const DISK_PART: &str = "disk";
 
-/// As `--only` takes a size.
+/// Returns the name of the part of a size.
 fn size_name(gib: u64) -> String {
     format!("{gib}gib")
 }
 
 pub fn run(options: &Options) -> Result<Report, Error> {
     let rates = RATES.map(|rate| Load { rate, gib: None }.label());
-    let all = rates.into_iter().chain(SIZES.map(size_name)).chain([DISK.to_owned()]);
-    let parts = Parts::choose("pause", &options.only, all)?;
-    let files = Files::find(options)?;
+    let all = rates.into_iter().chain(SIZES.map(size_name)).chain([DISK_PART.to_owned()]);
+    let parts = PartSelection::new("pause", &options.only, all)?;
+    let files = SmallGuest::find(options)?;
     let dir = tempfile::tempdir().map_err(Error::io("make a temporary directory"))?;
-    let bench = Bench { options, files: &files, dir: dir.path(), plan: Plan::of(options, &parts) };
+    let bench = Bench { options, files: &files, dir: dir.path(), plan: Plan::new(options, &parts) };
     let (mut rows, mut empty) = (Rows::default(), Sample::default());
     if bench.plan.has_rates() {
         empty = bench.strategies(&mut rows)?;
         bench.copy_on_write(&mut rows)?;
-        bench.peers(&mut rows).unwrap_or_else(|e| options.left_out("what QEMU itself offers", &e));
+        bench.peers(&mut rows).unwrap_or_else(|e| options.left_out("QEMU's own methods", &e));
     }
     for gib in SIZES.into_iter().filter(|gib| parts.has(&size_name(*gib))) {
         bench.size(gib, &mut rows)?;
     }
     let mut report = report(&rows, &empty);
-    if parts.has(DISK) {
-        match disk::measure(options, &files, dir.path(), bench.plan.disk) {
-            Ok(pauses) => pauses.tell(&mut report),
+    if parts.has(DISK_PART) {
+        match disk_load::measure(options, &files, dir.path(), bench.plan.disk) {
+            Ok(pauses) => pauses.add_to(&mut report),
             Err(e) => options.left_out("a disk under load", &e),
         }
     }
     Ok(report)
 }
 
-/// What the parts have in common.
+/// The benchmark with its options and files.
 struct Bench<'a> {
     options: &'a Options,
-    files: &'a Files,
+    files: &'a SmallGuest,
     dir: &'a Path,
     plan: Plan,
 }
@@ -154,17 +155,18 @@ impl Bench<'_> {
         mem: &str,
         mib: u64,
         rate: u64,
-    ) -> Result<Protected<'_>, Error> {
+    ) -> Result<CheckpointedGuest<'_>, Error> {
         let command = self.files.command(mem, &append(rate, mib));
         let store = self.dir.join(format!("store-{strategy}-{mem}-{mib}"));
-        let mut vm = Protected::start(self.options, &store, ("none", strategy), &command)?;
+        let mut vm =
+            CheckpointedGuest::start(self.options, &store, no_interval(strategy), &command)?;
         vm.guest.wait_for("KF READY dirty", 180)?;
-        // The complete one: no part of the comparison.
+        // The first checkpoint is complete and not part of the comparison.
         vm.take(strategy)?;
         Ok(vm)
     }
 
-    /// All strategies that one tracker allows, at each rate. Gives back the pauses of checkpoints
+    /// Measures the strategies that share one tracker, at each rate. Returns the pauses of checkpoints
     /// without dirty pages.
     fn strategies(&self, rows: &mut Rows) -> Result<Sample, Error> {
         self.options.say("strategies, 1 GiB: boot and first checkpoint");
@@ -209,28 +211,32 @@ impl Bench<'_> {
     }
 
     fn peers(&self, rows: &mut Rows) -> Result<(), Error> {
-        self.options.say("QEMU's own ways, 1 GiB: boot");
+        self.options.say("QEMU's own methods, 1 GiB: boot");
         let mut peer =
-            Peer::start(self.files, &self.dir.join("peer"), MEM, &append(0, WRITTEN_MIB))?;
+            QemuPeer::start(self.files, &self.dir.join("peer"), MEM, &append(0, WRITTEN_MIB))?;
         self.first_snapshot(&mut peer, "first", rows)?;
         for (rate, rounds) in chosen(self.plan.peers) {
             let load = Load { rate, gib: None };
             peer.guest.say(&format!("rate {rate}"))?;
-            // What a live migration leaves for its end is QEMU's limit of the downtime, at any
-            // rate.
-            let ways: &[Way] = match rate {
-                RATE => &[Way::Savevm, Way::Migrate, Way::LiveMigrate, Way::BackgroundSnapshot],
-                _ => &[Way::Savevm, Way::Migrate, Way::BackgroundSnapshot],
+            // The pause of a live migration is QEMU's downtime limit at any rate, so one rate is enough.
+            let methods: &[SaveMethod] = match rate {
+                RATE => &[
+                    SaveMethod::Savevm,
+                    SaveMethod::Migrate,
+                    SaveMethod::LiveMigrate,
+                    SaveMethod::BackgroundSnapshot,
+                ],
+                _ => &[SaveMethod::Savevm, SaveMethod::Migrate, SaveMethod::BackgroundSnapshot],
             };
-            self.measure_peer(&mut peer, load, &ways.repeat(rounds), rows)?;
+            self.measure_peer(&mut peer, load, &methods.repeat(rounds), rows)?;
         }
         Ok(())
     }
 
-    /// A guest all of whose RAM was written, under Keyframe and without.
+    /// Measures a guest whose RAM was all written, under Keyframe and without.
     fn size(&self, gib: u64, rows: &mut Rows) -> Result<(), Error> {
         let load = Load { rate: RATE, gib: Some(gib) };
-        // What the guest's kernel, its page tables and its first process need.
+        // The rest is for the guest's kernel, its page tables and its first process.
         let mib = gib * (1024 - 64) - 120;
         let mem = format!("{gib}G");
         {
@@ -240,7 +246,7 @@ impl Bench<'_> {
             let vm = self.under_keyframe("precopy", &mem, mib, RATE)?;
             vm.take("precopy")?;
             self.options.say(format!("strategies, {gib} GiB"));
-            // Pre-copy twice: the ratio of sizes is its own.
+            // Pre-copy runs twice: the ratio of sizes uses it.
             measure(
                 &vm,
                 load,
@@ -251,36 +257,31 @@ impl Bench<'_> {
         if !self.plan.peers_of_sizes {
             return Ok(());
         }
-        if let Err(e) = self.peers_of_size(load, (&mem, mib), rows) {
-            self.options.left_out(&format!("what QEMU itself offers, with {gib} GiB"), &e);
+        if let Err(e) = self.peers_of_size(load, &mem, mib, rows) {
+            self.options.left_out(&format!("QEMU's own methods, with {gib} GiB"), &e);
         }
         Ok(())
     }
 
-    fn peers_of_size(
-        &self,
-        load: Load,
-        (mem, mib): (&str, u64),
-        rows: &mut Rows,
-    ) -> Result<(), Error> {
-        self.options.say(format!("QEMU's own ways, {mem}, all of it written: boot"));
+    fn peers_of_size(&self, load: Load, mem: &str, mib: u64, rows: &mut Rows) -> Result<(), Error> {
+        self.options.say(format!("QEMU's own methods, {mem}, all of it written: boot"));
         let dir = self.dir.join(format!("peer{mem}"));
-        let mut peer = Peer::start(self.files, &dir, mem, &append(RATE, mib))?;
+        let mut peer = QemuPeer::start(self.files, &dir, mem, &append(RATE, mib))?;
         let key = load.gib.map_or_else(String::new, |gib| format!("first_{gib}gib"));
         self.first_snapshot(&mut peer, &key, rows)?;
         self.measure_peer(
             &mut peer,
             load,
-            &[Way::Savevm, Way::Migrate, Way::BackgroundSnapshot],
+            &[SaveMethod::Savevm, SaveMethod::Migrate, SaveMethod::BackgroundSnapshot],
             rows,
         )
     }
 
-    /// The first background snapshot of a VM protects huge pages, those after it what these were
-    /// split into. As checkpoints are many, it is a figure of its own.
-    fn first_snapshot(&self, peer: &mut Peer, key: &str, rows: &mut Rows) -> Result<(), Error> {
+    /// Measures the first background snapshot of a VM. It protects huge pages, and later ones protect
+    /// the small pages into which it split them, so it is a separate figure.
+    fn first_snapshot(&self, peer: &mut QemuPeer, key: &str, rows: &mut Rows) -> Result<(), Error> {
         self.options.say(format!("background_snapshot, {key}"));
-        if let Some(saved) = peer.save(Way::BackgroundSnapshot, self.options)? {
+        if let Some(saved) = peer.save(SaveMethod::BackgroundSnapshot, self.options)? {
             rows.first_snapshots
                 .push((format!("background_snapshot_{key}_pause_ns"), saved.pause_ns));
         }
@@ -289,18 +290,18 @@ impl Bench<'_> {
 
     fn measure_peer(
         &self,
-        peer: &mut Peer,
+        peer: &mut QemuPeer,
         load: Load,
-        ways: &[Way],
+        methods: &[SaveMethod],
         rows: &mut Rows,
     ) -> Result<(), Error> {
-        for way in ways {
-            self.options.say(format!("{} at {}", way.key(), load.label()));
-            // A background snapshot is the one that the guest works through.
-            let background = *way == Way::BackgroundSnapshot;
+        for method in methods {
+            self.options.say(format!("{} at {}", method.key(), load.label()));
+            // The guest works during a background snapshot, so its work before is measured too.
+            let background = *method == SaveMethod::BackgroundSnapshot;
             std::thread::sleep(if background { BEFORE } else { INTERVAL });
-            if let Some(saved) = peer.save(*way, self.options)? {
-                let row = rows.of(way.key(), load);
+            if let Some(saved) = peer.save(*method, self.options)? {
+                let row = rows.of(method.key(), load);
                 row.pause_ns.push(saved.pause_ns);
                 row.whole_ns.push(saved.whole_ns);
                 if let (true, Some(lost)) = (background, saved.work_lost) {
@@ -312,25 +313,35 @@ impl Bench<'_> {
     }
 }
 
-/// The rates that are measured at all, with their rounds.
+/// Returns the rates that are measured, with their rounds.
 fn chosen(rounds: [usize; 4]) -> impl Iterator<Item = (u64, usize)> {
     RATES.into_iter().zip(rounds).filter(|(_, rounds)| *rounds > 0)
 }
 
+fn no_interval(strategy: &str) -> Schedule<'_> {
+    Schedule { interval: "none", strategy }
+}
+
+/// Returns the kernel parameters of a guest that writes `rate` pages a second in `mib` MiB.
 fn append(rate: u64, mib: u64) -> String {
     format!("kf.work=dirty kf.rate={rate} kf.mib={mib}")
 }
 
-/// Changes the rate; the checkpoint that still has the old one is not counted.
-fn set_rate(vm: &mut Protected, rate: u64) -> Result<(), Error> {
+/// Changes the rate. The checkpoint that still has pages of the old rate is not counted.
+fn set_rate(vm: &mut CheckpointedGuest, rate: u64) -> Result<(), Error> {
     vm.guest.say(&format!("rate {rate}"))?;
     vm.guest.wait_for(&format!("rate {rate}"), 30)?;
     vm.take(vm.strategy())?;
     Ok(())
 }
 
-/// Takes a checkpoint with each of `strategies` in turn.
-fn measure(vm: &Protected, load: Load, strategies: &[&str], rows: &mut Rows) -> Result<(), Error> {
+/// Takes a checkpoint with each of `strategies`, one after the other.
+fn measure(
+    vm: &CheckpointedGuest,
+    load: Load,
+    strategies: &[&str],
+    rows: &mut Rows,
+) -> Result<(), Error> {
     let mut next = Instant::now() + INTERVAL;
     for strategy in strategies {
         std::thread::sleep(next.saturating_duration_since(Instant::now()));
@@ -354,7 +365,6 @@ fn report(rows: &Rows, empty: &Sample) -> Report {
     let mut report = Report::new("pause");
     rows.figures(&mut report);
     let at_20k = Load { rate: RATE, gib: None };
-    // What was not measured has no key.
     if rows.count("precopy", at_20k) > 0 {
         report.figure("dirty_pages_per_checkpoint_p50", rows.dirty_pages_p50(at_20k));
         report.figure("checkpoints_per_strategy", rows.count("precopy", at_20k) as f64);
@@ -402,7 +412,7 @@ mod tests {
         report(&rows, &empty)
     }
 
-    /// Those are read by others.
+    /// Other programs read these keys.
     #[test]
     fn the_keys_are_those_promised() {
         let at = |rate, gib| Load { rate, gib };
@@ -427,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_measured_has_no_key() {
+    fn a_load_that_was_not_measured_has_no_key() {
         let report = measured(&[Load { rate: 1000, gib: None }]);
         let keys: Vec<_> = report.figures.keys().chain(report.ratios.keys()).collect();
         assert!(!keys.iter().any(|key| key.contains("20k") || key.contains("gib")), "{keys:?}");

@@ -1,60 +1,56 @@
-//! What recording, replaying and analysing cost, on the same guest work.
+//! `replay`: the cost of recording, replaying and analysing, on the same guest work.
 //!
 //! ```text
-//!   a round of a workload   plain  icount  unlogged  record  1s  three_stage        each a boot, timed between two lines of the guest;
-//!                           three_stage  1s  record  unlogged  icount  plain          the next round goes back
-//!                                              └▶ its recording: one replay through all, one that takes checkpoints
-//!   of one workload         500ms 1s 2s 4s 8s against record, over more work
-//!                           its recording: jobs 1, jobs 2, two at once; each tool on one interval
+//!   a round of a workload   plain  icount  unlogged  record  1s  three_stage
+//!     each is a boot, timed between two lines of the guest; the next round has the reverse order
+//!     the recording of `record`: one replay of all of it, and one that takes checkpoints
+//!   one workload            500ms 1s 2s 4s 8s against record, over more work
+//!     its recording: one job, two jobs, two processes at once; each tool on one interval
 //! ```
 //!
-//! A ratio is the median of those of the rounds: what stood beside each other is compared. Time is
-//! that of the guest's thread without its waiting for a core (`clock`).
-//!
-//! Left out: what a replay is right about; `keyframe verify` says that, and a replay that goes
-//! wrong fails the benchmark.
+//! A ratio is the median of the ratios of the rounds, so that neighbouring runs are compared. Times
+//! exclude the waiting of the guest's thread for a core (`vcpu_clock`). A replay that diverges fails
+//! the benchmark.
 
-mod analyses;
 mod chart;
-pub(crate) mod clock;
-pub(crate) mod initrd;
-mod recorded;
+mod recording;
 mod rows;
-mod ways;
+mod run_method;
+mod tool_costs;
 mod workload;
 
+use crate::vcpu_clock::TimeSpent;
 use crate::{Error, Options, Report};
-use clock::Spent;
-use recorded::Recorded;
+use recording::Recording;
 use rows::Rows;
+use run_method::RunMethod;
 use std::path::{Path, PathBuf};
-use ways::Way;
-use workload::{Kind, Workload};
+use workload::{PreparedWorkload, Workload};
 
-/// What is measured, as `--only` names it.
+/// The sections of the benchmark, as `--only` names them.
 const SECTIONS: [&str; 7] =
     ["record", "checkpoints", "stages", "replay", "jobs", "tools", "memtrace"];
-/// Of the thesis' figure 3.1, besides 1 s.
+/// The intervals of figure 3.1 of the thesis, and 1 s.
 const SWEEP: [&str; 5] = ["500ms", "1s", "2s", "4s", "8s"];
-/// The workload whose recording is analysed, and with which intervals are varied; the first that is
-/// wanted where it is not.
+/// The workload whose recording is analysed and whose intervals are varied. If it is not selected,
+/// the first selected workload takes its place.
 const SUBJECT: &str = "processes";
 
-/// Recordings of a workload that are replayed, twice each.
+/// The number of recordings of a workload that are replayed, twice each.
 const REPLAYS_MAX: usize = 2;
 
-/// How much and how often.
+/// The extent of the benchmark.
 struct Plan {
-    /// Seconds of work, about.
+    /// The amount of work, about one second each.
     units: u32,
-    /// Seconds of work in the runs with several intervals; none: they are left out.
+    /// The amount of work in the runs with several intervals; `None` leaves them out.
     sweep_units: Option<u32>,
     rounds: usize,
-    /// Between the checkpoints of the recording that is analysed.
+    /// The interval of the recording that is analysed.
     every: &'static str,
-    /// Workloads, where none are chosen.
+    /// The workloads, if `--only` names none.
     workloads: &'static [&'static str],
-    /// Tools beside `memtrace` and what it is compared with.
+    /// The tools, besides `memtrace` and the tools with which it is compared.
     tools: &'static [&'static str],
 }
 
@@ -85,15 +81,15 @@ const QUICK: Plan = Plan {
     tools: &["icount"],
 };
 
-/// What of it is wanted: a section where any is named, of a workload where any is named.
-struct Chosen<'a> {
+/// The selected sections and workloads. All sections are selected if `--only` names none.
+struct Selection<'a> {
     only: &'a [String],
 }
 
-impl<'a> Chosen<'a> {
-    fn of(only: &'a [String]) -> Result<Self, Error> {
+impl<'a> Selection<'a> {
+    fn new(only: &'a [String]) -> Result<Self, Error> {
         let parts: Vec<&str> =
-            SECTIONS.into_iter().chain(workload::ALL.iter().map(|kind| kind.key)).collect();
+            SECTIONS.into_iter().chain(workload::ALL.iter().map(|workload| workload.key)).collect();
         match only.iter().find(|part| !parts.contains(&part.as_str())) {
             Some(part) => Err(Error::NoPart {
                 benchmark: "replay",
@@ -112,43 +108,43 @@ impl<'a> Chosen<'a> {
         !SECTIONS.iter().any(|any| self.names(any)) || self.names(section)
     }
 
-    fn workloads(&self, plan: &Plan) -> Vec<&'static Kind> {
-        let any = workload::ALL.iter().any(|kind| self.names(kind.key));
-        let wanted = |kind: &&Kind| {
-            if any { self.names(kind.key) } else { plan.workloads.contains(&kind.key) }
+    fn workloads(&self, plan: &Plan) -> Vec<&'static Workload> {
+        let any = workload::ALL.iter().any(|workload| self.names(workload.key));
+        let wanted = |workload: &&Workload| {
+            if any { self.names(workload.key) } else { plan.workloads.contains(&workload.key) }
         };
         workload::ALL.iter().filter(wanted).collect()
     }
 }
 
 pub fn run(options: &Options) -> Result<Report, Error> {
-    let chosen = Chosen::of(&options.only)?;
+    let selection = Selection::new(&options.only)?;
     let plan = if options.quick { &QUICK } else { &FULL };
     let dir = tempfile::tempdir().map_err(Error::io("make a temporary directory"))?;
-    let follows = ways::can_follow(options)?;
-    if chosen.section("stages") && !follows {
+    let follows = run_method::can_follow(options)?;
+    if selection.section("stages") && !follows {
         let why = Error::failed("record --follow", "this keyframe record has no --follow");
         options.left_out("three stages live (three_stage_record_over_record)", &why);
     }
     let rounds = options.rounds.map_or(plan.rounds, usize::from);
-    let bench = Bench { options, plan, chosen, follows, rounds, dir: dir.path() };
+    let bench = Bench { options, plan, selection, follows, rounds, dir: dir.path() };
     let mut rows = Rows::default();
-    let kinds = bench.chosen.workloads(plan);
-    // Sleeping is no work to analyse.
-    let subject = kinds
+    let workloads = bench.selection.workloads(plan);
+    // An idle workload has no work to analyse.
+    let subject = workloads
         .iter()
-        .find(|kind| kind.key == SUBJECT)
-        .or_else(|| kinds.iter().find(|kind| !kind.is_idle))
-        .map(|kind| kind.key);
-    for kind in kinds {
-        if let Err(e) = bench.workload(kind, Some(kind.key) == subject, &mut rows) {
-            // Its guest, or a program in it, may not be had here; the small guest's are.
-            options.left_out(&format!("{} ({})", kind.key, kind.about), &e);
+        .find(|workload| workload.key == SUBJECT)
+        .or_else(|| workloads.iter().find(|workload| !workload.is_idle))
+        .map(|workload| workload.key);
+    for workload in workloads {
+        if let Err(e) = bench.workload(workload, Some(workload.key) == subject, &mut rows) {
+            // This machine may lack the guest or one of its programs.
+            options.left_out(&format!("{} ({})", workload.key, workload.about), &e);
         }
     }
     let mut report = Report::new("replay");
     if rows.is_empty() {
-        return Err(Error::failed("measure what recordings cost", "no workload could be run"));
+        return Err(Error::failed("measure the cost of recordings", "no workload could be run"));
     }
     rows.report(&mut report);
     report.plot = chart::figure(&rows);
@@ -158,121 +154,124 @@ pub fn run(options: &Options) -> Result<Report, Error> {
 struct Bench<'a> {
     options: &'a Options,
     plan: &'a Plan,
-    chosen: Chosen<'a>,
+    selection: Selection<'a>,
     follows: bool,
     rounds: usize,
     dir: &'a Path,
 }
 
 impl Bench<'_> {
-    fn ways(&self) -> Vec<Way> {
+    fn methods(&self) -> Vec<RunMethod> {
         let [record, checkpoints, stages, replay] = ["record", "checkpoints", "stages", "replay"]
-            .map(|section| self.chosen.section(section));
-        let mut ways = Vec::new();
+            .map(|section| self.selection.section(section));
+        let mut methods = Vec::new();
         if record {
-            ways.extend([Way::Plain, Way::Icount, Way::Unlogged]);
+            methods.extend([RunMethod::Plain, RunMethod::Icount, RunMethod::Unlogged]);
         }
         if record || checkpoints || stages || replay {
-            ways.push(Way::Record);
+            methods.push(RunMethod::Record);
         }
         if checkpoints || stages {
-            ways.push(Way::Every("1s"));
+            methods.push(RunMethod::Every("1s"));
         }
         if stages && self.follows {
-            ways.push(Way::Live);
+            methods.push(RunMethod::Live);
         }
-        ways
+        methods
     }
 
     fn workload(
         &self,
-        kind: &'static Kind,
+        workload: &'static Workload,
         is_subject: bool,
         rows: &mut Rows,
     ) -> Result<(), Error> {
-        let work = Workload::prepare(kind, self.plan.units, self.options, self.dir)?;
-        let ways = self.ways();
-        // The real guest boots slowly, and there are many workloads for it.
-        let rounds = if kind.is_of_real_guest() { self.rounds.div_ceil(3) } else { self.rounds };
+        let work = PreparedWorkload::prepare(workload, self.plan.units, self.options, self.dir)?;
+        let methods = self.methods();
+        // The real guest boots slowly and has many workloads.
+        let rounds =
+            if workload.is_of_real_guest() { self.rounds.div_ceil(3) } else { self.rounds };
         for round in 0..rounds {
-            for way in in_turn(&ways, round) {
-                let is_replayed =
-                    way == Way::Record && round < REPLAYS_MAX && self.chosen.section("replay");
-                self.once(&work, way, is_replayed, rows)?;
+            for method in in_turn(&methods, round) {
+                let is_replayed = method == RunMethod::Record
+                    && round < REPLAYS_MAX
+                    && self.selection.section("replay");
+                self.once(&work, method, is_replayed, rows)?;
             }
         }
         if is_subject
-            && self.chosen.section("checkpoints")
+            && self.selection.section("checkpoints")
             && let Some(units) = self.plan.sweep_units
         {
-            self.sweep(kind, units, rows)?;
+            self.sweep(workload, units, rows)?;
         }
-        let analysed =
-            ["jobs", "tools", "memtrace"].iter().any(|section| self.chosen.section(section));
-        if is_subject && analysed {
-            let out = self.place(kind, "analysed");
-            ways::run(self.options, &work, Way::Every(self.plan.every), &out)?;
-            let analysed = analyses::all(self, &out, rows);
+        let is_analysed =
+            ["jobs", "tools", "memtrace"].iter().any(|section| self.selection.section(section));
+        if is_subject && is_analysed {
+            let out = self.directory(workload, "analysed");
+            run_method::run(self.options, &work, RunMethod::Every(self.plan.every), &out)?;
+            let analysed = tool_costs::measure(self, &out, rows);
             remove(&out)?;
             analysed?;
         }
         Ok(())
     }
 
-    /// Runs it once; a recording can be replayed while it is there.
+    /// Runs a workload once. If `is_replayed`, replays the recording too.
     fn once(
         &self,
-        work: &Workload,
-        way: Way,
+        work: &PreparedWorkload,
+        method: RunMethod,
         is_replayed: bool,
         rows: &mut Rows,
     ) -> Result<(), Error> {
-        let out = self.place(work.kind, way.key());
-        let ran = ways::run(self.options, work, way, &out);
+        let out = self.directory(work.workload, method.key());
+        let ran = run_method::run(self.options, work, method, &out);
         if let Ok(ran) = &ran {
-            rows.push(work.kind, way.key(), ran.work);
-            if way == Way::Live {
-                rows.push(work.kind, "three_stage_whole", ran.whole);
-                let time_ns = ran.whole.time_ns + ran.behind.as_nanos() as f64;
-                rows.push(work.kind, "followed_whole", Spent { time_ns, ..ran.whole });
+            rows.push(work.workload, method.key(), ran.work);
+            if method == RunMethod::Live {
+                rows.push(work.workload, "three_stage_whole", ran.whole);
+                let time_ns = ran.whole.time_ns + ran.closing.as_nanos() as f64;
+                rows.push(work.workload, "followed_whole", TimeSpent { time_ns, ..ran.whole });
             }
             if is_replayed {
-                let recorded = Recorded { options: self.options, dir: &out };
-                rows.push(work.kind, "recorded_whole", ran.whole);
-                self.options.say(format!("{}, replay", work.kind.key));
-                rows.push(work.kind, "replayed_whole", recorded.replay()?);
-                self.options.say(format!("{}, segment", work.kind.key));
-                rows.push(work.kind, "segmented_whole", recorded.segment("1s")?);
+                let recording = Recording { options: self.options, dir: &out };
+                rows.push(work.workload, "recorded_whole", ran.whole);
+                self.options.say(format!("{}, replay", work.workload.key));
+                rows.push(work.workload, "replayed_whole", recording.replay()?);
+                self.options.say(format!("{}, segment", work.workload.key));
+                rows.push(work.workload, "segmented_whole", recording.segment("1s")?);
             }
         }
         remove(&out)?;
         ran.map(drop)
     }
 
-    /// Several intervals between checkpoints, over work that is long enough for them; in each round
-    /// between two recordings without.
-    fn sweep(&self, kind: &'static Kind, units: u32, rows: &mut Rows) -> Result<(), Error> {
-        let work = Workload::prepare(kind, units, self.options, self.dir)?;
-        let ways = [&[Way::Record], &SWEEP.map(Way::Every)[..], &[Way::Record]].concat();
+    /// Measures several intervals on a longer run of the workload. Each round begins and ends with a
+    /// recording without checkpoints.
+    fn sweep(&self, workload: &'static Workload, units: u32, rows: &mut Rows) -> Result<(), Error> {
+        let work = PreparedWorkload::prepare(workload, units, self.options, self.dir)?;
+        let methods =
+            [&[RunMethod::Record], &SWEEP.map(RunMethod::Every)[..], &[RunMethod::Record]].concat();
         for round in 0..self.rounds.div_ceil(2) {
-            for way in in_turn(&ways, round) {
-                let out = self.place(kind, way.key());
-                let ran = ways::run(self.options, &work, way, &out);
+            for method in in_turn(&methods, round) {
+                let out = self.directory(workload, method.key());
+                let ran = run_method::run(self.options, &work, method, &out);
                 remove(&out)?;
-                rows.push_sweep(way.key(), ran?.work);
+                rows.push_sweep(method.key(), ran?.work);
             }
         }
         Ok(())
     }
 
-    fn place(&self, kind: &Kind, name: &str) -> PathBuf {
-        self.dir.join(format!("{}-{name}", kind.key))
+    fn directory(&self, workload: &Workload, name: &str) -> PathBuf {
+        self.dir.join(format!("{}-{name}", workload.key))
     }
 }
 
-/// There and back again: a machine that gets slower favours nobody.
-fn in_turn(ways: &[Way], round: usize) -> Vec<Way> {
-    let mut order = ways.to_vec();
+/// Returns the order of a round. It alternates, to cancel out a machine that becomes slower.
+fn in_turn(methods: &[RunMethod], round: usize) -> Vec<RunMethod> {
+    let mut order = methods.to_vec();
     if round % 2 == 1 {
         order.reverse();
     }
@@ -293,30 +292,34 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sections_and_workloads_are_chosen_apart() {
+    fn sections_and_workloads_are_selected_independently() {
         let only = |parts: &[&str]| parts.iter().map(ToString::to_string).collect::<Vec<_>>();
         let nothing = only(&[]);
-        let chosen = Chosen::of(&nothing).unwrap();
-        assert!(chosen.section("jobs") && chosen.workloads(&FULL).len() == workload::ALL.len());
+        let selection = Selection::new(&nothing).unwrap();
+        assert!(
+            selection.section("jobs") && selection.workloads(&FULL).len() == workload::ALL.len()
+        );
         assert_eq!(
-            chosen.workloads(&QUICK).iter().map(|kind| kind.key).collect::<Vec<_>>(),
+            selection.workloads(&QUICK).iter().map(|workload| workload.key).collect::<Vec<_>>(),
             [SUBJECT]
         );
         let some = only(&["record", "redis", "compute"]);
-        let chosen = Chosen::of(&some).unwrap();
-        assert!(chosen.section("record") && !chosen.section("jobs"));
+        let selection = Selection::new(&some).unwrap();
+        assert!(selection.section("record") && !selection.section("jobs"));
         assert_eq!(
-            chosen.workloads(&QUICK).iter().map(|kind| kind.key).collect::<Vec<_>>(),
+            selection.workloads(&QUICK).iter().map(|workload| workload.key).collect::<Vec<_>>(),
             ["compute", "redis"]
         );
-        assert!(Chosen::of(&only(&["oracle"])).is_err());
+        assert!(Selection::new(&only(&["oracle"])).is_err());
     }
 
     #[test]
-    fn plans_name_what_there_is() {
+    fn plans_name_known_workloads() {
         for plan in [&FULL, &QUICK] {
             assert!(
-                plan.workloads.iter().all(|key| workload::ALL.iter().any(|kind| kind.key == *key))
+                plan.workloads
+                    .iter()
+                    .all(|key| workload::ALL.iter().any(|workload| workload.key == *key))
             );
         }
     }

@@ -1,47 +1,45 @@
-//! What a standby costs the guest: its work and its answers with and without, in runs that follow
-//! each other.
+//! `replication`: the cost of a standby for the guest, from runs with and without a standby.
 //!
 //! ```text
-//!   one round of a workload over a link:   plain  A  B  plain  C  D  plain      A: fixed:50ms, B: fixed:100ms, ...; the next round: D C B A
-//!                                            └──────┬─────┘
-//!                      slowdown(A) = mean work of the plain runs before and after / work(A)
+//!   one round of a workload over a link:   plain  A  B  plain  C  D  plain
+//!     A: fixed:50ms, B: fixed:100ms, ...     └──────┬─────┘        the next round: D C B A
+//!     slowdown(A) = mean work of the plain runs before and after / work(A)
 //!   a failover:   boot, protect, ask ─▶ the primary's host loses power ─▶ the next answer
 //! ```
 //!
-//! Each run is a fresh boot on hosts of its own (`hosts`), the plain one with the same QEMU line in
-//! the same place. Both hosts, and the clients', are this one machine: what the standby computes,
-//! which elsewhere is another machine's, is in the slowdown.
-//!
-//! Left out: what replication is right about; the end-to-end tests' clients find that out.
+//! Each run is a fresh boot on three hosts (`keyframe_test_hosts`); a plain run has the same QEMU
+//! command line on the same host. All hosts share this machine, so the slowdown includes the work of
+//! the standby, which normally is on another machine. The end-to-end tests check that replication is
+//! correct; this benchmark does not.
 
 mod chart;
 mod clients;
 mod failover;
-mod pair;
 mod rows;
+mod test_bed;
 mod workload;
 
-use crate::guest::Guest as Files;
+use crate::guest_files::SmallGuest;
 use crate::interrupt::Interrupt;
 use crate::{Error, Options, Report};
 use keyframe_test_hosts::{Network, Rate};
-use pair::Lab;
 use rows::Rows;
-use workload::{Done, Kind};
+use test_bed::TestBed;
+use workload::{RunResult, Workload};
 
-/// Protected runs between two plain ones.
+/// The number of protected runs between two plain runs.
 const BETWEEN: usize = 2;
 const FAILOVER: &str = "failover";
-/// Why QEMU's own replication is not beside it.
-const COLO: &str = "not run: QEMU 7.2 has it (x-colo), but under TCG a primary with neither disk nor network stood still from its first \
-                    checkpoint on, and its monitor answered no more";
+/// The reason why QEMU's own replication is not measured.
+const COLO: &str = "not run: QEMU 7.2 has it (x-colo), but under TCG a primary without disk and network hung at its \
+                    first checkpoint, and its monitor did not answer";
 
-/// When epochs are taken.
+/// A policy of `keyframe protect`.
 #[derive(Debug)]
 pub struct Policy {
-    /// As in keys.
+    /// Its name in keys.
     key: &'static str,
-    /// As `--policy` takes it.
+    /// The value of `--policy`.
     word: &'static str,
 }
 
@@ -51,17 +49,18 @@ const POLICIES: [Policy; 4] = [
     Policy { key: "paper", word: "paper" },
     Policy { key: "adaptive", word: "adaptive" },
 ];
-/// Links, as keys have them.
+/// The links by their names in keys.
 const LINKS: [(&str, Rate); 2] = [("1gbit", Rate::GIGABIT), ("10gbit", Rate::TEN_GIGABIT)];
 
-/// How long and how often.
+/// The extent of the benchmark.
 struct Plan {
-    /// What is counted of a run.
+    /// The counted time of a run.
     seconds: u16,
     rounds: u16,
     failovers: u16,
-    /// Where none are chosen.
+    /// The links, if `--only` names none.
     links: &'static [&'static str],
+    /// The policies, if `--only` names none.
     policies: &'static [&'static str],
 }
 
@@ -80,76 +79,83 @@ const QUICK: Plan = Plan {
     policies: &["fixed100", "paper", "adaptive"],
 };
 
-/// What of it is wanted: of links, of policies and of what is measured those that are named, where
-/// any are.
-struct Chosen {
+/// The selected links, policies and workloads. If `--only` names none of a group, the group's default
+/// is selected.
+struct Selection {
     links: Vec<(&'static str, Rate)>,
     policies: Vec<&'static Policy>,
-    kinds: Vec<&'static Kind>,
+    workloads: Vec<&'static Workload>,
     has_failover: bool,
 }
 
-impl Chosen {
-    fn of(only: &[String], plan: &Plan) -> Result<Self, Error> {
+impl Selection {
+    fn new(only: &[String], plan: &Plan) -> Result<Self, Error> {
         let keys = |of: &[&'static str]| of.to_vec();
         let links = keys(&LINKS.map(|(key, _)| key));
         let policies = keys(&POLICIES.each_ref().map(|policy| policy.key));
-        let kinds =
-            keys(&[&workload::ALL.each_ref().map(|kind| kind.key)[..], &[FAILOVER]].concat());
-        let all = [&kinds[..], &links, &policies].concat();
+        let workloads = keys(
+            &[&workload::ALL.each_ref().map(|workload| workload.key)[..], &[FAILOVER]].concat(),
+        );
+        let all = [&workloads[..], &links, &policies].concat();
         if let Some(part) = only.iter().find(|part| !all.contains(&part.as_str())) {
             let parts = all.join(", ");
             return Err(Error::NoPart { benchmark: "replication", part: part.clone(), parts });
         }
-        let wanted = |group: &[&'static str], otherwise: &[&'static str]| -> Vec<&'static str> {
+        let select = |group: &[&'static str], otherwise: &[&'static str]| -> Vec<&'static str> {
             let named: Vec<_> =
                 group.iter().copied().filter(|key| only.iter().any(|part| part == key)).collect();
             if named.is_empty() { otherwise.to_vec() } else { named }
         };
-        let links = wanted(&links, plan.links);
-        let policies = wanted(&policies, plan.policies);
-        let kinds = wanted(&kinds, &kinds);
+        let links = select(&links, plan.links);
+        let policies = select(&policies, plan.policies);
+        let workloads = select(&workloads, &workloads);
         Ok(Self {
             links: LINKS.into_iter().filter(|(key, _)| links.contains(key)).collect(),
             policies: POLICIES.iter().filter(|policy| policies.contains(&policy.key)).collect(),
-            kinds: workload::ALL.iter().filter(|kind| kinds.contains(&kind.key)).collect(),
-            has_failover: kinds.contains(&FAILOVER),
+            workloads: workload::ALL
+                .iter()
+                .filter(|workload| workloads.contains(&workload.key))
+                .collect(),
+            has_failover: workloads.contains(&FAILOVER),
         })
     }
 }
 
 pub fn run(options: &Options) -> Result<Report, Error> {
     let plan = if options.quick { &QUICK } else { &FULL };
-    let chosen = Chosen::of(&options.only, plan)?;
+    let selection = Selection::new(&options.only, plan)?;
     let interrupt = Interrupt::listen()?;
     let dir = tempfile::tempdir().map_err(Error::io("make a temporary directory"))?;
-    let files = Files::find(options)?.absolute()?;
+    let files = SmallGuest::find(options)?.absolute()?;
     let seconds = options.seconds.unwrap_or(plan.seconds);
     let rounds = options.rounds.unwrap_or(plan.rounds);
     options.say(format!("{rounds} round(s), {seconds} s of each run are counted"));
     let mut rows = Rows::new(seconds);
     let network =
         |rate| Network::new(rate).map_err(Error::io("make hosts of network namespaces (as root)"));
-    for (link, rate) in &chosen.links {
-        for kind in &chosen.kinds {
+    for (link, rate) in &selection.links {
+        for workload in &selection.workloads {
             options.say(format!(
                 "{} over {link}: {} (the paper's {})",
-                kind.key, kind.about, kind.figure
+                workload.key, workload.about, workload.figure
             ));
-            let lab = Lab::new(options, &interrupt, &files, network(*rate)?, dir.path())?;
-            let mut bench = Bench { lab, kind, link, policies: &chosen.policies, seconds };
+            let test_bed = TestBed::new(options, &interrupt, &files, network(*rate)?, dir.path())?;
+            let mut bench =
+                Bench { test_bed, workload, link, policies: &selection.policies, seconds };
             if let Err(e) = bench.compare(rounds, &mut rows) {
                 interrupt.check()?;
-                options.left_out(&format!("{} over {link}", kind.key), &e);
+                options.left_out(&format!("{} over {link}", workload.key), &e);
             }
         }
     }
-    if chosen.has_failover {
-        let mut lab = Lab::new(options, &interrupt, &files, network(Rate::GIGABIT)?, dir.path())?;
-        let times = options.rounds.filter(|_| chosen.kinds.is_empty()).unwrap_or(plan.failovers);
+    if selection.has_failover {
+        let mut test_bed =
+            TestBed::new(options, &interrupt, &files, network(Rate::GIGABIT)?, dir.path())?;
+        let times =
+            options.rounds.filter(|_| selection.workloads.is_empty()).unwrap_or(plan.failovers);
         for n in 1..=times {
             options.say(format!("failover {n} of {times}"));
-            match failover::once(&mut lab) {
+            match failover::measure(&mut test_bed) {
                 Ok(took) => rows.failovers_ns.push(took.as_nanos() as f64),
                 Err(e) => {
                     interrupt.check()?;
@@ -159,11 +165,11 @@ pub fn run(options: &Options) -> Result<Report, Error> {
         }
     }
     if rows.is_empty() {
-        return Err(Error::failed("measure what replication costs", "no run could be measured"));
+        return Err(Error::failed("measure the cost of replication", "no run could be measured"));
     }
     let mut report = Report::new("replication");
     rows.report(&mut report);
-    if !chosen.kinds.is_empty() {
+    if !selection.workloads.is_empty() {
         report.notes.insert("colo".into(), COLO.into());
     }
     report.plot = chart::figure(&rows);
@@ -172,8 +178,8 @@ pub fn run(options: &Options) -> Result<Report, Error> {
 
 /// One workload over one link.
 struct Bench<'a> {
-    lab: Lab<'a>,
-    kind: &'static Kind,
+    test_bed: TestBed<'a>,
+    workload: &'static Workload,
     link: &'static str,
     policies: &'a [&'static Policy],
     seconds: u16,
@@ -181,9 +187,9 @@ struct Bench<'a> {
 
 impl Bench<'_> {
     fn compare(&mut self, rounds: u16, rows: &mut Rows) -> Result<(), Error> {
-        // The plain run behind one round is the one before the next.
+        // The plain run after one round is also the one before the next.
         let mut before = self.once(None)?;
-        rows.plain(self.kind, self.link, &before);
+        rows.plain(self.workload, self.link, &before);
         for round in 0..rounds {
             let mut order = self.policies.to_vec();
             if round % 2 == 1 {
@@ -195,19 +201,19 @@ impl Bench<'_> {
                     match self.once(Some(policy)) {
                         Ok(one) => done.push((*policy, one)),
                         Err(e) => {
-                            self.lab.interrupt.check()?;
+                            self.test_bed.interrupt.check()?;
                             let what = format!(
                                 "{} over {} with {}",
-                                self.kind.key, self.link, policy.word
+                                self.workload.key, self.link, policy.word
                             );
-                            self.lab.options.left_out(&what, &e);
+                            self.test_bed.options.left_out(&what, &e);
                         }
                     }
                 }
                 let after = self.once(None)?;
-                rows.plain(self.kind, self.link, &after);
+                rows.plain(self.workload, self.link, &after);
                 for (policy, done) in done {
-                    rows.protected(self.kind, self.link, policy, &done, [&before, &after]);
+                    rows.protected(self.workload, self.link, policy, &done, [&before, &after]);
                 }
                 before = after;
             }
@@ -215,14 +221,15 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// One run, under a policy or plain.
-    fn once(&mut self, policy: Option<&Policy>) -> Result<Done, Error> {
+    /// Runs the workload once, with a policy or plain.
+    fn once(&mut self, policy: Option<&Policy>) -> Result<RunResult, Error> {
         let how = policy.map_or("plain", |policy| policy.word);
-        self.lab.options.say(format!("{} over {}, {how}", self.kind.key, self.link));
+        self.test_bed.options.say(format!("{} over {}, {how}", self.workload.key, self.link));
         let running =
-            self.lab
-                .start(policy.map(|policy| policy.word), self.kind.append, &|_| Ok(Vec::new()))?;
-        self.kind.measure(&running, policy.is_some(), self.seconds)
+            self.test_bed.start(policy.map(|policy| policy.word), self.workload.append, &|_| {
+                Ok(Vec::new())
+            })?;
+        self.workload.measure(&running, policy.is_some(), self.seconds)
     }
 }
 
@@ -230,27 +237,27 @@ impl Bench<'_> {
 mod tests {
     use super::*;
 
-    fn chosen(only: &[&str], plan: &Plan) -> Result<Chosen, Error> {
-        Chosen::of(&only.iter().map(ToString::to_string).collect::<Vec<_>>(), plan)
+    fn selection(only: &[&str], plan: &Plan) -> Result<Selection, Error> {
+        Selection::new(&only.iter().map(ToString::to_string).collect::<Vec<_>>(), plan)
     }
 
     #[test]
-    fn links_policies_and_workloads_are_chosen_apart() {
-        let all = chosen(&[], &FULL).unwrap();
+    fn links_policies_and_workloads_are_selected_independently() {
+        let all = selection(&[], &FULL).unwrap();
         assert_eq!(
-            (all.links.len(), all.policies.len(), all.kinds.len()),
+            (all.links.len(), all.policies.len(), all.workloads.len()),
             (2, 4, workload::ALL.len())
         );
         assert!(all.has_failover);
-        let some = chosen(&["10gbit", "web", "paper"], &QUICK).unwrap();
+        let some = selection(&["10gbit", "web", "paper"], &QUICK).unwrap();
         assert_eq!(
-            (some.links[0].0, some.policies[0].key, some.kinds[0].key),
+            (some.links[0].0, some.policies[0].key, some.workloads[0].key),
             ("10gbit", "paper", "web")
         );
         assert!(!some.has_failover);
-        let failover = chosen(&["failover"], &QUICK).unwrap();
-        assert!(failover.has_failover && failover.kinds.is_empty());
-        let wrong = chosen(&["web", "100mbit"], &FULL).err().unwrap().to_string();
+        let failover = selection(&["failover"], &QUICK).unwrap();
+        assert!(failover.has_failover && failover.workloads.is_empty());
+        let wrong = selection(&["web", "100mbit"], &FULL).err().unwrap().to_string();
         assert!(wrong.contains("no part 100mbit") && wrong.contains("1gbit"), "{wrong}");
     }
 }

@@ -1,35 +1,35 @@
-//! Restoring: how soon a VM runs and how soon all of its RAM is there, against `-loadvm` and
-//! against plain copying.
+//! `restore`: the time until a restored VM runs and until its RAM is loaded, against `-loadvm` and
+//! plain copying.
 //!
 //! ```text
-//!   guest, 1 GiB, 800 MiB of it written       measured from the command
+//!   guest, 1 GiB, 800 MiB of it written       measured from the command on
 //!     under keyframe ─▶ one checkpoint ─┬──▶ restore --lazy    until it runs, until all RAM is there
 //!                                       └──▶ restore           until it runs
 //!     plain ─▶ savevm ─────────────────────▶ qemu -loadvm      until it runs
 //!                          as many bytes ──▶ memcpy            on all cores
 //! ```
 //!
-//! By turns, all files in the page cache. What a served disk is against `qemu-nbd` (`disk_*`) is a
-//! part of its own.
+//! The methods alternate, with all files in the page cache. A separate part compares the disk server
+//! with `qemu-nbd` (`disk_*`).
 
-mod copying;
-mod disk;
-mod live;
+mod disk_server;
+mod memory_copy;
+mod restore_times;
 
-use crate::guest::Guest as Files;
-use crate::peer::{Peer, Way};
+use crate::guest_files::SmallGuest;
+use crate::qemu_peer::{QemuPeer, SaveMethod};
+use crate::running_guest::{CheckpointedGuest, Schedule};
 use crate::sample::Sample;
-use crate::vm::Protected;
 use crate::{Error, Options, Report};
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
-use live::{Eager, Lazy, Restores};
+use restore_times::{CheckpointRestores, EagerTimes, LazyTimes};
 use serde_json::Value;
 use std::path::Path;
 
 const MEM: &str = "1G";
 const APPEND: &str = "kf.work=dirty kf.rate=20000 kf.mib=800";
 
-/// What was measured, in nanoseconds; a value a round.
+/// The measured times in nanoseconds, with a value for each round.
 #[derive(Default)]
 struct Rows {
     lazy_first: Sample,
@@ -44,42 +44,43 @@ struct Rows {
 }
 
 pub fn run(options: &Options) -> Result<Report, Error> {
-    let files = Files::find(options)?;
+    let files = SmallGuest::find(options)?;
     let dir = tempfile::tempdir().map_err(Error::io("make a temporary directory"))?;
     let rounds = if options.quick { 3 } else { 11 };
     let store = dir.path().join("store");
     let bytes = checkpoint(options, &files, &store)?;
     let snapshot = snapshot(options, &files, &dir.path().join("peer"))?;
-    let restores = Restores { options, store: &store, dir: dir.path() };
+    let restores = CheckpointRestores { options, store: &store, dir: dir.path() };
     let mut rows = Rows::default();
     for round in 0..rounds {
         options.say(format!("round {} of {rounds}", round + 1));
         restores.forget_working_set()?;
-        let Lazy { first_ns, resident_ns } = restores.lazy()?;
+        let LazyTimes { first_ns, resident_ns } = restores.lazy()?;
         rows.lazy_first.push(first_ns);
         rows.lazy_resident.push(resident_ns);
-        let Lazy { first_ns, resident_ns } = restores.lazy()?;
+        let LazyTimes { first_ns, resident_ns } = restores.lazy()?;
         rows.warm_first.push(first_ns);
         rows.warm_resident.push(resident_ns);
-        let Eager { first_ns, filled_ns } = restores.eager()?;
+        let EagerTimes { first_ns, filled_ns } = restores.eager()?;
         rows.eager.push(first_ns);
         rows.eager_fill.push(filled_ns);
-        rows.loadvm.push(live::loadvm(&snapshot, dir.path())?);
-        let copied = copying::measure(bytes)?;
+        rows.loadvm.push(restore_times::loadvm(&snapshot, dir.path())?);
+        let copied = memory_copy::measure(bytes)?;
         rows.memcpy.push(copied.into_new_ns);
         rows.memcpy_resident.push(copied.into_resident_ns);
     }
-    let disks = disk::measure(options, dir.path(), rounds)?;
+    let disks = disk_server::measure(options, dir.path(), rounds)?;
     let mut report = report(&rows, bytes);
-    disks.tell(&mut report);
+    disks.add_to(&mut report);
     Ok(report)
 }
 
-/// Leaves one complete checkpoint in `store`; gives back how many bytes of its RAM are not zero.
-fn checkpoint(options: &Options, files: &Files, store: &Path) -> Result<u64, Error> {
+/// Takes one complete checkpoint into `store`. Returns the number of its RAM bytes in pages that are
+/// not zero.
+fn checkpoint(options: &Options, files: &SmallGuest, store: &Path) -> Result<u64, Error> {
     options.say("guest under keyframe: boot and checkpoint");
-    let mut vm =
-        Protected::start(options, store, ("none", "stop-copy"), &files.command(MEM, APPEND))?;
+    let schedule = Schedule { interval: "none", strategy: "stop-copy" };
+    let mut vm = CheckpointedGuest::start(options, store, schedule, &files.command(MEM, APPEND))?;
     vm.guest.wait_for("KF READY dirty", 180)?;
     let taken = vm.take("stop-copy")?;
     let pages = |key: &str| {
@@ -96,15 +97,15 @@ fn checkpoint(options: &Options, files: &Files, store: &Path) -> Result<u64, Err
     Ok(nonzero * 4096)
 }
 
-/// Leaves the same guest as QEMU's own snapshot; gives back the line that loads it.
-fn snapshot(options: &Options, files: &Files, dir: &Path) -> Result<Vec<String>, Error> {
+/// Saves the same guest as a snapshot of QEMU. Returns the command line that loads it.
+fn snapshot(options: &Options, files: &SmallGuest, dir: &Path) -> Result<Vec<String>, Error> {
     options.say("plain guest: boot and savevm");
-    let mut peer = Peer::start(files, dir, MEM, APPEND)?;
+    let mut peer = QemuPeer::start(files, dir, MEM, APPEND)?;
     peer.save_for_loadvm()?;
     let mut line = files.command(MEM, APPEND);
     let image = dir.join("savevm.qcow2").display().to_string();
     line.extend(["-drive".into(), format!("if=none,id=vmstate,format=qcow2,file={image}")]);
-    line.extend(["-loadvm".into(), Way::Savevm.key().into()]);
+    line.extend(["-loadvm".into(), SaveMethod::Savevm.key().into()]);
     Ok(line)
 }
 
@@ -136,8 +137,7 @@ fn report(rows: &Rows, bytes: u64) -> Report {
         "loadvm_first_instruction_ns",
         "eager_first_instruction_ns",
     );
-    // Of speeds: how many times faster memcpy is than filling the VM's RAM. Both find new memory as
-    // they go.
+    // The ratio of speeds: both fill new memory.
     report.ratio_of("memcpy_over_eager", "eager_fill_ns", "memcpy_ns");
     report.ratio_of("memcpy_over_eager_command", "eager_first_instruction_ns", "memcpy_ns");
     report.ratio_of("memcpy_into_resident_over_eager", "eager_fill_ns", "memcpy_into_resident_ns");
@@ -145,7 +145,7 @@ fn report(rows: &Rows, bytes: u64) -> Report {
     report
 }
 
-/// The medians, from the fastest way to the slowest.
+/// Draws the medians, from the fastest method to the slowest.
 fn chart(figures: &[(&str, &Sample)]) -> Figure {
     let series = figures.iter().zip(1_u32..).map(|((key, sample), place)| Series {
         name: key.trim_end_matches("_ns").replace('_', " "),
@@ -153,11 +153,11 @@ fn chart(figures: &[(&str, &Sample)]) -> Figure {
     });
     let chart = Chart {
         title: "1 GiB, store and images in the page cache".into(),
-        x: Axis::new("way, in the order of the legend", Scale::Linear),
+        x: Axis::new("method, in the order of the legend", Scale::Linear),
         y: Axis::new("median from the command, ms", Scale::Log),
         series: series.collect(),
     };
-    Figure { title: "How soon a restored VM runs".into(), charts: vec![chart] }
+    Figure { title: "Time until a restored VM runs".into(), charts: vec![chart] }
 }
 
 #[cfg(test)]

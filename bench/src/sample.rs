@@ -1,4 +1,4 @@
-//! A sample of measurements and its quantiles.
+//! A sample of measurements, and its quantiles.
 
 /// Measurements of one thing, in one unit.
 #[derive(Clone, Debug, Default)]
@@ -17,8 +17,7 @@ impl Sample {
         self.0.len()
     }
 
-    /// The value at `percent`, nearest rank. NaN for an empty sample, which JSON shows as null:
-    /// never a made-up number.
+    /// Returns the percentile by nearest rank; NaN for an empty sample, which JSON shows as null.
     pub fn percentile(&self, percent: usize) -> f64 {
         let mut sorted = self.0.clone();
         sorted.sort_by(f64::total_cmp);
@@ -26,8 +25,7 @@ impl Sample {
         sorted.get(rank - 1).copied().unwrap_or(f64::NAN)
     }
 
-    /// The middle value, or the mean of the middle two: the lower of a few would flatter whoever is
-    /// measured.
+    /// Returns the middle value, or the mean of the two middle values; NaN for an empty sample.
     pub fn median(&self) -> f64 {
         let mut sorted = self.0.clone();
         sorted.sort_by(f64::total_cmp);
@@ -41,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quantiles_of_a_few_are_not_made_up() {
+    fn quantiles_of_small_samples() {
         assert!(Sample::default().median().is_nan());
         assert!(Sample::default().percentile(99).is_nan());
         assert!((Sample(vec![7.0]).median() - 7.0).abs() < 1e-9);

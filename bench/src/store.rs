@@ -22,7 +22,7 @@ mod rows;
 
 use crate::cli::own_path;
 use crate::interrupt::Interrupt;
-use crate::parts::Parts;
+use crate::part_selection::PartSelection;
 use crate::{Error, Options, Report};
 use archiver::{Archiver, Program};
 use flat_file::{FlatFile, Hash};
@@ -62,7 +62,7 @@ pub fn run(options: &Options) -> Result<Report, Error> {
     // A stream that was recorded is what it is.
     let others = others.iter().filter(|name| from.is_none() || **name != DIRTIER);
     let all = OWN.iter().chain(&DATABASES).chain(&ARCHIVERS).chain(others).map(ToString::to_string);
-    let parts = Parts::choose("store", &options.only, all)?;
+    let parts = PartSelection::new("store", &options.only, all)?;
     let mut plan = if options.quick { QUICK } else { FULL };
     let interrupt = Interrupt::listen()?;
     let chosen = from.map(Chosen::of).transpose()?;
@@ -123,7 +123,7 @@ fn last_cpu() -> Result<usize, Error> {
 /// What the parts have in common.
 struct Bench<'a> {
     options: &'a Options,
-    parts: &'a Parts<'a>,
+    parts: &'a PartSelection<'a>,
     interrupt: &'a Interrupt,
     dir: &'a Path,
     plan: Plan,

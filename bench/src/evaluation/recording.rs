@@ -1,7 +1,7 @@
 //! A recorded run of a workload, and the commands that read it.
 
 use super::workload::{BEGIN, PASS, PreparedGuest};
-use crate::vm::Guest;
+use crate::running_guest::RunningGuest;
 use crate::{Error, Options};
 use jiff::Timestamp;
 use serde_json::Value;
@@ -56,7 +56,7 @@ impl<'a> Recording<'a> {
             [&keyframe, "record", "--quiet", "--checkpoint-every", &every, "--out", &out, "--"];
         let line: Vec<String> =
             words.into_iter().map(str::to_owned).chain(guest.command.iter().cloned()).collect();
-        let mut running = Guest::start(&line)?;
+        let mut running = RunningGuest::start(&line)?;
         let (started_at, started) = (SystemTime::now(), Instant::now());
         if let Some(start_command) = &guest.start_command {
             running.wait_for("KF READY", BEGIN_S)?;

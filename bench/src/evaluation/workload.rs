@@ -5,9 +5,9 @@
 //!   boot ─▶ kf-begin ─ pass ─ kf-pass ─ pass ─ kf-pass ... ─ off
 //! ```
 
-use crate::guest::{Guest, Real};
-use crate::overhead::compile;
-use crate::replay::initrd;
+use crate::guest_files::{RealGuest, SmallGuest};
+use crate::overhead::compile_job;
+use crate::script_initrd;
 use crate::{Error, Options};
 use std::path::Path;
 
@@ -102,17 +102,17 @@ impl Workload {
 
     fn real(&self, options: &Options, dir: &Path, repeated: &str) -> Result<PreparedGuest, Error> {
         let path = dir.join("job.sh");
-        let sources = if self.key == "compile" { compile::sources() } else { String::new() };
+        let sources = if self.key == "compile" { compile_job::sources() } else { String::new() };
         let before = "mkfs.ext4 -q -F /dev/vdc\nmount /dev/vdc /mnt\ncd /mnt\n[ ! -d /tmp/compile ] || cp /tmp/compile/* .";
         let script = format!("#!/bin/bash\nset -e\n{sources}{before}\necho {BEGIN}\n{repeated}");
         std::fs::write(&path, script).map_err(Error::io(format!("write {}", path.display())))?;
-        let command = Real::find(options)?.command("1G", &path);
+        let command = RealGuest::find(options)?.command("1G", &path);
         Ok(PreparedGuest { command, start_command: None, off_command: "poweroff" })
     }
 }
 
 fn small(options: &Options, dir: &Path, repeated: &str) -> Result<PreparedGuest, Error> {
-    let mut command = Guest::find(options)?.command("128M", "kf.work=shell");
+    let mut command = SmallGuest::find(options)?.command("128M", "kf.work=shell");
     let path = dir.join("initrd.cpio");
     if let Some(word) =
         command.iter().position(|word| word == "-initrd").and_then(|at| command.get_mut(at + 1))
@@ -121,10 +121,10 @@ fn small(options: &Options, dir: &Path, repeated: &str) -> Result<PreparedGuest,
         let script = format!(
             "{before}\necho {BEGIN}\n{{ {repeated}}} </dev/null &\nread x\nbusybox poweroff -f\n"
         );
-        initrd::write(Path::new(word), &script, &path)?;
+        script_initrd::write(Path::new(word), &script, &path)?;
         *word = path.display().to_string();
     }
-    let start_command = Some(format!("sh /{}", initrd::NAME));
+    let start_command = Some(format!("sh /{}", script_initrd::NAME));
     Ok(PreparedGuest { command, start_command, off_command: "" })
 }
 

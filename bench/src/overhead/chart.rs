@@ -1,16 +1,16 @@
-//! The losses as charts, one a guest: over the interval, a line for each strategy.
+//! Draws the lost work over the interval: a chart for each workload, a line for each strategy.
 
-use super::Lost;
-use super::subject::Subject;
+use super::LostWork;
+use super::workload::Workload;
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
 
-/// A chart for each guest.
-pub fn figure(charted: &[(Subject, Vec<Lost>)]) -> Figure {
-    let charts = charted.iter().map(|(subject, lost)| chart(subject, lost)).collect();
-    Figure { title: "What checkpoints cost the guest".into(), charts }
+/// Draws a chart for each workload.
+pub fn figure(charted: &[(Workload, Vec<LostWork>)]) -> Figure {
+    let charts = charted.iter().map(|(workload, lost)| chart(workload, lost)).collect();
+    Figure { title: "Work lost to checkpoints".into(), charts }
 }
 
-fn chart(subject: &Subject, lost: &[Lost]) -> Chart {
+fn chart(workload: &Workload, lost: &[LostWork]) -> Chart {
     let mut series: Vec<Series> = Vec::new();
     for lost in lost {
         let x = f64::from(lost.setting.interval_ms);
@@ -27,14 +27,14 @@ fn chart(subject: &Subject, lost: &[Lost]) -> Chart {
         line.points.sort_by(|a, b| a.x.total_cmp(&b.x));
     }
     Chart {
-        title: subject.title.into(),
+        title: workload.title.into(),
         x: Axis { write: length, ..Axis::new("time between checkpoints", Scale::Log) },
         y: Axis::new("work lost, percent", Scale::Linear),
         series,
     }
 }
 
-/// Milliseconds as people say them.
+/// Writes a length in milliseconds or seconds.
 fn length(ms: f64) -> String {
     if ms >= 1000.0 {
         format!("{} s", keyframe_plot::decimal(ms / 1000.0))

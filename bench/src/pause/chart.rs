@@ -1,10 +1,10 @@
-//! The pauses as two charts: over the dirty rate, and over the size of RAM.
+//! Draws the pauses as two charts: over the dirty rate, and over the size of RAM.
 
 use super::rows::{Load, Rows};
-use crate::peer::Way;
+use crate::qemu_peer::SaveMethod;
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
 
-/// A line for each way, the median of each load as a point.
+/// Draws a line for each method, with the median of each load as a point.
 pub fn figure(rows: &Rows) -> Figure {
     let pause = || Axis::new("median pause, ms", Scale::Log);
     let by_rate = Chart {
@@ -19,16 +19,18 @@ pub fn figure(rows: &Rows) -> Figure {
         y: pause(),
         series: series(rows, |load| load.gib.map(|gib| gib as f64)),
     };
-    let title = "How long a VM stands still for a checkpoint".into();
+    let title = "Pause of a VM for a checkpoint".into();
     Figure { title, charts: vec![by_rate, by_size] }
 }
 
-/// `x` tells where a load lies, if in this chart.
+/// Draws the rows for which `x` returns a position.
 fn series(rows: &Rows, x: impl Fn(Load) -> Option<f64>) -> Vec<Series> {
     let mut all: Vec<Series> = Vec::new();
     for row in rows.iter() {
-        // The live migration was measured at one rate alone, and colours are few.
-        let Some(x) = x(row.load).filter(|_| row.way != Way::LiveMigrate.key()) else { continue };
+        // The live migration has one point only, and the colours are few.
+        let Some(x) = x(row.load).filter(|_| row.way != SaveMethod::LiveMigrate.key()) else {
+            continue;
+        };
         let name = row.way.replace('_', "-");
         let point = Point { x, y: row.pause_ns.median() / 1e6, deviation: None };
         match all.iter_mut().find(|s| s.name == name) {

@@ -1,57 +1,56 @@
-//! What was measured: for each way to save a VM and each load, a sample.
+//! The measured pauses: a sample for each method to save a VM and each load.
 
 use crate::Report;
 use crate::sample::Sample;
 
-/// Dirty pages a second.
+/// The measured rates, in dirty pages a second.
 pub const RATES: [u64; 4] = [1_000, 5_000, 20_000, 60_000];
-/// Sizes of RAM.
+/// The measured sizes of RAM, in GiB.
 pub const SIZES: [u64; 3] = [1, 2, 4];
 
-/// What a guest does.
+/// The load of a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Load {
-    /// Pages that it writes in a second.
+    /// The pages that it writes in a second.
     pub rate: u64,
-    /// Its RAM, where all of that was written; else it is the guest of the rates.
+    /// The size of its RAM, if all of it was written; `None` for the guest of the rates.
     pub gib: Option<u64>,
 }
 
 impl Load {
-    /// As in the keys: `20k`, `20k_4gib`.
+    /// Returns its name in keys, for example `20k` or `20k_4gib`.
     pub fn label(self) -> String {
         let rate = format!("{}k", self.rate / 1000);
         self.gib.map_or_else(|| rate.clone(), |gib| format!("{rate}_{gib}gib"))
     }
 }
 
-/// One way at one load.
+/// The measurements of one method at one load.
 pub struct Row {
-    /// The way's name in keys.
+    /// The name of the method in keys.
     pub way: String,
     /// The load.
     pub load: Load,
-    /// How long the VM stood still.
+    /// The pauses of the VM.
     pub pause_ns: Sample,
-    /// How long saving it took in all; empty for checkpoints.
+    /// The times of the whole saves; empty for checkpoints.
     pub whole_ns: Sample,
-    /// What each checkpoint held; empty for QEMU's own ways.
+    /// The dirty pages of each checkpoint; empty for QEMU's own methods.
     pub dirty_pages: Sample,
-    /// What part of its computing the guest lost from a save's beginning to its end; of background
-    /// snapshots.
+    /// The part of its work that the guest lost during background snapshots.
     pub work_lost: Sample,
 }
 
-/// All of them, in the order in which they were first measured.
+/// All rows, in the order in which they were first measured.
 #[derive(Default)]
 pub struct Rows {
     rows: Vec<Row>,
-    /// Keys and pauses of each VM's first background snapshot.
+    /// The key and the pause of each VM's first background snapshot.
     pub first_snapshots: Vec<(String, f64)>,
 }
 
 impl Rows {
-    /// The row of `way` at `load`.
+    /// Returns the row of `way` at `load`; makes it if it is missing.
     pub fn of(&mut self, way: &str, load: Load) -> &mut Row {
         let at =
             self.rows.iter().position(|r| r.way == way && r.load == load).unwrap_or_else(|| {
@@ -69,24 +68,24 @@ impl Rows {
         &mut self.rows[at]
     }
 
-    /// The rows as they are.
+    /// Returns the rows.
     pub fn iter(&self) -> impl Iterator<Item = &Row> {
         self.rows.iter()
     }
 
-    /// How often `way` was measured at `load`.
+    /// Returns how often `way` was measured at `load`.
     pub fn count(&self, way: &str, load: Load) -> usize {
         self.iter().filter(|r| r.way == way && r.load == load).map(|r| r.pause_ns.len()).sum()
     }
 
-    /// Pages in the median checkpoint at `load`, over all strategies.
+    /// Returns the median number of dirty pages of a checkpoint at `load`, over all strategies.
     pub fn dirty_pages_p50(&self, load: Load) -> f64 {
         let mut all = Sample::default();
         self.iter().filter(|r| r.load == load).for_each(|r| all.append(&r.dirty_pages));
         all.median()
     }
 
-    /// Writes the figures of each row.
+    /// Adds the figures of each row to `report`.
     pub fn figures(&self, report: &mut Report) {
         for (key, pause_ns) in &self.first_snapshots {
             report.figure(key, *pause_ns);
@@ -113,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_name_the_way_the_load_and_the_unit() {
+    fn keys_name_the_method_the_load_and_the_unit() {
         let mut rows = Rows::default();
         for (gib, pause_ns) in [(None, 1.0), (None, 3.0), (Some(4), 7.0)] {
             let row = rows.of("precopy", Load { rate: 20_000, gib });

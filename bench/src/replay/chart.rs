@@ -1,10 +1,10 @@
-//! The thesis' figures: what recording costs by workload, and by what lies between checkpoints.
+//! Draws the cost of recording by workload and by the interval between checkpoints.
 
 use super::rows::Rows;
 use crate::sample::Sample;
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
 
-/// The charts for which there are values.
+/// Draws the charts that have values.
 pub fn figure(rows: &Rows) -> Figure {
     let by_workload = [
         (
@@ -29,7 +29,7 @@ pub fn figure(rows: &Rows) -> Figure {
     let mut charts: Vec<Chart> =
         by_workload.iter().filter_map(|(title, lines)| workloads(rows, title, lines)).collect();
     charts.splice(0..0, sweep(rows));
-    Figure { title: "What recording and replaying cost".into(), charts }
+    Figure { title: "Cost of recording and replaying".into(), charts }
 }
 
 fn point(x: f64, sample: &Sample) -> Point {
@@ -37,15 +37,15 @@ fn point(x: f64, sample: &Sample) -> Point {
     Point { x, y: sample.median(), deviation: (sample.len() > 1).then_some(range / 2.0) }
 }
 
-/// Workloads by number, which the title names: an axis has no words.
+/// Draws ratios over the workloads. The title names their numbers, because an axis has no words.
 fn workloads(rows: &Rows, title: &str, lines: &[(&str, &str, &str)]) -> Option<Chart> {
     let mut names: Vec<&str> = Vec::new();
     let mut series = Vec::new();
     for (name, over, under) in lines {
         let mut points = Vec::new();
-        for (kind, sample) in rows.of_workloads(over, under) {
-            let at = names.iter().position(|known| *known == kind.key).unwrap_or_else(|| {
-                names.push(kind.key);
+        for (workload, sample) in rows.of_workloads(over, under) {
+            let at = names.iter().position(|known| *known == workload.key).unwrap_or_else(|| {
+                names.push(workload.key);
                 names.len() - 1
             });
             points.push(point((at + 1) as f64, &sample));
@@ -78,7 +78,7 @@ fn sweep(rows: &Rows) -> Option<Chart> {
     })
 }
 
-/// Of `500ms` or `2s`.
+/// Returns the seconds of `500ms` or `2s`.
 fn seconds(time: &str) -> Option<f64> {
     match time.strip_suffix("ms") {
         Some(ms) => ms.parse::<f64>().ok().map(|ms| ms / 1e3),

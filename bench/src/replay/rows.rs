@@ -1,15 +1,15 @@
-//! What was measured, and the ratios of it.
+//! The measurements, and their ratios.
 
-use super::analyses::{CALLBACK, MEMTRACE, NOTHING, TEXT};
-use super::clock::Spent;
-use super::recorded::Analysed;
-use super::workload::Kind;
+use super::recording::AnalysisCosts;
+use super::tool_costs::{CALLBACK, MEMTRACE, NOTHING, TEXT};
+use super::workload::Workload;
 use crate::Report;
 use crate::sample::Sample;
+use crate::vcpu_clock::TimeSpent;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-/// Ratios of two ways of the same work: key, over, under.
+/// The ratios of two methods on the same work: key, numerator, denominator.
 const RATIOS: [(&str, &str, &str); 11] = [
     ("icount_over_plain", "icount", "plain"),
     ("record_over_plain", "record", "plain"),
@@ -24,28 +24,28 @@ const RATIOS: [(&str, &str, &str); 11] = [
     ("segment_over_replay", "segmented_whole", "replayed_whole"),
 ];
 
-/// A way's runs, in the order of the rounds.
-type Runs = BTreeMap<&'static str, Vec<Spent>>;
+/// The runs of each method, in the order of the rounds.
+type Runs = BTreeMap<&'static str, Vec<TimeSpent>>;
 
-/// All of it.
+/// All measurements of the benchmark.
 #[derive(Default)]
 pub struct Rows {
-    workloads: Vec<(&'static Kind, Runs)>,
+    workloads: Vec<(&'static Workload, Runs)>,
     sweep: Runs,
-    tools: Vec<(&'static str, Vec<Analysed>)>,
+    tools: Vec<(&'static str, Vec<AnalysisCosts>)>,
     jobs: Vec<[f64; 3]>,
 }
 
-fn time(spent: &Spent) -> f64 {
+fn time(spent: &TimeSpent) -> f64 {
     spent.time_ns
 }
 
-fn cpu(spent: &Spent) -> f64 {
+fn cpu(spent: &TimeSpent) -> f64 {
     spent.cpu_ns
 }
 
-/// Round by round; none where a way is missing in all.
-fn paired(runs: &Runs, over: &str, under: &str, of: fn(&Spent) -> f64) -> Option<Sample> {
+/// Returns the ratios round by round; `None` if a method has no runs.
+fn paired(runs: &Runs, over: &str, under: &str, of: fn(&TimeSpent) -> f64) -> Option<Sample> {
     let mut all = Sample::default();
     for (over, under) in runs.get(over)?.iter().zip(runs.get(under)?) {
         all.push(of(over) / of(under));
@@ -54,64 +54,69 @@ fn paired(runs: &Runs, over: &str, under: &str, of: fn(&Spent) -> f64) -> Option
 }
 
 impl Rows {
-    pub fn push(&mut self, kind: &'static Kind, way: &'static str, spent: Spent) {
-        let at = self.workloads.iter().position(|(known, _)| known.key == kind.key).unwrap_or_else(
-            || {
-                self.workloads.push((kind, Runs::new()));
-                self.workloads.len() - 1
-            },
-        );
-        self.workloads[at].1.entry(way).or_default().push(spent);
+    /// Adds a run of a workload.
+    pub fn push(&mut self, workload: &'static Workload, method: &'static str, spent: TimeSpent) {
+        let at =
+            self.workloads.iter().position(|(known, _)| known.key == workload.key).unwrap_or_else(
+                || {
+                    self.workloads.push((workload, Runs::new()));
+                    self.workloads.len() - 1
+                },
+            );
+        self.workloads[at].1.entry(method).or_default().push(spent);
     }
 
-    /// Whether no workload has run.
+    /// Returns whether nothing was measured.
     pub fn is_empty(&self) -> bool {
         self.workloads.is_empty() && self.tools.is_empty() && self.jobs.is_empty()
     }
 
-    pub fn push_sweep(&mut self, way: &'static str, spent: Spent) {
-        self.sweep.entry(way).or_default().push(spent);
+    /// Adds a run of the sweep over intervals.
+    pub fn push_sweep(&mut self, method: &'static str, spent: TimeSpent) {
+        self.sweep.entry(method).or_default().push(spent);
     }
 
-    pub fn push_tool(&mut self, tool: &'static str, analysed: Analysed) {
+    /// Adds an analysis with a tool.
+    pub fn push_tool(&mut self, tool: &'static str, analysed: AnalysisCosts) {
         match self.tools.iter_mut().find(|(known, _)| *known == tool) {
             Some((_, all)) => all.push(analysed),
             None => self.tools.push((tool, vec![analysed])),
         }
     }
 
-    /// With one job, with two, and two with one job each at once.
+    /// Adds a round: the times with one job, with two jobs, and of two processes with one job each.
     pub fn push_jobs(&mut self, one_ns: f64, two_ns: f64, both_ns: f64) {
         self.jobs.push([one_ns, two_ns, both_ns]);
     }
 
-    /// A ratio of each workload that has it.
-    pub fn of_workloads(&self, over: &str, under: &str) -> Vec<(&'static Kind, Sample)> {
-        let of =
-            |(kind, runs): &(&'static Kind, Runs)| Some((*kind, paired(runs, over, under, time)?));
+    /// Returns a ratio for each workload that has it.
+    pub fn of_workloads(&self, over: &str, under: &str) -> Vec<(&'static Workload, Sample)> {
+        let of = |(workload, runs): &(&'static Workload, Runs)| {
+            Some((*workload, paired(runs, over, under, time)?))
+        };
         self.workloads.iter().filter_map(of).collect()
     }
 
-    /// Time of the recording with checkpoints over that without, by what lies between them.
+    /// Returns the time of recordings with checkpoints over recordings without, by interval.
     pub fn of_sweep(&self) -> Vec<(&'static str, Sample)> {
-        // Two recordings without stand round those of a round.
+        // A round has two recordings without checkpoints.
         let without: Vec<f64> = self.sweep.get("record").map_or_else(Vec::new, |all| {
             all.chunks(2).map(|two| two.iter().map(time).sum::<f64>() / two.len() as f64).collect()
         });
-        let of = |way: &&'static str| {
+        let of = |method: &&'static str| {
             let mut sample = Sample::default();
             self.sweep
-                .get(way)?
+                .get(method)?
                 .iter()
                 .zip(&without)
                 .for_each(|(with, without)| sample.push(time(with) / without));
-            (sample.len() > 0).then_some((*way, sample))
+            (sample.len() > 0).then_some((*method, sample))
         };
         super::SWEEP.iter().filter_map(of).collect()
     }
 
-    /// A tool's time or CPU time over another's, round by round.
-    pub fn of_tools(&self, over: &str, under: &str, of: fn(&Analysed) -> f64) -> Option<f64> {
+    /// Returns the median ratio of the costs of two tools.
+    pub fn of_tools(&self, over: &str, under: &str, of: fn(&AnalysisCosts) -> f64) -> Option<f64> {
         let find = |tool: &str| Some(&self.tools.iter().find(|(known, _)| *known == tool)?.1);
         let mut all = Sample::default();
         find(over)?
@@ -121,58 +126,58 @@ impl Rows {
         (all.len() > 0).then(|| all.median())
     }
 
-    /// Names of the tools.
+    /// Returns the names of the tools.
     pub fn tools(&self) -> impl Iterator<Item = &'static str> {
         self.tools.iter().map(|(tool, _)| *tool).filter(|tool| *tool != NOTHING)
     }
 
-    /// All figures and ratios.
+    /// Adds all figures and ratios to `report`.
     pub fn report(&self, report: &mut Report) {
-        for (kind, runs) in &self.workloads {
-            for (way, all) in runs {
-                for (unit, of) in [("ns", time as fn(&Spent) -> f64), ("cpu_ns", cpu)] {
+        for (workload, runs) in &self.workloads {
+            for (method, all) in runs {
+                for (unit, of) in [("ns", time as fn(&TimeSpent) -> f64), ("cpu_ns", cpu)] {
                     let mut sample = Sample::default();
                     for spent in all {
                         sample.push(of(spent));
                     }
-                    report.figure(format!("{}_{way}_{unit}", kind.key), sample.median());
+                    report.figure(format!("{}_{method}_{unit}", workload.key), sample.median());
                 }
             }
         }
         for (key, over, under) in RATIOS {
             self.ratio(report, key, over, under);
         }
-        for (way, all) in &self.sweep {
+        for (method, all) in &self.sweep {
             let mut sample = Sample::default();
             for spent in all {
                 sample.push(spent.time_ns);
             }
-            report.figure(format!("long_{way}_ns"), sample.median());
+            report.figure(format!("long_{method}_ns"), sample.median());
         }
-        for (way, sample) in self.of_sweep() {
-            report.ratio(format!("checkpointed_record_over_record_long_{way}"), sample.median());
+        for (method, sample) in self.of_sweep() {
+            report.ratio(format!("checkpointed_record_over_record_long_{method}"), sample.median());
         }
         self.report_jobs(report);
         self.report_tools(report);
         report.table = self.table(report);
     }
 
-    /// Of each workload, and under its bare name the geometric mean of those that work.
+    /// Adds a ratio for each workload, and the geometric mean over the workloads that are not idle.
     fn ratio(&self, report: &mut Report, key: &str, over: &str, under: &str) {
         let mut product = (0.0, 0);
-        for (kind, sample) in self.of_workloads(over, under) {
+        for (workload, sample) in self.of_workloads(over, under) {
             let value = sample.median();
-            report.ratio(format!("{key}_{}", kind.key), value);
-            if !kind.is_idle {
+            report.ratio(format!("{key}_{}", workload.key), value);
+            if !workload.is_idle {
                 product = (product.0 + value.ln(), product.1 + 1);
             }
         }
         if product.1 > 0 {
             report.ratio(key, (product.0 / f64::from(product.1)).exp());
         }
-        for (kind, runs) in self.workloads.iter().filter(|(kind, _)| !kind.is_idle) {
+        for (workload, runs) in self.workloads.iter().filter(|(workload, _)| !workload.is_idle) {
             if let Some(sample) = paired(runs, over, under, cpu) {
-                report.ratio(format!("{key}_cpu_{}", kind.key), sample.median());
+                report.ratio(format!("{key}_cpu_{}", workload.key), sample.median());
             }
         }
     }
@@ -196,8 +201,8 @@ impl Rows {
     }
 
     fn report_tools(&self, report: &mut Report) {
-        let wall: fn(&Analysed) -> f64 = |analysed| analysed.intervals_ns;
-        let cpu: fn(&Analysed) -> f64 = |analysed| analysed.cpu_ns;
+        let wall: fn(&AnalysisCosts) -> f64 = |analysed| analysed.intervals_ns;
+        let cpu: fn(&AnalysisCosts) -> f64 = |analysed| analysed.cpu_ns;
         for tool in self.tools() {
             let name = tool.replace("baseline-", "").replace('-', "_");
             for (unit, of) in [("", wall), ("_cpu", cpu)] {
@@ -222,7 +227,7 @@ impl Rows {
         }
     }
 
-    /// A line for each workload.
+    /// Returns a table with a line for each workload.
     fn table(&self, report: &Report) -> String {
         let columns: Vec<&str> = RATIOS
             .iter()
@@ -240,10 +245,10 @@ impl Rows {
         (1..=columns.len()).for_each(|number| {
             let _ = write!(table, "{:>8}", format!("({number})"));
         });
-        for (kind, _) in &self.workloads {
-            let _ = write!(table, "\n  {:12}", kind.key);
+        for (workload, _) in &self.workloads {
+            let _ = write!(table, "\n  {:12}", workload.key);
             for column in &columns {
-                let value = report.ratios.get(&format!("{column}_{}", kind.key));
+                let value = report.ratios.get(&format!("{column}_{}", workload.key));
                 let shown = value.map_or_else(|| "-".to_owned(), |value| format!("{value:.3}"));
                 let _ = write!(table, "{shown:>8}");
             }
@@ -257,29 +262,29 @@ mod tests {
     use super::super::workload::ALL;
     use super::*;
 
-    fn spent(time_ns: f64) -> Spent {
-        Spent { time_ns, cpu_ns: time_ns / 2.0 }
+    fn spent(time_ns: f64) -> TimeSpent {
+        TimeSpent { time_ns, cpu_ns: time_ns / 2.0 }
     }
 
-    /// Those are read by others.
+    /// Other programs read these keys.
     #[test]
     fn the_keys_are_those_promised() {
         let mut rows = Rows::default();
-        for kind in &ALL[..3] {
-            for (way, ns) in [
+        for workload in &ALL[..3] {
+            for (method, ns) in [
                 ("plain", 80.0),
                 ("icount", 100.0),
                 ("record", 110.0),
                 ("1s", 121.0),
                 ("three_stage", 110.0),
             ] {
-                rows.push(kind, way, spent(ns));
+                rows.push(workload, method, spent(ns));
             }
-            rows.push(kind, "recorded_whole", spent(200.0));
-            rows.push(kind, "replayed_whole", spent(300.0));
+            rows.push(workload, "recorded_whole", spent(200.0));
+            rows.push(workload, "replayed_whole", spent(300.0));
         }
         rows.push_jobs(10.0, 6.0, 11.0);
-        let analysed = |ns, each| Analysed {
+        let analysed = |ns, each| AnalysisCosts {
             intervals_ns: ns,
             cpu_ns: ns,
             wall_ns: ns,
@@ -308,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_measured_has_no_key() {
+    fn a_ratio_without_measurements_has_no_key() {
         let mut rows = Rows::default();
         rows.push(&ALL[1], "record", spent(1.0));
         let mut report = Report::new("replay");
@@ -318,11 +323,11 @@ mod tests {
     }
 
     #[test]
-    fn sleeping_is_in_no_mean() {
+    fn idle_workloads_are_in_no_mean() {
         let mut rows = Rows::default();
-        for (kind, ns) in ALL.iter().zip([100.0, 2.0, 8.0]) {
-            rows.push(kind, "record", spent(ns));
-            rows.push(kind, "icount", spent(1.0));
+        for (workload, ns) in ALL.iter().zip([100.0, 2.0, 8.0]) {
+            rows.push(workload, "record", spent(ns));
+            rows.push(workload, "icount", spent(1.0));
         }
         let mut report = Report::new("replay");
         rows.report(&mut report);

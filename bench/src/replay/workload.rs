@@ -1,206 +1,226 @@
-//! The guests' work: a fixed amount of it between two lines on the console, in whatever way the
-//! guest is run.
+//! The workloads: a fixed amount of work between two lines on the console, with every method.
 //!
 //! ```text
-//!   small guest   shell: the script's name is typed ─▶ kf-begin ─ work ─ kf-end ─ a line feed is typed ─▶ power off
-//!   real guest    the script is its job             ─▶ kf-begin ─ work ─ kf-end ─ `poweroff` is typed ───▶ power off
+//!   small guest   the script's name is typed ─▶ kf-begin ─ work ─ kf-end ─ line feed typed ─▶ off
+//!   real guest    the script is its job ──────▶ kf-begin ─ work ─ kf-end ─ `poweroff` typed ─▶ off
 //! ```
 
-use super::initrd;
-use crate::guest::{Guest, Real};
-use crate::overhead::compile;
+use crate::guest_files::{RealGuest, SmallGuest};
+use crate::overhead::compile_job;
+use crate::script_initrd;
 use crate::{Error, Options};
 use std::path::Path;
 
-/// Said before the work.
+/// The line that the guest prints before the work.
 pub const BEGIN: &str = "kf-begin";
-/// Said behind it.
+/// The line that the guest prints after the work.
 pub const END: &str = "kf-end";
 
-/// Which guest it needs.
+/// The guest that a workload needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum In {
+enum GuestKind {
     Small,
     Real,
 }
 
-/// A workload, before its guest is looked for.
-pub struct Kind {
-    /// As in keys.
-    pub key: &'static str,
-    /// For people.
-    pub about: &'static str,
-    place: In,
-    /// It mostly waits: its ratios are in no mean.
-    pub is_idle: bool,
-    /// Shell commands that come before the work, and the work, `units` of it: about a second each.
-    script: fn(units: u32) -> (String, String),
+/// The shell commands of a workload.
+pub struct Script {
+    /// Preparation, before the line [`BEGIN`].
+    setup: String,
+    /// The timed work.
+    work: String,
 }
 
-impl Kind {
-    /// Whether it needs the guest with a distribution's programs.
-    pub fn is_of_real_guest(&self) -> bool {
-        self.place == In::Real
+impl Script {
+    fn without_setup(work: String) -> Self {
+        Self { setup: String::new(), work }
     }
 }
 
-/// All of them.
-pub const ALL: [Kind; 9] = [
-    Kind {
+/// A workload of the benchmark.
+pub struct Workload {
+    /// Its name in keys.
+    pub key: &'static str,
+    /// Its description for a person.
+    pub about: &'static str,
+    guest: GuestKind,
+    /// It mostly waits, so that its ratios are in no mean.
+    pub is_idle: bool,
+    /// Makes the script with `units` of work, about one second each.
+    script: fn(units: u32) -> Script,
+}
+
+impl Workload {
+    /// Returns whether it needs the real guest.
+    pub fn is_of_real_guest(&self) -> bool {
+        self.guest == GuestKind::Real
+    }
+}
+
+/// All workloads.
+pub const ALL: [Workload; 9] = [
+    Workload {
         key: "idle",
         about: "sleeping",
-        place: In::Small,
+        guest: GuestKind::Small,
         is_idle: true,
-        script: |units| (String::new(), format!("sleep {units}")),
+        script: |units| Script::without_setup(format!("sleep {units}")),
     },
-    Kind {
+    Workload {
         key: "compute",
-        about: "floating-point sums, no memory to speak of",
-        place: In::Small,
+        about: "floating-point sums, hardly any memory",
+        guest: GuestKind::Small,
         is_idle: false,
         script: |units| {
             let steps = units * 200_000;
-            (String::new(), format!("awk 'BEGIN{{for(i=0;i<{steps};i++)s+=i*i; print s}}'"))
+            let program = format!("BEGIN{{for(i=0;i<{steps};i++)s+=i*i; print s}}");
+            Script::without_setup(format!("awk '{program}'"))
         },
     },
-    Kind {
+    Workload {
         key: "hash",
         about: "SHA-256 through a pipe",
-        place: In::Small,
+        guest: GuestKind::Small,
         is_idle: false,
         script: |units| {
-            (
-                String::new(),
-                format!("dd if=/dev/zero bs=1M count={} 2>/dev/null | sha256sum", units * 28),
-            )
+            let mib = units * 28;
+            Script::without_setup(format!(
+                "dd if=/dev/zero bs=1M count={mib} 2>/dev/null | sha256sum"
+            ))
         },
     },
-    Kind {
+    Workload {
         key: "processes",
-        about: "what a compiler run does: processes, small files, sorting, allocation, pipes",
-        place: In::Small,
+        about: "like a compiler run: processes, small files, sorting, allocation, pipes",
+        guest: GuestKind::Small,
         is_idle: false,
-        script: |units| {
-            let jobs = units * 25;
-            let work = format!(
-                "i=0; while [ $i -lt {jobs} ]; do /kfguest --compile-job $i 0 | md5sum >/dev/null; i=$((i+1)); done"
-            );
-            ("mkdir -p /tmp/kf".into(), work)
+        script: |units| Script {
+            setup: "mkdir -p /tmp/kf".into(),
+            work: format!(
+                "i=0; while [ $i -lt {} ]; do \
+                 /kfguest --compile-job $i 0 | md5sum >/dev/null; i=$((i+1)); done",
+                units * 25
+            ),
         },
     },
-    Kind {
+    Workload {
         key: "compile",
         about: "gcc, assembler and linker",
-        place: In::Real,
+        guest: GuestKind::Real,
         is_idle: false,
-        script: |units| {
-            let work = format!(
-                "n=0; while [ $n -lt {units} ]; do gcc -std=gnu11 -D_GNU_SOURCE -O2 -c params.c; n=$((n + 1)); done"
-            );
-            (compile::sources(), work)
+        script: |units| Script {
+            setup: compile_job::sources(),
+            work: format!(
+                "n=0; while [ $n -lt {units} ]; do \
+                 gcc -std=gnu11 -D_GNU_SOURCE -O2 -c params.c; n=$((n + 1)); done"
+            ),
         },
     },
-    Kind {
+    Workload {
         key: "redis",
         about: "redis-benchmark, sets and gets",
-        place: In::Real,
+        guest: GuestKind::Real,
         is_idle: false,
-        script: |units| {
-            let before = "redis-server --save '' --daemonize yes >/dev/null\n\
-                          until redis-cli ping >/dev/null 2>&1; do sleep 0.2; done";
-            (
-                before.into(),
-                format!("redis-benchmark -q -n {} -c 8 -t set,get >/dev/null", units * 700),
-            )
+        script: |units| Script {
+            setup: "redis-server --save '' --daemonize yes >/dev/null\n\
+                    until redis-cli ping >/dev/null 2>&1; do sleep 0.2; done"
+                .into(),
+            work: format!("redis-benchmark -q -n {} -c 8 -t set,get >/dev/null", units * 700),
         },
     },
-    Kind {
+    Workload {
         key: "sqlite",
         about: "rows inserted into a table, a transaction each",
-        place: In::Real,
+        guest: GuestKind::Real,
         is_idle: false,
-        script: |units| {
-            let before = format!(
+        script: |units| Script {
+            setup: format!(
                 "sqlite3 /tmp/db 'create table t(a integer primary key, b text)'\n\
-                 i=0; while [ $i -lt {} ]; do echo \"insert into t(b) values('row $i of a table');\"; i=$((i+1)); done >/tmp/rows",
+                 i=0; while [ $i -lt {} ]; do \
+                 echo \"insert into t(b) values('row $i of a table');\"; i=$((i+1)); done \
+                 >/tmp/rows",
                 units * 400
-            );
-            (before, "sqlite3 /tmp/db </tmp/rows".into())
+            ),
+            work: "sqlite3 /tmp/db </tmp/rows".into(),
         },
     },
-    Kind {
+    Workload {
         key: "web",
-        about: "nginx, asked by ab",
-        place: In::Real,
+        about: "nginx, with ab as the client",
+        guest: GuestKind::Real,
         is_idle: false,
-        script: |units| {
-            let before = "mkdir -p /var/log/nginx; nginx\n\
-                          until ab -n 1 http://127.0.0.1/ >/dev/null 2>&1; do sleep 0.2; done";
-            (before.into(), format!("ab -q -n {} -c 4 http://127.0.0.1/ >/dev/null", units * 300))
+        script: |units| Script {
+            setup: "mkdir -p /var/log/nginx; nginx\n\
+                    until ab -n 1 http://127.0.0.1/ >/dev/null 2>&1; do sleep 0.2; done"
+                .into(),
+            work: format!("ab -q -n {} -c 4 http://127.0.0.1/ >/dev/null", units * 300),
         },
     },
-    Kind {
+    Workload {
         key: "postmark",
-        about: "small files made, read, appended to, removed",
-        place: In::Real,
+        about: "small files created, read, appended to, removed",
+        guest: GuestKind::Real,
         is_idle: false,
-        script: |units| {
-            let transactions = units * 1500;
-            let before = format!(
-                "mkdir /tmp/mail\nprintf 'set location /tmp/mail\\nset number 500\\nset transactions {transactions}\\nrun\\nquit\\n' >/tmp/mail.conf"
-            );
-            (before, "postmark </tmp/mail.conf >/dev/null".into())
+        script: |units| Script {
+            setup: format!(
+                "mkdir /tmp/mail\n\
+                 printf 'set location /tmp/mail\\nset number 500\\nset transactions {}\\n\
+                 run\\nquit\\n' >/tmp/mail.conf",
+                units * 1500
+            ),
+            work: "postmark </tmp/mail.conf >/dev/null".into(),
         },
     },
 ];
 
 /// A workload with its guest.
-pub struct Workload {
-    /// What it is.
-    pub kind: &'static Kind,
+pub struct PreparedWorkload {
+    /// The workload.
+    pub workload: &'static Workload,
     /// QEMU's command line.
     pub command: Vec<String>,
-    /// What is typed once the guest is ready; none where it begins by itself.
-    pub typed: Option<String>,
-    /// What switches the guest off.
-    pub off: &'static str,
+    /// The command to type once the guest is ready; `None` if the work begins by itself.
+    pub start_command: Option<String>,
+    /// The command that switches the guest off.
+    pub off_command: &'static str,
 }
 
-impl Workload {
-    /// `units` of it. Scripts are written into `dir`.
+impl PreparedWorkload {
+    /// Prepares `units` of `workload`. Writes scripts into `dir`.
     pub fn prepare(
-        kind: &'static Kind,
+        workload: &'static Workload,
         units: u32,
         options: &Options,
         dir: &Path,
     ) -> Result<Self, Error> {
-        let (before, work) = (kind.script)(units);
-        let script = format!("{before}\necho {BEGIN}\n{work}\necho {END}\n");
-        let mut made = match kind.place {
-            In::Small => {
-                let mut command = Guest::find(options)?.command("256M", "kf.work=shell");
-                let path = dir.join(format!("{}-{units}.cpio", kind.key));
-                let given = command.iter().position(|word| word == "-initrd").map(|at| at + 1);
-                if let Some(word) = given.and_then(|at| command.get_mut(at)) {
+        let Script { setup, work } = (workload.script)(units);
+        let script = format!("{setup}\necho {BEGIN}\n{work}\necho {END}\n");
+        let mut made = match workload.guest {
+            GuestKind::Small => {
+                let mut command = SmallGuest::find(options)?.command("256M", "kf.work=shell");
+                let path = dir.join(format!("{}-{units}.cpio", workload.key));
+                let initrd = command.iter().position(|word| word == "-initrd").map(|at| at + 1);
+                if let Some(word) = initrd.and_then(|at| command.get_mut(at)) {
                     let script = format!("{script}read x\nbusybox poweroff -f\n");
-                    initrd::write(Path::new(word), &script, &path)?;
+                    script_initrd::write(Path::new(word), &script, &path)?;
                     *word = path.display().to_string();
                 }
-                Self { kind, command, typed: Some(format!("sh /{}", initrd::NAME)), off: "" }
+                let start_command = Some(format!("sh /{}", script_initrd::NAME));
+                Self { workload, command, start_command, off_command: "" }
             }
-            In::Real => {
-                let path = dir.join(format!("{}-{units}.sh", kind.key));
+            GuestKind::Real => {
+                let path = dir.join(format!("{}-{units}.sh", workload.key));
                 let script = format!("#!/bin/bash\nset -e\ncd /tmp\n{script}sleep 1000\n");
                 std::fs::write(&path, script)
                     .map_err(Error::io(format!("write {}", path.display())))?;
-                let command = Real::find(options)?.command("1G", &path);
-                Self { kind, command, typed: None, off: "poweroff" }
+                let command = RealGuest::find(options)?.command("1G", &path);
+                Self { workload, command, start_command: None, off_command: "poweroff" }
             }
         };
         if let Some(qemu) = &options.qemu {
             made.command[0] = qemu.display().to_string();
         }
-        // As a recording has it, so that all ways have the same clocks.
+        // As in a recording, so that the guest has the same clocks with every method.
         for word in &mut made.command {
             if word == "pc" {
                 "pc,hpet=off".clone_into(word);
@@ -215,14 +235,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_typed_fits_a_serial_port_and_no_work_ends_itself() {
-        assert!(initrd::NAME.len() < 8);
-        for kind in &ALL {
-            let (before, work) = (kind.script)(4);
+    fn the_typed_name_fits_a_serial_port_and_no_work_prints_the_end() {
+        assert!(script_initrd::NAME.len() < 8);
+        for workload in &ALL {
+            let Script { setup, work } = (workload.script)(4);
             assert!(
-                !before.contains(END) && !work.contains(END) && !work.is_empty(),
+                !setup.contains(END) && !work.contains(END) && !work.is_empty(),
                 "{}",
-                kind.key
+                workload.key
             );
         }
     }

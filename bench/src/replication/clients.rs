@@ -1,9 +1,9 @@
-//! Clients on their own host: each asks, waits for the answer, thinks, and asks again.
+//! Clients on their own host. Each client asks, waits for the answer, thinks, and asks again.
 //!
-//! An answer counts for the time in which it came. One that is still awaited at the end counts by
-//! how long it is awaited, so that answers that never come are not those that never were late.
+//! An answer counts if it came in the counted time. An answer that is missing at the end counts as
+//! late by the time it is awaited, so that missing answers are no advantage.
 
-use super::workload::Done;
+use super::workload::RunResult;
 use crate::Error;
 use crate::interrupt::Interrupt;
 use keyframe_test_hosts::Host;
@@ -19,42 +19,51 @@ const GUEST: [u8; 4] = [10, 78, 0, 15];
 const CONNECT_MAX: Duration = Duration::from_secs(30);
 const WEB_PORT: u16 = 4713;
 const WEB_MAGIC: u64 = 0x0000_0062_6577_6b66;
-/// Of an answer: as the workload's kf.web.bytes says, and its head.
+/// The size of an answer's body, as in the workload's parameter `kf.web.bytes`.
 const WEB_BYTES: usize = 16384;
+/// The size of an answer's head.
 const WEB_HEAD: usize = 24;
 
-/// SPECweb2005 counts a page of its banking part as good within 2 s and as tolerable within 4 s;
-/// ours is one answer of a few milliseconds, so these are a fortieth of that.
+/// The time within which an answer is good. SPECweb2005 counts a page of its banking part as good
+/// within 2 s and as tolerable within 4 s. An answer here takes a few milliseconds, so the limits are
+/// a fortieth of these.
 pub const GOOD: Duration = Duration::from_millis(50);
+/// The time within which an answer is tolerable.
 pub const TOLERABLE: Duration = Duration::from_millis(100);
 
-/// Who asks.
-pub struct Clients {
+/// A group of equal clients.
+pub struct ClientGroup {
     number: u16,
     think: Duration,
-    /// Times between them vary, as people do; workers do not.
+    /// Whether the thinking times vary, as those of people do.
     varies: bool,
-    connect: fn(&AtomicBool) -> Result<Box<dyn Asks>, String>,
+    connect: fn(&AtomicBool) -> Result<Box<dyn Client>, String>,
 }
 
 /// People with a browser.
-pub const WEB: Clients =
-    Clients { number: 16, think: Duration::from_millis(200), varies: true, connect: Web::connect };
+pub const WEB: ClientGroup = ClientGroup {
+    number: 16,
+    think: Duration::from_millis(200),
+    varies: true,
+    connect: Web::connect,
+};
 /// Workers that report and get the next task.
-pub const COORDINATOR: Clients =
-    Clients { number: 8, think: Duration::from_millis(100), varies: false, connect: worker };
+pub const COORDINATOR: ClientGroup =
+    ClientGroup { number: 8, think: Duration::from_millis(100), varies: false, connect: worker };
 
-trait Asks {
+/// A connection of one client.
+trait Client {
+    /// Sends request `id` and waits for its answer. Fails if the answer is wrong.
     fn ask(&mut self, id: u64) -> Result<(), String>;
 }
 
-impl Asks for Ledger {
+impl Client for Ledger {
     fn ask(&mut self, _: u64) -> Result<(), String> {
         self.report().map(drop)
     }
 }
 
-fn worker(over: &AtomicBool) -> Result<Box<dyn Asks>, String> {
+fn worker(over: &AtomicBool) -> Result<Box<dyn Client>, String> {
     let is_over = || over.load(Ordering::Relaxed);
     let ledger = Ledger::connect(address(ledger::PORT), Instant::now() + CONNECT_MAX, is_over)?;
     Ok(Box::new(ledger))
@@ -64,21 +73,21 @@ fn address(port: u16) -> SocketAddr {
     SocketAddr::from((GUEST, port))
 }
 
-/// A client of the small guest's `web`.
+/// A client of the small guest's `web` service.
 struct Web {
     stream: TcpStream,
     answer: Vec<u8>,
 }
 
 impl Web {
-    fn connect(over: &AtomicBool) -> Result<Box<dyn Asks>, String> {
+    fn connect(over: &AtomicBool) -> Result<Box<dyn Client>, String> {
         let is_over = || over.load(Ordering::Relaxed);
         let stream = ledger::connect(address(WEB_PORT), Instant::now() + CONNECT_MAX, is_over)?;
         Ok(Box::new(Self { stream, answer: vec![0; WEB_HEAD + WEB_BYTES] }))
     }
 }
 
-impl Asks for Web {
+impl Client for Web {
     fn ask(&mut self, id: u64) -> Result<(), String> {
         let request = [WEB_MAGIC.to_le_bytes(), id.to_le_bytes()].concat();
         let broke = |e| format!("the connection broke at request {id}: {e}");
@@ -87,34 +96,34 @@ impl Asks for Web {
         if self.answer.starts_with(&request) {
             return Ok(());
         }
-        Err(format!("request {id} has another one's answer"))
+        Err(format!("request {id} got the answer to another request"))
     }
 }
 
-/// One answer.
+/// The arrival and the duration of one answer.
 #[derive(Clone, Copy)]
 struct Answer {
     at: Instant,
     took: Duration,
 }
 
-/// Of one client; or what it was answered wrongly.
+/// The answers of one client, or the first error.
 type Answers = Result<Vec<Answer>, String>;
 
-/// Clients at work.
-pub struct Asking {
+/// Running clients. Dropping it ends them.
+pub struct RunningClients {
     over: Arc<AtomicBool>,
     threads: Vec<JoinHandle<std::io::Result<Answers>>>,
 }
 
-impl Clients {
-    /// Lets them ask from `host`.
-    pub fn start(&self, host: &Host, interrupt: &Interrupt) -> Result<Asking, Error> {
+impl ClientGroup {
+    /// Starts the clients on `host`.
+    pub fn start(&self, host: &Host, interrupt: &Interrupt) -> Result<RunningClients, Error> {
         interrupt.check()?;
-        let mut asking = Asking { over: Arc::default(), threads: Vec::new() };
+        let mut asking = RunningClients { over: Arc::default(), threads: Vec::new() };
         for client in 0..self.number {
             let (over, connect) = (Arc::clone(&asking.over), self.connect);
-            let think = Think::new(self.think, self.varies, client);
+            let think = ThinkTimes::new(self.think, self.varies, client);
             let thread = host.inside(move || ask(&over, connect, think, client));
             asking.threads.push(thread.map_err(Error::io("start a client"))?);
         }
@@ -122,11 +131,11 @@ impl Clients {
     }
 }
 
-impl Asking {
-    /// Ends them, and counts what came in the time.
-    pub fn end(mut self, from: Instant, to: Instant) -> Result<Done, Error> {
+impl RunningClients {
+    /// Ends the clients, and counts the answers between `from` and `to`.
+    pub fn end(mut self, from: Instant, to: Instant) -> Result<RunResult, Error> {
         self.over.store(true, Ordering::Relaxed);
-        let mut done = Done::default();
+        let mut done = RunResult::default();
         let seconds = to.duration_since(from).as_secs_f64();
         for thread in self.threads.drain(..) {
             let answers = match thread.join() {
@@ -144,7 +153,7 @@ impl Asking {
                     done.tolerable_per_s += 1.0 / seconds;
                 }
             }
-            // What was awaited when the time was over.
+            // The answer that was missing at the end.
             let late = answers
                 .iter()
                 .find(|answer| answer.at >= to && answer.at.checked_sub(answer.took) < Some(to));
@@ -156,13 +165,13 @@ impl Asking {
             }
         }
         match done.took_ns.len() {
-            0 => Err(Error::failed("ask the guest", "it answered nothing in the time")),
+            0 => Err(Error::failed("ask the guest", "it gave no answer in the counted time")),
             _ => Ok(done),
         }
     }
 }
 
-impl Drop for Asking {
+impl Drop for RunningClients {
     fn drop(&mut self) {
         self.over.store(true, Ordering::Relaxed);
     }
@@ -170,14 +179,14 @@ impl Drop for Asking {
 
 fn ask(
     over: &AtomicBool,
-    connect: fn(&AtomicBool) -> Result<Box<dyn Asks>, String>,
-    mut think: Think,
+    connect: fn(&AtomicBool) -> Result<Box<dyn Client>, String>,
+    mut think: ThinkTimes,
     client: u16,
 ) -> Answers {
     let mut connection = connect(over)?;
     let mut answers = Vec::new();
     let mut id = u64::from(client) << 32;
-    // Not all at once.
+    // The clients begin at different times.
     std::thread::sleep(think.first());
     while !over.load(Ordering::Relaxed) {
         let asked = Instant::now();
@@ -189,19 +198,19 @@ fn ask(
     Ok(answers)
 }
 
-/// Times between an answer and the next question; the same ones in each run.
-struct Think {
+/// The times between an answer and the next request, equal in each run.
+struct ThinkTimes {
     mean: Duration,
     varies: bool,
     state: u64,
 }
 
-impl Think {
+impl ThinkTimes {
     fn new(mean: Duration, varies: bool, client: u16) -> Self {
         Self { mean, varies, state: u64::from(client) * 2 + 1 }
     }
 
-    /// Evenly in 0..1.
+    /// Returns a number that is uniform in 0..1.
     fn part(&mut self) -> f64 {
         self.state = self
             .state
@@ -216,7 +225,7 @@ impl Think {
     }
 
     fn next(&mut self) -> Duration {
-        // Exponentially distributed; cut where a client would be missing from a short run.
+        // Exponentially distributed, and limited so that each client takes part in a short run.
         if self.varies { self.mean.mul_f64((-self.part().ln()).min(4.0)) } else { self.mean }
     }
 }
@@ -226,11 +235,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn clients_think_as_long_as_they_are_told_on_average() {
-        let mut think = Think::new(Duration::from_millis(200), true, 3);
+    fn thinking_times_have_the_given_mean() {
+        let mut think = ThinkTimes::new(Duration::from_millis(200), true, 3);
         let all: Duration = (0..10_000).map(|_| think.next()).sum();
         assert!((1900..2050).contains(&all.as_secs()), "{all:?}");
-        let mut worker = Think::new(Duration::from_millis(100), false, 3);
+        let mut worker = ThinkTimes::new(Duration::from_millis(100), false, 3);
         assert_eq!(worker.next(), Duration::from_millis(100));
         assert!(worker.first() < Duration::from_millis(100));
     }

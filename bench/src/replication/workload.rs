@@ -1,143 +1,147 @@
-//! What the guests do, and how it is counted.
+//! The workloads of the guests, and how their work is counted.
 
-use super::clients::{self, Clients};
-use super::pair::{Running, Travelled};
+use super::clients::{self, ClientGroup};
+use super::test_bed::{GuestOnHosts, TransferTotals};
 use crate::Error;
-use crate::replay::clock::Clock;
+use crate::running_guest::TimeSpan;
 use crate::sample::Sample;
+use crate::vcpu_clock::VcpuClock;
 use std::time::{Duration, Instant};
 
-/// From the guest's being ready, and protected, to the first count.
+/// The time from the ready (and protected) guest to the first count.
 const SETTLE: Duration = Duration::from_millis(1500);
+/// The time for the first reading of the clock.
 const CLOCK_BEGINS: Duration = Duration::from_millis(100);
 
 /// A workload.
-pub struct Kind {
-    /// As in keys.
+pub struct Workload {
+    /// Its name in keys.
     pub key: &'static str,
-    /// For people.
+    /// Its description for a person.
     pub about: &'static str,
-    /// What of the paper it stands for.
+    /// The figure of the paper that it stands for.
     pub figure: &'static str,
-    /// The guest's parameters.
+    /// The kernel parameters of the guest.
     pub append: &'static str,
-    counts: Counts,
+    counts: Counting,
 }
 
-/// What is counted.
-enum Counts {
-    /// A number of the guest's own, in lines that begin with the first, behind the second.
-    Console(&'static str, &'static str),
+/// How the work is counted.
+enum Counting {
+    /// By the counter `field` in console lines that begin with `prefix`.
+    Console { prefix: &'static str, field: &'static str },
     /// Answers to clients.
-    Answers(Clients),
+    Answers(ClientGroup),
 }
 
-/// All of them.
-pub const ALL: [Kind; 5] = [
-    Kind {
+/// All workloads.
+pub const ALL: [Workload; 5] = [
+    Workload {
         key: "compile",
         about: "processes, small files, sorting, allocation, pipes",
         figure: "figure 7",
         append: "kf.work=compile",
-        counts: Counts::Console("compile", "round="),
+        counts: Counting::Console { prefix: "compile", field: "round=" },
     },
-    Kind {
+    Workload {
         key: "ep",
         about: "computes, 256 pages written",
         figure: "figure 8a",
         append: "kf.work=compute kf.compute.mib=1 kf.compute.pages=4 kf.compute.words=2",
-        counts: Counts::Console("compute", "work="),
+        counts: Counting::Console { prefix: "compute", field: "work=" },
     },
-    Kind {
+    Workload {
         key: "sp",
         about: "computes, 24,576 pages written, a quarter of each",
         figure: "figure 8b",
         append: "kf.work=compute kf.compute.mib=96 kf.compute.pages=32 kf.compute.words=128",
-        counts: Counts::Console("compute", "work="),
+        counts: Counting::Console { prefix: "compute", field: "work=" },
     },
-    Kind {
+    Workload {
         key: "web",
         about: "answers of 16 KiB to 16 clients that think for 200 ms",
         figure: "figure 9",
         append: "kf.work=web kf.web.bytes=16384 kf.web.read=1024 kf.web.dirty=24 kf.web.mib=16",
-        counts: Counts::Answers(clients::WEB),
+        counts: Counting::Answers(clients::WEB),
     },
-    Kind {
+    Workload {
         key: "coordinator",
         about: "heartbeats of 8 workers, each after 100 ms of work",
         figure: "figure 10",
         append: "kf.work=ledger kf.ledger.dirty=32",
-        counts: Counts::Answers(clients::COORDINATOR),
+        counts: Counting::Answers(clients::COORDINATOR),
     },
 ];
 
-/// What one run of a guest did.
+/// The results of one run.
 #[derive(Clone, Debug, Default)]
-pub struct Done {
-    /// Work in a second: the guest's units, or answers.
+pub struct RunResult {
+    /// Work per second: the guest's units, or answers.
     pub per_s: f64,
-    /// The same over the time that the guest's thread did not wait for a core, which whatever else
-    /// the machine does had.
+    /// The same without the time that the guest's thread waited for a core; `None` for answers.
     pub own_per_s: Option<f64>,
-    /// Where clients ask: answers in a second that came in time, and somewhat late.
+    /// Good answers per second.
     pub good_per_s: f64,
+    /// Good and tolerable answers per second.
     pub tolerable_per_s: f64,
-    /// How long answers took, ns.
+    /// The times of the answers, in ns.
     pub took_ns: Sample,
-    /// Where it was protected.
-    pub travelled: Travelled,
+    /// The transfers to the standby, if the guest was protected.
+    pub transfer: TransferTotals,
 }
 
-impl Kind {
-    /// Whether clients ask it.
+impl Workload {
+    /// Returns whether the workload has clients.
     pub fn has_clients(&self) -> bool {
-        matches!(self.counts, Counts::Answers(_))
+        matches!(self.counts, Counting::Answers(_))
     }
 
-    /// Lets the guest work for `seconds`, and counts.
+    /// Counts the work of the guest for `seconds`.
     pub fn measure(
         &self,
-        running: &Running<'_>,
+        running: &GuestOnHosts<'_>,
         is_protected: bool,
         seconds: u16,
-    ) -> Result<Done, Error> {
-        let lab = running.lab();
+    ) -> Result<RunResult, Error> {
+        let test_bed = running.test_bed();
         let asking = match &self.counts {
-            Counts::Answers(clients) => Some(clients.start(&lab.network.c, lab.interrupt)?),
-            Counts::Console(..) => None,
+            Counting::Answers(clients) => {
+                Some(clients.start(&test_bed.network.c, test_bed.interrupt)?)
+            }
+            Counting::Console { .. } => None,
         };
-        lab.interrupt.sleep(SETTLE)?;
-        let clock = Clock::watch(running.guest.pid());
-        // Its first look is over by then.
-        lab.interrupt.sleep(CLOCK_BEGINS)?;
-        let look = || if is_protected { running.travelled() } else { Ok(Travelled::default()) };
+        test_bed.interrupt.sleep(SETTLE)?;
+        let clock = VcpuClock::watch(running.guest.pid());
+        test_bed.interrupt.sleep(CLOCK_BEGINS)?;
+        let look =
+            || if is_protected { running.transfers() } else { Ok(TransferTotals::default()) };
         let before = look()?;
         let from = Instant::now();
-        lab.interrupt.sleep(Duration::from_secs(seconds.into()))?;
+        test_bed.interrupt.sleep(Duration::from_secs(seconds.into()))?;
         let to = Instant::now();
-        let travelled = look()?.since(before);
+        let transfer = look()?.since(before);
         if is_protected {
-            running.is_protected()?;
+            running.check_protected()?;
         }
         let mut done = match (&self.counts, asking) {
-            (Counts::Console(prefix, field), _) => {
-                let per_s = running.guest.rate(prefix, field, (from, to));
+            (Counting::Console { prefix, field }, _) => {
+                let per_s = running.guest.rate(prefix, field, TimeSpan { from, to });
                 let per_s = per_s.ok_or_else(|| {
                     Error::failed(
-                        format!("count what {} did", self.key),
-                        "no two lines of it in the time",
+                        format!("count the work of {}", self.key),
+                        "fewer than two lines in the counted time",
                     )
                 })?;
                 let own_ns =
                     clock.between(from, to).map(|spent| spent.time_ns).filter(|ns| *ns > 0.0);
                 let own_per_s =
                     own_ns.map(|ns| per_s * to.duration_since(from).as_nanos() as f64 / ns);
-                Done { per_s, own_per_s, ..Done::default() }
+                RunResult { per_s, own_per_s, ..RunResult::default() }
             }
-            (Counts::Answers(_), Some(asking)) => asking.end(from, to)?,
-            (Counts::Answers(_), None) => Done::default(),
+            (Counting::Answers(_), Some(asking)) => asking.end(from, to)?,
+            (Counting::Answers(_), None) => RunResult::default(),
         };
-        done.travelled = travelled;
+        done.transfer = transfer;
         Ok(done)
     }
 }

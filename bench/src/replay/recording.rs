@@ -1,7 +1,6 @@
-//! What is done with a recording: replayed, cut into intervals, analysed; each by the command that
-//! users have.
+//! Replays, segments and analyses a recording with the commands of the product.
 
-use super::clock::{Clock, Spent};
+use crate::vcpu_clock::{TimeSpent, VcpuClock};
 use crate::{Error, Options};
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeVal;
@@ -9,39 +8,39 @@ use serde_json::Value;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
-/// An analysis.
+/// The costs of an analysis.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Analysed {
-    /// All replays and the merge.
+pub struct AnalysisCosts {
+    /// The time of all replays and the merge.
     pub wall_ns: f64,
-    /// Of the intervals' replays alone, one after the other.
+    /// The sum of the times of the intervals' replays.
     pub intervals_ns: f64,
-    /// Of all processes: QEMU, and keyframe, which reads what the plugin writes.
+    /// The CPU time of all processes: QEMU, and keyframe, which reads the plugin's output.
     pub cpu_ns: f64,
-    /// Of `memtrace`: bytes of its result for each access.
+    /// The size of a result of `memtrace`, in bytes for each access; `None` for other tools.
     pub bytes_per_access: Option<f64>,
 }
 
-/// Which part of a recording an analysis is of.
+/// The part of a recording that is analysed.
 #[derive(Clone, Copy, Debug)]
-pub enum Part {
-    /// All.
+pub enum AnalysedPart {
+    /// The whole recording.
     All,
-    /// From the interval on that has this instruction.
-    Behind(u64),
-    /// The interval that has this instruction.
+    /// From the interval with this instruction to the end.
+    From(u64),
+    /// The interval with this instruction.
     Around(u64),
 }
 
-/// A recording.
-pub struct Recorded<'a> {
-    /// Runs keyframe.
+/// A recording of the benchmark.
+pub struct Recording<'a> {
+    /// The options with the path of keyframe.
     pub options: &'a Options,
-    /// Where it is.
+    /// Its directory.
     pub dir: &'a Path,
 }
 
-impl Recorded<'_> {
+impl Recording<'_> {
     fn command(&self, name: &str, arguments: &[&str]) -> Command {
         let mut command = Command::new(&self.options.keyframe);
         command.arg(name).arg(self.dir).args(arguments);
@@ -49,26 +48,26 @@ impl Recorded<'_> {
         command
     }
 
-    fn watched(&self, name: &str, arguments: &[&str]) -> Result<Spent, Error> {
+    fn watched(&self, name: &str, arguments: &[&str]) -> Result<TimeSpent, Error> {
         let child = spawn(self.command(name, arguments), name)?;
-        let clock = Clock::watch(child.id());
-        ended(child, name)?;
+        let clock = VcpuClock::watch(child.id());
+        wait_for(child, name)?;
         clock.life().ok_or_else(|| {
             Error::failed(format!("measure keyframe {name}"), "its QEMU was not seen")
         })
     }
 
-    /// One replay through all, which must have no checkpoint but its first one.
-    pub fn replay(&self) -> Result<Spent, Error> {
+    /// Replays the whole recording, which must have its first checkpoint only.
+    pub fn replay(&self) -> Result<TimeSpent, Error> {
         self.watched("verify", &["--jobs", "1", "--quiet"])
     }
 
-    /// One replay through all that takes checkpoints: the second of three stages.
-    pub fn segment(&self, every: &str) -> Result<Spent, Error> {
+    /// Replays the whole recording and takes checkpoints: the second of three stages.
+    pub fn segment(&self, every: &str) -> Result<TimeSpent, Error> {
         self.watched("segment", &["--every", every, "--quiet"])
     }
 
-    /// How many instructions it has.
+    /// Returns its number of instructions.
     pub fn instructions(&self) -> Result<u64, Error> {
         let path = self.dir.join("recording.json");
         let text = std::fs::read(&path).map_err(Error::io(format!("read {}", path.display())))?;
@@ -76,25 +75,26 @@ impl Recorded<'_> {
             .ok()
             .and_then(|meta| meta["instructions"].as_u64());
         known.ok_or_else(|| {
-            Error::failed(format!("read {}", path.display()), "it names no instructions")
+            Error::failed(format!("read {}", path.display()), "it has no number of instructions")
         })
     }
 
-    /// Analyses it `at_once` times side by side, each in a process of its own. Of several, the
-    /// figures are of the last that ended, and CPU time that of all.
+    /// Analyses it in `at_once` concurrent processes. If there are several, the time is until the last
+    /// one has ended, and the CPU time is the sum.
     pub fn analyse(
         &self,
-        (tool, arguments): (&str, &[&str]),
-        part: Part,
+        tool: &str,
+        arguments: &[&str],
+        part: AnalysedPart,
         jobs: &str,
         at_once: usize,
-    ) -> Result<Analysed, Error> {
-        let place = tempfile::tempdir_in(self.dir)
+    ) -> Result<AnalysisCosts, Error> {
+        let dir = tempfile::tempdir_in(self.dir)
             .map_err(Error::io("make a directory for an analysis"))?;
         let range = match part {
-            Part::All => Vec::new(),
-            Part::Behind(at) => vec!["--from".into(), at.to_string()],
-            Part::Around(at) => {
+            AnalysedPart::All => Vec::new(),
+            AnalysedPart::From(at) => vec!["--from".into(), at.to_string()],
+            AnalysedPart::Around(at) => {
                 vec!["--from".into(), at.to_string(), "--to".into(), (at + 1).to_string()]
             }
         };
@@ -102,7 +102,7 @@ impl Recorded<'_> {
         let began = std::time::Instant::now();
         let children = (0..at_once)
             .map(|number| {
-                let out = place.path().join(number.to_string()).display().to_string();
+                let out = dir.path().join(number.to_string()).display().to_string();
                 let fixed = ["--tool", tool, "--jobs", jobs, "--out", &out, "--json"];
                 let mut command = self.command("analyze", &fixed);
                 command.args(&range);
@@ -114,11 +114,14 @@ impl Recorded<'_> {
             .collect::<Result<Vec<Child>, Error>>()?;
         let reports = children
             .into_iter()
-            .map(|child| ended(child, "analyze"))
+            .map(|child| wait_for(child, "analyze"))
             .collect::<Result<Vec<Output>, Error>>()?;
         let whole_ns = began.elapsed().as_nanos() as f64;
-        let mut analysed =
-            Analysed { wall_ns: whole_ns, cpu_ns: cpu_ns() - before, ..Analysed::default() };
+        let mut analysed = AnalysisCosts {
+            wall_ns: whole_ns,
+            cpu_ns: cpu_ns() - before,
+            ..AnalysisCosts::default()
+        };
         for output in reports {
             let report: Value = serde_json::from_slice(&output.stdout)
                 .map_err(|e| Error::failed("read keyframe analyze --json", e))?;
@@ -134,7 +137,7 @@ impl Recorded<'_> {
     }
 }
 
-/// Of `memtrace`'s one line: `N accesses, N bytes, N each`.
+/// Returns the bytes of each access from the summary of `memtrace`: `N accesses, N bytes, N each`.
 fn bytes_per_access(report: &Value) -> Option<f64> {
     let line = report["summary"][0].as_str()?;
     let (bytes, accesses) = (line.split(", ").nth(1)?, line.split(", ").next()?);
@@ -146,7 +149,7 @@ fn spawn(mut command: Command, name: &str) -> Result<Child, Error> {
     command.spawn().map_err(Error::io(format!("run keyframe {name}")))
 }
 
-fn ended(child: Child, name: &str) -> Result<Output, Error> {
+fn wait_for(child: Child, name: &str) -> Result<Output, Error> {
     let output =
         child.wait_with_output().map_err(Error::io(format!("wait for keyframe {name}")))?;
     if output.status.success() {
@@ -155,7 +158,7 @@ fn ended(child: Child, name: &str) -> Result<Output, Error> {
     Err(Error::failed(format!("keyframe {name}"), String::from_utf8_lossy(&output.stderr).trim()))
 }
 
-/// CPU time of all processes that this one has waited for.
+/// Returns the CPU time of all processes that this one has waited for.
 fn cpu_ns() -> f64 {
     let ns = |time: TimeVal| time.tv_sec() as f64 * 1e9 + time.tv_usec() as f64 * 1e3;
     getrusage(UsageWho::RUSAGE_CHILDREN)
@@ -168,7 +171,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn bytes_are_read_off_the_summary_or_not_at_all() {
+    fn bytes_per_access_are_read_from_the_summary() {
         let report = |line: &str| json!({ "summary": [line] });
         let each = bytes_per_access(&report("200 accesses, 300 bytes, 1.50 each"));
         assert!(each.is_some_and(|each| (each - 1.5).abs() < 1e-9));

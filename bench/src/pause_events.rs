@@ -1,13 +1,12 @@
-//! How long a QEMU stood still, by the STOP and RESUME events of a monitor that is used for nothing
-//! else.
+//! Measures QEMU's pauses by the STOP and RESUME events of a monitor that is used for nothing else.
 //!
 //! ```text
-//!   STOP (t0) ── the virtual CPUs stand still ── RESUME (t1)      pause = t1 - t0, by QEMU's clock, in microseconds
+//!   STOP (t0) ── vCPUs stopped ── RESUME (t1)     pause = t1 - t0, by QEMU's clock, in microseconds
 //! ```
 //!
-//! It begins when the CPUs have stopped and ends before they run, so it is a little shorter than
-//! what the guest sees. What `keyframe take` prints is longer: it begins before the request to
-//! stop. Peers have the advantage.
+//! The pause begins after the vCPUs have stopped and ends before they run, so it is a little shorter
+//! than the pause that the guest sees. The pause that `keyframe take` reports is longer, because it
+//! begins before the request to stop. Peers therefore have an advantage.
 
 use crate::Error;
 use keyframe_locks::IgnorePoison;
@@ -18,25 +17,25 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// The longest line that is read; events are far shorter.
+/// The longest line that is read, in bytes. Events are far shorter.
 const LINE_BYTES_MAX: u64 = 1 << 20;
-/// How long an event may be behind the answer of the command that caused it.
+/// Longest time between the answer to a command and the event that it causes.
 const LATE: Duration = Duration::from_secs(10);
 
-/// A change between running and standing still.
+/// A change of the VM's run state.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Change {
     runs: bool,
     at_us: u64,
 }
 
-/// A monitor that is listened to, until QEMU ends.
-pub struct Events {
+/// The pauses of a QEMU, collected until it ends.
+pub struct PauseEvents {
     changes: Arc<Mutex<Vec<Change>>>,
 }
 
-impl Events {
-    /// Listens at the monitor `socket`, which must exist.
+impl PauseEvents {
+    /// Connects to the monitor `socket`, which must exist, and collects events.
     pub fn listen(socket: &Path) -> Result<Self, Error> {
         let mut stream =
             UnixStream::connect(socket).map_err(Error::io("connect to QEMU for its events"))?;
@@ -46,7 +45,7 @@ impl Events {
             .map_err(Error::io("greet QEMU for its events"))?;
         let changes = Arc::<Mutex<Vec<Change>>>::default();
         let seen = Arc::clone(&changes);
-        // It ends with QEMU, which closes the socket.
+        // The thread ends when QEMU closes the socket.
         std::thread::spawn(move || {
             let _keeps_the_socket_open = stream;
             let mut reader = BufReader::new(reader);
@@ -65,21 +64,22 @@ impl Events {
         Ok(Self { changes })
     }
 
-    /// Forgets what was. Call before what is to be measured.
-    pub fn forget(&self) {
+    /// Discards all events so far. Call it before the operation to measure.
+    pub fn clear(&self) {
         self.changes.lock().ignore_poison().clear();
     }
 
-    /// How long QEMU stood still since [`Events::forget`], in ns. It must run again.
+    /// Returns the sum of the pauses since [`PauseEvents::clear`], in ns. Fails if the VM does not run
+    /// again within 10 s.
     pub fn pause_ns(&self, operation: &str) -> Result<f64, Error> {
         let deadline = Instant::now() + LATE;
         loop {
             let changes = self.changes.lock().ignore_poison().clone();
-            if let Some(us) = stood_us(&changes) {
+            if let Some(us) = paused_us(&changes) {
                 return Ok(us as f64 * 1e3);
             }
             if Instant::now() > deadline {
-                return Err(Error::failed(operation, "QEMU told of no pause that ended"));
+                return Err(Error::failed(operation, "QEMU reported no pause that ended"));
             }
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -100,8 +100,8 @@ fn parse(message: &Value) -> Option<Change> {
     })
 }
 
-/// All pauses together; `None` before the first has ended, and while it stands still.
-fn stood_us(changes: &[Change]) -> Option<u64> {
+/// Returns the sum of all pauses; `None` if none has ended, or during a pause.
+fn paused_us(changes: &[Change]) -> Option<u64> {
     let (mut since, mut total) = (None, None);
     for change in changes {
         match (change.runs, since) {
@@ -127,13 +127,13 @@ mod tests {
 
     #[test]
     fn a_pause_counts_once_it_has_ended() {
-        assert_eq!(stood_us(&[]), None);
-        assert_eq!(stood_us(&[change(true, 5)]), None);
-        assert_eq!(stood_us(&[change(false, 5)]), None);
-        assert_eq!(stood_us(&[change(false, 5), change(true, 12)]), Some(7));
+        assert_eq!(paused_us(&[]), None);
+        assert_eq!(paused_us(&[change(true, 5)]), None);
+        assert_eq!(paused_us(&[change(false, 5)]), None);
+        assert_eq!(paused_us(&[change(false, 5), change(true, 12)]), Some(7));
         let twice = [change(false, 5), change(true, 12), change(false, 20), change(true, 21)];
-        assert_eq!(stood_us(&twice), Some(8));
-        assert_eq!(stood_us(&twice[..3]), None);
+        assert_eq!(paused_us(&twice), Some(8));
+        assert_eq!(paused_us(&twice[..3]), None);
     }
 
     #[test]

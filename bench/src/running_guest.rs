@@ -1,4 +1,4 @@
-//! A guest in a child process, plain or under `keyframe run`: its console, its end.
+//! A guest in a child process, plain or under `keyframe run`, and its console.
 
 use crate::{Error, Options};
 use serde_json::Value;
@@ -8,17 +8,39 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-type Lines = Arc<Mutex<Vec<(Instant, String)>>>;
+/// A line of a guest's console.
+#[derive(Clone, Debug)]
+pub struct ConsoleLine {
+    /// The time at which it came.
+    pub at: Instant,
+    pub text: String,
+}
 
-/// A running guest. Dropping it ends it.
-pub struct Guest {
+/// A span of time.
+#[derive(Clone, Copy, Debug)]
+pub struct TimeSpan {
+    pub from: Instant,
+    pub to: Instant,
+}
+
+impl TimeSpan {
+    /// Returns its length in ns.
+    pub fn ns(self) -> f64 {
+        self.to.saturating_duration_since(self.from).as_nanos() as f64
+    }
+}
+
+type Lines = Arc<Mutex<Vec<ConsoleLine>>>;
+
+/// A running guest. Dropping it ends the guest.
+pub struct RunningGuest {
     child: Child,
     console: ChildStdin,
     lines: Lines,
 }
 
-impl Guest {
-    /// Starts `command` and collects its console.
+impl RunningGuest {
+    /// Starts `command` and collects the lines of its console.
     pub fn start(command: &[String]) -> Result<Self, Error> {
         let Some((program, args)) = command.split_first() else {
             return Err(Error::failed("start a guest", "empty command"));
@@ -26,7 +48,7 @@ impl Guest {
         Self::spawn(Command::new(program).args(args).stderr(Stdio::inherit()))
     }
 
-    /// Starts `command` and collects its console; standard error is its own affair.
+    /// Starts `command`, whose standard error the caller has set, and collects the lines of its console.
     pub fn spawn(command: &mut Command) -> Result<Self, Error> {
         let mut child = command
             .stdin(Stdio::piped())
@@ -41,90 +63,94 @@ impl Guest {
         std::thread::spawn(move || {
             for line in BufReader::new(output).lines().map_while(Result::ok) {
                 if let Ok(mut lines) = collected.lock() {
-                    lines.push((Instant::now(), line));
+                    lines.push(ConsoleLine { at: Instant::now(), text: line });
                 }
             }
         });
         Ok(Self { child, console, lines })
     }
 
-    /// Its process.
+    /// Returns the pid of its process.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// When the first line came that contains `text`.
+    /// Returns the time of the first line that contains `text`.
     pub fn at(&self, text: &str) -> Option<Instant> {
         self.with_lines(|lines| {
-            lines.iter().find(|(_, line)| line.contains(text)).map(|(at, _)| *at)
+            lines.iter().find(|line| line.text.contains(text)).map(|line| line.at)
         })
     }
 
-    /// Writes a line to the guest's console.
+    /// Types a line at the guest's console.
     pub fn say(&mut self, line: &str) -> Result<(), Error> {
         writeln!(self.console, "{line}").map_err(Error::io("write to the guest's console"))
     }
 
-    /// Waits for a line that contains `text`, `seconds` at most.
+    /// Waits at most `seconds` for a line that contains `text`, and returns it. Fails earlier if the
+    /// guest reports an error or the end of its job.
     pub fn wait_for(&mut self, text: &str, seconds: u64) -> Result<String, Error> {
         let deadline = Instant::now() + Duration::from_secs(seconds);
         while Instant::now() < deadline {
-            if let Some(line) = self
-                .with_lines(|l| l.iter().find(|(_, l)| l.contains(text)).map(|(_, l)| l.clone()))
+            if let Some(line) =
+                self.with_lines(|lines| lines.iter().find(|line| line.text.contains(text)).cloned())
             {
-                return Ok(line);
+                return Ok(line.text);
             }
-            // It says so once, and then waits for commands; a job that is over tells nothing more.
-            let over = [self.lines("KF ERROR"), self.lines("KF DONE")].concat();
-            if let Some((_, line)) = over.first() {
-                return Err(Error::failed(format!("wait for {text:?}"), line));
+            // A guest whose job has failed or ended prints no more lines.
+            let last_lines = [self.lines("KF ERROR"), self.lines("KF DONE")].concat();
+            if let Some(line) = last_lines.first() {
+                return Err(Error::failed(format!("wait for {text:?}"), &line.text));
             }
             if let Some(exit) = self.child.try_wait().map_err(Error::io("wait for a guest"))? {
                 return Err(Error::failed(
                     format!("wait for {text:?}"),
-                    format!("it ended with {exit}"),
+                    format!("the guest ended with {exit}"),
                 ));
             }
             std::thread::sleep(Duration::from_millis(20));
         }
-        let last = self.with_lines(|l| l.last().map(|(_, l)| l.clone()));
+        let last = self.with_lines(|lines| lines.last().map(|line| line.text.clone()));
         Err(Error::failed(
             format!("wait for {text:?}"),
             format!("not within {seconds} s; last line: {last:?}"),
         ))
     }
 
-    /// Console lines with their arrival times that begin with `prefix`.
-    pub fn lines(&self, prefix: &str) -> Vec<(Instant, String)> {
-        self.with_lines(|l| l.iter().filter(|(_, l)| l.starts_with(prefix)).cloned().collect())
+    /// Returns the console lines that begin with `prefix`.
+    pub fn lines(&self, prefix: &str) -> Vec<ConsoleLine> {
+        self.with_lines(|lines| {
+            lines.iter().filter(|line| line.text.starts_with(prefix)).cloned().collect()
+        })
     }
 
-    /// How fast the counter `field` grew between two instants, a second, by lines that begin with
-    /// `prefix`.
-    pub fn rate(&self, prefix: &str, field: &str, (from, to): (Instant, Instant)) -> Option<f64> {
+    /// Returns the growth of the counter `field` per second in a time span, from the lines that begin
+    /// with `prefix`; `None` if there are fewer than two.
+    pub fn rate(&self, prefix: &str, field: &str, span: TimeSpan) -> Option<f64> {
         let lines = self.lines(prefix);
-        let mut inside = lines.iter().filter(|(at, _)| *at >= from && *at <= to);
-        let (first, before) = inside.next()?;
-        let (last, after) = inside.next_back()?;
-        let seconds = last.duration_since(*first).as_secs_f64();
-        (seconds > 0.0).then_some((number(after, field)? - number(before, field)?) / seconds)
+        let mut inside = lines.iter().filter(|line| line.at >= span.from && line.at <= span.to);
+        let first = inside.next()?;
+        let last = inside.next_back()?;
+        let seconds = last.at.duration_since(first.at).as_secs_f64();
+        let growth = number(&last.text, field)? - number(&first.text, field)?;
+        (seconds > 0.0).then_some(growth / seconds)
     }
 
-    /// Switches the guest off by its console, without QEMU's word about a signal.
+    /// Switches the guest off at its console, so that QEMU prints no message about a signal.
     pub fn power_off(mut self) {
         if self.say("poweroff").is_ok() {
             self.end(10);
         }
     }
 
-    fn with_lines<T>(&self, f: impl FnOnce(&Vec<(Instant, String)>) -> T) -> T {
+    fn with_lines<T>(&self, f: impl FnOnce(&[ConsoleLine]) -> T) -> T {
         match self.lines.lock() {
             Ok(lines) => f(&lines),
             Err(poisoned) => f(&poisoned.into_inner()),
         }
     }
 
-    /// Waits until the process ends, `seconds` at most, then ends it.
+    /// Waits at most `seconds` until the process ends, then kills it.
     pub fn end(&mut self, seconds: u64) {
         let deadline = Instant::now() + Duration::from_secs(seconds);
         while Instant::now() < deadline {
@@ -133,7 +159,7 @@ impl Guest {
             }
             std::thread::sleep(Duration::from_millis(20));
         }
-        // First the VM, which a `keyframe run` would leave alive.
+        // The VM is killed first, because a killed `keyframe run` leaves it running.
         for qemu in children(self.child.id()) {
             let _ = rustix::process::kill_process(qemu, rustix::process::Signal::KILL);
         }
@@ -142,12 +168,12 @@ impl Guest {
     }
 }
 
-impl Drop for Guest {
+impl Drop for RunningGuest {
     fn drop(&mut self) {
         if matches!(self.child.try_wait(), Ok(Some(_))) {
             return;
         }
-        // `keyframe run` ends its VM on SIGTERM; plain QEMU ends too.
+        // `keyframe run` ends its VM on SIGTERM, and plain QEMU ends too.
         if let Some(pid) = rustix::process::Pid::from_raw(self.child.id() as i32) {
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
         }
@@ -155,7 +181,7 @@ impl Drop for Guest {
     }
 }
 
-/// The children of process `pid`.
+/// Returns the pids of the children of process `pid`.
 fn children(pid: u32) -> Vec<rustix::process::Pid> {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task"));
     let of_task = |task: std::fs::DirEntry| {
@@ -170,26 +196,35 @@ fn children(pid: u32) -> Vec<rustix::process::Pid> {
         .collect()
 }
 
-/// The number behind `field` in `line`.
+/// Returns the number that follows `field` in `line`.
 fn number(line: &str, field: &str) -> Option<f64> {
     line.split_whitespace().find_map(|word| word.strip_prefix(field))?.parse().ok()
 }
 
+/// When and how `keyframe run` takes checkpoints.
+#[derive(Clone, Copy, Debug)]
+pub struct Schedule<'a> {
+    /// The value of `--interval`.
+    pub interval: &'a str,
+    /// The value of `--strategy`.
+    pub strategy: &'a str,
+}
+
 /// A guest under `keyframe run`.
-pub struct Protected<'a> {
-    /// Its console.
-    pub guest: Guest,
+pub struct CheckpointedGuest<'a> {
+    /// The guest and its console.
+    pub guest: RunningGuest,
     options: &'a Options,
     name: String,
     strategy: String,
 }
 
-impl<'a> Protected<'a> {
-    /// Puts `keyframe run` in front of `command`; `when` is `--interval`, `how` is `--strategy`.
+impl<'a> CheckpointedGuest<'a> {
+    /// Starts `command` under `keyframe run` with this schedule. Makes the store if it is missing.
     pub fn start(
         options: &'a Options,
         store: &Path,
-        (when, how): (&str, &str),
+        schedule: Schedule<'_>,
         command: &[String],
     ) -> Result<Self, Error> {
         let name = format!("bench-{}", std::process::id());
@@ -211,9 +246,9 @@ impl<'a> Protected<'a> {
             "--store",
             &store_arg,
             "--interval",
-            when,
+            schedule.interval,
             "--strategy",
-            how,
+            schedule.strategy,
             "--name",
             &name,
             "--",
@@ -221,15 +256,20 @@ impl<'a> Protected<'a> {
         .map(str::to_owned)
         .to_vec();
         line.extend_from_slice(command);
-        Ok(Self { guest: Guest::start(&line)?, options, name, strategy: how.into() })
+        Ok(Self {
+            guest: RunningGuest::start(&line)?,
+            options,
+            name,
+            strategy: schedule.strategy.into(),
+        })
     }
 
-    /// What it was started with.
+    /// Returns the strategy with which it was started.
     pub fn strategy(&self) -> &str {
         &self.strategy
     }
 
-    /// `keyframe take --json`.
+    /// Takes a checkpoint with `keyframe take --json` and returns its output.
     pub fn take(&self, strategy: &str) -> Result<Value, Error> {
         let args = ["take", "--json", "--name", &self.name, "--strategy", strategy];
         let output = Command::new(&self.options.keyframe)

@@ -1,19 +1,19 @@
-//! Which parts of a benchmark are wanted.
+//! The parts of a benchmark that `--only` selects.
 //!
-//! A part is called as the keys call it (`20k`, `4gib`, `compute_1s`), and the beginning of its
-//! name before a `_` stands for all that begin so (`compute`). Without a choice all are wanted; a
-//! name that fits nothing is refused.
+//! A part has the name that keys use (`20k`, `4gib`, `compute_1s`). The beginning of a name before a
+//! `_` selects all parts that begin so (`compute`). Without `--only`, all parts are selected. A name
+//! that fits no part is refused.
 
 use crate::Error;
 
-/// The wanted ones.
-pub struct Parts<'a> {
+/// The selected parts.
+pub struct PartSelection<'a> {
     only: &'a [String],
 }
 
-impl<'a> Parts<'a> {
-    /// Out of `all` parts of `benchmark`, those in `only`.
-    pub fn choose(
+impl<'a> PartSelection<'a> {
+    /// Selects the parts in `only` from `all` parts of `benchmark`.
+    pub fn new(
         benchmark: &'static str,
         only: &'a [String],
         all: impl Iterator<Item = String>,
@@ -27,7 +27,7 @@ impl<'a> Parts<'a> {
         }
     }
 
-    /// Whether `name` is wanted.
+    /// Returns whether part `name` is selected.
     pub fn has(&self, name: &str) -> bool {
         self.only.is_empty() || self.only.iter().any(|part| fits(part, name))
     }
@@ -43,19 +43,19 @@ mod tests {
 
     const ALL: [&str; 4] = ["compute_100ms", "compute_1s", "60k_1s", "compile_1s"];
 
-    fn wanted(only: &[&str]) -> Result<Vec<&'static str>, Error> {
+    fn selected(only: &[&str]) -> Result<Vec<&'static str>, Error> {
         let only: Vec<String> = only.iter().map(ToString::to_string).collect();
-        let parts = Parts::choose("overhead", &only, ALL.iter().map(ToString::to_string))?;
+        let parts = PartSelection::new("overhead", &only, ALL.iter().map(ToString::to_string))?;
         Ok(ALL.into_iter().filter(|name| parts.has(name)).collect())
     }
 
     #[test]
     fn a_part_is_a_whole_name_or_its_beginning() {
-        assert_eq!(wanted(&[]).unwrap(), ALL);
-        assert_eq!(wanted(&["compute"]).unwrap(), ALL[..2]);
-        assert_eq!(wanted(&["60k", "compute_1s"]).unwrap(), ["compute_1s", "60k_1s"]);
+        assert_eq!(selected(&[]).unwrap(), ALL);
+        assert_eq!(selected(&["compute"]).unwrap(), ALL[..2]);
+        assert_eq!(selected(&["60k", "compute_1s"]).unwrap(), ["compute_1s", "60k_1s"]);
         for wrong in ["comp", "compute_1", "1s", "", "compute_1s_x"] {
-            let text = wanted(&["60k", wrong]).unwrap_err().to_string();
+            let text = selected(&["60k", wrong]).unwrap_err().to_string();
             assert!(text.contains("no part") && text.contains("compile_1s"), "{text}");
         }
     }

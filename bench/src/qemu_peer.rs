@@ -1,15 +1,15 @@
-//! QEMU's own ways to save a VM, on a guest that Keyframe has nothing to do with.
+//! QEMU's own ways to save a VM, on a guest without Keyframe.
 //!
 //! ```text
 //!   savevm               ████████ paused: all RAM into a qcow2 image ████████
 //!   migrate              ████████ paused: all RAM into a file ███████████████
 //!   migrate, live        ── RAM into a file while the guest runs ── ██ rest ██
-//!   background-snapshot  █ devices, protect all RAM █ ── RAM into a file; each first write of the guest waits ──
+//!   background-snapshot  █ devices, protect RAM █ ── RAM into a file; first writes wait ──
 //! ```
 
-use crate::events::Events;
-use crate::guest::Guest as Files;
-use crate::vm::Guest;
+use crate::guest_files::SmallGuest;
+use crate::pause_events::PauseEvents;
+use crate::running_guest::{RunningGuest, TimeSpan};
 use crate::{Error, Options};
 use keyframe_qemu::Qmp;
 use serde_json::{Value, json};
@@ -17,14 +17,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// How long saving all of RAM may take.
+/// Longest time to save all of RAM.
 const SAVE_TIMEOUT: Duration = Duration::from_secs(120);
-/// How much of the guest's life before a save is compared with what it does meanwhile.
+/// The time before a save whose work is compared with the work during the save.
 pub const BEFORE: Duration = Duration::from_millis(3200);
 
-/// One of QEMU's ways.
+/// A way to save a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum SaveMethod {
     /// `savevm`.
     Savevm,
     /// `stop`, `migrate exec:`, `cont`.
@@ -35,8 +35,8 @@ pub enum Way {
     BackgroundSnapshot,
 }
 
-impl Way {
-    /// The beginning of its keys.
+impl SaveMethod {
+    /// Returns the beginning of its keys.
     pub fn key(self) -> &'static str {
         match self {
             Self::Savevm => "savevm",
@@ -47,30 +47,30 @@ impl Way {
     }
 }
 
-/// One save.
+/// The times of one save.
 #[derive(Clone, Copy, Debug)]
-pub struct Saved {
-    /// How long the VM stood still.
+pub struct SaveTimes {
+    /// The pause of the VM.
     pub pause_ns: f64,
-    /// How long it took in all.
+    /// The time of the whole save.
     pub whole_ns: f64,
-    /// What part of its computing the guest lost from the beginning to the end, against the seconds
-    /// before; `None` where that was too short to tell.
+    /// The part of its work that the guest lost during the save, against the seconds before it;
+    /// `None` if the save was too short.
     pub work_lost: Option<f64>,
 }
 
-/// A guest, its monitor, and another one for its events.
-pub struct Peer {
-    /// Its console.
-    pub guest: Guest,
+/// A guest with two monitors, one of them for events.
+pub struct QemuPeer {
+    /// The guest and its console.
+    pub guest: RunningGuest,
     qmp: Qmp,
-    events: Events,
+    events: PauseEvents,
     file: PathBuf,
 }
 
-impl Peer {
-    /// Starts the guest, with an image for `savevm`. Its files are in `dir`.
-    pub fn start(files: &Files, dir: &Path, mem: &str, append: &str) -> Result<Self, Error> {
+impl QemuPeer {
+    /// Starts the guest with an image for `savevm`. Its files go to `dir`.
+    pub fn start(files: &SmallGuest, dir: &Path, mem: &str, append: &str) -> Result<Self, Error> {
         std::fs::create_dir_all(dir).map_err(Error::io(format!("make {}", dir.display())))?;
         let image = dir.join("savevm.qcow2");
         make_image(&image)?;
@@ -84,61 +84,63 @@ impl Peer {
             command
                 .extend(["-qmp".into(), format!("unix:{},server=on,wait=off", socket.display())]);
         }
-        let mut guest = Guest::start(&command)?;
+        let mut guest = RunningGuest::start(&command)?;
         guest.wait_for("KF READY dirty", 180)?;
         let mut qmp = Qmp::connect(&monitor, Duration::from_secs(10))
             .map_err(Error::qmp("connect to QEMU"))?;
         qmp.set_timeout(SAVE_TIMEOUT);
         qmp.hmp("migrate_set_parameter max-bandwidth 100G")
             .map_err(Error::qmp("migrate_set_parameter"))?;
-        let events = Events::listen(&events)?;
+        let events = PauseEvents::listen(&events)?;
         Ok(Self { guest, qmp, events, file: dir.join("migrated") })
     }
 
-    /// Saves it once. `None`, told to the user, where this QEMU or kernel cannot.
-    pub fn save(&mut self, way: Way, options: &Options) -> Result<Option<Saved>, Error> {
-        if way == Way::BackgroundSnapshot
+    /// Saves the VM once. Returns `None`, and reports that, if this QEMU or kernel lacks the method.
+    pub fn save(&mut self, way: SaveMethod, options: &Options) -> Result<Option<SaveTimes>, Error> {
+        if way == SaveMethod::BackgroundSnapshot
             && let Err(e) = self.background_snapshots(true)
         {
             options.say(format!("no background-snapshot: {e}"));
             return Ok(None);
         }
-        self.events.forget();
+        self.events.clear();
         let started = Instant::now();
         match way {
-            Way::Savevm => self.savevm()?,
-            Way::Migrate => {
+            SaveMethod::Savevm => self.savevm()?,
+            SaveMethod::Migrate => {
                 self.qmp.stop().map_err(Error::qmp("stop"))?;
                 self.migrate()?;
                 self.qmp.cont().map_err(Error::qmp("cont"))?;
             }
-            Way::LiveMigrate => {
+            SaveMethod::LiveMigrate => {
                 self.migrate()?;
                 self.qmp.cont().map_err(Error::qmp("cont"))?;
             }
-            Way::BackgroundSnapshot => self.migrate()?,
+            SaveMethod::BackgroundSnapshot => self.migrate()?,
         }
         let ended = Instant::now();
         let whole_ns = ended.duration_since(started).as_nanos() as f64;
         let pause_ns = self.events.pause_ns(way.key())?;
         match way {
-            Way::Savevm => drop(self.qmp.hmp("delvm bench").map_err(Error::qmp("delvm"))?),
-            Way::BackgroundSnapshot => self.background_snapshots(false)?,
-            Way::Migrate | Way::LiveMigrate => {}
+            SaveMethod::Savevm => drop(self.qmp.hmp("delvm bench").map_err(Error::qmp("delvm"))?),
+            SaveMethod::BackgroundSnapshot => self.background_snapshots(false)?,
+            SaveMethod::Migrate | SaveMethod::LiveMigrate => {}
         }
-        let units_per_s = |from, to| self.guest.rate("dirty ", "work=", (from, to));
+        let units_per_s = |from, to| self.guest.rate("dirty ", "work=", TimeSpan { from, to });
         let work_lost = started
             .checked_sub(BEFORE)
             .and_then(|from| units_per_s(from, started))
             .zip(units_per_s(started, ended))
             .map(|(before, during)| 1.0 - during / before);
-        Ok(Some(Saved { pause_ns, whole_ns, work_lost }))
+        Ok(Some(SaveTimes { pause_ns, whole_ns, work_lost }))
     }
 
-    /// Leaves a snapshot under the name of [`Way::Savevm`]'s key.
+    /// Saves a snapshot under the name of [`SaveMethod::Savevm`]'s key and keeps it.
     pub fn save_for_loadvm(&mut self) -> Result<(), Error> {
-        let answer =
-            self.qmp.hmp(&format!("savevm {}", Way::Savevm.key())).map_err(Error::qmp("savevm"))?;
+        let answer = self
+            .qmp
+            .hmp(&format!("savevm {}", SaveMethod::Savevm.key()))
+            .map_err(Error::qmp("savevm"))?;
         if answer.trim().is_empty() { Ok(()) } else { Err(Error::failed("savevm", answer)) }
     }
 
@@ -147,7 +149,7 @@ impl Peer {
         if answer.trim().is_empty() { Ok(()) } else { Err(Error::failed("savevm", answer)) }
     }
 
-    /// A migration into a file as fast as it goes, to its end.
+    /// Migrates into a file at full speed, and waits for the end.
     fn migrate(&mut self) -> Result<(), Error> {
         let uri = format!("exec:cat > '{}'", self.file.display());
         self.qmp.execute("migrate", Some(json!({ "uri": uri }))).map_err(Error::qmp("migrate"))?;
@@ -179,9 +181,9 @@ impl Peer {
     }
 }
 
-impl Drop for Peer {
+impl Drop for QemuPeer {
     fn drop(&mut self) {
-        // Without a word about a signal; where it fails the guest is ended by one.
+        // QEMU prints no message about a signal. If this fails, dropping the guest ends it.
         if self.qmp.quit().is_ok() {
             self.guest.end(10);
         }

@@ -1,46 +1,46 @@
-//! What a disk under write load adds to the pause.
+//! The pause of a guest whose disk is idle, and of one whose disk is under write load.
 //!
 //! ```text
 //!   guest                                        disk (raw, virtio, served)
-//!   writes 20,000 pages a second in 512 MiB      idle    it only lies there
-//!   the same                                     load    written with O_DIRECT as fast as the guest can
+//!   writes 20,000 pages a second in 512 MiB      idle    attached
+//!   the same                                     load    written with O_DIRECT at full speed
 //! ```
 //!
-//! Two boots of 1 GiB, pre-copy. The loaded one writes fewer pages, for its one processor works on
-//! the disk as well: so the pages of both are told beside the pauses.
+//! Two boots of 1 GiB with pre-copy. The guest under load writes fewer pages, because its one vCPU
+//! also writes to the disk. The report therefore has the pages of both.
 
-use super::{INTERVAL, RATE, WRITTEN_MIB, number};
-use crate::guest::Guest as Files;
+use super::{INTERVAL, RATE, WRITTEN_MIB, no_interval, number};
+use crate::guest_files::SmallGuest;
+use crate::running_guest::CheckpointedGuest;
 use crate::sample::Sample;
-use crate::vm::Protected;
 use crate::{Error, Options, Report};
 use std::path::Path;
 use std::time::Instant;
 
 const DISK_BYTES: u64 = 64 << 20;
 
-/// One of the two guests.
+/// The checkpoints of one of the two guests.
 #[derive(Default)]
-struct Guest {
+struct DiskGuest {
     pause_ns: Sample,
     dirty_pages: Sample,
     written_blocks: Sample,
 }
 
-/// Both.
+/// The checkpoints of both guests.
 #[derive(Default)]
-pub struct Pauses {
-    idle: Guest,
-    load: Guest,
+pub struct DiskPauses {
+    idle: DiskGuest,
+    load: DiskGuest,
 }
 
-/// `checkpoints` of each guest.
+/// Takes `checkpoints` checkpoints of each guest.
 pub fn measure(
     options: &Options,
-    files: &Files,
+    files: &SmallGuest,
     dir: &Path,
     checkpoints: usize,
-) -> Result<Pauses, Error> {
+) -> Result<DiskPauses, Error> {
     let dirty = format!("kf.dirty.rate={RATE} kf.dirty.mib={WRITTEN_MIB}");
     options.say("a disk that is idle: boot and first checkpoint");
     let idle =
@@ -55,16 +55,16 @@ pub fn measure(
             "the guest wrote nothing to it: the machine is too busy",
         ));
     }
-    Ok(Pauses { idle, load })
+    Ok(DiskPauses { idle, load })
 }
 
 fn guest(
     options: &Options,
-    files: &Files,
+    files: &SmallGuest,
     dir: &Path,
     append: &str,
     checkpoints: usize,
-) -> Result<Guest, Error> {
+) -> Result<DiskGuest, Error> {
     std::fs::create_dir(dir).map_err(Error::io("make a directory for a disk"))?;
     let image = dir.join("disk.raw");
     let made = std::fs::File::create(&image).and_then(|file| file.set_len(DISK_BYTES));
@@ -72,12 +72,13 @@ fn guest(
     let mut command = files.command(super::MEM, append);
     command
         .extend(["-drive".into(), format!("file={},format=raw,if=virtio,id=d", image.display())]);
-    let mut vm = Protected::start(options, &dir.join("store"), ("none", "precopy"), &command)?;
+    let mut vm =
+        CheckpointedGuest::start(options, &dir.join("store"), no_interval("precopy"), &command)?;
     vm.guest.wait_for("KF READY", 180)?;
-    // The complete one, and the one that learns what the load is.
+    // The first checkpoint is complete, and the second one adapts to the load.
     vm.take("precopy")?;
     vm.take("precopy")?;
-    let mut guest = Guest::default();
+    let mut guest = DiskGuest::default();
     let mut next = Instant::now() + INTERVAL;
     for _ in 0..checkpoints {
         std::thread::sleep(next.saturating_duration_since(Instant::now()));
@@ -91,9 +92,9 @@ fn guest(
     Ok(guest)
 }
 
-impl Pauses {
-    /// Adds the figures of both, and by how much the pause grows.
-    pub fn tell(&self, report: &mut Report) {
+impl DiskPauses {
+    /// Adds the figures of both guests, and the growth of the pause.
+    pub fn add_to(&self, report: &mut Report) {
         for (name, guest) in [("idle", &self.idle), ("load", &self.load)] {
             let key = format!("precopy_20k_disk_{name}");
             report.figure(format!("{key}_pause_p50_ns"), guest.pause_ns.median());

@@ -1,5 +1,6 @@
-//! One restore each, as a user would start it, timed from the command.
+//! Times of single restores, each started as a user would start it, from the command on.
 
+use crate::running_guest::ConsoleLine;
 use crate::{Error, Options};
 use keyframe_qemu::{Qmp, RunStatus};
 use std::io::{BufRead, BufReader};
@@ -8,40 +9,41 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-/// How long any restore may take.
+/// Longest time of a restore.
 const RESTORE_TIMEOUT: Duration = Duration::from_secs(120);
+/// Longest time for a restored VM to end.
 const END_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// A lazy restore.
-pub struct Lazy {
-    /// Until `cont` was answered.
+/// The times of a lazy restore.
+pub struct LazyTimes {
+    /// The time until QEMU answered `cont`.
     pub first_ns: f64,
-    /// Until all RAM was there.
+    /// The time until all RAM was loaded.
     pub resident_ns: f64,
 }
 
-/// An eager restore.
-pub struct Eager {
-    /// Until `cont` was answered.
+/// The times of an eager restore.
+pub struct EagerTimes {
+    /// The time until QEMU answered `cont`.
     pub first_ns: f64,
-    /// From the start of filling until all RAM was there, as the restore tells it.
+    /// The time to load all RAM, as the restore reports it.
     pub filled_ns: f64,
 }
 
-/// Restores of the one checkpoint of a store.
-pub struct Restores<'a> {
+/// Restores the only checkpoint of a store.
+pub struct CheckpointRestores<'a> {
     pub options: &'a Options,
     pub store: &'a Path,
     pub dir: &'a Path,
 }
 
-/// What it says, with the time of each line.
-type Lines = Receiver<(Instant, String)>;
+/// The lines of a process's standard error, with their times.
+type Lines = Receiver<ConsoleLine>;
 
-/// Ends on drop.
-struct Running(Child);
+/// A process that is ended when this is dropped.
+struct RunningProcess(Child);
 
-impl Drop for Running {
+impl Drop for RunningProcess {
     fn drop(&mut self) {
         if let Some(pid) = i32::try_from(self.0.id()).ok().and_then(rustix::process::Pid::from_raw)
         {
@@ -59,8 +61,8 @@ impl Drop for Running {
     }
 }
 
-impl Restores<'_> {
-    /// As if the checkpoint was never restored.
+impl CheckpointRestores<'_> {
+    /// Removes the working set of earlier restores.
     pub fn forget_working_set(&self) -> Result<(), Error> {
         match std::fs::remove_dir_all(self.store.join("worksets")) {
             Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
@@ -70,25 +72,27 @@ impl Restores<'_> {
         }
     }
 
-    pub fn lazy(&self) -> Result<Lazy, Error> {
+    /// Restores lazily.
+    pub fn lazy(&self) -> Result<LazyTimes, Error> {
         let (_running, started, lines) = self.start(&["--lazy"])?;
-        let (first_ns, _) = told(&lines, started, "is running after")?;
-        let (resident_ns, _) = told(&lines, started, "all of its RAM is there after")?;
-        // It keeps the working set just behind that.
+        let (first_ns, _) = wait_for_line(&lines, started, "is running after")?;
+        let (resident_ns, _) = wait_for_line(&lines, started, "all of its RAM is there after")?;
+        // The restore writes the working set right after that line.
         std::thread::sleep(Duration::from_millis(100));
-        Ok(Lazy { first_ns, resident_ns })
+        Ok(LazyTimes { first_ns, resident_ns })
     }
 
-    pub fn eager(&self) -> Result<Eager, Error> {
+    /// Restores eagerly.
+    pub fn eager(&self) -> Result<EagerTimes, Error> {
         let (_running, started, lines) = self.start(&[])?;
-        let (first_ns, line) = told(&lines, started, "is running after")?;
+        let (first_ns, line) = wait_for_line(&lines, started, "is running after")?;
         let filled_ns = filled_ns(&line).ok_or_else(|| {
-            Error::failed("read how long its RAM took", format!("nothing of it in {line:?}"))
+            Error::failed("read how long its RAM took", format!("no time in {line:?}"))
         })?;
-        Ok(Eager { first_ns, filled_ns })
+        Ok(EagerTimes { first_ns, filled_ns })
     }
 
-    fn start(&self, options: &[&str]) -> Result<(Running, Instant, Lines), Error> {
+    fn start(&self, options: &[&str]) -> Result<(RunningProcess, Instant, Lines), Error> {
         let mut command = Command::new(&self.options.keyframe);
         command
             .args(["restore", "latest", "--store"])
@@ -99,18 +103,19 @@ impl Restores<'_> {
         let started = Instant::now();
         let mut child = command.spawn().map_err(Error::io("start keyframe restore"))?;
         let errors = child.stderr.take();
-        let running = Running(child);
+        let running = RunningProcess(child);
         let errors = errors.ok_or_else(|| Error::failed("start keyframe restore", "no pipe"))?;
         let (send, lines) = channel();
         std::thread::spawn(move || {
             let lines = BufReader::new(errors).lines().map_while(Result::ok);
-            lines.map(|line| (Instant::now(), line)).try_for_each(|line| send.send(line))
+            let lines = lines.map(|text| ConsoleLine { at: Instant::now(), text });
+            lines.into_iter().try_for_each(|line| send.send(line))
         });
         Ok((running, started, lines))
     }
 }
 
-/// `1.73 ms` behind "filled in", in nanoseconds.
+/// Returns the time after "filled in" (for example `1.73 ms`), in nanoseconds.
 fn filled_ns(line: &str) -> Option<f64> {
     let (_, rest) = line.split_once("its RAM filled in ")?;
     let mut words = rest.split_whitespace();
@@ -124,15 +129,15 @@ fn filled_ns(line: &str) -> Option<f64> {
     Some(value * unit)
 }
 
-/// When the line with `text` came, and all of it.
-fn told(lines: &Lines, started: Instant, text: &str) -> Result<(f64, String), Error> {
+/// Waits for the line that contains `text`. Returns its time since `started` in ns, and the line.
+fn wait_for_line(lines: &Lines, started: Instant, text: &str) -> Result<(f64, String), Error> {
     let mut before = Vec::new();
     loop {
         match lines.recv_timeout(RESTORE_TIMEOUT) {
-            Ok((at, line)) if line.contains(text) => {
-                return Ok((at.duration_since(started).as_nanos() as f64, line));
+            Ok(line) if line.text.contains(text) => {
+                return Ok((line.at.duration_since(started).as_nanos() as f64, line.text));
             }
-            Ok((_, line)) => before.push(line),
+            Ok(line) => before.push(line.text),
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
                 return Err(Error::failed(format!("wait for {text:?}"), before.join("; ")));
             }
@@ -140,8 +145,8 @@ fn told(lines: &Lines, started: Instant, text: &str) -> Result<(f64, String), Er
     }
 }
 
-/// `line`, a QEMU that loads its own snapshot, until its monitor answers that it runs: it does so
-/// when all is loaded.
+/// Runs `line`, a QEMU that loads its own snapshot. Returns the ns until its monitor reports that the
+/// VM runs, which is when all RAM is loaded.
 pub fn loadvm(line: &[String], dir: &Path) -> Result<f64, Error> {
     let socket = dir.join("loadvm.sock");
     let _ = std::fs::remove_file(&socket);
@@ -152,7 +157,7 @@ pub fn loadvm(line: &[String], dir: &Path) -> Result<f64, Error> {
     command.args(words).args(["-qmp", &format!("unix:{},server=on,wait=off", socket.display())]);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::inherit());
     let started = Instant::now();
-    let running = Running(command.spawn().map_err(Error::io(format!("start {program}")))?);
+    let running = RunningProcess(command.spawn().map_err(Error::io(format!("start {program}")))?);
     while !socket.exists() {
         if started.elapsed() > RESTORE_TIMEOUT {
             return Err(Error::failed("-loadvm", "QEMU opens no monitor"));

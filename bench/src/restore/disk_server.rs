@@ -1,14 +1,14 @@
-//! A served disk against `qemu-nbd`: QEMU's block layer as the client, so that no slow guest hides
-//! the server.
+//! The disk server against `qemu-nbd`. QEMU's block layer is the client, so that no slow guest hides
+//! the speed of the servers.
 //!
 //! ```text
 //!   qemu-img bench, 16 requests at once ──unix socket──┬──▶ keyframe __disks   overlay over a raw base
 //!                                                      └──▶ qemu-nbd           a raw image
 //! ```
 //!
-//! By turns, each round on new files: 64 KiB written one behind the other, and read; a checkpoint
-//! cut; 4 KiB written all over the disk, and read. A flush now and then, as guests do. All of it
-//! lies in the page cache.
+//! The servers alternate. Each round has new files: 64 KiB requests write and read the disk in order;
+//! a checkpoint is cut; 4 KiB requests write and read it in a scattered order. Flushes come between
+//! the writes, as from guests. All files are in the page cache.
 
 use crate::sample::Sample;
 use crate::{Error, Options, Report};
@@ -20,74 +20,78 @@ use std::time::{Duration, Instant};
 const DISK_BYTES: u64 = 256 << 20;
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// One way of writing or reading.
-struct Load {
+/// A load of `qemu-img bench`.
+struct IoLoad {
     key: &'static str,
     options: &'static [&'static str],
     request_bytes: u64,
-    /// From one request to the next; past the end it begins anew.
+    /// The distance between two requests; the position wraps at the end of the disk.
     step_bytes: u64,
     requests: u64,
 }
 
-/// 40503 is odd, so that all blocks come before one comes again, and two in a row are far apart.
-const FAR_BYTES: u64 = 40_503 * 4096;
-const SEQ: (u64, u64, u64) = (65_536, 65_536, DISK_BYTES / 65_536);
-const RAND: (u64, u64, u64) = (4096, FAR_BYTES, 32_768);
-
-const LOADS: [Load; 4] = [
-    load("seq_write", &["-w", "--flush-interval=1024"], SEQ),
-    load("seq_read", &[], SEQ),
-    load("rand_write", &["-w", "--flush-interval=8192"], RAND),
-    load("rand_read", &[], RAND),
+/// The distance of scattered requests. 40503 is odd, so that every block comes once before one is
+/// repeated, and consecutive requests are far apart.
+const SCATTERED_STEP_BYTES: u64 = 40_503 * 4096;
+const SEQ_READ: IoLoad = IoLoad {
+    key: "seq_read",
+    options: &[],
+    request_bytes: 65_536,
+    step_bytes: 65_536,
+    requests: DISK_BYTES / 65_536,
+};
+const RAND_READ: IoLoad = IoLoad {
+    key: "rand_read",
+    options: &[],
+    request_bytes: 4096,
+    step_bytes: SCATTERED_STEP_BYTES,
+    requests: 32_768,
+};
+const LOADS: [IoLoad; 4] = [
+    IoLoad { key: "seq_write", options: &["-w", "--flush-interval=1024"], ..SEQ_READ },
+    SEQ_READ,
+    IoLoad { key: "rand_write", options: &["-w", "--flush-interval=8192"], ..RAND_READ },
+    RAND_READ,
 ];
 
-const fn load(
-    key: &'static str,
-    options: &'static [&'static str],
-    (request_bytes, step_bytes, requests): (u64, u64, u64),
-) -> Load {
-    Load { key, options, request_bytes, step_bytes, requests }
-}
-
-/// Bytes a second of each load, a value a round.
+/// The rates of each load in bytes a second, with a value for each round.
 #[derive(Default)]
-pub struct Rates {
+pub struct DiskRates {
     ours: [Sample; LOADS.len()],
     peer: [Sample; LOADS.len()],
 }
 
 /// Measures both servers `rounds` times.
-pub fn measure(options: &Options, dir: &Path, rounds: u32) -> Result<Rates, Error> {
-    let mut rates = Rates::default();
+pub fn measure(options: &Options, dir: &Path, rounds: u32) -> Result<DiskRates, Error> {
+    let mut rates = DiskRates::default();
     for round in 0..rounds {
         options.say(format!("disks, round {} of {rounds}", round + 1));
-        let place = dir.join(format!("disks-{round}"));
-        std::fs::create_dir(&place).map_err(Error::io("make a directory for disks"))?;
-        // Who goes first changes, lest it be the one that meets a busy disk.
+        let round_dir = dir.join(format!("disks-{round}"));
+        std::fs::create_dir(&round_dir).map_err(Error::io("make a directory for disks"))?;
+        // The order alternates, so that a busy disk does not always slow the same server.
         if round % 2 == 0 {
-            ours(options, &place, &mut rates.ours)?;
-            peer(&place, &mut rates.peer)?;
+            measure_keyframe(options, &round_dir, &mut rates.ours)?;
+            measure_qemu_nbd(&round_dir, &mut rates.peer)?;
         } else {
-            peer(&place, &mut rates.peer)?;
-            ours(options, &place, &mut rates.ours)?;
+            measure_qemu_nbd(&round_dir, &mut rates.peer)?;
+            measure_keyframe(options, &round_dir, &mut rates.ours)?;
         }
-        std::fs::remove_dir_all(&place).map_err(Error::io("remove the disks of a round"))?;
+        std::fs::remove_dir_all(&round_dir).map_err(Error::io("remove the disks of a round"))?;
     }
     Ok(rates)
 }
 
-impl Rates {
-    /// Adds its figures and ratios.
-    pub fn tell(&self, report: &mut Report) {
-        let key = |who: &str, load: &Load| format!("disk_{who}_{}_bytes_per_s", load.key);
+impl DiskRates {
+    /// Adds the figures and ratios to `report`.
+    pub fn add_to(&self, report: &mut Report) {
+        let key = |who: &str, load: &IoLoad| format!("disk_{who}_{}_bytes_per_s", load.key);
         for ((load, ours), peer) in LOADS.iter().zip(&self.ours).zip(&self.peer) {
             report.figure(key("keyframe", load), ours.median());
             report.figure(key("qemu_nbd", load), peer.median());
             let (ours, peer) = (key("keyframe", load), key("qemu_nbd", load));
             report.ratio_of(format!("disk_{}_over_qemu_nbd", load.key), &ours, &peer);
         }
-        // Of writing and reading the slower one.
+        // The ratio of a kind is that of its slower direction.
         for kind in ["seq", "rand"] {
             let of = |what: &str| {
                 report.ratios.get(&format!("disk_{kind}_{what}_over_qemu_nbd")).copied()
@@ -104,7 +108,7 @@ fn image(path: &Path) -> Result<(), Error> {
     made.map_err(Error::io("make an image"))
 }
 
-fn ours(options: &Options, dir: &Path, rates: &mut [Sample]) -> Result<(), Error> {
+fn measure_keyframe(options: &Options, dir: &Path, rates: &mut [Sample]) -> Result<(), Error> {
     let failed = |e: keyframe_disk::Error| Error::failed("serve a disk", e);
     let (base, socket) = (dir.join("base.raw"), dir.join("keyframe.sock"));
     image(&base)?;
@@ -122,7 +126,7 @@ fn ours(options: &Options, dir: &Path, rates: &mut [Sample]) -> Result<(), Error
     let mut disks = Disks::spawn(command.arg("__disks"), &socket, &[spec]).map_err(failed)?;
     for (number, (load, rate)) in LOADS.iter().zip(rates).enumerate() {
         if number == 2 {
-            // As a run under checkpoints has it: what is written next needs new places.
+            // As in a run with checkpoints, the next writes need new blocks.
             let epochs = disks.cut().map_err(failed)?;
             disks.release(&epochs).map_err(failed)?;
         }
@@ -131,20 +135,20 @@ fn ours(options: &Options, dir: &Path, rates: &mut [Sample]) -> Result<(), Error
     disks.end().map_err(failed)
 }
 
-fn peer(dir: &Path, rates: &mut [Sample]) -> Result<(), Error> {
+fn measure_qemu_nbd(dir: &Path, rates: &mut [Sample]) -> Result<(), Error> {
     let (file, socket) = (dir.join("peer.raw"), dir.join("qemu-nbd.sock"));
     image(&file)?;
-    let _server = Peer::start(&file, &socket)?;
+    let _server = QemuNbd::start(&file, &socket)?;
     for (load, rate) in LOADS.iter().zip(rates) {
         rate.push(load.run(&socket)?);
     }
     Ok(())
 }
 
-/// `qemu-nbd`, until it is dropped.
-struct Peer(Child);
+/// A running `qemu-nbd`, which is killed when this is dropped.
+struct QemuNbd(Child);
 
-impl Peer {
+impl QemuNbd {
     fn start(file: &Path, socket: &PathBuf) -> Result<Self, Error> {
         let mut command = Command::new("qemu-nbd");
         command.args([
@@ -170,15 +174,15 @@ impl Peer {
     }
 }
 
-impl Drop for Peer {
+impl Drop for QemuNbd {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-impl Load {
-    /// Bytes a second, by the clock of `qemu-img`.
+impl IoLoad {
+    /// Runs the load. Returns its rate in bytes a second, by the clock of `qemu-img`.
     fn run(&self, socket: &Path) -> Result<f64, Error> {
         let mut command = Command::new("timeout");
         command.args(["300", "qemu-img", "bench", "-f", "raw", "-t", "writeback", "-d", "16"]);
@@ -208,7 +212,7 @@ mod tests {
 
     #[test]
     fn the_ratio_is_that_of_the_slower_direction() {
-        let mut rates = Rates::default();
+        let mut rates = DiskRates::default();
         for (place, (ours, peer)) in
             [(9.0, 10.0), (8.0, 4.0), (3.0, 6.0), (5.0, 5.0)].into_iter().enumerate()
         {
@@ -216,7 +220,7 @@ mod tests {
             rates.peer[place].push(peer);
         }
         let mut report = Report::new("restore");
-        rates.tell(&mut report);
+        rates.add_to(&mut report);
         let close =
             |key: &str, value: f64| assert!((report.ratios[key] - value).abs() < 1e-9, "{key}");
         close("disk_seq_over_qemu_nbd", 0.9);
@@ -225,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn the_time_is_what_qemu_img_says() {
+    fn the_time_is_read_from_qemu_img() {
         let text = "Sending 4096 read requests\nRun completed in 0.512 seconds.\n";
         assert_eq!(seconds(text), Some(0.512));
         assert_eq!(seconds("qemu-img: failed"), None);

@@ -1,8 +1,8 @@
-//! The guest on hosts of its own: plain QEMU, or `keyframe protect` with a standby and a witness.
+//! A guest on test hosts: under plain QEMU, or under `keyframe protect` with a standby and a witness.
 
-use crate::guest::Guest as Files;
+use crate::guest_files::SmallGuest;
 use crate::interrupt::Interrupt;
-use crate::vm::Guest;
+use crate::running_guest::RunningGuest;
 use crate::{Error, Options};
 use keyframe_test_hosts::{Host, Network};
 use serde_json::Value;
@@ -13,56 +13,56 @@ use std::process::{Command, Stdio};
 
 const WITNESS: &str = "10.78.0.3:7431";
 const STANDBY: &str = "10.78.0.2:7430";
-/// Of all guests here.
+/// The RAM of the guests.
 const MEM: &str = "256M";
-/// How long witness and standby may take until they listen, a guest to boot, and until it is
-/// protected.
-const ROLE_S: u64 = 30;
+/// Longest time until the witness and the standby listen.
+const LISTEN_S: u64 = 30;
+/// Longest time to boot.
 const BOOT_S: u64 = 120;
+/// Longest time until a guest is protected.
 const PROTECTED_S: f64 = 90.0;
 
-/// Where guests are run.
-pub struct Lab<'a> {
+/// The hosts and files for guests.
+pub struct TestBed<'a> {
     pub options: &'a Options,
     pub interrupt: &'a Interrupt,
-    pub files: &'a Files,
+    pub files: &'a SmallGuest,
     pub network: Network,
     keyframe: PathBuf,
     dir: PathBuf,
     runs: u32,
 }
 
-/// A guest that is ready, and protected if it is to be. Dropping it is a loss of power on all
-/// hosts.
-pub struct Running<'a> {
-    pub guest: Guest,
-    lab: &'a Lab<'a>,
+/// A ready guest, protected if it has a policy. Dropping it kills all processes on the hosts.
+pub struct GuestOnHosts<'a> {
+    pub guest: RunningGuest,
+    test_bed: &'a TestBed<'a>,
     dir: PathBuf,
     /// Standby and witness.
-    _others: Vec<Guest>,
+    _others: Vec<RunningGuest>,
 }
 
-/// What has travelled to the standby by now.
+/// Totals of the transfers to the standby.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Travelled {
+pub struct TransferTotals {
     pub epochs: f64,
     pub wire_bytes: f64,
     pub raw_bytes: f64,
-    /// Sums over the epochs.
+    /// Sums over the epochs, as the following fields.
     pub pages: f64,
     pub pause_ns: f64,
     pub transfer_ns: f64,
     pub suspended_ns: f64,
 }
 
-impl Travelled {
-    /// Since `before`.
+impl TransferTotals {
+    /// Returns the difference to `before`.
     pub fn since(self, before: Self) -> Self {
         self.each(before, |now, before| now - before)
     }
 
-    /// This and `more`.
-    pub fn and(self, more: Self) -> Self {
+    /// Returns the sum with `more`.
+    pub fn plus(self, more: Self) -> Self {
         self.each(more, |one, other| one + other)
     }
 
@@ -79,12 +79,12 @@ impl Travelled {
     }
 }
 
-impl<'a> Lab<'a> {
-    /// With its files in `dir`.
+impl<'a> TestBed<'a> {
+    /// Makes a test bed with its files in `dir`.
     pub fn new(
         options: &'a Options,
         interrupt: &'a Interrupt,
-        files: &'a Files,
+        files: &'a SmallGuest,
         network: Network,
         dir: &Path,
     ) -> Result<Self, Error> {
@@ -97,14 +97,14 @@ impl<'a> Lab<'a> {
         Ok(Self { options, interrupt, files, network, keyframe, dir: dir.to_owned(), runs: 0 })
     }
 
-    /// Starts the guest: under `policy` of `keyframe protect`, else plain. `extra` are QEMU's words
-    /// beside the network.
+    /// Starts a guest: with a policy under `keyframe protect`, otherwise under plain QEMU. `extra`
+    /// returns further options of QEMU.
     pub fn start(
         &mut self,
         policy: Option<&str>,
         append: &str,
         extra: &dyn Fn(&Path) -> Result<Vec<String>, Error>,
-    ) -> Result<Running<'_>, Error> {
+    ) -> Result<GuestOnHosts<'_>, Error> {
         self.runs += 1;
         let dir = self.dir.join(format!("run{}", self.runs));
         for host in ["a", "b", "c"] {
@@ -129,17 +129,17 @@ impl<'a> Lab<'a> {
             let settings = ["--witness", WITNESS, "--policy", policy];
             let witness = role(&["witness", "--listen", WITNESS, "--dir", "w"]);
             let mut witness = self.spawn(&network.c, &dir, "c", &witness)?;
-            let listening = witness.wait_for("witness at", ROLE_S);
-            listening.map_err(|e| Error::failed(e.to_string(), said(&dir, "c")))?;
+            let listening = witness.wait_for("witness at", LISTEN_S);
+            listening.map_err(|e| Error::failed(e.to_string(), errors_of(&dir, "c")))?;
             others.push(witness);
             let standby =
                 role(&[&["standby", "--listen", STANDBY, "--dir", "s"], &settings[..]].concat());
             others.push(self.spawn(&network.b, &dir, "b", &standby)?);
             self.interrupt
-                .wait("the standby listens", ROLE_S as f64, || {
-                    Ok(said(&dir, "b").contains("waits for a primary").then_some(()))
+                .wait("the standby listens", LISTEN_S as f64, || {
+                    Ok(errors_of(&dir, "b").contains("waits for a primary").then_some(()))
                 })
-                .map_err(|e| Error::failed(e.to_string(), said(&dir, "b")))?;
+                .map_err(|e| Error::failed(e.to_string(), errors_of(&dir, "b")))?;
             let mut protect = role(
                 &[&["protect", "--standby", STANDBY, "--dir", "p"], &settings[..], &["--"]]
                     .concat(),
@@ -148,8 +148,8 @@ impl<'a> Lab<'a> {
             line = protect;
         }
         let guest = self.spawn(&network.a, &dir, "a", &line)?;
-        // From here on dropping it ends all of them.
-        let mut running = Running { guest, lab: self, dir, _others: others };
+        // From here on, dropping it ends all processes.
+        let mut running = GuestOnHosts { guest, test_bed: self, dir, _others: others };
         self.until_ready(&mut running)?;
         if policy.is_some() {
             self.interrupt.wait("the guest is protected", PROTECTED_S, || {
@@ -161,7 +161,7 @@ impl<'a> Lab<'a> {
         Ok(running)
     }
 
-    fn until_ready(&self, running: &mut Running<'_>) -> Result<(), Error> {
+    fn until_ready(&self, running: &mut GuestOnHosts<'_>) -> Result<(), Error> {
         for _ in 0..BOOT_S * 5 {
             self.interrupt.check()?;
             if running.guest.at("KF READY").is_some() {
@@ -170,7 +170,7 @@ impl<'a> Lab<'a> {
             std::thread::sleep(std::time::Duration::from_millis(200));
         }
         let ready = running.guest.wait_for("KF READY", 1);
-        ready.map(drop).map_err(|e| Error::failed(e.to_string(), said(&running.dir, "a")))
+        ready.map(drop).map_err(|e| Error::failed(e.to_string(), errors_of(&running.dir, "a")))
     }
 
     fn keyframe(&self, words: &[&str]) -> Vec<String> {
@@ -178,41 +178,47 @@ impl<'a> Lab<'a> {
         std::iter::once(program).chain(words.iter().map(ToString::to_string)).collect()
     }
 
-    /// `line` on a host, which ends when this process does, and not by a key pressed in its
-    /// terminal: ends have an order here.
-    fn spawn(&self, host: &Host, dir: &Path, name: &str, line: &[String]) -> Result<Guest, Error> {
+    /// Runs `line` on a host. The process ends with this one, and not by a key in the terminal, because
+    /// the processes must end in an order.
+    fn spawn(
+        &self,
+        host: &Host,
+        dir: &Path,
+        name: &str,
+        line: &[String],
+    ) -> Result<RunningGuest, Error> {
         let log = dir.join(format!("{name}.log"));
         let log =
             std::fs::File::create(&log).map_err(Error::io(format!("make {}", log.display())))?;
         let mut command = host.command("setpriv");
         command.args(["--pdeathsig", "TERM", "--"]).args(line).current_dir(dir.join(name));
         command.env("XDG_RUNTIME_DIR", dir.join(name)).env("KEYFRAME_KEY", self.dir.join("KEY"));
-        Guest::spawn(command.stderr(Stdio::from(log)).process_group(0))
+        RunningGuest::spawn(command.stderr(Stdio::from(log)).process_group(0))
     }
 }
 
-/// What was said on standard error of a host's process.
-fn said(dir: &Path, name: &str) -> String {
+/// Returns the standard error of a host's process.
+fn errors_of(dir: &Path, name: &str) -> String {
     std::fs::read_to_string(dir.join(format!("{name}.log"))).unwrap_or_default()
 }
 
-impl<'a> Running<'a> {
-    /// Where it runs.
-    pub fn lab(&self) -> &'a Lab<'a> {
-        self.lab
+impl<'a> GuestOnHosts<'a> {
+    /// Returns its test bed.
+    pub fn test_bed(&self) -> &'a TestBed<'a> {
+        self.test_bed
     }
 
-    /// What `keyframe status` says of the replication.
+    /// Returns the replication status from `keyframe status`.
     fn replication(&self) -> Result<Value, Error> {
-        let mut command = Command::new(&self.lab.keyframe);
+        let mut command = Command::new(&self.test_bed.keyframe);
         command.args(["status", "--json"]).env("XDG_RUNTIME_DIR", self.dir.join("a"));
         let output = command.output().map_err(Error::io("run keyframe status"))?;
         let all: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
         Ok(all.get(0).and_then(|vm| vm.get("replication")).cloned().unwrap_or_default())
     }
 
-    /// What has travelled so far.
-    pub fn travelled(&self) -> Result<Travelled, Error> {
+    /// Returns the transfers so far.
+    pub fn transfers(&self) -> Result<TransferTotals, Error> {
         let all = self.replication()?;
         let of = |key: &str| {
             let found = all.get(key).and_then(Value::as_f64);
@@ -220,7 +226,7 @@ impl<'a> Running<'a> {
                 Error::failed("read keyframe status", format!("no {key}: {}", self.report()))
             })
         };
-        Ok(Travelled {
+        Ok(TransferTotals {
             epochs: of("epochs")?,
             wire_bytes: of("all_wire_bytes")?,
             raw_bytes: of("all_raw_bytes")?,
@@ -231,28 +237,30 @@ impl<'a> Running<'a> {
         })
     }
 
-    /// It has to be protected still, or what was measured is something else.
-    pub fn is_protected(&self) -> Result<(), Error> {
+    /// Fails unless the guest is still protected.
+    pub fn check_protected(&self) -> Result<(), Error> {
         let state = self.replication()?.get("state").and_then(Value::as_str).map(str::to_owned);
         match state.as_deref() {
             Some("protected") => Ok(()),
             other => Err(Error::failed(
                 "measure a protected guest",
-                format!("it is {other:?} by now: {}", self.report()),
+                format!("its state is {other:?}: {}", self.report()),
             )),
         }
     }
 
-    /// What its processes said.
+    /// Returns the standard error of all its processes.
     pub fn report(&self) -> String {
-        ["a", "b", "c"].map(|name| format!("{name}: {}", said(&self.dir, name).trim())).join("; ")
+        ["a", "b", "c"]
+            .map(|name| format!("{name}: {}", errors_of(&self.dir, name).trim()))
+            .join("; ")
     }
 }
 
-impl Drop for Running<'_> {
+impl Drop for GuestOnHosts<'_> {
     fn drop(&mut self) {
-        // The standby first, which would take over.
-        for host in [&self.lab.network.b, &self.lab.network.a, &self.lab.network.c] {
+        // The standby first, or it would take over.
+        for host in [&self.test_bed.network.b, &self.test_bed.network.a, &self.test_bed.network.c] {
             host.kill_all();
         }
         let _ = std::fs::remove_dir_all(&self.dir);

@@ -1,19 +1,20 @@
-//! The small guest's first file system with a script of ours in it.
+//! Adds a script to the small guest's initial file system.
 //!
 //! ```text
-//!   initramfs.cpio.gz │ zeros to a multiple of 4 │ cpio (newc): /w, TRAILER!!!      Linux unpacks one behind the other
+//!   initramfs.cpio.gz │ zeros to a multiple of 4 │ cpio (newc): /w, TRAILER!!!
+//!   Linux unpacks one after the other
 //! ```
 //!
-//! What is typed at a serial port while it is recorded has to fit its 16 bytes; so the script is
-//! there, and only its name is typed.
+//! Input to a serial port during a recording must fit its 16 bytes. The script is therefore in the
+//! file system, and only its name is typed.
 
 use crate::Error;
 use std::path::Path;
 
-/// What the script is called.
+/// The name of the script.
 pub const NAME: &str = "w";
 
-/// Writes `from` and the script to `to`.
+/// Writes the file system `from`, followed by the script, to `to`.
 pub fn write(from: &Path, script: &str, to: &Path) -> Result<(), Error> {
     let mut bytes = std::fs::read(from).map_err(Error::io(format!("read {}", from.display())))?;
     pad(&mut bytes);
@@ -26,7 +27,7 @@ fn pad(bytes: &mut Vec<u8>) {
     bytes.resize(bytes.len().next_multiple_of(4), 0);
 }
 
-/// A header of 13 numbers in hexadecimal, the name with its zero, the content.
+/// Appends an entry: a header of 13 hexadecimal numbers, the name with its zero, the content.
 fn entry(bytes: &mut Vec<u8>, name: &str, mode: u32, content: &[u8]) {
     let numbers = [1, mode, 0, 0, 1, 0, content.len() as u32, 0, 0, 0, 0, name.len() as u32 + 1, 0];
     bytes.extend_from_slice(b"070701");
@@ -45,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn entries_are_aligned_as_the_format_wants_them() {
+    fn entries_are_aligned() {
         let mut bytes = vec![1; 6];
         pad(&mut bytes);
         entry(&mut bytes, "w", 0o100_755, b"echo");

@@ -1,47 +1,49 @@
-//! The guests, as benchmarks boot them: one vCPU, the console on standard streams.
+//! The files of the guests, and QEMU's command lines for them: one vCPU, the console on the standard
+//! streams.
 
 use crate::{Error, Options};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// The small guest's files.
-pub struct Guest {
+/// The files of the small guest.
+pub struct SmallGuest {
     dir: PathBuf,
 }
 
-/// The real guest's files.
-pub struct Real {
+/// The files of the real guest, which has the programs of a distribution.
+pub struct RealGuest {
     dir: PathBuf,
 }
 
-impl Guest {
-    /// The guest in `--guest`, or the one that `guests/build small` builds.
+impl SmallGuest {
+    /// Finds the guest that `--guest` names, or builds it with `guests/build small`.
     pub fn find(options: &Options) -> Result<Self, Error> {
         let dir = find("small", options.guest.as_deref(), &["vmlinux", "initramfs.cpio.gz"])?;
         Ok(Self { dir })
     }
 
-    /// The same by a path that holds in every directory.
+    /// Makes its path absolute, for processes with another working directory.
     pub fn absolute(self) -> Result<Self, Error> {
         let dir =
             std::path::absolute(&self.dir).map_err(Error::io("find the guest's directory"))?;
         Ok(Self { dir })
     }
 
-    /// QEMU's command line for it; `append` is for the kernel.
+    /// Returns QEMU's command line, with `mem` of RAM and the kernel parameters `append`.
     pub fn command(&self, mem: &str, append: &str) -> Vec<String> {
         command(&self.dir, mem, append)
     }
 }
 
-impl Real {
-    /// The guest in `--real-guest`, or the one that `guests/build real` builds.
+impl RealGuest {
+    /// Finds the guest that `--real-guest` names, or builds it with `guests/build real`.
     pub fn find(options: &Options) -> Result<Self, Error> {
         let files = ["vmlinux", "initramfs.cpio.gz", "root.raw"];
         Ok(Self { dir: find("real", options.real_guest.as_deref(), &files)? })
     }
 
-    /// QEMU's command line for it, with the script `job`. What it writes stays in its RAM.
+    /// Returns QEMU's command line, with `mem` of RAM. The guest runs the script `job` and keeps its
+    /// writes in RAM.
     pub fn command(&self, mem: &str, job: &Path) -> Vec<String> {
         let mut command = command(&self.dir, mem, "kf.ro=1");
         for (id, file) in [("kfroot", self.dir.join("root.raw").as_path()), ("kfjob", job)] {
@@ -81,9 +83,9 @@ fn command(dir: &Path, mem: &str, append: &str) -> Vec<String> {
     .to_vec()
 }
 
-/// The directory of `guest`, which must have `files`.
-fn find(guest: &'static str, given: Option<&Path>, files: &[&str]) -> Result<PathBuf, Error> {
-    let dir = match given {
+/// Returns the directory of `guest`. Fails if one of `files` is missing in it.
+fn find(guest: &'static str, dir: Option<&Path>, files: &[&str]) -> Result<PathBuf, Error> {
+    let dir = match dir {
         Some(dir) => dir.to_owned(),
         None => build(guest)?,
     };
@@ -100,7 +102,7 @@ fn build(guest: &'static str) -> Result<PathBuf, Error> {
     if !script.is_file() {
         return Err(Error::NoGuest {
             guest,
-            problem: "this is not the project's directory".into(),
+            problem: "the current directory is not the project's".into(),
         });
     }
     let output = Command::new(script)

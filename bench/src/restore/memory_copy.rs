@@ -1,4 +1,4 @@
-//! What memory allows: as many bytes as a checkpoint holds, copied on all cores.
+//! Copies as many bytes as a checkpoint has on all cores: the speed that memory allows.
 
 use crate::Error;
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -6,23 +6,23 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::Instant;
 
-/// What a thread copies over and over: more than its cache holds, and little, so that the copies
-/// and not the source decide which of the host's memory is used.
+/// The size of the source that a thread copies repeatedly. It exceeds the thread's cache, and is
+/// small enough that the copies take most of the memory.
 const SOURCE_BYTES: usize = 64 << 20;
-/// Bytes that are written at once.
+/// The size of one write.
 const WRITE_BYTES: usize = 256 << 10;
 
-/// How long one copy took.
-pub struct Copied {
-    /// Into a new file in memory, as the RAM of a restored VM is: its pages have to be found first.
+/// The times of one copy.
+pub struct CopyTimes {
+    /// Into a new file in memory, like the RAM of a restored VM: the kernel must find its pages first.
     pub into_new_ns: f64,
-    /// Into memory that was there.
+    /// Into memory that was present.
     pub into_resident_ns: f64,
 }
 
-/// Copies `bytes` bytes. The first copy into new memory does not count: under a hypervisor, memory
-/// that was never used has to be had from the host, which is not what a restore among others pays.
-pub fn measure(bytes: u64) -> Result<Copied, Error> {
+/// Copies `bytes` bytes. The first copy into new memory does not count: under a hypervisor, unused
+/// memory comes from the host first, which an average restore does not pay for.
+pub fn measure(bytes: u64) -> Result<CopyTimes, Error> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let part_bytes = bytes / threads as u64;
     let mut sources =
@@ -46,7 +46,7 @@ pub fn measure(bytes: u64) -> Result<Copied, Error> {
         }
         Ok(())
     })?;
-    Ok(Copied { into_new_ns, into_resident_ns })
+    Ok(CopyTimes { into_new_ns, into_resident_ns })
 }
 
 fn memory_file() -> Result<File, Error> {
@@ -54,7 +54,7 @@ fn memory_file() -> Result<File, Error> {
     fd.map(File::from).map_err(|e| Error::io("make a file in memory")(e.into()))
 }
 
-/// Runs `copy` on each source at once; how long all took.
+/// Runs `copy` on all sources at once. Returns the time until all have ended, in ns.
 fn timed(
     sources: &mut [Vec<u8>],
     copy: impl Fn(usize, &mut [u8]) -> std::io::Result<()> + Sync,

@@ -1,39 +1,39 @@
-//! The ways in which a guest does its work: plain, counted, recorded, recorded with checkpoints.
+//! The methods of running a guest: plain, counting, recorded, and recorded with checkpoints.
 
-use super::clock::{Clock, Spent};
-use super::workload::{BEGIN, END, Workload};
-use crate::vm::Guest;
+use super::workload::{BEGIN, END, PreparedWorkload};
+use crate::running_guest::RunningGuest;
+use crate::vcpu_clock::{TimeSpent, VcpuClock};
 use crate::{Error, Options};
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// How long a guest may take to boot and to begin.
+/// Longest time to boot and to begin the work, in seconds.
 const BEGIN_S: u64 = 120;
-/// How long it may take for its work.
+/// Longest time of the work, in seconds.
 const END_S: u64 = 300;
-/// How long a recording may take to be closed.
+/// Longest time to close a recording, in seconds.
 const CLOSE_S: u64 = 60;
 
-/// One of them.
+/// A method of running a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum RunMethod {
     /// QEMU alone.
     Plain,
-    /// QEMU that counts instructions: what a recording stands on.
+    /// QEMU that counts instructions, which a recording needs.
     Icount,
-    /// QEMU that records, into a log that goes nowhere.
+    /// QEMU that records into a log that is discarded.
     Unlogged,
     /// `keyframe record`.
     Record,
-    /// The same with checkpoints: so many ms apart.
+    /// `keyframe record` with checkpoints at this interval.
     Every(&'static str),
-    /// Three stages live: a second QEMU follows and takes a checkpoint each second.
+    /// `keyframe record --follow`: a second QEMU replays and takes a checkpoint each second.
     Live,
 }
 
-impl Way {
-    /// As in keys.
+impl RunMethod {
+    /// Returns its name in keys.
     pub fn key(self) -> &'static str {
         match self {
             Self::Plain => "plain",
@@ -45,7 +45,7 @@ impl Way {
         }
     }
 
-    /// The command line; a recording goes to `out`.
+    /// Returns the command line; a recording goes to `out`.
     fn line(self, options: &Options, command: &[String], out: &Path) -> Vec<String> {
         let icount = |value: &str| [command, &["-icount".into(), value.into()]].concat();
         let every: &[&str] = match self {
@@ -63,46 +63,51 @@ impl Way {
     }
 }
 
-/// What a run took.
+/// The times of a run.
 #[derive(Clone, Copy, Debug)]
-pub struct Ran {
-    /// The work.
-    pub work: Spent,
-    /// From QEMU's start to its end.
-    pub whole: Spent,
-    /// From its end until all of the recording was there.
-    pub behind: Duration,
+pub struct RunTimes {
+    /// From the beginning to the end of the work.
+    pub work: TimeSpent,
+    /// From the start to the end of QEMU.
+    pub whole: TimeSpent,
+    /// From the end of QEMU until the recording was complete.
+    pub closing: Duration,
 }
 
-/// Runs the guest once from boot to power-off. A recording is left at `out`.
-pub fn run(options: &Options, workload: &Workload, way: Way, out: &Path) -> Result<Ran, Error> {
-    let key = workload.kind.key;
-    options.say(format!("{key}, {}", way.key()));
-    let mut guest = Guest::start(&way.line(options, &workload.command, out))?;
-    let clock = Clock::watch(guest.pid());
-    if let Some(typed) = &workload.typed {
+/// Runs the guest once from boot to power-off. A recording stays at `out`.
+pub fn run(
+    options: &Options,
+    workload: &PreparedWorkload,
+    method: RunMethod,
+    out: &Path,
+) -> Result<RunTimes, Error> {
+    let key = workload.workload.key;
+    options.say(format!("{key}, {}", method.key()));
+    let mut guest = RunningGuest::start(&method.line(options, &workload.command, out))?;
+    let clock = VcpuClock::watch(guest.pid());
+    if let Some(start_command) = &workload.start_command {
         guest.wait_for("KF READY", BEGIN_S)?;
-        guest.say(typed)?;
+        guest.say(start_command)?;
     }
     guest.wait_for(BEGIN, BEGIN_S)?;
     guest.wait_for(END, END_S)?;
-    guest.say(workload.off)?;
+    guest.say(workload.off_command)?;
     guest.end(CLOSE_S);
     let closed = Instant::now();
     let unseen = || {
-        Error::failed(format!("measure {key}, {}", way.key()), "its QEMU was not seen while it ran")
+        Error::failed(format!("measure {key}, {}", method.key()), "no QEMU was found while it ran")
     };
     let span = guest.at(BEGIN).zip(guest.at(END));
     let work = span.and_then(|(from, to)| clock.between(from, to)).ok_or_else(unseen)?;
     let last = clock.last().ok_or_else(unseen)?;
-    Ok(Ran {
+    Ok(RunTimes {
         work,
         whole: clock.life().ok_or_else(unseen)?,
-        behind: closed.saturating_duration_since(last),
+        closing: closed.saturating_duration_since(last),
     })
 }
 
-/// Whether this `keyframe record` can follow itself.
+/// Returns whether `keyframe record` has the option `--follow`.
 pub fn can_follow(options: &Options) -> Result<bool, Error> {
     let help = Command::new(&options.keyframe).args(["record", "--help"]).output();
     let help = help.map_err(Error::io("run keyframe record --help"))?;

@@ -1,12 +1,13 @@
-//! The compile: gcc, assembler and linker in a Debian, over sources of this project, on a file
-//! system in RAM.
+//! The compiling guest: gcc, assembler and linker in a Debian compile sources of this project on a
+//! file system in RAM.
 //!
 //! ```text
-//!   boot ─▶ sources written ─▶ "compiled 1" ─▶ "compiled 2" ─▶ ...      counted from the first: by then all is cached
+//!   boot ─▶ sources written ─▶ "compiled 1" ─▶ "compiled 2" ─▶ ...
+//!                                  counted from here, when all files are cached
 //! ```
 
 use crate::Error;
-use crate::vm::Guest;
+use crate::running_guest::RunningGuest;
 use std::fmt::Write;
 
 macro_rules! source {
@@ -15,7 +16,7 @@ macro_rules! source {
     };
 }
 
-/// What is compiled: parts of the small guest's program.
+/// The compiled sources: parts of the small guest's program.
 pub const SOURCES: [(&str, &str); 6] = [
     source!("kfguest.c"),
     source!("console.c"),
@@ -27,12 +28,12 @@ pub const SOURCES: [(&str, &str); 6] = [
 const HEADERS: [(&str, &str); 3] =
     [source!("kfguest.h"), source!("hash.h"), source!("diskblock.h")];
 
-/// Ends a file in the job.
+/// The line that ends a file in the job.
 const END: &str = "END_OF_FILE";
-/// How long the guest may take to boot, and to compile once.
+/// Longest time for the guest to boot, or to compile all sources once, in seconds.
 const TIMEOUT_S: u64 = 180;
 
-/// Shell commands that write the sources into a directory of their own, and go there.
+/// Returns shell commands that write the sources into a new directory and change to it.
 pub fn sources() -> String {
     let mut commands = String::from("mkdir /tmp/compile\ncd /tmp/compile\n");
     for (name, text) in HEADERS.iter().chain(&SOURCES) {
@@ -41,7 +42,7 @@ pub fn sources() -> String {
     commands
 }
 
-/// The script that the guest runs: it writes the sources and compiles them until the machine ends.
+/// Returns the script of the guest: it writes the sources and compiles them until the VM ends.
 pub fn job() -> String {
     let mut job = format!("#!/bin/sh\nset -e\n{}", sources());
     job.push_str(
@@ -59,19 +60,20 @@ done
     job
 }
 
-/// How long `compiles` of all sources take, by the host's clock.
-pub fn seconds(guest: &mut Guest, compiles: u64) -> Result<f64, Error> {
+/// Returns the seconds for `compiles` compiles of all sources, by the host's clock.
+pub fn seconds(guest: &mut RunningGuest, compiles: u64) -> Result<f64, Error> {
     for n in 1..=compiles + 1 {
         guest.wait_for(&line(n), TIMEOUT_S)?;
     }
-    let at = |n: u64| guest.lines(&line(n)).first().map(|(at, _)| *at);
+    let at = |n: u64| guest.lines(&line(n)).first().map(|line| line.at);
     match (at(1), at(compiles + 1)) {
         (Some(from), Some(to)) if to > from => Ok(to.duration_since(from).as_secs_f64()),
         _ => Err(Error::failed("measure the compile", "the guest's lines are out of order")),
     }
 }
 
-/// What the guest prints after the nth. (10 begins as 1 does, but comes later.)
+/// Returns the line that the guest prints after compile `n`. (The line of 10 begins like that of 1,
+/// but comes later.)
 fn line(n: u64) -> String {
     format!("compiled {n}")
 }
