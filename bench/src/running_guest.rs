@@ -23,13 +23,6 @@ pub struct TimeSpan {
     pub to: Instant,
 }
 
-impl TimeSpan {
-    /// Returns its length in ns.
-    pub fn ns(self) -> f64 {
-        self.to.saturating_duration_since(self.from).as_nanos() as f64
-    }
-}
-
 type Lines = Arc<Mutex<Vec<ConsoleLine>>>;
 
 /// A running guest. Dropping it ends the guest.

@@ -1,6 +1,5 @@
-//! No store: what deduplication leaves where each page is compressed by zstd -1, in bytes of pages
-//! alone; and what it leaves where a page may be the difference to what it was before. Both are
-//! bounds to judge a store's size by.
+//! Counts the bytes that deduplication and zstd -1 leave of the pages alone: of each page, and of each
+//! page or its difference to the page before. Both are references for the size of a store.
 
 use keyframe_bench_feed::{Error, Job, Measured, Result, key_of};
 use keyframe_units::{PAGE_BYTES, Page, ZERO_PAGE};
@@ -10,7 +9,8 @@ use zstd::bulk::Compressor;
 
 const LEVEL: i32 = 1;
 
-/// Counts. `stored_bytes` is without differences, `image_stored_bytes` with them.
+/// Counts the bytes of a job's stream: `stored_bytes` without differences, `image_stored_bytes` with
+/// them.
 pub fn count(job: &Job) -> Result<Measured> {
     let mut stream = job.source.stream()?;
     let mut counter = Counter {
@@ -65,7 +65,7 @@ impl Counter {
         Ok(())
     }
 
-    /// Its length; no more than the page's own.
+    /// Returns the compressed length in bytes, at most that of a page.
     fn compressed(&mut self, page: &Page) -> Result<u64> {
         let len = self.zstd.compress_to_buffer(page, &mut self.buffer[..]);
         Ok(len.map_err(|e| Error::failed("compress a page", e))?.min(PAGE_BYTES) as u64)

@@ -1,12 +1,11 @@
-//! Kyoto Cabinet: its hash database, by default settings; a synchronization with the medium ends
-//! each checkpoint.
+//! Kyoto Cabinet's hash database. A synchronization with the medium ends each checkpoint.
 
 use keyframe_bench_feed::{Key, KeyValue, Result};
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::path::Path;
 use std::ptr::null_mut;
 
-// As kclangc.h declares them.
+// Declarations of kclangc.h.
 unsafe extern "C" {
     fn kcdbnew() -> *mut c_void;
     fn kcdbdel(db: *mut c_void);
@@ -28,9 +27,10 @@ unsafe extern "C" {
 
 /// `KCOWRITER | KCOCREATE`.
 const MODE: u32 = (1 << 1) | (1 << 2);
-/// `KCEDUPREC`, `KCENOREC`: a key is there already, and is not.
-const THERE: i32 = 6;
-const NOT_THERE: i32 = 7;
+/// `KCEDUPREC`: the key exists.
+const EXISTS: i32 = 6;
+/// `KCENOREC`: the key is missing.
+const MISSING: i32 = 7;
 
 /// An open database.
 pub struct Kyoto {
@@ -38,10 +38,10 @@ pub struct Kyoto {
 }
 
 impl Kyoto {
-    /// The error of the last call, unless it is `expected`.
+    /// Returns the error of the last call, unless it is `expected`.
     fn last_error(&self, operation: &str, expected: Option<i32>) -> Result<()> {
-        // SAFETY: `db` is a database until `drop`; its message is a string with a terminator,
-        // copied before the next call.
+        // SAFETY: `db` is a database until `drop`; its message is a C string, copied before the
+        // next call.
         let (code, text) = unsafe {
             (kcdbecode(self.db), CStr::from_ptr(kcdbemsg(self.db)).to_string_lossy().into_owned())
         };
@@ -72,7 +72,7 @@ impl KeyValue for Kyoto {
             let added =
                 unsafe { kcdbadd(self.db, key.as_ptr(), key.len(), value.as_ptr(), value.len()) };
             if added == 0 {
-                self.last_error("add", Some(THERE))?;
+                self.last_error("add", Some(EXISTS))?;
             }
         }
         // SAFETY: the database is open, and no processor is given.
@@ -87,9 +87,9 @@ impl KeyValue for Kyoto {
         // SAFETY: the database is open; the key's pointer and length are those of a slice.
         let value = unsafe { kcdbget(self.db, key.as_ptr(), key.len(), &mut len) };
         if value.is_null() {
-            return self.last_error("get", Some(NOT_THERE)).map(|()| false);
+            return self.last_error("get", Some(MISSING)).map(|()| false);
         }
-        // SAFETY: the value is not null, has `len` bytes and is ours; it is freed once, behind its
+        // SAFETY: the value is not null, has `len` bytes and is ours; it is freed once, after its
         // last use.
         unsafe {
             sink(std::slice::from_raw_parts(value, len));
@@ -109,7 +109,7 @@ impl KeyValue for Kyoto {
 
 impl Drop for Kyoto {
     fn drop(&mut self) {
-        // SAFETY: it was made by `kcdbnew` and is deleted once; where it is open, that closes it.
+        // SAFETY: it was made by `kcdbnew` and is deleted once; deleting an open one closes it.
         unsafe { kcdbdel(self.db) }
     }
 }

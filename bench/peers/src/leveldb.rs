@@ -1,12 +1,12 @@
-//! LevelDB: puts go to its log as they come; the last one of a checkpoint, its map, syncs it. A
-//! Bloom filter, so that pages that are not there cost no reading; all else by default.
+//! LevelDB. Puts go to its log, and the last put of a checkpoint syncs the log. A Bloom filter avoids
+//! reads for missing pages.
 
 use keyframe_bench_feed::{Key, KeyValue, Result};
 use std::ffi::{CStr, CString, c_char, c_int, c_uchar, c_void};
 use std::path::Path;
 use std::ptr::null_mut;
 
-// As leveldb/c.h declares them; each handle is a pointer to something that only the library knows.
+// Declarations of leveldb/c.h. Each handle is a pointer to an opaque object.
 unsafe extern "C" {
     fn leveldb_options_create() -> *mut c_void;
     fn leveldb_options_set_create_if_missing(options: *mut c_void, value: c_uchar);
@@ -45,9 +45,9 @@ unsafe extern "C" {
     fn leveldb_free(memory: *mut c_void);
 }
 
-/// Bits of the filter for each key.
+/// The bits of the filter for each key.
 const FILTER_BITS: c_int = 10;
-/// What is put, and synced, behind each checkpoint.
+/// The key that is put and synced after each checkpoint.
 const MARK: &[u8] = b"checkpoint";
 
 /// An open database.
@@ -59,13 +59,12 @@ pub struct LevelDb {
     read: *mut c_void,
 }
 
-/// What the library said, if it did.
+/// Returns the library's error, if there is one.
 fn check(operation: &str, error: *mut c_char) -> Result<()> {
     if error.is_null() {
         return Ok(());
     }
-    // SAFETY: an error that is not null is a string with a terminator, which the caller frees,
-    // once, with `leveldb_free`.
+    // SAFETY: an error that is not null is a C string, which the caller frees once with `leveldb_free`.
     let text = unsafe {
         let text = CStr::from_ptr(error).to_string_lossy().into_owned();
         leveldb_free(error.cast());
@@ -103,7 +102,7 @@ impl KeyValue for LevelDb {
             .map_err(|e| Self::failed("open", e))?;
         let mut error = null_mut();
         // SAFETY: the handles are made here; the options are not used after they are destroyed, and
-        // the filter stays until `drop`, behind the database. `name` ends with a zero and outlives
+        // the filter stays until `drop`, after the database. `name` ends with a zero and outlives
         // the call.
         let this = unsafe {
             let filter = leveldb_filterpolicy_create_bloom(FILTER_BITS);
@@ -126,7 +125,7 @@ impl KeyValue for LevelDb {
                 self.put(&key, value, false)?;
             }
         }
-        // It syncs the log, with all that was put before.
+        // This syncs the log with all puts before.
         self.put(MARK, &[], true)
     }
 
@@ -141,7 +140,7 @@ impl KeyValue for LevelDb {
         if value.is_null() {
             return Ok(false);
         }
-        // SAFETY: the value is not null, has `len` bytes and is ours; it is freed once, behind its
+        // SAFETY: the value is not null, has `len` bytes and is ours; it is freed once, after its
         // last use.
         unsafe {
             sink(std::slice::from_raw_parts(value, len));
@@ -157,8 +156,8 @@ impl KeyValue for LevelDb {
 
 impl Drop for LevelDb {
     fn drop(&mut self) {
-        // SAFETY: each handle is destroyed once, here, the filter behind the database that uses it;
-        // `db` is null where opening failed.
+        // SAFETY: each handle is destroyed once, here, the filter after the database that uses it;
+        // `db` is null if opening failed.
         unsafe {
             if !self.db.is_null() {
                 leveldb_close(self.db);

@@ -1,4 +1,4 @@
-//! LMDB: one write transaction a checkpoint, whose commit syncs.
+//! LMDB. A checkpoint is one write transaction, whose commit syncs.
 
 use keyframe_bench_feed::{Key, KeyValue, Result};
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
@@ -12,7 +12,7 @@ struct Value {
     data: *const u8,
 }
 
-// As lmdb.h declares them.
+// Declarations of lmdb.h.
 unsafe extern "C" {
     fn mdb_env_create(env: *mut *mut c_void) -> c_int;
     fn mdb_env_set_mapsize(env: *mut c_void, bytes: usize) -> c_int;
@@ -47,7 +47,7 @@ const READ_ONLY: c_uint = 0x20000;
 const NO_OVERWRITE: c_uint = 0x10;
 const KEY_EXISTS: c_int = -30799;
 const NOT_FOUND: c_int = -30798;
-/// Address space: it is not taken before it is needed.
+/// The address space of the map. Memory is allocated when it is used.
 const MAP_BYTES: usize = 64 << 30;
 const MODE: c_uint = 0o600;
 
@@ -55,7 +55,7 @@ const MODE: c_uint = 0o600;
 pub struct Lmdb {
     env: *mut c_void,
     dbi: c_uint,
-    /// Reading, once somebody read.
+    /// The read transaction; null before the first read.
     reading: *mut c_void,
 }
 
@@ -63,7 +63,7 @@ fn check(operation: &str, code: c_int) -> Result<()> {
     if code == 0 {
         return Ok(());
     }
-    // SAFETY: the library gives a string with a terminator for every number.
+    // SAFETY: the library returns a C string for every number.
     let text = unsafe { CStr::from_ptr(mdb_strerror(code)) };
     Err(Lmdb::failed(operation, text.to_string_lossy()))
 }
@@ -82,7 +82,7 @@ impl Lmdb {
         Ok(txn)
     }
 
-    /// Puts all in a transaction, which the caller ends.
+    /// Puts all entries in a transaction, which the caller ends.
     fn put_all(
         &self,
         txn: *mut c_void,

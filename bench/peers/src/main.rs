@@ -1,14 +1,14 @@
-//! The databases that `keyframe-bench store` compares with, each through its own library: one file
-//! a database.
+//! Runs the databases that `keyframe-bench store` compares with, each through its own library. Each
+//! database has one file.
 //!
 //! ```text
-//!   keyframe-bench-peers --list     what this program was built with, as JSON
-//!   keyframe-bench-peers JOB        does one job (keyframe-bench-feed) and prints what it measured, as JSON
+//!   keyframe-bench-peers --list     prints the databases of this build, as JSON
+//!   keyframe-bench-peers JOB        runs a job (keyframe-bench-feed) and prints its result, as JSON
 //! ```
 //!
-//! All have their default settings, but for what a file says. A checkpoint is made durable once, at
-//! its end. Bindings are by hand where a library has a C interface of a dozen functions and no
-//! crate that is kept and builds in seconds.
+//! The databases have their default settings, except as their files say. A checkpoint is made durable
+//! once, at its end. A library with a C interface of a dozen functions, and without a maintained crate
+//! that builds in seconds, is bound by hand.
 
 mod dedup_zstd;
 #[cfg(has_kyoto)]

@@ -1,4 +1,4 @@
-//! redb: one write transaction a checkpoint, whose commit syncs.
+//! redb. A checkpoint is one write transaction, whose commit syncs.
 
 use keyframe_bench_feed::{Key, KeyValue, Result};
 use redb::{Database, ReadOnlyTable, ReadableDatabase, ReadableTable, TableDefinition};
@@ -9,7 +9,7 @@ const PAGES: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("pages");
 /// An open database.
 pub struct Redb {
     database: Database,
-    /// Once somebody read.
+    /// The table for reading; `None` before the first read.
     reading: Option<ReadOnlyTable<&'static [u8], &'static [u8]>>,
 }
 

@@ -1,12 +1,12 @@
-//! RocksDB: puts go to its log as they come; the last one of a checkpoint syncs it. A Bloom filter,
-//! so that pages that are not there cost no reading; all else by default.
+//! RocksDB. Puts go to its log, which is synced at the end of a checkpoint. A Bloom filter avoids
+//! reads for missing pages.
 
 use keyframe_bench_feed::{Key, KeyValue, Result};
 use std::ffi::{CStr, CString, c_char, c_double, c_uchar, c_void};
 use std::path::Path;
 use std::ptr::null_mut;
 
-// As rocksdb/c.h declares them; each handle is a pointer to something that only the library knows.
+// Declarations of rocksdb/c.h. Each handle is a pointer to an opaque object.
 unsafe extern "C" {
     fn rocksdb_options_create() -> *mut c_void;
     fn rocksdb_options_set_create_if_missing(options: *mut c_void, value: c_uchar);
@@ -48,7 +48,7 @@ unsafe extern "C" {
     fn rocksdb_free(memory: *mut c_void);
 }
 
-/// Bits of the filter for each key.
+/// The bits of the filter for each key.
 const FILTER_BITS: c_double = 10.0;
 
 /// An open database.
@@ -58,13 +58,12 @@ pub struct RocksDb {
     read: *mut c_void,
 }
 
-/// What the library said, if it did.
+/// Returns the library's error, if there is one.
 fn check(operation: &str, error: *mut c_char) -> Result<()> {
     if error.is_null() {
         return Ok(());
     }
-    // SAFETY: an error that is not null is a string with a terminator, which the caller frees,
-    // once, with `rocksdb_free`.
+    // SAFETY: an error that is not null is a C string, which the caller frees once with `rocksdb_free`.
     let text = unsafe {
         let text = CStr::from_ptr(error).to_string_lossy().into_owned();
         rocksdb_free(error.cast());
@@ -143,7 +142,7 @@ impl KeyValue for RocksDb {
             return Ok(false);
         }
         // SAFETY: the slice is not null, and its value, of `len` bytes, stays until it is
-        // destroyed, which is behind the last use.
+        // destroyed, which is after the last use.
         unsafe {
             let value = rocksdb_pinnableslice_value(slice, &mut len);
             sink(std::slice::from_raw_parts(value, len));
@@ -159,7 +158,7 @@ impl KeyValue for RocksDb {
 
 impl Drop for RocksDb {
     fn drop(&mut self) {
-        // SAFETY: each handle is destroyed once, here; `db` is null where opening failed.
+        // SAFETY: each handle is destroyed once, here; `db` is null if opening failed.
         unsafe {
             if !self.db.is_null() {
                 rocksdb_close(self.db);

@@ -1,4 +1,4 @@
-//! SQLite: one transaction a checkpoint, with a write-ahead log that each commit syncs.
+//! SQLite. A checkpoint is one transaction, and each commit syncs the write-ahead log.
 
 use keyframe_bench_feed::{Key, KeyValue, Result};
 use rusqlite::{Connection, OptionalExtension};
@@ -40,7 +40,7 @@ impl KeyValue for Sqlite {
     }
 
     fn get(&mut self, key: &Key, sink: &mut dyn FnMut(&[u8])) -> Result<bool> {
-        // Kept by the connection from one call to the next.
+        // The connection keeps the statement for the next call.
         let mut select = self
             .0
             .prepare_cached("SELECT value FROM pages WHERE key = ?1")
