@@ -8,9 +8,9 @@ pub fn top() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-/// The golden store of that version: its files, in order of their names.
-pub fn golden(version: u32) -> Files {
-    let root = top().join(format!("crates/store/tests/golden/v{version}"));
+/// The files of the golden store, in order of their names.
+pub fn golden_store() -> Files {
+    let root = top().join("crates/store/tests/golden/v1");
     let mut files = Files::new();
     for folder in ["", "packs", "maps", "checkpoints", "tags", "worksets"] {
         let Ok(entries) = std::fs::read_dir(root.join(folder)) else { continue };
@@ -23,9 +23,4 @@ pub fn golden(version: u32) -> Files {
     }
     files.sort();
     files
-}
-
-/// The store that `store_store` changes a file of: with deltas.
-pub fn golden_store() -> Files {
-    golden(4)
 }

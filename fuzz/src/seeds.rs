@@ -3,7 +3,7 @@
 //!
 //! Checksums are left out, as the targets add them; so is what a secret key would be needed for.
 
-use keyframe_fuzz::{golden, golden_store, top};
+use keyframe_fuzz::{golden_store, top};
 use std::path::Path;
 
 struct Corpora<'a>(&'a Path);
@@ -19,10 +19,8 @@ impl Corpora<'_> {
 fn main() {
     let place = std::env::args().nth(1).expect("usage: seeds DIRECTORY");
     let corpora = Corpora(Path::new(&place));
-    for version in 1..=4 {
-        for (name, bytes) in golden(version) {
-            store_file(&corpora, &format!("v{version}-{name}"), &name, &bytes);
-        }
+    for (name, bytes) in golden_store() {
+        store_file(&corpora, &name, &name, &bytes);
     }
     for (which, (name, bytes)) in golden_store().iter().enumerate() {
         corpora.add("store_store", name, &[&[which as u8], bytes.as_slice()].concat());
@@ -87,7 +85,9 @@ fn store_file(corpora: &Corpora<'_>, seed: &str, name: &str, bytes: &[u8]) {
         Some("tags") => corpora.add("store_small", seed, &[&[0], bytes].concat()),
         Some("packs") => {
             let number = bytes[32];
-            let mut at = 64;
+            let dictionary_bytes = u64::from_le_bytes(bytes[40..48].try_into().expect("8 bytes"));
+            let has_dictionary = bytes[12] == 1;
+            let mut at = if has_dictionary { 80 + dictionary_bytes as usize } else { 64 };
             while let Some(len) = bytes.get(at + 10..at + 12) {
                 let end = at + 28 + usize::from(u16::from_le_bytes([len[0], len[1]]));
                 let is_record = bytes.get(at + 8).is_some_and(u8::is_ascii_uppercase);

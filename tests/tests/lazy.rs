@@ -79,7 +79,7 @@ fn goes_on(env: &TestEnv, id: &str) {
     let mut touched = 0;
     for round in 0..4 {
         match round {
-            2 => std::fs::write(&set, b"KFWSET\r\nnonsense").unwrap(),
+            2 => std::fs::write(&set, b"KF:WST\r\nnonsense").unwrap(),
             3 => std::fs::remove_dir_all(set.parent().unwrap()).unwrap(),
             _ => {}
         }

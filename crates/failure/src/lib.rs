@@ -84,7 +84,7 @@ impl Failure {
                 fix: Some("wait until that one ends (keyframe status), or use another store".into()),
                 ..failure
             },
-            Error::LaterVersion { .. } => {
+            Error::OtherVersion { .. } | Error::PreRelease { .. } => {
                 failure.fix("read it with a later Keyframe; nothing in it was changed")
             }
             Error::Damaged { .. } => failure.fix(format!(

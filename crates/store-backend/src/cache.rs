@@ -2,7 +2,7 @@
 //! share.
 //!
 //! ```text
-//!   get(key) ─▶ in memory? ─▶ in ROOT/FOLDER/KEY, and its hash matches? ─▶ else none: read the store
+//!   get(key) ─▶ in memory? ─▶ in ROOT/FOLDER/KEY with the right hash? ─▶ none: read the store
 //!
 //!   ROOT   $KEYFRAME_CACHE, else $XDG_CACHE_HOME/keyframe, else ~/.cache/keyframe
 //!   KEY    the key of the piece, in hexadecimal digits

@@ -262,7 +262,9 @@ impl EncryptedReader {
         }
         match header.kind {
             FileKind::Growing => Ok(0),
-            FileKind::Whole => Err(Error::damaged(&self.object, "has no end: it was cut off")),
+            FileKind::Whole => {
+                Err(Error::damaged(&self.object, "its end is missing: the file was cut off"))
+            }
         }
     }
 
@@ -355,7 +357,7 @@ fn passable(beginning: Result<Option<u64>>, unread: &mut Option<Error>) -> Resul
 }
 
 const UNAUTHENTIC: &str =
-    "was not written so with this store's key: it was changed, moved or cut off";
+    "the bytes are not authentic: they were changed, moved or cut off, or the key is wrong";
 
 impl ReadFile for EncryptedReader {
     fn len_bytes(&self) -> Result<u64> {

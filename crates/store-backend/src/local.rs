@@ -368,7 +368,7 @@ fn refuse_foreign_content(root: &Path) -> Result<()> {
         Err(Error::Exists { object: root.display().to_string(), problem: problem.into() })
     };
     if !root.is_dir() {
-        return exists("is there already and is no directory");
+        return exists("exists and is not a directory");
     }
     if root.join(crate::layout::STORE_JSON).exists() {
         return exists("a store is already here");

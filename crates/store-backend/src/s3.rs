@@ -1,20 +1,22 @@
 //! A store in object storage, over the S3 protocol: `s3://BUCKET/PREFIX`.
 //!
 //! ```text
-//!   PREFIX/store.json, PREFIX/maps/..., PREFIX/checkpoints/..., PREFIX/tags/...    an object each, put at once
-//!   PREFIX/packs/00000001.pack/...                                                 a pack is several objects (`pack`)
-//!   PREFIX/lock, PREFIX/prune.lock                                                 objects that end unless renewed (`lease`)
+//!   PREFIX/store.json, PREFIX/maps/..., PREFIX/checkpoints/..., PREFIX/tags/...   one object each
+//!   PREFIX/packs/00000001.pack/...                   a pack is several objects (`pack`)
+//!   PREFIX/lock, PREFIX/prune.lock                   objects that expire unless renewed (`lease`)
 //!
-//!   S3 ─▶ Shared: client (requests, retries) · parts (cache of what was read) · leases · packs that this process writes
+//!   S3Backend ─▶ Shared: client (requests, retries), cache of parts, leases, open packs
 //! ```
 //!
-//! Invariants: what returned `Ok` is stored, as the server understands that; a put by a writer
-//! whose lease may have ended is refused before it is sent. The storage must be consistent (what
-//! was put is read and listed from then on) and know conditional puts; a store is made only where
-//! it does.
+//! Invariants:
+//! - After a call returned `Ok`, the server has confirmed that the bytes are stored.
+//! - A writer whose lease may have ended sends nothing more.
 //!
-//! Not here: files that are open outlive their names in a directory, but objects do not: a reader
-//! whose pack a prune removes finds it gone.
+//! The storage must be consistent (a stored object is read and listed from then on) and must honour
+//! conditional puts. [`S3Backend::create`] checks the second.
+//!
+//! In a directory an open file outlives its name. An object does not: a reader whose pack a prune
+//! removes gets an error of kind `NotFound`.
 
 mod client;
 mod failure;
@@ -49,27 +51,27 @@ use std::sync::{Arc, Mutex, Weak};
 
 const LOCK: &str = "lock";
 const PRUNE_LOCK: &str = "prune.lock";
-/// What is read of an object when it is opened; the rest when it is asked for.
+/// Bytes that are read when an object is opened; the rest is read on demand.
 const HEAD_BYTES: u64 = 4 << 20;
 
-/// A place in object storage.
+/// The files of a store in object storage.
 #[derive(Debug)]
 pub struct S3Backend {
     shared: Arc<Shared>,
 }
 
-/// What the files of one store have in common.
+/// The state that all files of one store share.
 #[derive(Debug)]
 struct Shared {
     client: Arc<Client>,
     cache: PartCache,
     leases: Mutex<Vec<Weak<Lease>>>,
-    /// Packs that this process writes.
+    /// The packs that this process writes, by name.
     open: Mutex<FxHashMap<String, Weak<pack::OpenPack>>>,
 }
 
 impl Shared {
-    /// An error where a lock that was taken is not surely held any more.
+    /// Fails if a lock that this process took may have been lost.
     fn check_leases(&self) -> Result<()> {
         let mut leases = self.leases.lock().ignore_poison();
         leases.retain(|lease| lease.strong_count() > 0);
@@ -84,8 +86,8 @@ impl Shared {
 }
 
 impl S3Backend {
-    /// The place that `url` names, with the rights and the cache that the environment names.
-    /// Nothing is asked yet.
+    /// The store at `url`. The environment names the credentials and the cache. Sends no request
+    /// yet.
     pub fn open(url: &Path) -> Result<Self> {
         let variable = |name: &str| std::env::var(name).ok();
         let place = S3Location::parse(url, &variable)?;
@@ -109,15 +111,16 @@ impl S3Backend {
         }
     }
 
-    /// A place for a new store: refuses one that holds anything, and storage on which two writers
-    /// could not be told apart.
+    /// The place for a new store. Fails with [`Error::Exists`] if it holds any object, and if the
+    /// server does not honour conditional puts, because two writers could then hold the lock at
+    /// once.
     pub fn create(url: &Path) -> Result<Self> {
         let this = Self::open(url)?;
         this.check_new()?;
         Ok(this)
     }
 
-    /// Fails unless a store can be made here.
+    /// Fails unless a store can be created here.
     pub fn check_new(&self) -> Result<()> {
         self.require_empty()?;
         self.require_conditions()
@@ -135,7 +138,7 @@ impl S3Backend {
         if client.list("", ListDepth::Below, Some(2))?.is_empty() {
             Ok(())
         } else {
-            Err(exists("there are objects here already"))
+            Err(exists("objects are already here"))
         }
     }
 
@@ -157,10 +160,11 @@ impl S3Backend {
             return Ok(());
         }
         let problem = format!(
-            "the server at {} does not honour conditional puts (If-None-Match, If-Match): two writers could not be kept apart",
+            "the server at {} ignores the conditions of puts (If-None-Match, If-Match), so two \
+             writers could write at once",
             client.location.endpoint
         );
-        let fix = Some("use a server that does".into());
+        let fix = Some("use a server that supports conditional puts".into());
         let source = io::Error::new(io::ErrorKind::Unsupported, RemoteFailure { problem, fix });
         Err(Error::Io { object: client.location.name.clone(), operation: "make a store", source })
     }
@@ -172,14 +176,14 @@ impl S3Backend {
     }
 }
 
-/// Packs are not objects of their own.
+/// True for a pack, which is several objects.
 fn is_pack(name: &str) -> bool {
     name.strip_prefix("packs/").is_some_and(|file| !file.contains('/'))
 }
 
 impl S3Backend {
-    /// Takes the writer's lock away from whoever holds it, and says who that was; that one writes
-    /// nothing more.
+    /// Removes the writer's lock, whoever holds it, and returns the holder's text. That holder can
+    /// write nothing more.
     fn break_lock(&self) -> Result<Option<String>> {
         lease::break_lease(&self.shared.client, LOCK)
     }
@@ -213,7 +217,7 @@ impl Backend for S3Backend {
     fn unlock(&self, force: bool) -> Result<UnlockOutcome> {
         match self.lock_holder()? {
             Some(holder) if !force => Ok(UnlockOutcome::Held(holder)),
-            // Also one whose time is over.
+            // Also a lock whose lease has ended.
             _ => Ok(self.break_lock()?.map_or(UnlockOutcome::Nothing, UnlockOutcome::Removed)),
         }
     }
@@ -251,8 +255,8 @@ impl Backend for S3Backend {
     }
 
     fn list(&self, folder: &str) -> Result<Vec<String>> {
-        // Of packs the objects in them: servers that keep directories list them for a while after
-        // what was in them.
+        // Lists the objects inside the packs: a server that keeps directories lists an empty one
+        // for a while.
         let depth = if folder == PACKS { ListDepth::Below } else { ListDepth::Here };
         let objects = self.shared.client.list(&format!("{folder}/"), depth, None)?;
         let names = objects
@@ -273,7 +277,7 @@ impl Backend for S3Backend {
     }
 
     fn sync(&self, _name: &str) -> Result<()> {
-        // What can be read is durable.
+        // Whatever can be read is durable.
         self.shared.check_leases()
     }
 
@@ -286,7 +290,7 @@ impl Backend for S3Backend {
     }
 }
 
-/// An object that is put at once.
+/// An object that was put whole.
 #[derive(Debug)]
 struct ObjectFile {
     client: Arc<Client>,

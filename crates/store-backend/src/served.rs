@@ -5,7 +5,7 @@
 //!   pack       ─▶ pieces of 128 KiB ─▶ cached for this state of the file? ─▶ from the cache
 //!                                      └─▶ else requested, many at once (`file`)
 //!
-//!   ServedBackend ─▶ Shared: client (connections, retries) · piece cache of this host · stats of packs
+//!   ServedBackend ─▶ Shared: client (connections, retries), piece cache, states of packs
 //! ```
 //!
 //! A reader finds an offset of a pack in a map, which was written after the pack. So the client
@@ -162,7 +162,7 @@ impl ServedBackend {
         match client.ask("look at", "lock", Request::State)? {
             Answer::Data(bytes) => serde_json::from_slice(&bytes)
                 .map_err(|e| client.strange("look at", "lock", &e.to_string())),
-            _ => Err(client.strange("look at", "lock", "no state")),
+            _ => Err(client.strange("look at", "lock", "no state of the store")),
         }
     }
 }
@@ -170,7 +170,8 @@ impl ServedBackend {
 /// The error of an attempt to write to a served store.
 pub(crate) fn read_only(object: &str, operation: &'static str) -> Error {
     let problem = "a served store is read-only".to_owned();
-    let fix = "do this where the store is, or copy what you need into a store of your own: keyframe copy --to STORE";
+    let fix = "do this on the machine where the store is, or copy the checkpoints into a store of \
+               your own: keyframe copy --to STORE";
     io_error(
         object.into(),
         operation,
@@ -243,7 +244,7 @@ impl Backend for ServedBackend {
         let names = match client.ask("list", folder, Request::List { folder: folder.to_owned() })? {
             Answer::Data(bytes) => wire::decode_names(&bytes)
                 .map_err(|problem| client.strange("list", folder, &problem))?,
-            _ => return Err(client.strange("list", folder, "no names")),
+            _ => return Err(client.strange("list", folder, "no file names")),
         };
         self.shared.bump_generation();
         if folder == PACKS {
@@ -283,7 +284,7 @@ impl Backend for ServedBackend {
                 Ok(bytes)
             }
             (Answer::Same, Some(bytes)) => Ok(bytes.to_vec()),
-            _ => Err(client.strange("read", name, "the same as nothing")),
+            _ => Err(client.strange("read", name, "\"unchanged\" for a file that is not cached")),
         }
     }
 }

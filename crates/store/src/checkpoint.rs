@@ -1,7 +1,7 @@
 //! The checkpoint file: there under its final name, it seals a checkpoint.
 //!
 //! ```text
-//!   magic "KFCKPT\r\n", version, then (see the envelope)
+//!   magic "KF:CKP\r\n", version, then (see the envelope)
 //!    12  4 flags: 1 = device state is LZ4    16  8 id                 24 16 store id
 //!    40  8 meta length                       48  8 device state length as stored
 //!    56  8 device state length               64 .. meta (JSON), device state       end-32 32 BLAKE3
@@ -14,7 +14,7 @@ use crate::{Error, Result, envelope};
 use keyframe_bytes::ByteReader;
 use keyframe_pages::bytes::Problem;
 
-const MAGIC: envelope::Magic = *b"KFCKPT\r\n";
+const MAGIC: envelope::Magic = *b"KF:CKP\r\n";
 const FLAG_LZ4: u32 = 1;
 /// Device state with every ROM in it stays far below.
 pub const CHECKPOINT_BYTES_MAX: u64 = 4 << 30;
@@ -49,11 +49,10 @@ impl<'a> DeviceSection<'a> {
 
 /// The bytes of the file of checkpoint `id`.
 pub fn encode(id: u64, store: StoreId, meta: &Meta, device: &DeviceSection<'_>) -> Result<Vec<u8>> {
-    let disks = !meta.disks.is_empty();
     let meta = serde_json::to_vec(meta).map_err(|e| {
         Error::damaged(format!("checkpoint {id}"), format!("cannot be written as JSON: {e}"))
     })?;
-    let mut out = envelope::begin_with(MAGIC, disks);
+    let mut out = envelope::begin(MAGIC);
     out.extend_from_slice(&(if device.coded.is_some() { FLAG_LZ4 } else { 0 }).to_le_bytes());
     out.extend_from_slice(&id.to_le_bytes());
     out.extend_from_slice(&store.0);

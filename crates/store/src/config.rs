@@ -1,8 +1,8 @@
-//! `store.json`: what makes a directory a store.
+//! `store.json`: the identity of a store and its keys. It makes a directory a store.
 //!
 //! ```text
 //!   {
-//!     "format": "keyframe-store",
+//!     "format": "keyframe-checkpoint-store",
 //!     "version": 1,
 //!     "id": "32 hexadecimal digits",
 //!     "created": "2026-01-31T12:00:00Z",
@@ -11,12 +11,11 @@
 //!   }
 //! ```
 //!
-//! The store is encrypted where `version` is 4; then `encryption` (`secret`) takes the place of
-//! `hash_key`.
+//! In an encrypted store, `encryption` (`secret`) replaces `hash_key`.
 //!
-//! Invariant: the checksum line is the same in all versions of the format, so that a file of a
-//! later version is told from a damaged one. The bytes behind the checksum are fixed, so that no
-//! byte of the file goes unchecked.
+//! Invariants: every version of the format has the same checksum line, so a reader distinguishes
+//! another version from damage. The bytes after the checksum are fixed, so every byte of the file
+//! is checked.
 
 use crate::identity::HashKey;
 use crate::secret::{Lock, Secret, SecretKind};
@@ -28,15 +27,14 @@ use keyframe_store_backend::{DataKey, random_bytes};
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
-/// The version of the store format (of all its files) that is written, and the highest that is
-/// read.
+/// The version of the store format, of all its files.
 pub const FORMAT_VERSION: u32 = 1;
-/// The version of `store.json` where the store is encrypted, and the highest that is read.
-pub const ENCRYPTED_VERSION: u32 = 5;
-/// Far above what any version needs.
+/// The longest `store.json` that is read, in bytes; far more than it needs.
 pub const STORE_JSON_BYTES_MAX: u64 = 64 << 10;
 
-const FORMAT: &str = "keyframe-store";
+const FORMAT: &str = "keyframe-checkpoint-store";
+/// The format of the stores that builds before the first release made.
+const PRE_RELEASE_FORMAT: &str = "keyframe-store";
 const CHECKSUM_FIELD: &str = "  \"checksum\": \"";
 const CLOSING: &str = "\"\n}\n";
 
@@ -126,7 +124,7 @@ impl Config {
     pub fn encode(&self) -> Result<Vec<u8>> {
         let body = Body {
             format: FORMAT.into(),
-            version: if self.encryption.is_some() { ENCRYPTED_VERSION } else { FORMAT_VERSION },
+            version: FORMAT_VERSION,
             id: to_hex(&self.id.0),
             created: self.created,
             hash_key: self.encryption.is_none().then(|| to_hex(&self.key.0)),
@@ -156,22 +154,24 @@ impl Config {
         }
         let json = |e: serde_json::Error| damaged(format!("not as expected: {e}"));
         let any: AnyVersion = serde_json::from_str(text).map_err(json)?;
-        if any.format != FORMAT {
-            return Err(damaged(format!("is of format \"{}\", not \"{FORMAT}\"", any.format)));
+        if any.format == PRE_RELEASE_FORMAT {
+            return Err(Error::PreRelease { object: object.into(), found: any.version });
         }
-        if any.version > ENCRYPTED_VERSION {
-            let (found, known) = (any.version, ENCRYPTED_VERSION);
-            return Err(Error::LaterVersion { object: object.into(), found, known });
+        if any.format != FORMAT {
+            return Err(damaged(format!("its format is \"{}\", not \"{FORMAT}\"", any.format)));
+        }
+        if any.version != FORMAT_VERSION {
+            return Err(Error::OtherVersion { object: object.into(), found: any.version });
         }
         let body: Body = serde_json::from_str(text).map_err(json)?;
         let id = from_hex(&body.id)
             .ok_or_else(|| damaged("its id is not 32 hexadecimal digits".into()))?;
         let keys = match (body.encryption, body.hash_key) {
-            (Some(lock), None) if body.version >= ENCRYPTED_VERSION => StoredKeys::Locked(lock),
-            (None, Some(key)) if body.version < ENCRYPTED_VERSION => from_hex(&key)
+            (Some(lock), None) => StoredKeys::Locked(lock),
+            (None, Some(key)) => from_hex(&key)
                 .map(|key| StoredKeys::Plain(HashKey(key)))
                 .ok_or_else(|| damaged("its key is not 64 hexadecimal digits".into()))?,
-            _ => return Err(damaged("it does not have the keys of its version".into())),
+            _ => return Err(damaged("it must have either a key or locked keys".into())),
         };
         Ok(Stored { id: StoreId(id), created: body.created, keys })
     }
@@ -202,7 +202,7 @@ impl Stored {
 
 /// What a lock is bound to.
 fn name(id: StoreId, created: Timestamp) -> String {
-    format!("{FORMAT} {ENCRYPTED_VERSION} {} {created}", to_hex(&id.0))
+    format!("{FORMAT} {FORMAT_VERSION} {} {created}", to_hex(&id.0))
 }
 
 /// The time, in whole seconds.
@@ -217,20 +217,22 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_later_version_is_told_from_a_damaged_file() {
+    fn another_version_and_a_pre_release_store_are_distinguished_from_damage() {
         let text = String::from_utf8(Config::fresh(None).unwrap().encode().unwrap()).unwrap();
+        let with_checksum = |text: &str| {
+            let covered = &text[..text.rfind(CHECKSUM_FIELD).unwrap()];
+            let hash = blake3::hash(covered.as_bytes()).to_hex();
+            format!("{covered}{CHECKSUM_FIELD}{hash}{CLOSING}")
+        };
         let later = text.replace("\"version\": 1", "\"version\": 7,\n  \"novelty\": true");
         assert!(matches!(Config::decode(later.as_bytes(), "x"), Err(Error::Damaged { .. })));
-        let covered = &later[..later.rfind(CHECKSUM_FIELD).unwrap()];
-        let sealed = format!(
-            "{covered}{CHECKSUM_FIELD}{}{CLOSING}",
-            blake3::hash(covered.as_bytes()).to_hex()
-        );
-        let error = Config::decode(sealed.as_bytes(), "x").unwrap_err();
-        assert!(
-            matches!(error, Error::LaterVersion { found: 7, known: ENCRYPTED_VERSION, .. }),
-            "{error}"
-        );
+        let error = Config::decode(with_checksum(&later).as_bytes(), "x").unwrap_err();
+        assert!(matches!(error, Error::OtherVersion { found: 7, .. }), "{error}");
+        let old =
+            text.replace(FORMAT, PRE_RELEASE_FORMAT).replace("\"version\": 1", "\"version\": 8");
+        let error = Config::decode(with_checksum(&old).as_bytes(), "x").unwrap_err();
+        assert!(matches!(error, Error::PreRelease { found: 8, .. }), "{error}");
+        assert!(error.to_string().contains("pre-release"), "{error}");
     }
 
     #[test]

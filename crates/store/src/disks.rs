@@ -98,20 +98,15 @@ pub struct DiskCounts {
     /// Bytes appended to packs for them.
     pub stored_bytes: u64,
     /// Of the stored blocks: put together from parts that the store held already.
-    #[serde(default)]
     pub composed_blocks: u64,
-    /// What became of the sectors: eight for each block written. All 0 in checkpoints of early
-    /// versions.
-    #[serde(default)]
+    /// What became of the sectors: eight for each block written.
     pub sectors: SectorCounts,
 }
 
 /// Sectors of 512 bytes of a disk, by what became of them. Each block written adds eight. `whole`:
 /// as one of a block that the store held as a whole; `part`: alone, in a composed record. Whether
-/// it is of a disk or of RAM is told by what brought the content into the store first; packs of
-/// version 1 know of RAM alone.
+/// it is of a disk or of RAM is told by what brought the content into the store first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
 pub struct SectorCounts {
     /// All zeros: nothing is stored.
     pub zero_sectors: u64,

@@ -238,7 +238,7 @@ impl Inner {
             match self.read_whole(id) {
                 Ok(()) => {}
                 // What the medium does not give now may be there all the same.
-                Err(error @ (Error::LaterVersion { .. } | Error::Io { .. })) => return Err(error),
+                Err(error @ (Error::OtherVersion { .. } | Error::Io { .. })) => return Err(error),
                 Err(error) => torn.push(TornCheckpoint { id, problem: error.to_string() }),
             }
         }

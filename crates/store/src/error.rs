@@ -1,6 +1,7 @@
 //! What can go wrong with a store: one enum, each variant naming the object and what was done with
 //! it.
 
+use crate::config::FORMAT_VERSION;
 use crate::secret::SecretKind;
 use keyframe_store_backend::Error as BackendError;
 use keyframe_units::{CheckpointId, PageIndex};
@@ -65,15 +66,24 @@ pub enum Error {
         /// What is wrong with it.
         problem: String,
     },
-    /// Written by a later version of the format than this program knows.
-    #[error("{object} has format version {found}; this program knows versions up to {known}")]
-    LaterVersion {
+    /// The file has another version of the store format than this program reads.
+    #[error("{object} has format version {found}; this program reads version {FORMAT_VERSION}")]
+    OtherVersion {
         /// The file.
         object: String,
         /// The version found there.
         found: u32,
-        /// The highest version that this program reads.
-        known: u32,
+    },
+    /// A build from before the first release made the store.
+    #[error(
+        "{object} was made by a pre-release build of Keyframe (format version {found}), which this \
+         program does not read; nothing in it was changed"
+    )]
+    PreRelease {
+        /// The file.
+        object: String,
+        /// The version found there.
+        found: u32,
     },
     /// Another writer holds the store.
     #[error("the store is locked: {holder} writes to it")]
@@ -278,7 +288,9 @@ impl From<Error> for io::Error {
     fn from(error: Error) -> Self {
         let kind = match &error {
             Error::Io { source, .. } => source.kind(),
-            Error::Damaged { .. } | Error::LaterVersion { .. } => io::ErrorKind::InvalidData,
+            Error::Damaged { .. } | Error::OtherVersion { .. } | Error::PreRelease { .. } => {
+                io::ErrorKind::InvalidData
+            }
             Error::NoStore { .. } | Error::UnknownCheckpoint { .. } => io::ErrorKind::NotFound,
             _ => io::ErrorKind::Other,
         };

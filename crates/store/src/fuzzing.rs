@@ -62,21 +62,21 @@ fn mend_record(bytes: &mut [u8], place: PageRef) -> Option<usize> {
 /// The content of a map's file, behind magic and version, before the checksum.
 pub fn map(content: &[u8]) {
     let Some((id, _)) = content.get(4..).and_then(|rest| rest.split_first_chunk()) else { return };
-    let mut bytes = b"KFMAP\r\n\x1a\x02\0\0\0".to_vec();
+    let mut bytes = b"KF:MAP\r\n\x01\0\0\0".to_vec();
     bytes.extend_from_slice(content);
     let id = u64::from_le_bytes(*id);
     let Ok(run) = MapRun::decode(&envelope::finish(bytes), STORE, id, "m") else { return };
     // What says nothing of a page takes no room: only pages that have records do.
     let (mut ram, mut disks) = (PageMap::default(), DiskMap::default());
     run.apply(run.header.space_pages / 2, &mut ram, &mut disks);
-    let again = MapRun::decode(&run.encode(STORE, true), STORE, id, "m").ok();
+    let again = MapRun::decode(&run.encode(STORE), STORE, id, "m").ok();
     assert!(again.is_some_and(|again| again.refs() == run.refs()), "a map that does not come back");
 }
 
 /// The content of a checkpoint's file, behind magic and version, before the checksum.
 pub fn checkpoint(content: &[u8]) {
     let Some((id, _)) = content.get(4..).and_then(|rest| rest.split_first_chunk()) else { return };
-    let mut bytes = b"KFCKPT\r\n\x02\0\0\0".to_vec();
+    let mut bytes = b"KF:CKP\r\n\x01\0\0\0".to_vec();
     bytes.extend_from_slice(content);
     let id = u64::from_le_bytes(*id);
     let Ok(file) = checkpoint::decode(&envelope::finish(bytes), id, STORE, "c") else { return };
@@ -128,9 +128,9 @@ pub fn small(data: &[u8]) {
     };
     match kind % 6 {
         0 => drop(tags::decode(STORE, "t", bytes)),
-        1 => drop(worksets::decode(&sealed(*b"KFWSET\r\n"), STORE, CheckpointId(0), u64::MAX)),
-        2 => drop(Moves::decode(&sealed(*b"KFMOVE\r\n"), STORE, "m")),
-        3 => drop(envelope::open(bytes, *b"KFMAP\r\n\x1a", "e")),
+        1 => drop(worksets::decode(&sealed(*b"KF:WST\r\n"), STORE, CheckpointId(0), u64::MAX)),
+        2 => drop(Moves::decode(&sealed(*b"KF:MOV\r\n"), STORE, "m")),
+        3 => drop(envelope::open(bytes, *b"KF:MAP\r\n", "e")),
         4 => {
             let mut reader = ByteReader::new(bytes);
             while let Ok(value) = reader.varint() {

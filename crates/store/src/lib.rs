@@ -115,5 +115,4 @@ pub use store::{Listing, Store, id_on};
 pub use tags::check_tag;
 pub use writer::{Tuning, Writer};
 
-/// The highest version of the store format that this program writes and reads.
-pub const FORMAT_VERSION: u32 = config::ENCRYPTED_VERSION;
+pub use config::FORMAT_VERSION;

@@ -1,10 +1,10 @@
 //! One map run: where the pages are that changed between two checkpoints of a run.
 //!
 //! ```text
-//!   file   magic "KFMAP\r\n\x1a", version, then (see the envelope)
+//!   file   magic "KF:MAP\r\n", version, then (see the envelope)
 //!           12  4 flags: 1 = body is LZ4      16  8 id          24  8 parent's id, 0 = none: all other pages are zero
 //!           32 16 run id                      48 16 store id    64  8 pages of the space
-//!           (pages of the space: of RAM, and behind them blocks of disks, see the disk map; version 2 has them)
+//!           (pages of the space: of RAM, and behind them blocks of disks, see the disk map)
 //!           72  8 extents                     80  8 references  88  8 body length before LZ4
 //!           96 .. body                        end-32 32 BLAKE3
 //!   body   per extent: varint gap (pages since the end of the extent before), varint pages * 2 + (0 zero | 1 references)
@@ -29,7 +29,7 @@ use keyframe_bytes::varint::{apply_zigzag, put_varint, zigzag_delta};
 use keyframe_pages::bytes::Problem;
 use keyframe_units::{PageIndex, PageRange};
 
-const MAGIC: envelope::Magic = *b"KFMAP\r\n\x1a";
+const MAGIC: envelope::Magic = *b"KF:MAP\r\n";
 const FLAG_LZ4: u32 = 1;
 /// Larger than the map of 16 TiB of RAM in its worst coding; what is beyond is refused before it is
 /// read.
@@ -171,8 +171,8 @@ impl MapRun {
         ram.lay(of_ram);
     }
 
-    /// The bytes of its file; `disks`: its page space has some.
-    pub fn encode(&self, store: StoreId, disks: bool) -> Vec<u8> {
+    /// The bytes of its file.
+    pub fn encode(&self, store: StoreId) -> Vec<u8> {
         let mut body = Vec::with_capacity(self.extents.len() * 3 + self.refs.len() * 2);
         let mut end = 0;
         for extent in &self.extents {
@@ -186,7 +186,7 @@ impl MapRun {
             previous = to.0;
         }
         let coded = compress_section(&body);
-        let mut out = envelope::begin_with(MAGIC, disks);
+        let mut out = envelope::begin(MAGIC);
         out.extend_from_slice(&(if coded.is_some() { FLAG_LZ4 } else { 0 }).to_le_bytes());
         out.extend_from_slice(&self.header.id.to_le_bytes());
         out.extend_from_slice(&self.header.parent.unwrap_or(0).to_le_bytes());
@@ -295,7 +295,7 @@ mod tests {
 
     #[test]
     fn maps_follow_their_dirty_pages() {
-        let none = MapRun::new(header(262_144), std::iter::empty()).encode(STORE, false);
+        let none = MapRun::new(header(262_144), std::iter::empty()).encode(STORE);
         assert!(none.len() < 200, "nothing changed: {} bytes", none.len());
         let mut pages = BTreeMap::new();
         let mut offset = 1 << 40 | 64;
@@ -310,7 +310,7 @@ mod tests {
             offset += 28 + 200 + mix(i as u64) % 3896;
         }
         let run = MapRun::new(header(262_144), pages.into_iter());
-        let bytes = run.encode(STORE, false);
+        let bytes = run.encode(STORE);
         assert!(bytes.len() < 100_000, "20k random pages of 1 GiB: {} bytes", bytes.len());
         assert_eq!(MapRun::decode(&bytes, STORE, 12, "m").unwrap(), run);
     }
@@ -322,7 +322,7 @@ mod tests {
             old in prop::collection::btree_map(0u64..500, 1u64..99, 0..100), border in 0u64..501,
         ) {
             let run = MapRun::new(header(500), pages.iter().map(|(p, r)| (PageIndex(*p), PageRef(*r))));
-            let back = MapRun::decode(&run.encode(STORE, false), STORE, 12, "m").unwrap();
+            let back = MapRun::decode(&run.encode(STORE), STORE, 12, "m").unwrap();
             prop_assert_eq!(&back, &run);
             let mut map = PageMap::default();
             for (page, to) in &old {

@@ -97,7 +97,6 @@ pub struct MemberMeta {
     /// Its name, which no other member has. Its RAM blocks are listed as `NAME/BLOCK`.
     pub name: String,
     /// Its QEMU's process id: packets in flight name it by that.
-    #[serde(default)]
     pub pid: u32,
     /// How many of the checkpoint's RAM blocks are its own: the first ones that no member before it
     /// has.
@@ -160,7 +159,6 @@ pub struct Counts {
     /// Of these: content that the store already held (elsewhere).
     pub dedup_pages: u64,
     /// Of the deduplicated ones: content that a disk had brought into the store.
-    #[serde(default)]
     pub dedup_disk_pages: u64,
     /// Of the dirty ones: content that the page already had at the previous checkpoint.
     pub unchanged_pages: u64,

@@ -32,8 +32,8 @@ use crate::pack_file::{Ending, PackFile, seal_of};
 use crate::prune::moves::Moves;
 use crate::prune::packs;
 use crate::record::{
-    DENSE_WITH_WORDS, Entry, Kind, PACK_HEADER_BYTES, Record, WITH_WORDS, append_record,
-    encode_dense_header, encode_dictionary, encode_pack_header, encode_trailer,
+    Entry, Kind, PACK_HEADER_BYTES, Record, append_record, encode_dictionary, encode_pack_header,
+    encode_trailer,
 };
 use crate::sectors::{SectorFinder, Tags};
 use crate::store::Inner;
@@ -405,17 +405,9 @@ impl PackWriter {
             }
         };
         let id = self.inner.config.id;
-        let (header, dictionary) = match &self.dense {
-            None => (encode_pack_header(id, number, WITH_WORDS), Vec::new()),
-            Some(dense) => {
-                let dictionary = dense.bytes();
-                let len = dictionary.len() as u64;
-                (
-                    encode_dense_header(id, number, DENSE_WITH_WORDS, len),
-                    encode_dictionary(dictionary),
-                )
-            }
-        };
+        let dictionary = self.dense.as_ref().map(Dense::bytes);
+        let header = encode_pack_header(id, number, dictionary.map(|bytes| bytes.len() as u64));
+        let dictionary = dictionary.map(encode_dictionary).unwrap_or_default();
         let head = [&header[..], &dictionary].concat();
         if let Err(error) = file.append(&head) {
             let _ = self.inner.backend.remove(&name);

@@ -3,14 +3,15 @@
 //! ```text
 //!   pack    | header 64 | record | record | ... | record | index entries | zeros | footer 64 |
 //!                                                         └── only in a closed pack ─────────┘
-//!   header    0  8 magic "KFPACK\r\n"     8  4 version    12  4 zero    16 16 store id
-//!            32  8 pack number           40  8 zero       48 16 BLAKE3(bytes 0..48)[0..16]
-//!             of versions 6 and 8, which have a dictionary of d bytes:   40  8 d    64 16 BLAKE3(dictionary)[0..16]    80 d dictionary
+//!   header    0  8 magic "KF:PCK\r\n"     8  4 version    12  4 flags    16 16 store id
+//!            32  8 pack number           40  8 d          48 16 BLAKE3(bytes 0..48)[0..16]
+//!             flag 1, a recompressed pack:   64 16 BLAKE3(dictionary)[0..16]   80 d dictionary
 //!   record    0  8 check = XXH3-64(bytes 8.. of the record, seed = its PageRef)
-//!             8  1 kind: 'P' page, 'B' block of a disk, 'C' composed (the last two from version 3 on), 'D' delta (from 4 on)
-//!             9  1 codec (0 raw, 1 LZ4; in 6 and 8 also 2 zstd; from 7 on 3 words)   10  2 payload length    12 16 hash    28 .. payload
+//!             8  1 kind: 'P' page, 'B' block of a disk, 'C' composed, 'D' delta
+//!             9  1 codec: 0 raw, 1 LZ4, 2 zstd with the pack's dictionary, 3 words
+//!            10  2 payload length    12 16 hash    28 .. payload
 //!   entry     0 16 hash       16  7 offset of the record; rising offsets       23  1 kind: 0 'P', 1 'B', 2 'C', 3 'D'
-//!   footer    0  8 magic "KFPACKED"       8  8 entries    16  8 offset of the first entry (= where records end)
+//!   footer    0  8 magic "KF:INDEX"       8  8 entries    16  8 offset of the first entry (= where records end)
 //!            24  8 zero                  32 32 BLAKE3(header, entries, zeros, footer bytes 0..32)
 //! ```
 //!
@@ -46,38 +47,23 @@ pub const FOOTER_BYTES: usize = 64;
 /// Length of an index entry.
 pub const ENTRY_BYTES: usize = 24;
 
-const PACK_MAGIC: &[u8; 8] = b"KFPACK\r\n";
-const FOOTER_MAGIC: &[u8; 8] = b"KFPACKED";
+const PACK_MAGIC: &[u8; 8] = b"KF:PCK\r\n";
+const FOOTER_MAGIC: &[u8; 8] = b"KF:INDEX";
 const CHECK_BYTES: usize = 8;
 /// Where the kind is in a record.
 pub const KIND_AT: u64 = 8;
 /// Where the kind is in an entry's last word.
 const KIND_SHIFT: u32 = 56;
 
-/// The version of packs that know of disks: of blocks and composed blocks.
-pub const WITH_PARTS: u32 = 3;
-/// The version of packs that know of deltas, too.
-pub const WITH_DELTAS: u32 = 4;
-/// The version of packs that begin with a dictionary: of those that were recompressed before there
-/// were pages as words.
-pub const WITH_DICTIONARY: u32 = 6;
-/// The version of packs that know of pages as words, too: the one that is written.
-pub const WITH_WORDS: u32 = 7;
-/// The same with a dictionary: of those that are recompressed.
-pub const DENSE_WITH_WORDS: u32 = 8;
-/// All versions without a dictionary.
-pub const PLAIN_VERSIONS: [u32; 4] = [FORMAT_VERSION, WITH_PARTS, WITH_DELTAS, WITH_WORDS];
-/// And those with one.
-pub const DENSE_VERSIONS: [u32; 2] = [WITH_DICTIONARY, DENSE_WITH_WORDS];
-/// The check of a dictionary, between the pack's header and it.
+/// Length of the check of a dictionary, between the pack's header and the dictionary.
 pub const DICTIONARY_CHECK_BYTES: usize = 16;
-/// Where the header has the dictionary's length.
-const DICTIONARY_LEN_AT: usize = 40;
+/// The flag of a pack that begins with a dictionary.
+const HAS_DICTIONARY: u32 = 1;
 
 /// What a record is; and whether RAM or a disk brought its content into the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// A page of RAM. (In packs of version 1 it may be a disk's.)
+    /// A page of RAM.
     Page,
     /// A block of a disk.
     Block,
@@ -130,34 +116,21 @@ impl Kind {
     }
 }
 
-/// The header of pack `number`, of a version without a dictionary.
-pub fn encode_pack_header(id: StoreId, number: u32, version: u32) -> [u8; PACK_HEADER_BYTES] {
-    encode_header(id, number, version, 0)
-}
-
-/// The header of pack `number`, of a version with a dictionary.
-pub fn encode_dense_header(
+/// The header of pack `number`. `dictionary_bytes` is the length of its dictionary; none for a pack
+/// that was not recompressed.
+pub fn encode_pack_header(
     id: StoreId,
     number: u32,
-    version: u32,
-    dictionary_bytes: u64,
+    dictionary_bytes: Option<u64>,
 ) -> [u8; PACK_HEADER_BYTES] {
-    encode_header(id, number, version, dictionary_bytes)
-}
-
-fn encode_header(
-    id: StoreId,
-    number: u32,
-    version: u32,
-    dictionary_bytes: u64,
-) -> [u8; PACK_HEADER_BYTES] {
+    let flags = if dictionary_bytes.is_some() { HAS_DICTIONARY } else { 0 };
     let mut bytes = Vec::with_capacity(PACK_HEADER_BYTES);
     bytes.extend_from_slice(PACK_MAGIC);
-    bytes.extend_from_slice(&version.to_le_bytes());
-    bytes.extend_from_slice(&[0; 4]);
+    bytes.extend_from_slice(&FORMAT_VERSION.to_le_bytes());
+    bytes.extend_from_slice(&flags.to_le_bytes());
     bytes.extend_from_slice(&id.0);
     bytes.extend_from_slice(&u64::from(number).to_le_bytes());
-    bytes.extend_from_slice(&dictionary_bytes.to_le_bytes());
+    bytes.extend_from_slice(&dictionary_bytes.unwrap_or(0).to_le_bytes());
     let mut out = [0; PACK_HEADER_BYTES];
     out[..48].copy_from_slice(&bytes);
     out[48..].copy_from_slice(&blake3::hash(&bytes).as_bytes()[..16]);
@@ -180,37 +153,45 @@ pub fn decode_dictionary(bytes: &[u8]) -> Result<&[u8], Problem> {
     Ok(dictionary)
 }
 
-/// Checks the header of what should be pack `number` of store `id`; `object` is how errors call it.
-/// Where the first record is.
+/// Checks the header of pack `number` of store `id`, and returns the offset of the first record.
+/// `object` names the pack in errors.
 pub fn check_pack_header(bytes: &[u8], id: StoreId, number: u32, object: &str) -> Result<u64> {
-    if PLAIN_VERSIONS.iter().any(|version| bytes == encode_pack_header(id, number, *version)) {
+    if bytes == encode_pack_header(id, number, None) {
         return Ok(PACK_HEADER_BYTES as u64);
     }
-    let dictionary_bytes =
-        bytes.get(DICTIONARY_LEN_AT..).and_then(|at| ByteReader::new(at).u64_le().ok());
-    if let Some(dictionary_bytes) =
-        dictionary_bytes.filter(|len| *len <= DICTIONARY_BYTES_MAX as u64)
-        && DENSE_VERSIONS
-            .iter()
-            .any(|version| bytes == encode_dense_header(id, number, *version, dictionary_bytes))
-    {
-        return Ok((PACK_HEADER_BYTES + DICTIONARY_CHECK_BYTES) as u64 + dictionary_bytes);
+    let header = decode_pack_header(bytes).map_err(|problem| Error::damaged(object, problem))?;
+    if header.version != FORMAT_VERSION {
+        return Err(Error::OtherVersion { object: object.into(), found: header.version });
     }
-    let damaged = |problem: &str| Err(Error::damaged(object, problem));
+    let dictionary_bytes = header.dictionary_bytes;
+    if dictionary_bytes > DICTIONARY_BYTES_MAX as u64
+        || bytes != encode_pack_header(id, number, Some(dictionary_bytes))
+    {
+        return Err(Error::damaged(object, "its header is that of another pack or another store"));
+    }
+    Ok((PACK_HEADER_BYTES + DICTIONARY_CHECK_BYTES) as u64 + dictionary_bytes)
+}
+
+/// The fields of a header whose checksum holds, as far as [`check_pack_header`] needs them.
+struct PackHeader {
+    version: u32,
+    dictionary_bytes: u64,
+}
+
+fn decode_pack_header(bytes: &[u8]) -> Result<PackHeader, Problem> {
     let mut reader = ByteReader::new(bytes);
-    let (Ok(covered), Ok(check)) = (reader.take(48), reader.array::<16>()) else {
-        return damaged("shorter than a pack's header");
-    };
+    let (covered, check) = (reader.take(48)?, reader.array::<16>()?);
     if blake3::hash(covered).as_bytes()[..16] != check {
-        return damaged("the checksum of its header does not match");
+        return Err("the checksum of its header does not match".into());
     }
     let mut reader = ByteReader::new(covered);
-    match (reader.array::<8>(), reader.u32_le()) {
-        (Ok(magic), Ok(found)) if magic == *PACK_MAGIC && found > DENSE_WITH_WORDS => {
-            Err(Error::LaterVersion { object: object.into(), found, known: DENSE_WITH_WORDS })
-        }
-        _ => damaged("its header is that of another pack or another store"),
+    if reader.array::<8>()? != *PACK_MAGIC {
+        return Err("its header is not that of a pack".into());
     }
+    let version = reader.u32_le()?;
+    // Flags, store and number are compared with the expected header.
+    reader.take(4 + 16 + 8)?;
+    Ok(PackHeader { version, dictionary_bytes: reader.u64_le()? })
 }
 
 /// Appends the record that will lie at `place`.
@@ -494,24 +475,18 @@ mod tests {
     #[test]
     fn every_flipped_bit_of_header_and_trailer_is_noticed() {
         let id = StoreId([5; 16]);
-        for version in PLAIN_VERSIONS {
-            check_pack_header(&encode_pack_header(id, 7, version), id, 7, "p").unwrap();
-        }
-        let never = check_pack_header(&encode_pack_header(id, 7, 2), id, 7, "p");
-        assert!(matches!(never, Err(Error::Damaged { .. })));
-        let later = check_pack_header(&encode_pack_header(id, 7, 9), id, 7, "p");
-        assert!(matches!(
-            later,
-            Err(Error::LaterVersion { found: 9, known: DENSE_WITH_WORDS, .. })
-        ));
-        for version in DENSE_VERSIONS {
-            let header = encode_dense_header(id, 7, version, 9);
-            assert_eq!(check_pack_header(&header, id, 7, "p").unwrap(), 64 + 16 + 9);
-        }
-        let too_long =
-            encode_dense_header(id, 7, DENSE_WITH_WORDS, DICTIONARY_BYTES_MAX as u64 + 1);
+        let mut later = encode_pack_header(id, 7, None);
+        later[8] = 9;
+        let hash = blake3::hash(&later[..48]);
+        later[48..].copy_from_slice(&hash.as_bytes()[..16]);
+        let later = check_pack_header(&later, id, 7, "p");
+        assert!(matches!(later, Err(Error::OtherVersion { found: 9, .. })));
+        let header = encode_pack_header(id, 7, Some(9));
+        assert_eq!(check_pack_header(&header, id, 7, "p").unwrap(), 64 + 16 + 9);
+        let too_long = encode_pack_header(id, 7, Some(DICTIONARY_BYTES_MAX as u64 + 1));
         assert!(check_pack_header(&too_long, id, 7, "p").is_err());
-        let header = encode_pack_header(id, 7, WITH_PARTS);
+        let header = encode_pack_header(id, 7, None);
+        assert_eq!(check_pack_header(&header, id, 7, "p").unwrap(), 64);
         assert!(check_pack_header(&header, id, 8, "p").is_err());
         assert!(check_pack_header(&header, StoreId([6; 16]), 7, "p").is_err());
         for bit in 0..header.len() * 8 {

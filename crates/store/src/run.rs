@@ -607,7 +607,7 @@ impl Run {
         }
         let mut map_chain = vec![id];
         map_chain.extend(plan.below);
-        (run.encode(self.inner.config.id, !self.disks.is_empty()), map_chain)
+        (run.encode(self.inner.config.id), map_chain)
     }
 }
 

@@ -32,7 +32,6 @@ pub struct Stats {
     /// Of the pages put: content that the store already held.
     pub dedup_pages: u64,
     /// Of these: content that a disk had brought into the store.
-    #[serde(default)]
     pub dedup_disk_pages: u64,
     /// Of the pages put: content that the page held already.
     pub unchanged_pages: u64,
@@ -41,13 +40,10 @@ pub struct Stats {
     /// Bytes appended to packs for the checkpoints.
     pub stored_bytes: u64,
     /// Blocks of disks put into checkpoints, in bytes.
-    #[serde(default)]
     pub disk_dirty_bytes: u64,
     /// Bytes appended to packs for them.
-    #[serde(default)]
     pub disk_stored_bytes: u64,
     /// What became of the blocks' sectors.
-    #[serde(default)]
     pub disk_sectors: Breakdown,
     /// Size of all packs, indexes and unreferenced records included.
     pub pack_bytes: u64,

@@ -94,7 +94,7 @@ impl Store {
     }
 
     /// Opens a store for reading. Errors: [`Error::NoStore`], [`Error::Damaged`],
-    /// [`Error::LaterVersion`].
+    /// [`Error::OtherVersion`], [`Error::PreRelease`].
     pub fn open(path: &Path) -> Result<Self> {
         Self::open_with(path, &|_| Ok(None))
     }

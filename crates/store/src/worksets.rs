@@ -2,7 +2,7 @@
 //! order.
 //!
 //! ```text
-//!   worksets/0000000012.wset   magic "KFWSET\r\n", version, then (see the envelope)
+//!   worksets/0000000012.wset   magic "KF:WST\r\n", version, then (see the envelope)
 //!     12  8 checkpoint    20 16 store id    36  8 pages of the space    44  8 pages listed
 //!     52 .. a varint each: zigzag(page - page before)                   end-32 32 BLAKE3
 //! ```
@@ -21,7 +21,7 @@ use keyframe_bytes::varint::{apply_zigzag, put_varint, zigzag_delta};
 use keyframe_store_backend::layout;
 use keyframe_units::{CheckpointId, PageIndex};
 
-const MAGIC: envelope::Magic = *b"KFWSET\r\n";
+const MAGIC: envelope::Magic = *b"KF:WST\r\n";
 /// More pages are not kept: 4 GiB touched before the rest came.
 const PAGES_MAX: usize = 1 << 20;
 /// A page takes ten bytes at most.

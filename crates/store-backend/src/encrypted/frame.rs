@@ -4,7 +4,7 @@
 //!   file    | header 32 | frame | frame | ... | frame |00| frame | frame | ...
 //!           |<--------------- block, 65536 ------------->|<------ block ------
 //!
-//!   header   0 8 magic "KFSEAL\r\n"  8 4 kind: 1 whole, 2 growing  12 4 zero  16 16 random salt
+//!   header   0 8 magic "KF:ENC\r\n"  8 4 kind: 1 whole, 2 growing  12 4 zero  16 16 random salt
 //!   frame    0 8 offset in the plaintext  8 4 length; bit 31: last frame of a whole file
 //!            12 8 counter  20 .. ciphertext, then 16 tag
 //!   nonce    salt, counter
@@ -31,7 +31,7 @@ const FRAME_BYTES: usize = 20;
 const TAG_BYTES: usize = 16;
 /// The most bytes of the plaintext that one block holds.
 pub const PLAIN_BYTES_MAX: u64 = BLOCK_BYTES - (FRAME_BYTES + TAG_BYTES) as u64;
-const MAGIC: &[u8; 8] = b"KFSEAL\r\n";
+const MAGIC: &[u8; 8] = b"KF:ENC\r\n";
 const LAST: u32 = 1 << 31;
 
 /// How a file is written.
@@ -83,14 +83,17 @@ impl FileHeader {
         let mut cursor = keyframe_bytes::ByteReader::new(bytes);
         let damaged = |problem: keyframe_bytes::ReadError| Error::damaged(object, problem);
         if cursor.array::<8>().map_err(damaged)? != *MAGIC {
-            return Err(Error::damaged(object, "is not encrypted, as all files of this store are"));
+            return Err(Error::damaged(
+                object,
+                "the file is not encrypted, as all files of this store are",
+            ));
         }
         // There is one version of this format: `store.json` says that the files are encrypted so.
         let kind = match (cursor.u32_le().map_err(damaged)?, cursor.u32_le().map_err(damaged)?) {
             (1, 0) => FileKind::Whole,
             (2, 0) => FileKind::Growing,
             (other, _) => {
-                return Err(Error::damaged(object, format!("is of kind {other}, which is none")));
+                return Err(Error::damaged(object, format!("unknown kind {other} in its header")));
             }
         };
         Ok(Self { kind, salt: cursor.array().map_err(damaged)? })

@@ -1,4 +1,4 @@
-//! Frames at every length, cut and appended in every order, against plain bytes.
+//! Encrypted files of every length, cut and appended in every order, compared with plain bytes.
 
 use super::*;
 use crate::testing::FaultyBackend;
@@ -14,7 +14,7 @@ fn all(backend: &dyn Backend, name: &str) -> Vec<u8> {
     backend.read(name, 1 << 30).unwrap()
 }
 
-/// Bytes that tell where they are.
+/// Bytes that depend on their offset.
 fn pattern(len: usize, seed: u64) -> Vec<u8> {
     (0..len as u64).map(|at| (at * 31 + at / 251 + seed * 17) as u8).collect()
 }
@@ -62,14 +62,14 @@ fn a_whole_file_that_was_cut_between_two_frames_is_told() {
     medium.overwrite("moves", Some(bytes[..BLOCK_BYTES as usize].to_vec()));
     let error = backend.read("moves", 1 << 20).unwrap_err();
     assert!(matches!(error, Error::Damaged { .. }), "{error}");
-    // Two writings of one file do not mix.
+    // Frames of two versions of a file do not mix.
     medium.overwrite("moves", Some(bytes.clone()));
     backend.put("moves", &pattern(150_000, 2)).unwrap();
     let other = medium.files()["moves"].clone();
     let mixed = [&bytes[..BLOCK_BYTES as usize], &other[BLOCK_BYTES as usize..]].concat();
     medium.overwrite("moves", Some(mixed));
     assert!(matches!(backend.read("moves", 1 << 20), Err(Error::Damaged { .. })));
-    // Nor is a file good under another name.
+    // A file is not valid under another name.
     medium.overwrite("tags/a", Some(bytes));
     assert!(matches!(backend.read("tags/a", 1 << 20), Err(Error::Damaged { .. })));
 }
@@ -94,7 +94,7 @@ fn a_reader_follows_a_file_that_grows() {
     assert_eq!(all(&backend, "packs/1"), expected);
 }
 
-/// A file of ten blocks, of frames of many lengths, and what is in it.
+/// Writes a file of ten blocks with frames of many lengths; returns its plaintext.
 fn ten_blocks(backend: &EncryptedBackend) -> Vec<u8> {
     let mut growing = backend.create("packs/1").unwrap();
     let mut plain = Vec::new();
@@ -121,7 +121,7 @@ fn a_read_that_fails_is_no_damage_and_gives_no_wrong_bytes() {
             let mut part = vec![0; 9000];
             file.read_at(at as u64, &mut part).map(|()| part)
         };
-        // The header is read once.
+        // The header is read only once.
         assert_eq!(read().unwrap(), plain[at..at + 9000]);
         let before = medium.reads();
         assert_eq!(read().unwrap(), plain[at..at + 9000]);
@@ -223,7 +223,7 @@ proptest! {
                     plain.truncate(to);
                 }
             }
-            // A frame that is new has a nonce that no frame had, also not one that is gone.
+            // A new frame has a nonce that no frame had before, including frames that were cut off.
             let now: BTreeSet<_> = nonces(&medium.files()["packs/1"]).into_iter().collect();
             for nonce in now.difference(&before) {
                 prop_assert!(seen.insert(nonce.clone()), "{nonce:?} twice");

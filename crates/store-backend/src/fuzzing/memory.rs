@@ -1,4 +1,4 @@
-//! Files in memory that never fail, and locks that are always free.
+//! A backend in memory that never fails and whose locks are always free.
 
 use crate::{AppendFile, Backend, LockGuard, ReadFile};
 use crate::{Error, Result};
@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 type Bytes = Arc<Mutex<Vec<u8>>>;
 
-/// A store's place in memory.
+/// The files of a store in memory.
 #[derive(Debug, Default)]
 pub struct MemoryBackend(Mutex<BTreeMap<String, Bytes>>);
 
@@ -18,7 +18,7 @@ fn held<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl MemoryBackend {
-    /// Puts a file there.
+    /// Puts a file there, or replaces it.
     pub fn overwrite(&self, name: &str, bytes: Vec<u8>) {
         held(&self.0).insert(name.into(), Arc::new(Mutex::new(bytes)));
     }

@@ -1,14 +1,16 @@
-//! Requests to the object storage: signed, bounded in time, tried again where that can help.
+//! Requests to an S3 server: signed, bounded in time, and retried.
 //!
 //! ```text
-//!   request ─▶ answered below 500 ─▶ done, or refused for good (an error that says what to do)
+//!   request ─▶ status below 500 ─▶ success, or an error that names the fix
 //!      ▲         └─ 5xx, 408, 429, or no answer: wait 0.1, 0.2, ... 3 s
-//!      └──────────────┘  at most 8 times, none after 45 s
+//!      └──────────────┘  at most 8 attempts, none after 45 s
 //! ```
 //!
-//! Invariants: a request that may have arrived although no answer came is sent again with the same
-//! bytes under the same key only, so that it does not matter when it arrives. A conditional put
-//! that was sent twice looks what is there before it says that somebody else was faster.
+//! Invariants:
+//! - A request whose answer was lost may still arrive. It is repeated only with the same bytes
+//!   under the same key, so the order of arrival does not matter.
+//! - A conditional put that was sent twice reads the object before it reports that another process
+//!   was faster.
 
 use super::failure::{between, summary};
 use super::location::S3Location;
@@ -28,81 +30,81 @@ const PAUSE_FIRST: Duration = Duration::from_millis(100);
 const PAUSE_MAX: Duration = Duration::from_secs(3);
 const CONNECT_MAX: Duration = Duration::from_secs(5);
 const CALL_MAX: Duration = Duration::from_secs(20);
-/// Reading hurts nobody, however long it takes, as long as something comes.
+/// Reading may take long, as long as bytes arrive.
 const READ_MAX: Duration = Duration::from_secs(600);
-/// A signature is good for so long.
+/// The time for which a signature is valid.
 const SIGNED_FOR: Duration = Duration::from_secs(900);
-/// More than a listing of 1,000 keys takes, or any answer but an object.
+/// More than a listing of 1,000 keys, or any other answer but an object, takes.
 pub const ANSWER_BYTES_MAX: u64 = 16 << 20;
-/// Longer objects are uploaded in parts of this size.
+/// Larger objects are uploaded in pieces of this size.
 const PIECE_BYTES: usize = 8 << 20;
-/// More keys than the largest store has in one folder.
+/// More pages of a listing than the largest store has.
 const PAGES_MAX: u32 = 100_000;
 
-/// A bucket, as this process reaches it.
+/// An S3 server, with the bucket of one store.
 #[derive(Debug)]
 pub struct Client {
     pub location: S3Location,
     agent: Agent,
-    /// For what only reads.
+    /// The agent for requests that only read.
     reading: Agent,
     attempts: u32,
     pause: Duration,
-    /// Keys in a page of a listing; none: as many as the server gives.
+    /// Keys in a page of a listing; none: the server decides.
     page_keys: Option<usize>,
     #[cfg(any(test, feature = "testing"))]
     pub faults: super::faults::S3Faults,
 }
 
-/// Under which condition a put is done.
+/// The condition under which a put is executed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Precondition<'a> {
     Always,
-    /// Nothing has the name.
+    /// No object has the name.
     Absent,
-    /// What has the name is of this tag.
+    /// The object of that name has this entity tag.
     Matches(&'a str),
 }
 
-/// What became of a put.
+/// The outcome of a put.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PutOutcome {
-    /// Done; the tag of what is there now.
+    /// The object is stored, with this entity tag.
     Done(String),
     /// The condition does not hold.
     Refused,
 }
 
-/// An object, or a part of it.
+/// An object, or a range of one.
 #[derive(Debug)]
 pub struct Object {
     pub bytes: Vec<u8>,
-    /// Of the whole object.
+    /// The length of the whole object, in bytes.
     pub len_bytes: u64,
     pub tag: String,
-    /// Since it was put, by the clock of the server; none where that does not say.
+    /// The time since it was put, by the clock of the server; none if the server does not say.
     pub age: Option<Duration>,
 }
 
 /// An object in a listing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ListedObject {
-    /// Its key, without what was asked for.
+    /// Its key, without the store's prefix.
     pub name: String,
     pub len_bytes: u64,
     pub tag: String,
 }
 
-/// How far a listing goes.
+/// How deep a listing goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ListDepth {
-    /// What lies directly there.
+    /// The objects directly in the folder.
     Here,
-    /// All below too.
+    /// The objects in the folder and in all folders below it.
     Below,
 }
 
-/// What came back, or why nothing did.
+/// The answer of an attempt.
 enum Answer {
     Some(Response<Body>),
     None(ureq::Error),
@@ -110,7 +112,7 @@ enum Answer {
 
 impl Client {
     pub fn new(location: S3Location) -> Self {
-        // What is sent while a lease is good must have arrived or failed before it ends.
+        // A request that is sent while the lease holds must arrive or fail before the lease ends.
         let call = (location.lease / 3).min(CALL_MAX);
         let config = || {
             Agent::config_builder()
@@ -137,7 +139,7 @@ impl Client {
         }
     }
 
-    /// How messages call an object.
+    /// The name of an object in messages.
     pub fn describe(&self, name: &str) -> String {
         format!("{}/{name}", self.location.name)
     }
@@ -146,7 +148,7 @@ impl Client {
         format!("{}{name}", self.location.prefix)
     }
 
-    /// Puts an object, at once and durably.
+    /// Puts an object, atomically and durably.
     pub fn put(&self, name: &str, bytes: &[u8], condition: Precondition<'_>) -> Result<PutOutcome> {
         if bytes.len() > PIECE_BYTES && condition == Precondition::Always {
             return self.put_in_pieces(name, bytes);
@@ -174,7 +176,7 @@ impl Client {
             StatusCode::PRECONDITION_FAILED | StatusCode::NOT_FOUND
                 if condition != Precondition::Always =>
             {
-                // An attempt whose answer was lost may have been the one that did it.
+                // An earlier attempt whose answer was lost may have stored it.
                 let there = if attempts > 1 { self.get_if_there(name)? } else { None };
                 Ok(there
                     .filter(|there| there.bytes == bytes)
@@ -185,7 +187,7 @@ impl Client {
         }
     }
 
-    /// A large object, which appears whole when its last piece is there.
+    /// Uploads a large object in pieces. It appears whole when the last piece has arrived.
     fn put_in_pieces(&self, name: &str, bytes: &[u8]) -> Result<PutOutcome> {
         let key = self.key(name);
         let (bucket, credentials) = (&self.location.bucket, Some(&self.location.credentials));
@@ -213,14 +215,14 @@ impl Client {
         let done = self.text("complete the upload of", name, &|| {
             self.agent.post(url.as_str()).send(body.as_str())
         })?;
-        // This answer begins before its outcome is known: it can be an error with status 200.
+        // The server sends this status before it knows the outcome: the body can be an error.
         if done.contains("<Error>") {
             return Err(self.strange("complete the upload of", name, &summary(&done)));
         }
         Ok(PutOutcome::Done(between(&done, "<ETag>", "</ETag>").unwrap_or_default().to_owned()))
     }
 
-    /// Reads an object, or a range of it. An error of kind `NotFound` where there is none.
+    /// Reads an object, or a range of it. Fails with kind `NotFound` if it does not exist.
     pub fn get(
         &self,
         name: &str,
@@ -272,7 +274,7 @@ impl Client {
                     let len_bytes = total.unwrap_or(bytes.len() as u64);
                     return Ok(Object { bytes, len_bytes, tag, age });
                 }
-                // Broken off in the middle of the answer.
+                // The connection broke during the answer.
                 Err(_) if left > attempts => {
                     left -= attempts;
                     std::thread::sleep(PAUSE_FIRST);
@@ -282,7 +284,7 @@ impl Client {
         }
     }
 
-    /// A small object, or none.
+    /// A small object; none if it does not exist.
     pub fn get_if_there(&self, name: &str) -> Result<Option<Object>> {
         match self.get(name, None, ANSWER_BYTES_MAX) {
             Err(error) if error.is_not_found() => Ok(None),
@@ -290,7 +292,7 @@ impl Client {
         }
     }
 
-    /// Removes an object; fine if it is not there.
+    /// Removes an object. It is no error if it does not exist.
     pub fn delete(&self, name: &str) -> Result<()> {
         let key = self.key(name);
         let action =
@@ -307,7 +309,7 @@ impl Client {
         }
     }
 
-    /// The objects whose names begin with `folder`, rising.
+    /// The objects whose names begin with `folder`, in rising order.
     pub fn list(
         &self,
         folder: &str,
@@ -351,7 +353,7 @@ impl Client {
         Err(self.strange("list", folder, "the listing does not end"))
     }
 
-    /// An answer that is text.
+    /// Sends a request and returns the answer as text.
     fn text(
         &self,
         operation: &'static str,
@@ -366,7 +368,7 @@ impl Client {
         text.map_err(|e| self.unreached(operation, name, &e))
     }
 
-    /// Sends a request until it is answered, and says how often that was.
+    /// Sends a request until it is answered; returns the answer and the number of attempts.
     fn attempt(
         &self,
         operation: &'static str,
@@ -396,7 +398,7 @@ impl Client {
     }
 }
 
-/// Worth another attempt.
+/// True for a status that another attempt may change.
 fn is_passing(status: StatusCode) -> bool {
     let never = [StatusCode::NOT_IMPLEMENTED, StatusCode::INSUFFICIENT_STORAGE];
     let again = [StatusCode::REQUEST_TIMEOUT, StatusCode::TOO_MANY_REQUESTS, StatusCode::CONFLICT];
@@ -411,7 +413,7 @@ fn tag_of(answer: &Response<Body>) -> String {
     header(answer, "etag").unwrap_or_default().to_owned()
 }
 
-/// How long ago an object was put, by the server's clock alone.
+/// The time since an object was put, by the server's clock alone.
 fn age_of(answer: &Response<Body>) -> Option<Duration> {
     let moment = |name| {
         jiff::fmt::rfc2822::parse(header(answer, name)?).ok().map(|t| t.timestamp().as_second())
@@ -422,7 +424,7 @@ fn age_of(answer: &Response<Body>) -> Option<Duration> {
 
 #[cfg(any(test, feature = "testing"))]
 impl Client {
-    /// For tests that do not want to wait.
+    /// Fewer attempts, without pauses, for tests.
     pub fn hasten(&mut self, attempts: u32, page_keys: usize) {
         self.attempts = attempts;
         self.pause = Duration::from_millis(1);

@@ -1,5 +1,4 @@
-//! What an answer that says no means, or one that never came: the error, and what a person can do
-//! about it.
+//! The errors for refusals and missing answers of an S3 server, with their fixes.
 
 use super::client::{ANSWER_BYTES_MAX, Client};
 use crate::Error;
@@ -9,7 +8,7 @@ use ureq::Body;
 use ureq::http::{Response, StatusCode};
 
 impl Client {
-    /// The error for an answer that says no.
+    /// The error for a refusal.
     pub(super) fn refused(
         &self,
         operation: &'static str,
@@ -42,28 +41,35 @@ impl Client {
     fn fix(&self, status: StatusCode, code: &str) -> Option<String> {
         Some(match status {
             StatusCode::NOT_FOUND if code == "NoSuchBucket" => {
-                format!("make the bucket {} first, or name another", self.location.bucket.name())
+                format!(
+                    "create the bucket {} first, or name another one",
+                    self.location.bucket.name()
+                )
             }
             StatusCode::NOT_FOUND => return None,
             StatusCode::FORBIDDEN | StatusCode::UNAUTHORIZED => {
-                "look at AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, at this machine's clock, and whether the key may \
-                 list, get, put and delete in the bucket"
+                "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, the clock of this machine, and \
+                 that the key may list, get, put and delete objects in the bucket"
                     .into()
             }
-            StatusCode::MOVED_PERMANENTLY | StatusCode::BAD_REQUEST | StatusCode::TEMPORARY_REDIRECT => format!(
-                "look at AWS_REGION (now {}) and AWS_ENDPOINT_URL (now {})",
+            StatusCode::MOVED_PERMANENTLY
+            | StatusCode::BAD_REQUEST
+            | StatusCode::TEMPORARY_REDIRECT => format!(
+                "check AWS_REGION (now {}) and AWS_ENDPOINT_URL (now {})",
                 self.location.bucket.region(),
                 self.location.endpoint
             ),
-            StatusCode::NOT_IMPLEMENTED => "use a server that knows conditional puts (If-None-Match)".into(),
+            StatusCode::NOT_IMPLEMENTED => {
+                "use a server that supports conditional puts (If-None-Match)".into()
+            }
             status if status.is_server_error() => {
-                "the server is in trouble: try again later; sealed checkpoints are unharmed".into()
+                "the server has a problem: try again later; sealed checkpoints are safe".into()
             }
             _ => return None,
         })
     }
 
-    /// The error for an answer that never came.
+    /// The error if no answer came.
     pub(super) fn unreached(
         &self,
         operation: &'static str,
@@ -71,7 +77,7 @@ impl Client {
         error: &ureq::Error,
     ) -> Error {
         let fix =
-            format!("look at AWS_ENDPOINT_URL (now {}) and the network", self.location.endpoint);
+            format!("check AWS_ENDPOINT_URL (now {}) and the network", self.location.endpoint);
         let kind = match error {
             ureq::Error::Timeout(_) => io::ErrorKind::TimedOut,
             _ => io::ErrorKind::ConnectionAborted,
@@ -81,12 +87,13 @@ impl Client {
     }
 
     pub(super) fn strange(&self, operation: &'static str, name: &str, problem: &str) -> Error {
-        let fix = Some(format!("is {} an S3 server?", self.location.endpoint));
+        let fix =
+            Some(format!("check AWS_ENDPOINT_URL: is {} an S3 server?", self.location.endpoint));
         self.error(
             operation,
             name,
             io::ErrorKind::InvalidData,
-            format!("an answer that makes no sense: {problem}"),
+            format!("invalid answer: {problem}"),
             fix,
         )
     }
@@ -104,7 +111,7 @@ impl Client {
     }
 }
 
-/// What an error document says, in one line.
+/// The code and message of an error document, in one line.
 pub fn summary(text: &str) -> String {
     let code = between(text, "<Code>", "</Code>").unwrap_or_default();
     let message = between(text, "<Message>", "</Message>").unwrap_or_default();

@@ -1,18 +1,18 @@
-//! A lock in object storage: an object that is put only where none is, and ends unless its holder
-//! renews it.
+//! A lock in object storage: an object that expires unless its holder renews it.
 //!
 //! ```text
-//!             put, if absent                 every quarter of the lease: put, if it is still ours
+//!             put, if absent                 every quarter of the lease: put, if unchanged
 //!   free ────────────────────▶ held ─────────────────────┐
 //!     ▲                         │ ▲──────────────────────┘
-//!     │ removed                 │ not renewed for two thirds of the lease, or another's tag: lost, nothing is written any more
-//!     └─────────────────────────┤
-//!                               └─ not renewed for the lease, by the server's clock: another may put its own, if it is still that one
+//!     │ removed                 │ not renewed for 2/3 of the lease, or changed: lost,
+//!     └─────────────────────────┤ the holder writes nothing more
+//!                               └─ not renewed for the lease, by the server's clock: another one
+//!                                  may replace it, if it is unchanged
 //! ```
 //!
-//! Invariants: two never hold it, as long as the server honours conditional puts and no request
-//! that was sent arrives later than a third of a lease after it was given up. The holder's clock is
-//! one that goes on while the machine sleeps.
+//! Invariant: two processes never hold the lock, if the server honours conditional puts and no
+//! request arrives later than a third of a lease after its sender gave it up. The holder's clock
+//! also counts while the machine sleeps.
 
 use super::client::{Client, Precondition, PutOutcome};
 use crate::LockGuard;
@@ -27,11 +27,11 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// What a lock object says.
+/// The contents of a lock object, as JSON.
 #[derive(Serialize, Deserialize)]
 struct LockText {
     holder: String,
-    /// Tells holders apart, and attempts to hold.
+    /// A random value of this holder.
     token: String,
     lease_s: u64,
     renewed: u64,
@@ -43,11 +43,11 @@ pub struct Lease {
     client: Arc<Client>,
     name: &'static str,
     lost: AtomicBool,
-    /// When it was renewed last, by the clock of this machine.
+    /// The time of the last renewal, by this machine's clock.
     renewed_ms: AtomicU64,
 }
 
-/// Holds a lock until it is dropped.
+/// Holds the lock until it is dropped.
 #[derive(Debug)]
 pub struct LeaseGuard {
     lease: Arc<Lease>,
@@ -58,7 +58,7 @@ pub struct LeaseGuard {
 impl LockGuard for LeaseGuard {}
 
 impl Lease {
-    /// Takes the lock; [`Error::Locked`] with the holder's text where somebody has it.
+    /// Takes the lock. Fails with [`Error::Locked`] and the holder's text if it is taken.
     pub fn take(
         client: &Arc<Client>,
         name: &'static str,
@@ -96,19 +96,19 @@ impl Lease {
         Ok((lease.clone(), LeaseGuard { lease, over, renewing: Some(renewing) }))
     }
 
-    /// An error where the lock is not surely held any more.
+    /// Fails if the lock may have been lost.
     pub fn check(&self) -> Result<()> {
         let since_ms = now_ms().saturating_sub(self.renewed_ms.load(Ordering::Acquire));
         let lease_ms = self.client.location.lease.as_millis() as u64;
         if !self.lost.load(Ordering::Acquire) && since_ms < lease_ms * 2 / 3 {
             return Ok(());
         }
-        // Also where a renewal would come through now: what was dropped meanwhile must not be built
-        // upon.
+        // The lock stays lost even if a renewal would succeed now: another process may have written
+        // meanwhile.
         self.lost.store(true, Ordering::Release);
         let said =
             self.client.get_if_there(self.name).ok().flatten().and_then(|o| decode(&o.bytes));
-        let holder = said.map_or_else(|| "another process, perhaps".into(), |text| text.holder);
+        let holder = said.map_or_else(|| "perhaps another process".into(), |text| text.holder);
         Err(Error::Locked { holder })
     }
 
@@ -120,7 +120,7 @@ impl Lease {
                 self.renewed_ms.store(begun_ms, Ordering::Release);
             }
             Ok(PutOutcome::Refused) => self.lost.store(true, Ordering::Release),
-            // Tried again at the next turn, until `check` finds that it was too long ago.
+            // The next renewal tries again, until `check` finds that the last one is too old.
             Err(_) => {}
         }
     }
@@ -131,32 +131,32 @@ impl Drop for LeaseGuard {
         *self.over.0.lock().ignore_poison() = true;
         self.over.1.notify_all();
         if let Some(renewing) = self.renewing.take() {
-            // It ends by itself: its waits and requests are bounded.
+            // The thread ends soon: its waits and requests are bounded.
             let _ = renewing.join();
         }
         if self.lease.check().is_ok() {
-            // Where this fails, the lock ends with its lease.
+            // If this fails, the lock expires with its lease.
             let _ = self.lease.client.delete(self.lease.name);
         }
         self.lease.lost.store(true, Ordering::Release);
     }
 }
 
-/// Who holds a lock, if somebody does.
+/// The text of the process that holds a lock, if any does.
 pub fn holder(client: &Client, name: &str) -> Result<Option<String>> {
     let Some(object) = client.get_if_there(name)? else { return Ok(None) };
     let over = is_over(&object.bytes, object.age);
     Ok((!over).then(|| decode(&object.bytes).map_or_else(String::new, |text| text.holder)))
 }
 
-/// Removes a lock, whoever has it; says who had it.
+/// Removes a lock, whoever holds it; returns the holder's text.
 pub fn break_lease(client: &Client, name: &str) -> Result<Option<String>> {
     let Some(object) = client.get_if_there(name)? else { return Ok(None) };
     client.delete(name)?;
     Ok(Some(decode(&object.bytes).map_or_else(String::new, |text| text.holder)))
 }
 
-/// Puts the lock object; returns its tag.
+/// Puts the lock object; returns its entity tag.
 fn take(client: &Client, name: &str, bytes: &[u8]) -> Result<String> {
     if let PutOutcome::Done(tag) = client.put(name, bytes, Precondition::Absent)? {
         return Ok(tag);
@@ -164,7 +164,7 @@ fn take(client: &Client, name: &str, bytes: &[u8]) -> Result<String> {
     let locked =
         |text: &[u8]| Error::Locked { holder: decode(text).map_or_else(String::new, |t| t.holder) };
     let Some(there) = client.get_if_there(name)? else {
-        // Given back in this moment: the next attempt is for whoever asks again.
+        // The holder has just removed it: one more attempt.
         return match client.put(name, bytes, Precondition::Absent)? {
             PutOutcome::Done(tag) => Ok(tag),
             PutOutcome::Refused => Err(locked(b"")),
@@ -179,8 +179,8 @@ fn take(client: &Client, name: &str, bytes: &[u8]) -> Result<String> {
     }
 }
 
-/// True where the holder has not renewed it for its own lease. What is no lock text, and what has
-/// no age, is held.
+/// True if the holder has not renewed the lock for the duration of its lease. An object that cannot
+/// be parsed, or whose age is unknown, counts as held.
 fn is_over(bytes: &[u8], age: Option<Duration>) -> bool {
     match (decode(bytes), age) {
         // The server's times are whole seconds.
@@ -197,14 +197,14 @@ fn decode(bytes: &[u8]) -> Option<LockText> {
     serde_json::from_slice(bytes).ok()
 }
 
-/// Waits; true once the end is there.
+/// Waits for `time`; returns true at once if the lock is being dropped.
 fn wait(over: &(Mutex<bool>, Condvar), time: Duration) -> bool {
     let guard = over.0.lock().ignore_poison();
     let waited = over.1.wait_timeout_while(guard, time, |over| !*over);
     *waited.ignore_poison().0
 }
 
-/// A clock that goes on while the machine sleeps.
+/// Milliseconds of a clock that also counts while the machine sleeps.
 fn now_ms() -> u64 {
     let now = clock_gettime(ClockId::Boottime);
     now.tv_sec.unsigned_abs() * 1000 + now.tv_nsec.unsigned_abs() / 1_000_000

@@ -1,14 +1,15 @@
-//! Where an S3 store is, and with whose rights: its URL and the environment.
+//! The location of an S3 store and the credentials for it, from its URL and the environment.
 //!
 //! ```text
 //!   s3://BUCKET/PREFIX?endpoint=http://127.0.0.1:9000&region=eu-central-1&lease=60
-//!                      └ else AWS_ENDPOINT_URL_S3,    └ else AWS_REGION,  └ seconds for which a lock
-//!                        AWS_ENDPOINT_URL, else         AWS_DEFAULT_REGION, is good unless renewed
-//!                        Amazon's for the region        else us-east-1
+//!     endpoint   else AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, Amazon's endpoint of the region
+//!     region     else AWS_REGION, AWS_DEFAULT_REGION, us-east-1
+//!     lease      seconds for which a lock holds unless it is renewed
 //! ```
 //!
-//! Credentials are AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN; they are never
-//! part of the URL, which is shown in messages. Not here: profile files, roles of machines.
+//! Credentials are `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY` and `AWS_SESSION_TOKEN`. They are
+//! not part of the URL, because messages show URLs. Profile files and roles of machines are not
+//! supported.
 
 use crate::{Error, Result};
 use rusty_s3::{Bucket, Credentials, UrlStyle};
@@ -19,17 +20,17 @@ use std::time::Duration;
 const SCHEME: &str = "s3://";
 const REGION: &str = "us-east-1";
 const LEASE_S: u64 = 60;
-/// Below, renewing would be most of the traffic; above, a dead writer would keep others out for
-/// long.
+/// A shorter lease would be renewed all the time; a longer one would lock others out for long after
+/// the writer died.
 const LEASE_S_BOUNDS: std::ops::RangeInclusive<u64> = 2..=3600;
 const PREFIX_BYTES_MAX: usize = 512;
 
-/// A store's place in object storage.
+/// The location of a store in object storage.
 #[derive(Clone)]
 pub struct S3Location {
-    /// How messages call it: `s3://BUCKET/PREFIX`.
+    /// The name in messages: `s3://BUCKET/PREFIX`.
     pub name: String,
-    /// Before all keys; ends with a `/` unless it is empty.
+    /// The prefix of all keys. Ends with `/` unless it is empty.
     pub prefix: String,
     pub endpoint: String,
     pub bucket: Bucket,
@@ -43,28 +44,30 @@ impl std::fmt::Debug for S3Location {
     }
 }
 
-/// True for what names a place in object storage.
+/// True for the URL of a store in object storage.
 pub fn is_url(path: &Path) -> bool {
     crate::backend::has_scheme(path, SCHEME)
 }
 
 impl S3Location {
-    /// What `path` names; `environment` gives the variables.
+    /// Parses the URL `path`; `environment` looks up the variables.
     pub fn parse(path: &Path, environment: &dyn Fn(&str) -> Option<String>) -> Result<Self> {
         let text = path.to_string_lossy();
         let refused = |problem: &str| invalid(&text, problem);
-        let rest = text.strip_prefix(SCHEME).ok_or_else(|| refused("is no s3:// URL"))?;
+        let rest = text.strip_prefix(SCHEME).ok_or_else(|| refused("not an s3:// URL"))?;
         let (place, query) = rest.split_once('?').unwrap_or((rest, ""));
         let (name, prefix) = place.split_once('/').unwrap_or((place, ""));
         let prefix = prefix.trim_end_matches('/');
         if !is_bucket(name) {
             return Err(refused(
-                "names no bucket: 3 to 63 lower-case letters, digits, dots, dashes, as in s3://BUCKET/PREFIX",
+                "no valid bucket; a bucket has 3 to 63 lower-case letters, digits, dots or dashes, as \
+                 in s3://BUCKET/PREFIX",
             ));
         }
         if !is_prefix(prefix) {
             return Err(refused(
-                "has a prefix that cannot be one: letters, digits, dots, dashes, underscores, parted by single /",
+                "no valid prefix; a prefix has letters, digits, dots, dashes or underscores, separated \
+                 by single slashes",
             ));
         }
         let mut asked = UrlQuery::default();
@@ -77,7 +80,7 @@ impl S3Location {
         let region = region.unwrap_or_else(|| REGION.into());
         let endpoint =
             asked.endpoint.or_else(|| variable(&["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"]));
-        // Servers that are reached by an address know no names of buckets in host names.
+        // Servers other than Amazon's do not expect the bucket in the host name.
         let own_host = endpoint.is_none() && !name.contains('.');
         let style = if own_host { UrlStyle::VirtualHost } else { UrlStyle::Path };
         let endpoint = endpoint.unwrap_or_else(|| format!("https://s3.{region}.amazonaws.com"));
@@ -95,7 +98,7 @@ impl S3Location {
     }
 }
 
-/// What the query of a URL asks for.
+/// The parameters in the query of a URL.
 #[derive(Default)]
 struct UrlQuery {
     endpoint: Option<String>,
@@ -111,11 +114,11 @@ impl UrlQuery {
             "region" => self.region = Some(value.to_owned()),
             "lease" => {
                 let lease_s = value.parse().ok().filter(|s| LEASE_S_BOUNDS.contains(s));
-                self.lease_s = Some(lease_s.ok_or("has a lease that is not 2 to 3600 seconds")?);
+                self.lease_s = Some(lease_s.ok_or("the lease must be 2 to 3600 seconds")?);
             }
             _ => {
                 return Err(format!(
-                    "asks for {name:?}; endpoint, region and lease can be asked for"
+                    "unknown parameter {name:?}; known are endpoint, region and lease"
                 ));
             }
         }
@@ -130,10 +133,9 @@ fn credentials(object: &str, environment: &dyn Fn(&str) -> Option<String>) -> Re
             Some(token) => Credentials::new_with_token(key, secret, token),
             None => Credentials::new(key, secret),
         }),
-        _ => Err(invalid(
-            object,
-            "needs AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment",
-        )),
+        _ => {
+            Err(invalid(object, "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"))
+        }
     }
 }
 
@@ -152,7 +154,7 @@ fn is_prefix(prefix: &str) -> bool {
 fn invalid(object: &str, problem: &str) -> Error {
     Error::Io {
         object: object.into(),
-        operation: "understand the URL",
+        operation: "parse the URL",
         source: io::Error::new(io::ErrorKind::InvalidInput, problem.to_owned()),
     }
 }

@@ -1,17 +1,18 @@
-//! A pack in object storage: parts, each an object that is named by the offset where it begins.
+//! A pack in object storage: parts, each an object named by the offset at which it begins.
 //!
 //! ```text
-//!   packs/00000001.pack/begun           put first, if absent: the number is taken
-//!   packs/00000001.pack/000000000000    bytes 0 .. n      ┐ one for every sync, and for every 4 MiB; up to 16 of them, or
-//!   packs/00000001.pack/000000065536    bytes n .. m      ┘ 4 MiB, are then put as one in the place of the first
-//!   packs/00000001.pack/closed          put last: nothing is appended any more
+//!   packs/00000001.pack/begun           put first, if absent: takes the number
+//!   packs/00000001.pack/000000000000    bytes 0 .. n   one part per sync and per 4 MiB; then
+//!   packs/00000001.pack/000000065536    bytes n .. m   up to 16 parts, or 4 MiB, are merged
+//!   packs/00000001.pack/closed          put last: the pack is complete
 //!
-//!   append ─▶ tail, in memory ──4 MiB, or sync──▶ part put ──16 parts──▶ put as one ─▶ the others removed
+//!   append ─▶ tail in memory ─4 MiB, or sync─▶ part ─16 parts─▶ merged part ─▶ old parts removed
 //! ```
 //!
-//! Invariants: the parts from 0 on, each up to where the next begins, are a prefix of what was
-//! appended, at every instant and for every reader; what `sync` said to be durable is in it. After
-//! a put that failed nothing is appended: it may still arrive.
+//! Invariants:
+//! - At every instant and for every reader, the parts from offset 0 on, each up to the next, are a
+//!   prefix of the appended bytes. Everything that `sync` confirmed is in it.
+//! - After a failed put nothing is appended, because the failed request may still arrive.
 
 use super::Shared;
 use super::client::{ListDepth, ListedObject, Precondition, PutOutcome};
@@ -23,16 +24,16 @@ use keyframe_locks::IgnorePoison;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// A part is put when so much is there.
+/// A part is put when this many bytes have been appended.
 const PART_BYTES: usize = 4 << 20;
-/// Parts that are put as one.
+/// Parts that are merged into one.
 const PIECES: usize = 16;
-/// Above what any writer puts.
+/// Longer than any part that a writer puts.
 const PART_BYTES_MAX: u64 = 64 << 20;
-/// How often a reader looks anew because parts were put as one meanwhile.
+/// Times that a reader lists the parts again because they were merged meanwhile.
 const LOOKS: u32 = 8;
 
-/// A pack that this process writes; its readers in this process see what is not put yet.
+/// A pack that this process writes. Readers in this process see the bytes that are not put yet.
 #[derive(Debug)]
 pub struct OpenPack {
     name: String,
@@ -41,14 +42,14 @@ pub struct OpenPack {
 
 #[derive(Debug, Default)]
 struct WriteState {
-    /// What is in the bucket, rising and without gaps.
+    /// The parts in the bucket, in rising order and without gaps.
     parts: Vec<PackPart>,
-    /// What is not, and belongs behind it.
+    /// The bytes after them, not put yet.
     tail: Vec<u8>,
-    /// The last parts, as long as they are to be put as one.
+    /// The bytes of the last parts, which will be merged.
     recent: Vec<u8>,
     pieces: usize,
-    /// A put failed, and may still arrive.
+    /// A put failed, and its request may still arrive.
     is_given_up: bool,
 }
 
@@ -88,7 +89,7 @@ fn closed(pack: &str) -> String {
     format!("{pack}/closed")
 }
 
-/// Begins a pack; an error of kind `AlreadyExists` where its name is taken.
+/// Creates a pack. Fails with kind `AlreadyExists` if its number is taken.
 pub fn create(shared: &Arc<Shared>, name: &str) -> Result<(Arc<OpenPack>, Box<dyn AppendFile>)> {
     let object = begun(name);
     let token = to_hex(&random_bytes::<16>()?);
@@ -104,10 +105,10 @@ pub fn create(shared: &Arc<Shared>, name: &str) -> Result<(Arc<OpenPack>, Box<dy
     Ok((open.clone(), Box::new(PackWriter { shared: shared.clone(), open })))
 }
 
-/// Removes a pack, its end first: what is left by a crash is a shorter one.
+/// Removes a pack, from its end: a crash leaves a shorter pack.
 pub fn remove(shared: &Shared, name: &str) -> Result<()> {
     let objects = shared.client.list(&format!("{name}/"), ListDepth::Here, None)?;
-    // `begun` and `closed` come behind the digits; `begun` goes last.
+    // `begun` and `closed` sort after the digits; `begun` is removed last.
     let is_begun = |object: &ListedObject| object.name == "begun";
     for object in
         objects.iter().rev().filter(|o| !is_begun(o)).chain(objects.iter().filter(|o| is_begun(o)))
@@ -126,12 +127,12 @@ struct PackWriter {
 impl PackWriter {
     fn given_up(&self, operation: &'static str) -> Error {
         let source = io::Error::other(
-            "an earlier part of it could not be put; it is not appended to any more",
+            "an earlier part of the pack could not be stored, so nothing more is appended",
         );
         Error::Io { object: self.shared.client.describe(&self.open.name), operation, source }
     }
 
-    /// Puts one object of the pack.
+    /// Puts one part at offset `at`.
     fn put(&self, at: u64, bytes: &[u8]) -> Result<PackPart> {
         self.shared.check_leases()?;
         let name = part_name(&self.open.name, at);
@@ -145,8 +146,8 @@ impl PackWriter {
 
     /// Puts the first `len` bytes of the tail.
     fn put_tail(&self, len: usize) -> Result<()> {
-        // Only this writer changes it; readers in this process need not wait while the part is on
-        // its way.
+        // Only this writer changes the state, so readers in this process need not wait during the
+        // request.
         let (at, bytes) = {
             let state = self.open.state();
             (state.put_bytes(), state.tail.get(..len).unwrap_or_default().to_vec())
@@ -169,8 +170,8 @@ impl PackWriter {
         Ok(())
     }
 
-    /// Puts the last parts as one. Where that fails they stay as they are, which is as good but
-    /// slower to read.
+    /// Merges the last parts into one. If that fails they stay, which is slower to read but
+    /// correct.
     fn put_as_one(&self) {
         let mut state = self.open.state();
         let (bytes, pieces) =
@@ -254,7 +255,7 @@ impl Drop for PackWriter {
         let state = self.open.state();
         let is_whole = !state.is_given_up && state.tail.is_empty();
         drop(state);
-        // Spares readers a look; nothing depends on it.
+        // Saves readers a listing. Nothing depends on it.
         if is_whole && self.shared.check_leases().is_ok() {
             let _ = self.shared.client.put(&closed(&self.open.name), b"", Precondition::Always);
         }
@@ -266,7 +267,7 @@ impl Drop for PackWriter {
 pub struct PackReader {
     shared: Arc<Shared>,
     name: String,
-    /// While this process writes it.
+    /// The pack, if this process writes it.
     open: Option<Arc<OpenPack>>,
     seen: Mutex<PackListing>,
 }
@@ -278,7 +279,7 @@ struct PackListing {
 }
 
 impl PackReader {
-    /// Opens a pack; an error of kind `NotFound` where there is none.
+    /// Opens a pack. Fails with kind `NotFound` if it does not exist.
     pub fn new(shared: &Arc<Shared>, name: &str, open: Option<Arc<OpenPack>>) -> Result<Self> {
         let this = Self { shared: shared.clone(), name: name.into(), open, seen: Mutex::default() };
         this.look()?;
@@ -289,7 +290,7 @@ impl PackReader {
         self.seen.lock().ignore_poison()
     }
 
-    /// Sees what there is now.
+    /// Lists the parts.
     fn look(&self) -> Result<PackListing> {
         if let Some(open) = &self.open {
             let parts = open.state().parts.clone();
@@ -310,13 +311,13 @@ impl PackReader {
         Ok(seen)
     }
 
-    /// What was seen, looked at anew where it may have grown.
+    /// The parts, listed again if the pack may have grown.
     fn current(&self) -> Result<PackListing> {
         let seen = self.seen().clone();
         if seen.is_closed { Ok(seen) } else { self.look() }
     }
 
-    /// Fills as much of `buffer` as is there; says how much that is.
+    /// Fills `buffer` from the parts; returns the number of bytes filled.
     fn fill(&self, seen: &PackListing, offset: u64, buffer: &mut [u8]) -> Result<usize> {
         let mut done = 0;
         while done < buffer.len() {
@@ -344,7 +345,7 @@ impl PackReader {
         Ok(done)
     }
 
-    /// The same behind what is in the bucket.
+    /// Fills `buffer` from the bytes that are not put yet; false if they do not hold all of it.
     fn fill_from_tail(&self, offset: u64, buffer: &mut [u8]) -> bool {
         let Some(open) = &self.open else { return false };
         let state = open.state();
@@ -382,7 +383,7 @@ impl ReadFile for PackReader {
                     }
                     failure = Some(io::Error::from(io::ErrorKind::UnexpectedEof));
                 }
-                // Put as one with others meanwhile, or removed.
+                // The part was merged into another, or the pack was removed.
                 Err(error) if error.is_not_found() => {}
                 Err(error) => return Err(error),
             }
@@ -394,7 +395,7 @@ impl ReadFile for PackReader {
     }
 }
 
-/// The parts from 0 on, as far as there is no gap; those that lie within one before are that one's.
+/// The parts from offset 0 up to the first gap. A part that lies inside the one before is dropped.
 fn stitch(pack: &str, objects: Vec<ListedObject>) -> Vec<PackPart> {
     let mut parts: Vec<PackPart> = objects
         .into_iter()
@@ -431,7 +432,7 @@ fn part_bytes(shared: &Shared, part: &PackPart) -> Result<Arc<Vec<u8>>> {
     }
     let object = shared.client.get(name, None, PART_BYTES_MAX)?;
     let mut bytes = object.bytes;
-    // It has become longer, where others were put as one with it.
+    // The part has become longer, because others were merged into it.
     bytes.truncate(*len_bytes as usize);
     if (bytes.len() as u64) < *len_bytes {
         let problem = format!("{} bytes long; its listing says {len_bytes}", bytes.len());
@@ -463,14 +464,14 @@ mod tests {
             of(&[("000000000000", 5), ("000000000005", 2), ("begun", 32)]),
             [(0, 5), (5, 7)]
         );
-        // Put as one, the others not removed yet; then a part behind them.
+        // Merged, but the old parts are not removed yet; then another part.
         let one =
             [("000000000000", 9), ("000000000005", 2), ("000000000007", 2), ("000000000009", 1)];
         assert_eq!(of(&one), [(0, 9), (9, 10)]);
         assert_eq!(of(&[("000000000000", 5), ("000000000006", 2)]), [(0, 5)]);
         assert_eq!(of(&[("000000000001", 5)]), []);
         assert_eq!(of(&[("0", 5), ("+00000000000", 5), ("000000000000", 0), ("x", 1)]), []);
-        // An older, longer part that came late.
+        // An old, longer part that arrived late.
         assert_eq!(of(&[("000000000000", 9), ("000000000005", 9)]), [(0, 9), (5, 14)]);
     }
 }

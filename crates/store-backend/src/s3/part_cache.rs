@@ -1,4 +1,4 @@
-//! Parts of packs that were read, in the cache of this node.
+//! The cache of parts of packs, on this host.
 
 use super::client::ListedObject;
 use crate::cache::{self, CacheLimits, PieceKey};
@@ -9,16 +9,16 @@ const FOLDER: &str = "objects";
 const DISK_BYTES_MAX: u64 = 1 << 30;
 const MEMORY_BYTES_MAX: usize = 64 << 20;
 
-/// Parts of packs.
+/// Parts of packs that were read.
 #[derive(Debug)]
 pub struct PartCache {
     pieces: cache::PieceCache,
-    /// Before the names: other places have other parts.
+    /// The place of the store; parts of other stores have the same names.
     place: String,
 }
 
 impl PartCache {
-    /// For the place of that name, which is one and the same on all machines.
+    /// The cache for the store at `place`, a name that means the same store on all hosts.
     pub fn new(folder: Option<PathBuf>, place: &str) -> Self {
         let limits = CacheLimits::of_environment(DISK_BYTES_MAX, MEMORY_BYTES_MAX);
         Self { pieces: cache::PieceCache::new(folder, FOLDER, limits), place: place.to_owned() }
@@ -34,12 +34,12 @@ impl PartCache {
         ])
     }
 
-    /// A part, if it is here.
+    /// The part, if it is cached.
     pub fn get(&self, part: &ListedObject) -> Option<Arc<Vec<u8>>> {
         self.pieces.get(self.key(part)).filter(|bytes| bytes.len() as u64 == part.len_bytes)
     }
 
-    /// Keeps a part. One without a tag could be mistaken for another.
+    /// Caches a part. A part without an entity tag is not cached, because it could be another one.
     pub fn put(&self, part: &ListedObject, bytes: &Arc<Vec<u8>>) {
         if !part.tag.is_empty() && bytes.len() as u64 == part.len_bytes {
             self.pieces.put(self.key(part), bytes);

@@ -1,5 +1,4 @@
-//! Object storage as a server really does it: conformance, requests that get lost, a server that is
-//! killed, leases that end.
+//! Object storage on a real server: conformance, lost requests, a killed server, expiring leases.
 
 use super::faults::{BUCKET, S3TestOptions, running_server, test_backend, test_location};
 use super::*;
@@ -10,7 +9,7 @@ fn at(endpoint: &str, prefix: &str, lease_s: u64) -> S3Backend {
     test_backend(endpoint, prefix, S3TestOptions { lease_s, ..S3TestOptions::default() })
 }
 
-/// Waits until it is so, for two minutes at most.
+/// Waits until `is_so` returns true, at most two minutes.
 fn eventually(mut is_so: impl FnMut() -> bool) {
     let begun = std::time::Instant::now();
     while !is_so() {
@@ -86,10 +85,9 @@ fn errors_say_what_is_wrong_and_what_to_do() {
 fn a_lock_whose_holder_is_gone_ends_and_one_that_is_renewed_does_not() {
     let Some(server) = running_server() else { return };
     let endpoint = server.endpoint();
-    // Two thirds of a lease are what the holder may be late by, on a machine that has much else to
-    // do.
+    // The holder may be late by two thirds of its lease, on a machine that is busy.
     let (one, other) = (at(&endpoint, "lease", 12), at(&endpoint, "lease", 60));
-    // A process that was killed: nobody renews what it put.
+    // The lock of a killed process, which nobody renews.
     let text = r#"{"holder":"the dead","token":"0","lease_s":1,"renewed":3}"#;
     one.shared.client.put(LOCK, text.as_bytes(), Precondition::Always).unwrap();
     assert!(matches!(other.lock("x"), Err(Error::Locked { holder }) if holder == "the dead"));
@@ -101,8 +99,7 @@ fn a_lock_whose_holder_is_gone_ends_and_one_that_is_renewed_does_not() {
     eventually(|| twice(&one.shared.client.get_if_there(LOCK).unwrap().unwrap().bytes));
     assert!(matches!(other.lock("x"), Err(Error::Locked { holder }) if holder == "the living"));
     one.put("tags/a", b"x").unwrap();
-    // Taken away: it writes nothing more, whatever it tries, and removes nothing of its
-    // successor's.
+    // After its lock was broken, it writes nothing more and removes nothing of its successor's.
     let mut growing = one.create("packs/00000001.pack").unwrap();
     growing.append(b"records").unwrap();
     assert_eq!(other.break_lock().unwrap().as_deref(), Some("the living"));

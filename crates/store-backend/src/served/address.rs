@@ -63,28 +63,29 @@ impl ServerAddress {
         let text = path.to_string_lossy();
         let refused = |problem: &str| invalid(&text, problem);
         let variable = |name| environment(name).filter(|value| !value.is_empty());
-        let rest = text.strip_prefix(SCHEME).ok_or_else(|| refused("is no kf:// address"))?;
+        let rest = text.strip_prefix(SCHEME).ok_or_else(|| refused("not a kf:// address"))?;
         let (address, query) = rest.split_once('?').unwrap_or((rest, ""));
         let address = address.trim_end_matches('/');
         let (host, port) = split(address).ok_or_else(|| {
-            refused("names no server: a host and a port, as in kf://node1:7420 or kf://[::1]:7420")
+            refused("no valid server; write a host and a port, as in kf://node1:7420 or kf://[::1]:7420")
         })?;
         let asked = match query.split_once('=') {
             Some(("fingerprint", value)) => Some(value.to_owned()),
             None if query.is_empty() => None,
-            _ => return Err(refused("asks for what cannot be asked for: ?fingerprint=SHA256 can")),
+            _ => return Err(refused("unknown parameter; only ?fingerprint=SHA256 is known")),
         };
         let trust = match (asked.or_else(|| variable(FINGERPRINT)), variable(CA)) {
             (Some(text), _) => {
                 let problem =
-                    "needs a fingerprint of 64 hexadecimal digits, as keyframe serve says it";
+                    "a fingerprint has 64 hexadecimal digits, as keyframe serve prints it";
                 Trust::Pinned(parse_fingerprint(&text).ok_or_else(|| refused(problem))?)
             }
             (None, Some(file)) => Trust::Authority(file.into()),
             (None, None) => {
                 return Err(refused(
-                    "needs KEYFRAME_SERVE_FINGERPRINT (what keyframe serve said when it began), or KEYFRAME_SERVE_CA (a file with \
-                     the certificate that the server's stands on), so that no other server is taken for it",
+                    "no way to recognise the server: set KEYFRAME_SERVE_FINGERPRINT (the fingerprint \
+                     that keyframe serve prints) or KEYFRAME_SERVE_CA (a file with the certificate \
+                     of the authority that signed the server's)",
                 ));
             }
         };
@@ -94,7 +95,7 @@ impl ServerAddress {
             (None, None) => Zeroizing::default(),
         };
         if token.len() > TOKEN_BYTES_MAX {
-            return Err(refused("has a token of more than 512 bytes"));
+            return Err(refused("the token is longer than 512 bytes"));
         }
         let name = format!("{SCHEME}{address}");
         Ok(Self { name, host, port, trust, token })
@@ -155,7 +156,7 @@ fn split(address: &str) -> Option<(String, u16)> {
 fn invalid(object: &str, problem: &str) -> Error {
     Error::Io {
         object: object.into(),
-        operation: "understand the address",
+        operation: "parse the address",
         source: io::Error::new(io::ErrorKind::InvalidInput, problem.to_owned()),
     }
 }

@@ -1,8 +1,8 @@
 //! Requests to a checkpoint server: pipelined on pooled connections, and retried.
 //!
 //! ```text
-//!   requests ─▶ a pooled connection ─▶ up to 32 in flight ─▶ answers, in order ─▶ back to the pool
-//!                      └─ broken: the unanswered requests go to a new one, after 0.05, 0.1, ... 1 s
+//!   requests ─▶ a pooled connection ─▶ up to 32 in flight ─▶ answers in order ─▶ back to the pool
+//!                      └─ broken: unanswered requests go to a new one after 0.05, 0.1, ... 1 s
 //! ```
 //!
 //! Retries end if no answer has come for 8 s; for 1 s if this process never reached the server; at
@@ -162,7 +162,7 @@ impl Client {
         };
         let link = Connection::new(&self.address, config)?;
         if *self.store.get_or_init(|| link.store) != link.store {
-            let problem = "it serves another store now than it did before".to_owned();
+            let problem = "the server serves another store than before".to_owned();
             let fix = Some("run the command again".into());
             return Err(ConnectionError::Fatal(
                 io::ErrorKind::InvalidData,
@@ -195,16 +195,15 @@ impl Client {
             RefusalCode::Ends => (io::ErrorKind::UnexpectedEof, None),
             RefusalCode::TooLong => return Error::damaged(object, said),
             RefusalCode::Token => {
-                (io::ErrorKind::PermissionDenied, Some("look at KEYFRAME_TOKEN".into()))
+                (io::ErrorKind::PermissionDenied, Some("check KEYFRAME_TOKEN".into()))
             }
             RefusalCode::Strange => (
                 io::ErrorKind::InvalidInput,
                 Some("use the same version of keyframe on both sides".into()),
             ),
-            RefusalCode::None | RefusalCode::Failed => (
-                io::ErrorKind::Other,
-                Some("look at the server's own store: keyframe check there".into()),
-            ),
+            RefusalCode::None | RefusalCode::Failed => {
+                (io::ErrorKind::Other, Some("check the store on the server: keyframe check".into()))
+            }
         };
         io_error(object, operation, kind, RemoteFailure { problem: said.to_owned(), fix })
     }
@@ -219,8 +218,8 @@ impl Client {
             kind => kind,
         };
         let problem = format!("no answer from the checkpoint server: {error}");
-        let fix = "see whether keyframe serve runs there and the network is up, and run the command again: what has come stays in the \
-                   cache";
+        let fix = "check that keyframe serve runs there and that the network is up, then run the \
+                   command again; everything received so far is cached";
         io_error(
             self.address.name.clone(),
             operation,
@@ -231,7 +230,7 @@ impl Client {
 
     /// The error for an answer that makes no sense.
     pub fn strange(&self, operation: &'static str, name: &str, problem: &str) -> Error {
-        let problem = format!("an answer that makes no sense: {problem}");
+        let problem = format!("invalid answer: {problem}");
         let fix = Some("use the same version of keyframe on both sides".into());
         io_error(
             self.describe(name),

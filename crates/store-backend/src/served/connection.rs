@@ -50,7 +50,7 @@ impl From<io::Error> for ConnectionError {
 /// The TLS configuration that trusts this server only.
 pub fn client_config(address: &ServerAddress) -> Result<Arc<ClientConfig>, ConnectionError> {
     let bad = |problem: String| {
-        let fix = "look at KEYFRAME_SERVE_CA: a file of certificates, as PEM";
+        let fix = "KEYFRAME_SERVE_CA must name a file of certificates in PEM format";
         fatal(io::ErrorKind::InvalidData, problem, fix)
     };
     let trust = match &address.trust {
@@ -81,7 +81,7 @@ impl Connection {
             fatal(
                 io::ErrorKind::InvalidInput,
                 format!("{}: {e}", address.host),
-                "name the host otherwise",
+                "use another name or address of the host",
             )
         })?;
         let connection =
@@ -103,7 +103,7 @@ impl Connection {
                     fatal(
                         io::ErrorKind::InvalidData,
                         problem,
-                        "look at the address, and at the versions of both sides",
+                        "check the address, and that both sides run the same version of keyframe",
                     )
                 };
                 this.store = wire::decode_welcome(&bytes).map_err(strange)?;
@@ -112,16 +112,19 @@ impl Connection {
             Answer::Refused(RefusalCode::Token, said) => Err(fatal(
                 io::ErrorKind::PermissionDenied,
                 format!("the server refuses this client: {said}"),
-                "put the token of keyframe serve into KEYFRAME_TOKEN, or the name of a file with it into KEYFRAME_TOKEN_FILE",
+                "set KEYFRAME_TOKEN to the token of keyframe serve, or KEYFRAME_TOKEN_FILE to a file \
+                 that holds it",
             )),
             Answer::Refused(_, said) => Err(fatal(
                 io::ErrorKind::InvalidData,
                 said,
                 "use the same version of keyframe on both sides",
             )),
-            Answer::Same => {
-                Err(fatal(io::ErrorKind::InvalidData, "no welcome".into(), "is it keyframe serve?"))
-            }
+            Answer::Same => Err(fatal(
+                io::ErrorKind::InvalidData,
+                "no greeting".into(),
+                "check the address: is keyframe serve running there?",
+            )),
         }
     }
 
@@ -147,8 +150,7 @@ fn fatal(kind: io::ErrorKind, problem: String, fix: &str) -> ConnectionError {
 }
 
 fn connect(address: &ServerAddress) -> Result<TcpStream, ConnectionError> {
-    let mut last =
-        io::Error::new(io::ErrorKind::NotFound, "the name of the host stands for no address");
+    let mut last = io::Error::new(io::ErrorKind::NotFound, "the host name has no address");
     for address in (address.host.as_str(), address.port).to_socket_addrs()? {
         match TcpStream::connect_timeout(&address, CONNECT_MAX) {
             Ok(socket) => return Ok(socket),
@@ -163,23 +165,27 @@ fn classify_handshake_error(error: io::Error, address: &ServerAddress) -> Connec
     use rustls::Error as Tls;
     match error.get_ref().and_then(|inner| inner.downcast_ref::<Tls>()) {
         Some(Tls::InvalidCertificate(CertificateError::Other(other))) => {
-            let problem = format!("another server than the one that is meant: {other}");
-            let fix = "compare KEYFRAME_SERVE_FINGERPRINT with what keyframe serve said when it began; where they differ and nobody \
-                       renewed the certificate, somebody stands between";
+            let problem = format!("this is another server: {other}");
+            let fix = "compare KEYFRAME_SERVE_FINGERPRINT with the fingerprint that keyframe serve \
+                       prints; if they differ although the certificate was not renewed, another \
+                       host intercepts the connection";
             fatal(io::ErrorKind::PermissionDenied, problem, fix)
         }
         Some(Tls::InvalidCertificate(problem)) => {
-            let problem =
-                format!("the certificate of {} is not to be trusted: {problem}", address.host);
+            let problem = format!("the certificate of {} is not trusted: {problem}", address.host);
             fatal(
                 io::ErrorKind::PermissionDenied,
                 problem,
-                "look at KEYFRAME_SERVE_CA, and at the name in the address",
+                "check KEYFRAME_SERVE_CA and the host name in the address",
             )
         }
         Some(Tls::InvalidMessage(_)) => {
-            let problem = "what answers speaks no TLS".to_owned();
-            fatal(io::ErrorKind::InvalidData, problem, "look at the address: is it keyframe serve?")
+            let problem = "the peer speaks no TLS".to_owned();
+            fatal(
+                io::ErrorKind::InvalidData,
+                problem,
+                "check the address: is keyframe serve running there?",
+            )
         }
         _ => ConnectionError::Retry(error),
     }

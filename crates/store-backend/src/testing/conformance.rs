@@ -1,15 +1,15 @@
-//! What every backend promises, as one set of tests: for a directory, for the simulated medium, for
-//! object storage, and for each of them with encryption.
+//! The conformance suite: what every backend guarantees. Run on a directory, on the simulated
+//! medium and on object storage, each also with encryption.
 
 use crate::{Backend, DataKey, EncryptedBackend, Error};
 use std::io;
 use std::sync::Arc;
 use zeroize::Zeroizing;
 
-/// Gives the same, empty place again and again, each time as another process would see it.
+/// Opens the same, empty place each time, as another process would.
 pub type Open<'a> = &'a dyn Fn() -> Arc<dyn Backend>;
 
-/// All of it.
+/// Runs all checks.
 pub fn check_backend(open: Open<'_>) {
     small_files(open);
     names(open);
@@ -18,7 +18,7 @@ pub fn check_backend(open: Open<'_>) {
     locks(open);
 }
 
-/// The same with encryption on top.
+/// Runs all checks through an encrypting backend.
 pub fn check_encrypted_backend(open: Open<'_>) {
     let key = DataKey(Zeroizing::new([9; 32]));
     check_backend(&|| Arc::new(EncryptedBackend::new(open(), &key)));
@@ -90,14 +90,14 @@ fn growing_files(open: Open<'_>) {
     assert_eq!(reader.len_bytes().unwrap(), 0);
     let own = one.open(name).unwrap();
     let mut expected = Vec::new();
-    // Across every limit that a backend has of its own, and with many small steps.
+    // Crosses all internal limits of the backends, with many small steps.
     let lengths = [64, 1, 0, 300_000, 1 << 20, 5 << 20].into_iter().chain([700; 40]);
     for (step, len) in lengths.enumerate() {
         let bytes = pattern(len, step as u8);
         growing.append(&bytes).unwrap();
         let from = expected.len();
         expected.extend(bytes);
-        // Whoever writes reads what is not durable yet.
+        // The writer's process reads bytes that are not durable yet.
         assert_eq!(own.len_bytes().unwrap(), expected.len() as u64);
         let mut last = vec![0; expected.len() - from];
         own.read_at(from as u64, &mut last).unwrap();

@@ -1,16 +1,16 @@
-//! A store in memory, on a medium that misbehaves: crashes, torn writes, a full disk, failing
-//! syncs. For tests.
+//! A backend in memory whose medium fails on command: crashes, torn writes, a full disk, failing
+//! syncs.
 //!
 //! ```text
-//!   append ──▶ live bytes ──sync──▶ durable bytes            create, rename ──▶ live names ──folder sync──▶ durable names
-//!                  └───────crash: any mix of sectors─────┐                        └───────crash: any of them───┐
-//!                                                        ▼                                                     ▼
-//!                                              what the next process finds
+//!   append ──▶ live bytes ──sync──▶ durable bytes
+//!                 └──crash: any mix of their sectors──▶ what the next process finds
+//!   create, rename ──▶ live names ──directory sync──▶ durable names
+//!                 └──crash: any of the changes────────▶ what the next process finds
 //! ```
 //!
-//! Every step that could be the last counts as one operation: its volatile effect happens, then the
-//! crash, then its durable effect. A failed sync loses what it should have written for good, even
-//! if a later sync succeeds, as Linux does.
+//! Each step that may be the last before a crash counts as one operation: first its volatile effect
+//! happens, then the crash, then its durable effect. A failed sync loses its bytes for good, even
+//! if a later sync succeeds, as on Linux.
 
 mod files;
 
@@ -29,7 +29,7 @@ const SECTOR_BYTES: usize = 512;
 struct Inode {
     live: Vec<u8>,
     durable: Vec<u8>,
-    /// Bytes before this that are not durable never will be: a sync of them failed.
+    /// Bytes before this offset that are not durable are lost: a sync of them failed.
     lost: usize,
 }
 
@@ -72,13 +72,13 @@ struct State {
     pruned: bool,
 }
 
-/// The medium. Clones share it.
+/// A backend whose medium fails on command. Clones share the medium.
 #[derive(Clone, Debug, Default)]
 pub struct FaultyBackend {
     state: Arc<Mutex<State>>,
-    /// Names and whole files are not synced one by one.
+    /// Names and whole files are not synced one by one ([`Backend::without_syncs`]).
     relaxed: bool,
-    /// Times that the power failed.
+    /// The number of power failures, which makes the boot id.
     lives: u64,
 }
 
@@ -87,12 +87,12 @@ impl FaultyBackend {
         self.state.lock().ignore_poison()
     }
 
-    /// Syncs so far, of files and of directories.
+    /// The number of syncs so far, of files and of directories.
     pub fn syncs(&self) -> u64 {
         self.state().syncs
     }
 
-    /// The operation of that number, and every one after it, fails.
+    /// Makes this operation and all after it fail.
     pub fn crash_at(&self, operation: u64) {
         self.state().crash_at = Some(operation);
     }
@@ -102,36 +102,36 @@ impl FaultyBackend {
         state.crash_at.is_some_and(|at| state.operations >= at)
     }
 
-    /// The sync of that number fails.
+    /// Makes this sync fail.
     pub fn fail_sync_at(&self, sync: u64) {
         self.state().fail_sync_at = Some(sync);
     }
 
-    /// Of the reads from here on, that one gives less than was asked for; the same read again gives
-    /// all.
+    /// Makes the read after this many reads return too few bytes. The same read succeeds when
+    /// repeated.
     pub fn fail_read_in(&self, reads: u64) {
         let mut state = self.state();
         state.fail_read_at = Some(state.reads + reads);
     }
 
-    /// Reads so far.
+    /// The number of reads so far.
     pub fn reads(&self) -> u64 {
         self.state().reads
     }
 
-    /// Operations so far.
+    /// The number of operations so far.
     pub fn operations(&self) -> u64 {
         self.state().operations
     }
 
-    /// From here on nothing fails, unless it has crashed.
+    /// Ends all planned faults. A crash that has happened stays.
     pub fn calm(&self) {
         let mut state = self.state();
         (state.fail_sync_at, state.fail_read_at, state.capacity_bytes) = (None, None, None);
         state.crash_at = state.crash_at.filter(|at| state.operations >= *at);
     }
 
-    /// The medium holds so many bytes and not one more.
+    /// Limits the medium to this many bytes.
     pub fn limit(&self, capacity_bytes: Option<usize>) {
         self.state().capacity_bytes = capacity_bytes;
     }
@@ -140,8 +140,8 @@ impl FaultyBackend {
         self.state().used_bytes()
     }
 
-    /// What a machine finds that comes up after the power failed now. `seed` decides what of the
-    /// rest survived.
+    /// The medium as the machine finds it after a power failure now. `seed` decides which of the
+    /// bytes and names that are not durable survive.
     pub fn after_power_loss(&self, seed: u64) -> Self {
         let state = self.state();
         let mut chance = SeededRandom(seed);
@@ -156,7 +156,7 @@ impl FaultyBackend {
         Self { state: Arc::new(Mutex::new(fresh)), relaxed: false, lives: self.lives + 1 }
     }
 
-    /// A copy of what can be read now, as if all were durable.
+    /// A copy of the live files, all of them durable.
     pub fn copy(&self) -> Self {
         let mut fresh = State::default();
         for (name, bytes) in self.files() {
@@ -167,8 +167,8 @@ impl FaultyBackend {
         Self { state: Arc::new(Mutex::new(fresh)), relaxed: false, lives: self.lives }
     }
 
-    /// The same medium in the eyes of the next process after this one died: what can be read is as
-    /// before, what is durable too.
+    /// The medium as the next process finds it after this process died: live and durable state are
+    /// kept.
     pub fn copy_with_same_durability(&self) -> Self {
         let state = self.state();
         let fresh = State {
@@ -181,7 +181,7 @@ impl FaultyBackend {
         Self { state: Arc::new(Mutex::new(fresh)), relaxed: false, lives: self.lives }
     }
 
-    /// Every file with its bytes.
+    /// All files and their bytes.
     pub fn files(&self) -> BTreeMap<String, Vec<u8>> {
         let state = self.state();
         state
@@ -191,7 +191,7 @@ impl FaultyBackend {
             .collect()
     }
 
-    /// Changes a file behind everybody's back.
+    /// Replaces or removes a file, without the store's knowledge.
     pub fn overwrite(&self, name: &str, bytes: Option<Vec<u8>>) {
         let mut state = self.state();
         match bytes {
@@ -243,7 +243,7 @@ impl State {
         self.live.values().map(|inode| self.inodes[*inode].live.len()).sum()
     }
 
-    /// After the crash nothing has any effect.
+    /// Fails if the medium has crashed.
     fn alive(&self, name: &str) -> Result<()> {
         if self.crash_at.is_some_and(|at| self.operations >= at) {
             return Err(failure(
@@ -255,7 +255,7 @@ impl State {
         Ok(())
     }
 
-    /// One operation passes, unless it is the one that crashes.
+    /// Counts an operation. Fails if it is the one that crashes.
     fn step(&mut self, name: &str, operation: &'static str) -> Result<()> {
         self.operations += 1;
         if self.crash_at.is_some_and(|at| self.operations >= at) {
@@ -284,7 +284,7 @@ impl State {
         Ok(())
     }
 
-    /// A sync passes, unless it is the one that fails.
+    /// Counts a sync. Fails if it is the one that fails.
     fn count_sync(&mut self, name: &str) -> Result<()> {
         self.syncs += 1;
         if self.fail_sync_at == Some(self.syncs) {
@@ -442,7 +442,7 @@ impl Backend for FaultyBackend {
     fn remove(&self, name: &str) -> Result<()> {
         let mut state = self.state();
         state.alive(name)?;
-        // As a directory does: nothing is synced for what is not there.
+        // As a directory does: nothing is synced if the file did not exist.
         if !state.live.contains_key(name) {
             return Ok(());
         }

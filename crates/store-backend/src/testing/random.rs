@@ -1,6 +1,6 @@
-//! SeededRandom that a seed decides, for tests that must do the same again.
+//! Random numbers from a seed, for tests that must be repeatable.
 
-/// A stream of numbers from a seed.
+/// A stream of random numbers from a seed (SplitMix64).
 pub struct SeededRandom(pub u64);
 
 impl SeededRandom {

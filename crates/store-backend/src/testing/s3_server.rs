@@ -1,8 +1,8 @@
-//! An S3 server of the test's own: SeaweedFS on free ports of the loopback interface, its files in
-//! a directory of its own.
+//! An S3 server for one test: SeaweedFS on free ports of the loopback interface, with a directory
+//! of its own.
 //!
-//! It takes the clients' conditions, uploads in parts and listings in pages as Amazon's does, and
-//! keeps what it has answered for when it is killed.
+//! It supports conditional puts, uploads in parts and paged listings as Amazon's does. After a kill
+//! it still has everything that it confirmed.
 
 use keyframe_testing::{Scope, record_skip};
 use std::io::{Read, Write};
@@ -11,25 +11,26 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// The bucket that is there.
+/// The name of the bucket that it has.
 pub const BUCKET: &str = "keyframe-test";
-/// The credentials that it takes.
+/// The access key and secret key that it accepts.
 pub const KEY: (&str, &str) = ("test-key", "test-secret");
 const CONFIG: &str = r#"{"identities":[{"name":"test","credentials":[{"accessKey":"test-key","secretKey":"test-secret"}],
     "actions":["Admin","Read","Write","List"]}]}"#;
 const START_MAX: Duration = Duration::from_mins(2);
 
-/// The running server; killed when it is dropped.
+/// A running server. Dropping it kills it.
 pub struct S3Server {
     dir: tempfile::TempDir,
     weed: PathBuf,
-    /// Of master, volume, filer, S3, each for HTTP and for gRPC.
+    /// The ports of master, volume, filer and S3: each one for HTTP and one for gRPC.
     ports: [u16; 8],
     child: Option<Child>,
 }
 
 impl S3Server {
-    /// Starts one. If its program is missing, counts the running test as skipped and returns `None`.
+    /// Starts a server. If its program is missing, counts the running test as skipped and returns
+    /// none.
     pub fn start() -> Option<Self> {
         let Some(weed) = binary() else {
             record_skip(Scope::Test, "no S3 server (guests/build s3server installs one)");
@@ -53,12 +54,12 @@ impl S3Server {
         Some(server)
     }
 
-    /// `http://127.0.0.1:PORT`.
+    /// Its URL: `http://127.0.0.1:PORT`.
     pub fn endpoint(&self) -> String {
         format!("http://127.0.0.1:{}", self.ports[6])
     }
 
-    /// Kills it, as a power failure would.
+    /// Kills the server, as a power failure would.
     pub fn kill(&mut self) {
         if let Some(mut child) = self.child.take() {
             let _ = child.kill();
@@ -72,7 +73,7 @@ impl S3Server {
         }
     }
 
-    /// Starts it again on what it has, and waits until it answers.
+    /// Starts it again on its files, and waits until it answers.
     pub fn resume(&mut self) {
         let path = |name: &str| self.dir.path().join(name).display().to_string();
         let names = ["master", "volume", "filer", "s3"];
@@ -117,8 +118,8 @@ impl S3Server {
             .spawn();
         self.child = Some(child.expect("start the S3 server"));
         let began = Instant::now();
-        // It answers before it can store: what it says of a bucket that is not there it knows from
-        // the filer.
+        // The server answers before it can store. It needs the filer to answer for a missing
+        // bucket.
         while !matches!(self.ask(6, "GET", "/no-such-bucket/x"), Some(403 | 404))
             || self.ask(4, "GET", "/").is_none()
         {
@@ -135,7 +136,7 @@ impl S3Server {
         }
     }
 
-    /// The status with which one of its ports answers.
+    /// The HTTP status with which one of its ports answers.
     fn ask(&self, port: usize, method: &str, path: &str) -> Option<u16> {
         let mut stream = TcpStream::connect(("127.0.0.1", self.ports[port])).ok()?;
         stream.set_read_timeout(Some(Duration::from_secs(5))).ok()?;
@@ -159,7 +160,7 @@ impl Drop for S3Server {
     }
 }
 
-/// `KEYFRAME_S3_SERVER`, or what `guests/build s3server` says.
+/// The program: `KEYFRAME_S3_SERVER`, or the one that `guests/build s3server` names.
 fn binary() -> Option<PathBuf> {
     if let Some(path) = std::env::var_os("KEYFRAME_S3_SERVER") {
         return Some(path.into());

@@ -29,9 +29,8 @@ use crate::identity::{PageHash, PageRef};
 use crate::pack_file::{Ending, PackFile};
 use crate::prune::{Copier, Live, Moves, Shape, packs, rewrite_maps};
 use crate::record::{
-    DENSE_VERSIONS, DICTIONARY_CHECK_BYTES, ENTRY_BYTES, Entry, FOOTER_BYTES, Kind,
-    PACK_HEADER_BYTES, PLAIN_VERSIONS, RECORD_BYTES_MAX, Record, encode_dense_header,
-    encode_pack_header, encode_trailer, parse_footer,
+    DICTIONARY_CHECK_BYTES, ENTRY_BYTES, Entry, FOOTER_BYTES, Kind, PACK_HEADER_BYTES,
+    RECORD_BYTES_MAX, Record, encode_pack_header, encode_trailer, parse_footer,
 };
 use crate::store::Inner;
 use crate::writer::{Tuning, Writer};
@@ -94,7 +93,7 @@ pub struct RepairReport {
 impl Store {
     /// Saves what can be saved of a damaged store, and lists what cannot.
     ///
-    /// Errors: [`Error::Locked`] where a run or a prune is at work; [`Error::LaterVersion`];
+    /// Errors: [`Error::Locked`] where a run or a prune is at work; [`Error::OtherVersion`];
     /// [`Error::Damaged`] where the store's own description is not what it was: its key is nowhere
     /// else.
     pub fn repair(&self, progress: &mut dyn FnMut(CheckProgress)) -> Result<RepairReport> {
@@ -307,7 +306,7 @@ impl Repair<'_> {
 /// What is wrong with a file; errors that are none of it go on.
 fn damage(error: Error) -> Result<String> {
     match error {
-        Error::LaterVersion { .. } => Err(error),
+        Error::OtherVersion { .. } => Err(error),
         other => Ok(other.to_string()),
     }
 }
@@ -463,15 +462,8 @@ fn with_header(inner: &Inner, number: u32, bytes: Vec<u8>) -> Option<Vec<u8>> {
 fn with_plain_header(inner: &Inner, number: u32, mut bytes: Vec<u8>) -> Option<Vec<u8>> {
     let place = PageRef::new(number, PACK_HEADER_BYTES as u64);
     Record::parse(bytes.get(PACK_HEADER_BYTES..)?, place).ok()?;
-    for version in PLAIN_VERSIONS {
-        let header = encode_pack_header(inner.config.id, number, version);
-        bytes.get_mut(..PACK_HEADER_BYTES)?.copy_from_slice(&header);
-        // The trailer vouches for the header; without one the latest version holds whatever is
-        // there.
-        if is_closed(number, &bytes, header) {
-            break;
-        }
-    }
+    let header = encode_pack_header(inner.config.id, number, None);
+    bytes.get_mut(..PACK_HEADER_BYTES)?.copy_from_slice(&header);
     Some(bytes)
 }
 
@@ -487,14 +479,9 @@ fn with_dense_header(inner: &Inner, number: u32, mut bytes: Vec<u8>) -> Option<V
     first[..7].copy_from_slice(entry.get(..7)?);
     let head_bytes = (PACK_HEADER_BYTES + DICTIONARY_CHECK_BYTES) as u64;
     let dictionary_bytes = u64::from_le_bytes(first).checked_sub(head_bytes)?;
-    for version in DENSE_VERSIONS {
-        let header = encode_dense_header(inner.config.id, number, version, dictionary_bytes);
-        bytes.get_mut(..PACK_HEADER_BYTES)?.copy_from_slice(&header);
-        if is_closed(number, &bytes, header) {
-            return Some(bytes);
-        }
-    }
-    None
+    let header = encode_pack_header(inner.config.id, number, Some(dictionary_bytes));
+    bytes.get_mut(..PACK_HEADER_BYTES)?.copy_from_slice(&header);
+    is_closed(number, &bytes, header).then_some(bytes)
 }
 
 fn is_closed(number: u32, bytes: &[u8], header: [u8; PACK_HEADER_BYTES]) -> bool {

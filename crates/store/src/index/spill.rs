@@ -3,7 +3,7 @@
 //! ```text
 //!   | header 512 | bucket 512 | bucket | ... | fences | filter | packs | footer 64 |
 //!
-//!   header   0  8 magic "KFINDEX\n"    8  4 version    12  4 zero    16 16 store id    32 16 salt, random    48 .. zeros
+//!   header   0  8 magic "KF:IDX\r\n"    8  4 version    12  4 zero    16 16 store id    32 16 salt, random    48 .. zeros
 //!   bucket   21 entries of 24 (of the last one: what is left, then zeros)    504  8 XXH3-64 of these, seed = salt + its number
 //!   entry    0 16 hash    16  8 place: pack number (24 bits), kind (2), zero (1), offset (37); encrypted stores: masked
 //!   fences   8 for each bucket: the first word of its first hash
@@ -29,7 +29,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-const MAGIC: &[u8; 8] = b"KFINDEX\n";
+const MAGIC: &[u8; 8] = b"KF:IDX\r\n";
 const VERSION: u32 = 1;
 pub const BUCKET_BYTES: usize = 512;
 const ENTRY_BYTES: usize = 24;

@@ -40,8 +40,6 @@ pub struct Node {
     /// Its own checkpoint is there: all that it gives is visible.
     sealed: bool,
     ram_pages: u64,
-    /// Its page space has blocks of disks.
-    pub disks: bool,
 }
 
 /// Offsets of a pack's live records.
@@ -174,7 +172,6 @@ impl Live {
                 parent: meta.map_chain.get(at + 1).copied(),
                 sealed: false,
                 ram_pages: meta.ram.len_pages(),
-                disks: !meta.disks.is_empty(),
             });
             node.sealed |= at == 0;
         }

@@ -116,7 +116,6 @@ pub struct PruneReport {
     pub rewritten_packs: u64,
     /// Of these and of packs of which all was needed: those whose pages are as small as they get
     /// now.
-    #[serde(default)]
     pub recompressed_packs: u64,
     /// Bytes of the records that were copied.
     pub copied_bytes: u64,

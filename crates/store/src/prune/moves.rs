@@ -4,7 +4,7 @@
 //!   prune    moves put ─────────────▶ waits ─────────────▶ maps rewritten ─▶ packs removed ─▶ moves removed
 //!   writer             next seal: follows, moves.seen put ──▲       nothing that it knows is in those packs any more
 //!
-//!   moves       magic "KFMOVE\r\n", version, then (see the envelope)
+//!   moves       magic "KF:MOV\r\n", version, then (see the envelope)
 //!                12 16 store id     28 16 generation, random     44  8 packs     52  8 moved records
 //!                60 .. a varint each: packs, rising; then for each moved record, rising: zigzag(from - from before),
 //!                      zigzag(to - to before)                    end-32 32 BLAKE3
@@ -26,7 +26,7 @@ use keyframe_pages::bytes::Problem;
 use rustc_hash::FxHashMap;
 use std::collections::BTreeSet;
 
-const MAGIC: envelope::Magic = *b"KFMOVE\r\n";
+const MAGIC: envelope::Magic = *b"KF:MOV\r\n";
 const MOVES: &str = "moves";
 const SEEN: &str = "moves.seen";
 /// Where the generation is.

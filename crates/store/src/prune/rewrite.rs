@@ -236,7 +236,7 @@ pub fn maps(
     is_wanted: &dyn Fn(u64) -> bool,
 ) -> Result<BTreeSet<u64>> {
     let mut rewritten = BTreeSet::new();
-    live.each_map(inner, is_wanted, &mut |id, node, run, visible| {
+    live.each_map(inner, is_wanted, &mut |id, _, run, visible| {
         if run.refs().iter().all(|to| moves.place(*to) == Place::Same) {
             return Ok(());
         }
@@ -259,7 +259,7 @@ pub fn maps(
             ));
         }
         rewritten.insert(id);
-        inner.put_again(&layout::map(id), &moved.encode(inner.config.id, node.disks))
+        inner.put_again(&layout::map(id), &moved.encode(inner.config.id))
     })?;
     Ok(rewritten)
 }
@@ -298,7 +298,7 @@ impl Inner {
         let header = MapHeader { id, parent: None, run: [0; 16], space_pages: 0 };
         self.put_again(
             &layout::map(id),
-            &MapRun::new(header, std::iter::empty()).encode(self.config.id, false),
+            &MapRun::new(header, std::iter::empty()).encode(self.config.id),
         )
     }
 

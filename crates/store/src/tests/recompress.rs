@@ -11,7 +11,6 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 const PAGES: u64 = 140;
-pub const GOLDEN_SECONDS: std::ops::Range<u64> = 0..3;
 
 fn recompress(store: &Store) -> Result<PruneReport> {
     recompress_tuned(store, TINY)

@@ -73,7 +73,7 @@ fn write(space: u64, checkpoints: u64, kept: &[u64]) -> Written {
         };
         let mut ids = vec![k + 1];
         ids.extend(plan.below);
-        written.maps.push((map.encode(STORE, false), map.refs().len(), ids.clone()));
+        written.maps.push((map.encode(STORE), map.refs().len(), ids.clone()));
         chain.commit(&ids, &changed);
         if kept.contains(&k) {
             written.truth.insert(k, now.clone());
@@ -133,7 +133,7 @@ fn maps_do_not_grow_with_ram() {
     assert!(big < small * 3 / 2, "{big} bytes of maps with 64 GiB, {small} with 4 GiB");
     // Nothing was written: nothing but the header is there.
     let header = MapHeader { id: 2, parent: Some(1), run: [0; 16], space_pages: GUEST_PAGES };
-    assert!(MapRun::new(header, std::iter::empty()).encode(STORE, false).len() < 200);
+    assert!(MapRun::new(header, std::iter::empty()).encode(STORE).len() < 200);
 }
 
 /// The rule alone, over a day.

@@ -1,4 +1,4 @@
-//! What the simulated medium hands out: locks, and open files.
+//! The locks and open files of [`FaultyBackend`].
 
 use super::{FaultyBackend, State, failure};
 use crate::Result;
