@@ -84,9 +84,12 @@ impl Failure {
                 fix: Some("wait until that one ends (keyframe status), or use another store".into()),
                 ..failure
             },
-            Error::OtherVersion { .. } | Error::PreRelease { .. } => {
+            Error::OtherVersion { .. } => {
                 failure.fix("read it with a later Keyframe; nothing in it was changed")
             }
+            Error::PreRelease { .. } => failure.fix(
+                "make a new store with this build; only the build that made the old one reads it",
+            ),
             Error::Damaged { .. } => failure.fix(format!(
                 "find out what else is hurt with: keyframe check --read-data --store {}",
                 path.display()

@@ -5,7 +5,7 @@
 //! that another is in its place.
 
 use crate::checkpoint::CheckpointFile;
-use crate::composed::{PART_BYTES, PARTS};
+use crate::composed::PART_BYTES;
 use crate::disk_map::{DiskMap, SPACE_PAGES_MAX};
 use crate::hold::Held;
 use crate::identity::PageRef;
@@ -184,8 +184,6 @@ pub struct Breakdown {
     pub against_disk: Found,
     /// What RAM had brought into the store.
     pub against_ram: Found,
-    /// Written in checkpoints of early versions, which did not count sectors.
-    pub not_counted: Sectors,
 }
 
 impl From<u64> for Sectors {
@@ -204,16 +202,12 @@ impl Breakdown {
         };
         let against_disk = found(c.against_disk_whole_sectors, c.against_disk_part_sectors);
         let against_ram = found(c.against_ram_whole_sectors, c.against_ram_part_sectors);
-        let stored_or_not = c.zero_sectors + c.unchanged_sectors + c.not_deduplicated_sectors;
-        let counted = stored_or_not + against_disk.sectors + against_ram.sectors;
-        let written = counts.written_blocks * PARTS as u64;
         Self {
             zero: c.zero_sectors.into(),
             unchanged: c.unchanged_sectors.into(),
             not_deduplicated: c.not_deduplicated_sectors.into(),
             against_disk,
             against_ram,
-            not_counted: written.saturating_sub(counted).into(),
         }
     }
 }

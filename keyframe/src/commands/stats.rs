@@ -137,17 +137,13 @@ fn of_sectors(sectors: &Breakdown) -> Vec<String> {
     let plain = |label: &str, what: &Sectors| {
         format!("  {label:<15} {} sectors, {}", what.sectors, b(what.bytes))
     };
-    let mut lines = vec![
+    vec![
         plain("zero", &sectors.zero),
         plain("unchanged", &sectors.unchanged),
         found("against disk", &sectors.against_disk),
         found("against RAM", &sectors.against_ram),
         plain("new", &sectors.not_deduplicated),
-    ];
-    if sectors.not_counted.sectors > 0 {
-        lines.push(plain("not counted", &sectors.not_counted) + ", by an early version");
-    }
-    lines
+    ]
 }
 
 /// Who shares what.

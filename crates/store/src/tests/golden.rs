@@ -21,7 +21,7 @@ fn plain() -> Store {
 }
 
 fn encrypted() -> Store {
-    Store::open_with(&golden("v1-encrypted"), &|_| Ok(Some(secret()))).unwrap()
+    Store::open_with(&golden("v1-encrypted"), &|_| Ok(Some(encrypted::secret()))).unwrap()
 }
 
 /// The RAM at a second: a page with some counters, one that drifts away from its first content,
@@ -185,7 +185,7 @@ fn writers_continue_golden_stores() {
     for name in ["v1", "v1-encrypted"] {
         let dir = copied(name);
         let open = || {
-            let ask = |_| Ok(Some(secret()));
+            let ask = |_| Ok(Some(encrypted::secret()));
             Store::open_with(dir.path(), &ask).unwrap()
         };
         let store = open();
@@ -267,7 +267,7 @@ fn put_disk(writer: &mut Writer) {
 #[test]
 #[ignore = "writes into the source tree"]
 fn make_golden() {
-    for (name, secret) in [("v1", None), ("v1-encrypted", Some(secret()))] {
+    for (name, secret) in [("v1", None), ("v1-encrypted", Some(encrypted::secret()))] {
         if golden(name).exists() {
             continue;
         }
