@@ -52,3 +52,25 @@ impl CommandLineError {
         Self::Argument { argument: argument.into(), reason: reason.into(), fix: fix.into() }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_testing::{assert_golden, error_text};
+
+    #[test]
+    fn error_texts_are_golden() {
+        let errors = [
+            CommandLineError::argument("-daemonize", "QEMU would leave its process", "remove it"),
+            CommandLineError::RamLayout {
+                problem: "RAM block pc.ram has no -object in the kept command line".into(),
+            },
+            CommandLineError::Accelerator {
+                reason: "-cpu host: the processor model host differs between accelerators".into(),
+                fix: "restore it under the accelerator that it ran under".into(),
+            },
+        ];
+        let texts: Vec<_> = errors.iter().map(|error| error_text(error, error.fix())).collect();
+        assert_golden("tests/golden/errors.txt", &texts.concat());
+    }
+}

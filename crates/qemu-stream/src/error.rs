@@ -69,3 +69,28 @@ impl StreamError {
         move |source| Self::Io { operation, source }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_testing::{assert_golden, error_text};
+
+    #[test]
+    fn error_texts_are_golden() {
+        let errors = [
+            StreamError::Io {
+                operation: "write the stream's header".into(),
+                source: io::ErrorKind::BrokenPipe.into(),
+            },
+            StreamError::DeviceState { offset: 8, problem: "it holds no device".into() },
+            StreamError::Migration { offset: 12, problem: "it is cut short here".into() },
+            StreamError::MigrationFeature { feature: "multifd".into() },
+            StreamError::Conversion {
+                reason: "processor 0: the guest runs VMs of its own".into(),
+                fix: "end the guest's own VMs first".into(),
+            },
+        ];
+        let texts: Vec<_> = errors.iter().map(|error| error_text(error, error.fix())).collect();
+        assert_golden("tests/golden/errors.txt", &texts.concat());
+    }
+}
