@@ -1,4 +1,4 @@
-//! What can go wrong between us and QEMU.
+//! Errors of the QEMU driver.
 
 use keyframe_qemu_cmdline::CommandLineError;
 use keyframe_qemu_stream::StreamError;
@@ -8,42 +8,43 @@ use std::process::ExitStatus;
 /// What this crate's functions return.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error: it names the object and the operation. What to do about it is [`Error::fix`].
+/// An error of the QEMU driver. Its text names the object and the operation; [`Error::fix`] tells what
+/// to do about it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A system call failed.
     #[error("{operation}")]
     Io {
-        /// What was done to what.
+        /// The operation and its object.
         operation: String,
         /// Why it failed.
         source: std::io::Error,
     },
-    /// The monitor's connection ended: QEMU has exited, or it closes.
+    /// QEMU closed the monitor's connection: it has ended, or is about to.
     #[error("QEMU closed its monitor {monitor} ({operation}): the VM has ended")]
     Gone {
-        /// The monitor's socket.
+        /// The monitor.
         monitor: String,
-        /// What was asked of it.
+        /// The request.
         operation: String,
     },
     /// QEMU did not answer in time.
     #[error("QEMU's monitor {monitor} did not answer within {waited_ms} ms ({operation})")]
     Timeout {
-        /// The monitor's socket.
+        /// The monitor.
         monitor: String,
-        /// What was asked of it.
+        /// The request.
         operation: String,
-        /// How long we waited.
+        /// How long Keyframe waited, in ms.
         waited_ms: u64,
     },
-    /// What QEMU answered cannot be understood.
+    /// QEMU's answer is malformed.
     #[error("QEMU's monitor {monitor} ({operation}): {problem}")]
     Protocol {
-        /// The monitor's socket.
+        /// The monitor.
         monitor: String,
-        /// What was asked of it.
+        /// The request.
         operation: String,
         /// What is wrong with the answer.
         problem: String,
@@ -53,32 +54,32 @@ pub enum Error {
     Refused {
         /// The command.
         operation: String,
-        /// QEMU's own words.
+        /// QEMU's message.
         reason: String,
     },
-    /// A script stands between Keyframe and QEMU, and adds what Keyframe has to know of.
-    #[error("{script} adds {} to QEMU's line, which Keyframe does not see there", dashed(.options))]
+    /// A wrapper script adds options that Keyframe must see.
+    #[error("{script} adds {} to QEMU's command line, where Keyframe does not see it", dashed(.options))]
     Hidden {
         /// The script.
         script: String,
-        /// Names of options.
+        /// Names of the options.
         options: Vec<String>,
     },
     /// A command line cannot be run or rewritten.
     #[error(transparent)]
     CommandLine(#[from] CommandLineError),
-    /// The QEMU binary is missing, or is none.
+    /// The QEMU binary is missing, or is not QEMU's system emulator.
     #[error("{}: {reason}", path.display())]
     Binary {
         /// The binary.
         path: PathBuf,
-        /// Why.
+        /// What is wrong.
         reason: String,
-        /// What to do.
+        /// What the user can do.
         fix: String,
     },
-    /// The QEMU binary is of another version than the checkpoint's.
-    #[error("{} is QEMU {found}, the checkpoint was taken of QEMU {expected}", path.display())]
+    /// The QEMU binary has another version than the checkpoint's.
+    #[error("{} is QEMU {found}, but the checkpoint was taken from QEMU {expected}", path.display())]
     DifferentVersion {
         /// The binary.
         path: PathBuf,
@@ -87,22 +88,22 @@ pub enum Error {
         /// The binary's version.
         found: String,
     },
-    /// QEMU ended although it should not have.
-    #[error("QEMU ended with {status} {when}; what it says about it stands above")]
+    /// QEMU ended unexpectedly.
+    #[error("QEMU ended with {status} {when}; its own message is above")]
     Exited {
-        /// How it ended.
+        /// The exit status.
         status: ExitStatus,
-        /// During what.
+        /// In which step.
         when: &'static str,
     },
-    /// QEMU's list of RAM blocks makes no sense.
+    /// QEMU's list of RAM blocks is malformed.
     #[error("QEMU's list of RAM blocks: {problem}")]
     RamBlocks {
         /// What is wrong.
         problem: String,
     },
-    /// QEMU's list of what lies where in guest-physical space makes no sense.
-    #[error("QEMU's list of the guest's memory: {problem}")]
+    /// QEMU's map of the guest-physical address space is malformed.
+    #[error("QEMU's map of the guest's memory: {problem}")]
     GuestMap {
         /// What is wrong.
         problem: String,
@@ -125,22 +126,22 @@ pub enum Error {
     Conversion {
         /// Why not.
         reason: String,
-        /// What to do.
+        /// What the user can do.
         fix: String,
     },
-    /// The restored machine would not be the one that the checkpoint was taken of.
+    /// The restored machine differs from the checkpoint's.
     #[error(
         "the restored VM is a different machine: {what} is {found}, in the checkpoint it is {expected}"
     )]
     DifferentMachine {
         /// What differs.
         what: String,
-        /// In the checkpoint.
+        /// Its value in the checkpoint.
         expected: String,
-        /// In the VM just started.
+        /// Its value in the VM that was started.
         found: String,
     },
-    /// The checkpoint's own description cannot be restored.
+    /// The checkpoint's description of its machine cannot be restored.
     #[error("the checkpoint's {what}: {problem}")]
     Source {
         /// Which part of it.
@@ -148,10 +149,10 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
-    /// A monitor serves one client at a time, and has one.
-    #[error("QEMU's monitor {monitor} does not greet: another client holds it")]
+    /// Another client uses the monitor, which serves one at a time.
+    #[error("QEMU's monitor {monitor} does not answer: another client uses it")]
     MonitorBusy {
-        /// The monitor's socket.
+        /// The monitor.
         monitor: String,
     },
     /// A running process cannot be attached to.
@@ -161,44 +162,44 @@ pub enum Error {
         pid: u32,
         /// Why not.
         problem: String,
-        /// What to do.
+        /// What the user can do.
         fix: String,
     },
-    /// libvirt does not do what was asked of it.
+    /// libvirt refused a request.
     #[error("libvirt's domain {domain}: {problem}")]
     Libvirt {
         /// The domain.
         domain: String,
         /// What is wrong.
         problem: String,
-        /// What to do.
+        /// What the user can do.
         fix: String,
     },
-    /// The kernel's part of a lazy restore failed.
+    /// The kernel interfaces of a lazy restore failed.
     #[error("serve the restored VM's memory: {source}")]
     Memory {
         /// What the kernel crate says.
         #[from]
         source: keyframe_kernel::Error,
     },
-    /// The VM needed a page that could not be read, and was ended.
+    /// The VM touched a page that could not be read, and was ended.
     #[error(
         "the VM needed page {} of its RAM (block {block}, offset {offset:#x}), which could not be read, and was ended", page.0
     )]
     PageLost {
         /// The page.
         page: keyframe_units::PageIndex,
-        /// The block that it lies in.
+        /// Its RAM block.
         block: String,
-        /// Where in the block, in bytes.
+        /// Offset in the block in bytes.
         offset: u64,
         /// Why.
         source: std::io::Error,
     },
-    /// A running VM was not put back to a checkpoint.
-    #[error("QEMU did not go back to the checkpoint: {problem}")]
+    /// QEMU did not load a checkpoint into the running VM.
+    #[error("QEMU did not load the checkpoint: {problem}")]
     Rollback {
-        /// What QEMU says.
+        /// QEMU's message.
         problem: String,
     },
     /// The watchdog process has ended or does not answer.
@@ -207,15 +208,15 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
-    /// The engine died in the middle of a rollback, and the watchdog has ended the VM.
+    /// The engine died during a rollback, and the watchdog ended the VM.
     #[error(
-        "the engine died in the middle of a rollback: its VM, which was neither what it was nor what it was to be, has been ended"
+        "the engine died during a rollback, so the watchdog ended the VM, whose state was incomplete"
     )]
     PutDown,
 }
 
 impl Error {
-    /// What a person can do about it, where we know.
+    /// What the user can do about it, if that is known.
     pub fn fix(&self) -> Option<String> {
         match self {
             Self::CommandLine(error) => error.fix(),
@@ -226,32 +227,34 @@ impl Error {
             | Self::Libvirt { fix, .. } => Some(fix.clone()),
             Self::Memory { source } => source.fix(),
             Self::Hidden { .. } => Some(
-                "give QEMU's own line behind `--`: the one in the script; or start the script by itself and see what runs with: \
-                 tr '\\0' ' ' < /proc/PID/cmdline"
+                "give the QEMU command line of the script itself after `--`; while the script runs, this \
+                 prints it: tr '\\0' ' ' < /proc/PID/cmdline"
                     .into(),
             ),
             Self::PageLost { .. } => Some(
-                "restore another checkpoint; where it was an error of the medium, try again when that is gone".into(),
+                "restore another checkpoint; after an error of the storage, try again once it works"
+                    .into(),
             ),
             Self::MonitorBusy { .. } => Some(
-                "end the other client (another keyframe, a management tool), or name another monitor: a QEMU that was \
-                 started with a second `-qmp unix:PATH,server=on,wait=off` has one. For a VM of libvirt's, which holds \
-                 the monitor, use --libvirt DOMAIN"
+                "end the other client (another keyframe, a management tool), or name another monitor, which a \
+                 QEMU started with a second `-qmp unix:PATH,server=on,wait=off` has; for a libvirt VM, \
+                 use --libvirt DOMAIN"
                     .into(),
             ),
             Self::DifferentVersion { expected, .. } => {
                 Some(format!("name a binary of version {expected} with --qemu PATH"))
             }
             Self::Exited { when, .. } if *when == AT_START => Some(
-                "try the same line without keyframe; a device that QEMU calls non-migratable cannot be \
-                 checkpointed (keyframe adds -only-migratable so that QEMU itself refuses it)"
+                "try the same command line without keyframe; QEMU refuses a non-migratable device, which \
+                 cannot be checkpointed, because keyframe adds -only-migratable"
                     .into(),
             ),
             Self::PutDown => Some(
-                "restore it as it was before the rollback, which is the newest checkpoint: keyframe restore latest".into(),
+                "restore the newest checkpoint, which is the state before the rollback: keyframe restore latest"
+                    .into(),
             ),
             Self::DifferentMachine { .. } => Some(
-                "restore with the binary, the firmware files and the arguments that the checkpoint was taken with"
+                "restore with the binary, the firmware files and the arguments of the checkpointed VM"
                     .into(),
             ),
             _ => None,
@@ -267,9 +270,88 @@ impl Error {
     }
 }
 
-/// [`Error::Exited`]'s word for an end before the monitor answered.
+/// The step of [`Error::Exited`] if QEMU ended before its monitor answered.
 pub(crate) const AT_START: &str = "before its monitor answered";
 
 fn dashed(options: &[String]) -> String {
     options.iter().map(|name| format!("-{name}")).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_testing::{assert_golden, error_text};
+    use std::io;
+    use std::os::unix::process::ExitStatusExt;
+
+    fn monitor_errors() -> Vec<Error> {
+        let (monitor, operation) = (|| "/run/vm/qmp.sock".to_owned(), || "stop".to_owned());
+        vec![
+            Error::Gone { monitor: monitor(), operation: operation() },
+            Error::Timeout { monitor: monitor(), operation: operation(), waited_ms: 10_000 },
+            Error::Protocol {
+                monitor: monitor(),
+                operation: operation(),
+                problem: "it answered []".into(),
+            },
+            Error::Refused { operation: operation(), reason: "the VM migrates".into() },
+            Error::MonitorBusy { monitor: monitor() },
+            Error::RamBlocks { problem: "it is empty".into() },
+            Error::GuestMap { problem: "main RAM is missing".into() },
+            Error::Rollback { problem: "Device 'vga' lacks its state".into() },
+            Error::Watchdog { problem: "it has ended".into() },
+            Error::PutDown,
+        ]
+    }
+
+    fn process_errors() -> Vec<Error> {
+        let failed = || io::Error::from(io::ErrorKind::NotFound);
+        let status = ExitStatus::from_raw(1 << 8);
+        vec![
+            Error::Io { operation: "read /proc/7/cmdline".into(), source: failed() },
+            Error::Hidden { script: "./run.sh".into(), options: vec!["drive".into()] },
+            Error::Binary {
+                path: "qemu".into(),
+                reason: "there is no such program in PATH".into(),
+                fix: "install QEMU".into(),
+            },
+            Error::DifferentVersion {
+                path: "/usr/bin/qemu".into(),
+                expected: "7.2.22".into(),
+                found: "10.0.2".into(),
+            },
+            Error::Exited { status, when: AT_START },
+            Error::Exited { status, when: "while it read the checkpoint's devices" },
+            Error::RamAddress { block: "pc.ram".into(), pid: 7, problem: "no mapping".into() },
+            Error::DifferentMachine {
+                what: "machine type".into(),
+                expected: "pc-i440fx-7.2".into(),
+                found: "pc-q35-7.2".into(),
+            },
+            Error::Source { what: "RAM layout".into(), problem: "it is empty".into() },
+            Error::Attach {
+                pid: 7,
+                problem: "this is a thread".into(),
+                fix: "name its process".into(),
+            },
+            Error::Libvirt {
+                domain: "web".into(),
+                problem: "it does not run".into(),
+                fix: "start it".into(),
+            },
+            Error::PageLost {
+                page: keyframe_units::PageIndex(12),
+                block: "pc.ram".into(),
+                offset: 0xc000,
+                source: failed(),
+            },
+        ]
+    }
+
+    #[test]
+    fn error_texts_are_golden() {
+        let errors = monitor_errors().into_iter().chain(process_errors());
+        let texts: Vec<_> = errors.map(|error| error_text(&error, error.fix())).collect();
+        assert_golden("tests/golden/errors.txt", &texts.concat());
+    }
 }
