@@ -1,24 +1,24 @@
-//! The store against databases, archivers and a flat file: one stream of pages for all
-//! (`bench/feed`), on one core.
+//! `store`: the store against databases, archivers and a flat file, with the same stream of pages
+//! (`bench/feed`) on one core.
 //!
 //! ```text
-//!   --from STORE ─▶ recorded ─▶ place/stream                                else each child makes the stream
-//!   for each round, each store:  place/STORE ◀── child process ── a Job     feeds it, reads it again, compares
-//!                                                     └─▶ Measured ─▶ rows ─▶ figures, ratios, table, chart
-//!   metadata, open:              Keyframe's store alone, in this process
+//!   --from STORE ─▶ recorded_stream ─▶ DIR/stream       otherwise each process makes the stream
+//!   for each round and store:  DIR/STORE ◀── process ── a Job       feeds, reads again, compares
+//!                                               └─▶ StoreMeasurement ─▶ rows ─▶ report
+//!   metadata, open:            Keyframe's store alone, in this process
 //! ```
 //!
-//! Keyframe and the flat file must succeed. Any other that cannot run is left out, and said to be.
+//! Keyframe and the flat file must succeed. Another store that cannot run is left out with a warning.
 
 mod archiver;
-mod child;
 mod flat_file;
-mod keyframe;
+mod job_process;
+mod keyframe_store;
 mod metadata;
-mod peers;
-mod place;
-mod recorded;
+mod peer_program;
+mod recorded_stream;
 mod rows;
+mod scratch_dir;
 
 use crate::cli::own_path;
 use crate::interrupt::Interrupt;
@@ -26,27 +26,31 @@ use crate::part_selection::PartSelection;
 use crate::{Error, Options, Report};
 use archiver::{Archiver, Program};
 use flat_file::{FlatFile, Hash};
-use keyframe_bench_feed::{Job, Measured, Source, Store, Words};
-use peers::Peers;
-use place::Place;
-use recorded::{Chosen, Recorded};
+use keyframe_bench_feed::{ChangedWords, Job, Store, StoreMeasurement, StreamSource};
+use peer_program::PeerProgram;
+use recorded_stream::{RecordedStream, SelectedCheckpoints};
 use rows::{DIRTIER, Rows};
+use scratch_dir::ScratchDir;
 use std::path::Path;
 
-/// Those in this program.
+/// The stores in this program.
 const OWN: [&str; 3] = ["keyframe", "flat_file", "flat_file_blake3"];
-/// Those in the program with the databases. The last one counts what deduplication and zstd leave.
+/// The stores in the program with the databases. The last one is a count of what deduplication and
+/// zstd leave.
 const DATABASES: [&str; 7] =
     ["kyoto", "lmdb", "rocksdb", "leveldb", "redb", "sqlite", "dedup_zstd"];
+/// The archivers, each a program of its own.
 const ARCHIVERS: [&str; 2] = ["borg", "restic"];
+/// The part that measures metadata.
 const METADATA: &str = "metadata";
+/// The part that measures the opening of a store.
 const OPEN: &str = "open";
 
-/// Memory files that one store takes, as a part of the image: what databases leave behind while
-/// they merge is most of it.
+/// The space that one store may take, as a multiple of the image. Databases take most of it while
+/// they merge.
 const ROOM_IMAGES: u64 = 8;
 
-/// How much is measured.
+/// The extent of the benchmark.
 struct Plan {
     image_mib: u64,
     seconds: usize,
@@ -59,22 +63,22 @@ const QUICK: Plan = Plan { image_mib: 64, seconds: 9, rounds: 1 };
 pub fn run(options: &Options) -> Result<Report, Error> {
     let others = [DIRTIER, METADATA, OPEN];
     let from = options.from.as_ref();
-    // A stream that was recorded is what it is.
+    // The words that change are a property of the made stream only.
     let others = others.iter().filter(|name| from.is_none() || **name != DIRTIER);
     let all = OWN.iter().chain(&DATABASES).chain(&ARCHIVERS).chain(others).map(ToString::to_string);
     let parts = PartSelection::new("store", &options.only, all)?;
     let mut plan = if options.quick { QUICK } else { FULL };
     let interrupt = Interrupt::listen()?;
-    let chosen = from.map(Chosen::of).transpose()?;
-    plan.image_mib = chosen.as_ref().map_or(plan.image_mib, Chosen::image_mib);
-    let place = Place::new(options, (plan.image_mib << 20) * ROOM_IMAGES)?;
-    let recorded = chosen.map(|chosen| chosen.write(place.path(), options)).transpose()?;
+    let selected = from.map(SelectedCheckpoints::newest).transpose()?;
+    plan.image_mib = selected.as_ref().map_or(plan.image_mib, SelectedCheckpoints::image_mib);
+    let scratch = ScratchDir::new(options, (plan.image_mib << 20) * ROOM_IMAGES)?;
+    let recorded = selected.map(|selected| selected.write(scratch.path(), options)).transpose()?;
     let cpu = last_cpu()?;
     let mut bench = Bench {
         options,
         parts: &parts,
         interrupt: &interrupt,
-        dir: place.path(),
+        dir: scratch.path(),
         plan,
         recorded,
         cpu,
@@ -83,7 +87,7 @@ pub fn run(options: &Options) -> Result<Report, Error> {
     bench.stores()?;
     let mut report = bench.rows.report();
     if let Some(recorded) = &bench.recorded {
-        report.notes.insert("stream".into(), recorded.what.clone());
+        report.notes.insert("stream".into(), recorded.description.clone());
     }
     if parts.has(METADATA) {
         options.say("metadata of checkpoints");
@@ -101,7 +105,7 @@ pub fn run_job(job: &str) -> Result<String, Error> {
     let failed = |e: keyframe_bench_feed::Error| Error::failed("do the job", e);
     let job = Job::parse(job).map_err(failed)?;
     let store: Box<dyn Store> = match job.store.as_str() {
-        "keyframe" | DIRTIER => Box::new(keyframe::Keyframe),
+        "keyframe" | DIRTIER => Box::new(keyframe_store::KeyframeStore),
         "flat_file" => Box::new(FlatFile(Hash::Xxh3)),
         "flat_file_blake3" => Box::new(FlatFile(Hash::Blake3)),
         "borg" => Box::new(Archiver::new(Program::Borg, job.cpu)),
@@ -112,7 +116,7 @@ pub fn run_job(job: &str) -> Result<String, Error> {
     serde_json::to_string(&measured).map_err(|e| Error::failed("write what was measured", e))
 }
 
-/// The last core that this process may use: the first ones have the most to do.
+/// Returns the last core that this process may use: the first cores are the busiest.
 fn last_cpu() -> Result<usize, Error> {
     let set = rustix::thread::sched_getaffinity(None)
         .map_err(|e| Error::io("ask for cores")(e.into()))?;
@@ -120,27 +124,27 @@ fn last_cpu() -> Result<usize, Error> {
     last.ok_or_else(|| Error::failed("ask for cores", "there is none"))
 }
 
-/// What the parts have in common.
+/// The benchmark with its options and results.
 struct Bench<'a> {
     options: &'a Options,
     parts: &'a PartSelection<'a>,
     interrupt: &'a Interrupt,
     dir: &'a Path,
     plan: Plan,
-    /// In place of the stream that is made.
-    recorded: Option<Recorded>,
+    /// The stream to feed in place of a made one.
+    recorded: Option<RecordedStream>,
     cpu: usize,
     rows: Rows,
 }
 
 impl Bench<'_> {
-    /// By turns, so that a minute in which the machine is slow does not hit one store alone.
+    /// Measures the stores by turns, so that a slow minute of the machine does not hit one store alone.
     fn stores(&mut self) -> Result<(), Error> {
         let peers = self.peers();
         let mut left_out: Vec<&str> = Vec::new();
         let rounds = self.options.rounds.map_or(self.plan.rounds, usize::from);
-        // One that does not count: under a hypervisor, memory that was never used has to be had
-        // from the host, and whoever comes first pays for it.
+        // The first measurement does not count: under a hypervisor, it pays for memory that comes from
+        // the host.
         if let Some(first) = OWN.into_iter().find(|name| self.parts.has(name)) {
             self.measure(first, None, "does not count")?;
         }
@@ -155,14 +159,10 @@ impl Bench<'_> {
                 peers.iter().flat_map(|peers| DATABASES.map(|name| (name, Some(peers))));
             for (name, peers) in databases.chain(ARCHIVERS.map(|name| (name, None))) {
                 let known_missing = peers.is_some_and(|peers| !peers.has(name));
-                // These take minutes, and differ by more than one minute differs from another.
-                let often_enough =
+                // The archivers take minutes, so one round is enough.
+                let is_done =
                     round > 1 && self.options.rounds.is_none() && ARCHIVERS.contains(&name);
-                if known_missing
-                    || often_enough
-                    || left_out.contains(&name)
-                    || !self.parts.has(name)
-                {
+                if known_missing || is_done || left_out.contains(&name) || !self.parts.has(name) {
                     continue;
                 }
                 match self.measure(name, peers, &turn) {
@@ -178,17 +178,18 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// The program with the databases, if any of them is wanted. Those that it does not have are
-    /// said to be left out.
-    fn peers(&self) -> Option<Peers> {
-        let wanted: Vec<&str> = DATABASES.into_iter().filter(|name| self.parts.has(name)).collect();
-        if wanted.is_empty() {
+    /// Returns the program with the databases if one of them is selected. Warns of the databases that
+    /// it lacks.
+    fn peers(&self) -> Option<PeerProgram> {
+        let selected: Vec<&str> =
+            DATABASES.into_iter().filter(|name| self.parts.has(name)).collect();
+        if selected.is_empty() {
             return None;
         }
-        match Peers::find(self.options, self.interrupt) {
+        match PeerProgram::find(self.options, self.interrupt) {
             Ok(peers) => {
-                for name in wanted.into_iter().filter(|name| !peers.has(name)) {
-                    let problem = "its library was not there when bench/peers was built: run make bench-peers";
+                for name in selected.into_iter().filter(|name| !peers.has(name)) {
+                    let problem = "bench/peers was built without its library: run make bench-peers";
                     self.options.left_out(name, &Error::failed("find its library", problem));
                 }
                 Some(peers)
@@ -196,7 +197,7 @@ impl Bench<'_> {
             Err(e) => {
                 let fix = e.fix().unwrap_or_default();
                 self.options.left_out(
-                    &wanted.join(", "),
+                    &selected.join(", "),
                     &Error::failed("find the databases", format!("{e}; {fix}")),
                 );
                 None
@@ -204,15 +205,20 @@ impl Bench<'_> {
         }
     }
 
-    fn measure(&self, name: &str, peers: Option<&Peers>, turn: &str) -> Result<Measured, Error> {
+    fn measure(
+        &self,
+        name: &str,
+        peers: Option<&PeerProgram>,
+        turn: &str,
+    ) -> Result<StoreMeasurement, Error> {
         let image_mib = self.plan.image_mib;
         self.options.say(format!("{name}, {image_mib} MiB, {turn}"));
         let dir = self.dir.join(name);
         std::fs::create_dir(&dir).map_err(Error::io(format!("make {}", dir.display())))?;
-        let words = if name == DIRTIER { Words::Many } else { Words::Few };
+        let words = if name == DIRTIER { ChangedWords::Many } else { ChangedWords::Few };
         let source = match &self.recorded {
-            Some(recorded) => Source::Recorded(recorded.path.clone()),
-            None => Source::Made { image_mib, seconds: self.plan.seconds, words },
+            Some(recorded) => StreamSource::Recorded(recorded.path.clone()),
+            None => StreamSource::Made { image_mib, seconds: self.plan.seconds, words },
         };
         let job = Job {
             store: name.into(),
@@ -222,16 +228,16 @@ impl Bench<'_> {
             cpu: self.cpu,
         };
         let measured = if let Some(peers) = peers {
-            child::measure(&peers.program, &[], &job, self.interrupt)
+            job_process::measure(&peers.program, &[], &job, self.interrupt)
         } else {
-            child::measure(&own_path()?, &["store", "--job"], &job, self.interrupt)
+            job_process::measure(&own_path()?, &["store", "--job"], &job, self.interrupt)
         };
         std::fs::remove_dir_all(&dir).map_err(Error::io(format!("remove {}", dir.display())))?;
         measured
     }
 }
 
-/// An archiver that is missing can be installed.
+/// Adds the Debian package of an archiver to its error.
 fn with_fix(name: &str, error: Error) -> Error {
     let package = match name {
         "borg" => Program::Borg.package(),

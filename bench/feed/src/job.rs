@@ -1,55 +1,56 @@
-//! What is measured in one process, and what comes of it; both travel as JSON.
+//! The job of one process and its result. Both are exchanged as JSON.
 
 use crate::stream::Stream;
 use crate::{Error, Result};
 use keyframe_units::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
-/// The largest image: the stream and what is compared with it are in memory, some four times as
-/// much.
+/// The largest image. The stream and the images for comparison take about four times as much memory.
 pub const IMAGE_MIB_MAX: u64 = 16 << 10;
+/// The largest number of seconds.
 const SECONDS_MAX: usize = 600;
 
-/// How much of a page changes.
+/// How many words of a page change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Words {
-    /// 1 to 12 of its 512 words.
+pub enum ChangedWords {
+    /// 1 to 12 of 512 words.
     Few,
-    /// 32 to 256.
+    /// 32 to 256 of 512 words.
     Many,
 }
 
-impl Words {
-    /// The least and the most.
-    pub fn range(self) -> (u64, u64) {
+impl ChangedWords {
+    /// Returns the smallest and the largest number of words.
+    pub fn range(self) -> RangeInclusive<u64> {
         match self {
-            Self::Few => (1, 12),
-            Self::Many => (32, 256),
+            Self::Few => 1..=12,
+            Self::Many => 32..=256,
         }
     }
 }
 
-/// Where a stream comes from.
+/// The source of a stream.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Source {
+pub enum StreamSource {
     /// Made in memory, from a fixed seed.
     Made {
         /// The guest's RAM.
         image_mib: u64,
-        /// Seconds after the first image.
+        /// The number of seconds after the first image.
         seconds: usize,
-        /// How much of a page changes.
-        words: Words,
+        /// How many words of a page change.
+        words: ChangedWords,
     },
-    /// What was recorded of a VM, in the file that [`Stream::write`] has written.
+    /// Recorded from a VM, in a file of [`Stream::write`].
     Recorded(PathBuf),
 }
 
-impl Source {
-    /// The stream.
+impl StreamSource {
+    /// Makes or reads the stream.
     pub fn stream(&self) -> Result<Stream> {
         match self {
             Self::Made { image_mib, seconds, words } => {
@@ -60,101 +61,101 @@ impl Source {
     }
 }
 
-/// One store, one stream.
+/// The measurement of one store with one stream.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Job {
-    /// The store.
+    /// The name of the store.
     pub store: String,
     /// An empty directory for its files.
     pub dir: PathBuf,
-    /// What is fed.
-    pub source: Source,
-    /// Whether pages that are all known, and pages that are all new, are measured too.
+    /// The stream to feed.
+    pub source: StreamSource,
+    /// Whether streams of only known pages and of only new pages are measured too.
     pub pure: bool,
-    /// The core that everything runs on.
+    /// The core on which the job runs.
     pub cpu: usize,
 }
 
 impl Job {
-    /// Reads one, and refuses what no memory holds.
+    /// Parses a job. Refuses streams that are too large.
     pub fn parse(text: &str) -> Result<Self> {
         let job: Self = serde_json::from_str(text).map_err(|e| Error::failed("read the job", e))?;
         match job.source {
-            Source::Made { image_mib, seconds, .. }
+            StreamSource::Made { image_mib, seconds, .. }
                 if image_mib == 0 || image_mib > IMAGE_MIB_MAX || seconds > SECONDS_MAX =>
             {
                 let problem =
-                    format!("at most {IMAGE_MIB_MAX} MiB and {SECONDS_MAX} seconds are possible");
+                    format!("at most {IMAGE_MIB_MAX} MiB and {SECONDS_MAX} seconds are allowed");
                 Err(Error::failed("read the job", problem))
             }
             _ => Ok(job),
         }
     }
 
-    /// As one line.
+    /// Returns the job as one line of JSON.
     pub fn line(&self) -> Result<String> {
         serde_json::to_string(self).map_err(|e| Error::failed("write the job", e))
     }
 }
 
-/// Pages fed, and how long that took.
+/// The size and the time of fed pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Fed {
-    /// Bytes of the pages.
+pub struct FeedTime {
+    /// The bytes of the pages.
     pub bytes: u64,
-    /// Until the last of them was durable.
+    /// The time until the last page was durable.
     pub ns: u64,
 }
 
-impl std::ops::AddAssign for Fed {
+impl std::ops::AddAssign for FeedTime {
     fn add_assign(&mut self, more: Self) {
         self.bytes += more.bytes;
         self.ns += more.ns;
     }
 }
 
-/// Until an image was in memory; medians.
+/// The median times to read an image into memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Rebuilt {
-    /// By one core.
+pub struct RebuildTimes {
+    /// With one core.
     pub ns: u64,
-    /// By all, for a store that has threads for it.
+    /// With all cores, for a store that reads with several threads.
     pub all_cores_ns: Option<u64>,
 }
 
-/// What one store did with the stream.
+/// The measurements of one store.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Measured {
-    /// All ten checkpoints, from creating the store to closing it.
-    pub whole: Fed,
-    /// CPU time of that.
+pub struct StoreMeasurement {
+    /// All checkpoints, from creating the store to closing it.
+    pub whole: FeedTime,
+    /// The CPU time of `whole`.
     pub cpu_ns: u64,
     /// The first image.
-    pub image: Fed,
-    /// The seconds after.
-    pub steady: Fed,
-    /// Pages that all deduplicate.
-    pub dup: Option<Fed>,
-    /// Pages that are all new.
-    pub unique: Option<Fed>,
-    /// What its files take on disk after the first image.
+    pub image: FeedTime,
+    /// The seconds after the first image.
+    pub steady: FeedTime,
+    /// Only known pages.
+    pub dup: Option<FeedTime>,
+    /// Only new pages.
+    pub unique: Option<FeedTime>,
+    /// The size of its files after the first image.
     pub image_stored_bytes: u64,
-    /// After all ten checkpoints.
+    /// The size of its files after all checkpoints.
     pub ingested_bytes: u64,
-    /// And in the end: once the store has done what it does when it is idle, for a store that does.
+    /// The size of its files at the end, after the work that a store does when idle.
     pub stored_bytes: u64,
-    /// CPU time of that.
+    /// The CPU time of that work.
     pub settle_cpu_ns: Option<u64>,
-    /// The bytes of the stream's distinct pages.
+    /// The bytes of the distinct pages of the stream.
     pub distinct_bytes: u64,
-    /// The most memory that it took beside the stream.
+    /// The peak memory, without the stream.
     pub peak_bytes: u64,
-    /// The last image, of the store as it is when the last checkpoint is durable.
-    pub rebuilt: Rebuilt,
-    /// The same in the end, for a store that does something when it is idle.
+    /// Reading the last image, after the last checkpoint is durable.
+    pub rebuilt: RebuildTimes,
+    /// Reading the last image at the end, for a store that works when idle.
     #[serde(default)]
-    pub rebuilt_settled: Option<Rebuilt>,
-    /// Copying that image, zeros among it; median.
+    pub rebuilt_settled: Option<RebuildTimes>,
+    /// Copying that image with its zeros; median.
     pub memcpy_ns: u64,
 }
 
@@ -163,11 +164,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_job_that_no_memory_holds_is_refused() {
+    fn a_job_that_is_too_large_is_refused() {
         let of = |image_mib| Job {
             store: "x".into(),
             dir: "/d".into(),
-            source: Source::Made { image_mib, seconds: 9, words: Words::Many },
+            source: StreamSource::Made { image_mib, seconds: 9, words: ChangedWords::Many },
             pure: true,
             cpu: 0,
         };

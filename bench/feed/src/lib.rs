@@ -1,83 +1,84 @@
-//! What `keyframe-bench store` feeds to each store, and how it measures them: one stream, one way,
-//! for Keyframe and its peers.
+//! The stream of pages that `keyframe-bench store` feeds to each store, and its measurement: the same
+//! for Keyframe and for its peers.
 //!
 //! ```text
-//!   Job ─▶ run ─▶ Stream ──checkpoints──▶ dyn Store    Keyframe, a flat file, borg, restic: bench/src/store
-//!                                          │           databases, each a KeyValue in a Keyed: bench/peers
-//!                 Stream ◀──images, compared──┘
-//!                 Measured ─▶ one line of JSON
+//!   Job ─▶ run ─▶ Stream ──checkpoints──▶ dyn Store    in bench/src/store: Keyframe, a flat file,
+//!                                          │           borg, restic; in bench/peers: databases,
+//!                 Stream ◀──images, compared──┘           each through KeyValue
+//!                 StoreMeasurement ─▶ one line of JSON
 //! ```
 //!
-//! A crate of its own, so that the program with the peers needs nothing else of the workspace. One
-//! job is one process: its memory and its CPU time are those of one store.
+//! This is a crate of its own so that the program with the databases needs hardly any other crate of
+//! the workspace. One job is one process, so that its memory and CPU time are those of one store.
 //!
-//! Invariant: a store that gives back another image than it was fed has no figures.
-//! Left out: which stores there are, and what follows from the figures.
+//! Invariant: a store that returns a different image than it was fed has no figures.
 
 mod job;
-mod keyed;
-mod pages;
+mod key_value_store;
+mod measure;
+mod page_maker;
 mod random;
-mod recorded;
-mod run;
+mod store;
 mod stream;
-mod target;
+mod stream_file;
 mod usage;
 
-pub use job::{Fed, IMAGE_MIB_MAX, Job, Measured, Rebuilt, Source, Words};
-pub use keyed::{KEY_BYTES, Key, KeyValue, Keyed, KeyedStore, key_of};
-pub use run::run;
-pub use stream::{Second, Stream};
-pub use target::{PageSink, Reading, Store, Writing};
+pub use job::{
+    ChangedWords, FeedTime, IMAGE_MIB_MAX, Job, RebuildTimes, StoreMeasurement, StreamSource,
+};
+pub use key_value_store::{KEY_BYTES, Key, KeyValue, KeyValueAccess, KeyedStore, key_of};
+pub use measure::run;
+pub use store::{PageSink, ProgramUsage, Store, StoreReader, StoreWriter};
+pub use stream::{DirtySecond, Stream};
 pub use usage::stored_bytes;
 
 use std::path::Path;
 
-/// Why there is no measurement.
+/// Why a measurement failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Something that it needs could not be done.
+    /// An operation failed.
     #[error("{operation}: {problem}")]
     Failed {
-        /// What was to be done.
+        /// The operation.
         operation: String,
-        /// Why it was not.
+        /// The cause.
         problem: String,
     },
     /// A file operation failed.
     #[error("{operation}: {source}")]
     Io {
-        /// What was to be done.
+        /// The operation.
         operation: String,
-        /// Why it was not.
+        /// The cause.
         source: std::io::Error,
     },
-    /// The store lost or changed something.
-    #[error("checkpoint {checkpoint}: page {page} is not what was stored")]
+    /// The store returned a page that differs.
+    #[error("checkpoint {checkpoint}: page {page} differs from the stored page")]
     Differs {
-        /// The checkpoint, 0 is the first.
+        /// The number of the checkpoint, from 0.
         checkpoint: usize,
-        /// The first page that differs.
+        /// The number of the first page that differs.
         page: u64,
     },
 }
 
-/// What most functions here return.
+/// The result of most functions here.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// An error of a library.
+    /// Makes an error of a library.
     pub fn failed(operation: impl Into<String>, problem: impl std::fmt::Display) -> Self {
         Self::Failed { operation: operation.into(), problem: problem.to_string() }
     }
 
-    /// An error of the system, for `map_err`.
+    /// Makes an error of the system, for `map_err`.
     pub fn io(operation: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
         let operation = operation.into();
         move |source| Self::Io { operation, source }
     }
 
-    /// The same of an operation on a file.
+    /// Makes an error of an operation on a file, for `map_err`.
     pub fn file(operation: &str, path: &Path) -> impl FnOnce(std::io::Error) -> Self {
         Self::io(format!("{operation} {}", path.display()))
     }

@@ -1,8 +1,7 @@
-//! Numbers that look random and are the same everywhere, always: SplitMix64 (Steele, Lea, Flood:
-//! Fast Splittable Pseudorandom Number Generators, 2014). Own, because the stream must not change
-//! with the version of a library.
+//! Pseudo-random numbers by SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
+//! Generators, 2014). No library is used, because the stream must not change with its version.
 
-/// A generator; one seed is one sequence.
+/// A generator. A seed always gives the same sequence.
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
@@ -19,22 +18,22 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// Evenly from `0..end`; 0 where that is empty.
+    /// Returns a number that is uniform in `0..end`; 0 if `end` is 0.
     pub fn below(&mut self, end: u64) -> u64 {
         ((u128::from(self.next()) * u128::from(end)) >> 64) as u64
     }
 
-    /// Evenly from `from..=to`.
+    /// Returns a number that is uniform in `from..=to`.
     pub fn between(&mut self, from: u64, to: u64) -> u64 {
         from + self.below(to.saturating_sub(from) + 1)
     }
 
-    /// One of `all`, which is not empty.
+    /// Chooses one of `all`, which must not be empty.
     pub fn pick<'a, T>(&mut self, all: &'a [T]) -> &'a T {
         &all[self.below(all.len() as u64) as usize]
     }
 
-    /// Which of `weights` it falls to, in proportion to them.
+    /// Chooses an index with a probability proportional to its weight.
     pub fn weighted(&mut self, weights: &[u32]) -> usize {
         let mut at = self.below(weights.iter().copied().map(u64::from).sum());
         for (which, weight) in weights.iter().enumerate() {
@@ -51,8 +50,7 @@ impl Random {
 mod tests {
     use super::*;
 
-    /// The reference's first values for seed 0: with others, figures of two versions could not be
-    /// compared.
+    /// The first values of the reference implementation for seed 0.
     #[test]
     fn the_sequence_is_that_of_the_reference() {
         let mut random = Random::new(0);

@@ -1,32 +1,34 @@
-//! The stream: an image of a guest's RAM, and the pages that it writes in each second after.
+//! The stream: an image of a guest's RAM, and the pages that the guest writes in each second after it.
 //!
 //! ```text
-//!   image      28 % zero, 3 % copies of other pages, the rest of the kinds in `pages`, in runs of up to 64 pages
-//!   second     dirty pages (20,000 of 1 GiB):
+//!   image      28 % zero, 3 % copies of other pages, the rest of the kinds in `page_maker`;
+//!              in runs of up to 64 pages
+//!   second     dirty pages (20,000 for 1 GiB):
 //!                65 %  a few words changed; most of them in a hot set, the pages of data
 //!                 5 %  new content
 //!                12 %  a copy of another page
-//!                10 %  written before, and again as in the first image
+//!                10 %  written before, now as in the first image again
 //!                 4 %  written, not changed
 //!                 4 %  zero
 //! ```
 //!
-//! Made in memory from a fixed seed: the same stream for each store, on each machine. A second's
-//! pages are in the order of their numbers, as a scan finds them.
+//! The stream is made in memory from a fixed seed, so that each store on each machine gets the same
+//! one. The pages of a second are in the order of their numbers, as a scan finds them.
 
-use crate::job::Words;
-use crate::pages::{Kind, Pages, change_word};
+use crate::job::ChangedWords;
+use crate::page_maker::{Kind, PageMaker, change_word};
 use crate::random::Random;
 use keyframe_units::{Page, PageIndex, PageSet, ZERO_PAGE};
 use rustc_hash::FxHashSet;
 use xxhash_rust::xxh3::xxh3_128;
 
 const SEED: u64 = 0x6b65_7966_7261_6d65;
-/// Pages of 1 GiB, and those of it that are dirty after a second.
+/// The pages of 1 GiB.
 const GIB_PAGES: u64 = 1 << 18;
+/// The pages of 1 GiB that are dirty after a second.
 const GIB_DIRTY_PAGES: u64 = 20_000;
 
-/// What became of a dirty page.
+/// The change of a dirty page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Change {
     Words,
@@ -45,44 +47,45 @@ const CHANGES: [(Change, u32); 6] = [
     (Change::Same, 4),
     (Change::Zero, 4),
 ];
-/// Of the pages of which words change, those of the hot set, in percent.
+/// The share of the hot set among the pages with changed words, in percent.
 const HOT_PERCENT: u64 = 85;
 
 /// The dirty pages of one second.
 #[derive(Debug, Default)]
-pub struct Second {
-    /// Their numbers, rising.
+pub struct DirtySecond {
+    /// The numbers of the pages, in rising order.
     pub pages: Vec<PageIndex>,
-    /// What each holds now.
+    /// The contents of the pages.
     pub contents: Vec<Page>,
 }
 
-/// The stream.
+/// An image and the dirty pages of the seconds after it.
 #[derive(Debug)]
 pub struct Stream {
-    /// RAM at the first checkpoint.
+    /// The RAM at the first checkpoint.
     pub image: Vec<Page>,
-    /// What was written until each further one.
-    pub seconds: Vec<Second>,
+    /// The pages written until each further checkpoint.
+    pub seconds: Vec<DirtySecond>,
 }
 
 impl Stream {
-    /// An image of `image_pages` pages and as many seconds.
-    pub fn new(image_pages: u64, seconds: usize, words: Words) -> Self {
-        let mut maker = Maker::new(image_pages);
+    /// Makes an image of `image_pages` pages, and `seconds` seconds.
+    pub fn new(image_pages: u64, seconds: usize, words: ChangedWords) -> Self {
+        let mut maker = StreamMaker::new(image_pages);
         for _ in 0..seconds {
             maker.second(words);
         }
         maker.stream
     }
 
-    /// All bytes that are fed.
+    /// Returns the bytes of all pages.
     pub fn len_bytes(&self) -> u64 {
         let pages = self.image.len() + self.seconds.iter().map(|s| s.contents.len()).sum::<usize>();
         (pages * size_of::<Page>()) as u64
     }
 
-    /// The bytes of its distinct pages, but for the page of zeros: what deduplication alone leaves.
+    /// Returns the bytes of its distinct pages without the page of zeros, which is what deduplication
+    /// leaves.
     pub fn distinct_bytes(&self) -> u64 {
         let mut seen = FxHashSet::default();
         let all = self.image.iter().chain(self.seconds.iter().flat_map(|s| &s.contents));
@@ -95,7 +98,7 @@ impl Stream {
     /// Makes the image what it was after the first `second`s; seconds that were applied are not
     /// again.
     pub fn apply(&mut self, second: usize) {
-        if let Some(Second { pages, contents }) = self.seconds.get(second) {
+        if let Some(DirtySecond { pages, contents }) = self.seconds.get(second) {
             for (page, content) in pages.iter().zip(contents) {
                 self.image[page.0 as usize] = *content;
             }
@@ -112,47 +115,56 @@ impl Stream {
         pages.iter().map(|page| PageIndex(*page as u64)).zip(from.copied()).collect()
     }
 
-    /// Pages of the same kinds as in the image, none zero, none twice, and none in the stream.
+    /// Makes pages of the same kinds as in the image. None is zero, none is repeated, and none is in the
+    /// stream.
     pub fn unique(count: usize) -> Vec<Page> {
-        let (pages, mut random) = (Pages::new(), Random::new(!SEED));
+        let (pages, mut random) = (PageMaker::new(), Random::new(!SEED));
         let mut all = vec![ZERO_PAGE; count];
         for page in &mut all {
-            pages.fill(Pages::any(&mut random), &mut random, page);
+            pages.fill(PageMaker::any(&mut random), &mut random, page);
         }
         all
     }
 }
 
-struct Maker {
+/// The position of a page's content in the stream.
+#[derive(Clone, Copy, Debug)]
+struct ContentPosition {
+    second: usize,
+    index: usize,
+}
+
+/// Makes a stream.
+struct StreamMaker {
     stream: Stream,
     random: Random,
-    pages: Pages,
-    /// The pages that are written most.
+    pages: PageMaker,
+    /// The pages that are written most often.
     hot: Vec<PageIndex>,
-    /// Where the content of each page is: in the image, or a second and a place in it.
-    latest: Vec<Option<(usize, usize)>>,
+    /// The latest content of each page; `None` if it is in the image.
+    latest: Vec<Option<ContentPosition>>,
     dirty_pages: u64,
 }
 
-impl Maker {
+impl StreamMaker {
     fn new(image_pages: u64) -> Self {
         let stream = Stream { image: vec![ZERO_PAGE; image_pages as usize], seconds: Vec::new() };
         let latest = vec![None; image_pages as usize];
         let dirty_pages = image_pages * GIB_DIRTY_PAGES / GIB_PAGES;
         let (random, hot) = (Random::new(SEED), Vec::new());
-        let mut this = Self { stream, random, pages: Pages::new(), hot, latest, dirty_pages };
-        this.image();
+        let mut this = Self { stream, random, pages: PageMaker::new(), hot, latest, dirty_pages };
+        this.fill_image();
         this
     }
 
-    /// Runs of pages of one kind.
-    fn image(&mut self) {
+    /// Fills the image with runs of pages of one kind.
+    fn fill_image(&mut self) {
         let count = self.stream.image.len();
         let mut next = 0;
         while next < count {
             let len = (self.random.between(1, 8) * self.random.between(1, 8)) as usize;
             let (run, what) = (next..(next + len).min(count), self.random.weighted(&[28, 3, 69]));
-            let kind = Pages::any(&mut self.random);
+            let kind = PageMaker::any(&mut self.random);
             next = run.end;
             for at in run {
                 match what {
@@ -162,7 +174,8 @@ impl Maker {
                         self.stream.image[at] = self.stream.image[from];
                     }
                     _ => {
-                        // Apart from the choices, so that these stay where kinds of pages change.
+                        // With a generator of its own, so that a change of a kind of page does not
+                        // change the choices.
                         let mut random = Random::new(SEED ^ (at as u64 + 1));
                         self.pages.fill(kind, &mut random, &mut self.stream.image[at]);
                         if kind == Kind::Data {
@@ -176,7 +189,7 @@ impl Maker {
 
     fn current(&self, page: PageIndex) -> &Page {
         match self.latest[page.0 as usize] {
-            Some((second, at)) => &self.stream.seconds[second].contents[at],
+            Some(at) => &self.stream.seconds[at.second].contents[at.index],
             None => &self.stream.image[page.0 as usize],
         }
     }
@@ -185,7 +198,7 @@ impl Maker {
         PageIndex(self.random.below(self.stream.image.len() as u64))
     }
 
-    /// One that is not zero, as far as a few tries find one.
+    /// Returns a page that is not zero, if a few attempts find one.
     fn nonzero_page(&mut self) -> PageIndex {
         let mut page = self.any_page();
         for _ in 0..64 {
@@ -197,29 +210,28 @@ impl Maker {
         page
     }
 
-    fn second(&mut self, words: Words) {
+    fn second(&mut self, words: ChangedWords) {
         let chosen = self.choose();
         let (pages, contents) =
             (Vec::with_capacity(chosen.len()), Vec::with_capacity(chosen.len()));
-        let mut second = Second { pages, contents };
+        let mut second = DirtySecond { pages, contents };
         for (page, change) in chosen {
             let content = self.changed(page, change, words);
             second.pages.push(page);
             second.contents.push(content);
         }
         let number = self.stream.seconds.len();
-        for (at, page) in second.pages.iter().enumerate() {
-            self.latest[page.0 as usize] = Some((number, at));
+        for (index, page) in second.pages.iter().enumerate() {
+            self.latest[page.0 as usize] = Some(ContentPosition { second: number, index });
         }
         self.stream.seconds.push(second);
     }
 
-    /// Distinct pages, rising, and what becomes of each.
+    /// Chooses distinct pages, in rising order, and the change of each.
     fn choose(&mut self) -> Vec<(PageIndex, Change)> {
         let mut seen = PageSet::new(self.stream.image.len() as u64);
         let mut chosen = Vec::new();
-        // More tries than a set that is mostly free needs; an image of a few pages may stay below
-        // its number.
+        // The number of attempts suffices for a large image. A small image may get fewer pages.
         for _ in 0..self.dirty_pages * 16 {
             if seen.len() == self.dirty_pages {
                 break;
@@ -243,7 +255,7 @@ impl Maker {
         chosen
     }
 
-    /// A page of an earlier second; any, where there is none.
+    /// Returns a page of an earlier second; any page if there is none.
     fn written_before(&mut self) -> PageIndex {
         if self.stream.seconds.is_empty() {
             return self.nonzero_page();
@@ -252,18 +264,18 @@ impl Maker {
         *self.random.pick(&second.pages)
     }
 
-    fn changed(&mut self, page: PageIndex, change: Change, words: Words) -> Page {
+    fn changed(&mut self, page: PageIndex, change: Change, words: ChangedWords) -> Page {
         match change {
             Change::Words => {
                 let mut content = *self.current(page);
-                let (from, to) = words.range();
-                for _ in 0..self.random.between(from, to) {
+                let range = words.range();
+                for _ in 0..self.random.between(*range.start(), *range.end()) {
                     change_word(&mut self.random, &mut content);
                 }
                 content
             }
             Change::New => {
-                let (mut content, kind) = (ZERO_PAGE, Pages::any(&mut self.random));
+                let (mut content, kind) = (ZERO_PAGE, PageMaker::any(&mut self.random));
                 self.pages.fill(kind, &mut self.random, &mut content);
                 content
             }
@@ -282,10 +294,10 @@ impl Maker {
 mod tests {
     use super::*;
 
-    /// Figures of two runs can be compared only if the streams are one.
+    /// The figures of two runs can be compared only if the streams are equal.
     #[test]
-    fn the_stream_is_the_same_each_time_and_of_the_kind_described() {
-        let make = || Stream::new(8192, 3, Words::Few);
+    fn the_stream_is_reproducible_and_has_the_described_shares() {
+        let make = || Stream::new(8192, 3, ChangedWords::Few);
         let (stream, again) = (make(), make());
         assert!(stream.image == again.image);
         assert!(stream.seconds.iter().zip(&again.seconds).all(|(a, b)| a.contents == b.contents));
@@ -301,7 +313,7 @@ mod tests {
 
     #[test]
     fn seconds_lead_from_one_image_to_the_next() {
-        let mut stream = Stream::new(4096, 2, Words::Many);
+        let mut stream = Stream::new(4096, 2, ChangedWords::Many);
         let first = stream.image.clone();
         stream.apply(0);
         let differ = stream.image.iter().zip(&first).filter(|(a, b)| a != b).count();
@@ -310,7 +322,7 @@ mod tests {
 
     #[test]
     fn shuffled_pages_hold_what_others_held_and_unique_ones_nothing_known() {
-        let stream = Stream::new(4096, 0, Words::Few);
+        let stream = Stream::new(4096, 0, ChangedWords::Few);
         let shuffled = stream.shuffled();
         let moved =
             shuffled.iter().filter(|(to, from)| stream.image[to.0 as usize] != stream.image[*from]);

@@ -1,7 +1,7 @@
 //! Counts the bytes that deduplication and zstd -1 leave of the pages alone: of each page, and of each
 //! page or its difference to the page before. Both are references for the size of a store.
 
-use keyframe_bench_feed::{Error, Job, Measured, Result, key_of};
+use keyframe_bench_feed::{Error, Job, StoreMeasurement, Result, key_of};
 use keyframe_units::{PAGE_BYTES, Page, ZERO_PAGE};
 use rustc_hash::FxHashSet;
 use xxhash_rust::xxh3::xxh3_128;
@@ -11,7 +11,7 @@ const LEVEL: i32 = 1;
 
 /// Counts the bytes of a job's stream: `stored_bytes` without differences, `image_stored_bytes` with
 /// them.
-pub fn count(job: &Job) -> Result<Measured> {
+pub fn count(job: &Job) -> Result<StoreMeasurement> {
     let mut stream = job.source.stream()?;
     let mut counter = Counter {
         zstd: Compressor::new(LEVEL).map_err(|e| Error::failed("begin to compress", e))?,
@@ -31,11 +31,11 @@ pub fn count(job: &Job) -> Result<Measured> {
         }
         stream.apply(second);
     }
-    Ok(Measured {
+    Ok(StoreMeasurement {
         stored_bytes: counter.plain_bytes,
         image_stored_bytes: counter.delta_bytes,
         distinct_bytes: (counter.seen.len() * PAGE_BYTES) as u64,
-        ..Measured::default()
+        ..StoreMeasurement::default()
     })
 }
 

@@ -1,15 +1,14 @@
-//! borg and restic: the images as files, an archive of each.
+//! borg and restic: an archive of each image.
 //!
 //! ```text
-//!   image.raw  ◀── dirty pages of a second      borg create | restic backup      one a checkpoint, to its end
+//!   image.raw  ◀── dirty pages of a second      borg create | restic backup      for each checkpoint
 //! ```
 //!
-//! Their own settings, but no encryption where it can be left out (borg), and a cache of their own
-//! that goes away. Both sync what they write before they end. They run on the core that this
-//! process is bound to (`taskset -c`). Writing the image is no part of what is measured; that they
-//! read all of it each time is.
+//! The archivers have their default settings, except that borg does not encrypt, and a temporary
+//! cache. Both sync before they end, and run on the core of this process (`taskset -c`). The time
+//! includes their reading of the whole image, but not the writing of the image.
 
-use keyframe_bench_feed::{Error, PageSink, Reading, Result, Store, Writing};
+use keyframe_bench_feed::{Error, PageSink, ProgramUsage, Result, Store, StoreReader, StoreWriter};
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, ZERO_PAGE};
 use nix::sys::resource::{UsageWho, getrusage};
 use std::fs::File;
@@ -21,12 +20,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// The file that is archived.
+/// The archived file.
 const IMAGE: &str = "image.raw";
-/// How long one archive may take.
+/// Longest time for one archive.
 const RUN_MAX: Duration = Duration::from_mins(10);
 
-/// Which of them.
+/// The archivers.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Program {
     Borg,
@@ -34,7 +33,7 @@ pub enum Program {
 }
 
 impl Program {
-    /// Its name.
+    /// Returns its name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Borg => "borg",
@@ -42,7 +41,7 @@ impl Program {
         }
     }
 
-    /// Its Debian package.
+    /// Returns its Debian package.
     pub fn package(self) -> &'static str {
         match self {
             Self::Borg => "borgbackup",
@@ -85,22 +84,23 @@ fn words(all: &[&str]) -> Vec<String> {
     all.iter().map(ToString::to_string).collect()
 }
 
-/// One of them, bound to a core.
+/// An archiver that is bound to a core.
 #[derive(Clone)]
 pub struct Archiver {
     program: Program,
     cpu: usize,
-    /// The most memory of a run.
+    /// The largest memory of a run, in bytes.
     peak_bytes: Arc<AtomicU64>,
 }
 
 impl Archiver {
+    /// Makes the store of `program`, bound to core `cpu`.
     pub fn new(program: Program, cpu: usize) -> Self {
         Self { program, cpu, peak_bytes: Arc::default() }
     }
 
     fn command(&self, dir: &Path, args: &[String]) -> Command {
-        // It ends with this process, however that ends.
+        // It ends with this process.
         let mut command = Command::new("setpriv");
         command
             .args([
@@ -121,8 +121,8 @@ impl Archiver {
         command
     }
 
-    /// Runs it to its end, and watches its memory meanwhile: what the system tells at the end
-    /// counts from before the program was loaded, when it still was a copy of this process.
+    /// Runs it to its end and reads its memory meanwhile. The kernel's total at the end would include
+    /// the time before the program was loaded, when its process was a copy of this one.
     fn run(&self, dir: &Path, args: &[String]) -> Result<()> {
         let operation = format!("{} {}", self.program.name(), args.join(" "));
         let failed = || Error::io(format!("run {operation}"));
@@ -156,32 +156,37 @@ impl Archiver {
 }
 
 impl Store for Archiver {
-    fn create(&self, dir: &Path, image_pages: u64) -> Result<Box<dyn Writing>> {
+    fn create(&self, dir: &Path, image_pages: u64) -> Result<Box<dyn StoreWriter>> {
         std::fs::create_dir_all(dir).map_err(Error::file("make", dir))?;
         self.run(dir, &self.program.init())?;
         let path = dir.join(IMAGE);
         let image = File::create_new(&path).map_err(Error::file("make", &path))?;
         image.set_len(image_pages * PAGE_BYTES as u64).map_err(Error::file("size", &path))?;
-        Ok(Box::new(Open { archiver: self.clone(), dir: dir.to_path_buf(), image, checkpoints: 0 }))
+        Ok(Box::new(ArchiveWriter {
+            archiver: self.clone(),
+            dir: dir.to_path_buf(),
+            image,
+            checkpoints: 0,
+        }))
     }
 
-    fn open(&self, dir: &Path) -> Result<Box<dyn Reading>> {
-        Ok(Box::new(Reader { archiver: self.clone(), dir: dir.to_path_buf() }))
+    fn open(&self, dir: &Path) -> Result<Box<dyn StoreReader>> {
+        Ok(Box::new(ArchiveReader { archiver: self.clone(), dir: dir.to_path_buf() }))
     }
 
-    fn programs(&self) -> Option<(u64, u64)> {
+    fn programs(&self) -> Option<ProgramUsage> {
         let usage = getrusage(UsageWho::RUSAGE_CHILDREN).ok()?;
         let ns = |time: nix::sys::time::TimeVal| {
             time.tv_sec() as u64 * 1_000_000_000 + time.tv_usec() as u64 * 1000
         };
-        Some((
-            ns(usage.user_time()) + ns(usage.system_time()),
-            self.peak_bytes.load(Ordering::Relaxed),
-        ))
+        Some(ProgramUsage {
+            cpu_ns: ns(usage.user_time()) + ns(usage.system_time()),
+            peak_bytes: self.peak_bytes.load(Ordering::Relaxed),
+        })
     }
 }
 
-/// The program's own memory, once it is loaded.
+/// Returns the program's peak memory in bytes; `None` until the program is loaded.
 fn peak_bytes_of(pid: u32) -> Option<u64> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let kib =
@@ -192,14 +197,14 @@ fn peak_bytes_of(pid: u32) -> Option<u64> {
     loaded.then(|| kib.trim().parse::<u64>().ok().map(|kib| kib * 1024))?
 }
 
-struct Open {
+struct ArchiveWriter {
     archiver: Archiver,
     dir: PathBuf,
     image: File,
     checkpoints: usize,
 }
 
-impl Writing for Open {
+impl StoreWriter for ArchiveWriter {
     fn prepare(&mut self, pages: &[(PageIndex, &Page)]) -> Result<()> {
         for (page, content) in pages {
             let at = page.0 * PAGE_BYTES as u64;
@@ -215,8 +220,7 @@ impl Writing for Open {
     }
 
     fn close(self: Box<Self>) -> Result<()> {
-        // The image is no part of what is stored, nor is the cache, which is made again where it is
-        // missing.
+        // Neither the image nor the cache, which can be made again, is part of the stored size.
         for (name, remove) in [
             (IMAGE, std::fs::remove_file as fn(PathBuf) -> std::io::Result<()>),
             ("messages", std::fs::remove_file),
@@ -233,12 +237,12 @@ impl Writing for Open {
     }
 }
 
-struct Reader {
+struct ArchiveReader {
     archiver: Archiver,
     dir: PathBuf,
 }
 
-impl Reading for Reader {
+impl StoreReader for ArchiveReader {
     fn image(&mut self, checkpoint: usize, sink: PageSink<'_>) -> Result<()> {
         let args = self.archiver.program.extract(checkpoint);
         let operation = format!("{} {}", self.archiver.program.name(), args.join(" "));

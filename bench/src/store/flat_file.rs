@@ -1,15 +1,16 @@
-//! The flat file of the thesis: every page content once in an append-only file, found by its hash.
+//! The flat file of the thesis: each page content once in an append-only file, found by its hash.
 //!
 //! ```text
-//!   pages    | page | page | ...                                   page n at n * 4096
-//!   maps     | number of entries (u64) | page (u32), place (u32) | ...    one for each checkpoint, places from 1; 0: zeros
+//!   pages    | page | page | ...                               page n at n * 4096
+//!   maps     | entries (u64) | page (u32), slot (u32) | ...     one for each checkpoint
+//!                                                              slots from 1; 0: zeros
 //! ```
 //!
-//! Both are synced at the end of a checkpoint, the maps behind the pages. The hashes are in memory,
-//! as in the thesis. Not what anybody should keep checkpoints in: nothing is verified when it is
-//! read, and nothing is compressed.
+//! Both files are synced at the end of a checkpoint, the pages first. The hashes are in memory, as in
+//! the thesis. The flat file verifies and compresses nothing, so it is a measure and no store for
+//! checkpoints.
 
-use keyframe_bench_feed::{Error, PageSink, Reading, Result, Store, Writing};
+use keyframe_bench_feed::{Error, PageSink, Result, Store, StoreReader, StoreWriter};
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, ZERO_PAGE};
 use rustc_hash::FxHashMap;
 use std::fs::File;
@@ -18,36 +19,42 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use xxhash_rust::xxh3::xxh3_128;
 
-/// Bytes that are appended at once.
+/// The size of one write.
 const BUFFER_BYTES: usize = 1 << 20;
 const PAGES: &str = "pages";
 const MAPS: &str = "maps";
 
-/// How a page is known.
+/// The hash that identifies a page.
 #[derive(Clone, Copy)]
 pub enum Hash {
-    /// Fast, and no obstacle to a guest that constructs collisions.
+    /// Fast, and unsafe against a guest that constructs collisions.
     Xxh3,
-    /// Keyed, as Keyframe's is: what safety costs.
+    /// Keyed and safe, as in Keyframe.
     Blake3,
 }
 
-/// The store.
+/// The flat file as a store.
 pub struct FlatFile(pub Hash);
 
 impl Store for FlatFile {
-    fn create(&self, dir: &Path, _image_pages: u64) -> Result<Box<dyn Writing>> {
+    fn create(&self, dir: &Path, _image_pages: u64) -> Result<Box<dyn StoreWriter>> {
         std::fs::create_dir_all(dir).map_err(Error::file("make", dir))?;
         let make =
             |name| File::create_new(dir.join(name)).map_err(Error::file("make", &dir.join(name)));
         let (pages, maps) = (make(PAGES)?, make(MAPS)?);
         let buffer = Vec::with_capacity(BUFFER_BYTES + PAGE_BYTES);
-        Ok(Box::new(Open { hash: self.0, pages, maps, buffer, known: FxHashMap::default() }))
+        Ok(Box::new(FlatFileWriter {
+            hash: self.0,
+            pages,
+            maps,
+            buffer,
+            known: FxHashMap::default(),
+        }))
     }
 
-    fn open(&self, dir: &Path) -> Result<Box<dyn Reading>> {
+    fn open(&self, dir: &Path) -> Result<Box<dyn StoreReader>> {
         let open = |name| File::open(dir.join(name)).map_err(Error::file("open", &dir.join(name)));
-        Ok(Box::new(Reader {
+        Ok(Box::new(FlatFileReader {
             pages: open(PAGES)?,
             maps: BufReader::new(open(MAPS)?),
             read: Vec::new(),
@@ -55,7 +62,7 @@ impl Store for FlatFile {
     }
 }
 
-struct Open {
+struct FlatFileWriter {
     hash: Hash,
     pages: File,
     maps: File,
@@ -63,7 +70,7 @@ struct Open {
     known: FxHashMap<u128, u32>,
 }
 
-impl Open {
+impl FlatFileWriter {
     fn key(&self, page: &Page) -> u128 {
         match self.hash {
             Hash::Xxh3 => xxh3_128(page),
@@ -74,17 +81,17 @@ impl Open {
         }
     }
 
-    /// Where the page is: from 1.
-    fn place(&mut self, page: &Page) -> Result<u32> {
+    /// Returns the slot of a page, from 1. Appends the page if it is new.
+    fn slot(&mut self, page: &Page) -> Result<u32> {
         let (key, next) = (self.key(page), self.known.len() as u32 + 1);
-        let place = *self.known.entry(key).or_insert(next);
-        if place == next {
+        let slot = *self.known.entry(key).or_insert(next);
+        if slot == next {
             self.buffer.extend_from_slice(page);
             if self.buffer.len() >= BUFFER_BYTES {
                 self.flush()?;
             }
         }
-        Ok(place)
+        Ok(slot)
     }
 
     fn flush(&mut self) -> Result<()> {
@@ -94,13 +101,13 @@ impl Open {
     }
 }
 
-impl Writing for Open {
+impl StoreWriter for FlatFileWriter {
     fn checkpoint(&mut self, pages: &[(PageIndex, &Page)]) -> Result<()> {
         let mut map = (pages.len() as u64).to_le_bytes().to_vec();
         for (page, content) in pages {
-            let place = if **content == ZERO_PAGE { 0 } else { self.place(content)? };
+            let slot = if **content == ZERO_PAGE { 0 } else { self.slot(content)? };
             map.extend_from_slice(&(page.0 as u32).to_le_bytes());
-            map.extend_from_slice(&place.to_le_bytes());
+            map.extend_from_slice(&slot.to_le_bytes());
         }
         self.flush()?;
         self.pages.sync_data().map_err(failed("sync pages"))?;
@@ -113,14 +120,14 @@ impl Writing for Open {
     }
 }
 
-struct Reader {
+struct FlatFileReader {
     pages: File,
     maps: BufReader<File>,
-    /// The maps that were read.
+    /// The maps that were read so far.
     read: Vec<Vec<(u32, u32)>>,
 }
 
-impl Reader {
+impl FlatFileReader {
     fn number<const N: usize>(&mut self) -> Result<[u8; N]> {
         let mut bytes = [0; N];
         self.maps.read_exact(&mut bytes).map_err(failed("read a map"))?;
@@ -128,7 +135,7 @@ impl Reader {
     }
 }
 
-impl Reading for Reader {
+impl StoreReader for FlatFileReader {
     fn image(&mut self, checkpoint: usize, sink: PageSink<'_>) -> Result<()> {
         while self.read.len() <= checkpoint {
             let entries = u64::from_le_bytes(self.number()?);
@@ -140,12 +147,12 @@ impl Reading for Reader {
         }
         let newest: FxHashMap<u32, u32> =
             self.read[..=checkpoint].iter().flatten().copied().collect();
-        let mut wanted: Vec<(u32, u32)> =
-            newest.into_iter().map(|(page, place)| (place, page)).collect();
-        wanted.sort_unstable();
+        let mut slots: Vec<(u32, u32)> =
+            newest.into_iter().map(|(page, slot)| (slot, page)).collect();
+        slots.sort_unstable();
         let mut content = ZERO_PAGE;
-        for (place, page) in wanted.into_iter().filter(|(place, _)| *place != 0) {
-            let at = u64::from(place - 1) * PAGE_BYTES as u64;
+        for (slot, page) in slots.into_iter().filter(|(slot, _)| *slot != 0) {
+            let at = u64::from(slot - 1) * PAGE_BYTES as u64;
             self.pages.read_exact_at(&mut content, at).map_err(failed("read a page"))?;
             sink(PageIndex(page.into()), &content);
         }

@@ -1,24 +1,27 @@
-//! What checkpoints cost beside their pages: bytes of a map and a seal, and the time to open a
-//! store with many.
+//! The cost of checkpoints besides their pages: the size of maps and seals, and the time to open a
+//! store with many checkpoints.
 
-use super::keyframe::{failed, layout, request};
+use super::keyframe_store::{failed, layout, request};
 use crate::{Error, Report};
-use keyframe_bench_feed::Result as Fed;
+use keyframe_bench_feed::Result as FeedResult;
 use keyframe_store::{Sealed, Store};
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, ZERO_PAGE};
 use std::path::Path;
 use std::time::Instant;
 
-/// A guest of 1 GiB, and what of it is dirty.
+/// The RAM of a guest with 1 GiB.
 const RAM_PAGES: u64 = 1 << 18;
+/// The pages that it uses.
 const USED_PAGES: u64 = 180_000;
+/// The pages that are dirty in a checkpoint.
 const DIRTY_PAGES: usize = 20_000;
-/// More than a level of the map chain has, so that a map over many seconds is among them.
+/// The number of checkpoints: more than a level of the map chain has, so that a map over many seconds
+/// is among them.
 const CHECKPOINTS: u64 = 18;
-/// Checkpoints in the store that is opened.
+/// The number of checkpoints in the store that is opened.
 const MANY: u64 = 10_000;
 
-/// Metadata of a checkpoint.
+/// Measures the metadata of a checkpoint.
 pub fn sizes(dir: &Path, report: &mut Report) -> Result<(), Error> {
     let (dirty, idle) = measure_sizes(dir).map_err(|e| Error::failed("measure metadata", e))?;
     report.figure("metadata_20k_bytes", dirty);
@@ -26,9 +29,9 @@ pub fn sizes(dir: &Path, report: &mut Report) -> Result<(), Error> {
     Ok(())
 }
 
-/// Bytes beside pages and devices: the mean of checkpoints with 20,000 dirty pages scattered over
-/// RAM, and of those without.
-fn measure_sizes(dir: &Path) -> Fed<(f64, f64)> {
+/// Returns the mean bytes besides pages and devices: of checkpoints with 20,000 dirty pages that are
+/// scattered over RAM, and of checkpoints without dirty pages.
+fn measure_sizes(dir: &Path) -> FeedResult<(f64, f64)> {
     let ram = layout(RAM_PAGES)?;
     let store = Store::init(dir).map_err(failed("make a store"))?;
     let mut writer = store.lock_writer("keyframe-bench store").map_err(failed("lock the store"))?;
@@ -38,13 +41,13 @@ fn measure_sizes(dir: &Path) -> Fed<(f64, f64)> {
     }
     run.seal(request(&ram)).map_err(failed("seal"))?;
     let (mut dirty_bytes, mut idle_bytes) = (0, 0);
-    // First: behind others, one of them would list what these have changed.
+    // The idle checkpoints come first: after others, one of them would list their changes.
     for _ in 0..CHECKPOINTS {
         let sealed = run.seal(request(&ram)).map_err(failed("seal"))?;
         idle_bytes += metadata_bytes(dir, &sealed)?;
     }
     for checkpoint in 1..=CHECKPOINTS {
-        // All over RAM without any order, and other ones each time.
+        // Scattered over RAM, and other pages each time.
         let scattered = (0..USED_PAGES).filter(|page| mixed(*page, checkpoint).is_multiple_of(8));
         for page in scattered.take(DIRTY_PAGES) {
             run.put_page(PageIndex(page), &content(page, checkpoint))
@@ -58,16 +61,16 @@ fn measure_sizes(dir: &Path) -> Fed<(f64, f64)> {
     Ok((mean(dirty_bytes), mean(idle_bytes)))
 }
 
-/// The map and the seal.
-fn metadata_bytes(dir: &Path, sealed: &Sealed) -> Fed<u64> {
+/// Returns the bytes of a checkpoint's map and seal.
+fn metadata_bytes(dir: &Path, sealed: &Sealed) -> FeedResult<u64> {
     let seal = dir.join(format!("checkpoints/{:010}.ckpt", sealed.id.0));
     let seal_bytes =
         std::fs::metadata(&seal).map_err(keyframe_bench_feed::Error::file("look at", &seal))?.len();
     Ok(sealed.meta.counts.map_bytes + seal_bytes)
 }
 
-/// A page that was not there before, of which compression leaves some 100 to 1000 bytes: records of
-/// many lengths, as real ones have.
+/// Returns a new page, of which compression leaves 100 to 1000 bytes, so that records have many
+/// lengths.
 fn content(page: u64, version: u64) -> Page {
     let mut out = ZERO_PAGE;
     let mut number = mixed(page, version) | 1;
@@ -81,24 +84,34 @@ fn content(page: u64, version: u64) -> Page {
     out
 }
 
-/// A number without an order.
+/// Returns a pseudo-random number.
 fn mixed(page: u64, version: u64) -> u64 {
     let number = (page << 16 | version).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     (number ^ (number >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 8
 }
 
-/// The time to open a store of many checkpoints.
+/// The times to open a store, in ns.
+struct OpenTimes {
+    /// Until the newest checkpoint is loaded.
+    read: f64,
+    /// Until a run has begun.
+    write: f64,
+    /// Until all checkpoints are listed.
+    list: f64,
+}
+
+/// Measures the time to open a store of many checkpoints.
 pub fn opening(dir: &Path, report: &mut Report) -> Result<(), Error> {
-    let [read_ns, write_ns, list_ns] =
+    let OpenTimes { read, write, list } =
         measure_opening(dir).map_err(|e| Error::failed("measure opening", e))?;
-    report.figure("open_10k_read_ns", read_ns);
-    report.figure("open_10k_write_ns", write_ns);
-    report.figure("open_10k_list_ns", list_ns);
+    report.figure("open_10k_read_ns", read);
+    report.figure("open_10k_write_ns", write);
+    report.figure("open_10k_list_ns", list);
     Ok(())
 }
 
-/// Until the newest of 10,000 checkpoints is loaded; until a run can begin; until all are listed.
-fn measure_opening(dir: &Path) -> Fed<[f64; 3]> {
+/// Returns the times in a store of 10,000 checkpoints.
+fn measure_opening(dir: &Path) -> FeedResult<OpenTimes> {
     let ram = layout(RAM_PAGES)?;
     {
         let store = Store::init(dir).map_err(failed("make a store"))?;
@@ -106,7 +119,7 @@ fn measure_opening(dir: &Path) -> Fed<[f64; 3]> {
             store.lock_writer("keyframe-bench store").map_err(failed("lock the store"))?;
         let mut run = writer.begin_run("bench", &ram).map_err(failed("begin a run"))?;
         for checkpoint in 0..MANY {
-            // A few pages each: 40 MB of packs' index would be another matter.
+            // A few pages each, so that the index of the packs stays small.
             for number in 0..8 {
                 let page = (checkpoint * 8 + number) % RAM_PAGES;
                 run.put_page(PageIndex(page), &content(page, checkpoint + 1))
@@ -137,5 +150,5 @@ fn measure_opening(dir: &Path) -> Fed<[f64; 3]> {
             format!("{listed} of {MANY}"),
         ));
     }
-    Ok([read_ns, write_ns, list_ns])
+    Ok(OpenTimes { read: read_ns, write: write_ns, list: list_ns })
 }

@@ -1,21 +1,21 @@
-//! What was measured: for each store, a sample of each figure; and what follows.
+//! The measurements: a sample of each figure for each store, and the report.
 
 use crate::Report;
 use crate::sample::Sample;
-use keyframe_bench_feed::{Fed, Measured};
+use keyframe_bench_feed::{FeedTime, StoreMeasurement};
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
 use keyframe_units::PAGE_BYTES;
 use std::collections::BTreeMap;
 
-/// Keyframe's store under the stream of which more words change.
+/// Keyframe's store with a stream in which more words change.
 pub const DIRTIER: &str = "dirtier";
 const KEYFRAME: &str = "keyframe";
-/// Below the table.
+/// The note below the table.
 const SETTLED: &str = "  fed: as the last checkpoint left the store; stored: after keyframe has recompressed it, as it does when it is \
                        idle, which took idle CPU s and is in no other column; read ms is of the store after that";
 const DEDUP_ZSTD: &str = "dedup_zstd";
 
-/// One store, by the ends of its keys.
+/// The samples of one store, by the ends of their keys.
 #[derive(Default)]
 struct Row(BTreeMap<&'static str, Sample>);
 
@@ -24,18 +24,18 @@ impl Row {
         self.0.entry(key).or_default().push(value);
     }
 
-    fn rate(&mut self, key: &'static str, fed: Fed) {
+    fn rate(&mut self, key: &'static str, fed: FeedTime) {
         self.push(key, fed.bytes as f64 / (fed.ns as f64 / 1e9));
     }
 }
 
-/// All of them, in the order in which they were first measured.
+/// The rows of all stores, in the order in which they were first measured.
 #[derive(Default)]
 pub struct Rows(Vec<(String, Row)>);
 
 impl Rows {
-    /// Adds a round of `name`.
-    pub fn add(&mut self, name: &str, m: &Measured) {
+    /// Adds a round of store `name`.
+    pub fn add(&mut self, name: &str, m: &StoreMeasurement) {
         let at = self.0.iter().position(|(known, _)| known == name).unwrap_or_else(|| {
             self.0.push((name.into(), Row::default()));
             self.0.len() - 1
@@ -43,7 +43,7 @@ impl Rows {
         let row = &mut self.0[at].1;
         row.push("stored_bytes", m.stored_bytes as f64);
         if name == DEDUP_ZSTD {
-            // No store: it counts.
+            // It is no store and has sizes only.
             row.push("delta_stored_bytes", m.image_stored_bytes as f64);
             return;
         }
@@ -91,7 +91,7 @@ impl Rows {
         }
     }
 
-    /// Figures, ratios, table and chart.
+    /// Returns the report: figures, ratios, table and chart.
     pub fn report(&self) -> Report {
         let mut report = Report::new("store");
         for (name, row) in &self.0 {
@@ -155,9 +155,9 @@ impl Rows {
         row.0.get(key).map(Sample::median)
     }
 
-    /// The stores below each other.
+    /// Returns a table with a line for each store.
     fn table(&self) -> String {
-        // Heading, key, what one unit of the column is in that of the key, digits.
+        // Heading, key, units of the key in one unit of the column, digits.
         let columns = [
             ("pages/s", "pages_per_s", 1.0, 0),
             ("whole MB/s", "whole_bytes_per_s", 1e6, 0),
@@ -191,7 +191,7 @@ impl Rows {
         lines.join("\n")
     }
 
-    /// Speed over size.
+    /// Draws speed over size.
     fn chart(&self) -> Figure {
         let mut series = Vec::new();
         for (name, row) in self.0.iter().filter(|(name, _)| name != DIRTIER) {
@@ -215,11 +215,11 @@ impl Rows {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use keyframe_bench_feed::Rebuilt;
+    use keyframe_bench_feed::RebuildTimes;
 
-    fn measured(whole_ns: u64, stored_bytes: u64) -> Measured {
-        let fed = |ns| Fed { bytes: 1_000_000_000, ns };
-        Measured {
+    fn measured(whole_ns: u64, stored_bytes: u64) -> StoreMeasurement {
+        let fed = |ns| FeedTime { bytes: 1_000_000_000, ns };
+        StoreMeasurement {
             whole: fed(whole_ns),
             image: fed(1_000_000_000),
             steady: fed(500_000_000),
@@ -227,16 +227,16 @@ mod tests {
             unique: Some(fed(2_000_000_000)),
             stored_bytes,
             distinct_bytes: 900,
-            rebuilt: Rebuilt { ns: 300, all_cores_ns: Some(200) },
-            rebuilt_settled: Some(Rebuilt { ns: 700, all_cores_ns: Some(500) }),
+            rebuilt: RebuildTimes { ns: 300, all_cores_ns: Some(200) },
+            rebuilt_settled: Some(RebuildTimes { ns: 700, all_cores_ns: Some(500) }),
             memcpy_ns: 100,
-            ..Measured::default()
+            ..StoreMeasurement::default()
         }
     }
 
-    /// Those are read by others.
+    /// Other programs read these keys.
     #[test]
-    fn the_keys_and_what_they_compare_are_those_promised() {
+    fn the_keys_and_ratios_are_those_promised() {
         let mut rows = Rows::default();
         rows.add("keyframe", &measured(1_000_000_000, 300));
         let peers = [
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_measured_has_no_key() {
+    fn a_store_that_was_not_measured_has_no_key() {
         let mut rows = Rows::default();
         rows.add("lmdb", &measured(1, 1));
         let report = rows.report();

@@ -2,7 +2,7 @@
 //! `cargo run --release -p keyframe-store --example ingest [MIB]`. The stream of
 //! `keyframe-bench store`: an image and nine seconds; best of five turns.
 
-use keyframe_bench_feed::{Stream, Words};
+use keyframe_bench_feed::{Stream, ChangedWords};
 use keyframe_store::{SealRequest, Store};
 use keyframe_units::{BlockKind, PageIndex, RamBlock, RamLayout};
 use std::time::Instant;
@@ -22,7 +22,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let ram = RamLayout::new(vec![block])?;
     let mut steady_bytes = 0;
     for _ in 0..TURNS {
-        let mut stream = Stream::new(mib << 8, 9, Words::Few);
+        let mut stream = Stream::new(mib << 8, 9, ChangedWords::Few);
         let dir =
             std::path::PathBuf::from(format!("/dev/shm/keyframe-ingest.{}", std::process::id()));
         let store = Store::init(&dir)?;

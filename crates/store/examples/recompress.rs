@@ -2,7 +2,7 @@
 //! `cargo run --release -p keyframe-store --example recompress [MIB] [DIR]`. The stream is that of
 //! `keyframe-bench store`, which does the same beside its peers (docs/design/benchmarks.md).
 
-use keyframe_bench_feed::{Stream, Words};
+use keyframe_bench_feed::{Stream, ChangedWords};
 use keyframe_store::{PruneOptions, SealRequest, Store};
 use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock, RamLayout};
 use std::path::Path;
@@ -52,7 +52,7 @@ fn main() -> Outcome<()> {
     let place = arguments.next().map_or_else(std::env::temp_dir, Into::into);
     let dir = tempfile::tempdir_in(place)?;
     let pages = (mib << 20) / PAGE_BYTES as u64;
-    let mut stream = Stream::new(pages, SECONDS, Words::Few);
+    let mut stream = Stream::new(pages, SECONDS, ChangedWords::Few);
     let bytes = mib << 20;
     let block = RamBlock {
         name: "ram".into(),

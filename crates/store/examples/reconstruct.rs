@@ -3,7 +3,7 @@
 //! `keyframe-bench store`: an image and nine seconds; the last checkpoint, warm, best of five
 //! turns.
 
-use keyframe_bench_feed::{Stream, Words};
+use keyframe_bench_feed::{Stream, ChangedWords};
 use keyframe_store::{Error, Loaded, SealRequest, Store};
 use keyframe_units::{BlockKind, PAGE_BYTES, PageIndex, PageRange, RamBlock, RamLayout, ZERO_PAGE};
 use std::time::{Duration, Instant};
@@ -21,7 +21,7 @@ fn best(work: &mut dyn FnMut()) -> Duration {
 
 /// A store of the stream; the last checkpoint, and what it holds.
 fn subject(store: &Store, mib: u64) -> keyframe_store::Result<(Loaded, Stream)> {
-    let mut stream = Stream::new(mib << 8, 9, Words::Few);
+    let mut stream = Stream::new(mib << 8, 9, ChangedWords::Few);
     let bytes = mib << 20;
     let block = RamBlock {
         name: "pc.ram".into(),

@@ -1,27 +1,27 @@
-//! A store of checkpoints over any database of keys and values: each page content once, found by
-//! its hash.
+//! A store of checkpoints in any database of keys and values: each page content once, found by its
+//! hash.
 //!
 //! ```text
 //!   'P' XXH3-128 of a page   ──▶ the page
-//!   'M' number of checkpoint ──▶ page number (u32), hash ... of the pages put into it     page number + NO_HASH: zeros
+//!   'M' number of checkpoint ──▶ page number (u32), hash, ... of its pages; NO_HASH: zeros
 //! ```
 //!
-//! XXH3 is the cheapest hash there is, and not safe against a guest that constructs collisions:
-//! peers have that advantage.
+//! XXH3 is a very fast hash and unsafe against a guest that constructs collisions. Peers therefore
+//! have an advantage.
 
-use crate::target::{PageSink, Reading, Store, Writing};
+use crate::store::{PageSink, Store, StoreReader, StoreWriter};
 use crate::{Error, Result};
 use keyframe_units::{Page, PageIndex, ZERO_PAGE};
 use rustc_hash::FxHashMap;
 use std::path::Path;
 use xxhash_rust::xxh3::xxh3_128;
 
-/// Bytes of a key.
+/// The length of a key in bytes.
 pub const KEY_BYTES: usize = 17;
-/// A key.
+/// The key of an entry.
 pub type Key = [u8; KEY_BYTES];
 
-/// Stands for a page of zeros in a map.
+/// The hash of a page of zeros in a map.
 const NO_HASH: u128 = 0;
 const ENTRY_BYTES: usize = 20;
 
@@ -30,26 +30,26 @@ pub trait KeyValue: Sized {
     /// Its name in messages.
     const NAME: &'static str;
 
-    /// Opens it in `dir`, which is there; makes it where it is not.
+    /// Opens the database in the existing directory `dir`; makes it if it is missing.
     fn open(dir: &Path) -> Result<Self>;
 
-    /// Adds all of them. One that is there keeps its value. Once this returns, all survive power
-    /// loss.
+    /// Adds all entries. An existing key keeps its value. When this returns, all entries survive a
+    /// loss of power.
     fn add_all(&mut self, entries: &mut dyn Iterator<Item = (Key, &[u8])>) -> Result<()>;
 
-    /// Gives the value of `key` to `sink`, if it is there.
+    /// Passes the value of `key` to `sink`. Returns false if the key is missing.
     fn get(&mut self, key: &Key, sink: &mut dyn FnMut(&[u8])) -> Result<bool>;
 
-    /// Ends it.
+    /// Closes the database.
     fn close(self) -> Result<()>;
 
-    /// An error of this database.
+    /// Makes an error of this database.
     fn failed(operation: &str, problem: impl std::fmt::Display) -> Error {
         Error::failed(format!("{}: {operation}", Self::NAME), problem)
     }
 }
 
-/// The key of a page.
+/// Returns the key of the page with this hash.
 pub fn key_of(hash: u128) -> Key {
     key(b'P', hash)
 }
@@ -60,12 +60,12 @@ fn key(kind: u8, number: u128) -> Key {
     key
 }
 
-/// Any database as a store.
+/// A store in database `D`.
 #[derive(Debug)]
 pub struct KeyedStore<D>(std::marker::PhantomData<D>);
 
 impl<D> KeyedStore<D> {
-    /// Of database `D`.
+    /// Makes a store in database `D`.
     pub fn new() -> Self {
         Self(std::marker::PhantomData)
     }
@@ -78,30 +78,30 @@ impl<D> Default for KeyedStore<D> {
 }
 
 impl<D: KeyValue + 'static> Store for KeyedStore<D> {
-    fn create(&self, dir: &Path, _image_pages: u64) -> Result<Box<dyn Writing>> {
+    fn create(&self, dir: &Path, _image_pages: u64) -> Result<Box<dyn StoreWriter>> {
         std::fs::create_dir_all(dir).map_err(Error::file("make", dir))?;
-        Ok(Box::new(Keyed { database: D::open(dir)?, checkpoints: 0 }))
+        Ok(Box::new(KeyValueAccess { database: D::open(dir)?, checkpoints: 0 }))
     }
 
-    fn open(&self, dir: &Path) -> Result<Box<dyn Reading>> {
-        Ok(Box::new(Keyed { database: D::open(dir)?, checkpoints: 0 }))
+    fn open(&self, dir: &Path) -> Result<Box<dyn StoreReader>> {
+        Ok(Box::new(KeyValueAccess { database: D::open(dir)?, checkpoints: 0 }))
     }
 }
 
-/// An open one.
+/// An open store in a database.
 #[derive(Debug)]
-pub struct Keyed<D> {
+pub struct KeyValueAccess<D> {
     database: D,
     checkpoints: u128,
 }
 
-impl<D: KeyValue> Writing for Keyed<D> {
+impl<D: KeyValue> StoreWriter for KeyValueAccess<D> {
     fn checkpoint(&mut self, pages: &[(PageIndex, &Page)]) -> Result<()> {
         let mut map = Vec::with_capacity(pages.len() * ENTRY_BYTES);
         let mut pages = pages.iter();
         let map_key = key(b'M', self.checkpoints);
-        // Each page is hashed as it goes in, so that it is read from memory once; behind the last
-        // one comes the map.
+        // Each page is hashed when it is added, so that it is read from memory once. The map follows
+        // the last page.
         let complete = std::cell::OnceCell::<Vec<u8>>::new();
         let mut each = std::iter::from_fn(|| {
             for (page, content) in pages.by_ref() {
@@ -127,18 +127,18 @@ impl<D: KeyValue> Writing for Keyed<D> {
     }
 }
 
-impl<D: KeyValue> Reading for Keyed<D> {
+impl<D: KeyValue> StoreReader for KeyValueAccess<D> {
     fn image(&mut self, checkpoint: usize, sink: PageSink<'_>) -> Result<()> {
         let mut pages = FxHashMap::<u32, u128>::default();
         for number in 0..=checkpoint {
-            let there = self.database.get(&key(b'M', number as u128), &mut |map| {
+            let is_present = self.database.get(&key(b'M', number as u128), &mut |map| {
                 for entry in map.chunks_exact(ENTRY_BYTES) {
                     let page = u32::from_le_bytes(std::array::from_fn(|at| entry[at]));
                     pages
                         .insert(page, u128::from_le_bytes(std::array::from_fn(|at| entry[4 + at])));
                 }
             })?;
-            if !there {
+            if !is_present {
                 return Err(D::failed("read a map", format!("checkpoint {number} has none")));
             }
         }

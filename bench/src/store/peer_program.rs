@@ -1,4 +1,4 @@
-//! The program with the databases: found where it was built, or built now.
+//! Finds the program with the databases, or builds it.
 
 use crate::cli::own_path;
 use crate::interrupt::Interrupt;
@@ -11,23 +11,23 @@ use std::time::{Duration, Instant};
 const NAME: &str = "keyframe-bench-peers";
 const MANIFEST: &str = "bench/peers/Cargo.toml";
 const BUILT: &str = "bench/peers/target/release";
-/// How long building it may take.
+/// Longest time to build it.
 const BUILD_MAX: Duration = Duration::from_mins(10);
 
-/// The program, and what it has.
-pub struct Peers {
+/// The program with the databases.
+pub struct PeerProgram {
     /// Its path.
     pub program: PathBuf,
     has: Vec<String>,
 }
 
-/// What it tells about itself.
+/// The output of its option `--list`.
 #[derive(Deserialize)]
-struct Listed {
+struct ListedDatabases {
     has: Vec<String>,
 }
 
-impl Peers {
+impl PeerProgram {
     /// Looks beside this program and in the source tree, and builds it there.
     pub fn find(options: &Options, interrupt: &Interrupt) -> Result<Self, Error> {
         let beside = own_path()?.with_file_name(NAME);
@@ -36,8 +36,7 @@ impl Peers {
             return Self::ask(beside);
         }
         if Path::new(MANIFEST).is_file() {
-            // Also where it is there: it may be of another version, or a library may have come
-            // since.
+            // It is built even if it exists, because its source or the libraries may have changed.
             options.say("building the program with the databases (bench/peers)");
             build(interrupt)?;
         }
@@ -47,7 +46,7 @@ impl Peers {
             );
         }
         let problem = format!(
-            "no {} and no {}, and this is not the project's directory",
+            "no {} and no {}, and the current directory is not the project's",
             beside.display(),
             in_tree.display()
         );
@@ -60,13 +59,13 @@ impl Peers {
             .stdin(Stdio::null())
             .output()
             .map_err(Error::io(format!("run {}", program.display())))?;
-        let listed: Listed = serde_json::from_slice(&output.stdout).map_err(|e| {
+        let listed: ListedDatabases = serde_json::from_slice(&output.stdout).map_err(|e| {
             Error::NoPeers { problem: format!("{} --list: {e}", program.display()) }
         })?;
         Ok(Self { program, has: listed.has })
     }
 
-    /// Whether it was built with `store`.
+    /// Returns whether it was built with database `store`.
     pub fn has(&self, store: &str) -> bool {
         self.has.iter().any(|known| known == store)
     }
@@ -90,7 +89,7 @@ fn build(interrupt: &Interrupt) -> Result<(), Error> {
         if interrupt.is_set() || Instant::now() > deadline {
             child.kill().and_then(|()| child.wait()).map_err(Error::io("end cargo"))?;
             return Err(Error::NoPeers {
-                problem: format!("cargo build of {MANIFEST} was not done in time"),
+                problem: format!("cargo build of {MANIFEST} did not end in time"),
             });
         }
         std::thread::sleep(Duration::from_millis(100));

@@ -1,24 +1,26 @@
-//! Keyframe's own store, through its own API with its default settings: as a run of a VM that has
-//! one RAM block.
+//! Keyframe's store through its API with the default settings, as in a run of a VM with one RAM block.
 
-use keyframe_bench_feed::{Error, PageSink, Reading, Result, Store, Writing};
+use keyframe_bench_feed::{Error, PageSink, Result, Store, StoreReader, StoreWriter};
 use keyframe_store::{Loaded, PruneOptions, Run, SealRequest, Writer};
 use keyframe_units::{
     BlockKind, CheckpointId, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock, RamLayout,
 };
 use std::path::Path;
 
-/// The store.
-pub struct Keyframe;
+/// Pages that are put at once, as in the engine.
+const PUT_PAGES: usize = 8192;
 
-impl Store for Keyframe {
-    fn create(&self, dir: &Path, image_pages: u64) -> Result<Box<dyn Writing>> {
+/// Keyframe's store.
+pub struct KeyframeStore;
+
+impl Store for KeyframeStore {
+    fn create(&self, dir: &Path, image_pages: u64) -> Result<Box<dyn StoreWriter>> {
         let ram = layout(image_pages)?;
         let store = keyframe_store::Store::init(dir).map_err(failed("make a store"))?;
         let mut writer =
             store.lock_writer("keyframe-bench store").map_err(failed("lock the store"))?;
         let run = writer.begin_run("bench", &ram).map_err(failed("begin a run"))?;
-        Ok(Box::new(Open { run, writer, ram }))
+        Ok(Box::new(KeyframeWriter { run, writer, ram }))
     }
 
     fn settle(&self, dir: &Path) -> Result<bool> {
@@ -28,25 +30,24 @@ impl Store for Keyframe {
         Ok(true)
     }
 
-    fn open(&self, dir: &Path) -> Result<Box<dyn Reading>> {
+    fn open(&self, dir: &Path) -> Result<Box<dyn StoreReader>> {
         let store = keyframe_store::Store::open(dir).map_err(failed("open the store"))?;
         let ids = store.ids().map_err(failed("list checkpoints"))?;
-        Ok(Box::new(Reader { store, ids }))
+        Ok(Box::new(KeyframeReader { store, ids }))
     }
 }
 
-struct Open {
+struct KeyframeWriter {
     run: Run,
-    /// Has the lock.
+    /// It holds the lock of the store.
     writer: Writer,
     ram: RamLayout,
 }
 
-impl Writing for Open {
+impl StoreWriter for KeyframeWriter {
     fn checkpoint(&mut self, pages: &[(PageIndex, &Page)]) -> Result<()> {
-        // As the engine does.
-        for some in pages.chunks(8192) {
-            self.run.put_pages(some, &mut |_, _| ()).map_err(failed("put pages"))?;
+        for batch in pages.chunks(PUT_PAGES) {
+            self.run.put_pages(batch, &mut |_, _| ()).map_err(failed("put pages"))?;
         }
         self.run.seal(request(&self.ram)).map_err(failed("seal a checkpoint")).map(drop)
     }
@@ -59,12 +60,12 @@ impl Writing for Open {
     }
 }
 
-struct Reader {
+struct KeyframeReader {
     store: keyframe_store::Store,
     ids: Vec<CheckpointId>,
 }
 
-impl Reading for Reader {
+impl StoreReader for KeyframeReader {
     fn image(&mut self, checkpoint: usize, sink: PageSink<'_>) -> Result<()> {
         let loaded = self.load(checkpoint)?;
         let all = PageRange::new(PageIndex(0), loaded.meta.ram.len_pages());
@@ -85,7 +86,7 @@ impl Reading for Reader {
     }
 }
 
-impl Reader {
+impl KeyframeReader {
     fn load(&self, checkpoint: usize) -> Result<Loaded> {
         let id = self.ids.get(checkpoint).copied();
         let id = id.ok_or_else(|| {
@@ -95,7 +96,7 @@ impl Reader {
     }
 }
 
-/// One RAM block of `pages` pages.
+/// Returns a RAM layout of one block with `pages` pages.
 pub fn layout(pages: u64) -> Result<RamLayout> {
     let bytes = pages * PAGE_BYTES as u64;
     let name = "pc.ram".into();
@@ -103,12 +104,12 @@ pub fn layout(pages: u64) -> Result<RamLayout> {
     RamLayout::new(vec![block]).map_err(|e| Error::failed("lay out the RAM", e))
 }
 
-/// What a checkpoint of a VM tells, but for its devices, which are no concern of the store.
+/// Returns the request of a checkpoint without device state.
 pub fn request(ram: &RamLayout) -> SealRequest<'static> {
     SealRequest::of_pages(ram, "interval")
 }
 
-/// An error of the store.
+/// Converts an error of the store.
 pub fn failed(operation: &str) -> impl FnOnce(keyframe_store::Error) -> Error {
     move |e| Error::failed(format!("keyframe: {operation}"), e)
 }

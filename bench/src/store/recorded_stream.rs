@@ -1,38 +1,38 @@
-//! The stream that a VM wrote: the last checkpoints of a store's newest run, the first of them
-//! whole, of each further one the pages that are not what they were.
+//! Makes a stream from the last checkpoints of a store's newest run: the whole RAM of the first one,
+//! and the changed pages of each further one.
 //!
-//! RAM alone. What was written and came out the same is not among the pages, as a store does not
-//! keep it.
+//! The stream has RAM only. Pages that were written but did not change are missing, because a store
+//! does not keep them.
 
 use crate::{Error, Options};
-use keyframe_bench_feed::{IMAGE_MIB_MAX, Second, Stream};
+use keyframe_bench_feed::{DirtySecond, IMAGE_MIB_MAX, Stream};
 use keyframe_store::{Loaded, Sealed, Store};
 use keyframe_units::{PageIndex, ZERO_PAGE};
 use std::path::{Path, PathBuf};
 
-/// As many as the stream that is made has.
+/// The number of checkpoints, as in the made stream.
 const CHECKPOINTS: usize = 10;
 const FILE: &str = "stream";
 
 /// A stream in a file.
-pub struct Recorded {
-    /// The file.
+pub struct RecordedStream {
+    /// The path of the file.
     pub path: PathBuf,
-    /// What was recorded, for a person.
-    pub what: String,
+    /// A description of the recorded VM and checkpoints.
+    pub description: String,
 }
 
-/// The checkpoints to feed.
-pub struct Chosen<'a> {
+/// The checkpoints of a stream.
+pub struct SelectedCheckpoints<'a> {
     store: &'a Store,
     sealed: Vec<Sealed>,
-    /// Their RAM.
+    /// The size of their RAM.
     image_bytes: u64,
 }
 
-impl<'a> Chosen<'a> {
-    /// The last ones of the newest run of `store`.
-    pub fn of(store: &'a Store) -> Result<Self, Error> {
+impl<'a> SelectedCheckpoints<'a> {
+    /// Selects the last checkpoints of the newest run of `store`.
+    pub fn newest(store: &'a Store) -> Result<Self, Error> {
         let failed = |problem: String| Error::failed("take a stream from the store", problem);
         let listing = store.checkpoints().map_err(|e| failed(e.to_string()))?;
         let newest =
@@ -46,7 +46,7 @@ impl<'a> Chosen<'a> {
         if image_bytes > IMAGE_MIB_MAX << 20 {
             let mib = image_bytes >> 20;
             return Err(failed(format!(
-                "its VM has {mib} MiB of RAM, and {IMAGE_MIB_MAX} MiB are possible"
+                "its VM has {mib} MiB of RAM; the limit is {IMAGE_MIB_MAX} MiB"
             )));
         }
         if sealed.len() < 2 {
@@ -57,13 +57,13 @@ impl<'a> Chosen<'a> {
         Ok(Self { store, sealed, image_bytes })
     }
 
-    /// The guest's RAM.
+    /// Returns the size of the guest's RAM in MiB.
     pub fn image_mib(&self) -> u64 {
         self.image_bytes.div_ceil(1 << 20)
     }
 
-    /// Writes their pages to a file in `dir`.
-    pub fn write(&self, dir: &Path, options: &Options) -> Result<Recorded, Error> {
+    /// Writes the stream to a file in `dir`.
+    pub fn write(&self, dir: &Path, options: &Options) -> Result<RecordedStream, Error> {
         let path = dir.join(FILE);
         let (first, rest) =
             self.sealed.split_first().ok_or_else(|| Error::failed("read", "nothing"))?;
@@ -74,20 +74,20 @@ impl<'a> Chosen<'a> {
         before.read_into(PageIndex(0), &mut stream.image).map_err(read(first))?;
         for sealed in rest {
             let next = self.load(sealed)?;
-            stream.seconds.push(written(&before, &next).map_err(read(sealed))?);
+            stream.seconds.push(changed_pages(&before, &next).map_err(read(sealed))?);
             before = next;
         }
         stream.write(&path).map_err(|e| Error::failed("keep the stream", e))?;
         let last = rest.last().unwrap_or(first);
         let took_s = last.meta.taken_at.duration_since(first.meta.taken_at).as_secs_f64();
-        let what = format!(
+        let description = format!(
             "RAM of {} at checkpoints {} to {}, {took_s:.1} s, {} pages written",
             first.meta.vm,
             first.id,
             last.id,
             stream.seconds.iter().map(|second| second.pages.len()).sum::<usize>()
         );
-        Ok(Recorded { path, what })
+        Ok(RecordedStream { path, description })
     }
 
     fn load(&self, sealed: &Sealed) -> Result<Loaded, Error> {
@@ -100,8 +100,8 @@ fn read(sealed: &Sealed) -> impl FnOnce(keyframe_store::Error) -> Error {
     move |e| Error::failed(operation, e)
 }
 
-/// The pages that are others in `next`.
-fn written(before: &Loaded, next: &Loaded) -> Result<Second, keyframe_store::Error> {
+/// Returns the pages that differ in `next`.
+fn changed_pages(before: &Loaded, next: &Loaded) -> Result<DirtySecond, keyframe_store::Error> {
     let all = (0..next.meta.ram.len_pages()).map(PageIndex);
     let pages: Vec<PageIndex> =
         all.filter(|page| before.page_ref(*page) != next.page_ref(*page)).collect();
@@ -112,5 +112,5 @@ fn written(before: &Loaded, next: &Loaded) -> Result<Second, keyframe_store::Err
         }
         Ok::<_, keyframe_store::Error>(())
     })?;
-    Ok(Second { pages, contents })
+    Ok(DirtySecond { pages, contents })
 }

@@ -1,53 +1,54 @@
-//! One job: feeds a store, reads it again, compares, and says what that took.
+//! Runs one job: feeds a store, reads it again, compares, and measures.
 //!
 //! ```text
-//!   mixed   create ─ image ─ second 1 ... second 9 ─ close     timed; memory and CPU time are of this
-//!           open ─ the last image three times                  timed; compared
-//!           what the store does when it is idle                CPU time, and what the files take before and after
-//!           open ─ the last image three times                  timed, where it did something; compared, as the first one and one between
-//!   pure    create ─ the last image ─ pages all known ─ pages all new ─ close ─ open ─ the last image
+//!   mixed   create ─ image ─ second 1 ... second 9 ─ close     time, memory, CPU time
+//!           open ─ the last image three times                  time; compared
+//!           the work that the store does when idle             CPU time, sizes before and after
+//!           open ─ the last image three times                  time, if it did work; compared
+//!           open ─ the first image and one between             compared
+//!   pure    create ─ the last image ─ only known pages ─ only new pages ─ close
+//!           open ─ the last image                              compared
 //! ```
 //!
-//! Everything on one core, also threads of the store's own; the last image once more by all, for a
-//! store that has threads for it. The stream is made, or read, before the clock runs. An image is
-//! rebuilt in memory that is there already and zero.
+//! The job runs on one core, with all threads of the store. A store that reads with several threads
+//! reads the last image with all cores too. The stream is made, or read, before the measurement. An
+//! image is read into zeroed memory that is present.
 
-use crate::job::{Fed, Job, Measured, Rebuilt};
+use crate::job::{FeedTime, Job, RebuildTimes, StoreMeasurement};
+use crate::store::{Store, StoreReader, StoreWriter};
 use crate::stream::Stream;
-use crate::target::{Reading, Store, Writing};
-use crate::usage::{Cores, Memory, cpu_ns, end_with_parent, stored_bytes};
+use crate::usage::{Cores, MemoryPeak, cpu_ns, end_with_parent, stored_bytes};
 use crate::{Error, Result};
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, ZERO_PAGE};
 use std::path::Path;
 use std::time::Instant;
 
-/// How often the last image is rebuilt.
+/// How often the last image is read.
 const REBUILDS: usize = 3;
-/// Pages that are all new, as a part of the image.
+/// The number of new pages is the image divided by this.
 const UNIQUE_PART: usize = 2;
 
-type Dirty<'a> = (PageIndex, &'a Page);
+type DirtyPage<'a> = (PageIndex, &'a Page);
 
-/// Does job `job` with `store`, in a process that does nothing else.
-pub fn run(job: &Job, store: &dyn Store) -> Result<Measured> {
+/// Runs `job` with `store`, in a process that does nothing else.
+pub fn run(job: &Job, store: &dyn Store) -> Result<StoreMeasurement> {
     end_with_parent()?;
     let cores = Cores::bind_to(job.cpu)?;
     measure(job, store, &cores)
 }
 
-fn measure(job: &Job, store: &dyn Store, cores: &Cores) -> Result<Measured> {
+fn measure(job: &Job, store: &dyn Store, cores: &Cores) -> Result<StoreMeasurement> {
     let mut stream = job.source.stream()?;
     let mixed = job.dir.join("mixed");
-    let mut measured = Measured::default();
+    let mut measured = StoreMeasurement::default();
     feed(store, &mixed, &stream, &mut measured)?;
-    // Behind the feeding: memory that it gives back to the allocator would hide what the store
-    // takes.
+    // This comes after the feeding: the memory that it frees would hide memory of the store.
     measured.distinct_bytes = stream.distinct_bytes();
     measured.ingested_bytes = stored_bytes(&mixed)?;
     let first = stream.image.clone();
     (0..stream.seconds.len()).for_each(|second| stream.apply(second));
     measured.rebuilt = rebuild(store, &mixed, &stream, cores)?;
-    measured.memcpy_ns = copy(&stream.image);
+    measured.memcpy_ns = copy_image(&stream.image);
     let cpu_before = cpu_ns();
     if store.settle(&mixed)? {
         measured.settle_cpu_ns = Some(cpu_ns() - cpu_before);
@@ -73,16 +74,21 @@ fn ns_since(start: Instant) -> u64 {
     start.elapsed().as_nanos() as u64
 }
 
-/// All pages of an image.
-fn whole(image: &[Page]) -> Vec<Dirty<'_>> {
+/// Returns all pages of an image with their numbers.
+fn whole(image: &[Page]) -> Vec<DirtyPage<'_>> {
     (0..).map(PageIndex).zip(image).collect()
 }
 
-fn feed(store: &dyn Store, dir: &Path, stream: &Stream, measured: &mut Measured) -> Result<()> {
+fn feed(
+    store: &dyn Store,
+    dir: &Path,
+    stream: &Stream,
+    measured: &mut StoreMeasurement,
+) -> Result<()> {
     let image = whole(&stream.image);
-    let seconds: Vec<Vec<Dirty<'_>>> =
+    let seconds: Vec<Vec<DirtyPage<'_>>> =
         stream.seconds.iter().map(|s| s.pages.iter().copied().zip(&s.contents).collect()).collect();
-    let memory = Memory::watch()?;
+    let memory = MemoryPeak::watch()?;
     let programs_before = store.programs();
     let (cpu_before, started) = (cpu_ns(), Instant::now());
     let mut writing = store.create(dir, stream.image.len() as u64)?;
@@ -95,44 +101,43 @@ fn feed(store: &dyn Store, dir: &Path, stream: &Stream, measured: &mut Measured)
     let start = Instant::now();
     writing.close()?;
     let ns = created_ns + measured.image.ns + measured.steady.ns + ns_since(start);
-    measured.whole = Fed { bytes: measured.image.bytes + measured.steady.bytes, ns };
+    measured.whole = FeedTime { bytes: measured.image.bytes + measured.steady.bytes, ns };
     measured.cpu_ns = cpu_ns() - cpu_before;
     measured.peak_bytes = memory.peak_bytes()?;
-    if let (Some((before_ns, _)), Some((cpu_ns, peak_bytes))) = (programs_before, store.programs())
-    {
-        (measured.cpu_ns, measured.peak_bytes) = (cpu_ns - before_ns, peak_bytes);
+    if let (Some(before), Some(after)) = (programs_before, store.programs()) {
+        measured.cpu_ns = after.cpu_ns - before.cpu_ns;
+        measured.peak_bytes = after.peak_bytes;
     }
     Ok(())
 }
 
 /// Feeds one checkpoint.
-fn checkpoint(writing: &mut dyn Writing, pages: &[Dirty<'_>]) -> Result<Fed> {
+fn checkpoint(writing: &mut dyn StoreWriter, pages: &[DirtyPage<'_>]) -> Result<FeedTime> {
     writing.prepare(pages)?;
     let start = Instant::now();
     writing.checkpoint(pages)?;
-    Ok(Fed { bytes: (pages.len() * PAGE_BYTES) as u64, ns: ns_since(start) })
+    Ok(FeedTime { bytes: (pages.len() * PAGE_BYTES) as u64, ns: ns_since(start) })
 }
 
-/// Rebuilds the last image, which is the stream's, and compares it.
-fn rebuild(store: &dyn Store, dir: &Path, stream: &Stream, cores: &Cores) -> Result<Rebuilt> {
+/// Reads the last image, which is that of the stream, and compares it.
+fn rebuild(store: &dyn Store, dir: &Path, stream: &Stream, cores: &Cores) -> Result<RebuildTimes> {
     let mut reading = store.open(dir)?;
     let mut out = vec![[1; PAGE_BYTES]; stream.image.len()];
-    let mut rebuild = |reading: &mut dyn Reading| -> Result<u64> {
-        let one = |_| image(reading, stream.seconds.len(), &stream.image, &mut out);
+    let mut rebuild = |reading: &mut dyn StoreReader| -> Result<u64> {
+        let one = |_| read_image(reading, stream.seconds.len(), &stream.image, &mut out);
         (0..REBUILDS).map(one).collect::<Result<Vec<_>>>().map(median)
     };
     let ns = rebuild(reading.as_mut())?;
     if !reading.uses_all_cores() {
-        return Ok(Rebuilt { ns, all_cores_ns: None });
+        return Ok(RebuildTimes { ns, all_cores_ns: None });
     }
     cores.use_all()?;
     let all_cores_ns = rebuild(reading.as_mut());
     cores.use_one()?;
-    Ok(Rebuilt { ns, all_cores_ns: Some(all_cores_ns?) })
+    Ok(RebuildTimes { ns, all_cores_ns: Some(all_cores_ns?) })
 }
 
-/// Compares the first image and one between, as the last one was when it was rebuilt; the stream's
-/// image is the last one then.
+/// Reads and compares the first image and one between. Afterwards the stream has its last image.
 fn compare(store: &dyn Store, dir: &Path, stream: &mut Stream) -> Result<()> {
     let mut reading = store.open(dir)?;
     let mut out = vec![[1; PAGE_BYTES]; stream.image.len()];
@@ -142,15 +147,15 @@ fn compare(store: &dyn Store, dir: &Path, stream: &mut Stream) -> Result<()> {
             stream.apply(checkpoint - 1);
         }
         if [0, last / 2].contains(&checkpoint) {
-            image(reading.as_mut(), checkpoint, &stream.image, &mut out)?;
+            read_image(reading.as_mut(), checkpoint, &stream.image, &mut out)?;
         }
     }
     Ok(())
 }
 
-/// Rebuilds an image, which must be `expected`; how long that took.
-fn image(
-    reading: &mut dyn Reading,
+/// Reads an image, which must be `expected`. Returns the time in ns.
+fn read_image(
+    reading: &mut dyn StoreReader,
     checkpoint: usize,
     expected: &[Page],
     out: &mut [Page],
@@ -165,9 +170,8 @@ fn image(
     }
 }
 
-/// Copies the image, zeros among it, into memory that is there, page by page; how long that took,
-/// median.
-fn copy(image: &[Page]) -> u64 {
+/// Copies the image with its zeros into memory that is present. Returns the median time in ns.
+fn copy_image(image: &[Page]) -> u64 {
     let mut out = vec![[1; PAGE_BYTES]; image.len()];
     let once = |_| {
         let start = Instant::now();
@@ -189,14 +193,14 @@ fn feed_pure(
     store: &dyn Store,
     dir: &Path,
     mut stream: Stream,
-    measured: &mut Measured,
+    measured: &mut StoreMeasurement,
 ) -> Result<()> {
     stream.seconds.clear();
     let unique = Stream::unique(stream.image.len() / UNIQUE_PART);
     let mut writing = store.create(dir, stream.image.len() as u64)?;
     checkpoint(writing.as_mut(), &whole(&stream.image))?;
     let shuffled = stream.shuffled();
-    let dup: Vec<Dirty<'_>> =
+    let dup: Vec<DirtyPage<'_>> =
         shuffled.iter().map(|(page, from)| (*page, &stream.image[*from])).collect();
     measured.dup = Some(checkpoint(writing.as_mut(), &dup)?);
     let new = whole(&unique);
@@ -207,14 +211,14 @@ fn feed_pure(
     for (page, content) in dup.iter().chain(&new) {
         expected[page.0 as usize] = **content;
     }
-    image(store.open(dir)?.as_mut(), 2, &expected, &mut stream.image.clone()).map(drop)
+    read_image(store.open(dir)?.as_mut(), 2, &expected, &mut stream.image.clone()).map(drop)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::keyed::{Key, KeyValue, KeyedStore};
-    use crate::{PageSink, Source, Words, Writing};
+    use crate::key_value_store::{Key, KeyValue, KeyedStore};
+    use crate::{ChangedWords, PageSink, StoreWriter, StreamSource};
     use std::path::PathBuf;
 
     /// A database that is a file for each key.
@@ -253,7 +257,7 @@ mod tests {
         }
     }
 
-    /// A store that gives back one page too many, or one byte that it was not given.
+    /// A store that returns one page too many, or one wrong byte.
     #[derive(Clone, Copy)]
     enum Wrong {
         Byte,
@@ -261,18 +265,18 @@ mod tests {
     }
 
     impl Store for Wrong {
-        fn create(&self, dir: &Path, pages: u64) -> Result<Box<dyn Writing>> {
+        fn create(&self, dir: &Path, pages: u64) -> Result<Box<dyn StoreWriter>> {
             KeyedStore::<Files>::new().create(dir, pages)
         }
 
-        fn open(&self, dir: &Path) -> Result<Box<dyn Reading>> {
+        fn open(&self, dir: &Path) -> Result<Box<dyn StoreReader>> {
             Ok(Box::new(WrongReading(*self, KeyedStore::<Files>::new().open(dir)?)))
         }
     }
 
-    struct WrongReading(Wrong, Box<dyn Reading>);
+    struct WrongReading(Wrong, Box<dyn StoreReader>);
 
-    impl Reading for WrongReading {
+    impl StoreReader for WrongReading {
         fn image(&mut self, checkpoint: usize, sink: PageSink<'_>) -> Result<()> {
             let (wrong, mut zero) = (self.0, vec![true; 1024]);
             self.1.image(checkpoint, &mut |page, content| {
@@ -289,13 +293,15 @@ mod tests {
     }
 
     fn job(dir: &Path) -> Job {
-        let (dir, source) =
-            (dir.to_path_buf(), Source::Made { image_mib: 4, seconds: 2, words: Words::Few });
+        let (dir, source) = (
+            dir.to_path_buf(),
+            StreamSource::Made { image_mib: 4, seconds: 2, words: ChangedWords::Few },
+        );
         Job { store: String::new(), dir, source, pure: true, cpu: 0 }
     }
 
     #[test]
-    fn a_store_that_gives_back_what_it_got_has_figures_and_another_has_none() {
+    fn a_store_that_returns_other_images_has_no_figures() {
         let dir = tempfile::tempdir().unwrap();
         let measured =
             measure(&job(dir.path()), &KeyedStore::<Files>::new(), &Cores::default()).unwrap();

@@ -1,34 +1,33 @@
-//! A job as a process of its own: its memory and its CPU time are those of one store.
+//! Runs a job in a process of its own, so that its memory and CPU time are those of one store.
 //!
 //! ```text
-//!   keyframe-bench store ──▶ keyframe-bench store --job JOB      Keyframe, the flat file, borg, restic
-//!                        └─▶ keyframe-bench-peers JOB            databases
+//!   keyframe-bench store ─┬▶ keyframe-bench store --job JOB     Keyframe, flat file, borg, restic
+//!                         └▶ keyframe-bench-peers JOB           databases
 //! ```
 //!
-//! The child ends with its parent. What it writes to standard error is its last words, where it
-//! fails.
+//! The process ends with its parent. If it fails, its standard error is the cause.
 
 use crate::Error;
 use crate::interrupt::Interrupt;
-use keyframe_bench_feed::{Job, Measured};
+use keyframe_bench_feed::{Job, StoreMeasurement};
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long one store may take.
+/// Longest time for one store.
 const JOB_MAX: Duration = Duration::from_mins(30);
-/// Bytes of an answer.
+/// The largest result, in bytes.
 const ANSWER_BYTES_MAX: u64 = 1 << 20;
 
-/// Runs `job` by `program` with `args` before the job's line.
+/// Runs `job` with `program`, whose arguments are `args` and the job's line.
 pub fn measure(
     program: &Path,
     args: &[&str],
     job: &Job,
     interrupt: &Interrupt,
-) -> Result<Measured, Error> {
+) -> Result<StoreMeasurement, Error> {
     let operation = format!("measure {}", job.store);
     let words = job.dir.join("words");
     let line = job.line().map_err(|e| Error::failed(&operation, e))?;
@@ -67,5 +66,5 @@ pub fn measure(
     if let Some(out) = child.stdout.take() {
         out.take(ANSWER_BYTES_MAX).read_to_string(&mut answer).map_err(Error::io(&operation))?;
     }
-    serde_json::from_str(&answer).map_err(|e| Error::failed(operation, format!("its answer: {e}")))
+    serde_json::from_str(&answer).map_err(|e| Error::failed(operation, format!("its result: {e}")))
 }

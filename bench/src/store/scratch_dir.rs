@@ -1,8 +1,8 @@
-//! Where the stores are fed: in memory, so that the medium is no part of the comparison.
+//! The directory of the stores: in memory, so that the medium is no part of the comparison.
 //!
-//! A directory in `/dev/shm` where that has room, else (and where `TMPDIR` says so) among the
-//! temporary files. What a benchmark that was killed has left there is taken away by the next one:
-//! a directory of ours whose lock nobody holds.
+//! The directory is in `/dev/shm` if that has enough space and `TMPDIR` is not set, otherwise among the
+//! temporary files. A benchmark removes the directories of killed benchmarks, which are those whose
+//! lock no process holds.
 
 use crate::{Error, Options};
 use rustix::fs::{FlockOperation, flock, statvfs};
@@ -14,14 +14,14 @@ const MEMORY: &str = "/dev/shm";
 const PREFIX: &str = "keyframe-bench-store-";
 const LOCK: &str = "lock";
 
-/// A directory that goes away.
-pub struct Place {
+/// A directory that is removed when this is dropped.
+pub struct ScratchDir {
     dir: TempDir,
     _lock: File,
 }
 
-impl Place {
-    /// With room for `bytes`.
+impl ScratchDir {
+    /// Makes a directory with at least `bytes` of free space.
     pub fn new(options: &Options, bytes: u64) -> Result<Self, Error> {
         let in_memory =
             std::env::var_os("TMPDIR").is_none() && free_bytes(Path::new(MEMORY)) > bytes;
@@ -35,7 +35,7 @@ impl Place {
                 free >> 20,
                 bytes >> 20
             );
-            return Err(Error::failed("find a place for the stores", problem));
+            return Err(Error::failed("find space for the stores", problem));
         }
         options.say(format!("the stores are in {}", parent.display()));
         let made = tempfile::Builder::new().prefix(PREFIX).tempdir_in(&parent);
@@ -46,6 +46,7 @@ impl Place {
         Ok(Self { dir, _lock: lock })
     }
 
+    /// Returns its path.
     pub fn path(&self) -> &Path {
         self.dir.path()
     }
@@ -61,7 +62,7 @@ fn remove_left_over(parent: &Path) {
         if !entry.file_name().to_string_lossy().starts_with(PREFIX) {
             continue;
         }
-        // One without a lock file is being made.
+        // A directory without a lock file is being made.
         let Ok(lock) = File::open(entry.path().join(LOCK)) else { continue };
         if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok() {
             let _ = std::fs::remove_dir_all(entry.path());
@@ -74,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_nobody_holds_is_taken_away_and_nothing_else() {
+    fn only_unlocked_directories_of_ours_are_removed() {
         let parent = tempfile::tempdir().unwrap();
         let make = |name: &str| {
             let dir = parent.path().join(name);

@@ -1,24 +1,24 @@
-//! Pages like those of a guest: text, machine code, structures full of pointers, tables, data,
+//! Makes pages like those of a guest: text, machine code, structures of pointers, tables, data and
 //! noise.
 //!
-//! | kind | like | zstd -1 leaves of it | LZ4 |
+//! | kind | like | zstd -1 leaves | LZ4 leaves |
 //! |---|---|---:|---:|
 //! | text | files in the page cache, logs | 41 % | 75 % |
 //! | code | programs and libraries | 62 % | 66 % |
 //! | pointers | heaps of programs and of the kernel | 31 % | 44 % |
 //! | table | arrays of records, page tables | 10 % | 29 % |
-//! | sparse | the ends of things, stacks | 3 % | 4 % |
-//! | data | numbers at work: most words without any order | 87 % | 93 % |
-//! | noise | what is compressed or encrypted | all | all |
+//! | sparse | unused ends, stacks | 3 % | 4 % |
+//! | data | numbers: most words are random | 87 % | 93 % |
+//! | noise | compressed or encrypted data | 100 % | 100 % |
 //!
-//! The shares are such that deduplication alone, with zstd -1, and with zstd -1 and differences
-//! leave of the stream what they left of the one that the store's aims were set with: 1,170, 586
-//! and 279 MiB of 1,773 MB. Of this one they leave 1,166, 593 and 293 MiB of 1,811 MB.
+//! The shares imitate a recorded stream of 1,773 MB, of which deduplication left 1,170 MiB,
+//! deduplication with zstd -1 586 MiB, and with zstd -1 and differences 279 MiB. Of the 1,811 MB of
+//! this stream they leave 1,166, 593 and 293 MiB.
 
 use crate::random::Random;
 use keyframe_units::{PAGE_BYTES, Page};
 
-/// What a page is like.
+/// The kind of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Text,
@@ -30,7 +30,7 @@ pub enum Kind {
     Noise,
 }
 
-/// Shares of the pages that are neither zero nor copies.
+/// The shares of the kinds among the pages that are neither zero nor copies.
 pub const MIX: [(Kind, u32); 7] = [
     (Kind::Text, 18),
     (Kind::Code, 18),
@@ -43,22 +43,22 @@ pub const MIX: [(Kind, u32); 7] = [
 
 /// Makes pages.
 #[derive(Debug)]
-pub struct Pages {
+pub struct PageMaker {
     words: Vec<Vec<u8>>,
-    /// Some words, as they often follow each other.
+    /// Frequent sequences of words.
     phrases: Vec<Vec<u8>>,
     instructions: Vec<Vec<u8>>,
-    /// Some instructions, likewise.
+    /// Frequent sequences of instructions.
     idioms: Vec<Vec<u8>>,
 }
 
-impl Pages {
+impl PageMaker {
     pub fn new() -> Self {
         let mut random = Random::new(0x6b66_7061_6765_7321);
         let word = |random: &mut Random| {
             let letters = b"etaoinshrdlucmfwypvbgk";
             let len = random.between(2, 9);
-            // The letters to the left occur more often.
+            // The first letters are the more frequent ones.
             let mut word: Vec<u8> = (0..len)
                 .map(|_| letters[(random.below(22) * random.below(22) / 22) as usize])
                 .collect();
@@ -82,12 +82,12 @@ impl Pages {
         Self { words, phrases, instructions, idioms }
     }
 
-    /// One of the mix.
+    /// Chooses a kind by its share.
     pub fn any(random: &mut Random) -> Kind {
         MIX[random.weighted(&MIX.map(|(_, share)| share))].0
     }
 
-    /// A page that no other call makes.
+    /// Fills `page` with new content of a kind.
     pub fn fill(&self, kind: Kind, random: &mut Random, page: &mut Page) {
         match kind {
             Kind::Text => pieces(page, random, |random, out| {
@@ -140,13 +140,13 @@ impl Pages {
     }
 }
 
-/// One of `all`; the first ones more often, as the words of a language are.
+/// Chooses one of `all`. The first ones are more frequent, like the words of a language.
 fn frequent<'a>(random: &mut Random, all: &'a [Vec<u8>]) -> &'a [u8] {
     let count = all.len() as u64;
     &all[(random.below(count) * random.below(count) / count) as usize]
 }
 
-/// Changes one word, as a guest does: a number that rises, a flag, a pointer.
+/// Changes one word as a guest does: a rising number, a flag, a pointer.
 pub fn change_word(random: &mut Random, page: &mut Page) {
     let at = random.below((PAGE_BYTES / 8) as u64);
     let word = get_word(page, at);
@@ -155,7 +155,7 @@ pub fn change_word(random: &mut Random, page: &mut Page) {
         2 => (word & !0xff_ffff) | (random.below(1 << 20) << 4),
         _ => random.next(),
     };
-    // A guest that writes what was there already has not changed its page; this one has.
+    // The word must differ from its value before.
     set_word(page, at, if changed == word { !word } else { changed });
 }
 
@@ -189,7 +189,7 @@ mod tests {
     use keyframe_units::ZERO_PAGE;
 
     #[test]
-    fn a_changed_word_is_changed_and_nothing_else() {
+    fn exactly_one_word_changes() {
         let mut random = Random::new(3);
         for _ in 0..2000 {
             let mask = random.next() as u8;
@@ -203,8 +203,8 @@ mod tests {
     }
 
     #[test]
-    fn each_kind_differs_from_call_to_call() {
-        let (pages, mut random) = (Pages::new(), Random::new(5));
+    fn each_page_differs() {
+        let (pages, mut random) = (PageMaker::new(), Random::new(5));
         for (kind, _) in MIX {
             let (mut one, mut two) = (ZERO_PAGE, ZERO_PAGE);
             pages.fill(kind, &mut random, &mut one);
