@@ -110,9 +110,8 @@ mod tests {
         assert_eq!(chosen(&[0x10000, 0x8000, 0x10000]).unwrap(), [0x1000, 0x20000, 0x40000]);
         for sizes in [&[0x10000][..], &[0x8000, 0x8000], &[0x4000]] {
             let failure = chosen(sizes).unwrap_err();
-            assert!(
-                failure.message.contains("process 7") && failure.fix.unwrap().contains("--qmp")
-            );
+            assert!(failure.to_string().contains("process 7"), "{failure}");
+            assert!(failure.fix().unwrap().contains("--qmp"), "{failure}");
         }
     }
 
@@ -120,6 +119,6 @@ mod tests {
     fn a_process_that_is_no_qemu_is_named() {
         let us = Process::open(std::process::id()).unwrap();
         let failure = find(&us).err().unwrap();
-        assert!(failure.message.contains("is no QEMU"), "{}", failure.message);
+        assert!(failure.to_string().contains("is no QEMU"), "{failure}");
     }
 }

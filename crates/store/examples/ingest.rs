@@ -2,7 +2,7 @@
 //! `cargo run --release -p keyframe-store --example ingest [MIB]`. The stream of
 //! `keyframe-bench store`: an image and nine seconds; best of five turns.
 
-use keyframe_bench_feed::{Stream, ChangedWords};
+use keyframe_bench_feed::{ChangedWords, Stream};
 use keyframe_store::{SealRequest, Store};
 use keyframe_units::{BlockKind, PageIndex, RamBlock, RamLayout};
 use std::time::Instant;

@@ -2,7 +2,7 @@
 //! `cargo run --release -p keyframe-store --example recompress [MIB] [DIR]`. The stream is that of
 //! `keyframe-bench store`, which does the same beside its peers (docs/design/benchmarks.md).
 
-use keyframe_bench_feed::{Stream, ChangedWords};
+use keyframe_bench_feed::{ChangedWords, Stream};
 use keyframe_store::{PruneOptions, SealRequest, Store};
 use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock, RamLayout};
 use std::path::Path;

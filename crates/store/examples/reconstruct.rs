@@ -3,7 +3,7 @@
 //! `keyframe-bench store`: an image and nine seconds; the last checkpoint, warm, best of five
 //! turns.
 
-use keyframe_bench_feed::{Stream, ChangedWords};
+use keyframe_bench_feed::{ChangedWords, Stream};
 use keyframe_store::{Error, Loaded, SealRequest, Store};
 use keyframe_units::{BlockKind, PAGE_BYTES, PageIndex, PageRange, RamBlock, RamLayout, ZERO_PAGE};
 use std::time::{Duration, Instant};
