@@ -5,9 +5,9 @@
 //!                     prune prune
 //! ```
 //!
-//! A prune reads the map of every checkpoint that is kept. As it waits until a fifth of all is
-//! forgotten, each checkpoint is read some five times in its life, however long that is: the cost
-//! of schedule does not grow with the time that is kept (docs/design/flight-recorder.md).
+//! A prune reads the map of every checkpoint that is kept. It waits until a fifth of all
+//! checkpoints is forgotten. So each checkpoint is read about five times in its life, and the cost
+//! does not grow with the time that is kept (docs/design/flight-recorder.md).
 //!
 //! Not here: a clock, the store, and which checkpoints are forgotten.
 

@@ -270,7 +270,7 @@ pub struct RecorderStatus {
     pub last_error: Option<String>,
 }
 
-/// How the recompression peripherals a run goes.
+/// How the recompression beside a run goes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecompressorStatus {
     /// Why there is none, although it was asked for.

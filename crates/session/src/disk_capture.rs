@@ -202,7 +202,7 @@ impl DiskCapture {
         }
     }
 
-    /// Opens the disks of checkpoint `id` peripherals those that are served, which the VM is to go back
+    /// Opens the disks of checkpoint `id` beside those that are served, which the VM is to go back
     /// to.
     pub fn stage(&mut self, store: &Store, id: CheckpointId, meta: &Meta) -> Result<()> {
         match self {
@@ -250,7 +250,7 @@ impl DiskCapture {
         }
     }
 
-    /// The VMs have ended. Tells where what they have written lies, if that is peripherals their images.
+    /// The VMs have ended. Tells where what they have written lies, if that is beside their images.
     pub fn end(self) -> Result<Option<PathBuf>> {
         match self {
             Self::Served(disks) => disks.end(),

@@ -1,4 +1,5 @@
-//! A flight recorder: peripherals a run, forgets what has become too old and gives its space back.
+//! A flight recorder. While a run goes on, it forgets checkpoints that are too old, and gives their
+//! space back.
 //!
 //! ```text
 //!   look ─▶ new checkpoints read ─▶ those older than --keep-within ─▶ forgotten ─▶ a part of all? ─▶ prune ─▶ rest

@@ -1,4 +1,4 @@
-//! The processes that a session starts peripherals itself: they are the running program again, with a
+//! The processes that a session starts beside itself: they are the running program again, with a
 //! hidden first argument.
 //!
 //! | argument | process |

@@ -324,7 +324,7 @@ pub struct RefusedVms {
     pub error: Error,
     /// The VMs.
     pub found: Vec<StartedVm>,
-    /// What stands peripherals them.
+    /// What stands beside them.
     pub peripherals: Peripherals,
 }
 

@@ -56,7 +56,7 @@ impl Member {
     }
 }
 
-/// What stands peripherals the VMs, and stops and goes on with them.
+/// What stands beside the VMs, and stops and goes on with them.
 #[derive(Default)]
 pub struct Peripherals {
     /// The networks between them.
@@ -237,7 +237,7 @@ impl Machines {
         results.into_iter().zip(&self.members).map(named).collect()
     }
 
-    /// Ends the watchdogs and returns the VMs with their names, and what stands peripherals them.
+    /// Ends the watchdogs and returns the VMs with their names, and what stands beside them.
     pub fn into_vms(self) -> (Vec<(String, Vm)>, Peripherals) {
         let peripherals = Peripherals { lans: self.lans, disks: self.disks };
         (self.members.into_iter().map(|m| (m.name, m.machine.into_vm())).collect(), peripherals)

@@ -1,4 +1,4 @@
-//! Recompression peripherals a run: packs that are not written to any more are written anew, as small as
+//! Recompression beside a run: packs that are not written to any more are written anew, as small as
 //! they get.
 //!
 //! ```text

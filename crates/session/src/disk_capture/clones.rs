@@ -1,12 +1,12 @@
 //! Disks whose image files are cloned in each pause, by file systems that can (btrfs, XFS).
 //!
 //! ```text
-//!   begin: empty files peripherals the images ─▶ sync the images ─▶ stop (QEMU drains and flushes) ─▶ FICLONE ─▶ cont
+//!   begin: empty files beside the images ─▶ sync the images ─▶ stop (QEMU drains and flushes) ─▶ FICLONE ─▶ cont
 //!   encoder: sync the clones, make them read-only, describe them ─▶ the checkpoint's base of each disk
 //!   sealed: they stay      failed: they are removed      engine gone: the next one removes what no checkpoint names
 //!
 //!   DIR/disk.qcow2
-//!   DIR/.disk.qcow2.keyframe-1a2b3c4d-web-17      peripherals the image, so that backing files are found by the same names
+//!   DIR/.disk.qcow2.keyframe-1a2b3c4d-web-17      beside the image, so that backing files are found by the same names
 //! ```
 //!
 //! Invariant: a checkpoint names its clone only when that is durable, and nothing is removed that a
@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 
 /// What the name of an image may take of that of its clones.
 const STEM_BYTES_MAX: usize = 100;
-/// More clones than anybody keeps peripherals an image.
+/// More clones than anybody keeps beside an image.
 const CLONES_MAX: u64 = 1 << 32;
 /// A clone that takes longer is no cheaper than what else there is.
 const CHEAP: Duration = Duration::from_millis(5);
@@ -299,7 +299,7 @@ fn stem(image: &Path) -> String {
     name[..end].to_owned()
 }
 
-/// Removes the clones of this store peripherals the images that none of its checkpoints names.
+/// Removes the clones of this store beside the images that none of its checkpoints names.
 fn remove_left_over(store: &Store, sources: &[Source], events: &dyn EventSink) -> Result<()> {
     if sources.is_empty() {
         return Ok(());

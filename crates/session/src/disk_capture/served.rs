@@ -204,7 +204,7 @@ impl ServedDiskCapture {
         }
     }
 
-    /// Opens the disks of checkpoint `id` peripherals those that are served, which the VM is to go back
+    /// Opens the disks of checkpoint `id` beside those that are served, which the VM is to go back
     /// to.
     pub fn stage(&mut self, store: &Store, id: CheckpointId, meta: &Meta) -> Result<()> {
         self.served(|served| served.stage(store, id, meta))

@@ -9,7 +9,7 @@
 //!   killed here: runs on as it was    │ here: the VM is ended, "before" is sealed      │ here: runs as the target
 //! ```
 //!
-//! The target's disks are opened peripherals those that are served while the VM still runs; then the two
+//! The target's disks are opened beside those that are served while the VM still runs; then the two
 //! change places, in constant time. QEMU keeps its connections, and has nothing of the content
 //! itself: its NBD client caches none. What was written before is removed only when the VM runs
 //! again.
