@@ -167,9 +167,10 @@ impl Block<'_> {
     pub fn instructions(&self) -> impl Iterator<Item = Instruction<'_>> {
         // SAFETY: the block is alive (`Block::new`).
         let count = unsafe { qemu_plugin_tb_n_insns(self.0) };
-        // SAFETY: alive, and the index is below the count.
         (0..count).map(|index| {
-            Instruction(unsafe { qemu_plugin_tb_get_insn(self.0, index) }, PhantomData)
+            // SAFETY: the block is alive, and the index is below the count.
+            let instruction = unsafe { qemu_plugin_tb_get_insn(self.0, index) };
+            Instruction(instruction, PhantomData)
         })
     }
 }

@@ -111,7 +111,7 @@ def test_a_mount_that_ended_by_itself_is_told(store: keyframe.Store, how: str) -
         deadline = time.monotonic() + 20
         while left() and time.monotonic() < deadline:
             time.sleep(0.05)
-        with pytest.raises(keyframe.MountFailed, match="not mounted any more"):
+        with pytest.raises(keyframe.MountFailed, match="no longer mounted"):
             mount.ram_file(1, None)
 
 

@@ -169,7 +169,7 @@ def test_damaged_pages_are_an_error(store_path: Path, tmp_path: Path) -> None:
         pack.write_bytes(content)
     store = keyframe.Store(copy, via="mount")
     with store, store.checkpoint("latest").ram() as ram:
-        with pytest.raises(keyframe.UnreadablePages, match="from guest-physical page"):
+        with pytest.raises(keyframe.UnreadablePages, match="guest-physical page"):
             ram.read(0, len(ram))
 
 

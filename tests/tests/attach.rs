@@ -179,7 +179,7 @@ fn what_is_not_that_vm_is_refused_and_no_vm_is_harmed() {
     refused(
         with_disk.console.pid(),
         &with_disk.socket("a"),
-        &["reached by fat", "read-only", "fix:"],
+        &["reaches by fat", "read-only", "fix:"],
     );
     env.refused(&["attach", "--store", &env.store(), &pid.to_string()], 2, &["--qmp", "--libvirt"]);
     assert!(env.list().is_empty());

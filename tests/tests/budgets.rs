@@ -54,7 +54,7 @@ fn an_overhead_is_kept_by_taking_checkpoints_less_often_until_the_guest_calms_do
     let longer =
         |s: &Value| number(s, "interval_ns") > asked_ns && why(s).contains("costs the guest");
     let chosen = wait_for_status(&env, &mut run, "a longer interval, with the reason", longer);
-    run.wait_for_error("so they are taken less often");
+    run.wait_for_error("so checkpoints are taken less often");
     // The engine uses its choice. Single pauses differ by the pages copied before each, so this
     // compares the sum.
     let from = number(&chosen, "sealed") as usize + 1;
@@ -91,16 +91,24 @@ fn a_pause_is_kept_by_taking_checkpoints_more_often_where_nothing_is_copied_befo
 fn a_pause_that_cannot_be_kept_is_said_to_be_so_and_checkpoints_go_on_as_asked() {
     let env = TestEnv::exclusive();
     let mut run = start(&env, &heavy(), &["--interval", "300ms", "--max-pause", "1us"]);
-    let impossible = |s: &Value| why(s).contains("more than was asked for");
+    let impossible = |s: &Value| why(s).contains("exceeds the longest pause asked for");
     let status = wait_for_status(&env, &mut run, "that it is impossible", impossible);
     assert_eq!(number(&status, "interval_ns"), 300 * MS, "{status}");
-    run.wait_for_error("without copying a page, which is more than was asked for");
+    run.wait_for_error("which exceeds the longest pause asked for");
     let text = env.ok(&["status", "--name", "guest"]);
-    assert!(text.contains("budget") && text.contains("more than was asked for"), "{text}");
+    assert!(
+        text.contains("budget") && text.contains("exceeds the longest pause asked for"),
+        "{text}"
+    );
     let sealed = number(&status, "sealed");
     wait_for_status(&env, &mut run, "further checkpoints", |s| number(s, "sealed") >= sealed + 2);
     // The reason is printed once, not at each checkpoint.
-    assert_eq!(run.errors().matches("more than was asked for").count(), 1, "{}", run.report());
+    assert_eq!(
+        run.errors().matches("exceeds the longest pause asked for").count(),
+        1,
+        "{}",
+        run.report()
+    );
     stop(&env, &mut run);
 }
 

@@ -161,10 +161,7 @@ fn side_by_side_equals_in_sequence_on_the_first_interface() {
 
 #[test]
 fn side_by_side_equals_in_sequence_on_the_fourth_interface() {
-    match qemu_10() {
-        Some(qemu) => all_tools(&qemu.into(), 1),
-        None => skip!("{NO_QEMU_10}"),
-    }
+    if let Some(qemu) = qemu_10() { all_tools(&qemu.into(), 1) } else { skip!("{NO_QEMU_10}") }
 }
 
 /// The example of a third party's tool: compiled, run over each interval, merged.

@@ -41,8 +41,11 @@ pub struct Listed {
 /// Where in a recording a checkpoint is.
 #[derive(Clone, Debug)]
 pub struct Recorded {
+    /// The checkpoint.
     pub checkpoint: u64,
+    /// The recording's id.
     pub recording: String,
+    /// Instructions before the checkpoint.
     pub icount: u64,
 }
 

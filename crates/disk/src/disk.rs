@@ -168,7 +168,7 @@ impl Disk {
             let blocks = (end.div_ceil(BLOCK) - block).min(STATUS_STEP_BLOCKS);
             let mut pieces = Vec::new();
             stack.overlay.status(DiskBlock(block), blocks, &mut |first, n, zero| {
-                pieces.push((first, n, zero))
+                pieces.push((first, n, zero));
             });
             for (first, n, zero) in pieces {
                 let stop = end.min((first.0 + n) * BLOCK);

@@ -97,7 +97,7 @@ impl Below {
             let mut block = [0u8; BLOCK_BYTES];
             match layer.read_block(DiskBlock(at / BLOCK), &mut block)? {
                 Content::Data => {
-                    part.copy_from_slice(&block[(at - known) as usize..(stop - known) as usize])
+                    part.copy_from_slice(&block[(at - known) as usize..(stop - known) as usize]);
                 }
                 Content::Zero => part.fill(0),
                 Content::Absent => self.base.read(at, part)?,

@@ -41,21 +41,31 @@ pub const DISKS_SOCKET: &str = "disks.sock";
 
 /// A VM that is there and does not run yet, and what stands beside it.
 pub struct Found {
+    /// The VM.
     pub vm: Vm,
+    /// Its QEMU binary.
     pub identity: QemuIdentity,
+    /// The description of the machine, if it was taken over from another host.
     pub machine: Option<MachineMeta>,
+    /// The working directory of its command line.
     pub directory: PathBuf,
+    /// Its disks; `None` if it has none.
     pub served: Option<ServedDisks>,
+    /// The gate before its network.
     pub gate: Gate,
 }
 
 /// Where a VM is and who talks to it.
 pub struct Home {
+    /// The VM's name.
     pub name: String,
+    /// The run directory.
     pub run_dir: RunDir,
+    /// The status that clients of the control socket see.
     pub status: SharedStatus,
     /// Set when the user wants an end.
     pub interrupted: Arc<AtomicBool>,
+    /// The inbox with its control socket, if the standby that took over hands them on.
     pub inbox: Option<(Receiver<PrimaryEngineEvent>, Sender<PrimaryEngineEvent>, Socket)>,
 }
 
@@ -121,7 +131,7 @@ pub fn protect(
         served = Some(disks::serve_in(place, &name, None, wanted, &socket)?);
     }
     let gate = start_gate(&nics)?;
-    let vm = Vm::launch(line, &LaunchOptions { run_dir: run_dir.path().into() });
+    let vm = Vm::launch(&line, &LaunchOptions { run_dir: run_dir.path().into() });
     let vm = vm.and_then(|mut vm| match vm.require_whole_line() {
         Ok(()) => Ok(vm),
         Err(hidden) => {

@@ -13,20 +13,20 @@
 //! an epoch is taken is a policy's (`keyframe_scheduling::replication`), how its pages travel
 //! `keyframe_transfer`'s.
 
-pub mod arbitration;
-pub mod busy;
-pub mod frames;
-pub mod gated;
+mod arbitration;
+mod busy;
+mod frames;
+mod gated;
 pub mod guard;
-pub mod having;
+mod having;
 pub mod launch;
 pub mod links;
 pub mod primary;
-pub mod sending;
+mod sending;
 pub mod settings;
 pub mod standby;
-pub mod verify;
-pub mod vm;
+mod verify;
+mod vm;
 pub mod witnessing;
 
 use keyframe_replication::{Notice, PeerRefusal};

@@ -33,10 +33,13 @@ pub enum LinkEvent {
     /// The second path is there.
     BeatConnected(u64, Arc<Channel>),
     /// A message on a path.
+    /// A message arrived on connection `number` of path `path`.
     Received { path: u8, number: u64, message: PeerMessage },
     /// What the standby has already: of which session, from which page on, hashes.
+    /// The standby sends hashes of the pages that it holds, from page `first` on.
     PageHashes { number: u64, session: u64, first: u64, hashes: Vec<u8> },
     /// A path is broken.
+    /// Connection `number` of path `path` has ended.
     Broken { path: u8, number: u64 },
     /// It could not be connected.
     ConnectFailed(String),
@@ -45,7 +48,9 @@ pub enum LinkEvent {
 /// Where the standby is.
 #[derive(Clone, Copy)]
 pub struct Addresses {
+    /// Where control and data connections go.
     pub control: SocketAddr,
+    /// The second path, for heartbeats alone.
     pub beat: Option<SocketAddr>,
 }
 
@@ -222,6 +227,7 @@ pub fn say(channel: &Channel, message: &PeerMessage) -> bool {
     channel.send(Kind::Core as u8, &[&bytes]).is_ok()
 }
 
+/// Turns an error of a connection into one for the user.
 pub fn failed(error: &keyframe_link::Error) -> Failure {
     Failure { fix: error.fix(), ..Failure::new(chain(error)) }
 }

@@ -44,26 +44,43 @@ const END_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What wakes the thread.
 pub enum PrimaryEngineEvent {
+    /// From a connection to the standby.
     Link(LinkEvent),
+    /// From the thread that captures the VM.
     Vm(VmEvent),
+    /// From the witness.
     Witness(WitnessAnswer),
+    /// The fence hook has ended; true if it succeeded.
     Fenced(bool),
+    /// From a client of the control socket.
     Request(Pending),
 }
 
 /// A protected VM, ready to run.
 pub struct Parts {
+    /// The VM's name.
     pub name: String,
+    /// The run directory.
     pub run_dir: RunDir,
+    /// The settings of this host.
     pub setup: Setup,
+    /// The configuration that both hosts must share.
     pub config: ReplicationConfig,
+    /// How this primary came to be.
     pub start: PrimaryStart,
+    /// The machine, as a standby needs it.
     pub machine: MachineFrame,
+    /// The standby's addresses; `None` for a VM without a standby.
     pub addresses: Option<Addresses>,
+    /// The VM with all that captures it.
     pub vm: super::vm::Parts,
+    /// The gate before its network.
     pub gate: Gate,
+    /// The data connections to the standby.
     pub wire: SharedWire,
+    /// QEMU's process.
     pub qemu: u32,
+    /// The status that clients of the control socket see.
     pub status: SharedStatus,
     /// Set when the user wants an end.
     pub interrupted: Arc<AtomicBool>,
@@ -206,10 +223,10 @@ impl Engine {
             PrimaryEngineEvent::Link(from) => self.handle_link_event(from),
             PrimaryEngineEvent::Vm(event) => self.handle_vm_event(event),
             PrimaryEngineEvent::Witness(WitnessAnswer::Answered(reply)) => {
-                self.handle(PrimaryEvent::Witness(reply))
+                self.handle(PrimaryEvent::Witness(reply));
             }
             PrimaryEngineEvent::Witness(WitnessAnswer::Lost { sent }) => {
-                self.handle(PrimaryEvent::WitnessLost { sent })
+                self.handle(PrimaryEvent::WitnessLost { sent });
             }
             PrimaryEngineEvent::Fenced(off) => self.handle(PrimaryEvent::Fenced(off)),
             PrimaryEngineEvent::Request(pending) => self.answer(&pending),

@@ -60,16 +60,27 @@ pub struct Settings {
 /// The same, understood.
 #[derive(Clone)]
 pub struct Setup {
+    /// The hosts that share a key.
     pub party: Party,
+    /// The witness's address.
     pub witness: Option<SocketAddr>,
+    /// The command that fences the other host.
     pub fence_with: Option<String>,
+    /// What decides which host runs the VM.
     pub arbitration: Arbitration,
+    /// After this long a silent host counts as failed, in nanoseconds.
     pub detection_ns: u64,
+    /// What decides when the VM is checkpointed.
     pub policy: ReplicationPolicy,
+    /// Parameters of the adaptive policy.
     pub parameters: AdaptiveParameters,
+    /// Number of data connections.
     pub streams: usize,
+    /// Bytes that may be on their way to the standby.
     pub wire_bytes: usize,
+    /// The standby's RAM is compared with the VM's at each epoch.
     pub verify: bool,
+    /// Only errors are reported.
     pub quiet: bool,
     /// Is told what happens in the session of the protected VM.
     pub events: SharedEventSink,
@@ -158,6 +169,7 @@ impl Setup {
         }
     }
 
+    /// Reports a line to the user, unless `quiet` is set.
     pub fn say(&self, text: &str) {
         if !self.quiet {
             eprintln!("keyframe: {text}");
@@ -182,7 +194,7 @@ impl Setup {
             match child.try_wait() {
                 Ok(Some(exit)) => return exit.success(),
                 Ok(None) if Instant::now() < deadline => {
-                    std::thread::sleep(Duration::from_millis(5))
+                    std::thread::sleep(Duration::from_millis(5));
                 }
                 _ => {
                     let _ = child.kill();

@@ -21,7 +21,9 @@ use std::time::Duration;
 
 /// What was asked may have been granted once it has left.
 pub enum WitnessAnswer {
+    /// The witness has answered.
     Answered(WitnessReply),
+    /// No answer came; `sent` is true if the request may have arrived.
     Lost { sent: bool },
 }
 

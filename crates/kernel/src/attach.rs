@@ -24,9 +24,9 @@
 //! 2. Whatever fails, registers and mask are restored and the process runs on (`Hijack`'s `Drop`); every wait is bounded.
 //! 3. The whole session runs on a thread of its own. Where even restoring fails, that thread's end makes the kernel detach.
 //! 4. Wherever the kernel detaches, because we are killed (SIGKILL, out of memory) or for any other reason, the thread gives
-//! itself back. What can stay behind is one descriptor, on which nothing was asked, and a SIGSTOP
-//! that came meanwhile and had no effect. Not so in a process without the code for it
-//! ([`Attached::guarded`]).
+//!    itself back. What can stay behind is one descriptor, on which nothing was asked, and a SIGSTOP
+//!    that came meanwhile and had no effect. Not so in a process without the code for it
+//!    ([`Attached::guarded`]).
 //!
 //! Left out: attaching to another thread than the main one; code in a restartable sequence (rseq)
 //! at the moment of the stop, which QEMU's main thread does not use; a seccomp filter that kills

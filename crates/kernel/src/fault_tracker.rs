@@ -28,8 +28,8 @@
 //!
 //! Invariants:
 //! 1. A page is protected only in a drain that reports it, or where it is protected already. The second (one call over
-//! a stretch of pages) only while no page loses its protection unseen: under the lock that the
-//! handler needs for removing one, and as long as nothing was ever discarded.
+//!    a stretch of pages) only while no page loses its protection unseen: under the lock that the
+//!    handler needs for removing one, and as long as nothing was ever discarded.
 //! 2. The hook sees a page before its first write since it was last drained. It is told of no page that was written already.
 //! 3. No thread of the process waits for us longer than the hook takes. Where the handler fails, it ends the tracking,
 //!    which wakes all; dropping the tracker does the same, and the kernel where we die.

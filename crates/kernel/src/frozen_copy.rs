@@ -14,16 +14,16 @@
 //!
 //! Invariants:
 //! 1. The child executes nothing: it is traced from birth and stopped before its first instruction. All that it is
-//! made to do is one system call through the vdso. Were it ever let go, it would die at once: it
-//! has no stack (see `Hijack::call_clone`).
+//!    made to do is one system call through the vdso. Were it ever let go, it would die at once: it
+//!    has no stack (see `Hijack::call_clone`).
 //! 2. It holds nothing but memory: it shares the table of open files while it is born, and then leaves it
-//! (`CLOSE_RANGE_UNSHARE`), so that no socket, lock or disk of the target lives longer through it.
+//!    (`CLOSE_RANGE_UNSHARE`), so that no socket, lock or disk of the target lives longer through it.
 //! 3. It ends with the snapshot, and with the thread that keeps it, should that die (`PTRACE_O_EXITKILL`).
 //! 4. The target is told nothing: the child's end sends no signal, and it is none that `wait` shows. Dropped, the snapshot
-//! has the target reap it. Where Keyframe dies first, a zombie stays until the next snapshot, or
-//! the target's end. Where it dies right in the fork, the target runs on as after any attachment
-//! (see `attach`); its memory may stay without `MADV_DONTFORK` then, so that a child that QEMU
-//! itself makes later costs more.
+//!    has the target reap it. Where Keyframe dies first, a zombie stays until the next snapshot, or
+//!    the target's end. Where it dies right in the fork, the target runs on as after any attachment
+//!    (see `attach`); its memory may stay without `MADV_DONTFORK` then, so that a child that QEMU
+//!    itself makes later costs more.
 //!
 //! The copy is of one instant only where nothing in the target runs: threads other than the main
 //! one are not stopped here, so the caller pauses the VM first. What a snapshot costs later: each
@@ -408,7 +408,7 @@ fn bury(child: &Process, tracee: &Tracee<'_>) -> Result<()> {
     for _ in 0..REAPS_MAX {
         match tracee.take_end() {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                std::thread::sleep(REAP_SLEEP)
+                std::thread::sleep(REAP_SLEEP);
             }
             // Taken; or not ours to take (nothing is traced any more): the same to the parent.
             _ => break,

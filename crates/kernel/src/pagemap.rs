@@ -48,7 +48,7 @@ pub(crate) struct PagemapQuery {
 }
 
 impl PagemapQuery {
-    /// WrittenPages pages, none-entries included.
+    /// Written pages, none-entries included.
     pub const WRITTEN: Self =
         Self { flags: 0, inverted: 0, mask: abi::PAGE_WRITTEN, any_of: 0, give: abi::PAGE_WRITTEN };
     /// The same, and what is there instead. Not every kernel reports all none-entries so.

@@ -229,10 +229,10 @@ fn memory_file(len: usize, flags: libc::c_uint) -> std::io::Result<OwnedFd> {
     let file = std::fs::File::from(file);
     file.set_len(len as u64)?;
     if flags & libc::MFD_ALLOW_SEALING != 0 {
+        let fd = file.as_raw_fd();
         // SAFETY: an open descriptor; this command takes a number.
-        check(
-            unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) }.into(),
-        )?;
+        let sealed = unsafe { libc::fcntl(fd, libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) };
+        check(sealed.into())?;
     }
     Ok(file.into())
 }

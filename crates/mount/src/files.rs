@@ -148,7 +148,7 @@ impl Filesystem for Files {
         match Node::of(ino.0) {
             // Tags come and go, and with them its length.
             Some(Node::File(_, Kind::Info)) => {
-                reply.opened(FileHandle(0), FopenFlags::FOPEN_DIRECT_IO)
+                reply.opened(FileHandle(0), FopenFlags::FOPEN_DIRECT_IO);
             }
             Some(Node::File(..)) => reply.opened(FileHandle(0), FopenFlags::FOPEN_KEEP_CACHE),
             Some(Node::Disk(place, disk)) => match self.open_disk(place, disk) {

@@ -54,7 +54,8 @@ pub fn read(words: &[String]) -> Result<Said, String> {
             }
             "smp" => vcpus = smp(&keys),
             _ => {
-                is_main_a_backend |= get(&keys, "memory-backend").or(get(&keys, "memdev")).is_some()
+                is_main_a_backend |=
+                    get(&keys, "memory-backend").or(get(&keys, "memdev")).is_some();
             }
         }
     }

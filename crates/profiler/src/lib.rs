@@ -208,7 +208,7 @@ impl Run<'_> {
                 keyframe_kernel::priority::raise_current_thread();
                 self.epochs(&mut target, samples)
             });
-            worker.join().unwrap_or_else(|_| Err(Error::Panicked))
+            worker.join().unwrap_or(Err(Error::Panicked))
         });
         self.profile.notes.append(&mut target.notes);
         self.profile.ram_bytes = target.ram_bytes();

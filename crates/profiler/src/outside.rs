@@ -79,7 +79,6 @@ fn choose(pid: u32, sizes: &[u64], maps: &[Mapping]) -> Result<Vec<HostRange>> {
 mod tests {
     use super::*;
     use keyframe_units::HostVirt;
-    use keyframe_units::human_bytes;
 
     fn mapping(start: u64, len_bytes: u64, writable: bool) -> Mapping {
         Mapping {

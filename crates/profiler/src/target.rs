@@ -81,7 +81,7 @@ impl Target {
             }
             .with_page_sizes_noted());
         };
-        let mut qmp = Qmp::connect_running(path, CONNECT_TIMEOUT).map_err(|e| Error::Monitor(e))?;
+        let mut qmp = Qmp::connect_running(path, CONNECT_TIMEOUT).map_err(Error::Monitor)?;
         let blocks = find_ram_blocks(&mut qmp, pid).map_err(|e| Error::OtherMonitor {
             pid,
             socket: path.to_owned(),
@@ -117,7 +117,7 @@ impl Target {
         let options = LaunchOptions { run_dir: dir.path().into() };
         let (mut launched, console) =
             console::around(start.when.as_deref(), start.quiet_stdout, || {
-                let vm = Vm::launch_mortal(invocation, &options)?;
+                let vm = Vm::launch_mortal(&invocation, &options)?;
                 Ok(Box::new(Launched { vm, _dir: dir }))
             })?;
         let prepared = Self::prepare(&mut launched.vm, vcpus, starts_paused)?;

@@ -28,7 +28,8 @@ pub fn named_accelerator(kept: &[Argument]) -> Option<Accelerator> {
             "enable-kvm" => named.push("kvm".to_owned()),
             "no-kvm" => named.push("tcg".to_owned()),
             "accel" => {
-                named.extend(value_of(&keys(argument.value(), "accel"), "accel").map(str::to_owned))
+                named
+                    .extend(value_of(&keys(argument.value(), "accel"), "accel").map(str::to_owned));
             }
             "machine" | "M" => {
                 let list = value_of(&keys(argument.value(), "type"), "accel").map(str::to_owned);

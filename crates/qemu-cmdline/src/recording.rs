@@ -164,7 +164,7 @@ impl LineMaker<'_> {
             RecordingMode::Record => self.out.push(argument.clone()),
             // The log holds all packets that came; packets that are sent are dropped.
             RecordingMode::Replay => {
-                self.out.push(option("netdev", format!("user,id={},restrict=on", escape(id))))
+                self.out.push(option("netdev", format!("user,id={},restrict=on", escape(id))));
             }
         }
         self.out.push(option(

@@ -10,8 +10,8 @@
 //! 1. Each wait ends: with an answer, with [`Error::Timeout`], or with [`Error::Gone`] when QEMU has ended.
 //! 2. An answer is matched by its id, so the late answer of a command that timed out is never taken for another's.
 //! 3. Whether anybody else let the VM run between our `stop` and our `cont` is known: each RESUME event met before our
-//! `cont` was sent, or stamped before it, is somebody else's. One that comes later does no harm,
-//! for what was to be captured in the pause has been captured when `cont` is sent.
+//!    `cont` was sent, or stamped before it, is somebody else's. One that comes later does no harm,
+//!    for what was to be captured in the pause has been captured when `cont` is sent.
 //!
 //! The messages are read as plain JSON and not with a library's generated types: those are made
 //! from one QEMU's schema, while 7.2 lacks fields that 10.0 requires, and the library's synchronous

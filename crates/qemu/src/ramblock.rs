@@ -77,7 +77,7 @@ fn search(process: &QemuProcess, unknown: &[&Row]) -> Result<(Maps, Vec<HostVirt
         }
         match ramblock_scan::find(process, &maps, unknown) {
             Err(Error::RamAddress { .. }) => {
-                std::thread::sleep(std::time::Duration::from_millis(25))
+                std::thread::sleep(std::time::Duration::from_millis(25));
             }
             found => return Ok((maps, found?)),
         }

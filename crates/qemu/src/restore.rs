@@ -64,8 +64,6 @@ use std::time::{Duration, Instant};
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long QEMU may take to read devices and small blocks.
 const LOAD_TIMEOUT: Duration = Duration::from_mins(1);
-/// Pages of a small block that are held in memory at once: 4 MiB.
-const STREAM_PAGES: u64 = 1024;
 const WHILE_STARTING: &str = "before the checkpoint was given to it";
 const WHILE_LOADING: &str = "while it read the checkpoint's devices";
 

@@ -111,18 +111,18 @@ impl Vm {
     ///
     /// Errors: [`Error::Exited`] where QEMU ends at once (it has said why on its standard error),
     /// [`Error::Timeout`] where it does not answer within 30 s; no process is left then.
-    pub fn launch(invocation: Invocation, options: &LaunchOptions) -> Result<Self> {
+    pub fn launch(invocation: &Invocation, options: &LaunchOptions) -> Result<Self> {
         Self::launch_by(invocation, options, |_| ())
     }
 
     /// As [`Self::launch`], but the VM does not outlive the thread that starts it, nor this
     /// process: the kernel ends it.
-    pub fn launch_mortal(invocation: Invocation, options: &LaunchOptions) -> Result<Self> {
+    pub fn launch_mortal(invocation: &Invocation, options: &LaunchOptions) -> Result<Self> {
         Self::launch_by(invocation, options, keyframe_kernel::child_setup::kill_with_parent)
     }
 
     fn launch_by(
-        invocation: Invocation,
+        invocation: &Invocation,
         options: &LaunchOptions,
         prepare: impl FnOnce(&mut Command),
     ) -> Result<Self> {

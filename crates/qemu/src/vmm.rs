@@ -128,7 +128,7 @@ impl Vmm for Vm {
 
     fn drain_events(&mut self) -> Result<Vec<VmEvent>, VmmError> {
         let events = self.qmp().drain_events()?;
-        Ok(events.into_iter().filter_map(vm_event).collect())
+        Ok(events.iter().filter_map(vm_event).collect())
     }
 
     fn stop(&mut self) -> Result<StopOutcome, VmmError> {
@@ -189,7 +189,7 @@ impl Vmm for Vm {
     }
 }
 
-fn vm_event(event: Event) -> Option<VmEvent> {
+fn vm_event(event: &Event) -> Option<VmEvent> {
     match event {
         Event::Stop => Some(VmEvent::Paused),
         Event::Resume => Some(VmEvent::Resumed),

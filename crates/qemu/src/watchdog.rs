@@ -268,7 +268,7 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
                 Err(Error::Gone { .. }) => return Ok(()),
                 // A QEMU that is too busy to answer is as paused as before.
                 Err(Error::Timeout { .. }) => {
-                    until = (Instant::now() + LAST_STOP).min(began + RESCUE_MAX)
+                    until = (Instant::now() + LAST_STOP).min(began + RESCUE_MAX);
                 }
                 resumed => {
                     resumed?;

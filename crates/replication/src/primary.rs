@@ -366,7 +366,7 @@ impl Primary {
                 self.out.push(PrimaryAction::BeginSync { session });
             }
             (Phase::Closing { gate: None }, _) => {
-                self.out.push(PrimaryAction::Capture { last: false })
+                self.out.push(PrimaryAction::Capture { last: false });
             }
             (Phase::Handing(Handing::Last(None)), _) => self.abort_switch_over(),
             _ => {}

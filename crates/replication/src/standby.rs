@@ -150,7 +150,7 @@ impl Standby {
             StandbyEvent::Witness(reply) => self.handle_witness_reply(reply),
             StandbyEvent::WitnessLost { sent } => self.handle_witness_loss(sent),
             StandbyEvent::EpochComplete { session, epoch, after } => {
-                self.handle_complete_epoch(session, epoch, after)
+                self.handle_complete_epoch(session, epoch, after);
             }
             StandbyEvent::Applied { epoch } => self.handle_applied_epoch(epoch),
             StandbyEvent::ApplyFailed { reason } => self.handle_apply_failure(reason),
@@ -271,10 +271,10 @@ impl Standby {
         match *message {
             PeerMessage::Hello(ref hello) => self.handle_hello(path, hello),
             PeerMessage::HelloAck { term, session, sequence } => {
-                self.handle_acceptance(path, term, session, sequence)
+                self.handle_acceptance(path, term, session, sequence);
             }
             PeerMessage::Refused(refusal) if refusal != PeerRefusal::Busy => {
-                self.notify(Notice::Refused(refusal))
+                self.notify(Notice::Refused(refusal));
             }
             PeerMessage::Heartbeat { sequence, sent_ns, term, session, pairing } => {
                 if term < self.term {

@@ -41,7 +41,7 @@ fn with_server(test: impl FnOnce(SocketAddr, &Arc<ClientConfig>)) -> crate::Repo
     std::thread::scope(|scope| {
         let serving = scope.spawn(|| server.run(&stop).unwrap());
         let tested = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            test(server.address(), &client)
+            test(server.address(), &client);
         }));
         stop.store(true, Ordering::Relaxed);
         let report = serving.join().unwrap();

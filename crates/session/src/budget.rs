@@ -30,7 +30,7 @@ pub struct BudgetKeeper {
 impl BudgetKeeper {
     /// None where nothing was asked for.
     pub fn new(options: &Options) -> Result<Option<Self>> {
-        let pause_ns = options.max_pause.map(|p| duration_ns(p));
+        let pause_ns = options.max_pause.map(duration_ns);
         let budget = Budget { pause_ns, overhead: options.max_overhead };
         if budget == Budget::default() {
             return Ok(None);

@@ -189,7 +189,7 @@ impl<'a> Engine<'a> {
 
     /// Runs the VM to its end, or until the run is ended.
     pub fn run(mut self) -> Result<RunReport> {
-        self.tell(Event::Started(self.greeting()));
+        self.tell(&Event::Started(self.greeting()));
         if let Err(error) = self.begin() {
             return self.finish(Err(BrokenRun { error, has_begun: false }));
         }
@@ -217,7 +217,7 @@ impl<'a> Engine<'a> {
             // What went wrong has been said.
             Ok(()) if !self.given_up => drop(self.capture(CheckpointReason::End, None, None)),
             Ok(()) => {}
-            Err(error) => self.tell(Event::NoFinalCheckpoint { error: error.into() }),
+            Err(error) => self.tell(&Event::NoFinalCheckpoint { error: error.into() }),
         }
     }
 
@@ -312,7 +312,7 @@ impl<'a> Engine<'a> {
         if !self.given_up
             && let Some(name) = self.machines.lost()
         {
-            self.tell(Event::MemberLost { vm: name.to_owned() });
+            self.tell(&Event::MemberLost { vm: name.to_owned() });
             self.given_up = true;
         }
     }
@@ -418,13 +418,13 @@ impl<'a> Engine<'a> {
         }
     }
 
-    fn tell(&self, event: Event) {
-        self.options.events.event(&event);
+    fn tell(&self, event: &Event) {
+        self.options.events.event(event);
     }
 
     fn update(&self, change: impl FnOnce(&mut Status)) {
         if let Ok(mut status) = self.status.lock() {
-            status.last_age_ns = self.sealed_at.map(|at| elapsed_ns(at));
+            status.last_age_ns = self.sealed_at.map(elapsed_ns);
             change(&mut status);
         }
     }

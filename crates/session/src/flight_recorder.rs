@@ -189,7 +189,7 @@ impl Work {
             self.schedule.record_prune(began_ns, now_ns(self), all);
             match pruned {
                 Ok(report) => {
-                    self.shown.freed_packs += report.removed_packs + report.rewritten_packs
+                    self.shown.freed_packs += report.removed_packs + report.rewritten_packs;
                 }
                 // Somebody else prunes.
                 Err(StoreError::Locked { .. }) => {}

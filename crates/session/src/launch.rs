@@ -127,7 +127,7 @@ pub fn launch(store: &Store, commands: CommandLines, options: &Options) -> Resul
                     run_dir.path().into()
                 };
                 let runs = !line.starts_paused();
-                let mut vm = Vm::launch(line, &LaunchOptions { run_dir })?;
+                let mut vm = Vm::launch(&line, &LaunchOptions { run_dir })?;
                 let whole = vm.require_whole_line();
                 let answered = answer_on(vm.core(), peripherals.disks.as_ref(), media.as_mut());
                 if let Some(media) = media.take() {
@@ -433,7 +433,7 @@ pub fn require_kernel(options: &Options) -> Result<()> {
     let missing: Vec<_> = features.items.iter().filter(|f| f.required && !f.available).collect();
     let Some(first) = missing.first() else { return Ok(()) };
     let fix = first.fix.clone();
-    let missing = missing.iter().map(|f| (f.name.to_string(), f.detail.to_string())).collect();
+    let missing = missing.iter().map(|f| (f.name.to_string(), f.detail.clone())).collect();
     Err(Error::MissingFeatures { missing, fix })
 }
 

@@ -166,7 +166,7 @@ fn is_taken(error: &Error) -> bool {
 fn look(store: &Store, shown: &Shown) -> Result<(), Error> {
     let cold_bytes = store.cold_bytes()?;
     shown.change(|status| {
-        (status.cold_bytes, status.at_work) = (cold_bytes, cold_bytes >= PART_BYTES)
+        (status.cold_bytes, status.at_work) = (cold_bytes, cold_bytes >= PART_BYTES);
     });
     if cold_bytes < PART_BYTES {
         return Ok(());

@@ -70,7 +70,7 @@ impl MapRun {
             let zero = to == PageRef::ZERO;
             match extents.last_mut() {
                 Some(last) if last.range.end() == page && last.zero == zero => {
-                    last.range.len_pages += 1
+                    last.range.len_pages += 1;
                 }
                 _ => extents.push(Extent { range: PageRange::new(page, 1), zero }),
             }

@@ -196,7 +196,7 @@ impl PackWriter {
             let mut sectors = SectorCounts::default();
             match placed {
                 Placed::Known(_, kind) if kind.is_of_ram() => {
-                    sectors.against_ram_whole_sectors = whole
+                    sectors.against_ram_whole_sectors = whole;
                 }
                 _ => sectors.against_disk_whole_sectors = whole,
             }

@@ -59,10 +59,7 @@ pub fn require_unchanged(base: &BaseMeta) -> Result<()> {
             continue;
         }
         if let Some(source) = commit::interrupted(path) {
-            return Err(Error::CommitInterrupted {
-                path: path.to_owned(),
-                commit: source.to_string(),
-            });
+            return Err(Error::CommitInterrupted { path: path.to_owned(), commit: source.clone() });
         }
         if len_bytes != known.len_bytes {
             return Err(changed(ImageChange::Length { then: known.len_bytes, now: len_bytes }));

@@ -253,7 +253,7 @@ impl Analyze {
         let bar = self.bar(&analysis.intervals());
         let first = analysis.intervals().first().map_or(0, |i| i.from_icount);
         let sequential = analysis.in_sequence(interrupted, &mut |icount| {
-            bar.set_position(icount.saturating_sub(first))
+            bar.set_position(icount.saturating_sub(first));
         })?;
         bar.finish_and_clear();
         let wall_ns = keyframe_units::elapsed_ns(began);

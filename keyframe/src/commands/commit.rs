@@ -109,6 +109,7 @@ struct Planned<'a> {
     interrupted: bool,
     /// What stands on the image; absent where no store tells.
     #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(rename = "standing")]
     dependents: Option<ImageDependents>,
 }
 

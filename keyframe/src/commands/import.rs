@@ -72,7 +72,7 @@ impl Import {
         let mut writer = store
             .lock_writer(&format!("keyframe import, VM {name}"))
             .map_err(|e| self.store.failure(&e))?;
-        let (machine, layout) = ask(invocation)?;
+        let (machine, layout) = ask(&invocation)?;
         let ram = same_machine(&incoming, &machine, &layout)?;
         let run = writer.begin_run(&name, &ram).map_err(|e| self.store.failure(&e))?;
         let sealed = self.store_stream(run, incoming, machine, ram)?;
@@ -139,7 +139,7 @@ impl Import {
 }
 
 /// Starts the machine, never runs it, and asks what it is.
-fn ask(invocation: Invocation) -> Result<(MachineMeta, RamLayout), Failure> {
+fn ask(invocation: &Invocation) -> Result<(MachineMeta, RamLayout), Failure> {
     let directory = std::env::current_dir()
         .map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
     let identity = invocation.identity().map_err(|e| Failure::qemu(&e))?;

@@ -162,14 +162,12 @@ impl Syscalls {
         lines.extend(callers.iter().take(SUMMARY_LINES).map(|(by, times)| {
             format!("{times} by {} (thread {} of {})", by.name, by.thread, by.process)
         }));
-        match &self.layout {
-            Err(why) => lines.push(format!("callers are not known: {why}")),
-            Ok(_) => {
-                let unknown = sums.unknown.iter();
-                lines.extend(
-                    unknown.map(|(why, times)| format!("{times} by an unknown caller: {why}")),
-                );
-            }
+        if let Err(why) = &self.layout {
+            lines.push(format!("callers are not known: {why}"));
+        } else {
+            let unknown = sums.unknown.iter();
+            lines
+                .extend(unknown.map(|(why, times)| format!("{times} by an unknown caller: {why}")));
         }
         lines
     }

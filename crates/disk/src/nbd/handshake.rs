@@ -129,7 +129,7 @@ impl Handshake<'_> {
                 self.reply(option, REP_ACK, b"")?;
             }
             OPT_LIST | OPT_STRUCTURED_REPLY => {
-                self.reply(option, REP_ERR_INVALID, b"it takes no data")?
+                self.reply(option, REP_ERR_INVALID, b"it takes no data")?;
             }
             OPT_LIST_META_CONTEXT | OPT_SET_META_CONTEXT => self.contexts(option, data)?,
             _ => self.reply(option, REP_ERR_UNSUP, b"")?,

@@ -262,7 +262,7 @@ impl Chain {
                         if let Place::Slot(slot) = old {
                             unused(slot, n as u32);
                         }
-                    })
+                    });
                 }
                 None => drop(self.frozen.pop_front()),
             }

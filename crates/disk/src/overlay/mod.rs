@@ -12,8 +12,8 @@
 //!
 //! Invariants:
 //! 1. What was written before a sync began is there after it succeeded, whatever happens. So a record reaches the journal
-//! only after the data that it names is durable, and a slot is used again only once no journal can
-//! name it.
+//!    only after the data that it names is durable, and a slot is used again only once no journal can
+//!    name it.
 //! 2. A block's content at the cut of an epoch in flight is not touched until that epoch is released or given back.
 //! 3. After a sync that failed for another reason than want of space nothing more is accepted: the kernel may have
 //!    dropped what was written.

@@ -506,7 +506,7 @@ fn a_flipped_byte_is_damage_or_the_torn_end_and_never_other_content() {
         match Overlay::on(folder.with_journal(bytes), Some(BYTES)) {
             // The last batch cannot be told from one that was being written.
             Ok(overlay) => {
-                assert!(at >= *last_start && content(&overlay) == *before_last, "byte {at}")
+                assert!(at >= *last_start && content(&overlay) == *before_last, "byte {at}");
             }
             Err(error) => {
                 assert!(

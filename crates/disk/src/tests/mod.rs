@@ -358,7 +358,7 @@ fn the_guest_keeps_its_disk_when_the_engine_dies() {
         match crate::Overlay::open(&bed.path("overlay")) {
             Ok(overlay) => break overlay,
             Err(_) if std::time::Instant::now() < deadline => {
-                std::thread::sleep(Duration::from_millis(20))
+                std::thread::sleep(Duration::from_millis(20));
             }
             Err(error) => panic!("{error}"),
         }

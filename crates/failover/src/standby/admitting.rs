@@ -71,7 +71,7 @@ pub fn admit(
                         drop(sender.send(input));
                     }
                     Err(problem) => {
-                        refusals.say(&setup, format!("a connection is refused: {problem}"))
+                        refusals.say(&setup, format!("a connection is refused: {problem}"));
                     }
                 }
                 drop(stranger);

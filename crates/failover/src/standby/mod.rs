@@ -57,12 +57,17 @@ const EPOCH_GAP: u64 = 1 << 20;
 /// What a standby is asked for.
 #[derive(Clone)]
 pub struct Wish {
+    /// Where the primary connects.
     pub listen: SocketAddr,
+    /// The folder of the terms and votes of this host.
     pub folder: PathBuf,
+    /// The standby's name.
     pub name: String,
+    /// Arguments added to QEMU's command line here.
     pub extra: Vec<OsString>,
     /// Whom to protect the VM by, once it runs here.
     pub peer: Option<Addresses>,
+    /// The settings of this host.
     pub setup: Setup,
 }
 
@@ -218,7 +223,7 @@ impl Keeper {
     fn handle_event(&mut self, event: StandbyEngineEvent) {
         match event {
             StandbyEngineEvent::Control { number, machine, channel } => {
-                self.take_control(number, *machine, channel)
+                self.take_control(number, *machine, channel);
             }
             StandbyEngineEvent::Beat { number, channel } => {
                 self.read(Arc::clone(&channel), 1, number);
@@ -267,7 +272,7 @@ impl Keeper {
                 }
             }
             StandbyEngineEvent::Stream(StreamEvent::Failed(reason)) => {
-                self.handle(StandbyEvent::ApplyFailed { reason })
+                self.handle(StandbyEvent::ApplyFailed { reason });
             }
             StandbyEngineEvent::Applied { epoch, devices, result } => {
                 if let Some(ready) = &mut self.ready {
@@ -284,10 +289,10 @@ impl Keeper {
                 self.tell_what_is_here();
             }
             StandbyEngineEvent::Witness(WitnessAnswer::Answered(reply)) => {
-                self.handle(StandbyEvent::Witness(reply))
+                self.handle(StandbyEvent::Witness(reply));
             }
             StandbyEngineEvent::Witness(WitnessAnswer::Lost { sent }) => {
-                self.handle(StandbyEvent::WitnessLost { sent })
+                self.handle(StandbyEvent::WitnessLost { sent });
             }
             StandbyEngineEvent::Fenced(off) => self.handle(StandbyEvent::Fenced(off)),
         }
@@ -475,7 +480,7 @@ impl Keeper {
                 );
             }
             StandbyAction::Activate { epoch, term, forced } => {
-                self.activate = Some(Activation { epoch, term, forced })
+                self.activate = Some(Activation { epoch, term, forced });
             }
             StandbyAction::Notify(note) => {
                 let text = match &note {

@@ -162,7 +162,7 @@ impl Streams {
                         ) {
                             Ok(None) => {}
                             Ok(Some((session, epoch))) => {
-                                tell(StreamEvent::Marked { stream, session, epoch })
+                                tell(StreamEvent::Marked { stream, session, epoch });
                             }
                             Err(problem) => {
                                 tell(StreamEvent::Failed(problem));

@@ -185,7 +185,7 @@ fn what_greets_otherwise_is_no_monitor() {
     let path = dir.path().join("s");
     let listener = UnixListener::bind(&path).unwrap();
     let thread = std::thread::spawn(move || {
-        listener.accept().unwrap().0.write_all(b"{\"hello\": 1}\n").unwrap()
+        listener.accept().unwrap().0.write_all(b"{\"hello\": 1}\n").unwrap();
     });
     let error = Qmp::connect(&path, Duration::from_secs(5)).err().unwrap();
     assert!(error.to_string().contains("no QMP monitor"), "{error}");

@@ -394,7 +394,7 @@ pub(super) fn plain(json: &str) -> String {
             ' '..='~' if c != '\'' => text.push(c),
             // Only strings hold such characters.
             _ => {
-                text.extend(c.encode_utf16(&mut units).iter().map(|unit| format!("\\u{unit:04x}")))
+                text.extend(c.encode_utf16(&mut units).iter().map(|unit| format!("\\u{unit:04x}")));
             }
         }
     }

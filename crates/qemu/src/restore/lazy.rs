@@ -10,8 +10,8 @@
 //!
 //! Invariants:
 //! 1. The VM never sees a page that is neither the checkpoint's nor written by itself: pages are placed only where none
-//! is, by a call that refuses otherwise; and where we die, or a page cannot be read, the VM waits
-//! for it for ever and is ended (`keyframe_kernel::missing_pages`).
+//!    is, by a call that refuses otherwise; and where we die, or a page cannot be read, the VM waits
+//!    for it for ever and is ended (`keyframe_kernel::missing_pages`).
 //! 2. A page is taken from the checkpoint once. One that was there and is missing again was discarded (balloon), and
 //!    comes back as zeros.
 //! 3. A page that cannot be read ends the VM only when the VM needs it.

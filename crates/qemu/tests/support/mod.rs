@@ -64,7 +64,7 @@ pub fn launch(qemu: &str, line: &[String], run_dir: &Path) -> keyframe_qemu::Res
     let words =
         std::iter::once(qemu.to_owned()).chain(line.iter().cloned()).map(OsString::from).collect();
     let options = LaunchOptions { run_dir: run_dir.into() };
-    Ok(Guest { vm: Vm::launch(Invocation::parse(words)?, &options)?, run_dir: run_dir.into() })
+    Ok(Guest { vm: Vm::launch(&Invocation::parse(words)?, &options)?, run_dir: run_dir.into() })
 }
 
 /// A line of words.

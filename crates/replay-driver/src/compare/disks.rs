@@ -204,7 +204,7 @@ mod tests {
         let mut run = writer.begin_run_with("vm", &ram, vec![disk], DiskState::default()).unwrap();
         let each = puts.iter().map(|puts| {
             puts.iter().for_each(|(block, value)| {
-                run.put_block(0, *block, &page(*value)).map(drop).unwrap()
+                run.put_block(0, *block, &page(*value)).map(drop).unwrap();
             });
             let sealed = run.seal(SealRequest::of_pages(&ram, "test"));
             Arc::new(store.load_disks(sealed.unwrap().id).unwrap())

@@ -3,10 +3,10 @@
 //!
 //! 1. Two VMs never run at the same instant.
 //! 2. Clients see the output of epochs that the standby holds, or of a node that runs alone by
-//!   right.
+//!    right.
 //! 3. A standby holds a whole epoch.
 //! 4. A node that takes over has all output that clients saw, unless a VM that ran alone has died
-//!   and a user forces the takeover.
+//!    and a user forces the takeover.
 //! 5. A term is activated once.
 //! 6. Once all faults are healed, the VM runs and is protected.
 

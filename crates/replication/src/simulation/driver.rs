@@ -306,7 +306,7 @@ fn standby_output(world: &mut World, node: usize, id: u64, output: StandbyAction
         }
         StandbyAction::Fence => fence(world, node),
         StandbyAction::Activate { epoch, term, forced } => {
-            activate(world, node, epoch, term, forced)
+            activate(world, node, epoch, term, forced);
         }
         StandbyAction::Notify(_) => {}
     }

@@ -272,7 +272,7 @@ impl World {
             }
             Event::Reconnect(link) => self.reconnect(link),
             Event::Deliver { link, to, connection, packet } => {
-                self.deliver(link, to, connection, packet)
+                self.deliver(link, to, connection, packet);
             }
             Event::Input { node, engine, input } => {
                 if self.is_engine(node, engine) {

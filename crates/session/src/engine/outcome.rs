@@ -61,9 +61,9 @@ impl Engine<'_> {
         let behind = self.options.interval.is_some_and(|i| backlog_ns > duration_ns(i) / 10);
         if behind && self.said_late.is_none_or(|at| at.elapsed() > SAY_LATE_EVERY) {
             self.said_late = Some(Instant::now());
-            self.tell(Event::Late { id: entry.id, backlog_ns });
+            self.tell(&Event::Late { id: entry.id, backlog_ns });
         }
-        self.tell(Event::Sealed(Box::new(entry.clone())));
+        self.tell(&Event::Sealed(Box::new(entry.clone())));
         self.compare(seq, sealed);
         let (sealed_count, shown) = (self.sealed, entry.clone());
         self.update(|status| {
@@ -86,7 +86,7 @@ impl Engine<'_> {
             Err(error) => Event::AuditFailed { id, error: shared(error) },
         };
         self.audited_wrong += 1;
-        self.tell(event);
+        self.tell(&event);
     }
 
     /// Keeps the budgets that were asked for.
@@ -102,7 +102,7 @@ impl Engine<'_> {
             status.tuned = Some(tuned.why.to_string());
         });
         if has_changed {
-            self.tell(Event::IntervalTuned { interval_ns: tuned.interval_ns, why: tuned.why });
+            self.tell(&Event::IntervalTuned { interval_ns: tuned.interval_ns, why: tuned.why });
         }
     }
 
@@ -158,7 +158,7 @@ impl Engine<'_> {
         let (inbox, status) = (self.inbox_sender.clone(), Arc::clone(&self.status));
         let space_pages = self.copying.layout.len_pages();
         self.encoding = Some(encode(sink, space_pages, inbox, status, fault)?);
-        self.tell(Event::NewRun);
+        self.tell(&Event::NewRun);
         Ok(())
     }
 
@@ -180,7 +180,7 @@ impl Engine<'_> {
             status.last_error = Some(text);
         });
         if !is_repeated {
-            self.tell(Event::Failed { failure: failure.clone(), owed_pages });
+            self.tell(&Event::Failed { failure: failure.clone(), owed_pages });
         }
         failure
     }

@@ -51,7 +51,7 @@ enum FailedRollback {
     /// As it was.
     Unharmed(RollbackError),
     /// Neither here nor there: it must not run.
-    Lost { why: RollbackError, again: RollbackError },
+    Lost { why: Box<RollbackError>, again: Box<RollbackError> },
 }
 
 impl Engine<'_> {
@@ -96,7 +96,6 @@ impl Engine<'_> {
         let gone = match gone {
             Err(FailedRollback::Lost { why, again }) => {
                 self.given_up = true;
-                let (why, again) = (Box::new(why), Box::new(again));
                 return Err(RollbackError::Lost { why, again, checkpoint: name.into() });
             }
             Err(FailedRollback::Unharmed(why)) => Err(RollbackError::Unharmed(Box::new(why))),
@@ -106,7 +105,7 @@ impl Engine<'_> {
         let stood_ns = elapsed_ns(began);
         self.look();
         let (before, now, pages) = gone?;
-        self.tell(Event::RolledBack { vm: self.name.clone(), checkpoint: target.id });
+        self.tell(&Event::RolledBack { vm: self.name.clone(), checkpoint: target.id });
         Ok(RolledBack {
             vm: self.name.clone(),
             checkpoint: target.id.0,
@@ -194,13 +193,13 @@ impl Engine<'_> {
             self.become_checkpoint(target, &mut pages)
         });
         if let Err(why) = became {
-            let put_back = match exchanged {
-                true => {
-                    self.exchange_disks().and_then(|()| self.become_checkpoint(&before, &mut pages))
-                }
-                false => Ok(()),
+            let put_back = if exchanged {
+                self.exchange_disks().and_then(|()| self.become_checkpoint(&before, &mut pages))
+            } else {
+                Ok(())
             };
             if let Err(again) = put_back {
+                let (why, again) = (Box::new(why), Box::new(again));
                 return Err(FailedRollback::Lost { why, again });
             }
             self.is_whole();

@@ -49,7 +49,7 @@ impl Engine<'_> {
     /// Takes a checkpoint at each instruction to which `steps` brings the VM, which stands at the
     /// first of them.
     pub fn run_through<S: ReplaySteps>(mut self, steps: &mut S) -> Result<RunReport, S::Error> {
-        self.tell(Event::Started(self.greeting()));
+        self.tell(&Event::Started(self.greeting()));
         let followed = self.follow(steps);
         // In any case: no user has a use for a replay that stands.
         let report = self.finish(Ok(End::Asked(OnExit::Kill)));

@@ -239,7 +239,7 @@ impl ServedFile {
             let mut piece = stamp.to_vec();
             match (answer, &missing.old) {
                 (Answer::Data(bytes), _) if bytes.len() == *len_bytes as usize => {
-                    piece.extend(bytes)
+                    piece.extend(bytes);
                 }
                 (Answer::Same, Some(old)) => piece.extend(bytes_of(old)),
                 (Answer::Refused(code, said), _) => {

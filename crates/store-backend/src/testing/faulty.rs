@@ -142,12 +142,13 @@ impl FaultyBackend {
 
     /// The medium as the machine finds it after a power failure now. `seed` decides which of the
     /// bytes and names that are not durable survive.
+    #[must_use]
     pub fn after_power_loss(&self, seed: u64) -> Self {
         let state = self.state();
         let mut chance = SeededRandom(seed);
         let mut names = state.durable.clone();
         for change in &state.pending {
-            if chance.next().is_multiple_of(2) {
+            if chance.next_u64().is_multiple_of(2) {
                 change.apply(&mut names);
             }
         }
@@ -157,6 +158,7 @@ impl FaultyBackend {
     }
 
     /// A copy of the live files, all of them durable.
+    #[must_use]
     pub fn copy(&self) -> Self {
         let mut fresh = State::default();
         for (name, bytes) in self.files() {
@@ -169,6 +171,7 @@ impl FaultyBackend {
 
     /// The medium as the next process finds it after this process died: live and durable state are
     /// kept.
+    #[must_use]
     pub fn copy_with_same_durability(&self) -> Self {
         let state = self.state();
         let fresh = State {
@@ -221,14 +224,14 @@ impl Inode {
         let target = self.synced();
         let (low, high) =
             (self.durable.len().min(target.len()), self.durable.len().max(target.len()));
-        let len = match chance.next() % 3 {
+        let len = match chance.next_u64() % 3 {
             0 => self.durable.len(),
             1 => target.len(),
-            _ => low + chance.next() as usize % (high - low + 1),
+            _ => low + chance.next_u64() as usize % (high - low + 1),
         };
         let mut bytes = vec![0; len];
         for (at, sector) in bytes.chunks_mut(SECTOR_BYTES).enumerate() {
-            let source = if chance.next().is_multiple_of(2) { &self.durable } else { &target };
+            let source = if chance.next_u64().is_multiple_of(2) { &self.durable } else { &target };
             let from = at * SECTOR_BYTES;
             let have = source.get(from..).unwrap_or_default();
             let have = &have[..have.len().min(sector.len())];

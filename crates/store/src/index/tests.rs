@@ -78,7 +78,7 @@ impl Subject {
     }
 
     fn below(&mut self, end: u64) -> u64 {
-        self.chance.next() % end
+        self.chance.next_u64() % end
     }
 
     /// Puts pages, new ones and such as may be known, as a writer does.
@@ -144,7 +144,7 @@ impl Subject {
     fn reopen(&mut self) {
         if self.below(2) == 0 {
             let lost = self.packs.get_mut(&self.open).unwrap();
-            let keep = self.chance.next() as usize % (lost.len() + 1);
+            let keep = self.chance.next_u64() as usize % (lost.len() + 1);
             lost.truncate(keep);
         }
         self.index = Index::new(BUDGET_BYTES, Some(self.folder.clone()));
@@ -184,15 +184,19 @@ impl Subject {
     /// next.
     fn prune(&mut self) {
         self.close();
-        let victims: Vec<u32> =
-            self.packs.keys().copied().filter(|_| self.chance.next().is_multiple_of(4)).collect();
+        let victims: Vec<u32> = self
+            .packs
+            .keys()
+            .copied()
+            .filter(|_| self.chance.next_u64().is_multiple_of(4))
+            .collect();
         let victims: Vec<u32> = victims.into_iter().filter(|number| *number != self.open).collect();
         let mut moves = Moves { victims: victims.iter().copied().collect(), ..Moves::default() };
         let (new, mut moved) = (self.open, Vec::new());
         for (number, entries) in &self.packs {
             for entry in entries.iter().filter(|_| victims.contains(number)) {
                 // A pack that is larger than the table is another matter.
-                if self.chance.next().is_multiple_of(2) && moved.len() < 400 {
+                if self.chance.next_u64().is_multiple_of(2) && moved.len() < 400 {
                     let to = PageRef::new(new, 64 + 40 * moved.len() as u64);
                     moves.to.insert(PageRef::new(*number, entry.offset()), to);
                     moved.push(Entry::new(entry.hash, to.offset(), entry.kind()));

@@ -109,8 +109,8 @@ impl Guest {
     fn seal(&mut self) {
         let old = self.image.clone();
         for page in &mut self.image {
-            if self.known.is_empty() || self.chance.next().is_multiple_of(3) {
-                *page = 1 + self.chance.next() % 60;
+            if self.known.is_empty() || self.chance.next_u64().is_multiple_of(3) {
+                *page = 1 + self.chance.next_u64() % 60;
             }
         }
         put_changes(&mut self.run, &old, &self.image).unwrap();
@@ -233,7 +233,7 @@ fn a_run_a_recompression_a_forget_and_a_reader_at_once_disturb_nobody() {
                 assert!(listing.unreadable.is_empty(), "{:?}", listing.unreadable);
                 let mut ids: BTreeSet<_> = listing.sealed.iter().map(|sealed| sealed.id).collect();
                 ids.pop_last();
-                ids.retain(|_| !chance.next().is_multiple_of(4));
+                ids.retain(|_| !chance.next_u64().is_multiple_of(4));
                 // Before it is done: whoever finds one gone knows why.
                 forgotten.lock().unwrap().extend(&ids);
                 beside.forget(&ids).unwrap();
@@ -273,8 +273,8 @@ fn a_run_a_recompression_a_forget_and_a_reader_at_once_disturb_nobody() {
             seals += 1;
             let old = image.clone();
             for page in &mut image {
-                if chance.next().is_multiple_of(3) {
-                    *page = 1 + chance.next() % 90;
+                if chance.next_u64().is_multiple_of(3) {
+                    *page = 1 + chance.next_u64() % 90;
                 }
             }
             put_changes(&mut run, &old, &image).unwrap();

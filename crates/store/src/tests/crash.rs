@@ -20,8 +20,8 @@ pub fn script(seed: u64) -> Vec<Vec<Image>> {
     let mut image = vec![0; PAGES as usize];
     let mut epoch = |_| {
         for page in &mut image {
-            if chance.next().is_multiple_of(2) {
-                *page = chance.next() % 30;
+            if chance.next_u64().is_multiple_of(2) {
+                *page = chance.next_u64() % 30;
             }
         }
         image.clone()

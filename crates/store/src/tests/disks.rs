@@ -38,7 +38,7 @@ fn assert_disks(store: &Store, id: CheckpointId, expected: &Disks) {
             None => assert_eq!(found, BlockContent::Base, "block {at} of checkpoint {id}"),
             Some(0) => assert_eq!(found, BlockContent::Zero, "block {at} of checkpoint {id}"),
             Some(n) => {
-                assert!(found == BlockContent::Data && page == content(*n), "block {at} of {id}")
+                assert!(found == BlockContent::Data && page == content(*n), "block {at} of {id}");
             }
         }
         known += u64::from(want.is_some());

@@ -31,7 +31,7 @@ fn image_at(second: u64) -> BTreeMap<u64, Page> {
     let mut table = noise(8);
     table[1024..2048].fill(second as u8);
     let counters = [false, true].map(|drifts| deltas::counting(second, drifts));
-    let changing = [counters[0], counters[1], table, content(5), pointers(second)];
+    let changing = vec![counters[0], counters[1], table, content(5), pointers(second)];
     (0..).zip(changing.into_iter().chain((5..PAGES).map(lines))).collect()
 }
 

@@ -7,7 +7,7 @@ use crate::composed::{Composition, PART_BYTES, PARTS, Part};
 use crate::derived::Derivation;
 use crate::identity::PageRef;
 use crate::record::{Kind, Record, append_record};
-use crate::{BaseMeta, BlockContent, Breakdown, DiskMeta, DiskState, Put, SectorCounts, Writer};
+use crate::{BaseMeta, BlockContent, DiskMeta, DiskState, Put, SectorCounts, Writer};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 

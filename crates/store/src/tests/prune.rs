@@ -390,7 +390,7 @@ impl Subject {
     }
 
     fn below(&mut self, end: u64) -> u64 {
-        self.chance.next() % end
+        self.chance.next_u64() % end
     }
 
     fn disk() -> DiskMeta {
@@ -422,26 +422,26 @@ impl Subject {
     fn put(&mut self) {
         let (n, by) = (self.below(12), self.below(4));
         let run = self.run.as_mut().unwrap();
-        match self.chance.next() % 8 {
+        match self.chance.next_u64() % 8 {
             0..3 => {
-                let page = self.chance.next() % RAM_PAGES;
+                let page = self.chance.next_u64() % RAM_PAGES;
                 run.put_page(PageIndex(page), &shifted(n, 0)).unwrap();
                 self.now.ram[page as usize] = shifted(n, 0);
             }
             3 => {
-                let page = self.chance.next() % RAM_PAGES;
+                let page = self.chance.next_u64() % RAM_PAGES;
                 // Half of them are like each other.
                 let n = if n % 2 == 0 { n } else { 11 + 4 * n };
                 run.put_page(PageIndex(page), &content(n)).unwrap();
                 self.now.ram[page as usize] = content(n);
             }
             4 => {
-                let block = self.chance.next() % (BLOCKS - 3);
+                let block = self.chance.next_u64() % (BLOCKS - 3);
                 run.put_zero_blocks(0, block, 3).unwrap();
                 self.now.disk[block as usize..][..3].fill(Some(ZERO_PAGE));
             }
             _ => {
-                let block = self.chance.next() % BLOCKS;
+                let block = self.chance.next_u64() % BLOCKS;
                 run.put_block(0, block, &shifted(n, by)).unwrap();
                 self.now.disk[block as usize] = Some(shifted(n, by));
             }
@@ -485,7 +485,7 @@ impl Subject {
         let ids: BTreeSet<_> =
             self.known.keys().copied().filter(|id| Some(*id) != newest).collect();
         let ids: BTreeSet<_> =
-            ids.into_iter().filter(|_| self.chance.next().is_multiple_of(2)).collect();
+            ids.into_iter().filter(|_| self.chance.next_u64().is_multiple_of(2)).collect();
         on(&self.medium).unwrap().forget(&ids).unwrap();
         self.known.retain(|id, _| !ids.contains(id));
     }

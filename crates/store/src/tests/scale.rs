@@ -30,11 +30,11 @@ struct Written {
 fn dirty(space: u64, chance: &mut SeededRandom) -> Changes {
     let mut changed = Changes::none(space);
     while changed.pages.len() < DIRTY_PAGES {
-        let anywhere = chance.next().is_multiple_of(5);
+        let anywhere = chance.next_u64().is_multiple_of(5);
         let page = if anywhere {
-            chance.next() % space
+            chance.next_u64() % space
         } else {
-            chance.next() % 50_000 * (space / 50_000)
+            chance.next_u64() % 50_000 * (space / 50_000)
         };
         changed.pages.insert(PageIndex(page));
     }
@@ -56,7 +56,7 @@ fn write(space: u64, checkpoints: u64, kept: &[u64]) -> Written {
         }
         for page in changed.pages.iter() {
             now.set(page, PageRef(place));
-            place += 60 + chance.next() % 3000;
+            place += 60 + chance.next_u64() % 3000;
         }
         let plan = chain.plan(&changed, now.nonzero_pages());
         let header = MapHeader {

@@ -154,7 +154,7 @@ impl World {
             let crashed = self.medium.has_crashed();
             if crashed {
                 self.came("repair cut off", 1);
-                let seed = self.chance.next();
+                let seed = self.chance.next_u64();
                 self.medium = if self.below(2) == 0 {
                     self.medium.after_power_loss(seed)
                 } else {
@@ -168,7 +168,7 @@ impl World {
             if !crashed {
                 let after = store.check(&CheckOptions { read_data: true }, &mut |_| {}).unwrap();
                 assert!(after.is_clean(), "{name}, byte {at}: {after:#?}");
-                let store = on(&self.medium.after_power_loss(self.chance.next())).unwrap();
+                let store = on(&self.medium.after_power_loss(self.chance.next_u64())).unwrap();
                 for (id, fact) in &self.facts {
                     assert_fact(&store, *id, &fact.image);
                 }

@@ -111,7 +111,7 @@ impl Drop for World {
 impl World {
     pub fn new(seed: u64) -> Self {
         let mut chance = SeededRandom(seed);
-        encrypted::ask(chance.next().is_multiple_of(6));
+        encrypted::ask(chance.next_u64().is_multiple_of(6));
         let (medium, other) = (FaultyBackend::default(), FaultyBackend::default());
         for medium in [&medium, &other] {
             init_on(medium).unwrap();
@@ -150,7 +150,7 @@ impl World {
     }
 
     pub fn below(&mut self, end: u64) -> u64 {
-        self.chance.next() % end
+        self.chance.next_u64() % end
     }
 
     pub fn came(&mut self, what: &'static str, times: u64) {
@@ -229,7 +229,7 @@ impl World {
         let power = self.below(3) == 0;
         if on_other {
             if hit.has_crashed() {
-                let seed = self.chance.next();
+                let seed = self.chance.next_u64();
                 self.other = if power {
                     hit.after_power_loss(seed)
                 } else {
@@ -244,7 +244,7 @@ impl World {
     }
 
     fn die(&mut self, power: bool) {
-        let seed = self.chance.next();
+        let seed = self.chance.next_u64();
         self.tell(format!("    {}", if power { "power loss" } else { "process death" }));
         if power {
             self.came("power loss", 1);
@@ -288,13 +288,13 @@ impl World {
     fn change(&mut self, image: &mut Image) {
         for (at, place) in image.iter_mut().enumerate() {
             let is_block = at >= RAM_PAGES;
-            *place = match self.chance.next() % 12 {
+            *place = match self.chance.next_u64() % 12 {
                 0 => Some(0),
-                1 => Some(1 + self.chance.next() % 40),
+                1 => Some(1 + self.chance.next_u64() % 40),
                 // Like each other.
-                2..4 => Some(11 + 4 * (self.chance.next() % 16)),
-                4 if is_block => Some(SHIFTED + self.chance.next() % 12),
-                4 => Some(SHIFTED + 4 * (self.chance.next() % 3)),
+                2..4 => Some(11 + 4 * (self.chance.next_u64() % 16)),
+                4 if is_block => Some(SHIFTED + self.chance.next_u64() % 12),
+                4 => Some(SHIFTED + 4 * (self.chance.next_u64() % 3)),
                 _ => continue,
             };
         }
@@ -401,7 +401,7 @@ impl World {
     fn forget(&mut self) -> Result<()> {
         let newest = self.facts.keys().next_back().copied();
         let mut ids: BTreeSet<CheckpointId> = self.facts.keys().copied().collect();
-        ids.retain(|id| Some(*id) != newest && self.chance.next().is_multiple_of(2));
+        ids.retain(|id| Some(*id) != newest && self.chance.next_u64().is_multiple_of(2));
         for id in &ids {
             self.facts.entry(*id).and_modify(|fact| fact.going = true);
         }
@@ -427,7 +427,7 @@ impl World {
     fn copy(&mut self) -> Result<()> {
         let (from, to) = (on(&self.medium)?, on(&self.other)?);
         let mut ids: BTreeSet<CheckpointId> = self.facts.keys().copied().collect();
-        ids.retain(|_| !self.chance.next().is_multiple_of(3));
+        ids.retain(|_| !self.chance.next_u64().is_multiple_of(3));
         let tuning = Tuning { durability: Durability::Checkpoint, ..self.tuning() };
         let report = from.copy_tuned(&to, &ids, tuning, &mut |_| {})?;
         assert!(self.fault == Fault::Read || report.damaged.is_empty(), "{report:#?}");
