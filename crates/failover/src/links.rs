@@ -32,15 +32,33 @@ pub enum LinkEvent {
     Connected(u64, Arc<Link>),
     /// The second path is there.
     BeatConnected(u64, Arc<Channel>),
-    /// A message on a path.
     /// A message arrived on connection `number` of path `path`.
-    Received { path: u8, number: u64, message: PeerMessage },
-    /// What the standby has already: of which session, from which page on, hashes.
+    Received {
+        /// The path: 0 for control, 1 for heartbeats.
+        path: u8,
+        /// The number of the connection, counted from the first one.
+        number: u64,
+        /// The message.
+        message: PeerMessage,
+    },
     /// The standby sends hashes of the pages that it holds, from page `first` on.
-    PageHashes { number: u64, session: u64, first: u64, hashes: Vec<u8> },
-    /// A path is broken.
+    PageHashes {
+        /// The number of the connection, counted from the first one.
+        number: u64,
+        /// The session in which the standby counts its pages.
+        session: u64,
+        /// The first page.
+        first: u64,
+        /// The hashes, end to end.
+        hashes: Vec<u8>,
+    },
     /// Connection `number` of path `path` has ended.
-    Broken { path: u8, number: u64 },
+    Broken {
+        /// The path: 0 for control, 1 for heartbeats.
+        path: u8,
+        /// The number of the connection, counted from the first one.
+        number: u64,
+    },
     /// It could not be connected.
     ConnectFailed(String),
 }

@@ -24,7 +24,10 @@ pub enum WitnessAnswer {
     /// The witness has answered.
     Answered(WitnessReply),
     /// No answer came; `sent` is true if the request may have arrived.
-    Lost { sent: bool },
+    Lost {
+        /// The request may have arrived.
+        sent: bool,
+    },
 }
 
 /// How long the witness may take for each step.
