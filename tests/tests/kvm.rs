@@ -277,7 +277,7 @@ fn a_processor_that_lacks_what_the_guest_may_use_is_refused() {
     env.refused(
         &["restore", "--store", &store, &id, "--accel", "kvm"],
         1,
-        &["3dnow", "started without"],
+        &["3dnow", "start it without"],
     );
     goes_on(&env, &id, &["--accel", "tcg"], &mut sequence);
 }
