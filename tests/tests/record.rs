@@ -384,7 +384,7 @@ fn what_cannot_be_recorded_or_replayed_is_refused() {
     .expect("write a script");
     std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755))
         .expect("make it one");
-    let words = ["vm.sh adds -nodefaults", "QEMU's own line"];
+    let words = ["vm.sh adds -nodefaults", "give the QEMU command line of the script"];
     env.refused(
         &["record", "--out", "R", "--quiet", "--", &script.display().to_string()],
         1,
