@@ -159,7 +159,7 @@ fn an_engine_killed_in_a_rollback_leaves_no_vm_standing() {
         run.wait();
         if ends {
             wait_until("QEMU is ended", || !qemu.is_running());
-            wait_until("it is said", || run.errors().contains("middle of a rollback"));
+            wait_until("it is said", || run.errors().contains("during a rollback"));
         } else {
             let told = || journal_counter(run.lines().get(skip..).unwrap_or_default(), "written=");
             if step == 4 {
