@@ -73,7 +73,7 @@ fn q35_with_four_vcpus_goes_on_after_a_restore_and_reboots() {
 
 #[test]
 fn microvm_goes_on_after_a_restore_and_reboots() {
-    on("microvm", 1, chosen_qemus(0));
+    on("microvm", 1, chosen_qemus(1));
 }
 
 #[test]
