@@ -16,8 +16,9 @@
 //! ```
 //!
 //! The calls are made through a `syscall` instruction of the process's own code. All that is
-//! written into its memory is a signal frame below the thread's stack (see [`crate::signal_frame`]), from
-//! which the thread finds back by itself.
+//! written into its memory is a signal frame below the thread's stack (see
+//! [`crate::signal_frame`]), from which the thread returns by itself. The bytes that were there
+//! are written back at the end.
 //!
 //! Invariants:
 //! 1. No signal is lost: all that can be blocked wait, blocked, until the mask is restored; SIGSTOP is sent again.
@@ -28,6 +29,10 @@
 //!    that came meanwhile and had no effect. Not so in a process without the code for it
 //!    ([`Attached::guarded`]).
 //!
+//! 5. A session that ends as planned leaves the memory below the stack as it found it. No correct program reads that memory,
+//!    but QEMU 7.2 does: a microvm's firmware reads the head of an ELF kernel from a buffer that
+//!    was on QEMU's stack, through a pointer that outlived the call.
+//!
 //! Left out: attaching to another thread than the main one; code in a restartable sequence (rseq)
 //! at the moment of the stop, which QEMU's main thread does not use; a seccomp filter that kills
 //! for a `userfaultfd` call, if we are killed in the microseconds between setting the registers for
@@ -36,7 +41,7 @@
 use crate::gadgets::Gadgets;
 use crate::ptrace::{SignalMask, Stop, Tracee};
 use crate::signal_frame::{self, RED_ZONE_BYTES, SignalFrame, XsaveLayout};
-use crate::{Error, Process, Result, abi, write_memory};
+use crate::{Error, Process, Result, abi, read_memory, write_memory};
 use keyframe_units::HostVirt;
 use keyframe_units::elapsed_ns;
 use rustix::process::{PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_send_signal};
@@ -51,6 +56,8 @@ pub(crate) const SESSION_MAX: Duration = Duration::from_secs(2);
 const PATIENCE: Duration = Duration::from_millis(500);
 const PAUSE_MIN: Duration = Duration::from_micros(100);
 const PAUSE_MAX: Duration = Duration::from_millis(20);
+/// Room below the signal frame for the word of [`Hijack::free_word`], with its alignment.
+const FREE_WORD_BYTES: u64 = 16;
 /// The stack of a child that is not to run: no memory is ever there.
 const NO_STACK: u64 = 8;
 
@@ -185,19 +192,38 @@ fn blank_registers(like: &libc::user_regs_struct) -> libc::user_regs_struct {
     }
 }
 
-/// Writes the frame that gives the stopped thread back; tells where it is. `None` where there is no
-/// room for it, or its registers are of a kind not known here: then we alone can give it back.
-fn write_frame(
-    process: &Process,
+/// The signal frame that gives the stopped thread back. `None` if there is no room for it, or if
+/// its registers are of a kind not known here: then only the session can give the thread back.
+fn signal_frame(
     tracee: &Tracee<'_>,
     saved: &libc::user_regs_struct,
     mask: SignalMask,
-    layout: &XsaveLayout,
     sigreturn: u64,
-) -> Option<u64> {
-    let frame = SignalFrame::new(saved, mask, &tracee.xsave().ok()?, layout, sigreturn)?;
-    write_memory(process, HostVirt(frame.at), &frame.bytes).ok()?;
-    Some(frame.at)
+) -> Option<SignalFrame> {
+    let layout = XsaveLayout::of_this_processor();
+    SignalFrame::new(saved, mask, &tracee.xsave().ok()?, layout, sigreturn)
+}
+
+/// What lay below a thread's stack before a session wrote there.
+struct BelowStack {
+    at: HostVirt,
+    bytes: Vec<u8>,
+}
+
+impl BelowStack {
+    /// Reads all that a session may write: `frame`, and one word below it. `None` if a part of that
+    /// is not mapped.
+    fn read(
+        process: &Process,
+        saved: &libc::user_regs_struct,
+        frame: Option<&SignalFrame>,
+    ) -> Option<Self> {
+        let top = saved.rsp.checked_sub(RED_ZONE_BYTES)?;
+        let at = frame.map_or(top, |frame| frame.at).checked_sub(FREE_WORD_BYTES)?;
+        let mut bytes = vec![0; usize::try_from(top.checked_sub(at)?).ok()?];
+        read_memory(process, HostVirt(at), &mut bytes).ok()?;
+        Some(Self { at: HostVirt(at), bytes })
+    }
 }
 
 /// A stopped thread that runs our system calls; given back as it was by [`Self::restore`], or else
@@ -211,6 +237,7 @@ pub(crate) struct Hijack<'p> {
     saved: libc::user_regs_struct,
     /// Where the frame is that gives the thread back, where there is one.
     frame_at: Option<u64>,
+    below_stack: Option<BelowStack>,
     mask: SignalMask,
     /// SIGSTOP cannot be blocked: one that came meanwhile is sent again.
     stop_came: bool,
@@ -261,10 +288,11 @@ impl<'p> Hijack<'p> {
         saved: libc::user_regs_struct,
         mask: SignalMask,
     ) -> Result<Self> {
-        let layout = XsaveLayout::of_this_processor();
-        let frame_at = gadgets
-            .sigreturn
-            .and_then(|at| write_frame(process, &tracee, &saved, mask, layout, at));
+        let frame = gadgets.sigreturn.and_then(|at| signal_frame(&tracee, &saved, mask, at));
+        let below_stack = BelowStack::read(process, &saved, frame.as_ref());
+        let frame_at = frame.and_then(|frame| {
+            write_memory(process, HostVirt(frame.at), &frame.bytes).ok().map(|()| frame.at)
+        });
         let hijack = Self {
             process,
             tracee,
@@ -273,6 +301,7 @@ impl<'p> Hijack<'p> {
             deadline,
             saved,
             frame_at,
+            below_stack,
             mask,
             stop_came: false,
             born: None,
@@ -350,7 +379,7 @@ impl<'p> Hijack<'p> {
         self.born.filter(|pid| *pid != 0)
     }
 
-    /// A place for eight bytes on the stopped thread's stack that belongs to nobody: below what
+    /// Eight bytes on the stopped thread's stack that the thread does not use: below what
     /// gives it back, or else below the red zone.
     pub(crate) fn free_word(&self) -> HostVirt {
         let used = self.frame_at.unwrap_or(self.saved.rsp.wrapping_sub(RED_ZONE_BYTES));
@@ -424,6 +453,11 @@ impl<'p> Hijack<'p> {
         self.tracee.set_signal_mask(self.mask)?;
         self.tracee.set_registers(self.saved)?;
         self.restored = true;
+        // Only now: as long as the registers are ours, the frame has to stay. A failure leaves
+        // bytes there that no correct program reads.
+        if let Some(below) = &self.below_stack {
+            let _ = write_memory(self.process, below.at, &below.bytes);
+        }
         self.tracee.detach()?;
         if self.stop_came {
             pidfd_send_signal(self.process.pidfd(), Signal::STOP).map_err(|source| {
@@ -451,6 +485,7 @@ impl Drop for Hijack<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use keyframe_units::HostRange;
     use std::process::{Command, Stdio};
 
     /// Without a way back of its own the process is attached to all the same, and goes on.
@@ -464,5 +499,51 @@ mod tests {
         assert!(attached.iter().all(|attached| !attached.guarded));
         drop(child.stdin.take());
         assert!(child.wait().unwrap().success(), "it ends of itself");
+    }
+
+    /// QEMU 7.2 reads memory below its main thread's stack (invariant 5).
+    #[test]
+    fn the_memory_below_the_stack_is_left_as_it_was() {
+        let mut child =
+            Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().expect("cat");
+        let process = Process::open(child.id()).unwrap();
+        let stack_pointer = stack_pointer_in_a_read(child.id());
+        let below = HostRange { start: HostVirt(stack_pointer - 12_000), len_bytes: 12_000 };
+        // A pattern, as zeros could be there before and after.
+        let pattern: Vec<u8> = (0..below.len_bytes).map(|i| (i % 251) as u8 + 1).collect();
+        write_memory(&process, below.start, &pattern[..pattern.len() - 128]).unwrap();
+        let read = || {
+            let mut bytes = vec![0; pattern.len()];
+            read_memory(&process, below.start, &mut bytes).unwrap();
+            bytes
+        };
+        let before = read();
+        let gadgets = Gadgets::find(&process).unwrap();
+        assert!(run_session(&process, gadgets).unwrap().guarded);
+        assert!(read() == before, "after a guarded session");
+        in_session(&process, |hijack| write_memory(&process, hijack.free_word(), &[0xee; 8]))
+            .unwrap();
+        assert!(read() == before, "after a session that used the free word");
+        let gadgets = Gadgets::without_way_back(&process).unwrap();
+        let mut hijack = Hijack::stop(&process, gadgets, SESSION_MAX).unwrap();
+        write_memory(&process, hijack.free_word(), &[0xee; 8]).unwrap();
+        assert!(read() != before, "the word is among the bytes compared");
+        hijack.restore().unwrap();
+        assert!(read() == before, "after a session without a frame");
+        drop(child.stdin.take());
+        assert!(child.wait().unwrap().success(), "it ends of itself");
+    }
+
+    /// The stack pointer of a process once it waits for its standard input.
+    fn stack_pointer_in_a_read(pid: u32) -> u64 {
+        for _ in 0..1000 {
+            let text = std::fs::read_to_string(format!("/proc/{pid}/syscall")).unwrap();
+            let words: Vec<&str> = text.split_whitespace().collect();
+            if let ["0", "0x0", .., stack_pointer, _] = words[..] {
+                return u64::from_str_radix(stack_pointer.trim_start_matches("0x"), 16).unwrap();
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        panic!("cat does not read");
     }
 }
