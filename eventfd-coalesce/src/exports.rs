@@ -34,7 +34,7 @@ pub extern "C" fn eventfd(value: c_uint, flags: c_int) -> c_int {
 #[unsafe(no_mangle)]
 pub extern "C" fn close(fd: c_int) -> c_int {
     TABLE.closes(fd);
-    // SAFETY: as whoever calls us would: it is theirs to close.
+    // SAFETY: the caller owns the descriptor and wants it closed.
     unsafe { syscall(CLOSE, fd) as c_int }
 }
 

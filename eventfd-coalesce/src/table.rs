@@ -17,7 +17,7 @@ use core::sync::atomic::{AtomicU8, Ordering};
 
 /// Not an eventfd, or one that counts.
 const OTHER: u8 = 0;
-/// An eventfd that nobody has read through us.
+/// An eventfd that no thread has read through this library.
 const NEW: u8 = 1;
 /// One that has been read, and not written to since.
 const CLEAR: u8 = 2;
@@ -81,7 +81,7 @@ impl<const N: usize> Table<N> {
             return written;
         }
         write().unwrap_or_else(|failed| {
-            // Nobody is told, so that the next one is to try, too.
+            // No reader was woken, so the next writer must try as well.
             if let Some(state) = state {
                 let _ = state.compare_exchange(SIGNALLED, NEW, Ordering::SeqCst, Ordering::SeqCst);
             }
@@ -122,7 +122,7 @@ mod tests {
     fn a_write_is_left_out_between_another_and_its_read() {
         let table = Table::<8>::new();
         table.opened(FD);
-        // Who reads it is not known yet.
+        // Its reader is not known yet.
         assert!(goes_on(&table, FD) && goes_on(&table, FD) && !table.is_looked_after(FD));
         for _ in 0..2 {
             assert_eq!(table.read(FD, || 8), 8);

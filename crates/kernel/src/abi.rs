@@ -235,7 +235,8 @@ pub fn uffd_register(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Re
     uffd_register_as(uffd, start, len_bytes, REGISTER_MODE_WP)
 }
 
-/// `UFFDIO_REGISTER` for missing pages: from now on whoever touches one waits until it is placed.
+/// `UFFDIO_REGISTER` for missing pages: from now on a thread that
+/// touches one waits until the page is placed.
 pub fn uffd_register_missing(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     uffd_register_as(uffd, start, len_bytes, REGISTER_MODE_MISSING)
 }
@@ -251,9 +252,9 @@ fn uffd_register_as(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64, mode: u64)
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// `UFFDIO_COPY`: places `content` (whole pages) from `start` on, where nothing is yet, and wakes
-/// who waits there. Gives back how many bytes were placed before the first page that is there
-/// already (`EEXIST` where that is the first of all), or before the kernel was interrupted.
+/// `UFFDIO_COPY`: places `content` (whole pages) from `start` on, where no page is yet, and wakes
+/// the threads that wait there. Returns the number of bytes placed before the first page that was
+/// present (`EEXIST` if that is the first page), or before the kernel was interrupted.
 pub fn uffd_copy(uffd: BorrowedFd<'_>, start: u64, content: &[u8]) -> io::Result<u64> {
     let (src, len_bytes) = (content.as_ptr() as u64, content.len() as u64);
     let mut copy = UffdCopy { dst: start, src, len_bytes, mode: 0, done: 0 };

@@ -41,8 +41,8 @@ mod tests {
     #[test]
     fn a_child_leads_a_session_if_it_is_to() {
         let leads = |prepare: fn(&mut Command)| {
-            // Its number and its session's, which is 0 where whoever leads that is outside our
-            // namespace.
+            // The child's pid and its session id, which is 0 if the leader of the session is
+            // outside our pid namespace.
             let mut command = Command::new("cut");
             prepare(command.args(["-d ", "-f1,6", "/proc/self/stat"]));
             let printed = String::from_utf8(command.output().unwrap().stdout).unwrap();

@@ -35,7 +35,7 @@ impl CoreClaim {
     }
 }
 
-/// A lock of a directory; none where somebody has it.
+/// Locks a directory. `None` if another process holds the lock.
 fn locked(directory: &Path) -> Option<File> {
     let lock = File::open(directory).ok()?;
     lock.try_lock().ok()?;

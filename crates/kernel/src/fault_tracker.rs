@@ -39,7 +39,7 @@
 //!
 //! For a frozen copy: stop the process, set the hook, drain, let the process go on; what a hook is
 //! told of first is as frozen. (The other way round, a fault from before the stop could lift a
-//! protection with nobody told.) When the copy is made, ask for what went
+//! protection without a report.) When the copy is made, ask for what went
 //! [`FaultTracker::pages_with_lost_protection`]: a copy of such a page is no copy of that instant.
 //!
 //! Not seen: holes punched into the file of shared memory by `fallocate`; writes through another
@@ -335,8 +335,8 @@ impl FaultTracker {
             if state.has_discarded { runs.to_vec() } else { windows(runs, PROTECT_GAP_BYTES) };
         left.reverse();
         loop {
-            // Whoever breaks the tracking ends it for every page: nothing that is found then means
-            // anything.
+            // A thread that breaks the tracking ends it for every page. What this drain finds
+            // afterwards is meaningless.
             if let Some(source) = state.broken() {
                 return Err(source);
             }
@@ -417,8 +417,8 @@ impl Drop for FaultTracker {
     fn drop(&mut self) {
         for range in &self.registered {
             // The mapping, or the whole process, may be gone: then there is nothing left to end.
-            // This wakes who waits to write; who waits to discard is woken when the descriptor
-            // closes, which follows.
+            // This wakes the threads that wait to write. Threads that wait to discard are woken
+            // when the descriptor closes, which follows.
             let _ = self.shared.end_tracking(*range);
         }
     }

@@ -172,7 +172,7 @@ impl FrozenCopy {
 
 impl Drop for FrozenCopy {
     fn drop(&mut self) {
-        // Nobody is left to tell; what can be left is a zombie, which the next snapshot reaps.
+        // A drop cannot report an error. What can be left is a zombie, which the next snapshot reaps.
         let _ = self.finish();
     }
 }
@@ -393,9 +393,9 @@ fn settle(child: &Process, tracee: &Tracee<'_>, gadgets: Gadgets) -> Result<()> 
     }
 }
 
-/// Kills the child and lets go of it; it is its parent's to reap then.
+/// Kills the child and detaches from it. Its parent reaps it.
 fn bury(child: &Process, tracee: &Tracee<'_>) -> Result<()> {
-    // Killed already, by somebody else: as well.
+    // An error means that another process has killed it already.
     let _ = pidfd_send_signal(child.pidfd(), Signal::KILL);
     if !child.exits_within(END_MS_MAX) {
         let waited_ms = END_MS_MAX.into();

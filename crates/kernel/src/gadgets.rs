@@ -6,8 +6,8 @@
 //!   sigreturn  48 c7 c0 0f 00 00 00 0f 05    mov $15, %rax; syscall   where each signal handler returns to
 //! ```
 //!
-//! Each C library has both (the kernel demands the second from all who handle signals), in a shared
-//! library or in the program itself. The bytes need not begin an instruction of the code they are
+//! Each C library has both, in a shared library or in the program itself: the kernel demands the
+//! second from every program that handles signals. The bytes need not begin an instruction of the code they are
 //! found in. Where one is missing, or the process has a shadow stack, calls are made through the
 //! vdso, as they can be in any process; then there is no way back but ours. See [`crate::signal_frame`].
 //!
@@ -88,7 +88,7 @@ fn has_shadow_stack(process: &Process) -> Result<bool> {
         .is_some_and(|features| features.split_whitespace().any(|feature| feature == "shstk")))
 }
 
-/// Both of them, in code that nobody can write, the C library's first.
+/// The addresses of both, in code that is not writable. The C library's come first.
 fn way_back(process: &Process, maps: &[Mapping]) -> Option<(u64, u64)> {
     let is_c_library = |mapping: &Mapping| {
         let name = mapping.path.rsplit('/').next().unwrap_or_default();

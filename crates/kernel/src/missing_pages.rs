@@ -175,8 +175,8 @@ impl MissingPages {
                     continue;
                 }
                 Err(error) if error.raw_os_error() == Some(libc::EEXIST) => {
-                    // Whoever waits for it has not seen it yet: it may have come by another way
-                    // than ours.
+                    // The page is there: another program placed it. Threads that wait for it have
+                    // not been woken yet.
                     self.wake(HostRange { start: HostVirt(start.0 + from), len_bytes: page })?;
                     from += page;
                     continue;
@@ -194,7 +194,7 @@ impl MissingPages {
     }
 
     fn wake(&self, range: HostRange) -> Result<()> {
-        let (pid, operation) = (self.process.pid(), "wake who waits at");
+        let (pid, operation) = (self.process.pid(), "wake the threads that wait at");
         match abi::uffd_wake(self.uffd.as_fd(), range.start.0, range.len_bytes) {
             Err(source) => Err(Error::TrackRange { pid, operation, range, source }),
             Ok(()) => Ok(()),
@@ -286,7 +286,8 @@ fn end_with_parent(hijack: &mut Hijack<'_>, signal: i32) -> Result<()> {
     hijack.call_with("prctl", libc::SYS_prctl, [option, signal, 0, 0, 0]).map(drop)
 }
 
-/// What it has been given last: by us, or by who started the target.
+/// The signal that the target receives when its parent ends: the last one that Keyframe or the
+/// target set.
 fn death_signal(process: &Process, hijack: &mut Hijack<'_>) -> Result<i32> {
     let (option, at) = (libc::PR_GET_PDEATHSIG as u64, hijack.free_word());
     hijack.call_with("prctl", libc::SYS_prctl, [option, at.0, 0, 0, 0])?;

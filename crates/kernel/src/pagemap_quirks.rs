@@ -56,7 +56,7 @@ pub(crate) fn own_userfaultfd() -> io::Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: a descriptor that the kernel has just made, which nobody else owns.
+    // SAFETY: the kernel has just made the descriptor, so it has no other owner.
     Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }
 
@@ -112,8 +112,8 @@ fn try_out() -> Result<PagemapQuirks> {
 mod tests {
     use super::*;
 
-    /// What kernel this is nobody knows here; but no version reports tables that are missing and
-    /// not missing entries.
+    /// The test does not know the kernel's version. No version reports missing tables without
+    /// reporting missing entries.
     #[test]
     fn trying_works_and_gives_a_combination_that_exists() {
         let quirks = try_out().unwrap();

@@ -10,8 +10,8 @@
 //! first instant, and stands still before its first instruction.
 //!
 //! Stops are found by asking for their siginfo, not by `waitpid`: so the exit status of a target
-//! that is our own child stays for whoever waits for it, and a wait elsewhere in this process
-//! cannot take a stop away from us.
+//! that is our own child stays for the thread that waits for the child, and a wait elsewhere in
+//! this process cannot take a stop away from the tracer.
 //!
 //! Invariant: a traced thread belongs to the thread that seized it; nothing here is `Send`. When
 //! that thread ends, the kernel detaches.
@@ -134,7 +134,7 @@ impl<'p> Tracee<'p> {
     /// parent too.
     pub fn take_end(&self) -> io::Result<()> {
         // SAFETY: the status is not asked for (null is allowed); the process is traced by this
-        // thread, so nobody else here waits for it.
+        // thread, so no other thread here waits for it.
         let code = unsafe {
             libc::waitpid(
                 self.process.raw_pid(),

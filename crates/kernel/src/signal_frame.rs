@@ -7,7 +7,7 @@
 //! ```text
 //!   the thread's stack                              its code
 //!   rsp ─▶ ┌──────────────────────────┐
-//!          │ red zone, 128 bytes      │             call:      syscall        ours; who traces it stops it behind
+//!          │ red zone, 128 bytes      │             call:      syscall        ours; the tracer stops it behind
 //!          ├──────────────────────────┤                        ret    ──┐     this and sets the registers of the next
 //!          │ vector registers (xsave) │                                 │
 //!          ├──────────────────────────┤             sigreturn: mov $15, %rax
@@ -16,15 +16,16 @@
 //!          └──────────────────────────┘
 //! ```
 //!
-//! So from the moment on at which its registers are ours until they are its own again, the thread
-//! needs nobody: let go at any instant it makes the call it was to make, if any, returns, and is
-//! what it was.
+//! From the moment at which the registers are ours until they are the thread's own again, the
+//! thread does not depend on the tracer. If the tracer detaches at any instant, the thread makes
+//! the pending call, if there is one, returns through the frame, and continues as before.
 //!
 //! Invariants:
-//! 1. What lies below the red zone belongs to nobody: any signal would overwrite it. What is not mapped and writable there
-//!    cannot be written, so that a stack is never left.
-//! 2. A system call that was interrupted is made again: `rt_sigreturn` restarts nothing, so the frame stands before it. One that
-//!    waits for a length of time waits all of it again.
+//! 1. The frame lies below the red zone, where any signal handler would write too. If the memory
+//!    there is not mapped and writable, no frame is written.
+//! 2. An interrupted system call is made again. `rt_sigreturn` restarts no call, so the saved
+//!    instruction pointer is that of the `syscall` instruction. A call that waits for a length of
+//!    time waits all of it again.
 //!
 //! Left out: threads with a shadow stack (CET), which a return to an address that no call has left
 //! would kill. And a wait for a length of time that was interrupted before, and let go on (by
@@ -171,10 +172,10 @@ fn restarting(registers: &libc::user_regs_struct) -> libc::user_regs_struct {
     libc::user_regs_struct { rax: registers.orig_rax, rip, ..*registers }
 }
 
-/// Whether a stopped thread is in a wait for a length of time that was interrupted before: by
-/// whoever attached in the same wait. What it waits for is known to the kernel alone, which forgets
-/// it at any `rt_sigreturn`. A frame would end the wait with `EINTR`, as a signal does; no frame is
-/// needed where nobody is killed.
+/// True if the stopped thread is in a timed wait that an earlier stop has interrupted. Only the
+/// kernel knows the rest of that wait, and it forgets it at any `rt_sigreturn`. A return through a
+/// frame would end the wait with `EINTR`, as a signal does. The return without a frame keeps the
+/// wait.
 pub(crate) fn is_beyond_return(registers: &libc::user_regs_struct) -> bool {
     registers.orig_rax.cast_signed() == libc::SYS_restart_syscall
         && registers.rax.cast_signed() == ERESTART_RESTARTBLOCK

@@ -8,8 +8,8 @@
 //!                                       discards the page       └──────▶ written ────────┘
 //! ```
 //!
-//! The kernel resolves the first write to a protected page by itself and marks it written; nobody
-//! has to answer, so a stalled or dead tracker stops nothing. One scan is:
+//! The kernel resolves the first write to a protected page by itself and marks it written. No
+//! thread has to answer, so a stalled or dead tracker does not stop the guest. One scan is:
 //!
 //! ```text
 //!   A  WRITTEN      found and protected in one step

@@ -1,4 +1,4 @@
-//! Takes hold of a QEMU that somebody else started, by hand or with libvirt, without restarting it.
+//! Attaches to a QEMU that another program started, by hand or with libvirt, without restarting it.
 //!
 //! ```text
 //!   pid ──▶ descriptor of the process ──▶ its own line (/proc) ──▶ monitor: a socket, or libvirt
@@ -153,11 +153,12 @@ fn connect(
     }
 }
 
-/// The socket is the one that `pid` made. A socket that somebody else made and QEMU inherited is
-/// another's by this measure; what is passed through it will tell.
+/// Refuses a monitor socket that another QEMU made. A socket that a program other than a QEMU made
+/// is accepted, because QEMU may have inherited it; the files passed through the monitor later show
+/// whether it is QEMU's.
 fn check_peer(qmp: &Qmp, pid: u32) -> Result<()> {
     let peer = rustix::net::sockopt::socket_peercred(qmp)
-        .map_err(Error::io("ask who answers QEMU's monitor"))?;
+        .map_err(Error::io("ask which process answers QEMU's monitor"))?;
     let peer = peer.pid.as_raw_nonzero().get();
     let is_qemu = u32::try_from(peer).is_ok_and(running::is_qemu);
     if peer.cast_unsigned() == pid || !is_qemu {

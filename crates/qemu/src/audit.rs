@@ -2,7 +2,7 @@
 //!
 //! | what | why |
 //! |---|---|
-//! | a disk that the guest can write to, and that nobody captures | a checkpoint without the disk's contents at that instant is torn |
+//! | a disk that the guest can write to and Keyframe does not capture | a checkpoint without the disk's contents at that instant is torn |
 //! | direct disk I/O | the kernel writes into pinned guest pages and no write protection sees it |
 //! | vhost-user, vDPA, VFIO, ivshmem | another process or a device writes into guest RAM unseen |
 //! | balloon or virtio-mem over shared memory | a hole punched into shared memory is not reported as a write |
@@ -31,18 +31,19 @@ const FOREIGN: &[(&str, &str)] = &[
 /// Types of devices that discard guest RAM.
 const DISCARDING: &[&str] = &["virtio-balloon", "virtio-mem"];
 
-/// Who serves a machine's writable disks.
+/// The server of a machine's writable disks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Disks<'a> {
-    /// We, at this socket, those of the line that we know how to; or nobody, where there are none.
+    /// Keyframe, at this socket, serves the disks of the command line that it can serve. `None` if
+    /// there are none.
     Launched(Option<&'a Path>),
-    /// Whoever started it.
+    /// The program that started the machine.
     Foreign,
 }
 
 /// All findings about the machine behind `qmp`, whose type is `machine_type`.
 ///
-/// The disks behind the nodes `minded` are somebody's business already.
+/// The disks behind the nodes `minded` are captured already: they cause no finding.
 pub(crate) fn audit(
     qmp: &mut Qmp,
     machine_type: &str,

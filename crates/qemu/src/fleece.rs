@@ -56,8 +56,8 @@ pub fn export_name(number: usize) -> String {
     name(number)
 }
 
-/// Has QEMU listen for readers at `socket`. Error: [`Error::Refused`] also where somebody else has
-/// it listen already.
+/// Has QEMU listen for readers at `socket`. Error: [`Error::Refused`], also if QEMU
+/// listens for another program already.
 pub fn start_server(qmp: &mut Qmp, socket: &Path) -> Result<()> {
     let address = json!({ "type": "unix", "data": { "path": socket } });
     qmp.execute("nbd-server-start", Some(json!({ "addr": address }))).map(drop)
@@ -171,7 +171,7 @@ pub fn stop_server(qmp: &mut Qmp) -> Result<()> {
     }
 }
 
-/// A job on the VM's disks that is somebody else's.
+/// The name of a job on the VM's disks that another program started.
 pub fn other_job(qmp: &mut Qmp) -> Result<Option<String>> {
     let jobs = qmp.execute("query-block-jobs", None)?;
     let names = jobs.as_array().into_iter().flatten().filter_map(|job| job.get("device")?.as_str());

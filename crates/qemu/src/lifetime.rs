@@ -1,7 +1,7 @@
-//! A QEMU process and its end: a child of ours, or one that somebody else started.
+//! A QEMU process and its end: a child of this process, or one that another program started.
 //!
-//! Only a process's parent learns how it ended; of others we see that they did, by a descriptor of
-//! the process that cannot come to mean another one.
+//! Only a process's parent learns its exit status. Of other processes Keyframe sees that they have
+//! ended, by a pidfd, which never refers to another process.
 
 use crate::{Error, Result, spawn};
 use keyframe_vmm::VmExit;
@@ -18,7 +18,7 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 pub(crate) enum Lifetime {
     /// A child of ours.
     Child(Child),
-    /// One that somebody else started.
+    /// A process that another program started.
     Other(Other),
 }
 
@@ -132,7 +132,7 @@ mod tests {
         assert_eq!(other.ended().unwrap(), None);
         assert_eq!(other.wait(Duration::from_millis(20)).unwrap(), None);
         let ended = other.kill().unwrap();
-        assert!(ended.success() && ended.status().success(), "nobody told us how");
+        assert!(ended.success() && ended.status().success(), "the status is not known");
         assert_eq!(other.ended().unwrap(), Some(VmExit::Unknown));
         child.wait().unwrap();
         assert!(other.kill().is_ok(), "gone and waited for");

@@ -9,9 +9,9 @@
 //! Invariants:
 //! 1. Each wait ends: with an answer, with [`Error::Timeout`], or with [`Error::Gone`] when QEMU has ended.
 //! 2. An answer is matched by its id, so the late answer of a command that timed out is never taken for another's.
-//! 3. Whether anybody else let the VM run between our `stop` and our `cont` is known: each RESUME event met before our
-//!    `cont` was sent, or stamped before it, is somebody else's. One that comes later does no harm,
-//!    for what was to be captured in the pause has been captured when `cont` is sent.
+//! 3. It is known whether another client let the VM run between our `stop` and our `cont`: each RESUME event met before our
+//!    `cont` was sent, or stamped before it, is another client's. One that comes later does no harm,
+//!    because the capture is complete when `cont` is sent.
 //!
 //! The messages are read as plain JSON and not with a library's generated types: those are made
 //! from one QEMU's schema, while 7.2 lacks fields that 10.0 requires, and the library's synchronous
@@ -40,13 +40,13 @@ use virsh::Virsh;
 
 /// How long an answer may take, unless [`Qmp::set_timeout`] says otherwise.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// How many events are kept when nobody fetches them; a guest can cause some kinds at will.
+/// How many events are kept until they are fetched. A guest can cause some kinds at will.
 const EVENTS_MAX: usize = 4096;
 /// Device state of a VM whose vGPU or many disks fill it is written in this time at worst.
 const SAVE_TIMEOUT: Duration = Duration::from_secs(30);
 /// What a monitor says first.
 const GREETING: &str = "greeting";
-/// Where the ids begin of one who takes a connection over.
+/// The first command id of a [`Qmp`] that takes a connection over.
 const TAKEN_OVER_ID: u64 = 1 << 40;
 /// How long an answer is waited for once the VM has been shut down.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
@@ -54,8 +54,8 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 /// What our `stop` found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stopped {
-    /// It was our `stop` that stopped the VM; else somebody else had paused it, and must be the one
-    /// to resume it.
+    /// True if our `stop` stopped the VM. If false, another client had paused the VM, and that client
+    /// must resume it.
     pub was_running: bool,
 }
 
@@ -207,8 +207,8 @@ impl Qmp {
                         operation: GREETING.into(),
                     });
                 }
-                // Before it greets, QEMU takes a new client for the one before, who was told of
-                // events.
+                // Before the greeting, QEMU may still send events that were meant for the previous
+                // client.
                 Ok(message) if message.get("event").is_some() && started.elapsed() < wait => {}
                 other => break other?,
             }
@@ -291,14 +291,14 @@ impl Qmp {
         self.execute("cont", None).map(drop)
     }
 
-    /// Lets the VM run after our [`Qmp::stop`]. True where somebody else had let it run in between:
+    /// Lets the VM run after our [`Qmp::stop`]. True if another client had let it run in between:
     /// what was captured in the pause is torn.
     pub fn cont_after_stop(&mut self) -> Result<bool> {
         self.cont()?;
         self.resumed_by_other()
     }
 
-    /// Whether somebody else (a user's monitor, the watchdog) let the VM run after our last
+    /// True if another client (a user's monitor, the watchdog) let the VM run after our last
     /// [`Qmp::stop`] and before our `cont`, or, where there was none yet, before now.
     pub fn resumed_by_other(&mut self) -> Result<bool> {
         self.drain("look for events")?;

@@ -15,7 +15,7 @@
 //! 3. QEMU is ended only by [`Restored::kill`]; dropping a [`Restored`] leaves the guest running. A lazy restore, though, is
 //!    ended with us until all of its RAM is there.
 //!
-//! Left out: what disks hold, which is served by somebody else.
+//! Left out: the content of disks, which a disk server provides.
 
 mod fill;
 pub mod lazy;
@@ -89,7 +89,7 @@ pub struct RestoreOptions {
     pub icount_shift: Option<u32>,
     /// Another accelerator than the line names. The device state is converted.
     pub accelerator: Option<Accelerator>,
-    /// Who serves the disks that the guest can write to.
+    /// The server of the disks that the guest can write to.
     pub disks: Option<DiskServer>,
     /// The checkpoint that it is, for the VM's next engine ([`Vm::lineage`]).
     pub lineage: Option<Lineage>,
@@ -100,8 +100,8 @@ pub struct RestoreOptions {
     pub log: Option<PathBuf>,
     /// Words behind all others, which make no other machine: those of a gate ([`crate::gate`]).
     pub added: Vec<String>,
-    /// Called as soon as QEMU is started, in the thread that the rest comes of: who needs no right
-    /// but to start it gives it up here.
+    /// Called as soon as QEMU is started, in the calling thread. A caller that needs its rights only
+    /// for the start gives them up here.
     pub spawned: Option<fn()>,
 }
 

@@ -115,7 +115,7 @@ impl StateFile {
         let checked = theirs
             .ok_or_else(|| qmp.unexpected("add-fd", &answer))
             .and_then(|path| self.check_is_at(&path, pid))
-            // Two that looked at the same time have both found nobody, and now find each other.
+            // Two engines that looked at the same time found no other, and now find each other.
             .and_then(|()| self.check_alone(qmp, pid));
         if checked.is_err() {
             self.take_back(qmp);
@@ -123,7 +123,7 @@ impl StateFile {
         checked
     }
 
-    /// QEMU forgets it. Where QEMU does not answer there is nobody to tell.
+    /// Has QEMU forget the file. A QEMU that does not answer is ignored.
     pub(crate) fn take_back(&self, qmp: &mut Qmp) {
         let _ = qmp.execute("remove-fd", Some(json!({ "fdset-id": self.set })));
     }
@@ -308,7 +308,7 @@ mod tests {
         ] {
             assert_eq!(living(&format!("{ENGINE_MARK}{gone}")), None, "{gone}");
         }
-        assert_eq!(living(&format!("{pid}:{start}:1")), None, "somebody else's word");
+        assert_eq!(living(&format!("{pid}:{start}:1")), None, "the mark of another program");
 
         let mut child = std::process::Command::new("sleep").arg("100").spawn().unwrap();
         let mark = format!("{ENGINE_MARK}{}:{}:1", child.id(), started_ticks(child.id()).unwrap());

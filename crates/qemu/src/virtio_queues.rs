@@ -7,7 +7,7 @@
 //!   └ avail.idx in guest RAM ─────────┘   └ last-avail-idx ────────┘
 //! ```
 //!
-//! Both stretches count: a kick that nobody has seen yet is in no device's state. A card that has
+//! Both stretches count: a kick that the device has not seen yet is not in its state. A card that has
 //! seen one sends what there is in a bottom half, which the log orders: one that the recording had
 //! scheduled before it was stopped is one too many for a replay that begins there.
 

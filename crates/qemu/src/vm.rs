@@ -1,5 +1,5 @@
-//! A running QEMU: launch, what it is, the state of its devices, its end. How one that somebody
-//! else started is taken hold of is the `attach` module's.
+//! A running QEMU: its launch, its properties, its device state, its end. Module `attach` makes a
+//! [`Vm`] of a QEMU that another program started.
 //!
 //! ```text
 //!   QEMU ... the user's own words ...
@@ -248,7 +248,7 @@ impl Vm {
         }
     }
 
-    /// True where somebody else started it.
+    /// True if another program started it.
     pub fn is_attached(&self) -> bool {
         matches!(self.origin, Origin::Attached { .. } | Origin::Libvirt { .. })
     }
@@ -563,7 +563,7 @@ fn connect(child: &mut Child, path: &Path) -> Result<Qmp> {
 /// a child of its own.
 fn check_is_child(qmp: &Qmp, child: &Child, binary: &Path) -> Result<()> {
     let peer = rustix::net::sockopt::socket_peercred(qmp)
-        .map_err(Error::io("ask who answers QEMU's monitor"))?;
+        .map_err(Error::io("ask which process answers QEMU's monitor"))?;
     if u32::try_from(peer.pid.as_raw_nonzero().get()).ok() == Some(child.id()) {
         return Ok(());
     }

@@ -130,7 +130,7 @@ impl DirtyTracker for Vm {
         let mut world = self.world();
         let failed = world.call("drain");
         if failed.is_err() {
-            // Half of the bits are gone and reported to nobody.
+            // Half of the bits are lost: no drain has reported them.
             let half: Vec<_> = world.written.iter().filter(|p| p.0 % 2 == 0).collect();
             for page in half {
                 world.written.remove(page);

@@ -197,12 +197,12 @@ impl Shared {
         match error.raw_os_error() {
             Some(libc::EAGAIN) => Ok(Answer::Later),
             // No memory is registered there any more: unmapped, or unregistered by a tracker that
-            // is being dropped. Whoever waits looks again.
+            // is being dropped. The waiting threads touch the page again.
             Some(libc::ENOENT | libc::EINVAL) => {
                 let _ = abi::uffd_wake(self.uffd.as_fd(), page.start.0, page.len_bytes);
                 Ok(Answer::Done)
             }
-            // The process has exited: nobody waits.
+            // The process has exited: no thread waits.
             Some(libc::ESRCH) => Ok(Answer::Done),
             _ => Err(error),
         }
@@ -262,8 +262,8 @@ impl Shared {
         Ok(!fds[0].revents().is_empty())
     }
 
-    /// Ends the tracking of everything, because of `why`: nobody waits any more, and each drain
-    /// from here on fails.
+    /// Ends the tracking of all memory because of `why`: no thread waits any more, and each later
+    /// drain fails.
     fn release(&self, why: &io::Error) {
         let mut state = self.lock();
         state.failure =

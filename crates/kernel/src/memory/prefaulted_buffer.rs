@@ -15,8 +15,7 @@ pub struct PrefaultedBuffer {
     len_bytes: usize,
 }
 
-// SAFETY: an arena is plain memory that nobody else has a pointer to, like the buffer of a
-// `Vec<u8>`.
+// SAFETY: the buffer is plain memory, and no other value has a pointer to it, as with a `Vec<u8>`.
 unsafe impl Send for PrefaultedBuffer {}
 // SAFETY: a shared arena can only be read.
 unsafe impl Sync for PrefaultedBuffer {}

@@ -6,7 +6,7 @@ use super::virsh;
 use serde_json::Value;
 use std::os::fd::OwnedFd;
 
-/// Each line that came over a socket at whose other end nobody is any more.
+/// Each line that came over a socket whose other end is closed.
 pub fn received(socket: OwnedFd, line: &mut dyn FnMut(&Value)) {
     let mut transport = Transport::taken_over(socket, "fuzz".into());
     // A line that is no JSON does not end it: others follow.

@@ -2,11 +2,11 @@
 //!
 //! ```text
 //!   status ─▶ stop ─▶ its STOP event, by QEMU's clock not before our stop was sent: ours   ─▶ ...
-//!   ... ─▶ cont ─▶ its RESUME event; on the same way each RESUME of somebody else came before it
+//!   ... ─▶ cont ─▶ its RESUME event; each RESUME of another client came before it on the same way
 //! ```
 //!
-//! Both clocks are the host's. An event that never comes fails the checkpoint: without events
-//! nobody knows whether the VM stood still.
+//! Both clocks are the host's. An event that never comes fails the checkpoint: without events it is
+//! not known whether the VM stood still.
 
 use super::{Pause, Qmp, Stopped, now_us};
 use crate::{Error, Result};
@@ -27,7 +27,7 @@ impl Qmp {
         let stops = self.stops;
         self.execute("stop", None)?;
         let ours = |qmp: &Self| qmp.stops > stops && qmp.stopped_us.is_some_and(|us| us >= stop_us);
-        // Somebody else may have paused it, or let it run, since we looked.
+        // Another client may have paused it, or let it run, since we looked.
         let seen = |qmp: &Self| qmp.stops > stops;
         if ran && !self.wait_until(EVENT_TIMEOUT, seen)? {
             return Err(self.no_event("STOP"));
@@ -36,7 +36,7 @@ impl Qmp {
         Ok(Stopped { was_running })
     }
 
-    /// Waits until it is known whether somebody else let the VM run in our pause.
+    /// Waits until it is known whether another client let the VM run in our pause.
     pub(super) fn await_resume(&mut self) -> Result<()> {
         let Some(pause) = &self.pause else { return Ok(()) };
         if pause.cont_us.is_some() {
@@ -47,7 +47,7 @@ impl Qmp {
             }
             return Ok(());
         }
-        // Somebody else's pause, or ours before its end: no event of ours tells that the others
+        // Another client's pause, or ours before its end: no event of ours tells that the others
         // have arrived.
         self.wait_until(EVENT_GRACE, |qmp| qmp.pause.as_ref().is_none_or(|p| p.resumed))?;
         let runs = self.status()?.is_running();

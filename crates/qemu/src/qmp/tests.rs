@@ -72,8 +72,8 @@ fn a_stop_that_stopped_nothing_is_told_from_one_that_did() {
 }
 
 #[test]
-fn a_resume_by_somebody_else_is_seen_wherever_its_event_comes() {
-    // When the RESUME of somebody else happens and arrives; `None`: there is none.
+fn a_resume_by_another_client_is_seen_wherever_its_event_comes() {
+    // When another client's RESUME happens and arrives; `None`: there is none.
     for (other, expected) in [(None, false), (Some("before cont"), true), (Some("with cont"), true)]
     {
         let (_dir, path, _) = monitor(move |name, id| {

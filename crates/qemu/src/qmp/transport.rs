@@ -52,7 +52,7 @@ impl Transport {
                     .map_err(Error::io(operation()))?;
             match rustix::net::connect(&socket, &address) {
                 Ok(()) => return Ok(Self::over(socket, path.display().to_string())),
-                // Not there yet; there, but nobody listens yet; its queue is full (EAGAIN).
+                // The socket is not there yet, or no process listens yet, or its queue is full (EAGAIN).
                 Err(Errno::NOENT | Errno::CONNREFUSED | Errno::AGAIN | Errno::INTR)
                     if Instant::now() < deadline => {}
                 Err(e) => return Err(Error::io(operation())(e)),
@@ -67,7 +67,7 @@ impl Transport {
         Self { socket, name, buffer: Vec::new(), scanned: 0, mid_line: false }
     }
 
-    /// Over the socket of somebody who is gone and may have read half a line.
+    /// Takes over the socket of a process that has ended and may have read half a line.
     pub fn taken_over(socket: OwnedFd, name: String) -> Self {
         Self { mid_line: true, ..Self::over(socket, name) }
     }

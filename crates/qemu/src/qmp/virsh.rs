@@ -192,8 +192,8 @@ impl Virsh {
             self.ready.extend(event(&String::from_utf8_lossy(&line)));
         }
         if self.events.out.ended && self.ready.is_empty() {
-            // Without events, a VM that somebody else let run in a pause of ours would go
-            // unnoticed.
+            // Without events Keyframe would not notice that another client let the VM run in a
+            // pause.
             let why = self.events.errors.text(&self.name);
             return Err(self.broken(&format!("virsh no longer tells of events {why}")));
         }

@@ -330,7 +330,7 @@ impl Shared {
             for address in touched.drain(..) {
                 given.extend(self.answer(address)?);
             }
-            // Nobody waits for these, and what cannot be read of them is told by the prefetch.
+            // No thread waits for these pages. The prefetch reports those that cannot be read.
             for (place, page) in given.drain(..) {
                 let _ = self.fetch(&Job::Range(window(place.pages, page)));
             }
@@ -526,8 +526,8 @@ impl Shared {
     }
 }
 
-/// False where nothing is mapped any more, as in a QEMU that ends in good order: nobody waits for
-/// the page then.
+/// False if nothing is mapped there any more, as in a QEMU that ends in good order. Then no thread
+/// waits for the page.
 fn was_placed(placed: std::result::Result<u64, keyframe_kernel::Error>) -> Result<bool> {
     let gone = Some(rustix::io::Errno::NOENT.raw_os_error());
     match placed {

@@ -5,8 +5,8 @@
 //!                                           ◀── MAP_PRIVATE ── QEMU 2   its own: the pages that it wrote
 //! ```
 //!
-//! Invariant: nobody writes the memfd after it was filled; the kernel refuses it (`F_SEAL_WRITE`),
-//! QEMU's included.
+//! Invariant: the memfd does not change after it was filled. The kernel refuses writes by any
+//! process, QEMU included (`F_SEAL_WRITE`).
 //!
 //! Left out: small blocks (ROMs, video memory), which each QEMU gets by its stream; they are its
 //! own.

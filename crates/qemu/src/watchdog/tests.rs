@@ -153,7 +153,7 @@ fn a_pause_beyond_its_limit_is_ended_and_the_engine_learns_it() {
         told.push(line);
     }
     assert!(told.contains(&"F\n".to_owned()), "{told:?}");
-    // Disarmed: what happens now is nobody's pause.
+    // Disarmed: a stop now is not a pause of the engine.
     machine.lock().unwrap().running = false;
     drop(orders);
     thread.join().unwrap().unwrap();

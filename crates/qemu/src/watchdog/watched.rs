@@ -132,7 +132,7 @@ fn inherited(number: i32) -> Result<OwnedFd> {
 
 /// How a watchdog's process reaches QEMU.
 pub(super) enum Reach {
-    /// Over a monitor that nobody else reads, and the set to forget.
+    /// Over a monitor of its own, and the descriptor set to forget.
     Own(Box<Qmp>, Option<u32>),
     /// Over the engine's.
     Shared(Shared),
