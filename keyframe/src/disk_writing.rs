@@ -30,7 +30,7 @@ impl From<NewFormat> for ImageFormat {
     }
 }
 
-/// A bar on the terminal, and whether somebody has given it up (Ctrl-C, SIGTERM).
+/// A progress bar on the terminal, and whether the user has interrupted the work (Ctrl-C, SIGTERM).
 pub struct Progress {
     bar: ProgressBar,
     interrupted: Arc<AtomicBool>,
@@ -60,8 +60,8 @@ impl Progress {
         Self { image, ..self }
     }
 
-    /// So many bytes are done. Errors: somebody has given it up; at the end, that the image has
-    /// changed.
+    /// Shows that `done_bytes` bytes are done. Errors: the user has interrupted the work; at the end,
+    /// the image has changed.
     pub fn reached(&self, done_bytes: u64) -> Result<()> {
         self.bar.set_position(done_bytes);
         if self.interrupted.load(Ordering::Relaxed) {

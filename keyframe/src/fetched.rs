@@ -1,5 +1,5 @@
-//! What this process fetched from checkpoint servers, for who asks by `KEYFRAME_FETCHED`: a line on
-//! standard error where that is `-`, else a line of JSON behind what is in the file that it names.
+//! Reports what this process fetched from checkpoint servers, if `KEYFRAME_FETCHED` is set: a line
+//! on standard error if it is `-`, else a line of JSON appended to the file that it names.
 
 use crate::output;
 use keyframe_store::backend::served::{Fetched, fetched};

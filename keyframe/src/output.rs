@@ -22,7 +22,7 @@ pub fn print_line(text: &str) -> Result<(), Failure> {
 pub struct Pipe(std::io::StdoutLock<'static>);
 
 impl Pipe {
-    /// Nobody else prints from here on.
+    /// Locks standard output for this value: no other code prints as long as it lives.
     pub fn new() -> Self {
         Self(std::io::stdout().lock())
     }

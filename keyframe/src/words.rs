@@ -38,10 +38,10 @@ impl EventSink for StderrWords {
 /// Which users read a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Importance {
-    /// Those who ask for details (`--verbose`).
+    /// Shown only with `--verbose`.
     Detail,
-    /// All but those who want errors only (`--quiet`).
+    /// Shown unless `--quiet` is given.
     Usual,
-    /// All.
+    /// Always shown.
     Always,
 }

@@ -21,15 +21,15 @@ use std::time::Instant;
 /// Run an analysis tool over a recording, its intervals side by side
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "Each interval is replayed in a QEMU of its own with the tool's plugin, from its checkpoint to just before the next one's
-instruction. The parts are put together in order; the result is that of one replay through all, byte for byte: see
---check-sequential. A run that is interrupted, or in which intervals failed, goes on where it is called again.
+    after_help = "Each interval is replayed in a QEMU of its own with the tool's plugin, from its checkpoint to just before the instruction of the next
+one. The results are merged in order. The merged result equals that of one replay of the whole recording, byte for byte: see
+--check-sequential. If the command is interrupted, or intervals fail, call it again: it continues with the intervals that are left.
 
-With --approximate a run under KVM is looked into that was never recorded (keyframe run): REC names its store. Each interval is
-simulated under TCG from its checkpoint on, for as long as the guest ran; what came from outside does not come again, and a second
-simulation may go another way. --from and --to are numbers of checkpoints then.
+With --approximate the command analyses a run under KVM that was never recorded (keyframe run). REC then names its store. Each
+interval is simulated under TCG from its checkpoint, for as long as the guest ran. Input from outside does not come again, and a
+second simulation may take another course. --from and --to are then numbers of checkpoints.
 
-TOOL is one of those that --list-tools shows, or the path of a third party's manifest (NAME.toml).
+TOOL is one that --list-tools shows, or the path of a third party's manifest (NAME.toml).
 
 Examples:
   keyframe analyze R --tool icount --out A

@@ -12,13 +12,13 @@ use std::path::PathBuf;
 /// Take continuous checkpoints of a QEMU that runs already
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "The VM is not restarted, and is as it was when this command ends: after --count checkpoints, at Ctrl-C or by
-`keyframe stop`. QEMU needs a QMP socket that nobody else uses (-qmp unix:/run/vm.sock,server=on,wait=off), or libvirt.
-Through libvirt a pause is some ten milliseconds longer: each command goes through libvirtd.
+    after_help = "Keyframe does not restart the VM, and leaves it as it was when this command ends: after --count checkpoints, at Ctrl-C, or by
+`keyframe stop`. QEMU needs a QMP socket that no other program uses (-qmp unix:/run/vm.sock,server=on,wait=off), or libvirt.
+Through libvirt a pause is about ten milliseconds longer, because each command goes through libvirtd.
 
-Disks that the guest can write to are part of each checkpoint: by clones of their images where the file system makes them
-(btrfs, XFS), else by QEMU's dirty bitmaps, for which the first checkpoint reads all of each disk. Meanwhile what the guest
-overwrites is kept in STORE/disks: where that is full, its writes fail.
+Each checkpoint contains the disks that the guest can write to. Keyframe clones their images if the file system can do that
+(btrfs, XFS). Otherwise it uses QEMU's dirty bitmaps, and the first checkpoint reads each disk completely. While it reads,
+QEMU keeps the blocks that the guest overwrites in STORE/disks. If that file system is full, the guest's writes fail.
 
 Examples:
   keyframe attach --store S --qmp /run/vm.sock $(pidof qemu-system-x86_64)

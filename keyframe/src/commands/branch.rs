@@ -36,19 +36,19 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// Start clones of a checkpoint that share what they do not write
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "Each clone is a QEMU of its own with the command line that the checkpoint kept, its consoles as sockets (and all their
-output as files) in a directory of its own, and a monitor there: see --json. What clones cannot have in common is changed:
-networks other than `user` are disconnected, a vmgenid device gets a fresh id. EXTRA arguments are added to each; {number} and
-{name} in them stand for its number and its name.
+    after_help = "Each clone is a QEMU of its own with the command line that the checkpoint kept. It has a directory with a monitor socket, a
+socket for each console, and a file with each console's output: see --json. Clones cannot share everything: networks other
+than `user` are disconnected, and a vmgenid device gets a fresh id. The EXTRA arguments are added to each command line.
+{number} and {name} in them stand for the clone's number and name.
 
-A guest that runs keeps its MAC and IP addresses, host name and machine id; it has to change them itself, where it shares a
-network. One with a vmgenid device is told that it is a clone, and renews its random numbers.
+A running guest keeps its MAC and IP addresses, host name and machine id. Clones that share a network have to change them
+themselves. A guest with a vmgenid device notices that it is a clone, and renews its random numbers.
 
-Each clone has disks of its own, as they were at the checkpoint: what it writes to them is seen by nobody else, and is thrown away
-at its end, unless --keep-disks says otherwise.
+Each clone has disks of its own, as they were at the checkpoint. No other VM sees its writes. They are deleted when the clone
+ends, unless you give --keep-disks.
 
-All clones end with this command (Ctrl-C), unless --on-exit keep; one ends by its monitor or its process id. A clone can be
-checkpointed: its checkpoints grow from this one (keyframe list --tree).
+All clones end with this command (Ctrl-C), unless you give --on-exit keep. A single clone ends by its monitor or its process
+id. You can take checkpoints of a clone: they descend from this checkpoint (keyframe list --tree).
 
 Examples:
   keyframe branch --store S latest -n 3
@@ -82,7 +82,7 @@ pub struct Branch {
     /// Keep what the clones have written to their disks when they have ended
     #[arg(long)]
     keep_disks: bool,
-    /// What becomes of clones that still run when this command ends
+    /// What to do with clones that still run when this command ends
     #[arg(long, value_enum, default_value = "kill")]
     on_exit: OnExit,
     /// Print a JSON array of the clones, once all are there
@@ -372,7 +372,7 @@ impl Branch {
         let mut failed = false;
         while clones.iter().any(|clone| !clone.ended) && !interrupted.load(Ordering::Relaxed) {
             for clone in clones.iter_mut().filter(|clone| !clone.ended) {
-                // Nobody else reads them, and QEMU keeps what is not read.
+                // No other client reads the events, and QEMU keeps events that are not read.
                 let _ = clone.vm.vm().qmp().drain_events();
                 if let Some(exit) = clone.vm.try_wait().map_err(|e| Failure::qemu(&e))? {
                     clone.ended = true;

@@ -9,14 +9,14 @@ use keyframe_store::{CheckOptions, CheckProgress, CheckReport, RepairReport};
 /// Check a store: is every checkpoint whole?
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "Without --read-data: every checkpoint, map and pack is there, well-formed and of the right size.
-With it: every stored page is read and compared with its hash, so that any flipped bit is found.
+    after_help = "Without --read-data the command checks that every checkpoint, map and pack is there, well-formed and of the right size.
+With --read-data it also reads every stored page and compares it with its hash, which finds any flipped bit.
 
-With --repair what can be saved is saved: indexes are built anew, bad pages are replaced by the same content elsewhere in the
-store, and what others need of a damaged pack is moved. What cannot be saved goes to STORE/quarantine and is listed; nothing
-is deleted. Afterwards the store is whole. Neither a run nor a prune may be at work, but it may be killed at any instant.
+With --repair the command rebuilds indexes, replaces bad pages by the same content from elsewhere in the store, and moves the
+good pages of a damaged pack. It moves to STORE/quarantine what it cannot save, lists it, and deletes nothing. Afterwards the
+store is whole. No run and no prune may use the store meanwhile. The repair may be killed at any instant.
 
-Exit code 0: whole. 1: damaged; the checkpoints that are hurt are named. 3: it was damaged and is repaired.
+Exit code 0: the store is whole. 1: it is damaged; the damaged checkpoints are named. 3: it was damaged and is repaired.
 
 Examples:
   keyframe check --store S

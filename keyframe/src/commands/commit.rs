@@ -21,11 +21,11 @@ use std::sync::Arc;
 #[expect(clippy::struct_excessive_bools, reason = "each is a word of the command line")]
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "Into a new image, or into the image that the VM started from, which then is no longer what it was: checkpoints whose
-disks lie over it can no longer be restored. That is asked for, or takes --yes. Where it is interrupted, the image is used by
-nobody until the same command has finished it.
+    after_help = "The command writes a disk to a new image (-o), or into the image that the VM started from (--in-place). The second changes the
+image: checkpoints whose disks lie over it can no longer be restored. It therefore asks first, unless you give --yes. If it is
+interrupted, Keyframe refuses to use the image until you run the same command again and it finishes.
 
-The overlay of a VM that was restored lies over its checkpoint, whose blocks are written first.
+With --overlay of a restored VM the blocks of its checkpoint are written first, because the overlay lies over them.
 
 Examples:
   keyframe commit --store S 12 --disk vda -o vda.qcow2 --format qcow2
@@ -303,7 +303,7 @@ impl Commit {
         )];
         if interrupted {
             lines.push(
-                "This commit was interrupted: the image is used by nobody until it has been finished.".into(),
+                "This commit was interrupted: Keyframe does not use the image until the commit is finished.".into(),
             );
         }
         if let Some(dependents) = &dependents {
@@ -356,7 +356,7 @@ impl Commit {
         progress.end();
         written.map_err(|e| {
             let again =
-                "until the same command has finished it, nobody can use the image: run it again";
+                "run the same command again: the image cannot be used until it has finished";
             Failure::new(chain(&e)).fix(again)
         })?;
         if let Some((overlay, _)) = source.overlay {
@@ -390,7 +390,7 @@ fn one_line(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 
-/// Asks whoever sits before the terminal.
+/// Asks the user at the terminal.
 fn agreed(
     source: &Source,
     amount: Amount,

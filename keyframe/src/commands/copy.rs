@@ -13,18 +13,17 @@ use std::path::PathBuf;
 #[derive(clap::Args, Debug)]
 #[command(
     group(clap::ArgGroup::new("which").required(true).args(["checkpoints", "all", "name"])),
-    after_help = "A copy is a checkpoint of its own, with the same RAM, devices, disks, tags and pin, and another number. It says
-which one it is a copy of, so that the same command again copies nothing. It may be killed at any
-instant: the same command goes on behind the last checkpoint that was sealed. Pages that the other
-store has already, from whatever VM, are not stored again.
+    after_help = "A copy is a new checkpoint with the same RAM, devices, disks, tags and pin, and another number. It records its origin, so the
+same command run again copies nothing. The command may be killed at any instant: run it again, and it continues after the
+last checkpoint that it has sealed. The target store keeps only pages that it does not have yet, from any VM.
 
-Images beneath disks are not copied: the copy names the same files. A run may go on in the store that is
-copied from; nobody else may write to the other one.
+Images beneath disks are not copied: the copy names the same files. A run may write to the source store meanwhile. No other
+process may write to the target store.
 
-Either store may be encrypted, each with a key of its own: --key-file, KEYFRAME_KEY_FILE or KEYFRAME_PASSPHRASE
-opens the one that is copied from, --to-key-file, KEYFRAME_TO_KEY_FILE or KEYFRAME_TO_PASSPHRASE the other.
+Each store may be encrypted with a key of its own. --key-file, KEYFRAME_KEY_FILE or KEYFRAME_PASSPHRASE opens the source;
+--to-key-file, KEYFRAME_TO_KEY_FILE or KEYFRAME_TO_PASSPHRASE opens the target.
 
-Exit code 3: some could not be copied, or a tag is taken in the other store, as is said.
+Exit code 3: a checkpoint could not be copied, or the target store has its tag already. The output names it.
 
 Examples:
   keyframe init /backup/S

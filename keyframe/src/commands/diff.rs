@@ -10,9 +10,9 @@ use keyframe_units::PAGE_BYTES;
 /// Show what differs between two checkpoints, by RAM block and disk
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "Contents are compared, of two checkpoints of one store, also of different runs and VMs. RAM blocks and disks
-are compared with those of the same name. Of a disk, the blocks are compared that were written under
-Keyframe; \"unknown\" are those that only one of the two leaves to the image beneath.
+    after_help = "The command compares the contents of two checkpoints of one store, also of different runs and VMs. It compares RAM
+blocks and disks that have the same name. Of a disk it compares the blocks that the guest wrote under Keyframe.
+\"unknown\" counts blocks that one checkpoint has and the other leaves to the image beneath.
 
 Examples:
   keyframe diff --store S 12 13

@@ -28,12 +28,12 @@ const HOLE_BYTES: usize = 4096;
 /// Write a checkpoint as a file: raw RAM, ELF core, migration stream, screen, disk
 #[derive(clap::Args, Debug)]
 #[command(after_help = "Formats:
-  raw        guest-physical RAM from address 0 on; what is no memory is zeros (holes, in a file)
+  raw        guest-physical RAM from address 0; addresses without memory are zeros (holes, in a file)
   elf        an ELF core with the registers of all processors, for gdb, crash and volatility
-  migration  what QEMU's own migrate writes: QEMU of the same version with the VM's own command line loads it, without Keyframe
-  png        what the VM's display shows, where that is a VGA (-vga std, -device VGA) or bochs-display
+  migration  QEMU's own migration stream: a QEMU of the same version loads it with the VM's own command line, without Keyframe
+  png        the picture of the VM's display, if that is a VGA (-vga std, -device VGA) or a bochs-display
 
-With --disk it is a disk, whole: raw (the default; sparse, in a file) or qcow2.
+With --disk the command writes a whole disk: raw (the default; sparse, in a file) or qcow2.
 
 Examples:
   keyframe export --store S latest --format elf -o vm.elf

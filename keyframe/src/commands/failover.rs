@@ -9,9 +9,9 @@ use std::time::Duration;
 /// Let a protected VM run on the other host
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "Where both hosts live, the VM goes over without loss: it stops, its last epoch goes to the standby, which runs it on. On a
-standby whose primary is silent, who decides (--witness, --fence-with) is asked. --force needs nobody: say it only where the other
-host is off for sure, or two hosts run one VM.
+    after_help = "If both hosts live, the VM moves without loss: it stops, its last epoch goes to the standby, and the standby continues it. On a
+standby whose primary is silent, the command asks the witness or runs the fence command. --force asks neither: use it only if the
+other host is off for sure, or both hosts will run the VM.
 
 Examples:
   keyframe failover                   # on either host: a planned switch-over

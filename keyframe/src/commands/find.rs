@@ -14,11 +14,11 @@ const TRIES: u32 = 3;
 /// Find the instructions of a recording that wrote to an address
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "All intervals are replayed side by side; each write to the address, or to one of the LEN bytes from it on, is told with its
-instruction, who wrote and what. Go to where it is about to happen with keyframe goto REC --icount N, or look at it with a debugger
-(keyframe goto --gdb). The same as files, for whole ranges: keyframe analyze --tool watch.
+    after_help = "All intervals are replayed side by side. Each write to the address, or to one of the LEN bytes from it on, is printed with its
+instruction, the code that wrote, and the value. To go to the instant before a write: keyframe goto REC --icount N, with a debugger:
+--gdb. For whole ranges, as files: keyframe analyze --tool watch.
 
-Exit codes: 0 there is such a write, 1 there is none.
+Exit codes: 0 a write was found, 1 there is none.
 
 Examples:
   keyframe find R --writes 0xffffffff82a01234
@@ -47,7 +47,7 @@ pub struct Find {
     /// Print the last one only
     #[arg(long)]
     last: bool,
-    /// symbols=FILE: a vmlinux or System.map that names who wrote
+    /// symbols=FILE: a vmlinux or System.map that names the code that wrote
     #[arg(long, value_name = "NAME=VALUE")]
     tool_arg: Vec<String>,
     /// Print them as JSON

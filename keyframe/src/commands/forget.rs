@@ -24,13 +24,12 @@ use std::time::Duration;
 #[command(
     group(clap::ArgGroup::new("which").required(true).multiple(true)
         .args(["checkpoints", "keep_last", "keep_within", "keep_every", "keep_tag"])),
-    after_help = "Of each VM, what any rule keeps is kept. Always kept, unless named: the newest of each VM, on
-which a run that goes on builds, and those with a tag (with --keep-tag: with one of these tags).
-A pinned one (keyframe pin) is kept by all rules, and where it is named only --force takes it.
-Never forgotten: one that the writes in a directory of STORE/disks stand on, and the newest of a
-store while a run writes to it.
+    after_help = "A checkpoint is kept if any rule keeps it. The rules are applied to each VM by itself. Unless you name them, the newest checkpoint
+of each VM is kept, because a run builds on it, and so are tagged ones (with --keep-tag: those with one of these tags). All
+rules keep a pinned checkpoint (keyframe pin); if you name one, --force is needed too. A checkpoint is never forgotten if an
+overlay in STORE/disks lies over it, or if it is the newest one of a store to which a run writes.
 
-A run may go on meanwhile. The space comes back with: keyframe prune
+A run may use the store meanwhile. To free the space: keyframe prune
 
 Examples:
   keyframe forget --store S 12 13 before-upgrade

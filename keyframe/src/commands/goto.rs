@@ -16,16 +16,16 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// Bring up a recorded VM as it was at an instruction, for gdb or to run
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "The VM is replayed from the nearest checkpoint before that instruction and then stands still, in the foreground, until
-Ctrl-C. EXTRA arguments give its QEMU a monitor, a display. It never writes to its images, and nothing that it sends gets anywhere.
+    after_help = "Keyframe replays the VM from the nearest checkpoint before the instruction and pauses it there, in the foreground, until Ctrl-C.
+The EXTRA arguments can give its QEMU a monitor or a display. The VM does not write to its images, and its packets go nowhere.
 
-With --gdb a debugger attaches and moves both ways: continue, stepi, reverse-continue and reverse-stepi, breakpoints and
-watchpoints. Backwards is another replay from the nearest checkpoint, so that each such step takes about as long as half an interval:
-more checkpoints (keyframe segment --every 200ms) make it faster. What is recorded cannot be changed: a debugger's writes to registers or
-memory are refused.
+With --gdb a debugger can attach and move in both directions: continue, stepi, reverse-continue and reverse-stepi, breakpoints and
+watchpoints. A step backwards is another replay from the nearest checkpoint, so it takes about as long as half an interval. More
+checkpoints make it faster (keyframe segment --every 200ms). A recorded run cannot be changed: Keyframe refuses a debugger's
+writes to registers and memory.
 
---time goes by the host's clock while it was recorded. --marker goes behind the first line of the console that holds the text (see them
-all: keyframe log). Both stop at the next instruction at which a VM has one state only.
+--time counts the host's time during the recording. --marker stops after the first line of the console that contains the text (to
+see all lines: keyframe log). Both stop at the next instruction at which the VM's state is unambiguous.
 
 Examples:
   keyframe goto R --icount 1500000000 -- -monitor stdio

@@ -28,10 +28,10 @@ const BUFFER_BYTES: usize = 1 << 20;
 /// Make a checkpoint of a migration stream that QEMU wrote to a file
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "The command line behind -- is the VM's own, that of the QEMU that wrote the stream, without -incoming. A QEMU is started
-with it for a moment and asked what RAM it has; its guest does not run. The checkpoint is then like any other.
+    after_help = "The command line behind -- is that of the QEMU that wrote the stream, without -incoming. Keyframe starts a QEMU with it for a
+moment, to ask for the layout of its RAM. The guest does not run. The checkpoint is then like any other.
 
-Streams made with multifd, compress, xbzrle, postcopy-ram, mapped-ram or x-ignore-shared are refused.
+Keyframe refuses streams made with multifd, compress, xbzrle, postcopy-ram, mapped-ram or x-ignore-shared.
 
 Examples:
   (qemu) migrate \"exec:cat > vm.mig\"

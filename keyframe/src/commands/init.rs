@@ -19,7 +19,7 @@ pub struct Init {
     /// exists
     #[arg(value_name = "STORE", env = "KEYFRAME_STORE")]
     store: PathBuf,
-    /// Encrypt all that goes into it; without the passphrase or key file nobody reads it again
+    /// Encrypt everything in the store. Without the passphrase or key file the data is lost
     #[arg(long)]
     encrypt: bool,
     #[command(flatten)]

@@ -10,8 +10,8 @@ use keyframe_inspect::entry::Entry;
 /// List the checkpoints of a store
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "Columns: epoch counts the checkpoints of one run; of the dirty pages, zero, dedup (the store had them already) and stored say what
-became of them; stored is what they take in the store, and map the list of where its pages are.
+    after_help = "Columns: epoch counts the checkpoints of one run. The dirty pages are zero, dedup (the store had their content already) or
+stored. Stored also gives the bytes that they take in the store. Map is the size of the list of page locations.
 
 Examples:
   keyframe list --store S

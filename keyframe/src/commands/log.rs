@@ -9,11 +9,11 @@ use serde::Serialize;
 /// Print a recorded guest's console, by instruction
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "Each line is told with the instruction at which its last byte was written. The log says when bytes were written, a replay says
-which: the first call replays the recording, all intervals side by side, and keeps what they wrote in REC/console.log. Where a
-guest has several serial consoles, the first is told.
+    after_help = "Each line is printed with the instruction at which its last byte was written. The log of a recording has only the instants of the
+writes. The bytes come from a replay: the first call replays all intervals side by side, and keeps their output in
+REC/console.log. If the guest has several serial consoles, the first one is printed.
 
-Exit codes: 0 there is such a line, 1 none has the marker.
+Exit codes: 0 a line was printed, 1 no line has the marker.
 
 Examples:
   keyframe log R
@@ -75,7 +75,7 @@ impl Log {
             output::json(&Report { recording: source.recording.meta.id.clone(), lines })?;
         } else {
             for line in &lines {
-                // What a guest writes is not to move the cursor of whoever reads it.
+                // The guest's output must not move the cursor of the user's terminal.
                 let text: String = line
                     .text
                     .chars()

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 /// Write the manual pages into a directory
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "One page for the program, one for each command: keyframe.1, keyframe-run.1, ...
+    after_help = "The command writes one page for the program and one for each command: keyframe.1, keyframe-run.1, ...
 
 Examples:
   keyframe man /usr/local/share/man/man1

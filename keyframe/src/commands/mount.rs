@@ -20,14 +20,14 @@ const POLL: Duration = Duration::from_millis(50);
 #[command(after_help = "  DIR/12/ram.raw        guest-physical RAM
   DIR/12/ram.elf        an ELF core for gdb, crash and volatility
   DIR/12/screen.png     what the VM's display showed, if it has a VGA
-  DIR/12/device.state   as QEMU gave it
+  DIR/12/device.state   the state of all devices, in QEMU's format
   DIR/12/info.json      what `show --json` prints
-  DIR/12/disk-NAME.raw  each disk, whole; an error while the image that it stands on is not what it was
-  DIR/12/MEMBER/        these files but info.json of each VM, where the checkpoint is a group's
+  DIR/12/disk-NAME.raw  each disk, whole; reading fails if the image beneath it has changed
+  DIR/12/MEMBER/        these files, except info.json, of each VM of a group
   DIR/latest, DIR/TAG   links
 
-Files are made as they are read, so that nothing is copied in advance; new checkpoints appear while a VM runs. Only the
-user who mounted it can look in.
+Files are made while they are read, so nothing is copied in advance. New checkpoints appear while a VM runs. Only the user that ran
+this command can read them.
 
 Examples:
   keyframe mount /mnt --store S

@@ -8,8 +8,8 @@ use serde::Serialize;
 /// Keep a checkpoint whatever the rules say, until it is unpinned
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "The moment of a flight recorder (`run --keep-within`) that must not go: pinned, neither its rules nor those of
-`forget` take it. Only `forget CHECKPOINT --force` does. A run may go on meanwhile.
+    after_help = "Pin the moment of a flight recorder (`run --keep-within`) that you want to keep. Neither its rules nor those of `forget` remove a
+pinned checkpoint. Only `forget CHECKPOINT --force` does. A run may use the store meanwhile.
 
 Exit code 3: --remove found a checkpoint that was not pinned.
 

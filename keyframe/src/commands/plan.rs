@@ -21,17 +21,19 @@ const LENGTHS: [f64; 10] = [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.
 /// Predict a parallel simulation; recommend nodes and intervals
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "A run is cut into intervals of L seconds, which N nodes simulate side by side while it is still recorded. Two formulas say how long
-all of it takes: equation 2.1 where the nodes are enough, so that no interval waits for one, and 3.5 where they are too few (Eicher, VM Checkpoint
-Storage and Distribution for SimuBoost, 2015). The one that holds is chosen, and it is said why. Without --s-cp it follows from the pause: 1 + t_c/L.
+    after_help = "A run is cut into intervals of L seconds, which N nodes simulate side by side while the run is still recorded. Two formulas give the
+total time (Eicher, VM Checkpoint Storage and Distribution for SimuBoost, 2015): equation 2.1 if there are enough nodes, so that no
+interval waits for one, and equation 3.5 if there are too few. The output says which one applies, and why. Without --s-cp the
+slowdown by checkpoints follows from the pause: 1 + t_c/L.
 
-With --from, the run's time and the pause are those of a recording; with --analysis, how slow a simulation is and how long it takes to begin are found
-by a line through the intervals of an analysis that was made of it. What is given besides counts instead. The formulas know of equal intervals only, and
-neither of the network nor of nodes that start and fail.
+With --from the run's time and the pause are those of a recording. With --analysis a line through the intervals of an analysis of that
+recording gives the slowdown of a simulation and its start time. Values that you give yourself take precedence. The formulas assume
+equal intervals, and know neither the network nor nodes that start and fail.
 
-With --simulate a cluster is simulated event by event for each N, beside the formulas: with --from the recording's own intervals, each ready when its
-checkpoint was sealed and as long as its analysis took; without it, equal ones. One server feeds all nodes over --network; a node keeps what it got. An interval whose
-node fails begins anew on another one. It says what would happen; nothing is run.
+With --simulate the command also simulates a cluster event by event for each N. With --from it takes the recording's own intervals: each
+is ready when its checkpoint was sealed, and takes as long as its analysis took. Otherwise all intervals are equal. One server feeds all
+nodes over --network, and a node keeps what it has fetched. If a node fails, its interval starts again on another node. This is a
+prediction: no VM runs.
 
 Examples:
   keyframe plan --t-vm 3600 --s-sim 100 --s-log 1.08 --t-c 0.1 --t-i 1

@@ -12,13 +12,14 @@ use std::time::Duration;
 /// Measure what a VM writes, by the length of the epoch
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "How many distinct pages a VM writes between two checkpoints depends on how far apart they are. This measures it, while the
-VM runs, without a store and without pausing it; and where it can, the disk sectors written and the network packets sent.
-Growth is in percent per doubling of the epoch; under 5 % to the end, the workload has reached its dirty page set.
+    after_help = "The number of distinct pages that a VM writes between two checkpoints depends on the time between them, the epoch. This
+command measures it while the VM runs, without a store and without a pause. With a monitor it also counts the disk sectors
+written and the network packets sent. Growth is in percent per doubling of the epoch. If it stays under 5 %, the workload has
+reached its dirty page set.
 
-A process is left as it was. Without --qmp its RAM is found by its command line, and sectors and packets are not counted. A
-VM behind -- is launched for it and ended afterwards; its standard streams are passed through (with --json its output goes
-to standard error). Sectors are asked of the monitor, which takes about a millisecond: short epochs count a little more.
+A running QEMU is left as it was. Without --qmp its RAM is found by its command line, and sectors and packets are not counted.
+A VM behind -- is started for the measurement and ended afterwards. Its standard streams are passed through; with --json its
+output goes to standard error. The monitor takes about a millisecond to tell the sectors, so short epochs count a few more.
 
 Examples:
   keyframe profile 4711

@@ -16,15 +16,17 @@ use std::path::PathBuf;
 /// Run a VM with a standby on another host that goes on with it
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "The QEMU command line behind -- is yours. What the guest sends leaves only once the standby has the state that sent it
-(output commit), and what is sent to it is never held. Its disks (raw and qcow2) are copied to the standby with the first epoch and
-follow from then on; their images here are never written: what the guest writes lies in --dir.
+    after_help = "Keyframe starts QEMU with the command line behind --. A packet that the guest sends leaves the host only when the standby has the
+state that sent it (output commit). Packets to the guest are never held. The guest's disks (raw and qcow2) are copied to the
+standby with the first epoch, and their changes follow with each epoch. The images on this host are not written: the guest's writes
+go to --dir.
 
-Who decides when a host falls silent: --witness names a third host (keyframe witness) that lets one of the two run the VM; or
---fence-with a command that switches the other one off. Without either the VM goes on here when the standby is lost, and the standby
-takes over by command alone (keyframe failover --force). Both hosts are started alike. All connections are encrypted, and need --key.
+When a host falls silent, one of two things decides which host runs the VM. --witness names a third host (keyframe witness) that
+permits one of the two to run it. --fence-with names a command that switches the other host off. Without either, the VM continues
+here if the standby is lost, and the standby takes over only by command (keyframe failover --force). Give both hosts the same of
+these options. All connections are encrypted, and need --key.
 
-When an epoch is taken, the policy says; --latency 20ms asks for the fewest epochs that keep that, not for the least latency.
+The policy decides when an epoch is taken. --latency 20ms asks for the fewest epochs that keep this latency, not for the least latency.
 
 Examples:
   (umask 077; head -c 32 /dev/urandom | base64 > KEY)                       # once; copy it to each host

@@ -11,18 +11,17 @@ use std::time::Duration;
 #[derive(clap::Args, Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a switch of the command line")]
 #[command(
-    after_help = "Packs of which nothing is needed are removed. Of the others, the emptiest are copied without what is not
-needed, until at most --max-unused of the packs is. It may be killed at any instant: what it had
-not finished, the next one does.
+    after_help = "Prune removes packs that no checkpoint needs. It rewrites the emptiest of the other packs without the pages that are not
+needed, until these are at most --max-unused of the packs. Prune may be killed at any instant. The next prune finishes its work.
 
-Checkpoints can be restored, mounted and checked meanwhile, and a run may go on: it answers with its
-next checkpoint. Where none comes within --wait, what depends on it is left to the next prune.
+Meanwhile checkpoints can be restored, mounted and checked, and a run may use the store. Prune waits up to --wait for the run's
+next checkpoint. If none comes, it leaves the packs that depend on it to the next prune.
 
-With --recompress the other packs are written anew, too: their pages compressed with zstd and a dictionary
-made of them, which a run has no time for. It takes a core for some seconds for each GiB of pages, and is done once
-for each pack; a page of such a pack takes a few microseconds more to read.
+With --recompress prune also rewrites the other packs: it compresses their pages with zstd and a dictionary made from them, for
+which a run has no time. This takes a core some seconds for each GiB of pages, once for each pack. Reading a page of such a
+pack takes a few microseconds longer.
 
-Exit code 0: done. 3: some of it was left, as is said.
+Exit code 0: done. 3: a part was left, which the output names.
 
 Examples:
   keyframe forget --store S --keep-last 100

@@ -23,20 +23,20 @@ const FOLLOW_EVERY: Duration = Duration::from_secs(1);
 /// Record a VM's run: every instruction of it can be run again
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "The QEMU command line behind -- is yours. It runs under TCG with one virtual CPU, and everything that comes from outside goes
-into a log: keys, packets, clocks, when disks answered. What QEMU cannot record is refused, with what to do instead.
+    after_help = "Keyframe starts QEMU with the command line behind --, under TCG with one virtual CPU. A log receives everything that reaches the
+VM from outside: keys, packets, clocks, and the instants at which disks answer. Keyframe refuses what QEMU cannot record, and
+says what to do instead.
 
-REC/ holds the log and, unless --store names another place, the checkpoints. One is taken before the first instruction;
-with --checkpoint-every more are, and each stretch between two can then be replayed by itself (keyframe verify, keyframe
-analyze). Without it they are taken later, from a replay, so that the recording pays nothing for them: keyframe segment. With
---follow a second QEMU replays the recording while it is made, and takes them: they are there when it ends, and it pays nothing either.
-It takes a core of its own.
+REC/ holds the log and, unless --store names another place, the checkpoints. The first checkpoint is taken before the first
+instruction. With --checkpoint-every more follow, and each interval between two can be replayed by itself (see verify and
+analyze). There are two ways that do not slow the recording down: `keyframe segment` takes the checkpoints later from a
+replay; with --follow a second QEMU replays the recording while it is made and takes them, on a core of its own.
 
-It ends when the VM does, at Ctrl-C, or by keyframe stop.
+The recording ends when the VM ends, at Ctrl-C, or by keyframe stop.
 
-The guest's clock goes by instructions: 8 ns each (-icount shift=3; another shift is yours to give). While the guest computes, its
-seconds are longer or shorter than yours; while it waits, they are the same. Its real-time clock begins with your time and goes by the
-guest's, too: by yours (-rtc clock=host, or with a network) replays take twice as long.
+The guest's clock counts instructions, 8 ns each (-icount shift=3; you may give another shift). While the guest computes, its
+seconds are longer or shorter than real ones. While it waits, they are equal. Its real-time clock begins with the host's time and
+then follows the guest's clock. If it follows the host's (-rtc clock=host, or with a network), replays take twice as long.
 
 Examples:
   keyframe record --out R --checkpoint-every 1s -- qemu-system-x86_64 -m 1G -nographic -kernel vmlinuz -append console=ttyS0

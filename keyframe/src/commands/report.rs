@@ -12,9 +12,9 @@ use std::path::{Path, PathBuf};
 /// Write a report of a store or a recording: one HTML file with tables and plots
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "The file needs nothing else, neither a network nor scripts: send it, print it, keep it with the run. Of a store it has
-pauses by phase (percentiles, over time, the longest), what became of dirty pages, bytes, growth and deduplication, for
-each VM; of a recording its intervals, instructions and sizes, too, and with --analysis how analyses of it went.
+    after_help = "The file needs neither a network nor scripts: you can send it, print it, or keep it with the run. For each VM of a store it shows
+the pauses by phase (percentiles, over time, the longest), how dirty pages were stored, bytes, growth and deduplication. For a
+recording it also shows intervals, instructions and sizes, and with --analysis the course of its analyses.
 
 Examples:
   keyframe report S -o report.html

@@ -27,20 +27,21 @@ use std::time::{Duration, Instant};
 /// Bring a checkpoint to life in a fresh QEMU, in the foreground
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "QEMU runs with the command line that the checkpoint kept; EXTRA arguments are added to it. They may change where
-the VM's consoles, monitors and networks go, but not the machine. Images and sockets that the line names by a
-relative path are looked for in the directory that the VM was started in.
+    after_help = "QEMU runs with the command line that the checkpoint kept, followed by the EXTRA arguments. These may change where the VM's
+consoles, monitors and networks go, but not the machine. Images and sockets with a relative path are looked for in the
+directory in which the VM was started.
 
-With --lazy the VM runs before its RAM is there: each page comes when the VM touches it, and the rest meanwhile, those first
-that it touched the last time. Until all is there (it is said when) the VM lives and dies with this command.
+With --lazy the VM runs before its RAM is loaded. A page is loaded when the VM touches it. Meanwhile the other pages are
+loaded, first those that the VM touched in its last restore. The VM ends with this command until the command reports that all
+pages are there.
 
-The guest's clock goes on from the checkpoint, too: where it matters, have the guest ask for the time (chronyc makestep, hwclock -s).
+The guest's clock continues from the checkpoint. To correct it, have the guest ask for the time (chronyc makestep, hwclock -s).
 
-The VM's disks are as they were at the checkpoint; those that were left out of it are missing (see --left-out-as-now). What it writes to them goes neither to their images nor to the
-checkpoint, and is thrown away at its end, unless --keep-disks says otherwise.
+The VM's disks are as they were at the checkpoint. Disks that were left out of it are missing (see --left-out-as-now). The
+VM's writes go neither to the images nor to the checkpoint. They are deleted when the VM ends, unless you give --keep-disks.
 
-With --accel a checkpoint taken under KVM goes on under TCG, or the other way. What could not be right is refused: a guest
-that uses what only KVM has (kvmclock), and a processor that lacks what the guest may use.
+With --accel a checkpoint taken under KVM continues under TCG, or the other way round. Keyframe refuses a guest that uses a
+feature of KVM alone (kvmclock), and a processor that lacks a feature that the guest may use.
 
 Examples:
   keyframe restore --store S latest
@@ -345,7 +346,7 @@ impl RestoredDisks {
         Ok(Self(Some((served, folder))))
     }
 
-    /// Who serves them, to a VM the names of whose disks begin with `prefix`.
+    /// The server of the disks, for a VM whose disk names begin with `prefix`.
     fn server(&self, prefix: &str) -> Option<DiskServer> {
         let (_, folder) = self.0.as_ref()?;
         Some(DiskServer { socket: folder.path().join("disks.sock"), prefix: prefix.into() })

@@ -12,11 +12,12 @@ const PATIENCE: Duration = Duration::from_hours(1);
 /// Put a running VM back to a checkpoint, in place
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "The VM that `keyframe run` or `attach` has under checkpoints becomes what it was: RAM, processors, devices and disks, in the
-same QEMU, with the same consoles, monitors and networks. A checkpoint of it as it is now is taken first, so that nothing is
-lost, and one of it as it was then; `keyframe list --tree` shows both branches. Where it fails, the VM runs on as it was.
+    after_help = "The command puts RAM, processors, devices and disks of a VM under `keyframe run` or `attach` back to the checkpoint, in the
+same QEMU, with the same consoles, monitors and networks. It first takes a checkpoint of the present state, so that nothing is
+lost, and afterwards one of the state that it has put back. `keyframe list --tree` shows both branches. If the rollback fails,
+the VM continues as it was.
 
-The world outside is not rolled back: who talked to the VM meanwhile finds it in the past.
+The VM's peers are not rolled back: a program that talked to the VM since the checkpoint finds it in the past.
 
 Examples:
   keyframe rollback before-upgrade

@@ -13,13 +13,13 @@ use std::path::PathBuf;
 /// Run a VM with continuous checkpoints
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "The QEMU command line behind -- is yours, but that Keyframe serves the disks; it adds a monitor socket, a descriptor
-for the device state and -only-migratable. QEMU's standard streams are passed through. The command ends when the VM ends, after
---count checkpoints, at Ctrl-C or by `keyframe stop`; what is in progress is sealed first.
+    after_help = "Keyframe starts QEMU with the command line behind --. It adds a monitor socket, a descriptor for the device state and
+-only-migratable, and it serves the disks. QEMU's standard streams are passed through. The command ends when the VM ends,
+after --count checkpoints, at Ctrl-C, or by `keyframe stop`. Keyframe seals the checkpoint in progress first.
 
-Disks that the guest can write to (raw and qcow2 images: -drive, -blockdev, -hda) are part of each checkpoint. Their images
-are never written: what the guest writes goes to STORE/disks, and `keyframe commit` brings it to an image. With --disk bitmap or
---disk reflink QEMU writes to the images itself, as it does without Keyframe.
+Each checkpoint contains the disks that the guest can write to (raw and qcow2 images: -drive, -blockdev, -hda). Keyframe does
+not write to their images: the guest's writes go to STORE/disks, and `keyframe commit` writes them to an image. With --disk
+bitmap or --disk reflink QEMU writes to the images itself, as it does without Keyframe.
 
 Examples:
   keyframe run --store S -- qemu-system-x86_64 -m 1G -nographic -kernel vmlinuz -append console=ttyS0
@@ -35,7 +35,7 @@ pub struct Run {
     store: StoreArg,
     #[command(flatten)]
     checkpoints: Checkpoints,
-    /// What becomes of a VM that still runs when this command ends
+    /// What to do with a VM that still runs when this command ends
     #[arg(long, value_enum, default_value = "kill")]
     on_exit: OnExit,
     /// Several VMs, their command lines separated by --: each checkpoint is of all of them, at one

@@ -22,15 +22,15 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// Take a recording's checkpoints from a replay of it
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "A recording that was made without --checkpoint-every was not disturbed by checkpoints. Here a replay of it takes them: it stands
-still at each, as long as it likes. Each lies where the log has nothing at that instruction and no disk request is under way, so
-that some come a little later than asked for.
+    after_help = "The command takes the checkpoints of a recording that was made without --checkpoint-every. It replays the recording and pauses
+at each of them. A checkpoint needs an instruction at which the log has no event and no disk request is under way, so
+some checkpoints come a little later than asked for.
 
---every goes by the host's clock while it was recorded; nothing is cut where the guest slept. It may be interrupted and
-called again: checkpoints that are there are not taken again.
+--every counts the host's time during the recording. Time in which the guest slept has no cuts. You may interrupt the command
+and call it again: it does not take existing checkpoints a second time.
 
-With --follow the recording is still being made: another QEMU follows it, at a lower priority, and takes the checkpoints, into a store
-that the recording itself does not write to. keyframe record --follow does all of that by itself.
+With --follow the recording may still be in progress. Another QEMU follows it at a lower priority and takes the checkpoints into
+a store that the recording itself does not write to. keyframe record --follow does all of this by itself.
 
 Examples:
   keyframe segment R --every 1s

@@ -17,19 +17,19 @@ use zeroize::Zeroizing;
 /// Show the dashboard, and serve a store to other machines
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "What it says when it begins is what the others need: an address that stands wherever a store does, and the fingerprint by
-which they know this server. They keep what they read ($KEYFRAME_CACHE, else ~/.cache/keyframe; KEYFRAME_CACHE_BYTES of it),
-so that a second checkpoint costs what differs. A run may go on in the store that is served.
+    after_help = "At its start the server prints the two things that clients need: its address, which they give in place of a store, and the
+fingerprint by which they recognise it. Clients keep what they read ($KEYFRAME_CACHE, else ~/.cache/keyframe; up to
+KEYFRAME_CACHE_BYTES), so a second checkpoint costs only what differs. A run may write to the store meanwhile.
 
-To be reached from other machines it takes a token, from --token-file or KEYFRAME_TOKEN. All is encrypted: with a
-certificate that is made at the first start and kept, or with --tls-cert and --tls-key (then KEYFRAME_SERVE_CA names, on the other
-side, what that stands on). Ends at Ctrl-C or SIGTERM. Of an encrypted store it needs no key; those who read do.
+Clients on other machines need a token, from --token-file or KEYFRAME_TOKEN. All traffic is encrypted, with a certificate that
+the server makes at its first start and keeps, or with --tls-cert and --tls-key (then KEYFRAME_SERVE_CA names the authority on
+the client's side). The server ends at Ctrl-C or SIGTERM. It needs no key to serve an encrypted store; its clients do.
 
-The dashboard is a page for the browser: all running VMs with their checkpoints as they come, the store's and those that the VMs write
-to, recordings and analyses. Without STORE there is the dashboard alone. Its API is at /api/v1 (described in /api/v1/openapi.json), its
-numbers for Prometheus at /metrics. On the loopback reading needs no token, elsewhere all does; pinning, tagging, putting a VM
-back and, with --allow-start, starting VMs and clones always do. What it
-shows of an encrypted store it needs a key for.
+The dashboard is a page for the browser. It shows all running VMs with their checkpoints as they come, the checkpoints of STORE and
+of the stores that the VMs write to, recordings and analyses. Without STORE only the dashboard is served. Its API is at /api/v1
+(described in /api/v1/openapi.json), its metrics for Prometheus at /metrics. Reading needs no token on the loopback, and needs one
+elsewhere. Changes always need one: pinning, tagging, rolling a VM back and, with --allow-start, starting VMs and clones. The
+dashboard needs a key to show the checkpoints of an encrypted store.
 
 Examples:
   keyframe serve                                                      # the dashboard of all running VMs
@@ -44,7 +44,7 @@ pub struct Serve {
     /// The store's directory, or s3://BUCKET/PREFIX
     #[arg(env = "KEYFRAME_STORE", value_name = "STORE")]
     store: Option<PathBuf>,
-    /// Where to listen for those who read the store; port 0 for any
+    /// Where to listen for clients that read the store; port 0 for any
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:7420")]
     listen: String,
     /// A file with the token that clients have to show [env: KEYFRAME_TOKEN, the token itself]

@@ -12,12 +12,14 @@ use std::path::PathBuf;
 /// Hold a protected VM's newest state, and go on with it when its host fails
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "A QEMU waits here with the VM's memory, epoch by epoch; it runs once the primary has failed and who decides has said so, or by
-`keyframe failover`. Kernel, firmware and the like that the VM's line names have to be here under the same paths, and its network
-(a tap with the same name, say; or other words for it behind --). Its disks are kept in --dir.
+    after_help = "A QEMU waits on this host and receives the VM's memory epoch by epoch. It runs when the primary has failed and the witness or the
+fence command has confirmed it, or after `keyframe failover`. Files that the VM's command line names, such as kernel and firmware,
+must be here under the same paths. Its network must exist here, for example a tap with the same name; otherwise give other
+arguments for it behind --. The VM's disks are kept in --dir.
 
-With --peer the VM is protected again from here, as soon as a standby listens there: start `keyframe standby` on the host that failed
-once it is back; a primary that was started with --listen listens by itself. When the VM goes over to that host, this one is its standby again.
+With --peer this host, once it runs the VM, protects it again as soon as a standby listens at that address. Start `keyframe standby` on
+the failed host when it is back. A primary that was started with --listen does that by itself. When the VM moves to that host, this
+host becomes its standby again.
 
 Examples:
   keyframe standby --key KEY --witness c:7431 --listen 0.0.0.0:7430 --dir D --peer a:7430

@@ -20,8 +20,8 @@ use std::path::PathBuf;
 pub struct Stats {
     #[command(flatten)]
     store: StoreArg,
-    /// Look who shares what: within an image, across checkpoints and VMs, RAM with disks. Reads
-    /// every page map
+    /// Show which contents are shared: within an image, across checkpoints and VMs, between RAM and
+    /// disks. Reads every page map
     #[arg(long)]
     sharing: bool,
     /// Show what each hour added; with --json each checkpoint, too
@@ -146,7 +146,7 @@ fn of_sectors(sectors: &Breakdown) -> Vec<String> {
     ]
 }
 
-/// Who shares what.
+/// The lines about shared contents.
 fn of_sharing(s: &Sharing) -> Vec<String> {
     let b = output::bytes;
     let reduction = (s.unique_bytes > 0).then(|| s.raw_bytes as f64 / s.unique_bytes as f64);

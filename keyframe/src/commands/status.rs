@@ -15,8 +15,8 @@ use std::time::Duration;
 /// Show how running VMs go
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "VMs that were restored or branched are shown, too. They have no engine that takes checkpoints of them: in JSON they are
-{vm, kind, store, checkpoint, qemu_pid, keyframe_pid}, with kind clone or restored, behind the others, which have no kind.
+    after_help = "The list also has VMs that were restored or branched. No engine takes checkpoints of them. In JSON they follow the others, as
+{vm, kind, store, checkpoint, qemu_pid, keyframe_pid} with the kind clone or restored. The others have no kind.
 
 Examples:
   keyframe status
@@ -96,7 +96,7 @@ impl Status {
     }
 }
 
-/// Of a VM that nobody takes checkpoints of.
+/// The line of a VM without an engine.
 fn without_engine(about: &About, place: &Path) -> String {
     let About { vm, checkpoint, store, qemu_pid, .. } = about;
     match about.kind {

@@ -18,9 +18,9 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// branched
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "It returns when all has ended, however long checkpoints that wait take to be stored; --no-wait leaves it to that.
+    after_help = "The command returns when the engine has stored the checkpoints in progress and has ended. With --no-wait it returns at once.
 
-Without a name it is the VM that has an engine, where there is one; else the one that was restored or branched.
+Without --name it ends the one VM that has an engine. If no VM has one, it ends the one that was restored or branched.
 
 Examples:
   keyframe stop
@@ -31,7 +31,7 @@ pub struct Stop {
     /// Which VM, where several run
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
-    /// What becomes of the VM, instead of what `run` was started with
+    /// What to do with the VM, instead of what `run` was started with
     #[arg(long, value_enum)]
     on_exit: Option<OnExit>,
     /// Do not wait for the end
@@ -78,8 +78,8 @@ impl Stop {
         Ok(DONE)
     }
 
-    /// A VM that nobody takes checkpoints of: a clone by its monitor, as others may come from the
-    /// same command; a restored one by its command.
+    /// Ends a VM without an engine: a clone by its monitor, because its command may run other
+    /// clones; a restored VM by its command.
     fn end(&self, place: &Path, about: &About) -> Outcome {
         if self.on_exit.is_some() {
             return Err(Failure::new(format!(

@@ -11,12 +11,12 @@ use std::path::PathBuf;
 /// Connect VMs by a network that a checkpoint of several can hold
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "Each --listen is one LAN: an Ethernet switch for all VMs that connect there. Start it before the VMs, each with
+    after_help = "Each --listen is one LAN: an Ethernet switch for all VMs that connect there. Start it before the VMs. Start each VM with
 
   -netdev stream,id=n0,server=off,addr.type=unix,addr.path=/run/lan.sock -device virtio-net-pci,netdev=n0,mac=...
 
-and give each VM a MAC address of its own (QEMU gives all the same). Whoever may write to these sockets is on the LAN;
-whoever may write to the control socket (its owner) can hold the network. Ends at Ctrl-C or SIGTERM; VMs then have no
+Give each VM a MAC address of its own: QEMU's default is the same for all. Any process that may write to a --listen socket is
+on that LAN. The owner of the control socket can hold the network. The switch ends at Ctrl-C or SIGTERM. The VMs then have no
 network until they are started again (QEMU 9.2 and later reconnect with reconnect-ms=1000).
 
 Examples:

@@ -8,9 +8,9 @@ use serde::Serialize;
 /// Give a checkpoint a name, or take one away
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "A name points to one checkpoint; given again, it moves. It stands wherever a checkpoint is asked for, and its
-checkpoint is kept by the rules of `forget` and of `run --keep-within`, unless --keep-tag names others.
-A run may go on meanwhile.
+    after_help = "A tag names one checkpoint. Given again, it moves to the other checkpoint. Every command takes a tag in place of a number. The
+rules of `forget` and of `run --keep-within` keep tagged checkpoints, unless --keep-tag names other tags. A run may use the
+store meanwhile.
 
 Examples:
   keyframe tag --store S 12 before-upgrade

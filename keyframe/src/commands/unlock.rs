@@ -9,10 +9,10 @@ use serde::Serialize;
 /// Remove the lock that a writer left which is dead
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "In a directory there is nothing to do: the system drops the lock with its process. Elsewhere a lock has a time
-until which it holds, and a dead writer's runs out by itself; this is for those who cannot wait.
+    after_help = "A store in a directory needs no unlock: the system drops the lock when its process ends. Elsewhere a lock has an expiry time,
+and the lock of a dead writer expires by itself. Use this command if you cannot wait for that.
 
-Exit code 0: nothing is locked any more. 11: the holder lives, or may live: it is named, and keeps its lock.
+Exit code 0: the store is not locked any more. 11: the holder lives, or may live. It is named, and keeps its lock.
 
 Examples:
   keyframe unlock --store S
@@ -35,13 +35,13 @@ pub struct Unlock {
 struct Done {
     /// A lock was removed.
     removed: bool,
-    /// Who had it.
+    /// The writer that held it.
     #[serde(skip_serializing_if = "Option::is_none")]
     holder: Option<String>,
 }
 
 impl Unlock {
-    /// Unlocks, or says who holds it.
+    /// Removes the lock, or names the writer that holds it.
     pub fn run(&self) -> Outcome {
         let store = self.store.open()?;
         let (removed, holder) =

@@ -21,15 +21,15 @@ use std::time::{Duration, Instant};
 /// Replay a recording's intervals and compare them with its checkpoints
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "Each interval is replayed in a QEMU of its own, from its checkpoint to the instruction of the next one; there all of its RAM must
-be that checkpoint's, page by page, and all that it or the recording has written to disks, block by block. A replay that has come
-off its log stands still for ever: that is noticed, and told with the interval, the instruction and the processor's registers.
-The last interval ends with the log, where there is nothing to compare with: it must get there.
+    after_help = "Each interval is replayed in a QEMU of its own, from its checkpoint to the instruction of the next one. There its RAM is compared with
+that checkpoint, page by page, and so are all blocks of disks that the replay or the recording wrote. A replay that departs from its
+log stops for ever. Keyframe notices that, and reports the interval, the instruction and the processor's registers. The last
+interval ends with the log: no checkpoint follows, so it only has to reach the end.
 
-QEMU itself loses its way now and then on a busy machine, and stands still where it does not the next time. So an interval that
-did not get to its end is tried again, which is told; one whose end differs is not.
+On a busy machine QEMU's replay sometimes stops where it does not stop the next time. An interval that did not reach its end is
+therefore tried again, and the output says so. An interval whose end differs is not tried again.
 
-Exit codes: 0 all exact, 1 an interval is not.
+Exit codes: 0 all intervals are exact, 1 an interval is not.
 
 Examples:
   keyframe verify R

@@ -13,8 +13,9 @@ use std::sync::Arc;
 /// Decide, on a third host, which of two hosts runs a protected VM
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "It knows who runs which VM and who may take it over, lets the first who asks have it, and remembers that in --dir, which is to
-survive whatever the host does. It can be away while nothing fails. One witness serves thousands of VMs.
+    after_help = "The witness knows for each VM which host runs it and which host may take it over. It grants the VM to the first host that asks,
+and remembers that in --dir, which must survive a crash of the witness's host. The witness may be absent as long as no host fails.
+One witness serves thousands of VMs.
 
 Examples:
   keyframe witness --key KEY --listen 0.0.0.0:7431 --dir /var/lib/keyframe/witness"

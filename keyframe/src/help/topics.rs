@@ -19,14 +19,14 @@ macro_rules! topic {
 /// All of them, in the order of reading.
 pub const ALL: [Topic; 10] = [
     topic!("checkpoints", "what a checkpoint is, and what can be done with one"),
-    topic!("pause", "why the guest stands still, for how long, and how to choose"),
+    topic!("pause", "why the guest pauses, for how long, and how to choose"),
     topic!("stores", "where checkpoints are kept, checked and forgotten"),
-    topic!("disks", "what becomes of the guest's disks"),
-    topic!("recordings", "running each instruction again"),
+    topic!("disks", "where the guest's writes go"),
+    topic!("recordings", "executing each instruction again"),
     topic!("clusters", "many machines for one analysis"),
-    topic!("replication", "a second host that goes on with the VM"),
+    topic!("replication", "a second host that continues the VM"),
     topic!("serving", "dashboard, API, metrics, remote stores"),
-    topic!("security", "who may read and do what"),
+    topic!("security", "rights, keys, sockets and networks"),
     topic!("scripting", "exit codes, JSON, environment"),
 ];
 
@@ -46,7 +46,7 @@ mod tests {
     use super::*;
     use clap::Command;
 
-    /// A topic that names a command or an option which is not there misleads whoever learns by it.
+    /// A topic that names a missing command or option misleads its reader.
     #[test]
     fn topics_name_commands_and_options_that_there_are() {
         let command = crate::cli();

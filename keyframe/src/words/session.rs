@@ -9,7 +9,7 @@ use keyframe_session::Event;
 use keyframe_session::event::{SessionStart, Step};
 use std::sync::Once;
 
-/// The line for `event`, and who reads it. `None` if the event is not worth a line.
+/// The line for `event`, and its importance. `None` if the event has no line.
 pub fn line(event: &Event) -> Option<(Importance, String)> {
     let said = match event {
         Event::Started(start) => (Usual, greeting(start)),

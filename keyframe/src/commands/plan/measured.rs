@@ -62,7 +62,7 @@ impl Measured {
         let mut pauses = Vec::new();
         let checkpoints = sealed_in(&source.store, &source.recording)?;
         for (place, sealed) in &checkpoints {
-            // A replay's pauses are nobody's, and the first checkpoint comes before the VM runs.
+            // A pause of a replay stops no VM in use, and the first checkpoint comes before the VM runs.
             if sealed.meta.reason != "segment" && place.icount > 0 {
                 pauses.push(sealed.meta.timing.pause_ns as f64 / 1e9);
             }
