@@ -1,17 +1,17 @@
-//! A VM's disks at one instant, through its monitor: dirty bitmaps and point-in-time exports, as
-//! libvirt's backups make them.
+//! Captures a VM's disks at one instant through its monitor, with dirty bitmaps and point-in-time
+//! exports, as libvirt's backups do.
 //!
 //! ```text
 //!   guest ──writes──▶ copy-before-write ──▶ disk's node ◀──backing── scratch ◀── export (NBD)
-//!                            └── what was there ──────────────────────▶ │            └ bitmap: what changed
-//!                                                                       └ a file of ours
-//!   scratch added ─▶ VM stands still ─▶ one transaction: new bitmap, old one frozen, backup job ─▶ VM runs ─▶ export ─▶ read
-//!     ─▶ export, job, scratch taken away ─▶ frozen bitmap removed; or merged into the present one where the checkpoint failed
+//!                            └── overwritten blocks ──────────────────▶ │            └ bitmap: changed blocks
+//!                                                                       └ a file of Keyframe
+//!   scratch added ─▶ VM paused ─▶ one transaction: new bitmap, old one frozen, backup job ─▶ VM runs ─▶ export ─▶ read
+//!     ─▶ export, job, scratch removed ─▶ frozen bitmap removed, or merged into the present one if the checkpoint failed
 //! ```
 //!
-//! Invariants: everything made here has a name that begins with `keyframe-`, by which [`sweep`]
-//! finds what an engine that was killed has left; a bitmap is frozen and its successor begun as one
-//! step, so no write falls between them.
+//! Invariants: every object made here has a name that begins with `keyframe-`, by which [`sweep`]
+//! finds the leftovers of a killed engine. One transaction freezes a bitmap and starts its
+//! successor, so no write falls between them.
 //!
 //! Left out: reading the exports (the disk crate), and the file beneath the scratch node.
 
@@ -20,25 +20,25 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// What all names begin with.
+/// The prefix of all names.
 const OURS: &str = "keyframe-";
-/// How long QEMU may take to let go of an export, a job or a node.
+/// How long QEMU may take to remove an export, a job or a node.
 const GONE_TIMEOUT: Duration = Duration::from_secs(30);
-/// Bytes behind one bit of a bitmap: a block of ours; more for disks whose bitmaps would be large.
+/// Bytes for each bit of a bitmap: the size of a stored block; more for disks with large bitmaps.
 const GRANULARITY_BYTES: u64 = 4096;
 const GRANULARITY_LARGE_BYTES: u64 = 64 << 10;
 const LARGE_BYTES: u64 = 1 << 40;
 
-/// What is cut of a disk.
+/// One disk of a cut.
 #[derive(Clone, Copy, Debug)]
 pub struct Point<'a> {
     /// The disk.
     pub disk: &'a WritableNode,
-    /// Its number, by which scratch node, job and export are known.
+    /// The disk's number, which the names of its scratch node, job and export contain.
     pub number: usize,
-    /// The bitmap that is frozen; none at the first cut.
+    /// The number of the bitmap to freeze; `None` at the first cut.
     pub frozen: Option<u64>,
-    /// The bitmap that begins.
+    /// The number of the bitmap to start.
     pub begun: u64,
 }
 
@@ -70,7 +70,7 @@ pub fn add_scratch(qmp: &mut Qmp, number: usize, file: &Path, disk: &WritableNod
     qmp.execute("blockdev-add", Some(node)).map(drop)
 }
 
-/// Cuts all `points` at one instant. The VM should stand still, and each has its scratch node.
+/// Cuts all `points` at one instant. The VM must be paused, and each point needs its scratch node.
 pub fn cut(qmp: &mut Qmp, points: &[Point<'_>]) -> Result<()> {
     let mut actions = Vec::with_capacity(points.len() * 3);
     for point in points {
@@ -91,7 +91,7 @@ pub fn cut(qmp: &mut Qmp, points: &[Point<'_>]) -> Result<()> {
     qmp.execute("transaction", Some(json!({ "actions": actions }))).map(drop)
 }
 
-/// Lets the disk be read as it was at its cut, with bitmap `frozen`.
+/// Exports disk `number` as it was at its cut, with bitmap `frozen`.
 pub fn export(qmp: &mut Qmp, number: usize, frozen: Option<u64>) -> Result<()> {
     let id = name(number);
     let bitmaps: Vec<String> = frozen.map(bitmap_name).into_iter().collect();
@@ -101,21 +101,20 @@ pub fn export(qmp: &mut Qmp, number: usize, frozen: Option<u64>) -> Result<()> {
     qmp.execute("block-export-add", Some(export)).map(drop)
 }
 
-/// What is written to `disk` from here on belongs to a checkpoint that has succeeded: forgets
-/// bitmap `frozen`.
+/// Removes bitmap `frozen` of `disk` after its checkpoint has succeeded.
 pub fn forget(qmp: &mut Qmp, disk: &WritableNode, frozen: u64) -> Result<()> {
     let bitmap = json!({ "node": disk.node, "name": bitmap_name(frozen) });
     qmp.execute("block-dirty-bitmap-remove", Some(bitmap)).map(drop)
 }
 
-/// The checkpoint has failed: what bitmap `frozen` knows, `present` knows too.
+/// Merges bitmap `frozen` into `present` after the checkpoint has failed.
 pub fn give_back(qmp: &mut Qmp, disk: &WritableNode, frozen: u64, present: u64) -> Result<()> {
     let merge = json!({ "node": disk.node, "target": bitmap_name(present), "bitmaps": [bitmap_name(frozen)] });
     qmp.execute("block-dirty-bitmap-merge", Some(merge))?;
     forget(qmp, disk, frozen)
 }
 
-/// Takes exports, jobs and scratch nodes away.
+/// Removes all exports, jobs and scratch nodes of Keyframe.
 pub fn take_away(qmp: &mut Qmp) -> Result<()> {
     for id in named(qmp, "query-block-exports", None, "id")? {
         qmp.execute("block-export-del", Some(json!({ "id": id, "mode": "hard" })))?;
@@ -139,7 +138,7 @@ pub fn take_away(qmp: &mut Qmp) -> Result<()> {
     Ok(())
 }
 
-/// Takes away all that is ours, also of an engine that was killed. True where there was something.
+/// Removes all objects of Keyframe, also those of a killed engine. True if there were any.
 pub fn sweep(qmp: &mut Qmp) -> Result<bool> {
     take_away(qmp)?;
     let nodes = qmp.execute("query-named-block-nodes", Some(json!({ "flat": true })))?;
@@ -162,7 +161,7 @@ pub fn sweep(qmp: &mut Qmp) -> Result<bool> {
     Ok(found)
 }
 
-/// QEMU listens no more.
+/// Has QEMU stop listening for readers.
 pub fn stop_server(qmp: &mut Qmp) -> Result<()> {
     match qmp.execute("nbd-server-stop", None) {
         // It does not run.
@@ -178,7 +177,7 @@ pub fn other_job(qmp: &mut Qmp) -> Result<Option<String>> {
     Ok(names.filter(|name| !name.starts_with(OURS)).map(str::to_owned).next())
 }
 
-/// The names of ours that `query` lists.
+/// The names with Keyframe's prefix that `query` lists.
 fn named(qmp: &mut Qmp, query: &str, arguments: Option<Value>, key: &str) -> Result<Vec<String>> {
     let answer = qmp.execute(query, arguments)?;
     let Some(all) = answer.as_array() else { return Err(qmp.unexpected(query, &answer)) };

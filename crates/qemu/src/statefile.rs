@@ -1,5 +1,5 @@
-//! Where QEMU writes device state: a file in memory that both have open, in one of QEMU's
-//! descriptor sets.
+//! The file to which QEMU writes device state: a memfd that QEMU and Keyframe have open, in one of
+//! QEMU's descriptor sets.
 //!
 //! ```text
 //!   launched:  -add-fd fd=N,set=19270,opaque=keyframe-engine:PID:START       inherited
@@ -7,11 +7,11 @@
 //!                └▶ xen-save-devices-state /dev/fdset/19270 ──▶ read here
 //! ```
 //!
-//! The set's `opaque` word names the engine. A QEMU is thus seen to be taken, whichever monitor it
-//! is asked through, and what an engine that was killed left behind is known: QEMU 7.2 drops the
-//! set with the last connection to any of its monitors, if the VM runs then; 10.0 never drops it.
-//! What 7.2 is told to forget while the VM is paused it goes on to list, and forgets when a monitor
-//! is closed while the VM runs.
+//! The set's `opaque` text names the engine. Through any monitor, another engine sees by it that
+//! this QEMU has an engine, and finds what a killed engine left behind. QEMU 7.2 drops the set with
+//! the last connection to any of its monitors, if the VM runs then; QEMU 10.0 never drops it. A set
+//! that QEMU 7.2 is told to forget while the VM is paused stays in its list until a monitor closes
+//! while the VM runs.
 
 use crate::{Error, Qmp, Result, spawn};
 use keyframe_locks::IgnorePoison;
@@ -28,24 +28,24 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// More than any device state: a vGPU's is some MiB.
 const STATE_BYTES_MAX: u64 = 1 << 30;
-/// The descriptor set for device state, or the first free one behind it. Users count theirs from 1,
-/// libvirt from 0.
+/// The number of the descriptor set for device state; if it is taken, the first free one after it.
+/// Users count theirs from 1, libvirt from 0.
 const FDSET: u32 = 19270;
-/// What begins the word by which a set is known as ours.
+/// The prefix of the `opaque` text of all sets of Keyframe.
 const MARK: &str = "keyframe";
-/// What begins the word of a set that an engine uses: behind it come its process's pid and start,
-/// and its number there.
+/// The prefix of the `opaque` text of a set that an engine uses. The engine's pid, its start time
+/// and the file's number in that process follow.
 const ENGINE_MARK: &str = "keyframe-engine:";
 
 /// The numbers of the files that this process uses.
 static IN_USE: Mutex<BTreeSet<u64>> = Mutex::new(BTreeSet::new());
 static NUMBERS: AtomicU64 = AtomicU64::new(1);
 
-/// A file in memory that both have open.
+/// The memfd that QEMU and Keyframe have open.
 ///
-/// QEMU takes a descriptor of a set only where its access mode is the very one asked for,
-/// write-only. Both ends of that descriptor share one position, which stands behind the previous
-/// state until it is set back.
+/// QEMU uses a descriptor of a set only if its access mode equals the requested one, write-only.
+/// QEMU's and Keyframe's copy of that descriptor share one file position. It stands at the end of
+/// the previous state until it is reset.
 pub(crate) struct StateFile {
     pub(crate) write_end: OwnedFd,
     read_end: File,
@@ -60,7 +60,7 @@ impl Drop for StateFile {
 }
 
 impl StateFile {
-    /// A fresh one, in a set that `arguments` do not use.
+    /// A new file, in a set that `arguments` do not use.
     pub(crate) fn new(arguments: &[Argument]) -> Result<Self> {
         let taken: Vec<u32> = arguments
             .iter()
@@ -83,12 +83,12 @@ impl StateFile {
         Ok(Self { write_end, read_end: File::from(fd), set, number })
     }
 
-    /// What gives it to a QEMU whose engine is this process, for as long as it lives.
+    /// The arguments that give the file to a QEMU whose engine is this process.
     pub(crate) fn arguments(&self) -> [String; 2] {
         self.arguments_marked(&self.mark())
     }
 
-    /// What gives it to a QEMU that has no engine, with another word of ours.
+    /// The arguments that give the file to a QEMU without an engine.
     pub(crate) fn arguments_of(&self, mark: Option<String>) -> [String; 2] {
         self.arguments_marked(&mark.unwrap_or_else(|| MARK.into()))
     }
@@ -100,11 +100,11 @@ impl StateFile {
         ]
     }
 
-    /// Gives it to the running QEMU `pid` behind `qmp`, which is thus ours, and makes sure that it
-    /// is that process.
+    /// Gives the file to the running QEMU behind `qmp`, which marks this process as its engine, and
+    /// checks that this QEMU is process `pid`.
     ///
-    /// Error: [`Error::Attach`] where another engine lives, or where the monitor is another
-    /// process's.
+    /// Error: [`Error::Attach`] if the QEMU has a living engine, or if the monitor belongs to another
+    /// process.
     pub(crate) fn pass(&mut self, qmp: &mut Qmp, pid: u32) -> Result<()> {
         let taken = claims(qmp, pid)?;
         self.set = first_free(&taken);
@@ -128,13 +128,13 @@ impl StateFile {
         let _ = qmp.execute("remove-fd", Some(json!({ "fdset-id": self.set })));
     }
 
-    /// The word that names this engine: by its process's start too, for pids are used again.
+    /// The text that names this engine. It has the process's start time too, because pids are reused.
     fn mark(&self) -> String {
         let pid = std::process::id();
         format!("{ENGINE_MARK}{pid}:{}:{}", started_ticks(pid).unwrap_or(0), self.number)
     }
 
-    /// An error where another engine has come meanwhile.
+    /// Fails if another engine has come meanwhile.
     fn check_alone(&self, qmp: &mut Qmp, pid: u32) -> Result<()> {
         let own = self.mark();
         match sets(qmp)?.iter().filter(|(_, mark)| *mark != own).find_map(|(_, mark)| living(mark))
@@ -144,7 +144,7 @@ impl StateFile {
         }
     }
 
-    /// What answers the monitor has our file open under `path`, of process `pid`.
+    /// Checks that process `pid`, which should answer the monitor, has this file open under `path`.
     fn check_is_at(&self, path: &str, pid: u32) -> Result<()> {
         let ours = rustix::fs::fstat(&self.read_end)
             .map_err(Error::io("look at the device state file"))?;
@@ -159,7 +159,7 @@ impl StateFile {
         }
     }
 
-    /// QEMU's name for it.
+    /// QEMU's name of the file.
     pub(crate) fn target(&self) -> String {
         format!("/dev/fdset/{}", self.set)
     }
@@ -169,7 +169,7 @@ impl StateFile {
         self.set
     }
 
-    /// Empties it, for the next state.
+    /// Empties the file for the next state.
     pub(crate) fn rewind(&self) -> Result<()> {
         rustix::fs::ftruncate(&self.write_end, 0)
             .map_err(Error::io("empty the device state file"))?;
@@ -178,7 +178,7 @@ impl StateFile {
         Ok(())
     }
 
-    /// What QEMU has written.
+    /// The bytes that QEMU has written.
     pub(crate) fn read(&self) -> Result<Vec<u8>> {
         let len_bytes =
             self.read_end.metadata().map_err(Error::io("look at the device state file"))?.len();
@@ -194,7 +194,7 @@ impl StateFile {
     }
 }
 
-/// Makes QEMU forget set `set` where it is one of ours: for a watchdog whose engine is gone.
+/// Makes QEMU forget set `set` if it is one of Keyframe's: for a watchdog whose engine has ended.
 pub(crate) fn forget(qmp: &mut Qmp, set: u32) -> Result<()> {
     let ours = |(number, mark): &(u32, String)| *number == set && mark.starts_with(MARK);
     if sets(qmp)?.iter().any(ours) {
@@ -203,8 +203,8 @@ pub(crate) fn forget(qmp: &mut Qmp, set: u32) -> Result<()> {
     Ok(())
 }
 
-/// Makes QEMU forget the sets of engines that are gone. The numbers of all; an error where an
-/// engine lives.
+/// Makes QEMU forget the sets of engines that have ended. Returns the numbers of all sets. Fails if
+/// an engine lives.
 fn claims(qmp: &mut Qmp, pid: u32) -> Result<Vec<u32>> {
     let all = sets(qmp)?;
     for (set, mark) in &all {
@@ -227,7 +227,7 @@ fn held(pid: u32, engine: u32) -> Error {
     }
 }
 
-/// QEMU's descriptor sets: each descriptor's set and word.
+/// QEMU's descriptor sets: the set and the `opaque` text of each descriptor.
 fn sets(qmp: &mut Qmp) -> Result<Vec<(u32, String)>> {
     let answer = qmp.execute("query-fdsets", None)?;
     let Some(all) = answer.as_array() else { return Err(qmp.unexpected("query-fdsets", &answer)) };
@@ -250,7 +250,7 @@ fn first_free(taken: &[u32]) -> u32 {
     (FDSET..=u32::MAX).find(|set| !taken.contains(set)).unwrap_or(FDSET)
 }
 
-/// The pid of the engine that `mark` names, where it lives.
+/// The pid of the engine that `mark` names; `None` if it has ended.
 fn living(mark: &str) -> Option<u32> {
     let mut parts = mark.strip_prefix(ENGINE_MARK)?.split(':');
     let (pid, start, number) =
@@ -260,8 +260,8 @@ fn living(mark: &str) -> Option<u32> {
     lives.then_some(pid)
 }
 
-/// When process `pid` started, in clock ticks since boot; `None` where there is none, or where it
-/// has ended and is only waited for.
+/// The start time of process `pid`, in clock ticks since boot; `None` if there is no such process,
+/// or if it is a zombie.
 fn started_ticks(pid: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name in parentheses may hold anything.

@@ -2,18 +2,18 @@
 //! [`Vm`] of a QEMU that another program started.
 //!
 //! ```text
-//!   QEMU ... the user's own words ...
-//!        -S                              we look before the first instruction; the caller continues
-//!        -only-migratable                QEMU itself refuses what it could not save
-//!        -readconfig /proc/self/fd/N     two monitors: RUN_DIR/qmp.sock for us, RUN_DIR/watchdog.sock
+//!   QEMU ... the user's own arguments ...
+//!        -S                              QEMU waits before the first instruction; the caller resumes
+//!        -only-migratable                QEMU refuses devices whose state it cannot save
+//!        -readconfig /proc/self/fd/N     two monitors: RUN_DIR/qmp.sock for the engine, RUN_DIR/watchdog.sock
 //!        -add-fd fd=M,set=19270          a memfd, where QEMU writes device state
 //! ```
 //!
-//! The monitors come from a configuration file and not from `-mon` because `-mon` takes the user's
-//! own default monitor away (with `-nographic`, the one behind Ctrl-A C).
+//! The monitors come from a configuration file, because `-mon` would remove the user's default
+//! monitor (with `-nographic`, the one behind Ctrl-A C).
 //!
 //! Invariants:
-//! 1. Dropping a [`Vm`] leaves the guest running; only [`Vm::kill`] ends it. One that was attached to forgets us.
+//! 1. Dropping a [`Vm`] leaves the guest running; only [`Vm::kill`] ends it. A QEMU that was attached to forgets the engine.
 //! 2. A launch that fails leaves no process behind.
 
 use crate::invocation::Invocation;
@@ -45,9 +45,9 @@ use std::time::{Duration, Instant};
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long QEMU may take to end when asked to.
 const QUIT_TIMEOUT: Duration = Duration::from_secs(5);
-/// A QEMU that was shut down and neither ends nor answers within this time is stuck in its own end.
+/// A QEMU whose guest has shut down and that neither ends nor answers within this time is stuck.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
-/// How long one that was attached to may take to forget us.
+/// How long an attached QEMU may take to forget the engine.
 const DETACH_TIMEOUT: Duration = Duration::from_secs(1);
 /// The longest path of a unix socket, without its terminating zero.
 const SOCKET_PATH_BYTES_MAX: usize = 107;
@@ -55,8 +55,8 @@ const SOCKET_PATH_BYTES_MAX: usize = 107;
 /// How to launch a VM.
 #[derive(Clone, Debug)]
 pub struct LaunchOptions {
-    /// Where the monitors' sockets go: `qmp.sock` for the engine, `watchdog.sock` for the watchdog.
-    /// Made if need be.
+    /// The directory of the monitors' sockets: `qmp.sock` for the engine, `watchdog.sock` for the
+    /// watchdog. It is made if it does not exist.
     pub run_dir: PathBuf,
 }
 
@@ -71,26 +71,26 @@ pub struct Vm {
     backends: Option<Vec<String>>,
     /// Nodes of disks that are captured, or left out knowingly.
     minded: Vec<String>,
-    /// The socket of the server of its disks, where it is ours and the VM was not launched.
+    /// The socket of the disk server, for a restored VM whose disks the caller serves.
     server: Option<PathBuf>,
-    /// Of one that records or replays.
+    /// Present if the VM records or replays.
     single_core: Option<SingleCore>,
-    /// Which QEMU it is, once that is known.
+    /// The identity of the binary, once it is known.
     pub(crate) identity: Option<QemuIdentity>,
-    /// What has to be there for as long as it is.
+    /// Values that must live as long as the VM.
     kept: Vec<Box<dyn Any + Send + Sync>>,
 }
 
-/// Where a VM came from, as far as that is left to be known.
+/// How a VM came under Keyframe.
 pub(crate) enum Origin {
     /// Launched, with a monitor for its watchdog.
     Launched {
-        /// That monitor's socket.
+        /// The watchdog's monitor socket.
         watchdog: PathBuf,
         /// The socket of the server of its disks.
         disks: Option<PathBuf>,
     },
-    /// Brought to life from a checkpoint.
+    /// Restored from a checkpoint.
     Restored,
     /// Started by another program.
     Attached {
@@ -101,22 +101,22 @@ pub(crate) enum Origin {
     Libvirt {
         /// The domain's name.
         domain: String,
-        /// libvirt's URI, where it is not virsh's default.
+        /// libvirt's URI. `None` for virsh's default.
         uri: Option<String>,
     },
 }
 
 impl Vm {
-    /// Starts the VM with its virtual CPUs standing still, whatever the user's line says.
+    /// Starts the VM with its virtual CPUs paused, with or without `-S` in the user's arguments.
     ///
-    /// Errors: [`Error::Exited`] where QEMU ends at once (it has said why on its standard error),
-    /// [`Error::Timeout`] where it does not answer within 30 s; no process is left then.
+    /// Errors: [`Error::Exited`] if QEMU ends at once (its standard error says why);
+    /// [`Error::Timeout`] if it does not answer within 30 s. After an error no process is left.
     pub fn launch(invocation: &Invocation, options: &LaunchOptions) -> Result<Self> {
         Self::launch_by(invocation, options, |_| ())
     }
 
-    /// As [`Self::launch`], but the VM does not outlive the thread that starts it, nor this
-    /// process: the kernel ends it.
+    /// As [`Self::launch`], but the kernel ends the VM when the thread that started it ends, and so
+    /// when this process ends.
     pub fn launch_mortal(invocation: &Invocation, options: &LaunchOptions) -> Result<Self> {
         Self::launch_by(invocation, options, keyframe_kernel::child_setup::kill_with_parent)
     }
@@ -179,7 +179,7 @@ impl Vm {
         }
     }
 
-    /// Over parts that are there already; the lines are the user's and the one that was run.
+    /// A VM of existing parts, with the user's arguments and the full command line.
     pub(crate) fn from_parts(
         lifetime: Lifetime,
         qmp: Qmp,
@@ -208,20 +208,20 @@ impl Vm {
         self.single_core = single_core;
     }
 
-    /// Has `what` be there for as long as it is.
+    /// Keeps `what` alive as long as the VM.
     pub fn accompany(&mut self, what: impl Any + Send + Sync) {
         self.kept.push(Box::new(what));
     }
 
-    /// Of one that records or replays: whether its monitor may be answered some ms late from now
-    /// on, so that the guest is not disturbed.
+    /// Decides whether QEMU may answer its monitor some milliseconds late from now on, which disturbs
+    /// the guest less. Has no effect on a VM that neither records nor replays.
     pub fn may_answer_late(&self, late: bool) {
         if let Some(single_core) = &self.single_core {
             single_core.let_run_late(late);
         }
     }
 
-    /// Of one that records or replays by single_core: the core that all of its threads are on.
+    /// The core on which all threads of a recording or replaying VM run. `None` for other VMs.
     pub fn core(&self) -> Option<u32> {
         self.single_core.as_ref()?.core()
     }
@@ -231,9 +231,9 @@ impl Vm {
         self.lifetime.pid()
     }
 
-    /// Options that a script added to the line before it became QEMU, and that say what disks,
-    /// networks and consoles there are: Keyframe has not seen them. Error: [`Error::Hidden`]. Of a
-    /// VM that was launched; others have none.
+    /// Fails with [`Error::Hidden`] if the command is a script that added options for disks, networks
+    /// or consoles before it started QEMU. Keyframe has not seen these. Only a launched VM can have
+    /// such options.
     pub fn require_whole_line(&self) -> Result<()> {
         let Origin::Launched { .. } = self.origin else { return Ok(()) };
         let path = format!("/proc/{}/cmdline", self.pid());
@@ -253,7 +253,7 @@ impl Vm {
         matches!(self.origin, Origin::Attached { .. } | Origin::Libvirt { .. })
     }
 
-    /// What its watchdog is to watch: see [`crate::watchdog::Watchdog::spawn`].
+    /// The connection that a watchdog of this VM uses: see [`crate::watchdog::Watchdog::spawn`].
     pub fn watched(&self) -> Result<Watched> {
         match &self.origin {
             Origin::Launched { watchdog, .. } => Ok(Watched::Monitor(watchdog.clone())),
@@ -272,22 +272,22 @@ impl Vm {
         &self.origin
     }
 
-    /// Its monitor.
+    /// The monitor.
     pub fn qmp(&mut self) -> &mut Qmp {
         &mut self.qmp
     }
 
-    /// The line as the user gave it.
+    /// The command line as the user gave it.
     pub fn user_command(&self) -> &[String] {
         &self.user_command
     }
 
-    /// The line as it was run.
+    /// The command line with which QEMU runs.
     pub fn full_command(&self) -> &[String] {
         &self.full_command
     }
 
-    /// What stands in the way of exact checkpoints of this machine; all of it.
+    /// All properties of this machine that prevent exact checkpoints, or may prevent them.
     pub fn audit(&mut self) -> Result<Vec<AuditFinding>> {
         let machine_type = self.machine_type()?;
         let disks = match (&self.origin, &self.server) {
@@ -305,18 +305,18 @@ impl Vm {
         Ok(found)
     }
 
-    /// The disks of a VM that was restored are served by the caller, at this socket.
+    /// Declares that the caller serves the disks of this restored VM at `socket`.
     pub fn mind_server(&mut self, socket: PathBuf) {
         self.server = Some(socket);
     }
 
-    /// The disks behind these nodes are captured by the caller, or left out knowingly: they are no
-    /// reason to refuse the VM.
+    /// Declares that the caller captures the disks behind these nodes, or that the user left them
+    /// out. The audit does not report them.
     pub fn mind_nodes(&mut self, nodes: Vec<String>) {
         self.minded = nodes;
     }
 
-    /// Whether the machine has a device that discards guest RAM (balloon, virtio-mem).
+    /// True if the machine has a device that discards guest RAM (balloon, virtio-mem).
     pub fn discards_ram(&mut self) -> Result<bool> {
         audit::discards(&mut self.qmp)
     }
@@ -326,8 +326,8 @@ impl Vm {
         machine_type(&mut self.qmp)
     }
 
-    /// Features of its processor model that the guest was not given, as accelerator or host lack
-    /// them.
+    /// The features of the processor model that the guest does not have, because the accelerator or
+    /// the host lacks them.
     pub fn cpu_lacks(&mut self) -> Result<Vec<String>> {
         accelerator_check::lacking(&mut self.qmp)
     }
@@ -341,13 +341,13 @@ impl Vm {
         }
     }
 
-    /// The words that a line lacks for the memory that was plugged in since: with them behind
-    /// [`Vm::user_command`], a restore makes this machine. None where nothing was plugged in.
+    /// The arguments for the memory that was plugged in since the start. A restore makes this machine
+    /// of [`Vm::user_command`] followed by them. Empty if no memory was plugged in.
     pub fn plugged_memory(&mut self) -> Result<Vec<String>> {
         hotplug::memory_words(&mut self.qmp, &hotplug::arguments(&self.user_command))
     }
 
-    /// The RAM blocks and where each lies in QEMU's memory: those behind memory backends first.
+    /// The RAM blocks with their addresses in QEMU's memory. Those of memory backends come first.
     pub fn ram_blocks(&mut self) -> Result<Vec<HostBlock>> {
         // Memory may have been plugged in: the layout is from now on that of these blocks.
         self.backends = None;
@@ -360,8 +360,8 @@ impl Vm {
         self.asked_for_ram(ramblock::layout)
     }
 
-    /// The same; and whether a device that discards guest RAM has been plugged in, or was on the
-    /// line.
+    /// As [`Vm::ram_layout`], and true if the machine has a device that discards guest RAM, from its
+    /// start or plugged in since.
     pub fn ram_layout_and_discards(&mut self) -> Result<(RamLayout, bool)> {
         self.asked_for_ram(ramblock::layout_and_discards)
     }
@@ -390,29 +390,28 @@ impl Vm {
         Ok(state)
     }
 
-    /// How QEMU ended, if it has.
+    /// The end of QEMU; `None` if it runs.
     pub fn ended(&mut self) -> Result<Option<VmExit>> {
         self.lifetime.ended()
     }
 
-    /// The same as a status: of a VM that was attached to, only its parent learns it, and success
-    /// stands here.
+    /// As [`Vm::ended`], as an exit status. The status of an attached QEMU is known only to its
+    /// parent; the result is then success.
     pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
         Ok(self.ended()?.map(|ended| ended.status()))
     }
 
-    /// Waits for QEMU's end for at most `timeout`; `None` where it still runs then. The status is
-    /// that of [`Vm::try_wait`].
+    /// Waits at most `timeout` for QEMU's end; `None` if it still runs then. The status is that of
+    /// [`Vm::try_wait`].
     pub fn wait(&mut self, timeout: Duration) -> Result<Option<ExitStatus>> {
         Ok(self.lifetime.wait(timeout)?.map(|ended| ended.status()))
     }
 
-    /// To be called when the VM was shut down ([`crate::Event::Shutdown`]): how QEMU ended, or
-    /// `None` where it stays (`-no-shutdown`). The status is that of [`Vm::try_wait`].
+    /// Waits for QEMU's end after the guest has shut down ([`crate::Event::Shutdown`]). `None` if
+    /// QEMU stays (`-no-shutdown`). The status is that of [`Vm::try_wait`].
     ///
-    /// QEMU 7.2 can hang in `monitor_cleanup`, with its disks flushed and closed, where a command
-    /// is under way as the VM shuts down. It is killed then, and counts as ended in success, as it
-    /// would have been.
+    /// QEMU 7.2 can hang in `monitor_cleanup` if a command is in progress while the guest shuts down.
+    /// Its disks are flushed and closed by then. This function kills such a QEMU and returns success.
     pub fn finish_shutdown(&mut self) -> Result<Option<ExitStatus>> {
         let before = self.qmp.set_timeout(Duration::from_millis(500));
         let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
@@ -432,8 +431,8 @@ impl Vm {
         Ok(ended)
     }
 
-    /// Ends QEMU: on request, so that it gives the terminal back as it was, or else by force, where
-    /// we started it.
+    /// Ends QEMU. It first asks QEMU to quit, so that QEMU resets the terminal. If that fails, it
+    /// kills a QEMU that Keyframe started.
     pub fn kill(&mut self) -> Result<()> {
         if self.ended()?.is_some() {
             return Ok(());
@@ -454,7 +453,7 @@ impl Vm {
         self.lifetime.kill().map(drop)
     }
 
-    /// Leaves the guest to itself, as it is, and what it needs with it. Returns QEMU's pid.
+    /// Leaves the guest running, with everything that it needs. Returns QEMU's pid.
     pub fn keep(mut self) -> u32 {
         // Not dropped, so that nothing of it is ended.
         std::mem::take(&mut self.kept).into_iter().for_each(std::mem::forget);
@@ -463,7 +462,7 @@ impl Vm {
 }
 
 impl Drop for Vm {
-    /// One that was attached to is left as it was found.
+    /// Leaves an attached QEMU as it was found.
     fn drop(&mut self) {
         if self.is_attached() && !matches!(self.ended(), Ok(Some(_))) {
             self.qmp.set_timeout(DETACH_TIMEOUT);
@@ -496,8 +495,7 @@ pub(crate) fn inherited_path(fd: &OwnedFd) -> String {
     format!("/proc/self/fd/{}", spawn::number(fd))
 }
 
-/// A monitor of machines' kind, over the chardev with `properties`, in the form that `-readconfig`
-/// reads.
+/// A QMP monitor over the chardev with `properties`, in the form that `-readconfig` reads.
 pub(crate) fn monitor_config(id: &str, properties: &[(&str, &str)]) -> String {
     let mut lines = vec![format!("[chardev \"{id}\"]"), "  backend = \"socket\"".into()];
     lines.extend(properties.iter().map(|(key, value)| format!("  {key} = \"{value}\"")));
@@ -509,8 +507,8 @@ pub(crate) fn monitor_config(id: &str, properties: &[(&str, &str)]) -> String {
     lines.join("\n")
 }
 
-/// Ids and sockets of the two monitors, in a directory for us alone, where nothing stands in their
-/// way.
+/// Ids and sockets of the two monitors, in a directory of the engine's own, after old sockets there
+/// were removed.
 fn prepare_sockets(run_dir: &Path) -> Result<[(&'static str, PathBuf); 2]> {
     let run_dir = std::path::absolute(run_dir)
         .map_err(Error::io(format!("resolve {}", run_dir.display())))?;
@@ -559,8 +557,8 @@ fn connect(child: &mut Child, path: &Path) -> Result<Qmp> {
         .map_err(|e| spawn::exited_instead(e, child, error::AT_START))
 }
 
-/// All that follows acts on the child's pid, so the monitor must be that process's and not that of
-/// a child of its own.
+/// Checks that the child itself answers the monitor, and no child of the child: everything else
+/// acts on the child's pid.
 fn check_is_child(qmp: &Qmp, child: &Child, binary: &Path) -> Result<()> {
     let peer = rustix::net::sockopt::socket_peercred(qmp)
         .map_err(Error::io("ask which process answers QEMU's monitor"))?;
@@ -574,7 +572,7 @@ fn check_is_child(qmp: &Qmp, child: &Child, binary: &Path) -> Result<()> {
     })
 }
 
-/// Only this processor is known.
+/// Checks that QEMU emulates x86-64, the only supported processor.
 pub(crate) fn check_target(qmp: &mut Qmp, binary: &Path) -> Result<()> {
     let answer = qmp.execute("query-target", None)?;
     match answer.get("arch").and_then(Value::as_str) {

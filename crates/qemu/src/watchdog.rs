@@ -1,39 +1,39 @@
 //! Keeps a VM from staying paused when the engine that paused it dies or stalls.
 //!
-//! The watchdog is a process of its own. It has its own monitor where the VM has one to spare, and
-//! else the engine's connection ([`Watched`]). The engine talks to it through its standard streams,
-//! in lines:
+//! The watchdog is a process of its own. It uses its own monitor if the VM has a second one,
+//! otherwise the engine's connection ([`Watched`]). Engine and watchdog exchange lines over the
+//! watchdog's standard streams:
 //!
 //! ```text
 //!   engine ──▶ A<ms>   armed: a pause begins, and ends within <ms> milliseconds
 //!   engine ──▶ D       disarmed: the pause has ended
-//!   engine ──▶ B       between: the VM is neither what it was nor what it is to be, and must not run
+//!   engine ──▶ B       between: a rollback replaces the VM's state; the VM must not run
 //!   engine ──▶ E       the engine ends in good order
-//!   engine ◀── F       fired: the pause was ended from here; what was captured in it is torn
+//!   engine ◀── F       fired: the watchdog has ended the pause; its capture is torn
 //!   engine ◀── K       the answer to each D and B, behind any F
 //!
 //!            ┌──────────── D ─────────────┐
 //!            ▼                            │
-//!        disarmed ──A<ms>──▶ armed ──▶ overdue ⟲ fires where the VM is paused, and looks again
+//!        disarmed ──A<ms>──▶ armed ──▶ overdue ⟲ fires if the VM is paused, and checks again
 //!            │                 │          │
 //!            └── end of input ─┼──────────┘
 //!                 ▼            ▼ fires for a while
-//!               exit ◀─────────┘ without E: what the engine left in QEMU is taken back
+//!               exit ◀─────────┘ without E: the watchdog removes what the engine left in QEMU
 //!
 //!   any ──B──▶ between ──A or D──▶ as above           between ──end of input──▶ QEMU is ended, exit with an error
 //! ```
 //!
-//! Firing is `cont` where the VM is paused. The `stop` of an engine that stalls or died may still
-//! be on its way to QEMU when the deadline passes, so the watchdog keeps looking. The engine arms
-//! only to pause a VM that runs: a VM that a user paused is not ours to resume.
+//! To fire means to send `cont` if the VM is paused. The `stop` of an engine that stalls or died may
+//! still be on its way to QEMU when the deadline passes, so the watchdog keeps checking. The engine
+//! arms the watchdog only to pause a running VM. A VM that a user paused is not resumed.
 //!
 //! Invariants:
 //! 1. Each pause that the engine began ends: by the engine, or by the watchdog.
-//! 2. A VM that an engine left between two states never runs, nor does it stand there for good.
+//! 2. A VM that an engine left between two states never runs. The watchdog ends it.
 //! 3. An engine whose pause was ended by the watchdog learns it when it disarms.
 //!
-//! Left out: restarting the engine; pauses that anybody else makes; an engine that stalls between
-//! two states.
+//! Left out: restarting the engine; pauses by other clients; an engine that stalls between two
+//! states.
 
 mod watched;
 
@@ -54,16 +54,16 @@ use watched::Reach;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the `stop` of an engine that died may be on its way.
 const LAST_STOP: Duration = Duration::from_secs(3);
-/// How long a QEMU that does not answer is looked after, once its engine is gone.
+/// How long the watchdog keeps trying a QEMU that does not answer, after its engine has ended.
 const RESCUE_MAX: Duration = Duration::from_mins(2);
-/// How often the state is looked at meanwhile.
+/// The time between two checks of the VM's state meanwhile.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// How long the watchdog may take to answer the engine.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// The longest line; a deadline has at most 20 digits.
 const LINE_BYTES_MAX: usize = 64;
 
-/// What an engine's line says.
+/// An order of the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Order {
     Arm(Duration),
@@ -72,12 +72,12 @@ enum Order {
     End,
 }
 
-/// Reads lines out of whatever pieces the pipe gives.
+/// Assembles lines from the pieces that the pipe gives.
 #[derive(Default)]
 struct Lines(Vec<u8>);
 
 impl Lines {
-    /// Adds `bytes`; the lines complete now. Of a line too long to be one, the beginning.
+    /// Adds `bytes` and returns the lines that are complete now. A line that is too long is cut.
     fn push(&mut self, bytes: &[u8]) -> Vec<String> {
         let mut lines = Vec::new();
         for byte in bytes {
@@ -105,7 +105,7 @@ fn parse(line: &str) -> Result<Order> {
     }
 }
 
-/// The watchdog's state: pure, with time given.
+/// The watchdog's state machine. The caller passes the time.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Dog {
     deadline: Option<Instant>,
@@ -113,7 +113,7 @@ struct Dog {
 }
 
 impl Dog {
-    /// Takes an order; true where it asks for an answer.
+    /// Takes an order. True if it asks for an answer.
     fn obey(&mut self, order: Order, now: Instant) -> bool {
         match order {
             // A deadline beyond the clock's end never comes.
@@ -127,12 +127,12 @@ impl Dog {
         matches!(order, Order::Disarm | Order::Between)
     }
 
-    /// How long nothing needs to be done; `None` for as long as no order comes.
+    /// The time until the next action; `None` if only an order can cause one.
     fn patience(&self, now: Instant) -> Option<Duration> {
         self.deadline.map(|deadline| deadline.saturating_duration_since(now))
     }
 
-    /// True where the deadline has passed; the next one is then a look away, until disarmed.
+    /// True if the deadline has passed. Until disarmed, the next deadline follows after one check.
     fn is_due(&mut self, now: Instant) -> bool {
         let due = self.deadline.is_some_and(|deadline| now >= deadline);
         if due {
@@ -142,10 +142,10 @@ impl Dog {
     }
 }
 
-/// The watchdog process: watches over the VM until `commands` end or QEMU does.
+/// Runs the watchdog process: watches the VM until `commands` or QEMU end.
 ///
-/// Errors: the monitor cannot be reached, or an order that is none; an armed watchdog fires before
-/// it gives up.
+/// Errors: the monitor cannot be reached; an order cannot be parsed. An armed watchdog fires before
+/// it returns an error.
 pub fn run(watched: Watched, commands: impl Read + AsFd, reports: impl Write) -> Result<()> {
     let reach = Reach::to(watched)?;
     let mut runner = Runner {
@@ -176,7 +176,7 @@ struct Runner<R, W> {
     reports: W,
     dog: Dog,
     lines: Lines,
-    /// The engine has said that it ends.
+    /// True if the engine has announced its end.
     left: bool,
 }
 
@@ -197,7 +197,7 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
         }
     }
 
-    /// At the end of input.
+    /// Acts on the end of input.
     fn finish(&mut self) -> Result<()> {
         if self.dog.between {
             self.put_down()
@@ -211,7 +211,7 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
         }
     }
 
-    /// Waits for orders, for QEMU, or for the deadline. What there is: orders, events.
+    /// Waits for orders, for QEMU, or for the deadline. Returns which of orders and events there are.
     fn wait(&self) -> Result<(bool, bool)> {
         let limit = self.dog.patience(Instant::now());
         let limit = limit.map(|d| Timespec {
@@ -249,7 +249,7 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
         Ok(len > 0)
     }
 
-    /// Lets the VM run where it is paused; true where it did.
+    /// Resumes the VM if it is paused; true if it did.
     fn resume(&mut self) -> Result<bool> {
         match self.reach.resume(Instant::now()) {
             // QEMU is busy, perhaps with the very `stop` (it flushes disks): look again.
@@ -258,7 +258,7 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
         }
     }
 
-    /// The engine is gone: its pause ends, also one that it has only asked for.
+    /// Ends the pause of an engine that has ended, also one whose `stop` is still on its way.
     fn rescue(&mut self) -> Result<()> {
         self.reach.take_over()?;
         let began = Instant::now();
@@ -279,8 +279,8 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
         self.reach.forget_engine()
     }
 
-    /// The engine is gone, and the VM must not run: QEMU is ended. It answers nothing while it
-    /// loads a state, so that this may take a while.
+    /// Ends QEMU after the engine has ended between two states. QEMU does not answer while it loads a
+    /// state, so this may take some time.
     fn put_down(&mut self) -> Result<()> {
         self.reach.take_over()?;
         let until = Instant::now() + RESCUE_MAX;
@@ -309,12 +309,12 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
     }
 }
 
-/// Whether the watchdog ended the pause.
+/// True if the watchdog has ended the pause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Fired(pub bool);
 
-/// The engine's hold of its watchdog.
+/// The engine's handle of its watchdog.
 pub struct Watchdog {
     child: Child,
     stdin: Option<ChildStdin>,
@@ -323,13 +323,13 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
-    /// Starts the watchdog as `command`, to which the words that [`Watched::parse`] reads are
-    /// added, and waits until it is ready.
+    /// Starts the watchdog as `command`, followed by the arguments that [`Watched::parse`] reads, and
+    /// waits until it is ready.
     pub fn spawn(command: &mut Command, watched: &Watched) -> Result<Self> {
         Self::spawn_by(command, &watched.words(), &watched.inherited())
     }
 
-    /// As [`Watchdog::spawn`], with the words and descriptors of `resumer`.
+    /// As [`Watchdog::spawn`], with the arguments and descriptors of `resumer`.
     pub fn spawn_resumer(command: &mut Command, resumer: &Resumer) -> Result<Self> {
         Self::spawn_by(command, &resumer.words, &resumer.descriptors.iter().collect::<Vec<_>>())
     }
@@ -349,11 +349,11 @@ impl Watchdog {
         }
     }
 
-    /// Takes hold of a watchdog process by its pipes, and waits until it is ready: until it has its
+    /// A handle of the watchdog process `child` with its pipes. Waits until the watchdog has its
     /// monitor.
     ///
-    /// Start it in a process group of its own, lest Ctrl-C end it together with the engine. Error:
-    /// [`Error::Watchdog`] where it ends or does not answer.
+    /// The process must be in a process group of its own, so that Ctrl-C does not end it together
+    /// with the engine. Error: [`Error::Watchdog`] if it ends or does not answer.
     pub fn new(child: Child, stdin: ChildStdin, stdout: ChildStdout) -> Result<Self> {
         let mut watchdog = Self { child, stdin: Some(stdin), stdout, lines: Lines::default() };
         match watchdog.ask("D\n", CONNECT_TIMEOUT + ANSWER_TIMEOUT) {
@@ -365,26 +365,26 @@ impl Watchdog {
         }
     }
 
-    /// Begins to watch: unless it is disarmed within `limit`, the VM is resumed. To be called
+    /// Starts watching: the watchdog resumes the VM unless it is disarmed within `limit`. Call it
     /// before `stop`.
     pub fn arm(&mut self, limit: Duration) -> Result<()> {
         self.order(&format!("A{}\n", limit.as_millis()))
     }
 
-    /// Stops watching, after `cont`. [`Fired`] tells whether the VM was resumed from there since it
-    /// was armed.
+    /// Stops watching. Call it after `cont`. [`Fired`] says whether the watchdog has resumed the VM
+    /// since it was armed.
     pub fn disarm(&mut self) -> Result<Fired> {
         self.ask("D\n", ANSWER_TIMEOUT)
     }
 
-    /// The VM, which stands, must not run from here on: where the engine ends, so does QEMU. Until
-    /// it is armed or disarmed. [`Fired`] tells whether the VM was resumed from there since it was
-    /// armed.
+    /// Forbids the paused VM to run until the watchdog is armed or disarmed: if the engine ends
+    /// meanwhile, the watchdog ends QEMU. [`Fired`] says whether the watchdog has resumed the VM
+    /// since it was armed.
     pub fn between(&mut self) -> Result<Fired> {
         self.ask("B\n", ANSWER_TIMEOUT)
     }
 
-    /// Ends the watchdog, disarmed.
+    /// Disarms and ends the watchdog.
     pub fn end(mut self) {
         // Where it does not answer, the end of its input still disarms it after its own look at the
         // VM.
