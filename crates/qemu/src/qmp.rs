@@ -9,13 +9,13 @@
 //! Invariants:
 //! 1. Each wait ends: with an answer, with [`Error::Timeout`], or with [`Error::Gone`] when QEMU has ended.
 //! 2. An answer is matched by its id, so the late answer of a command that timed out is never taken for another's.
-//! 3. It is known whether another client let the VM run between our `stop` and our `cont`: each RESUME event met before our
-//!    `cont` was sent, or stamped before it, is another client's. One that comes later does no harm,
+//! 3. A resume by another client between our `stop` and our `cont` is noticed: each RESUME event that arrived before our
+//!    `cont` was sent, or has an earlier time stamp, is another client's. A later one does no harm,
 //!    because the capture is complete when `cont` is sent.
 //!
-//! The messages are read as plain JSON and not with a library's generated types: those are made
-//! from one QEMU's schema, while 7.2 lacks fields that 10.0 requires, and the library's synchronous
-//! client neither bounds a wait nor splits a command from its answer.
+//! The messages are plain JSON values. A library's generated types follow the schema of one QEMU
+//! version, and 7.2 lacks fields that 10.0 requires. The library's synchronous client can neither
+//! bound a wait nor separate a command from its answer.
 //!
 //! Left out: out-of-band commands.
 
@@ -42,16 +42,16 @@ use virsh::Virsh;
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// How many events are kept until they are fetched. A guest can cause some kinds at will.
 const EVENTS_MAX: usize = 4096;
-/// Device state of a VM whose vGPU or many disks fill it is written in this time at worst.
+/// How long QEMU may take to write the device state, which a vGPU or many disks make large.
 const SAVE_TIMEOUT: Duration = Duration::from_secs(30);
-/// What a monitor says first.
+/// The first message of a monitor.
 const GREETING: &str = "greeting";
 /// The first command id of a [`Qmp`] that takes a connection over.
 const TAKEN_OVER_ID: u64 = 1 << 40;
-/// How long an answer is waited for once the VM has been shut down.
+/// How long an answer may take after the guest has shut down.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What our `stop` found.
+/// The effect of our `stop`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stopped {
     /// True if our `stop` stopped the VM. If false, another client had paused the VM, and that client
@@ -59,22 +59,22 @@ pub struct Stopped {
     pub was_running: bool,
 }
 
-/// Our `stop` and what followed.
+/// The state of a pause since our `stop`.
 #[derive(Default)]
 struct Pause {
     /// RESUME events since our `stop`, met before our `cont`.
     resumed: bool,
     /// When our `cont` was sent.
     cont_us: Option<u64>,
-    /// Where events lag: when our `stop` was sent. What happened before belongs to an earlier
+    /// The time at which our `stop` was sent, if events lag. Earlier events belong to an earlier
     /// pause.
     stop_us: Option<u64>,
-    /// Our own `cont` has shown its effect.
+    /// True once the RESUME event of our own `cont` has arrived.
     resumed_by_us: bool,
 }
 
 impl Pause {
-    /// A RESUME that happened at `at_us`.
+    /// Counts a RESUME event with the time stamp `at_us`.
     fn note_resume(&mut self, at_us: Option<u64>) {
         if at_us.is_some_and(|us| self.stop_us.is_some_and(|stop_us| us < stop_us)) {
             return;
@@ -101,13 +101,13 @@ pub struct Qmp {
 }
 
 impl Qmp {
-    /// Connects to the monitor at `path` and greets it. The socket may be about to appear: at most
-    /// `wait` for it.
+    /// Connects to the monitor at `path` and negotiates capabilities. If the socket does not exist
+    /// yet, waits for it at most `wait`.
     pub fn connect(path: &Path, wait: Duration) -> Result<Self> {
         Self::connect_while(path, wait, &mut || Ok(()))
     }
 
-    /// Like [`Qmp::connect`], for as long as `alive` gives no error.
+    /// Like [`Qmp::connect`], but ends with the error of `alive`, which it asks meanwhile.
     pub(crate) fn connect_while(
         path: &Path,
         wait: Duration,
@@ -122,8 +122,7 @@ impl Qmp {
         )
     }
 
-    /// Connects to a monitor that is there already. Error: [`Error::MonitorBusy`] where it serves
-    /// another client.
+    /// Connects to an existing monitor. Error: [`Error::MonitorBusy`] if it serves another client.
     pub fn connect_running(path: &Path, wait: Duration) -> Result<Self> {
         let busy = || Error::MonitorBusy { monitor: path.display().to_string() };
         let connected = Transport::connect(path, Duration::ZERO, &mut || Ok(()));
@@ -138,8 +137,8 @@ impl Qmp {
         })
     }
 
-    /// Connects to the monitor of `domain` through libvirt at `uri` or, without one, at virsh's
-    /// default. `passed` are the descriptors that commands may pass.
+    /// Connects to the monitor of `domain` through libvirt at `uri`; `None` for virsh's default.
+    /// `passed` are the descriptors that commands may pass to QEMU.
     pub(crate) fn connect_libvirt(
         domain: &str,
         uri: Option<&str>,
@@ -151,7 +150,8 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// Over the connection of an engine that is gone: it was greeted, and may hold half a line.
+    /// Takes over the connection of an engine that has ended. Capabilities are negotiated already, and
+    /// the engine may have read half a line.
     pub(crate) fn take_over(socket: OwnedFd, name: &str) -> Self {
         let mut qmp = Self::new(Channel::Socket(Transport::taken_over(socket, name.into())));
         // Not the ids of the engine, whose answers may still come.
@@ -159,7 +159,7 @@ impl Qmp {
         qmp
     }
 
-    /// The connection once more, for the watchdog's process; `None` where it goes through libvirt.
+    /// A second descriptor of the connection, for the watchdog's process; `None` with libvirt.
     pub(crate) fn duplicate(&self) -> Result<Option<OwnedFd>> {
         match &self.channel {
             Channel::Socket(transport) => transport.duplicate().map(Some),
@@ -179,7 +179,7 @@ impl Qmp {
         }
     }
 
-    /// Over a socket that is connected to a monitor already. It must not block.
+    /// A client over a connected, non-blocking socket.
     pub(crate) fn over(
         socket: OwnedFd,
         name: &str,
@@ -223,18 +223,18 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// How long an answer is waited for from here on; gives back what it was.
+    /// Sets how long an answer may take from now on. Returns the previous value.
     pub fn set_timeout(&mut self, timeout: Duration) -> Duration {
         std::mem::replace(&mut self.timeout, timeout)
     }
 
-    /// Any command: its `return` value.
+    /// Executes a command. Returns its `return` value.
     pub fn execute(&mut self, command: &str, arguments: Option<Value>) -> Result<Value> {
         let id = self.send(command, arguments, None)?;
         self.answer(id, command, self.timeout)
     }
 
-    /// The same with a descriptor that goes to QEMU along with it.
+    /// As [`Qmp::execute`], and passes a descriptor to QEMU with the command.
     pub(crate) fn execute_passing(
         &mut self,
         command: &str,
@@ -245,9 +245,8 @@ impl Qmp {
         self.answer(id, command, self.timeout)
     }
 
-    /// The answers to several commands that only ask. Over a socket all are sent before the first
-    /// answer is waited for, so that the way there and back, and QEMU's wait for its lock, are paid
-    /// once.
+    /// Executes several queries. Returns their answers. Over a socket all are sent before the first
+    /// answer is awaited, so there is one round trip, and QEMU takes its lock once.
     pub(crate) fn ask_all<const N: usize>(
         &mut self,
         commands: [(&str, Value); N],
@@ -282,7 +281,7 @@ impl Qmp {
         Ok(Stopped { was_running: self.stops > stops })
     }
 
-    /// Lets the VM run.
+    /// Resumes the VM.
     pub fn cont(&mut self) -> Result<()> {
         self.drain("cont")?;
         if let Some(pause) = &mut self.pause {
@@ -291,15 +290,15 @@ impl Qmp {
         self.execute("cont", None).map(drop)
     }
 
-    /// Lets the VM run after our [`Qmp::stop`]. True if another client had let it run in between:
-    /// what was captured in the pause is torn.
+    /// Resumes the VM after our [`Qmp::stop`]. True if another client resumed it in between: the
+    /// capture is then torn.
     pub fn cont_after_stop(&mut self) -> Result<bool> {
         self.cont()?;
         self.resumed_by_other()
     }
 
-    /// True if another client (a user's monitor, the watchdog) let the VM run after our last
-    /// [`Qmp::stop`] and before our `cont`, or, where there was none yet, before now.
+    /// True if another client (a user's monitor, the watchdog) resumed the VM after our last
+    /// [`Qmp::stop`] and before our `cont`, or before now if there was no `cont` yet.
     pub fn resumed_by_other(&mut self) -> Result<bool> {
         self.drain("look for events")?;
         if self.channel.events_lag() {
@@ -308,7 +307,7 @@ impl Qmp {
         Ok(self.pause.as_ref().is_some_and(|p| p.resumed))
     }
 
-    /// Has the state of all devices written to `target` (a path or `/dev/fdset/N`).
+    /// Has QEMU write the state of all devices to `target`, a path or `/dev/fdset/N`.
     pub fn save_devices(&mut self, target: &str) -> Result<()> {
         let operation = "xen-save-devices-state";
         // All that `live` does to a VM that stands still is to give its images away, as if another
@@ -318,7 +317,7 @@ impl Qmp {
         self.answer(id, operation, self.timeout.max(SAVE_TIMEOUT)).map(drop)
     }
 
-    /// What the VM is doing.
+    /// The run state of the VM.
     pub fn status(&mut self) -> Result<RunStatus> {
         let answer = self.execute("query-status", None)?;
         match answer.get("status").and_then(Value::as_str) {
@@ -327,8 +326,8 @@ impl Qmp {
         }
     }
 
-    /// The threads that its virtual CPUs run on, rising: one for all of them where the accelerator
-    /// has no more.
+    /// The thread ids of the virtual CPUs, in rising order. It is one id if all of them share a
+    /// thread.
     pub fn cpu_threads(&mut self) -> Result<Vec<u32>> {
         let answer = self.execute("query-cpus-fast", None)?;
         let thread = |cpu: &Value| {
@@ -344,7 +343,7 @@ impl Qmp {
         Ok(threads)
     }
 
-    /// Instructions that the VM has run since it began, where it is recorded or replayed.
+    /// The number of instructions that a recorded or replayed VM has executed since its start.
     pub fn icount(&mut self) -> Result<u64> {
         let answer = self.execute("query-replay", None)?;
         answer
@@ -353,7 +352,7 @@ impl Qmp {
             .ok_or_else(|| self.unexpected("query-replay", &answer))
     }
 
-    /// Has a replay stop at instruction `icount`, which lies before it.
+    /// Has a replay stop at instruction `icount`, which it has not reached yet.
     pub fn replay_break(&mut self, icount: u64) -> Result<()> {
         self.execute("replay-break", Some(json!({ "icount": icount }))).map(drop)
     }
@@ -368,7 +367,7 @@ impl Qmp {
         Ok(self.events.drain(..).collect())
     }
 
-    /// A line for the human monitor: what it prints.
+    /// Executes a line of the human monitor. Returns its output.
     pub fn hmp(&mut self, line: &str) -> Result<String> {
         let answer =
             self.execute("human-monitor-command", Some(json!({ "command-line": line })))?;
@@ -448,7 +447,7 @@ impl Qmp {
         }
     }
 
-    /// Takes in what has arrived.
+    /// Reads the events that have arrived.
     fn drain(&mut self, operation: &str) -> Result<()> {
         while let Some(message) = self.channel.receive_now(operation)? {
             self.keep_event(&message);
@@ -475,7 +474,7 @@ impl Qmp {
 }
 
 impl AsFd for Qmp {
-    /// Readable when events have arrived.
+    /// A descriptor that is readable when events have arrived.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.channel.as_fd()
     }

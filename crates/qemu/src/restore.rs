@@ -1,4 +1,4 @@
-//! Brings a checkpoint to life in a fresh QEMU.
+//! Restores a checkpoint in a new QEMU.
 //!
 //! ```text
 //!   Plan ──▶ memfds ──▶ QEMU -S -incoming ──▶ same machine? same RAM blocks? ──▶ devices and small blocks ──▶ cont
@@ -6,14 +6,14 @@
 //!              └─ pages from the store, a thread each core
 //! ```
 //!
-//! Lazily, the memfds stay empty: once QEMU answers, its RAM becomes missing, and pages come as
-//! they are touched ([`lazy`]).
+//! A lazy restore leaves the memfds empty: once QEMU answers, its RAM is marked as missing, and each
+//! page is loaded when the VM touches it ([`lazy`]).
 //!
 //! Invariants:
 //! 1. Nothing is loaded into a machine that is not the checkpoint's: type and RAM blocks are compared before.
 //! 2. A restore that fails leaves no process behind.
-//! 3. QEMU is ended only by [`Restored::kill`]; dropping a [`Restored`] leaves the guest running. A lazy restore, though, is
-//!    ended with us until all of its RAM is there.
+//! 3. Only [`Restored::kill`] ends QEMU. Dropping a [`Restored`] leaves the guest running. The exception is a lazy restore:
+//!    it ends with this process until all of its RAM is there.
 //!
 //! Left out: the content of disks, which a disk server provides.
 
@@ -60,61 +60,59 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long a fresh QEMU may take to answer.
+/// How long a new QEMU may take to answer.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long QEMU may take to read devices and small blocks.
 const LOAD_TIMEOUT: Duration = Duration::from_mins(1);
 const WHILE_STARTING: &str = "before the checkpoint was given to it";
 const WHILE_LOADING: &str = "while it read the checkpoint's devices";
 
-/// In a word that is added to the line, stands for a file that holds the guest's RAM: of the
-/// `backend`-th of those RAM blocks of the layout that lie behind a backend, from 0.
+/// The placeholder, in an added argument, for the path of a file that holds guest RAM. `backend`
+/// counts the RAM blocks of the layout that have a memory backend, from 0.
 pub fn ram_file(backend: usize) -> String {
     format!("/keyframe-ram-{backend}.")
 }
 
-/// How to restore.
+/// Options of a restore.
 #[derive(Clone, Debug, Default)]
 pub struct RestoreOptions {
-    /// Another binary than the checkpoint's, of the same version.
+    /// A binary other than the checkpoint's, of the same version.
     pub qemu: Option<PathBuf>,
     /// Leave the VM paused at the instant of the checkpoint.
     pub paused: bool,
-    /// It replays a recording, up to there. QEMU is told so before it has its devices: a replay
-    /// that stood at its checkpoint could take from the log what belongs behind the recording's own
-    /// going on.
+    /// Replay a recording up to there. QEMU learns the end before it loads its devices: a replay that
+    /// waits at its checkpoint could already consume events of the log that come after it.
     pub replays: Option<Until>,
-    /// Count its instructions, each of which takes two to this power nanoseconds of the guest's
-    /// time (`-icount shift=N`). Under TCG only.
+    /// Count instructions, each of which takes two to this power nanoseconds of guest time
+    /// (`-icount shift=N`). Under TCG only.
     pub icount_shift: Option<u32>,
-    /// Another accelerator than the line names. The device state is converted.
+    /// An accelerator other than the command line's. The device state is converted.
     pub accelerator: Option<Accelerator>,
     /// The server of the disks that the guest can write to.
     pub disks: Option<DiskServer>,
-    /// The checkpoint that it is, for the VM's next engine ([`Vm::lineage`]).
+    /// The checkpoint's name for the VM's next engine ([`Vm::lineage`]).
     pub lineage: Option<Lineage>,
-    /// Where a socket for one more monitor is made.
+    /// The path at which to make the socket of one more monitor.
     pub monitor: Option<PathBuf>,
-    /// The file that what QEMU says on its standard error is added to; our own standard error
-    /// without one.
+    /// The file to which QEMU's standard error is appended. `None` for this process's standard error.
     pub log: Option<PathBuf>,
-    /// Words behind all others, which make no other machine: those of a gate ([`crate::gate`]).
+    /// Arguments after all others that do not change the machine, such as those of a packet gate.
     pub added: Vec<String>,
     /// Called as soon as QEMU is started, in the calling thread. A caller that needs its rights only
     /// for the start gives them up here.
     pub spawned: Option<fn()>,
 }
 
-/// Where a replay ends.
+/// The end of a replay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Until {
-    /// Before this instruction, where it stands.
+    /// The replay pauses before this instruction.
     Instruction(u64),
-    /// With its log.
+    /// The replay ends with its log.
     LogEnd,
 }
 
-/// A VM brought to life.
+/// A restored VM.
 pub struct Restored {
     // Behind `vm` in vain: what is left of the serving is to end after QEMU was.
     vm: Vm,
@@ -124,14 +122,14 @@ pub struct Restored {
 }
 
 impl Restored {
-    /// From the beginning of [`start`] until the VM ran, or with `paused` until it could, in
+    /// The time from the call of [`start`] until the VM ran, or with `paused` until it could run, in
     /// nanoseconds.
     pub fn ready_ns(&self) -> u64 {
         self.ready_ns
     }
 
-    /// How long copying its RAM out of the store took, in nanoseconds, QEMU's start beside it;
-    /// `None` of a lazy restore.
+    /// The time of copying the RAM out of the store, in nanoseconds. QEMU starts at the same time.
+    /// `None` for a lazy restore.
     pub fn filled_ns(&self) -> Option<u64> {
         self.filled_ns
     }
@@ -141,8 +139,8 @@ impl Restored {
         self.vm.pid()
     }
 
-    /// How QEMU ended, if it has. Of a lazy restore this is also what takes leave of it once all
-    /// pages are there, so that it is to be asked now and then. Errors: those of [`Lazy::settle`].
+    /// The exit status of QEMU; `None` if it runs. For a lazy restore this call also releases the VM
+    /// once all pages are there, so call it from time to time. Errors: those of [`Lazy::settle`].
     pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
         if let Some(lazy) = &mut self.lazy {
             lazy.settle()?;
@@ -150,7 +148,7 @@ impl Restored {
         self.vm.try_wait()
     }
 
-    /// The serving of its RAM, where the restore was a lazy one.
+    /// The server of the RAM of a lazy restore; `None` for another restore.
     pub fn lazy(&self) -> Option<&Lazy> {
         self.lazy.as_ref()
     }
@@ -160,42 +158,42 @@ impl Restored {
         self.vm.kill()
     }
 
-    /// The VM, for all the rest.
+    /// The VM.
     pub fn vm(&mut self) -> &mut Vm {
         &mut self.vm
     }
 
-    /// The VM, and the loading of its RAM if the restore was a lazy one.
+    /// The VM, and for a lazy restore the server of its RAM.
     pub(crate) fn into_parts(self) -> (Vm, Option<Lazy>) {
         (self.vm, self.lazy)
     }
 
-    /// The VM alone; not to be asked of a lazy restore before all of its RAM is there.
+    /// The VM alone. Do not call this for a lazy restore before all of its RAM is there.
     pub fn into_vm(self) -> Vm {
         self.vm
     }
 }
 
-/// Starts QEMU as planned, gives it RAM from `ram` and devices from `device_state`, and lets it
-/// run.
+/// Starts QEMU as planned, loads RAM from `ram` and devices from `device_state`, and resumes the VM.
 ///
-/// Errors: [`Error::Exited`] where QEMU ends on the way (it has said why on its standard error),
-/// [`Error::DifferentMachine`], [`Error::DeviceStream`], [`Error::Timeout`], and those of `ram`. No
-/// process is left then.
+/// Errors: [`Error::Exited`] if QEMU ends meanwhile (its standard error says why),
+/// [`Error::DifferentMachine`], [`Error::DeviceStream`], [`Error::Timeout`], and those of `ram`.
+/// After an error no process is left.
 pub fn start(plan: Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<Restored> {
     start_with(plan, &Ram::Eager(ram), device_state)
 }
 
-/// As [`start`], but the VM runs before its RAM is there, and waits for each page that it touches
-/// before it came. The calling thread must live until all is there ([`lazy::Residency`]): the
-/// kernel ends QEMU with it before.
+/// As [`start`], but the VM runs before its RAM is there, and waits for each missing page that it
+/// touches. The calling thread must live until all pages are there ([`lazy::Residency`]): until
+/// then the kernel ends QEMU together with the thread.
 ///
-/// Errors: those of [`start`]; [`Error::Memory`] where the kernel does not let us serve its memory.
+/// Errors: those of [`start`]; [`Error::Memory`] if the kernel does not let this process serve
+/// QEMU's memory.
 pub fn start_lazy(plan: Plan, ram: SharedSource, device_state: &[u8]) -> Result<Restored> {
     start_with(plan, &Ram::Lazy(ram), device_state)
 }
 
-/// Where RAM comes from, and when.
+/// The source of the RAM, and the time at which it is loaded.
 enum Ram<'a> {
     Eager(&'a dyn RamSource),
     Shared(&'a SharedRam, &'a dyn RamSource),
@@ -240,13 +238,12 @@ fn start_with(plan: Plan, ram: &Ram<'_>, device_state: &[u8]) -> Result<Restored
 struct Crossing {
     to: Accelerator,
     device_state: Vec<u8>,
-    /// What keeps the machine as it was.
+    /// The arguments that keep the machine as it was.
     words: Vec<String>,
 }
 
 impl Crossing {
-    /// `None` where the VM stays under its accelerator. Errors: those of a change that cannot be
-    /// right.
+    /// `None` if the VM keeps its accelerator. Errors: those of a change that would not be exact.
     fn of(plan: &Plan, device_state: &[u8]) -> Result<Option<Self>> {
         let Some(to) = plan.accelerator else { return Ok(None) };
         let from = accelerator_check::of_checkpoint(&plan.arguments, device_state)?;
@@ -259,7 +256,7 @@ impl Crossing {
     }
 }
 
-/// A connected pair: ours, and the one that QEMU inherits.
+/// A connected pair of sockets: this process's end, and the end that QEMU inherits.
 struct Pair {
     ours: OwnedFd,
     theirs: Option<OwnedFd>,
@@ -274,7 +271,7 @@ impl Pair {
     }
 }
 
-/// What comes of a QEMU that was started.
+/// A started QEMU with its parts.
 struct Loaded {
     qmp: Qmp,
     lazy: Option<Lazy>,
@@ -283,10 +280,10 @@ struct Loaded {
     filled_ns: Option<u64>,
 }
 
-/// What a restore holds until the VM runs.
+/// The resources of a restore until the VM runs.
 struct Starting {
     memories: Vec<Memory>,
-    /// QEMU's pages are those of the memories, also when it writes.
+    /// True if QEMU maps the memories shared: its writes go to them.
     is_shared: bool,
     monitor: Pair,
     incoming: Pair,
@@ -387,10 +384,10 @@ impl Starting {
         Ok((child, words))
     }
 
-    /// All that follows the start, up to the VM running; tells when it did.
+    /// Does all steps after the start, until the VM runs. Returns the time at which it did.
     ///
-    /// Our ends of the pairs live on behind it: a QEMU that is about to be killed is not to say
-    /// first that its stream broke off.
+    /// This process's ends of the socket pairs outlive the call, so that a QEMU that is about to be
+    /// killed does not first report a broken stream.
     fn load(
         &self,
         plan: &Plan,
@@ -443,7 +440,7 @@ impl Starting {
         Ok(Loaded { qmp, lazy, single_core, ready_ns, filled_ns })
     }
 
-    /// Fills the memories while QEMU starts; tells how long that took.
+    /// Fills the memories while QEMU starts. Returns the time that it took.
     fn fill(
         &self,
         plan: &Plan,
@@ -511,7 +508,7 @@ fn connect(ours: OwnedFd, child: &mut Child) -> Result<Qmp> {
         .map_err(|e| spawn::exited_instead(e, child, WHILE_STARTING))
 }
 
-/// Sends devices and small blocks.
+/// Sends the devices and the small blocks.
 fn send(socket: &UnixStream, plan: &Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<()> {
     let operation = "send the checkpoint's devices to QEMU";
     socket.set_write_timeout(Some(LOAD_TIMEOUT)).map_err(Error::io(operation))?;

@@ -1,4 +1,4 @@
-//! The ways to a monitor: its socket, or libvirt, which holds the socket of its own VMs.
+//! The two ways to a monitor: its socket, or libvirt, which holds the sockets of its VMs.
 
 use super::transport::Transport;
 use super::virsh::Virsh;
@@ -7,17 +7,16 @@ use serde_json::Value;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
-/// A way to a monitor. Both take requests as QMP words them and give answers with the request's id,
-/// and events.
+/// A way to a monitor. Both take QMP requests, and return events and answers with the request's id.
 pub enum Channel {
-    /// Its socket: what comes, comes in the order in which it happened.
+    /// The monitor's socket. Messages arrive in the order in which they were sent.
     Socket(Transport),
-    /// Through libvirt: answers and events come by two ways, each in its own order.
+    /// Libvirt. Answers and events arrive over two pipes, each in its own order.
     Libvirt(Box<Virsh>),
 }
 
 impl Channel {
-    /// What errors call it.
+    /// The name of the channel in errors.
     pub fn name(&self) -> &str {
         match self {
             Self::Socket(socket) => socket.name(),
@@ -25,7 +24,7 @@ impl Channel {
         }
     }
 
-    /// Sends a request, and `passed` along with it.
+    /// Sends a request with the descriptor `passed`.
     pub fn send(
         &mut self,
         message: &Value,
@@ -47,7 +46,7 @@ impl Channel {
         }
     }
 
-    /// The next answer or event, if it is there already.
+    /// The next answer or event; `None` if none has arrived.
     pub fn receive_now(&mut self, operation: &str) -> Result<Option<Value>> {
         match self {
             Self::Socket(socket) => socket.receive_now(operation),
@@ -55,12 +54,12 @@ impl Channel {
         }
     }
 
-    /// True where the event of a command may come behind the command's answer.
+    /// True if the event that a command causes may arrive after the command's answer.
     pub fn events_lag(&self) -> bool {
         matches!(self, Self::Libvirt(_))
     }
 
-    /// An answer that cannot be understood.
+    /// The error for an answer that cannot be understood.
     pub fn protocol(&self, operation: &str, problem: String) -> Error {
         Error::Protocol { monitor: self.name().into(), operation: operation.into(), problem }
     }

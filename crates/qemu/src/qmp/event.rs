@@ -1,33 +1,33 @@
-//! Events and states, as QEMU's monitor words them.
+//! Events and run states of QEMU's monitor.
 
 use serde_json::Value;
 
 /// Something that happened in QEMU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// The virtual CPUs stand still.
+    /// The VM was paused.
     Stop,
-    /// The virtual CPUs run.
+    /// The VM was resumed.
     Resume,
     /// The machine was reset.
     Reset,
     /// The machine shuts down (or resets, under `-no-reboot`).
     Shutdown {
-        /// The guest asked for it.
+        /// True if the guest asked for it.
         guest: bool,
-        /// QEMU's word for why (`guest-shutdown`, `host-qmp-quit`, ...).
+        /// QEMU's reason (`guest-shutdown`, `host-qmp-quit`, ...).
         reason: String,
     },
     /// The guest was asked to power down.
     Powerdown,
-    /// The guest says that its kernel panicked.
+    /// The guest reported a panic of its kernel.
     GuestPanicked,
-    /// Another one, by its name.
+    /// Another event, with its name.
     Other(String),
 }
 
 impl Event {
-    /// The event that `message` tells of; `None` where it is none.
+    /// The event in `message`; `None` if it has none.
     pub(super) fn parse(message: &Value) -> Option<Self> {
         let name = message.get("event")?.as_str()?;
         let data = message.get("data");
@@ -50,7 +50,7 @@ impl Event {
     }
 }
 
-/// When an event happened by QEMU's wall clock, in microseconds since 1970; `None` where it says
+/// The time stamp of an event, in microseconds since 1970 by QEMU's wall clock; `None` if it has
 /// none.
 pub(super) fn timestamp_us(message: &Value) -> Option<u64> {
     let stamp = message.get("timestamp")?;
@@ -58,20 +58,20 @@ pub(super) fn timestamp_us(message: &Value) -> Option<u64> {
     part("seconds")?.checked_mul(1_000_000)?.checked_add(part("microseconds")?)
 }
 
-/// What the VM is doing.
+/// The run state of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RunStatus {
-    /// Its virtual CPUs run.
+    /// The virtual CPUs run.
     Running,
     /// Stopped by a monitor.
     Paused,
     /// Started with `-S` and not continued yet.
     Prelaunch,
-    /// It waits for, or reads, its state.
+    /// QEMU waits for the VM's state, or loads it.
     InMigrate,
-    /// Shut down, QEMU kept alive by `-no-shutdown`.
+    /// The guest has shut down, and `-no-shutdown` keeps QEMU alive.
     Shutdown,
-    /// Another state in which the CPUs stand still, in QEMU's word (`io-error`, `guest-panicked`,
+    /// Another state without running CPUs, with QEMU's name (`io-error`, `guest-panicked`,
     /// `suspended`, ...).
     Other(String),
 }
@@ -88,7 +88,7 @@ impl RunStatus {
         }
     }
 
-    /// True where the virtual CPUs run.
+    /// True if the virtual CPUs run.
     pub fn is_running(&self) -> bool {
         *self == Self::Running
     }

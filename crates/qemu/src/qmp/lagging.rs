@@ -1,4 +1,4 @@
-//! `stop` and `cont` where events lag behind answers: libvirt brings them by two ways.
+//! `stop` and `cont` over libvirt, whose events may arrive after the answers.
 //!
 //! ```text
 //!   status ─▶ stop ─▶ its STOP event, by QEMU's clock not before our stop was sent: ours   ─▶ ...
@@ -6,19 +6,19 @@
 //! ```
 //!
 //! Both clocks are the host's. An event that never comes fails the checkpoint: without events it is
-//! not known whether the VM stood still.
+//! not known whether the VM was paused throughout.
 
 use super::{Pause, Qmp, Stopped, now_us};
 use crate::{Error, Result};
 use std::time::{Duration, Instant};
 
-/// How long the event of what we did may be on its way.
+/// How long the event of our own command may take.
 const EVENT_TIMEOUT: Duration = Duration::from_secs(3);
-/// How long an event may be on its way that need not come.
+/// How long to wait for an event that may not come at all.
 const EVENT_GRACE: Duration = Duration::from_millis(100);
 
 impl Qmp {
-    /// Pauses the VM, and finds out whether it was us.
+    /// Pauses the VM, and finds out whether our `stop` did it.
     pub(super) fn stop_lagging(&mut self) -> Result<Stopped> {
         self.drain("stop")?;
         let ran = self.status()?.is_running();
@@ -36,7 +36,7 @@ impl Qmp {
         Ok(Stopped { was_running })
     }
 
-    /// Waits until it is known whether another client let the VM run in our pause.
+    /// Waits until it is known whether another client resumed the VM in our pause.
     pub(super) fn await_resume(&mut self) -> Result<()> {
         let Some(pause) = &self.pause else { return Ok(()) };
         if pause.cont_us.is_some() {
@@ -57,7 +57,7 @@ impl Qmp {
         Ok(())
     }
 
-    /// Takes in events until `done`; false where it is not within `timeout`.
+    /// Reads events until `done` is true; false if that does not happen within `timeout`.
     fn wait_until(&mut self, timeout: Duration, done: impl Fn(&Self) -> bool) -> Result<bool> {
         let deadline = Instant::now() + timeout;
         while !done(self) {

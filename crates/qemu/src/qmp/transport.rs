@@ -1,7 +1,7 @@
 //! Lines of JSON over a unix socket: written and read with a deadline, without blocking calls.
 //!
-//! A reader sleeps in `poll` and never spins: on a host with few cores a spinning reader of raised
-//! priority takes the core that QEMU's main loop needs to answer, and made each answer of a pause a
+//! A reader sleeps in `poll` and does not spin. On a host with few cores a spinning reader of raised
+//! priority takes the core that QEMU's main loop needs for the answer, which then comes a
 //! millisecond or two later.
 
 use crate::{Error, Result};
@@ -18,7 +18,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// The longest line taken. QEMU's own are a few KiB; `query-qmp-schema` is 200 KiB.
+/// The longest accepted line. QEMU's own are a few KiB; `query-qmp-schema` is 200 KiB.
 const LINE_BYTES_MAX: usize = 16 << 20;
 /// How long to wait between two attempts to connect.
 const RETRY_EVERY: Duration = Duration::from_millis(2);
@@ -27,16 +27,16 @@ const RETRY_EVERY: Duration = Duration::from_millis(2);
 pub struct Transport {
     socket: OwnedFd,
     name: String,
-    /// What was received; `..scanned` holds no newline.
+    /// Received bytes. `..scanned` has no newline.
     buffer: Vec<u8>,
     scanned: usize,
-    /// The first line may lack its beginning.
+    /// True if the beginning of the first line may be missing.
     mid_line: bool,
 }
 
 impl Transport {
-    /// Connects to the socket at `path`, which may not exist yet, trying for at most `wait`.
-    /// `alive` is asked between attempts and ends them with its error.
+    /// Connects to the socket at `path`. If it does not exist yet, tries again for at most `wait`.
+    /// An error of `alive`, which is called between two attempts, ends them.
     pub fn connect(
         path: &Path,
         wait: Duration,
@@ -62,7 +62,7 @@ impl Transport {
         }
     }
 
-    /// Over a connected, non-blocking socket; `name` is what errors call it.
+    /// A transport over a connected, non-blocking socket. Errors call it `name`.
     pub fn over(socket: OwnedFd, name: String) -> Self {
         Self { socket, name, buffer: Vec::new(), scanned: 0, mid_line: false }
     }
@@ -72,18 +72,18 @@ impl Transport {
         Self { mid_line: true, ..Self::over(socket, name) }
     }
 
-    /// The socket once more, for another process.
+    /// A second descriptor of the socket, for another process.
     pub fn duplicate(&self) -> Result<OwnedFd> {
         rustix::io::fcntl_dupfd_cloexec(&self.socket, 3)
             .map_err(Error::io(format!("duplicate the connection to QEMU's monitor {}", self.name)))
     }
 
-    /// What errors call it.
+    /// The name of the transport in errors.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Sends one line, and `passed` along with it.
+    /// Sends one line with the descriptor `passed`.
     pub fn send(
         &mut self,
         message: &Value,
@@ -128,7 +128,7 @@ impl Transport {
         }
     }
 
-    /// The next line, if it is there already.
+    /// The next line; `None` if no whole line has arrived.
     pub fn receive_now(&mut self, operation: &str) -> Result<Option<Value>> {
         loop {
             let fresh = self.buffer.get(self.scanned..).unwrap_or_default();
@@ -164,7 +164,7 @@ impl Transport {
         }
     }
 
-    /// An answer that cannot be understood.
+    /// The error for an answer that cannot be understood.
     pub fn protocol(&self, operation: &str, problem: String) -> Error {
         Error::Protocol { monitor: self.name.clone(), operation: operation.into(), problem }
     }
@@ -205,7 +205,7 @@ impl Transport {
     }
 }
 
-/// Sends what the socket takes of `bytes`.
+/// Sends as many of `bytes` as the socket accepts.
 fn send_some(
     socket: &OwnedFd,
     bytes: &[u8],

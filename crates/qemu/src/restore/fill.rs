@@ -1,14 +1,14 @@
-//! Fills the memory of a VM that is not running yet from a checkpoint.
+//! Fills the memory of a VM from a checkpoint before the VM runs.
 //!
 //! ```text
 //!   store ─▶ thread a core: piece of 16 MiB ─▶ run of neighbours, 256 KiB at most ─┬─▶ place    where no page is
 //!                                                                                  └─▶ pwrite   where one is
 //! ```
 //!
-//! A fresh memfd reads as zeros, so only pages that are not zero come into it. QEMU has the file
-//! mapped already and may have touched pages as it started: those are overwritten. Where placing is
-//! not to be had (`keyframe_kernel::memfd_filler`), all pages are written, with one thread at a time in
-//! the file.
+//! A new memfd reads as zeros, so only nonzero pages are copied. QEMU has mapped the file already,
+//! and may have touched pages during its start: those are overwritten. If the kernel cannot place
+//! pages (`keyframe_kernel::memfd_filler`), all pages are written, by one thread at a time for each
+//! file.
 
 use super::RamSource;
 use crate::{Error, Result};
@@ -25,14 +25,14 @@ use std::time::Instant;
 
 /// Pages that a thread takes at once: 16 MiB.
 const PIECE_PAGES: u64 = 4096;
-/// The longest run of neighbours: what a core's cache holds beside all else.
+/// The longest run of neighbouring pages: it fits into a core's cache.
 const WRITE_BYTES_MAX: usize = 256 << 10;
-/// Threads that fill at most; one a core.
+/// The largest number of filling threads; there is one for each core.
 const THREADS_MAX: usize = 16;
 
-/// A block's memory, to be filled and given to QEMU.
+/// The memory of a RAM block, to be filled for QEMU.
 pub struct Memory {
-    /// The file in memory, as long as the block.
+    /// The memfd, as long as the block.
     pub file: File,
     /// The block's number in the layout.
     pub block: usize,
@@ -43,12 +43,12 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// All zeros.
+    /// Zeroed memory for `block`.
     pub fn new(block: &RamBlock, number: usize, pages: PageRange) -> Result<Self> {
         Self::with_flags(block, number, pages, MemfdFlags::CLOEXEC)
     }
 
-    /// The same as a file with those flags.
+    /// As [`Memory::new`], with these flags of the memfd.
     pub fn with_flags(
         block: &RamBlock,
         number: usize,
@@ -64,14 +64,15 @@ impl Memory {
     }
 }
 
-/// A memory, and the means to place pages in it; without, they are written.
+/// A memory, and the filler that places pages in it. Without a filler they are written.
 struct Target<'a> {
     memory: &'a Memory,
     fresh: Option<MemfdFiller>,
 }
 
-/// Copies the checkpoint's pages into `memories` until done, failed, or `cancelled`. Gives back how
-/// long it took, in nanoseconds. Our mappings of them may outlive this by a moment.
+/// Copies the checkpoint's pages into `memories` until it is done, fails, or `cancelled` is set.
+/// Returns the time that it took, in nanoseconds. Mappings of the memories in this process may
+/// outlive the call by a moment.
 pub fn fill(memories: &[Memory], source: &dyn RamSource, cancelled: &AtomicBool) -> Result<u64> {
     let started = Instant::now();
     let placing = fill_all(memories.iter().map(Target::new).collect(), source, cancelled)?;
@@ -82,7 +83,7 @@ pub fn fill(memories: &[Memory], source: &dyn RamSource, cancelled: &AtomicBool)
     Ok(filled_ns)
 }
 
-/// As [`fill`], and no mapping of ours is left: they would keep the memories from being sealed.
+/// As [`fill`], but leaves no mapping in this process: a mapped memory cannot be sealed.
 pub fn fill_and_unmap(
     memories: &[Memory],
     source: &dyn RamSource,
@@ -91,7 +92,7 @@ pub fn fill_and_unmap(
     fill_all(memories.iter().map(Target::new).collect(), source, cancelled).map(drop)
 }
 
-/// Gives back the mappings by which the pages were placed.
+/// Unmaps the mappings through which the pages were placed.
 fn fill_all(
     targets: Vec<Target<'_>>,
     source: &dyn RamSource,
@@ -139,7 +140,7 @@ impl<'a> Target<'a> {
         Self { memory, fresh }
     }
 
-    /// Puts whole pages at `offset`.
+    /// Writes whole pages at `offset`.
     fn put(&self, mut offset: u64, mut bytes: &[u8]) -> io::Result<()> {
         let file = &self.memory.file;
         let Some(fresh) = &self.fresh else { return file.write_all_at(bytes, offset) };
@@ -159,7 +160,7 @@ fn is_cancellation(result: &Result<()>) -> bool {
     matches!(result, Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::Interrupted)
 }
 
-/// `pages` in pieces of `piece_pages`, the last perhaps shorter.
+/// `pages` in pieces of `piece_pages`. The last one may be shorter.
 pub fn pieces(pages: PageRange, piece_pages: u64) -> impl Iterator<Item = PageRange> {
     (0..pages.len_pages.div_ceil(piece_pages)).map(move |k| {
         let skipped = k * piece_pages;
@@ -188,7 +189,7 @@ fn fill_piece(
     run.flush()
 }
 
-/// A source that answers with a page that was not asked for must not write elsewhere.
+/// Fails if a source returns a page outside the requested range, which would be written elsewhere.
 pub fn check_within(page: PageIndex, range: PageRange) -> io::Result<()> {
     if range.first <= page && page < range.end() {
         return Ok(());
@@ -197,9 +198,9 @@ pub fn check_within(page: PageIndex, range: PageRange) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::InvalidData, text))
 }
 
-/// Neighbouring pages on their way out.
+/// Collects neighbouring pages and writes them together.
 pub struct Run<'a> {
-    /// Takes bytes and where they belong.
+    /// Writes bytes at an offset.
     write: &'a dyn Fn(u64, &[u8]) -> io::Result<()>,
     start: u64,
     bytes: Vec<u8>,
@@ -210,7 +211,7 @@ impl<'a> Run<'a> {
         Self { write, start: 0, bytes: Vec::with_capacity(WRITE_BYTES_MAX) }
     }
 
-    /// A page that belongs at `offset`.
+    /// Adds the page at `offset`.
     pub fn put(&mut self, offset: u64, page: &Page) -> io::Result<()> {
         if self.start + self.bytes.len() as u64 != offset || self.bytes.len() >= WRITE_BYTES_MAX {
             self.flush()?;
@@ -220,7 +221,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Lets out what is held.
+    /// Writes the collected pages.
     pub fn flush(&mut self) -> io::Result<()> {
         if !self.bytes.is_empty() {
             (self.write)(self.start, &self.bytes)?;

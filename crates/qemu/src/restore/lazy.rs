@@ -1,5 +1,5 @@
-//! Gives a restored VM its RAM while it runs already: each page when the VM touches it, and all
-//! others behind its back.
+//! Loads the RAM of a restored VM while it runs: each page when the VM touches it, and the others in
+//! the background.
 //!
 //! ```text
 //!   QEMU -S, empty memfds ─▶ attach: RAM is missing ─▶ devices are loaded ─▶ cont ─▶ all is there ─▶ settle: on its own
@@ -9,15 +9,15 @@
 //! ```
 //!
 //! Invariants:
-//! 1. The VM never sees a page that is neither the checkpoint's nor written by itself: pages are placed only where none
-//!    is, by a call that refuses otherwise; and where we die, or a page cannot be read, the VM waits
-//!    for it for ever and is ended (`keyframe_kernel::missing_pages`).
-//! 2. A page is taken from the checkpoint once. One that was there and is missing again was discarded (balloon), and
+//! 1. The VM sees only pages of the checkpoint and pages that it wrote itself. The kernel refuses to place a page over a
+//!    present one. If this process dies or a page cannot be read, the VM waits for the page and the
+//!    kernel ends it (`keyframe_kernel::missing_pages`).
+//! 2. A page is loaded from the checkpoint once. A page that was present and is missing again was discarded (balloon), and
 //!    comes back as zeros.
 //! 3. A page that cannot be read ends the VM only when the VM needs it.
 //!
-//! Left out: pages of zeros are not placed before they are touched; small blocks (ROMs), which come
-//! by the stream.
+//! Left out: zero pages are not placed before they are touched; small blocks (ROMs) come with the
+//! device stream.
 
 use super::fill::{Memory, Run, check_within, pieces};
 use crate::{Error, Result};
@@ -37,34 +37,35 @@ use std::time::{Duration, Instant};
 
 /// Pages that are fetched at once: 1 MiB.
 const PIECE_PAGES: u64 = 256;
-/// How often a page that the VM waits for is tried, and the pause after the first try; it doubles.
+/// How often the read of a page that the VM waits for is tried, and the pause after the first try,
+/// which doubles each time.
 const TRIES: u32 = 5;
 const RETRY_PAUSE: Duration = Duration::from_millis(20);
-/// How often leaving the VM to itself is tried.
+/// The time between two attempts to release the VM.
 const RELEASE_AGAIN: Duration = Duration::from_secs(1);
-/// Pages around a touched one that come with it: an aligned window.
+/// The size of the aligned window of pages that is loaded with a touched page.
 const WINDOW_PAGES: u64 = 16;
-/// Threads that prefetch at most; one a core.
+/// The largest number of prefetch threads; there is one for each core.
 const PREFETCHERS_MAX: usize = 4;
-/// Touched pages that are remembered.
+/// The number of touched pages that are remembered.
 const TOUCHED_MAX: usize = 1 << 20;
-/// Unreadable pages that are named.
+/// The number of unreadable pages that an error names.
 const NAMED_MAX: usize = 8;
 
 pub use keyframe_vmm::{Residency, SharedRamSource as SharedSource};
 
-/// The serving of a VM's RAM. Dropped before all is there, it leaves the VM waiting for pages that
-/// never come, and to be ended with the thread that started it.
+/// Serves the RAM of a restored VM. If it is dropped before all pages are there, the VM waits for the
+/// rest, and the kernel ends it together with the thread that started it.
 pub struct Lazy {
     shared: Arc<Shared>,
     stop: OwnedFd,
     server: Option<JoinHandle<()>>,
     prefetchers: Vec<JoinHandle<()>>,
-    /// When it was last tried to leave the VM to itself.
+    /// The time of the last attempt to release the VM.
     tried: Option<Instant>,
 }
 
-/// A memory in QEMU.
+/// A RAM block in QEMU's memory.
 struct Place {
     name: String,
     pages: PageRange,
@@ -76,12 +77,12 @@ struct Shared {
     places: Vec<Place>,
     source: SharedSource,
     started: Instant,
-    /// One bit for each page of the layout: it was placed.
+    /// One bit for each page of the layout, set when it was placed.
     there: Vec<AtomicU64>,
     touched: Mutex<Vec<PageIndex>>,
     state: Mutex<State>,
     stopped: AtomicBool,
-    /// What is to be fetched, the next of it, and the threads that are at it.
+    /// The prefetch jobs, the next one, and the number of threads that work on them.
     jobs: Mutex<Vec<Job>>,
     next: AtomicUsize,
     busy: AtomicUsize,
@@ -101,8 +102,8 @@ enum Job {
 }
 
 impl Lazy {
-    /// Makes the RAM of QEMU (`pid`, our child, started by this thread, with the empty `memories`
-    /// as its backends) missing, and begins to serve it.
+    /// Marks the RAM of QEMU as missing and begins to serve it. QEMU is process `pid`, a child that
+    /// this thread started, with the empty `memories` as its memory backends.
     pub fn attach(
         pid: u32,
         memories: &[Memory],
@@ -145,7 +146,7 @@ impl Lazy {
         Ok(Self { shared, stop, server: Some(server), prefetchers: Vec::new(), tried: None })
     }
 
-    /// Begins to fetch what was not touched yet.
+    /// Begins to load the pages that the VM has not touched yet.
     pub fn prefetch(&mut self) -> Result<()> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = cores.min(PREFETCHERS_MAX);
@@ -172,8 +173,8 @@ impl Lazy {
         Ok(())
     }
 
-    /// To be called now and then, by the thread that also waits for QEMU's end: takes leave of a VM
-    /// whose RAM is all there. Errors: [`Error::PageLost`] and whatever else ended the serving;
+    /// Releases the VM once all of its RAM is there. The thread that waits for QEMU's end calls this
+    /// from time to time. Errors: [`Error::PageLost`], and any other error that ended the serving.
     /// QEMU has been ended then.
     pub fn settle(&mut self) -> Result<()> {
         let mut state = self.shared.state();
@@ -204,7 +205,7 @@ impl Lazy {
         Ok(())
     }
 
-    /// How far it is.
+    /// The number of pages that are there, and of all pages.
     pub fn residency(&self) -> Residency {
         self.shared.state().residency.clone()
     }
@@ -261,8 +262,8 @@ fn place(process: &Process, memory: &Memory) -> Result<Place> {
     }
 }
 
-/// What QEMU may have touched before it was missing is taken out again: the checkpoint's pages are
-/// to come.
+/// Discards the pages that QEMU touched before they were marked as missing, so that the
+/// checkpoint's pages replace them.
 fn empty(memory: &Memory) -> Result<()> {
     let operation = || format!("empty the memory of RAM block {}", memory.name);
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -275,7 +276,7 @@ fn empty(memory: &Memory) -> Result<()> {
     Ok(())
 }
 
-/// The aligned window around `page`, as far as it is in `within`.
+/// The part of the aligned window around `page` that lies in `within`.
 fn window(within: PageRange, page: PageIndex) -> PageRange {
     let first = page.0 - page.0 % WINDOW_PAGES;
     let (from, to) = (first.max(within.first.0), (first + WINDOW_PAGES).min(within.end().0));
@@ -313,7 +314,7 @@ impl Shared {
         self.places.iter().find(|p| p.pages.first <= page && page < p.pages.end())
     }
 
-    /// Ends the VM, which must not go on.
+    /// Ends the VM, which must not continue.
     fn fail(&self, error: Error) {
         if !self.missing.is_alive() {
             return;
@@ -338,8 +339,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Gives the page at `address` to the threads that wait for it; tells which one, where it had
-    /// not come before.
+    /// Places the page at `address` for the threads that wait for it. Returns the page if it had not
+    /// been placed before.
     fn answer(&self, address: HostVirt) -> Result<Option<(&Place, PageIndex)>> {
         let Some((place, page)) = self.page_at(address) else { return Ok(None) };
         let range = HostRange { start: address, len_bytes: PAGE_BYTES as u64 };
@@ -398,7 +399,7 @@ impl Shared {
         Ok(found)
     }
 
-    /// What is to be fetched, in which order.
+    /// The prefetch jobs in their order.
     fn plan(&self) {
         let mut wanted = self.source.wanted_first();
         wanted.retain(|page| self.place_of(*page).is_some());
@@ -409,8 +410,8 @@ impl Shared {
         *self.jobs.lock().ignore_poison() = listed.chain(ranges).collect();
     }
 
-    /// The pages, then those around each, once each: only the first of a window was waited for the
-    /// last time.
+    /// First these pages, then the windows around them, each page once. In the last restore the VM
+    /// waited only for the first page of each window.
     fn with_neighbours(&self, pages: &[PageIndex]) -> Vec<PageIndex> {
         let mut seen = PageSet::new(self.there.len() as u64 * 64);
         let around =
@@ -424,7 +425,7 @@ impl Shared {
         self.jobs.lock().ignore_poison().get(number).cloned()
     }
 
-    /// Fetches until all is there; the last thread that is done says so.
+    /// Loads pages until all jobs are done. The last thread to finish reports it.
     fn prefetch(&self) {
         while let Some(job) = self.job() {
             if self.stopped.load(Ordering::SeqCst) {
@@ -488,7 +489,7 @@ impl Shared {
         run.flush()
     }
 
-    /// Places neighbouring pages of one block, the first of number `first`.
+    /// Places neighbouring pages of one block, beginning with page `first`.
     fn put(&self, first: PageIndex, bytes: &[u8]) -> io::Result<()> {
         let place = self.place_of(first).ok_or_else(|| io::Error::other("a page of no block"))?;
         let at = HostVirt(place.host.start.0 + (first.0 - place.pages.first.0) * PAGE_BYTES as u64);
@@ -499,7 +500,7 @@ impl Shared {
         Ok(())
     }
 
-    /// After a failure: as much as can be had.
+    /// Loads every page that can be read, after a read of the whole job failed.
     fn fetch_one_by_one(&self, job: &Job) {
         let pages: Vec<PageIndex> = match job {
             Job::Range(range) => range.iter().collect(),

@@ -1,11 +1,11 @@
-//! Whether the QEMU that was started has the checkpoint's machine.
+//! Checks that a started QEMU has the checkpoint's machine.
 
 use super::Plan;
 use crate::vm::machine_type;
 use crate::{Error, Qmp, Result, ramblock};
 use keyframe_units::{RamBlock, RamLayout};
 
-/// Compares the fresh machine with the checkpoint's.
+/// Compares the new machine with the checkpoint's. Fails if they differ.
 pub(super) fn check_machine(qmp: &mut Qmp, plan: &Plan) -> Result<()> {
     let source = &plan.source;
     let found = machine_type(qmp)?;
@@ -22,7 +22,7 @@ pub(super) fn check_machine(qmp: &mut Qmp, plan: &Plan) -> Result<()> {
     same_blocks(&source.ram, &found)
 }
 
-/// Both have the same blocks of the same kinds and sizes, in any order.
+/// Fails unless both have the same blocks with the same kinds and sizes, in any order.
 pub(super) fn same_blocks(expected: &RamLayout, found: &RamLayout) -> Result<()> {
     let find =
         |layout: &RamLayout, name: &str| layout.blocks().iter().find(|b| b.name == name).cloned();

@@ -1,5 +1,5 @@
-//! From a checkpoint's command line to the one that brings it to life: a value that is complete
-//! before anything starts.
+//! The command line that restores a checkpoint, derived from the checkpoint's own. The plan is
+//! complete before any process starts.
 //!
 //! ```text
 //!   kept:   qemu -m 1G -object memory-backend-ram,id=a,size=512M,prealloc=on ...  -S  -mem-prealloc
@@ -7,8 +7,8 @@
 //!                -S -global migration.send-configuration=off -machine suppress-vmdesc=on -incoming fd:N ...
 //! ```
 //!
-//! Invariant: each block of the layout that lies behind a memory backend is given back by exactly
-//! one backend of ours.
+//! Invariant: exactly one backend of the new command line provides each RAM block that has a memory
+//! backend.
 
 use super::{Lineage, RestoreOptions, RestoreSource, Until};
 use crate::binary::{self, QemuIdentity};
@@ -21,7 +21,7 @@ use keyframe_qemu_cmdline::{
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-/// How a checkpoint will be brought to life.
+/// The plan of a restore.
 #[derive(Debug)]
 pub struct Plan {
     pub(super) binary: PathBuf,
@@ -32,23 +32,23 @@ pub struct Plan {
     pub(super) paused: bool,
     pub(super) replays: Option<Until>,
     pub(super) accelerator: Option<Accelerator>,
-    /// Its clock goes by its instructions, as it did not before.
+    /// True if the restored VM's clock counts instructions and the checkpoint's did not.
     pub(super) counts: bool,
     pub(super) lineage: Option<Lineage>,
     pub(super) monitor: Option<PathBuf>,
     pub(super) log: Option<PathBuf>,
-    /// Behind all others.
+    /// Arguments after all others.
     pub(super) added: Vec<String>,
     pub(super) spawned: Option<fn()>,
     notes: Vec<String>,
 }
 
 impl Plan {
-    /// Plans the restore of `source` with `extra` words added to its line.
+    /// Plans the restore of `source`, with `extra` arguments after its own.
     ///
     /// Errors: [`Error::Binary`] and [`Error::DifferentVersion`] for the QEMU binary;
-    /// [`Error::CommandLine`] for a word of `extra` that would change the machine;
-    /// [`Error::Source`] where line and RAM layout do not fit together.
+    /// [`Error::CommandLine`] for an argument of `extra` that would change the machine;
+    /// [`Error::Source`] if command line and RAM layout do not fit together.
     pub fn new(
         source: RestoreSource,
         extra: Vec<OsString>,
@@ -117,12 +117,12 @@ impl Plan {
         })
     }
 
-    /// What a person should know of how the restored VM differs from the checkpoint's.
+    /// Notes for the user about differences between the restored VM and the checkpoint's.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
 
-    /// The accelerator that QEMU is told to use, where that leaves it no choice.
+    /// The accelerator, if the command line leaves QEMU no choice.
     pub fn named_accelerator(&self) -> Option<Accelerator> {
         self.accelerator.or_else(|| named_accelerator(&self.arguments))
     }
@@ -188,8 +188,8 @@ fn release(version: &str) -> &str {
     version.split_whitespace().next().unwrap_or_default()
 }
 
-/// Numbers of the RAM blocks behind memory backends, in the order in which a restored QEMU makes
-/// them. Error: [`Error::CommandLine`] if the line does not fit the RAM blocks.
+/// The numbers of the RAM blocks with a memory backend, in the order in which a restored QEMU makes
+/// them. Error: [`Error::CommandLine`] if the command line does not fit the RAM blocks.
 pub fn backends_as_made(source: &RestoreSource) -> Result<Vec<usize>> {
     Ok(keyframe_qemu_cmdline::backends_as_made(&source.machine.user_command, &source.ram)?)
 }

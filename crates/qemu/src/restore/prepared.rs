@@ -1,5 +1,5 @@
-//! A QEMU that waits for its VM: started and met before there is a state that it is to have, so
-//! that a failover costs what loading the devices costs.
+//! A QEMU that is started before the state of its VM is known, so that a failover only has to load
+//! the devices.
 //!
 //! ```text
 //!   prepare(plan) ─▶ QEMU -S -incoming, RAM in memfds that both map ─▶ write pages, epoch after epoch ─▶ activate(devices) ─▶ runs
@@ -24,12 +24,12 @@ use std::os::unix::net::UnixStream;
 use std::process::Child;
 use std::time::Instant;
 
-/// A VM that is not there yet.
+/// A QEMU that waits for its device state.
 pub struct Prepared {
     plan: Plan,
     starting: Starting,
     state: Option<StateFile>,
-    /// `None` once the VM has it.
+    /// `None` once the VM owns it.
     child: Option<Child>,
     qmp: Option<Qmp>,
     full_command: Vec<String>,
@@ -43,9 +43,9 @@ impl Drop for Prepared {
     }
 }
 
-/// Starts QEMU as planned, and waits until it is the machine that is wanted. Its RAM is all zeros.
+/// Starts QEMU as planned, and checks that it has the planned machine. Its RAM is all zeros.
 ///
-/// Errors: as those of [`super::start`]. No process is left then.
+/// Errors: those of [`super::start`]. After an error no process is left.
 pub fn prepare(plan: Plan) -> Result<Prepared> {
     let no_ram = Nothing;
     let mut starting = Starting::new(&plan, &Ram::Eager(&no_ram), Instant::now())?;
@@ -71,7 +71,7 @@ pub struct PreparedRam {
 }
 
 impl PreparedRam {
-    /// Where `page` of the layout lies; `None` of one in a small block, which comes with the
+    /// The location of `page` of the layout; `None` if it is in a small block, which comes with the
     /// devices.
     fn place(&self, page: PageIndex) -> Option<(&File, u64)> {
         let (pages, file) =
@@ -79,13 +79,13 @@ impl PreparedRam {
         Some((file, (page.0 - pages.first.0) * PAGE_BYTES as u64))
     }
 
-    /// Writes a page of main RAM; false where `page` is none of it.
+    /// Writes a page of main RAM; false if `page` is not in main RAM.
     pub fn write_page(&self, page: PageIndex, content: &Page) -> io::Result<bool> {
         let Some((file, offset)) = self.place(page) else { return Ok(false) };
         file.write_all_at(content, offset).map(|()| true)
     }
 
-    /// Reads a page of main RAM; false where `page` is none of it.
+    /// Reads a page of main RAM; false if `page` is not in main RAM.
     pub fn read_page(&self, page: PageIndex, into: &mut Page) -> io::Result<bool> {
         let Some((file, offset)) = self.place(page) else { return Ok(false) };
         file.read_exact_at(into, offset).map(|()| true)
@@ -111,13 +111,13 @@ impl Prepared {
         self.child.as_ref().map_or(0, Child::id)
     }
 
-    /// How QEMU ended, if it has.
+    /// The exit status of QEMU; `None` if it runs.
     pub fn try_wait(&mut self) -> Result<Option<std::process::ExitStatus>> {
         let Some(child) = &mut self.child else { return Ok(None) };
         child.try_wait().map_err(Error::io("wait for QEMU"))
     }
 
-    /// Its main RAM, to be read and written from any thread.
+    /// The main RAM, which any thread can read and write.
     pub fn memory(&self) -> Result<PreparedRam> {
         let copy = |memory: &Memory| Ok((memory.pages, memory.file.try_clone()?));
         let parts = self.starting.memories.iter().map(copy).collect::<io::Result<_>>();
@@ -126,10 +126,10 @@ impl Prepared {
             .map_err(Error::io("duplicate a descriptor of the VM's memory"))
     }
 
-    /// Gives it its devices, and from `small` the blocks that are not main RAM, and lets it run
+    /// Loads the device state, and from `small` the blocks outside main RAM. Then resumes the VM,
     /// unless the plan has it paused.
     ///
-    /// Errors: those of [`super::start`]. No process is left then.
+    /// Errors: those of [`super::start`]. After an error no process is left.
     pub fn activate(mut self, small: &dyn RamSource, device_state: &[u8]) -> Result<Restored> {
         stream::check(device_state)?;
         let started = Instant::now();

@@ -1,4 +1,4 @@
-//! RAM that several VMs begin with: filled once, mapped by each QEMU privately.
+//! RAM that several VMs start from: it is filled once, and each QEMU maps it privately.
 //!
 //! ```text
 //!   checkpoint ──fill once──▶ memfd, sealed ◀── MAP_PRIVATE ── QEMU 1   its own: the pages that it wrote
@@ -8,8 +8,7 @@
 //! Invariant: the memfd does not change after it was filled. The kernel refuses writes by any
 //! process, QEMU included (`F_SEAL_WRITE`).
 //!
-//! Left out: small blocks (ROMs, video memory), which each QEMU gets by its stream; they are its
-//! own.
+//! Left out: small blocks (ROMs, video memory). Each QEMU gets its own with the device stream.
 
 use super::fill::{self, Memory};
 use super::{Plan, Ram, RamSource, Restored, start_with};
@@ -18,14 +17,14 @@ use keyframe_units::{BlockKind, RamLayout};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals};
 use std::sync::atomic::AtomicBool;
 
-/// A checkpoint's main RAM, for any number of VMs.
+/// The main RAM of a checkpoint, for any number of VMs.
 pub struct SharedRam {
     memories: Vec<Memory>,
     layout: RamLayout,
 }
 
 impl SharedRam {
-    /// Fills it from `source`, as [`super::start`] would; ends early where `cancelled` is set.
+    /// Fills the RAM from `source`, as [`super::start`] does. Ends early if `cancelled` is set.
     pub fn fill(
         layout: &RamLayout,
         source: &dyn RamSource,
@@ -48,7 +47,7 @@ impl SharedRam {
         Ok(Self { memories, layout: layout.clone() })
     }
 
-    /// The same memory, for one more VM. Error: `plan` is of another checkpoint.
+    /// A second descriptor of the memory, for one more VM. Error: `plan` is of another checkpoint.
     pub(super) fn memories(&self, plan: &Plan) -> Result<Vec<Memory>> {
         if plan.source.ram != self.layout {
             let problem = "it is not that of the RAM that is shared".into();
@@ -63,8 +62,8 @@ impl SharedRam {
     }
 }
 
-/// As [`super::start`], with main RAM that other VMs have too: its pages are this VM's own once it
-/// writes them. `ram` gives the small blocks.
+/// As [`super::start`], with main RAM that the VM shares with others until it writes a page. `ram`
+/// provides the small blocks.
 pub fn start_shared(
     plan: Plan,
     shared: &SharedRam,
