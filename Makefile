@@ -20,7 +20,7 @@ help:
 	@echo "                  CSV, plots and report in $(OUT)/evaluation"
 	@echo "make guide        the guide (docs/guide) as a book in $(OUT)/guide; builds mdBook in target/tools"
 	@echo "make lint         formatting, clippy, and the licences, sources and bans of dependencies"
-	@echo "make deny         the same of dependencies, and advisories, with cargo-deny;"
+	@echo "make deny         licences, sources, bans and advisories of dependencies, with cargo-deny;"
 	@echo "                  exit code 3: the advisories could not be fetched"
 	@echo "make build        target/release/keyframe and target/release/keyframe-bench"
 	@echo "make deb          $(OUT)/keyframe_VERSION_amd64.deb, checked with lintian and a trial installation"
