@@ -327,7 +327,7 @@ pub fn uffd_wake(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// The end of the mapping that holds `address`; `None` where none does. `maps` is an open
+/// The end of the mapping that holds `address`; `None` if none does. `maps` is an open
 /// `/proc/PID/maps`. The call came with Linux 6.11: `Unsupported` before.
 pub fn mapping_end(maps: BorrowedFd<'_>, address: u64) -> io::Result<Option<u64>> {
     let mut query =

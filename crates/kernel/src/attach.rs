@@ -328,7 +328,7 @@ impl<'p> Hijack<'p> {
         elapsed_ns(self.begun)
     }
 
-    /// True where the thread gives itself back if we do not.
+    /// True if the thread gives itself back if we do not.
     fn guarded(&self) -> bool {
         self.frame_at.is_some()
     }

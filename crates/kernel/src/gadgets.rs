@@ -81,7 +81,7 @@ fn maps_with_vdso(process: &Process) -> Result<Vec<Mapping>> {
     Err(Error::NoSyscallInstruction { pid: process.pid() })
 }
 
-/// True where each return is checked against a second stack.
+/// True if each return is checked against a second stack.
 fn has_shadow_stack(process: &Process) -> Result<bool> {
     let features = process.status_field("x86_Thread_features")?;
     Ok(features

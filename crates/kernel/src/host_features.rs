@@ -294,7 +294,7 @@ fn attached(process: &Process) -> Tried {
 
 const CAP_SYS_PTRACE: u32 = 19;
 
-/// True where we have that capability.
+/// True if we have that capability.
 fn has_capability(number: u32) -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));

@@ -65,7 +65,7 @@ impl Process {
         !self.exits_within(0)
     }
 
-    /// Waits up to `wait_ms` for it to exit; true where it has.
+    /// Waits up to `wait_ms` for it to exit; true if it has.
     pub(crate) fn exits_within(&self, wait_ms: u32) -> bool {
         let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
         let wait = Timespec {

@@ -4,7 +4,7 @@
 
 use keyframe_units::{HostRange, HostVirt};
 
-/// A range from its two ends; empty where they meet.
+/// A range from its two ends; empty if they meet.
 pub(crate) fn between(start: u64, end: u64) -> HostRange {
     HostRange { start: HostVirt(start), len_bytes: end.saturating_sub(start) }
 }

@@ -408,7 +408,7 @@ fn step(expected: u64) -> Result<(), String> {
     is("getppid", (unsafe { libc::getppid() } > 0).to_string(), "true")
 }
 
-/// True where the wide vector registers, both halves, hold what was put there while some ten
+/// True if the wide vector registers, both halves, hold what was put there while some ten
 /// microseconds pass.
 fn wide_registers_hold() -> bool {
     if !std::arch::is_x86_feature_detected!("avx") {
@@ -430,7 +430,7 @@ fn wide_registers_hold() -> bool {
     got == [put; 2]
 }
 
-/// True where the red zone below the stack pointer and the flags hold while some ten microseconds
+/// True if the red zone below the stack pointer and the flags hold while some ten microseconds
 /// pass.
 fn flags_hold() -> bool {
     let (carry, zone): (u8, u64);

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 /// A disk that the guest can write to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WritableNode {
-    /// The name of its block backend; empty where it has none.
+    /// The name of its block backend; empty if it has none.
     pub device: String,
     /// Its topmost node.
     pub node: String,

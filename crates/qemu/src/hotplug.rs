@@ -25,7 +25,7 @@ const DEVICES_MAX: usize = 4096;
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct MemoryDevice {
     kind: String,
-    /// Empty where it has none.
+    /// Empty if it has none.
     id: String,
     backend: String,
     size_bytes: u64,

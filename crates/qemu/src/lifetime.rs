@@ -79,7 +79,7 @@ impl Lifetime {
         self.wait(Duration::ZERO)
     }
 
-    /// Waits for its end for at most `timeout`; `None` where it still runs then.
+    /// Waits for its end for at most `timeout`; `None` if it still runs then.
     pub fn wait(&mut self, timeout: Duration) -> Result<Option<VmExit>> {
         match self {
             Self::Child(child) => Ok(spawn::wait(child, timeout)?.map(VmExit::Status)),

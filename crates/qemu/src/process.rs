@@ -29,7 +29,7 @@ impl Maps {
         self.0.iter()
     }
 
-    /// True where every byte of `range` is mapped.
+    /// True if every byte of `range` is mapped.
     pub fn covers(&self, range: HostRange) -> bool {
         let mut at = range.start;
         for mapping in &self.0 {

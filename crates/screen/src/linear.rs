@@ -38,7 +38,7 @@ enum Format {
 }
 
 impl Linear {
-    /// That of a VGA; `None` where it has 16 colours, whose pixels lie in planes.
+    /// That of a VGA; `None` if it has 16 colours, whose pixels lie in planes.
     pub fn of_vga(vga: &Vga, memory_bytes: u64) -> Result<Option<Self>, Reason> {
         let bits = vga.vbe[vbe::BITS];
         let format = match bits {

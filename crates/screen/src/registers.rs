@@ -192,7 +192,7 @@ impl Vga {
         self.crtc[crtc::MODE]
     }
 
-    /// The first and the last line of the cursor; `None` where it is off.
+    /// The first and the last line of the cursor; `None` if it is off.
     pub(crate) fn cursor_lines(&self) -> Option<(u32, u32)> {
         let (first, last) = (self.crtc[crtc::CURSOR_FIRST], self.crtc[crtc::CURSOR_LAST]);
         (first & 0x20 == 0).then_some((u32::from(first & 0x1f), u32::from(last & 0x1f)))

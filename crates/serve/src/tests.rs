@@ -74,7 +74,7 @@ fn hello() -> Request {
     Request::Hello { token: b"secret".to_vec() }
 }
 
-/// True where the connection has ended, whichever way.
+/// True if the connection has ended, whichever way.
 fn has_ended(link: &mut impl Read) -> bool {
     matches!(link.read(&mut [0; 64]), Ok(0) | Err(_))
 }

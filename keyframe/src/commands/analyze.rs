@@ -58,7 +58,7 @@ pub struct Analyze {
     /// Replays at a time [default: one for each core; one in each pilot]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1024))]
     jobs: Option<u64>,
-    /// Only intervals that end behind this instruction (with --approximate: from this checkpoint
+    /// Only intervals that end after this instruction (with --approximate: from this checkpoint
     /// on)
     #[arg(long, value_name = "ICOUNT")]
     from: Option<u64>,
@@ -99,7 +99,7 @@ pub struct Analyze {
     /// Print what was done as JSON
     #[arg(long)]
     json: bool,
-    /// Say nothing but errors
+    /// Report errors only
     #[arg(long, short)]
     quiet: bool,
 }

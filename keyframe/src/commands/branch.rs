@@ -76,7 +76,7 @@ pub struct Branch {
     /// Another QEMU binary of the same version
     #[arg(long, value_name = "PATH")]
     qemu: Option<PathBuf>,
-    /// Run them under this accelerator, whichever the VM ran under before
+    /// Run them under this accelerator instead of the checkpoint's
     #[arg(long, value_enum)]
     accel: Option<Accel>,
     /// Keep what the clones have written to their disks when they have ended
@@ -88,10 +88,10 @@ pub struct Branch {
     /// Print a JSON array of the clones, once all are there
     #[arg(long)]
     json: bool,
-    /// Say nothing but errors
+    /// Report errors only
     #[arg(long, short)]
     quiet: bool,
-    /// Arguments for each QEMU, behind those that the checkpoint kept
+    /// Arguments for each QEMU, after those that the checkpoint kept
     #[arg(last = true, value_name = "EXTRA QEMU ARGS")]
     extra: Vec<OsString>,
 }

@@ -40,7 +40,7 @@ pub struct Checkpoints {
     /// [default: the RAM's size, at most a quarter of the free memory]
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(64..))]
     staging: Option<u64>,
-    /// Threads that hash, compare and compress pages behind the pause
+    /// Threads that hash, compare and compress pages after the pause
     /// [default: a quarter of the cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=64))]
     encode_threads: Option<u64>,
@@ -69,7 +69,7 @@ pub struct Checkpoints {
     /// Say a line about each checkpoint on standard error
     #[arg(long, short)]
     verbose: bool,
-    /// Say nothing but errors
+    /// Report errors only
     #[arg(long, short, conflicts_with = "verbose")]
     quiet: bool,
     /// Prove exactness: copy all RAM in each pause (which grows by that), write it to DIR, and

@@ -44,7 +44,7 @@ pub struct Commit {
     store: Option<PathBuf>,
     #[command(flatten)]
     key: KeyArg,
-    /// Which disk of the checkpoint, where it has several; in a group MEMBER/NAME
+    /// Which disk of the checkpoint, if it has several; in a group MEMBER/NAME
     #[arg(long, value_name = "NAME")]
     disk: Option<String>,
     /// The overlay of a VM that has ended, instead of a checkpoint
@@ -74,7 +74,7 @@ pub struct Commit {
     /// With --dry-run: print JSON, sizes in bytes
     #[arg(long, requires = "dry_run")]
     json: bool,
-    /// Say nothing but errors
+    /// Report errors only
     #[arg(long, short)]
     quiet: bool,
 }
@@ -90,7 +90,7 @@ struct Source {
     disk_bytes: u64,
     /// Where others that stand on the image may be.
     store: Option<Store>,
-    /// The image as it has to be, where a checkpoint says so.
+    /// The required identity of the image, if a checkpoint records it.
     known: Option<DiskMeta>,
 }
 
@@ -99,7 +99,7 @@ struct Source {
 struct Planned<'a> {
     source: &'a str,
     image: &'a Path,
-    /// The image to make; absent where it is written in place.
+    /// The image to make; absent if the commit is in place.
     #[serde(skip_serializing_if = "Option::is_none")]
     output: Option<&'a Path>,
     disk_bytes: u64,
@@ -107,7 +107,7 @@ struct Planned<'a> {
     zero_bytes: u64,
     /// This very commit was interrupted.
     interrupted: bool,
-    /// What stands on the image; absent where no store tells.
+    /// The checkpoints that lie over the image; absent if no store tells.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[serde(rename = "standing")]
     dependents: Option<ImageDependents>,
@@ -189,7 +189,7 @@ impl Source {
         Ok(base_image::require_unchanged(&beneath)?)
     }
 
-    /// True where this commit was interrupted: what it had written is written again.
+    /// True if this commit was interrupted before: its blocks are written again.
     fn was_interrupted(&self) -> bool {
         commit::interrupted(&self.base).is_some_and(|source| source == self.name)
     }
@@ -214,7 +214,7 @@ impl Source {
         Ok(self.store.as_ref().map(on).transpose()?)
     }
 
-    /// True where the checkpoint holds all of the disk.
+    /// True if the checkpoint holds all of the disk.
     fn is_whole(&self) -> bool {
         self.known.as_ref().is_some_and(|disk| disk.base.is_blank())
     }

@@ -39,7 +39,7 @@ pub struct Copy {
     /// Which: numbers, tags, or `latest`
     #[arg(value_name = "CHECKPOINT")]
     checkpoints: Vec<String>,
-    /// All that there are
+    /// All checkpoints
     #[arg(long)]
     all: bool,
     /// All of this VM

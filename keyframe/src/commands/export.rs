@@ -48,7 +48,7 @@ pub struct Export {
     store: StoreArg,
     /// A number, a tag or `latest`
     checkpoint: String,
-    /// Which VM, where the checkpoint is a group's
+    /// Which VM, if the checkpoint is of a group
     #[arg(long, value_name = "NAME")]
     member: Option<String>,
     /// A disk, instead of the RAM
@@ -63,7 +63,7 @@ pub struct Export {
     /// Replace the file if there is one
     #[arg(long, short)]
     force: bool,
-    /// Say nothing but errors
+    /// Report errors only
     #[arg(long, short)]
     quiet: bool,
 }

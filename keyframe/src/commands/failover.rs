@@ -18,7 +18,7 @@ Examples:
   keyframe failover --name standby --force"
 )]
 pub struct Failover {
-    /// Which VM or standby, where several run here
+    /// Which VM or standby, if several run here
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
     /// The other host is off: take over without asking anybody

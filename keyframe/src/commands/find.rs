@@ -38,7 +38,7 @@ pub struct Find {
     /// It is an address of the guest's physical memory
     #[arg(long)]
     physical: bool,
-    /// Only in intervals that end behind this instruction
+    /// Only in intervals that end after this instruction
     #[arg(long, value_name = "ICOUNT")]
     from: Option<u64>,
     /// Only in intervals that begin before this instruction
@@ -53,7 +53,7 @@ pub struct Find {
     /// Print them as JSON
     #[arg(long)]
     json: bool,
-    /// Say nothing but errors
+    /// Report errors only
     #[arg(long, short)]
     quiet: bool,
 }
@@ -84,7 +84,7 @@ struct Write {
     icount: u64,
     pc: String,
     vaddr: String,
-    /// Empty where it is not known.
+    /// Empty if it is not known.
     paddr: String,
     bytes: u64,
     value: String,

@@ -41,13 +41,13 @@ pub struct Goto {
     /// Wait for a debugger at this port of the loopback device; 0 takes a free one and says which
     #[arg(long, value_name = "PORT")]
     gdb: Option<u16>,
-    /// Print where it stands as JSON, once it does
+    /// Print the position as JSON once it is reached
     #[arg(long)]
     json: bool,
-    /// Say nothing but errors
+    /// Report errors only
     #[arg(long, short)]
     quiet: bool,
-    /// Arguments for QEMU, behind those that the recording kept
+    /// Arguments for QEMU, after those that the recording kept
     #[arg(last = true, value_name = "EXTRA QEMU ARGS")]
     extra: Vec<OsString>,
 }

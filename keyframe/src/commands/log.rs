@@ -29,7 +29,7 @@ pub struct Log {
     /// Print them as JSON
     #[arg(long)]
     json: bool,
-    /// Say nothing but errors
+    /// Report errors only
     #[arg(long, short)]
     quiet: bool,
 }

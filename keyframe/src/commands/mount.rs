@@ -39,7 +39,7 @@ pub struct Mount {
     store: StoreArg,
     /// An empty directory
     dir: PathBuf,
-    /// Say nothing but errors
+    /// Report errors only
     #[arg(long, short)]
     quiet: bool,
 }

@@ -62,7 +62,7 @@ pub struct Plan {
     /// How many times as long an interval takes with its checkpoint, whatever its length
     #[arg(long, value_name = "FACTOR")]
     s_cp: Option<f64>,
-    /// Nodes that there are; several numbers are compared
+    /// Available nodes; several numbers are compared
     #[arg(long, value_name = "N", value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     nodes: Vec<u64>,
     /// Take the run's time and the pause from this recording

@@ -137,7 +137,7 @@ impl ProfileCommand {
     }
 }
 
-/// Fails where `path` could not be written later.
+/// Fails if `path` could not be written later.
 fn writable(path: &Path) -> Result<(), Failure> {
     match std::fs::OpenOptions::new().append(true).create(true).open(path) {
         Ok(_) => Ok(()),
@@ -183,7 +183,7 @@ fn cells(curve: &Curve, row: &Row) -> Vec<String> {
     ]
 }
 
-/// One line about where growth ends.
+/// The line about the end of growth.
 fn verdict(curve: &Curve) -> String {
     let who = curve
         .vcpus

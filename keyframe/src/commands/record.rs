@@ -51,8 +51,8 @@ pub struct Record {
     /// Take a checkpoint so often (500ms, 1s), while it is recorded
     #[arg(long, value_name = "TIME", value_parser = super::checkpoints::parse_duration)]
     checkpoint_every: Option<Duration>,
-    /// Take the checkpoints (1s apart, where --checkpoint-every does not say otherwise) from a
-    /// second QEMU that follows live
+    /// Take the checkpoints from a second QEMU that follows live. They are 1s apart, unless
+    /// --checkpoint-every gives another time
     #[arg(long)]
     follow: bool,
     /// The store for its checkpoints [default: one in REC]
@@ -66,7 +66,7 @@ pub struct Record {
     /// Say a line about each checkpoint on standard error
     #[arg(long, short)]
     verbose: bool,
-    /// Say nothing but errors
+    /// Report errors only
     #[arg(long, short, conflicts_with = "verbose")]
     quiet: bool,
     /// QEMU's command line

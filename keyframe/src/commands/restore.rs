@@ -65,7 +65,7 @@ pub struct Restore {
     /// Another QEMU binary of the same version
     #[arg(long, value_name = "PATH")]
     qemu: Option<PathBuf>,
-    /// Run it under this accelerator, whichever it ran under before
+    /// Run it under this accelerator instead of the checkpoint's
     #[arg(long, value_enum)]
     accel: Option<Accel>,
     /// Of a group: a network between its VMs is at another socket than it was; may be given several
@@ -79,10 +79,10 @@ pub struct Restore {
     /// not fit its RAM
     #[arg(long)]
     left_out_as_now: bool,
-    /// Say nothing but errors
+    /// Report errors only
     #[arg(long, short)]
     quiet: bool,
-    /// Arguments for QEMU, behind those that the checkpoint kept
+    /// Arguments for QEMU, after those that the checkpoint kept
     #[arg(last = true, value_name = "EXTRA QEMU ARGS")]
     extra: Vec<OsString>,
 }

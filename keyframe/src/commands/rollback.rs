@@ -26,7 +26,7 @@ Examples:
 pub struct Rollback {
     /// A number, a tag or `latest`, in the store of the run
     checkpoint: String,
-    /// Which VM, where several run
+    /// Which VM, if several run
     #[arg(long, alias = "vm", value_name = "NAME")]
     name: Option<String>,
     /// Print JSON: times in ns

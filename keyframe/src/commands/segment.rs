@@ -59,7 +59,7 @@ pub struct Segment {
     /// Say a line about each checkpoint on standard error
     #[arg(long, short)]
     verbose: bool,
-    /// Say nothing but errors
+    /// Report errors only
     #[arg(long, short, conflicts_with = "verbose")]
     quiet: bool,
 }

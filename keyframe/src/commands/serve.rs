@@ -50,7 +50,7 @@ pub struct Serve {
     /// A file with the token that clients have to show [env: KEYFRAME_TOKEN, the token itself]
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// The certificate to show, as PEM, with those that it stands on behind it
+    /// The certificate to show, as PEM, followed by its chain
     #[arg(long, value_name = "FILE", requires = "tls_key")]
     tls_cert: Option<PathBuf>,
     /// Its key, as PEM
@@ -59,7 +59,7 @@ pub struct Serve {
     /// Connections at the same time, at most
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     connections: u32,
-    /// Print JSON, a line each: where it listens, and at its end what it has sent
+    /// Print JSON lines: the address at the start, the bytes sent at the end
     #[arg(long)]
     json: bool,
     #[command(flatten)]

@@ -37,7 +37,7 @@ pub struct Standby {
     /// Its name among what runs here, for status and failover
     #[arg(long, value_name = "NAME", default_value = "standby")]
     name: String,
-    /// Once the VM runs here: where a standby for it listens
+    /// The address of a standby for the VM once it runs here
     #[arg(long, value_name = "HOST:PORT")]
     peer: Option<String>,
     /// The same by a second way

@@ -41,13 +41,13 @@ struct Shown {
     #[serde(flatten)]
     store: keyframe_store::Stats,
     pause: PauseQuantiles,
-    /// Only where it was asked for.
+    /// Present only if it was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     sharing: Option<Sharing>,
-    /// Only where it was asked for.
+    /// Present only if it was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     growth: Option<Growth>,
-    /// Absent where no VM had disks.
+    /// Absent if no VM had disks.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     disks: Vec<DiskSums>,
 }

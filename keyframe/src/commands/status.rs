@@ -40,7 +40,7 @@ enum Entry<'a> {
     Orphan(&'a Orphan),
 }
 
-/// What is said where there is nothing to show.
+/// The text if there is nothing to show.
 pub const NOTHING_RUNS: &str =
     "nothing runs; start with: keyframe run --store STORE -- qemu-system-x86_64 ...";
 

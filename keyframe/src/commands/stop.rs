@@ -28,7 +28,7 @@ Examples:
   keyframe stop --name web-2"
 )]
 pub struct Stop {
-    /// Which VM, where several run
+    /// Which VM, if several run
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
     /// What to do with the VM, instead of what `run` was started with

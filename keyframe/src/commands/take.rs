@@ -12,7 +12,7 @@ use std::time::Duration;
   keyframe take --tag before-upgrade
   keyframe take --name web --json | jq .pause_ns")]
 pub struct Take {
-    /// Which VM, where several run
+    /// Which VM, if several run
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
     /// Give it a name, usable wherever a checkpoint is asked for

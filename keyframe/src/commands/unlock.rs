@@ -21,8 +21,8 @@ Examples:
 pub struct Unlock {
     #[command(flatten)]
     store: StoreArg,
-    /// Also where it cannot be told whether the holder lives: two writers at once destroy
-    /// checkpoints in progress
+    /// Remove the lock even if the holder may still live. Two writers at once destroy checkpoints
+    /// in progress
     #[arg(long)]
     force: bool,
     /// Print JSON

@@ -47,7 +47,7 @@ pub struct Verify {
     /// Print what was found as JSON
     #[arg(long)]
     json: bool,
-    /// Say nothing but errors
+    /// Report errors only
     #[arg(long, short)]
     quiet: bool,
 }

@@ -208,7 +208,7 @@ impl Shared {
         }
     }
 
-    /// Reads what there is, and answers it; true where faults are left for later in `faults`.
+    /// Reads what there is, and answers it; true if faults are left for later in `faults`.
     fn answer(&self, faults: &mut VecDeque<HostVirt>) -> io::Result<bool> {
         let mut state = self.lock();
         self.read(|message| match message {
@@ -248,7 +248,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Waits for messages (or only looks); true where the thread is to end.
+    /// Waits for messages (or only looks); true if the thread is to end.
     fn wait(&self, stop: &OwnedFd, idle: bool) -> io::Result<bool> {
         let mut fds = [PollFd::new(stop, PollFlags::IN), PollFd::new(&self.uffd, PollFlags::IN)];
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };

@@ -33,7 +33,7 @@ pub(super) struct File {
 
 impl File {
     /// Opens the file behind `mapping`: by `map_files`, or, where that takes a capability we lack,
-    /// by a descriptor that the process has of it. `None` where there is no file, or neither way
+    /// by a descriptor that the process has of it. `None` if there is no file, or neither way
     /// leads to it.
     pub fn open(process: &Process, mapping: &Mapping) -> Option<Self> {
         if mapping.inode == 0 {

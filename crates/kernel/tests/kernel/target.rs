@@ -197,7 +197,7 @@ pub fn start_role_under(wrapper: &[&str], role: &str, process: &Process, argumen
     role
 }
 
-/// What a role was started for; `None` where it runs as an ordinary test, and has nothing to do.
+/// What a role was started for; `None` if it runs as an ordinary test, and has nothing to do.
 pub fn role_arguments() -> Option<Vec<String>> {
     let text = std::env::var(ROLE_VARIABLE).ok()?;
     Some(text.split_whitespace().map(str::to_owned).collect())
@@ -216,7 +216,7 @@ impl Role {
         self.child.wait().unwrap();
     }
 
-    /// Waits for its end; true where it did what it was to do.
+    /// Waits for its end; true if it did what it was to do.
     pub fn wait(&mut self) -> bool {
         let deadline = Instant::now() + ANSWER_MAX;
         loop {

@@ -182,7 +182,7 @@ impl Reach {
         }
     }
 
-    /// Lets the VM run where it is paused; true where it did, or where it cannot know.
+    /// Lets the VM run where it is paused; true if it did, or where it cannot know.
     pub fn resume(&mut self, now: Instant) -> Result<bool> {
         match self {
             Self::Own(qmp, _) => {

@@ -38,14 +38,14 @@ pub struct OnArgs {
     /// A further option for sbatch, such as --account=A; may be given several times
     #[arg(long, value_name = "OPTION", allow_hyphen_values = true)]
     sbatch_option: Vec<String>,
-    /// Keyframe on the nodes [default: where this one is]
+    /// The keyframe program on the nodes [default: the path of this one]
     #[arg(long, value_name = "FILE")]
     worker: Option<PathBuf>,
     /// Submit the pilots and return. The same command without it waits for them and puts the
     /// results together
     #[arg(long)]
     detach: bool,
-    /// A pilot that shows no life for as long is lost, even where Slurm has not noticed yet
+    /// A pilot without a sign of life for this long is lost, even if Slurm has not noticed yet
     #[arg(long, value_name = "TIME", default_value = "30s", hide = true)]
     lease: String,
 }
@@ -59,7 +59,7 @@ pub enum Driven {
 }
 
 impl OnArgs {
-    /// True where this process does not do it itself.
+    /// True if this process does not do it itself.
     pub fn is_elsewhere(&self) -> bool {
         self.on != RunnerKind::Local
     }

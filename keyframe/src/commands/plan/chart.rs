@@ -8,7 +8,7 @@ use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
 /// Points of a line.
 const STEPS: u32 = 60;
 
-/// The figure; `simulated` is beside the formulas where there is any.
+/// The chart; `simulated` is drawn beside the formulas if there is any.
 pub fn figure(constants: &Constants, enough: u64, nodes: &[u64], simulated: &[Row]) -> Figure {
     let most = nodes.iter().copied().chain([enough, 2]).fold(0, u64::max);
     let point = |x: f64, y: f64| Point { x, y, deviation: None };

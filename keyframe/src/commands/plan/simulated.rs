@@ -20,7 +20,7 @@ const NODES_MAX: u64 = 4096;
 pub struct Simulated {
     /// Where the intervals' times come from.
     times: &'static str,
-    /// Intervals, where they are those of a recording.
+    /// The intervals of a recording.
     #[serde(skip_serializing_if = "Option::is_none")]
     intervals: Option<u64>,
     /// Of these: not simulated yet, so that the line through the others has their time.

@@ -243,7 +243,7 @@ fn wait(members: &mut [Restored], interrupted: &AtomicBool) -> Outcome {
     }
 }
 
-/// Half a group is none: where one failed, the others are ended.
+/// Ends the other members if one failed: a group without a member is useless.
 fn all_or_none(results: Vec<Result<Restored, Failure>>) -> Result<Vec<Restored>, Failure> {
     let (mut members, mut failure) = (Vec::with_capacity(results.len()), None);
     for result in results {

@@ -18,11 +18,11 @@ const NONE: &str = "none";
 /// Connections at the same time; more wait.
 const CONNECTIONS_MAX: usize = 256;
 
-/// What is shown in the browser, and where.
+/// Options of the dashboard.
 #[derive(clap::Args, Debug)]
 pub struct DashboardArgs {
     /// Where the dashboard is, or `none`
-    /// [default: 127.0.0.1:7421, or another port where that is taken]
+    /// [default: 127.0.0.1:7421, or another port if that is taken]
     #[arg(long, value_name = "HOST:PORT")]
     http: Option<String>,
     /// A recording to show, or a directory with some; may be repeated
