@@ -327,6 +327,36 @@ impl Starting {
             .collect::<io::Result<_>>()
             .map_err(Error::io("duplicate a descriptor of the VM's memory"))?;
 
+        let mut words = self.machine_words(plan, &memories)?;
+        words.extend(crossing.iter().flat_map(|c| c.words.clone()));
+        words.extend(
+            ["-S", "-global", "migration.send-configuration=off", "-machine", "suppress-vmdesc=on"]
+                .map(String::from),
+        );
+        if plan.replays.is_some() {
+            // After a migration a network card announces itself through the guest. The recording
+            // has no such packet.
+            words.extend(["-global", "migration.announce-rounds=0"].map(String::from));
+        }
+        words.extend(state.arguments_of(plan.lineage.as_ref().map(lineage_mark)));
+        words.extend(["-only-migratable".into(), "-readconfig".into(), inherited_path(&config)]);
+        words.extend(["-incoming".into(), format!("fd:{}", spawn::number(&incoming))]);
+
+        let mut command = Command::new(&plan.binary);
+        command.args(words.iter().skip(1));
+        let preloaded = prepare_process(&mut command, plan)?;
+        let mut descriptors = vec![&config, &state.write_end, &monitor, &incoming];
+        descriptors.extend(memories.iter().map(|(_, fd)| fd).chain(&preloaded));
+        let child = spawn::start(&mut command, &descriptors)?;
+        if let Some(spawned) = plan.spawned {
+            spawned();
+        }
+        Ok((child, words))
+    }
+
+    /// The binary and the arguments of the machine, with the paths of its memories, followed by the
+    /// plan's added arguments.
+    fn machine_words(&self, plan: &Plan, memories: &[(usize, OwnedFd)]) -> Result<Vec<String>> {
         let mut words = vec![plan.binary.to_string_lossy().into_owned()];
         for word in &plan.words {
             match word {
@@ -340,48 +370,12 @@ impl Starting {
                     words.push(named);
                 }
                 LineWord::Backend(number) => {
-                    words.extend(backend_words(plan, *number, &memories, self.is_shared)?);
+                    words.extend(backend_words(plan, *number, memories, self.is_shared)?);
                 }
             }
         }
         words.extend(plan.added.iter().cloned());
-        words.extend(crossing.iter().flat_map(|c| c.words.clone()));
-        words.extend(
-            ["-S", "-global", "migration.send-configuration=off", "-machine", "suppress-vmdesc=on"]
-                .map(String::from),
-        );
-        if plan.replays.is_some() {
-            // A network card that has come to another host tells the guest, which tells the
-            // network: nothing that was recorded.
-            words.extend(["-global", "migration.announce-rounds=0"].map(String::from));
-        }
-        words.extend(state.arguments_of(plan.lineage.as_ref().map(lineage_mark)));
-        words.extend(["-only-migratable".into(), "-readconfig".into(), inherited_path(&config)]);
-        words.extend(["-incoming".into(), format!("fd:{}", spawn::number(&incoming))]);
-
-        let mut command = Command::new(&plan.binary);
-        command.args(words.iter().skip(1));
-        let preloaded =
-            plan.replays.map(|_| eventfd_coalesce::prepare(&mut command)).transpose()?;
-        if plan.replays.is_some() {
-            thread_affinity::prepare(&mut command, &plan.arguments);
-            // What reaches the terminal's session may not reach it.
-            keyframe_kernel::child_setup::kill_with_parent(&mut command);
-        }
-        if let Some(path) = &plan.log {
-            let log = File::options().create(true).append(true).open(path);
-            command.stderr(log.map_err(Error::io(format!("open {}", path.display())))?);
-        }
-        if let Some(directory) = &plan.working_directory {
-            command.current_dir(directory);
-        }
-        let mut descriptors = vec![&config, &state.write_end, &monitor, &incoming];
-        descriptors.extend(memories.iter().map(|(_, fd)| fd).chain(&preloaded));
-        let child = spawn::start(&mut command, &descriptors)?;
-        if let Some(spawned) = plan.spawned {
-            spawned();
-        }
-        Ok((child, words))
+        Ok(words)
     }
 
     /// Does all steps after the start, until the VM runs. Returns the time at which it did.
@@ -506,6 +500,26 @@ fn connect(ours: OwnedFd, child: &mut Child) -> Result<Qmp> {
     let name = format!("of pid {}", child.id());
     Qmp::over(ours, &name, START_TIMEOUT, &mut || spawn::alive(child, WHILE_STARTING))
         .map_err(|e| spawn::exited_instead(e, child, WHILE_STARTING))
+}
+
+/// Sets what the process of a restored QEMU inherits beside its descriptors: a replay's library,
+/// core and death signal, the log of its standard error, and the working directory. Returns the
+/// descriptor of the library.
+fn prepare_process(command: &mut Command, plan: &Plan) -> Result<Option<OwnedFd>> {
+    let preloaded = plan.replays.map(|_| eventfd_coalesce::prepare(command)).transpose()?;
+    if plan.replays.is_some() {
+        thread_affinity::prepare(command, &plan.arguments);
+        // A signal to the terminal's session must not reach the replay.
+        keyframe_kernel::child_setup::kill_with_parent(command);
+    }
+    if let Some(path) = &plan.log {
+        let log = File::options().create(true).append(true).open(path);
+        command.stderr(log.map_err(Error::io(format!("open {}", path.display())))?);
+    }
+    if let Some(directory) = &plan.working_directory {
+        command.current_dir(directory);
+    }
+    Ok(preloaded)
 }
 
 /// Sends the devices and the small blocks.

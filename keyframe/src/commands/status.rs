@@ -221,6 +221,16 @@ pub fn text(s: &Shown) -> String {
     if s.backlog_ns > 0 {
         lines.push(format!("  backlog     {}", output::duration(s.backlog_ns)));
     }
+    lines.extend(background_lines(s));
+    if let Some(error) = &s.last_error {
+        lines.push(format!("  last error  {error}"));
+    }
+    lines.join("\n")
+}
+
+/// The lines about the flight recorder and the recompressor, which work beside the checkpoints.
+fn background_lines(s: &Shown) -> Vec<String> {
+    let mut lines = Vec::new();
     if let Some(recorder) = &s.recorder {
         lines.push(format!(
             "  recorder    keeps {}: {} checkpoints kept, {} forgotten, {} packs given back",
@@ -253,10 +263,7 @@ pub fn text(s: &Shown) -> String {
                 .map(|error| format!("              it failed: {error}; it is tried again")),
         );
     }
-    if let Some(error) = &s.last_error {
-        lines.push(format!("  last error  {error}"));
-    }
-    lines.join("\n")
+    lines
 }
 
 #[cfg(test)]
