@@ -1,5 +1,5 @@
-//! Which pages of a process were written since the last look, with a word before each first write:
-//! synchronous write protection, the ground of copy-on-write.
+//! Finds the pages of a process that were written since the last drain, and calls a hook before each
+//! first write: synchronous write protection, on which copy-on-write is built.
 //!
 //! ```text
 //!              register                     drain
@@ -9,9 +9,9 @@
 //!                              the hook is called, then       └────────▶ written ───────┘
 //! ```
 //!
-//! The first write to a protected page stops the writing thread; the kernel tells the handler
-//! (`handler.rs`, a thread of its own), which calls the hook, removes the protection, and so wakes
-//! the writer. There is no log beside the page tables: what is not protected counts as written. One
+//! The first write to a protected page stops the writing thread. The kernel notifies the handler
+//! (`handler.rs`, a thread of its own), which calls the hook and removes the protection, which wakes
+//! the writer. The page tables are the only log: a page without protection counts as written. One
 //! drain is:
 //!
 //! ```text
@@ -20,27 +20,29 @@
 //!   C  absent     of A, what was never drained or discarded: looked up after it was protected
 //! ```
 //!
-//! Discarding memory (`MADV_DONTNEED`, `MADV_FREE`, `MADV_REMOVE`) is announced
-//! (`UFFD_FEATURE_EVENT_REMOVE`): the discarding thread waits until the handler has heard of it,
-//! and no longer. So the hook learns of it, but cannot copy first; and it takes place some time
-//! after. Private anonymous memory then loses its protection, which any later drain sees. All other
-//! memory keeps it: what was discarded once there is reported by every drain from then on.
+//! The kernel announces a discard of memory (`MADV_DONTNEED`, `MADV_FREE`, `MADV_REMOVE`;
+//! `UFFD_FEATURE_EVENT_REMOVE`). The discarding thread waits only until the handler has received the
+//! event, and discards some time later. So the hook learns of the discard, but cannot copy the pages
+//! first. Private anonymous memory then loses its protection, which every later drain sees. Other
+//! memory keeps its protection: every later drain reports the pages that were once discarded there.
 //!
 //! Invariants:
-//! 1. A page is protected only in a drain that reports it, or where it is protected already. The second (one call over
-//!    a stretch of pages) only while no page loses its protection unseen: under the lock that the
-//!    handler needs for removing one, and as long as nothing was ever discarded.
-//! 2. The hook sees a page before its first write since it was last drained. It is told of no page that was written already.
-//! 3. No thread of the process waits for us longer than the hook takes. Where the handler fails, it ends the tracking,
-//!    which wakes all; dropping the tracker does the same, and the kernel where we die.
+//! 1. A drain protects a page only if it reports the page, or if the page is protected already. It protects a stretch
+//!    with protected pages in one call only while no page can lose its protection unseen: it holds
+//!    the lock that the handler needs to remove a protection, and nothing was ever discarded.
+//! 2. The hook is called for a page before the first write since the page's last drain. It is not called for pages that
+//!    were written already.
+//! 3. A thread of the process waits for this process only as long as the hook takes. If the handler fails, it ends the
+//!    tracking, which wakes all threads. So does a drop of the tracker, and the kernel does it if
+//!    this process dies.
 //!
-//! Merging like pages (KSM) takes their protection away: refused where it is on when memory is
-//! registered, and found out by [`FaultTracker::pages_with_lost_protection`] later.
+//! A merge of equal pages (KSM) removes their protection. A range for which merging is on is refused
+//! at its registration. [`FaultTracker::pages_with_lost_protection`] finds later merges.
 //!
-//! For a frozen copy: stop the process, set the hook, drain, let the process go on; what a hook is
-//! told of first is as frozen. (The other way round, a fault from before the stop could lift a
-//! protection without a report.) When the copy is made, ask for what went
-//! [`FaultTracker::pages_with_lost_protection`]: a copy of such a page is no copy of that instant.
+//! To freeze a copy: stop the process, set the hook, drain, and let the process continue. The hook
+//! receives each page with its frozen content. (If the drain came before the stop, a fault from
+//! before the stop could remove a protection without a report.) After the copy call
+//! [`FaultTracker::pages_with_lost_protection`]: a copy of such a page is not of that instant.
 //!
 //! Not seen: holes punched into the file of shared memory by `fallocate`; writes through another
 //! mapping of the same file; DMA into pages that were pinned before the drain. Refused: files on
@@ -73,7 +75,7 @@ const LOOK_GAP_BYTES: u64 = 2 << 20;
 /// How long a discard may hold up the protecting of pages.
 const BUSY_MAX: Duration = Duration::from_secs(2);
 const BUSY_SLEEP: Duration = Duration::from_micros(50);
-/// `1` where the kernel merges like pages of memory that permits it.
+/// The file that reads `1` if the kernel merges equal pages of memory that permits it.
 const KSM_RUN: &str = "/sys/kernel/mm/ksm/run";
 
 /// An event that a hook receives. Its range is whole pages of the mapping (4 KiB, or 2 MiB of
@@ -98,8 +100,7 @@ pub struct FaultTracker {
     shared: Arc<Shared>,
     pagemap: Pagemap,
     scratch: Mutex<Vec<PageRegion>>,
-    /// All that is registered, for [`Drop`], which must not wait for a hook before the process goes
-    /// on.
+    /// All registered ranges, for [`Drop`], which must wake the process before it waits for a hook.
     registered: Vec<HostRange>,
     /// Joined after `drop` has woken the process.
     _handler: Handler,
@@ -170,8 +171,8 @@ impl FaultTracker {
         Ok(())
     }
 
-    /// An error where the kernel merges pages of `range`: they lose their protection, and no hook
-    /// is told.
+    /// Fails if the kernel merges pages of `range`: they would lose their protection without a call
+    /// of the hook.
     fn ensure_not_merged(&self, range: HostRange) -> Result<()> {
         // A kernel without KSM has no such file.
         if !std::fs::read_to_string(KSM_RUN).is_ok_and(|text| text.trim() == "1") {

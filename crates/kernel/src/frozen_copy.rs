@@ -1,5 +1,4 @@
-//! A copy of a process's private memory as it is at one instant: a child of the process that never
-//! runs.
+//! A copy of a process's private memory at one instant: a child of the process that never runs.
 //!
 //! ```text
 //!   target     running ─ seize ─▶ stopped ─ madvise, clone, madvise ─▶ running ············ stopped ─▶ running
@@ -8,32 +7,32 @@
 //!                                                                                 └─ read: the memory at the clone
 //! ```
 //!
-//! The kernel copies the page tables and shares the pages until one side writes; the child does
-//! not. QEMU keeps guest RAM out of its children (`MADV_DONTFORK`): for the length of the clone
-//! this is taken back, where it was so.
+//! The kernel copies the page tables and shares each page until the target writes it. The child
+//! does not write. QEMU keeps guest RAM out of its children (`MADV_DONTFORK`). The session removes
+//! this flag for the time of the clone, and sets it again where it was set.
 //!
 //! Invariants:
-//! 1. The child executes nothing: it is traced from birth and stopped before its first instruction. All that it is
-//!    made to do is one system call through the vdso. Were it ever let go, it would die at once: it
-//!    has no stack (see `Hijack::call_clone`).
-//! 2. It holds nothing but memory: it shares the table of open files while it is born, and then leaves it
-//!    (`CLOSE_RANGE_UNSHARE`), so that no socket, lock or disk of the target lives longer through it.
-//! 3. It ends with the snapshot, and with the thread that keeps it, should that die (`PTRACE_O_EXITKILL`).
-//! 4. The target is told nothing: the child's end sends no signal, and it is none that `wait` shows. Dropped, the snapshot
-//!    has the target reap it. Where Keyframe dies first, a zombie stays until the next snapshot, or
-//!    the target's end. Where it dies right in the fork, the target runs on as after any attachment
-//!    (see `attach`); its memory may stay without `MADV_DONTFORK` then, so that a child that QEMU
-//!    itself makes later costs more.
+//! 1. The child executes no code of the target: it is traced from its birth and stopped before its first instruction. It
+//!    makes one system call, through the vdso. A child that was released would die at once, because
+//!    it has no stack (see `Hijack::call_clone`).
+//! 2. The child holds only memory: it shares the table of open files at its birth and then leaves it
+//!    (`CLOSE_RANGE_UNSHARE`), so it keeps no socket, lock or disk of the target open.
+//! 3. The child ends with the snapshot. It also ends with the thread that traces it (`PTRACE_O_EXITKILL`).
+//! 4. The target does not notice the child: its end sends no signal, and a plain `wait` does not return it. When the
+//!    snapshot is dropped, it has the target reap the child. If Keyframe dies first, a zombie stays
+//!    until the next snapshot or the target's end. If Keyframe dies during the fork, the target
+//!    continues as after any attachment (see `attach`). Its memory may then lack `MADV_DONTFORK`, so
+//!    that a later fork of QEMU itself costs more.
 //!
-//! The copy is of one instant only where nothing in the target runs: threads other than the main
-//! one are not stopped here, so the caller pauses the VM first. What a snapshot costs later: each
-//! first write of the target copies a page.
+//! The copy is of one instant only if the target does not run. This module stops only the main
+//! thread, so the caller pauses the VM first. As long as the snapshot exists, each first write of the
+//! target copies a page.
 //!
 //! Refused: shared memory (both sides would see each other's writes), pages of hugetlbfs (when
 //! their pool is empty, the kernel takes them away from the child), memory that is wiped or not
-//! copied in a child, and seccomp (a filter that denies clone kills the process; the filter cannot
-//! be asked). Private memory of a file is frozen as far as the target has written it; the rest is
-//! read from the file.
+//! copied in a child, and seccomp (a filter that denies clone kills the process, and the filter
+//! cannot be queried). Of private file memory the pages that the target has written are frozen; the
+//! others are read from the file.
 
 use crate::attach::{Hijack, SESSION_MAX, call_registers};
 use crate::gadgets::Gadgets;
@@ -50,27 +49,27 @@ use std::time::{Duration, Instant};
 
 /// The longest that the target's main thread is stopped for the fork: the page tables of some TiB.
 const FORK_MAX: Duration = Duration::from_secs(10);
-/// How long the child may take to die: it gives back what the target has written meanwhile.
+/// How long the child may take to die: the kernel frees the pages that the target has rewritten.
 const END_MS_MAX: u32 = 10_000;
 /// How often a clone is tried that a stop of the whole process interrupts.
 const TRIES_MAX: u32 = 100;
-/// Zombies of snapshots whose keeper died, reaped at one go.
+/// The number of zombies of earlier snapshots that one session reaps.
 const SWEPT_MAX: u32 = 16;
 /// How often, and how far apart, the target is asked to reap the child.
 const REAPS_MAX: u32 = 50;
 const REAP_SLEEP: Duration = Duration::from_millis(1);
-/// The kernel's answer to itself: make this call again.
+/// The kernel's internal error number for a call that it restarts.
 const ERESTARTNOINTR: i32 = 513;
-/// Shares the table of open files, which saves its copy; the low byte, the signal at the end, is
-/// none.
+/// Shares the table of open files, which saves copying it. The low byte, the signal at the child's
+/// end, is 0.
 const CLONE_FLAGS: u64 = libc::CLONE_FILES as u64;
 
-/// The frozen memory of a process at one instant. [`Self::end`] or dropping it gives it back.
+/// The frozen memory of a process at one instant. [`Self::end`] or a drop releases it.
 #[derive(Debug)]
 pub struct FrozenCopy {
     child: Process,
     stopped_ns: u64,
-    /// Dropped, it ends the keeper.
+    /// Its drop ends the tracing thread.
     hold: Option<Sender<()>>,
     keeper: Option<JoinHandle<Result<()>>>,
 }
@@ -80,7 +79,7 @@ pub struct FrozenCopy {
 pub struct ForkPlan {
     target: Process,
     gadgets: Gadgets,
-    /// What is kept out of children.
+    /// The ranges with `MADV_DONTFORK`.
     hidden: Vec<HostRange>,
 }
 
@@ -148,7 +147,7 @@ impl FrozenCopy {
         self.stopped_ns
     }
 
-    /// Gives the copy back. Stops the main thread of the process for a tenth of a millisecond.
+    /// Releases the copy. Stops the main thread of the process for a tenth of a millisecond.
     ///
     /// Errors: the process could not be attached to, so that a zombie child of it remains.
     pub fn end(mut self) -> Result<()> {
@@ -184,7 +183,7 @@ fn ensure_no_seccomp(process: &Process) -> Result<()> {
     }
 }
 
-/// Whether a fork freezes `ranges`; gives back which parts are kept out of children now.
+/// Checks that a fork freezes `ranges`. Returns the parts that have `MADV_DONTFORK` now.
 fn check(process: &Process, ranges: &[HostRange]) -> Result<Vec<HostRange>> {
     let pid = process.pid();
     ensure_no_seccomp(process)?;
@@ -223,7 +222,7 @@ fn check(process: &Process, ranges: &[HostRange]) -> Result<Vec<HostRange>> {
     Ok(hidden)
 }
 
-/// What `smaps` says of a mapping.
+/// The flags of a mapping in `smaps`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MappingFlags {
     pub range: HostRange,
@@ -261,15 +260,14 @@ pub(crate) fn mapping_flags(smaps: &[u8]) -> Vec<MappingFlags> {
     out
 }
 
-/// The child as the two sides number it.
+/// The pid of the child, in Keyframe's and in the target's pid namespace.
 #[derive(Clone, Copy, Debug)]
 struct Born {
     ours: u32,
     theirs: u64,
 }
 
-/// The life of a snapshot, on a thread of its own: what is traced belongs to the thread that traces
-/// it.
+/// Keeps a snapshot, on a thread of its own: a traced process belongs to the thread that traces it.
 fn keep(
     plan: &ForkPlan,
     ready: &SyncSender<Result<(Process, u64)>>,
@@ -304,7 +302,7 @@ fn keep(
     reap(target, gadgets, born)
 }
 
-/// Has the target make the child; gives back how long it was stopped, in nanoseconds.
+/// Has the target make the child. Returns how long the target was stopped, in nanoseconds.
 fn fork_off(target: &Process, gadgets: Gadgets, hidden: &[HostRange]) -> Result<(Born, u64)> {
     let mut hijack = Hijack::stop(target, gadgets, FORK_MAX)?;
     sweep(&mut hijack);
@@ -349,8 +347,8 @@ fn clone(hijack: &mut Hijack<'_>) -> Result<Born> {
     }
 }
 
-/// Has the target reap what snapshots left to it whose keeper died. Only children without a signal
-/// at their end are asked for (`__WCLONE`), which QEMU has none of its own.
+/// Has the target reap the zombies of earlier snapshots. It waits only for children whose end sends
+/// no signal (`__WCLONE`). QEMU has no such children of its own.
 fn sweep(hijack: &mut Hijack<'_>) {
     let options = (libc::WNOHANG | libc::__WCLONE) as u64;
     for _ in 0..SWEPT_MAX {
@@ -362,7 +360,7 @@ fn sweep(hijack: &mut Hijack<'_>) {
     }
 }
 
-/// Waits for the child's first stop, binds its life to ours and takes its files from it.
+/// Waits for the child's first stop, has it end with this thread, and has it leave the target's files.
 fn settle(child: &Process, tracee: &Tracee<'_>, gadgets: Gadgets) -> Result<()> {
     let deadline = Instant::now() + SESSION_MAX;
     tracee.wait_for_stop("stop at birth", deadline)?;
@@ -440,8 +438,8 @@ fn reap(target: &Process, gadgets: Gadgets, born: Born) -> Result<()> {
     Err(Error::Injected { pid: target.pid(), call: "wait4", source })
 }
 
-/// Ends a child that is of no use. What fails here comes after the error that is reported, and the
-/// end of this thread ends the child in any case.
+/// Ends a child after an error. A failure here is not reported: the first error is, and the end of
+/// this thread ends the child in any case.
 fn abandon(target: &Process, gadgets: Gadgets, born: Born) {
     if let Ok(child) = Process::open(born.ours) {
         let _ = bury(&child, &Tracee::born(&child));

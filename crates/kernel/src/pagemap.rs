@@ -21,11 +21,11 @@ use rustix::fs::OFlags;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
-/// Answers taken from one call; what does not fit is asked for by the next.
+/// The number of answers of one call. The next call asks for the rest.
 const REGIONS_MAX: usize = 16 * 1024;
-/// The largest page that there is.
+/// The largest page size.
 const PAGE_BYTES_MAX: u64 = 1 << 30;
-/// Pagemap entries taken by one read.
+/// Pagemap entries per read.
 const ENTRIES_MAX: usize = 8 * 1024;
 
 const ENTRY_BYTES: usize = 8;
@@ -104,8 +104,8 @@ impl Pagemap {
         vec![PageRegion::default(); REGIONS_MAX]
     }
 
-    /// Gives each answer for `range` to `each`, rising; gives back the number of calls made. On an
-    /// error pages may have been protected that were not given to `each`.
+    /// Calls `each` with each answer for `range`, in rising order. Returns the number of system calls.
+    /// After an error, pages may be protected that were not passed to `each`.
     pub fn scan(
         &self,
         query: PagemapQuery,
@@ -181,8 +181,8 @@ impl Pagemap {
         Ok(calls)
     }
 
-    /// An error where part of `range` is not mapped: a scan passes over it in silence. (Not told
-    /// before Linux 6.11.)
+    /// Fails if a part of `range` is not mapped: a scan skips it silently. (Linux before 6.11 does
+    /// not tell.)
     pub fn ensure_mapped(&self, range: HostRange) -> io::Result<()> {
         let mut at = range.start.0;
         while at < range.end().0 {
@@ -201,7 +201,7 @@ impl Pagemap {
         Ok(())
     }
 
-    /// What the entries of the pages of `list` hold.
+    /// The contents of the entries of the pages of `list`.
     pub fn entries(&self, list: &[HostRange]) -> io::Result<Entries> {
         let mut out = Entries::default();
         let mut bytes = vec![0; ENTRIES_MAX * ENTRY_BYTES];
