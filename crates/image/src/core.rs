@@ -2,10 +2,10 @@
 //! QEMU's `dump-guest-memory` writes them (docs/formats/images.md).
 //!
 //! ```text
-//!   ELF header 64 │ PT_NOTE 56 │ PT_LOAD 56 ... │ CORE note ... │ QEMU note ... │ zeros │ segments, from a whole page on
+//!   ELF header 64 │ PT_NOTE 56 │ PT_LOAD 56 ... │ CORE note ... │ QEMU note ... │ zeros │ segments, from a page boundary
 //! ```
 //!
-//! Always of 64 bits, also for a guest in an older mode.
+//! The file is 64-bit ELF, also for a guest in an older processor mode.
 
 use crate::view::Extent;
 use keyframe_qemu_stream::{CpuRegisters, SegmentRegister};
@@ -18,15 +18,15 @@ const EM_X86_64: u16 = 62;
 const PT_LOAD: u32 = 1;
 const PT_NOTE: u32 = 4;
 const NT_PRSTATUS: u32 = 1;
-/// Bytes of Linux' `elf_prstatus`, and where in it pid and registers lie.
+/// The size of Linux' `elf_prstatus`, and the offsets of its pid and registers.
 const PRSTATUS_BYTES: usize = 336;
 const PRSTATUS_PID: usize = 32;
 const PRSTATUS_REGISTERS: usize = 112;
-/// Bytes and version of QEMU's own note.
+/// The size and version of QEMU's own note.
 const QEMU_BYTES: u32 = 440;
 const QEMU_VERSION: u32 = 1;
 
-/// The head's bytes, a whole number of pages, and where each extent begins in the file.
+/// The head, a whole number of pages, and the file offset of each extent.
 pub fn head(extents: &[Extent], cpus: &[CpuRegisters]) -> (Vec<u8>, Vec<u64>) {
     let notes = notes(cpus);
     let notes_at = ELF_BYTES + PROGRAM_BYTES * (1 + extents.len() as u64);
@@ -63,8 +63,8 @@ fn elf_header(programs: u16) -> Vec<u8> {
     out
 }
 
-/// QEMU leaves virtual addresses 0; here they are the physical ones, so that a debugger without
-/// symbols can read there.
+/// The program header of an extent. QEMU sets its virtual address to 0. Here it is the physical
+/// address, so that a debugger without symbols can read there.
 fn program(out: &mut Vec<u8>, kind: u32, at: u64, address: u64, len_bytes: u64) {
     out.extend(kind.to_le_bytes());
     out.extend(0u32.to_le_bytes());
@@ -113,7 +113,7 @@ fn prstatus(cpu: &CpuRegisters) -> Vec<u8> {
     out
 }
 
-/// QEMU's `QEMUCPUState`: what a tool needs to find the guest's page tables.
+/// QEMU's `QEMUCPUState`, by which a tool finds the guest's page tables.
 fn qemu_state(cpu: &CpuRegisters) -> Vec<u8> {
     let [rax, rcx, rdx, rbx, rsp, rbp, rsi, rdi, others @ ..] = cpu.general;
     let [es, cs, ss, ds, fs, gs] = cpu.segments;

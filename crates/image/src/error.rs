@@ -1,31 +1,31 @@
-//! What can go wrong with a checkpoint as an image.
+//! The errors of this crate.
 
-/// What this crate's functions return.
+/// The result type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error: it names the object. What to do about it is [`Error::fix`].
+/// Why a checkpoint has no image. [`Error::fix`] says what the user can do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The checkpoint does not tell where its RAM lies, and its machine is none where that is
-    /// certain.
+    /// The checkpoint does not record the addresses of its RAM, and its machine type does not imply
+    /// them.
     #[error(
         "the checkpoint does not tell where its RAM lies in the guest's physical memory ({reason})"
     )]
     NoMap {
-        /// Why it cannot be worked out.
+        /// Why the machine type does not imply them.
         reason: String,
     },
-    /// Map and RAM blocks do not fit together.
+    /// The memory map and the RAM blocks do not fit together.
     #[error("the checkpoint's map of the guest's physical memory: {problem}")]
     Map {
-        /// What is wrong.
+        /// The contradiction.
         problem: String,
     },
 }
 
 impl Error {
-    /// What a person can do about it.
+    /// What the user can do about the error; `None` if nothing is known.
     pub fn fix(&self) -> Option<String> {
         match self {
             Self::NoMap { .. } => {

@@ -1,4 +1,4 @@
-//! A file that is not there: its bytes are made when they are read.
+//! A virtual file: its bytes are made when they are read.
 //!
 //! ```text
 //!   │ head (core files) │ pages of extent 0 │ hole: zeros │ pages of extent 1 │ ...
@@ -14,10 +14,10 @@ use std::io;
 
 const PAGE: u64 = PAGE_BYTES as u64;
 
-/// Some of the file's pages.
+/// Adjacent pages of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Part {
-    /// Where in the file, in bytes.
+    /// The offset in the file, in bytes.
     at: u64,
     pages: PageRange,
 }
@@ -28,18 +28,18 @@ impl Part {
     }
 }
 
-/// A checkpoint's RAM in the form of a file.
+/// A checkpoint's RAM as a virtual file. The same checkpoint always gives the same bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Image {
     head: Vec<u8>,
-    /// Rising.
+    /// In rising order of offsets.
     parts: Vec<Part>,
     len_bytes: u64,
 }
 
 impl Image {
-    /// Guest-physical memory from address 0 to the end of main RAM; where there is no memory,
-    /// zeros.
+    /// The raw image: guest-physical memory from address 0 to the end of main RAM. Addresses without
+    /// memory are zeros.
     pub fn raw(view: &GuestView) -> Self {
         let len_bytes = view.ram_end().0;
         let within = view.extents().iter().filter(|e| e.start.0 < len_bytes);
@@ -47,7 +47,7 @@ impl Image {
         Self { head: Vec::new(), parts, len_bytes }
     }
 
-    /// An ELF core file: one segment for each extent, and the processors' registers.
+    /// The ELF core file: one segment for each extent, and the registers of each processor.
     pub fn core(view: &GuestView, cpus: &[CpuRegisters]) -> Self {
         let (head, places) = core::head(view.extents(), cpus);
         let parts: Vec<Part> = places
@@ -59,14 +59,15 @@ impl Image {
         Self { head, parts, len_bytes }
     }
 
-    /// Length in bytes.
+    /// The length of the file in bytes.
     pub fn len_bytes(&self) -> u64 {
         self.len_bytes
     }
 
-    /// Reads from `offset` on; less than `bytes` are filled only at the end. Returns how many.
+    /// Reads from `offset` into `bytes`. Returns the number of bytes read, which is smaller than the
+    /// length of `bytes` only at the end of the file.
     ///
-    /// Errors: those of `ram`, where a page that was asked for cannot be read.
+    /// Errors: those of `ram`.
     pub fn read_at(&self, ram: &dyn RamSource, offset: u64, bytes: &mut [u8]) -> io::Result<usize> {
         let left = self.len_bytes.saturating_sub(offset);
         let len = bytes.len().min(usize::try_from(left).unwrap_or(usize::MAX));
@@ -93,8 +94,8 @@ impl Image {
         Ok(len)
     }
 
-    /// The stretches of the file that hold anything, rising, as offset and length; the rest is
-    /// zeros. None is longer than `bytes_max`, which is at least a page.
+    /// The offset and length of each stretch that is not a hole, in rising order. The rest of the
+    /// file is zeros. A stretch has at most `bytes_max` bytes, but at least one page.
     pub fn stretches(&self, bytes_max: u64) -> impl Iterator<Item = (u64, u64)> + '_ {
         let bytes_max = bytes_max.max(PAGE);
         let head = Some((0, self.head.len() as u64)).filter(|(_, len)| *len > 0);
@@ -106,7 +107,7 @@ impl Image {
     }
 }
 
-/// Copies what two stretches have in common; each begins at its offset in the file.
+/// Copies the bytes that two stretches have in common. Each begins at its offset in the file.
 fn copy(from: &[u8], from_at: u64, to: &mut [u8], to_at: u64) {
     let start = from_at.max(to_at);
     let end = (from_at + from.len() as u64).min(to_at + to.len() as u64);

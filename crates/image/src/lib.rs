@@ -1,4 +1,4 @@
-//! A checkpoint's RAM as the guest sees it: raw images and core files whose bytes are made as they
+//! A checkpoint's RAM as the guest sees it: raw images and core files whose bytes are made when they
 //! are read.
 //!
 //! ```text
@@ -8,11 +8,10 @@
 //!   RamSource (pages from the store) ───────────── read_at ◀───────────┘
 //! ```
 //!
-//! Invariants: nothing is read before it is asked for; every byte of an image is its head's, a
-//! page's, or zero; images of one checkpoint are always the same bytes.
+//! Invariants: a page is read only when a caller asks for its bytes. Every byte of an image belongs
+//! to its head or to a page, or is zero. The images of one checkpoint are always the same bytes.
 //!
-//! Left out: disks (checkpoints hold none yet), video RAM and other memory of devices, where files
-//! go (the binary's).
+//! Left out: disks, video RAM and other memory of devices; writing files, which the binary does.
 
 mod core;
 mod error;

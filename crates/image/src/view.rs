@@ -1,4 +1,5 @@
-//! What the guest sees at each physical address: extents of pages, rising, with holes between.
+//! The memory that the guest sees at each physical address: extents of pages in rising order, with
+//! holes between them.
 //!
 //! ```text
 //!   map (at the start)    │ pc.ram │ pc.rom │ pc.bios │ pc.ram ....... │      │ pc.bios │
@@ -16,41 +17,42 @@ use keyframe_units::{
 
 const PAGE: u64 = PAGE_BYTES as u64;
 const SHADOW_START: u64 = 0xc_0000;
-/// From here to 1 MiB the end of the firmware shows, before it is the video card's and others'.
+/// From this address to 1 MiB the guest sees the end of the firmware. Below it lie the video card's
+/// and other devices' memory.
 const FIRMWARE_START: u64 = 0xe_0000;
 const SHADOW_END: u64 = 0x10_0000;
-/// RAM below this lies at address 0 in one piece, on every machine supported.
+/// RAM of up to this size lies at address 0 in one piece, on every supported machine.
 const FLAT_BYTES_MAX: u64 = 0x8000_0000;
 
-/// Pages that the guest sees one after another.
+/// Pages at adjacent guest-physical addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// Where the guest sees the first.
+    /// The guest-physical address of the first page.
     pub start: GuestPhys,
     /// The pages.
     pub pages: PageRange,
-    /// Main RAM, not ROM.
+    /// True for main RAM, false for ROM.
     pub is_ram: bool,
 }
 
 impl Extent {
-    /// The first address behind it.
+    /// The first address after the extent.
     pub fn end(self) -> GuestPhys {
         GuestPhys(self.start.0 + self.pages.len_bytes())
     }
 }
 
-/// What the guest sees.
+/// The guest's view of its physical memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GuestView {
     extents: Vec<Extent>,
 }
 
 impl GuestView {
-    /// The view of a checkpoint with RAM blocks `layout`, which lie where `map` says, but below 1
-    /// MiB as `shadows` say.
+    /// The view of a checkpoint with the RAM blocks `layout`. `map` gives their addresses. Below 1 MiB
+    /// `shadows` says where the guest sees RAM and where ROM.
     ///
-    /// Errors: [`Error::Map`] where these do not fit together.
+    /// Errors: [`Error::Map`] if these contradict each other.
     pub fn new(
         layout: &RamLayout,
         map: &[GuestRegion],
@@ -72,8 +74,8 @@ impl GuestView {
         Ok(Self { extents: merged(extents) })
     }
 
-    /// The map of a machine that did not tell, where it is certain: `machine_type` with `line`,
-    /// whose main RAM is one block below 2 GiB.
+    /// The map of a machine that did not report it, if `machine_type` and `line` imply it: main RAM
+    /// must be one block of less than 2 GiB.
     pub fn flat_map(
         layout: &RamLayout,
         machine_type: &str,
@@ -109,12 +111,12 @@ impl GuestView {
         Ok(map)
     }
 
-    /// The extents, rising.
+    /// The extents in rising order.
     pub fn extents(&self) -> &[Extent] {
         &self.extents
     }
 
-    /// The first address behind main RAM.
+    /// The first address after main RAM.
     pub fn ram_end(&self) -> GuestPhys {
         self.extents.iter().rev().find(|e| e.is_ram).map_or(GuestPhys(0), |e| e.end())
     }
@@ -147,14 +149,14 @@ fn extent(layout: &RamLayout, region: &GuestRegion) -> Result<Extent> {
     })
 }
 
-/// What is left of an extent below and above the space that shadows tell of.
+/// The parts of an extent below and above the addresses that shadows describe.
 fn without_shadow(extent: Extent) -> impl Iterator<Item = Extent> {
     let below = part(extent, extent.start.0, extent.end().0.min(SHADOW_START));
     let above = part(extent, extent.start.0.max(SHADOW_END), extent.end().0);
     below.into_iter().chain(above)
 }
 
-/// The part of an extent from `start` to `end`, which lie in it; none where it is empty.
+/// The part of an extent from `start` to `end`, which lie in it; `None` if it is empty.
 fn part(extent: Extent, start: u64, end: u64) -> Option<Extent> {
     let len_pages = end.checked_sub(start)? / PAGE;
     let first = PageIndex(extent.pages.first.0 + (start - extent.start.0) / PAGE);
@@ -165,12 +167,12 @@ fn part(extent: Extent, start: u64, end: u64) -> Option<Extent> {
     })
 }
 
-/// RAM under `shadow`, or the ROM that shows there.
+/// The RAM under `shadow`, or the ROM that the guest sees there.
 fn shadow(layout: &RamLayout, low: Option<Extent>, shadow: &LowMemoryPart) -> Option<Extent> {
     let (start, end) = (shadow.start.0, shadow.start.0 + shadow.len_bytes);
     if shadow.is_ram {
         let low = low?;
-        // The map ends main RAM where ROM began at the start: the block goes on below.
+        // The map ends main RAM at the first ROM. The RAM block continues under the ROM.
         let (number, offset) = layout.locate(low.pages.first)?;
         let whole = PageRange::new(low.pages.first, layout.pages_of(number).len_pages - offset);
         return part(Extent { pages: whole, ..low }, start, end)
@@ -190,7 +192,7 @@ fn shadow(layout: &RamLayout, low: Option<Extent>, shadow: &LowMemoryPart) -> Op
     part(whole, start.max(origin), end.min(whole.end().0))
 }
 
-/// The fewest extents: those that follow each other on both sides are one.
+/// Joins extents that are adjacent both in the guest and in the checkpoint.
 fn merged(extents: Vec<Extent>) -> Vec<Extent> {
     let mut all: Vec<Extent> = Vec::with_capacity(extents.len());
     for extent in extents {

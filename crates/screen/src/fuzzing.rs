@@ -1,16 +1,16 @@
-//! A door for the fuzzer in `fuzz/`: a display from any bytes.
+//! The entry point of the fuzzer in `fuzz/`: a display from arbitrary bytes.
 //!
-//! Not part of the interface. It takes any bytes, and must neither panic nor take memory out of
-//! proportion to them.
+//! It is not part of the interface. It must neither panic nor take memory out of proportion to its
+//! input.
 
 use crate::{Bochs, PIXELS_MAX, Registers, Screen, Vga};
 
-/// Pictures with more pixels are not drawn here: it takes long.
+/// The largest number of pixels drawn here, to save time.
 const DRAWN_MAX: u64 = 1 << 20;
-/// More than this memory is not made.
+/// The most bytes of memory allocated here.
 const MEMORY_BYTES_MAX: u64 = 4 << 20;
 
-/// Bytes one after the other; zeros when there are no more.
+/// Yields the input's bytes, then zeros.
 struct Source<'a>(&'a [u8]);
 
 impl Source<'_> {
@@ -28,7 +28,7 @@ impl Source<'_> {
     }
 }
 
-/// The registers and the memory's size that `bytes` begin with, and what follows them.
+/// The registers and the size of the memory from the beginning of `bytes`, and the rest of `bytes`.
 fn registers(bytes: &[u8]) -> (Registers, u64, &[u8]) {
     let mut source = Source(bytes);
     let [kind, size] = source.take();
@@ -59,7 +59,7 @@ fn registers(bytes: &[u8]) -> (Registers, u64, &[u8]) {
     (registers, memory_bytes, source.0)
 }
 
-/// Draws what `bytes` stand for.
+/// Draws the display that `bytes` describe.
 pub fn draw(bytes: &[u8]) {
     let (registers, memory_bytes, rest) = registers(bytes);
     let Ok(screen) = Screen::new(&registers, memory_bytes) else { return };

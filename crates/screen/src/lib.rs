@@ -1,18 +1,18 @@
-//! What a guest's display shows: from its registers and its memory to a picture.
+//! Makes a picture of a guest's display from its registers and its memory.
 //!
 //! ```text
-//!   Registers ──Screen::new──▶ Screen ──needs──▶ which bytes of the display's memory
-//!   (device state)               │                     │ read by whoever has them
+//!   Registers ──Screen::new──▶ Screen ──needs──▶ the range of the display's memory
+//!   (device state)               │                     │ read by the caller   
 //!                                └───────draw◀─────────┘──▶ Picture: RGB
 //! ```
 //!
-//! Invariants: registers and memory are the guest's, any values are fine; sizes are checked before
-//! anything is allocated; nothing is read or written here. The picture is the one that `screendump`
+//! Invariants: registers and memory come from the guest and may have any values. Sizes are checked
+//! before memory is allocated. This crate does no input or output. The picture is the one that `screendump`
 //! of QEMU 10 makes of the VM at the same instant, pixel by pixel. (QEMU 7.2 leaves the low bits of
 //! 15-bit colours at zero, and does not pan graphics.)
 //!
-//! Left out: blinking (a cursor is shown), pictures that are not in the display's memory, other
-//! bytes than those of x86.
+//! Left out: blinking (the cursor is shown), pictures outside the display's memory, and guests other
+//! than x86.
 
 #[doc(hidden)]
 pub mod fuzzing;

@@ -1,4 +1,4 @@
-//! Pictures whose pixels lie one behind the other: VBE modes of 8 bits (through the palette), 15,
+//! Pictures whose pixels follow one another in memory: VBE modes of 8 bits (through the palette), 15,
 //! 16, 24 and 32.
 
 use crate::memory::Memory;
@@ -6,10 +6,10 @@ use crate::registers::{Bochs, Rgb, Vga, vbe};
 use crate::screen::{Canvas, Reason};
 use std::ops::Range;
 
-/// The least that a display without VGA shows, in each direction.
+/// The smallest width and height of a display without VGA.
 const BOCHS_SIDE_MIN: u16 = 64;
 
-/// Such a picture.
+/// A linear picture.
 #[derive(Clone, Debug)]
 pub(crate) struct Linear {
     pub width: u32,
@@ -23,13 +23,13 @@ pub(crate) struct Linear {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(clippy::large_enum_variant, reason = "there is one for each picture")]
 enum Format {
-    /// Numbers of colours.
+    /// Indices into the palette.
     Palette([Rgb; 256]),
-    /// Five bits a colour; `whole_range` fills up the bits below, so that white is white.
+    /// Five bits for each colour. `whole_range` also fills the lower bits, so that white is 255.
     Bits15 {
         whole_range: bool,
     },
-    /// Five, six, five.
+    /// Five bits of red, six of green, five of blue.
     Bits16 {
         whole_range: bool,
     },
@@ -38,7 +38,7 @@ enum Format {
 }
 
 impl Linear {
-    /// That of a VGA; `None` if it has 16 colours, whose pixels lie in planes.
+    /// The picture of a VGA; `None` in a mode of 16 colours, whose pixels lie in planes.
     pub fn of_vga(vga: &Vga, memory_bytes: u64) -> Result<Option<Self>, Reason> {
         let bits = vga.vbe[vbe::BITS];
         let format = match bits {
@@ -58,7 +58,7 @@ impl Linear {
             format,
             is_big_endian: vga.is_big_endian,
         };
-        // QEMU then draws pixel by pixel, and leaves the bits below at zero.
+        // QEMU then draws pixel by pixel and leaves the lower bits at zero.
         if linear.needs().end > memory_bytes
             && let Format::Bits15 { whole_range } | Format::Bits16 { whole_range } =
                 &mut linear.format
@@ -68,7 +68,7 @@ impl Linear {
         Ok(Some(linear))
     }
 
-    /// That of a display without VGA.
+    /// The picture of a display without VGA.
     pub fn of_bochs(bochs: &Bochs, memory_bytes: u64) -> Result<Self, Reason> {
         let register = |number: usize| bochs.vbe[number];
         let (width, height) = (register(vbe::WIDTH), register(vbe::HEIGHT));
@@ -90,7 +90,7 @@ impl Linear {
                 + u64::from(register(vbe::Y_OFFSET)) * line_bytes,
             line_bytes,
             format,
-            // 16 bits are always as the host has them.
+            // 16-bit pixels always have the host's byte order.
             is_big_endian: bochs.is_big_endian && pixel_bytes == 4,
         };
         if linear.start + line_bytes * u64::from(height) > memory_bytes {

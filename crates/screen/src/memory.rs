@@ -1,16 +1,16 @@
-//! A display's memory, as far as a picture needs it.
+//! The part of a display's memory that a picture needs.
 
-/// A part of it.
+/// A part of a display's memory.
 pub(crate) struct Memory<'a> {
     pub bytes: &'a [u8],
-    /// Where the part begins.
+    /// The address at which the part begins.
     pub first: u64,
-    /// Of all of the memory; addresses behind it begin anew.
+    /// The size of the whole memory. Addresses wrap around at its end.
     pub len_bytes: u64,
 }
 
 impl Memory<'_> {
-    /// The byte at an address; 0 where it is not in the part.
+    /// The byte at an address; 0 if it is not in the part.
     pub fn byte(&self, address: u64) -> u8 {
         let at = (address % self.len_bytes.max(1)).checked_sub(self.first);
         at.and_then(|at| self.bytes.get(usize::try_from(at).ok()?)).copied().unwrap_or_default()

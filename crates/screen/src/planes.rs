@@ -5,25 +5,25 @@ use crate::memory::Memory;
 use crate::registers::{Rgb, Shift, Vga, vbe};
 use crate::screen::{Canvas, Mode};
 
-/// What a VGA addresses without VBE.
+/// The memory that a VGA addresses without VBE.
 const ADDRESSED_BYTES: u64 = 256 << 10;
-/// Of an address, in all planes.
+/// Bytes of one address in all planes.
 const PLANES: u64 = 4;
 /// Pixels that are drawn at once.
 const AT_ONCE: usize = 8;
 
-/// Such a picture.
+/// A picture in planes.
 #[derive(Clone, Debug)]
 pub(crate) struct Planes {
     height: u32,
-    /// Addresses in a line, of eight pixels before they are doubled.
+    /// Addresses in a line. Each has eight pixels before doubling.
     line_addresses: u32,
     start: u64,
     line_bytes: u64,
     split: Option<u32>,
-    /// Lines of the picture for each one of memory, less one.
+    /// Lines of the picture for each line of memory, minus one.
     repeats: u32,
-    /// As CGA and Hercules had it: lines lie in two or four parts of memory.
+    /// The interleaving of CGA and Hercules: lines lie in two or four parts of memory.
     interleave: Interleave,
     shift: Shift,
     doubled: bool,
@@ -35,14 +35,14 @@ pub(crate) struct Planes {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Interleave {
-    /// The bit of the address that the lowest bit of the line goes to.
+    /// The bit of the address that the lowest bit of the line number sets.
     first: Option<u32>,
-    /// The next one to bit 15.
+    /// True if the next bit of the line number sets bit 15 of the address.
     second: bool,
 }
 
 impl Planes {
-    /// That of a mode without VBE.
+    /// Width, height and mode without VBE.
     pub fn of(vga: &Vga) -> (u32, u32, Mode) {
         let (width, height) = (vga.columns() * 8, vga.lines());
         let mode = vga.crtc_mode();
@@ -77,7 +77,7 @@ impl Planes {
         (width << u32::from(doubled), height, Mode::Planes(Box::new(planes)))
     }
 
-    /// That of a VBE mode of 16 colours.
+    /// Width, height and mode of a VBE mode of 16 colours.
     pub fn with_vbe(vga: &Vga) -> (u32, u32, Mode) {
         let [width, height] = [vbe::WIDTH, vbe::HEIGHT].map(|number| u32::from(vga.vbe[number]));
         let planes = Self {
@@ -98,7 +98,7 @@ impl Planes {
         (width, height, Mode::Planes(Box::new(planes)))
     }
 
-    /// The last byte that could be looked at, and one.
+    /// The end of the memory that the picture can use, exclusive.
     #[allow(clippy::unused_self)] // Like the other modes'.
     pub fn end(&self) -> u64 {
         ADDRESSED_BYTES
@@ -134,7 +134,7 @@ impl Planes {
 
     fn line(&self, memory: &Memory<'_>, at: u64, panning: u8, pixels: &mut Vec<Rgb>) {
         pixels.clear();
-        // With 256 colours QEMU moves by whole addresses, for every second step.
+        // With 256 colours QEMU pans by whole addresses, for every second step.
         let (skipped_bytes, skipped_pixels) = if self.shift == Shift::Bytes {
             (u64::from(panning >> 1) * PLANES, 0)
         } else {
@@ -163,7 +163,7 @@ impl Planes {
         std::array::from_fn(|x| {
             let number = match self.shift {
                 Shift::Pairs => {
-                    // The first four from planes 0 and 2, two bits each; the others from 1 and 3.
+                    // Planes 0 and 2 give the first four pixels, two bits each; planes 1 and 3 the others.
                     let (odd, place) = (x / 4, 6 - x % 4 * 2);
                     (planes[odd] >> place & 3) | (planes[odd + 2] >> place & 3) << 2
                 }
@@ -185,7 +185,7 @@ impl Interleave {
         if self.second { at & !0x8000 | (line & 2) << 14 } else { at }
     }
 
-    /// The bits of a line's number that are set in the last line before memory goes on.
+    /// The bits of the line number that are set in the last line before the next line of memory.
     fn last_of_parts(self) -> u64 {
         u64::from(self.first.is_some()) | u64::from(self.second) << 1
     }

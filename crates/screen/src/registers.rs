@@ -1,4 +1,4 @@
-//! The registers of the displays that can be drawn, and what they mean.
+//! The registers of the displays that can be drawn, and their meaning.
 
 /// Registers of the VBE interface.
 pub const VBE_REGISTERS: usize = 10;
@@ -12,7 +12,7 @@ pub(crate) mod vbe {
     pub const VIRTUAL_WIDTH: usize = 6;
     pub const X_OFFSET: usize = 8;
     pub const Y_OFFSET: usize = 9;
-    /// In [`ENABLE`].
+    /// Bits of [`ENABLE`].
     pub const ENABLED: u16 = 0x01;
     pub const EIGHT_BIT_PALETTE: u16 = 0x20;
 }
@@ -29,25 +29,25 @@ pub enum Registers {
 /// A VGA's registers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Vga {
-    /// The sequencer's.
+    /// The sequencer's registers.
     pub sequencer: [u8; 8],
-    /// The graphics controller's.
+    /// The graphics controller's registers.
     pub graphics: [u8; 16],
-    /// The attribute controller's index; its bit 5 says that something is shown.
+    /// The attribute controller's index. Bit 5 is set if the display is on.
     pub attribute_index: u8,
-    /// The attribute controller's.
+    /// The attribute controller's registers.
     pub attributes: [u8; 21],
-    /// The CRT controller's.
+    /// The CRT controller's registers.
     pub crtc: [u8; 256],
-    /// Red, green, blue of each colour, in 6 bits (or 8).
+    /// Red, green and blue of each colour, in 6 bits (or 8).
     pub palette: [u8; 768],
-    /// The VBE interface's.
+    /// The VBE interface's registers.
     pub vbe: [u16; VBE_REGISTERS],
-    /// Where a VBE mode's picture begins, in units of 4 bytes.
+    /// The address of a VBE mode's picture, in units of 4 bytes.
     pub vbe_start: u32,
     /// Bytes from a line of a VBE mode to the next.
     pub vbe_line_bytes: u32,
-    /// Pixels lie in memory with the highest byte first.
+    /// True if the highest byte of a pixel comes first in memory.
     pub is_big_endian: bool,
 }
 
@@ -71,9 +71,9 @@ impl Default for Vga {
 /// The registers of a display without VGA.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Bochs {
-    /// The VBE interface's.
+    /// The VBE interface's registers.
     pub vbe: [u16; VBE_REGISTERS],
-    /// Pixels lie in memory with the highest byte first.
+    /// True if the highest byte of a pixel comes first in memory.
     pub is_big_endian: bool,
 }
 
@@ -95,7 +95,7 @@ mod crtc {
     pub const SPLIT: usize = 0x18;
 }
 
-/// Numbers of the attribute controller's registers behind the 16 of the palette.
+/// Numbers of the attribute controller's registers after the 16 of the palette.
 mod attribute {
     pub const MODE: usize = 0x10;
     pub const PLANES: usize = 0x12;
@@ -103,12 +103,12 @@ mod attribute {
     pub const COLOUR_SELECT: usize = 0x14;
 }
 
-/// How many pixels a byte of a mode without VBE stands for, and where.
+/// The pixel format of a mode without VBE.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Shift {
     /// 16 colours: a bit in each of four planes.
     Planes,
-    /// 4 colours, two bits in a row, as CGA had it.
+    /// 4 colours: two adjacent bits, as in CGA.
     Pairs,
     /// 256 colours: a byte.
     Bytes,
@@ -130,7 +130,7 @@ impl Vga {
         self.graphics[6] & 1 != 0
     }
 
-    /// In pixels of a mode without VBE.
+    /// The height in pixels, without VBE.
     pub(crate) fn lines(&self) -> u32 {
         self.with_overflow(crtc::LAST_LINE, 1, 6) + 1
     }
@@ -139,9 +139,9 @@ impl Vga {
         u32::from(self.crtc[crtc::LAST_COLUMN]) + 1
     }
 
-    /// Lines of text; `tall` pixels each.
+    /// The number of text lines of `tall` pixels each.
     pub(crate) fn text_lines(&self, tall: u32) -> u32 {
-        // How a mode of 160 x 100 dots is made: QEMU takes its lines as they are.
+        // A mode of 160 x 100 dots is made this way. QEMU uses its line count unchanged.
         if self.crtc[crtc::TOTAL_LINES] == 100 { 100 } else { self.lines() / tall }
     }
 
@@ -151,7 +151,7 @@ impl Vga {
         u32::from(self.crtc[register]) | (over >> bit_8 & 1) << 8 | (over >> bit_9 & 1) << 9
     }
 
-    /// The line behind which memory begins anew.
+    /// The line after which the picture continues at address 0 (split screen).
     pub(crate) fn split(&self) -> u32 {
         let bit_9 = u32::from(self.crtc[crtc::LINE_REPEAT]) >> 6 & 1;
         u32::from(self.crtc[crtc::SPLIT])
@@ -159,12 +159,12 @@ impl Vga {
             | bit_9 << 9
     }
 
-    /// Where a mode without VBE begins, in bytes of memory: each address is four planes.
+    /// The address of the picture without VBE, in bytes of memory: each address has four planes.
     pub(crate) fn start(&self) -> u32 {
         self.word(crtc::START_HIGH, crtc::START_LOW) * 4
     }
 
-    /// Where the cursor is, in bytes of memory.
+    /// The address of the cursor, in bytes of memory.
     pub(crate) fn cursor(&self) -> u32 {
         self.word(crtc::CURSOR_HIGH, crtc::CURSOR_LOW) * 4
     }
@@ -183,7 +183,7 @@ impl Vga {
         self.crtc[crtc::LINE_REPEAT] & 0x1f
     }
 
-    /// Each line twice.
+    /// True if each line is doubled.
     pub(crate) fn doubles_lines(&self) -> bool {
         self.crtc[crtc::LINE_REPEAT] & 0x80 != 0
     }
@@ -198,7 +198,7 @@ impl Vga {
         (first & 0x20 == 0).then_some((u32::from(first & 0x1f), u32::from(last & 0x1f)))
     }
 
-    /// Pixels across a character.
+    /// The width of a character in pixels.
     pub(crate) fn character_width(&self) -> u32 {
         match self.sequencer[1] {
             clock if clock & 0x08 != 0 => 16,
@@ -207,20 +207,20 @@ impl Vga {
         }
     }
 
-    /// Each pixel twice across.
+    /// True if each pixel is doubled horizontally.
     pub(crate) fn doubles_pixels(&self) -> bool {
         self.sequencer[1] & 0x08 != 0 && !self.vbe_is_enabled()
     }
 
-    /// Where the two fonts are, in bytes of memory.
+    /// The addresses of the two fonts, in bytes of memory.
     pub(crate) fn fonts(&self) -> [u32; 2] {
         let map = u32::from(self.sequencer[3]);
         let number = [map >> 4 & 1 | map << 1 & 6, map >> 5 & 1 | map >> 1 & 6];
-        // Of 8 KiB each, in plane 2.
+        // They have 8 KiB each, in plane 2.
         number.map(|font| font * 0x8000 + 2)
     }
 
-    /// Line drawings go on into the ninth pixel.
+    /// True if line-drawing characters extend into the ninth pixel.
     pub(crate) fn joins_line_drawings(&self) -> bool {
         self.attributes[attribute::MODE] & 0x04 != 0
     }
@@ -237,13 +237,13 @@ impl Vga {
         self.attributes[attribute::PLANES] & 0xf
     }
 
-    /// Pixels that a picture is moved to the left; where the screen is split, above the split
-    /// alone.
+    /// The number of pixels by which the picture is shifted to the left. On a split screen this
+    /// concerns only the part above the split.
     pub(crate) fn panning(&self) -> (u8, bool) {
         (self.attributes[attribute::PANNING] & 7, self.attributes[attribute::MODE] & 0x20 != 0)
     }
 
-    /// The colours of text and of modes with 16 of them.
+    /// The colours of text and of modes with 16 colours.
     pub(crate) fn sixteen(&self) -> [Rgb; 16] {
         let select = self.attributes[attribute::COLOUR_SELECT];
         let has_four_bits = self.attributes[attribute::MODE] & 0x80 != 0;
@@ -272,7 +272,7 @@ impl Vga {
     }
 }
 
-/// Of 6 bits, 8: the lowest one is repeated.
+/// Extends 6 bits to 8: the lowest bit is repeated.
 fn six_bits(value: u8) -> u8 {
     let low = value & 1;
     (value & 0x3f) << 2 | low << 1 | low

@@ -1,4 +1,4 @@
-//! What is shown, and which bytes of memory that takes.
+//! The picture of a display, and the range of memory that it needs.
 
 use crate::linear::Linear;
 use crate::memory::Memory;
@@ -7,7 +7,7 @@ use crate::registers::{Registers, Vga};
 use crate::text::Text;
 use std::ops::Range;
 
-/// More pixels are not drawn: 8192 x 4096, which is above 8K.
+/// The largest number of pixels: 8192 x 4096, which is above 8K.
 pub const PIXELS_MAX: u64 = 32 << 20;
 
 /// Bytes of a pixel in a [`Picture`].
@@ -16,10 +16,10 @@ const PIXEL_BYTES: usize = 3;
 /// Why there is no picture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Reason {
-    /// The guest has not begun to use it.
+    /// The guest does not use the display yet.
     #[error("the guest has set no mode")]
     NoMode,
-    /// More than [`PIXELS_MAX`].
+    /// The picture has more than [`PIXELS_MAX`] pixels.
     #[error("a picture of {width} x {height} pixels is larger than is drawn")]
     TooLarge {
         /// In pixels.
@@ -33,10 +33,10 @@ pub enum Reason {
         /// Bits of a pixel.
         bits: u16,
     },
-    /// Its lines do not fit into the display's memory.
+    /// The lines do not fit into the display's memory.
     #[error("the picture reaches beyond the display's memory of {memory_bytes} bytes")]
     Beyond {
-        /// Its size.
+        /// The size of the memory in bytes.
         memory_bytes: u64,
     },
 }
@@ -52,7 +52,7 @@ pub struct Picture {
     pub rgb: Vec<u8>,
 }
 
-/// What a display shows, before its memory is looked at.
+/// The picture of a display, before its memory is read.
 #[derive(Clone, Debug)]
 pub struct Screen {
     width: u32,
@@ -71,7 +71,7 @@ pub(crate) enum Mode {
 }
 
 impl Screen {
-    /// What `registers` show of a memory of `memory_bytes`.
+    /// The picture that `registers` describe in a memory of `memory_bytes` bytes.
     pub fn new(registers: &Registers, memory_bytes: u64) -> Result<Self, Reason> {
         match registers {
             Registers::Bochs(bochs) => {
@@ -117,7 +117,7 @@ impl Screen {
             Mode::Planes(planes) => 0..planes.end(),
             Mode::Linear(linear) => linear.needs(),
         };
-        // What reaches beyond the end begins anew.
+        // Addresses wrap around at the end.
         let needs = if needs.end > memory_bytes { 0..memory_bytes } else { needs };
         Ok(Self { width, height, memory_bytes, needs, mode })
     }
@@ -132,13 +132,12 @@ impl Screen {
         self.height
     }
 
-    /// Which bytes of the display's memory [`Self::draw`] wants.
+    /// The range of the display's memory that [`Self::draw`] needs.
     pub fn needs(&self) -> Range<u64> {
         self.needs.clone()
     }
 
-    /// The picture; `memory` are the bytes of [`Self::needs`]. Bytes that are missing count as
-    /// zeros.
+    /// Draws the picture. `memory` has the bytes of [`Self::needs`]; missing bytes count as zeros.
     pub fn draw(&self, memory: &[u8]) -> Picture {
         let memory =
             Memory { bytes: memory, first: self.needs.start, len_bytes: self.memory_bytes };
@@ -155,14 +154,14 @@ impl Screen {
     }
 }
 
-/// A picture that is being drawn. What lies outside of it is not drawn.
+/// A picture in progress. Pixels outside of it are dropped.
 pub(crate) struct Canvas<'a> {
     rgb: &'a mut [u8],
     line_bytes: usize,
 }
 
 impl Canvas<'_> {
-    /// The pixels of a line, and below it those of the next ones.
+    /// The pixels from line `y` to the end of the picture.
     pub fn line(&mut self, y: u32) -> &mut [[u8; PIXEL_BYTES]] {
         let start = (y as usize).saturating_mul(self.line_bytes);
         let end = start.saturating_add(self.line_bytes);

@@ -4,7 +4,7 @@ use crate::memory::Memory;
 use crate::registers::{Rgb, Vga};
 use crate::screen::{Canvas, Reason};
 
-/// More characters than these QEMU does not show: 160 x 100.
+/// The largest number of characters that QEMU shows: 160 x 100.
 const CHARACTERS_MAX: u32 = 16_000;
 /// Lines of a character's shape in memory, used or not.
 const SHAPE_LINES: u32 = 32;
@@ -16,7 +16,7 @@ const PLANES: u64 = 4;
 pub(crate) struct Text {
     columns: u32,
     lines: u32,
-    /// Of a character, in pixels.
+    /// The size of a character in pixels.
     wide: u32,
     tall: u32,
     start: u64,
@@ -77,7 +77,7 @@ impl Text {
         self.lines * self.tall
     }
 
-    /// The last byte that could be looked at, and one.
+    /// The end of the memory that the picture can use, exclusive.
     pub fn end(&self) -> u64 {
         let text =
             self.start + self.line_bytes * u64::from(self.lines) + u64::from(self.columns) * PLANES;
@@ -91,7 +91,7 @@ impl Text {
         for line in 0..self.lines {
             for column in 0..self.columns {
                 let at = line_at + u64::from(column) * PLANES;
-                // Text does not begin anew at the end of memory.
+                // Text does not wrap around at the end of memory.
                 if at + 2 > memory.len_bytes {
                     break;
                 }

@@ -7,9 +7,9 @@
 //!   1 raw    4,096 bytes
 //!   2 LZ4    varint length, one LZ4 block
 //!   3 words  varint length, a page's words (keyframe_pages::words)
-//!   4 patch  varint length, what differs from what the standby has of this page (keyframe_pages::patch)
+//!   4 patch  varint length, the difference from the standby's version of this page (keyframe_pages::patch)
 //!   5 packed patch   varint length of the patch, varint length, the patch as one LZ4 block
-//!   6 like   varint: the page whose content at the standby it has
+//!   6 like   varint: the page that has the same content at the standby
 //! ```
 
 /// How an entry encodes its page.

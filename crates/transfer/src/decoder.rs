@@ -181,7 +181,7 @@ impl From<String> for Trouble {
     }
 }
 
-/// The bytes behind their length.
+/// Reads a length and that many bytes.
 fn counted<'a>(reader: &mut ByteReader<'a>, len_max: usize) -> Result<&'a [u8], String> {
     let len = reader.varint()?;
     let len = usize::try_from(len).ok().filter(|len| *len <= len_max);

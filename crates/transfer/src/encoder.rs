@@ -1,4 +1,4 @@
-//! From pages to batches, for one stream.
+//! Encodes pages into batches, for one stream.
 
 use crate::batch::Kind;
 use keyframe_bytes::varint::put_varint;
@@ -9,34 +9,34 @@ use lz4_flex::block::{CompressTable, compress_into_with_table, get_maximum_outpu
 use rustc_hash::FxHashMap;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// A patch so short is not worth packing.
+/// A patch of up to this length is not compressed.
 const PATCH_BYTES_SMALL: usize = 256;
-/// Less than this saved is not worth decompressing.
+/// The smallest saving for which a page or patch is compressed.
 const SAVING_BYTES_MIN: usize = 64;
 
-/// What was encoded, in pages and bytes.
+/// Statistics of encoded pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sent {
-    /// Pages.
+    /// The number of pages.
     pub pages: u64,
-    /// Of these, all zero.
+    /// Pages of zeros.
     pub zero: u64,
-    /// Like what the standby has of another page.
+    /// Pages sent as a copy of another page at the standby.
     pub like: u64,
-    /// As what differs from the standby's.
+    /// Pages sent as a difference from the standby's version.
     pub patched: u64,
-    /// Compressed.
+    /// Pages sent compressed.
     pub compressed: u64,
-    /// As they are.
+    /// Pages sent raw.
     pub raw: u64,
-    /// Exactly what the standby has, so not sent at all.
+    /// Pages that equal the standby's version and were not sent.
     pub same: u64,
-    /// Bytes of the batches.
+    /// The size of the batches in bytes.
     pub bytes: u64,
 }
 
 impl Sent {
-    /// Both together.
+    /// The sum of both.
     #[must_use]
     pub fn plus(self, other: Self) -> Self {
         Self {
@@ -52,23 +52,23 @@ impl Sent {
     }
 }
 
-/// What the standby has of a page.
+/// The standby's version of a page.
 struct Base {
     page: PageIndex,
     hash: u64,
-    /// Used since the hand of the clock came by.
+    /// True if the slot was used since the clock hand passed it.
     used: bool,
     content: Box<Page>,
 }
 
-/// Encodes the pages of one stream, with what the standby has of the pages sent last.
+/// Encodes the pages of one stream. It keeps the standby's versions of the pages sent last as bases.
 pub struct Encoder {
     bases: Vec<Base>,
     of_page: FxHashMap<PageIndex, u32>,
     of_content: FxHashMap<u64, u32>,
     bases_max: usize,
     hand: usize,
-    /// Pages whose base is of the epoch in progress.
+    /// Pages whose base belongs to the epoch in progress.
     touched: Vec<PageIndex>,
     words: WordCoder,
     table: CompressTable,
@@ -77,7 +77,7 @@ pub struct Encoder {
 }
 
 impl Encoder {
-    /// One that keeps up to `memory_bytes` of what the standby has.
+    /// An encoder that keeps up to `memory_bytes` of the standby's pages as bases.
     #[must_use]
     pub fn new(memory_bytes: usize) -> Self {
         Self {
@@ -94,7 +94,7 @@ impl Encoder {
         }
     }
 
-    /// Appends a batch of `pages`, which rise, to `out`.
+    /// Appends a batch of `pages`, in rising order, to `out`.
     pub fn encode(&mut self, pages: &[(PageIndex, &Page)], out: &mut Vec<u8>) -> Sent {
         let (mut sent, before) = (Sent::default(), out.len());
         let mut last = 0;
@@ -105,12 +105,12 @@ impl Encoder {
         sent
     }
 
-    /// The epoch in progress is complete: what was sent of it is what the standby has.
+    /// Ends the epoch in progress: the standby has its pages from now on.
     pub fn finish(&mut self) {
         self.touched.clear();
     }
 
-    /// The epoch in progress is given up: the standby has what it had.
+    /// Gives up the epoch in progress: the standby keeps its previous pages.
     pub fn abandon(&mut self) {
         for page in std::mem::take(&mut self.touched) {
             if let Some(slot) = self.of_page.remove(&page) {
@@ -119,7 +119,7 @@ impl Encoder {
         }
     }
 
-    /// Nothing is known of the standby any more.
+    /// Forgets all pages of the standby.
     pub fn forget(&mut self) {
         self.bases.clear();
         self.of_page.clear();
@@ -197,7 +197,7 @@ impl Encoder {
         self.keep(page, hash, content, slot);
     }
 
-    /// Another page that has this content at the standby.
+    /// Returns another page that has this content at the standby.
     fn like(&mut self, hash: u64, content: &Page) -> Option<PageIndex> {
         let slot = *self.of_content.get(&hash)?;
         let base = self.bases.get_mut(slot as usize).filter(|base| *base.content == *content)?;
@@ -205,8 +205,8 @@ impl Encoder {
         Some(base.page)
     }
 
-    /// Leaves in `patch` what differs from the base in `slot`; false where that is too much, or
-    /// there is none.
+    /// Writes the difference from the base in `slot` to `patch`. False if the difference is too large,
+    /// or if there is no base.
     fn patch_of(&mut self, slot: Option<u32>, content: &Page) -> bool {
         self.patch.clear();
         let base = slot.and_then(|slot| self.bases.get(slot as usize));
@@ -239,7 +239,7 @@ impl Encoder {
         self.of_content.insert(hash, slot);
     }
 
-    /// A slot whose base has not been used for a while, taken from its page.
+    /// Takes the slot of a base that has not been used for a while from its page.
     fn evicted(&mut self) -> Option<u32> {
         for _ in 0..2 * self.bases.len() {
             self.hand = (self.hand + 1) % self.bases.len();
@@ -256,7 +256,7 @@ impl Encoder {
         None
     }
 
-    /// What is in `slot` is nobody's content any more.
+    /// Marks `slot` as unused.
     fn unlist(&mut self, slot: u32) {
         let Some(base) = self.bases.get(slot as usize) else { return };
         if self.of_content.get(&base.hash) == Some(&slot) {
@@ -267,7 +267,7 @@ impl Encoder {
     fn vacate(&mut self, slot: u32) {
         self.unlist(slot);
         if let Some(base) = self.bases.get_mut(slot as usize) {
-            // No page has this number: the slot is taken again when the hand comes by.
+            // No page has this number, so the clock hand takes the slot again.
             (base.page, base.used) = (PageIndex(u64::MAX), false);
         }
     }

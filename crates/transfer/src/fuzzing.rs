@@ -1,4 +1,4 @@
-//! Doors for the fuzzers in `fuzz/`. Not part of the interface.
+//! Entry points of the fuzzers in `fuzz/`. They are not part of the interface.
 
 use crate::{Decoder, Epoch, Image};
 use keyframe_units::{Page, PageIndex, ZERO_PAGE};

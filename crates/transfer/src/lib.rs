@@ -30,35 +30,35 @@ pub use encoder::{Encoder, Sent};
 
 use keyframe_units::PageIndex;
 
-/// Neighbouring pages that travel on one stream.
+/// The number of neighbouring pages that one stream carries.
 const STREAM_PAGES: u64 = 512;
 
-/// The stream of `streams` that a page travels on.
+/// The number of the stream, of `streams`, that carries a page.
 #[must_use]
 pub fn stream_of(page: PageIndex, streams: usize) -> usize {
     (page.0 / STREAM_PAGES % (streams.max(1) as u64)) as usize
 }
 
-/// Why a batch cannot be taken in.
+/// Why a batch cannot be decoded.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// It is not what an encoder makes.
+    /// The batch is malformed.
     #[error("a batch of pages, byte {at}: {problem}")]
     Malformed {
-        /// Where, in the batch.
+        /// The offset in the batch.
         at: usize,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
-    /// What was to be the base could not be read.
+    /// The base of a difference could not be read.
     #[error("read page {page} of the standby's image")]
     Image {
-        /// Which one.
+        /// The page.
         page: u64,
-        /// Why not.
+        /// The reason.
         source: std::io::Error,
     },
 }
 
-/// What this crate's functions return.
+/// The result type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
