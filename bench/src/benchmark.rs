@@ -1,7 +1,10 @@
 //! The benchmarks by name, and the options that each of them has.
 
 use crate::error::chain;
-use crate::{Error, Report, evaluation, overhead, pause, replay, replication, restore, store};
+use crate::{
+    Error, Report, evaluation, memtrace_columns, overhead, pause, replay, replication, restore,
+    store,
+};
 use std::path::PathBuf;
 
 /// How a benchmark is run.
@@ -46,7 +49,7 @@ impl Options {
 
 type Run = fn(&Options) -> Result<Report, Error>;
 
-const ALL: [(&str, Run); 7] = [
+const ALL: [(&str, Run); 8] = [
     ("pause", pause::run),
     ("overhead", overhead::run),
     ("restore", run_restore),
@@ -54,10 +57,11 @@ const ALL: [(&str, Run); 7] = [
     ("replay", replay::run),
     ("replication", replication::run),
     ("evaluation", evaluation::run),
+    ("memtrace-columns", memtrace_columns::run),
 ];
 
 /// Returns the names of all benchmarks.
-pub fn names() -> [&'static str; 7] {
+pub fn names() -> [&'static str; 8] {
     ALL.map(|(name, _)| name)
 }
 

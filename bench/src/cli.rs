@@ -34,6 +34,8 @@ Benchmarks:
   evaluation   chapter 6 of the SimuBoost checkpoint paper: written pages of workloads,
                deduplication, sizes, pauses, reading, run time and speed-up, by interval; CSV,
                plots and report.md in --out (1 hour)
+  memtrace-columns  the column encoders of memtrace.parquet against the parquet library's, on the rows
+               of a guest: time and size (1 minute)
   store        ten checkpoints of 1 GiB into the store, databases, borg, restic and a flat file:
                speed and size (15 minutes)
 
@@ -43,6 +45,7 @@ Examples:
   keyframe-bench pause --only 20k,4gib --rounds 3
   keyframe-bench overhead --only compute,60k_1s
   keyframe-bench overhead --json > overhead.json
+  keyframe-bench memtrace-columns --json
   keyframe-bench replay --quick
   keyframe-bench replay --only record,compute,redis --qemu /opt/qemu10/bin/qemu-system-x86_64
   keyframe-bench replication --quick

@@ -13,6 +13,8 @@
 //!                └─▶ vm::Guest ─────┴▶ the guest's counter of its work, against the host's clock
 //!   restore ─────┬─▶ keyframe restore, eager and lazy            from the command until the VM runs
 //!                └─▶ qemu -loadvm, and memcpy
+//!   memtrace-columns ▶ keyframe record, analyze --tool memtrace   its rows, by its own encoders and the
+//!                                                               parquet library's
 //!   replay ──────┬─▶ qemu, plain and counting; keyframe record   the same work, by the guest's lines
 //!                └─▶ keyframe verify, segment, analyze           its recordings
 //!   replication ─┬─▶ keyframe protect, standby, witness on hosts of network namespaces
@@ -29,6 +31,7 @@ mod error;
 mod evaluation;
 mod guest_files;
 mod interrupt;
+mod memtrace_columns;
 mod overhead;
 mod part_selection;
 mod pause;

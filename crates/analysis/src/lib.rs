@@ -27,7 +27,7 @@ mod execution_counts;
 #[doc(hidden)]
 pub mod fuzzing;
 mod lcov;
-mod parquet_table;
+pub mod parquet_table;
 mod part_table;
 pub mod plugin;
 mod result_file;
