@@ -46,7 +46,7 @@ pub enum DiskCapture {
 pub enum DiskCut {
     /// Epochs of overlays.
     Served(ServedDiskReader, served::ServedCut),
-    /// ClonedDiskCapture of images.
+    /// Clones of images.
     Cloned(ClonedCut),
     /// Exports of QEMU.
     Fleeced(FleecedCut),

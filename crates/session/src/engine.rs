@@ -211,8 +211,11 @@ impl<'a> Engine<'a> {
 
     /// The last interval of a recording is to end at a checkpoint, as the others do.
     fn capture_recording_end(&mut self) {
-        let stands =
-            self.machines.members_mut().iter_mut().try_for_each(|m| m.machine.stand().map(drop));
+        let stands = self
+            .machines
+            .members_mut()
+            .iter_mut()
+            .try_for_each(|m| m.vm.begin_standstill().map(drop));
         match stands {
             // What went wrong has been said.
             Ok(()) if !self.given_up => drop(self.capture(CheckpointReason::End, None, None)),
@@ -413,7 +416,7 @@ impl<'a> Engine<'a> {
             is_replay: self.options.recorded.as_ref().is_some_and(|r| r.machine.is_some()),
             interval: self.options.interval,
             store: self.store.path().to_owned(),
-            vms: members.map(|m| (m.name.clone(), m.machine.vm.pid())).collect(),
+            vms: members.map(|m| (m.name.clone(), m.vm.pid())).collect(),
             attach_stopped_ns: self.copying.stopped_ns.filter(|_| self.machines.is_attached()),
         }
     }
@@ -488,8 +491,8 @@ fn first_status(store: &Store, parts: &PreparedSession, options: &Options) -> St
 
 /// A member and the monitor that its engine uses.
 fn member_status((number, member): (usize, &Member), parts: &PreparedSession) -> MemberStatus {
-    let path = if member.machine.vm.is_attached() {
-        member.machine.monitor.clone()
+    let path = if member.vm.is_attached() {
+        member.vm.monitor().cloned()
     } else if parts.machines.is_group() {
         Some(parts.run_dir.path().join(number.to_string()).join("qmp.sock"))
     } else {
@@ -497,7 +500,7 @@ fn member_status((number, member): (usize, &Member), parts: &PreparedSession) ->
     };
     MemberStatus {
         name: member.name.clone(),
-        qemu_pid: member.machine.vm.pid(),
+        qemu_pid: member.vm.pid(),
         qmp: path.map_or_else(String::new, |path| path.display().to_string()),
     }
 }

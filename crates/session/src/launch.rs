@@ -3,9 +3,9 @@
 use super::disk_capture::served::ServedDiskCapture;
 use super::disk_capture::{self, DiskCapture, DiskMethod};
 use super::flight_recorder;
-use super::machine::QemuMachine;
 use super::machines::{Machines, Member, Peripherals};
 use super::ram_capture::RamCapture;
+use super::session_vm::SessionVm;
 use super::store_sink::{MachineDescriptions, StoreSink};
 use super::{LanChoice, Options};
 use crate::control::TrackerKind;
@@ -23,6 +23,7 @@ use keyframe_store::{DiskState, MachineMeta, MemberMeta, Store, Tuning, Writer};
 use keyframe_vm_disks::media::Media;
 use keyframe_vm_disks::overlay_directory::left_over;
 use keyframe_vm_disks::{self as disks, DiskToServe, ServedDisks};
+use keyframe_vmm::Vmm;
 use std::ffi::OsString;
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
@@ -346,11 +347,11 @@ pub fn prepare(
         Ok((copying, sink, meta, watchdogs)) => {
             let guarded = found.into_iter().zip(watchdogs).zip(&copying.watches_discards);
             let member = |((found, watchdog), watches): ((StartedVm, Watchdog), &bool)| {
-                let mut machine =
-                    QemuMachine::new(found.vm, watchdog, options.pause_limit, *watches);
-                machine.monitor = found.monitor;
-                machine.is_recorded = options.recorded.is_some();
-                Member::new(found.name, machine, found.runs)
+                let limit = options.pause_limit;
+                let vm = SessionVm::new(Box::new(found.vm), Box::new(watchdog), limit, *watches)
+                    .with_monitor(found.monitor);
+                let vm = if options.recorded.is_some() { vm.recorded() } else { vm };
+                Member::new(found.name, vm, found.runs)
             };
             let machines = Machines::new(guarded.map(member).collect(), is_group, peripherals);
             Ok(PreparedSession { name, run_dir, machines, copying, sink, writer, meta })
@@ -384,7 +385,8 @@ fn prepare_parts(
         refuse(&mut one.vm, &*options.events)
             .map_err(|error| if is_group { error.of_member(&one.name) } else { error })?;
     }
-    let mut vms: Vec<_> = found.iter_mut().map(|one| (&*one.name, &mut one.vm)).collect();
+    let mut vms: Vec<(&str, &mut dyn Vmm)> = Vec::with_capacity(found.len());
+    vms.extend(found.iter_mut().map(|one| (&*one.name, &mut one.vm as &mut dyn Vmm)));
     let copying = RamCapture::start(&mut vms, is_group, options)?;
     let mut members = Vec::with_capacity(found.len());
     for one in found.iter_mut() {

@@ -25,8 +25,8 @@ use keyframe_kernel::attach::{Attached, inject_userfaultfd};
 use keyframe_kernel::fault_tracker::FaultTracker;
 use keyframe_kernel::memory::GuestReader;
 use keyframe_kernel::write_tracker::WriteTracker;
-use keyframe_qemu::Vm;
 use keyframe_units::{PAGE_BYTES, RamLayout};
+use keyframe_vmm::Vmm;
 use std::sync::Arc;
 
 /// A VM that is tracked, and how its pages can be copied.
@@ -46,10 +46,14 @@ pub struct RamCapture {
 impl RamCapture {
     /// Finds the RAM of `vms` and begins to track it. They come with their names, which are those
     /// of a group's members where `is_group`.
-    pub fn start(vms: &mut [(&str, &mut Vm)], is_group: bool, options: &Options) -> Result<Self> {
+    pub fn start(
+        vms: &mut [(&str, &mut dyn Vmm)],
+        is_group: bool,
+        options: &Options,
+    ) -> Result<Self> {
         let mut ways = Vec::with_capacity(vms.len());
         for (_, vm) in vms.iter_mut() {
-            ways.push(GuestRamAccess::into_ram(vm)?);
+            ways.push(GuestRamAccess::into_ram(&mut **vm)?);
         }
         let layout = if is_group {
             let named: Vec<_> = vms
@@ -140,7 +144,7 @@ struct GuestRamAccess {
 }
 
 impl GuestRamAccess {
-    fn into_ram(vm: &mut Vm) -> Result<Self> {
+    fn into_ram(vm: &mut dyn Vmm) -> Result<Self> {
         let watches_discards = vm.discards_ram()?;
         let blocks = vm.ram_blocks()?;
         let hosts = blocks.iter().map(|b| b.host).collect();

@@ -238,7 +238,7 @@ fn tried(image: &Path, format: Option<ImageFormat>, cheaply: bool) -> Result<(),
     }
     let folder = image.parent().unwrap_or(Path::new("/"));
     let target = tempfile::Builder::new().prefix(".keyframe-try-").tempfile_in(folder);
-    let target = target.map_err(|e| io("make a file peripherals", e))?;
+    let target = target.map_err(|e| io("make a file beside", e))?;
     source.sync_data().map_err(|e| io("sync", e))?;
     let began = Instant::now();
     rustix::fs::ioctl_ficlone(&target, &source)

@@ -4,7 +4,7 @@ use super::{BrokenRun, End, Engine, EngineMessage, Event, OnExit, RunEnd, RunRep
 use crate::error::{Error, Result};
 use crate::run_dir::RunDir;
 use crate::teardown::Teardown;
-use keyframe_qemu::Vm;
+use keyframe_vmm::Vmm;
 
 impl Engine<'_> {
     /// What was captured is sealed before the run ends.
@@ -75,13 +75,13 @@ impl Engine<'_> {
             }
             End::Asked(_) if is_attached => {
                 for (vm, qemu) in vms {
-                    events.event(&Event::Detached { vm, qemu_pid: qemu.keep() });
+                    events.event(&Event::Detached { vm, qemu_pid: qemu.leave_running() });
                 }
                 RunEnd::Detached
             }
             End::Asked(OnExit::Kill) => {
                 for (_, mut vm) in vms {
-                    teardown.step(vm.kill());
+                    teardown.step(vm.end());
                 }
                 RunEnd::Killed
             }
@@ -105,11 +105,11 @@ impl Engine<'_> {
 }
 
 /// Leaves launched VMs running.
-fn keep(vms: Vec<(String, Vm)>, is_group: bool, run_dir: &RunDir, tell: impl Fn(Event)) {
+fn keep(vms: Vec<(String, Box<dyn Vmm>)>, is_group: bool, run_dir: &RunDir, tell: impl Fn(Event)) {
     for (number, (vm, qemu)) in vms.into_iter().enumerate() {
         let dir =
             if is_group { run_dir.path().join(number.to_string()) } else { run_dir.path().into() };
         let monitor = dir.join("qmp.sock");
-        tell(Event::Kept { vm, qemu_pid: qemu.keep(), monitor });
+        tell(Event::Kept { vm, qemu_pid: qemu.leave_running(), monitor });
     }
 }

@@ -139,14 +139,14 @@ impl Engine<'_> {
         self.copying.strategies.untrack();
         let is_group = self.machines.is_group();
         let members = self.machines.members_mut().iter_mut();
-        let mut vms: Vec<_> = members.map(|m| (&*m.name, &mut m.machine.vm)).collect();
+        let mut vms: Vec<_> = members.map(|m| (&*m.name, m.vm.vm_mut())).collect();
         self.copying = RamCapture::start(&mut vms, is_group, &self.options)?;
         for (member, watches) in
             self.machines.members_mut().iter_mut().zip(&self.copying.watches_discards)
         {
-            member.machine.set_watches_discards(*watches);
+            member.vm.set_watches_discards(*watches);
         }
-        self.meta.refresh(self.machines.members_mut().iter_mut().map(|m| &mut m.machine.vm))?;
+        self.meta.refresh(self.machines.members_mut().iter_mut().map(|m| &mut m.vm))?;
         let disks = self.machines.disks.as_ref();
         let metas = disks.map_or_else(Vec::new, |disks| disks.metas().to_vec());
         let run = self

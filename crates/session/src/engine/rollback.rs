@@ -23,7 +23,7 @@
 //!
 //! Left out: groups, libvirt.
 
-use super::super::machine::QemuMachine;
+use super::super::session_vm::SessionVm;
 use super::{
     CheckpointReason, Duration, Engine, EngineMessage, Error, Event, Instant, LOOK_EVERY,
     NotCaptured, Response, Result, Taker, channel, with_fix,
@@ -33,10 +33,10 @@ use crate::error::{CheckpointError, MachineDifference, RollbackError};
 use crate::event::{Step, tell_failed};
 use keyframe_capture::BoxError;
 use keyframe_inspect::guest_memory::{Guest, StoredPages};
-use keyframe_qemu::rollback::Target;
 use keyframe_store::{CheckpointId, Loaded};
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, RamLayout, elapsed_ns};
 use keyframe_vm_disks::restored::are_same;
+use keyframe_vmm::RollbackTarget;
 use std::sync::mpsc::TryRecvError;
 
 /// How long a checkpoint may take to be sealed.
@@ -89,7 +89,7 @@ impl Engine<'_> {
 
     fn roll_back_to(&mut self, target: &Loaded, name: &str) -> Result<RolledBack, RollbackError> {
         let began = Instant::now();
-        let was_running = self.machine()?.stand().map_err(step("pause the VM"))?;
+        let was_running = self.vm()?.begin_standstill().map_err(step("pause the VM"))?;
         self.step();
         let gone = self.go_back(target);
         keyframe_kernel::priority::lower_current_thread();
@@ -101,7 +101,7 @@ impl Engine<'_> {
             Err(FailedRollback::Unharmed(why)) => Err(RollbackError::Unharmed(Box::new(why))),
             Ok(gone) => Ok(gone),
         };
-        self.machine()?.go().map_err(step("resume the VM"))?;
+        self.vm()?.end_standstill().map_err(step("resume the VM"))?;
         let stood_ns = elapsed_ns(began);
         self.look();
         let (before, now, pages) = gone?;
@@ -117,9 +117,9 @@ impl Engine<'_> {
         })
     }
 
-    fn machine(&mut self) -> Result<&mut QemuMachine> {
+    fn vm(&mut self) -> Result<&mut SessionVm> {
         let first = self.machines.members_mut().first_mut();
-        first.map(|member| &mut member.machine).ok_or(Error::NoVm)
+        first.map(|member| &mut member.vm).ok_or(Error::NoVm)
     }
 
     /// Where a test kills the engine.
@@ -143,11 +143,8 @@ impl Engine<'_> {
         if self.given_up || self.encoding.is_none() {
             return Err(RollbackError::GivenUp);
         }
-        let libvirts = self
-            .machines
-            .members()
-            .iter()
-            .any(|m| m.machine.vm.is_attached() && m.machine.monitor.is_none());
+        let libvirts =
+            self.machines.members().iter().any(|m| m.vm.is_attached() && m.vm.monitor().is_none());
         if libvirts {
             return Err(RollbackError::Libvirt);
         }
@@ -183,9 +180,10 @@ impl Engine<'_> {
         let load_failed = |e| FailedRollback::Unharmed(Error::store(self.store.path(), e).into());
         let before = self.store.load(before).map_err(load_failed)?;
         let mut pages = differing(&before, target);
-        let between = self.machine().map_err(RollbackError::from);
-        let between = between.and_then(|m| m.between().map_err(step("tell the watchdog")));
-        between.map_err(FailedRollback::Unharmed)?;
+        let forbidden = self.vm().map_err(RollbackError::from);
+        let forbidden =
+            forbidden.and_then(|vm| vm.forbid_running().map_err(step("tell the watchdog")));
+        forbidden.map_err(FailedRollback::Unharmed)?;
         let mut exchanged = false;
         let became = self.exchange_disks().and_then(|()| {
             exchanged = true;
@@ -202,7 +200,7 @@ impl Engine<'_> {
                 let (why, again) = (Box::new(why), Box::new(again));
                 return Err(FailedRollback::Lost { why, again });
             }
-            self.is_whole();
+            self.allow_running();
             return Err(FailedRollback::Unharmed(why));
         }
         self.step();
@@ -210,7 +208,7 @@ impl Engine<'_> {
             let described = disks.came_from(target.id);
             tell_failed(&*self.options.events, Step::DescribeDisks, described);
         }
-        self.is_whole();
+        self.allow_running();
         self.step();
         self.rollbacks += 1;
         self.came_from = Some((target.id, self.rollbacks));
@@ -219,9 +217,10 @@ impl Engine<'_> {
         Ok((before.id, now, pages.len() as u64))
     }
 
-    /// What stands there may run, should the engine die. Without its watchdog it is no less whole.
-    fn is_whole(&mut self) {
-        if let Ok(allowed) = self.machine().map(QemuMachine::is_whole) {
+    /// Declares that the VM's state is complete: if the engine dies, the VM runs. A failure of the
+    /// watchdog is told and does not fail the rollback.
+    fn allow_running(&mut self) {
+        if let Ok(allowed) = self.vm().map(SessionVm::allow_running) {
             tell_failed(&*self.options.events, Step::AllowRunning, allowed);
         }
     }
@@ -279,7 +278,7 @@ impl Engine<'_> {
         for _ in 0..TRIES {
             let guest = Guest::choose(to, None).map_err(Error::from)?;
             let source = StoredPages::new(to, &guest);
-            let target = Target {
+            let target = RollbackTarget {
                 machine_type: &to.meta.machine.machine_type,
                 layout: &to.meta.ram,
                 ram: &source,
@@ -290,7 +289,7 @@ impl Engine<'_> {
                 self.store.local_folder().map_err(|e| Error::store(self.store.path(), e))?;
             let file = tempfile::tempfile_in(&directory)
                 .map_err(|e| Error::file("make a temporary file in", &directory, e))?;
-            self.machine()?.vm.roll_back(&target, file).map_err(Error::from)?;
+            self.vm()?.vm_mut().roll_back(&target, file).map_err(Error::from)?;
             let others = self.wrong_pages(to)?;
             if others.is_empty() {
                 return Ok(());
