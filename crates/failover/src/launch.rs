@@ -242,7 +242,8 @@ fn made(
     let has_disks = served.is_some();
     let storage = served.map(|served| {
         let events = Arc::clone(&options.events);
-        DiskCapture::Served(ServedDiskCapture::new(served, options.pause_limit, events))
+        Box::new(ServedDiskCapture::new(served, options.pause_limit, events))
+            as Box<dyn DiskCapture>
     });
     let watches = copying.watches_discards.first().copied().unwrap_or(false);
     let machine = SessionVm::new(Box::new(vm), Box::new(watchdog), options.pause_limit, watches);

@@ -111,7 +111,8 @@ pub fn launch(store: &Store, commands: CommandLines, options: &Options) -> Resul
             )?;
             peripherals.disks = served.map(|served| {
                 let events = Arc::clone(&options.events);
-                DiskCapture::Served(ServedDiskCapture::new(served, options.pause_limit, events))
+                Box::new(ServedDiskCapture::new(served, options.pause_limit, events))
+                    as Box<dyn DiskCapture>
             });
         }
         let mut media = None;
@@ -130,7 +131,7 @@ pub fn launch(store: &Store, commands: CommandLines, options: &Options) -> Resul
                 let runs = !line.starts_paused();
                 let mut vm = Vm::launch(&line, &LaunchOptions { run_dir })?;
                 let whole = vm.require_whole_line();
-                let answered = answer_on(vm.core(), peripherals.disks.as_ref(), media.as_mut());
+                let answered = answer_on(vm.core(), peripherals.disks.as_deref(), media.as_mut());
                 if let Some(media) = media.take() {
                     vm.accompany(media);
                 }
@@ -183,7 +184,7 @@ pub fn launch(store: &Store, commands: CommandLines, options: &Options) -> Resul
 /// Has what a recorded guest reads and writes answered on its core, where it has one.
 fn answer_on(
     core: Option<u32>,
-    disks: Option<&DiskCapture>,
+    disks: Option<&dyn DiskCapture>,
     media: Option<&mut Media>,
 ) -> Result<()> {
     let Some(core) = core else { return Ok(()) };
@@ -342,7 +343,7 @@ pub fn prepare(
     if is_group && let Err(error) = audit_links(&mut found, peripherals.lans.as_mut(), options) {
         return Err(Box::new(RefusedVms { error, found, peripherals }));
     }
-    let disks = peripherals.disks.as_ref();
+    let disks = peripherals.disks.as_deref();
     match prepare_parts(store, &mut writer, (&name, is_group), (&mut found, disks), options) {
         Ok((copying, sink, meta, watchdogs)) => {
             let guarded = found.into_iter().zip(watchdogs).zip(&copying.watches_discards);
@@ -378,7 +379,7 @@ fn prepare_parts(
     store: &Store,
     writer: &mut Writer,
     (name, is_group): (&str, bool),
-    (found, disks): (&mut [StartedVm], Option<&DiskCapture>),
+    (found, disks): (&mut [StartedVm], Option<&dyn DiskCapture>),
     options: &Options,
 ) -> Result<(RamCapture, StoreSink, MachineDescriptions, Vec<Watchdog>)> {
     for one in found.iter_mut() {

@@ -33,6 +33,9 @@ use std::time::{Duration, Instant};
 /// How long a VM whose monitor fails may take to be seen as ended.
 const EXIT_WAIT: Duration = Duration::from_secs(2);
 
+/// A VM with its name.
+pub type NamedVm = (String, Box<dyn Vmm>);
+
 /// One VM of a session.
 pub struct Member {
     /// Its name.
@@ -60,7 +63,7 @@ pub struct Peripherals {
     /// The networks between them.
     pub lans: Option<Lans>,
     /// Their disks.
-    pub disks: Option<DiskCapture>,
+    pub disks: Option<Box<dyn DiskCapture>>,
 }
 
 impl Peripherals {
@@ -85,7 +88,7 @@ pub struct Machines {
     /// The networks between them.
     lans: Option<Lans>,
     /// Their disks.
-    pub disks: Option<DiskCapture>,
+    pub disks: Option<Box<dyn DiskCapture>>,
 }
 
 impl Machines {
@@ -105,8 +108,9 @@ impl Machines {
     }
 
     /// Their disks, and the VMs whose they are.
-    pub fn storage(&mut self) -> Option<(&mut DiskCapture, &mut [Member])> {
-        self.disks.as_mut().map(|disks| (disks, &mut self.members[..]))
+    pub fn storage(&mut self) -> Option<(&mut dyn DiskCapture, &mut [Member])> {
+        let members = &mut self.members[..];
+        self.disks.as_mut().map(|disks| (&mut **disks as &mut dyn DiskCapture, members))
     }
 
     /// Whether they are a group.
@@ -225,7 +229,7 @@ impl Machines {
     }
 
     /// Ends the watchdogs and returns the VMs with their names, and what stands beside them.
-    pub fn into_vms(self) -> (Vec<(String, Box<dyn Vmm>)>, Peripherals) {
+    pub fn into_vms(self) -> (Vec<NamedVm>, Peripherals) {
         let peripherals = Peripherals { lans: self.lans, disks: self.disks };
         (self.members.into_iter().map(|m| (m.name, m.vm.into_vm())).collect(), peripherals)
     }
@@ -270,7 +274,7 @@ impl PauseSteps for Machines {
         if let Some(lans) = &mut self.lans {
             lans.hold()?;
         }
-        let ready = self.disks.as_mut().map_or(Ok(()), DiskCapture::before_stop);
+        let ready = self.disks.as_mut().map_or(Ok(()), |disks| disks.before_stop());
         // Last, since what it waits for lasts a moment only.
         let ready = ready.and_then(|()| {
             let rested = self.members.iter_mut().try_for_each(|m| m.vm.prepare_pause());
@@ -323,7 +327,7 @@ impl PauseSteps for Machines {
     }
 
     fn release(&mut self, _: StopOutcome) -> Result<(), BoxError> {
-        let settled = self.disks.as_mut().map_or(Ok(()), DiskCapture::settled);
+        let settled = self.disks.as_mut().map_or(Ok(()), |disks| disks.settled());
         // The VMs are resumed also if the disks failed: a guest learns of a failed disk at its next
         // flush, and a guest that stays paused is worse.
         let resumed = self.each(|member| match member.stopped {

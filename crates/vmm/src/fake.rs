@@ -193,7 +193,7 @@ pub struct FakeControl {
 }
 
 /// Runs the hook of `step`, then gives the state to the step.
-fn enter<'a>(shared: &'a Mutex<FakeState>, step: Step) -> MutexGuard<'a, FakeState> {
+fn enter(shared: &Mutex<FakeState>, step: Step) -> MutexGuard<'_, FakeState> {
     let hook = lock(shared).hooks.get_mut(&step).and_then(VecDeque::pop_front);
     if let Some(hook) = hook {
         hook();
@@ -229,6 +229,11 @@ impl FakeVm {
         let shared = Arc::new(Mutex::new(state));
         let watchdog = FakeWatchdog { shared: Arc::clone(&shared) };
         (Self { shared: Arc::clone(&shared) }, watchdog, FakeControl { shared })
+    }
+
+    /// The test's view of this VM.
+    pub fn control(&self) -> FakeControl {
+        FakeControl { shared: Arc::clone(&self.shared) }
     }
 
     /// Enters `step` and has `operation` act on the state, if the monitor answers.
@@ -430,6 +435,12 @@ impl PauseWatchdog for FakeWatchdog {
 }
 
 impl FakeControl {
+    /// Another handle of the VM and its watchdog.
+    pub fn attach(&self) -> (FakeVm, FakeWatchdog) {
+        let shared = || Arc::clone(&self.shared);
+        (FakeVm { shared: shared() }, FakeWatchdog { shared: shared() })
+    }
+
     /// Has `incident` happen at the next call of `step` that has none yet.
     pub fn at(&self, step: Step, incident: Incident) {
         lock(&self.shared).script.entry(step).or_default().push_back(incident);

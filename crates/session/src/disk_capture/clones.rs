@@ -209,6 +209,12 @@ impl ClonedCut {
         Ok(())
     }
 
+    /// A cut of no disk.
+    #[cfg(test)]
+    pub(super) fn nothing() -> Self {
+        Self(Arc::new(OnceLock::from(Vec::new())))
+    }
+
     fn discard(&self, events: &dyn EventSink) {
         self.0.get().into_iter().flatten().for_each(|made| discard(&made.path, events));
     }

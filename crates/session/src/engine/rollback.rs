@@ -1,4 +1,4 @@
-//! `keyframe rollback`: the running VM becomes what it was at a checkpoint, in the same QEMU.
+//! `keyframe rollback`: puts the running VM back to a checkpoint, in the same VMM process.
 //!
 //! ```text
 //!   runs ─▶ stands ─▶ checkpoint "before" ─▶ disks, RAM, devices of the target ─▶ RAM compared ─▶ checkpoint "after" ─▶ runs
@@ -40,17 +40,17 @@ use keyframe_vmm::RollbackTarget;
 use std::sync::mpsc::TryRecvError;
 
 /// How long a checkpoint may take to be sealed.
-const SEAL_TIMEOUT: Duration = Duration::from_mins(5);
+pub(super) const SEAL_TIMEOUT: Duration = Duration::from_mins(5);
 /// How often the pages that still differ are written again.
 const TRIES: u32 = 3;
 /// Pages that are compared at once: 16 MiB.
 const BATCH_PAGES: u64 = 4096;
 
-/// What failed, and where the VM is.
+/// A failed rollback, and the state of the VM.
 enum FailedRollback {
-    /// As it was.
+    /// The VM is as it was.
     Unharmed(RollbackError),
-    /// Neither here nor there: it must not run.
+    /// The VM's state is neither the former nor the checkpoint's: it must not run.
     Lost { why: Box<RollbackError>, again: Box<RollbackError> },
 }
 
@@ -70,14 +70,14 @@ impl Engine<'_> {
             // Not in the moment before.
             self.store.sealed(target.id).map_err(|e| Error::store(self.store.path(), e))?;
         }
-        // The VM is not to stand while earlier checkpoints are stored.
+        // The VM is not to be paused while earlier checkpoints are stored.
         let idle = |engine: &mut Self| (engine.copying.cycle.in_flight() == 0).then_some(());
         self.handle_reports_until(idle)?;
         if let Some(disks) = &mut self.machines.disks {
             disks.stage(self.store, target.id, &target.meta)?;
         }
         let done = self.roll_back_to(&target, name);
-        // Of a VM that is neither here nor there both are kept.
+        // If the VM is lost, both sets of disks are kept.
         if !self.given_up
             && let Some(disks) = &mut self.machines.disks
         {
@@ -122,20 +122,20 @@ impl Engine<'_> {
         first.map(|member| &mut member.vm).ok_or(Error::NoVm)
     }
 
-    /// Where a test kills the engine.
+    /// Lets a test's fault kill the engine at this step.
     fn step(&self) {
         if let Some(fault) = &self.options.fault {
             fault.rolling_back();
         }
     }
 
-    /// Serves the disks that were not served. The VM stands.
+    /// Exchanges the served disks and the staged ones. The VM is paused.
     fn exchange_disks(&mut self) -> Result<(), RollbackError> {
-        let exchanged = self.machines.disks.as_mut().map_or(Ok(()), super::DiskCapture::exchange);
+        let exchanged = self.machines.disks.as_mut().map_or(Ok(()), |disks| disks.exchange());
         exchanged.map_err(step("exchange the disks"))
     }
 
-    /// The checkpoint, where this VM can become it.
+    /// The checkpoint, or the reason why this VM cannot be put back to it.
     fn rollback_target(&mut self, name: &str) -> Result<Loaded, RollbackError> {
         if self.machines.is_group() {
             return Err(RollbackError::Group);
@@ -164,14 +164,15 @@ impl Engine<'_> {
         if !target.meta.members.is_empty() || !target.meta.ram.same_space(&self.copying.layout) {
             return Err(another(id, MachineDifference::RamBlocks));
         }
-        let disks = self.machines.disks.as_ref().map_or(&[][..], super::DiskCapture::metas);
+        let disks = self.machines.disks.as_ref().map_or(&[][..], |disks| disks.metas());
         if !are_same(disks, &target.meta.disks) {
             return Err(another(id, MachineDifference::Disks));
         }
         Ok(target)
     }
 
-    /// The VM stands. The checkpoints before and after, and how many pages were written.
+    /// Puts the paused VM back to `target`. Returns the checkpoints before and after, and how many
+    /// pages were written.
     fn go_back(
         &mut self,
         target: &Loaded,
@@ -212,7 +213,8 @@ impl Engine<'_> {
         self.step();
         self.rollbacks += 1;
         self.came_from = Some((target.id, self.rollbacks));
-        // Where this one fails it has been said, and the next one is the first behind the rollback.
+        // If this checkpoint fails, an event tells it, and the next one is the first after the
+        // rollback.
         let now = self.capture_and_seal().ok();
         Ok((before.id, now, pages.len() as u64))
     }
@@ -225,7 +227,7 @@ impl Engine<'_> {
         }
     }
 
-    /// A checkpoint of the standing VM, sealed.
+    /// Takes a checkpoint of the paused VM and waits until it is sealed.
     fn capture_and_seal(&mut self) -> Result<CheckpointId, RollbackError> {
         let seq = self.capture(CheckpointReason::Rollback, None, None)?;
         let (sender, sealed) = channel();
@@ -240,13 +242,12 @@ impl Engine<'_> {
         })?
     }
 
-    /// Takes in what the encoder reports, until `done` has an answer. What clients ask meanwhile
-    /// waits.
-    fn handle_reports_until<T>(
+    /// Handles the encoder's reports until `done` has an answer. Requests of clients wait meanwhile.
+    pub(super) fn handle_reports_until<T>(
         &mut self,
         mut done: impl FnMut(&mut Self) -> Option<T>,
     ) -> Result<T, RollbackError> {
-        let deadline = Instant::now() + SEAL_TIMEOUT;
+        let deadline = Instant::now() + self.seal_timeout;
         let mut requests = Vec::new();
         let result = loop {
             if let Some(answer) = done(self) {
@@ -267,7 +268,7 @@ impl Engine<'_> {
         result
     }
 
-    /// Loads devices and `pages` of `to`, and whatever else turns out to differ, which is added to
+    /// Loads the devices and `pages` of `to`, and all further pages that then differ. Adds these to
     /// `pages`.
     fn become_checkpoint(
         &mut self,
@@ -302,7 +303,7 @@ impl Engine<'_> {
         Err(RollbackError::PagesDiffer { pages: wrong, checkpoint: to.id })
     }
 
-    /// The pages of the standing VM that are not those of `to`.
+    /// The pages in which the paused VM differs from `to`.
     fn wrong_pages(&self, to: &Loaded) -> Result<Vec<PageIndex>, RollbackError> {
         let reader = self.copying.strategies.ram().ok_or(Error::NoVm)?;
         let layout = &to.meta.ram;
@@ -352,7 +353,7 @@ fn in_use(layout: &RamLayout, pages: &[PageIndex]) -> Vec<PageIndex> {
     pages.iter().copied().filter(is_used).collect()
 }
 
-/// The pages in which two checkpoints of one page space differ, rising.
+/// The pages in which two checkpoints of one page space differ, in ascending order.
 fn differing(a: &Loaded, b: &Loaded) -> Vec<PageIndex> {
     let pages = (0..a.meta.ram.len_pages()).map(PageIndex);
     pages.filter(|page| a.page_ref(*page) != b.page_ref(*page)).collect()
