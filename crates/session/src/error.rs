@@ -266,3 +266,6 @@ fn refusal(findings: &[AuditFinding]) -> String {
     let lead = if findings.len() > 1 { "\n  " } else { " " };
     format!("this VM cannot be checkpointed:{lead}{}", texts.join("\n  "))
 }
+
+#[cfg(test)]
+mod tests;
