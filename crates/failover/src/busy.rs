@@ -44,8 +44,8 @@ impl Busy {
 /// None where one of them does not tell.
 fn list(machines: &mut Machines) -> Vec<(u32, u32)> {
     let of_vm = |member: &mut Member| {
-        let pid = member.machine.vm.pid();
-        let threads = member.machine.vm.qmp().cpu_threads().ok()?;
+        let pid = member.vm.pid();
+        let threads = member.vm.qemu().ok()?.qmp().cpu_threads().ok()?;
         Some(threads.into_iter().map(move |thread| (pid, thread)))
     };
     let all: Option<Vec<_>> = machines.members_mut().iter_mut().map(of_vm).collect();

@@ -18,11 +18,11 @@ use keyframe_session::disk_capture::DiskCapture;
 use keyframe_session::disk_capture::served::ServedDiskCapture;
 use keyframe_session::interrupt;
 use keyframe_session::launch as sessions;
-use keyframe_session::machine::QemuMachine;
 use keyframe_session::machines::{Machines, Member, Peripherals};
 use keyframe_session::ram_capture::RamCapture;
 use keyframe_session::rights;
 use keyframe_session::run_dir::RunDir;
+use keyframe_session::session_vm::SessionVm;
 use keyframe_session::{Options, machine_meta, refuse};
 use keyframe_store::MachineMeta;
 use keyframe_units::{Epoch, PAGE_BYTES};
@@ -242,15 +242,16 @@ fn made(
     let has_disks = served.is_some();
     let storage = served.map(|served| {
         let events = Arc::clone(&options.events);
-        DiskCapture::Served(ServedDiskCapture::new(served, options.pause_limit, events))
+        Box::new(ServedDiskCapture::new(served, options.pause_limit, events))
+            as Box<dyn DiskCapture>
     });
     let watches = copying.watches_discards.first().copied().unwrap_or(false);
-    let machine = QemuMachine::new(vm, watchdog, options.pause_limit, watches);
+    let machine = SessionVm::new(Box::new(vm), Box::new(watchdog), options.pause_limit, watches);
     let member = Member::new(name.clone(), machine, true);
     let mut machines =
         Machines::new(vec![member], false, Peripherals { lans: None, disks: storage });
     for member in machines.members_mut() {
-        member.machine.vm.qmp().cont().map_err(|e| Failure::qemu(&e))?;
+        member.vm.vm_mut().resume().map_err(keyframe_session::Error::from)?;
     }
     if let Ok(mut status) = status.lock() {
         status.qemu_pid = qemu;

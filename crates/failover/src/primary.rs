@@ -560,7 +560,7 @@ impl Engine {
         if let Some(vm) = self.vm.take() {
             let (vms, beside) = vm.end()?.into_vms();
             for (_, mut vm) in vms {
-                let _ = vm.kill();
+                let _ = vm.end();
             }
             if let Some(disks) = beside.disks
                 && let Some(place) = disks.end()?

@@ -291,7 +291,7 @@ impl Keeper {
                     .machines
                     .members_mut()
                     .iter_mut()
-                    .try_for_each(|member| member.machine.vm.qmp().stop().map(drop));
+                    .try_for_each(|member| member.vm.vm_mut().stop().map(drop));
                 if let Err(error) = stopped {
                     self.tell(VmEvent::CaptureFailed(format!("pause the VM: {}", chain(&error))));
                 }
@@ -310,7 +310,7 @@ impl Keeper {
     fn cont(&mut self) {
         self.suspended_at_ns = None;
         for member in self.gated.machines.members_mut() {
-            if let Err(error) = member.machine.vm.qmp().cont() {
+            if let Err(error) = member.vm.vm_mut().resume() {
                 eprintln!("keyframe: let the VM run: {}", chain(&error));
             }
         }
@@ -364,7 +364,7 @@ impl Keeper {
                     .machines
                     .members_mut()
                     .iter_mut()
-                    .try_for_each(|member| member.machine.vm.qmp().stop().map(drop));
+                    .try_for_each(|member| member.vm.vm_mut().stop().map(drop));
                 self.suspended_at_ns = stopped.is_ok().then_some(now_ns);
                 LOOK_EVERY
             }

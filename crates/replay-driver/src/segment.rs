@@ -50,7 +50,7 @@ pub fn segment(
     let pause_limit = options.pause_limit;
     let disks = served.map(|served| {
         let events = Arc::clone(&options.events);
-        DiskCapture::Served(ServedDiskCapture::new(served, pause_limit, events))
+        Box::new(ServedDiskCapture::new(served, pause_limit, events)) as Box<dyn DiskCapture>
     });
     let mut vm = restored.into_vm();
     if let Some(socket) = socket {

@@ -31,22 +31,12 @@ use keyframe_store::{CheckpointId, DiskMeta, Meta, Run, Store};
 use served::{BlockSink, ServedDiskCapture, ServedDiskReader};
 use std::path::PathBuf;
 
-/// The engine's side.
-pub enum DiskCapture {
-    /// Served by a process of ours.
-    Served(ServedDiskCapture),
-    /// Image files that are cloned.
-    Cloned(ClonedDiskCapture),
-    /// Read through QEMU.
-    Fleeced(FleecedDiskCapture),
-}
-
 /// What a capture has cut, for the encoder.
 #[derive(Clone)]
 pub enum DiskCut {
     /// Epochs of overlays.
     Served(ServedDiskReader, served::ServedCut),
-    /// ClonedDiskCapture of images.
+    /// Clones of images.
     Cloned(ClonedCut),
     /// Exports of QEMU.
     Fleeced(FleecedCut),
@@ -77,6 +67,14 @@ impl DiskCut {
     }
 }
 
+#[cfg(test)]
+impl DiskCut {
+    /// A cut of no disk.
+    pub(crate) fn nothing() -> Self {
+        Self::Cloned(ClonedCut::nothing())
+    }
+}
+
 impl DiskCut {
     /// Puts what was cut from served disks elsewhere than into a run.
     pub fn put_into(&self, sink: &mut impl BlockSink) -> Result<(), BoxError> {
@@ -87,182 +85,262 @@ impl DiskCut {
     }
 }
 
-impl DiskCapture {
-    /// What is known of them.
-    pub fn metas(&self) -> &[DiskMeta] {
-        match self {
-            Self::Served(disks) => disks.metas(),
-            Self::Cloned(clones) => clones.metas(),
-            Self::Fleeced(fleeces) => fleeces.metas(),
-        }
+/// The capture of a session's disks. The engine calls the methods in the order of the drawing above.
+pub trait DiskCapture: Send {
+    /// The metadata of the disks, for the run in the store.
+    fn metas(&self) -> &[DiskMeta];
+
+    /// True while the disks are not ready for another capture, which would wait.
+    fn is_busy(&self) -> bool {
+        false
     }
 
-    /// True where the disks are not ready for another capture yet: it would wait.
-    pub fn is_busy(&self) -> bool {
-        matches!(self, Self::Fleeced(fleeces) if fleeces.is_busy())
+    /// Takes what was written until now as known: the next cut holds only later writes.
+    fn begin_anew(&mut self) -> Result<(), BoxError> {
+        Ok(())
     }
 
-    /// What was written until now is taken as known: the next cut holds what is written from here
-    /// on.
-    pub fn begin_anew(&mut self) -> Result<(), BoxError> {
-        match self {
-            Self::Served(disks) => disks.begin_anew(),
-            Self::Cloned(_) | Self::Fleeced(_) => Ok(()),
-        }
+    /// Bytes written since the last cut, if that is known.
+    fn written_bytes(&self) -> Option<u64> {
+        None
     }
 
-    /// Bytes written since the last cut, where that is known.
-    pub fn written_bytes(&self) -> Option<u64> {
-        match self {
-            Self::Served(disks) => disks.written_bytes().ok(),
-            Self::Cloned(_) | Self::Fleeced(_) => None,
-        }
+    /// Has the requests of the one guest answered on processor core `core`, if that is possible:
+    /// see [`keyframe_disk::Disks::answer_on`].
+    fn answer_on(&self, core: u32) -> Result<(), BoxError> {
+        let _ = core;
+        Ok(())
     }
 
-    /// Requests of the one guest are answered on `core`, where it can be had: see
-    /// [`keyframe_disk::Disks::answer_on`].
-    pub fn answer_on(&self, core: u32) -> Result<(), BoxError> {
-        match self {
-            Self::Served(disks) => disks.answer_on(core),
-            Self::Cloned(_) | Self::Fleeced(_) => Ok(()),
-        }
+    /// Begins a capture, while the guests run.
+    fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError>;
+
+    /// Prepares the cut, just before the VMs are paused.
+    fn before_stop(&mut self) -> Result<(), BoxError> {
+        Ok(())
     }
 
-    /// A capture begins, while the guests run.
-    pub fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError> {
-        match self {
-            Self::Served(disks) => Ok(DiskCut::Served(disks.for_sink(), disks.begin()?)),
-            Self::Cloned(clones) => Ok(DiskCut::Cloned(clones.begin(members)?)),
-            Self::Fleeced(fleeces) => Ok(DiskCut::Fleeced(fleeces.begin(members)?)),
-        }
+    /// Cuts the disks, while all VMs are paused.
+    fn cut(&mut self, members: &mut [Member]) -> Result<(), BoxError>;
+
+    /// Completes the cut, just before the VMs run again.
+    fn settled(&mut self) -> Result<(), BoxError> {
+        Ok(())
     }
 
-    /// Just before the VMs are stopped.
-    pub fn before_stop(&mut self) -> Result<(), BoxError> {
-        match self {
-            Self::Served(disks) => disks.before_stop(),
-            Self::Cloned(clones) => clones.sync(),
-            Self::Fleeced(_) => Ok(()),
-        }
+    /// The VMs run again, or were never paused.
+    fn resumed(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
+        let _ = members;
+        Ok(())
     }
 
-    /// The VMs stand still.
-    pub fn cut(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
-        match self {
-            Self::Served(disks) => disks.cut(),
-            Self::Cloned(clones) => clones.cut(),
-            Self::Fleeced(fleeces) => fleeces.cut(members),
-        }
-    }
-
-    /// They are about to run.
-    pub fn settled(&mut self) -> Result<(), BoxError> {
-        match self {
-            Self::Served(disks) => disks.settled(),
-            Self::Cloned(_) | Self::Fleeced(_) => Ok(()),
-        }
-    }
-
-    /// They run again, or were never stopped.
-    pub fn resumed(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
-        match self {
-            Self::Served(disks) => {
-                disks.resumed();
-                Ok(())
-            }
-            Self::Cloned(clones) => clones.require_same(members),
-            Self::Fleeced(fleeces) => fleeces.resumed(members),
-        }
-    }
-
-    /// The capture came to an end: it has number `seq`, or failed.
-    pub fn captured(&mut self, seq: Option<u64>, members: &mut [Member]) {
-        match self {
-            Self::Served(disks) => disks.captured(seq),
-            Self::Cloned(clones) => clones.captured(seq),
-            Self::Fleeced(fleeces) => fleeces.captured(seq, members),
-        }
+    /// The capture has ended: it has number `seq`, or failed.
+    fn captured(&mut self, seq: Option<u64>, members: &mut [Member]) {
+        let _ = (seq, members);
     }
 
     /// The checkpoint of capture `seq` is sealed.
-    pub fn sealed(&mut self, seq: u64, members: &mut [Member]) {
-        match self {
-            Self::Served(disks) => disks.sealed(seq),
-            Self::Cloned(clones) => clones.sealed(seq),
-            Self::Fleeced(fleeces) => fleeces.sealed(seq, members),
-        }
+    fn sealed(&mut self, seq: u64, members: &mut [Member]) {
+        let _ = (seq, members);
     }
 
     /// The checkpoints of these captures are lost.
-    pub fn failed(&mut self, lost: &[u64], members: &mut [Member]) {
-        match self {
-            Self::Served(disks) => disks.failed(lost),
-            Self::Cloned(clones) => clones.failed(lost),
-            Self::Fleeced(fleeces) => fleeces.failed(lost, members),
-        }
+    fn failed(&mut self, lost: &[u64], members: &mut [Member]) {
+        let _ = (lost, members);
     }
 
-    /// Opens the disks of checkpoint `id` beside those that are served, which the VM is to go back
-    /// to.
-    pub fn stage(&mut self, store: &Store, id: CheckpointId, meta: &Meta) -> Result<()> {
-        match self {
-            Self::Served(disks) => disks.stage(store, id, meta),
-            Self::Cloned(_) | Self::Fleeced(_) => Err(RollbackError::OwnDisks.into()),
-        }
+    /// Opens the disks of checkpoint `id` beside those that are served, for a rollback to it.
+    fn stage(&mut self, store: &Store, id: CheckpointId, meta: &Meta) -> Result<()> {
+        let _ = (store, id, meta);
+        Err(RollbackError::OwnDisks.into())
     }
 
-    /// Serves those in place of what is served, or the other way. The VM stands, and nothing is in
+    /// Exchanges the staged disks and the served ones. The VM is paused, and no request is in
     /// flight.
-    pub fn exchange(&mut self) -> Result<(), BoxError> {
-        match self {
-            Self::Served(disks) => disks.exchange(),
-            Self::Cloned(_) | Self::Fleeced(_) => Ok(()),
-        }
+    fn exchange(&mut self) -> Result<(), BoxError> {
+        Ok(())
     }
 
-    /// What is served from now on comes from checkpoint `id`.
-    pub fn came_from(&mut self, id: CheckpointId) -> Result<()> {
-        match self {
-            Self::Served(disks) => disks.came_from(id),
-            Self::Cloned(_) | Self::Fleeced(_) => Ok(()),
-        }
+    /// Notes that the served disks come from checkpoint `id` from now on.
+    fn came_from(&mut self, id: CheckpointId) -> Result<()> {
+        let _ = id;
+        Ok(())
     }
 
-    /// Removes what is not served.
-    pub fn dismiss(&mut self) -> Result<()> {
-        match self {
-            Self::Served(disks) => disks.dismiss(),
-            Self::Cloned(_) | Self::Fleeced(_) => Ok(()),
-        }
+    /// Removes the staged disks, or those that they replaced.
+    fn dismiss(&mut self) -> Result<()> {
+        Ok(())
     }
 
-    /// No more checkpoints are taken: QEMU is left without a trace of ours.
-    pub fn detach(&mut self, members: &mut [Member]) {
-        if let Self::Fleeced(fleeces) = self {
-            fleeces.detach(members);
-        }
+    /// Removes everything of the capture from the VMM, after the last checkpoint.
+    fn detach(&mut self, members: &mut [Member]) {
+        let _ = members;
     }
 
-    /// The VMs were refused before their first checkpoint.
-    pub fn undo(self, vms: &mut [&mut Vm]) {
-        if let Self::Fleeced(_) = self {
-            FleecedDiskCapture::undo(vms);
-        }
+    /// Removes everything of the capture from VMs that were refused before their first checkpoint.
+    fn undo(self: Box<Self>, vms: &mut [&mut Vm]) {
+        let _ = vms;
     }
 
-    /// The VMs have ended. Tells where what they have written lies, if that is beside their images.
-    pub fn end(self) -> Result<Option<PathBuf>> {
-        match self {
-            Self::Served(disks) => disks.end(),
-            Self::Cloned(_) | Self::Fleeced(_) => Ok(None),
-        }
+    /// Ends the capture after the VMs have ended. Returns the directory of the guests' writes, if
+    /// they are not in the images.
+    fn end(self: Box<Self>) -> Result<Option<PathBuf>> {
+        Ok(None)
     }
 
-    /// The VMs run on. Tells the same.
-    pub fn keep(self) -> Option<PathBuf> {
-        match self {
-            Self::Served(disks) => disks.keep(),
-            Self::Cloned(_) | Self::Fleeced(_) => None,
-        }
+    /// Leaves the disks to VMs that run on. Returns the same directory.
+    fn keep(self: Box<Self>) -> Option<PathBuf> {
+        None
+    }
+}
+
+impl DiskCapture for ServedDiskCapture {
+    fn metas(&self) -> &[DiskMeta] {
+        Self::metas(self)
+    }
+
+    fn begin_anew(&mut self) -> Result<(), BoxError> {
+        Self::begin_anew(self)
+    }
+
+    fn written_bytes(&self) -> Option<u64> {
+        Self::written_bytes(self).ok()
+    }
+
+    fn answer_on(&self, core: u32) -> Result<(), BoxError> {
+        Self::answer_on(self, core)
+    }
+
+    fn begin(&mut self, _: &mut [Member]) -> Result<DiskCut, BoxError> {
+        Ok(DiskCut::Served(Self::for_sink(self), Self::begin(self)?))
+    }
+
+    fn before_stop(&mut self) -> Result<(), BoxError> {
+        Self::before_stop(self)
+    }
+
+    fn cut(&mut self, _: &mut [Member]) -> Result<(), BoxError> {
+        Self::cut(self)
+    }
+
+    fn settled(&mut self) -> Result<(), BoxError> {
+        Self::settled(self)
+    }
+
+    fn resumed(&mut self, _: &mut [Member]) -> Result<(), BoxError> {
+        Self::resumed(self);
+        Ok(())
+    }
+
+    fn captured(&mut self, seq: Option<u64>, _: &mut [Member]) {
+        Self::captured(self, seq);
+    }
+
+    fn sealed(&mut self, seq: u64, _: &mut [Member]) {
+        Self::sealed(self, seq);
+    }
+
+    fn failed(&mut self, lost: &[u64], _: &mut [Member]) {
+        Self::failed(self, lost);
+    }
+
+    fn stage(&mut self, store: &Store, id: CheckpointId, meta: &Meta) -> Result<()> {
+        Self::stage(self, store, id, meta)
+    }
+
+    fn exchange(&mut self) -> Result<(), BoxError> {
+        Self::exchange(self)
+    }
+
+    fn came_from(&mut self, id: CheckpointId) -> Result<()> {
+        Self::came_from(self, id)
+    }
+
+    fn dismiss(&mut self) -> Result<()> {
+        Self::dismiss(self)
+    }
+
+    fn end(self: Box<Self>) -> Result<Option<PathBuf>> {
+        Self::end(*self)
+    }
+
+    fn keep(self: Box<Self>) -> Option<PathBuf> {
+        Self::keep(*self)
+    }
+}
+
+impl DiskCapture for ClonedDiskCapture {
+    fn metas(&self) -> &[DiskMeta] {
+        Self::metas(self)
+    }
+
+    fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError> {
+        Self::begin(self, members).map(DiskCut::Cloned)
+    }
+
+    fn before_stop(&mut self) -> Result<(), BoxError> {
+        Self::sync(self)
+    }
+
+    fn cut(&mut self, _: &mut [Member]) -> Result<(), BoxError> {
+        Self::cut(self)
+    }
+
+    fn resumed(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
+        Self::require_same(self, members)
+    }
+
+    fn captured(&mut self, seq: Option<u64>, _: &mut [Member]) {
+        Self::captured(self, seq);
+    }
+
+    fn sealed(&mut self, seq: u64, _: &mut [Member]) {
+        Self::sealed(self, seq);
+    }
+
+    fn failed(&mut self, lost: &[u64], _: &mut [Member]) {
+        Self::failed(self, lost);
+    }
+}
+
+impl DiskCapture for FleecedDiskCapture {
+    fn metas(&self) -> &[DiskMeta] {
+        Self::metas(self)
+    }
+
+    fn is_busy(&self) -> bool {
+        Self::is_busy(self)
+    }
+
+    fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError> {
+        Self::begin(self, members).map(DiskCut::Fleeced)
+    }
+
+    fn cut(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
+        Self::cut(self, members)
+    }
+
+    fn resumed(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
+        Self::resumed(self, members)
+    }
+
+    fn captured(&mut self, seq: Option<u64>, members: &mut [Member]) {
+        Self::captured(self, seq, members);
+    }
+
+    fn sealed(&mut self, seq: u64, members: &mut [Member]) {
+        Self::sealed(self, seq, members);
+    }
+
+    fn failed(&mut self, lost: &[u64], members: &mut [Member]) {
+        Self::failed(self, lost, members);
+    }
+
+    fn detach(&mut self, members: &mut [Member]) {
+        Self::detach(self, members);
+    }
+
+    fn undo(self: Box<Self>, vms: &mut [&mut Vm]) {
+        Self::undo(vms);
     }
 }

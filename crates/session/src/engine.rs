@@ -9,6 +9,8 @@ mod outcome;
 mod report;
 mod rollback;
 mod stepping;
+#[cfg(test)]
+mod tests;
 
 pub use report::{RunEnd, RunReport, Verdict};
 pub use stepping::{ReplaySteps, Step};
@@ -17,10 +19,8 @@ use super::Options;
 use super::audit::Audit;
 use super::budget::BudgetKeeper;
 use super::cycle_observer::CycleObserver;
-use super::disk_capture::DiskCapture;
 use super::encoder_thread::EncoderThread;
 use super::event::{Event, SessionStart};
-use super::faults::Fault;
 use super::flight_recorder::FlightRecorder;
 use super::launch::PreparedSession;
 use super::machines::{Machines, Member};
@@ -45,14 +45,12 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// How often a VM's own doings (it exits, it is paused) are looked at, when nothing else wakes the
-/// engine.
+/// How often the engine looks whether a VM has exited or was paused, if nothing else wakes it.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 const NO_STANDBY: &str = "this VM has no standby: start it with keyframe protect";
 
-/// How often a run that falls behind says so; each checkpoint's backlog is in its entry all the
-/// same.
+/// How often a run that falls behind tells it. Each checkpoint's entry has its backlog in any case.
 const SAY_LATE_EVERY: Duration = Duration::from_secs(30);
 
 /// What wakes the engine.
@@ -63,7 +61,7 @@ pub enum EngineMessage {
     Report(Box<EncodeReport<Sealed>>),
 }
 
-/// Is told what becomes of a capture.
+/// The recipient of a capture's outcome.
 enum Taker {
     /// A client of the control socket.
     Client(Sender<Response>),
@@ -86,6 +84,30 @@ struct BrokenRun {
     has_begun: bool,
 }
 
+/// Called by the encoder's thread at each phase of a checkpoint.
+type EncoderObserver = Arc<dyn Fn(CapturePhase) + Send + Sync>;
+
+/// What an engine gets from its process. Tests give their own.
+struct EngineInputs {
+    /// Set by the signals that ask for an end.
+    interrupted: Arc<AtomicBool>,
+    encoder_observer: EncoderObserver,
+}
+
+impl EngineInputs {
+    /// The signals of this process, and the fault of `options`.
+    fn of_process(options: &Options) -> Result<Self> {
+        let interrupted = crate::interrupt::interruption_or_hangup()?;
+        let fault = options.fault.clone();
+        let observer = move |phase| {
+            if let Some(fault) = &fault {
+                fault.reached(phase);
+            }
+        };
+        Ok(Self { interrupted, encoder_observer: Arc::new(observer) })
+    }
+}
+
 /// A running engine.
 pub struct Engine<'a> {
     store: &'a Store,
@@ -105,17 +127,20 @@ pub struct Engine<'a> {
     status: SharedStatus,
     inbox: Receiver<EngineMessage>,
     inbox_sender: Sender<EngineMessage>,
-    /// Who waits for which capture to be sealed.
+    /// The clients that wait for captures to be sealed, by capture.
     takers: BTreeMap<u64, Taker>,
     /// Pages of the newest checkpoint.
     last_pages: u64,
     /// The newest checkpoint that was sealed.
     newest: Option<CheckpointId>,
-    /// Where the VM was rolled back to, until a checkpoint says so; and the number of that
-    /// rollback.
+    /// The checkpoint that the VM was rolled back to and the number of that rollback, until a
+    /// sealed checkpoint records it.
     came_from: Option<(CheckpointId, u64)>,
     rollbacks: u64,
     interrupted: Arc<AtomicBool>,
+    encoder_observer: EncoderObserver,
+    /// How long a checkpoint of a rollback may take to be sealed.
+    seal_timeout: Duration,
     _socket: server::Socket,
     born: Instant,
     cadence: Option<Cadence>,
@@ -125,7 +150,7 @@ pub struct Engine<'a> {
     audited_wrong: u64,
     /// No more checkpoints can be taken.
     given_up: bool,
-    /// A monitor is lost: nobody tells whether its VM runs.
+    /// A monitor is lost, so the engine does not know whether its VM runs.
     is_blind: bool,
     sealed_at: Option<Instant>,
     said_late: Option<Instant>,
@@ -134,21 +159,31 @@ pub struct Engine<'a> {
 impl<'a> Engine<'a> {
     /// An engine over a VM that is ready to run.
     pub fn new(store: &'a Store, parts: PreparedSession, options: Options) -> Result<Self> {
+        let inputs = EngineInputs::of_process(&options)?;
+        Self::assemble(store, parts, options, inputs)
+    }
+
+    fn assemble(
+        store: &'a Store,
+        parts: PreparedSession,
+        options: Options,
+        inputs: EngineInputs,
+    ) -> Result<Self> {
+        let EngineInputs { interrupted, encoder_observer } = inputs;
         let status = Arc::new(Mutex::new(first_status(store, &parts, &options)));
         let (inbox_sender, inbox) = channel();
         let requests = inbox_sender.clone();
         let deliver = move |pending| requests.send(EngineMessage::Request(pending)).is_ok();
         let socket = server::listen(parts.run_dir.path(), &status, deliver)
             .map_err(|e| Error::file("listen in", parts.run_dir.path(), e))?;
-        let interrupted = crate::interrupt::interruption_or_hangup()?;
         let audit = match &options.audit {
             Some(dir) => Some(Audit::new(dir.clone()).map_err(|e| Error::file("make", dir, e))?),
             None => None,
         };
         let space_pages = parts.copying.layout.len_pages();
-        let fault = options.fault.clone();
+        let observer = Arc::clone(&encoder_observer);
         let encoding =
-            encode(parts.sink, space_pages, inbox_sender.clone(), Arc::clone(&status), fault)?;
+            encode(parts.sink, space_pages, inbox_sender.clone(), Arc::clone(&status), observer)?;
         let recorder = FlightRecorder::start(store, &parts.name, &options, &status)?;
         let recompressor = Recompressor::start(store, &options, &status)?;
         Ok(Self {
@@ -172,6 +207,8 @@ impl<'a> Engine<'a> {
             came_from: None,
             rollbacks: 0,
             interrupted,
+            encoder_observer,
+            seal_timeout: rollback::SEAL_TIMEOUT,
             _socket: socket,
             born: Instant::now(),
             cadence: options.interval.map(|i| Cadence::new(duration_ns(i), 0)),
@@ -209,12 +246,15 @@ impl<'a> Engine<'a> {
         self.machines.start()
     }
 
-    /// The last interval of a recording is to end at a checkpoint, as the others do.
+    /// Takes the checkpoint at which the last interval of a recording ends.
     fn capture_recording_end(&mut self) {
-        let stands =
-            self.machines.members_mut().iter_mut().try_for_each(|m| m.machine.stand().map(drop));
-        match stands {
-            // What went wrong has been said.
+        let paused = self
+            .machines
+            .members_mut()
+            .iter_mut()
+            .try_for_each(|m| m.vm.begin_standstill().map(drop));
+        match paused {
+            // A failure has been told as an event.
             Ok(()) if !self.given_up => drop(self.capture(CheckpointReason::End, None, None)),
             Ok(()) => {}
             Err(error) => self.tell(&Event::NoFinalCheckpoint { error: error.into() }),
@@ -234,7 +274,7 @@ impl<'a> Engine<'a> {
                 return Ok(End::Asked(self.options.on_exit));
             }
             self.look();
-            // Requests and reports first: where checkpoints take longer than the interval, one is
+            // Requests and reports come first: if checkpoints take longer than the interval, one is
             // always due.
             match self.inbox.recv_timeout(self.patience()) {
                 Ok(EngineMessage::Request(pending)) => {
@@ -244,7 +284,7 @@ impl<'a> Engine<'a> {
                 }
                 Ok(EngineMessage::Report(report)) => self.settle(*report),
                 Err(RecvTimeoutError::Timeout) if self.is_due() && self.may_capture() => {
-                    // What went wrong has been said.
+                    // A failure has been told as an event.
                     let _ = self.capture(CheckpointReason::Interval, None, None);
                 }
                 Err(RecvTimeoutError::Timeout) => {}
@@ -253,27 +293,27 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Whether nothing is left to do, as no more checkpoints can be taken: of a VM that is not
-    /// ours, and where --count was to end the run. Any other VM that was launched is watched on to
-    /// its end.
+    /// True if no more checkpoints can be taken and the run need not wait for the VM's end: the run
+    /// attached to the VM, or `--count` was to end it. A run watches any other launched VM to its
+    /// end.
     fn has_nothing_to_do(&self) -> bool {
         let ends = self.machines.is_attached() || self.options.count.is_some();
         self.given_up && ends && self.copying.cycle.in_flight() == 0
     }
 
-    /// Whether a checkpoint is to be taken now. A VM that stands still has not changed.
+    /// Whether a checkpoint is due. A paused VM needs none: it has not changed.
     fn is_due(&self) -> bool {
         let due = self.cadence.as_ref().is_some_and(|c| c.due_ns() <= elapsed_ns(self.born));
         due && self.machines.run() && !self.given_up
     }
 
-    /// Whether one may begin although others are still being encoded.
+    /// Whether a checkpoint may begin while others are being encoded.
     fn may_capture(&self) -> bool {
         let in_flight = self.copying.cycle.in_flight();
         if in_flight == 0 {
             return true;
         }
-        if self.machines.disks.as_ref().is_some_and(DiskCapture::is_busy) {
+        if self.machines.disks.as_ref().is_some_and(|disks| disks.is_busy()) {
             return false;
         }
         // An audit keeps a whole copy of RAM for the checkpoint that it compares; and --count is
@@ -333,7 +373,7 @@ impl<'a> Engine<'a> {
             Request::FailOver { .. } => (Response::Failed(NO_STANDBY.into()), None),
             Request::Status => (Response::Failed("answered elsewhere".into()), None),
         };
-        // Who asked may be gone; the deed is done all the same.
+        // The client may have gone.
         let _ = pending.answer.send(response);
         end
     }
@@ -413,7 +453,7 @@ impl<'a> Engine<'a> {
             is_replay: self.options.recorded.as_ref().is_some_and(|r| r.machine.is_some()),
             interval: self.options.interval,
             store: self.store.path().to_owned(),
-            vms: members.map(|m| (m.name.clone(), m.machine.vm.pid())).collect(),
+            vms: members.map(|m| (m.name.clone(), m.vm.pid())).collect(),
             attach_stopped_ns: self.copying.stopped_ns.filter(|_| self.machines.is_attached()),
         }
     }
@@ -436,15 +476,13 @@ fn encode(
     space_pages: u64,
     inbox: Sender<EngineMessage>,
     status: SharedStatus,
-    fault: Option<Fault>,
+    observer: EncoderObserver,
 ) -> Result<EncoderThread<StoreSink>> {
     let watch = move |phase: CapturePhase| {
         if let Ok(mut status) = status.lock() {
             status.encoder = EncoderState::of(phase);
         }
-        if let Some(fault) = &fault {
-            fault.reached(phase);
-        }
+        observer(phase);
     };
     let report = move |report| {
         // The engine may have ended already; the checkpoint is sealed all the same.
@@ -488,8 +526,8 @@ fn first_status(store: &Store, parts: &PreparedSession, options: &Options) -> St
 
 /// A member and the monitor that its engine uses.
 fn member_status((number, member): (usize, &Member), parts: &PreparedSession) -> MemberStatus {
-    let path = if member.machine.vm.is_attached() {
-        member.machine.monitor.clone()
+    let path = if member.vm.is_attached() {
+        member.vm.monitor().cloned()
     } else if parts.machines.is_group() {
         Some(parts.run_dir.path().join(number.to_string()).join("qmp.sock"))
     } else {
@@ -497,7 +535,7 @@ fn member_status((number, member): (usize, &Member), parts: &PreparedSession) ->
     };
     MemberStatus {
         name: member.name.clone(),
-        qemu_pid: member.machine.vm.pid(),
+        qemu_pid: member.vm.pid(),
         qmp: path.map_or_else(String::new, |path| path.display().to_string()),
     }
 }

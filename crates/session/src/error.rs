@@ -29,6 +29,12 @@ pub enum Error {
     /// QEMU, or the command line for it, is at fault.
     #[error(transparent)]
     Qemu(#[from] keyframe_qemu::Error),
+    /// The VMM of a running VM is at fault.
+    #[error(transparent)]
+    Vmm(#[from] keyframe_vmm::VmmError),
+    /// The VM cannot do what was asked.
+    #[error(transparent)]
+    Vm(#[from] crate::session_vm::SessionVmError),
     /// An interface of the kernel is at fault.
     #[error(transparent)]
     Kernel(#[from] keyframe_kernel::Error),
@@ -175,6 +181,7 @@ impl Error {
     pub fn fix(&self) -> Option<String> {
         let text = match self {
             Self::Qemu(error) => return error.fix(),
+            Self::Vmm(error) => return error.fix().map(str::to_owned),
             Self::Kernel(error) => return error.fix(),
             Self::Network(error) => return error.fix(),
             Self::Store { source, .. } => return source.fix(),
@@ -201,7 +208,8 @@ impl Error {
             Self::MemberNamedTwice(_) => "give each a name of its own with QEMU's -name",
             Self::GroupRecorded => "record each VM by itself",
             Self::Interrupted => "call it again: it continues with the missing checkpoints",
-            Self::Io { .. }
+            Self::Vm(_)
+            | Self::Io { .. }
             | Self::NoVm
             | Self::RamLayout(_)
             | Self::CopyThreads(_)
@@ -258,3 +266,6 @@ fn refusal(findings: &[AuditFinding]) -> String {
     let lead = if findings.len() > 1 { "\n  " } else { " " };
     format!("this VM cannot be checkpointed:{lead}{}", texts.join("\n  "))
 }
+
+#[cfg(test)]
+mod tests;

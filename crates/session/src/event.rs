@@ -52,7 +52,7 @@ pub enum Event {
     },
     /// Checkpoints failed. Repetitions of the same failure are not told.
     Failed {
-        /// TuningReason, and how many.
+        /// The reason, and how many.
         failure: CheckpointFailure,
         /// Number of pages that the next checkpoint has to copy.
         owed_pages: u64,
@@ -61,7 +61,7 @@ pub enum Event {
     IntervalTuned {
         /// The new interval in nanoseconds.
         interval_ns: u64,
-        /// TuningReason it changed.
+        /// Why it changed.
         why: TuningReason,
     },
     /// RAM was plugged or unplugged: a new run has begun.
@@ -73,7 +73,7 @@ pub enum Event {
     },
     /// A recording ends without a checkpoint at its end.
     NoFinalCheckpoint {
-        /// TuningReason.
+        /// The reason.
         error: SharedError,
     },
     /// A checkpoint differs from the copy of RAM that `--audit` made in its pause.
@@ -89,7 +89,7 @@ pub enum Event {
     AuditFailed {
         /// The checkpoint.
         id: u64,
-        /// TuningReason.
+        /// The reason.
         error: SharedError,
     },
     /// The VM is what it was at a checkpoint.
@@ -103,7 +103,7 @@ pub enum Event {
     StepFailed {
         /// The step.
         step: Step,
-        /// TuningReason.
+        /// The reason.
         error: SharedError,
     },
     /// The audit of the VM has a finding that does not prevent checkpoints.
@@ -164,35 +164,35 @@ pub enum Event {
     },
     /// QEMU reads the media of a recorded guest itself.
     MediaNotServed {
-        /// TuningReason Keyframe does not serve them.
+        /// Why Keyframe does not serve them.
         error: SharedError,
     },
     /// A recording changes QEMU's command line.
     RecordingNote(String),
     /// The process keeps more rights than it needs.
     RightsKept {
-        /// TuningReason they could not be given up.
+        /// Why they could not be given up.
         error: SharedError,
     },
     /// The flight recorder could not remove a clone of a forgotten checkpoint.
     CloneKept {
         /// The clone.
         clone: PathBuf,
-        /// TuningReason.
+        /// The reason.
         error: SharedError,
     },
     /// The flight recorder's last look failed; it tries again. Repetitions are not told.
     FlightRecorderFailed {
         /// The store.
         store: PathBuf,
-        /// TuningReason.
+        /// The reason.
         error: SharedError,
     },
     /// A recompression failed; it is tried again. Repetitions are not told.
     RecompressionFailed {
         /// The store.
         store: PathBuf,
-        /// TuningReason.
+        /// The reason.
         error: SharedError,
     },
     /// The run ends with packs that are not recompressed.

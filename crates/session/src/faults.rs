@@ -40,7 +40,7 @@ pub enum FaultKind {
     ShortRead,
     /// Each parcel of pages takes the encoder half a second more.
     SlowEncoder,
-    /// RamCapture takes 20 us more for each page, as on a machine with slow memory.
+    /// Copying takes 20 us more for each page, as on a machine with slow memory.
     SlowCopy,
     /// The engine dies at the Nth step of a rollback: the VM stands; the disks are others; all is
     /// loaded; it is whole.
@@ -67,7 +67,7 @@ impl FaultKind {
     }
 }
 
-/// A fault and where it strikes. ClonedDiskCapture are the same fault: it strikes once.
+/// A fault and where it strikes. Clones share one count: the fault strikes once.
 #[derive(Clone, Debug)]
 pub struct Fault {
     kind: FaultKind,

@@ -3,9 +3,9 @@
 use super::disk_capture::served::ServedDiskCapture;
 use super::disk_capture::{self, DiskCapture, DiskMethod};
 use super::flight_recorder;
-use super::machine::QemuMachine;
 use super::machines::{Machines, Member, Peripherals};
 use super::ram_capture::RamCapture;
+use super::session_vm::SessionVm;
 use super::store_sink::{MachineDescriptions, StoreSink};
 use super::{LanChoice, Options};
 use crate::control::TrackerKind;
@@ -23,6 +23,7 @@ use keyframe_store::{DiskState, MachineMeta, MemberMeta, Store, Tuning, Writer};
 use keyframe_vm_disks::media::Media;
 use keyframe_vm_disks::overlay_directory::left_over;
 use keyframe_vm_disks::{self as disks, DiskToServe, ServedDisks};
+use keyframe_vmm::Vmm;
 use std::ffi::OsString;
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
@@ -110,7 +111,8 @@ pub fn launch(store: &Store, commands: CommandLines, options: &Options) -> Resul
             )?;
             peripherals.disks = served.map(|served| {
                 let events = Arc::clone(&options.events);
-                DiskCapture::Served(ServedDiskCapture::new(served, options.pause_limit, events))
+                Box::new(ServedDiskCapture::new(served, options.pause_limit, events))
+                    as Box<dyn DiskCapture>
             });
         }
         let mut media = None;
@@ -129,7 +131,7 @@ pub fn launch(store: &Store, commands: CommandLines, options: &Options) -> Resul
                 let runs = !line.starts_paused();
                 let mut vm = Vm::launch(&line, &LaunchOptions { run_dir })?;
                 let whole = vm.require_whole_line();
-                let answered = answer_on(vm.core(), peripherals.disks.as_ref(), media.as_mut());
+                let answered = answer_on(vm.core(), peripherals.disks.as_deref(), media.as_mut());
                 if let Some(media) = media.take() {
                     vm.accompany(media);
                 }
@@ -182,7 +184,7 @@ pub fn launch(store: &Store, commands: CommandLines, options: &Options) -> Resul
 /// Has what a recorded guest reads and writes answered on its core, where it has one.
 fn answer_on(
     core: Option<u32>,
-    disks: Option<&DiskCapture>,
+    disks: Option<&dyn DiskCapture>,
     media: Option<&mut Media>,
 ) -> Result<()> {
     let Some(core) = core else { return Ok(()) };
@@ -341,16 +343,16 @@ pub fn prepare(
     if is_group && let Err(error) = audit_links(&mut found, peripherals.lans.as_mut(), options) {
         return Err(Box::new(RefusedVms { error, found, peripherals }));
     }
-    let disks = peripherals.disks.as_ref();
+    let disks = peripherals.disks.as_deref();
     match prepare_parts(store, &mut writer, (&name, is_group), (&mut found, disks), options) {
         Ok((copying, sink, meta, watchdogs)) => {
             let guarded = found.into_iter().zip(watchdogs).zip(&copying.watches_discards);
             let member = |((found, watchdog), watches): ((StartedVm, Watchdog), &bool)| {
-                let mut machine =
-                    QemuMachine::new(found.vm, watchdog, options.pause_limit, *watches);
-                machine.monitor = found.monitor;
-                machine.is_recorded = options.recorded.is_some();
-                Member::new(found.name, machine, found.runs)
+                let limit = options.pause_limit;
+                let vm = SessionVm::new(Box::new(found.vm), Box::new(watchdog), limit, *watches)
+                    .with_monitor(found.monitor);
+                let vm = if options.recorded.is_some() { vm.recorded() } else { vm };
+                Member::new(found.name, vm, found.runs)
             };
             let machines = Machines::new(guarded.map(member).collect(), is_group, peripherals);
             Ok(PreparedSession { name, run_dir, machines, copying, sink, writer, meta })
@@ -377,14 +379,15 @@ fn prepare_parts(
     store: &Store,
     writer: &mut Writer,
     (name, is_group): (&str, bool),
-    (found, disks): (&mut [StartedVm], Option<&DiskCapture>),
+    (found, disks): (&mut [StartedVm], Option<&dyn DiskCapture>),
     options: &Options,
 ) -> Result<(RamCapture, StoreSink, MachineDescriptions, Vec<Watchdog>)> {
     for one in found.iter_mut() {
         refuse(&mut one.vm, &*options.events)
             .map_err(|error| if is_group { error.of_member(&one.name) } else { error })?;
     }
-    let mut vms: Vec<_> = found.iter_mut().map(|one| (&*one.name, &mut one.vm)).collect();
+    let mut vms: Vec<(&str, &mut dyn Vmm)> = Vec::with_capacity(found.len());
+    vms.extend(found.iter_mut().map(|one| (&*one.name, &mut one.vm as &mut dyn Vmm)));
     let copying = RamCapture::start(&mut vms, is_group, options)?;
     let mut members = Vec::with_capacity(found.len());
     for one in found.iter_mut() {

@@ -29,13 +29,13 @@ pub mod helper_process;
 pub mod interrupt;
 pub mod lans;
 pub mod launch;
-pub mod machine;
 pub mod machines;
 pub mod ram_capture;
 pub mod recompressor;
 pub mod recording;
 pub mod rights;
 pub mod run_dir;
+pub mod session_vm;
 pub mod store_sink;
 pub mod teardown;
 
@@ -180,7 +180,7 @@ pub fn engine_over(
     parts: launch::PreparedSession,
     options: Options,
 ) -> Result<engine::Engine<'_>> {
-    let open = |member: &machines::Member| keyframe_kernel::Process::open(member.machine.vm.pid());
+    let open = |member: &machines::Member| keyframe_kernel::Process::open(member.vm.pid());
     let qemus: Vec<_> = parts.machines.members().iter().map(open).collect();
     engine::Engine::new(store, parts, options).inspect_err(|_| {
         for qemu in qemus.iter().flatten() {

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   prepare_pause      the disks are ready to be cut; the network between members stands still, and what was sent to them has arrived
-//!   hold               all members, at once; where one cannot be stopped, the others run again; the disks are cut
+//!   hold               all members at once; if one cannot be stopped, the others run again; the disks are cut
 //!   save_device_state  of all; then the packets that are on their way
 //!   release            all, once what their disks promised is durable; then the network
 //! ```
@@ -12,12 +12,12 @@
 //! member has seen a packet that its sender has not sent yet, and a packet that was sent and not
 //! received is in the checkpoint.
 //!
-//! Invariant: a member that was paused by somebody else stays so, and whatever fails, none that ran
-//! is left standing.
+//! Invariant: a member that another client had paused stays paused. Whichever step fails, each
+//! member that ran before runs again.
 
 use super::disk_capture::DiskCapture;
-use super::machine::QemuMachine;
 use super::recording::Position;
+use super::session_vm::SessionVm;
 use crate::error::{Result, error_chain};
 use crate::lans::Lans;
 use keyframe_capture::group::join_device_states;
@@ -25,18 +25,23 @@ use keyframe_capture::machine::pause_in_steps;
 use keyframe_capture::{
     BoxError, CaptureError, Machine, PauseRecord, PauseSteps, PauseVerdict, PauseWork, StopOutcome,
 };
-use keyframe_qemu::{Error, Event, Vm};
 use keyframe_units::{RamBlock, RamLayout};
+use keyframe_vmm::{VmEvent, Vmm, VmmErrorKind};
 use std::process::ExitStatus;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+/// How long a VM whose monitor fails may take to be seen as ended.
+const EXIT_WAIT: Duration = Duration::from_secs(2);
+
+/// A VM with its name.
+pub type NamedVm = (String, Box<dyn Vmm>);
 
 /// One VM of a session.
 pub struct Member {
     /// Its name.
     pub name: String,
-    /// Its QEMU, and the watchdog of its pauses.
-    pub machine: QemuMachine,
+    /// The VM and the watchdog of its pauses.
+    pub vm: SessionVm,
     /// Whether its guest runs, or is to.
     pub runs: bool,
     shut_down: bool,
@@ -47,12 +52,8 @@ pub struct Member {
 
 impl Member {
     /// A VM that has not ended.
-    pub fn new(name: String, machine: QemuMachine, runs: bool) -> Self {
-        Self { name, machine, runs, shut_down: false, ended: None, stopped: None }
-    }
-
-    fn vm(&mut self) -> &mut Vm {
-        &mut self.machine.vm
+    pub fn new(name: String, vm: SessionVm, runs: bool) -> Self {
+        Self { name, vm, runs, shut_down: false, ended: None, stopped: None }
     }
 }
 
@@ -62,7 +63,7 @@ pub struct Peripherals {
     /// The networks between them.
     pub lans: Option<Lans>,
     /// Their disks.
-    pub disks: Option<DiskCapture>,
+    pub disks: Option<Box<dyn DiskCapture>>,
 }
 
 impl Peripherals {
@@ -87,7 +88,7 @@ pub struct Machines {
     /// The networks between them.
     lans: Option<Lans>,
     /// Their disks.
-    pub disks: Option<DiskCapture>,
+    pub disks: Option<Box<dyn DiskCapture>>,
 }
 
 impl Machines {
@@ -107,8 +108,9 @@ impl Machines {
     }
 
     /// Their disks, and the VMs whose they are.
-    pub fn storage(&mut self) -> Option<(&mut DiskCapture, &mut [Member])> {
-        self.disks.as_mut().map(|disks| (disks, &mut self.members[..]))
+    pub fn storage(&mut self) -> Option<(&mut dyn DiskCapture, &mut [Member])> {
+        let members = &mut self.members[..];
+        self.disks.as_mut().map(|disks| (&mut **disks as &mut dyn DiskCapture, members))
     }
 
     /// Whether they are a group.
@@ -116,21 +118,14 @@ impl Machines {
         self.is_group
     }
 
-    /// True where somebody else started them.
+    /// True if another program started them.
     pub fn is_attached(&self) -> bool {
-        self.members.iter().any(|m| m.machine.vm.is_attached())
+        self.members.iter().any(|m| m.vm.is_attached())
     }
 
-    /// Of a VM that is recorded: where the next checkpoint's instruction will be told.
+    /// Of a recorded VM: a place that the next pause fills with its instruction count.
     pub fn mark(&mut self) -> Option<Position> {
-        let machine = self
-            .members
-            .first_mut()
-            .map(|m| &mut m.machine)
-            .filter(|machine| machine.is_recorded)?;
-        let position = Position::default();
-        machine.position = Some(Arc::clone(&position));
-        Some(position)
+        self.members.first_mut()?.vm.mark()
     }
 
     /// Whether any of them runs.
@@ -138,38 +133,38 @@ impl Machines {
         self.members.iter().any(|m| m.runs)
     }
 
-    /// Lets those run that were launched to.
+    /// Resumes the launched VMs that are to run.
     pub fn start(&mut self) -> Result<()> {
-        for member in self.members.iter_mut().filter(|m| m.runs && !m.machine.vm.is_attached()) {
-            member.vm().qmp().cont()?;
+        for member in self.members.iter_mut().filter(|m| m.runs && !m.vm.is_attached()) {
+            member.vm.vm_mut().resume()?;
         }
         Ok(())
     }
 
-    /// Takes in what their monitors have told.
+    /// Drains the events of their monitors and updates their run states.
     pub fn look(&mut self) {
         for member in &mut self.members {
-            let Ok(events) = member.machine.vm.qmp().drain_events() else { continue };
+            let Ok(events) = member.vm.vm_mut().drain_events() else { continue };
             for event in events {
                 match event {
-                    Event::Stop => member.runs = false,
-                    Event::Shutdown { .. } => (member.runs, member.shut_down) = (false, true),
-                    Event::Resume => member.runs = true,
-                    _ => {}
+                    VmEvent::Paused => member.runs = false,
+                    VmEvent::ShutDown => (member.runs, member.shut_down) = (false, true),
+                    VmEvent::Resumed => member.runs = true,
                 }
             }
         }
     }
 
-    /// How they ended, once all have: that of the first that failed.
+    /// The exit status of the VMs once all have ended: the first failure, if one failed.
     pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
         for member in self.members.iter_mut().filter(|m| m.ended.is_none()) {
-            let mut ended = member.machine.vm.try_wait()?;
+            let vm = member.vm.vm_mut();
+            let mut ended = vm.exit()?;
             if ended.is_none() && std::mem::take(&mut member.shut_down) {
-                ended = member.machine.vm.finish_shutdown()?;
+                ended = vm.finish_shutdown()?;
             }
-            if ended.is_some() {
-                (member.ended, member.runs) = (ended, false);
+            if let Some(exit) = ended {
+                (member.ended, member.runs) = (Some(exit.status()), false);
             }
         }
         let ends: Option<Vec<ExitStatus>> = self.members.iter().map(|m| m.ended).collect();
@@ -182,32 +177,28 @@ impl Machines {
         self.members.iter().any(|m| m.ended.is_none()).then_some(&*lost.name)
     }
 
-    /// A QEMU that runs and has closed its monitor.
+    /// The process id of a VMM that runs and has closed its monitor.
     pub fn without_monitor(&mut self) -> Option<u32> {
         self.members.iter_mut().filter(|m| m.ended.is_none()).find_map(|member| {
-            let gone = matches!(member.vm().qmp().status(), Err(Error::Gone { .. }));
-            gone.then(|| member.machine.vm.pid())
+            let state = member.vm.vm_mut().run_state();
+            let is_lost = state.is_err_and(|error| error.kind() == VmmErrorKind::MonitorLost);
+            is_lost.then(|| member.vm.pid())
         })
     }
 
-    /// Whether one of them has ended; one that does not answer gets a moment to be seen as ended.
+    /// Whether one of them has ended. A VM whose monitor fails may be about to end: its exit is
+    /// awaited for up to two seconds.
     pub fn any_has_ended(&mut self) -> bool {
         self.look();
         if self.members.iter().any(|m| m.shut_down || m.ended.is_some()) {
             return true;
         }
-        let deadline = Instant::now() + Duration::from_secs(2);
-        let silent =
-            self.members.iter_mut().filter_map(|m| m.vm().qmp().status().is_err().then_some(m));
-        for member in silent {
-            while Instant::now() < deadline {
-                if matches!(member.vm().try_wait(), Ok(Some(_))) {
-                    return true;
-                }
-                std::thread::sleep(Duration::from_millis(5));
-            }
-        }
-        false
+        let deadline = Instant::now() + EXIT_WAIT;
+        self.members.iter_mut().any(|member| {
+            let vm = member.vm.vm_mut();
+            let wait = deadline.saturating_duration_since(Instant::now());
+            vm.run_state().is_err() && matches!(vm.wait_exit(wait), Ok(Some(_)))
+        })
     }
 
     /// `operation` on each member; on all at once where there are several.
@@ -226,7 +217,7 @@ impl Machines {
         })
     }
 
-    /// The first error of all, with the name of the member that it is of.
+    /// All results, or the first error; for a group with the member's name.
     fn all<T>(&self, results: Vec<Result<T, BoxError>>) -> Result<Vec<T>, BoxError> {
         let named = |(result, member): (Result<T, BoxError>, &Member)| match result {
             Err(e) if self.is_group => {
@@ -238,9 +229,9 @@ impl Machines {
     }
 
     /// Ends the watchdogs and returns the VMs with their names, and what stands beside them.
-    pub fn into_vms(self) -> (Vec<(String, Vm)>, Peripherals) {
+    pub fn into_vms(self) -> (Vec<NamedVm>, Peripherals) {
         let peripherals = Peripherals { lans: self.lans, disks: self.disks };
-        (self.members.into_iter().map(|m| (m.name, m.machine.into_vm())).collect(), peripherals)
+        (self.members.into_iter().map(|m| (m.name, m.vm.into_vm())).collect(), peripherals)
     }
 
     fn release_lans(&mut self) {
@@ -264,7 +255,7 @@ pub fn group_layout(
 
 impl Machine for Machines {
     fn ram_layout(&mut self) -> Result<RamLayout, BoxError> {
-        let layouts = self.each(|m| m.machine.ram_layout());
+        let layouts = self.each(|m| m.vm.ram_layout());
         let mut layouts = self.all(layouts)?;
         if !self.is_group && layouts.len() == 1 {
             return Ok(layouts.remove(0));
@@ -283,10 +274,10 @@ impl PauseSteps for Machines {
         if let Some(lans) = &mut self.lans {
             lans.hold()?;
         }
-        let ready = self.disks.as_mut().map_or(Ok(()), DiskCapture::before_stop);
+        let ready = self.disks.as_mut().map_or(Ok(()), |disks| disks.before_stop());
         // Last, since what it waits for lasts a moment only.
         let ready = ready.and_then(|()| {
-            let rested = self.members.iter_mut().try_for_each(|m| m.machine.prepare_pause());
+            let rested = self.members.iter_mut().try_for_each(|m| m.vm.prepare_pause());
             if let (Err(_), Some((disks, vms))) = (&rested, self.storage()) {
                 let _ = disks.resumed(vms);
             }
@@ -300,7 +291,7 @@ impl PauseSteps for Machines {
 
     fn hold(&mut self) -> Result<StopOutcome, BoxError> {
         let results = self.each(|member| {
-            let stopped = member.machine.hold();
+            let stopped = member.vm.hold();
             member.stopped = stopped.as_ref().ok().copied();
             stopped
         });
@@ -323,7 +314,7 @@ impl PauseSteps for Machines {
     }
 
     fn save_device_state(&mut self) -> Result<Vec<u8>, BoxError> {
-        let states = self.each(|member| member.machine.save_device_state());
+        let states = self.each(|member| member.vm.save_device_state());
         let mut states = self.all(states)?;
         if !self.is_group && states.len() == 1 {
             return Ok(states.remove(0));
@@ -336,11 +327,11 @@ impl PauseSteps for Machines {
     }
 
     fn release(&mut self, _: StopOutcome) -> Result<(), BoxError> {
-        let settled = self.disks.as_mut().map_or(Ok(()), DiskCapture::settled);
-        // Also where that failed: the guest's next flush tells it, and a VM that nobody resumes is
-        // worse.
+        let settled = self.disks.as_mut().map_or(Ok(()), |disks| disks.settled());
+        // The VMs are resumed also if the disks failed: a guest learns of a failed disk at its next
+        // flush, and a guest that stays paused is worse.
         let resumed = self.each(|member| match member.stopped {
-            Some(stopped) => member.machine.release(stopped),
+            Some(stopped) => member.vm.release(stopped),
             None => Ok(()),
         });
         self.all(resumed).and(settled)
@@ -350,7 +341,7 @@ impl PauseSteps for Machines {
         // Whatever comes next, the guests' network is not kept waiting.
         self.release_lans();
         let by = self.each(|member| match member.stopped.take() {
-            Some(stopped) => member.machine.finish_pause(stopped),
+            Some(stopped) => member.vm.finish_pause(stopped),
             None => Ok(PauseVerdict::Undisturbed),
         });
         let exported = self.storage().map_or(Ok(()), |(disks, vms)| disks.resumed(vms));

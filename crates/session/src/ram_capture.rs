@@ -1,7 +1,17 @@
-//! The strategies and the tracker of a session: which there are on this VM, and why not the others.
+//! The capture of a session's RAM: the tracker, the strategies that this VM allows, and why it does
+//! not allow the others.
+//!
+//! ```text
+//!   OpenRam ─▶ RamAccess, one for each VM ─▶ tracker, reader, freezer ─▶ CaptureCycle, Strategies
+//! ```
+//!
+//! [`RamAccess`] is the door to a VM's RAM. [`process::ProcessRam`] is the one of a VMM process;
+//! tests have one over RAM in their own memory.
+
+pub mod process;
 
 use super::Options;
-use super::event::{Event, EventSink};
+use super::event::EventSink;
 use super::faults::{Fault, FaultyReader, FaultyTracker};
 use super::machines::group_layout;
 use crate::control::{Strategy as Name, TrackerKind};
@@ -9,10 +19,6 @@ use crate::error::{Error, Result};
 use keyframe_capture::compare::CompareTracker;
 use keyframe_capture::group::{GroupFirstWriteMonitor, GroupFreezer, GroupReader, GroupTracker};
 use keyframe_capture::parallel::ParallelPageReader;
-use keyframe_capture::ram::{
-    ForkFreezer, GuestRam, ProcessDirtyTracker, ProcessFirstWriteMonitor, ProcessPageReader,
-    WriteScanner,
-};
 use keyframe_capture::strategy::{
     AutoStrategy, CopyOnWriteStrategy, CopyStrategy, ForkStrategy, PrecopyStrategy,
     PrescanStrategy, StopCopyStrategy,
@@ -20,16 +26,48 @@ use keyframe_capture::strategy::{
 use keyframe_capture::{
     CaptureCycle, DirtyTracker, FirstWriteMonitor, PageReader, RamFreezer, StagingPool,
 };
-use keyframe_kernel::Process;
-use keyframe_kernel::attach::{Attached, inject_userfaultfd};
-use keyframe_kernel::fault_tracker::FaultTracker;
-use keyframe_kernel::memory::GuestReader;
-use keyframe_kernel::write_tracker::WriteTracker;
-use keyframe_qemu::Vm;
 use keyframe_units::{PAGE_BYTES, RamLayout};
+use keyframe_vmm::Vmm;
+use process::ProcessRam;
 use std::sync::Arc;
 
-/// A VM that is tracked, and how its pages can be copied.
+/// Opens the RAM of a VM.
+pub type OpenRam = fn(&mut dyn Vmm) -> Result<Box<dyn RamAccess>>;
+
+/// The RAM of one VM.
+pub trait RamAccess: Send {
+    /// The RAM blocks.
+    fn layout(&self) -> &RamLayout;
+
+    /// True if devices of the VM can discard RAM, and the tracker sees that.
+    fn watches_discards(&self) -> bool;
+
+    /// A reader of the RAM as it is at each read.
+    fn reader(&self) -> Arc<dyn PageReader>;
+
+    /// Begins to track writes by asynchronous write protection.
+    fn track_writes(&self, events: &dyn EventSink) -> Result<StartedTracker>;
+
+    /// Begins to track writes so that each first write waits for an answer, which copy-on-write
+    /// needs.
+    fn track_first_writes(
+        &self,
+        events: &dyn EventSink,
+    ) -> Result<(StartedTracker, Arc<dyn FirstWriteMonitor>)>;
+
+    /// Prepares to freeze the RAM by forking the VMM.
+    fn freezer(&self) -> Result<Box<dyn RamFreezer>>;
+}
+
+/// A tracker that has begun.
+pub struct StartedTracker {
+    /// The tracker.
+    pub tracker: Box<dyn DirtyTracker>,
+    /// How long the VMM's main thread stood still for it, in nanoseconds.
+    pub stopped_ns: Option<u64>,
+}
+
+/// The capture of the RAM of a session's VMs.
 pub struct RamCapture {
     /// The capture.
     pub cycle: CaptureCycle,
@@ -37,130 +75,147 @@ pub struct RamCapture {
     pub strategies: Strategies,
     /// The RAM blocks.
     pub layout: RamLayout,
-    /// Of each VM, whether discarded RAM is found.
+    /// For each VM, whether discarded RAM is found.
     pub watches_discards: Vec<bool>,
-    /// How long QEMU's main thread was stopped to take hold of its memory.
+    /// How long QEMU's main thread stood still for the attach, in nanoseconds.
     pub stopped_ns: Option<u64>,
+    open: OpenRam,
 }
 
 impl RamCapture {
-    /// Finds the RAM of `vms` and begins to track it. They come with their names, which are those
-    /// of a group's members where `is_group`.
-    pub fn start(vms: &mut [(&str, &mut Vm)], is_group: bool, options: &Options) -> Result<Self> {
-        let mut ways = Vec::with_capacity(vms.len());
+    /// Finds the RAM of `vms`, which are processes on this host, and begins to track it. Each VM
+    /// comes with its name; with `is_group`, the names tell the RAM blocks of a group apart.
+    pub fn start(
+        vms: &mut [(&str, &mut dyn Vmm)],
+        is_group: bool,
+        options: &Options,
+    ) -> Result<Self> {
+        Self::start_with(ProcessRam::open, vms, is_group, options)
+    }
+
+    /// The same for VMs whose RAM `open` opens.
+    pub fn start_with(
+        open: OpenRam,
+        vms: &mut [(&str, &mut dyn Vmm)],
+        is_group: bool,
+        options: &Options,
+    ) -> Result<Self> {
+        let mut rams = Vec::with_capacity(vms.len());
         for (_, vm) in vms.iter_mut() {
-            ways.push(GuestRamAccess::into_ram(vm)?);
+            rams.push(open(&mut **vm)?);
         }
         let layout = if is_group {
-            let named: Vec<_> = vms
-                .iter()
-                .zip(&ways)
-                .map(|((name, _), w)| (*name, w.ram.layout().clone()))
-                .collect();
+            let members = vms.iter().zip(&rams);
+            let named: Vec<_> =
+                members.map(|((name, _), ram)| (*name, ram.layout().clone())).collect();
             group_layout(&named)?
         } else {
-            ways.first().map(|w| w.ram.layout().clone()).ok_or(Error::NoVm)?
+            rams.first().map(|ram| ram.layout().clone()).ok_or(Error::NoVm)?
         };
-        let watches_discards = ways.iter().map(|w| w.watches_discards).collect();
-        let plain = one(ways.iter().map(|w| (w.len_pages(), w.pages())).collect(), |all| {
-            Arc::new(GroupReader::new(all))
-        });
-        let parallel: Arc<dyn PageReader> = match options.copy_threads {
-            Some(1) => plain,
-            Some(threads) => {
-                Arc::new(ParallelPageReader::new(plain, threads).map_err(Error::CopyThreads)?)
-            }
-            None => Arc::new(
-                ParallelPageReader::adaptive(plain, copy_threads_max())
-                    .map_err(Error::CopyThreads)?,
-            ),
-        };
-        let reader = faulty(parallel, options.fault.as_ref());
-        let (mut cow, mut stopped_ns) = (None, None);
-        let tracker: Box<dyn DirtyTracker> = match options.tracker_kind()? {
-            TrackerKind::Compare => {
-                let key = random_key()?;
-                Box::new(CompareTracker::new(Arc::clone(&reader), layout.len_pages(), key))
-            }
-            TrackerKind::Sync => {
-                let (mut trackers, mut writes) = (Vec::new(), Vec::new());
-                for way in &ways {
-                    let (tracker, ns) = fault_tracker(&way.process, &way.ram, &*options.events)?;
-                    stopped_ns = stopped_ns.max(Some(ns));
-                    let told: Arc<dyn FirstWriteMonitor> = Arc::new(ProcessFirstWriteMonitor::new(
-                        Arc::clone(&way.ram),
-                        Arc::clone(&tracker),
-                    ));
-                    writes.push((way.len_pages(), told));
-                    trackers.push((way.len_pages(), way.tracker(tracker)));
-                }
-                cow = Some(CopyOnWriteStrategy::new(one(writes, |all| {
-                    Arc::new(GroupFirstWriteMonitor::new(all))
-                })));
-                one(trackers, |all| Box::new(GroupTracker::new(all)))
-            }
-            TrackerKind::WriteProtect | TrackerKind::Auto => {
-                let mut trackers = Vec::new();
-                for way in &ways {
-                    let (tracker, ns) = write_tracker(way, &*options.events)?;
-                    stopped_ns = stopped_ns.max(Some(ns));
-                    trackers.push((way.len_pages(), way.tracker(tracker)));
-                }
-                one(trackers, |all| Box::new(GroupTracker::new(all)))
-            }
-        };
-        let tracker = match &options.fault {
-            Some(fault) => Box::new(FaultyTracker(tracker, fault.clone())),
-            None => tracker,
-        };
+        let watches_discards = rams.iter().map(|ram| ram.watches_discards()).collect();
+        let reader = reader(&rams, options)?;
+        let tracking = Tracking::start(&rams, &reader, &layout, options)?;
         let pool = StagingPool::new(staging_pages(options, &layout));
-        let cycle = CaptureCycle::new(layout.clone(), tracker, reader, pool);
+        let cycle = CaptureCycle::new(layout.clone(), tracking.tracker, reader, pool);
         let mut strategies = Strategies {
             auto: AutoStrategy::default(),
             precopy: PrecopyStrategy::default(),
             prescan: PrescanStrategy,
             stop_copy: StopCopyStrategy,
-            cow,
+            cow: tracking.cow,
             fork: None,
-            ways,
+            rams,
         };
-        // What this VM does not allow is refused here: a launched guest has not run yet.
+        // A strategy that this VM does not allow is refused here: a launched guest has not run yet.
         strategies.get(options.strategy)?;
-        Ok(Self { cycle, strategies, layout, watches_discards, stopped_ns })
+        let stopped_ns = tracking.stopped_ns;
+        Ok(Self { cycle, strategies, layout, watches_discards, stopped_ns, open })
+    }
+
+    /// Begins anew with the RAM that `vms` have now, opened in the same way.
+    pub fn restart(
+        &self,
+        vms: &mut [(&str, &mut dyn Vmm)],
+        is_group: bool,
+        options: &Options,
+    ) -> Result<Self> {
+        Self::start_with(self.open, vms, is_group, options)
     }
 }
 
-/// The ways into the RAM of one VM.
-struct GuestRamAccess {
-    ram: Arc<GuestRam>,
-    process: Process,
-    memory: Arc<GuestReader>,
-    /// It has devices that discard RAM.
-    watches_discards: bool,
+/// A reader of the RAM of all VMs, with the threads and the fault of `options`.
+fn reader(rams: &[Box<dyn RamAccess>], options: &Options) -> Result<Arc<dyn PageReader>> {
+    let all = rams.iter().map(|ram| (ram.layout().len_pages(), ram.reader())).collect();
+    let plain = one(all, |all| Arc::new(GroupReader::new(all)));
+    let parallel: Arc<dyn PageReader> = match options.copy_threads {
+        Some(1) => plain,
+        Some(threads) => {
+            Arc::new(ParallelPageReader::new(plain, threads).map_err(Error::CopyThreads)?)
+        }
+        None => {
+            let reader = ParallelPageReader::adaptive(plain, copy_threads_max());
+            Arc::new(reader.map_err(Error::CopyThreads)?)
+        }
+    };
+    Ok(faulty(parallel, options.fault.as_ref()))
 }
 
-impl GuestRamAccess {
-    fn into_ram(vm: &mut Vm) -> Result<Self> {
-        let watches_discards = vm.discards_ram()?;
-        let blocks = vm.ram_blocks()?;
-        let hosts = blocks.iter().map(|b| b.host).collect();
-        let layout = RamLayout::new(blocks.into_iter().map(|b| b.block).collect())?;
-        let ram = Arc::new(GuestRam::new(layout, hosts));
-        let process = Process::open(vm.pid())?;
-        let memory = Arc::new(GuestReader::new(&process, &ram.ranges())?);
-        Ok(Self { ram, process, memory, watches_discards })
+/// The tracker of all VMs.
+struct Tracking {
+    tracker: Box<dyn DirtyTracker>,
+    /// Present if the tracker answers first writes.
+    cow: Option<CopyOnWriteStrategy>,
+    stopped_ns: Option<u64>,
+}
+
+impl Tracking {
+    /// Starts the tracker that `options` ask for.
+    fn start(
+        rams: &[Box<dyn RamAccess>],
+        reader: &Arc<dyn PageReader>,
+        layout: &RamLayout,
+        options: &Options,
+    ) -> Result<Self> {
+        let mut tracking = match options.tracker_kind()? {
+            TrackerKind::Compare => {
+                let key = random_key()?;
+                let tracker = CompareTracker::new(Arc::clone(reader), layout.len_pages(), key);
+                Self { tracker: Box::new(tracker), cow: None, stopped_ns: None }
+            }
+            TrackerKind::Sync => Self::of_first_writes(rams, &*options.events)?,
+            TrackerKind::WriteProtect | TrackerKind::Auto => {
+                Self::of_writes(rams, &*options.events)?
+            }
+        };
+        if let Some(fault) = &options.fault {
+            tracking.tracker = Box::new(FaultyTracker(tracking.tracker, fault.clone()));
+        }
+        Ok(tracking)
     }
 
-    fn len_pages(&self) -> u64 {
-        self.ram.layout().len_pages()
+    fn of_writes(rams: &[Box<dyn RamAccess>], events: &dyn EventSink) -> Result<Self> {
+        let (mut trackers, mut stopped_ns) = (Vec::new(), None);
+        for ram in rams {
+            let started = ram.track_writes(events)?;
+            stopped_ns = stopped_ns.max(started.stopped_ns);
+            trackers.push((ram.layout().len_pages(), started.tracker));
+        }
+        let tracker = one(trackers, |all| Box::new(GroupTracker::new(all)));
+        Ok(Self { tracker, cow: None, stopped_ns })
     }
 
-    fn pages(&self) -> Arc<dyn PageReader> {
-        Arc::new(ProcessPageReader::new(Arc::clone(&self.ram), Arc::clone(&self.memory)))
-    }
-
-    fn tracker(&self, scan: impl WriteScanner + 'static) -> Box<dyn DirtyTracker> {
-        Box::new(ProcessDirtyTracker::new(Arc::clone(&self.ram), Arc::clone(&self.memory), scan))
+    fn of_first_writes(rams: &[Box<dyn RamAccess>], events: &dyn EventSink) -> Result<Self> {
+        let (mut trackers, mut monitors, mut stopped_ns) = (Vec::new(), Vec::new(), None);
+        for ram in rams {
+            let (started, monitor) = ram.track_first_writes(events)?;
+            stopped_ns = stopped_ns.max(started.stopped_ns);
+            let len_pages = ram.layout().len_pages();
+            trackers.push((len_pages, started.tracker));
+            monitors.push((len_pages, monitor));
+        }
+        let monitor = one(monitors, |all| Arc::new(GroupFirstWriteMonitor::new(all)));
+        let tracker = one(trackers, |all| Box::new(GroupTracker::new(all)));
+        Ok(Self { tracker, cow: Some(CopyOnWriteStrategy::new(monitor)), stopped_ns })
     }
 }
 
@@ -172,57 +227,23 @@ fn one<T>(mut members: Vec<(u64, T)>, group: impl FnOnce(Vec<(u64, T)>) -> T) ->
     }
 }
 
-/// A tracker, and how long QEMU's main thread was stopped for it.
-type Stopped<T> = Result<(T, u64)>;
-
-fn take_hold(process: &Process, events: &dyn EventSink) -> Result<Attached> {
-    let attached = inject_userfaultfd(process)?;
-    if !attached.guarded {
-        events.event(&Event::UnguardedAttach { qemu_pid: process.pid() });
-    }
-    Ok(attached)
-}
-
-fn write_tracker(way: &GuestRamAccess, events: &dyn EventSink) -> Stopped<WriteTracker> {
-    let attached = take_hold(&way.process, events)?;
-    let mut tracker = WriteTracker::new(&way.process, attached.uffd)?;
-    tracker.set_watch_discards(way.watches_discards);
-    for range in way.ram.ranges() {
-        tracker.register(range)?;
-    }
-    Ok((tracker, attached.stopped_ns))
-}
-
-fn fault_tracker(
-    process: &Process,
-    ram: &GuestRam,
-    events: &dyn EventSink,
-) -> Stopped<Arc<FaultTracker>> {
-    let attached = take_hold(process, events)?;
-    let mut tracker = FaultTracker::new(process, attached.uffd, attached.user_mode_only)?;
-    for range in ram.ranges() {
-        tracker.register(range)?;
-    }
-    Ok((Arc::new(tracker), attached.stopped_ns))
-}
-
 /// The ways to copy that this VM allows.
 pub struct Strategies {
     auto: AutoStrategy,
     precopy: PrecopyStrategy,
     prescan: PrescanStrategy,
     stop_copy: StopCopyStrategy,
-    /// With its tracker alone.
+    /// Present if the tracker answers first writes.
     cow: Option<CopyOnWriteStrategy>,
-    /// Looked into when it is first asked for.
+    /// Prepared at its first use.
     fork: Option<ForkStrategy>,
-    ways: Vec<GuestRamAccess>,
+    rams: Vec<Box<dyn RamAccess>>,
 }
 
 impl Strategies {
-    /// The RAM of the first VM, as it is in this moment.
+    /// A reader of the first VM's RAM as it is at each read.
     pub fn ram(&self) -> Option<Arc<dyn PageReader>> {
-        self.ways.first().map(GuestRamAccess::pages)
+        self.rams.first().map(|ram| ram.reader())
     }
 
     /// Pre-copy leaves no more than `target_pages` to the pause, if it can.
@@ -231,12 +252,12 @@ impl Strategies {
         self.auto.precopy.policy.target_pages = target_pages;
     }
 
-    /// Lets go of the tracker: of the same RAM there can be only one.
+    /// Ends the trackers: the same RAM can have only one.
     pub fn untrack(&mut self) {
         (self.cow, self.fork) = (None, None);
     }
 
-    /// The one of that name, or why it cannot be.
+    /// The strategy of that name, or why this VM does not allow it.
     pub fn get(&mut self, name: Name) -> Result<&mut dyn CopyStrategy> {
         Ok(match name {
             Name::Auto => &mut self.auto,
@@ -247,11 +268,8 @@ impl Strategies {
             Name::Fork => match &mut self.fork {
                 Some(fork) => fork,
                 none => {
-                    let freezer = |way: &GuestRamAccess| -> Result<(u64, Box<dyn RamFreezer>)> {
-                        let freezer = ForkFreezer::new(Arc::clone(&way.ram), &way.process);
-                        Ok((way.len_pages(), Box::new(freezer?)))
-                    };
-                    let freezers = self.ways.iter().map(freezer).collect::<Result<_>>()?;
+                    let freezers =
+                        self.rams.iter().map(|ram| freezer(&**ram)).collect::<Result<_>>()?;
                     none.insert(ForkStrategy::new(one(freezers, |all| {
                         Box::new(GroupFreezer::new(all))
                     })))
@@ -259,6 +277,11 @@ impl Strategies {
             },
         })
     }
+}
+
+/// A freezer of one VM's RAM, with the number of its pages.
+fn freezer(ram: &dyn RamAccess) -> Result<(u64, Box<dyn RamFreezer>)> {
+    Ok((ram.layout().len_pages(), ram.freezer()?))
 }
 
 /// More threads than this do not copy faster: memory is the limit.

@@ -132,7 +132,7 @@ impl RunDir {
         let _ = std::fs::remove_file(self.path.join(ABOUT));
     }
 
-    fn claim_in(base: &Path, name: &str) -> Result<Self, RunDirError> {
+    pub(crate) fn claim_in(base: &Path, name: &str) -> Result<Self, RunDirError> {
         if name.is_empty()
             || name.len() > 64
             || name.starts_with('.')

@@ -3,10 +3,9 @@
 use super::disk_capture::DiskCut;
 use super::error::Result;
 use super::faults::{Fault, FaultKind};
-use super::launch::lines_now;
 use super::recording::Position;
+use super::session_vm::SessionVm;
 use keyframe_capture::{BoxError, CapturedCheckpoint, CheckpointSink};
-use keyframe_qemu::Vm;
 use keyframe_store::{
     DiskState, MachineMeta, MemberMeta, PausePhases, Recorded, Run, SealRequest, Sealed, Timing,
 };
@@ -83,26 +82,20 @@ impl MachineDescriptions {
         &self.machine
     }
 
-    /// Their lines and RAM blocks as they are now.
-    pub fn refresh<'a>(&mut self, vms: impl Iterator<Item = &'a mut Vm>) -> Result<()> {
+    /// Brings their command lines and RAM blocks up to date.
+    pub fn refresh<'a>(&mut self, vms: impl Iterator<Item = &'a mut SessionVm>) -> Result<()> {
         if self.members.is_empty() {
             for vm in vms {
-                refresh(&mut self.machine, vm)?;
+                vm.refresh(&mut self.machine)?;
             }
             return Ok(());
         }
         for (member, vm) in self.members.iter_mut().zip(vms) {
-            refresh(&mut member.machine, vm)?;
-            member.ram_blocks = vm.ram_layout()?.blocks().len();
+            vm.refresh(&mut member.machine)?;
+            member.ram_blocks = vm.vm_mut().ram_layout()?.blocks().len();
         }
         Ok(())
     }
-}
-
-fn refresh(machine: &mut MachineMeta, vm: &mut Vm) -> Result<()> {
-    (machine.user_command, machine.full_command) = lines_now(vm)?;
-    machine.guest_map = Some(vm.guest_map()?);
-    Ok(())
 }
 
 /// Stores the checkpoints of one run.

@@ -96,6 +96,9 @@ pub enum Incident {
     LoseMonitor,
 }
 
+/// Code of a test that runs just before a step.
+type Hook = Box<dyn FnOnce() + Send>;
+
 /// The state of the watchdog.
 #[derive(Default)]
 struct WatchdogState {
@@ -113,6 +116,8 @@ struct FakeState {
     watchdog: WatchdogState,
     events: VecDeque<VmEvent>,
     script: BTreeMap<Step, VecDeque<Incident>>,
+    hooks: BTreeMap<Step, VecDeque<Hook>>,
+    origin: VmOrigin,
     steps: Vec<Step>,
     ram: Vec<Page>,
     dirty: PageSet,
@@ -187,6 +192,15 @@ pub struct FakeControl {
     shared: Arc<Mutex<FakeState>>,
 }
 
+/// Runs the hook of `step`, then gives the state to the step.
+fn enter(shared: &Mutex<FakeState>, step: Step) -> MutexGuard<'_, FakeState> {
+    let hook = lock(shared).hooks.get_mut(&step).and_then(VecDeque::pop_front);
+    if let Some(hook) = hook {
+        hook();
+    }
+    lock(shared)
+}
+
 fn lock(shared: &Mutex<FakeState>) -> MutexGuard<'_, FakeState> {
     shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -202,6 +216,8 @@ impl FakeVm {
             watchdog: WatchdogState::default(),
             events: VecDeque::new(),
             script: BTreeMap::new(),
+            hooks: BTreeMap::new(),
+            origin: VmOrigin::Launched,
             steps: Vec::new(),
             ram: vec![ZERO_PAGE; len_pages],
             dirty: PageSet::new(len_pages as u64),
@@ -215,13 +231,18 @@ impl FakeVm {
         (Self { shared: Arc::clone(&shared) }, watchdog, FakeControl { shared })
     }
 
+    /// The test's view of this VM.
+    pub fn control(&self) -> FakeControl {
+        FakeControl { shared: Arc::clone(&self.shared) }
+    }
+
     /// Enters `step` and has `operation` act on the state, if the monitor answers.
     fn run<T>(
         &self,
         step: Step,
         operation: impl FnOnce(&mut FakeState) -> Result<T, VmmError>,
     ) -> Result<T, VmmError> {
-        let mut state = lock(&self.shared);
+        let mut state = enter(&self.shared, step);
         let is_lost = state.enter(step)?;
         if state.monitor_lost {
             return Err(VmmError::new(
@@ -238,7 +259,7 @@ impl FakeVm {
     }
 
     fn look_for_exit(&self) -> Result<Option<VmExit>, VmmError> {
-        let mut state = lock(&self.shared);
+        let mut state = enter(&self.shared, Step::Exit);
         state.enter(Step::Exit)?;
         Ok(state.exit.map(VmExit::Status))
     }
@@ -250,7 +271,7 @@ impl Vmm for FakeVm {
     }
 
     fn origin(&self) -> VmOrigin {
-        VmOrigin::Launched
+        lock(&self.shared).origin
     }
 
     fn capabilities(&self) -> Capabilities {
@@ -291,7 +312,7 @@ impl Vmm for FakeVm {
     }
 
     fn drain_events(&mut self) -> Result<Vec<VmEvent>, VmmError> {
-        let mut state = lock(&self.shared);
+        let mut state = enter(&self.shared, Step::DrainEvents);
         state.enter(Step::DrainEvents)?;
         Ok(state.events.drain(..).collect())
     }
@@ -314,7 +335,7 @@ impl Vmm for FakeVm {
     }
 
     fn resume_by_new_connection(&mut self) {
-        let mut state = lock(&self.shared);
+        let mut state = enter(&self.shared, Step::ResumeByNewConnection);
         if state.enter(Step::ResumeByNewConnection).is_ok() {
             state.resume();
         }
@@ -361,7 +382,7 @@ impl Vmm for FakeVm {
     }
 
     fn end(&mut self) -> Result<(), VmmError> {
-        let mut state = lock(&self.shared);
+        let mut state = enter(&self.shared, Step::End);
         state.enter(Step::End)?;
         state.end(0);
         Ok(())
@@ -378,28 +399,28 @@ impl Vmm for FakeVm {
 
 impl PauseWatchdog for FakeWatchdog {
     fn arm(&mut self, _: Duration) -> Result<(), VmmError> {
-        let mut state = lock(&self.shared);
+        let mut state = enter(&self.shared, Step::Arm);
         state.enter(Step::Arm)?;
         (state.watchdog.is_armed, state.watchdog.running_forbidden) = (true, false);
         Ok(())
     }
 
     fn disarm(&mut self) -> Result<bool, VmmError> {
-        let mut state = lock(&self.shared);
+        let mut state = enter(&self.shared, Step::Disarm);
         state.enter(Step::Disarm)?;
         (state.watchdog.is_armed, state.watchdog.running_forbidden) = (false, false);
         Ok(std::mem::take(&mut state.watchdog.has_fired))
     }
 
     fn forbid_running(&mut self) -> Result<bool, VmmError> {
-        let mut state = lock(&self.shared);
+        let mut state = enter(&self.shared, Step::ForbidRunning);
         state.enter(Step::ForbidRunning)?;
         (state.watchdog.is_armed, state.watchdog.running_forbidden) = (false, true);
         Ok(std::mem::take(&mut state.watchdog.has_fired))
     }
 
     fn resume_now(&mut self) {
-        let mut state = lock(&self.shared);
+        let mut state = enter(&self.shared, Step::ResumeNow);
         if state.enter(Step::ResumeNow).is_ok() {
             state.watchdog.has_fired |= !state.runs;
             state.resume();
@@ -407,16 +428,38 @@ impl PauseWatchdog for FakeWatchdog {
     }
 
     fn end(self: Box<Self>) {
-        let mut state = lock(&self.shared);
+        let mut state = enter(&self.shared, Step::EndWatchdog);
         let _ = state.enter(Step::EndWatchdog);
         state.watchdog.is_armed = false;
     }
 }
 
 impl FakeControl {
+    /// Another handle of the VM and its watchdog.
+    pub fn attach(&self) -> (FakeVm, FakeWatchdog) {
+        let shared = || Arc::clone(&self.shared);
+        (FakeVm { shared: shared() }, FakeWatchdog { shared: shared() })
+    }
+
     /// Has `incident` happen at the next call of `step` that has none yet.
     pub fn at(&self, step: Step, incident: Incident) {
         lock(&self.shared).script.entry(step).or_default().push_back(incident);
+    }
+
+    /// Has `hook` run just before the next call of `step` that has no hook yet. The hook may use
+    /// this control.
+    pub fn before(&self, step: Step, hook: impl FnOnce() + Send + 'static) {
+        lock(&self.shared).hooks.entry(step).or_default().push_back(Box::new(hook));
+    }
+
+    /// Sets how Keyframe came to control the VM.
+    pub fn set_origin(&self, origin: VmOrigin) {
+        lock(&self.shared).origin = origin;
+    }
+
+    /// True if the VMM has ended.
+    pub fn has_ended(&self) -> bool {
+        lock(&self.shared).exit.is_some()
     }
 
     /// The steps so far, in order; forgets them.

@@ -126,12 +126,16 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
     }
 
     /// Pauses the VM until [`WatchedVm::end_standstill`], so that several checkpoints can be taken
-    /// of one instant. True if the VM ran. If the engine dies, the watchdog resumes the VM.
+    /// of one instant. True if the VM ran. If the engine dies, the watchdog resumes the VM. If this
+    /// method fails, the VM runs again.
     pub fn begin_standstill(&mut self) -> Result<bool, VmmError> {
         let outcome = self.stop_watched(self.limit)?;
         self.standstill = Some(outcome);
-        if outcome == StopOutcome::Stopped {
-            self.watchdog.arm(STANDSTILL_MAX)?;
+        if outcome == StopOutcome::Stopped
+            && let Err(error) = self.watchdog.arm(STANDSTILL_MAX)
+        {
+            let _ = self.end_standstill();
+            return Err(error);
         }
         Ok(outcome == StopOutcome::Stopped)
     }

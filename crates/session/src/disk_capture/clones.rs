@@ -209,6 +209,12 @@ impl ClonedCut {
         Ok(())
     }
 
+    /// A cut of no disk.
+    #[cfg(test)]
+    pub(super) fn nothing() -> Self {
+        Self(Arc::new(OnceLock::from(Vec::new())))
+    }
+
     fn discard(&self, events: &dyn EventSink) {
         self.0.get().into_iter().flatten().for_each(|made| discard(&made.path, events));
     }
@@ -238,7 +244,7 @@ fn tried(image: &Path, format: Option<ImageFormat>, cheaply: bool) -> Result<(),
     }
     let folder = image.parent().unwrap_or(Path::new("/"));
     let target = tempfile::Builder::new().prefix(".keyframe-try-").tempfile_in(folder);
-    let target = target.map_err(|e| io("make a file peripherals", e))?;
+    let target = target.map_err(|e| io("make a file beside", e))?;
     source.sync_data().map_err(|e| io("sync", e))?;
     let began = Instant::now();
     rustix::fs::ioctl_ficlone(&target, &source)

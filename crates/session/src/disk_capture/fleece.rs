@@ -196,7 +196,7 @@ impl FleecedDiskCapture {
             if points.is_empty() {
                 continue;
             }
-            if let Err(error) = fleece::cut(members[member].machine.vm.qmp(), &points) {
+            if let Err(error) = fleece::cut(members[member].vm.qemu()?.qmp(), &points) {
                 // Of a group, the members before are a bitmap ahead: what they froze is lost to the
                 // count, so all is owed.
                 self.start_anew(members);
@@ -302,7 +302,8 @@ impl FleecedDiskCapture {
         self.based = false;
         self.present = None;
         for (number, member) in members.iter_mut().enumerate() {
-            let qmp = member.machine.vm.qmp();
+            let Ok(vm) = member.vm.qemu() else { continue };
+            let qmp = vm.qmp();
             let swept = fleece::sweep(qmp).and_then(|found| {
                 if found { fleece::start_server(qmp, &self.sockets[number]) } else { Ok(()) }
             });
@@ -328,7 +329,8 @@ impl FleecedDiskCapture {
             return;
         }
         for member in members {
-            let taken = fleece::take_away(member.machine.vm.qmp());
+            let Ok(vm) = member.vm.qemu() else { continue };
+            let taken = fleece::take_away(vm.qmp());
             tell_failed(&*self.events, Step::CloseExports, taken);
         }
     }
@@ -337,7 +339,8 @@ impl FleecedDiskCapture {
     pub fn detach(&mut self, members: &mut [Member]) {
         self.open = None;
         for member in members {
-            let qmp = member.machine.vm.qmp();
+            let Ok(vm) = member.vm.qemu() else { continue };
+            let qmp = vm.qmp();
             let before = qmp.set_timeout(DETACH_TIMEOUT);
             let swept = fleece::sweep(qmp).and_then(|_| fleece::stop_server(qmp));
             qmp.set_timeout(before);
@@ -361,7 +364,7 @@ impl FleecedDiskCapture {
 
 fn qmp<'a>(members: &'a mut [Member], disk: &QemuDisk) -> Result<&'a mut Qmp, BoxError> {
     let member = members.get_mut(disk.member).ok_or(DiskError::NoVm)?;
-    Ok(member.machine.vm.qmp())
+    Ok(member.vm.qemu()?.qmp())
 }
 
 impl FleecedCut {

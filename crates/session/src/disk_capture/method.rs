@@ -89,7 +89,7 @@ pub fn own(
     way: DiskMethod,
     leave_out: &ExcludedDisks,
     events: &SharedEventSink,
-) -> Result<Option<DiskCapture>> {
+) -> Result<Option<Box<dyn DiskCapture>>> {
     let mut disks = Vec::new();
     for (member, one) in found.iter_mut().enumerate() {
         let prefix = if is_group { format!("{}/", one.name) } else { String::new() };
@@ -135,13 +135,13 @@ fn cloned(
     name: &str,
     mut disks: Vec<QemuDisk>,
     events: &SharedEventSink,
-) -> Result<DiskCapture> {
+) -> Result<Box<dyn DiskCapture>> {
     for disk in disks.iter_mut().filter(|disk| !disk.left_out) {
         if let Some(format) = disk.format {
             disk.meta.base = base_image::describe(&disk.image, format)?;
         }
     }
-    ClonedDiskCapture::new(store, name, disks, Arc::clone(events)).map(DiskCapture::Cloned)
+    Ok(Box::new(ClonedDiskCapture::new(store, name, disks, Arc::clone(events))?))
 }
 
 fn fleeced(
@@ -149,15 +149,15 @@ fn fleeced(
     disks: Vec<QemuDisk>,
     found: &mut [StartedVm],
     events: &SharedEventSink,
-) -> Result<DiskCapture> {
+) -> Result<Box<dyn DiskCapture>> {
     let through_libvirt = |one: &StartedVm| one.vm.is_attached() && one.monitor.is_none();
     let kept = disks.iter().find(|disk| !disk.left_out);
     if let Some(disk) = kept.filter(|disk| found.get(disk.member).is_some_and(through_libvirt)) {
         return Err(DiskError::ThroughLibvirt(disk.meta.name.clone()).into());
     }
     let mut vms: Vec<&mut Vm> = found.iter_mut().map(|one| &mut one.vm).collect();
-    FleecedDiskCapture::new((store, run_dir), disks, &mut vms, Arc::clone(events))
-        .map(DiskCapture::Fleeced)
+    let fleeced = FleecedDiskCapture::new((store, run_dir), disks, &mut vms, Arc::clone(events))?;
+    Ok(Box::new(fleeced))
 }
 
 fn disks_of(vm: &mut Vm, directory: &Path, member: usize, prefix: &str) -> Result<Vec<QemuDisk>> {

@@ -34,7 +34,7 @@ pub struct QemuDisk {
 /// what the guest sees.
 pub fn require_same(disks: &[QemuDisk], members: &mut [Member]) -> Result<(), BoxError> {
     for (number, member) in members.iter_mut().enumerate() {
-        let nodes = member.machine.vm.writable_nodes()?;
+        let nodes = member.vm.qemu()?.writable_nodes()?;
         let mut known = disks.iter().filter(|disk| disk.member == number).map(|disk| &disk.node);
         let same = |node: &WritableNode| {
             // A filter of QEMU's own, as of a job, stands above the node for a while.

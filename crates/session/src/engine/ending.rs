@@ -1,19 +1,19 @@
-//! The end of a run: what was captured is sealed, QEMU is ended or left to itself.
+//! The end of a run: captured checkpoints are sealed, and the VMs are ended or left running.
 
 use super::{BrokenRun, End, Engine, EngineMessage, Event, OnExit, RunEnd, RunReport, StoreSink};
 use crate::error::{Error, Result};
+use crate::machines::NamedVm;
 use crate::run_dir::RunDir;
 use crate::teardown::Teardown;
-use keyframe_qemu::Vm;
 
 impl Engine<'_> {
-    /// What was captured is sealed before the run ends.
+    /// Seals all captured checkpoints.
     fn seal_remaining(&mut self) -> Result<()> {
         let sink = self.end_encoding()?;
         sink.finish().map(drop).map_err(|e| Error::store(self.store.path(), e))
     }
 
-    /// Ends the encoder and takes in its last reports.
+    /// Ends the encoder and handles its last reports.
     pub(super) fn end_encoding(&mut self) -> Result<StoreSink> {
         let encoding = self.encoding.take().ok_or(Error::EncoderEnded)?;
         let sink = encoding.finish()?;
@@ -24,8 +24,8 @@ impl Engine<'_> {
                 request @ EngineMessage::Request(_) => requests.push(request),
             }
         }
-        // For the loop, where it goes on with another encoder; where it does not, who asked is told
-        // that the engine has ended.
+        // The loop answers these requests if it goes on with another encoder. If the run ends, the
+        // control socket answers that the engine has ended.
         for request in requests {
             let _ = self.inbox_sender.send(request);
         }
@@ -75,13 +75,13 @@ impl Engine<'_> {
             }
             End::Asked(_) if is_attached => {
                 for (vm, qemu) in vms {
-                    events.event(&Event::Detached { vm, qemu_pid: qemu.keep() });
+                    events.event(&Event::Detached { vm, qemu_pid: qemu.leave_running() });
                 }
                 RunEnd::Detached
             }
             End::Asked(OnExit::Kill) => {
                 for (_, mut vm) in vms {
-                    teardown.step(vm.kill());
+                    teardown.step(vm.end());
                 }
                 RunEnd::Killed
             }
@@ -105,11 +105,11 @@ impl Engine<'_> {
 }
 
 /// Leaves launched VMs running.
-fn keep(vms: Vec<(String, Vm)>, is_group: bool, run_dir: &RunDir, tell: impl Fn(Event)) {
+fn keep(vms: Vec<NamedVm>, is_group: bool, run_dir: &RunDir, tell: impl Fn(Event)) {
     for (number, (vm, qemu)) in vms.into_iter().enumerate() {
         let dir =
             if is_group { run_dir.path().join(number.to_string()) } else { run_dir.path().into() };
         let monitor = dir.join("qmp.sock");
-        tell(Event::Kept { vm, qemu_pid: qemu.keep(), monitor });
+        tell(Event::Kept { vm, qemu_pid: qemu.leave_running(), monitor });
     }
 }

@@ -1,16 +1,16 @@
-//! What becomes of captures: sealed, failed, or of RAM that is not there any more.
+//! The outcome of captures: sealed, failed, or a new run because RAM blocks were plugged.
 
 use super::{
     Arc, CaptureError, CheckpointError, CheckpointFailure, EncodeReport, Engine, Entry, Error,
-    Event, Instant, NotCaptured, RamCapture, Response, Result, SAY_LATE_EVERY, Sealed,
-    SettledReport, StoreSink, Taker, encode,
+    Event, Instant, NotCaptured, Response, Result, SAY_LATE_EVERY, Sealed, SettledReport,
+    StoreSink, Taker, encode,
 };
 use crate::error::error_chain;
 use crate::event::shared;
 use keyframe_units::duration_ns;
 
 impl Engine<'_> {
-    /// Takes in what the encoder reports.
+    /// Handles a report of the encoder.
     pub(super) fn settle(&mut self, report: EncodeReport<Sealed>) {
         match self.copying.cycle.settle(report) {
             SettledReport::Sealed { seq, sealed } => {
@@ -89,7 +89,7 @@ impl Engine<'_> {
         self.tell(&event);
     }
 
-    /// Keeps the budgets that were asked for.
+    /// Adapts the interval to the budgets.
     fn tune(&mut self, entry: &Entry) {
         let Some(tuning) = &mut self.tuning else { return };
         let (tuned, has_changed) = tuning.learn(entry);
@@ -106,9 +106,9 @@ impl Engine<'_> {
         }
     }
 
-    /// A capture has failed: finds out why, and whether further ones are possible.
+    /// Handles a failed capture: finds the reason, and whether further captures are possible.
     pub(super) fn capture_failed(&mut self, error: CaptureError) -> NotCaptured {
-        // A VM that ended in the middle is no failure; the loop finds out and says how it ended.
+        // A VM that ended during the capture is no failure: the loop tells how it ended.
         if self.machines.any_has_ended() {
             return CheckpointError::VmEnded(error).into();
         }
@@ -130,8 +130,8 @@ impl Engine<'_> {
         self.failed(error.into(), 1, false).into()
     }
 
-    /// The VM's RAM blocks are others now: tracks those, and begins a new run with a complete
-    /// checkpoint.
+    /// Tracks the VM's present RAM blocks, which differ from those before, and begins a new run with
+    /// a complete checkpoint.
     fn begin_anew(&mut self) -> Result<()> {
         let sink = self.end_encoding()?;
         let known = sink.finish().map_err(|e| Error::store(self.store.path(), e))?;
@@ -139,14 +139,14 @@ impl Engine<'_> {
         self.copying.strategies.untrack();
         let is_group = self.machines.is_group();
         let members = self.machines.members_mut().iter_mut();
-        let mut vms: Vec<_> = members.map(|m| (&*m.name, &mut m.machine.vm)).collect();
-        self.copying = RamCapture::start(&mut vms, is_group, &self.options)?;
+        let mut vms: Vec<_> = members.map(|m| (&*m.name, m.vm.vm_mut())).collect();
+        self.copying = self.copying.restart(&mut vms, is_group, &self.options)?;
         for (member, watches) in
             self.machines.members_mut().iter_mut().zip(&self.copying.watches_discards)
         {
-            member.machine.set_watches_discards(*watches);
+            member.vm.set_watches_discards(*watches);
         }
-        self.meta.refresh(self.machines.members_mut().iter_mut().map(|m| &mut m.machine.vm))?;
+        self.meta.refresh(self.machines.members_mut().iter_mut().map(|m| &mut m.vm))?;
         let disks = self.machines.disks.as_ref();
         let metas = disks.map_or_else(Vec::new, |disks| disks.metas().to_vec());
         let run = self
@@ -154,15 +154,16 @@ impl Engine<'_> {
             .begin_run_with(&self.name, &self.copying.layout, metas, known)
             .map_err(|e| Error::store(self.store.path(), e))?;
         let fault = self.options.fault.clone();
-        let sink = StoreSink::new(run, self.meta.clone(), fault.clone(), self.newest);
+        let sink = StoreSink::new(run, self.meta.clone(), fault, self.newest);
         let (inbox, status) = (self.inbox_sender.clone(), Arc::clone(&self.status));
         let space_pages = self.copying.layout.len_pages();
-        self.encoding = Some(encode(sink, space_pages, inbox, status, fault)?);
+        let observer = Arc::clone(&self.encoder_observer);
+        self.encoding = Some(encode(sink, space_pages, inbox, status, observer)?);
         self.tell(&Event::NewRun);
         Ok(())
     }
 
-    /// Counts `lost` checkpoints as failed, and tells it once for a row of the same failure.
+    /// Counts `lost` checkpoints as failed. Tells the event unless it repeats the failure before.
     pub(super) fn failed(
         &mut self,
         error: CheckpointError,

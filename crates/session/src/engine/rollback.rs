@@ -1,4 +1,4 @@
-//! `keyframe rollback`: the running VM becomes what it was at a checkpoint, in the same QEMU.
+//! `keyframe rollback`: puts the running VM back to a checkpoint, in the same VMM process.
 //!
 //! ```text
 //!   runs ─▶ stands ─▶ checkpoint "before" ─▶ disks, RAM, devices of the target ─▶ RAM compared ─▶ checkpoint "after" ─▶ runs
@@ -23,7 +23,7 @@
 //!
 //! Left out: groups, libvirt.
 
-use super::super::machine::QemuMachine;
+use super::super::session_vm::SessionVm;
 use super::{
     CheckpointReason, Duration, Engine, EngineMessage, Error, Event, Instant, LOOK_EVERY,
     NotCaptured, Response, Result, Taker, channel, with_fix,
@@ -33,24 +33,24 @@ use crate::error::{CheckpointError, MachineDifference, RollbackError};
 use crate::event::{Step, tell_failed};
 use keyframe_capture::BoxError;
 use keyframe_inspect::guest_memory::{Guest, StoredPages};
-use keyframe_qemu::rollback::Target;
 use keyframe_store::{CheckpointId, Loaded};
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, RamLayout, elapsed_ns};
 use keyframe_vm_disks::restored::are_same;
+use keyframe_vmm::RollbackTarget;
 use std::sync::mpsc::TryRecvError;
 
 /// How long a checkpoint may take to be sealed.
-const SEAL_TIMEOUT: Duration = Duration::from_mins(5);
+pub(super) const SEAL_TIMEOUT: Duration = Duration::from_mins(5);
 /// How often the pages that still differ are written again.
 const TRIES: u32 = 3;
 /// Pages that are compared at once: 16 MiB.
 const BATCH_PAGES: u64 = 4096;
 
-/// What failed, and where the VM is.
+/// A failed rollback, and the state of the VM.
 enum FailedRollback {
-    /// As it was.
+    /// The VM is as it was.
     Unharmed(RollbackError),
-    /// Neither here nor there: it must not run.
+    /// The VM's state is neither the former nor the checkpoint's: it must not run.
     Lost { why: Box<RollbackError>, again: Box<RollbackError> },
 }
 
@@ -70,14 +70,14 @@ impl Engine<'_> {
             // Not in the moment before.
             self.store.sealed(target.id).map_err(|e| Error::store(self.store.path(), e))?;
         }
-        // The VM is not to stand while earlier checkpoints are stored.
+        // The VM is not to be paused while earlier checkpoints are stored.
         let idle = |engine: &mut Self| (engine.copying.cycle.in_flight() == 0).then_some(());
         self.handle_reports_until(idle)?;
         if let Some(disks) = &mut self.machines.disks {
             disks.stage(self.store, target.id, &target.meta)?;
         }
         let done = self.roll_back_to(&target, name);
-        // Of a VM that is neither here nor there both are kept.
+        // If the VM is lost, both sets of disks are kept.
         if !self.given_up
             && let Some(disks) = &mut self.machines.disks
         {
@@ -89,7 +89,7 @@ impl Engine<'_> {
 
     fn roll_back_to(&mut self, target: &Loaded, name: &str) -> Result<RolledBack, RollbackError> {
         let began = Instant::now();
-        let was_running = self.machine()?.stand().map_err(step("pause the VM"))?;
+        let was_running = self.vm()?.begin_standstill().map_err(step("pause the VM"))?;
         self.step();
         let gone = self.go_back(target);
         keyframe_kernel::priority::lower_current_thread();
@@ -101,7 +101,7 @@ impl Engine<'_> {
             Err(FailedRollback::Unharmed(why)) => Err(RollbackError::Unharmed(Box::new(why))),
             Ok(gone) => Ok(gone),
         };
-        self.machine()?.go().map_err(step("resume the VM"))?;
+        self.vm()?.end_standstill().map_err(step("resume the VM"))?;
         let stood_ns = elapsed_ns(began);
         self.look();
         let (before, now, pages) = gone?;
@@ -117,25 +117,25 @@ impl Engine<'_> {
         })
     }
 
-    fn machine(&mut self) -> Result<&mut QemuMachine> {
+    fn vm(&mut self) -> Result<&mut SessionVm> {
         let first = self.machines.members_mut().first_mut();
-        first.map(|member| &mut member.machine).ok_or(Error::NoVm)
+        first.map(|member| &mut member.vm).ok_or(Error::NoVm)
     }
 
-    /// Where a test kills the engine.
+    /// Lets a test's fault kill the engine at this step.
     fn step(&self) {
         if let Some(fault) = &self.options.fault {
             fault.rolling_back();
         }
     }
 
-    /// Serves the disks that were not served. The VM stands.
+    /// Exchanges the served disks and the staged ones. The VM is paused.
     fn exchange_disks(&mut self) -> Result<(), RollbackError> {
-        let exchanged = self.machines.disks.as_mut().map_or(Ok(()), super::DiskCapture::exchange);
+        let exchanged = self.machines.disks.as_mut().map_or(Ok(()), |disks| disks.exchange());
         exchanged.map_err(step("exchange the disks"))
     }
 
-    /// The checkpoint, where this VM can become it.
+    /// The checkpoint, or the reason why this VM cannot be put back to it.
     fn rollback_target(&mut self, name: &str) -> Result<Loaded, RollbackError> {
         if self.machines.is_group() {
             return Err(RollbackError::Group);
@@ -143,11 +143,8 @@ impl Engine<'_> {
         if self.given_up || self.encoding.is_none() {
             return Err(RollbackError::GivenUp);
         }
-        let libvirts = self
-            .machines
-            .members()
-            .iter()
-            .any(|m| m.machine.vm.is_attached() && m.machine.monitor.is_none());
+        let libvirts =
+            self.machines.members().iter().any(|m| m.vm.is_attached() && m.vm.monitor().is_none());
         if libvirts {
             return Err(RollbackError::Libvirt);
         }
@@ -167,14 +164,15 @@ impl Engine<'_> {
         if !target.meta.members.is_empty() || !target.meta.ram.same_space(&self.copying.layout) {
             return Err(another(id, MachineDifference::RamBlocks));
         }
-        let disks = self.machines.disks.as_ref().map_or(&[][..], super::DiskCapture::metas);
+        let disks = self.machines.disks.as_ref().map_or(&[][..], |disks| disks.metas());
         if !are_same(disks, &target.meta.disks) {
             return Err(another(id, MachineDifference::Disks));
         }
         Ok(target)
     }
 
-    /// The VM stands. The checkpoints before and after, and how many pages were written.
+    /// Puts the paused VM back to `target`. Returns the checkpoints before and after, and how many
+    /// pages were written.
     fn go_back(
         &mut self,
         target: &Loaded,
@@ -183,9 +181,10 @@ impl Engine<'_> {
         let load_failed = |e| FailedRollback::Unharmed(Error::store(self.store.path(), e).into());
         let before = self.store.load(before).map_err(load_failed)?;
         let mut pages = differing(&before, target);
-        let between = self.machine().map_err(RollbackError::from);
-        let between = between.and_then(|m| m.between().map_err(step("tell the watchdog")));
-        between.map_err(FailedRollback::Unharmed)?;
+        let forbidden = self.vm().map_err(RollbackError::from);
+        let forbidden =
+            forbidden.and_then(|vm| vm.forbid_running().map_err(step("tell the watchdog")));
+        forbidden.map_err(FailedRollback::Unharmed)?;
         let mut exchanged = false;
         let became = self.exchange_disks().and_then(|()| {
             exchanged = true;
@@ -202,7 +201,7 @@ impl Engine<'_> {
                 let (why, again) = (Box::new(why), Box::new(again));
                 return Err(FailedRollback::Lost { why, again });
             }
-            self.is_whole();
+            self.allow_running();
             return Err(FailedRollback::Unharmed(why));
         }
         self.step();
@@ -210,23 +209,25 @@ impl Engine<'_> {
             let described = disks.came_from(target.id);
             tell_failed(&*self.options.events, Step::DescribeDisks, described);
         }
-        self.is_whole();
+        self.allow_running();
         self.step();
         self.rollbacks += 1;
         self.came_from = Some((target.id, self.rollbacks));
-        // Where this one fails it has been said, and the next one is the first behind the rollback.
+        // If this checkpoint fails, an event tells it, and the next one is the first after the
+        // rollback.
         let now = self.capture_and_seal().ok();
         Ok((before.id, now, pages.len() as u64))
     }
 
-    /// What stands there may run, should the engine die. Without its watchdog it is no less whole.
-    fn is_whole(&mut self) {
-        if let Ok(allowed) = self.machine().map(QemuMachine::is_whole) {
+    /// Declares that the VM's state is complete: if the engine dies, the VM runs. A failure of the
+    /// watchdog is told and does not fail the rollback.
+    fn allow_running(&mut self) {
+        if let Ok(allowed) = self.vm().map(SessionVm::allow_running) {
             tell_failed(&*self.options.events, Step::AllowRunning, allowed);
         }
     }
 
-    /// A checkpoint of the standing VM, sealed.
+    /// Takes a checkpoint of the paused VM and waits until it is sealed.
     fn capture_and_seal(&mut self) -> Result<CheckpointId, RollbackError> {
         let seq = self.capture(CheckpointReason::Rollback, None, None)?;
         let (sender, sealed) = channel();
@@ -241,13 +242,12 @@ impl Engine<'_> {
         })?
     }
 
-    /// Takes in what the encoder reports, until `done` has an answer. What clients ask meanwhile
-    /// waits.
-    fn handle_reports_until<T>(
+    /// Handles the encoder's reports until `done` has an answer. Requests of clients wait meanwhile.
+    pub(super) fn handle_reports_until<T>(
         &mut self,
         mut done: impl FnMut(&mut Self) -> Option<T>,
     ) -> Result<T, RollbackError> {
-        let deadline = Instant::now() + SEAL_TIMEOUT;
+        let deadline = Instant::now() + self.seal_timeout;
         let mut requests = Vec::new();
         let result = loop {
             if let Some(answer) = done(self) {
@@ -268,7 +268,7 @@ impl Engine<'_> {
         result
     }
 
-    /// Loads devices and `pages` of `to`, and whatever else turns out to differ, which is added to
+    /// Loads the devices and `pages` of `to`, and all further pages that then differ. Adds these to
     /// `pages`.
     fn become_checkpoint(
         &mut self,
@@ -279,7 +279,7 @@ impl Engine<'_> {
         for _ in 0..TRIES {
             let guest = Guest::choose(to, None).map_err(Error::from)?;
             let source = StoredPages::new(to, &guest);
-            let target = Target {
+            let target = RollbackTarget {
                 machine_type: &to.meta.machine.machine_type,
                 layout: &to.meta.ram,
                 ram: &source,
@@ -290,7 +290,7 @@ impl Engine<'_> {
                 self.store.local_folder().map_err(|e| Error::store(self.store.path(), e))?;
             let file = tempfile::tempfile_in(&directory)
                 .map_err(|e| Error::file("make a temporary file in", &directory, e))?;
-            self.machine()?.vm.roll_back(&target, file).map_err(Error::from)?;
+            self.vm()?.vm_mut().roll_back(&target, file).map_err(Error::from)?;
             let others = self.wrong_pages(to)?;
             if others.is_empty() {
                 return Ok(());
@@ -303,7 +303,7 @@ impl Engine<'_> {
         Err(RollbackError::PagesDiffer { pages: wrong, checkpoint: to.id })
     }
 
-    /// The pages of the standing VM that are not those of `to`.
+    /// The pages in which the paused VM differs from `to`.
     fn wrong_pages(&self, to: &Loaded) -> Result<Vec<PageIndex>, RollbackError> {
         let reader = self.copying.strategies.ram().ok_or(Error::NoVm)?;
         let layout = &to.meta.ram;
@@ -353,7 +353,7 @@ fn in_use(layout: &RamLayout, pages: &[PageIndex]) -> Vec<PageIndex> {
     pages.iter().copied().filter(is_used).collect()
 }
 
-/// The pages in which two checkpoints of one page space differ, rising.
+/// The pages in which two checkpoints of one page space differ, in ascending order.
 fn differing(a: &Loaded, b: &Loaded) -> Vec<PageIndex> {
     let pages = (0..a.meta.ram.len_pages()).map(PageIndex);
     pages.filter(|page| a.page_ref(*page) != b.page_ref(*page)).collect()

@@ -74,7 +74,11 @@ impl Engine<'_> {
                 self.capture(CheckpointReason::Segment, None, None).map_err(Error::from)?;
             }
             let Some(member) = self.machines.members_mut().first_mut() else { return Ok(true) };
-            match steps.advance(&mut member.machine.vm, is_busy, &self.interrupted)? {
+            match steps.advance(
+                member.vm.qemu().map_err(Error::from)?,
+                is_busy,
+                &self.interrupted,
+            )? {
                 Step::Interrupted => return Ok(false),
                 Step::End => return Ok(!self.interrupted.load(Ordering::Relaxed)),
                 Step::Stands => {}
@@ -84,8 +88,7 @@ impl Engine<'_> {
 
     fn is_busy(&mut self) -> Result<bool> {
         let Some(member) = self.machines.members_mut().first_mut() else { return Ok(false) };
-        let machine = &mut member.machine;
-        machine.disks.are_busy(machine.vm.qmp()).map_err(|source| Error::Machine {
+        member.vm.has_requests_under_way().map_err(|source| Error::Machine {
             operation: "ask for requests of disks under way",
             source,
         })

@@ -120,7 +120,7 @@ impl RollbackError {
                                with: keyframe run --disk served"
                 .into(),
             Self::OtherMachine { checkpoint, .. } => {
-                format!("bring it to life peripherals this one: keyframe restore {checkpoint}")
+                format!("bring it to life beside this VM: keyframe restore {checkpoint}")
             }
             Self::Lost { checkpoint, .. } => {
                 format!("end it (keyframe stop) and restore: keyframe restore {checkpoint}")

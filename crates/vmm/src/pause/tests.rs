@@ -148,3 +148,16 @@ fn fake_capabilities_can_be_set() {
     control.set_capabilities(Capabilities::all(VmmKind::Firecracker));
     assert_eq!(vm.kind(), VmmKind::Firecracker);
 }
+
+#[test]
+fn a_standstill_whose_watchdog_cannot_be_extended_ends_at_once() {
+    let (mut vm, control) = watched();
+    // The first arming is that of the stop.
+    control.before(Step::Stop, {
+        let control = control.clone();
+        move || control.at(Step::Arm, Incident::Fail("the watchdog has ended".into()))
+    });
+    let error = vm.begin_standstill().unwrap_err();
+    assert_eq!(error.to_string(), "the watchdog has ended");
+    assert!(control.runs());
+}

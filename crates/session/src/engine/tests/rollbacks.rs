@@ -1,0 +1,190 @@
+//! A rollback fails half way: the VM runs as it was, or it is lost and never runs.
+
+use super::{Bench, Client, failed, page};
+use crate::control::Response;
+use crate::engine::{Engine, RunEnd, RunReport};
+use crate::event::Event;
+use keyframe_units::PageIndex;
+use keyframe_vmm::fake::{Incident, Step};
+use std::sync::mpsc::Receiver;
+use std::time::Duration;
+
+/// A run with checkpoint 1, after which the guest writes a page, a rollback to it, and a stop.
+struct Rollback<'a> {
+    bench: &'a Bench,
+    answer: Receiver<Response>,
+    report: RunReport,
+    /// The RAM just before the rollback.
+    former: Vec<u8>,
+}
+
+impl<'a> Rollback<'a> {
+    /// `prepare` runs just before the rollback, after checkpoint 1 is sealed.
+    fn run(bench: &'a Bench, prepare: impl FnOnce(&Bench)) -> Self {
+        Self::run_with(bench, |_| (), prepare)
+    }
+
+    fn run_with(
+        bench: &'a Bench,
+        configure: impl FnOnce(&mut Engine<'_>),
+        prepare: impl FnOnce(&Bench),
+    ) -> Self {
+        let (_, mut options) = Bench::new();
+        options.interval = None;
+        options.events = bench.told.clone();
+        options.audit = None;
+        let mut engine = bench.engine_with_checkpoint(options);
+        configure(&mut engine);
+        let client = Client::of(&engine);
+        bench.control.write_page(PageIndex(5), &page(200));
+        let former = bench.ram();
+        prepare(bench);
+        let answer = client.roll_back("1");
+        drop(client.stop(None));
+        drop(client);
+        let report = bench.run_engine(engine).unwrap();
+        Self { bench, answer, report, former }
+    }
+
+    /// Asserts that the rollback failed with `text` and the VM runs as it was.
+    fn assert_unharmed(&self, text: &str) {
+        let told = failed(&self.answer);
+        assert!(told.contains(text), "{told}");
+        self.bench.assert_runs();
+        assert!(!self.bench.control.is_running_forbidden());
+        assert!(self.bench.ram() == self.former, "the VM is not as it was");
+        assert_eq!((self.report.end, self.report.given_up), (RunEnd::Kept, false));
+        assert_eq!(self.bench.told.count(|event| matches!(event, Event::RolledBack { .. })), 0);
+    }
+}
+
+#[test]
+fn a_rollback_puts_the_vm_back_and_keeps_what_was_before() {
+    let (bench, _) = Bench::new();
+    let done = Rollback::run(&bench, |_| ());
+    let Response::RolledBack(answer) = done.answer.recv().unwrap() else { panic!() };
+    assert_eq!((answer.before, answer.now, answer.pages, answer.runs), (2, Some(3), 1, true));
+    bench.assert_runs();
+    assert_eq!(bench.ram(), bench.checkpoint("1"));
+    assert_eq!(bench.checkpoint("2"), done.former);
+    assert_eq!(bench.checkpoint("3"), bench.checkpoint("1"));
+    assert_eq!(bench.told.count(|event| matches!(event, Event::RolledBack { .. })), 1);
+}
+
+#[test]
+fn a_vm_that_cannot_be_paused_is_not_rolled_back() {
+    for step in [Step::Arm, Step::Stop] {
+        let (bench, _) = Bench::new();
+        let done = Rollback::run(&bench, |bench| {
+            bench.control.at(step, Incident::Fail("it failed".into()));
+        });
+        done.assert_unharmed("pause the VM: it failed");
+        assert_eq!(bench.checkpoints(), 1);
+    }
+}
+
+#[test]
+fn a_state_that_cannot_be_kept_is_not_given_up() {
+    let (bench, _) = Bench::new();
+    let done = Rollback::run(&bench, |bench| {
+        bench.control.at(Step::SaveDevices, Incident::Fail("no state".into()));
+    });
+    done.assert_unharmed("the VM is as it was");
+    assert!(!bench.control.take_steps().contains(&Step::RollBack));
+}
+
+#[test]
+fn a_vm_that_the_watchdog_resumed_is_not_rolled_back() {
+    let (bench, _) = Bench::new();
+    let done = Rollback::run(&bench, |bench| {
+        bench.control.at(Step::ForbidRunning, Incident::WatchdogFires);
+    });
+    done.assert_unharmed("the watchdog resumed the VM because the rollback took too long");
+    assert!(!bench.control.take_steps().contains(&Step::RollBack));
+}
+
+#[test]
+fn a_state_that_is_not_sealed_in_time_is_not_given_up() {
+    let (bench, _) = Bench::new();
+    let configure = |engine: &mut Engine<'_>| engine.seal_timeout = Duration::from_secs(1);
+    let gate = bench.gate.clone();
+    let done = Rollback::run_with(&bench, configure, |bench| {
+        bench.gate.close();
+        // Only after the rollback has resumed the VM.
+        bench.control.before(Step::Resume, || ());
+        bench.control.before(Step::Resume, move || gate.open());
+    });
+    done.assert_unharmed("the checkpoint was not sealed in time; the VM is as it was");
+}
+
+#[test]
+fn a_vm_that_loads_no_state_goes_back_to_what_it_was() {
+    let (bench, _) = Bench::new();
+    let done = Rollback::run(&bench, |bench| {
+        bench.control.at(Step::RollBack, Incident::Fail("the state is refused".into()));
+    });
+    done.assert_unharmed("the state is refused; the VM is as it was");
+}
+
+#[test]
+fn a_vm_whose_former_state_is_lost_never_runs() {
+    let (bench, _) = Bench::new();
+    let done = Rollback::run(&bench, |bench| {
+        bench.control.at(Step::RollBack, Incident::Fail("the state is refused".into()));
+        bench.control.at(Step::RollBack, Incident::Fail("the former one too".into()));
+        let control = bench.control.clone();
+        bench.control.before(Step::EndWatchdog, move || {
+            assert!(control.is_running_forbidden(), "the watchdog may resume the VM");
+        });
+    });
+    let told = failed(&done.answer);
+    assert!(told.contains("the state is refused; nor could it be put back"), "{told}");
+    assert!(told.contains("the former one too; the VM is left paused"), "{told}");
+    assert!(!bench.control.runs() && !bench.control.has_ended());
+    assert!(done.report.given_up);
+    assert_eq!(done.report.end, RunEnd::Kept);
+    // What it was is in the store.
+    assert_eq!(bench.checkpoint("2"), done.former);
+}
+
+#[test]
+fn a_vm_that_ends_during_the_rollback_is_reported_as_ended() {
+    let (bench, _) = Bench::new();
+    let done = Rollback::run(&bench, |bench| {
+        bench.control.at(Step::RollBack, Incident::End(3));
+    });
+    let _ = failed(&done.answer);
+    assert!(matches!(done.report.end, RunEnd::VmEnded(exit) if exit.code() == Some(3)));
+    assert!(!bench.control.take_steps().contains(&Step::End));
+    assert_eq!(bench.checkpoint("2"), done.former);
+}
+
+#[test]
+fn a_vm_whose_resume_fails_after_the_rollback_is_resumed_by_the_watchdog() {
+    let (bench, _) = Bench::new();
+    let done = Rollback::run(&bench, |bench| {
+        // The first resume is that of the run's start.
+        bench.control.before(Step::RollBack, {
+            let control = bench.control.clone();
+            move || control.at(Step::Resume, Incident::Fail("no answer".into()))
+        });
+    });
+    assert!(failed(&done.answer).contains("resume the VM: no answer"));
+    bench.assert_runs();
+    assert_eq!(bench.ram(), bench.checkpoint("1"));
+}
+
+#[test]
+fn an_unknown_checkpoint_is_refused_without_a_pause() {
+    let (bench, mut options) = Bench::new();
+    options.interval = None;
+    let engine = bench.engine(options);
+    let client = Client::of(&engine);
+    let answer = client.roll_back("nowhere");
+    drop(client.stop(None));
+    drop(client);
+    bench.run_engine(engine).unwrap();
+    assert!(failed(&answer).contains("nowhere"));
+    bench.assert_runs();
+    assert!(!bench.control.take_steps().contains(&Step::Stop));
+}

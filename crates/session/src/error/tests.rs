@@ -1,0 +1,178 @@
+//! The text of each error and of its fix, in a golden file.
+
+use super::*;
+use keyframe_capture::CaptureError;
+use keyframe_qemu::Severity;
+use keyframe_store::CheckpointId;
+use keyframe_testing::{assert_golden, error_text};
+use keyframe_vmm::{VmmError, VmmErrorKind};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+#[test]
+fn error_texts_are_the_golden_ones() {
+    let texts = [session(), checkpoint(), rollback(), disks(), run_dir(), control()];
+    assert_golden("tests/golden/errors.txt", &texts.concat().concat());
+}
+
+fn denied() -> io::Error {
+    io::Error::from(io::ErrorKind::PermissionDenied)
+}
+
+fn boxed(text: &str) -> BoxError {
+    text.into()
+}
+
+fn finding(subject: &str, fix: &str) -> AuditFinding {
+    AuditFinding {
+        severity: Severity::Refused,
+        subject: subject.into(),
+        reason: "it writes to RAM unseen".into(),
+        fix: fix.into(),
+    }
+}
+
+fn session() -> Vec<String> {
+    let vmm = VmmError::new(VmmErrorKind::Timeout, "no answer to stop", Some("wait".into()));
+    let (name, detail) = ("userfaultfd".to_owned(), "not permitted".to_owned());
+    let other = ("PAGEMAP_SCAN".to_owned(), "Linux 6.7 has it".to_owned());
+    let errors = [
+        Error::Vmm(vmm),
+        Error::Vm(crate::session_vm::SessionVmError::DiscardsRam),
+        Error::Vm(crate::session_vm::SessionVmError::NotQemu),
+        Error::file("make", Path::new("/run/keyframe"), denied()),
+        Error::EncoderEnded.of_member("web"),
+        Error::Several(vec![Error::EncoderPanicked, Error::DisksNotServed, Error::Interrupted]),
+        Error::NoVm,
+        Error::CopyThreads(boxed("out of threads")),
+        Error::CopyOnWriteTracker,
+        Error::NoCopyOnWrite,
+        Error::BudgetWithoutInterval,
+        Error::MissingFeatures { missing: vec![(name, detail), other], fix: None },
+        Error::NotCheckpointable(vec![finding("vfio-pci", "remove it")]),
+        Error::NotCheckpointable(vec![finding("vfio-pci", "remove it"), finding("ivshmem", "too")]),
+        Error::MemberNamedTwice("web".into()),
+        Error::GroupRecorded,
+        Error::NotConnected { port: "port 3".into() },
+        Error::AnswerOnCore(boxed("no such core")),
+        Error::Interrupted,
+        Error::Machine { operation: "ask for requests", source: boxed("no answer") },
+    ];
+    errors.iter().map(|e| error_text(e, e.fix())).collect()
+}
+
+fn checkpoint() -> Vec<String> {
+    let strategy = || CheckpointError::Strategy(Box::new(Error::NoCopyOnWrite));
+    let restart = Box::new(Error::NoVm);
+    let errors = [
+        CheckpointError::Disks(boxed("no space")),
+        strategy(),
+        CheckpointError::Capture(CaptureError::Torn),
+        CheckpointError::VmEnded(CaptureError::Torn),
+        CheckpointError::OtherRam(CaptureError::OtherRam),
+        CheckpointError::NoNewRun { capture: CaptureError::OtherRam, restart },
+        CheckpointError::MonitorLost { pid: 4711 },
+        CheckpointError::GivenUp,
+        CheckpointError::Ending,
+    ];
+    let failure = |lost, is_final| {
+        CheckpointFailure { error: Arc::new(strategy()), lost, is_final }.to_string() + "\n"
+    };
+    let failures = [failure(1, false), failure(3, false), failure(1, true)];
+    errors.iter().map(|e| error_text(e, e.fix())).chain(failures).collect()
+}
+
+fn rollback() -> Vec<String> {
+    let checkpoint = CheckpointId(7);
+    let step = || RollbackError::Step { operation: "pause the VM", source: boxed("no answer") };
+    let difference = |difference| RollbackError::OtherMachine { checkpoint, difference };
+    let (here, there) = ("pc-q35-9.2".to_owned(), "pc-i440fx-9.2".to_owned());
+    let differ = || RollbackError::PagesDiffer { pages: 3, checkpoint };
+    let errors = [
+        RollbackError::Group,
+        RollbackError::GivenUp,
+        RollbackError::Libvirt,
+        RollbackError::OwnDisks,
+        difference(MachineDifference::Property { property: "machine type", here, there }),
+        difference(MachineDifference::RamBlocks),
+        difference(MachineDifference::Disks),
+        RollbackError::SealTimeout,
+        RollbackError::Before(CheckpointError::Ending.into()),
+        step(),
+        differ(),
+        RollbackError::Unharmed(Box::new(step())),
+        RollbackError::Lost {
+            why: Box::new(step()),
+            again: Box::new(differ()),
+            checkpoint: "monday".into(),
+        },
+        RollbackError::Session(Box::new(Error::BudgetWithoutInterval)),
+    ];
+    errors.iter().map(|e| error_text(e, e.fix())).collect()
+}
+
+fn disks() -> Vec<String> {
+    let image = || PathBuf::from("/images/a.qcow2");
+    let disk = || "virtio0".to_owned();
+    let cloned = |obstacle| DiskError::NotCloneable(obstacle);
+    let errors = [
+        DiskError::Io { operation: "open", path: image(), source: denied() },
+        cloned(CloneObstacle::Temporary(disk())),
+        cloned(CloneObstacle::NoFile(disk())),
+        cloned(CloneObstacle::Format(image())),
+        cloned(CloneObstacle::NotRegular(image())),
+        cloned(CloneObstacle::NotWhole { path: image(), reason: "is marked as corrupt" }),
+        cloned(CloneObstacle::NoClones { path: image(), source: denied() }),
+        cloned(CloneObstacle::Slow { path: image(), took_ms: 40 }),
+        cloned(CloneObstacle::Io { operation: "sync", path: image(), source: denied() }),
+        DiskError::AlreadyOpen,
+        DiskError::OtherJob(disk()),
+        DiskError::ThroughLibvirt(disk()),
+        DiskError::UnknownDisk { name: "vdb".into(), disks: vec![disk(), "virtio1".into()] },
+        DiskError::UnknownFormat(disk()),
+        DiskError::Changed { disk: disk(), file: "a.qcow2".into() },
+        DiskError::Unplugged { disk: disk(), file: "a.qcow2".into() },
+        DiskError::NoScratchSpace { folder: "/store/disks".into(), free_bytes: 4096 },
+        DiskError::ReadTimeout { seconds: 60 },
+        DiskError::CutTwice,
+        DiskError::NotCut,
+        DiskError::Resized { name: "a".into(), now_bytes: 2, then_bytes: 1 },
+        DiskError::NotReplicable,
+        DiskError::TooManyClones { folder: "/images".into(), image: image() },
+        DiskError::Clone { image: image(), clone: "/images/.a".into(), source: denied() },
+        DiskError::SlotBeyondOverlay,
+        DiskError::NoVm,
+        DiskError::Server { operation: "cut the disks", source: boxed("it has ended") },
+    ];
+    errors.iter().map(|e| error_text(e, e.fix())).collect()
+}
+
+fn run_dir() -> Vec<String> {
+    let path = || PathBuf::from("/run/keyframe/web");
+    let running = || vec!["web".to_owned(), "db".to_owned()];
+    let errors = [
+        RunDirError::Io { operation: "make", path: path(), source: denied() },
+        RunDirError::BadName("a/b".into()),
+        RunDirError::NameRuns("web".into()),
+        RunDirError::NameLeft("web".into()),
+        RunDirError::NotPrivate(path()),
+        RunDirError::End { vm: "web".into(), source: denied() },
+        RunDirError::Gone("web".into()),
+        RunDirError::Unknown { name: "x".into(), running: Vec::new() },
+        RunDirError::Unknown { name: "x".into(), running: running() },
+        RunDirError::Several { running: running() },
+        RunDirError::NothingRuns,
+    ];
+    errors.iter().map(|e| error_text(e, e.fix())).collect()
+}
+
+fn control() -> Vec<String> {
+    let socket = || PathBuf::from("/run/keyframe/web/control.sock");
+    let errors = [
+        ControlError::Io { operation: "connect to", socket: socket(), source: denied() },
+        ControlError::NoAnswer(socket()),
+        ControlError::Refused("no more checkpoints are taken".into()),
+        ControlError::Panicked,
+    ];
+    errors.iter().map(|e| error_text(e, e.fix())).collect()
+}

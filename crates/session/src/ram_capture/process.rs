@@ -1,0 +1,96 @@
+//! The RAM of a VM whose VMM is a process on this host: reads, write trackers and forked copies.
+
+use super::{RamAccess, StartedTracker};
+use crate::error::Result;
+use crate::event::{Event, EventSink};
+use keyframe_capture::ram::{
+    ForkFreezer, GuestRam, ProcessDirtyTracker, ProcessFirstWriteMonitor, ProcessPageReader,
+    WriteScanner,
+};
+use keyframe_capture::{DirtyTracker, FirstWriteMonitor, PageReader, RamFreezer};
+use keyframe_kernel::Process;
+use keyframe_kernel::attach::{Attached, inject_userfaultfd};
+use keyframe_kernel::fault_tracker::FaultTracker;
+use keyframe_kernel::memory::GuestReader;
+use keyframe_kernel::write_tracker::WriteTracker;
+use keyframe_units::RamLayout;
+use keyframe_vmm::Vmm;
+use std::sync::Arc;
+
+/// The RAM of one VMM process.
+pub struct ProcessRam {
+    ram: Arc<GuestRam>,
+    process: Process,
+    memory: Arc<GuestReader>,
+    watches_discards: bool,
+}
+
+impl ProcessRam {
+    /// Opens the RAM of `vm`.
+    pub fn open(vm: &mut dyn Vmm) -> Result<Box<dyn RamAccess>> {
+        let watches_discards = vm.discards_ram()?;
+        let blocks = vm.ram_blocks()?;
+        let hosts = blocks.iter().map(|b| b.host).collect();
+        let layout = RamLayout::new(blocks.into_iter().map(|b| b.block).collect())?;
+        let ram = Arc::new(GuestRam::new(layout, hosts));
+        let process = Process::open(vm.pid())?;
+        let memory = Arc::new(GuestReader::new(&process, &ram.ranges())?);
+        Ok(Box::new(Self { ram, process, memory, watches_discards }))
+    }
+
+    fn tracker(&self, scan: impl WriteScanner + 'static) -> Box<dyn DirtyTracker> {
+        Box::new(ProcessDirtyTracker::new(Arc::clone(&self.ram), Arc::clone(&self.memory), scan))
+    }
+
+    fn attach(&self, events: &dyn EventSink) -> Result<Attached> {
+        let attached = inject_userfaultfd(&self.process)?;
+        if !attached.guarded {
+            events.event(&Event::UnguardedAttach { qemu_pid: self.process.pid() });
+        }
+        Ok(attached)
+    }
+}
+
+impl RamAccess for ProcessRam {
+    fn layout(&self) -> &RamLayout {
+        self.ram.layout()
+    }
+
+    fn watches_discards(&self) -> bool {
+        self.watches_discards
+    }
+
+    fn reader(&self) -> Arc<dyn PageReader> {
+        Arc::new(ProcessPageReader::new(Arc::clone(&self.ram), Arc::clone(&self.memory)))
+    }
+
+    fn track_writes(&self, events: &dyn EventSink) -> Result<StartedTracker> {
+        let attached = self.attach(events)?;
+        let mut tracker = WriteTracker::new(&self.process, attached.uffd)?;
+        tracker.set_watch_discards(self.watches_discards);
+        for range in self.ram.ranges() {
+            tracker.register(range)?;
+        }
+        let stopped_ns = Some(attached.stopped_ns);
+        Ok(StartedTracker { tracker: self.tracker(tracker), stopped_ns })
+    }
+
+    fn track_first_writes(
+        &self,
+        events: &dyn EventSink,
+    ) -> Result<(StartedTracker, Arc<dyn FirstWriteMonitor>)> {
+        let attached = self.attach(events)?;
+        let mut tracker = FaultTracker::new(&self.process, attached.uffd, attached.user_mode_only)?;
+        for range in self.ram.ranges() {
+            tracker.register(range)?;
+        }
+        let tracker = Arc::new(tracker);
+        let monitor = ProcessFirstWriteMonitor::new(Arc::clone(&self.ram), Arc::clone(&tracker));
+        let stopped_ns = Some(attached.stopped_ns);
+        Ok((StartedTracker { tracker: self.tracker(tracker), stopped_ns }, Arc::new(monitor)))
+    }
+
+    fn freezer(&self) -> Result<Box<dyn RamFreezer>> {
+        Ok(Box::new(ForkFreezer::new(Arc::clone(&self.ram), &self.process)?))
+    }
+}

@@ -1,0 +1,258 @@
+//! One VM of a session: a VMM behind its traits, and the watchdog of its pauses.
+//!
+//! ```text
+//!   pause:      prepare_pause ─▶ hold ─▶ save_device_state ─▶ release ─▶ finish_pause
+//!   rollback:   begin_standstill ─▶ (checkpoint) ─▶ forbid_running ─▶ ... ─▶ allow_running ─▶ (checkpoint) ─▶ end_standstill
+//!               engine dies: VM runs                engine dies: VM is ended  engine dies: VM runs
+//! ```
+//!
+//! [`WatchedVm`] guards pauses and standstills. This module adds the checks that a checkpoint
+//! needs, and what only QEMU can do: recording, and disks that QEMU opens itself
+//! ([`SessionVm::qemu`]).
+//!
+//! Invariant: if a step of a pause fails, the VM runs again, unless another client had paused it.
+
+use super::launch::lines_now;
+use super::recording::{Position, RequestQueues};
+use crate::error::Result;
+use keyframe_capture::{BoxError, PauseSteps, PauseVerdict, StopOutcome};
+use keyframe_qemu::Vm;
+use keyframe_store::MachineMeta;
+use keyframe_units::RamLayout;
+use keyframe_vmm::{PauseWatchdog, VmOrigin, Vmm, WatchedVm};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Why the engine cannot capture or use a VM, although its VMM answers.
+#[derive(Debug, thiserror::Error)]
+pub enum SessionVmError {
+    /// A device that discards RAM was plugged in, and this run's tracker cannot see that.
+    #[error(
+        "a balloon or virtio-mem device was plugged in, which discards RAM unseen by this run; \
+         unplug it, or start the VM with it"
+    )]
+    DiscardsRam,
+    /// The operation exists in QEMU alone.
+    #[error("only QEMU can do this, and another VMM runs this VM")]
+    NotQemu,
+}
+
+/// What a recorded VM has beyond others.
+#[derive(Default)]
+struct RecordedState {
+    /// The queues of its disks and network cards: no checkpoint falls between a request and its
+    /// answer.
+    queues: RequestQueues,
+    /// Receives the instruction of the next checkpoint.
+    position: Option<Position>,
+}
+
+/// A VM and the watchdog of its pauses.
+pub struct SessionVm {
+    watched: WatchedVm,
+    monitor: Option<PathBuf>,
+    recorded: Option<RecordedState>,
+    watches_discards: bool,
+}
+
+impl SessionVm {
+    /// A VM whose pauses `watchdog` ends after `pause_limit`. `watches_discards`: its tracker sees
+    /// discarded RAM.
+    pub fn new(
+        vm: Box<dyn Vmm>,
+        watchdog: Box<dyn PauseWatchdog>,
+        pause_limit: Duration,
+        watches_discards: bool,
+    ) -> Self {
+        let watched = WatchedVm::new(vm, watchdog, pause_limit);
+        Self { watched, monitor: None, recorded: None, watches_discards }
+    }
+
+    /// The same VM, whose monitor the user has at socket `monitor`, if at any.
+    #[must_use]
+    pub fn with_monitor(self, monitor: Option<PathBuf>) -> Self {
+        Self { monitor, ..self }
+    }
+
+    /// The same VM, which is recorded or replays a recording.
+    #[must_use]
+    pub fn recorded(self) -> Self {
+        Self { recorded: Some(RecordedState::default()), ..self }
+    }
+
+    /// The VM.
+    pub fn vm(&self) -> &dyn Vmm {
+        self.watched.vm()
+    }
+
+    /// The VM.
+    pub fn vm_mut(&mut self) -> &mut dyn Vmm {
+        self.watched.vm_mut()
+    }
+
+    /// The VM as QEMU's own type, for what QEMU alone can do.
+    pub fn qemu(&mut self) -> Result<&mut Vm, SessionVmError> {
+        let vm = self.watched.vm_mut().as_any_mut();
+        vm.downcast_mut().ok_or(SessionVmError::NotQemu)
+    }
+
+    /// The process id of the VMM.
+    pub fn pid(&self) -> u32 {
+        self.vm().pid()
+    }
+
+    /// True if another program started the VM.
+    pub fn is_attached(&self) -> bool {
+        self.vm().origin() == VmOrigin::Attached
+    }
+
+    /// The socket of the VM's monitor, if Keyframe attached to the VM through one.
+    pub fn monitor(&self) -> Option<&PathBuf> {
+        self.monitor.as_ref()
+    }
+
+    /// Returns the VM's RAM blocks. Fails if a device that discards RAM was plugged in and this
+    /// run's tracker does not see discarded pages.
+    pub fn ram_layout(&mut self) -> Result<RamLayout, BoxError> {
+        // Looking for discarded pages is half of a scan's time, so it is done only for machines
+        // that can discard. The cycle asks after each pause, before it is sealed, so a device
+        // plugged in meanwhile cannot slip through.
+        if self.watches_discards {
+            return Ok(self.vm_mut().ram_layout()?);
+        }
+        let (layout, discards) = self.vm_mut().ram_layout_and_discards()?;
+        if discards {
+            return Err(SessionVmError::DiscardsRam.into());
+        }
+        Ok(layout)
+    }
+
+    /// The VM's tracker sees discarded RAM from here on, or does not.
+    pub fn set_watches_discards(&mut self, watches_discards: bool) {
+        self.watches_discards = watches_discards;
+    }
+
+    /// Brings the command lines and the guest map of `machine` up to date with the hardware that
+    /// was plugged in.
+    pub fn refresh(&mut self, machine: &mut MachineMeta) -> Result<()> {
+        if let Ok(vm) = self.qemu() {
+            (machine.user_command, machine.full_command) = lines_now(vm)?;
+            machine.guest_map = Some(vm.guest_map()?);
+        } else {
+            let now = self.vm_mut().spec()?;
+            (machine.user_command, machine.full_command) = (now.user_command, now.full_command);
+            machine.guest_map = now.guest_map;
+        }
+        Ok(())
+    }
+
+    /// Of a recorded VM: a place that the next pause fills with its instruction count.
+    pub fn mark(&mut self) -> Option<Position> {
+        let recorded = self.recorded.as_mut()?;
+        let position = Position::default();
+        recorded.position = Some(Arc::clone(&position));
+        Some(position)
+    }
+
+    /// Of a recorded VM: whether a request of a disk or network card is under way.
+    pub fn has_requests_under_way(&mut self) -> Result<bool, BoxError> {
+        self.on_queues(|queues, vm| queues.are_busy(vm.qmp())).unwrap_or(Ok(false))
+    }
+
+    /// Pauses the VM until [`SessionVm::end_standstill`], so that several checkpoints can be taken
+    /// of one instant. True if the VM ran. If the engine dies, the watchdog resumes the VM.
+    pub fn begin_standstill(&mut self) -> Result<bool, BoxError> {
+        let ran = self.watched.begin_standstill()?;
+        if ran && let Err(error) = self.settle_queues() {
+            let _ = self.watched.end_standstill();
+            return Err(error);
+        }
+        Ok(ran)
+    }
+
+    /// Declares that the VM's state is about to be replaced: until [`SessionVm::allow_running`] the
+    /// watchdog ends the VM if the engine dies.
+    pub fn forbid_running(&mut self) -> Result<(), BoxError> {
+        Ok(self.watched.forbid_running()?)
+    }
+
+    /// Declares that the VM's state is complete again and may run.
+    pub fn allow_running(&mut self) -> Result<(), BoxError> {
+        Ok(self.watched.allow_running()?)
+    }
+
+    /// Ends the standstill: the VM runs if it ran before.
+    pub fn end_standstill(&mut self) -> Result<(), BoxError> {
+        let ended = self.watched.end_standstill();
+        self.may_answer_late(true);
+        Ok(ended?)
+    }
+
+    /// Ends the watchdog and returns the VM.
+    pub fn into_vm(self) -> Box<dyn Vmm> {
+        self.watched.into_vm()
+    }
+
+    /// Lets a recorded VM that was just stopped run on until no request is under way.
+    fn settle_queues(&mut self) -> Result<(), BoxError> {
+        self.on_queues(|queues, vm| queues.settle(vm.qmp())).unwrap_or(Ok(()))
+    }
+
+    /// Calls `operation` with the queues of a recorded VM. `None` for any other VM.
+    fn on_queues<T>(
+        &mut self,
+        operation: impl FnOnce(&mut RequestQueues, &mut Vm) -> Result<T, BoxError>,
+    ) -> Option<Result<T, BoxError>> {
+        let recorded = self.recorded.as_mut()?;
+        let Some(vm) = self.watched.vm_mut().as_any_mut().downcast_mut() else {
+            return Some(Err(SessionVmError::NotQemu.into()));
+        };
+        Some(operation(&mut recorded.queues, vm))
+    }
+
+    /// Whether the disks of a recorded VM may answer on another core while it runs.
+    fn may_answer_late(&mut self, late: bool) {
+        if self.recorded.is_some()
+            && let Ok(vm) = self.qemu()
+        {
+            vm.may_answer_late(late);
+        }
+    }
+}
+
+impl PauseSteps for SessionVm {
+    fn prepare_pause(&mut self) -> Result<(), BoxError> {
+        self.may_answer_late(false);
+        self.on_queues(|queues, vm| queues.await_rest(vm.qmp())).unwrap_or(Ok(()))
+    }
+
+    fn hold(&mut self) -> Result<StopOutcome, BoxError> {
+        let outcome = self.watched.hold()?;
+        if outcome == StopOutcome::Stopped
+            && let Err(error) = self.settle_queues()
+        {
+            self.watched.abandon_hold();
+            return Err(error);
+        }
+        Ok(outcome)
+    }
+
+    fn save_device_state(&mut self) -> Result<Vec<u8>, BoxError> {
+        let position = self.recorded.as_mut().and_then(|recorded| recorded.position.take());
+        if let Some(position) = position {
+            let _ = position.set(self.qemu()?.qmp().icount()?);
+        }
+        Ok(self.vm_mut().save_devices()?)
+    }
+
+    fn release(&mut self, _: StopOutcome) -> Result<(), BoxError> {
+        let resumed = self.watched.release();
+        self.may_answer_late(true);
+        Ok(resumed?)
+    }
+
+    fn finish_pause(&mut self, _: StopOutcome) -> Result<PauseVerdict, BoxError> {
+        Ok(self.watched.settle()?)
+    }
+}
