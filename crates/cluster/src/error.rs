@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 /// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What can go wrong with a queue or its workers.
+/// An error of a queue or its workers.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file could not be read or written.
@@ -32,7 +32,7 @@ pub enum Error {
     TimedOut {
         /// The program's name.
         program: &'static str,
-        /// How long it was given, in seconds.
+        /// The time limit, in seconds.
         seconds: u64,
     },
     /// A program of Slurm's failed.
@@ -57,12 +57,12 @@ pub enum Error {
     /// `--on` names an unknown runner.
     #[error("unknown runner {0:?}")]
     UnknownRunner(String),
-    /// Pilots end one after the other without settling an item.
+    /// Several rounds of pilots ended without settling an item.
     #[error("all pilots ended {rounds} times without finishing an interval; {last}")]
     NoProgress {
-        /// How many rounds of pilots ended so.
+        /// The number of these rounds.
         rounds: u32,
-        /// What is known of the last pilot.
+        /// The state of the last pilot, and the end of its log.
         last: String,
     },
 }

@@ -3,7 +3,8 @@
 //! ```text
 //!   open      · · 2 3 4 5 · · 8 9 10 11 12 13 · 15       (· taken or settled)
 //!   the worker's last item was 7        ─▶ 8: its node has most of 8's pages
-//!   it had none, or 8 is taken          ─▶ the middle of the longest stretch, 8..13; an untouched stretch from 0: its first
+//!   it had none, or 8 is taken          ─▶ the middle of the longest stretch, 8..13
+//!                                          (of an untouched stretch from 0: its first item)
 //! ```
 //!
 //! Neighbours in time share most pages, so a node that has just processed an interval needs to

@@ -13,7 +13,7 @@
 //! ```
 //!
 //! An item's state is its file's name; a change of state is one rename, which is atomic on all
-//! file systems, including NFS. There are no locks that could be left behind. A worker that was
+//! file systems, including NFS. There are no locks that a dead worker could leave. A worker that was
 //! wrongly taken for lost learns it when it settles an item: the name is gone.
 //!
 //! Only times of the file system are compared with each other, never a host's clock.
@@ -280,7 +280,8 @@ impl Queue {
         self.names(WORKERS, |name| Some(WorkerId::new(name)))
     }
 
-    /// Returns the items of workers whose last heartbeat is more than `lease` older than that of `by`.
+    /// Returns the items of stale workers to the queue: those whose last heartbeat is more than
+    /// `lease` older than that of `by`. Returns the number of these items.
     pub fn return_stale(&self, by: &WorkerId, lease: Duration) -> Result<usize> {
         let time = |worker: &WorkerId| {
             fs::metadata(self.heartbeat_path(worker)).and_then(|m| m.modified()).ok()

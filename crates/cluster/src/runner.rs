@@ -1,9 +1,9 @@
-//! Runners: what provides the workers of a queue.
+//! Runners, which provide the workers of a queue.
 
 use crate::{Error, Queue, Result};
 use std::str::FromStr;
 
-/// The value of `--on`: where intervals are processed.
+/// The value of `--on`: the place where intervals are processed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RunnerKind {
     /// In this process.
@@ -32,11 +32,12 @@ impl FromStr for RunnerKind {
 
 /// Provides the workers of a queue.
 pub trait Runner {
-    /// Starts workers if needed, and returns the items of lost ones to the queue. Called repeatedly
-    /// until all items are settled.
+    /// Starts workers if needed, and returns the items of lost workers to the queue. The caller
+    /// repeats it until all items are settled. Errors: those of the queue and of the workers.
     fn tend(&mut self, queue: &Queue) -> Result<()>;
 
-    /// Ends the workers: all items are settled, or the results are no longer wanted.
+    /// Ends the workers, after all items are settled or if the results are not wanted any more.
+    /// Errors: those of the queue and of the workers.
     fn end(&mut self, queue: &Queue) -> Result<()>;
 }
 

@@ -5,7 +5,8 @@
 //!                          task 1: ...
 //!   a node fails               Slurm restarts its task elsewhere; the queue gets the items back
 //!   squeue, once a second      items of tasks that do not run are returned to the queue
-//!   all tasks ended, items left (time limit, refused nodes)     new pilots, unless nothing gets done
+//!   all tasks ended, items left (time limit, refused nodes)
+//!                              new pilots are submitted, unless no item gets settled
 //! ```
 //!
 //! `slurm.json` keeps the job ids, so that a new submitter continues with the jobs of one that
@@ -214,7 +215,7 @@ impl SlurmRunner {
                 Err(Error::Refused { message, .. }) if is_too_many(&message) && count > 1 => {
                     at_once = count / 2;
                 }
-                // Fewer pilots do the work, too.
+                // Fewer pilots can do the work too.
                 Err(Error::Refused { message, .. }) if is_too_many(&message) && left < wanted => {
                     break;
                 }
@@ -310,7 +311,7 @@ impl SlurmRunner {
         Ok(())
     }
 
-    /// What is known of pilots that settle nothing.
+    /// Describes the last pilot, for an error about pilots that settle no item.
     fn describe_last_pilot(&self) -> String {
         let mut text =
             self.last.as_ref().map_or_else(|| "the last one has ended".into(), ToString::to_string);

@@ -28,8 +28,8 @@ impl Worker {
     /// Runs `job` for item after item until none will come any more or `interrupted` is set.
     /// Returns how many items it settled.
     ///
-    /// An item is settled when `job` returns, whatever the outcome. If `interrupted` is set by then,
-    /// the item returns to the queue.
+    /// An item is settled when `job` returns, with any outcome. If `interrupted` is set by
+    /// then, the item returns to the queue.
     ///
     /// Error: [`Error::Io`](crate::Error::Io).
     pub fn run(

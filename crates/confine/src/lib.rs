@@ -1,15 +1,16 @@
-//! Gives up the rights that a process does not use, so that an attacker who takes it over by hostile
-//! input gains less.
+//! Gives up the rights that a process does not use. An attacker who takes the process over through
+//! hostile input then gains less.
 //!
 //! ```text
-//!   capabilities   what root may beyond its files: all but those that are named          (capabilities(7))
-//!   programs       starting one, tracing, mounting, loading code into the kernel         (seccomp(2))
-//!   writes         files outside of the named directories                                (landlock(7))
+//!   capabilities   all rights of root except the named ones                (capabilities(7))
+//!   programs       starting and tracing programs, mounting, loading code   (seccomp(2))
+//!                  into the kernel
+//!   writes         changing files outside of the named directories         (landlock(7))
 //! ```
 //!
-//! Invariants: what was given up does not come back, neither by a set-user-id program
-//! (no_new_privs) nor as root. All of it holds for the calling thread and those that it starts
-//! later: call it before there are others.
+//! Invariants: rights that were given up do not come back, neither through a set-user-id program
+//! (no_new_privs) nor as root. The functions apply to the calling thread and to threads that it
+//! starts later, so they are called before there are other threads.
 
 use landlock::{
     ABI, AccessFs, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetStatus, path_beneath_rules,
@@ -22,40 +23,49 @@ use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch, apply_fi
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// What could not be given up, and why.
+/// Which right could not be given up, and why.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A call on our own rights was refused.
+    /// A system call on this process's own rights failed.
     #[error("{operation}: {source}")]
     Rights {
-        /// What was tried.
+        /// The operation.
         operation: &'static str,
         /// The kernel's answer.
         source: rustix::io::Errno,
     },
-    /// No filter of system calls could be set.
+    /// The filter of system calls could not be installed.
     #[error("filter system calls")]
     Filter(#[from] seccompiler::Error),
-    /// No rule for files could be set.
+    /// The rule for files could not be installed.
     #[error("restrict writes to files")]
     Files(#[from] landlock::RulesetError),
-    /// The kernel has no Landlock, or it is off.
-    #[error(
-        "restrict writes to files: this kernel has no Landlock, or it is off (lsm=landlock,...)"
-    )]
+    /// The kernel has no Landlock, or it is disabled.
+    #[error("restrict writes to files: this kernel has no Landlock, or it is disabled")]
     NoLandlock,
 }
 
-/// What a process keeps of the rights that it was started with.
+impl Error {
+    /// What the user can do about it, if that is known.
+    #[must_use]
+    pub fn fix(&self) -> Option<String> {
+        match self {
+            Self::NoLandlock => Some("boot the kernel with lsm=landlock,...".into()),
+            Self::Rights { .. } | Self::Filter(_) | Self::Files(_) => None,
+        }
+    }
+}
+
+/// The rights that a process keeps of those with which it was started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keep {
-    /// Nothing but to read and write the files of other users, where it was started with that:
-    /// stores, images.
+    /// Only reading and writing files of other users (stores, images), if the process was started
+    /// with that right.
     Files,
-    /// That, and signals to processes of other users.
+    /// In addition, sending signals to processes of other users.
     FilesAndSignals,
-    /// That, and to trace other processes and see their memory, with the priorities and locked
-    /// memory that take a short pause.
+    /// In addition, tracing other processes and reading their memory, with the priorities and the
+    /// locked memory that a short pause needs.
     Tracing,
 }
 
@@ -68,8 +78,8 @@ impl Keep {
         match self {
             Self::Files => files,
             Self::FilesAndSignals => files | CapabilitySet::KILL,
-            // SYS_ADMIN shows which pages are on swap (PAGEMAP_SCAN), CHECKPOINT_RESTORE opens
-            // memory by map_files.
+            // SYS_ADMIN shows which pages are swapped out (PAGEMAP_SCAN). CHECKPOINT_RESTORE opens
+            // memory through map_files.
             Self::Tracing => {
                 files
                     | CapabilitySet::KILL
@@ -84,10 +94,12 @@ impl Keep {
     }
 }
 
-/// Gives up all capabilities but those that `keep` stands for.
+/// Gives up all capabilities except those that `keep` names.
 ///
-/// Who is to trace and has no `CAP_SYS_PTRACE` (root of most containers) keeps all: the kernel lets
-/// it trace a process only while it has all capabilities that the process has.
+/// A process that must trace but has no `CAP_SYS_PTRACE` (root in most containers) keeps all: the
+/// kernel lets it trace a process only while it has all capabilities of that process.
+///
+/// Error: [`Error::Rights`].
 pub fn capabilities_but(keep: Keep) -> Result<(), Error> {
     let failed = |operation| move |source| Error::Rights { operation, source };
     set_no_new_privs(true).map_err(failed("rule out new privileges"))?;
@@ -105,7 +117,7 @@ pub fn capabilities_but(keep: Keep) -> Result<(), Error> {
     set_capabilities(None, sets).map_err(failed("give up capabilities"))
 }
 
-/// Calls by which code that was smuggled in would go on from here. What we need none of ourselves.
+/// System calls that injected code would use next. Keyframe needs none of them.
 const PROGRAMS: [libc::c_long; 33] = [
     libc::SYS_execve,
     libc::SYS_execveat,
@@ -142,8 +154,8 @@ const PROGRAMS: [libc::c_long; 33] = [
     libc::SYS_io_uring_setup,
 ];
 
-/// Rules out starting programs, tracing, mounting, and what loads code into the kernel: such a call
-/// is refused (EPERM).
+/// Forbids starting programs, tracing, mounting, and loading code into the kernel: such system
+/// calls fail with EPERM. Errors: [`Error::Rights`], [`Error::Filter`].
 pub fn no_programs() -> Result<(), Error> {
     set_no_new_privs(true)
         .map_err(|source| Error::Rights { operation: "rule out new privileges", source })?;
@@ -155,10 +167,10 @@ pub fn no_programs() -> Result<(), Error> {
     Ok(apply_filter(&program)?)
 }
 
-/// Rules out changing files other than those beneath `folders`; what is open stays so. Folders that
-/// are not there are left out.
+/// Forbids changing files outside of `folders`. Files that are open stay writable. Folders that do
+/// not exist are ignored. Errors: [`Error::Files`], [`Error::NoLandlock`].
 pub fn writes_beneath(folders: &[PathBuf]) -> Result<(), Error> {
-    // Later versions add to what is handled; this is what Linux 6.7, our oldest, has.
+    // The access rights of Linux 6.7, the oldest supported kernel. Later versions handle more.
     let abi = ABI::V4;
     let folders = folders.iter().filter(|folder| folder.is_dir());
     let status = Ruleset::default()
@@ -175,7 +187,19 @@ mod tests {
     use std::io::ErrorKind;
     use std::process::Command;
 
-    /// Rights are a thread's: the rest of the tests keeps its own.
+    #[test]
+    fn error_texts_are_golden() {
+        let errors = [
+            Error::Rights { operation: "give up capabilities", source: rustix::io::Errno::PERM },
+            Error::Filter(seccompiler::Error::EmptyFilter),
+            Error::NoLandlock,
+        ];
+        let texts: Vec<_> =
+            errors.iter().map(|error| keyframe_testing::error_text(error, error.fix())).collect();
+        keyframe_testing::assert_golden("tests/golden/errors.txt", &texts.concat());
+    }
+
+    /// Rights belong to a thread, so the other tests keep theirs.
     fn confined<T: Send>(test: impl FnOnce() -> T + Send) -> T {
         std::thread::scope(|scope| scope.spawn(test).join().expect("the test"))
     }
@@ -188,9 +212,9 @@ mod tests {
             let has = capabilities(None).unwrap();
             assert_eq!(has.permitted, had.permitted & Keep::Files.capabilities());
             assert!(!has.effective.contains(CapabilitySet::SYS_PTRACE));
-            // They do not come back by raising, ...
+            // They do not come back by raising them, ...
             assert!(set_capabilities(None, had).is_err() || had == has);
-            // ... nor by a program that root starts.
+            // ... nor through a program that root starts.
             let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
             let output = Command::new("cat").arg("/proc/self/status").output().unwrap();
             let started = String::from_utf8(output.stdout).unwrap();
@@ -203,7 +227,7 @@ mod tests {
 
     /// See ptrace(2), "Ptrace access mode checking".
     #[test]
-    fn who_may_trace_only_what_has_no_more_rights_keeps_its_own() {
+    fn a_tracer_without_the_capability_keeps_its_rights() {
         confined(|| {
             let had = capabilities(None).unwrap();
             let permitted = had.permitted - CapabilitySet::SYS_PTRACE;

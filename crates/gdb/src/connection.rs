@@ -36,7 +36,8 @@ impl<S: Read + Write + AsFd> GdbConnection<S> {
 
     /// Sends a packet with this payload.
     ///
-    /// Error: [`Error::Io`]; a closed connection is reported by the next [`GdbConnection::receive`].
+    /// Error: [`Error::Io`]; a closed connection is reported by the next
+    /// [`GdbConnection::receive`].
     pub fn send(&mut self, payload: &[u8]) -> Result<()> {
         self.sent = frame(payload);
         self.write(&self.sent.clone())
@@ -74,7 +75,7 @@ impl<S: Read + Write + AsFd> GdbConnection<S> {
             match ready(&[&self.stream], left)? {
                 WaitOutcome::Readable => {}
                 WaitOutcome::TimedOut => return Ok(None),
-                // A signal does not mean that no message comes.
+                // After a signal, a message may still arrive.
                 WaitOutcome::Interrupted if left.is_zero() => return Ok(None),
                 WaitOutcome::Interrupted => continue,
             }

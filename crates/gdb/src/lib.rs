@@ -3,11 +3,12 @@
 //! and the few packets that the proxy interprets ([`GdbRequest`], [`StopReply`]).
 //!
 //! ```text
-//!   GDB ◀─▶ GdbConnection ◀─▶ proxy: interprets some packets, forwards the others ◀─▶ GdbConnection ◀─▶ gdbstub
+//!   GDB ◀─▶ GdbConnection ◀─▶ proxy ◀─▶ GdbConnection ◀─▶ gdbstub
+//!                               │ interprets some packets, forwards the others
 //! ```
 //!
-//! Source: "Debugging with GDB", appendix E. Payloads keep their escapes, so that a forwarded packet
-//! is unchanged. Both ends are untrusted: a packet has at most [`PACKET_BYTES_MAX`] bytes.
+//! Source: "Debugging with GDB", appendix E. Payloads keep their escapes, so that a forwarded
+//! packet is unchanged. Both ends are untrusted: a packet has at most [`PACKET_BYTES_MAX`] bytes.
 
 mod connection;
 mod packet;
@@ -20,7 +21,7 @@ pub use request::{Breakpoint, GdbRequest, StopReply};
 /// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What can go wrong on a connection.
+/// An error of a connection.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The connection broke.
@@ -39,4 +40,23 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_testing::{assert_golden, error_text};
+
+    #[test]
+    fn error_texts_are_golden() {
+        let errors = [
+            Error::Io { peer: "QEMU", source: std::io::ErrorKind::ConnectionReset.into() },
+            Error::Protocol {
+                peer: "the debugger",
+                problem: format!("a packet of more than {PACKET_BYTES_MAX} bytes"),
+            },
+        ];
+        let texts: Vec<_> = errors.iter().map(|error| error_text(error, None)).collect();
+        assert_golden("tests/golden/errors.txt", &texts.concat());
+    }
 }

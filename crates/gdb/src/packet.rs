@@ -20,7 +20,7 @@ pub enum DecodedItem {
     Interrupt,
 }
 
-/// Decodes a byte stream.
+/// Splits a stream of bytes into packets, acknowledgements and requests to stop.
 #[derive(Debug, Default)]
 pub struct PacketDecoder {
     bytes: Vec<u8>,
@@ -69,7 +69,7 @@ impl PacketDecoder {
     }
 }
 
-/// Frames a payload.
+/// Returns the packet with this payload: `$payload#checksum`.
 pub fn frame(payload: &[u8]) -> Vec<u8> {
     let sum = format!("#{:02x}", checksum(payload));
     [b"$", payload, sum.as_bytes()].concat()

@@ -38,7 +38,7 @@ pub enum GdbRequest {
 pub struct Breakpoint(Vec<u8>);
 
 impl Breakpoint {
-    /// Whether it watches memory, not an instruction.
+    /// True if it watches memory, false if it stops at an instruction.
     pub fn is_watch(&self) -> bool {
         matches!(self.0.first(), Some(b'2'..=b'4'))
     }
@@ -87,9 +87,9 @@ impl GdbRequest {
 pub struct StopReply {
     /// The signal.
     pub signal: u8,
-    /// `watch:ADDRESS;`, `rwatch:...` or `awatch:...` if a watchpoint was hit.
+    /// The field of the watchpoint that was hit: `watch:ADDRESS;`, `rwatch:...` or `awatch:...`.
     pub watch: Option<String>,
-    /// `thread:ID;`.
+    /// The field of the thread, `thread:ID;`.
     pub thread: String,
 }
 

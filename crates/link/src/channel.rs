@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 const HEAD_BYTES: usize = 5;
 /// The longest wait for the other host to accept more bytes.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
-/// The most bytes encrypted at once.
+/// The largest number of bytes that are encrypted at once.
 const PART_BYTES: usize = 64 << 10;
 
 /// A frame received from the other host.
@@ -68,10 +68,10 @@ impl Channel {
         while tls.is_handshaking() {
             let done = tls.complete_io(&mut &stream);
             if let Err(error) = done {
-                // What rustls objects to comes as such an error.
+                // rustls reports a violation of TLS as an error of this kind.
                 let problem = match error.kind() {
-                    ErrorKind::InvalidData => format!("it was not let in: {error}"),
-                    ErrorKind::UnexpectedEof => "it has broken off the handshake".into(),
+                    ErrorKind::InvalidData => format!("the handshake failed: {error}"),
+                    ErrorKind::UnexpectedEof => "it ended the handshake early".into(),
                     _ => return Err(io("shake hands with")(error)),
                 };
                 return Err(Error::Tls { peer, problem });
@@ -127,7 +127,7 @@ impl Channel {
         }
     }
 
-    /// Writes what there is room for; true where that was all.
+    /// Writes as much as the socket has room for. True if all was written.
     fn flush(&self, tls: &mut Connection) -> Result<bool> {
         while tls.wants_write() {
             match tls.write_tls(&mut &self.stream) {
@@ -164,7 +164,7 @@ impl Channel {
                         problem: e.to_string(),
                     })?;
                     if tls.wants_write() {
-                        // What there is no room for goes with the next frame.
+                        // Data without room in the socket is sent with the next frame.
                         let _ = self.flush(&mut tls)?;
                     }
                 }
@@ -174,7 +174,7 @@ impl Channel {
         }
     }
 
-    /// Takes in what was decrypted; false where nothing was.
+    /// Appends decrypted bytes to `input`. False if there are none.
     fn decrypted(&self, input: &mut Input) -> Result<bool> {
         let mut tls = self.lock();
         let mut chunk = [0; 16 << 10];
@@ -221,12 +221,12 @@ impl Channel {
 }
 
 impl Input {
-    /// Adds what came.
+    /// Appends received bytes.
     pub(crate) fn push(&mut self, bytes: &[u8]) {
         self.bytes.extend_from_slice(bytes);
     }
 
-    /// The next frame, if it is whole.
+    /// Removes and returns the next frame, if it is complete.
     pub(crate) fn next(&mut self, peer: &str) -> Result<Option<Frame>> {
         let left = self.bytes.get(self.taken..).unwrap_or_default();
         let Some(head) = left.first_chunk::<HEAD_BYTES>() else {
@@ -263,7 +263,7 @@ mod tests {
         Party::new(&Key::of(secret.as_bytes()).unwrap()).unwrap()
     }
 
-    /// What both sides come to.
+    /// The result of a handshake, for both sides.
     fn meet(ours: &Party, theirs: &Party) -> (crate::Result<Channel>, crate::Result<Channel>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_of_any_length_come_as_they_were_sent_both_ways_at_once() {
+    fn frames_of_any_length_arrive_unchanged_both_ways_at_once() {
         let (ours, theirs) =
             meet(&party("a secret of some bytes"), &party("a secret of some bytes\n"));
         let (ours, theirs) = (ours.unwrap(), theirs.unwrap());
@@ -311,10 +311,10 @@ mod tests {
     }
 
     #[test]
-    fn who_has_another_key_is_not_let_in() {
+    fn a_host_with_another_key_is_refused() {
         let (ours, theirs) =
             meet(&party("a secret of some bytes"), &party("another secret of some"));
-        // TLS 1.3: the client may learn of it only when it reads.
+        // In TLS 1.3 the client may see the refusal only when it reads.
         assert!(matches!(theirs, Err(Error::Tls { .. })), "{:?}", theirs.err());
         if let Ok(ours) = ours {
             ours.receive(&mut Input::default(), PATIENCE).unwrap_err();
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn one_who_speaks_no_tls_is_not_let_in_and_waits_end() {
+    fn a_host_without_tls_is_refused_within_the_time_limit() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut plain = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         std::io::Write::write_all(&mut plain, &[0x55; 2000]).unwrap();

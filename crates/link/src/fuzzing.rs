@@ -1,15 +1,16 @@
-//! Doors for the fuzzers in `fuzz/`. Not part of the interface.
+//! Entry points of the fuzzers in `fuzz/`. Not part of the public interface.
 
 use crate::Input;
 
-/// What a party sends, decrypted, in pieces: the first byte says how long they are.
+/// A party's decrypted stream. The first byte of `data` is the size of the pieces in which it
+/// arrives.
 pub fn frames(data: &[u8]) {
     let Some((piece, bytes)) = data.split_first() else { return };
     let mut input = Input::default();
     for piece in bytes.chunks(usize::from(*piece).max(1)) {
         input.push(piece);
         while let Ok(Some(frame)) = input.next("a fuzzer") {
-            assert!(frame.payload.len() < bytes.len(), "more than came");
+            assert!(frame.payload.len() < bytes.len(), "longer than the stream");
         }
     }
 }

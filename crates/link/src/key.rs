@@ -17,7 +17,8 @@ const SECRET_BYTES_MIN: usize = 16;
 const SECRET_BYTES_MAX: u64 = 64 << 10;
 const CONTEXT: &str = "keyframe 2026-11 replication authority";
 const AUTHORITY: &str = "keyframe replication authority";
-/// The name in every certificate. Only the key tells parties from strangers.
+/// The name in every certificate. It identifies no host; only the key proves that a host belongs to
+/// the group.
 const NAME: &str = "keyframe-replication";
 /// The start of an Ed25519 private key in PKCS #8 form; the 32 key bytes follow (RFC 8410).
 const PKCS8_HEAD: [u8; 16] = [
@@ -34,7 +35,7 @@ impl Key {
         let bad = |problem: String| Error::Key { path: path.display().to_string(), problem };
         let known = std::fs::metadata(path).map_err(|e| bad(e.to_string()))?;
         if known.len() > SECRET_BYTES_MAX {
-            return Err(bad(format!("{} bytes are no key", known.len())));
+            return Err(bad(format!("{} bytes are too long for a key", known.len())));
         }
         if known.mode() & 0o077 != 0 {
             return Err(bad(format!(
@@ -43,8 +44,9 @@ impl Key {
             )));
         }
         let bytes = Zeroizing::new(std::fs::read(path).map_err(|e| bad(e.to_string()))?);
-        Self::of(&bytes)
-            .ok_or_else(|| bad(format!("fewer than {SECRET_BYTES_MIN} bytes are no secret")))
+        Self::of(&bytes).ok_or_else(|| {
+            bad(format!("fewer than {SECRET_BYTES_MIN} bytes are too short for a secret"))
+        })
     }
 
     /// Derives the key from a secret, without the white space at its ends. Returns `None` if the
@@ -65,7 +67,7 @@ pub struct Party {
 }
 
 impl Party {
-    /// Makes the certificate that this process shows for as long as it lives.
+    /// Creates the certificate that this process uses until it ends.
     pub fn new(key: &Key) -> Result<Self> {
         Self::made(key).map_err(|problem| Error::Tls { peer: "this host".into(), problem })
     }

@@ -8,11 +8,12 @@
 //! The length is little-endian and counts kind and payload. As with corosync's authkey, one file is
 //! copied to every host; each host that has it may connect.
 //!
-//! Invariants: nothing is accepted from a party that has not proved that it has the key; a frame
-//! longer than [`FRAME_BYTES_MAX`] is refused before memory is allocated for it; every wait is
+//! Invariants: a party's frames are accepted only after it has proved that it has the key. A frame
+//! longer than [`FRAME_BYTES_MAX`] is refused before memory is allocated for it. Every wait is
 //! bounded.
 //!
-//! Absent: the meaning of frames; detection of a dead host (the caller's heartbeats).
+//! Left out: the meaning of frames; detection of a dead host, for which the callers send
+//! heartbeats.
 
 mod channel;
 #[doc(hidden)]
@@ -55,7 +56,7 @@ pub enum Error {
         problem: String,
     },
     /// The other host announced a frame of an impossible length.
-    #[error("{peer} announced a frame of {len_bytes} bytes (1 to {FRAME_BYTES_MAX} are possible)")]
+    #[error("{peer} announced a frame of {len_bytes} bytes; 1 to {FRAME_BYTES_MAX} are allowed")]
     Frame {
         /// The address of the other host.
         peer: String,
@@ -76,11 +77,16 @@ impl Error {
     pub fn fix(&self) -> Option<String> {
         match self {
             Self::Key { .. } => Some(
-                "make one, for its owner's eyes alone, and copy it to each host: (umask 077; head -c 32 /dev/urandom | base64 > KEY)"
+                "create one that only its owner can read, and copy it to each host: (umask 077; \
+                 head -c 32 /dev/urandom | base64 > KEY)"
                     .into(),
             ),
             Self::Tls { .. } => Some("both hosts need the same key file (--key)".into()),
-            Self::Io { .. } => Some("see that the other host is up, listens there, and is let through".into()),
+            Self::Io { .. } => Some(
+                "check that the other host runs, listens at this address, and is reachable \
+                 through the firewall"
+                    .into(),
+            ),
             Self::Frame { .. } | Self::Closed { .. } => None,
         }
     }
@@ -88,3 +94,27 @@ impl Error {
 
 /// The result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_testing::{assert_golden, error_text};
+
+    #[test]
+    fn error_texts_are_golden() {
+        let peer = || String::from("10.0.0.2:7420");
+        let errors = [
+            Error::Key { path: "KEY".into(), problem: "it is too short".into() },
+            Error::Io {
+                operation: "connect to",
+                peer: peer(),
+                source: std::io::ErrorKind::ConnectionRefused.into(),
+            },
+            Error::Tls { peer: peer(), problem: "the handshake ended early".into() },
+            Error::Frame { peer: peer(), len_bytes: 0 },
+            Error::Closed { peer: peer() },
+        ];
+        let texts: Vec<_> = errors.iter().map(|error| error_text(error, error.fix())).collect();
+        assert_golden("tests/golden/errors.txt", &texts.concat());
+    }
+}

@@ -6,113 +6,116 @@ use serde::{Deserialize, Serialize};
 /// The result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A failed operation of a switch or a gate. The error names the object and the operation. The
-/// switch's process sends it to its controller unchanged.
+/// An error of a switch or a gate. The text names the object and the operation. The switch's
+/// process sends its errors to the controller unchanged.
 #[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Error {
     /// A system call failed.
     #[error("{operation}")]
     Io {
-        /// What was done to what.
+        /// The operation and its object.
         operation: String,
-        /// Why it failed.
+        /// The operating system's answer.
         #[serde(with = "as_text")]
         source: std::io::Error,
     },
-    /// A VM does not take in what was sent to it.
-    #[error("{port} does not come to rest within {waited_ms} ms: {problem}")]
+    /// A VM has not read the packets that were sent to it.
+    #[error("{port} has packets that its VM has not taken after {waited_ms} ms: {problem}")]
     NotQuiet {
         /// The VM's connection.
         port: PortId,
-        /// How long was waited.
+        /// How long the switch waited, in ms.
         waited_ms: u64,
-        /// What is seen.
+        /// The state of the connection.
         problem: String,
     },
-    /// What is in flight cannot be told any more: the checkpoint has to be given up.
+    /// The packets in flight are not all known, so the checkpoint must be given up.
     #[error("packets in flight are not all known: {reason}")]
     Torn {
-        /// Why.
+        /// What happened to the hold or the connection.
         reason: String,
     },
-    /// The switch delivers packets, and must not for what was asked.
+    /// The operation needs a held switch, and this one delivers packets.
     #[error("{operation}: the switch is not held")]
     NotHeld {
-        /// What was asked.
+        /// The operation.
         operation: String,
     },
-    /// There is no such port.
+    /// No such port is connected.
     #[error("{operation}: no {port} is connected")]
     UnknownPort {
-        /// The port named.
+        /// The port that the controller named.
         port: PortId,
-        /// What was asked.
+        /// The operation.
         operation: String,
     },
-    /// A recorded port has packets and nowhere to put them.
+    /// A recorded port has packets, and the controller named no port that stands for it.
     #[error(
-        "restore packets in flight: nothing stands for the recorded {port}, which has {frames}"
+        "restore packets in flight: no port stands for the recorded {port}, which has {frames} \
+         packets"
     )]
     Unmapped {
         /// The recorded port.
         port: PortId,
-        /// Its frames.
+        /// The number of its frames.
         frames: usize,
     },
-    /// Recorded packets cannot be read.
+    /// The bytes are not a valid recording of packets in flight.
     #[error("packets in flight, byte {offset}: {problem}")]
     InFlight {
-        /// Where.
+        /// The offset of the problem, in bytes.
         offset: usize,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
-    /// Recorded by a later Keyframe.
+    /// Another version of Keyframe recorded the packets.
     #[error("packets in flight: format version {found}, and {known} is the latest known")]
     LaterVersion {
-        /// The version found.
+        /// The version in the recording.
         found: u32,
-        /// The latest known.
+        /// The version that this Keyframe reads.
         known: u32,
     },
-    /// There is no listening at that path.
+    /// The switch cannot listen at that path.
     #[error("listen at {path}: {problem}")]
     Listen {
         /// The socket's path.
         path: String,
-        /// Why not.
+        /// The reason.
         problem: String,
     },
-    /// The switch has a controller.
+    /// Another process controls the switch.
     #[error("the switch is controlled by another process (one at a time)")]
     Busy,
-    /// The other end of the control connection ended, or says what cannot be understood.
+    /// The control connection ended, or the other end sent an invalid message.
     #[error("the switch's control connection: {problem}")]
     Control {
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
 }
 
 impl Error {
-    /// What a person can do about it, where we know.
+    /// What the user can do about it, if that is known.
     pub fn fix(&self) -> Option<String> {
         match self {
             Self::NotQuiet { .. } => Some(
-                "the guest has to take its packets: wait until it has booted and its interface is up, or give the VM no \
-                 NIC on this LAN; under load the next try may succeed"
+                "the guest has to take its packets: wait until it has booted and its interface is \
+                 up, or give the VM no NIC on this LAN; under load the next try may succeed"
                     .into(),
             ),
             Self::Torn { .. } => Some("release and take the checkpoint again".into()),
-            Self::Listen { .. } => Some("name another path, or end the process that listens there".into()),
+            Self::Listen { .. } => {
+                Some("name another path, or stop the process that listens there".into())
+            }
             Self::LaterVersion { .. } => Some("restore with a later Keyframe".into()),
             Self::Busy => Some("end the other keyframe that attaches to this LAN".into()),
             _ => None,
         }
     }
 
-    /// For `map_err`: an I/O error of `operation`.
+    /// For `map_err`: makes [`Error::Io`] of `operation`.
     pub(crate) fn io<E: Into<std::io::Error>>(
         operation: impl Into<String>,
     ) -> impl FnOnce(E) -> Self {
@@ -125,7 +128,7 @@ impl Error {
     }
 }
 
-/// An I/O error is sent as its text.
+/// Serializes an I/O error as its text.
 mod as_text {
     use serde::{Deserialize, Deserializer, Serializer};
 
@@ -135,5 +138,41 @@ mod as_text {
 
     pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<std::io::Error, D::Error> {
         String::deserialize(from).map(std::io::Error::other)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_testing::{assert_golden, error_text};
+
+    #[test]
+    fn error_texts_are_golden() {
+        let port = PortId { lan: "/run/lan.sock".into(), pid: 7, number: 0 };
+        let errors = [
+            Error::Io {
+                operation: "connect to the switch's control socket /run/switch.sock".into(),
+                source: std::io::ErrorKind::NotFound.into(),
+            },
+            Error::NotQuiet {
+                port: port.clone(),
+                waited_ms: 50,
+                problem: "a packet waits in QEMU, because the NIC does not take it".into(),
+            },
+            Error::Torn { reason: "the hold reached its time limit and ended by itself".into() },
+            Error::NotHeld { operation: "collect packets in flight".into() },
+            Error::UnknownPort { port: port.clone(), operation: "restore".into() },
+            Error::Unmapped { port, frames: 3 },
+            Error::InFlight { offset: 40, problem: "the checksum does not match".into() },
+            Error::LaterVersion { found: 2, known: 1 },
+            Error::Listen {
+                path: "/run/lan.sock".into(),
+                problem: "another process listens there".into(),
+            },
+            Error::Busy,
+            Error::control("the switch has ended"),
+        ];
+        let texts: Vec<_> = errors.iter().map(|error| error_text(error, error.fix())).collect();
+        assert_golden("tests/golden/errors.txt", &texts.concat());
     }
 }

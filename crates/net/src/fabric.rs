@@ -8,57 +8,58 @@
 //!                                        └── held: nothing leaves
 //! ```
 //!
-//! What becomes of a queue that is full (a guest that takes no packets, as one whose interface is
+//! If the queue of a port is full (its guest takes no packets, for example because its interface is
 //! down):
 //!
-//! | frame for it | delivering | held |
+//! | frame for the port | delivering | held |
 //! |---|---|---|
-//! | addressed to it | queued, and its sender is not read from until the queue is half empty | queued; the hold must end |
-//! | flooded | dropped for this port and counted: one deaf guest must not stop a LAN | queued; the hold must end |
+//! | addressed to it | queued; its sender waits until the queue is half empty | queued; the hold must end |
+//! | flooded | dropped for this port, and counted | queued; the hold must end |
+//!
+//! So a guest that takes no packets does not stop the floods of its LAN.
 //!
 //! Invariants:
-//! 1. A frame waits for each of its destinations exactly once, in the order of arrival, and leaves once, unless the port
-//!    disconnects or the table above says dropped.
-//! 2. While held nothing leaves and every port may be read.
-//! 3. A queue exceeds its bound by at most what each sender had under way.
+//! 1. A frame waits for each of its destinations exactly once, in the order of arrival, and leaves
+//!    once, unless the port disconnects or the table above says dropped.
+//! 2. While the fabric is held, no frame leaves, and every port may be read.
+//! 3. A queue exceeds its bound by at most the frames that its senders had begun to send.
 //!
-//! Left out: ageing of addresses (a disconnect forgets them), spanning trees, VLANs (tags are
-//! carried, not looked at). A gate that holds the frames of one sender only, as replication wants
-//! it, has its place in `receive`.
+//! Left out: ageing of addresses (a disconnect forgets them), spanning trees, and VLANs (tags are
+//! carried and not interpreted).
 
 use crate::frame::Frame;
 use crate::table::MacTable;
 use std::collections::{BTreeMap, VecDeque};
 
-/// A connection of a VM; never used twice.
+/// The key of a VM's connection. No key is used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PortKey(pub u64);
 
-/// A LAN of the switch.
+/// The key of a LAN of the switch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LanKey(pub usize);
 
-/// How much may wait.
+/// How many bytes of frames may wait.
 #[derive(Clone, Copy, Debug)]
-pub struct Limits {
-    /// For one port.
+pub struct SwitchLimits {
+    /// For one port, in bytes.
     pub port_bytes_max: usize,
-    /// For all ports.
+    /// For all ports together, in bytes.
     pub total_bytes_max: usize,
 }
 
-impl Default for Limits {
+impl Default for SwitchLimits {
     fn default() -> Self {
         Self { port_bytes_max: 16 << 20, total_bytes_max: 256 << 20 }
     }
 }
 
-/// A queue is full and the switch is held: the hold must end.
+/// The queue of this port is full while the switch is held, so the hold must end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Overflow(pub PortKey);
 
-/// What a waiting frame costs beside its bytes.
+/// The memory that a waiting frame costs in addition to its bytes.
 const ENTRY_BYTES: usize = 32;
 
 struct Queue {
@@ -68,21 +69,21 @@ struct Queue {
     dropped: u64,
 }
 
-/// All LANs and the queues of their ports.
+/// All LANs, and the queues of their ports.
 pub struct Fabric {
-    limits: Limits,
+    limits: SwitchLimits,
     tables: Vec<MacTable>,
     queues: BTreeMap<PortKey, Queue>,
     total_bytes: usize,
-    /// Senders that wait, and for which port's queue.
+    /// The senders that are not read, each with the port whose queue is full.
     stalled: BTreeMap<PortKey, PortKey>,
     held: bool,
     next_key: u64,
 }
 
 impl Fabric {
-    /// Without a LAN.
-    pub fn new(limits: Limits) -> Self {
+    /// A fabric without a LAN.
+    pub fn new(limits: SwitchLimits) -> Self {
         Self {
             limits,
             tables: Vec::new(),
@@ -94,13 +95,13 @@ impl Fabric {
         }
     }
 
-    /// A new LAN.
+    /// Adds a LAN.
     pub fn add_lan(&mut self) -> LanKey {
         self.tables.push(MacTable::default());
         LanKey(self.tables.len() - 1)
     }
 
-    /// A new port of `lan`.
+    /// Adds a port to `lan`.
     pub fn connect(&mut self, lan: LanKey) -> PortKey {
         let key = PortKey(self.next_key);
         self.next_key += 1;
@@ -108,7 +109,7 @@ impl Fabric {
         key
     }
 
-    /// The port is gone, with what waited for it.
+    /// Removes the port and drops the frames that wait for it.
     pub fn disconnect(&mut self, port: PortKey) {
         let Some(queue) = self.queues.remove(&port) else { return };
         self.total_bytes -= queue.bytes;
@@ -118,7 +119,8 @@ impl Fabric {
         self.stalled.retain(|from, to| *from != port && *to != port);
     }
 
-    /// Takes in a frame that `from` sent.
+    /// Queues a frame that `from` sent for its destinations. Returns the port whose queue is full,
+    /// if the fabric is held.
     pub fn receive(&mut self, from: PortKey, frame: &Frame) -> Option<Overflow> {
         let lan = self.queues.get(&from)?.lan;
         let table = self.tables.get_mut(lan.0)?;
@@ -128,7 +130,7 @@ impl Fabric {
         let known =
             frame.destination().filter(|mac| !mac.is_group()).and_then(|mac| table.port_of(mac));
         match known {
-            // Both ends are behind the same port.
+            // Both guests are reached through the same port.
             Some(to) if to == from => None,
             Some(to) => {
                 self.push(to, frame).inspect(|full| self.stall(from, *full)).filter(|_| self.held)
@@ -155,7 +157,7 @@ impl Fabric {
         overflow.filter(|_| self.held)
     }
 
-    /// Adds to the queue of `to`; tells where that is full now.
+    /// Adds a frame to the queue of `to`. Returns `to` if that queue is full now.
     fn push(&mut self, to: PortKey, frame: &Frame) -> Option<Overflow> {
         let queue = self.queues.get_mut(&to)?;
         let bytes = cost(frame);
@@ -176,7 +178,8 @@ impl Fabric {
             || self.queues.get(&port).is_some_and(|queue| queue.bytes >= self.limits.port_bytes_max)
     }
 
-    /// The next frame to send to `port`; `None` where there is none or nothing may leave.
+    /// Removes and returns the next frame for `port`. `None` if no frame waits or the fabric is
+    /// held.
     pub fn next(&mut self, port: PortKey) -> Option<Frame> {
         if self.held {
             return None;
@@ -191,34 +194,34 @@ impl Fabric {
         Some(frame)
     }
 
-    /// Whether frames are to be taken from `port` now.
+    /// True if frames from `port` may be read now.
     pub fn may_read(&self, port: PortKey) -> bool {
         self.held || !self.stalled.contains_key(&port)
     }
 
-    /// Nothing leaves from here on.
+    /// Stops delivery: from now on [`Self::next`] returns `None`.
     pub fn hold(&mut self) {
         self.held = true;
     }
 
-    /// Frames leave again.
+    /// Resumes delivery.
     pub fn release(&mut self) {
         self.held = false;
     }
 
-    /// What waits for `port`, in order.
+    /// The frames that wait for `port`, in order.
     pub fn pending(&self, port: PortKey) -> impl ExactSizeIterator<Item = &Frame> {
         const NONE: &VecDeque<Frame> = &VecDeque::new();
         self.queues.get(&port).map_or(NONE, |queue| &queue.frames).iter()
     }
 
-    /// Puts a frame behind what waits for `port`.
+    /// Appends a recorded frame to the queue of `port`.
     pub fn restore(&mut self, port: PortKey, frame: &Frame) {
-        // Bounded by what can be recorded.
+        // The format of recordings bounds the bytes, so an overflow needs no action.
         let _ = self.push(port, frame);
     }
 
-    /// Frames that were dropped for `port`.
+    /// The number of frames that were dropped for `port`.
     pub fn dropped(&self, port: PortKey) -> u64 {
         self.queues.get(&port).map_or(0, |queue| queue.dropped)
     }

@@ -1,18 +1,18 @@
-//! Ethernet frames as QEMU's `stream` and `socket` netdevs send them, and how they are found in a
-//! stream of bytes.
+//! Ethernet frames as QEMU's `stream` and `socket` netdevs send them, and their framing in a stream
+//! of bytes.
 //!
 //! ```text
 //!   | length, 4 bytes, big-endian | frame | length | frame | ...
 //! ```
 //!
-//! Invariants: a [`Frame`] has 1 to [`FRAME_BYTES_MAX`] bytes, so the first byte of its header is 0
-//! (which [`crate::port`] relies on).
+//! Invariant: a [`Frame`] has 1 to [`FRAME_BYTES_MAX`] bytes, so the first byte of its header is 0.
+//! [`crate::port`] relies on this.
 
 use std::sync::Arc;
 
-/// The longest frame: 64 KiB, and the header that virtio puts before it.
+/// The longest frame: 64 KiB, and virtio's header of 12 bytes.
 pub const FRAME_BYTES_MAX: usize = (64 << 10) + 12;
-/// The length before each frame.
+/// The size of the length field before each frame.
 pub const HEADER_BYTES: usize = 4;
 
 /// An Ethernet address.
@@ -20,18 +20,18 @@ pub const HEADER_BYTES: usize = 4;
 pub struct Mac(pub [u8; 6]);
 
 impl Mac {
-    /// One that names several: broadcast or multicast.
+    /// True for broadcast and multicast addresses.
     pub fn is_group(self) -> bool {
         self.0[0] & 1 == 1
     }
 }
 
-/// A frame with its header, shared by the ports that it goes to.
+/// A frame with its header. The ports that it goes to share its bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Frame(Arc<[u8]>);
 
 impl Frame {
-    /// `None` where it has no byte or too many.
+    /// `None` if `bytes` is empty or longer than [`FRAME_BYTES_MAX`].
     pub fn new(bytes: &[u8]) -> Option<Self> {
         if bytes.is_empty() || bytes.len() > FRAME_BYTES_MAX {
             return None;
@@ -40,22 +40,22 @@ impl Frame {
         Some(Self([&len.to_be_bytes()[..], bytes].concat().into()))
     }
 
-    /// The frame itself.
+    /// The frame without its header.
     pub fn bytes(&self) -> &[u8] {
         self.0.get(HEADER_BYTES..).unwrap_or_default()
     }
 
-    /// The frame behind its header, as it is sent.
+    /// The frame with its header, as it is sent.
     pub fn wire(&self) -> &[u8] {
         &self.0
     }
 
-    /// Where it goes to; `None` where it is too short to say.
+    /// The destination address. `None` if the frame is too short for one.
     pub fn destination(&self) -> Option<Mac> {
         self.mac(0)
     }
 
-    /// Where it comes from.
+    /// The source address. `None` if the frame is too short for one.
     pub fn source(&self) -> Option<Mac> {
         self.mac(6)
     }
@@ -65,16 +65,16 @@ impl Frame {
     }
 }
 
-/// Finds the frames in a stream of bytes that comes in pieces.
+/// Splits a stream of bytes, which arrives in pieces, into frames.
 #[derive(Default)]
 pub struct Deframer {
-    /// The beginning of a frame, with its header.
+    /// The incomplete last frame, with its header.
     begun: Vec<u8>,
 }
 
 impl Deframer {
-    /// Takes `bytes` and appends the frames that are complete now. Error: why the stream cannot be
-    /// trusted any further.
+    /// Consumes `bytes` and appends the frames that are complete now to `frames`. Error: the stream
+    /// is invalid, with the reason; the caller closes it.
     pub fn push(&mut self, mut bytes: &[u8], frames: &mut Vec<Frame>) -> Result<(), String> {
         while !bytes.is_empty() {
             let want = self.wire_len()?;
@@ -86,16 +86,16 @@ impl Deframer {
                 self.begun.clear();
             }
         }
-        // A header that is complete is judged at once.
+        // Checks a complete header at once, before its frame arrives.
         self.wire_len().map(drop)
     }
 
-    /// What there is of a frame that has begun and not ended.
+    /// The length of the incomplete last frame, with its header, in bytes.
     pub fn begun_bytes(&self) -> usize {
         self.begun.len()
     }
 
-    /// How long what has begun will be, as far as that is known.
+    /// The length of the incomplete frame with its header, or of the header if that is incomplete.
     fn wire_len(&self) -> Result<usize, String> {
         let Some(header) = self.begun.first_chunk::<HEADER_BYTES>() else {
             return Ok(HEADER_BYTES);

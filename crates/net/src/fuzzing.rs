@@ -1,14 +1,14 @@
-//! Doors for the fuzzers in `fuzz/`: each gives bytes to a reader of what VMs, controllers or
-//! stores say.
+//! Entry points of the fuzzers in `fuzz/`. Each gives bytes to a parser of what VMs, controllers or
+//! stores send.
 //!
-//! Not part of the interface. Each takes any bytes, and must neither panic nor take memory out of
-//! proportion to them.
+//! Not part of the public interface. Each function takes any bytes. It must neither panic nor take
+//! memory out of proportion to them.
 
 use crate::InFlight;
 use crate::frame::Deframer;
-use crate::wire::{Messages, Request, Response};
+use crate::wire::{Messages, SwitchRequest, SwitchResponse};
 
-/// Packets in flight, as a store has them, before their checksum.
+/// Packets in flight as a store holds them, without their checksum.
 pub fn in_flight(covered: &[u8]) {
     let bytes = [covered, blake3::hash(covered).as_bytes()].concat();
     if let Ok(found) = InFlight::decode(&bytes) {
@@ -19,7 +19,7 @@ pub fn in_flight(covered: &[u8]) {
     }
 }
 
-/// What a VM sends, in pieces: the first byte says how long they are.
+/// A VM's stream of frames. The first byte is the size of the pieces in which it arrives.
 pub fn frames(data: &[u8]) {
     let Some((piece, bytes)) = data.split_first() else { return };
     let (mut deframer, mut found) = (Deframer::default(), Vec::new());
@@ -35,13 +35,13 @@ pub fn frames(data: &[u8]) {
     }
 }
 
-/// What a controller and a switch say to each other.
+/// Messages of a controller and of a switch.
 pub fn control(bytes: &[u8]) {
     let mut messages = Messages::default();
     messages.push(bytes);
     let _ = messages.is_too_much();
-    while let Ok(Some(_)) = messages.next::<Request>() {}
+    while let Ok(Some(_)) = messages.next::<SwitchRequest>() {}
     let mut messages = Messages::default();
     messages.push(bytes);
-    while let Ok(Some(_)) = messages.next::<Response>() {}
+    while let Ok(Some(_)) = messages.next::<SwitchResponse>() {}
 }

@@ -6,11 +6,10 @@
 //!   frame      | length 4 | bytes |
 //! ```
 //!
-//! Integers are little-endian. docs/formats/in-flight.md says the same for readers of other
-//! programs.
+//! Integers are little-endian. docs/formats/in-flight.md specifies the format for other programs.
 //!
-//! Invariants: what decodes was encoded in that very form; a hostile file costs no more memory than
-//! it has bytes.
+//! Invariants: bytes that decode were encoded in exactly that form. A hostile file costs no more
+//! memory than its own size.
 
 use crate::frame::Frame;
 use crate::{Error, Result};
@@ -18,28 +17,29 @@ use keyframe_bytes::{ByteReader, ReadError};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The format's version.
+/// The version of the format.
 pub const IN_FLIGHT_VERSION: u32 = 1;
-/// The longest encoding.
+/// The longest encoding, in bytes.
 pub const IN_FLIGHT_BYTES_MAX: usize = 320 << 20;
-/// The most ports of a switch.
+/// The largest number of ports of a switch.
 pub const PORTS_MAX: usize = 256;
 
 const MAGIC: &[u8; 8] = b"KFINFLT\n";
 const HASH_BYTES: usize = 32;
-/// Where the version begins.
+/// The offset of the version.
 const VERSION_AT: usize = 8;
-/// The longest name of a LAN: the longest path of a unix socket, and room.
+/// The longest name of a LAN, in bytes: longer than the longest path of a unix socket.
 const LAN_BYTES_MAX: usize = 256;
 
-/// A connection of a VM to a LAN, as a checkpoint and a person know it.
+/// Names a VM's connection to a LAN, in checkpoints and for users.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct PortId {
     /// The LAN: the path of its socket.
     pub lan: String,
-    /// The process at the other end.
+    /// The id of the process at the other end.
     pub pid: u32,
-    /// Which of that process's connections to that LAN, in the order in which they came, from 0.
+    /// The number of the connection among those of this process to this LAN, in the order of their
+    /// arrival, from 0.
     pub number: u32,
 }
 
@@ -49,30 +49,30 @@ impl fmt::Display for PortId {
     }
 }
 
-/// What waits for one port.
+/// The frames that wait for one port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PortInFlight {
-    /// For whom.
+    /// The port.
     pub port: PortId,
-    /// In the order in which they are to be delivered.
+    /// Its frames, in the order of delivery.
     pub frames: Vec<Frame>,
 }
 
-/// What waits for each port of the switch, in the order of [`PortId`]; ports without frames are in
-/// it too.
+/// The frames that wait for each port of a switch. Ports without frames are included.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct InFlight {
-    /// Each port once.
+    /// The ports in the order of [`PortId`], each once.
     pub ports: Vec<PortInFlight>,
 }
 
 impl InFlight {
-    /// Frames in all.
+    /// The number of frames of all ports.
     pub fn frames(&self) -> usize {
         self.ports.iter().map(|port| port.frames.len()).sum()
     }
 
-    /// As bytes. Error: longer than any that would be decoded.
+    /// Encodes the recording. Error: it is longer than [`IN_FLIGHT_BYTES_MAX`] or has too many
+    /// ports.
     pub fn encode(&self) -> Result<Vec<u8>> {
         let mut out = Vec::with_capacity(self.encoded_len());
         out.extend_from_slice(MAGIC);
@@ -93,7 +93,7 @@ impl InFlight {
         let in_bounds = out.len() <= IN_FLIGHT_BYTES_MAX
             && self.ports.len() <= PORTS_MAX
             && self.ports.iter().all(|p| p.port.lan.len() <= LAN_BYTES_MAX);
-        if in_bounds { Ok(out) } else { Err(bad(out.len(), "more than the format holds")) }
+        if in_bounds { Ok(out) } else { Err(bad(out.len(), "too large for the format")) }
     }
 
     fn encoded_len(&self) -> usize {
@@ -103,21 +103,22 @@ impl InFlight {
         16 + HASH_BYTES + self.ports.iter().map(port).sum::<usize>()
     }
 
-    /// From bytes.
+    /// Decodes a recording. Errors: [`Error::LaterVersion`]; [`Error::InFlight`] if the bytes are
+    /// damaged.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let mut reader = ByteReader::new(bytes);
         if bytes.len() > IN_FLIGHT_BYTES_MAX {
-            return Err(bad(0, "more bytes than any recording has"));
+            return Err(bad(0, "longer than any recording"));
         }
         if reader.array::<8>()? != *MAGIC {
-            return Err(bad(0, "no recording of packets in flight"));
+            return Err(bad(0, "not a recording of packets in flight"));
         }
         match reader.u32_le()? {
             IN_FLIGHT_VERSION => {}
             found if found > IN_FLIGHT_VERSION => {
                 return Err(Error::LaterVersion { found, known: IN_FLIGHT_VERSION });
             }
-            found => return Err(bad(VERSION_AT, format!("there was no version {found}"))),
+            found => return Err(bad(VERSION_AT, format!("unknown version {found}"))),
         }
         let (covered, hash) =
             bytes.split_last_chunk::<HASH_BYTES>().ok_or_else(|| bad(0, "ends early"))?;
@@ -130,7 +131,7 @@ impl InFlight {
     }
 }
 
-/// Lengths are far below 4 GiB: a frame's, or bounded by [`IN_FLIGHT_BYTES_MAX`].
+/// Lengths are far below 4 GiB: that of a frame, or one bounded by [`IN_FLIGHT_BYTES_MAX`].
 fn put_len(out: &mut Vec<u8>, len: usize) {
     out.extend_from_slice(&(len as u32).to_le_bytes());
 }
@@ -151,7 +152,7 @@ impl From<ReadError> for Error {
 fn read_ports(reader: &mut ByteReader<'_>) -> Result<InFlight> {
     let count = reader.u32_le()? as usize;
     if count > PORTS_MAX {
-        let problem = format!("{count} ports, and a switch has {PORTS_MAX} at most");
+        let problem = format!("{count} ports, but a switch has at most {PORTS_MAX}");
         return Err(bad(reader.position(), problem));
     }
     let mut ports: Vec<PortInFlight> = Vec::with_capacity(count);
@@ -172,7 +173,7 @@ fn read_port(reader: &mut ByteReader<'_>) -> Result<PortInFlight> {
         return Err(bad(reader.position(), format!("a LAN's name of {name_len} bytes")));
     }
     let name = std::str::from_utf8(reader.take(name_len)?)
-        .map_err(|_| bad(reader.position(), "a name that is no text"))?;
+        .map_err(|_| bad(reader.position(), "a name that is not UTF-8"))?;
     let port = PortId { lan: name.to_owned(), pid: reader.u32_le()?, number: reader.u32_le()? };
     let count = reader.u32_le()?;
     let mut frames = Vec::new();
@@ -222,7 +223,7 @@ mod tests {
             prop_assert!(InFlight::decode(&bytes[..bit / 8]).is_err());
         }
 
-        /// With a true checksum, so that the parser gets past it.
+        /// The checksum is valid, so that the parser reads the rest.
         #[test]
         fn what_decodes_was_encoded_in_that_form(
             recording in recording(), at in any::<usize>(), by in prop::collection::vec(any::<u8>(), 0..8),

@@ -1,31 +1,34 @@
-//! An Ethernet switch between VMs that can be held, so that a group of them is checkpointed at one
-//! instant without a packet lost or doubled.
+//! A switch that connects the virtual NICs of several VMs. Keyframe can hold it, so that it takes
+//! checkpoints of a group of VMs at one instant without losing or duplicating a packet.
 //!
 //! ```text
-//!   QEMU a ── -netdev stream ──┐                       ┌── control: hold, quiesce, collect, release, restore
-//!   QEMU b ── -netdev stream ──┼─ Port ─ Fabric ─ Switch ─┤
-//!   QEMU c ── -netdev stream ──┘          (pure)       └── Remote, in the engine's process
+//!   QEMU a ── -netdev stream ──┐                          ┌── control: hold, quiesce, collect,
+//!   QEMU b ── -netdev stream ──┼─ Port ─ Fabric ─ Switch ─┤            release, restore
+//!   QEMU c ── -netdev stream ──┘          (pure)          └── Remote, in the engine's process
 //!
-//!   hold ▶ quiesce ▶ [all VMs stop] ▶ collect ▶ [checkpoints of all VMs] ▶ [all VMs go on] ▶ release
+//!   hold ▶ quiesce ▶ [all VMs stop] ▶ collect ▶ [checkpoints] ▶ [all VMs resume] ▶ release
 //!                                        │
-//!                                     InFlight ──▶ [fresh VMs on a fresh switch] hold ▶ restore ▶ [VMs run] ▶ release
+//!                                     InFlight
+//!                                        ▼
+//!                       [new VMs, new switch] hold ▶ restore ▶ [VMs run] ▶ release
 //! ```
 //!
-//! A guest's packet is, at the instant of the checkpoint, in exactly one place: in the sender's NIC
-//! or memory, in the switch's queue (and so in [`InFlight`]), or in the receiver's. It is never in
-//! QEMU's own queues, which no checkpoint holds: `quiesce` sees to the receiving side (the module
-//! `port` tells how), `collect` to the sending side.
+//! At the instant of the checkpoint a packet is in exactly one place: in the sender's NIC or
+//! memory, in the switch's queue (and so in [`InFlight`]), or in the receiver's NIC or memory. It
+//! is never in QEMU's own queues, which no checkpoint holds: `quiesce` empties those of the
+//! receivers (the module `port` explains how), `collect` those of the senders.
 //!
 //! Invariants:
-//! 1. The guests' network does not depend on the engine: the switch is a process of its own, and a hold whose controller
-//!    dies, or that lasts too long, ends.
-//! 2. Where a packet may be missing, `collect` says so and the checkpoint is given up. It never guesses.
-//! 3. Nothing that a guest, a QEMU or a controller sends makes it panic or take memory without bound.
+//! 1. The guests' network does not depend on the engine: the switch is a process of its own. A hold
+//!    ends if its controller dies, or if it lasts too long.
+//! 2. If a packet may be missing, `collect` returns an error, and the engine gives the checkpoint
+//!    up.
+//! 3. No input from a guest, a QEMU or a controller makes the switch panic or take memory without
+//!    bound.
 //!
-//! Beside it the gate before a protected VM's network ([`GateRemote`]).
+//! The crate also holds the gate before a protected VM's network ([`GateRemote`]).
 //!
-//! Left out: stopping VMs, and where [`InFlight`] is kept (the binary's); any protocol above
-//! Ethernet.
+//! Left out: stopping VMs; where [`InFlight`] is stored; any protocol above Ethernet.
 
 mod error;
 mod fabric;
@@ -43,7 +46,7 @@ mod table;
 mod wire;
 
 pub use error::{Error, Result};
-pub use fabric::Limits;
+pub use fabric::SwitchLimits;
 pub use frame::{FRAME_BYTES_MAX, Frame};
 pub use gate::{GateLook, GateNic, GateRemote, serve_gate};
 pub use in_flight::{

@@ -1,4 +1,4 @@
-//! Listening unix sockets, and the VMs that connect to them.
+//! Listening unix sockets and the VMs that connect to them.
 
 use crate::{Error, Result};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -11,16 +11,17 @@ pub struct LanListener {
     listener: UnixListener,
     path: PathBuf,
     name: String,
-    /// Device and inode of the socket's file, so that another one at its path is not removed.
+    /// Device and inode of the socket's file, so that another file at its path is not removed.
     identity: (u64, u64),
 }
 
 impl LanListener {
-    /// Listens at `path`. A socket that nobody listens at any more is replaced.
+    /// Listens at `path`. Replaces a socket there on which no process listens. Error:
+    /// [`Error::Listen`].
     pub fn bind(path: &Path) -> Result<Self> {
         let failed = |problem: String| Error::Listen { path: path.display().to_string(), problem };
         let Some(name) = path.to_str().map(str::to_owned) else {
-            return Err(failed("the path is no UTF-8 text".into()));
+            return Err(failed("the path is not UTF-8".into()));
         };
         if is_abandoned(path).map_err(&failed)? {
             std::fs::remove_file(path)
@@ -43,8 +44,7 @@ impl LanListener {
         &self.name
     }
 
-    /// Whoever waits to be accepted. One that went away meanwhile, or that cannot be taken now, is
-    /// nobody.
+    /// Accepts one waiting connection. `None` if none waits, or if accepting it failed.
     pub fn accept(&self) -> Option<UnixStream> {
         let (stream, _) = self.listener.accept().ok()?;
         stream.set_nonblocking(true).ok()?;
@@ -67,13 +67,14 @@ impl Drop for LanListener {
     }
 }
 
-/// True where a socket lies at `path` that nobody listens at. Error: something that must stay.
+/// True if the file at `path` is a socket on which no process listens. Error: there is something
+/// that must stay.
 fn is_abandoned(path: &Path) -> Result<bool, String> {
     match std::fs::symlink_metadata(path) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(false),
         Err(e) => Err(e.to_string()),
         Ok(metadata) if !metadata.file_type().is_socket() => {
-            Err("there is a file that is no socket".into())
+            Err("the file there is not a socket".into())
         }
         Ok(_) => match UnixStream::connect(path) {
             Ok(_) => Err("another process listens there".into()),
@@ -83,8 +84,8 @@ fn is_abandoned(path: &Path) -> Result<bool, String> {
     }
 }
 
-/// The process at the other end; 0 where it cannot be told (it is in a pid namespace that is not
-/// seen from here).
+/// The id of the process at the other end. 0 if the kernel does not tell (the process is in a pid
+/// namespace that is not visible from here).
 pub fn peer_pid(stream: &UnixStream) -> u32 {
     use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
     getsockopt(stream, PeerCredentials).map_or(0, |peer| peer.pid().unsigned_abs())
@@ -107,7 +108,7 @@ mod tests {
         let error = LanListener::bind(&path).err().unwrap().to_string();
         assert!(error.contains("another process listens"), "{error}");
         let stream = UnixStream::connect(&path).unwrap();
-        // The attempt above left a connection of its own.
+        // The failed attempt above left a connection of its own.
         let accepted = listening.accept().and_then(|_| listening.accept()).unwrap();
         assert_eq!(
             (peer_pid(&accepted), peer_pid(&stream)),
@@ -115,7 +116,7 @@ mod tests {
         );
         drop(listening);
         assert!(!path.exists());
-        // Not ours any more.
+        // This listener does not own the file any more.
         let first = LanListener::bind(&path).unwrap();
         std::fs::remove_file(&path).unwrap();
         let _second = LanListener::bind(&path).unwrap();

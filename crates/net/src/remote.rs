@@ -1,8 +1,8 @@
-//! The controller's handle of a switch that runs in another process.
+//! The controller's handle to a switch that runs in another process.
 
 use crate::in_flight::{InFlight, PortId};
 use crate::switch::Ports;
-use crate::wire::{Messages, Request, Response, encode};
+use crate::wire::{Messages, SwitchRequest, SwitchResponse, encode};
 use crate::{Error, Result};
 use std::io::{ErrorKind, Read, Write};
 use std::os::fd::OwnedFd;
@@ -12,39 +12,42 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// The longest wait for an answer, beyond the time that the request itself allows.
+/// The longest wait for an answer, in addition to the time that the request itself allows.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// The longest wait for its start.
+/// The longest wait for the switch to start.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long it may take to end, once no VM is connected.
+/// The longest wait for the switch to end, if no VM is connected.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The control of a switch. When it is dropped while the switch is held, the switch releases by
-/// itself; a switch that was started from here goes on until its last VM has gone.
+/// Controls a switch in another process. If the handle is dropped while the switch is held, the
+/// switch releases by itself. A switch that [`Self::spawn`] started goes on until its last VM
+/// disconnects.
 pub struct Remote {
     stream: UnixStream,
     input: Messages,
     child: Option<Child>,
-    /// An answer is owed or garbled: nothing that comes can be matched to a question.
+    /// An answer is missing or invalid, so later answers cannot be matched to requests.
     lost: bool,
 }
 
 impl Remote {
-    /// Starts a switch as `command`, which calls [`crate::serve`] with its standard input, and
-    /// waits until it answers.
+    /// Starts a switch as `command`, which must call [`crate::serve`] with its standard input.
+    /// Waits until the switch answers. Errors: the process cannot be started or does not answer in
+    /// time.
     pub fn spawn(command: &mut Command) -> Result<Self> {
         let (ours, theirs) =
             UnixStream::pair().map_err(Error::io("create a control connection"))?;
         command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::null());
-        // Ctrl-C is not to end it together with the engine.
+        // Ctrl-C must not end the switch together with the engine.
         command.process_group(0);
         let operation = format!("start the switch ({})", command.get_program().to_string_lossy());
         let child = command.spawn().map_err(Error::io(operation))?;
-        // Our copy of its end is closed with the command's, or we would never see it end.
+        // `command` owns a copy of the switch's end. It is closed with it, so that this process
+        // sees the switch end.
         command.stdin(Stdio::null());
         let mut remote =
             Self { stream: ours, input: Messages::default(), child: Some(child), lost: false };
-        if let Err(e) = remote.ask(&Request::Ports, &[], START_TIMEOUT) {
+        if let Err(e) = remote.ask(&SwitchRequest::Ports, &[], START_TIMEOUT) {
             if let Some(child) = &mut remote.child {
                 let _ = child.kill();
                 let _ = child.wait();
@@ -54,74 +57,76 @@ impl Remote {
         Ok(remote)
     }
 
-    /// Takes control of the switch that listens at `path`. Error: [`Error::Busy`] where another
-    /// process has it.
+    /// Takes control of the switch whose control socket is at `path`. Errors: [`Error::Busy`] if
+    /// another process controls it; there is no such socket.
     pub fn connect(path: &Path) -> Result<Self> {
         let operation = format!("connect to the switch's control socket {}", path.display());
         Self::over(UnixStream::connect(path).map_err(Error::io(operation))?)
     }
 
-    /// Takes control through a connection, and waits until the switch answers.
+    /// Takes control through a connection, and waits until the switch answers. Errors:
+    /// [`Error::Busy`]; no answer in time.
     pub fn over(stream: UnixStream) -> Result<Self> {
         let mut remote = Self { stream, input: Messages::default(), child: None, lost: false };
         remote.ports()?;
         Ok(remote)
     }
 
-    /// The switch's process, where it was started from here.
+    /// The id of the switch's process, if [`Self::spawn`] started it.
     pub fn pid(&self) -> Option<u32> {
         self.child.as_ref().map(Child::id)
     }
 
-    /// [`crate::Switch::listen`].
+    /// Adds a LAN: see [`crate::Switch::listen`].
     pub fn listen(&mut self, path: &Path) -> Result<()> {
         let text = path.to_str().ok_or_else(|| Error::Listen {
             path: path.display().to_string(),
-            problem: "the path is no UTF-8 text".into(),
+            problem: "the path is not UTF-8".into(),
         })?;
-        self.done(&Request::Listen { path: text.into() }, &[], ANSWER_TIMEOUT)
+        self.done(&SwitchRequest::Listen { path: text.into() }, &[], ANSWER_TIMEOUT)
     }
 
-    /// [`crate::Switch::hold`].
+    /// Holds the LANs: see [`crate::Switch::hold`].
     pub fn hold(&mut self, limit: Duration) -> Result<()> {
-        self.done(&Request::Hold { limit_ms: limit.as_millis() as u64 }, &[], ANSWER_TIMEOUT)
+        self.done(&SwitchRequest::Hold { limit_ms: limit.as_millis() as u64 }, &[], ANSWER_TIMEOUT)
     }
 
-    /// [`crate::Switch::quiesce`].
+    /// Waits until all packets are taken: see [`crate::Switch::quiesce`].
     pub fn quiesce(&mut self, timeout: Duration) -> Result<()> {
-        let request = Request::Quiesce { timeout_ms: timeout.as_millis() as u64 };
+        let request = SwitchRequest::Quiesce { timeout_ms: timeout.as_millis() as u64 };
         self.done(&request, &[], ANSWER_TIMEOUT.saturating_add(timeout))
     }
 
-    /// [`crate::Switch::collect`].
+    /// Collects the packets in flight: see [`crate::Switch::collect`].
     pub fn collect(&mut self) -> Result<InFlight> {
-        match self.ask(&Request::Collect, &[], ANSWER_TIMEOUT)? {
-            (Response::InFlight, bytes) => InFlight::decode(&bytes),
+        match self.ask(&SwitchRequest::Collect, &[], ANSWER_TIMEOUT)? {
+            (SwitchResponse::InFlight, bytes) => InFlight::decode(&bytes),
             _ => Err(self.unexpected()),
         }
     }
 
-    /// [`crate::Switch::release`].
+    /// Ends the hold: see [`crate::Switch::release`].
     pub fn release(&mut self) -> Result<()> {
-        self.done(&Request::Release, &[], ANSWER_TIMEOUT)
+        self.done(&SwitchRequest::Release, &[], ANSWER_TIMEOUT)
     }
 
-    /// [`crate::Switch::restore`].
+    /// Queues recorded packets: see [`crate::Switch::restore`]. `stand_ins` pairs each recorded
+    /// port with a port of this switch.
     pub fn restore(&mut self, in_flight: &InFlight, stand_ins: &[(PortId, PortId)]) -> Result<()> {
-        let request = Request::Restore { stand_ins: stand_ins.to_vec() };
+        let request = SwitchRequest::Restore { stand_ins: stand_ins.to_vec() };
         self.done(&request, &in_flight.encode()?, ANSWER_TIMEOUT)
     }
 
-    /// [`crate::Switch::ports`].
+    /// The connections: see [`crate::Switch::ports`].
     pub fn ports(&mut self) -> Result<Ports> {
-        match self.ask(&Request::Ports, &[], ANSWER_TIMEOUT)? {
-            (Response::Ports(ports), _) => Ok(ports),
+        match self.ask(&SwitchRequest::Ports, &[], ANSWER_TIMEOUT)? {
+            (SwitchResponse::Ports(ports), _) => Ok(ports),
             _ => Err(self.unexpected()),
         }
     }
 
-    /// Lets go of the switch. One that was started from here ends as soon as no VM is connected;
-    /// its end is waited for briefly, and true where it came.
+    /// Closes the control connection. A switch that [`Self::spawn`] started ends as soon as no VM
+    /// is connected; this function waits briefly for that. True if the switch has ended.
     pub fn end(self) -> Result<bool> {
         drop(self.stream);
         let Some(mut child) = self.child else { return Ok(false) };
@@ -138,24 +143,24 @@ impl Remote {
         }
     }
 
-    fn done(&mut self, request: &Request, bytes: &[u8], timeout: Duration) -> Result<()> {
+    fn done(&mut self, request: &SwitchRequest, bytes: &[u8], timeout: Duration) -> Result<()> {
         match self.ask(request, bytes, timeout)? {
-            (Response::Done, _) => Ok(()),
+            (SwitchResponse::Done, _) => Ok(()),
             _ => Err(self.unexpected()),
         }
     }
 
     fn unexpected(&mut self) -> Error {
         self.lost = true;
-        Error::control("it gave the answer to another question")
+        Error::control("the switch's answer does not match the request")
     }
 
     fn ask(
         &mut self,
-        request: &Request,
+        request: &SwitchRequest,
         bytes: &[u8],
         timeout: Duration,
-    ) -> Result<(Response, Vec<u8>)> {
+    ) -> Result<(SwitchResponse, Vec<u8>)> {
         if self.lost {
             return Err(Error::control("an earlier answer was lost"));
         }
@@ -164,15 +169,15 @@ impl Remote {
         let answered = self.exchange(&message, timeout);
         self.lost = answered.is_err();
         match answered? {
-            (Response::Failed(error), _) => Err(error),
+            (SwitchResponse::Failed(error), _) => Err(error),
             answer => Ok(answer),
         }
     }
 
-    fn exchange(&mut self, message: &[u8], timeout: Duration) -> Result<(Response, Vec<u8>)> {
+    fn exchange(&mut self, message: &[u8], timeout: Duration) -> Result<(SwitchResponse, Vec<u8>)> {
         let deadline = Instant::now() + timeout.min(Duration::from_hours(1));
         self.stream.set_write_timeout(Some(ANSWER_TIMEOUT)).map_err(Error::io("set a timeout"))?;
-        // A switch that has another controller has said so, and does not read.
+        // A switch that has another controller has answered so, and does not read.
         let written = self.stream.write_all(message).map_err(Error::io("write to the switch"));
         let mut chunk = vec![0; 64 << 10];
         loop {

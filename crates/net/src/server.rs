@@ -1,18 +1,20 @@
 //! Runs a [`Switch`] as a process, for one controller at a time.
 //!
 //! ```text
-//!   started by an engine:  the control connection is given; ends when it has ended and no VM is connected any more
-//!   started by a user:     controllers connect to a socket, one at a time; ends when it is told to
+//!   started by an engine:  the control connection is inherited; the switch ends when that
+//!                          connection has ended and no VM is connected any more
+//!   started by a user:     controllers connect to a socket, one at a time; the switch ends when
+//!                          its process is told to
 //!
-//!   a controller that ends while the switch is held ──▶ released, and on it goes
+//!   a controller ends while the switch is held ──▶ the switch releases and goes on
 //! ```
 //!
-//! Invariant: no controller, however it dies or misbehaves, stops the guests' network for longer
-//! than a hold may last.
+//! Invariant: no controller stops the guests' network for longer than a hold may last, even if it
+//! dies or misbehaves.
 
 use crate::listener::LanListener;
-use crate::switch::{FOREIGN_TOKENS, Quiesce, Switch};
-use crate::wire::{Messages, Request, Response, encode};
+use crate::switch::{FOREIGN_TOKENS, PendingQuiesce, Switch};
+use crate::wire::{Messages, SwitchRequest, SwitchResponse, encode};
 use crate::{Error, InFlight, Result};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
@@ -26,11 +28,12 @@ const LISTENER: u64 = FOREIGN_TOKENS;
 const STOP: u64 = FOREIGN_TOKENS + 1;
 const CONTROLLER: u64 = FOREIGN_TOKENS + 2;
 const READ_BYTES: usize = 16 << 10;
-/// How often a quiesce is looked at.
+/// The interval at which a quiesce is checked.
 const LOOK_EVERY: Duration = Duration::from_micros(100);
 
-/// Runs a switch for the engine at the other end of `control`, until that has ended and no VM is
-/// connected.
+/// Runs a switch on the calling thread, for the engine at the other end of `control`. Returns when
+/// that connection has ended and no VM is connected. Errors: the sockets cannot be prepared or
+/// polled.
 pub fn serve(control: UnixStream) -> Result<()> {
     let switch = Switch::new()?;
     let mut server = Server { switch, controller: None, listener: None, stop: None };
@@ -38,14 +41,14 @@ pub fn serve(control: UnixStream) -> Result<()> {
     server.run()
 }
 
-/// Runs `switch` until `stop` can be read, for controllers that connect at `control`, where that is
-/// given.
+/// Runs `switch` on the calling thread until `stop` can be read. Controllers connect to the socket
+/// `control`, if one is given. Errors: the socket cannot be created; the sockets cannot be polled.
 pub fn serve_until(switch: Switch, control: Option<&Path>, stop: OwnedFd) -> Result<()> {
     let listener = control.map(LanListener::bind).transpose()?;
     if let (Some(listener), Some(path)) = (&listener, control) {
-        // Who controls it can stop the network of every VM.
+        // A controller can stop the network of every VM, so only the owner may connect.
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))
-            .map_err(Error::io(format!("make {} its owner's", path.display())))?;
+            .map_err(Error::io(format!("restrict {} to its owner", path.display())))?;
         switch.watch(listener, LISTENER)?;
     }
     switch.watch(&stop, STOP)?;
@@ -62,9 +65,9 @@ struct Server {
 struct Controller {
     stream: UnixStream,
     input: Messages,
-    /// What it has yet to be sent, and how much of that it was.
+    /// The bytes to send, and the number of bytes already sent.
     output: (Vec<u8>, usize),
-    quiesce: Option<Quiesce>,
+    quiesce: Option<PendingQuiesce>,
 }
 
 impl Server {
@@ -78,25 +81,25 @@ impl Server {
             for token in self.switch.turn(busy.then_some(LOOK_EVERY))? {
                 match token {
                     STOP => return Ok(()),
-                    LISTENER => self.greet()?,
-                    _ => self.hear(),
+                    LISTENER => self.accept()?,
+                    _ => self.read_controller(),
                 }
             }
-            self.settle();
+            self.answer_quiesce();
             self.serve_controller();
         }
     }
 
-    /// Lets in whoever has connected, or tells that another one is here.
-    fn greet(&mut self) -> Result<()> {
+    /// Accepts a waiting controller, or answers that another process controls the switch.
+    fn accept(&mut self) -> Result<()> {
         let Some(stream) = self.listener.as_ref().and_then(LanListener::accept) else {
             return Ok(());
         };
         if self.controller.is_none() {
             return self.admit(stream);
         }
-        let busy = encode(&Response::Failed(Error::Busy), &[])?;
-        // Whether it hears that is its own affair.
+        let busy = encode(&SwitchResponse::Failed(Error::Busy), &[])?;
+        // A rejected controller that does not read its answer needs no action.
         let _ = rustix::net::send(&stream, &busy, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
         Ok(())
     }
@@ -110,105 +113,111 @@ impl Server {
         Ok(())
     }
 
-    /// Reads what the controller says.
-    fn hear(&mut self) {
+    /// Reads the controller's messages.
+    fn read_controller(&mut self) {
         let Some(controller) = &mut self.controller else { return };
         let mut chunk = [0; READ_BYTES];
         match rustix::net::recv(&controller.stream, &mut chunk[..], RecvFlags::DONTWAIT) {
-            Ok((_, 0)) => self.dismiss(),
+            Ok((_, 0)) => self.drop_controller(),
             Ok((_, len)) => {
                 controller.input.push(chunk.get(..len).unwrap_or_default());
-                // It asks without waiting for answers.
+                // The controller sends requests without waiting for answers.
                 if controller.input.is_too_much() {
-                    self.dismiss();
+                    self.drop_controller();
                 }
             }
             Err(Errno::AGAIN | Errno::INTR) => {}
-            Err(_) => self.dismiss(),
+            Err(_) => self.drop_controller(),
         }
     }
 
-    /// The controller is gone: the guests go on as if it had never been.
-    fn dismiss(&mut self) {
+    /// Drops the controller and releases the switch.
+    fn drop_controller(&mut self) {
         self.controller = None;
         self.switch.release();
     }
 
     /// Answers a quiesce that has ended.
-    fn settle(&mut self) {
+    fn answer_quiesce(&mut self) {
         let Some(quiesce) = self.controller.as_ref().and_then(|c| c.quiesce) else { return };
         let Some(result) = self.switch.settled(quiesce) else { return };
         if let Some(controller) = &mut self.controller {
             controller.quiesce = None;
         }
-        self.answer(&result.map_or_else(Response::Failed, |()| Response::Done), &[]);
+        self.answer(&result.map_or_else(SwitchResponse::Failed, |()| SwitchResponse::Done), &[]);
     }
 
-    /// Obeys what was asked, and sends what is to be sent.
+    /// Handles the controller's requests, and sends the answers.
     fn serve_controller(&mut self) {
         while let Some(controller) = &mut self.controller
             && controller.quiesce.is_none()
             && controller.output.0.is_empty()
         {
-            match controller.input.next::<Request>() {
-                Ok(Some((request, bytes))) => self.obey(request, &bytes),
+            match controller.input.next::<SwitchRequest>() {
+                Ok(Some((request, bytes))) => self.handle_request(request, &bytes),
                 Ok(None) => return,
-                // Whoever cannot be understood is no controller.
-                Err(_) => self.dismiss(),
+                // The rest of an invalid stream cannot be parsed, so the connection ends.
+                Err(_) => self.drop_controller(),
             }
         }
         self.flush();
     }
 
-    fn obey(&mut self, request: Request, bytes: &[u8]) {
-        match self.carry_out(request, bytes) {
+    fn handle_request(&mut self, request: SwitchRequest, bytes: &[u8]) {
+        match self.execute(request, bytes) {
             Ok(Some((response, bytes))) => self.answer(&response, &bytes),
-            // It is answered later.
+            // `answer_quiesce` answers a quiesce later.
             Ok(None) => {}
-            Err(e) => self.answer(&Response::Failed(e), &[]),
+            Err(e) => self.answer(&SwitchResponse::Failed(e), &[]),
         }
     }
 
-    fn carry_out(&mut self, request: Request, bytes: &[u8]) -> Result<Option<(Response, Vec<u8>)>> {
+    fn execute(
+        &mut self,
+        request: SwitchRequest,
+        bytes: &[u8],
+    ) -> Result<Option<(SwitchResponse, Vec<u8>)>> {
         let switch = &mut self.switch;
         let response = match request {
-            Request::Hold { limit_ms } => {
+            SwitchRequest::Hold { limit_ms } => {
                 switch.hold(Duration::from_millis(limit_ms));
-                Response::Done
+                SwitchResponse::Done
             }
-            Request::Quiesce { timeout_ms } => {
+            SwitchRequest::Quiesce { timeout_ms } => {
                 let quiesce = switch.begin_quiesce(Duration::from_millis(timeout_ms))?;
                 if let Some(controller) = &mut self.controller {
                     controller.quiesce = Some(quiesce);
                 }
                 return Ok(None);
             }
-            Request::Collect => return Ok(Some((Response::InFlight, switch.collect()?.encode()?))),
-            Request::Release => {
+            SwitchRequest::Collect => {
+                return Ok(Some((SwitchResponse::InFlight, switch.collect()?.encode()?)));
+            }
+            SwitchRequest::Release => {
                 switch.release();
-                Response::Done
+                SwitchResponse::Done
             }
-            Request::Ports => Response::Ports(switch.ports()),
-            Request::Restore { stand_ins } => {
+            SwitchRequest::Ports => SwitchResponse::Ports(switch.ports()),
+            SwitchRequest::Restore { stand_ins } => {
                 switch.restore(&InFlight::decode(bytes)?, &stand_ins)?;
-                Response::Done
+                SwitchResponse::Done
             }
-            Request::Listen { path } => {
+            SwitchRequest::Listen { path } => {
                 switch.listen(Path::new(&path))?;
-                Response::Done
+                SwitchResponse::Done
             }
         };
         Ok(Some((response, Vec::new())))
     }
 
-    fn answer(&mut self, response: &Response, bytes: &[u8]) {
+    fn answer(&mut self, response: &SwitchResponse, bytes: &[u8]) {
         match (encode(response, bytes), &mut self.controller) {
             (Ok(message), Some(controller)) => {
                 controller.output = (message, 0);
                 self.flush();
             }
-            // It would wait for an answer that never comes.
-            (Err(_), _) => self.dismiss(),
+            // The controller would wait for an answer that never comes.
+            (Err(_), _) => self.drop_controller(),
             (Ok(_), None) => {}
         }
     }
@@ -222,20 +231,20 @@ impl Server {
                 Ok(len) => *sent += len,
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => {
-                    // Goes on when it can be written to.
+                    // `flush` runs again when the socket has room.
                     if self.switch.watch_writable(&*stream, CONTROLLER, true).is_err() {
-                        self.dismiss();
+                        self.drop_controller();
                     }
                     return;
                 }
-                Err(_) => return self.dismiss(),
+                Err(_) => return self.drop_controller(),
             }
         }
         if !bytes.is_empty() {
             *bytes = Vec::new();
             *sent = 0;
             if self.switch.watch_writable(&*stream, CONTROLLER, false).is_err() {
-                self.dismiss();
+                self.drop_controller();
             }
         }
     }

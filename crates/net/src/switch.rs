@@ -1,31 +1,31 @@
-//! The switch: connects sockets with the [`Fabric`], on the calling thread.
+//! The switch: connects sockets to the [`Fabric`], on the calling thread.
 //!
 //! ```text
-//!             hold                      quiesce, then the VMs stop              collect
-//!   open ───────────▶ held ──────────────────────────────────────────▶ held ─────────────▶ held
-//!    ▲                 │  time limit, or a queue is full                                     │
-//!    │                 ▼                                                                     │
-//!    │◀── release ── ended (delivers; collect says torn)                                     │
-//!    └──────────────────────────── release: what waits is delivered in order ────────────────┘
+//!             hold                  quiesce, then the VMs stop         collect
+//!   open ───────────▶ held ───────────────────────────────────▶ held ─────────▶ held
+//!    ▲                 │  time limit, or a queue is full                          │
+//!    │                 ▼                                                          │
+//!    │◀── release ── ended (delivers; collect fails as torn)                      │
+//!    └────────────── release: waiting frames are delivered in order ──────────────┘
 //! ```
 //!
-//! While held, what guests send is read at once and queued for its destination. Guests run on; for
-//! them a hold is a network that is slow for a moment.
+//! While held, the switch reads at once what guests send and queues it for its destination. Guests
+//! run on; a hold looks to them like a network that is slow for a moment.
 //!
 //! Invariants:
-//! 1. No frame is lost or doubled by a hold, however it ends.
-//! 2. What [`Switch::collect`] returns is everything between the guests: it is refused where QEMU may have dropped a
-//!    frame at its stop, or has one that the NIC has not taken.
-//! 3. A hold ends by itself after its time limit: guests are never cut off for good.
+//! 1. A hold loses and duplicates no frame, however it ends.
+//! 2. [`Switch::collect`] returns every packet between the guests. It fails if QEMU may have
+//!    dropped a frame when its VM stopped, or has a frame that the NIC has not taken.
+//! 3. A hold ends by itself after its time limit, so guests never lose their network for good.
 //! 4. A hostile peer costs its own connection and bounded memory.
 //!
-//! Left out: who stops the VMs, and when. Reaching the world: every port is a peer like the others.
+//! Left out: stopping the VMs. A connection to the outside is a peer like the others.
 
-use crate::fabric::{Fabric, LanKey, Limits, Overflow, PortKey};
+use crate::fabric::{Fabric, LanKey, Overflow, PortKey, SwitchLimits};
 use crate::frame::Frame;
 use crate::in_flight::{InFlight, PORTS_MAX, PortId, PortInFlight};
 use crate::listener::{LanListener, peer_pid};
-use crate::port::{Port, Rest, Sent, Taken};
+use crate::port::{Delivery, Port, ReadOutcome, SendOutcome};
 use crate::{Error, Result};
 use rustix::event::{Timespec, epoll};
 use serde::{Deserialize, Serialize};
@@ -34,57 +34,59 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// The most LANs of a switch.
+/// The largest number of LANs of a switch.
 pub const LANS_MAX: usize = 64;
-/// How long a hold may last where nothing else is said.
+/// The time limit of a hold, if the caller names no other.
 pub const HOLD_MAX: Duration = Duration::from_secs(10);
-/// More than a socket holds by default, so that one read takes all that waits.
+/// More than a socket holds by default, so that one read takes all waiting bytes.
 const READ_BYTES: usize = 512 << 10;
-/// How often it is looked at whether QEMU has read what it was sent; the kernel does not tell.
+/// The interval at which the switch asks whether QEMU has read its frames. The kernel sends no
+/// event for this.
 const LOOK_EVERY: Duration = Duration::from_micros(100);
-/// How soon sending is tried again where a limit of the user's was met.
+/// The delay before sending is tried again after a limit of the user was reached.
 const RETRY_AFTER: Duration = Duration::from_millis(1);
-/// Connections remembered after their end.
+/// The number of ended connections that are remembered.
 const CLOSED_MAX: usize = 64;
-/// What one stopped guest can have sent; more comes from a peer that is none.
+/// More reads than one stopped guest can have filled. Only a peer that is not a stopped guest sends
+/// more.
 const COLLECT_READS_MAX: usize = 1024;
 
 const LAN_TOKENS: u64 = 1 << 62;
-/// Tokens from here on are not the switch's own.
+/// Tokens from here on belong to descriptors that the switch does not own.
 pub(crate) const FOREIGN_TOKENS: u64 = 1 << 63;
 
-/// A port as it is now.
+/// The state of a port.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PortStatus {
-    /// Which.
+    /// The port.
     pub port: PortId,
     /// Frames that wait for it.
     pub pending: usize,
-    /// Flooded frames that were dropped because too much waited.
+    /// Flooded frames that were dropped because its queue was full.
     pub dropped: u64,
 }
 
 /// A connection that has ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClosedPort {
-    /// Which.
+    /// The port.
     pub port: PortId,
-    /// Why.
+    /// Why it ended.
     pub reason: String,
 }
 
-/// What there is.
+/// The connections of a switch.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ports {
-    /// The connections, in the order of [`PortId`].
+    /// The open connections, in the order of [`PortId`].
     pub ports: Vec<PortStatus>,
-    /// The newest that have ended, oldest first.
+    /// The most recently ended connections, oldest first.
     pub closed: Vec<ClosedPort>,
-    /// Nothing is delivered now.
+    /// True if the switch is held and delivers nothing.
     pub held: bool,
 }
 
-enum Hold {
+enum HoldState {
     Open,
     Held { until: Instant },
     Ended { why: String },
@@ -93,43 +95,44 @@ enum Hold {
 struct Connection {
     id: PortId,
     port: Port,
-    /// What epoll was told to watch.
+    /// The events that epoll watches.
     watched: epoll::EventFlags,
-    /// The socket is full.
+    /// True if the socket has no room.
     full: bool,
-    /// To be tried again at this time.
+    /// When sending is tried again.
     retry: Option<Instant>,
 }
 
-/// A quiesce under way.
+/// A quiesce that has not ended.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Quiesce {
+pub(crate) struct PendingQuiesce {
     began: Instant,
     timeout: Duration,
 }
 
-/// The switch.
+/// A switch between the NICs of VMs. A LAN of it is a unix socket to which QEMUs connect.
 pub struct Switch {
     epoll: OwnedFd,
-    /// Sent along to mark the ends of frames.
+    /// The descriptor (of /dev/null) that marks the end of a frame.
     marker: OwnedFd,
     lans: Vec<LanListener>,
     fabric: Fabric,
     connections: BTreeMap<PortKey, Connection>,
     closed: VecDeque<ClosedPort>,
-    hold: Hold,
+    hold: HoldState,
     buffer: Vec<u8>,
     events: Vec<epoll::Event>,
 }
 
 impl Switch {
-    /// Without a LAN.
+    /// A switch without a LAN, with the default limits. Errors: epoll or /dev/null cannot be
+    /// opened.
     pub fn new() -> Result<Self> {
-        Self::with_limits(Limits::default())
+        Self::with_limits(SwitchLimits::default())
     }
 
-    /// As [`Self::new`], with other bounds.
-    pub fn with_limits(limits: Limits) -> Result<Self> {
+    /// As [`Self::new`], with other limits of what may wait.
+    pub fn with_limits(limits: SwitchLimits) -> Result<Self> {
         let marker = std::fs::File::open("/dev/null").map_err(Error::io("open /dev/null"))?.into();
         Ok(Self {
             epoll: epoll::create(epoll::CreateFlags::CLOEXEC)
@@ -139,17 +142,18 @@ impl Switch {
             fabric: Fabric::new(limits),
             connections: BTreeMap::new(),
             closed: VecDeque::new(),
-            hold: Hold::Open,
+            hold: HoldState::Open,
             buffer: vec![0; READ_BYTES],
             events: Vec::with_capacity(64),
         })
     }
 
-    /// A LAN of its own for everybody who connects at `path`. The socket is removed when the switch
-    /// ends; one that was left behind there is replaced.
+    /// Adds a LAN that consists of all VMs that connect to the unix socket at `path`. A socket
+    /// there on which no process listens is replaced. The socket is removed when the switch is
+    /// dropped. Errors: [`Error::Listen`], also if the switch has [`LANS_MAX`] LANs.
     pub fn listen(&mut self, path: &Path) -> Result<()> {
         if self.lans.len() >= LANS_MAX {
-            let problem = format!("a switch has {LANS_MAX} LANs at most");
+            let problem = format!("a switch has at most {LANS_MAX} LANs");
             return Err(Error::Listen { path: path.display().to_string(), problem });
         }
         let lan = LanListener::bind(path)?;
@@ -160,14 +164,15 @@ impl Switch {
         Ok(())
     }
 
-    /// Has [`Self::turn`] report when `fd` can be read, as `token`, from [`FOREIGN_TOKENS`] on.
+    /// Lets [`Self::turn`] report when `fd` can be read, as `token`. Tokens are [`FOREIGN_TOKENS`]
+    /// or more.
     pub(crate) fn watch(&self, fd: impl AsFd, token: u64) -> Result<()> {
         let data = epoll::EventData::new_u64(token);
         epoll::add(&self.epoll, fd, data, epoll::EventFlags::IN)
             .map_err(Error::io("watch a socket"))
     }
 
-    /// Has it watched for room to write, too.
+    /// Watches `fd` for room to write in addition, if `writable`.
     pub(crate) fn watch_writable(&self, fd: impl AsFd, token: u64, writable: bool) -> Result<()> {
         let data = epoll::EventData::new_u64(token);
         let flags = if writable {
@@ -178,26 +183,27 @@ impl Switch {
         epoll::modify(&self.epoll, fd, data, flags).map_err(Error::io("watch a socket"))
     }
 
-    /// True where no VM is connected.
+    /// True if no VM is connected.
     pub fn is_empty(&self) -> bool {
         self.connections.is_empty()
     }
 
-    /// From here on nothing is delivered, for at most `limit`.
+    /// Stops delivery for at most `limit`.
     ///
-    /// A hold that is on begins anew. What waits from before it is part of it.
+    /// If the switch is held already, the hold begins anew, with the frames that wait.
     pub fn hold(&mut self, limit: Duration) {
-        self.hold = Hold::Held { until: Instant::now() + limit.min(Duration::from_hours(1)) };
+        self.hold = HoldState::Held { until: Instant::now() + limit.min(Duration::from_hours(1)) };
         self.fabric.hold();
         for connection in self.connections.values_mut() {
             connection.port.watch();
         }
     }
 
-    /// Waits until each QEMU has taken in all that it was sent, and its NICs too. A NIC that takes
-    /// nothing at all for two seconds of a hold (no driver, switched off) counts as one that does
-    /// not listen: what waits for it is lost. Error: [`Error::NotQuiet`] with the first port where
-    /// that is not so in time; release, and try later.
+    /// Waits until each QEMU and its NIC have taken all frames that were sent to them. A NIC that
+    /// takes no frame for two seconds of a hold (no driver, switched off) counts as not listening:
+    /// the frames that wait for it are lost. Errors: [`Error::NotHeld`]; after `timeout`,
+    /// [`Error::NotQuiet`] with the first port that still has frames. The caller then releases and
+    /// tries again later.
     pub fn quiesce(&mut self, timeout: Duration) -> Result<()> {
         let quiesce = self.begin_quiesce(timeout)?;
         loop {
@@ -208,13 +214,13 @@ impl Switch {
         }
     }
 
-    pub(crate) fn begin_quiesce(&self, timeout: Duration) -> Result<Quiesce> {
+    pub(crate) fn begin_quiesce(&self, timeout: Duration) -> Result<PendingQuiesce> {
         self.check_held("quiesce")?;
-        Ok(Quiesce { began: Instant::now(), timeout })
+        Ok(PendingQuiesce { began: Instant::now(), timeout })
     }
 
-    /// How it ended, if it has. To be asked each [`LOOK_EVERY`].
-    pub(crate) fn settled(&mut self, quiesce: Quiesce) -> Option<Result<()>> {
+    /// The result of `quiesce`, if it has ended. To be called every [`LOOK_EVERY`].
+    pub(crate) fn settled(&mut self, quiesce: PendingQuiesce) -> Option<Result<()>> {
         if let Err(e) = self.check_held("quiesce") {
             return Some(Err(e));
         }
@@ -228,17 +234,17 @@ impl Switch {
         }
     }
 
-    /// The first port whose QEMU has not taken in everything, and what is seen of it.
+    /// The first port whose QEMU has not taken all frames, and its state.
     fn unquiet(&mut self) -> Option<(PortId, &'static str)> {
         let mut first = None;
         for connection in self.connections.values_mut() {
-            let problem = match connection.port.rest() {
-                Ok(Rest::Quiet | Rest::Deaf) => continue,
-                Ok(Rest::Sending | Rest::Unread) => {
-                    "QEMU does not read what it was sent (its NIC takes no packets)"
+            let problem = match connection.port.delivery() {
+                Ok(Delivery::Complete | Delivery::Deaf) => continue,
+                Ok(Delivery::Sending | Delivery::Unread) => {
+                    "QEMU does not read its packets (its NIC takes none)"
                 }
-                Ok(Rest::Waiting) => "a packet waits in QEMU, because the NIC does not take it",
-                // Its end is seen when it is read from.
+                Ok(Delivery::Waiting) => "a packet waits in QEMU, because the NIC does not take it",
+                // The next read detects the end.
                 Err(_) => "its connection is broken",
             };
             first = first.or(Some((connection.id.clone(), problem)));
@@ -246,14 +252,14 @@ impl Switch {
         first
     }
 
-    /// All packets between the guests. To be called behind [`Self::quiesce`], when all VMs are
-    /// stopped.
+    /// Returns all packets between the guests. To be called after [`Self::quiesce`], when all VMs
+    /// are stopped.
     ///
-    /// Errors: [`Error::Torn`] where the hold has ended, or where a guest's packets may have been
-    /// lost at the stop; [`Error::NotQuiet`].
+    /// Errors: [`Error::Torn`] if the hold has ended, or if packets of a guest may have been lost
+    /// when its VM stopped; [`Error::NotQuiet`]; [`Error::NotHeld`].
     pub fn collect(&mut self) -> Result<InFlight> {
         self.check_held("collect packets in flight")?;
-        // Who has connected and was not let in yet may have sent, too.
+        // A VM that has connected and is not accepted yet may have sent frames too.
         for lan in 0..self.lans.len() {
             while self.accept(LanKey(lan))? {}
         }
@@ -261,7 +267,7 @@ impl Switch {
         for key in &keys {
             self.drain(*key)?;
         }
-        // Reading may have filled a queue.
+        // Reading may have filled a queue and so ended the hold.
         self.check_held("collect packets in flight")?;
         if let Some((port, problem)) = self.unquiet() {
             return Err(Error::NotQuiet { port, waited_ms: 0, problem: problem.into() });
@@ -278,10 +284,10 @@ impl Switch {
         Ok(InFlight { ports })
     }
 
-    /// Reads all that `key` has sent.
+    /// Reads all frames that `key` has sent.
     fn drain(&mut self, key: PortKey) -> Result<()> {
         for _ in 0..COLLECT_READS_MAX {
-            if !self.take(key) {
+            if !self.forward(key) {
                 return Ok(());
             }
         }
@@ -293,15 +299,16 @@ impl Switch {
         }
     }
 
-    /// Delivers what waits, in order, and whatever comes from here on.
+    /// Ends the hold: delivers the waiting frames in order, and all later ones.
     pub fn release(&mut self) {
-        self.hold = Hold::Open;
+        self.hold = HoldState::Open;
         self.fabric.release();
         self.deliver();
     }
 
-    /// Makes recorded packets wait for the ports that stand for the recorded ones. Only while held.
-    /// Nothing is changed where it fails.
+    /// Queues recorded packets for ports of this switch. `stand_ins` pairs each recorded port with
+    /// the port that stands for it. Errors: [`Error::NotHeld`], [`Error::UnknownPort`],
+    /// [`Error::Unmapped`]. After an error nothing is queued.
     pub fn restore(&mut self, in_flight: &InFlight, stand_ins: &[(PortId, PortId)]) -> Result<()> {
         let operation = "restore packets in flight";
         self.check_held(operation)?;
@@ -327,7 +334,7 @@ impl Switch {
         Ok(())
     }
 
-    /// Who is connected.
+    /// The connections.
     pub fn ports(&self) -> Ports {
         let status = |(key, connection): (&PortKey, &Connection)| PortStatus {
             port: connection.id.clone(),
@@ -336,25 +343,25 @@ impl Switch {
         };
         let mut ports: Vec<PortStatus> = self.connections.iter().map(status).collect();
         ports.sort_by(|a, b| a.port.cmp(&b.port));
-        let held = matches!(self.hold, Hold::Held { .. });
+        let held = matches!(self.hold, HoldState::Held { .. });
         Ports { ports, closed: self.closed.iter().cloned().collect(), held }
     }
 
     fn check_held(&self, operation: &str) -> Result<()> {
         match &self.hold {
-            Hold::Held { .. } => Ok(()),
-            Hold::Open => Err(Error::NotHeld { operation: operation.into() }),
-            Hold::Ended { why } => Err(Error::Torn { reason: why.clone() }),
+            HoldState::Held { .. } => Ok(()),
+            HoldState::Open => Err(Error::NotHeld { operation: operation.into() }),
+            HoldState::Ended { why } => Err(Error::Torn { reason: why.clone() }),
         }
     }
 
-    /// Ends the hold from here: delivers, and has [`Self::collect`] say why.
+    /// Ends the hold early: delivers, and remembers `why` for the error of [`Self::collect`].
     fn end_hold(&mut self, why: String) {
-        self.hold = Hold::Ended { why };
+        self.hold = HoldState::Ended { why };
         self.fabric.release();
     }
 
-    /// Switches for that long, on this thread.
+    /// Runs the switch on this thread for `time`. Error: the sockets cannot be polled.
     pub fn run_for(&mut self, time: Duration) -> Result<()> {
         let deadline = Instant::now() + time;
         loop {
@@ -366,8 +373,8 @@ impl Switch {
         }
     }
 
-    /// Waits for events for at most `timeout` (without end where `None`) and forwards what came.
-    /// Returns the tokens of watched descriptors that are not the switch's own.
+    /// Waits at most `timeout` (without limit if `None`) for events and forwards frames. Returns
+    /// the tokens of readable descriptors that the switch does not own.
     pub(crate) fn turn(&mut self, timeout: Option<Duration>) -> Result<Vec<u64>> {
         self.wait(timeout)?;
         let mut foreign = Vec::new();
@@ -381,7 +388,7 @@ impl Switch {
             }
         }
         self.events = events;
-        if let Hold::Held { until } = self.hold
+        if let HoldState::Held { until } = self.hold
             && Instant::now() >= until
         {
             self.end_hold("the hold reached its time limit and ended by itself".into());
@@ -394,7 +401,7 @@ impl Switch {
     fn wait(&mut self, timeout: Option<Duration>) -> Result<()> {
         let now = Instant::now();
         let until = match self.hold {
-            Hold::Held { until } => Some(until),
+            HoldState::Held { until } => Some(until),
             _ => None,
         };
         let due = until.into_iter().chain(self.connections.values().filter_map(|c| c.retry)).min();
@@ -424,23 +431,23 @@ impl Switch {
             connection.full = false;
         }
         if flags.intersects(epoll::EventFlags::HUP | epoll::EventFlags::ERR) {
-            // What it sent before its end still counts.
+            // Frames that the peer sent before its end are forwarded.
             for _ in 0..COLLECT_READS_MAX {
-                if !self.take(key) {
+                if !self.forward(key) {
                     break;
                 }
             }
             self.close(key, "its other end has closed it");
         } else if flags.contains(epoll::EventFlags::IN) && self.fabric.may_read(key) {
-            self.take(key);
+            self.forward(key);
         }
     }
 
-    /// Reads once from a port and forwards; true where there may be more.
-    fn take(&mut self, key: PortKey) -> bool {
+    /// Reads once from a port and forwards its frames. True if more may wait.
+    fn forward(&mut self, key: PortKey) -> bool {
         let Some(connection) = self.connections.get_mut(&key) else { return false };
         let mut frames: Vec<Frame> = Vec::new();
-        let taken = connection.port.take(&mut self.buffer, &mut frames);
+        let taken = connection.port.read(&mut self.buffer, &mut frames);
         let overflow =
             frames.iter().fold(None, |full, frame| full.or(self.fabric.receive(key, frame)));
         if let Some(Overflow(full)) = overflow {
@@ -448,9 +455,9 @@ impl Switch {
             self.end_hold(format!("too much waits for {id}, so the hold ended by itself"));
         }
         match taken {
-            Ok(Taken::Bytes(_)) => true,
-            Ok(Taken::Nothing) => false,
-            Ok(Taken::End) => {
+            Ok(ReadOutcome::Bytes(_)) => true,
+            Ok(ReadOutcome::Nothing) => false,
+            Ok(ReadOutcome::End) => {
                 self.close(key, "its other end has closed it");
                 false
             }
@@ -461,7 +468,7 @@ impl Switch {
         }
     }
 
-    /// Sends to each port what waits for it, as far as its socket takes it.
+    /// Sends each port its waiting frames, as far as its socket has room.
     fn deliver(&mut self) {
         let mut broken = Vec::new();
         let now = Instant::now();
@@ -474,20 +481,20 @@ impl Switch {
             }
             let fabric = &mut self.fabric;
             match connection.port.send(self.marker.as_fd(), || fabric.next(*key)) {
-                Ok(Sent::All) => {}
-                Ok(Sent::Full) => connection.full = true,
-                Ok(Sent::Later) => connection.retry = Some(now + RETRY_AFTER),
+                Ok(SendOutcome::All) => {}
+                Ok(SendOutcome::Full) => connection.full = true,
+                Ok(SendOutcome::Later) => connection.retry = Some(now + RETRY_AFTER),
                 Err(reason) => broken.push((*key, reason)),
             }
         }
         for (key, reason) in broken {
-            // It cannot be written to, but what it sent may still wait to be read.
-            while self.take(key) {}
+            // The port cannot be written to, but frames that it sent may still wait.
+            while self.forward(key) {}
             self.close(key, &reason);
         }
     }
 
-    /// Tells epoll what is to be watched now.
+    /// Updates the events that epoll watches.
     fn rewatch(&mut self) -> Result<()> {
         for (key, connection) in &mut self.connections {
             let mut wanted = epoll::EventFlags::empty();
@@ -503,12 +510,12 @@ impl Switch {
         Ok(())
     }
 
-    /// Lets in one that has connected; false where there is none, or no room.
+    /// Accepts one waiting connection. False if none waits.
     fn accept(&mut self, lan: LanKey) -> Result<bool> {
         let Some(listener) = self.lans.get(lan.0) else { return Ok(false) };
         let Some(stream) = listener.accept() else { return Ok(false) };
         if self.connections.len() >= PORTS_MAX {
-            // Closed by being dropped: the peer sees the end.
+            // The limit is reached: dropping the stream closes it, and the peer sees the end.
             return Ok(false);
         }
         let (name, pid) = (listener.name().to_owned(), peer_pid(&stream));
@@ -533,7 +540,7 @@ impl Switch {
 
     fn close(&mut self, key: PortKey, reason: &str) {
         self.fabric.disconnect(key);
-        // Closing the socket takes it out of the epoll.
+        // Closing the socket removes it from the epoll.
         let Some(connection) = self.connections.remove(&key) else { return };
         if self.closed.len() >= CLOSED_MAX {
             self.closed.pop_front();

@@ -1,23 +1,24 @@
-//! Which address was last seen at which port, bounded: the one seen longest ago goes first.
+//! The port at which each address was last seen. The table is bounded: the address that was seen
+//! longest ago goes first.
 
 use crate::fabric::PortKey;
 use crate::frame::Mac;
 use std::collections::{BTreeMap, HashMap};
 
-/// Addresses remembered for one LAN.
+/// The number of addresses that a LAN remembers.
 pub const ADDRESSES_MAX: usize = 4096;
 
-/// What a LAN has learnt.
+/// The addresses that a LAN has learnt.
 #[derive(Default)]
 pub struct MacTable {
     seen: HashMap<Mac, (PortKey, u64)>,
-    /// The addresses by when they were last seen.
+    /// The addresses, ordered by the time when they were last seen.
     by_age: BTreeMap<u64, Mac>,
     clock: u64,
 }
 
 impl MacTable {
-    /// `mac` was seen at `port` just now.
+    /// Records that `mac` was seen at `port` just now.
     pub fn learn(&mut self, mac: Mac, port: PortKey) {
         if self.seen.get(&mac) == Some(&(port, self.clock)) {
             return;
@@ -34,12 +35,12 @@ impl MacTable {
         }
     }
 
-    /// Where `mac` was last seen.
+    /// The port at which `mac` was last seen.
     pub fn port_of(&self, mac: Mac) -> Option<PortKey> {
         self.seen.get(&mac).map(|(port, _)| *port)
     }
 
-    /// Nothing is at `port` any more.
+    /// Forgets all addresses at `port`.
     pub fn forget(&mut self, port: PortKey) {
         self.seen.retain(|_, (at, _)| *at != port);
         self.by_age.retain(|_, mac| self.seen.contains_key(mac));
@@ -57,12 +58,12 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_with_endless_addresses_displaces_the_oldest_only() {
+    fn a_guest_with_endless_addresses_displaces_only_the_oldest() {
         let (mut table, guest, hostile) = (MacTable::default(), PortKey(1), PortKey(2));
         table.learn(mac(0), guest);
         for n in 1..20_000 {
             table.learn(mac(n), hostile);
-            // One that goes on talking stays known.
+            // An address that is seen again and again stays known.
             table.learn(mac(0), guest);
         }
         assert_eq!((table.seen.len(), table.by_age.len()), (ADDRESSES_MAX, ADDRESSES_MAX));

@@ -1,7 +1,8 @@
 //! The messages between a switch and its controller, over a unix stream.
 //!
 //! ```text
-//!   message   | length of the JSON 4 | length of the bytes 4 | JSON | bytes |      lengths little-endian
+//!   message   | length of the JSON 4 | length of the bytes 4 | JSON | bytes |
+//!             lengths are little-endian
 //!
 //!   controller ──▶ {"hold":{"limit_ms":10000}}          switch ──▶ "done"
 //!                  {"quiesce":{"timeout_ms":50}}                   "done"
@@ -10,10 +11,10 @@
 //!                  {"restore":{"stand_ins":[...]}} and bytes       "done"
 //!                  "ports"                                         {"ports":{...}}
 //!                  {"listen":{"path":"/run/lan.sock"}}             "done"
-//!                                                                  {"failed":...} to any of them
+//!                  any of them                                     {"failed":...}
 //! ```
 //!
-//! One request at a time; each has one answer.
+//! The controller sends one request at a time. Each has one answer.
 
 use crate::in_flight::{IN_FLIGHT_BYTES_MAX, PortId};
 use crate::switch::Ports;
@@ -21,14 +22,14 @@ use crate::{Error, Result};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-/// The longest JSON: that of all ports of a switch, and room.
+/// The longest JSON, in bytes: more than that of all ports of a switch.
 const JSON_BYTES_MAX: usize = 1 << 20;
 const LENGTHS_BYTES: usize = 8;
 
-/// What a controller asks for.
+/// A controller's request.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Request {
+pub enum SwitchRequest {
     Hold { limit_ms: u64 },
     Quiesce { timeout_ms: u64 },
     Collect,
@@ -38,17 +39,17 @@ pub enum Request {
     Listen { path: String },
 }
 
-/// What the switch answers.
+/// The switch's answer.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Response {
+pub enum SwitchResponse {
     Done,
     InFlight,
     Ports(Ports),
     Failed(Error),
 }
 
-/// `message` with `bytes` behind it, as it is sent.
+/// The bytes of `message`, followed by `bytes`. Error: they are too long.
 pub fn encode(message: &impl Serialize, bytes: &[u8]) -> Result<Vec<u8>> {
     let json = serde_json::to_vec(message)
         .map_err(|e| Error::control(format!("encode a message: {e}")))?;
@@ -59,35 +60,35 @@ pub fn encode(message: &impl Serialize, bytes: &[u8]) -> Result<Vec<u8>> {
     Ok([&lengths[..], &json, bytes].concat())
 }
 
-/// Finds messages in what comes in pieces.
+/// Splits a stream of bytes, which arrives in pieces, into messages.
 #[derive(Default)]
 pub struct Messages(Vec<u8>);
 
 impl Messages {
-    /// Adds what came.
+    /// Appends bytes that arrived.
     pub fn push(&mut self, bytes: &[u8]) {
         self.0.extend_from_slice(bytes);
     }
 
-    /// True where more waits than the longest message has.
+    /// True if more bytes wait than the longest message has.
     pub fn is_too_much(&self) -> bool {
         self.0.len() > LENGTHS_BYTES + JSON_BYTES_MAX + IN_FLIGHT_BYTES_MAX
     }
 
-    /// The next message, if it is complete. Error: what came is none; nothing that comes behind it
-    /// can be understood.
+    /// Removes and returns the next message, if it is complete. Error: the stream is invalid, and
+    /// its rest cannot be parsed.
     pub fn next<T: DeserializeOwned>(&mut self) -> Result<Option<(T, Vec<u8>)>> {
         let Some((lengths, rest)) = self.0.split_at_checked(LENGTHS_BYTES) else { return Ok(None) };
         let (json, bytes) = lengths.split_at(LENGTHS_BYTES / 2);
         let [json_len, bytes_len] =
             [json, bytes].map(|l| l.iter().rev().fold(0, |n, b| n << 8 | usize::from(*b)));
         if json_len > JSON_BYTES_MAX || bytes_len > IN_FLIGHT_BYTES_MAX {
-            return Err(Error::control("it sent a message that is too long"));
+            return Err(Error::control("the other end sent a message that is too long"));
         }
         let Some((json, rest)) = rest.split_at_checked(json_len) else { return Ok(None) };
         let Some((bytes, rest)) = rest.split_at_checked(bytes_len) else { return Ok(None) };
         let message = serde_json::from_slice(json)
-            .map_err(|e| Error::control(format!("it sent what is no message: {e}")))?;
+            .map_err(|e| Error::control(format!("the other end sent an invalid message: {e}")))?;
         let (bytes, rest) = (bytes.to_vec(), rest.to_vec());
         self.0 = rest;
         Ok(Some((message, bytes)))
@@ -107,12 +108,12 @@ mod tests {
         ) {
             let stream: Vec<u8> = sent
                 .iter()
-                .flat_map(|(n, b)| encode(&Request::Hold { limit_ms: (*n).into() }, b).unwrap())
+                .flat_map(|(n, b)| encode(&SwitchRequest::Hold { limit_ms: (*n).into() }, b).unwrap())
                 .collect();
             let (mut messages, mut found) = (Messages::default(), Vec::new());
             for piece in stream.chunks(cut) {
                 messages.push(piece);
-                while let Some((Request::Hold { limit_ms }, bytes)) = messages.next().unwrap() {
+                while let Some((SwitchRequest::Hold { limit_ms }, bytes)) = messages.next().unwrap() {
                     found.push((limit_ms as u32, bytes));
                 }
             }
@@ -124,12 +125,12 @@ mod tests {
         fn arbitrary_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             let mut messages = Messages::default();
             messages.push(&bytes);
-            let _ = messages.next::<Request>();
+            let _ = messages.next::<SwitchRequest>();
         }
     }
 
     #[test]
-    fn an_error_arrives_as_it_was() {
+    fn an_error_arrives_unchanged() {
         let port = PortId { lan: "/l".into(), pid: 7, number: 1 };
         let io = Error::io("read")(std::io::Error::other("no such thing"));
         for error in [Error::NotQuiet { port, waited_ms: 5, problem: "p".into() }, Error::Busy, io]
@@ -139,8 +140,8 @@ mod tests {
                 format!("{:?}", std::error::Error::source(&error).map(ToString::to_string)),
             );
             let mut messages = Messages::default();
-            messages.push(&encode(&Response::Failed(error), &[]).unwrap());
-            let Some((Response::Failed(back), _)) = messages.next().unwrap() else {
+            messages.push(&encode(&SwitchResponse::Failed(error), &[]).unwrap());
+            let Some((SwitchResponse::Failed(back), _)) = messages.next().unwrap() else {
                 panic!("no error")
             };
             assert_eq!(back.to_string(), text);

@@ -1,4 +1,4 @@
-//! With real QEMUs: that a packet which waits in QEMU is seen, and that a group of VMs goes on
+//! With real QEMUs: the switch detects a packet that waits in QEMU, and a group of VMs goes on
 //! after a hold.
 
 mod support;
@@ -100,7 +100,7 @@ impl Qemu {
         }
     }
 
-    /// Waits for a console line, with the switch running meanwhile.
+    /// Waits for a console line while the switch runs.
     fn wait_for(&self, switch: &mut Switch, text: &str) -> String {
         let deadline = Instant::now() + LIMIT;
         loop {
@@ -129,8 +129,8 @@ fn connected(switch: &mut Switch, count: usize) -> Vec<PortId> {
     switch.ports().ports.into_iter().map(|p| p.port).collect()
 }
 
-/// A stopped VM's NIC takes no packets, nor does one without a driver. Three frames are sent at
-/// once, of which QEMU may read one only.
+/// A stopped VM's NIC takes no packets, and neither does a NIC without a driver. The switch sends
+/// three frames at once, of which QEMU may read only one.
 #[test]
 fn a_packet_that_waits_in_qemu_is_seen_before_it_is_lost() {
     for keyframe_testing::Qemu { path: program, .. } in qemus() {
@@ -159,11 +159,11 @@ fn a_packet_that_waits_in_qemu_is_seen_before_it_is_lost() {
                     panic!("a NIC that takes nothing is quiet, round {round}");
                 };
                 assert_eq!(named, port);
-                assert!(problem.contains("does not read what it was sent"), "{problem}");
+                assert!(problem.contains("does not read its packets"), "{problem}");
                 assert!(switch.collect().is_err());
                 switch.release();
             }
-            // It runs now, and still nobody has set its NIC up.
+            // The guest runs now, but its NIC has no driver yet.
             qemu.monitor("cont");
             switch.hold(LIMIT);
             assert!(switch.quiesce(BRIEFLY).is_err());
@@ -171,7 +171,7 @@ fn a_packet_that_waits_in_qemu_is_seen_before_it_is_lost() {
     }
 }
 
-/// The guest is pinged, through holds in which it is stopped; each ping is answered once.
+/// The test pings the guest through holds in which it is stopped. Each ping is answered once.
 #[test]
 fn a_guest_loses_no_packet_and_sees_none_twice_through_holds_and_stops() {
     for keyframe_testing::Qemu { path: program, .. } in qemus() {
@@ -186,7 +186,7 @@ fn a_guest_loses_no_packet_and_sees_none_twice_through_holds_and_stops() {
         let mine = ports.into_iter().find(|p| p.pid == std::process::id()).unwrap();
         qemu.wait_for(&mut switch, "KF READY");
         let (mut sent, mut collected, mut answered) = (0u16, Vec::new(), Vec::new());
-        // Until answers were in flight when it stopped, which a guest that is fast enough avoids.
+        // Until answers were in flight at a stop. A fast guest avoids that.
         for round in 0..500 {
             peer.send(&ping::who_has());
             for _ in 0..20 {
@@ -200,7 +200,7 @@ fn a_guest_loses_no_packet_and_sees_none_twice_through_holds_and_stops() {
                 .unwrap_or_else(|e| panic!("round {round}: {e}"));
             qemu.monitor("stop");
             let in_flight = switch.collect().unwrap();
-            // Stopped, it sends nothing more.
+            // A stopped guest sends no frame.
             switch.run_for(Duration::from_millis(5)).unwrap();
             assert_eq!(switch.collect().unwrap(), in_flight);
             let frames =
@@ -222,7 +222,7 @@ fn a_guest_loses_no_packet_and_sees_none_twice_through_holds_and_stops() {
         println!("{program}: {sent} pings, {} answers in flight", collected.len());
         assert_eq!(answered, (0..sent).collect::<Vec<_>>());
         assert!(!collected.is_empty());
-        // What was in flight is what arrived later, in that order.
+        // The packets in flight are those that arrived later, in that order.
         assert!(collected.is_sorted_by(|a, b| a < b), "{collected:?}");
     }
 }

@@ -2,7 +2,7 @@
 
 mod support;
 
-use keyframe_net::{Error, InFlight, Limits, PortId, Remote, Switch, serve, serve_until};
+use keyframe_net::{Error, InFlight, PortId, Remote, Switch, SwitchLimits, serve, serve_until};
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -34,12 +34,12 @@ impl Bench {
         Self { remote, thread, lan, dir }
     }
 
-    /// Peers with addresses 0, 1, ..., in the order of their ports, known to the switch.
+    /// Peers with the addresses 0, 1, ..., in the order of their ports. The switch knows them.
     fn peers<const N: usize>(&mut self) -> [Peer; N] {
         self.peers_one_deaf(N)
     }
 
-    /// As [`Self::peers`]; the one with address `deaf` reads only what it is told to.
+    /// As [`Self::peers`]. The peer with the address `deaf` reads only on demand.
     fn peers_one_deaf<const N: usize>(&mut self, deaf: usize) -> [Peer; N] {
         let mut peers = std::array::from_fn(|n| self.peer(n == deaf));
         for from in 0..N {
@@ -60,8 +60,8 @@ impl Bench {
         peer
     }
 
-    /// Asks for quiet until it is `port` that keeps it away by `what`: others take a moment to read
-    /// what they were sent.
+    /// Quiesces until `port` is the one named as not quiet, with a problem that contains `what`:
+    /// other peers take a moment to read their frames.
     fn names(&mut self, port: &PortId, what: &str) {
         until("its name", || match self.remote.quiesce(Duration::from_millis(50)) {
             Err(Error::NotQuiet { port: named, problem, .. }) => {
@@ -96,7 +96,7 @@ fn known_addresses_go_to_one_port_and_all_others_to_all() {
     a.send(&frame(0, 77, 2));
     assert_eq!([b.receive(), b.receive()], [frame(0, 1, 1), frame(0, 77, 2)]);
     assert_eq!(c.receive(), frame(0, 77, 2));
-    // Another LAN hears nothing of it.
+    // The other LAN receives nothing.
     let other = bench.dir.path().join("other");
     bench.remote.listen(&other).unwrap();
     let far = Peer::connect(&other);
@@ -120,7 +120,7 @@ fn a_hold_keeps_everything_in_order_and_a_fresh_switch_delivers_it_again() {
     }
     b.send(&frame(1, 0, 1000));
     bench.remote.quiesce(SOON).unwrap();
-    // Sent behind quiesce, before the stop.
+    // Sent after the quiesce, before the stop.
     b.send(&frame(1, 255, 1001));
     let in_flight = bench.remote.collect().unwrap();
     assert!(a.has_nothing() && b.has_nothing());
@@ -141,14 +141,14 @@ fn a_hold_keeps_everything_in_order_and_a_fresh_switch_delivers_it_again() {
         fresh.remote.restore(&in_flight, &stand_ins[..1]),
         Err(Error::Unmapped { .. })
     ));
-    let nobody = [(bench.port(0), fresh.port(1)), (bench.port(1), fresh.port(7))];
-    assert!(matches!(fresh.remote.restore(&in_flight, &nobody), Err(Error::UnknownPort { .. })));
+    let unknown = [(bench.port(0), fresh.port(1)), (bench.port(1), fresh.port(7))];
+    assert!(matches!(fresh.remote.restore(&in_flight, &unknown), Err(Error::UnknownPort { .. })));
     fresh.remote.restore(&in_flight, &stand_ins).unwrap();
     b2.send(&frame(0, 1, 1002));
     fresh.remote.release().unwrap();
     assert_eq!(b2.receive_some(for_b.len()), for_b);
     assert_eq!(a2.receive_some(2), for_a);
-    // What a failed restore had placed would come twice.
+    // If the failed restore had queued frames, they would arrive twice.
     b2.send(&frame(0, 1, 1003));
     assert_eq!([a2.receive(), a2.receive()], [frame(0, 1, 1002), frame(0, 1, 1003)]);
     drop((a, b, a2, b2));
@@ -162,8 +162,8 @@ fn a_peer_that_does_not_take_its_packets_is_named_and_nothing_is_collected() {
     let [mut a, mut b] = bench.peers_one_deaf(1);
     let deaf = bench.port(1);
     bench.remote.hold(LIMIT).unwrap();
-    // It has read all frames, and reads no further: as QEMU with a frame that the NIC does not
-    // take.
+    // The peer has read all frames and does not read on, as QEMU does with a frame that its NIC
+    // does not take.
     bench.names(&deaf, "waits in QEMU");
     b.take_probe();
     bench.remote.quiesce(SOON).unwrap();
@@ -196,7 +196,7 @@ fn a_hold_that_lasts_too_long_or_loses_its_controller_ends_by_itself() {
     let Bench { remote, thread, lan, dir: _dir } = bench;
     assert!(!remote.end().unwrap());
     assert_eq!(b.receive(), frame(0, 1, 2));
-    // And on it goes, for its last port too.
+    // The switch goes on, also for its last port.
     b.send(&frame(1, 0, 3));
     assert_eq!(a.receive(), frame(1, 0, 3));
     let mut late = Peer::connect(&lan);
@@ -241,9 +241,9 @@ fn a_switch_in_its_own_process_outlives_its_engine_and_not_its_last_vm() {
     let stat = format!("/proc/{pid}/stat");
     until("its end", || std::fs::read_to_string(&stat).is_ok_and(|text| text.contains(") Z ")));
     assert!(!lan.exists());
-    // One that was never used ends with its engine.
+    // A switch without a VM ends with its engine.
     assert!(Remote::spawn(&mut command).unwrap().end().unwrap());
-    // One that cannot be one is told.
+    // A program that is not a switch is an error.
     assert!(Remote::spawn(&mut Command::new("true")).is_err());
 }
 
@@ -255,7 +255,7 @@ fn a_guest_whose_socket_was_full_makes_the_collection_torn() {
     switch.listen(&lan).unwrap();
     let mut a = Peer::connect(&lan);
     switch.hold(LIMIT);
-    // It is connected and not yet accepted: what it sent is in flight all the same.
+    // The peer has connected and is not accepted yet, but the frames that it sent are in flight.
     switch.quiesce(SOON).unwrap();
     let mut blocked = false;
     while !blocked {
@@ -264,7 +264,7 @@ fn a_guest_whose_socket_was_full_makes_the_collection_torn() {
     let Err(Error::Torn { reason }) = switch.collect() else { panic!("not torn") };
     assert!(reason.contains("full"), "{reason}");
     switch.release();
-    // The next one is not to suffer from it.
+    // The next hold must not suffer from it.
     switch.hold(LIMIT);
     switch.collect().unwrap();
 }
@@ -277,7 +277,7 @@ fn too_much_for_one_port_ends_the_hold_and_loses_nothing() {
     let control = dir.path().join("ctl");
     let (at, ctl) = (lan.clone(), control.clone());
     let thread = std::thread::spawn(move || {
-        let limits = Limits { port_bytes_max: 10_000, ..Limits::default() };
+        let limits = SwitchLimits { port_bytes_max: 10_000, ..SwitchLimits::default() };
         let mut switch = Switch::with_limits(limits)?;
         switch.listen(&at)?;
         serve_until(switch, Some(&ctl), stop.1.into())
@@ -298,7 +298,7 @@ fn too_much_for_one_port_ends_the_hold_and_loses_nothing() {
     assert_eq!(b.receive_some(sent.len()), sent);
     let Err(Error::Torn { reason }) = remote.collect() else { panic!("not torn") };
     assert!(reason.contains("too much waits for port"), "{reason}");
-    // The next controller is let in when this one has gone.
+    // The switch accepts the next controller after this one has gone.
     drop(remote);
     until("control", || Remote::connect(&control).is_ok());
     (&stop.0).write_all(b"x").unwrap();
@@ -322,7 +322,8 @@ fn a_hostile_peer_is_closed_with_a_reason_and_others_come_and_go() {
     bench.remote.hold(LIMIT).unwrap();
     a.send(&frame(0, 1, 1));
     a.send(&frame(0, 255, 2));
-    // What it sent before its end is delivered; what waited for it is gone with it.
+    // Frames that the peer sent before its end are delivered. Frames that waited for it are
+    // dropped.
     b.send(&frame(1, 0, 3));
     drop(b);
     until("its end", || bench.remote.ports().unwrap().ports.len() == 1);
@@ -337,7 +338,7 @@ fn a_hostile_peer_is_closed_with_a_reason_and_others_come_and_go() {
 }
 
 #[test]
-fn a_deaf_peer_stalls_its_sender_and_nobody_else() {
+fn a_deaf_peer_stalls_its_sender_and_no_other() {
     let mut bench = Bench::new();
     let [mut a, mut b, mut c, mut d] = bench.peers_one_deaf(1);
     let frames_max = (16 << 20) / 60_000 + 30;
@@ -354,7 +355,7 @@ fn a_deaf_peer_stalls_its_sender_and_nobody_else() {
     }
     c.send(&frame(2, 3, 1));
     assert_eq!(d.receive(), frame(2, 3, 1));
-    // It goes on where it was, and nothing is lost.
+    // The sender goes on where it was, and no frame is lost.
     for number in 0..sent {
         assert_eq!(b.receive()[..58], frame(0, 1, number));
     }

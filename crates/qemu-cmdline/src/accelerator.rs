@@ -107,8 +107,8 @@ pub fn check_accelerator_line(kept: &[Argument], to: Accelerator) -> Result<()> 
                 if ["host", "max"].contains(&model) {
                     return refuse(
                         format!("the processor model {model} differs between accelerators"),
-                        "restore it under the accelerator that it ran under; to move a VM, start it with a \
-                         named processor model (qemu-system-x86_64 -cpu help lists them)",
+                        "restore it under the accelerator that it ran under; to move a VM, start it \
+                         with a named processor model (qemu-system-x86_64 -cpu help lists them)",
                     );
                 }
                 let own = |(key, value): &&(String, String)| {

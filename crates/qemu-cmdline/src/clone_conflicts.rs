@@ -3,21 +3,23 @@
 //!
 //! | word | in a clone |
 //! |---|---|
-//! | `-serial`, `-chardev`, `-parallel` on the terminal or in a file | a socket in the clone's directory, with all output also in a file there |
-//! | the same on a socket | a socket in the clone's directory |
+//! | `-serial`, `-chardev`, `-parallel` on the terminal or in a file | a socket, and a log file |
+//! | the same on a socket | a socket |
 //! | `-monitor`, `-qmp`, `-mon`, `-gdb`, `-s` | removed: a clone has a monitor of its own |
 //! | `-nographic` | `-display none` with the console as above |
-//! | `-vnc`, `-spice` | `-vnc` at a socket in the clone's directory |
+//! | `-vnc`, `-spice` | `-vnc` at a socket |
 //! | `-netdev user` | kept, without `hostfwd` and `guestfwd` (a port can be used once) |
 //! | another `-netdev` | an empty hub: the guest's link is up, and no packet arrives |
 //! | `-nic`, `-net` | refused: they make device and network together |
 //! | `-device vmgenid` | a fresh id, unless an exact copy is wanted |
 //!
+//! The sockets and log files are in the clone's directory.
+//!
 //! Words that the user adds win: a `-netdev` or `-chardev` of the same id replaces the kept one.
 //!
-//! Not changed: MAC addresses, because a running guest keeps the address that its driver has read, and
-//! would not receive packets for another one (separate networks keep clones apart); disks, because
-//! each clone has a disk server of its own.
+//! Not changed: MAC addresses, because a running guest keeps the address that its driver has read,
+//! and would not receive packets for another one (separate networks keep clones apart); disks,
+//! because each clone has a disk server of its own.
 
 use crate::options::{self, Argument, escape, properties, value_of};
 use crate::{CommandLineError, Result};
@@ -108,9 +110,12 @@ impl CloneLineMaker<'_> {
             "nic" | "net" if argument.value() != "none" => return Err(CommandLineError::Argument {
                 argument: argument.display(),
                 reason:
-                    "it makes device and network together, so clones could not have networks of their own"
+                    "it creates device and network together, so clones could not have networks of \
+                     their own"
                         .into(),
-                fix: "start the VM with `-device virtio-net-pci,netdev=n0 -netdev ...,id=n0` instead".into(),
+                fix: "start the VM with `-device virtio-net-pci,netdev=n0 -netdev ...,id=n0` \
+                      instead"
+                    .into(),
             }),
             "device" => vec![self.device(argument)?],
             _ => same(),
@@ -214,7 +219,8 @@ impl CloneLineMaker<'_> {
             Some("hubport") => vec![argument.clone()],
             _ => {
                 self.notes.push(format!(
-                    "network {id}: a clone is connected to nothing; give it a network of its own after -- (`-netdev tap,id={id},ifname=tap-{{n}},...`; {{n}} is the clone's number)"
+                    "network {id}: a clone is not connected; give it a network of its own after -- \
+                     (`-netdev tap,id={id},ifname=tap-{{n}},...`; {{n}} is the clone's number)"
                 ));
                 // The numbers are above those of the user's hubs.
                 self.hubs += 1;
@@ -235,7 +241,9 @@ impl CloneLineMaker<'_> {
                 _ => Err(CommandLineError::Argument {
                     argument: argument.display(),
                     reason: "QEMU chose this id itself, so no clone can have the same".into(),
-                    fix: "remove --exact, or start the VM with an id: `-device vmgenid,guid=$(uuidgen)`".into(),
+                    fix: "remove --exact, or start the VM with an id: `-device \
+                          vmgenid,guid=$(uuidgen)`"
+                        .into(),
                 }),
             };
         }
@@ -266,7 +274,8 @@ impl CloneLineMaker<'_> {
                 "its random numbers begin with the same values in all clones"
             };
             self.notes.push(format!(
-                "the guest is not told that it is a clone: {rng} (a VM started with `-device vmgenid` is told)"
+                "the guest is not told that it is a clone: {rng} (a VM started with `-device \
+                 vmgenid` is told)"
             ));
         }
         if drivers
@@ -274,8 +283,8 @@ impl CloneLineMaker<'_> {
             .any(|d| d.contains("-net") || d.starts_with("e1000") || d.starts_with("rtl"))
         {
             self.notes.push(
-                "MAC and IP addresses, host name and machine id are the checkpoint's in all clones; clones on \
-                 one network must get others inside the guest"
+                "MAC and IP addresses, host name and machine id are the checkpoint's in all \
+                 clones; clones on one network must get others inside the guest"
                     .into(),
             );
         }

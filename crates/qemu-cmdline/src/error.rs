@@ -1,4 +1,4 @@
-//! Why a command line cannot be used.
+//! The errors of this crate.
 
 /// What this crate's functions return.
 pub type Result<T, E = CommandLineError> = std::result::Result<T, E>;

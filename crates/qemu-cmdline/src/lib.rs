@@ -1,4 +1,4 @@
-//! QEMU's command line: what it says, and how Keyframe rewrites it.
+//! QEMU's command line: parses it, and rewrites it for each use.
 //!
 //! ```text
 //!   the user's words ─▶ options::parse ─▶ [Argument]
@@ -6,14 +6,15 @@
 //!            ┌───────────────┬───────────────┼──────────────────┬───────────────────┐
 //!            ▼               ▼               ▼                  ▼                   ▼
 //!     disks and media    recorded or     a gate for        restored once        one of several
-//!     served by us       replayed        its packets       more                 clones
+//!     that are served    replayed        its packets       more                 clones
 //!     drives, media      recording       net_gate          restored_line,       clone_conflicts
 //!                                                          memory_backends,
 //!                                                          accelerator
 //! ```
 //!
 //! [`CommandLine`] is the line that a user gave, with the changes that a launch makes. A line is
-//! refused, with reason and fix, if the machine that it makes could not be checkpointed exactly.
+//! refused, with reason and fix, if the machine that it describes could not be checkpointed
+//! exactly.
 //!
 //! Invariant: a rewritten line makes the same machine for the guest as the user's line.
 //!

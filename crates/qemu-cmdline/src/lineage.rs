@@ -1,5 +1,5 @@
-//! The checkpoint that a VM was restored from, written on QEMU's own command line, where the VM's
-//! next engine finds it.
+//! Records the checkpoint that a VM was restored from on QEMU's command line. The VM's next engine
+//! reads it there.
 //!
 //! ```text
 //!   -add-fd fd=N,set=19270,opaque=keyframe-from:STORE:CHECKPOINT

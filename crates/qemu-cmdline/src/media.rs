@@ -2,17 +2,19 @@
 //! disk server of Keyframe serves each of them.
 //!
 //! ```text
-//!   user's     -drive file=root.img,readonly=on,id=r,if=none                         -cdrom a.iso
-//!   recorded   -drive format=raw,file.driver=nbd,...,read-only=on,id=r,if=none       -drive ...,index=2,media=cdrom
+//!   user's     -drive file=root.img,readonly=on,id=r,if=none
+//!              -cdrom a.iso
+//!   recorded   -drive format=raw,file.driver=nbd,...,read-only=on,id=r,if=none
+//!              -drive ...,index=2,media=cdrom
 //! ```
 //!
-//! QEMU reads such images with threads, and its main loop takes their answers. A recorded guest that
-//! has halted meanwhile gets an answer at its next timer only. A server on the guest's core answers
-//! before QEMU looks for the answer (`keyframe-disk`, `affinity`). This is for speed only: the guest
-//! sees the same, and QEMU itself reads a medium that is not found here.
+//! QEMU reads such images with threads, and its main loop takes their answers. A recorded guest
+//! that has halted meanwhile gets an answer at its next timer only. A server on the guest's core
+//! answers before QEMU looks for the answer (`keyframe-disk`, `affinity`). This is for speed only:
+//! the guest sees the same, and QEMU itself reads a medium that is not found here.
 //!
-//! Not served: `-blockdev`, firmware, floppies by `-fda`, images that are no files or neither raw nor
-//! qcow2.
+//! Not served: `-blockdev`, firmware, floppies by `-fda`, images that are no files or neither raw
+//! nor qcow2.
 
 use crate::Result;
 use crate::drives::{DiskServer, export_keys, is_one_of, is_read_only_drive, path_of};

@@ -3,10 +3,11 @@
 //!
 //! ```text
 //!   kept:   qemu -m 1G -object memory-backend-ram,id=a,size=512M,prealloc=on ...
-//!   run:    qemu -m 1G -object memory-backend-file,id=a,size=536870912,mem-path=/proc/self/fd/N,share=on ...
+//!   run:    qemu -m 1G -object memory-backend-file,id=a,size=536870912,share=on,
+//!                              mem-path=/proc/self/fd/N ...
 //! ```
 //!
-//! Invariant: exactly one backend gives each block of the layout that is behind a memory backend.
+//! Invariant: exactly one backend gives each block of the layout that has a memory backend.
 
 use crate::options::{self, Argument, Object, escape};
 use crate::{CommandLineError, Result, word_text};
@@ -161,7 +162,7 @@ pub fn plan_backends(kept: &[Argument], ram: &RamLayout) -> Result<RestoreLine> 
     Ok(RestoreLine { words, notes })
 }
 
-/// Numbers of the RAM blocks behind memory backends, in the order in which a QEMU that was restored
+/// Numbers of the RAM blocks that have memory backends, in the order in which a QEMU that was restored
 /// from the line `words` (the binary first) makes them.
 ///
 /// Error: [`CommandLineError::RamLayout`] if the line does not fit the RAM blocks `ram`.

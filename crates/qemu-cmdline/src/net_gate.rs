@@ -4,15 +4,15 @@
 //! ```text
 //!   user's   -netdev tap,id=n,...                       -device virtio-net-pci,netdev=n
 //!   run      the same, and for each netdev
-//!            -chardev socket,id=keyframe-net-0-out,path=F/net-0-out.sock      the guest's frames leave here
-//!            -chardev socket,id=keyframe-net-0-in,path=F/net-0-in.sock        and come back here
+//!            -chardev socket,id=keyframe-net-0-out,path=F/net-0-out.sock   guest's frames leave
+//!            -chardev socket,id=keyframe-net-0-in,path=F/net-0-in.sock     and come back
 //!            -object filter-redirector,netdev=n,queue=rx,indev=keyframe-net-0-in
 //!            -object filter-redirector,netdev=n,queue=rx,outdev=keyframe-net-0-out
 //! ```
 //!
-//! `queue=rx` are the frames that the netdev receives, which are those that the guest sends. Filters
-//! there run from the last one to the first, so that a frame that comes back does not leave again.
-//! Frames to the guest do not pass through the gate.
+//! `queue=rx` are the frames that the netdev receives, which are those that the guest sends.
+//! Filters there run from the last one to the first, so that a frame that comes back does not leave
+//! again. Frames to the guest do not pass through the gate.
 //!
 //! Invariants: the machine is the user's; a line with a NIC whose frames could leave another way is
 //! refused.
@@ -56,8 +56,10 @@ pub fn net_gate(words: &[String], folder: &Path) -> Result<NetGate> {
     if !names_network {
         return Err(refused(
             "-net",
-            "the command line names no network, so QEMU adds a default one, whose frames do not pass the gate",
-            "name it (-netdev user,id=n0 -device e1000,netdev=n0), or give the VM no network: -nic none",
+            "the command line names no network, so QEMU adds a default one, whose frames do not \
+             pass the gate",
+            "name it (-netdev user,id=n0 -device e1000,netdev=n0), or give the VM no network: -nic \
+             none",
         ));
     }
     Ok(gate)

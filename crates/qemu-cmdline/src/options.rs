@@ -6,8 +6,8 @@
 //!   └ option ┘ flag └ option with keys ──────────┘ image
 //! ```
 //!
-//! Whether a word is a value or the next option depends on the option before it. The options without
-//! a value (of QEMU 7.2 and 10.0) are listed here; all others take exactly one value.
+//! Whether a word is a value or the next option depends on the option before it. The options
+//! without a value (of QEMU 7.2 and 10.0) are listed here; all others take exactly one value.
 
 use crate::{CommandLineError, Result};
 

@@ -1,11 +1,13 @@
 //! Rewrites the user's line so that QEMU records the VM, or replays a recording of it.
 //!
 //! ```text
-//!   user's   -enable-kvm -smp 1 -drive file=a.img,if=virtio        -netdev tap,id=n,...  -nographic
+//!   user's   -enable-kvm -smp 1 -drive file=a.img,if=virtio -netdev tap,id=n,... -nographic
 //!   record   -accel tcg -icount shift=3,rr=record,rrfile=LOG -machine hpet=off
-//!            -drive ...a.img served...,if=none,id=X-image -drive driver=blkreplay,image=X-image,id=X,if=virtio
+//!            -drive ...a.img served...,if=none,id=X-image
+//!            -drive driver=blkreplay,image=X-image,id=X,if=virtio
 //!            -netdev tap,id=n,... -object filter-replay,netdev=n   -nographic
-//!   replay   the same with rr=replay; networks and consoles lead nowhere, the user's monitors are removed
+//!   replay   the same with rr=replay; networks and consoles are not connected, and the user's
+//!            monitors are removed
 //! ```
 //!
 //! One function makes both lines from the same words, so both make the same machine. A machine that
@@ -227,7 +229,8 @@ impl LineMaker<'_> {
         }
         if !has("nodefaults") && !["net", "nic", "netdev"].iter().any(|name| has(name)) {
             self.notes.push(
-                "QEMU's default network card is removed (name one with -netdev and -device to keep it)"
+                "QEMU's default network card is removed (name one with -netdev and -device to \
+                 keep it)"
                     .into(),
             );
             self.out.push(option("nic", "none"));
@@ -239,7 +242,8 @@ impl LineMaker<'_> {
             .extend(self.options.clock.values(user).into_iter().map(|value| option("rtc", value)));
         if clock::follows_host(user) {
             self.notes.push(
-                "the guest's real-time clock follows the host's because of -rtc: replays take twice as long"
+                "the guest's real-time clock follows the host's because of -rtc: replays take \
+                 twice as long"
                     .into(),
             );
         }

@@ -7,15 +7,19 @@
 //! | `-mem-path`, `-mem-prealloc` | the restored RAM has memory of its own | removed, with a note |
 //! | `-mon` over a socket given as a descriptor | its other end is gone | removed |
 //! | another `-chardev` given as a descriptor | the same | becomes `null`, with a note |
-//! | a console in the removed directory of a clone | its socket is gone | the first becomes the terminal, others `null`, with a note |
-//! | `-netdev` given as a descriptor | the guest would silently have no network | refused, unless the added words have one of that id |
+//! | a console in the removed directory of a clone | its socket is gone | see below |
+//! | `-netdev` given as a descriptor | the guest would silently have no network | see below |
 //! | `-chardev`, `-netdev` whose id the added words give again | the added words win | removed |
 //! | `-serial`, `-parallel`, if the added words give as many | the same | removed |
 //! | `-add-fd` | the descriptor belonged to the first starter | removed |
 //! | a disk or other file in `/dev/fdset` | its contents are unknown | refused |
 //! | `-readconfig` from a descriptor | the same; Keyframe's own is removed | refused |
-//! | `-object secret` from a file that is gone | libvirt's key of that run | removed if nothing needs it, else refused |
+//! | `-object secret` from a file that is gone | libvirt's key of that run | see below |
 //! | `-no-shutdown` from libvirt | libvirt does not end this QEMU | removed, with a note |
+//!
+//! The first console of a removed clone becomes the terminal, the others `null`, with a note. A
+//! `-netdev` given as a descriptor is refused unless the added words have one of that id. A secret
+//! is removed if no other argument needs it, else refused.
 
 use crate::options::{self, Argument, escape, properties, value_of};
 use crate::{CommandLineError, Result};
@@ -107,7 +111,8 @@ impl KeptLine<'_> {
             _ if argument.value().contains(FDSET) => Err(refused(
                 argument,
                 "the first QEMU got this as an open file, and its path is unknown",
-                "start the VM with paths instead of descriptors; under libvirt, with a disk without <fdgroup>",
+                "start the VM with paths instead of descriptors; under libvirt, with a disk \
+                 without <fdgroup>",
             )),
             _ => Ok(Fate::Kept),
         }
@@ -130,8 +135,8 @@ impl KeptLine<'_> {
             return Fate::Removed(None);
         }
         let note = format!(
-            "character device {id} had been opened by the program that started the VM: its other end is gone \
-             (give a new one with `-chardev ...,id={id}`)"
+            "character device {id} had been opened by the program that started the VM: its other \
+             end is gone (give a new one with `-chardev ...,id={id}`)"
         );
         Fate::Replaced(Argument::Option("chardev".into(), format!("null,id={}", escape(&id))), note)
     }
@@ -144,8 +149,8 @@ impl KeptLine<'_> {
             if is_first { ("stdio", "the terminal") } else { ("null", "nowhere") };
         let id = id(argument);
         let note = format!(
-            "console {id} was a socket in a clone's directory, which is gone: it is now connected to {target} \
-             (choose another target with `-- -chardev ...,id={id}`)"
+            "console {id} was a socket in a clone's directory, which is gone: it is now connected \
+             to {target} (choose another target with `-- -chardev ...,id={id}`)"
         );
         Fate::Replaced(
             Argument::Option("chardev".into(), format!("{backend},id={}", escape(&id))),
@@ -198,7 +203,8 @@ impl KeptLine<'_> {
             Some(user) => Err(refused(
                 argument,
                 &format!("the secret's file is gone, and {} needs it", user.display()),
-                "restore while the first VM's files exist, or checkpoint the VM without encrypted disks",
+                "restore while the first VM's files exist, or checkpoint the VM without \
+                 encrypted disks",
             )),
         }
     }
@@ -272,7 +278,8 @@ fn mentions(text: &str, word: &str) -> bool {
 mod tests {
     use super::*;
 
-    /// The line of a q35 VM that libvirt 9.0 starts on QEMU 7.2, without devices that are like others.
+    /// The line of a q35 VM that libvirt 9.0 starts on QEMU 7.2, without devices that are like
+    /// others.
     const LIBVIRT: &str = r#"-name guest=web1,debug-threads=on -S
         -object {"qom-type":"secret","id":"masterKey0","format":"raw","file":"/no/such/domain-2-web1/master-key.aes"}
         -machine pc-q35-7.2,usb=off,dump-guest-core=off,memory-backend=pc.ram -accel tcg -cpu qemu64 -m 256
@@ -369,7 +376,7 @@ mod tests {
         let expected = "-m 64 -chardev stdio,id=keyframe-serial-0 -chardev null,id=keyframe-serial-1 -serial chardev:keyframe-serial-0";
         assert_eq!(text, expected);
         assert_eq!(notes.len(), 2, "{notes:?}");
-        // One that is being made has its directory; other places are the user's affair.
+        // A console whose directory exists stays, and so does one in another place.
         let dir = tempfile::tempdir().unwrap();
         let clone = dir.path().join(".clones/c-2");
         std::fs::create_dir_all(&clone).unwrap();

@@ -1,5 +1,5 @@
-//! Wrapper scripts between Keyframe and QEMU. Keyframe does not see the options that a script adds
-//! to the command line.
+//! Detects options that a wrapper script between Keyframe and QEMU adds: Keyframe does not see them
+//! on the command line.
 
 /// Options that Keyframe must see: those that define disks, networks and consoles, and those whose
 /// absence has a default.
@@ -38,9 +38,9 @@ const NEEDED: [&str; 32] = [
     "incoming",
 ];
 
-/// Names of the options that a wrapper put before the words `given`, and that Keyframe must see, each
-/// once. `line` is the process's command line, with a NUL after each word. Empty if the line does not
-/// end with `given`.
+/// Names of the options that a wrapper put before the words `given`, and that Keyframe must see,
+/// each once. `line` is the process's command line, with a NUL after each word. Empty if the line
+/// does not end with `given`.
 pub fn options_added_by_wrapper(line: &[u8], given: &[String]) -> Vec<String> {
     let words: Vec<&[u8]> =
         line.strip_suffix(b"\0").unwrap_or(line).split(|byte| *byte == 0).collect();

@@ -1,21 +1,21 @@
 //! Converts a device state between KVM and TCG.
 //!
-//! QEMU writes the same sections under both accelerators. Some fields have another meaning, and some
-//! are kept by one accelerator only:
+//! QEMU writes the same sections under both accelerators. Some fields have another meaning, and
+//! some are kept by one accelerator only:
 //!
 //! ```text
-//!                                KVM to TCG                               TCG to KVM
-//!   kvmclock section             removed                                  absent: TCG guests do not use it
-//!   timer, cpu.tsc               VM's counter := processor's              processor's := VM's counter
-//!   cpu_common, apic             woken if an interrupt is pending;        mp_state := halted, or waiting
-//!                                waits for SIPI if not started            for SIPI
-//!   cpu.interrupt_injected       given back to the local APIC
-//!   cpu.xstate_bv                                                         := XCR0; KVM drops other parts
-//!   i8254                        next edge not before the clock
+//!                            KVM to TCG                           TCG to KVM
+//!   kvmclock section         removed                              absent: TCG guests do not use it
+//!   timer, cpu.tsc           VM's counter := processor's          processor's := VM's counter
+//!   cpu_common, apic         woken if an interrupt is pending;    mp_state := halted, or waiting
+//!                            waits for SIPI if not started        for SIPI
+//!   cpu.interrupt_injected   given back to the local APIC
+//!   cpu.xstate_bv                                                 := XCR0; KVM drops other parts
+//!   i8254                    next edge not before the clock
 //! ```
 //!
-//! Invariant: a state that the other accelerator cannot continue is refused with the reason. Nothing
-//! is dropped silently.
+//! Invariant: a state that the other accelerator cannot continue is refused with the reason.
+//! Nothing is dropped silently.
 //!
 //! Not handled here: whether the processors have the same features (the driver compares them), and
 //! the contents of other devices, which are the same under both.
@@ -305,8 +305,8 @@ impl<'a> ConvertedSections<'a> {
         for processor in &self.processors {
             processor.refuse_nested()?;
             edits.push(set(&processor.cpu, cpu::TSC, &counter.to_be_bytes()));
-            // TCG does not keep which parts of the floating-point state are in use. x87 and SSE need
-            // no bit in XCR0.
+            // TCG does not keep which parts of the floating-point state are in use. x87 and SSE
+            // need no bit in XCR0.
             let parts = processor.cpu.u64(cpu::XCR0) | 3;
             edits.push(set(&processor.cpu, cpu::XSTATE_BV, &parts.to_be_bytes()));
             let waits = processor
@@ -345,7 +345,8 @@ impl Processor<'_> {
             ));
         }
         if self.apic.as_ref().is_some_and(|a| a.u32(apic::BASE) & 0x400 != 0) {
-            let fix = "restore it under KVM; for TCG, start the VM with kvm=off,x2apic=off after its -cpu model";
+            let fix = "restore it under KVM; for TCG, start the VM with kvm=off,x2apic=off after \
+                       its -cpu model";
             return Err(refused(
                 format!("processor {number}: the guest uses its local APIC as x2APIC"),
                 fix,
@@ -355,7 +356,8 @@ impl Processor<'_> {
             || cpu::EVENTS.iter().any(|offset| self.cpu.u8(*offset) != 0);
         if is_delivering {
             let reason = format!(
-                "processor {number}: an exception or an NMI was being delivered to the guest at that instant"
+                "processor {number}: an exception or an NMI was being delivered to the guest at \
+                 that instant"
             );
             return Err(refused(reason, OTHER_CHECKPOINT));
         }

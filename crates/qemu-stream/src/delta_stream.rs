@@ -20,7 +20,7 @@ pub struct DeltaPages<'a> {
     pub layout: &'a RamLayout,
     /// The pages to write, in ascending order.
     pub pages: &'a [PageIndex],
-    /// Where their contents come from.
+    /// The source of their contents.
     pub ram: &'a dyn RamSource,
 }
 

@@ -2,7 +2,8 @@
 //! display's RAM block.
 //!
 //! ```text
-//!   vga:            PCI 276 (not of an ISA card) │ 5 sr │ 14 gr │ 30 ar │ 57 cr │ 324 palette │ 1099 VBE registers, start, line │ "vga.endian"
+//!   vga:            PCI 276 (not of an ISA card) │ 5 sr │ 14 gr │ 30 ar │ 57 cr │ 324 palette │
+//!                   1099 VBE registers, start, line │ "vga.endian"
 //!   bochs-display:  PCI 276 or 4116 │ 0 VBE registers │ 20 highest byte first
 //! ```
 //!
@@ -18,10 +19,8 @@ use keyframe_screen::{Bochs, Registers, VBE_REGISTERS, Vga};
 const PCI_BYTES: usize = 4 + 256 + 16;
 /// The same for PCI Express.
 const PCIE_BYTES: usize = 4 + 4096 + 16;
-const VGA_BYTES: usize = 1131;
-const VGA_VERSION: u32 = 2;
-const BOCHS_BYTES: usize = 21;
-const BOCHS_VERSION: u32 = 0;
+const VGA_LAYOUT: FieldLayout = FieldLayout { version: 2, len_bytes: 1131 };
+const BOCHS_LAYOUT: FieldLayout = FieldLayout { version: 0, len_bytes: 21 };
 /// Head of the optional part of a VGA that tells the byte order of pixels: mark, name and version.
 /// One byte follows.
 const ENDIAN: &[u8] = b"\x05\x0avga.endian\0\0\0\x01";
@@ -83,25 +82,32 @@ pub fn display(state: &[u8]) -> Result<Display> {
     Ok(other.map_or(Display::None, |(_, kind, reason)| Display::Unsupported { kind, reason }))
 }
 
-/// The `len` bytes of fields after a section's PCI part, and the bytes after them. `ends` tells
-/// whether those can follow the fields.
+/// The version and the length of a section's fields.
+struct FieldLayout {
+    version: u32,
+    len_bytes: usize,
+}
+
+/// The fields after a section's PCI part, and the bytes after them. `ends` tells whether those bytes
+/// can follow the fields.
 fn fields<'a>(
     state: &'a [u8],
     section: &Section,
-    (version, len): (u32, usize),
+    layout: &FieldLayout,
     ends: fn(&[u8]) -> bool,
 ) -> Result<(&'a [u8], &'a [u8])> {
     let fail = |problem: String| StreamError::DeviceState {
         offset: section.body.start as u64,
         problem: format!("section {}: {problem}", section.name),
     };
+    let &FieldLayout { version, len_bytes } = layout;
     if section.version != version {
         return Err(fail(format!("version {}; only version {version} is known", section.version)));
     }
     let body = state.get(section.body.clone()).unwrap_or_default();
     let heads: &[usize] = if section.name.contains('/') { &[PCI_BYTES, PCIE_BYTES] } else { &[0] };
     let found = heads.iter().find_map(|head| {
-        let (fields, behind) = body.get(*head..)?.split_at_checked(len)?;
+        let (fields, behind) = body.get(*head..)?.split_at_checked(len_bytes)?;
         ends(behind).then_some((fields, behind))
     });
     found.ok_or_else(|| fail(format!("its {} bytes are laid out in an unknown way", body.len())))
@@ -125,7 +131,7 @@ fn vbe(bytes: &[u8], at: usize) -> [u16; VBE_REGISTERS] {
 
 fn vga(state: &[u8], section: &Section) -> Result<Display> {
     let is_optional = |behind: &[u8]| behind.is_empty() || behind.starts_with(ENDIAN);
-    let (fields, behind) = fields(state, section, (VGA_VERSION, VGA_BYTES), is_optional)?;
+    let (fields, behind) = fields(state, section, &VGA_LAYOUT, is_optional)?;
     let registers = Vga {
         sequencer: array(fields, 5),
         graphics: array(fields, 14),
@@ -146,7 +152,7 @@ fn vga(state: &[u8], section: &Section) -> Result<Display> {
 }
 
 fn bochs(state: &[u8], section: &Section) -> Result<Display> {
-    let (fields, _) = fields(state, section, (BOCHS_VERSION, BOCHS_BYTES), <[u8]>::is_empty)?;
+    let (fields, _) = fields(state, section, &BOCHS_LAYOUT, <[u8]>::is_empty)?;
     let registers =
         Bochs { vbe: vbe(fields, 0), is_big_endian: fields.last().is_some_and(|byte| *byte != 0) };
     Ok(Display::InRam {
@@ -180,7 +186,7 @@ mod tests {
 
     /// A body whose fields begin at offset `head`.
     fn vga_body(head: usize) -> Vec<u8> {
-        let mut body = vec![0; head + VGA_BYTES];
+        let mut body = vec![0; head + VGA_LAYOUT.len_bytes];
         for (at, value) in
             [(5, 1), (14 + 6, 5), (30, 0x20), (31 + 0x10, 0x0c), (57 + 0x12, 0x8f), (324, 63)]
         {
@@ -222,7 +228,7 @@ mod tests {
 
     #[test]
     fn the_first_display_that_can_be_drawn_is_shown() {
-        let mut body = vec![0; PCI_BYTES + BOCHS_BYTES];
+        let mut body = vec![0; PCI_BYTES + BOCHS_LAYOUT.len_bytes];
         body[PCI_BYTES + 7] = 32;
         let gpu: (&str, u32, &[u8]) = ("0000:00:02.0/virtio-gpu", 1, &[0; 100]);
         let both = state(&[gpu, ("0000:00:03.0/bochs-display", 0, &body)]);

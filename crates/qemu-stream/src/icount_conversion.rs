@@ -3,7 +3,8 @@
 //!
 //! ```text
 //!   timer      + icount: the clock continues at its value; instructions begin at 0
-//!   cpu        tsc_offset: with -icount the time-stamp counter is the clock; it continues at its value
+//!   cpu        tsc_offset: with -icount the time-stamp counter is the clock; it continues at its
+//!              value
 //! ```
 //!
 //! Without the first change the clock would begin at 0, and each timer of the guest would fire an

@@ -2,12 +2,14 @@
 //! (docs/formats/device-stream.md, docs/formats/images.md).
 //!
 //! QEMU's `xen-save-devices-state` writes each device and no RAM. In an incoming QEMU, ROMs and
-//! video RAM are empty, so a `ram` section made here goes before the devices. Main RAM is not in
+//! video RAM are empty, so this crate writes a `ram` section before the devices. Main RAM is not in
 //! the stream of a restore: the new QEMU gets it as a memory backend that holds its pages already.
 //!
 //! ```text
-//!   QEVM 00000003 │ START "ram" v4: sizes │ END: pages of small blocks │ FULL device │ FULL device │ ... │ EOF
-//!   └ from QEMU ┘ └──────────── made here ───────────────────────────┘ └───────────── from QEMU ──────────┘
+//!   QEVM 00000003 │ START "ram" v4: sizes │ END: pages of small blocks │
+//!   └ from QEMU ┘ └──────────── written here ────────────────────────┘
+//!   FULL device │ FULL device │ ... │ EOF
+//!   └───────────── from QEMU ───────────┘
 //! ```
 //!
 //! | module | does |
@@ -17,7 +19,7 @@
 //! | `migration_reader` | reads a whole stream that QEMU wrote |
 //! | `sections`, `section_bodies` | find a device's section, and the fields of the known ones |
 //! | `processors`, `display` | registers of the processors and of the display |
-//! | `accelerator_conversion`, `icount_conversion` | change a device state for KVM, TCG or `-icount` |
+//! | `accelerator_conversion`, `icount_conversion` | convert a device state for KVM, TCG, `-icount` |
 //!
 //! Invariant: bytes from QEMU or from a store are checked before they are used, and are passed on
 //! unchanged unless a conversion was asked for.

@@ -1,17 +1,19 @@
-//! Reads a whole migration stream that QEMU wrote (`migrate exec:cat>FILE`): RAM pages, and the state
-//! of the devices.
+//! Reads a whole migration stream that QEMU wrote (`migrate exec:cat>FILE`): RAM pages, and the
+//! state of the devices.
 //!
 //! ```text
-//!   QEVM 3 │ 07 machine type │ 01 "ram": blocks │ 02 pages ... │ 03 pages │ 04 device │ 04 device ... │ 00 │ 06 description
-//!            └ optional ───┘                     └ repeated                  └─ kept, byte for byte ───┘    └ dropped
+//!   QEVM 3 │ 07 machine type │ 01 "ram": blocks │ 02 pages ... │ 03 pages
+//!            └ optional                           └ repeated
+//!          │ 04 device │ 04 device ... │ 00 │ 06 description
+//!            └─ kept, byte for byte ─┘        └ dropped
 //! ```
 //!
-//! A page may come more than once; the last one counts. Device sections carry no length, so their end
-//! is found from the end of the stream: the description after the end mark has a length and reaches to
-//! the end.
+//! A page may come more than once; the last one counts. Device sections carry no length, so their
+//! end is found from the end of the stream: the description after the end mark has a length and
+//! reaches to the end.
 //!
-//! Invariant: the stream is untrusted. Each length is bounded before memory is allocated for it, each
-//! page lies in a listed block, and each loop ends.
+//! Invariant: the stream is untrusted. Each length is bounded before memory is allocated for it,
+//! each page lies in a listed block, and each loop ends.
 //!
 //! Not handled: whether the blocks are those of the machine (the caller compares them with a fresh
 //! QEMU's), and streams of other forms, which are refused by the name of the feature.
@@ -55,7 +57,7 @@ pub struct MigrationBlock {
 /// Takes a page: number of its block in the list, its offset in the block in bytes, its contents.
 pub type MigrationPageSink<'a> = &'a mut dyn FnMut(usize, u64, &Page) -> io::Result<()>;
 
-/// Reads a migration stream. Its beginning, up to the list of RAM blocks, was read.
+/// Reads a migration stream whose header and list of RAM blocks have been read.
 #[derive(Debug)]
 pub struct MigrationReader<R> {
     input: Input<R>,
@@ -153,8 +155,8 @@ impl<R: Read> MigrationReader<R> {
         }
     }
 
-    /// Reads the pages of one part. `block` is the number of the block that the next page belongs to
-    /// if it names none.
+    /// Reads the pages of one part. `block` is the number of the block that the next page belongs
+    /// to if it names none.
     fn pages(
         &mut self,
         sink: MigrationPageSink<'_>,

@@ -2,8 +2,10 @@
 //! state.
 //!
 //! ```text
-//!   cpu body, bytes:  0 16 registers │ 128 rip, rflags │ 144 x87 │ 236 es cs ss ds fs gs ldt tr gdt idt, 20 each │ 436 sysenter
-//!                     456 cr0 cr2 cr3 cr4 │ 488 debug registers, SSE │ 816 efer │ ... │ 856 kernel_gs_base
+//!   cpu body, bytes:  0 16 registers │ 128 rip, rflags │ 144 x87 │
+//!                     236 es cs ss ds fs gs ldt tr gdt idt, 20 each │ 436 sysenter │
+//!                     456 cr0 cr2 cr3 cr4 │ 488 debug registers, SSE │ 816 efer │ ... │
+//!                     856 kernel_gs_base
 //!   a segment:        selector u32 │ base u64 │ limit u32 │ flags u32
 //! ```
 //!

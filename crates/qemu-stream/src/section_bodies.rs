@@ -1,5 +1,5 @@
-//! Layouts of the section bodies that Keyframe reads and edits: offsets of the fields, and the known
-//! optional parts (QEMU's subsections).
+//! Layouts of the section bodies that Keyframe reads and edits: offsets of the fields, and the
+//! known optional parts (QEMU's subsections).
 //!
 //! ```text
 //!   cpu body:  1817 bytes of fields │ 05 len "cpu/tsc_khz" version, fields │ 05 ... │

@@ -5,8 +5,8 @@
 //!                               └ ends where `7e id` is followed by a section or by the end mark
 //! ```
 //!
-//! A guest can put anything into a body, also a forged end. If the end of a section could lie in two
-//! places, the state is refused.
+//! A guest can put anything into a body, also a forged end. If the end of a section could lie in
+//! two places, the state is refused.
 //!
 //! Not handled here: the meaning of the bodies (`section_bodies`).
 

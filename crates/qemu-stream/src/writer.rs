@@ -153,8 +153,8 @@ fn write_pages(blocks: &mut [StreamBlock<'_>], out: &mut dyn Write) -> Result<()
         .map_err(StreamError::io("write RAM pages to the stream"))
 }
 
-/// Writes the pages of one block. Gaps become zero pages, because the block of a fresh QEMU need not
-/// be empty.
+/// Writes the pages of one block. Gaps become zero pages, because the block of a fresh QEMU need
+/// not be empty.
 struct PageWriter<'a> {
     name: &'a str,
     /// Offset of the next page to write, in bytes.

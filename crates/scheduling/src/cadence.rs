@@ -1,11 +1,12 @@
 //! A fixed interval that gives way: a checkpoint waits until the one before it is sealed.
 //!
-//! The thesis (Eicher 2015, section 4.1.1) keeps the pause short and lets the interval stretch when
-//! processing falls behind; so do we, and the delay is reported. A late checkpoint moves the grid:
-//! the next one is due a whole interval later, because two checkpoints in a row would hold the
-//! guest twice for the work of one.
+//! As in the thesis of Eicher (2015, section 4.1.1), the pause stays short and the interval grows
+//! if processing is late. The delay is reported. A late checkpoint moves the grid: the next one is
+//! due a whole interval later, because two checkpoints in a row would pause the guest twice for the
+//! work of one.
 
-/// When checkpoints are due. Times are nanoseconds on one monotonic clock that the caller chooses.
+/// The times at which checkpoints are due. Times are nanoseconds on one monotonic clock that the
+/// caller chooses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cadence {
     interval_ns: u64,
@@ -13,22 +14,22 @@ pub struct Cadence {
 }
 
 impl Cadence {
-    /// The first checkpoint is due at once, further ones every `interval_ns`.
+    /// A cadence whose first checkpoint is due at once, and the others every `interval_ns`.
     pub fn new(interval_ns: u64, now_ns: u64) -> Self {
         Self { interval_ns, due_ns: now_ns }
     }
 
-    /// When the next checkpoint is due.
+    /// The time at which the next checkpoint is due.
     pub fn due_ns(&self) -> u64 {
         self.due_ns
     }
 
-    /// A checkpoint starts at `now_ns`: returns how late it is (the backlog), and sets the next
-    /// one's time.
+    /// Records that a checkpoint starts at `now_ns`. Returns its backlog: how late it is, in
+    /// nanoseconds.
     pub fn start(&mut self, now_ns: u64) -> u64 {
         let backlog_ns = now_ns.saturating_sub(self.due_ns);
-        // Waking up a little late is not a backlog: keep the grid as long as less than a tenth of
-        // it is lost.
+        // A wake-up that is a little late is not a backlog: the grid stays if less than a tenth of
+        // an interval is lost.
         let base = if backlog_ns < self.interval_ns / 10 { self.due_ns } else { now_ns };
         self.due_ns = base.saturating_add(self.interval_ns);
         backlog_ns
@@ -40,8 +41,8 @@ impl Cadence {
         self.interval_ns = interval_ns;
     }
 
-    /// A checkpoint outside the grid (taken by command) began at `now_ns`: the grid starts anew
-    /// from there.
+    /// Records that a checkpoint outside the grid (by command) began at `now_ns`. The grid begins
+    /// anew at this time.
     pub fn restart(&mut self, now_ns: u64) {
         self.due_ns = now_ns.saturating_add(self.interval_ns);
     }

@@ -1,8 +1,8 @@
 //! Decides when a flight recorder looks at its store, and when it prunes.
 //!
 //! ```text
-//!   forgotten    ▁▂▃▄▅│▁▂▃▄▅│▁▂▃       a prune when a fifth of the checkpoints is forgotten; prunes take at most half of the time
-//!                     prune prune
+//!   forgotten    ▁▂▃▄▅│▁▂▃▄▅│▁▂▃     a prune follows when a fifth of the checkpoints is forgotten;
+//!                     prune prune    prunes take at most half of the time
 //! ```
 //!
 //! A prune reads the map of every checkpoint that is kept. It waits until a fifth of all
@@ -56,8 +56,8 @@ impl PruneSchedule {
         (is_first || enough) && now_ns >= self.rest_until_ns
     }
 
-    /// Whether twice as many checkpoints as should wait for a prune, next to `kept` others: prunes
-    /// are too slow.
+    /// True if prunes are too slow: twice as many checkpoints wait for a prune as should, next to
+    /// `kept` others.
     pub fn is_behind(&self, kept: u64) -> bool {
         self.forgotten.is_some_and(|sum| {
             sum >= FORGOTTEN_MIN * 2
@@ -80,11 +80,11 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn what_an_earlier_run_left_goes_with_the_first_that_is_forgotten() {
+    fn checkpoints_forgotten_by_an_earlier_run_are_pruned_first() {
         let mut schedule = PruneSchedule::new(5_000_000_000);
         assert!(!schedule.record_forgotten(1, 0, 10));
         assert!(schedule.record_forgotten(2, 1, 10));
-        // It could not be done: again at the next look, but not at once.
+        // The prune failed, so it is repeated at the next look, not at once.
         schedule.record_prune(2, 10, false);
         assert!(!schedule.record_forgotten(17, 1, 10));
         assert!(schedule.record_forgotten(18, 1, 10));
@@ -96,8 +96,8 @@ mod tests {
     }
 
     proptest! {
-        /// What is forgotten and not pruned yet stays below a part of what is kept, and each prune
-        /// has had its due.
+        /// The checkpoints that wait for a prune stay below a share of those that are kept, and
+        /// prunes are no more frequent than needed.
         #[test]
         fn what_waits_is_bounded_and_prunes_are_few(
             looks in prop::collection::vec((0u64..50, 1u64..500), 1..200), within_ns: u64,

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!            checkpoint                acknowledged   checkpoint
-//!  VM    ──────┤pause├───── runs on ───────┼── waits ──────┤pause├── ...     (or is paused: an early suspend)
+//!  VM    ──────┤pause├───── runs on ───────┼── waits ──────┤pause├── ...
+//!                           (or is paused: an early suspend)
 //!  link               └── dirty pages ─────┘                      └── ...
 //!  packets  held until the checkpoint that covers them is acknowledged (output commit)
 //! ```
@@ -103,7 +104,7 @@ pub struct AcknowledgedEpoch {
 /// The decision at a look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReplicationDecision {
-    /// Nothing yet.
+    /// Do nothing now.
     Wait {
         /// Look again after at most this long.
         look_in_ns: u64,

@@ -2,9 +2,9 @@
 //! largest share of the guest's time), by what checkpoints measure.
 //!
 //! ```text
-//!   cost of a checkpoint  = pause + pages written x first write
-//!   overhead              = cost / interval          => interval >= cost / asked overhead
-//!   pause                 = fixed + pages left x copy => pages left <= (asked pause - fixed) / copy
+//!   cost of a checkpoint = pause + pages written x first write
+//!   overhead             = cost / interval           => interval >= cost / asked overhead
+//!   pause                = fixed + pages left x copy => pages left <= (asked pause - fixed) / copy
 //! ```
 //!
 //! *Fixed* is the time of a pause without copying: stop, device state, scan, resume. A first write
@@ -46,7 +46,7 @@ pub struct CheckpointCost {
     pub pause_pages: u64,
     /// The number of pages that scans found since the last checkpoint: each was a first write.
     pub written_pages: u64,
-    /// True if pages were pre-copied, so that more rounds can shorten the pause; without, only a
+    /// True if pages were pre-copied: then more rounds can shorten the pause. Otherwise only a
     /// shorter interval can.
     pub precopied: bool,
 }
@@ -62,17 +62,17 @@ pub struct Tuned {
     pub why: TuningReason,
 }
 
-/// TuningReason an interval was chosen.
+/// Why an interval was chosen.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TuningReason {
-    /// It is the one that the user asked for.
+    /// The user asked for this interval.
     AsAsked,
-    /// It is longer, because a checkpoint costs the guest too much time.
+    /// The interval is longer than asked, because a checkpoint costs the guest too much time.
     Overhead {
         /// The cost of a checkpoint to the guest.
         cost_ns: u64,
     },
-    /// It is shorter, so that the pause has less to copy.
+    /// The interval is shorter than asked, so that the pause has less to copy.
     Pause {
         /// The time of copying in the pause.
         copy_ns: u64,
@@ -119,7 +119,7 @@ pub struct Tuner {
     first_write_ns: u64,
     fixed_ns: Option<f64>,
     copy_ns_per_page: Option<f64>,
-    /// Of the pause: copying, and that for each nanosecond of the interval.
+    /// The time of copying in a pause, and that time per nanosecond of the interval.
     copy_ns: Option<f64>,
     copy_rate: Option<f64>,
     cost_ns: Option<f64>,

@@ -3,7 +3,7 @@
 //! [`routes`] has a line for each route; `docs/api/openapi.json` describes them.
 
 use crate::event_hub::{EventHub, LiveEvent};
-use crate::guard::{Guard, HEADERS, Refusal};
+use crate::guard::{AccessGuard, AccessRefusal, HEADERS};
 use crate::request_log::RequestLogLine;
 use crate::source::{ApiError, DashboardAction, DashboardSource};
 use crate::timeline::{POINTS_MAX, Timeline, chunks};
@@ -48,7 +48,7 @@ const KEEP_ALIVE: Duration = Duration::from_secs(15);
 /// The state that all requests share.
 pub struct App {
     source: Arc<dyn DashboardSource>,
-    guard: Guard,
+    guard: AccessGuard,
     events: EventHub,
     log: Option<LogFormat>,
     slow: Arc<Semaphore>,
@@ -57,7 +57,7 @@ pub struct App {
 impl App {
     pub fn new(
         source: Arc<dyn DashboardSource>,
-        guard: Guard,
+        guard: AccessGuard,
         events: EventHub,
         log: Option<LogFormat>,
     ) -> Self {
@@ -159,7 +159,7 @@ async fn handle_request(State(app): Shared, request: Request, next: Next) -> Res
             };
             tokio::time::timeout(ANSWER_MAX, next.run(request)).await.unwrap_or_else(|_| late())
         }
-        Err(Refusal { status, error, fix }) => refuse(status, error, Some(fix)),
+        Err(AccessRefusal { status, error, fix }) => refuse(status, error, Some(fix)),
     };
     for (name, value) in HEADERS {
         response.headers_mut().entry(name).or_insert(value);

@@ -52,3 +52,25 @@ impl Error {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::AddrInUse)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_testing::{assert_golden, error_text};
+
+    #[test]
+    fn error_texts_are_golden() {
+        let failed = |operation, kind: io::ErrorKind| Error::Io {
+            object: "127.0.0.1:7421".into(),
+            operation,
+            source: kind.into(),
+        };
+        let errors = [
+            Error::NoToken("0.0.0.0:7421".parse().unwrap()),
+            failed("listen", io::ErrorKind::AddrInUse),
+            failed("listen", io::ErrorKind::PermissionDenied),
+        ];
+        let texts: Vec<_> = errors.iter().map(|error| error_text(error, error.fix())).collect();
+        assert_golden("tests/golden/errors.txt", &texts.concat());
+    }
+}

@@ -1,10 +1,10 @@
-//! Live events: what has changed since the last look at the source.
+//! Live events: the changes since the last reading of the source.
 //!
 //! ```text
-//!   one look a second ──▶ compare with the last one ──▶ events: vm, vm_gone, store, recordings ──▶ queue of each listener
+//!   read every second ──▶ compare ──▶ events: vm, vm_gone, store, ... ──▶ each listener's queue
 //! ```
 //!
-//! A listener that is too slow loses events and gets the event `reload`, upon which it reads
+//! A listener that is too slow loses events and gets the event `reload`, after which it reads
 //! everything again. Without a listener, the source is not read.
 
 use crate::source::{DashboardSource, StoreHead, VmState};
@@ -44,7 +44,7 @@ impl Default for EventHub {
     }
 }
 
-/// The state of the source at the last look.
+/// The state of the source at the last reading.
 #[derive(Default)]
 struct Snapshot {
     vms: BTreeMap<String, VmState>,
@@ -63,12 +63,12 @@ impl EventHub {
         self.events.receiver_count()
     }
 
-    /// Looks at the source and sends the changes to all listeners.
+    /// Reads the source and sends the changes to all listeners.
     pub fn refresh(&self, source: &dyn DashboardSource) {
         let (vms, stores, recordings) = (source.vms(), source.stores(), source.recordings());
         let mut last = self.last.lock().ignore_poison();
         for event in last.replace(vms, stores, recordings) {
-            // The last listener may just have gone.
+            // The last listener may have gone just now.
             let _ = self.events.send(event);
         }
     }

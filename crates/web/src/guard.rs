@@ -3,7 +3,7 @@
 //! ```text
 //!                   the page's files        reading (API, metrics)     changing
 //!   on loopback     `Host` is loopback      `Host` is loopback         `Host` is loopback, token
-//!   elsewhere       everybody               token                      token
+//!   elsewhere       all requests            token                      token
 //! ```
 //!
 //! The token comes in `Authorization: Bearer`, never in a cookie: no other site's page can make a
@@ -13,10 +13,10 @@ use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header}
 use std::net::IpAddr;
 use zeroize::Zeroizing;
 
-/// The content security policy: nothing from other servers, no frames, no forms; scripts and styles
+/// The content security policy: nothing from other servers, no frames, no forms. Scripts and styles
 /// are files of this server.
-const CSP: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; \
-                   base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
+const CSP: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; \
+                   connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
 /// The headers of every answer.
 pub const HEADERS: [(HeaderName, HeaderValue); 6] = [
@@ -33,20 +33,20 @@ pub const HEADERS: [(HeaderName, HeaderValue); 6] = [
 
 /// Why a request is refused: the status, the reason and the fix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Refusal {
+pub struct AccessRefusal {
     pub status: StatusCode,
     pub error: &'static str,
     pub fix: &'static str,
 }
 
 /// Decides which requests are served.
-pub struct Guard {
+pub struct AccessGuard {
     is_loopback: bool,
     /// The token's hash: comparing hashes takes the same time for any difference.
     token: Option<blake3::Hash>,
 }
 
-impl Guard {
+impl AccessGuard {
     pub fn new(listens_at: IpAddr, token: Option<&Zeroizing<Vec<u8>>>) -> Self {
         Self {
             is_loopback: listens_at.is_loopback(),
@@ -54,20 +54,25 @@ impl Guard {
         }
     }
 
-    /// Whether reading needs the token.
+    /// True if reading needs the token.
     pub fn reading_needs_token(&self) -> bool {
         !self.is_loopback
     }
 
-    /// Whether there is a token, without which nothing can be changed.
+    /// True if there is a token. Without one nothing can be changed.
     pub fn has_token(&self) -> bool {
         self.token.is_some()
     }
 
-    /// Checks a request for `path`.
-    pub fn check(&self, method: &Method, path: &str, headers: &HeaderMap) -> Result<(), Refusal> {
+    /// Checks a request for `path`. Error: the refusal to send.
+    pub fn check(
+        &self,
+        method: &Method,
+        path: &str,
+        headers: &HeaderMap,
+    ) -> Result<(), AccessRefusal> {
         if self.is_loopback && !names_this_machine(headers) {
-            return Err(Refusal {
+            return Err(AccessRefusal {
                 status: StatusCode::MISDIRECTED_REQUEST,
                 error: "the request's Host is not this machine",
                 fix: "open http://127.0.0.1:PORT or http://localhost:PORT",
@@ -78,7 +83,7 @@ impl Guard {
             return Ok(());
         }
         if !reads && self.token.is_none() {
-            return Err(Refusal {
+            return Err(AccessRefusal {
                 status: StatusCode::FORBIDDEN,
                 error: "the dashboard is read-only: it was started without a token",
                 fix: "start it with --token-file TOKEN, or run the displayed command",
@@ -87,7 +92,7 @@ impl Guard {
         if self.shows_token(headers) {
             return Ok(());
         }
-        Err(Refusal {
+        Err(AccessRefusal {
             status: StatusCode::UNAUTHORIZED,
             error: "the token is missing or wrong",
             fix: "send it as Authorization: Bearer TOKEN",

@@ -1,21 +1,21 @@
 //! The dashboard: a web page, its HTTP API, live events and metrics.
 //!
 //! ```text
-//!   browser ──▶ connection (bounded, timed) ──▶ guard: host, token ──▶ route ──▶ blocking thread ──▶ DashboardSource
-//!   Prometheus ─┘                                                       │
-//!                                                                       └─▶ events ◀── one look a second, while clients listen
+//!   browser ────▶ connection ──▶ guard ──▶ route ──▶ blocking thread ──▶ DashboardSource
+//!   Prometheus ─┘ (bounded,      (host,       │
+//!                  timed)         token)      └─▶ events ◀── one reading a second, with listeners
 //! ```
 //!
 //! All data comes from a [`DashboardSource`]; this crate knows neither stores nor QEMU. It is the
 //! only crate with async code: a source is plain code, called on threads that may block.
 //!
 //! Invariants:
-//! 1. StatusReading changes nothing. Every change needs the token, even on the loopback.
+//! 1. Reading changes nothing. Every change needs the token, even on the loopback.
 //! 2. Off the loopback, only the page's own files are served without the token. On the loopback, a
 //!    request whose `Host` names another machine is refused (DNS rebinding).
 //! 3. No answer grows with the number of checkpoints. Connections, event listeners, requests,
 //!    answer times and concurrent slow requests are bounded.
-//! 4. Names of VMs, tags and files are untrusted: the page sets them as text, metrics and reports
+//! 4. Names of VMs, tags and files are untrusted: the page sets them as text; metrics and reports
 //!    escape them.
 //! 5. The page loads nothing from other servers, and its content security policy forbids it.
 //!

@@ -17,7 +17,7 @@ pub enum LogFormat {
     Json,
 }
 
-/// A line of the request log.
+/// A line of the request log: one answered request.
 #[derive(Serialize)]
 pub struct RequestLogLine<'a> {
     pub time: jiff::Timestamp,

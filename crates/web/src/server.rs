@@ -2,7 +2,7 @@
 
 use crate::api::{self, App};
 use crate::event_hub::EventHub;
-use crate::guard::Guard;
+use crate::guard::AccessGuard;
 use crate::{DashboardSource, Error, LogFormat, Result};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -81,7 +81,7 @@ impl DashboardServer {
             .enable_all()
             .build()
             .map_err(failed("start its threads"))?;
-        let guard = Guard::new(self.address.ip(), self.options.token.as_ref());
+        let guard = AccessGuard::new(self.address.ip(), self.options.token.as_ref());
         let live = EventHub::default();
         let app = Arc::new(App::new(source, guard, live, self.options.log));
         let listener = {

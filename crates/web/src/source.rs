@@ -31,7 +31,7 @@ pub struct StoreHead {
     pub newest: Option<u64>,
     /// The VMs with checkpoints in it.
     pub vms: Vec<String>,
-    /// Rises whenever its checkpoints or their tags change.
+    /// Rises with each change of its checkpoints or their tags.
     pub generation: u64,
     /// Why the store, or a part of it, cannot be read.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -41,7 +41,7 @@ pub struct StoreHead {
 /// The phases of a pause, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct PausePhases {
-    /// Until QEMU confirmed the stop.
+    /// The time until QEMU confirmed the stop.
     pub stop: u64,
     /// Saving the device state.
     pub device_state: u64,
@@ -49,7 +49,7 @@ pub struct PausePhases {
     pub scan: u64,
     /// Copying dirty pages.
     pub copy: u64,
-    /// Until QEMU confirmed that the VM runs again.
+    /// The time until QEMU confirmed that the VM runs again.
     pub resume: u64,
 }
 
@@ -75,19 +75,19 @@ pub struct CheckpointRow {
     pub vm: String,
     /// The id of the run that took it.
     pub run: String,
-    /// Its number in the run.
+    /// Its number within the run.
     pub epoch: u64,
     /// The checkpoint that it is based on, which may be forgotten by now.
     pub parent: Option<u64>,
-    /// When its pause began.
+    /// The time at which its pause began, in RFC 3339.
     pub taken_at: String,
-    /// The same, in milliseconds since 1970.
+    /// The same time in milliseconds since 1970.
     pub taken_ms: i64,
     /// Why it was taken.
     pub reason: String,
     /// Its tags.
     pub tags: Vec<String>,
-    /// Whether it is pinned: retention rules keep it.
+    /// True if it is pinned: retention rules keep it.
     pub pinned: bool,
     /// How its pages were copied.
     pub strategy: String,
@@ -95,7 +95,7 @@ pub struct CheckpointRow {
     pub pause_ns: u64,
     /// The phases of the pause.
     pub pause: PausePhases,
-    /// Distinct pages that it contains.
+    /// The number of distinct pages that it contains.
     pub dirty_pages: u64,
     /// Of these: zero pages.
     pub zero_pages: u64,
@@ -165,15 +165,15 @@ pub struct StoreSizes {
     pub reduction_ratio: Option<f64>,
 }
 
-/// Where in memory a checkpoint differs from its parent.
+/// The places in memory where a checkpoint differs from its parent.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct HeatMap {
     /// The checkpoint's number.
     pub id: u64,
-    /// The checkpoint that it is compared with; `None` if it has no parent, or the parent is gone.
-    /// Then all pages that are not zero count as changed.
+    /// The checkpoint that it is compared with. `None` if it has no parent, or the parent is gone;
+    /// then all pages that are not zero count as changed.
     pub parent: Option<u64>,
-    /// Pages of a piece; the last one of a region may be shorter.
+    /// The number of pages of a piece. The last piece of a region may be shorter.
     pub piece_pages: u64,
     /// The regions, one for each RAM block.
     pub regions: Vec<HeatRegion>,
@@ -230,31 +230,32 @@ pub enum ApiError {
     /// The operation failed.
     #[error("{0}")]
     Failed(String),
-    /// The server is busy; try again.
+    /// The server is busy. The client should try again.
     #[error("{0}")]
     Busy(String),
 }
 
-/// The source of the dashboard's data. Several threads call it at a time, and its functions may
-/// block. It should keep results as long as they are valid.
+/// The source of the dashboard's data. Several threads call it at once, and its functions may
+/// block. It should keep results for as long as they are valid.
 pub trait DashboardSource: Send + Sync + 'static {
     /// The running VMs, by name.
     fn vms(&self) -> Vec<VmState>;
-    /// The stores: those on the command line, and those that VMs write to.
+    /// The stores on the command line, and those to which VMs write.
     fn stores(&self) -> Vec<StoreHead>;
-    /// The checkpoints of a store.
+    /// The checkpoints of a store. Error: the store is unknown or cannot be read.
     fn listing(&self, store: &str) -> Result<Arc<CheckpointListing>, ApiError>;
-    /// All data of a checkpoint, with the commands for it. An object.
+    /// All data of a checkpoint, with the commands for it, as a JSON object.
     fn checkpoint(&self, store: &str, id: u64) -> Result<Value, ApiError>;
-    /// Where in memory a checkpoint differs from its parent, in about `pieces` pieces.
+    /// The places in memory where a checkpoint differs from its parent, in about `pieces` pieces.
     fn heat(&self, store: &str, id: u64, pieces: u64) -> Result<HeatMap, ApiError>;
-    /// The differences between a checkpoint and its parent: pages, sectors, bytes. An object.
+    /// The differences between a checkpoint and its parent (pages, sectors, bytes) as a JSON
+    /// object.
     fn diff(&self, store: &str, id: u64) -> Result<Value, ApiError>;
     /// The display of a checkpoint's VM, or of the group's member `member`, as PNG.
     fn screen(&self, store: &str, id: u64, member: Option<&str>) -> Result<Arc<[u8]>, ApiError>;
     /// The sizes of a store.
     fn sizes(&self, store: &str) -> Result<StoreSizes, ApiError>;
-    /// The recordings with their intervals, and the progress of analyses. An object.
+    /// The recordings with their intervals, and the progress of analyses, as a JSON object.
     fn recordings(&self) -> Value;
     /// Performs an action and returns a message for the user.
     fn act(&self, store: &str, action: &DashboardAction) -> Result<String, ApiError>;

@@ -7,7 +7,7 @@ mod page;
 
 use crate::api::{self, App};
 use crate::event_hub::EventHub;
-use crate::guard::Guard;
+use crate::guard::AccessGuard;
 use crate::synthetic::SyntheticSource;
 use axum::Router;
 use axum::body::{Body, to_bytes};
@@ -45,7 +45,8 @@ impl Served {
         let token = token.map(|token| Zeroizing::new(token.as_bytes().to_vec()));
         let source = Arc::new(source);
         let shown: Arc<dyn crate::DashboardSource> = source.clone();
-        let app = App::new(shown, Guard::new(address, token.as_ref()), EventHub::default(), None);
+        let app =
+            App::new(shown, AccessGuard::new(address, token.as_ref()), EventHub::default(), None);
         Self { source, router: api::router(&Arc::new(app)) }
     }
 

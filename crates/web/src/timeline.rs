@@ -38,25 +38,25 @@ pub struct TimelineBucket {
     pub pause_ns: u64,
     /// The phases of the longest pause.
     pub pause: PausePhases,
-    /// Sum of all checkpoints.
+    /// The dirty pages of all checkpoints.
     pub dirty_pages: u64,
-    /// Sum of all checkpoints.
+    /// The zero pages of all checkpoints.
     pub zero_pages: u64,
-    /// Sum of all checkpoints.
+    /// The pages of all checkpoints that were in the store already.
     pub dedup_pages: u64,
-    /// Sum of all checkpoints.
+    /// The pages of all checkpoints that the guest wrote without a change.
     pub unchanged_pages: u64,
-    /// Sum of all checkpoints.
+    /// The new pages of all checkpoints.
     pub stored_pages: u64,
-    /// Sum of all checkpoints.
+    /// The growth of the store by all checkpoints, in bytes.
     pub added_bytes: u64,
-    /// Sum of all checkpoints.
+    /// The bytes written to disks before all checkpoints.
     pub disk_written_bytes: u64,
-    /// The largest value.
+    /// The largest backlog of a checkpoint, in nanoseconds.
     pub backlog_ns: u64,
-    /// The largest value.
+    /// The longest interval before a checkpoint, in nanoseconds.
     pub interval_ns: u64,
-    /// The largest value.
+    /// The longest time of encoding a checkpoint, in nanoseconds.
     pub encode_ns: u64,
 }
 

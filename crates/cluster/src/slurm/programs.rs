@@ -14,7 +14,7 @@ const ANSWER_BYTES_MAX: u64 = 64 << 20;
 /// Time between two looks whether a program has ended.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
-/// Where Slurm's programs are.
+/// The location of Slurm's programs.
 #[derive(Clone, Debug, Default)]
 pub struct SlurmPrograms {
     /// The directory with the programs; `None` to search PATH.

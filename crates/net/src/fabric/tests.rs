@@ -1,10 +1,10 @@
-//! Against a naive model, over random sends, holds, deliveries and disconnects.
+//! Compares the fabric with a naive model over random sends, holds, deliveries and disconnects.
 
 use super::*;
 use proptest::prelude::*;
 use std::collections::HashMap;
 
-const LIMITS: Limits = Limits { port_bytes_max: 400, total_bytes_max: 1 << 20 };
+const LIMITS: SwitchLimits = SwitchLimits { port_bytes_max: 400, total_bytes_max: 1 << 20 };
 const SLOTS: usize = 4;
 
 #[derive(Clone, Debug)]
@@ -29,13 +29,13 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Addresses are the slots'; `SLOTS` is broadcast.
+/// The address of slot N is N; `SLOTS` is broadcast.
 fn frame(from: usize, to: u8, number: u32) -> Frame {
     let to = if usize::from(to) == SLOTS { [255; 6] } else { [2, 0, 0, 0, 0, to] };
     Frame::new(&[&to[..], &[2, 0, 0, 0, 0, from as u8], &number.to_be_bytes()].concat()).unwrap()
 }
 
-/// What a switch does, said in the simplest words.
+/// The specification of the fabric in its simplest form.
 #[derive(Default)]
 struct Model {
     /// The port in each slot: its key and its LAN.
@@ -97,7 +97,7 @@ proptest! {
                 Op::Send { from, to } => {
                     let Some((key, _)) = model.ports[from] else { continue };
                     if !fabric.may_read(key) {
-                        // Back pressure has a cause, and only a unicast queue that filled is one.
+                        // Only a full unicast queue causes back pressure.
                         prop_assert!(!model.held);
                         continue;
                     }
@@ -135,14 +135,14 @@ proptest! {
                 let pending: Vec<Frame> = fabric.pending(key).cloned().collect();
                 prop_assert_eq!(&pending, &model.queues[slot]);
                 prop_assert_eq!(fabric.dropped(key), model.dropped[slot]);
-                // One frame beyond the bound for each sender that had one under way; held, what a
-                // test sends.
+                // Each sender may exceed the bound by one frame that it had begun. While held, the
+                // bound is what the test sends.
                 let bytes: usize = pending.iter().map(cost).sum();
                 prop_assert!(model.held || bytes < LIMITS.port_bytes_max + 52 * 200);
             }
             prop_assert_eq!(fabric.total_bytes, model.queues.iter().flatten().map(cost).sum::<usize>());
         }
-        // Nobody is held up for good: once all is delivered, everybody is read from.
+        // After all frames are delivered, every port is read again.
         fabric.release();
         for (key, _) in model.ports.iter().flatten() {
             while fabric.next(*key).is_some() {}
@@ -155,7 +155,7 @@ proptest! {
 }
 
 #[test]
-fn a_full_queue_stalls_who_writes_to_it_and_nobody_else() {
+fn a_full_queue_stalls_its_sender_and_no_other() {
     let mut fabric = Fabric::new(LIMITS);
     let lan = fabric.add_lan();
     let ports: Vec<PortKey> = (0..3).map(|_| fabric.connect(lan)).collect();
@@ -172,11 +172,11 @@ fn a_full_queue_stalls_who_writes_to_it_and_nobody_else() {
         assert!(sent < 100, "never stalled");
     }
     assert!(fabric.may_read(ports[1]) && fabric.may_read(ports[2]));
-    // Broadcasts pass by the deaf one.
+    // Broadcasts skip the port that reads nothing.
     assert_eq!(fabric.receive(ports[2], &frame(2, SLOTS as u8, 0)), None);
     assert_eq!((fabric.dropped(ports[1]), fabric.pending(ports[0]).len()), (1, 1));
     assert!(fabric.may_read(ports[2]));
-    // A hold reads everybody, and says that it has to end.
+    // A held fabric reads every port, and reports that the hold must end.
     fabric.hold();
     assert!(fabric.may_read(ports[0]));
     assert_eq!(fabric.receive(ports[0], &frame(0, 1, sent)), Some(Overflow(ports[1])));

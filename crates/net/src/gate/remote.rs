@@ -1,6 +1,6 @@
-//! The controller's handle of a gate that runs in another process.
+//! The controller's handle to a gate that runs in another process.
 
-use super::{Answer, GateLook, GateNic, Order};
+use super::{GateLook, GateNic, GateRequest, GateResponse};
 use crate::wire::{Messages, encode};
 use crate::{Error, Result};
 use std::io::{ErrorKind, PipeReader, Read, Write};
@@ -14,8 +14,8 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The control of a gate. Dropped while the gate holds, what it holds never passes; while it is
-/// open, it goes on for as long as the VM is connected.
+/// Controls a gate. If the handle is dropped while the gate holds, the held frames never pass. If
+/// it is dropped while the gate is open, the gate goes on for as long as the VM is connected.
 pub struct GateRemote {
     stream: UnixStream,
     input: Messages,
@@ -24,21 +24,25 @@ pub struct GateRemote {
 }
 
 impl GateRemote {
-    /// Starts a gate as `command`, which calls [`super::serve_gate`] with its standard input and
-    /// output. It listens for `nics`, and is open.
+    /// Starts a gate as `command`, which must call [`super::serve_gate`] with its standard input as
+    /// the control connection and its standard output as the bell. The gate listens for `nics` and
+    /// is open.
+    ///
+    /// Errors: the process cannot be started or does not answer in time.
     pub fn spawn(command: &mut Command, nics: &[GateNic]) -> Result<Self> {
         let (ours, theirs) =
             UnixStream::pair().map_err(Error::io("create a control connection"))?;
         let (bell, rings) = std::io::pipe().map_err(Error::io("create a pipe"))?;
         command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::from(rings));
-        // Ctrl-C is not to end it together with the engine.
+        // Ctrl-C must not end the gate together with the engine.
         command.process_group(0);
         let operation = format!("start the gate ({})", command.get_program().to_string_lossy());
         let child = command.spawn().map_err(Error::io(operation))?;
-        // Our copies of its ends are closed with the command's, or we would never see it end.
+        // `command` owns copies of the gate's ends. They are closed with it, so that this process
+        // sees the gate end.
         command.stdin(Stdio::null()).stdout(Stdio::null());
         let mut remote = Self { stream: ours, input: Messages::default(), child, bell };
-        let listening = remote.ask(&Order::Listen { nics: nics.to_vec() }, START_TIMEOUT);
+        let listening = remote.ask(&GateRequest::Listen { nics: nics.to_vec() }, START_TIMEOUT);
         if let Err(error) = listening {
             let _ = remote.child.kill();
             let _ = remote.child.wait();
@@ -47,49 +51,53 @@ impl GateRemote {
         Ok(remote)
     }
 
-    /// Its process.
+    /// The id of the gate's process.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Some byte comes when the first frame of an epoch is held; it ends with the gate.
+    /// A pipe on which a byte arrives when the first frame of an epoch is held. It ends with the
+    /// gate. Error: the descriptor cannot be copied.
     pub fn bell(&self) -> Result<PipeReader> {
         self.bell.try_clone().map_err(Error::io("take the gate's bell"))
     }
 
-    /// From here on frames are held; those that came before pass.
+    /// Holds all frames from now on. Frames that came before still pass. Errors: the gate has ended
+    /// or does not answer.
     pub fn hold(&mut self) -> Result<()> {
-        self.ask(&Order::Hold, ANSWER_TIMEOUT).map(drop)
+        self.ask(&GateRequest::Hold, ANSWER_TIMEOUT).map(drop)
     }
 
-    /// All frames pass.
+    /// Lets all frames pass. Errors: the gate has ended or does not answer.
     pub fn open(&mut self) -> Result<()> {
-        self.ask(&Order::Open, ANSWER_TIMEOUT).map(drop)
+        self.ask(&GateRequest::Open, ANSWER_TIMEOUT).map(drop)
     }
 
-    /// While the VM stands: the number of the epoch that ends. What the guest has sent belongs to
-    /// it or to those before.
+    /// Ends the current epoch and returns its number. To be called while the VM is paused: all
+    /// frames that the guest has sent belong to this epoch or an earlier one. Errors: the gate has
+    /// ended or does not answer.
     pub fn cut(&mut self) -> Result<u64> {
-        match self.ask(&Order::Cut, ANSWER_TIMEOUT)? {
-            Answer::Cut { epoch } => Ok(epoch),
-            _ => Err(Error::control("it gave the answer to another question")),
+        match self.ask(&GateRequest::Cut, ANSWER_TIMEOUT)? {
+            GateResponse::Cut { epoch } => Ok(epoch),
+            _ => Err(Error::control("the gate's answer does not match the request")),
         }
     }
 
-    /// Frames of epochs up to `epoch`, as [`Self::cut`] numbers them, pass.
+    /// Lets the frames of epochs up to `epoch` pass, as [`Self::cut`] numbers them. Errors: `epoch`
+    /// has not been cut; the gate has ended or does not answer.
     pub fn release(&mut self, epoch: u64) -> Result<()> {
-        self.ask(&Order::Release { epoch }, ANSWER_TIMEOUT).map(drop)
+        self.ask(&GateRequest::Release { epoch }, ANSWER_TIMEOUT).map(drop)
     }
 
-    /// How it is.
+    /// The gate's state. Errors: the gate has ended or does not answer.
     pub fn look(&mut self) -> Result<GateLook> {
-        match self.ask(&Order::Look, ANSWER_TIMEOUT)? {
-            Answer::Look(look) => Ok(look),
-            _ => Err(Error::control("it gave the answer to another question")),
+        match self.ask(&GateRequest::Look, ANSWER_TIMEOUT)? {
+            GateResponse::Look(look) => Ok(look),
+            _ => Err(Error::control("the gate's answer does not match the request")),
         }
     }
 
-    /// Lets go of it and waits briefly for its end.
+    /// Closes the control connection and waits briefly for the gate's end.
     pub fn end(self) {
         let Self { stream, mut child, .. } = self;
         drop(stream);
@@ -102,20 +110,20 @@ impl GateRemote {
         }
     }
 
-    fn ask(&mut self, order: &Order, timeout: Duration) -> Result<Answer> {
-        let message = encode(order, &[])?;
+    fn ask(&mut self, request: &GateRequest, timeout: Duration) -> Result<GateResponse> {
+        let message = encode(request, &[])?;
         let answered = self.exchange(&message, timeout);
         if answered.is_err() {
-            // A late answer would be taken for the next one's.
+            // A late answer would be taken for the answer to the next request.
             let _ = self.stream.shutdown(std::net::Shutdown::Both);
         }
         match answered? {
-            Answer::Failed { problem } => Err(Error::control(problem)),
+            GateResponse::Failed { problem } => Err(Error::control(problem)),
             answer => Ok(answer),
         }
     }
 
-    fn exchange(&mut self, message: &[u8], timeout: Duration) -> Result<Answer> {
+    fn exchange(&mut self, message: &[u8], timeout: Duration) -> Result<GateResponse> {
         let deadline = Instant::now() + timeout;
         self.stream.set_write_timeout(Some(timeout)).map_err(Error::io("set a timeout"))?;
         self.stream.write_all(message).map_err(Error::io("write to the gate"))?;

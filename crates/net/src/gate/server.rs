@@ -1,6 +1,6 @@
 //! Runs a gate as a process, between the sockets of the NICs' filters and its controller.
 
-use super::{Answer, GateNic, NICS_MAX, Order, Queue};
+use super::{GateNic, GateQueue, GateRequest, GateResponse, NICS_MAX};
 use crate::frame::{Deframer, Frame};
 use crate::wire::{Messages, encode};
 use crate::{Error, Result};
@@ -13,14 +13,16 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::Instant;
 
 const READ_BYTES: usize = 64 << 10;
-/// How long a controller may take to read an answer; they are short.
+/// How long a controller may take to read an answer. Answers are short.
 const ANSWER_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(5);
 
-/// Runs a gate for the controller at the other end of `control`, until both that and the VM have
-/// ended; or, where the gate holds, until the controller has. A byte is written to `bell` when the
-/// first frame of an epoch is held.
+/// Runs a gate on the calling thread, for the controller at the other end of `control`. A holding
+/// gate ends when its controller has ended; an open gate ends when both the controller and the VM
+/// have. The gate writes a byte to `bell` when it holds the first frame of an epoch.
+///
+/// Errors: the sockets cannot be prepared or polled.
 pub fn serve_gate(control: UnixStream, bell: OwnedFd) -> Result<()> {
-    // Who does not hear it looks by himself.
+    // If nothing reads the bell, a full pipe must not block the gate.
     rustix::io::ioctl_fionbio(&bell, true).map_err(Error::io("prepare the bell"))?;
     control
         .set_write_timeout(Some(ANSWER_TIMEOUT))
@@ -30,20 +32,20 @@ pub fn serve_gate(control: UnixStream, bell: OwnedFd) -> Result<()> {
         bell,
         input: Messages::default(),
         nics: Vec::new(),
-        queue: Queue::new(0),
+        queue: GateQueue::new(0),
         born: Instant::now(),
     }
     .run()
 }
 
-/// One socket of a NIC: QEMU connects once.
-enum End {
+/// One socket of a NIC. QEMU connects to it once.
+enum FilterSocket {
     Waiting(UnixListener),
     Connected(UnixStream),
     Gone,
 }
 
-impl End {
+impl FilterSocket {
     fn listen(path: &std::path::Path) -> Result<Self> {
         let listener =
             UnixListener::bind(path).map_err(Error::io(format!("listen at {}", path.display())))?;
@@ -51,8 +53,8 @@ impl End {
         Ok(Self::Waiting(listener))
     }
 
-    /// Lets QEMU in, where it waits.
-    fn greet(&mut self) {
+    /// Accepts QEMU's connection if one waits.
+    fn accept(&mut self) {
         let Self::Waiting(listener) = self else { return };
         if let Ok((stream, _)) = listener.accept() {
             *self = if stream.set_nonblocking(true).is_ok() {
@@ -65,10 +67,10 @@ impl End {
 }
 
 struct Nic {
-    from_guest: End,
-    to_network: End,
+    from_guest: FilterSocket,
+    to_network: FilterSocket,
     deframer: Deframer,
-    /// The frame that is being written, and how much of it was.
+    /// The frame that is being written, and the number of bytes already written.
     writing: Option<(Frame, usize)>,
 }
 
@@ -77,77 +79,78 @@ struct Gate {
     bell: OwnedFd,
     input: Messages,
     nics: Vec<Nic>,
-    queue: Queue,
+    queue: GateQueue,
     born: Instant,
 }
 
-/// Which descriptor of the poll it was.
+/// Which descriptor a poll result belongs to.
 #[derive(Clone, Copy)]
-enum Who {
+enum PollSource {
     Control,
-    From(usize),
-    To(usize),
+    Guest(usize),
+    Network(usize),
 }
 
 impl Gate {
     fn run(mut self) -> Result<()> {
         loop {
-            // Held frames end with who could have released them.
+            // After the controller has gone, held frames can never be released.
             let guest_there =
-                self.nics.iter().any(|nic| matches!(nic.from_guest, End::Connected(_)));
+                self.nics.iter().any(|nic| matches!(nic.from_guest, FilterSocket::Connected(_)));
             if self.control.is_none() && !(self.queue.is_open() && guest_there) {
                 return Ok(());
             }
             let ready = self.wait()?;
-            for who in ready {
-                match who {
-                    Who::Control => self.hear(),
-                    Who::From(nic) => self.take(nic),
-                    Who::To(nic) => self.greet_network(nic),
+            for source in ready {
+                match source {
+                    PollSource::Control => self.read_control(),
+                    PollSource::Guest(nic) => self.read_guest(nic),
+                    PollSource::Network(nic) => self.poll_network(nic),
                 }
             }
-            self.obey()?;
+            self.handle_requests()?;
             self.write();
         }
     }
 
-    fn wait(&self) -> Result<Vec<Who>> {
-        let (mut fds, mut whose) = (Vec::new(), Vec::new());
+    fn wait(&self) -> Result<Vec<PollSource>> {
+        let (mut fds, mut sources) = (Vec::new(), Vec::new());
         if let Some(control) = &self.control {
             fds.push(PollFd::new(control, PollFlags::IN));
-            whose.push(Who::Control);
+            sources.push(PollSource::Control);
         }
         for (number, nic) in self.nics.iter().enumerate() {
             match &nic.from_guest {
-                End::Waiting(listener) => fds.push(PollFd::new(listener, PollFlags::IN)),
-                End::Connected(stream) => fds.push(PollFd::new(stream, PollFlags::IN)),
-                End::Gone => {}
+                FilterSocket::Waiting(listener) => fds.push(PollFd::new(listener, PollFlags::IN)),
+                FilterSocket::Connected(stream) => fds.push(PollFd::new(stream, PollFlags::IN)),
+                FilterSocket::Gone => {}
             }
-            if !matches!(nic.from_guest, End::Gone) {
-                whose.push(Who::From(number));
+            if !matches!(nic.from_guest, FilterSocket::Gone) {
+                sources.push(PollSource::Guest(number));
             }
             match &nic.to_network {
-                End::Waiting(listener) => fds.push(PollFd::new(listener, PollFlags::IN)),
-                End::Connected(stream) => {
+                FilterSocket::Waiting(listener) => fds.push(PollFd::new(listener, PollFlags::IN)),
+                FilterSocket::Connected(stream) => {
                     let wanted =
                         if nic.writing.is_some() { PollFlags::OUT } else { PollFlags::empty() };
                     fds.push(PollFd::new(stream, wanted));
                 }
-                End::Gone => {}
+                FilterSocket::Gone => {}
             }
-            if !matches!(nic.to_network, End::Gone) {
-                whose.push(Who::To(number));
+            if !matches!(nic.to_network, FilterSocket::Gone) {
+                sources.push(PollSource::Network(number));
             }
         }
         match poll(&mut fds, None) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(e) => return Err(Error::io("wait for the VM's network")(e)),
         }
-        let is_ready = |(fd, who): (&PollFd<'_>, Who)| (!fd.revents().is_empty()).then_some(who);
-        Ok(fds.iter().zip(whose).filter_map(is_ready).collect())
+        let is_ready =
+            |(fd, source): (&PollFd<'_>, PollSource)| (!fd.revents().is_empty()).then_some(source);
+        Ok(fds.iter().zip(sources).filter_map(is_ready).collect())
     }
 
-    fn hear(&mut self) {
+    fn read_control(&mut self) {
         let Some(control) = &self.control else { return };
         let mut chunk = [0; 4096];
         match rustix::net::recv(control, &mut chunk[..], RecvFlags::DONTWAIT) {
@@ -163,52 +166,53 @@ impl Gate {
         }
     }
 
-    /// Takes in all that the guest has sent on a NIC by now.
-    fn take(&mut self, number: usize) {
+    /// Reads all frames that the guest has sent on a NIC so far.
+    fn read_guest(&mut self, number: usize) {
         let now_ns = elapsed_ns(self.born);
         let Some(nic) = self.nics.get_mut(number) else { return };
-        nic.from_guest.greet();
+        nic.from_guest.accept();
         let mut chunk = vec![0; READ_BYTES];
-        while let End::Connected(stream) = &nic.from_guest {
+        while let FilterSocket::Connected(stream) = &nic.from_guest {
             let mut frames = Vec::new();
             match rustix::net::recv(stream, &mut chunk[..], RecvFlags::DONTWAIT) {
                 Ok((_, len)) if len > 0 => {
-                    // A stream that cannot be understood any more is none.
+                    // The rest of a stream with an invalid length cannot be parsed, so the
+                    // connection ends.
                     if nic.deframer.push(chunk.get(..len).unwrap_or_default(), &mut frames).is_err()
                     {
-                        nic.from_guest = End::Gone;
+                        nic.from_guest = FilterSocket::Gone;
                     }
                 }
                 Err(Errno::AGAIN) => return,
                 Err(Errno::INTR) => {}
-                Ok(_) | Err(_) => nic.from_guest = End::Gone,
+                Ok(_) | Err(_) => nic.from_guest = FilterSocket::Gone,
             }
             for frame in frames {
-                if self.queue.take(number, frame, now_ns) {
+                if self.queue.push(number, frame, now_ns) {
                     let _ = rustix::io::write(&self.bell, &[0]);
                 }
             }
         }
     }
 
-    fn greet_network(&mut self, number: usize) {
+    fn poll_network(&mut self, number: usize) {
         let Some(nic) = self.nics.get_mut(number) else { return };
-        nic.to_network.greet();
-        // It sends nothing; its end is seen here too.
+        nic.to_network.accept();
+        // This peer sends nothing. Reading detects its end.
         let mut byte = [0; 64];
-        if let End::Connected(stream) = &nic.to_network {
+        if let FilterSocket::Connected(stream) = &nic.to_network {
             match rustix::net::recv(stream, &mut byte[..], RecvFlags::DONTWAIT) {
-                Ok((_, 0)) => nic.to_network = End::Gone,
+                Ok((_, 0)) => nic.to_network = FilterSocket::Gone,
                 Ok(_) | Err(Errno::AGAIN | Errno::INTR) => {}
-                Err(_) => nic.to_network = End::Gone,
+                Err(_) => nic.to_network = FilterSocket::Gone,
             }
         }
     }
 
-    fn obey(&mut self) -> Result<()> {
+    fn handle_requests(&mut self) -> Result<()> {
         while self.control.is_some() {
-            let answer = match self.input.next::<Order>() {
-                Ok(Some((order, _))) => self.carry_out(order),
+            let answer = match self.input.next::<GateRequest>() {
+                Ok(Some((request, _))) => self.handle_request(request),
                 Ok(None) => break,
                 Err(_) => {
                     self.control = None;
@@ -232,67 +236,71 @@ impl Gate {
         Ok(())
     }
 
-    fn carry_out(&mut self, order: Order) -> Answer {
-        match order {
-            Order::Listen { nics } => {
-                return self.listen(&nics).map_or_else(|e| failed(&e), |()| Answer::Done);
+    fn handle_request(&mut self, request: GateRequest) -> GateResponse {
+        match request {
+            GateRequest::Listen { nics } => {
+                return self.listen(&nics).map_or_else(|e| failed(&e), |()| GateResponse::Done);
             }
-            Order::Hold => {
-                self.take_all();
-                // What came before was let pass: it goes on, as far as it can.
+            GateRequest::Hold => {
+                self.read_all_guests();
+                // Frames from before the hold may pass: write them as far as the socket has room.
                 self.write();
                 self.queue.hold();
             }
-            Order::Open => self.queue.open(),
-            Order::Cut => {
-                self.take_all();
-                return Answer::Cut { epoch: self.queue.cut() };
+            GateRequest::Open => self.queue.open(),
+            GateRequest::Cut => {
+                self.read_all_guests();
+                return GateResponse::Cut { epoch: self.queue.cut() };
             }
-            Order::Release { epoch } => {
+            GateRequest::Release { epoch } => {
                 if let Err(problem) = self.queue.release(epoch) {
-                    return Answer::Failed { problem };
+                    return GateResponse::Failed { problem };
                 }
             }
-            Order::Look => {
-                self.take_all();
+            GateRequest::Look => {
+                self.read_all_guests();
                 let now_ns = elapsed_ns(self.born);
-                return Answer::Look(self.queue.look(now_ns));
+                return GateResponse::Look(self.queue.look(now_ns));
             }
         }
         self.write();
-        Answer::Done
+        GateResponse::Done
     }
 
-    fn take_all(&mut self) {
-        (0..self.nics.len()).for_each(|nic| self.take(nic));
+    fn read_all_guests(&mut self) {
+        (0..self.nics.len()).for_each(|nic| self.read_guest(nic));
     }
 
     fn listen(&mut self, nics: &[GateNic]) -> Result<()> {
         if !self.nics.is_empty() || nics.len() > NICS_MAX {
-            return Err(Error::control(format!("{} NICs, behind {}", nics.len(), self.nics.len())));
+            return Err(Error::control(format!(
+                "{} NICs after {} that the gate has already",
+                nics.len(),
+                self.nics.len()
+            )));
         }
         let ends = |nic: &GateNic| {
             Ok(Nic {
-                from_guest: End::listen(&nic.from_guest)?,
-                to_network: End::listen(&nic.to_network)?,
+                from_guest: FilterSocket::listen(&nic.from_guest)?,
+                to_network: FilterSocket::listen(&nic.to_network)?,
                 deframer: Deframer::default(),
                 writing: None,
             })
         };
         self.nics = nics.iter().map(ends).collect::<Result<_>>()?;
-        self.queue = Queue::new(nics.len());
+        self.queue = GateQueue::new(nics.len());
         Ok(())
     }
 
-    /// Writes what may pass, as far as it is taken.
+    /// Writes the frames that may pass, as far as the sockets have room.
     fn write(&mut self) {
         for (number, nic) in self.nics.iter_mut().enumerate() {
             loop {
                 if nic.writing.is_none() {
-                    let End::Connected(_) = &nic.to_network else { break };
-                    nic.writing = self.queue.pass(number).map(|frame| (frame, 0));
+                    let FilterSocket::Connected(_) = &nic.to_network else { break };
+                    nic.writing = self.queue.pop_released(number).map(|frame| (frame, 0));
                 }
-                let (Some((frame, done)), End::Connected(stream)) =
+                let (Some((frame, done)), FilterSocket::Connected(stream)) =
                     (&mut nic.writing, &nic.to_network)
                 else {
                     break;
@@ -307,15 +315,15 @@ impl Gate {
                     }
                     Err(Errno::AGAIN) => break,
                     Err(Errno::INTR) => {}
-                    Err(_) => (nic.to_network, nic.writing) = (End::Gone, None),
+                    Err(_) => (nic.to_network, nic.writing) = (FilterSocket::Gone, None),
                 }
             }
         }
     }
 }
 
-fn failed(error: &Error) -> Answer {
+fn failed(error: &Error) -> GateResponse {
     let source =
         std::error::Error::source(error).map_or_else(String::new, |source| format!(": {source}"));
-    Answer::Failed { problem: format!("{error}{source}") }
+    GateResponse::Failed { problem: format!("{error}{source}") }
 }

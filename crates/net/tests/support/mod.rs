@@ -11,12 +11,12 @@ use std::path::Path;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-/// A connection as QEMU's, with nothing behind it.
+/// A peer's connection to the switch, without a guest.
 pub struct Peer {
     stream: UnixStream,
-    /// Of a frame that was sent in part.
+    /// The rest of a frame that was partly sent.
     rest: Vec<u8>,
-    /// Frames that a thread reads as they come; without one nothing is read but on demand.
+    /// Frames that a thread reads as they arrive. Without the thread, frames are read on demand.
     reader: Option<Receiver<Vec<u8>>>,
     probed: bool,
 }
@@ -27,7 +27,7 @@ pub fn frame(from: u8, to: u8, number: u32) -> Vec<u8> {
     [&to[..], &[2, 0, 0, 0, 0, from, 0x88, 0xb5], &number.to_be_bytes(), &[0; 40]].concat()
 }
 
-/// Waits for `done`, a minute at most.
+/// Waits up to a minute until `done` returns true.
 pub fn until(what: &str, mut done: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_mins(1);
     while !done() {
@@ -37,7 +37,7 @@ pub fn until(what: &str, mut done: impl FnMut() -> bool) {
 }
 
 impl Peer {
-    /// One that reads at once, as a QEMU whose guest takes its packets.
+    /// A peer that reads at once, as a QEMU whose guest takes its packets.
     pub fn connect(lan: &Path) -> Self {
         let mut reading = Self::deaf(lan);
         let (sender, receiver) = channel();
@@ -54,7 +54,7 @@ impl Peer {
         reading
     }
 
-    /// One that reads when it is told to.
+    /// A peer that reads on demand.
     pub fn deaf(lan: &Path) -> Self {
         let stream = UnixStream::connect(lan).unwrap();
         stream.set_write_timeout(Some(Duration::from_mins(1))).unwrap();
@@ -65,12 +65,12 @@ impl Peer {
         self.stream.write_all(&wire(frame)).unwrap();
     }
 
-    /// Without waiting for room. What begins is finished by the next call.
+    /// Sends without waiting for room. The next call finishes a frame that is partly sent.
     pub fn try_send(&mut self, frame: &[u8]) -> io::Result<()> {
         if self.rest.is_empty() {
             self.rest = wire(frame);
         }
-        // Without O_NONBLOCK, which the thread that reads would have, too.
+        // Not O_NONBLOCK: the thread that reads shares the descriptor.
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
         let written = rustix::net::send(&self.stream, &self.rest, flags)?;
         self.rest.drain(..written);
@@ -111,7 +111,7 @@ impl Peer {
         (0..count).map(|_| self.receive()).collect()
     }
 
-    /// How much waits to be read.
+    /// The number of bytes that wait to be read.
     pub fn waits_bytes(&self) -> usize {
         let mut bytes = vec![0; 1 << 16];
         let peeked =
@@ -127,7 +127,7 @@ impl Peer {
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        // Its reader's copy is no end of the connection.
+        // The reader's copy keeps the connection open.
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
     }
 }

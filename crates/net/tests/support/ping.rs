@@ -7,7 +7,7 @@ const OUR_IP: [u8; 4] = [10, 0, 2, 9];
 const THEIR_IP: [u8; 4] = [10, 0, 2, 15];
 const IDENTIFIER: [u8; 2] = *b"kf";
 
-/// Asks for the guest's address, and tells it ours.
+/// An ARP request for the guest's address, which also announces ours.
 pub fn who_has() -> Vec<u8> {
     let arp = [0, 1, 8, 0, 6, 4, 0, 1];
     [&[255; 6][..], &OURS, &[8, 6], &arp, &OURS, &OUR_IP, &[0; 6], &THEIR_IP, &[0; 18]].concat()

@@ -2,12 +2,15 @@
 //! instruction as when it was recorded.
 //!
 //! ```text
-//!   -drive file=a,if=virtio,id=d        ─▶  -drive file=a,if=none,id=d-image  -drive driver=blkreplay,image=d-image,if=virtio,id=d
-//!   -blockdev driver=D,node-name=n,...  ─▶  -blockdev driver=D,node-name=n-image,...  -blockdev driver=blkreplay,node-name=n,image=n-image
+//!   -drive file=a,if=virtio,id=d        ─▶  -drive file=a,if=none,id=d-image
+//!                                           -drive driver=blkreplay,image=d-image,if=virtio,id=d
+//!   -blockdev driver=D,node-name=n,...  ─▶  -blockdev driver=D,node-name=n-image,...
+//!                                           -blockdev driver=blkreplay,node-name=n,image=n-image
 //! ```
 //!
-//! The upper node has the name that devices use. It is read-only if the lower one is; otherwise QEMU
-//! would ask the lower one for the right to write. A node that is another node's file gets no layer.
+//! The upper node has the name that devices use. It is read-only if the lower one is; otherwise
+//! QEMU would ask the lower one for the right to write. A node that is another node's file gets no
+//! layer.
 
 use super::option;
 use crate::drives::is_read_only;

@@ -7,8 +7,8 @@
 //!   replay    the words of the recorded line
 //! ```
 //!
-//! With the host's clock, QEMU's default, each turn of the main loop reads the host's clock and logs
-//! the value; a replayed guest waits at each value for the main loop. The start value is given
+//! With the host's clock, QEMU's default, each turn of the main loop reads the host's clock and
+//! logs the value; a replayed guest waits at each value for the main loop. The start value is given
 //! explicitly because QEMU 10 does not record it.
 //!
 //! A machine with a network keeps its own clock: its replays wait at each sent packet if their main
@@ -51,8 +51,8 @@ fn has_network(line: &[Argument]) -> bool {
     line.iter().any(|a| a.name() == "netdev")
 }
 
-/// True if the main loop of a QEMU with this line may run late without effect on the guest: the clock
-/// follows the guest's time, and there is no network.
+/// True if the main loop of a QEMU with this line may run late without effect on the guest: the
+/// clock follows the guest's time, and there is no network.
 pub fn may_run_late(line: &[Argument]) -> bool {
     value_of(&keys(&of(line).join(","), "base"), "clock") == Some("vm") && !has_network(line)
 }

@@ -5,9 +5,9 @@
 //! | more than one virtual CPU | QEMU records one |
 //! | NVMe under 7.2 | QEMU crashes at the first checkpoint |
 //! | virtio-net under 7.2 | some replays never end |
-//! | disks on controllers other than virtio-blk, virtio-scsi | their pending requests are not visible |
+//! | disks not on virtio-blk or virtio-scsi | their pending requests are not visible |
 //! | a console on `-chardev` with input | QEMU records input of `-serial` only |
-//! | `-nic`, `-net` | they make network and device together, without room for a recording filter |
+//! | `-nic`, `-net` | they create network and device together, without a recording filter |
 //! | `-rtc clock=rt` | QEMU does not record this clock |
 //! | a random number device that reads a file | QEMU does not record what it reads |
 //! | `-cpu host` | TCG does not have this processor |
@@ -64,7 +64,8 @@ pub(crate) fn check(arguments: &[Argument], version: &str) -> Result<()> {
         "device" => device(argument, version),
         "nic" | "net" if argument.value() != "none" => Err(refused(
             argument,
-            "it makes device and network together, and packets must pass a filter that records them",
+            "it creates device and network together, but packets must pass a filter that records \
+             them",
             "write `-netdev user,id=n0 -device e1000,netdev=n0` instead",
         )),
         "chardev" => chardev(argument, arguments),
@@ -72,7 +73,8 @@ pub(crate) fn check(arguments: &[Argument], version: &str) -> Result<()> {
         "drive" => drive(argument),
         "hda" | "hdb" | "hdc" | "hdd" | "" => Err(opaque(argument)),
         "audiodev" if !argument.value().starts_with("none") => {
-            Err(refused(argument, "the log does not tell how much sound came in", "use -audiodev none,id=..."))
+            let reason = "the log does not record how much sound came in";
+            Err(refused(argument, reason, "use -audiodev none,id=..."))
         }
         "fsdev" | "virtfs" => Err(refused(
             argument,
@@ -202,7 +204,8 @@ fn chardev(argument: &Argument, all: &[Argument]) -> Result<()> {
     Err(refused(
         argument,
         "QEMU records a console's input only if the console is given by -serial, not by -chardev",
-        "use -serial (-serial stdio, -serial unix:PATH,server=on,wait=off), or a chardev that is only written to (file, null)",
+        "use -serial (-serial stdio, -serial unix:PATH,server=on,wait=off), or a chardev without \
+         input (file, null)",
     ))
 }
 
@@ -219,7 +222,7 @@ fn object(argument: &Argument) -> Result<()> {
         }
         "iothread" => Err(refused(
             argument,
-            "the log does not order a thread beside the virtual CPU",
+            "the log does not order the actions of a second thread",
             "remove it, and iothread= of the devices",
         )),
         _ => Ok(()),

@@ -167,7 +167,7 @@ fn an_interrupt_that_waits_wakes_tcg_and_no_other_does() {
         asked(&idle.clone().with("cpu_common", cpu_common::INTERRUPT_REQUEST, &[0, 0, 0, 2])),
         0
     );
-    // Vector 0x30 of the local APIC, then masked by the task's priority, then behind one in
+    // Vector 0x30 of the local APIC, then masked by the task's priority, then after one in
     // service.
     let local = idle.clone().with("apic", apic::IRR + 4, &0x1_0000u32.to_be_bytes());
     assert_eq!(asked(&local), 2);
@@ -246,7 +246,7 @@ fn the_state_tells_who_wrote_it() {
 #[test]
 fn a_forged_end_of_a_section_is_not_believed() {
     let mut state = State::new(true);
-    // The disk's number is 3 * 7 + 1; behind its forged end a section of its own making.
+    // The disk's number is 3 * 7 + 1; after its forged end comes a forged section.
     state.body("disk")[100..122]
         .copy_from_slice(b"\x7e\0\0\0\x16\x04\0\0\0\x63\x04fake\0\0\0\0\0\0\0");
     let error = convert(&state.bytes(), Tcg).unwrap_err().to_string();
@@ -276,8 +276,8 @@ fn formats_that_are_not_known_are_refused() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
-    /// Whatever is in a state: an answer, and where one comes back it can be read again and is as
-    /// long as it should be.
+    /// Any state is refused or converted. A converted state can be read again, and has the expected
+    /// length.
     #[test]
     fn no_state_panics(hits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6), cut in 0usize..40) {
         let good = State::new(true).with_part("cpu", "cpu/tsc_khz", &[0; 8]).bytes();

@@ -2,9 +2,9 @@
 //! would wait without it.
 //!
 //! ```text
-//!  release of the oldest packet = time until the checkpoint + pause + transfer(dirty pages by then)
-//!  transfer(pages)              = fixed + pages x bytes per page / bandwidth             (link_model.rs)
-//!  dirty pages by then          = as in the last epochs                                  (dirty_growth.rs)
+//!  release of the oldest packet = time until the checkpoint + pause + transfer(dirty pages then)
+//!  transfer(pages)              = fixed + pages x bytes per page / bandwidth    (link_model.rs)
+//!  dirty pages then             = as in the last epochs                         (dirty_growth.rs)
 //!  cost of a checkpoint         = pause + pages x first write
 //! ```
 //!
@@ -141,14 +141,14 @@ impl AdaptivePolicy {
         }
     }
 
-    /// The part of the VM's time that may be taken.
+    /// The share of the VM's time that checkpoints and suspends may take.
     fn allowed(&self) -> f64 {
         let percent = self.parameters.overhead.map_or(OVERHEAD_PERCENT, |target| target.percent);
         (percent / 100.0).clamp(0.001, 1.0)
     }
 
-    /// What it costs the VM to stand for so long.
-    fn standing_costs(&self, ns: f64) -> f64 {
+    /// The cost to the VM of a pause of `ns` nanoseconds.
+    fn pause_cost(&self, ns: f64) -> f64 {
         match (self.parameters.overhead, self.busy) {
             (None, Some(busy)) => ns * busy.max(BUSY_MIN),
             _ => ns,
@@ -163,9 +163,9 @@ impl AdaptivePolicy {
             return;
         };
         let elapsed_ns = look.now_ns.saturating_sub(before.now_ns) as f64;
-        // Where it stood in between it could not compute.
-        let stood = look.since_ns != before.since_ns || look.stopped || before.stopped;
-        if stood || elapsed_ns == 0.0 {
+        // While it was paused it could not compute.
+        let was_paused = look.since_ns != before.since_ns || look.stopped || before.stopped;
+        if was_paused || elapsed_ns == 0.0 {
             return;
         }
         let busy = (busy_ns.saturating_sub(busy_before_ns) as f64 / elapsed_ns).min(1.0);
@@ -179,7 +179,7 @@ impl AdaptivePolicy {
         let elapsed_ns = look.now_ns.saturating_sub(before.now_ns) as f64;
         self.account_ns += elapsed_ns * self.allowed();
         if look.stopped {
-            self.account_ns -= self.standing_costs(elapsed_ns);
+            self.account_ns -= self.pause_cost(elapsed_ns);
         }
         let pause_ns = self.pause_ns.or(PAUSE_NS);
         self.account_ns = self.account_ns.min(SAVED_CHECKPOINTS * self.cost_ns.or(pause_ns));
@@ -192,21 +192,20 @@ impl AdaptivePolicy {
             self.growth.look(look.age_ns() as f64, look.dirty_pages as f64);
         }
         if look.packets_held > held_before {
-            // Those that came between two looks are as old as the newer look at least, and the
-            // first one's time is known.
+            // Packets that came between two looks are at least as old as the newer look, and the
+            // arrival of the first one is known.
             let first = look.oldest_packet_ns.filter(|_| look.packets_held == 1);
             self.newest_packet_ns = Some(first.unwrap_or(look.now_ns));
         }
     }
 
-    /// From the checkpoint's begin to its acknowledgement, `ahead_ns` from this look.
+    /// The time from the begin of a checkpoint, `ahead_ns` after this look, to its acknowledgement.
     fn release_ns(&self, look: &VmObservation, ahead_ns: f64) -> f64 {
         let pages = self.growth.predict(look.age_ns() as f64, look.dirty_pages as f64, ahead_ns);
         self.pause_ns.or(PAUSE_NS) + self.link.transfer_ns(pages)
     }
 
-    /// How long the checkpoint can still wait so that the oldest packet is released within
-    /// `target_ns`.
+    /// How long the checkpoint can wait if the oldest packet must be released within `target_ns`.
     fn slack_ns(&self, look: &VmObservation, target_ns: u64) -> f64 {
         let left_ns = target_ns as f64 * PLANNED - look.waited_ns() as f64;
         let late = |ahead_ns: f64| ahead_ns + self.release_ns(look, ahead_ns) > left_ns;
@@ -221,12 +220,13 @@ impl AdaptivePolicy {
         fits
     }
 
-    /// How long a checkpoint for held packets still waits.
+    /// How long a checkpoint for held packets should wait.
     fn packets_wait_ns(&self, look: &VmObservation) -> f64 {
         let patience_ns = if let Some(target) = self.parameters.latency {
             self.slack_ns(look, target.ns)
         } else {
-            // A burst: until nothing came for an eighth of a pause, at most half of one.
+            // A burst ends when no packet has come for an eighth of a pause. The wait is at most
+            // half a pause.
             let pause_ns = self.pause_ns.or(PAUSE_NS);
             let newest_ns = self.newest_packet_ns.unwrap_or(look.now_ns);
             let quiet_ns = look.now_ns.saturating_sub(newest_ns) as f64;
@@ -239,14 +239,14 @@ impl AdaptivePolicy {
         patience_ns.max(-self.account_ns / self.allowed()).max(0.0)
     }
 
-    /// A packet that came now would wait too long for what is dirty, and a checkpoint now would
-    /// help it.
+    /// True if a packet that came now would wait too long for the transfer of the dirty pages, and
+    /// a checkpoint now would shorten that wait.
     fn transfer_is_due(&self, look: &VmObservation) -> bool {
         let Some(newest_ns) = self.newest_packet_ns else { return false };
         let transfer_ns = self.link.transfer_ns(look.dirty_pages as f64);
         let pause_ns = self.pause_ns.or(PAUSE_NS);
         let too_long = match self.parameters.latency {
-            // Twice, as it may come just after that checkpoint, and wait for the next one too.
+            // Twice, because the packet may come just after that checkpoint and wait for the next.
             Some(target) => {
                 transfer_ns > pause_ns
                     && 2.0 * (pause_ns + transfer_ns) > target.ns as f64 * PLANNED
@@ -257,13 +257,13 @@ impl AdaptivePolicy {
             let again = self.growth.pages_at(pause_ns + transfer_ns);
             again.is_some_and(|pages| pages < look.dirty_pages as f64 / 2.0)
         };
-        // Half of what can be saved stays for packets.
+        // Half of the savings stay for packets.
         let affordable = self.account_ns > SAVED_CHECKPOINTS / 2.0 * self.cost_ns.or(pause_ns);
         look.now_ns.saturating_sub(newest_ns) < TALKATIVE_NS && too_long && affordable && lasting()
     }
 
-    /// Of a checkpoint's pages, those that the guest wrote in its epoch: a complete one has all, of
-    /// which few cost it a first write.
+    /// The number of a checkpoint's pages that the guest wrote in its epoch. A complete checkpoint
+    /// has all pages, of which only few cost the guest a first write.
     fn written_pages(&self, acked: &AcknowledgedEpoch) -> u64 {
         acked.pages.min(match self.before {
             Some(before) if before.in_flight => self.flight_pages,
@@ -272,19 +272,19 @@ impl AdaptivePolicy {
         })
     }
 
-    /// Until the checkpoint in flight is acknowledged, as predicted.
+    /// The predicted time until the checkpoint in flight is acknowledged.
     fn flight_left_ns(&self, look: &VmObservation) -> f64 {
         let took_ns = self.pause_ns.or(PAUSE_NS) + self.link.transfer_ns(self.flight_pages as f64);
         (took_ns - look.age_ns() as f64).max(0.0)
     }
 
     fn suspend_pays(&self, look: &VmObservation) -> bool {
-        if self.link.unknown() || (look.dirty_pages as f64) < self.vm_stop_threshold_pages() {
+        if self.link.is_unknown() || (look.dirty_pages as f64) < self.vm_stop_threshold_pages() {
             return false;
         }
         let left_ns = self.flight_left_ns(look);
         let release_ns = self.release_ns(look, left_ns);
-        // What the next transfer grows by, should the VM run on until the acknowledgement.
+        // The growth of the next transfer if the VM runs on until the acknowledgement.
         let grows_ns = release_ns - self.release_ns(look, 0.0);
         let in_time = self.parameters.latency.is_some_and(|target| {
             look.waited_ns() as f64 + left_ns + release_ns <= target.ns as f64
@@ -294,18 +294,18 @@ impl AdaptivePolicy {
             && self.account_ns > (1.0 - self.allowed()) * left_ns
     }
 
-    /// As in the paper's policy: pages whose transfer takes as long as the fixed part of an epoch,
-    /// here with that of a transfer. 0 while the link is unknown.
+    /// As in the paper's policy: the number of pages whose transfer takes as long as the fixed part
+    /// of an epoch, here with the fixed part of a transfer. 0 while the link is unknown.
     fn vm_stop_threshold_pages(&self) -> f64 {
-        if self.link.unknown() {
+        if self.link.is_unknown() {
             return 0.0;
         }
         let page_ns = self.link.transfer_ns(1.0) - self.link.fixed_ns();
         (self.pause_ns.or(PAUSE_NS) + self.link.fixed_ns()) / page_ns.max(1.0)
     }
 
-    /// Nothing is held and nothing in flight: the epoch goes on for so long at least before a
-    /// checkpoint is cheap.
+    /// The age of the epoch from which a checkpoint is cheap, if no packet is held and no
+    /// checkpoint is in flight.
     fn cheap_from_ns(&self, look: &VmObservation) -> f64 {
         let AdaptiveParameters { first_write_ns, quiet_percent, .. } = self.parameters;
         let cost_ns = self.pause_ns.or(PAUSE_NS) + look.dirty_pages as f64 * first_write_ns as f64;
@@ -378,10 +378,10 @@ impl ReplicationScheduler for AdaptivePolicy {
 
     fn acknowledged(&mut self, acked: &AcknowledgedEpoch) {
         let writes_ns = self.written_pages(acked).saturating_mul(self.parameters.first_write_ns);
-        let cost_ns = self.standing_costs(acked.pause_ns as f64) + writes_ns as f64;
+        let cost_ns = self.pause_cost(acked.pause_ns as f64) + writes_ns as f64;
         self.pause_ns.take(acked.pause_ns as f64);
         self.cost_ns.take(cost_ns);
-        // A debt is forgotten where it would outlast the longest epoch.
+        // A debt that would last longer than the longest epoch is forgotten.
         let debt_ns_max = self.allowed() * self.parameters.wait_max_ns as f64;
         self.account_ns = (self.account_ns - cost_ns).max(-debt_ns_max);
         self.link.take(acked);

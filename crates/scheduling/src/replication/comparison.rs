@@ -1,5 +1,4 @@
-//! Policies against each other in the model: a regression test of the rules, not a measurement of
-//! anything.
+//! Compares the policies in the model: a regression test of the rules, not a measurement.
 
 use super::model::{
     self, COMPILE, COORDINATOR, EP, Host, MS, Outcome, SP, WATCHED, WEB, WEB_BUSY, WEB_CALM,
@@ -23,11 +22,11 @@ fn run(policy: &mut dyn ReplicationScheduler, load: &Workload, host: Host) -> Ou
     model::run(policy, load, host, 20_000 * MS, 7)
 }
 
-/// Ours and the paper's on the same, three times.
+/// The outcomes of the adaptive and the paper's policy on the same load, three times.
 fn both(load: &Workload, host: Host) -> impl Iterator<Item = (Outcome, Outcome)> {
     [7, 8, 9].into_iter().map(move |seed| {
-        let ours = model::run(&mut AdaptivePolicy::default(), load, host, 20_000 * MS, seed);
-        (ours, model::run(&mut PaperPolicy::default(), load, host, 20_000 * MS, seed))
+        let adaptive = model::run(&mut AdaptivePolicy::default(), load, host, 20_000 * MS, seed);
+        (adaptive, model::run(&mut PaperPolicy::default(), load, host, 20_000 * MS, seed))
     })
 }
 
@@ -39,7 +38,7 @@ fn paper(load: &Workload, host: Host) -> Outcome {
     run(&mut PaperPolicy::default(), load, host)
 }
 
-fn ours(load: &Workload, host: Host) -> Outcome {
+fn adaptive(load: &Workload, host: Host) -> Outcome {
     run(&mut AdaptivePolicy::default(), load, host)
 }
 
@@ -57,13 +56,13 @@ fn at_overhead(percent: f64) -> AdaptivePolicy {
     })
 }
 
-/// Where it fails, this says.
+/// Names the case in a failed assertion.
 fn at(load: &Workload, host: Host) -> String {
     format!("{} over {} bytes/ns, pause {} ns", load.name, host.bytes_per_ns, host.pause_ns)
 }
 
 #[test]
-fn the_model_does_what_can_be_worked_out_by_hand() {
+fn the_model_agrees_with_calculations_by_hand() {
     let host = Host { first_write_ns: 0.0, ..Host::gigabits(10.0) };
     let computed = fixed(&EP, host);
     assert!(
@@ -81,60 +80,70 @@ fn the_model_does_what_can_be_worked_out_by_hand() {
 }
 
 #[test]
-fn ours_costs_no_more_than_the_papers() {
+fn the_adaptive_policy_costs_no_more_than_the_papers() {
     for host in hosts() {
         for load in COMPUTING.into_iter().chain(ANSWERING) {
-            for (ours, paper) in both(load, host) {
+            for (adaptive, paper) in both(load, host) {
                 let most = paper.slowdown + 0.02;
-                assert!(ours.slowdown <= most, "{}: {} > {most}", at(load, host), ours.slowdown);
+                assert!(
+                    adaptive.slowdown <= most,
+                    "{}: {} > {most}",
+                    at(load, host),
+                    adaptive.slowdown
+                );
             }
         }
     }
 }
 
 #[test]
-fn ours_answers_no_later_than_the_papers() {
+fn the_adaptive_policy_answers_no_later_than_the_papers() {
     let p99_ns = |outcome: &Outcome| Outcome::percentile_ns(&outcome.latencies_ns, 99) as f64;
     for host in hosts() {
         for load in ANSWERING {
-            for (ours, paper) in both(load, host) {
+            for (adaptive, paper) in both(load, host) {
                 let at = at(load, host);
-                // Where transfers are shorter than pauses, both do the same.
+                // If transfers are shorter than pauses, both policies do the same.
                 let most_ns = paper.mean_ns() * 1.01;
-                assert!(ours.mean_ns() <= most_ns, "{at}: {} > {most_ns}", ours.mean_ns());
+                assert!(adaptive.mean_ns() <= most_ns, "{at}: {} > {most_ns}", adaptive.mean_ns());
                 assert!(
-                    p99_ns(&ours) <= p99_ns(&paper) * 1.1,
+                    p99_ns(&adaptive) <= p99_ns(&paper) * 1.1,
                     "{at}: {} > {}",
-                    p99_ns(&ours),
+                    p99_ns(&adaptive),
                     p99_ns(&paper)
                 );
-                assert!(ours.good >= paper.good - 0.01, "{at}: {} < {}", ours.good, paper.good);
-                let (ours, paper) = (ours.tolerable, paper.tolerable);
-                assert!(ours >= paper - 0.01, "{at}: {ours} < {paper}");
+                assert!(
+                    adaptive.good >= paper.good - 0.01,
+                    "{at}: {} < {}",
+                    adaptive.good,
+                    paper.good
+                );
+                let (adaptive, paper) = (adaptive.tolerable, paper.tolerable);
+                assert!(adaptive >= paper - 0.01, "{at}: {adaptive} < {paper}");
             }
         }
     }
 }
 
 #[test]
-fn ours_answers_twice_as_fast_as_a_fixed_interval_at_least() {
+fn the_adaptive_policy_answers_at_least_twice_as_fast_as_a_fixed_interval() {
     for host in hosts() {
         for load in ANSWERING {
-            let (ours, fixed) = (ours(load, host), fixed(load, host));
+            let (adaptive, fixed) = (adaptive(load, host), fixed(load, host));
             assert!(
-                2.0 * ours.mean_ns() <= fixed.mean_ns(),
+                2.0 * adaptive.mean_ns() <= fixed.mean_ns(),
                 "{}: {}",
                 at(load, host),
-                ours.mean_ns()
+                adaptive.mean_ns()
             );
         }
     }
 }
 
-/// Section VI: figure 7 (compile), 8a (ep: nearly no difference), 8b (sp), 9 (web), 10
-/// (coordinator, there against 50 ms).
+/// Section VI of the paper: figures 7 (compile), 8a (ep: nearly no difference), 8b (sp), 9 (web)
+/// and 10 (coordinator, compared with 50 ms there).
 #[test]
-fn the_papers_beats_a_fixed_interval_where_the_paper_says_so() {
+fn the_papers_policy_beats_a_fixed_interval_in_the_papers_cases() {
     for host in [Host::gigabits(1.0), Host::gigabits(10.0)] {
         for load in COMPUTING {
             let (paper, fixed) = (paper(load, host), fixed(load, host));
@@ -177,7 +186,8 @@ fn an_overhead_target_is_kept() {
         for load in [&WEB_CALM, &WEB, &WEB_BUSY] {
             for percent in [5.0, 15.0] {
                 let outcome = run(&mut at_overhead(percent), load, host);
-                // The model's slowdown is over the time that the VM runs, and has all first writes.
+                // The model's slowdown is relative to the running time, and includes all first
+                // writes.
                 let part = outcome.slowdown / (1.0 + outcome.slowdown);
                 assert!(
                     part <= percent / 100.0 * 1.2 + 0.005,

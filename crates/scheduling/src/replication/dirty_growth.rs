@@ -32,7 +32,7 @@ pub(super) struct DirtyGrowth {
 }
 
 impl DirtyGrowth {
-    /// `pages` are dirty at `age_ns` of the epoch.
+    /// Records that `pages` pages are dirty at `age` nanoseconds of the epoch.
     pub(super) fn look(&mut self, age: f64, pages: f64) {
         let (age_before, pages_before) = self.newest;
         if age <= age_before {
@@ -47,7 +47,7 @@ impl DirtyGrowth {
         self.newest = (age, pages);
     }
 
-    /// The epoch is over.
+    /// Ends the epoch and updates the curve.
     pub(super) fn close(&mut self) {
         let current = std::mem::take(&mut self.current);
         self.newest = (0.0, 0.0);
@@ -62,20 +62,21 @@ impl DirtyGrowth {
         let mut highest: f64 = 0.0;
         for k in 0..AGES {
             let mut seen: Vec<f64> = self.epochs.iter().filter_map(|epoch| epoch[k]).collect();
-            // What few epochs reached says nothing of the others: a single long and quiet one would
+            // An age that few epochs reached is not typical: a single long and quiet epoch would
             // make the curve flat.
             if 2 * seen.len() <= self.epochs.len() {
                 break;
             }
-            // Medians over different epochs, as short ones have no late ages: the set does not
-            // shrink all the same.
+            // Short epochs have no late ages, so each median is over other epochs and could be
+            // smaller than the one before. A dirty set does not shrink.
             highest = highest.max(median(&mut seen));
             self.curve.push(highest);
         }
     }
 
-    /// Pages at an age, by what the last epochs did; beyond the longest of them the last slope goes
-    /// on, which is too much rather than too little. None before any epoch was closed.
+    /// The number of dirty pages at an age, according to the last epochs. Past the longest of them
+    /// the last slope continues, which estimates too much rather than too little. `None` before the
+    /// first epoch has ended.
     pub(super) fn pages_at(&self, age: f64) -> Option<f64> {
         let curve = &self.curve;
         let first = *curve.first()?;
@@ -92,12 +93,12 @@ impl DirtyGrowth {
         Some(slope.mul_add(age - age_ns(low), curve[low]))
     }
 
-    /// Pages that are going to be dirty `ahead_ns` from an age at which `pages` are.
+    /// The predicted number of dirty pages `ahead_ns` after an age at which `pages` are dirty.
     pub(super) fn predict(&self, age: f64, pages: f64, ahead_ns: f64) -> f64 {
         match (self.pages_at(age), self.pages_at(age + ahead_ns)) {
             (Some(now), Some(then)) => {
-                // This epoch may be a busier one than those before; by how much is bounded while
-                // little is dirty.
+                // This epoch may be busier than the last ones. The factor is bounded, because few
+                // pages tell little.
                 let share = (pages / now.max(1.0)).clamp(0.25, 4.0);
                 (then - now).max(0.0).mul_add(share, pages)
             }
@@ -131,11 +132,11 @@ mod tests {
     }
 
     #[test]
-    fn a_bent_curve_is_predicted_within_a_tenth_though_two_epochs_were_odd() {
+    fn a_bent_curve_is_predicted_within_a_tenth_despite_two_odd_epochs() {
         let mut growth = DirtyGrowth::default();
         assert!(
             (growth.predict(10.0 * MS, 100.0, 10.0 * MS) - 200.0).abs() < 1.0,
-            "nothing known: in proportion"
+            "no epoch is known: in proportion"
         );
         for epoch in 0..7 {
             for look in 1..=100 {
@@ -154,7 +155,7 @@ mod tests {
         let beyond = growth.predict(150.0 * MS, bent(150.0 * MS), 400.0 * MS);
         assert!(
             (1000.0..1500.0).contains(&beyond),
-            "beyond what was seen rather too much: {beyond}"
+            "past the last epochs, rather too much: {beyond}"
         );
     }
 }

@@ -18,7 +18,7 @@ const PAIRS_MIN: usize = 6;
 /// The fitted model of the link.
 #[derive(Clone, Debug, Default)]
 pub(super) struct LinkModel {
-    /// Bytes, nanoseconds; oldest first.
+    /// Bytes and nanoseconds of each transfer, oldest first.
     transfers: VecDeque<(f64, f64)>,
     bytes_per_page: ExponentialMean,
     fixed_ns: f64,
@@ -59,12 +59,13 @@ impl LinkModel {
         }
     }
 
-    /// Nothing has been transferred yet.
-    pub(super) fn unknown(&self) -> bool {
+    /// True before the first transfer.
+    pub(super) fn is_unknown(&self) -> bool {
         self.transfers.is_empty()
     }
 
-    /// How long the transfer of `pages` is going to take; 0 while nothing is known.
+    /// The predicted time of a transfer of `pages` pages, in nanoseconds. 0 before the first
+    /// transfer.
     pub(super) fn transfer_ns(&self, pages: f64) -> f64 {
         self.fixed_ns + pages.max(0.0) * self.bytes_per_page.or(0.0) * self.ns_per_byte
     }
@@ -82,7 +83,7 @@ impl LinkModel {
     }
 }
 
-/// Of a list that is not empty.
+/// The median of a list that is not empty.
 pub(super) fn median(values: &mut [f64]) -> f64 {
     let middle = values.len() / 2;
     *values.select_nth_unstable_by(middle, f64::total_cmp).1
@@ -97,12 +98,12 @@ mod tests {
     }
 
     #[test]
-    fn fixed_part_and_bandwidth_are_told_apart_though_some_transfers_are_odd() {
+    fn fixed_part_and_bandwidth_are_separated_despite_some_odd_transfers() {
         let mut link = LinkModel::default();
-        assert!(link.unknown());
+        assert!(link.is_unknown());
         for k in 0..16_u64 {
             let pages = 100 + 137 * k;
-            // 0.4 ms, and 16 us a page: 125 MB/s. Every fifth one is late by 50 ms.
+            // 0.4 ms, and 16 us a page: 125 MB/s. Every fifth transfer is late by 50 ms.
             link.take(&acked(
                 pages,
                 400_000 + pages * 16_000 + if k % 5 == 2 { 50_000_000 } else { 0 },
@@ -127,7 +128,7 @@ mod tests {
         link.take(&acked(0, 300_000));
         assert!(
             (link.transfer_ns(1000.0) - 16_400_000.0).abs() < 200_000.0,
-            "an empty one is one of many"
+            "an empty transfer does not change the model"
         );
     }
 }

@@ -1,34 +1,33 @@
-//! A model of a VM under replication, to compare policies: for regression tests, not a measurement
-//! of anything.
+//! A model of a VM under replication, with which regression tests compare policies. Its results are
+//! not measurements.
 //!
-//! Time goes on in steps of 0.1 ms. Pages come up with the work that is done since the checkpoint,
-//! `set (1 - exp(-work/bend)) + rate x work`; each costs a first write. Requests are served in
-//! their order by as many as there are vCPUs; an answer is a few packets, a step apart. Left out:
-//! loss, jitter, processors that the transfer itself takes, disks that fill up, guests that notice
-//! they are slow.
+//! Time advances in steps of 0.1 ms. The number of dirty pages is a function of the work since the
+//! checkpoint, `set (1 - exp(-work/bend)) + rate x work`; each page costs a first write. The vCPUs
+//! serve requests in order; an answer is a few packets, a step apart. Left out: loss, jitter, the
+//! processor time of transfers, full disks, guests that react to being slow.
 
 use super::{AcknowledgedEpoch, ReplicationDecision, ReplicationScheduler, VmObservation};
 use std::collections::{BTreeMap, VecDeque};
 
 pub(super) const MS: u64 = 1_000_000;
 const STEP_NS: u64 = 100_000;
-/// An answer within this is good, as is nearly every one without replication.
+/// An answer within this time is good. Without replication nearly all answers are.
 const GOOD_NS: u64 = 20 * MS;
 const TOLERABLE_NS: u64 = 50 * MS;
 
-/// Link and host.
+/// The parameters of a link and its hosts.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Host {
     pub bytes_per_ns: f64,
     pub fixed_ns: u64,
     pub pause_ns: u64,
     pub first_write_ns: f64,
-    /// Of 4,096, after compression.
+    /// The bytes of a page of 4,096 bytes after compression.
     pub wire_bytes_per_page: f64,
 }
 
 impl Host {
-    /// A link of so many Gbit/s.
+    /// Hosts with a link of `gigabits` Gbit/s.
     pub(super) fn gigabits(gigabits: f64) -> Self {
         Self {
             bytes_per_ns: gigabits / 8.0,
@@ -42,11 +41,11 @@ impl Host {
 
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Traffic {
-    /// It computes; all of its time is work.
+    /// No requests: the VM computes all the time.
     None,
-    /// Requests come from outside, however late the answers are.
+    /// Requests arrive independently of the answers.
     Open { per_s: f64 },
-    /// Peers that think, ask, and wait for the answer.
+    /// Each peer thinks, sends a request, and waits for the answer.
     Closed { peers: u32, think_ns: f64 },
 }
 
@@ -57,13 +56,13 @@ pub(super) struct Workload {
     /// The dirty page set, and the work [ns] after which two thirds of it are written.
     pub set_pages: f64,
     pub bend_ns: f64,
-    /// Pages that each work writes anew, for each millisecond of work.
+    /// Pages outside of the set that each millisecond of work writes.
     pub pages_per_ms: f64,
     pub disk_bytes_per_ms: f64,
     pub traffic: Traffic,
-    /// It computes beside what is asked of it.
+    /// True if the VM computes in addition to serving requests.
     pub computes: bool,
-    /// Work for a request, on average.
+    /// The average work of a request.
     pub service_ns: f64,
     pub packets: u32,
 }
@@ -81,7 +80,7 @@ const COMPUTES: Workload = Workload {
     packets: 0,
 };
 
-/// The paper's (section II), in shape; figures are ours.
+/// Workloads like those of the paper (section II). The parameters are not the paper's.
 pub(super) const COMPILE: Workload = Workload {
     name: "compile",
     set_pages: 15_000.0,
@@ -106,10 +105,10 @@ pub(super) const WEB: Workload = Workload {
     service_ns: 3e6,
     packets: 4,
 };
-/// The same with more sessions: half of what the VM could do without replication.
+/// [`WEB`] with more sessions: half of the VM's capacity without replication.
 pub(super) const WEB_BUSY: Workload =
     Workload { name: "web, busy", traffic: Traffic::Open { per_s: 650.0 }, ..WEB };
-/// And with few.
+/// [`WEB`] with few sessions.
 pub(super) const WEB_CALM: Workload =
     Workload { name: "web, calm", traffic: Traffic::Open { per_s: 40.0 }, ..WEB };
 pub(super) const COORDINATOR: Workload = Workload {
@@ -124,7 +123,7 @@ pub(super) const COORDINATOR: Workload = Workload {
     packets: 2,
     ..COMPUTES
 };
-/// A computation that appends to its results, and is asked about them now and then.
+/// A computation that writes results, and is sometimes asked for them.
 pub(super) const WATCHED: Workload = Workload {
     name: "watched",
     vcpus: 2,
@@ -137,16 +136,16 @@ pub(super) const WATCHED: Workload = Workload {
     ..COMPUTES
 };
 
-/// What a policy came to.
+/// The result of a policy.
 #[derive(Clone, Debug)]
 pub(super) struct Outcome {
-    /// Time lost: for peers that wait, how much longer thinking and waiting take than without; else
-    /// the part of the VM's running time that pauses, suspends and first writes add.
+    /// The lost time: for waiting peers, how much longer thinking and waiting take than without
+    /// replication; else the share that pauses, suspends and first writes add to the running time.
     pub slowdown: f64,
-    /// From a request to its answer's last packet, sorted.
+    /// The times from a request to the last packet of its answer, sorted.
     pub latencies_ns: Vec<u64>,
-    /// From an answer's last packet being sent to its release, sorted: what replication adds behind
-    /// the VM.
+    /// The times from the sending of an answer's last packet to its release, sorted: the delay that
+    /// replication adds outside of the VM.
     pub held_ns: Vec<u64>,
     pub good: f64,
     pub tolerable: f64,
@@ -165,7 +164,7 @@ impl Outcome {
     }
 }
 
-/// When a request came, and the work that it takes.
+/// The arrival time of a request, and its work.
 type Asked = (u64, f64);
 
 struct Request {
@@ -173,7 +172,7 @@ struct Request {
     left_ns: f64,
 }
 
-/// A held packet; the last one of an answer carries what it answers.
+/// A held packet. The last packet of an answer carries its request.
 #[derive(Clone, Copy)]
 struct Packet {
     sent_ns: u64,
@@ -208,15 +207,15 @@ struct Vm<'a> {
     load: &'a Workload,
     random: Random,
     now_ns: u64,
-    /// Requests that have not come yet, by when they do.
+    /// The arrival times of future requests.
     coming: Vec<u64>,
     queue: VecDeque<Request>,
-    /// Answers, and how many packets of each are left to send.
+    /// Answers, each with the number of packets left to send.
     sending: Vec<(Asked, u32)>,
     held: Vec<Packet>,
     work_ns: f64,
     work_before_ns: f64,
-    /// Of all virtual CPUs.
+    /// The busy time of all virtual CPUs.
     busy_ns: u64,
     since_ns: u64,
     faults_ns: f64,
@@ -224,7 +223,7 @@ struct Vm<'a> {
     held_ns: Vec<u64>,
 }
 
-/// What `policy` makes of `load` over `host` in `length_ns`; the same for the same `seed`.
+/// Runs `load` under `policy` on `host` for `length_ns`. Equal seeds give equal outcomes.
 pub(super) fn run(
     policy: &mut dyn ReplicationScheduler,
     load: &Workload,
@@ -338,7 +337,7 @@ impl<'a> Vm<'a> {
         }
     }
 
-    /// One step of the VM, without what first writes take of it.
+    /// One step of the VM, less the time of first writes.
     fn runs(&mut self) {
         let rate = self.load.set_pages / self.load.bend_ns
             * (-self.work_ns / self.load.bend_ns).exp()
@@ -391,7 +390,7 @@ impl<'a> Vm<'a> {
 
     fn checkpoint(&mut self) -> Flight {
         let pages = self.dirty_pages();
-        // Disks' bytes go over the same link, and compress as pages do.
+        // The bytes of disks go over the same link, and compress like pages.
         let wire_bytes = pages * self.host.wire_bytes_per_page
             + self.disk_bytes() * self.host.wire_bytes_per_page / 4096.0;
         let transfer_ns = self.host.fixed_ns + (wire_bytes / self.host.bytes_per_ns) as u64;
@@ -437,7 +436,7 @@ impl<'a> Vm<'a> {
         };
         outcome.latencies_ns = self.answered.iter().map(|answer| answer.0).collect();
         outcome.latencies_ns.sort_unstable();
-        // What was asked and never answered counts as bad: else a VM that stands looks good.
+        // Requests without an answer count as bad; else a paused VM would look good.
         let asked = outcome.latencies_ns.len() + self.queue.len() + self.sending.len();
         let within = |ns: u64| {
             let count = outcome.latencies_ns.iter().take_while(|latency| **latency <= ns).count();

@@ -1,30 +1,33 @@
 //! The adaptive scheduler of Gerofi & Ishikawa 2011, section IV, figure 6.
 //!
 //! ```text
-//!  in flight:      packets held and dirty pages > vm_stop_threshold       suspend the VM until the acknowledgement
-//!  acknowledged:   bandwidth, and vm_stop_threshold from it
-//!  then wait, while   the epoch is younger than wait_max   and no packet is held
-//!               and   disks hold no more than their buffer and the dirty page set is not reached;   else checkpoint
+//!  in flight:      if packets are held and dirty pages > vm_stop_threshold,
+//!                  suspend the VM until the acknowledgement
+//!  acknowledged:   update the bandwidth, and vm_stop_threshold from it
+//!  then wait while the epoch is younger than wait_max, and no packet is held,
+//!                  and disks hold no more than their buffer, and the dirty page set is not
+//!                  reached; else checkpoint
 //! ```
 //!
-//! The paper does not say how `vm_stop_threshold` follows from the bandwidth, only what it is: the
-//! smallest number of pages with which the link is fully used. An epoch has a fixed part, the
-//! pause, in which nothing is sent. With fewer pages than go over the link in that time the link
-//! stands idle for longer than it works, and shorter epochs only add pauses; with more, they only
-//! add latency. So:
+//! The paper defines `vm_stop_threshold` as the smallest number of pages with which the link is
+//! fully used, but does not say how it follows from the bandwidth. An epoch has a fixed part, the
+//! pause, in which nothing is sent. With fewer pages than the link transfers in that time, the link
+//! is idle for longer than it works, and shorter epochs only add pauses. With more pages, longer
+//! epochs only add latency. So:
 //!
 //! ```text
 //!  vm_stop_threshold = ceil(bandwidth x pause / bytes on the wire for a page)
 //! ```
 //!
 //! Each of the three is an exponential average over acknowledged checkpoints. The bandwidth of one
-//! is `wire_bytes / transfer_ns`, which is less than the link's where the round trip outweighs the
-//! bytes. An estimate that follows those down makes the threshold smaller, and so the next epoch,
-//! and so the estimate. Therefore a transfer that is shorter than the pause only raises it.
+//! checkpoint is `wire_bytes / transfer_ns`, which is less than the link's if the round trip takes
+//! longer than the bytes. An estimate that followed such transfers down would make the threshold
+//! smaller, and so the next epoch, and so the estimate. Therefore a transfer that is shorter than
+//! the pause only raises the estimate.
 //!
-//! Nor does the paper print how often pages are counted, on which "5 % between updates" hangs. 50
-//! ms makes epochs of the lengths that it reports (1.2 s for a kernel compile, bound by the disk
-//! buffer).
+//! The paper does not print how often pages are counted, on which "5 % between updates" depends.
+//! With 50 ms the epochs are as long as the paper reports (1.2 s for a kernel compile, limited by
+//! the disk buffer).
 
 use super::{
     AcknowledgedEpoch, CheckpointReason, ExponentialMean, ReplicationDecision,

@@ -1,4 +1,4 @@
-//! Each rule by a table, and the invariants of every policy on whatever looks there are.
+//! Tests each rule by a table, and the invariants of every policy on random looks.
 
 use super::*;
 use proptest::prelude::*;
@@ -117,7 +117,7 @@ fn looks_that_events_bring_forward_do_not_make_a_working_set() {
 
 /// Figure 6, the loop until the acknowledgement.
 #[test]
-fn the_paper_suspends_where_packets_are_held_and_the_threshold_is_passed() {
+fn the_paper_suspends_if_packets_are_held_and_the_threshold_is_passed() {
     let mut paper = PaperPolicy::default();
     let over = holding(dirty(flying(3), 1_000_000), 1, 1);
     assert!(waits(paper.look(&over)), "nothing is known of the link yet");
@@ -170,22 +170,22 @@ fn the_papers_bandwidth_follows_the_link_and_not_its_own_small_epochs() {
     );
 }
 
-/// Ours after a quiet time over a known link.
+/// The adaptive policy after a quiet time, over a known link.
 fn knowing(parameters: AdaptiveParameters) -> AdaptivePolicy {
-    let mut ours = AdaptivePolicy::new(parameters);
-    ours.acknowledged(&acked(500));
-    ours.look(&VmObservation {
+    let mut adaptive = AdaptivePolicy::new(parameters);
+    adaptive.acknowledged(&acked(500));
+    adaptive.look(&VmObservation {
         now_ns: 5000 * MS,
         since_ns: 5000 * MS,
         ..VmObservation::default()
     });
-    ours.look(&VmObservation {
+    adaptive.look(&VmObservation {
         now_ns: 9999 * MS,
         since_ns: 5000 * MS,
         dirty_pages: 500,
         ..VmObservation::default()
     });
-    ours
+    adaptive
 }
 
 fn for_latency(ms: u64) -> AdaptiveParameters {
@@ -196,19 +196,19 @@ fn for_latency(ms: u64) -> AdaptiveParameters {
 }
 
 #[test]
-fn a_packet_alone_is_sent_on_after_an_eighth_of_a_pause_or_at_once_where_the_transfer_is_short() {
-    let mut ours = knowing(AdaptiveParameters::default());
+fn a_single_packet_leaves_after_an_eighth_of_a_pause_or_at_once_if_transfers_are_short() {
+    let mut adaptive = knowing(AdaptiveParameters::default());
     assert_eq!(
-        ours.look(&holding(dirty(look(50), 100), 1, 0)),
+        adaptive.look(&holding(dirty(look(50), 100), 1, 0)),
         ReplicationDecision::Checkpoint(CheckpointReason::Packets)
     );
-    let mut ours = knowing(AdaptiveParameters::default());
+    let mut adaptive = knowing(AdaptiveParameters::default());
     let held = holding(dirty(look(50), 500), 1, 0);
-    assert_eq!(ours.look(&held), ReplicationDecision::Wait { look_in_ns: 250_000 });
+    assert_eq!(adaptive.look(&held), ReplicationDecision::Wait { look_in_ns: 250_000 });
     let later = VmObservation { now_ns: held.now_ns + 250_000, ..held };
-    assert_eq!(ours.look(&later), ReplicationDecision::Checkpoint(CheckpointReason::Packets));
+    assert_eq!(adaptive.look(&later), ReplicationDecision::Checkpoint(CheckpointReason::Packets));
     assert_eq!(
-        ours.look(&holding(dirty(look(60), 500), 9, 10)),
+        adaptive.look(&holding(dirty(look(60), 500), 9, 10)),
         ReplicationDecision::Checkpoint(CheckpointReason::Packets),
         "it waited in flight"
     );
@@ -216,19 +216,19 @@ fn a_packet_alone_is_sent_on_after_an_eighth_of_a_pause_or_at_once_where_the_tra
 
 #[test]
 fn a_complete_checkpoint_is_no_debt() {
-    let mut ours = AdaptivePolicy::default();
-    ours.look(&look(0));
-    ours.look(&dirty(look(50), 300));
-    ours.acknowledged(&acked(4_000_000));
+    let mut adaptive = AdaptivePolicy::default();
+    adaptive.look(&look(0));
+    adaptive.look(&dirty(look(50), 300));
+    adaptive.acknowledged(&acked(4_000_000));
     assert_eq!(
-        ours.look(&holding(look(60), 1, 5)),
+        adaptive.look(&holding(look(60), 1, 5)),
         ReplicationDecision::Checkpoint(CheckpointReason::Packets)
     );
 }
 
 #[test]
 fn a_burst_goes_as_one_and_waits_for_half_a_pause_at_most() {
-    let mut ours = knowing(AdaptiveParameters::default());
+    let mut adaptive = knowing(AdaptiveParameters::default());
     let mut waited_ns = 0;
     for packets in 1.. {
         let at = VmObservation {
@@ -236,7 +236,7 @@ fn a_burst_goes_as_one_and_waits_for_half_a_pause_at_most() {
             packets_held: packets,
             ..holding(dirty(look(50), 500), 1, 0)
         };
-        match ours.look(&at) {
+        match adaptive.look(&at) {
             ReplicationDecision::Wait { .. } => waited_ns += 100_000,
             decided => {
                 assert_eq!(
@@ -252,7 +252,7 @@ fn a_burst_goes_as_one_and_waits_for_half_a_pause_at_most() {
 /// Checkpoints in 10 s of packets without end, each of 2 ms of pause and 0.5 ms of first writes;
 /// virtual CPUs are busy for this part of the time.
 fn endless(parameters: AdaptiveParameters, busy_percent: Option<u64>) -> u64 {
-    let mut ours = knowing(parameters);
+    let mut adaptive = knowing(parameters);
     let (mut now_ns, mut since_ns, mut count) = (10_000 * MS, 10_000 * MS, 0);
     while now_ns < 20_000 * MS {
         now_ns += MS;
@@ -266,11 +266,11 @@ fn endless(parameters: AdaptiveParameters, busy_percent: Option<u64>) -> u64 {
             oldest_packet_ns,
             ..VmObservation::default()
         };
-        if ours.look(&VmObservation { busy_ns, ..held })
+        if adaptive.look(&VmObservation { busy_ns, ..held })
             == ReplicationDecision::Checkpoint(CheckpointReason::Packets)
         {
             (since_ns, count) = (now_ns, count + 1);
-            ours.acknowledged(&acked(500));
+            adaptive.acknowledged(&acked(500));
         }
     }
     count
@@ -282,8 +282,8 @@ fn checkpoints_that_never_end_are_taken_as_far_apart_as_the_overhead_allows() {
         overhead: Some(OverheadTarget { percent: 20.0 }),
         ..AdaptiveParameters::default()
     };
-    // 20 % of 10 s are 2 s: 800 of them, and what was saved. A target is one for all of the VM's
-    // time, busy or not.
+    // 20 % of 10 s are 2 s: 800 checkpoints, and those that the account had saved. A target holds
+    // for all of the VM's time, busy or not.
     for busy_percent in [None, Some(10), Some(100), Some(400)] {
         let count = endless(twenty, busy_percent);
         assert!((795..=810).contains(&count), "{count} at {busy_percent:?}");
@@ -292,8 +292,8 @@ fn checkpoints_that_never_end_are_taken_as_far_apart_as_the_overhead_allows() {
 
 #[test]
 fn without_a_target_a_pause_counts_as_far_as_the_vm_would_have_computed() {
-    // 33 % of 10 s, and what was saved: at 2.5 ms each; at 1.5, where half of the pause would have
-    // been idle; at 0.9 at least.
+    // 33 % of 10 s, and the savings: checkpoints cost 2.5 ms each, 1.5 ms if half of the pause
+    // would have been idle, and at least 0.9 ms.
     for (busy_percent, expected) in
         [(None, 1320), (Some(400), 1320), (Some(100), 1320), (Some(50), 2200), (Some(0), 3667)]
     {
@@ -307,23 +307,23 @@ fn without_a_target_a_pause_counts_as_far_as_the_vm_would_have_computed() {
 
 #[test]
 fn with_a_latency_target_the_checkpoint_waits_as_long_as_it_can() {
-    let mut ours = knowing(for_latency(30));
-    // 27 ms are planned for. 500 pages that stay so: 8 ms of transfer, 2 of pause, so 17 are left
-    // of which 5 have passed.
+    let mut adaptive = knowing(for_latency(30));
+    // 27 ms are planned. 500 pages take 8 ms of transfer and 2 ms of pause, so 17 ms are left, of
+    // which 5 ms have passed.
     let ReplicationDecision::Wait { look_in_ns } =
-        ours.look(&holding(dirty(look(1000), 500), 1, 5))
+        adaptive.look(&holding(dirty(look(1000), 500), 1, 5))
     else {
         panic!()
     };
     assert!((11 * MS..=12 * MS + MS / 10).contains(&look_in_ns), "{look_in_ns}");
-    assert!(waits(ours.look(&holding(dirty(look(1011), 500), 1, 16))));
+    assert!(waits(adaptive.look(&holding(dirty(look(1011), 500), 1, 16))));
     assert_eq!(
-        ours.look(&holding(dirty(look(1013), 500), 1, 18)),
+        adaptive.look(&holding(dirty(look(1013), 500), 1, 18)),
         ReplicationDecision::Checkpoint(CheckpointReason::Packets)
     );
-    let mut ours = knowing(for_latency(5));
+    let mut adaptive = knowing(for_latency(5));
     assert_eq!(
-        ours.look(&holding(dirty(look(9), 500), 1, 0)),
+        adaptive.look(&holding(dirty(look(9), 500), 1, 0)),
         ReplicationDecision::Checkpoint(CheckpointReason::Packets),
         "too late anyhow"
     );
@@ -331,13 +331,13 @@ fn with_a_latency_target_the_checkpoint_waits_as_long_as_it_can() {
 
 #[test]
 fn without_packets_a_set_that_is_reached_waits_until_its_checkpoint_is_cheap() {
-    let mut ours = knowing(AdaptiveParameters::default());
+    let mut adaptive = knowing(AdaptiveParameters::default());
     // 2 ms and 1,000 first writes are 3 ms: 0.5 % of 600.
     for age in (20..600).step_by(20) {
-        assert!(waits(ours.look(&dirty(look(age), 1000))), "at {age} ms");
+        assert!(waits(adaptive.look(&dirty(look(age), 1000))), "at {age} ms");
     }
     assert_eq!(
-        ours.look(&dirty(look(600), 1000)),
+        adaptive.look(&dirty(look(600), 1000)),
         ReplicationDecision::Checkpoint(CheckpointReason::WorkingSet)
     );
     let mut growing = knowing(AdaptiveParameters::default());
@@ -354,10 +354,10 @@ fn without_packets_a_set_that_is_reached_waits_until_its_checkpoint_is_cheap() {
 }
 
 #[test]
-fn a_talkative_vm_is_checkpointed_ahead_of_its_packets_where_that_lasts() {
+fn a_talkative_vm_is_checkpointed_ahead_of_its_packets_if_that_lasts() {
     // Epochs of 400 ms: pages either grow by 10 a millisecond, or are all there at once.
     let decided = |steady: bool, talks: bool| {
-        let mut ours = AdaptivePolicy::default();
+        let mut adaptive = AdaptivePolicy::default();
         let pages = |age: u64| if steady { age * 10 } else { 4000 };
         for epoch in 0..4 {
             let since_ns = (8000 + epoch * 400) * MS;
@@ -372,9 +372,13 @@ fn a_talkative_vm_is_checkpointed_ahead_of_its_packets_where_that_lasts() {
                     oldest_packet_ns,
                     ..VmObservation::default()
                 };
-                ours.look(&VmObservation { dirty_pages: pages(age), in_flight: age < 70, ..at });
+                adaptive.look(&VmObservation {
+                    dirty_pages: pages(age),
+                    in_flight: age < 70,
+                    ..at
+                });
             }
-            ours.acknowledged(&acked(4000));
+            adaptive.acknowledged(&acked(4000));
         }
         let since_ns = 9600 * MS;
         (70..400).find(|age| {
@@ -384,18 +388,18 @@ fn a_talkative_vm_is_checkpointed_ahead_of_its_packets_where_that_lasts() {
                 dirty_pages: pages(*age),
                 ..VmObservation::default()
             };
-            ours.look(&at) == ReplicationDecision::Checkpoint(CheckpointReason::Transfer)
+            adaptive.look(&at) == ReplicationDecision::Checkpoint(CheckpointReason::Transfer)
         })
     };
     assert!(decided(true, true).is_some());
-    assert_eq!(decided(true, false), None, "nobody waits for it");
+    assert_eq!(decided(true, false), None, "no peer waits for it");
     assert_eq!(decided(false, true), None, "they would be dirty again before they are sent");
 }
 
 #[test]
-fn ours_suspends_where_pages_come_much_faster_than_the_link_sends_them() {
+fn the_adaptive_policy_suspends_if_pages_come_much_faster_than_the_link_sends_them() {
     let at = |pages_per_ms: u64, parameters: AdaptiveParameters| {
-        let mut ours = knowing(parameters);
+        let mut adaptive = knowing(parameters);
         for epoch in 0..5 {
             let since_ns = (9980 + 4 * epoch) * MS;
             for age in 1..=4 {
@@ -404,10 +408,10 @@ fn ours_suspends_where_pages_come_much_faster_than_the_link_sends_them() {
                     since_ns,
                     ..VmObservation::default()
                 };
-                ours.look(&dirty(at, age * pages_per_ms));
+                adaptive.look(&dirty(at, age * pages_per_ms));
             }
         }
-        ours.look(&holding(dirty(flying(4), 4 * pages_per_ms), 1, 1))
+        adaptive.look(&holding(dirty(flying(4), 4 * pages_per_ms), 1, 1))
     };
     // 16 us a page: 62 pages a millisecond are as fast as the link.
     assert!(waits(at(60, AdaptiveParameters::default())));
@@ -491,7 +495,7 @@ fn any_acked() -> impl Strategy<Value = AcknowledgedEpoch> {
     )
 }
 
-/// 0: fixed, 1: the paper's, 2: ours; and what they take.
+/// The number of a policy (0 fixed, 1 the paper's, 2 adaptive), and its parameters.
 type Given = (u8, u64, Option<u64>, Option<f64>);
 
 fn any_policy() -> impl Strategy<Value = Given> {
@@ -500,7 +504,7 @@ fn any_policy() -> impl Strategy<Value = Given> {
         .prop_map(|(kind, ns, (latency, overhead))| (kind, ns, latency, overhead))
 }
 
-/// The policy, and its longest epoch.
+/// The policy and its longest epoch.
 fn built((kind, ns, latency, overhead): Given) -> (Box<dyn ReplicationScheduler>, u64) {
     let parameters = AdaptiveParameters {
         latency: latency.map(|ns| LatencyTarget { ns }),
@@ -516,7 +520,7 @@ fn built((kind, ns, latency, overhead): Given) -> (Box<dyn ReplicationScheduler>
 
 proptest! {
     #[test]
-    fn every_policy_keeps_its_invariants_on_whatever_it_sees(
+    fn every_policy_keeps_its_invariants_on_random_looks(
         given in any_policy(),
         looks in proptest::collection::vec((any_look(), proptest::option::of(any_acked())), 1..60),
     ) {

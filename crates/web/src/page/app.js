@@ -1,4 +1,4 @@
-// Routes: which page is shown, and which events it receives.
+// Routes: chooses the page, and passes events to it.
 
 import { api, listen, token } from "./data.js";
 import { fill } from "./dom.js";
@@ -10,7 +10,7 @@ const live = document.getElementById("live");
 let shown = null;
 let turn = 0;
 
-/** The page that the address names: `#/vm/STORE/NAME` and so on. */
+/** The page of the address: `#/vm/STORE/NAME` and so on. */
 function page() {
   const [name, ...rest] = location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
   switch (name) {
@@ -34,7 +34,7 @@ async function show(focus = true) {
     if (link.dataset.page === current) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  // It draws apart: who has gone on meanwhile does not see it.
+  // Drawn into a detached element: if the user has left meanwhile, it is dropped.
   const place = document.createElement("div");
   try {
     const made = await view(place, ...args);
@@ -71,7 +71,7 @@ document.getElementById("token-set").addEventListener("click", useToken);
 document.getElementById("token-cancel").addEventListener("click", () => dialog.close());
 input.addEventListener("keydown", (event) => { if (event.key === "Enter") useToken(); });
 
-// What is new.
+// Events.
 
 const STATES = { live: "live", lost: "connection lost", refused: "needs the token" };
 

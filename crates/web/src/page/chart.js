@@ -10,10 +10,10 @@ const GAP = 34;
 
 const each = (bucket, value) => value / Math.max(1, bucket.count);
 
-/** What the panels of a timeline show, from top to bottom. */
+/** The panels of a timeline, from top to bottom. */
 const PANELS = [
   {
-    title: "Pause by phase (the longest, where several checkpoints share a place)", write: time,
+    title: "Pause by phase (the longest, if several checkpoints share a point)", write: time,
     series: [
       ["stop", (b) => b.pause.stop], ["device state", (b) => b.pause.device_state], ["scan", (b) => b.pause.scan],
       ["copy", (b) => b.pause.copy], ["resume", (b) => b.pause.resume],
@@ -37,7 +37,7 @@ function ceiling(value) {
   return [1, 2, 2.5, 5, 10].map((step) => step * unit).find((step) => step >= value);
 }
 
-/** What is said of a place on the timeline. */
+/** The text of a point on the timeline. */
 function sentence(bucket) {
   const one = bucket.count === 1;
   const name = one ? `Checkpoint ${bucket.first_id}` : `Checkpoints ${bucket.first_id} to ${bucket.last_id} (${bucket.count})`;
@@ -53,7 +53,7 @@ function legend(series) {
     el("svg", { viewBox: "0 0 8 8", "aria-hidden": "true" }, el("rect", { width: 8, height: 8, class: `s${at}` })), one[0])));
 }
 
-/** A timeline: `show(data)` draws it anew; `onOpen(id)`, `onZoom(from, to)` (nothing: all of it). */
+/** A timeline. `show(data)` redraws it; it calls `onOpen(id)` and `onZoom(from, to)` (no arguments: all). */
 export class Timeline {
   constructor({ onOpen, onZoom }) {
     this.onOpen = onOpen;
@@ -210,7 +210,7 @@ export class Timeline {
   }
 }
 
-/** A small line of pauses. */
+/** A small line chart of pauses. */
 export function spark(buckets) {
   const most = Math.max(1, ...buckets.map((bucket) => bucket.pause_ns));
   const wide = 160 / Math.max(1, buckets.length);
@@ -219,7 +219,7 @@ export function spark(buckets) {
   return el("svg", { class: "spark", viewBox: "0 0 160 30", preserveAspectRatio: "none", role: "img", "aria-label": label }, el("path", { class: "s0", d: path.join("") }));
 }
 
-/** Lines over the same points: series are `[name, value of a point]`. */
+/** Lines over the same points. A series is `[name, value of a point]`. */
 export function lines(title, points, series, write) {
   const most = ceiling(Math.max(0, ...points.flatMap((point) => series.map((one) => one[1](point)))));
   const [height, top] = [PANEL * 1.6, 14];
@@ -236,7 +236,7 @@ export function lines(title, points, series, write) {
   return el("div", { class: "chart" }, legend(named), svg);
 }
 
-/** Where in memory pages changed: a square for each piece, the darker the more. */
+/** The changed pages in memory: a square for each piece, darker for more pages. */
 export function heat(region, piecePages) {
   const [side, across] = [12, 64];
   const rows = Math.ceil(region.changed.length / across);
@@ -251,7 +251,7 @@ export function heat(region, piecePages) {
   return el("div", { class: "heat" }, el("svg", { viewBox: `0 0 ${across * side} ${rows * side}`, role: "img", "aria-label": label }, squares));
 }
 
-/** Pieces in a row, as long as their `size`; each is `[kind, size, said]`. */
+/** Pieces in a row, with lengths in proportion to `size`. Each is `[kind, size, text]`. */
 export function strip(label, pieces) {
   const sum = pieces.reduce((all, piece) => all + piece[1], 0) || 1;
   let x = 0;

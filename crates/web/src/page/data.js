@@ -14,7 +14,7 @@ function headers() {
   return token.get() ? { Authorization: `Bearer ${token.get()}` } : {};
 }
 
-/** What the server answered where that is an error. */
+/** The server's answer to a failed request. */
 export class Refused extends Error {
   constructor(status, said) {
     super(said.fix ? `${said.error}; ${said.fix}` : said.error);
@@ -22,7 +22,7 @@ export class Refused extends Error {
   }
 }
 
-/** Asks for JSON. */
+/** Requests JSON. */
 export async function ask(path, options = {}) {
   const answer = await fetch(path, { headers: headers(), cache: "no-store", ...options });
   const text = await answer.text();
@@ -32,7 +32,7 @@ export async function ask(path, options = {}) {
   return said;
 }
 
-/** Asks for a picture: an address that an image takes. It is not given the path, because an image sends no token. */
+/** Requests a picture and returns an address for an image element, which itself could send no token. */
 async function picture(path) {
   const answer = await fetch(path, { headers: headers(), cache: "no-store" });
   if (!answer.ok) throw new Refused(answer.status, await answer.json());
@@ -67,7 +67,7 @@ function query(asked) {
   return new URLSearchParams(Object.entries(asked).filter(([, value]) => value !== null && value !== undefined)).toString();
 }
 
-/** Listens for as long as the page lives: `onEvent(name, data)`, `onState("live" | "lost" | "refused")`. */
+/** Receives events until the page is closed. Calls `onEvent(name, data)` and `onState("live" | "lost" | "refused")`. */
 export async function listen(onEvent, onState) {
   for (let wait = 500; ; wait = Math.min(wait * 2, 10000)) {
     try {
@@ -78,7 +78,7 @@ export async function listen(onEvent, onState) {
         wait = 500;
         await read(answer.body.getReader(), onEvent);
       }
-    } catch { /* It is tried again. */ }
+    } catch { /* Tried again below. */ }
     onState("lost");
     await new Promise((done) => setTimeout(done, wait));
   }

@@ -4,7 +4,7 @@
 const SVG = "http://www.w3.org/2000/svg";
 const SVG_NAMES = new Set(["svg", "g", "path", "rect", "line", "text", "title", "polyline"]);
 
-/** An element with attributes (`on…` are listeners, `class` and all others as they are) and children: elements, strings, numbers. */
+/** Creates an element with attributes (`on…` are listeners) and children (elements, strings, numbers). */
 export function el(name, attributes = {}, ...children) {
   const node = SVG_NAMES.has(name) ? document.createElementNS(SVG, name) : document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
@@ -17,7 +17,7 @@ export function el(name, attributes = {}, ...children) {
   return node;
 }
 
-/** Puts `children` in the place of all that `node` had. */
+/** Replaces the children of `node` with `children`. */
 export function fill(node, ...children) {
   node.replaceChildren(...children.flat().filter(Boolean));
   return node;
@@ -52,7 +52,7 @@ export function times(value) {
   return value === null || value === undefined ? "–" : `${value.toFixed(1)}x`;
 }
 
-/** A moment, here and now: `14:03:12`, with the day where that is not today. */
+/** A local time: `14:03:12`, with the date if that is not today. */
 export function moment(text) {
   const at = new Date(text);
   if (Number.isNaN(at.getTime())) return text;
@@ -60,7 +60,7 @@ export function moment(text) {
   return at.toDateString() === new Date().toDateString() ? clock : `${at.toISOString().slice(0, 10)} ${clock}`;
 }
 
-/** How long ago. */
+/** The time since a moment. */
 export function ago(text) {
   const at = new Date(text).getTime();
   return Number.isNaN(at) ? "–" : `${time(Math.max(0, Date.now() - at) * 1e6)} ago`;
@@ -81,7 +81,7 @@ export function cards(pairs) {
     el("dl", { class: "card" }, el("dt", {}, name), el("dd", { class: kind ?? null }, value))));
 }
 
-/** A table that is made when somebody wants to see it. */
+/** A table that is built when the user opens it. */
 export function asTable(make) {
   const details = el("details", {}, el("summary", {}, "As a table"));
   details.addEventListener("toggle", () => {

@@ -4,10 +4,10 @@ import { api } from "./data.js";
 import { asTable, bytes, cards, count, el, fill, table, time } from "./dom.js";
 import { lines } from "./chart.js";
 
-/** Looks that are kept while the page is open: ten minutes, at a second each. */
+/** The number of states that the page keeps: ten minutes, one a second. */
 const KEPT = 600;
 
-/** Where a VM's replication is shown. */
+/** The address of a VM's replication page. */
 export const replicationLink = (name) => `#/replication/${encodeURIComponent(name)}`;
 
 /** Epochs that are not on the standby yet. */
@@ -15,7 +15,7 @@ function behind(told) {
   return told.epoch === null || told.acknowledged === null ? null : Math.max(0, told.epoch - told.acknowledged);
 }
 
-/** What an overview's row shows in place of checkpoints. */
+/** The cells of the overview that replace those of checkpoints. */
 export function inShort(told) {
   return {
     state: told.state,

@@ -10,7 +10,7 @@ const part = encodeURIComponent;
 const vmLink = (store, vm) => `#/vm/${part(store)}/${part(vm)}`;
 const checkpointLink = (store, id) => `#/checkpoint/${part(store)}/${id}`;
 
-/** Draws, and notes how long that took until it was on the screen: the newest are in `performance.getEntriesByName("update")`. */
+/** Draws, and measures the time until the result is on the screen: see `performance.getEntriesByName("update")`. */
 async function drawn(action) {
   const start = performance.now();
   await action();
@@ -20,7 +20,7 @@ async function drawn(action) {
   }));
 }
 
-/** Calls `action` at most once in `ms`, and once more after the last call. */
+/** Calls `action` at most once in `ms` milliseconds, and once more after the last call. */
 function calmly(ms, action) {
   let waits = null;
   let last = 0;
@@ -30,7 +30,7 @@ function calmly(ms, action) {
   };
 }
 
-/** What went wrong, where it can be seen and heard. */
+/** Shows an error, also to screen readers. */
 export function problem(error) {
   return el("p", { class: "problem", role: "alert" }, error.message ?? String(error));
 }
@@ -48,7 +48,7 @@ export async function overview(main) {
   const [vmsPlace, storesPlace] = [el("div", {}), el("div", {})];
   fill(main, el("h2", {}, "VMs"), vmsPlace, el("h2", {}, "Stores"), storesPlace);
 
-  // Those that run, and those that have checkpoints.
+  // Running VMs, and VMs with checkpoints.
   const rows = () => {
     const all = [...vms.values()].map((vm) => ({ name: vm.name, store: vm.store, vm }));
     for (const store of stores.values()) {
@@ -187,7 +187,7 @@ export async function vm(main, store, name) {
 
 // One checkpoint.
 
-/** A command to copy, and, with a token, to carry out. */
+/** A command to copy and, with a token, to perform. */
 function command({ name, command: text }, act) {
   const code = el("code", {}, text);
   const copy = async (event) => {
@@ -239,7 +239,7 @@ export async function checkpoint(main, store, id) {
   return { update() {} };
 }
 
-/** What the displays showed: of the VM, or of each member of a group that has one. */
+/** The displays of the VM, or of each member of a group that has one. */
 async function screens(store, c) {
   const one = async (member) => {
     const alt = `what the display of ${member ?? c.vm} showed at checkpoint ${c.id}`;

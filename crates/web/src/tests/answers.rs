@@ -148,7 +148,7 @@ fn metrics_are_well_formed_for_any_vm_name() {
             "{line}"
         );
         assert!(seen.insert(series.to_owned()), "twice: {line}");
-        // Every quote that ends a value is the only one that is not escaped.
+        // Every value ends at its only quote that is not escaped.
         let plain = labels.replace("\\\\", "").replace("\\\"", "");
         assert_eq!(plain.matches('"').count() % 2, 0, "{line}");
         assert!(labels.ends_with("\"}"), "{line}");

@@ -2,21 +2,24 @@
 //! standby has the state that sent it (output commit). Frames to the guest pass at once.
 //!
 //! ```text
-//!   guest ─▶ NIC ─▶ filter-redirector ──socket──▶ Gate ──socket──▶ filter-redirector ─▶ netdev (tap, user, bridge, ...)
-//!                                                  ▲
-//!      [VM stands] cut ─▶ epoch 7 ─▶ ... ─▶ release 7            the first frame held of an epoch rings the controller's bell
+//!   guest ─▶ NIC ─▶ filter-redirector ─socket─▶ Gate ─socket─▶ filter-redirector ─▶ netdev
+//!                                                ▲                                (tap, user, ...)
+//!      [VM paused] cut ─▶ epoch 7 ─▶ ... ─▶ release 7
 //!
-//!   holding   frames wait, each with the epoch that it was sent in
-//!   open      frames pass: the VM runs unprotected by right
+//!   holding   frames wait, each with the epoch in which it was sent; the first held frame of an
+//!             epoch rings the controller's bell
+//!   open      frames pass: the VM may run unprotected
 //! ```
 //!
 //! Invariants:
-//! 1. While it holds, no frame of an epoch passes before that epoch is released, whoever dies: a gate whose controller has
-//!    gone drops what it holds, and ends.
-//! 2. An open gate whose controller has gone goes on: the guest keeps its network.
-//! 3. Frames keep their order, each NIC's. What does not fit in its memory is dropped, newest first, as a full network would.
+//! 1. While the gate holds, no frame of an epoch passes before that epoch is released, even if a
+//!    process dies: if the controller of a holding gate ends, the gate drops the held frames and
+//!    ends.
+//! 2. If the controller of an open gate ends, the gate goes on, and the guest keeps its network.
+//! 3. The frames of each NIC keep their order. If a frame does not fit in the gate's memory, the
+//!    gate drops it, as a full network would.
 //!
-//! Left out: what a standby knows (the controller's).
+//! Left out: which epochs a standby has. The controller knows that.
 
 mod remote;
 mod server;
@@ -29,98 +32,98 @@ use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::path::PathBuf;
 
-/// The NICs of one VM at most.
+/// The largest number of NICs of one VM.
 pub const NICS_MAX: usize = 32;
-/// What it holds at most, in bytes.
+/// The largest number of bytes that a gate holds.
 pub const HELD_BYTES_MAX: usize = 256 << 20;
 
-/// The sockets of one NIC's filters.
+/// The unix sockets of one NIC's filters.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GateNic {
-    /// Where the guest's frames come from.
+    /// The socket on which the guest's frames arrive.
     pub from_guest: PathBuf,
-    /// Where they go on.
+    /// The socket on which frames leave for the network.
     pub to_network: PathBuf,
 }
 
-/// What a controller asks for.
+/// A controller's request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Order {
-    /// Listen for these NICs.
+pub(crate) enum GateRequest {
+    /// Listen on the sockets of these NICs.
     Listen { nics: Vec<GateNic> },
-    /// From here on frames are held.
+    /// Hold all frames from now on.
     Hold,
-    /// All that is held may pass, and all that comes.
+    /// Let all held frames and all new frames pass.
     Open,
-    /// The VM stands: what it has sent belongs to the epoch that ends.
+    /// The VM is paused: the frames that it has sent belong to the epoch that ends.
     Cut,
-    /// Frames of epochs up to this one may pass.
+    /// Let frames of epochs up to this one pass.
     Release { epoch: u64 },
-    /// How it is.
+    /// Report the gate's state.
     Look,
 }
 
-/// What it answers.
+/// The gate's answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Answer {
+pub(crate) enum GateResponse {
     Done,
     Cut { epoch: u64 },
     Look(GateLook),
     Failed { problem: String },
 }
 
-/// How a gate is.
+/// The state of a gate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GateLook {
-    /// It lets everything pass.
+    /// True if all frames pass.
     pub open: bool,
-    /// Frames that no cut epoch covers.
+    /// Held frames of the current epoch, which no cut has ended yet.
     pub fresh_frames: u64,
-    /// How long ago the oldest of these came.
+    /// The age of the oldest of these, in nanoseconds.
     pub oldest_ns: Option<u64>,
-    /// All frames that are held.
+    /// All held frames.
     pub held_frames: u64,
-    /// Their bytes.
+    /// The bytes of all held frames.
     pub held_bytes: u64,
     /// Frames that have passed.
     pub passed_frames: u64,
-    /// Frames that were dropped since they did not fit.
+    /// Frames that were dropped because they did not fit in memory.
     pub dropped_frames: u64,
 }
 
-/// A frame that waits.
+/// A frame in the queue.
 struct Waiting {
     epoch: u64,
     at_ns: u64,
     frame: Frame,
 }
 
-/// Which frames may pass, of one VM. Pure: time is given.
+/// Decides which frames of one VM may pass. Pure: the caller gives the time.
 #[derive(Default)]
-pub(crate) struct Queue {
+pub(crate) struct GateQueue {
     open: bool,
     /// The epoch that the guest is in.
     epoch: u64,
     released: Option<u64>,
     nics: Vec<VecDeque<Waiting>>,
-    /// The epoch whose first frame was told.
+    /// The last epoch sources first held frame was reported.
     told: Option<u64>,
     held_bytes: usize,
     passed: u64,
     dropped: u64,
 }
 
-impl Queue {
-    /// For `nics`, open.
+impl GateQueue {
+    /// An open queue for `nics` NICs.
     pub fn new(nics: usize) -> Self {
         Self { open: true, nics: (0..nics).map(|_| VecDeque::new()).collect(), ..Self::default() }
     }
 
-    /// A frame of the guest's, on NIC number `nic`. True where it is the first of its epoch that is
-    /// held.
-    pub fn take(&mut self, nic: usize, frame: Frame, at_ns: u64) -> bool {
+    /// Adds a frame that the guest sent on NIC number `nic` at `at_ns`. True if it is the first
+    /// held frame of its epoch.
+    pub fn push(&mut self, nic: usize, frame: Frame, at_ns: u64) -> bool {
         let bytes = frame.wire().len();
         if self.held_bytes + bytes > HELD_BYTES_MAX {
             self.dropped += 1;
@@ -132,8 +135,8 @@ impl Queue {
         !self.open && self.told.replace(self.epoch) != Some(self.epoch)
     }
 
-    /// The next frame that may pass on NIC number `nic`.
-    pub fn pass(&mut self, nic: usize) -> Option<Frame> {
+    /// Removes and returns the next frame that may pass on NIC number `nic`.
+    pub fn pop_released(&mut self, nic: usize) -> Option<Frame> {
         let queue = self.nics.get_mut(nic)?;
         let first = queue.front()?;
         if !(self.open || self.released.is_some_and(|released| first.epoch <= released)) {
@@ -145,36 +148,41 @@ impl Queue {
         Some(waiting.frame)
     }
 
-    /// The epoch that has ended; all that was taken belongs to it or to those before.
+    /// Ends the current epoch and returns its number. All frames taken so far belong to it or to
+    /// earlier epochs.
     pub fn cut(&mut self) -> u64 {
         self.epoch += 1;
         self.epoch - 1
     }
 
-    /// What waits only for room to be written was let pass already; what comes is of a new epoch.
+    /// Holds the frames that come from now on. Frames that were already let pass, and wait only for
+    /// room in the socket, still pass; later frames belong to a new epoch.
     pub fn hold(&mut self) {
         if std::mem::take(&mut self.open) {
             self.released = Some(self.cut());
         }
     }
 
+    /// Lets all frames pass.
     pub fn open(&mut self) {
         self.open = true;
     }
 
+    /// True if all frames pass.
     pub fn is_open(&self) -> bool {
         self.open
     }
 
-    /// An epoch that was never cut cannot be released.
+    /// Lets the frames of epochs up to `epoch` pass. Error: `epoch` has not been cut.
     pub fn release(&mut self, epoch: u64) -> Result<(), String> {
         if epoch >= self.epoch {
-            return Err(format!("epoch {epoch} was to be released and has not ended"));
+            return Err(format!("epoch {epoch} cannot be released: it has not ended"));
         }
         self.released = self.released.max(Some(epoch));
         Ok(())
     }
 
+    /// The state at the time `now_ns`.
     pub fn look(&self, now_ns: u64) -> GateLook {
         let all = || self.nics.iter().flatten();
         let fresh = || all().filter(|waiting| !self.open && waiting.epoch == self.epoch);
@@ -204,19 +212,19 @@ mod tests {
     }
 
     proptest! {
-        /// Against a list of who was sent in which epoch: nothing passes early, all pass in order
-        /// once they may.
+        /// Compares the queue with a list of the epochs in which frames were sent: no frame passes
+        /// early, and all pass in order.
         #[test]
         fn no_frame_passes_before_its_epoch_is_released(steps in prop::collection::vec(0u8..6, 1..200)) {
-            let mut queue = Queue::new(1);
+            let mut queue = GateQueue::new(1);
             let (mut sent, mut ends, mut passed) = (0u32, Vec::new(), 0u32);
-            // How many frames may have passed.
+            // The number of frames that may have passed.
             let mut allowed = 0;
             queue.hold();
             for step in steps {
                 match step {
                     0 | 1 => {
-                        queue.take(0, frame(sent), 0);
+                        queue.push(0, frame(sent), 0);
                         sent += 1;
                     }
                     2 => ends.push((queue.cut(), sent)),
@@ -228,7 +236,7 @@ mod tests {
                     }
                     4 => prop_assert!(queue.release(queue.epoch).is_err()),
                     _ => {
-                        while let Some(one) = queue.pass(0) {
+                        while let Some(one) = queue.pop_released(0) {
                             prop_assert_eq!(number(&one), passed);
                             passed += 1;
                         }
@@ -240,41 +248,41 @@ mod tests {
     }
 
     #[test]
-    fn an_open_gate_lets_all_pass_and_a_held_one_what_it_had_let_pass() {
-        let mut queue = Queue::new(2);
-        queue.take(1, frame(1), 5);
+    fn an_open_gate_passes_all_and_a_held_one_only_frames_from_before() {
+        let mut queue = GateQueue::new(2);
+        queue.push(1, frame(1), 5);
         assert_eq!(queue.look(9).fresh_frames, 0);
         queue.hold();
         assert!(
-            queue.take(1, frame(2), 7) && !queue.take(0, frame(9), 8),
-            "the first one of an epoch is told"
+            queue.push(1, frame(2), 7) && !queue.push(0, frame(9), 8),
+            "the first frame of an epoch is reported"
         );
-        assert_eq!(queue.pass(1).map(|f| number(&f)), Some(1));
-        assert!(queue.pass(1).is_none() && queue.pass(0).is_none());
+        assert_eq!(queue.pop_released(1).map(|f| number(&f)), Some(1));
+        assert!(queue.pop_released(1).is_none() && queue.pop_released(0).is_none());
         let look = queue.look(9);
         assert_eq!((look.fresh_frames, look.oldest_ns, look.held_frames), (2, Some(2), 2));
         let epoch = queue.cut();
         assert_eq!(queue.look(9).fresh_frames, 0);
-        assert!(queue.pass(1).is_none());
+        assert!(queue.pop_released(1).is_none());
         queue.release(epoch).unwrap();
-        assert_eq!(queue.pass(1).map(|f| number(&f)), Some(2));
-        assert_eq!(queue.pass(0).map(|f| number(&f)), Some(9));
-        assert!(queue.take(1, frame(3), 7));
-        assert!(queue.pass(1).is_none());
+        assert_eq!(queue.pop_released(1).map(|f| number(&f)), Some(2));
+        assert_eq!(queue.pop_released(0).map(|f| number(&f)), Some(9));
+        assert!(queue.push(1, frame(3), 7));
+        assert!(queue.pop_released(1).is_none());
         queue.open();
-        assert!(!queue.take(0, frame(4), 7), "it passes");
-        assert_eq!(queue.pass(0).map(|f| number(&f)), Some(4));
-        assert_eq!(queue.pass(1).map(|f| number(&f)), Some(3));
+        assert!(!queue.push(0, frame(4), 7), "it passes");
+        assert_eq!(queue.pop_released(0).map(|f| number(&f)), Some(4));
+        assert_eq!(queue.pop_released(1).map(|f| number(&f)), Some(3));
         assert_eq!(queue.look(9).held_bytes, 0);
     }
 
     #[test]
     fn what_does_not_fit_is_dropped_and_counted() {
-        let mut queue = Queue::new(1);
+        let mut queue = GateQueue::new(1);
         queue.hold();
         let large = Frame::new(&vec![1; 60_000]).unwrap();
         for _ in 0..HELD_BYTES_MAX / 60_000 + 10 {
-            queue.take(0, large.clone(), 0);
+            queue.push(0, large.clone(), 0);
         }
         let look = queue.look(0);
         assert!(look.dropped_frames > 0 && look.held_bytes <= HELD_BYTES_MAX as u64, "{look:?}");

@@ -1,0 +1,135 @@
+//! `-drive` and its short forms: which disk the argument defines, and which of its keys stay for the
+//! guest.
+
+use super::{
+    DriveKeys, Fate, NBD, export_address, is_local, is_one_of, is_read_only_drive, local_path,
+    remote_drive_error, unknown_key_error,
+};
+use crate::Result;
+use crate::drives::Drive;
+use crate::options::{self, Argument, is_on, value_of};
+use std::collections::BTreeMap;
+
+/// DriveKeys of `-drive` that tell how QEMU opens the image. They have no meaning for a served disk.
+pub(super) const OPENING: &[&str] = &[
+    "file",
+    "format",
+    "driver",
+    "aio",
+    "snapshot",
+    "cache",
+    "cache.direct",
+    "auto-read-only",
+    "force-share",
+    "lazy-refcounts",
+    "l2-cache-size",
+    "l2-cache-entry-size",
+    "refcount-cache-size",
+    "cache-size",
+    "cache-clean-interval",
+    "discard-no-unref",
+    "read-only",
+    "readonly",
+];
+pub(super) const OPENING_PREFIXES: &[&str] = &["file.", "pass-discard-", "overlap-check"];
+
+/// DriveKeys of `-drive` that the guest sees, or that hold for any image.
+const KEPT: &[&str] = &[
+    "if",
+    "id",
+    "index",
+    "bus",
+    "unit",
+    "media",
+    "werror",
+    "rerror",
+    "detect-zeroes",
+    "discard",
+    "copy-on-read",
+    "cache.writeback",
+    "cache.no-flush",
+    "node-name",
+    "group",
+];
+const KEPT_PREFIXES: &[&str] = &["throttling", "bps", "iops", "stats-"];
+
+/// Generates names for drives without an id.
+#[derive(Default)]
+pub(super) struct GeneratedNames(BTreeMap<String, u32>);
+
+impl GeneratedNames {
+    fn next(&mut self, kind: &str) -> String {
+        let count = self.0.entry(kind.into()).or_default();
+        *count += 1;
+        format!("{kind}-{}", *count - 1)
+    }
+}
+
+/// The disk that `-hda` (`index` 0) to `-hdd` or a bare image defines.
+pub(super) fn drive_on_index(
+    path: &str,
+    index: u8,
+    temporary: bool,
+    names: &mut GeneratedNames,
+) -> Fate {
+    let name = names.next("hd");
+    let drive = Drive { name, image: path.into(), format: None, temporary, remote: false };
+    Fate::Served(drive, vec![("index".into(), index.to_string()), ("media".into(), "disk".into())])
+}
+
+/// What happens to a `-drive`. `snapshot` is true if the line has `-snapshot`.
+///
+/// Error: [`CommandLineError::Argument`](crate::CommandLineError::Argument) for a disk that cannot
+/// be served.
+pub(super) fn drive_fate(
+    argument: &Argument,
+    snapshot: bool,
+    names: &mut GeneratedNames,
+) -> Result<Fate> {
+    let mut keys = options::keys(argument.value(), "file");
+    if is_read_only_drive(&keys) {
+        return Ok(Fate::Kept);
+    }
+    let file = value_of(&keys, "file").or_else(|| value_of(&keys, "file.filename"));
+    let remote = value_of(&keys, "file.driver") == Some(NBD);
+    let image = match file.filter(|file| !file.is_empty()) {
+        _ if remote => export_address(&keys, "file."),
+        None => return Ok(Fate::Kept),
+        Some(file) => local_path(argument, file)?,
+    };
+    if let Some(protocol) = value_of(&keys, "file.driver").filter(|d| !remote && !is_local(d)) {
+        return Err(remote_drive_error(argument, protocol));
+    }
+    let temporary = snapshot || is_on(&keys, "snapshot");
+    let format = value_of(&keys, "format").or_else(|| value_of(&keys, "driver")).map(str::to_owned);
+    if let Some(writeback) = cache(argument, &keys)? {
+        keys.extend(writeback);
+    }
+    let id = value_of(&keys, "id").or_else(|| value_of(&keys, "node-name")).map(str::to_owned);
+    let kind = value_of(&keys, "if").unwrap_or("drive").to_owned();
+    let mut kept = Vec::new();
+    for (key, value) in keys {
+        if is_one_of(&key, KEPT, KEPT_PREFIXES) {
+            kept.push((key, value));
+        } else if !is_one_of(&key, OPENING, OPENING_PREFIXES) {
+            return Err(unknown_key_error(argument, &key));
+        }
+    }
+    let name = id.unwrap_or_else(|| names.next(&kind));
+    Ok(Fate::Served(Drive { name, image, format, temporary, remote }, kept))
+}
+
+/// The keys that `cache=` stands for and that the guest sees.
+fn cache(argument: &Argument, keys: &DriveKeys) -> Result<Option<DriveKeys>> {
+    let Some(mode) = value_of(keys, "cache") else { return Ok(None) };
+    let (writeback, no_flush) = match mode {
+        "none" | "off" | "writeback" => ("on", "off"),
+        "directsync" | "writethrough" => ("off", "off"),
+        "unsafe" => ("on", "on"),
+        _ => return Err(unknown_key_error(argument, &format!("cache={mode}"))),
+    };
+    Ok(Some(vec![
+        ("cache.writeback".into(), writeback.into()),
+        ("cache.no-flush".into(), no_flush.into()),
+    ]))
+}
