@@ -134,12 +134,19 @@ fn pieces(all: &[Interval]) -> Vec<Value> {
     chunks(all.len(), PIECES_MAX).map(of).collect()
 }
 
+/// An error of the directory of an analysis.
+pub(crate) fn of_replay(error: keyframe_replay_driver::Error) -> Failure {
+    Failure { fix: error.fix(), ..Failure::new(keyframe_failure::chain(&error)) }
+}
+
 /// How one gets on, and which recording it is of.
 fn analysis(place: &Path) -> (String, Value) {
     let path = place.display().to_string();
     let (head, states) = match progress(place) {
         Ok(found) => found,
-        Err(failure) => return (String::new(), json!({ "path": path, "problem": said(&failure) })),
+        Err(failure) => {
+            return (String::new(), json!({ "path": path, "problem": said(&of_replay(failure)) }));
+        }
     };
     let count = |wanted: &str| states.iter().filter(|state| **state == wanted).count();
     let pieces = chunks(states.len(), PIECES_MAX).map(|piece| {

@@ -15,7 +15,7 @@
 
 use super::With;
 use super::replay::{Alive, StoredRam, serve, server};
-use keyframe_failure::Failure;
+use crate::error::{AnalysisError, Error, ReplayError, Result};
 use keyframe_inspect::source_of;
 use keyframe_kernel::cpu_time;
 use keyframe_qemu::restore::{self, Plan, RestoreOptions};
@@ -55,22 +55,20 @@ impl Captured {
         vm: Option<&str>,
         from: Option<u64>,
         to: Option<u64>,
-    ) -> Result<Self, Failure> {
-        let listing = store.checkpoints().map_err(|e| Failure::store(&e, store.path()))?;
+    ) -> Result<Self> {
+        let listing = store.checkpoints().map_err(|e| Error::store(store.path(), e))?;
         let wanted = |sealed: &&Sealed| {
             vm.is_none_or(|vm| sealed.meta.vm == vm)
                 && from.is_none_or(|from| sealed.id.0 >= from)
                 && to.is_none_or(|to| sealed.id.0 <= to)
         };
         let all: Vec<&Sealed> = listing.sealed.iter().filter(wanted).collect();
-        let place = store.path().display().to_string();
+        let place = || store.path().to_owned();
         let Some(newest) = all.last() else {
-            return Err(Failure::new(format!("{place} has no such checkpoint"))
-                .fix(format!("see what there is: keyframe list --store {place}")));
+            return Err(AnalysisError::NoSuchCheckpoint(place()).into());
         };
         if !newest.meta.members.is_empty() {
-            return Err(Failure::new("a group of VMs cannot be simulated")
-                .fix("name a VM that ran by itself: --vm"));
+            return Err(AnalysisError::GroupNotSimulated.into());
         }
         let of_run = |sealed: &&&Sealed| sealed.meta.run == newest.meta.run;
         let run: Vec<&Sealed> = all.iter().filter(of_run).copied().collect();
@@ -100,10 +98,7 @@ impl Captured {
             }
         }
         if intervals.is_empty() {
-            return Err(Failure::new(format!(
-                "{place} has no two checkpoints of one run that follow each other"
-            ))
-            .fix("take some: keyframe run --store S -- qemu-system-x86_64 ..."));
+            return Err(AnalysisError::NoConsecutiveCheckpoints(place()).into());
         }
         let (run, qemu_version) =
             (newest.meta.run.clone(), newest.meta.machine.vmm_version.clone());
@@ -112,12 +107,11 @@ impl Captured {
     }
 
     /// Starts a VM at `checkpoint`, standing.
-    pub fn start(&self, checkpoint: CheckpointId, with: With) -> Result<Simulation, Failure> {
+    pub fn start(&self, checkpoint: CheckpointId, with: With) -> Result<Simulation> {
         // One whose guest shuts down stands, so that its tool gets to the end.
         let mut extra = with.extra;
         extra.push("-no-shutdown".into());
-        let loaded =
-            self.store.load(checkpoint).map_err(|e| Failure::store(&e, self.store.path()))?;
+        let loaded = self.store.load(checkpoint).map_err(|e| Error::store(self.store.path(), e))?;
         let loaded = Arc::new(loaded);
         let disks = serve(&self.store, &loaded)?;
         let options = RestoreOptions {
@@ -131,16 +125,14 @@ impl Captured {
         let mut source = source_of(&loaded.meta.machine, &loaded.meta.ram);
         // Its consoles and networks lead nowhere that anybody else is.
         let place = tempfile::Builder::new().prefix("keyframe-simulated-").tempdir();
-        let place =
-            place.map_err(|e| Failure::new(format!("make a directory for consoles: {e}")))?;
+        let place = place.map_err(|e| Error::io("make a directory for consoles", e))?;
         let own = CloneOptions { directory: place.path(), exact: true };
         let line = clone_line(&source.machine.user_command, &[], own)
-            .map_err(|e| Failure::qemu(&e.into()))?;
+            .map_err(keyframe_qemu::Error::from)?;
         source.machine.user_command = line.words;
-        let plan = Plan::new(source, extra, options).map_err(|e| Failure::qemu(&e))?;
+        let plan = Plan::new(source, extra, options)?;
         let ram = StoredRam(Arc::clone(&loaded));
-        let restored =
-            restore::start(plan, &ram, &loaded.device_state).map_err(|e| Failure::qemu(&e))?;
+        let restored = restore::start(plan, &ram, &loaded.device_state)?;
         Ok(Simulation { alive: Alive { restored, disks }, _place: place })
     }
 }
@@ -159,31 +151,29 @@ impl Simulation {
         interval: &Interval,
         interrupted: &AtomicBool,
         tell: &mut dyn FnMut(u64),
-    ) -> Result<bool, Failure> {
-        let failed = |e: keyframe_qemu::Error| Failure::qemu(&e);
+    ) -> Result<bool> {
         let (pid, thread) = (self.alive.restored.pid(), self.thread()?);
         let wanted = || {
-            cpu_time::thread_cpu_demand(pid, thread)
-                .ok_or_else(|| Failure::new("Linux does not tell how long QEMU's processor ran"))
+            cpu_time::thread_cpu_demand(pid, thread).ok_or(Error::Replay(ReplayError::NoCpuTime))
         };
         let (began, before) = (Instant::now(), wanted()?);
         let mut last = (0, Instant::now());
-        self.alive.restored.vm().qmp().cont().map_err(failed)?;
+        self.alive.restored.vm().qmp().cont()?;
         loop {
-            if self.alive.restored.try_wait().map_err(failed)?.is_some() {
-                return Err(Failure::new("QEMU ended within the interval"));
+            if self.alive.restored.try_wait()?.is_some() {
+                return Err(ReplayError::SimulationEnded.into());
             }
-            let events = self.alive.restored.vm().qmp().drain_events().map_err(failed)?;
+            let events = self.alive.restored.vm().qmp().drain_events()?;
             if events.iter().any(|event| matches!(event, Event::Shutdown { .. })) {
                 // It stands then, and its interval is over.
                 return Ok(true);
             }
-            let icount = self.alive.restored.vm().qmp().icount().map_err(failed)?;
+            let icount = self.alive.restored.vm().qmp().icount()?;
             let slept = began.elapsed().saturating_sub(wanted()?.saturating_sub(before));
             let time = (icount << SHIFT).saturating_add(slept.as_nanos() as u64);
             tell(interval.from_icount.saturating_add(icount).min(interval.end_icount));
             if time >= interval.len() << SHIFT {
-                self.alive.restored.vm().qmp().stop().map_err(failed)?;
+                self.alive.restored.vm().qmp().stop()?;
                 return Ok(true);
             }
             if interrupted.load(Ordering::Relaxed) {
@@ -192,26 +182,20 @@ impl Simulation {
             if icount != last.0 {
                 last = (icount, Instant::now());
             } else if last.1.elapsed() > PATIENCE {
-                return Err(Failure::new(format!(
-                    "the simulation gets no further than {icount} instructions"
-                )));
+                return Err(ReplayError::SimulationStalled { icount }.into());
             }
             std::thread::sleep(LOOK_EVERY);
         }
     }
 
     /// The thread that its processors run on.
-    fn thread(&mut self) -> Result<u32, Failure> {
-        let threads =
-            self.alive.restored.vm().qmp().cpu_threads().map_err(|e| Failure::qemu(&e))?;
-        threads
-            .first()
-            .copied()
-            .ok_or_else(|| Failure::new("QEMU does not tell the thread of its processor"))
+    fn thread(&mut self) -> Result<u32> {
+        let threads = self.alive.restored.vm().qmp().cpu_threads()?;
+        threads.first().copied().ok_or(Error::Replay(ReplayError::NoCpuThread))
     }
 
     /// Ends QEMU in good order, so that a plugin writes what it has.
-    pub fn end(self) -> Result<(), Failure> {
+    pub fn end(self) -> Result<()> {
         self.alive.end()
     }
 }

@@ -1,7 +1,8 @@
 //! What a recorded guest wrote to its console: put together by replays, once.
 
 use super::{Reached, Replay, Source, With, jobs};
-use keyframe_failure::Failure;
+use crate::error::{Error, Result};
+use crate::event::{Event, EventSink};
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::Interval;
 use keyframe_replay::{Console, log, read_console_output};
@@ -13,68 +14,49 @@ const CONSOLE_BYTES_MAX: u64 = 1 << 30;
 
 /// The console's lines. Where nobody asked before, the recording is replayed for it, `jobs`
 /// intervals at a time.
-pub fn console(
-    source: &Source,
-    jobs: Option<u64>,
-    shows_progress: bool,
-) -> Result<Console, Failure> {
-    let failed = |e| Failure::recording(&e);
+pub fn console(source: &Source, jobs: Option<u64>, events: &dyn EventSink) -> Result<Console> {
     let path = source.recording.console_path();
     if !path.exists() {
-        replay(source, &path, jobs, shows_progress)?;
+        replay(source, &path, jobs, events)?;
     }
-    let written = read_console_output(&path, CONSOLE_BYTES_MAX).map_err(failed)?;
-    let events = log::open(source.log()).map_err(failed)?;
-    Console::new(events, &written).map_err(failed)
+    let written = read_console_output(&path, CONSOLE_BYTES_MAX)?;
+    let log = log::open(source.log())?;
+    Ok(Console::new(log, &written)?)
 }
 
 /// Has the intervals write what the guest wrote in them, and puts it together at `path`.
-fn replay(
-    source: &Source,
-    path: &Path,
-    jobs: Option<u64>,
-    shows_progress: bool,
-) -> Result<(), Failure> {
+fn replay(source: &Source, path: &Path, jobs: Option<u64>, events: &dyn EventSink) -> Result<()> {
     let intervals = source.with_unambiguous_ends(&source.intervals()?)?;
     let interrupted = jobs::interruption()?;
-    let bar = jobs::bar("replaying", intervals.iter().map(Interval::len).sum(), shows_progress);
+    let instructions = intervals.iter().map(Interval::len).sum();
+    events.event(&Event::ReplaysBegin { instructions });
     let mut parts = jobs::side_by_side(source, &intervals, jobs, &interrupted, |interval| {
         let part = part(source, interval, &interrupted);
-        bar.inc(interval.len());
+        events.event(&Event::Replayed { instructions: interval.len() });
         (interval.index, part)
     })?;
-    bar.finish_and_clear();
     if interrupted.load(Ordering::Relaxed) {
-        return Err(Failure::new("interrupted"));
+        return Err(Error::Interrupted);
     }
     parts.sort_by_key(|(index, _)| *index);
     let mut all = Vec::new();
     for (index, part) in parts {
-        all.extend(part.map_err(|failure| Failure {
-            message: format!("interval {index}: {}", failure.message),
-            ..failure
-        })?);
+        let part = part.map_err(|e| Error::InInterval { index, source: Box::new(e) })?;
+        all.extend(part);
     }
     // Whole or not at all.
     let temporary = path.with_extension("part");
-    let failed = |e| Failure::new(format!("write {}: {e}", temporary.display()));
-    std::fs::write(&temporary, all).map_err(failed)?;
-    std::fs::rename(&temporary, path)
-        .map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
+    std::fs::write(&temporary, all).map_err(|e| Error::file("write", &temporary, e))?;
+    std::fs::rename(&temporary, path).map_err(|e| Error::file("write", path, e))
 }
 
 /// What the guest wrote in `interval`.
-fn part(
-    source: &Source,
-    interval: &Interval,
-    interrupted: &AtomicBool,
-) -> Result<Vec<u8>, Failure> {
+fn part(source: &Source, interval: &Interval, interrupted: &AtomicBool) -> Result<Vec<u8>> {
     let folder = tempfile::Builder::new().prefix("keyframe-console-").tempdir();
-    let folder =
-        folder.map_err(|e| Failure::new(format!("make a directory for a console: {e}")))?;
+    let folder = folder.map_err(|e| Error::io("make a directory for a console", e))?;
     let path = folder.path().join("console");
     let with = With { console: Some(path.clone()), lazy: true, ..With::default() };
-    let read = || read_console_output(&path, CONSOLE_BYTES_MAX).map_err(|e| Failure::recording(&e));
+    let read = || read_console_output(&path, CONSOLE_BYTES_MAX).map_err(Error::from);
     let end = source.until(interval.end_icount)?;
     let warms_up = interval.begin.icount < interval.from_icount;
     let first = if warms_up { Until::Instruction(interval.from_icount) } else { end };
@@ -86,7 +68,7 @@ fn part(
         reached = replay.go_on(end, interrupted, &mut |_| ())?;
     }
     if reached == Reached::Interrupted {
-        return Err(Failure::new("interrupted"));
+        return Err(Error::Interrupted);
     }
     replay.end()?;
     Ok(read()?.split_off(before))

@@ -1,7 +1,7 @@
 //! Where a replay that takes checkpoints is to stand: known from the log's whole, or found while it
 //! is still being written.
 
-use keyframe_failure::Failure;
+use crate::error::Result;
 use keyframe_replay::interval::RecordedCheckpoint;
 use keyframe_replay::log::LogIndex;
 use keyframe_replay::{GrowingLog, Recording};
@@ -17,14 +17,10 @@ const ASK_EVERY: Duration = Duration::from_millis(500);
 pub trait Course {
     /// The next cut behind `icount`; none where the log ends before, or somebody has interrupted
     /// the wait for it.
-    fn next_cut(&mut self, icount: u64, interrupted: &AtomicBool) -> Result<Option<u64>, Failure>;
+    fn next_cut(&mut self, icount: u64, interrupted: &AtomicBool) -> Result<Option<u64>>;
 
     /// The first place behind the next answer of a disk, where it can stand; none as above.
-    fn behind_answer(
-        &mut self,
-        icount: u64,
-        interrupted: &AtomicBool,
-    ) -> Result<Option<u64>, Failure>;
+    fn behind_answer(&mut self, icount: u64, interrupted: &AtomicBool) -> Result<Option<u64>>;
 
     /// Whether there is a checkpoint of `icount` already: a cut that waits for a disk's answer may
     /// move beyond the next cut, which has none of its own then.
@@ -42,15 +38,11 @@ pub struct Known<'a> {
 }
 
 impl Course for Known<'_> {
-    fn next_cut(&mut self, icount: u64, _interrupted: &AtomicBool) -> Result<Option<u64>, Failure> {
+    fn next_cut(&mut self, icount: u64, _interrupted: &AtomicBool) -> Result<Option<u64>> {
         Ok(self.cuts.get(self.cuts.partition_point(|cut| *cut <= icount)).copied())
     }
 
-    fn behind_answer(
-        &mut self,
-        icount: u64,
-        _interrupted: &AtomicBool,
-    ) -> Result<Option<u64>, Failure> {
+    fn behind_answer(&mut self, icount: u64, _interrupted: &AtomicBool) -> Result<Option<u64>> {
         Ok(self.boundaries.next_unambiguous_after_disk_answer(icount))
     }
 
@@ -77,11 +69,10 @@ impl Live {
         &mut self,
         interrupted: &AtomicBool,
         find: &mut dyn FnMut(&mut GrowingLog) -> Option<u64>,
-    ) -> Result<Option<u64>, Failure> {
-        let failed = |e| Failure::recording(&e);
+    ) -> Result<Option<u64>> {
         let mut asked = Instant::now();
         loop {
-            let has_grown = self.growing.refresh().map_err(failed)?;
+            let has_grown = self.growing.refresh()?;
             if let Some(found) = find(&mut self.growing) {
                 return Ok(Some(found));
             }
@@ -91,7 +82,7 @@ impl Live {
             if !has_grown && asked.elapsed() > ASK_EVERY {
                 asked = Instant::now();
                 // Once more round the loop: what it wrote last may have come between the two looks.
-                self.has_ended = self.recording.has_ended().map_err(failed)?;
+                self.has_ended = self.recording.has_ended()?;
                 if self.has_ended {
                     self.growing.end();
                 }
@@ -102,18 +93,14 @@ impl Live {
 }
 
 impl Course for Live {
-    fn next_cut(&mut self, icount: u64, interrupted: &AtomicBool) -> Result<Option<u64>, Failure> {
+    fn next_cut(&mut self, icount: u64, interrupted: &AtomicBool) -> Result<Option<u64>> {
         self.wait_for(interrupted, &mut |growing| {
             // One that the wait for a disk's answer has moved beyond is none any more.
             std::iter::from_fn(|| growing.next_cut()).find(|cut| *cut > icount)
         })
     }
 
-    fn behind_answer(
-        &mut self,
-        icount: u64,
-        interrupted: &AtomicBool,
-    ) -> Result<Option<u64>, Failure> {
+    fn behind_answer(&mut self, icount: u64, interrupted: &AtomicBool) -> Result<Option<u64>> {
         self.wait_for(interrupted, &mut |growing| {
             growing.index().next_unambiguous_after_disk_answer(icount)
         })

@@ -9,7 +9,8 @@
 //! When it has ended, it is a recording like all others, and the rest of its intervals comes about.
 
 use super::source::{Source, places_in};
-use keyframe_failure::Failure;
+use crate::error::{Error, Result};
+use crate::event::SharedEventSink;
 use keyframe_locks::IgnorePoison;
 use keyframe_replay::cut_points::CutSpacing;
 use keyframe_replay::interval::{Interval, intervals, with_unambiguous_ends};
@@ -27,6 +28,7 @@ pub struct Followed {
     pub store: Store,
     place: Option<PathBuf>,
     key: KeyArg,
+    events: SharedEventSink,
     growing: Mutex<Option<GrowingLog>>,
     ended: OnceLock<Arc<Source>>,
 }
@@ -34,20 +36,25 @@ pub struct Followed {
 impl Followed {
     /// The recording at `path`, with the store that it names, or another one. None where that store
     /// is not there yet: the recording has just begun.
-    pub fn open(path: &Path, store: Option<&Path>, key: &KeyArg) -> Result<Option<Self>, Failure> {
-        let recording = Recording::open(path).map_err(|e| Failure::recording(&e))?;
+    pub fn open(
+        path: &Path,
+        store: Option<&Path>,
+        key: &KeyArg,
+        events: SharedEventSink,
+    ) -> Result<Option<Self>> {
+        let recording = Recording::open(path)?;
         let place = store.map_or_else(|| recording.store_path(), Path::to_owned);
         let opened = match key.open(&place) {
             Err(keyframe_store::Error::NoStore { .. }) if store.is_none() => return Ok(None),
-            other => other.map_err(|e| Failure::store(&e, &place))?,
+            other => other.map_err(|e| Error::store(&place, e))?,
         };
         let (place, key) = (store.map(Path::to_owned), key.clone());
         let (growing, ended) = (Mutex::new(None), OnceLock::new());
-        Ok(Some(Self { recording, store: opened, place, key, growing, ended }))
+        Ok(Some(Self { recording, store: opened, place, key, events, growing, ended }))
     }
 
     /// It as one can replay it now.
-    pub fn now(&self) -> Result<Arc<Source>, Failure> {
+    pub fn now(&self) -> Result<Arc<Source>> {
         if let Some(source) = self.ended()? {
             return Ok(source);
         }
@@ -56,20 +63,21 @@ impl Followed {
     }
 
     /// It, where nobody makes it any more.
-    fn ended(&self) -> Result<Option<Arc<Source>>, Failure> {
+    fn ended(&self) -> Result<Option<Arc<Source>>> {
         if let Some(source) = self.ended.get() {
             return Ok(Some(Arc::clone(source)));
         }
-        if self.recording.is_in_progress().map_err(|e| Failure::recording(&e))? {
+        if self.recording.is_in_progress()? {
             return Ok(None);
         }
-        let source = Source::open(self.recording.path(), self.place.as_deref(), &self.key)?;
+        let source =
+            Source::open(self.recording.path(), self.place.as_deref(), &self.key, &*self.events)?;
         Ok(Some(Arc::clone(self.ended.get_or_init(|| Arc::new(source)))))
     }
 
     /// Its intervals that are whole, with ends where a replay can stand and go on if that is
     /// wanted; and whether these are all.
-    pub fn intervals(&self, with_standing: bool) -> Result<(Vec<Interval>, bool), Failure> {
+    pub fn intervals(&self, with_standing: bool) -> Result<(Vec<Interval>, bool)> {
         if let Some(source) = self.ended()? {
             return Ok((source.intervals_for_tool(with_standing)?, true));
         }
@@ -88,7 +96,7 @@ impl Followed {
     }
 
     /// What a replay of each of `intervals`, which are whole, takes ([`Interval::effort`]).
-    pub fn efforts(&self, intervals: &[Interval]) -> Result<Vec<u64>, Failure> {
+    pub fn efforts(&self, intervals: &[Interval]) -> Result<Vec<u64>> {
         if let Some(source) = self.ended()? {
             return source.efforts(intervals);
         }
@@ -100,16 +108,14 @@ impl Followed {
     }
 
     /// The log as it is now; none where QEMU has written nothing.
-    fn look<T>(&self, look: impl FnOnce(&GrowingLog) -> T) -> Result<Option<T>, Failure> {
-        let failed = |e| Failure::recording(&e);
+    fn look<T>(&self, look: impl FnOnce(&GrowingLog) -> T) -> Result<Option<T>> {
         let mut growing = self.growing.lock().ignore_poison();
         if growing.is_none() {
             let (log, times) = (self.recording.log_path(), self.recording.times_path());
-            *growing = GrowingLog::open(&log, &times, CutSpacing::Instructions(u64::MAX))
-                .map_err(failed)?;
+            *growing = GrowingLog::open(&log, &times, CutSpacing::Instructions(u64::MAX))?;
         }
         let Some(growing) = growing.as_mut() else { return Ok(None) };
-        growing.refresh().map_err(failed)?;
+        growing.refresh()?;
         Ok(Some(look(growing)))
     }
 }

@@ -1,7 +1,7 @@
 //! A second QEMU that follows a recording while it is made, in a process of its own:
 //! `keyframe segment --follow`.
 
-use keyframe_failure::{DONE, Failure};
+use crate::error::{Error, Result};
 use keyframe_store_keys as keys;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -20,10 +20,8 @@ pub struct Follower {
 
 impl Follower {
     /// Starts it; a checkpoint `every` so often, into `store`.
-    pub fn start(recording: &Path, every: Duration, store: &Path) -> Result<Self, Failure> {
-        let failed = |e: std::io::Error| {
-            Failure::new(format!("start a process that follows the recording: {e}"))
-        };
+    pub fn start(recording: &Path, every: Duration, store: &Path) -> Result<Self> {
+        let failed = |e| Error::io("start a process that follows the recording", e);
         let mut command = Command::new("/proc/self/exe");
         let every = humantime::format_duration(every).to_string();
         command
@@ -40,13 +38,12 @@ impl Follower {
 
     /// Waits until it has followed a recording that has ended; ends it where the user does not want
     /// to wait. True where it has come to the recording's end.
-    pub fn finish(mut self, interrupted: &AtomicBool) -> Result<bool, Failure> {
-        let failed =
-            |e: std::io::Error| Failure::new(format!("wait for the process that follows: {e}"));
+    pub fn finish(mut self, interrupted: &AtomicBool) -> Result<bool> {
+        let failed = |e| Error::io("wait for the process that follows", e);
         let mut told = false;
         loop {
             if let Some(status) = self.child.try_wait().map_err(failed)? {
-                return Ok(status.code() == Some(i32::from(DONE)));
+                return Ok(status.success());
             }
             if interrupted.load(Ordering::Relaxed) && !std::mem::replace(&mut told, true) {
                 self.signal();

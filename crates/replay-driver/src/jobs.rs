@@ -1,8 +1,7 @@
 //! Several replays side by side.
 
 use super::Source;
-use indicatif::{ProgressBar, ProgressStyle};
-use keyframe_failure::Failure;
+use crate::error::{AnalysisError, Result};
 use keyframe_replay::interval::Interval;
 pub use keyframe_session::interrupt::interruption;
 use std::cmp::Reverse;
@@ -10,10 +9,9 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// An error where the user has asked for an end of what can be gone on with.
-pub fn unless(interrupted: &AtomicBool) -> Result<(), Failure> {
+pub fn unless(interrupted: &AtomicBool) -> Result<()> {
     if interrupted.load(Ordering::Relaxed) {
-        return Err(Failure::new("interrupted")
-            .fix("call it again: it goes on with the intervals that are missing"));
+        return Err(AnalysisError::Interrupted.into());
     }
     Ok(())
 }
@@ -33,7 +31,7 @@ pub fn side_by_side<T: Send>(
     jobs: Option<u64>,
     interrupted: &AtomicBool,
     job: impl Fn(&Interval) -> T + Sync,
-) -> Result<Vec<T>, Failure> {
+) -> Result<Vec<T>> {
     let jobs = jobs.map_or_else(cores, |n| n as usize).min(intervals.len().max(1));
     let mut longest_first: Vec<_> = source.efforts(intervals)?.into_iter().zip(intervals).collect();
     longest_first.sort_by_key(|(effort, _)| Reverse(*effort));
@@ -56,19 +54,4 @@ pub fn side_by_side<T: Send>(
         }
     });
     Ok(done.into_inner().unwrap_or_default())
-}
-
-/// A bar of `instructions`, while the VM is `doing` something: `replaying`. One that is not shown
-/// may be moved all the same.
-pub fn bar(doing: &str, instructions: u64, is_shown: bool) -> ProgressBar {
-    if !is_shown {
-        return ProgressBar::hidden();
-    }
-    let bar = ProgressBar::new(instructions);
-    let template =
-        format!("{doing} {{wide_bar}} {{percent}}% of {{human_len}} instructions, {{eta}} {{msg}}");
-    if let Ok(style) = ProgressStyle::with_template(&template) {
-        bar.set_style(style);
-    }
-    bar
 }

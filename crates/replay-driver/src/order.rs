@@ -1,8 +1,9 @@
 //! What a worker on another node must know to make parts: `OUT/order.json`.
 
 use super::{Analysis, Captured, Followed, Head, Source, Subject};
+use crate::error::{AnalysisError, Error, Result};
+use crate::event::SharedEventSink;
 use keyframe_analysis::{ThirdPartyTool, Tool, tools};
-use keyframe_failure::Failure;
 use keyframe_store_keys::KeyArg;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -60,50 +61,45 @@ impl Opened {
 }
 
 /// The tool called `name`, or that of the manifest there.
-pub fn tool(name: &str, arguments: &[String]) -> Result<Box<dyn Tool>, Failure> {
+pub fn tool(name: &str, arguments: &[String]) -> Result<Box<dyn Tool>> {
     let is_manifest = Path::new(name).extension().is_some_and(|extension| extension == "toml");
     let tool = if is_manifest {
         ThirdPartyTool::read(Path::new(name), arguments).map(|tool| Box::new(tool) as Box<dyn Tool>)
     } else {
         tools::by_name(name, arguments)
     };
-    tool.map_err(|e| Failure::analysis(&e))
+    tool.map_err(Error::from)
 }
 
 impl Order {
     /// Opens what it is about. A recording that is to be followed need not have ended, but must
     /// have begun.
-    pub fn open(&self, key: &KeyArg) -> Result<Opened, Failure> {
+    pub fn open(&self, key: &KeyArg, events: SharedEventSink) -> Result<Opened> {
         if self.follow {
-            let followed = Followed::open(&self.subject, self.store.as_deref(), key)?;
-            let followed = followed.ok_or_else(|| {
-                Failure::new(format!("{} has no store yet", self.subject.display()))
-                    .fix("try again in a moment")
-            })?;
+            let followed = Followed::open(&self.subject, self.store.as_deref(), key, events)?;
+            let followed = followed.ok_or_else(|| Error::NoStoreYet(self.subject.clone()))?;
             return Ok(Opened::Followed(Box::new(followed)));
         }
         match &self.captured {
             Some(Stretch { vm, from, to }) => {
-                let store =
-                    key.open(&self.subject).map_err(|e| Failure::store(&e, &self.subject))?;
+                let store = key.open(&self.subject).map_err(|e| Error::store(&self.subject, e))?;
                 Captured::open(store, vm.as_deref(), *from, *to)
                     .map(|run| Opened::Captured(Box::new(run)))
             }
-            None => Source::open(&self.subject, self.store.as_deref(), key)
+            None => Source::open(&self.subject, self.store.as_deref(), key, &*events)
                 .map(|source| Opened::Recorded(Box::new(source))),
         }
     }
 
     /// Leaves it in `out`.
-    pub fn write(&self, out: &Path) -> Result<(), Failure> {
+    pub fn write(&self, out: &Path) -> Result<()> {
         let path = out.join("order.json");
         let text = serde_json::to_string_pretty(self).unwrap_or_default();
-        std::fs::write(&path, text)
-            .map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
+        std::fs::write(&path, text).map_err(|e| Error::file("write", &path, e))
     }
 
     /// The one in `out`.
-    pub fn read(out: &Path) -> Result<Self, Failure> {
+    pub fn read(out: &Path) -> Result<Self> {
         read(&out.join("order.json"))
     }
 
@@ -114,27 +110,27 @@ impl Order {
         head: Head,
         tool: &'a dyn Tool,
         out: &Path,
-    ) -> Result<Analysis<'a>, Failure> {
+    ) -> Result<Analysis<'a>> {
         let subject = opened.subject();
         if subject.id() != head.recording {
-            return Err(Failure::new(format!(
-                "{} is of recording {}, and {} is not that one",
-                out.display(),
-                head.recording,
-                self.subject.display()
-            ))
-            .fix("name a directory that does not exist yet"));
+            return Err(AnalysisError::OtherRecording {
+                out: out.to_owned(),
+                found: head.recording,
+                subject: self.subject.clone(),
+            }
+            .into());
         }
         Analysis::join(subject, tool, head, out)
     }
 }
 
 /// What a file says as JSON.
-pub fn read<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<T, Failure> {
+pub fn read<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<T> {
     use std::io::Read;
     let mut text = String::new();
     std::fs::File::open(path)
         .and_then(|file| file.take(BYTES_MAX).read_to_string(&mut text))
-        .map_err(|e| Failure::new(format!("read {}: {e}", path.display())))?;
-    serde_json::from_str(&text).map_err(|e| Failure::new(format!("{}: {e}", path.display())))
+        .map_err(|e| Error::file("read", path, e))?;
+    serde_json::from_str(&text)
+        .map_err(|source| AnalysisError::Json { path: path.to_owned(), source }.into())
 }

@@ -1,7 +1,7 @@
 //! From place to place in a replay.
 
 use super::idling::Idling;
-use keyframe_failure::Failure;
+use crate::error::{ReplayError, Result};
 use keyframe_kernel::open_file::OpenFile;
 use keyframe_qemu::restore::{Restored, Until};
 use keyframe_qemu::{Event, Vm};
@@ -18,6 +18,8 @@ const ASK_EVERY: Duration = Duration::from_millis(500);
 /// How long a replay may stand at one instruction without going on in its log. An idle guest's
 /// clock jumps, so that none waits for real time.
 pub const PATIENCE: Duration = Duration::from_secs(30);
+/// Lines of the registers that a divergence is reported with.
+const REGISTER_LINES: usize = 6;
 /// How long QEMU may take to end behind the last instruction.
 const END_TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -97,21 +99,20 @@ impl Passage {
         until: Until,
         interrupted: &AtomicBool,
         tell: &mut dyn FnMut(u64),
-    ) -> Result<Reached, Failure> {
+    ) -> Result<Reached> {
         self.until = until;
         self.run(replay.vm())?;
         self.arrive(replay, interrupted, tell)
     }
 
     /// Lets it run on to where it stops next.
-    fn run(&self, vm: &mut Vm) -> Result<(), Failure> {
-        let failed = |e: keyframe_qemu::Error| Failure::qemu(&e);
+    fn run(&self, vm: &mut Vm) -> Result<()> {
         let qmp = vm.qmp();
-        qmp.drain_events().map_err(failed)?;
+        qmp.drain_events()?;
         if let Until::Instruction(icount) = self.next_stop() {
-            qmp.replay_break(icount).map_err(failed)?;
+            qmp.replay_break(icount)?;
         }
-        qmp.cont().map_err(failed)
+        Ok(qmp.cont()?)
     }
 
     /// Waits until it is where it runs to. `tell` learns now and then where it is.
@@ -122,7 +123,7 @@ impl Passage {
         replay: &mut impl Replaying,
         interrupted: &AtomicBool,
         tell: &mut dyn FnMut(u64),
-    ) -> Result<Reached, Failure> {
+    ) -> Result<Reached> {
         let began = Instant::now();
         let mut progress = StallDetector::new(self.icount, self.patience);
         let mut asked = began;
@@ -131,7 +132,7 @@ impl Passage {
         let (mut log_offset, mut log_seen) = (log.and_then(OpenFile::offset), began);
         let mut idling = Idling::new(pid);
         loop {
-            if let Some(exit) = replay.ended().map_err(|e| Failure::qemu(&e))? {
+            if let Some(exit) = replay.ended()? {
                 return self.ended(exit);
             }
             let Ok(events) = replay.vm().qmp().drain_events() else {
@@ -160,7 +161,7 @@ impl Passage {
                         if let ReplayProgress::Stalled { icount } =
                             progress.observe(began.elapsed(), icount, log_offset)
                         {
-                            return Err(self.frozen(replay.vm(), icount, log_offset));
+                            return Err(self.diverged(replay.vm(), icount, log_offset).into());
                         }
                     }
                     // It may be on its way out.
@@ -172,12 +173,12 @@ impl Passage {
     }
 
     /// Whether it stands at a hold.
-    fn is_held(&mut self, vm: &mut Vm) -> Result<bool, Failure> {
+    fn is_held(&mut self, vm: &mut Vm) -> Result<bool> {
         let next = self.next_stop();
         if next == self.until {
             return Ok(false);
         }
-        let icount = vm.qmp().icount().map_err(|e| Failure::qemu(&e))?;
+        let icount = vm.qmp().icount()?;
         let is_held = next == Until::Instruction(icount);
         if is_held {
             self.icount = icount;
@@ -185,63 +186,50 @@ impl Passage {
         Ok(is_held)
     }
 
-    fn stopped(&mut self, vm: &mut Vm, shut_down: bool) -> Result<Reached, Failure> {
-        self.icount = vm.qmp().icount().map_err(|e| Failure::qemu(&e))?;
+    fn stopped(&mut self, vm: &mut Vm, shut_down: bool) -> Result<Reached> {
+        self.icount = vm.qmp().icount()?;
         match self.until {
             Until::Instruction(wanted) if self.icount == wanted => Ok(Reached::There),
-            Until::Instruction(wanted) => Err(Failure::new(format!(
-                "the replay stopped at instruction {}, not at {wanted}",
-                self.icount
-            ))),
-            Until::LogEnd if shut_down => Ok(Reached::LogEnd),
-            Until::LogEnd => {
-                Err(Failure::new(format!("the replay stopped at instruction {}", self.icount)))
+            Until::Instruction(target) => {
+                Err(ReplayError::StoppedElsewhere { icount: self.icount, target }.into())
             }
+            Until::LogEnd if shut_down => Ok(Reached::LogEnd),
+            Until::LogEnd => Err(ReplayError::StoppedBeforeLogEnd { icount: self.icount }.into()),
         }
     }
 
     /// QEMU has closed its monitor.
-    fn gone(&self, vm: &mut Vm) -> Result<Reached, Failure> {
-        let exit = vm.wait(END_TIMEOUT).map_err(|e| Failure::qemu(&e))?;
+    fn gone(&self, vm: &mut Vm) -> Result<Reached> {
+        let exit = vm.wait(END_TIMEOUT)?;
         match exit {
             Some(exit) => self.ended(exit),
-            None => Err(Failure::new("QEMU has closed its monitor, but does not end")),
+            None => Err(ReplayError::MonitorClosed.into()),
         }
     }
 
-    fn ended(&self, exit: ExitStatus) -> Result<Reached, Failure> {
+    fn ended(&self, exit: ExitStatus) -> Result<Reached> {
         match self.until {
             Until::LogEnd if exit.success() => Ok(Reached::LogEnd),
-            Until::LogEnd => {
-                Err(Failure::new(format!("QEMU ended with {exit} before the log's end")))
-            }
-            Until::Instruction(wanted) => {
-                Err(Failure::new(format!("QEMU ended ({exit}) before instruction {wanted}")))
+            Until::LogEnd => Err(ReplayError::EndedBeforeLogEnd { exit }.into()),
+            Until::Instruction(target) => {
+                Err(ReplayError::EndedBeforeTarget { exit, target }.into())
             }
         }
     }
 
-    /// It stands at `icount`, has read so many bytes of its log, and gets no further.
-    fn frozen(&self, vm: &mut Vm, icount: u64, log_offset: Option<u64>) -> Failure {
-        let landmark = landmark(vm);
-        let left = match self.until {
-            Until::Instruction(wanted) => {
-                format!(", {} before its end", wanted.saturating_sub(icount))
-            }
-            Until::LogEnd => String::new(),
+    /// The error of a replay that has stopped at `icount` after so many bytes of its log.
+    fn diverged(&self, vm: &mut Vm, icount: u64, log_bytes: Option<u64>) -> ReplayError {
+        let missing_instructions = match self.until {
+            Until::Instruction(target) => Some(target.saturating_sub(icount)),
+            Until::LogEnd => None,
         };
-        let read = log_offset
-            .map_or_else(String::new, |bytes| format!(", with {bytes} bytes of its log read"));
-        Failure::new(format!(
-            "the replay has come off its log: it stands still at instruction {icount}{left}{read}{landmark}"
-        ))
+        ReplayError::Diverged { icount, missing_instructions, log_bytes, registers: registers(vm) }
     }
 }
 
-/// The processor's registers, for whoever looks into a divergence.
-fn landmark(vm: &mut Vm) -> String {
+/// The first lines of the processor's registers, with which a divergence can be examined.
+fn registers(vm: &mut Vm) -> Vec<String> {
     let text = vm.qmp().hmp("info registers").unwrap_or_default();
     let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
-    let interesting: Vec<&str> = lines.take(6).collect();
-    if interesting.is_empty() { String::new() } else { format!("\n  {}", interesting.join("\n  ")) }
+    lines.take(REGISTER_LINES).map(str::to_owned).collect()
 }

@@ -12,9 +12,9 @@
 //! are still different ones; else they may fall together, and such a machine is refused under 7.2.
 //! Memory modules (pc-dimm) are as well: their place among modules is not known from outside.
 
+use crate::error::{AnalysisError, Result};
 use keyframe_analysis::plugin::PluginInterface;
 use keyframe_analysis::{GuestRam, RamFile, RamRange};
-use keyframe_failure::Failure;
 use keyframe_qemu::restore::{RestoreSource, backends_as_made, ram_file};
 use keyframe_units::{BlockKind, GuestRegion};
 
@@ -36,28 +36,22 @@ pub fn of(
     source: &RestoreSource,
     map: &[GuestRegion],
     interface: PluginInterface,
-) -> Result<GuestRam, Failure> {
+) -> Result<GuestRam> {
     let blocks = source.ram.blocks();
     let of_backends: Vec<usize> =
         (0..blocks.len()).filter(|&number| blocks[number].kind == BlockKind::Backend).collect();
     if of_backends.is_empty() || of_backends.len() > GuestRam::FILES_MAX {
-        let (count, most) = (of_backends.len(), GuestRam::FILES_MAX);
-        return Err(Failure::new(format!(
-            "the recorded VM has {count} RAM backends; tools see from 1 to {most}"
-        ))
-        .fix("record it with fewer NUMA nodes"));
+        let (count, max) = (of_backends.len(), GuestRam::FILES_MAX);
+        return Err(AnalysisError::RamBackends { count, max }.into());
     }
     let has_modules = || {
         let mut pairs = source.machine.user_command.windows(2);
         pairs.any(|pair| pair[0].trim_start_matches('-') == "device" && pair[1].contains("memdev"))
     };
     if interface == PluginInterface::V1 && of_backends.len() > 1 && has_modules() {
-        return Err(Failure::new(
-            "plugins of QEMU 7.2 are not told where memory modules (-device pc-dimm) are",
-        )
-        .fix("record with QEMU 10, or with all memory in -m"));
+        return Err(AnalysisError::MemoryModules.into());
     }
-    let made = backends_as_made(source).map_err(|e| Failure::qemu(&e))?;
+    let made = backends_as_made(source)?;
     let made: Vec<Backend> = made
         .into_iter()
         .map(|block| {
@@ -66,14 +60,11 @@ pub fn of(
             Backend { block, len_bytes: blocks[block].total_bytes, guest }
         })
         .collect();
-    let numbers = numbers(&made).ok_or_else(|| {
-        Failure::new("under QEMU 7.2 plugins cannot tell this VM's RAM backends apart, as they are made in another order than its NUMA nodes")
-            .fix("name the -object of each node in the nodes' order, or record with QEMU 10")
-    });
+    let numbers = numbers(&made);
     let numbers = match interface {
-        PluginInterface::V1 => numbers?,
+        PluginInterface::V1 => numbers.ok_or(AnalysisError::RamBackendOrder)?,
         // Only files and ranges have to agree.
-        PluginInterface::V4 => numbers.unwrap_or_else(|_| apart(&made)),
+        PluginInterface::V4 => numbers.unwrap_or_else(|| apart(&made)),
     };
     let number_of = |block: usize| {
         let found = made.iter().zip(&numbers).find(|(backend, _)| backend.block == block);
@@ -179,7 +170,7 @@ mod tests {
         let map =
             [region("/objects/b", 0, 0, 96 * MIB), region("/objects/a", 96 * MIB, 0, 64 * MIB)];
         let refused = of(&source, &map, PluginInterface::V1).unwrap_err();
-        assert!(refused.message.contains("order"), "{}", refused.message);
+        assert!(refused.to_string().contains("order"), "{refused}");
         let ram = of(&source, &map, PluginInterface::V4).unwrap();
         assert_eq!(ranges(&ram), [(0, 64 * MIB, 96 * MIB), (96 * MIB, 0, 64 * MIB)]);
     }
@@ -190,7 +181,10 @@ mod tests {
         let with_module = source(line, &[("pc.ram", 64 * MIB), ("/objects/d", 64 * MIB)]);
         let map = [region("pc.ram", 0, 0, 64 * MIB), region("/objects/d", 4096 * MIB, 0, 64 * MIB)];
         assert!(
-            of(&with_module, &map, PluginInterface::V1).unwrap_err().message.contains("modules")
+            of(&with_module, &map, PluginInterface::V1)
+                .unwrap_err()
+                .to_string()
+                .contains("modules")
         );
         assert_eq!(
             of(&with_module, &map, PluginInterface::V4).unwrap().ranges[1].guest.0,
@@ -200,7 +194,7 @@ mod tests {
         let blocks: Vec<_> = names.iter().map(|name| (name.as_str(), MIB)).collect();
         let many = source("qemu", &blocks);
         assert!(
-            of(&many, &[], PluginInterface::V4).unwrap_err().message.contains("9 RAM backends")
+            of(&many, &[], PluginInterface::V4).unwrap_err().to_string().contains("9 RAM backends")
         );
     }
 }

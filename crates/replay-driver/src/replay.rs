@@ -15,7 +15,7 @@
 
 use super::Source;
 use super::passage::{PATIENCE, Passage, Reached};
-use keyframe_failure::Failure;
+use crate::error::{Error, Result};
 use keyframe_inspect::guest_memory::ReadStop;
 use keyframe_inspect::source_of;
 use keyframe_qemu::recording::{RecordingClock, RecordingMode, RecordingOptions, recording_line};
@@ -101,7 +101,7 @@ impl Replay {
         place: RecordedCheckpoint,
         until: Until,
         with: &With,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Self> {
         let passage = Passage {
             icount: place.icount,
             until,
@@ -128,7 +128,7 @@ impl Replay {
         &mut self,
         interrupted: &AtomicBool,
         tell: &mut dyn FnMut(u64),
-    ) -> Result<Reached, Failure> {
+    ) -> Result<Reached> {
         self.passage.arrive(&mut self.alive.restored, interrupted, tell)
     }
 
@@ -138,12 +138,12 @@ impl Replay {
         until: Until,
         interrupted: &AtomicBool,
         tell: &mut dyn FnMut(u64),
-    ) -> Result<Reached, Failure> {
+    ) -> Result<Reached> {
         self.passage.go_on(&mut self.alive.restored, until, interrupted, tell)
     }
 
     /// Ends QEMU in good order, so that a plugin writes what it has.
-    pub fn end(self) -> Result<(), Failure> {
+    pub fn end(self) -> Result<()> {
         self.alive.end()
     }
 }
@@ -159,11 +159,11 @@ pub(super) struct Alive {
 
 impl Alive {
     /// Ends QEMU in good order.
-    pub fn end(mut self) -> Result<(), Failure> {
-        let killed = self.restored.kill().map_err(|e| Failure::qemu(&e));
+    pub fn end(mut self) -> Result<()> {
+        let killed = self.restored.kill().map_err(Error::from);
         let closed =
             self.disks.take().map_or(Ok(()), |(served, _folder)| served.end(false).map(drop));
-        killed.and(closed.map_err(Failure::from))
+        killed.and(closed.map_err(Error::from))
     }
 }
 
@@ -193,9 +193,9 @@ pub fn begin(
     place: RecordedCheckpoint,
     until: Until,
     with: &With,
-) -> Result<Started, Failure> {
+) -> Result<Started> {
     let loaded =
-        source.store.load(place.checkpoint).map_err(|e| Failure::store(&e, source.store.path()))?;
+        source.store.load(place.checkpoint).map_err(|e| Error::store(source.store.path(), e))?;
     let loaded = Arc::new(loaded);
     let mut disks = serve(&source.store, &loaded)?;
     let server = server(&disks);
@@ -213,22 +213,21 @@ pub fn begin(
         console: with.console.as_deref(),
         clock: RecordingClock::Same(&loaded.meta.machine.full_command),
     };
-    let line = recording_line(&words, recording).map_err(|e| Failure::qemu(&e.into()))?;
+    let line = recording_line(&words, recording).map_err(keyframe_qemu::Error::from)?;
     machine.user_command.extend(line.words);
     let options =
         RestoreOptions { replays: Some(until), log: with.log.clone(), ..RestoreOptions::default() };
-    let plan =
-        Plan::new(restored_from, with.extra.clone(), options).map_err(|e| Failure::qemu(&e))?;
+    let plan = Plan::new(restored_from, with.extra.clone(), options)?;
     let ram = Arc::new(StoredRam(Arc::clone(&loaded)));
     let restored = if with.lazy {
         restore::start_lazy(plan, ram, &loaded.device_state)
     } else {
         restore::start(plan, &*ram, &loaded.device_state)
     };
-    let mut restored = restored.map_err(|e| Failure::qemu(&e))?;
+    let mut restored = restored?;
     let core = restored.vm().core();
     if let (Some((served, _)), Some(core)) = (&mut disks, core) {
-        served.disks.answer_on(core).map_err(|e| Failure::new(keyframe_failure::chain(&e)))?;
+        served.disks.answer_on(core)?;
     }
     if let Some(mut media) = media {
         core.map_or(Ok(()), |core| media.answer_on(core))?;
@@ -238,7 +237,7 @@ pub fn begin(
 }
 
 /// The disks as they were at the checkpoint; what the VM writes is thrown away.
-pub(super) fn serve(store: &Store, loaded: &Loaded) -> Result<Disks, Failure> {
+pub(super) fn serve(store: &Store, loaded: &Loaded) -> Result<Disks> {
     if loaded.meta.disks.is_empty() {
         return Ok(None);
     }
@@ -248,7 +247,7 @@ pub(super) fn serve(store: &Store, loaded: &Loaded) -> Result<Disks, Failure> {
         disk.temporary = true;
     }
     let folder = tempfile::Builder::new().prefix("keyframe-replay-").tempdir();
-    let folder = folder.map_err(|e| Failure::new(format!("make a directory for a socket: {e}")))?;
+    let folder = folder.map_err(|e| Error::io("make a directory for a socket", e))?;
     let socket = folder.path().join(SOCKET);
     let served = disks::serve(store, &loaded.meta.vm, Some(loaded.id.0), wanted, &socket)?;
     Ok(Some((served, folder)))

@@ -1,7 +1,7 @@
 //! A replay, as a VM of which checkpoints are taken.
 
+use crate::error::{Error, ReplayError, Result};
 use crate::{Course, Passage, Reached, SOCKET, Source, Started, With, begin, jobs};
-use keyframe_failure::Failure;
 use keyframe_qemu::restore::Until;
 use keyframe_qemu::{QemuIdentity, Vm};
 use keyframe_replay::interval::RecordedCheckpoint;
@@ -24,14 +24,14 @@ pub fn segment(
     course: &mut dyn Course,
     mut options: Options,
     tell: &mut dyn FnMut(u64),
-) -> Result<Verdict, Failure> {
+) -> Result<Verdict> {
     let interrupted = jobs::interruption()?;
     launch::require_kernel(&options)?;
     let Some(first) = course.next_cut(from.icount, &interrupted)? else {
         return Ok(Verdict::Complete);
     };
     let name = options.name.clone().unwrap_or_else(|| source.recording.meta.vm.clone());
-    let run_dir = RunDir::claim(&name)?;
+    let run_dir = RunDir::claim(&name).map_err(keyframe_session::Error::from)?;
     let writer = launch::lock(&source.store, "segment", &name, &options)?;
     let until = Until::Instruction(first);
     let with = With::default();
@@ -62,8 +62,8 @@ pub fn segment(
             let _ = disks.end();
         }
         return Err(match arrived? {
-            Reached::Interrupted => Failure::new("interrupted"),
-            _ => Failure::new(format!("the log ends before instruction {first}")),
+            Reached::Interrupted => Error::Interrupted,
+            _ => ReplayError::LogTooShort(first).into(),
         });
     }
     let machine = &loaded.meta.machine;
@@ -107,18 +107,13 @@ struct Steps<'a> {
 }
 
 impl ReplaySteps for Steps<'_> {
-    type Error = Failure;
+    type Error = Error;
 
     fn is_captured(&self) -> bool {
         self.course.is_there(self.passage.icount)
     }
 
-    fn advance(
-        &mut self,
-        vm: &mut Vm,
-        is_busy: bool,
-        interrupted: &AtomicBool,
-    ) -> Result<Step, Failure> {
+    fn advance(&mut self, vm: &mut Vm, is_busy: bool, interrupted: &AtomicBool) -> Result<Step> {
         let next = if is_busy {
             self.course.behind_answer(self.passage.icount, interrupted)?
         } else {

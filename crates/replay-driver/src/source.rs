@@ -1,6 +1,7 @@
 //! A recording with its log and its checkpoints.
 
-use keyframe_failure::Failure;
+use crate::error::{Error, Result};
+use crate::event::{Event, EventSink};
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::{
     Interval, RecordedCheckpoint, intervals, with_unambiguous_ends, with_unambiguous_last_end,
@@ -26,29 +27,29 @@ pub struct Source {
 
 impl Source {
     /// Opens the recording at `path` with the store that it names, or another one.
-    pub fn open(path: &Path, store: Option<&Path>, key: &KeyArg) -> Result<Self, Failure> {
-        let failed = |e| Failure::recording(&e);
-        let mut recording = Recording::open(path).map_err(failed)?;
+    pub fn open(
+        path: &Path,
+        store: Option<&Path>,
+        key: &KeyArg,
+        events: &dyn EventSink,
+    ) -> Result<Self> {
+        let mut recording = Recording::open(path)?;
         if recording.meta.ending == RecordingEnding::Recording {
-            if recording.is_in_progress().map_err(failed)? {
-                return Err(Failure::new(format!("{} is still being recorded", path.display()))
-                    .fix("wait until its `keyframe record` has ended, or end it: keyframe stop"));
+            if recording.is_in_progress()? {
+                return Err(Error::StillRecording(path.to_owned()));
             }
             let duration_ns = recording.meta.duration_ns;
-            recording.finish(duration_ns).map_err(failed)?;
-            eprintln!(
-                "keyframe: {}: whoever recorded it was killed; it ends with what QEMU had written by then",
-                path.display()
-            );
+            recording.finish(duration_ns)?;
+            events.event(&Event::RecorderKilled { recording: path.to_owned() });
         }
         let place: PathBuf = store.map_or_else(|| recording.store_path(), Path::to_owned);
-        let store = key.open(&place).map_err(|e| Failure::store(&e, &place))?;
-        if !recording.is_recorder_running().map_err(failed)? {
+        let store = key.open(&place).map_err(|e| Error::store(&place, e))?;
+        if !recording.is_recorder_running()? {
             adopt_first(&recording, &store, key)?;
         }
         // Those that it could write to stand with each checkpoint.
-        recording.meta.media.iter().try_for_each(ImageMeta::require_unchanged).map_err(failed)?;
-        let log = recording.readable_log().map_err(failed)?;
+        recording.meta.media.iter().try_for_each(ImageMeta::require_unchanged)?;
+        let log = recording.readable_log()?;
         Ok(Self { recording, store, log, boundaries: OnceLock::new(), holds: OnceLock::new() })
     }
 
@@ -77,23 +78,23 @@ impl Source {
     }
 
     /// Where the log has something. It is read once.
-    pub fn boundaries(&self) -> Result<&LogIndex, Failure> {
+    pub fn boundaries(&self) -> Result<&LogIndex> {
         if let Some(boundaries) = self.boundaries.get() {
             return Ok(boundaries);
         }
-        let read = LogIndex::read(self.log()).map_err(|e| Failure::recording(&e))?;
+        let read = LogIndex::read(self.log())?;
         Ok(self.boundaries.get_or_init(|| read))
     }
 
     /// What a replay of each of `intervals` takes ([`Interval::effort`]).
-    pub fn efforts(&self, intervals: &[Interval]) -> Result<Vec<u64>, Failure> {
+    pub fn efforts(&self, intervals: &[Interval]) -> Result<Vec<u64>> {
         let boundaries = self.boundaries()?;
         Ok(intervals.iter().map(|interval| interval.effort(boundaries)).collect())
     }
 
     /// Where a replay must stand on its way ([`LogIndex::holds`]). None of one that is still
     /// being recorded: what follows it takes its checkpoints, so that the recording stands nowhere.
-    pub fn holds(&self) -> Result<Arc<[u64]>, Failure> {
+    pub fn holds(&self) -> Result<Arc<[u64]>> {
         if let Some(holds) = self.holds.get() {
             return Ok(Arc::clone(holds));
         }
@@ -106,7 +107,7 @@ impl Source {
     /// Whether a replay to its end goes on until QEMU ends with its log. Else it stops at the last
     /// instruction that it can stand before: where the machine was asked to shut down, or before
     /// the log breaks off or an instruction within which QEMU ended, as it would again.
-    pub fn ends_with_log(&self) -> Result<bool, Failure> {
+    pub fn ends_with_log(&self) -> Result<bool> {
         let (meta, boundaries) = (&self.recording.meta, self.boundaries()?);
         let is_whole =
             meta.ending == RecordingEnding::Complete && meta.instructions >= boundaries.end();
@@ -114,7 +115,7 @@ impl Source {
     }
 
     /// The last instruction that a replay can stand before.
-    pub fn last_standing(&self) -> Result<u64, Failure> {
+    pub fn last_standing(&self) -> Result<u64> {
         let end = self.recording.meta.instructions;
         let end = if self.recording.meta.ending == RecordingEnding::Complete {
             end
@@ -125,27 +126,25 @@ impl Source {
     }
 
     /// How a replay stops at `icount`.
-    pub fn until(&self, icount: u64) -> Result<Until, Failure> {
+    pub fn until(&self, icount: u64) -> Result<Until> {
         let is_end = icount >= self.last_standing()? && self.ends_with_log()?;
         Ok(if is_end { Until::LogEnd } else { Until::Instruction(icount) })
     }
 
     /// Its checkpoints, by instruction.
-    pub fn places(&self) -> Result<Vec<RecordedCheckpoint>, Failure> {
+    pub fn places(&self) -> Result<Vec<RecordedCheckpoint>> {
         let places = places_in(&self.store, &self.recording)?;
         if places.is_empty() {
-            return Err(Failure::new(format!(
-                "{} has no checkpoint of recording {}",
-                self.store.path().display(),
-                self.recording.meta.id
-            ))
-            .fix("name the store that has them with --store; or take them from a replay: keyframe segment"));
+            return Err(Error::NoCheckpoint {
+                store: self.store.path().to_owned(),
+                recording: self.recording.meta.id.clone(),
+            });
         }
         Ok(places)
     }
 
     /// Its intervals.
-    pub fn intervals(&self) -> Result<Vec<Interval>, Failure> {
+    pub fn intervals(&self) -> Result<Vec<Interval>> {
         let end = self.boundaries()?.end().min(self.recording.meta.instructions);
         let mut all = intervals(self.places()?, end);
         if self.recording.meta.ending == RecordingEnding::Cut {
@@ -154,17 +153,14 @@ impl Source {
             all.retain(|interval| interval.end.is_some());
         }
         if all.is_empty() {
-            return Err(Failure::new(
-                "the recording was cut before its second checkpoint: no interval is left to replay",
-            )
-            .fix("record it again with --checkpoint-every"));
+            return Err(Error::NoInterval);
         }
         Ok(all)
     }
 
     /// Its intervals for a tool, which is to see the same whenever they are replayed; with ends
     /// where a replay can stand and go on if that is wanted.
-    pub fn intervals_for_tool(&self, with_standing: bool) -> Result<Vec<Interval>, Failure> {
+    pub fn intervals_for_tool(&self, with_standing: bool) -> Result<Vec<Interval>> {
         let all = self.intervals()?;
         let all = if self.ends_with_log()? {
             all
@@ -175,13 +171,13 @@ impl Source {
     }
 
     /// `all` with ends where a replay can stand and go on.
-    pub fn with_unambiguous_ends(&self, all: &[Interval]) -> Result<Vec<Interval>, Failure> {
+    pub fn with_unambiguous_ends(&self, all: &[Interval]) -> Result<Vec<Interval>> {
         Ok(with_unambiguous_ends(all, self.boundaries()?))
     }
 }
 
 /// The checkpoints of `recording` in `store`, by instruction.
-pub fn places_in(store: &Store, recording: &Recording) -> Result<Vec<RecordedCheckpoint>, Failure> {
+pub fn places_in(store: &Store, recording: &Recording) -> Result<Vec<RecordedCheckpoint>> {
     Ok(sealed_in(store, recording)?.into_iter().map(|(place, _)| place).collect())
 }
 
@@ -189,8 +185,8 @@ pub fn places_in(store: &Store, recording: &Recording) -> Result<Vec<RecordedChe
 pub fn sealed_in(
     store: &Store,
     recording: &Recording,
-) -> Result<Vec<(RecordedCheckpoint, Sealed)>, Failure> {
-    let listing = store.checkpoints().map_err(|e| Failure::store(&e, store.path()))?;
+) -> Result<Vec<(RecordedCheckpoint, Sealed)>> {
+    let listing = store.checkpoints().map_err(|e| Error::store(store.path(), e))?;
     let of = |sealed: Sealed| {
         let place = sealed.meta.machine.recorded.as_ref()?;
         let ours = place.recording == recording.meta.id;
@@ -202,22 +198,21 @@ pub fn sealed_in(
 }
 
 /// Brings checkpoints to another store, unless they are there.
-pub fn copy_places(from: &Store, places: &[RecordedCheckpoint], to: &Store) -> Result<(), Failure> {
+pub fn copy_places(from: &Store, places: &[RecordedCheckpoint], to: &Store) -> Result<()> {
     let ids = places.iter().map(|place| place.checkpoint).collect();
-    from.copy_to(to, &ids, &mut |_| ()).map(drop).map_err(|e| Failure::store(&e, to.path()))
+    from.copy_to(to, &ids, &mut |_| ()).map(drop).map_err(|e| Error::store(to.path(), e))
 }
 
 /// Of a recording that was followed, and that nobody makes any more: its first checkpoint is in the
 /// store with the others, and nowhere else.
-pub fn adopt_first(recording: &Recording, store: &Store, key: &KeyArg) -> Result<(), Failure> {
+pub fn adopt_first(recording: &Recording, store: &Store, key: &KeyArg) -> Result<()> {
     let place = recording.first_store_path();
     if !place.exists() {
         return Ok(());
     }
     if places_in(store, recording)?.is_empty() {
-        let first = key.open(&place).map_err(|e| Failure::store(&e, &place))?;
+        let first = key.open(&place).map_err(|e| Error::store(&place, e))?;
         copy_places(&first, &places_in(&first, recording)?, store)?;
     }
-    std::fs::remove_dir_all(&place)
-        .map_err(|e| Failure::new(format!("remove {}: {e}", place.display())))
+    std::fs::remove_dir_all(&place).map_err(|e| Error::file("remove", &place, e))
 }

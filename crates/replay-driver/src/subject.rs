@@ -2,7 +2,7 @@
 //! whose intervals are simulated.
 
 use super::{Captured, Followed, Reached, Replay, Source, With};
-use keyframe_failure::Failure;
+use crate::error::{AnalysisError, Error, Result};
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use keyframe_store::Store;
@@ -54,7 +54,7 @@ impl<'a> Subject<'a> {
 
     /// Its intervals, with ends where a replay can stand and go on if that is wanted; and whether
     /// these are all that it will ever have.
-    pub fn intervals(self, with_standing: bool) -> Result<(Vec<Interval>, bool), Failure> {
+    pub fn intervals(self, with_standing: bool) -> Result<(Vec<Interval>, bool)> {
         match self {
             Self::Recorded(source) => Ok((source.intervals_for_tool(with_standing)?, true)),
             Self::Followed(followed) => followed.intervals(with_standing),
@@ -63,7 +63,7 @@ impl<'a> Subject<'a> {
     }
 
     /// What each of `intervals` takes, in instructions.
-    pub fn efforts(self, intervals: &[Interval]) -> Result<Vec<u64>, Failure> {
+    pub fn efforts(self, intervals: &[Interval]) -> Result<Vec<u64>> {
         match self {
             Self::Recorded(source) => source.efforts(intervals),
             Self::Followed(followed) => followed.efforts(intervals),
@@ -80,8 +80,8 @@ impl<'a> Subject<'a> {
         intervals: &[Interval],
         with: With,
         (interrupted, tell): (&AtomicBool, &mut dyn FnMut(u64)),
-        cut: &mut dyn FnMut() -> Result<(), Failure>,
-    ) -> Result<(), Failure> {
+        cut: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()> {
         match self {
             Self::Recorded(source) => {
                 replay(source, begin, intervals, &with, (interrupted, tell), cut)
@@ -91,13 +91,11 @@ impl<'a> Subject<'a> {
             }
             Self::Captured(captured) => {
                 let [interval] = intervals else {
-                    return Err(Failure::new(
-                        "a run that was not recorded is simulated interval by interval",
-                    ));
+                    return Err(AnalysisError::SimulatedByInterval.into());
                 };
                 let mut simulation = captured.start(interval.begin.checkpoint, with)?;
                 if !simulation.run(interval, interrupted, tell)? {
-                    return Err(Failure::new("interrupted"));
+                    return Err(Error::Interrupted);
                 }
                 cut()?;
                 simulation.end()
@@ -112,8 +110,8 @@ fn replay(
     intervals: &[Interval],
     with: &With,
     (interrupted, tell): (&AtomicBool, &mut dyn FnMut(u64)),
-    cut: &mut dyn FnMut() -> Result<(), Failure>,
-) -> Result<(), Failure> {
+    cut: &mut dyn FnMut() -> Result<()>,
+) -> Result<()> {
     let from = intervals.first().map_or(begin.icount, |first| first.from_icount);
     let of_warm_up = (begin.icount < from).then_some(Until::Instruction(from));
     let each: Vec<Until> = intervals
@@ -126,7 +124,7 @@ fn replay(
     let mut reached = replay.arrive(interrupted, tell)?;
     loop {
         if reached == Reached::Interrupted {
-            return Err(Failure::new("interrupted"));
+            return Err(Error::Interrupted);
         }
         cut()?;
         let Some(end) = ends.next() else { break };

@@ -10,7 +10,7 @@
 //! reached from the one before.
 
 use super::{Reached, Replay, Source, With};
-use keyframe_failure::Failure;
+use crate::error::{Error, ReplayError, Result};
 use keyframe_gdb::GdbConnection;
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::RecordedCheckpoint;
@@ -32,19 +32,13 @@ pub struct Way {
 impl Way {
     /// To `icount`, or, where that is the recording's beginning, to the first instruction that a
     /// replay can stand before. `places` are the recording's checkpoints.
-    pub fn to(
-        source: &Source,
-        places: &[RecordedCheckpoint],
-        icount: u64,
-    ) -> Result<Self, Failure> {
+    pub fn to(source: &Source, places: &[RecordedCheckpoint], icount: u64) -> Result<Self> {
         let last = source.last_standing()?;
         let icount = icount.max(places.first().map_or(0, |place| place.icount) + 1);
         let before = places.partition_point(|place| place.icount < icount);
         let begin = before.checked_sub(1).and_then(|at| places.get(at)).copied();
-        let begin = begin.filter(|_| icount <= last).ok_or_else(|| {
-            Failure::new(format!("the recording has no instruction {icount}"))
-                .fix(format!("a replay can stand before any up to {last}"))
-        })?;
+        let begin = begin.filter(|_| icount <= last);
+        let begin = begin.ok_or(Error::NoInstruction { icount, last_stop: last })?;
         Ok(Self { begin, icount, until: source.until(icount)? })
     }
 }
@@ -68,12 +62,11 @@ impl Standing {
         (extra, stub): (&[OsString], bool),
         interrupted: &AtomicBool,
         tell: &mut dyn FnMut(u64),
-    ) -> Result<Option<Self>, Failure> {
+    ) -> Result<Option<Self>> {
         let mut extra = extra.to_vec();
         let folder =
             stub.then(|| tempfile::Builder::new().prefix("keyframe-gdb-").tempdir()).transpose();
-        let folder =
-            folder.map_err(|e| Failure::new(format!("make a directory for a socket: {e}")))?;
+        let folder = folder.map_err(|e| Error::io("make a directory for a socket", e))?;
         if let Some(folder) = &folder {
             let socket = folder.path().join(STUB);
             extra.extend([
@@ -90,21 +83,20 @@ impl Standing {
     }
 
     /// The instruction it stands before.
-    pub fn icount(&mut self) -> Result<u64, Failure> {
+    pub fn icount(&mut self) -> Result<u64> {
         let qmp = self.replay.restored().vm().qmp();
         // Nobody else takes them.
-        qmp.drain_events().and_then(|_| qmp.icount()).map_err(|e| Failure::qemu(&e))
+        qmp.drain_events().and_then(|_| qmp.icount()).map_err(Error::from)
     }
 
     /// A connection to its stub.
-    pub fn attach(&self) -> Result<GdbConnection<UnixStream>, Failure> {
+    pub fn attach(&self) -> Result<GdbConnection<UnixStream>> {
         let Some(folder) = &self.stub else {
-            return Err(Failure::new("its QEMU has no stub for debuggers"));
+            return Err(ReplayError::NoStub.into());
         };
         let socket = folder.path().join(STUB);
-        let stream = UnixStream::connect(&socket).map_err(|e| {
-            Failure::new(format!("connect to QEMU's stub at {}: {e}", socket.display()))
-        })?;
+        let stream = UnixStream::connect(&socket)
+            .map_err(|e| Error::file("connect to QEMU's stub at", &socket, e))?;
         Ok(GdbConnection::new(stream, "QEMU's stub"))
     }
 }

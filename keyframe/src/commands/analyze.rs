@@ -2,19 +2,22 @@
 
 mod on;
 
+use crate::failure::paths;
+use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
+use crate::progress::instructions_bar;
+use crate::words::replay::ReplayWords;
 use indicatif::ProgressBar;
 use keyframe_analysis::{Tool, ToolSummary, tools};
-use keyframe_failure::paths;
-use keyframe_failure::{DONE, FAILED, Failure, Outcome};
 use keyframe_replay::interval::Interval;
 use keyframe_replay_driver::{
     Analysis, Done, Head, Opened, Order, Stretch, dispatch_ns, jobs, tool,
 };
 use keyframe_store_keys::{self as keys, KeyArg};
-use on::{Driven, OnArgs};
+use on::{Driven, Effort, OnArgs};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
@@ -155,7 +158,7 @@ impl Analyze {
         // Columns of a trace are taken and freed all the time.
         keyframe_kernel::malloc::keep_freed_memory();
         let order = self.order(recording)?;
-        let opened = order.open(&self.key)?;
+        let opened = order.open(&self.key, Arc::new(ReplayWords::default()))?;
         self.analyse(&*tool, name, &opened, order, out)
     }
 
@@ -193,11 +196,12 @@ impl Analyze {
             Order { key_file: keys::file_for_jobs()?, ..order }.write(analysis.out())?;
         }
         let bar = self.bar(&analysis.intervals());
-        let driven = self.on.drive(&mut analysis, (self.jobs, self.tries), &interrupted, &bar)?;
+        let effort = Effort { jobs: self.jobs, tries: self.tries };
+        let driven = self.on.drive(&mut analysis, effort, &interrupted, &bar)?;
         if let Driven::Detached(jobs) = driven {
             return self.tell_detached(&jobs);
         }
-        let done = analysis.collect()?;
+        let done = analysis.collect(&ReplayWords::default())?;
         let summary = analysis.merge(done.clone())?;
         let wall_ns = keyframe_units::elapsed_ns(began);
         let sequential =
@@ -239,7 +243,11 @@ impl Analyze {
     }
 
     fn bar(&self, intervals: &[Interval]) -> ProgressBar {
-        jobs::bar("analysing", intervals.iter().map(Interval::len).sum(), !self.quiet && !self.json)
+        instructions_bar(
+            "analysing",
+            intervals.iter().map(Interval::len).sum(),
+            !self.quiet && !self.json,
+        )
     }
 
     /// The result files that one replay through all makes otherwise, and how long it took.

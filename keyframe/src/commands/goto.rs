@@ -1,10 +1,12 @@
 //! `keyframe goto`: a recorded VM as it was at an instruction.
 
 use super::recorded::RecordedArgs;
+use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
-use keyframe_failure::{DONE, Failure, Outcome};
+use crate::progress::instructions_bar;
+use crate::words::replay::ReplayWords;
 use keyframe_replay::cut_points::instruction_at_time;
-use keyframe_replay_driver::{self as replaying, Debugger, Replay, Source, Standing, Way, jobs};
+use keyframe_replay_driver::{Debugger, Replay, Source, Standing, Way, jobs};
 use serde::Serialize;
 use std::ffi::OsString;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -92,12 +94,14 @@ impl Goto {
         let source = self.recorded.open()?;
         let interrupted = jobs::interruption()?;
         // A port that is taken is said before anything is replayed.
-        let debugger = self.gdb.map(|port| Debugger::listen(&source, port, self.extra.clone()));
+        let words = ReplayWords::default();
+        let debugger =
+            self.gdb.map(|port| Debugger::listen(&source, port, self.extra.clone(), &words));
         let debugger = debugger.transpose()?;
         let way = Way::to(&source, &source.places()?, self.target(&source)?)?;
         let began = Instant::now();
         let is_shown = !self.quiet && !self.json;
-        let bar = jobs::bar("replaying", way.icount - way.begin.icount, is_shown);
+        let bar = instructions_bar("replaying", way.icount - way.begin.icount, is_shown);
         let mut tell = |at: u64| bar.set_position(at.saturating_sub(way.begin.icount));
         let with = (&self.extra[..], debugger.is_some());
         let stands = Standing::at(&source, way, with, &interrupted, &mut tell)?;
@@ -148,7 +152,7 @@ impl Goto {
             });
         }
         let marker = self.to.marker.as_deref().unwrap_or_default();
-        let console = replaying::console(source, self.recorded.jobs, !self.quiet && !self.json)?;
+        let console = self.recorded.console(source, !self.quiet && !self.json)?;
         let line = console.find(marker).ok_or_else(|| {
             Failure::new(format!("no line of the console holds {marker:?}")).fix(format!(
                 "see what it holds: keyframe log {}",

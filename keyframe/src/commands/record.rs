@@ -1,10 +1,10 @@
 //! `keyframe record`: a VM's run, kept so that each of its instructions can be run again.
 
 use super::exit_code;
+use crate::failure::paths;
+use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::output;
 use crate::words::StderrWords;
-use keyframe_failure::paths;
-use keyframe_failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use keyframe_qemu::{Invocation, Medium};
 use keyframe_replay::recording::{FORMAT, ImageMeta, OWN_STORE, VERSION};
 use keyframe_replay::{LogTimeRecorder, Recording, RecordingEnding, RecordingMeta};

@@ -1,8 +1,10 @@
 //! `keyframe segment`: checkpoints of a recording that was made without, from a replay of it.
 
 use super::exit_code;
+use crate::failure::{DONE, Failure, Outcome};
+use crate::progress::instructions_bar;
 use crate::words::StderrWords;
-use keyframe_failure::{DONE, Failure, Outcome};
+use crate::words::replay::ReplayWords;
 use keyframe_replay::cut_points::{CutSpacing, find_cut_points};
 use keyframe_replay::interval::RecordedCheckpoint;
 use keyframe_replay::{GrowingLog, Recording};
@@ -90,7 +92,7 @@ impl Segment {
             there.iter().rev().find(|place| cuts.first().is_some_and(|cut| place.icount < *cut));
         let begin = before.copied().unwrap_or(first);
         let instructions = source.last_standing()?;
-        let bar = jobs::bar("replaying", instructions, !self.quiet && !self.verbose);
+        let bar = instructions_bar("replaying", instructions, !self.quiet && !self.verbose);
         let mut course = Known { cuts: &cuts, boundaries: source.boundaries()?, places: &there };
         let mut tell = |icount| bar.set_position(icount);
         let verdict = keyframe_replay_driver::segment::segment(
@@ -116,9 +118,9 @@ impl Segment {
     /// The recording with the store for its checkpoints, which has its first one.
     fn source(&self) -> Result<Source, Failure> {
         let Some(place) = &self.store else {
-            return Source::open(&self.recording, None, &self.key);
+            return Ok(Source::open(&self.recording, None, &self.key, &ReplayWords::default())?);
         };
-        let mut source = Source::open(&self.recording, None, &self.key)?;
+        let mut source = Source::open(&self.recording, None, &self.key, &ReplayWords::default())?;
         let store = self.key.open(place).map_err(|e| Failure::store(&e, place))?;
         if store.id() != source.store.id() {
             copy_places(&source.store, &[first(&source.places()?, &source)?], &store)?;

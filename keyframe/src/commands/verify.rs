@@ -2,9 +2,10 @@
 //! checkpoint.
 
 use super::recorded::RecordedArgs;
+use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
+use crate::progress::instructions_bar;
 use indicatif::ProgressBar;
-use keyframe_failure::{DONE, FAILED, Failure, Outcome};
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use keyframe_replay_driver::{
@@ -114,7 +115,11 @@ impl Verify {
     }
 
     fn bar(&self, intervals: &[Interval]) -> ProgressBar {
-        jobs::bar("replaying", intervals.iter().map(Interval::len).sum(), !self.quiet && !self.json)
+        instructions_bar(
+            "replaying",
+            intervals.iter().map(Interval::len).sum(),
+            !self.quiet && !self.json,
+        )
     }
 
     fn tell(&self, source: &Source, checked: Vec<Checked>) -> Outcome {
@@ -351,8 +356,8 @@ fn compare_disks(
             .map(Arc::new)
             .map_err(|e| Failure::store(&e, source.store.path()))
     };
-    differing_disks(
+    Ok(differing_disks(
         &mut Side::new(disks_of(one.0)?, one.1),
         &mut Side::new(disks_of(other.0)?, other.1),
-    )
+    )?)
 }

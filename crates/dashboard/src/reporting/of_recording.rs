@@ -121,7 +121,7 @@ pub fn add(
 
 /// Adds an analysis in `out`.
 pub fn add_analysis(page: &mut ReportPage, out: &Path) -> Result<(), Failure> {
-    let (head, took) = made_before(out)?;
+    let (head, took) = made_before(out).map_err(crate::recordings::of_replay)?;
     page.part(&format!("Analysis {}", head.tool));
     let mut each: Vec<u64> = took.iter().map(|one| one.wall_ns).collect();
     each.sort_unstable();

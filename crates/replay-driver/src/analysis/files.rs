@@ -1,9 +1,9 @@
 //! What lies in an analysis' directory.
 
 use crate::Subject;
+use crate::error::{AnalysisError, Error, Result};
 use crate::order::read;
 use keyframe_analysis::Part;
-use keyframe_failure::Failure;
 use keyframe_replay::interval::Interval;
 use serde::{Deserialize, Serialize};
 use std::io::Read;
@@ -60,7 +60,7 @@ pub struct Head {
 
 impl Head {
     /// Reads that of the analysis in `out`, and refuses other formats.
-    pub fn read(out: &Path) -> Result<Self, Failure> {
+    pub fn read(out: &Path) -> Result<Self> {
         let path = out.join(HEAD);
         require_format(&path, &read(&path)?)?;
         read(&path)
@@ -82,11 +82,10 @@ impl Head {
     }
 
     /// Leaves it in `out`, as a whole: workers read it meanwhile.
-    pub(super) fn save(&self, out: &Path) -> Result<(), Failure> {
+    pub(super) fn save(&self, out: &Path) -> Result<()> {
         let (new, path) = (out.join("analysis.new"), out.join(HEAD));
         write(&new, serde_json::to_string_pretty(self).unwrap_or_default().as_bytes())?;
-        std::fs::rename(&new, &path)
-            .map_err(|e| Failure::new(format!("rename {}: {e}", new.display())))
+        std::fs::rename(&new, &path).map_err(|e| Error::file("rename", &new, e))
     }
 
     /// Whether this one goes on with `other`: it is the same, but for intervals that have come
@@ -105,20 +104,15 @@ struct FormatHead {
 }
 
 /// Refuses `analysis.json` at `path` unless it has the format and version of this program.
-fn require_format(path: &Path, head: &FormatHead) -> Result<(), Failure> {
-    let path = path.display();
+fn require_format(path: &Path, head: &FormatHead) -> Result<()> {
+    let path = path.to_owned();
     let version = head.version.map_or_else(|| "none".into(), |version| version.to_string());
-    let message = match head.format.as_deref() {
+    Err(match head.format.as_deref() {
         Some(FORMAT) if head.version == Some(VERSION) => return Ok(()),
-        Some(FORMAT) => {
-            format!("{path} has format version {version}; this Keyframe reads version {VERSION}")
-        }
-        _ => format!(
-            "{path} is of a pre-release Keyframe (format version {version}), \
-             which this Keyframe does not read"
-        ),
-    };
-    Err(Failure::new(message).fix("analyze again, into a new directory: --out DIR"))
+        Some(FORMAT) => AnalysisError::FormatVersion { path, version, supported: VERSION },
+        _ => AnalysisError::PreRelease { path, version },
+    }
+    .into())
 }
 
 /// A part that is there.
@@ -141,19 +135,19 @@ pub struct Done {
 }
 
 /// Writes a file of its own.
-pub(super) fn write(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
-    std::fs::write(path, bytes).map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
+pub(super) fn write(path: &Path, bytes: &[u8]) -> Result<()> {
+    std::fs::write(path, bytes).map_err(|e| Error::file("write", path, e))
 }
 
 /// An empty directory.
-pub(super) fn fresh(dir: &Path) -> Result<(), Failure> {
+pub(super) fn fresh(dir: &Path) -> Result<()> {
     match std::fs::remove_dir_all(dir) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-            return Err(Failure::new(format!("empty {}: {e}", dir.display())));
+            return Err(Error::file("empty", dir, e));
         }
         _ => {}
     }
-    std::fs::create_dir_all(dir).map_err(|e| Failure::new(format!("make {}: {e}", dir.display())))
+    std::fs::create_dir_all(dir).map_err(|e| Error::file("make", dir, e))
 }
 
 /// How long an interval took.
@@ -192,9 +186,8 @@ pub fn dispatch_ns(done: &[Done]) -> Option<u64> {
 }
 
 /// What the analysis in `out` is, and how long its intervals took, as far as they are done.
-pub fn made_before(out: &Path) -> Result<(Head, Vec<Took>), Failure> {
-    let head = Head::read(out)
-        .map_err(|failure| failure.fix("name a directory that keyframe analyze has made"))?;
+pub fn made_before(out: &Path) -> Result<(Head, Vec<Took>)> {
+    let head = Head::read(out).map_err(|e| AnalysisError::NotAnAnalysis(Box::new(e)))?;
     let all = std::fs::read_to_string(out.join(TIMES)).ok();
     let all: Option<Vec<Took>> = all.and_then(|text| serde_json::from_str(&text).ok());
     let so_far =
@@ -205,9 +198,8 @@ pub fn made_before(out: &Path) -> Result<(Head, Vec<Took>), Failure> {
 
 /// What the analysis in `out` is, and of each interval whether it is `done`, has `failed` or
 /// `waits`.
-pub fn progress(out: &Path) -> Result<(Head, Vec<&'static str>), Failure> {
-    let head = Head::read(out)
-        .map_err(|failure| failure.fix("name a directory that keyframe analyze has made"))?;
+pub fn progress(out: &Path) -> Result<(Head, Vec<&'static str>)> {
+    let head = Head::read(out).map_err(|e| AnalysisError::NotAnAnalysis(Box::new(e)))?;
     let state = |interval: &Interval| {
         let place = place_in(out, interval);
         let has = |file: &str| place.join(file).exists();
@@ -240,7 +232,7 @@ pub(super) fn done_in(out: &Path, interval: &Interval) -> Option<Done> {
 }
 
 /// Makes `out` the place of the analysis that `head` says, and its caller the one who wants it.
-pub(super) fn claim(out: &Path, head: &Head) -> Result<std::fs::File, Failure> {
+pub(super) fn claim(out: &Path, head: &Head) -> Result<std::fs::File> {
     let file = out.join(HEAD);
     match std::fs::read_to_string(&file) {
         Ok(there) => {
@@ -250,12 +242,11 @@ pub(super) fn claim(out: &Path, head: &Head) -> Result<std::fs::File, Failure> {
             let is_same =
                 serde_json::from_str::<Head>(&there).is_ok_and(|there| head.goes_on_with(&there));
             if !is_same {
-                return Err(Failure::new(format!("{} holds another analysis", out.display()))
-                    .fix("name a directory that does not exist yet, or the same recording, tool and arguments to go on"));
+                return Err(AnalysisError::OtherAnalysis(out.to_owned()).into());
             }
         }
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => make_empty(out)?,
-        Err(e) => return Err(Failure::new(format!("read {}: {e}", file.display()))),
+        Err(e) => return Err(Error::file("read", &file, e)),
     }
     let lock = lock(out)?;
     head.save(out)?;
@@ -263,33 +254,24 @@ pub(super) fn claim(out: &Path, head: &Head) -> Result<std::fs::File, Failure> {
 }
 
 /// Makes `out`, unless it is there and empty.
-fn make_empty(out: &Path) -> Result<(), Failure> {
-    std::fs::create_dir_all(out)
-        .map_err(|e| Failure::new(format!("make {}: {e}", out.display())))?;
-    let mut entries =
-        std::fs::read_dir(out).map_err(|e| Failure::new(format!("read {}: {e}", out.display())))?;
+fn make_empty(out: &Path) -> Result<()> {
+    std::fs::create_dir_all(out).map_err(|e| Error::file("make", out, e))?;
+    let mut entries = std::fs::read_dir(out).map_err(|e| Error::file("read", out, e))?;
     if entries.next().is_some() {
-        return Err(Failure::new(format!("{} exists and is not empty", out.display()))
-            .fix("name a directory that does not exist yet"));
+        return Err(AnalysisError::NotEmpty(out.to_owned()).into());
     }
     Ok(())
 }
 
 /// The kernel drops it with its process.
-fn lock(out: &Path) -> Result<std::fs::File, Failure> {
+fn lock(out: &Path) -> Result<std::fs::File> {
     let path = out.join("lock");
     let file = std::fs::File::options().create(true).append(true).open(&path);
-    let file = file.map_err(|e| Failure::new(format!("open {}: {e}", path.display())))?;
+    let file = file.map_err(|e| Error::file("open", &path, e))?;
     match file.try_lock() {
         Ok(()) => Ok(file),
-        Err(std::fs::TryLockError::WouldBlock) => Err(Failure::new(format!(
-            "{} is being worked on by another keyframe analyze",
-            out.display()
-        ))
-        .fix("wait until that one ends, or end it; it can be called again")),
-        Err(std::fs::TryLockError::Error(e)) => {
-            Err(Failure::new(format!("lock {}: {e}", path.display())))
-        }
+        Err(std::fs::TryLockError::WouldBlock) => Err(AnalysisError::Busy(out.to_owned()).into()),
+        Err(std::fs::TryLockError::Error(e)) => Err(Error::file("lock", &path, e)),
     }
 }
 
@@ -301,7 +283,7 @@ mod tests {
     fn analyses_of_other_formats_are_refused() {
         let check = |text: &str| {
             let head: FormatHead = serde_json::from_str(text).unwrap();
-            require_format(Path::new("analysis.json"), &head).map_err(|refused| refused.message)
+            require_format(Path::new("analysis.json"), &head).map_err(|refused| refused.to_string())
         };
         assert!(check(r#"{"format": "keyframe-analysis", "version": 1}"#).is_ok());
         let later = check(r#"{"format": "keyframe-analysis", "version": 2}"#).unwrap_err();

@@ -23,15 +23,14 @@ use files::{
     DONE, FAILED, QEMU_LOG, SAID_LINES, TIMES, Took, claim, done_in, fresh, place_in, said, write,
 };
 use keyframe_locks::IgnorePoison;
-use keyframe_units::duration_ns;
+use keyframe_units::{duration_ns, error_chain};
 
 use super::{Subject, With, jobs, ram};
-use indicatif::ProgressBar;
+use crate::error::{AnalysisError, Error, Result};
+use crate::event::{Event, EventSink};
 use keyframe_analysis::plugin::{self, PluginInterface};
 use keyframe_analysis::{GuestRam, Icount, MergeContext, Part, RunContext, Tool, ToolSummary};
 use keyframe_cluster::{ItemSource, LocalRunner, NewItems, Queue, QueueItem, WorkerId, drive};
-use keyframe_failure::Failure;
-use keyframe_failure::paths;
 use keyframe_inspect::source_of;
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use std::collections::BTreeSet;
@@ -80,45 +79,31 @@ impl<'a> Analysis<'a> {
         head: Head,
         range: Range<u64>,
         out: &Path,
-    ) -> Result<Self, Failure> {
-        let out = paths::absolute(out)?;
+    ) -> Result<Self> {
+        let out = std::path::absolute(out).map_err(|e| Error::file("resolve", out, e))?;
         let mut this = Self { range, ..Self::join(subject, tool, head, &out)? };
         let course = this.course.get_mut().ignore_poison();
         course.head.intervals = within(&course.all, &this.range);
         if course.is_all && course.head.intervals.is_empty() {
-            let Range { start, end } = this.range;
-            let last = course.all.last().map_or(0, |i| i.end_icount);
-            return Err(Failure::new(format!(
-                "no interval of the recording lies between {start} and {end}"
-            ))
-            .fix(format!("it has {last} instructions")));
+            let Range { start: from, end: to } = this.range;
+            let instructions = course.all.last().map_or(0, |i| i.end_icount);
+            return Err(AnalysisError::EmptyRange { from, to, instructions }.into());
         }
         let lock = claim(&out, &course.head)?;
         Ok(Self { _lock: Some(lock), ..this })
     }
 
     /// The one that somebody else has begun in `out`, which is absolute.
-    pub fn join(
-        subject: Subject<'a>,
-        tool: &'a dyn Tool,
-        head: Head,
-        out: &Path,
-    ) -> Result<Self, Failure> {
+    pub fn join(subject: Subject<'a>, tool: &'a dyn Tool, head: Head, out: &Path) -> Result<Self> {
         let version = subject.qemu_version();
         let mut numbers =
             version.split(|c: char| !c.is_ascii_digit()).map_while(|word| word.parse().ok());
         let (major, minor) = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
-        let interface = PluginInterface::of_qemu(major, minor).ok_or_else(|| {
-            Failure::new(format!(
-                "QEMU {version} has an interface for plugins that Keyframe has none for"
-            ))
-            .fix("record with QEMU 7.2 or 10")
-        })?;
+        let interface = PluginInterface::of_qemu(major, minor)
+            .ok_or_else(|| AnalysisError::NoPluginInterface { version: version.to_owned() })?;
         let folder = tempfile::Builder::new().prefix("keyframe-plugin-").tempdir();
-        let folder =
-            folder.map_err(|e| Failure::new(format!("make a directory for the plugin: {e}")))?;
-        let plugin =
-            plugin::install(folder.path(), interface).map_err(|e| Failure::analysis(&e))?;
+        let folder = folder.map_err(|e| Error::io("make a directory for the plugin", e))?;
+        let plugin = plugin::install(folder.path(), interface)?;
         let (all, is_all) = subject.intervals(tool.can_cut())?;
         let course = RwLock::new(Course { all, head, is_all });
         let (out, old, range) = (out.to_owned(), BTreeSet::new(), 0..u64::MAX);
@@ -146,15 +131,12 @@ impl<'a> Analysis<'a> {
     }
 
     /// Looks what has come about.
-    fn look(&self) -> Result<(), Failure> {
+    fn look(&self) -> Result<()> {
         let (all, is_all) = self.subject.intervals(self.tool.can_cut())?;
         let mut course = self.course.write().ignore_poison();
         let head = Head { intervals: within(&all, &self.range), ..course.head.clone() };
         if !head.goes_on_with(&course.head) {
-            return Err(Failure::new(
-                "the recording's checkpoints have changed while it was analysed",
-            )
-            .fix("begin again in another directory, and leave the store alone meanwhile"));
+            return Err(AnalysisError::CheckpointsChanged.into());
         }
         *course = Course { all, head, is_all };
         Ok(())
@@ -162,7 +144,7 @@ impl<'a> Analysis<'a> {
 
     /// The same, where anything may have, and lets others know; what there is to do now, and
     /// whether no more comes.
-    fn look_and_tell(&self) -> Result<(Vec<QueueItem>, bool), Failure> {
+    fn look_and_tell(&self) -> Result<(Vec<QueueItem>, bool)> {
         let (before, is_all) = (self.course().head.intervals.len(), self.course().is_all);
         if !is_all {
             self.look()?;
@@ -176,7 +158,7 @@ impl<'a> Analysis<'a> {
     }
 
     /// `intervals` as a queue takes them.
-    fn items(&self, intervals: &[Interval]) -> Result<Vec<QueueItem>, Failure> {
+    fn items(&self, intervals: &[Interval]) -> Result<Vec<QueueItem>> {
         let efforts = self.subject.efforts(intervals)?;
         let items = intervals
             .iter()
@@ -211,42 +193,40 @@ impl<'a> Analysis<'a> {
     }
 
     /// The VM's RAM.
-    pub fn ram_bytes(&self) -> Result<u64, Failure> {
+    pub fn ram_bytes(&self) -> Result<u64> {
         let store = self.subject.store();
         let first = self.intervals().first().map(|one| one.begin.checkpoint);
         let sealed = first.map(|id| store.sealed(id)).transpose();
-        let sealed = sealed.map_err(|e| Failure::store(&e, store.path()))?;
+        let sealed = sealed.map_err(|e| Error::store(store.path(), e))?;
         Ok(sealed.map_or(0, |sealed| sealed.meta.ram.len_bytes()))
     }
 
     /// Interval `index`, which may have come about since somebody looked.
-    pub fn interval(&self, index: u32) -> Result<Interval, Failure> {
+    pub fn interval(&self, index: u32) -> Result<Interval> {
         let find = || self.course().all.iter().find(|interval| interval.index == index).copied();
         if let Some(interval) = find() {
             return Ok(interval);
         }
         let (all, _) = self.subject.intervals(self.tool.can_cut())?;
         self.course.write().ignore_poison().all = all;
-        find().ok_or_else(|| Failure::new(format!("the recording has no interval {index}")))
+        find().ok_or_else(|| AnalysisError::NoInterval(index).into())
     }
 
     /// The queue of the intervals that are left. Those that were given up are in it again, and what
     /// a process of this host had that has ended since.
-    pub fn queue(&mut self) -> Result<Queue, Failure> {
-        let failed = |e: keyframe_cluster::Error| Failure::cluster(&e);
-        let queue = Queue::create(&self.out.join("queue")).map_err(failed)?;
+    pub fn queue(&mut self) -> Result<Queue> {
+        let queue = Queue::create(&self.out.join("queue"))?;
         let is_there = |one: &&Interval| done_in(&self.out, one).is_some();
         let intervals = self.intervals();
         self.old = intervals.iter().filter(is_there).map(|one| one.index).collect();
-        queue.return_items(WorkerId::is_local).map_err(failed)?;
-        queue.reopen(|index| !self.old.contains(&index)).map_err(failed)?;
-        let settled: BTreeSet<u32> =
-            queue.settled().map_err(failed)?.into_iter().map(|item| item.index).collect();
+        queue.return_items(WorkerId::is_local)?;
+        queue.reopen(|index| !self.old.contains(&index))?;
+        let settled: BTreeSet<u32> = queue.settled()?.into_iter().map(|item| item.index).collect();
         let is_new =
             |one: &&Interval| self.old.contains(&one.index) && !settled.contains(&one.index);
         let unsettled: Vec<Interval> = intervals.iter().filter(is_new).copied().collect();
         for item in self.items(&unsettled)? {
-            queue.add_settled(item).map_err(failed)?;
+            queue.add_settled(item)?;
         }
         Ok(queue)
     }
@@ -262,11 +242,11 @@ impl<'a> Analysis<'a> {
         jobs: Option<u64>,
         tries: u32,
         interrupted: &Arc<AtomicBool>,
-        bar: &ProgressBar,
-    ) -> Result<(), Failure> {
+        events: &dyn EventSink,
+    ) -> Result<()> {
         let queue = self.queue()?;
         let this = &*self;
-        bar.inc(this.old_instructions());
+        events.event(&Event::Replayed { instructions: this.old_instructions() });
         let slots = jobs.map_or_else(jobs::cores, |n| n as usize);
         let job = |item: QueueItem| {
             // It was put there for an interval that this process knows.
@@ -274,14 +254,15 @@ impl<'a> Analysis<'a> {
             let maker = format!("local-{:?}", std::thread::current().id());
             let mut told = interval.from_icount;
             let mut tell = |icount: u64| {
-                bar.inc(icount.min(interval.end_icount).saturating_sub(told));
+                let instructions = icount.min(interval.end_icount).saturating_sub(told);
+                events.event(&Event::Replayed { instructions });
                 told = icount.max(told);
             };
             match this.make(&interval, &maker, tries, interrupted, &mut tell) {
                 Ok(()) => tell(interval.end_icount),
                 // It is missed when the parts are collected.
-                Err(failure) if !interrupted.load(Ordering::Relaxed) => {
-                    bar.suspend(|| eprintln!("keyframe: interval {}: {failure}", item.index));
+                Err(error) if !interrupted.load(Ordering::Relaxed) => {
+                    events.event(&Event::IntervalFailed { index: item.index, error });
                 }
                 Err(_) => {}
             }
@@ -290,13 +271,12 @@ impl<'a> Analysis<'a> {
             let mut local = LocalRunner::new(scope, slots, interrupted, &job);
             drive(&queue, &mut this.feed(), &mut local, interrupted, &mut |_| ())
         });
-        bar.finish_and_clear();
-        driven.map_err(|e| Failure::cluster(&e))?;
+        driven?;
         jobs::unless(interrupted)
     }
 
     /// The parts of all intervals, in order, once each is settled.
-    pub fn collect(&self) -> Result<Vec<Done>, Failure> {
+    pub fn collect(&self, events: &dyn EventSink) -> Result<Vec<Done>> {
         let (mut made, mut failures) = (Vec::new(), Vec::new());
         let intervals = self.intervals();
         for interval in &intervals {
@@ -307,13 +287,13 @@ impl<'a> Analysis<'a> {
                 None => failures.push((interval.index, self.why_failed(interval))),
             }
         }
-        let Some((index, why)) = failures.first() else { return Ok(made) };
-        for (index, why) in failures.iter().skip(1) {
-            eprintln!("keyframe: interval {index}: {why}");
-        }
         let (failed, count) = (failures.len(), intervals.len());
-        Err(Failure::new(format!("{failed} of {count} intervals failed; interval {index}: {why}"))
-            .fix("call it again to try those once more; keyframe verify tells whether the recording replays"))
+        let mut failures = failures.into_iter();
+        let Some((index, reason)) = failures.next() else { return Ok(made) };
+        for (index, reason) in failures {
+            events.event(&Event::IntervalWithoutPart { index, reason });
+        }
+        Err(AnalysisError::IntervalsFailed { failed, count, index, reason }.into())
     }
 
     fn why_failed(&self, interval: &Interval) -> String {
@@ -330,7 +310,7 @@ impl<'a> Analysis<'a> {
         tries_max: u32,
         interrupted: &AtomicBool,
         tell: &mut dyn FnMut(u64),
-    ) -> Result<(), Failure> {
+    ) -> Result<()> {
         let (began, began_at) = (Instant::now(), SystemTime::now());
         let dir = self.out.join("parts").join(format!(".{:06}.{maker}", interval.index));
         let mut log = String::new();
@@ -342,13 +322,13 @@ impl<'a> Analysis<'a> {
             if interrupted.load(Ordering::Relaxed) {
                 // Nobody has ever heard of it.
                 let _ = std::fs::remove_dir_all(&dir);
-                return Err(Failure::new("interrupted"));
+                return Err(Error::Interrupted);
             }
             let _ = match &ran {
                 Ok(_) => {
                     writeln!(log, "try {tries}: done after {:.3} s", began.elapsed().as_secs_f64())
                 }
-                Err(failure) => writeln!(log, "try {tries}: {}", failure.message),
+                Err(error) => writeln!(log, "try {tries}: {}", error_chain(error)),
             };
             let said = said(&dir.join(QEMU_LOG));
             log.push_str(&said);
@@ -367,11 +347,13 @@ impl<'a> Analysis<'a> {
                     )?;
                     return self.publish(&dir, interval);
                 }
-                Err(failure) if tries >= tries_max => {
+                Err(error) if tries >= tries_max => {
                     // Its reason is in what QEMU said last, if it said anything.
                     let last: Vec<&str> = said.lines().rev().take(SAID_LINES).collect();
-                    let message =
-                        last.iter().rev().fold(failure.message, |all, line| all + "\n  " + line);
+                    let message = last
+                        .iter()
+                        .rev()
+                        .fold(error_chain(&error), |all, line| all + "\n  " + line);
                     write(&dir.join(FAILED), message.as_bytes())?;
                     return self.publish(&dir, interval);
                 }
@@ -381,9 +363,9 @@ impl<'a> Analysis<'a> {
     }
 
     /// Gives what is in `dir` its name, unless another one was faster.
-    fn publish(&self, dir: &Path, interval: &Interval) -> Result<(), Failure> {
+    fn publish(&self, dir: &Path, interval: &Interval) -> Result<()> {
         let place = self.place(interval);
-        let failed = |e: std::io::Error| Failure::new(format!("rename {}: {e}", dir.display()));
+        let failed = |e| Error::file("rename", dir, e);
         if std::fs::rename(dir, &place).is_ok() {
             return Ok(());
         }
@@ -420,7 +402,7 @@ impl<'a> Analysis<'a> {
         intervals: &[Interval],
         interrupted: &AtomicBool,
         tell: &mut dyn FnMut(u64),
-    ) -> Result<Vec<Part>, Failure> {
+    ) -> Result<Vec<Part>> {
         let Some(first) = intervals.first() else { return Ok(Vec::new()) };
         let before = self.warm_up(first);
         let all = [&*before, intervals].concat();
@@ -439,8 +421,7 @@ impl<'a> Analysis<'a> {
         intervals: &[Interval],
         interrupted: &AtomicBool,
         tell: &mut dyn FnMut(u64),
-    ) -> Result<Vec<Part>, Failure> {
-        let failed = |e: keyframe_analysis::Error| Failure::analysis(&e);
+    ) -> Result<Vec<Part>> {
         let Some(first) = intervals.first() else { return Ok(Vec::new()) };
         let warm_up =
             (begin.icount < first.from_icount).then_some(keyframe_analysis::IcountInterval {
@@ -456,35 +437,34 @@ impl<'a> Analysis<'a> {
             warm_up,
             intervals: intervals.iter().copied().map(of).collect(),
         };
-        let mut running = self.tool.begin(&context).map_err(failed)?;
+        let mut running = self.tool.begin(&context)?;
         let with = With {
             extra: vec!["-plugin".into(), running.option().into()],
             log: Some(dir.join(QEMU_LOG)),
             lazy: !self.tool.reads_ram(),
             ..With::default()
         };
-        let mut cut = || running.cut().map_err(failed);
+        let mut cut = || running.cut().map_err(Error::from);
         self.subject.go_through(begin, intervals, with, (interrupted, tell), &mut cut)?;
-        running.finish().map_err(failed)
+        Ok(running.finish()?)
     }
 
     /// The guest's RAM at `place`.
-    fn ram(&self, place: RecordedCheckpoint) -> Result<GuestRam, Failure> {
+    fn ram(&self, place: RecordedCheckpoint) -> Result<GuestRam> {
         let store = self.subject.store();
-        let meta =
-            store.sealed(place.checkpoint).map_err(|e| Failure::store(&e, store.path()))?.meta;
+        let meta = store.sealed(place.checkpoint).map_err(|e| Error::store(store.path(), e))?.meta;
         let source = source_of(&meta.machine, &meta.ram);
         ram::of(&source, &meta.machine.guest_map.unwrap_or_default(), self.interface)
     }
 
     /// The results of all parts.
-    pub fn merge(&self, done: Vec<Done>) -> Result<ToolSummary, Failure> {
+    pub fn merge(&self, done: Vec<Done>) -> Result<ToolSummary> {
         let took: Vec<Took> = done.iter().map(Took::from).collect();
         let times = serde_json::to_string_pretty(&took).unwrap_or_default();
         write(&self.out.join(TIMES), times.as_bytes())?;
         let parts = done.into_iter().flat_map(|done| done.parts).collect();
         let merge = MergeContext { parts, out: self.out.clone() };
-        self.tool.merge(&merge).map_err(|e| Failure::analysis(&e))
+        self.tool.merge(&merge).map_err(Error::from)
     }
 
     /// The results of one replay through all intervals, in `OUT/sequential`.
@@ -492,14 +472,14 @@ impl<'a> Analysis<'a> {
         &self,
         interrupted: &AtomicBool,
         tell: &mut dyn FnMut(u64),
-    ) -> Result<ToolSummary, Failure> {
+    ) -> Result<ToolSummary> {
         let dir = self.out.join("sequential");
         let parts = dir.join("parts");
         fresh(&dir)?;
         fresh(&parts)?;
         let all = self.intervals();
         let [Some(first), Some(last)] = [all.first(), all.last()] else {
-            return Err(Failure::new("there is no interval to analyse"));
+            return Err(AnalysisError::NoIntervals.into());
         };
         let intervals = if self.tool.can_cut() {
             all.clone()
@@ -507,17 +487,15 @@ impl<'a> Analysis<'a> {
             vec![Interval { end: last.end, end_icount: last.end_icount, ..*first }]
         };
         let parts = self.run(&parts, &intervals, interrupted, tell)?;
-        self.tool.merge(&MergeContext { parts, out: dir }).map_err(|e| Failure::analysis(&e))
+        self.tool.merge(&MergeContext { parts, out: dir }).map_err(Error::from)
     }
 
     /// Removes the parts, which nobody needs once the results are there.
-    pub fn clear(&self) -> Result<(), Failure> {
+    pub fn clear(&self) -> Result<()> {
         let parts = self.out.join("parts");
         std::fs::remove_dir_all(&parts)
             .and_then(|()| std::fs::remove_dir_all(self.out.join("queue")))
-            .map_err(|e| {
-                Failure::new(format!("remove {} and what is beside it: {e}", parts.display()))
-            })
+            .map_err(|e| Error::io(format!("remove {} and what is beside it", parts.display()), e))
     }
 }
 
@@ -537,7 +515,7 @@ impl ItemSource for Coming<'_> {
         match looked {
             Ok((items, true)) => Ok(NewItems::Complete(items)),
             Ok((items, false)) => Ok(NewItems::Open(items)),
-            Err(failure) => Err(keyframe_cluster::Error::Source(failure.message)),
+            Err(error) => Err(keyframe_cluster::Error::Source(error_chain(&error))),
         }
     }
 }

@@ -8,8 +8,8 @@
 //! ```
 
 use super::Difference;
+use crate::error::{Error, Result};
 use keyframe_disk::{BLOCK_BYTES, Below, Block, DiskBlock, DiskEpoch, Extent, Slot, SlotFile};
-use keyframe_failure::{Failure, chain};
 use keyframe_store::LoadedDisks;
 use keyframe_units::PageIndex;
 use keyframe_vm_disks::ServedDisks;
@@ -43,28 +43,27 @@ impl<'a> Side<'a> {
     }
 
     /// What has been written since the checkpoint is in an epoch, until [`Self::give_back`].
-    fn cut(&mut self) -> Result<Vec<DiskEpoch>, Failure> {
+    fn cut(&mut self) -> Result<Vec<DiskEpoch>> {
         self.served
             .as_mut()
-            .map_or(Ok(Vec::new()), |served| served.disks.cut().map_err(|e| failed(&e)))
+            .map_or(Ok(Vec::new()), |served| served.disks.cut().map_err(Error::from))
     }
 
-    fn give_back(&mut self, epochs: &[DiskEpoch]) -> Result<(), Failure> {
+    fn give_back(&mut self, epochs: &[DiskEpoch]) -> Result<()> {
         match &mut self.served {
-            Some(served) => served.disks.give_back(epochs).map_err(|e| failed(&e)),
+            Some(served) => served.disks.give_back(epochs).map_err(Error::from),
             None => Ok(()),
         }
     }
 
-    fn reader(&mut self, disk: usize, epochs: &[DiskEpoch]) -> Result<Reader, Failure> {
+    fn reader(&mut self, disk: usize, epochs: &[DiskEpoch]) -> Result<Reader> {
         let stored = StoredDisk::of(Arc::clone(&self.checkpoint), disk);
-        let below =
-            stored.ok_or_else(|| Failure::new("the two have not the same disks"))?.open()?;
+        let below = stored.ok_or_else(other_disks)?.open()?;
         let (mut written, mut slots) = (Vec::new(), None);
         if let (Some(served), Some(epoch)) = (&mut self.served, epochs.get(disk)) {
-            slots = Some(served.disks.slot_file(disk).map_err(|e| failed(&e))?);
+            slots = Some(served.disks.slot_file(disk)?);
             let pages = served.disks.pages(disk, *epoch);
-            written = pages.collect::<Result<_, _>>().map_err(|e| failed(&e))?;
+            written = pages.collect::<Result<_, _>>()?;
         }
         Ok(Reader { below, written, slots })
     }
@@ -83,19 +82,19 @@ impl Reader {
     }
 
     /// Fills `into` with the block, of which the disk has so many bytes.
-    fn read(&self, block: DiskBlock, into: &mut Block, len: usize) -> Result<(), Failure> {
+    fn read(&self, block: DiskBlock, into: &mut Block, len: usize) -> Result<()> {
         let written = self.extent_from(block.0).filter(|extent| extent.block <= block);
         match (written, &self.slots) {
             (Some(Extent { slot: None, .. }), _) => into.fill(0),
             (Some(Extent { block: first, slot: Some(slot), .. }), Some(slots)) => {
                 let slot = u64::from(slot.0) + (block.0 - first.0);
-                let slot =
-                    u32::try_from(slot).map_err(|_| Failure::new("a slot beyond the overlay"))?;
-                slots.read(Slot(slot), into).map_err(|e| failed(&e))?;
+                let slot = u32::try_from(slot)
+                    .map_err(|_| Error::NotComparable("a slot beyond the overlay".into()))?;
+                slots.read(Slot(slot), into)?;
             }
             _ => {
                 let at = block.0 * BLOCK_BYTES as u64;
-                self.below.read(at, &mut into[..len]).map_err(|e| failed(&e))?;
+                self.below.read(at, &mut into[..len])?;
             }
         }
         into[len..].fill(0);
@@ -104,7 +103,7 @@ impl Reader {
 }
 
 /// Compares the disks of two VMs that stand, of one recording.
-pub fn differing_disks(one: &mut Side<'_>, other: &mut Side<'_>) -> Result<Difference, Failure> {
+pub fn differing_disks(one: &mut Side<'_>, other: &mut Side<'_>) -> Result<Difference> {
     let mut turn = 1;
     loop {
         let epochs = [one.cut()?, other.cut()?];
@@ -128,18 +127,16 @@ fn compare(
     [first, second]: [&LoadedDisks; 2],
     disk: usize,
     difference: &mut Difference,
-) -> Result<(), Failure> {
+) -> Result<()> {
     let of = |disks: &LoadedDisks| {
         Some((disks.meta.disks.get(disk)?.clone(), disks.meta.blocks_of(disk)?))
     };
     let (Some((meta, blocks)), Some((its, its_blocks))) = (of(first), of(second)) else {
-        return Err(Failure::new("the two have not the same disks"));
+        return Err(other_disks());
     };
     if (&meta.name, meta.disk_bytes, blocks) != (&its.name, its.disk_bytes, its_blocks) {
-        return Err(Failure::new(format!(
-            "disk {} of one is disk {} of the other",
-            meta.name, its.name
-        )));
+        let text = format!("disk {} of one is disk {} of the other", meta.name, its.name);
+        return Err(Error::NotComparable(text));
     }
     let stored = |at: u64| {
         let next = first.next_differing(second, PageIndex(blocks.first.0.checked_add(at)?))?;
@@ -166,8 +163,8 @@ fn compare(
     }
 }
 
-fn failed(error: &keyframe_disk::Error) -> Failure {
-    Failure::new(chain(error))
+fn other_disks() -> Error {
+    Error::NotComparable("the two have not the same disks".into())
 }
 
 #[cfg(test)]

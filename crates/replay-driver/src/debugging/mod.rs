@@ -17,7 +17,8 @@ mod stub;
 
 use super::Source;
 use super::travel::{Standing, Way};
-use keyframe_failure::Failure;
+use crate::error::{Error, ReplayError, Result};
+use crate::event::{Event, EventSink};
 use keyframe_gdb::{Breakpoint, GdbConnection, GdbRequest, Received, StopReply};
 use keyframe_replay::interval::RecordedCheckpoint;
 use reverse::Back;
@@ -43,6 +44,7 @@ struct With<'a> {
     places: Vec<RecordedCheckpoint>,
     /// Further words for QEMU.
     extra: Vec<OsString>,
+    events: &'a dyn EventSink,
     interrupted: &'a AtomicBool,
 }
 
@@ -63,6 +65,7 @@ pub struct Debugger<'a> {
     port: u16,
     source: &'a Source,
     extra: Vec<OsString>,
+    events: &'a dyn EventSink,
 }
 
 /// How a session ended.
@@ -74,21 +77,19 @@ enum Ended {
     Killed,
 }
 
-fn failed(error: &keyframe_gdb::Error) -> Failure {
-    Failure::new(keyframe_failure::chain(error))
-}
-
 impl<'a> Debugger<'a> {
     /// At `port` of the loopback device; 0 is a free one. `extra` are words for each QEMU.
-    pub fn listen(source: &'a Source, port: u16, extra: Vec<OsString>) -> Result<Self, Failure> {
-        let failed = |e: std::io::Error| {
-            Failure::new(format!("listen at port {port} of the loopback device: {e}"))
-                .fix("name another port, or 0 for a free one")
-        };
+    pub fn listen(
+        source: &'a Source,
+        port: u16,
+        extra: Vec<OsString>,
+        events: &'a dyn EventSink,
+    ) -> Result<Self> {
+        let failed = |source| ReplayError::Listen { port, source };
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
         let port = listener.local_addr().map_err(failed)?.port();
-        Ok(Self { listener, port, source, extra })
+        Ok(Self { listener, port, source, extra, events })
     }
 
     /// The port.
@@ -97,12 +98,13 @@ impl<'a> Debugger<'a> {
     }
 
     /// Serves one debugger after the other, until one kills the VM or the user interrupts.
-    pub fn serve(self, standing: Standing, interrupted: &AtomicBool) -> Result<(), Failure> {
+    pub fn serve(self, standing: Standing, interrupted: &AtomicBool) -> Result<()> {
         let places = self.source.places()?;
-        let with = With { source: self.source, places, extra: self.extra, interrupted };
+        let (source, extra, events) = (self.source, self.extra, self.events);
+        let with = With { source, places, extra, events, interrupted };
         let mut standing = standing;
         while !interrupted.load(Ordering::Relaxed) {
-            if standing.replay.restored().try_wait().map_err(|e| Failure::qemu(&e))?.is_some() {
+            if standing.replay.restored().try_wait()?.is_some() {
                 return Ok(());
             }
             let stream = match self.listener.accept() {
@@ -111,10 +113,10 @@ impl<'a> Debugger<'a> {
                     std::thread::sleep(LOOK_EVERY);
                     continue;
                 }
-                Err(e) => return Err(Failure::new(format!("wait for a debugger: {e}"))),
+                Err(e) => return Err(Error::io("wait for a debugger", e)),
             };
             let prepared = stream.set_nonblocking(false).and_then(|()| stream.set_nodelay(true));
-            prepared.map_err(|e| Failure::new(format!("prepare a debugger's connection: {e}")))?;
+            prepared.map_err(|e| Error::io("prepare a debugger's connection", e))?;
             let stub = Stub::new(standing, &Told::default())?;
             let gdb = GdbConnection::new(stream, "the debugger");
             let mut session =
@@ -140,7 +142,7 @@ struct Session<'a> {
 }
 
 impl Session<'_> {
-    fn run(&mut self) -> Result<Ended, Failure> {
+    fn run(&mut self) -> Result<Ended> {
         let mut is_first = true;
         loop {
             if self.with.interrupted.load(Ordering::Relaxed) {
@@ -152,27 +154,26 @@ impl Session<'_> {
                 Ok(Some(Received::Packet(payload))) => payload,
                 Err(e) => {
                     // Whoever that was, the VM stands for the next one.
-                    eprintln!("keyframe: {}", failed(&e).message);
+                    self.with.events.event(&Event::DebuggerLost { error: e.into() });
                     return Ok(Ended::Detached);
                 }
             };
             if std::mem::take(&mut is_first) {
                 // One who connected before the VM stood has asked again and again meanwhile.
-                while self.gdb.receive(Duration::ZERO).map_err(|e| failed(&e))?
-                    == Some(Received::Packet(payload.clone()))
-                {}
+                while self.gdb.receive(Duration::ZERO)? == Some(Received::Packet(payload.clone())) {
+                }
             }
             match self.answer(&payload)? {
-                Answer::Send(answer) => self.gdb.send(&answer).map_err(|e| failed(&e))?,
+                Answer::Send(answer) => self.gdb.send(&answer)?,
                 Answer::End(ended, answer) => {
-                    self.gdb.send(&answer).map_err(|e| failed(&e))?;
+                    self.gdb.send(&answer)?;
                     return Ok(ended);
                 }
             }
         }
     }
 
-    fn answer(&mut self, payload: &[u8]) -> Result<Answer, Failure> {
+    fn answer(&mut self, payload: &[u8]) -> Result<Answer> {
         let answer = match GdbRequest::parse(payload) {
             GdbRequest::Detach => return Ok(Answer::End(Ended::Detached, b"OK".to_vec())),
             GdbRequest::Kill => return Ok(Answer::End(Ended::Killed, b"OK".to_vec())),
@@ -214,10 +215,10 @@ impl Session<'_> {
     }
 
     /// A line for QEMU's monitor: what it prints comes before the answer.
-    fn monitor(&mut self, payload: &[u8]) -> Result<Vec<u8>, Failure> {
+    fn monitor(&mut self, payload: &[u8]) -> Result<Vec<u8>> {
         let mut answer = self.stub.ask(payload)?;
         while answer.first() == Some(&b'O') && answer != b"OK" {
-            self.gdb.send(&answer).map_err(|e| failed(&e))?;
+            self.gdb.send(&answer)?;
             answer = self.stub.answer()?;
         }
         Ok(answer)
@@ -225,15 +226,13 @@ impl Session<'_> {
 
     fn refuse(&mut self) -> Vec<u8> {
         if !std::mem::replace(&mut self.has_refused, true) {
-            eprintln!(
-                "keyframe: the debugger wants to write registers or memory: what is recorded cannot be changed"
-            );
+            self.with.events.event(&Event::DebuggerWriteRefused);
         }
         b"E01".to_vec()
     }
 
     /// Lets the VM run as `payload` says, until it stops or the debugger wants it to.
-    fn run_on(&mut self, payload: &[u8]) -> Result<Vec<u8>, Failure> {
+    fn run_on(&mut self, payload: &[u8]) -> Result<Vec<u8>> {
         let with = self.with;
         let end = with.source.last_standing()?;
         let gdb = &mut self.gdb;
@@ -246,13 +245,7 @@ impl Session<'_> {
             return Ok(ended());
         }
         if !with.source.ends_with_log()? {
-            stub.standing
-                .replay
-                .restored()
-                .vm()
-                .qmp()
-                .replay_break(end)
-                .map_err(|e| Failure::qemu(&e))?;
+            stub.standing.replay.restored().vm().qmp().replay_break(end)?;
         }
         stub.send(payload)?;
         let (mut idling, mut watch, mut has_stopped) = (stub.idling(), StallWatch::new(), false);
@@ -261,24 +254,24 @@ impl Session<'_> {
             match stub.receive(Duration::ZERO)? {
                 Some(Received::Packet(reply)) => match StopReply::parse(&reply) {
                     // Console output and the like.
-                    None => gdb.send(&reply).map_err(|e| failed(&e))?,
+                    None => gdb.send(&reply)?,
                     Some(_) if stub.icount()? >= end || stub.is_shut_down()? => return Ok(ended()),
                     Some(_) => return Ok(reply),
                 },
                 Some(Received::Closed) => {
-                    return Err(Failure::new("QEMU has ended before its log did"));
+                    return Err(ReplayError::EndedUnderDebugger.into());
                 }
                 Some(Received::Interrupt) | None => {}
             }
             // One who has gone does not wait for it any more; whoever comes next finds it standing.
             let wants_stop = matches!(
-                gdb.receive(Duration::ZERO).map_err(|e| failed(&e))?,
+                gdb.receive(Duration::ZERO)?,
                 Some(Received::Interrupt | Received::Closed)
             );
             if !has_stopped
                 && (wants_stop
                     || with.interrupted.load(Ordering::Relaxed)
-                    || watch.is_frozen(stub)?)
+                    || watch.is_frozen(stub, with.events)?)
             {
                 stub.interrupt()?;
                 has_stopped = true;
@@ -287,7 +280,7 @@ impl Session<'_> {
     }
 
     /// Another replay to where the debugger comes when it goes back.
-    fn back(&mut self, how: Back) -> Result<Vec<u8>, Failure> {
+    fn back(&mut self, how: Back) -> Result<Vec<u8>> {
         let from = self.stub.icount()?;
         let thread = self.stub.thread.clone();
         let stop = |signal, watch, why: &str| {
@@ -343,7 +336,7 @@ impl StallWatch {
     }
 
     /// Whether it has stood at one instruction for too long, which is said.
-    fn is_frozen(&mut self, stub: &mut Stub) -> Result<bool, Failure> {
+    fn is_frozen(&mut self, stub: &mut Stub, events: &dyn EventSink) -> Result<bool> {
         if self.asked.elapsed() < ASK_EVERY {
             return Ok(false);
         }
@@ -357,9 +350,7 @@ impl StallWatch {
         else {
             return Ok(false);
         };
-        eprintln!(
-            "keyframe: the replay has come off its log at instruction {icount}: go back from there, by one instruction, and on"
-        );
+        events.event(&Event::DivergedUnderDebugger { icount });
         Ok(true)
     }
 }

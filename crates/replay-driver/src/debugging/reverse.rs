@@ -12,9 +12,9 @@
 //! stand and go on.
 
 use super::stub::Stub;
-use super::{Told, With, failed};
+use super::{Told, With};
+use crate::error::{ReplayError, Result};
 use crate::travel::{Standing, Way};
-use keyframe_failure::Failure;
 use keyframe_gdb::{GdbConnection, Received, StopReply};
 use std::net::TcpStream;
 use std::sync::atomic::Ordering;
@@ -51,7 +51,7 @@ pub(super) fn search(
     gdb: &mut GdbConnection<TcpStream>,
     told: &Told,
     from: u64,
-) -> Result<Option<Found>, Failure> {
+) -> Result<Option<Found>> {
     let begin = Some(Found { icount: 0, watch: None });
     if told.points.is_empty() {
         return Ok(begin);
@@ -68,7 +68,7 @@ pub(super) fn search(
 
 /// What is looked through, nearest first: they follow each other without a gap, down to the
 /// recording's beginning.
-fn stretches(with: &With<'_>, from: u64) -> Result<Vec<(u64, u64)>, Failure> {
+fn stretches(with: &With<'_>, from: u64) -> Result<Vec<(u64, u64)>> {
     let boundaries = with.source.boundaries()?;
     let standing = |icount: u64| boundaries.next_unambiguous(icount).unwrap_or(u64::MAX);
     let places = &with.places;
@@ -106,7 +106,7 @@ fn last_in(
     told: &Told,
     start: u64,
     end: u64,
-) -> Result<Looked, Failure> {
+) -> Result<Looked> {
     let way = Way::to(with.source, &with.places, start)?;
     let Some(standing) =
         Standing::at(with.source, way, (&with.extra[..], true), with.interrupted, &mut |_| ())?
@@ -124,13 +124,7 @@ fn last_in(
     let mut how: &[u8] = b"c";
     while stub.icount()? < stop {
         // Anew each time: it holds once, and another stop may have taken it.
-        stub.standing
-            .replay
-            .restored()
-            .vm()
-            .qmp()
-            .replay_break(stop)
-            .map_err(|e| Failure::qemu(&e))?;
+        stub.standing.replay.restored().vm().qmp().replay_break(stop)?;
         let Some(reply) = run_on(with, gdb, &mut stub, how)? else {
             return Ok(Looked::Interrupted);
         };
@@ -163,7 +157,7 @@ fn run_on(
     gdb: &mut GdbConnection<TcpStream>,
     stub: &mut Stub,
     how: &[u8],
-) -> Result<Option<Vec<u8>>, Failure> {
+) -> Result<Option<Vec<u8>>> {
     let mut idling = stub.idling();
     stub.send(how)?;
     loop {
@@ -172,13 +166,11 @@ fn run_on(
             Some(Received::Packet(reply)) if StopReply::parse(&reply).is_some() => {
                 return Ok(Some(reply));
             }
-            Some(Received::Closed) => return Err(Failure::new("QEMU has ended in a replay")),
+            Some(Received::Closed) => return Err(ReplayError::EndedInSearch.into()),
             _ => {}
         }
-        let interrupted = matches!(
-            gdb.receive(Duration::ZERO).map_err(|e| failed(&e))?,
-            Some(Received::Interrupt | Received::Closed)
-        );
+        let interrupted =
+            matches!(gdb.receive(Duration::ZERO)?, Some(Received::Interrupt | Received::Closed));
         if interrupted || with.interrupted.load(Ordering::Relaxed) {
             return Ok(None);
         }

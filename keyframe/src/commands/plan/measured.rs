@@ -1,6 +1,7 @@
 //! The model's constants, from what a recording and an analysis of it took.
 
-use keyframe_failure::Failure;
+use crate::failure::Failure;
+use crate::words::replay::ReplayWords;
 use keyframe_model::{Fit, fit_slowdown};
 use keyframe_replay::RecordingMeta;
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
@@ -58,7 +59,7 @@ impl Measured {
         key: &KeyArg,
         analysis: Option<&Path>,
     ) -> Result<Self, Failure> {
-        let source = Source::open(path, store, key)?;
+        let source = Source::open(path, store, key, &ReplayWords::default())?;
         let mut pauses = Vec::new();
         let checkpoints = sealed_in(&source.store, &source.recording)?;
         for (place, sealed) in &checkpoints {
