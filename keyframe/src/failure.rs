@@ -110,12 +110,6 @@ impl Failure {
         }
     }
 
-    /// An error of the kernel interfaces.
-    pub fn kernel(error: &keyframe_kernel::Error) -> Self {
-        let fix = error.fix();
-        Self { fix, ..Self::new(chain(error)) }
-    }
-
     /// An error of an analysis.
     pub fn analysis(error: &keyframe_analysis::Error) -> Self {
         let fix = error.fix();

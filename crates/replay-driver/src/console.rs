@@ -1,73 +1,89 @@
-//! What a recorded guest wrote to its console: put together by replays, once.
+//! What a recorded guest wrote to its console. Replays find it out once; a file keeps it.
 
-use super::{Reached, Replay, Source, With, jobs};
 use crate::error::{Error, Result};
 use crate::event::{Event, EventSink};
+use crate::{Replay, ReplayOptions, ReplayableRecording, StopReason, jobs};
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::Interval;
 use keyframe_replay::{Console, log, read_console_output};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// More than any guest says.
+/// The longest console that is read, in bytes.
 const CONSOLE_BYTES_MAX: u64 = 1 << 30;
 
-/// The console's lines. Where nobody asked before, the recording is replayed for it, `jobs`
-/// intervals at a time.
-pub fn console(source: &Source, jobs: Option<u64>, events: &dyn EventSink) -> Result<Console> {
-    let path = source.recording.console_path();
+/// Returns the lines of the guest's console. The first call replays the recording for them, `jobs`
+/// intervals at a time (as many as there are cores if `None`), and keeps them in the recording's
+/// directory. `events` learns how far these replays are.
+pub fn console(
+    recording: &ReplayableRecording,
+    jobs: Option<u64>,
+    events: &dyn EventSink,
+) -> Result<Console> {
+    let path = recording.recording.console_path();
     if !path.exists() {
-        replay(source, &path, jobs, events)?;
+        replay_all(recording, &path, jobs, events)?;
     }
     let written = read_console_output(&path, CONSOLE_BYTES_MAX)?;
-    let log = log::open(source.log())?;
+    let log = log::open(recording.log())?;
     Ok(Console::new(log, &written)?)
 }
 
-/// Has the intervals write what the guest wrote in them, and puts it together at `path`.
-fn replay(source: &Source, path: &Path, jobs: Option<u64>, events: &dyn EventSink) -> Result<()> {
-    let intervals = source.with_unambiguous_ends(&source.intervals()?)?;
+/// Replays all intervals, and joins what the guest wrote in them in the file at `path`.
+fn replay_all(
+    recording: &ReplayableRecording,
+    path: &Path,
+    jobs: Option<u64>,
+    events: &dyn EventSink,
+) -> Result<()> {
+    let intervals = recording.with_unambiguous_ends(&recording.intervals()?)?;
     let interrupted = jobs::interruption()?;
     let instructions = intervals.iter().map(Interval::len).sum();
     events.event(&Event::ReplaysBegin { instructions });
-    let mut parts = jobs::side_by_side(source, &intervals, jobs, &interrupted, |interval| {
-        let part = part(source, interval, &interrupted);
-        events.event(&Event::Replayed { instructions: interval.len() });
-        (interval.index, part)
-    })?;
+    let mut parts =
+        jobs::for_each_interval(recording, &intervals, jobs, &interrupted, |interval| {
+            let output = output_of(recording, interval, &interrupted);
+            events.event(&Event::Replayed { instructions: interval.len() });
+            (interval.index, output)
+        })?;
     if interrupted.load(Ordering::Relaxed) {
         return Err(Error::Interrupted);
     }
     parts.sort_by_key(|(index, _)| *index);
     let mut all = Vec::new();
-    for (index, part) in parts {
-        let part = part.map_err(|e| Error::InInterval { index, source: Box::new(e) })?;
-        all.extend(part);
+    for (index, output) in parts {
+        let output = output.map_err(|e| Error::InInterval { index, source: Box::new(e) })?;
+        all.extend(output);
     }
-    // Whole or not at all.
+    // The file appears as a whole, or not at all.
     let temporary = path.with_extension("part");
     std::fs::write(&temporary, all).map_err(|e| Error::file("write", &temporary, e))?;
     std::fs::rename(&temporary, path).map_err(|e| Error::file("write", path, e))
 }
 
-/// What the guest wrote in `interval`.
-fn part(source: &Source, interval: &Interval, interrupted: &AtomicBool) -> Result<Vec<u8>> {
+/// Replays `interval`, and returns what the guest wrote in it.
+fn output_of(
+    recording: &ReplayableRecording,
+    interval: &Interval,
+    interrupted: &AtomicBool,
+) -> Result<Vec<u8>> {
     let folder = tempfile::Builder::new().prefix("keyframe-console-").tempdir();
     let folder = folder.map_err(|e| Error::io("make a directory for a console", e))?;
     let path = folder.path().join("console");
-    let with = With { console: Some(path.clone()), lazy: true, ..With::default() };
-    let read = || read_console_output(&path, CONSOLE_BYTES_MAX).map_err(Error::from);
-    let end = source.until(interval.end_icount)?;
+    let options =
+        ReplayOptions { console: Some(path.clone()), lazy: true, ..ReplayOptions::default() };
+    let read = || read_console_output(&path, CONSOLE_BYTES_MAX);
+    let end = recording.until(interval.end_icount)?;
     let warms_up = interval.begin.icount < interval.from_icount;
     let first = if warms_up { Until::Instruction(interval.from_icount) } else { end };
-    let mut replay = Replay::start(source, interval.begin, first, &with)?;
+    let mut replay = Replay::start(recording, interval.begin, first, &options)?;
     let mut reached = replay.arrive(interrupted, &mut |_| ())?;
     let mut before = 0;
-    if warms_up && reached != Reached::Interrupted {
+    if warms_up && reached != StopReason::Interrupted {
         before = read()?.len();
         reached = replay.go_on(end, interrupted, &mut |_| ())?;
     }
-    if reached == Reached::Interrupted {
+    if reached == StopReason::Interrupted {
         return Err(Error::Interrupted);
     }
     replay.end()?;

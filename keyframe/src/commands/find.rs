@@ -7,7 +7,7 @@ use crate::progress::instructions_bar;
 use crate::words::replay::ReplayWords;
 use keyframe_analysis::tools;
 use keyframe_replay::interval::Interval;
-use keyframe_replay_driver::{Analysis, Head, Subject, jobs};
+use keyframe_replay_driver::{Analysis, AnalysisHeader, AnalysisSubject, jobs};
 use serde::Serialize;
 
 /// How often an interval is tried.
@@ -97,7 +97,7 @@ impl Find {
     /// Finds them.
     pub fn run(&self) -> Outcome {
         let source = self.recorded.open()?;
-        let subject = Subject::Recorded(&source);
+        let subject = AnalysisSubject::Recorded(&source);
         let mut arguments = vec![
             format!("addr={:#x}", self.writes),
             format!("len={}", self.len),
@@ -106,7 +106,7 @@ impl Find {
         arguments.extend(self.tool_arg.iter().cloned());
         let tool = tools::by_name("watch", &arguments).map_err(|e| Failure::analysis(&e))?;
         let (head, range) = (
-            Head::of(subject, "watch", &arguments),
+            AnalysisHeader::of(subject, "watch", &arguments),
             self.from.unwrap_or(0)..self.to.unwrap_or(u64::MAX),
         );
         let interrupted = jobs::interruption()?;

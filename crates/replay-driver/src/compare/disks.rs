@@ -1,5 +1,7 @@
-//! Whether the disks of a replay are a checkpoint's: each block that either has written, and each
-//! that differs between the checkpoints that they stand on.
+//! Compares the disks of two sides: a replay, or a checkpoint.
+//!
+//! Read and compared are the blocks that either side has written, and the blocks that differ
+//! between the checkpoints that they began with.
 //!
 //! ```text
 //!   replay        overlay: written since its checkpoint ─┐
@@ -17,32 +19,33 @@ use keyframe_vm_disks::stored::StoredDisk;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A replay that stands may have handed over writes that the process which serves its disks is
-/// still about to do: how often that is waited for, and how long.
+/// A paused replay may have handed over writes that the process of its disks has not done yet. The
+/// comparison is repeated so often, after pauses of this length, while blocks differ.
 const SETTLE_TURNS: u32 = 10;
 const SETTLE: Duration = Duration::from_millis(100);
 
-/// A VM's disks: those of a checkpoint, and what a replay has written since.
-pub struct Side<'a> {
+/// The disks of a checkpoint, with what a replay has written to them since.
+pub struct ComparedDisks<'a> {
     checkpoint: Arc<LoadedDisks>,
     served: Option<&'a mut ServedDisks>,
 }
 
-/// One of them, ready to be read.
+/// One disk, for reading.
 struct Reader {
     below: Below,
-    /// Rising.
+    /// What the replay has written, in rising order.
     written: Vec<Extent>,
     slots: Option<SlotFile>,
 }
 
-impl<'a> Side<'a> {
-    /// The disks of `checkpoint`, which a replay has written to where `served` serves them.
+impl<'a> ComparedDisks<'a> {
+    /// Makes the disks of `checkpoint`. `served` serves them to the replay that writes to them;
+    /// `None` if there is no replay.
     pub fn new(checkpoint: Arc<LoadedDisks>, served: Option<&'a mut ServedDisks>) -> Self {
         Self { checkpoint, served }
     }
 
-    /// What has been written since the checkpoint is in an epoch, until [`Self::give_back`].
+    /// Puts what was written since the checkpoint into an epoch, until [`Self::give_back`].
     fn cut(&mut self) -> Result<Vec<DiskEpoch>> {
         self.served
             .as_mut()
@@ -70,18 +73,18 @@ impl<'a> Side<'a> {
 }
 
 impl Reader {
-    /// The first extent that was written and does not end before block `at`.
+    /// Returns the first written extent that ends behind block `at`.
     fn extent_from(&self, at: u64) -> Option<&Extent> {
         let next = self.written.partition_point(|extent| extent.block.0 + extent.blocks <= at);
         self.written.get(next)
     }
 
-    /// The first block at or behind `at` that was written.
+    /// Returns the first written block that is not before `at`.
     fn next_written(&self, at: u64) -> Option<u64> {
         self.extent_from(at).map(|extent| extent.block.0.max(at))
     }
 
-    /// Fills `into` with the block, of which the disk has so many bytes.
+    /// Fills `into` with the block, of which `len` bytes lie on the disk.
     fn read(&self, block: DiskBlock, into: &mut Block, len: usize) -> Result<()> {
         let written = self.extent_from(block.0).filter(|extent| extent.block <= block);
         match (written, &self.slots) {
@@ -102,15 +105,23 @@ impl Reader {
     }
 }
 
-/// Compares the disks of two VMs that stand, of one recording.
-pub fn differing_disks(one: &mut Side<'_>, other: &mut Side<'_>) -> Result<Difference> {
+/// Compares the disks of two sides of one recording. Replays must be paused.
+///
+/// # Errors
+///
+/// [`Error::NotComparable`] if the two do not have the same disks; other errors if blocks cannot be
+/// read.
+pub fn compare_disks(
+    one: &mut ComparedDisks<'_>,
+    other: &mut ComparedDisks<'_>,
+) -> Result<Difference> {
     let mut turn = 1;
     loop {
         let epochs = [one.cut()?, other.cut()?];
         let mut difference = Difference::default();
         for disk in 0..one.checkpoint.meta.disks.len() {
             let readers = [one.reader(disk, &epochs[0])?, other.reader(disk, &epochs[1])?];
-            compare(&readers, [&one.checkpoint, &other.checkpoint], disk, &mut difference)?;
+            compare_disk(&readers, [&one.checkpoint, &other.checkpoint], disk, &mut difference)?;
         }
         one.give_back(&epochs[0])?;
         other.give_back(&epochs[1])?;
@@ -122,7 +133,7 @@ pub fn differing_disks(one: &mut Side<'_>, other: &mut Side<'_>) -> Result<Diffe
     }
 }
 
-fn compare(
+fn compare_disk(
     [one, other]: &[Reader; 2],
     [first, second]: [&LoadedDisks; 2],
     disk: usize,
@@ -163,6 +174,7 @@ fn compare(
     }
 }
 
+/// The error of two sides with different disks.
 fn other_disks() -> Error {
     Error::NotComparable("the two have not the same disks".into())
 }
@@ -220,22 +232,21 @@ mod tests {
             Reader { below: below(other), written: Vec::new(), slots: None },
         ];
         let mut difference = Difference::default();
-        compare(&readers, [one.0, other], 0, &mut difference).unwrap();
+        compare_disk(&readers, [one.0, other], 0, &mut difference).unwrap();
         assert_eq!(difference.count, difference.first.len() as u64);
         difference.first.into_iter().map(|(_, offset)| offset / BLOCK_BYTES as u64).collect()
     }
 
     #[test]
-    fn every_block_that_differs_is_found_whoever_has_written_it() {
+    fn every_block_that_differs_is_found_on_either_side() {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::init(&dir.path().join("S")).unwrap();
-        // The second puts block 1 as it was, 2 anew, and the sector behind the last whole block.
+        // The second checkpoint writes block 1 as it was, 2 with another value, and the last sector.
         let all = checkpoints(&store, &[&[(1, 1), (2, 2), (3, 3)], &[(1, 1), (2, 9), (10, 7)]]);
         assert_eq!(differing_blocks((&all[0], &[], None), &all[0]), [0; 0]);
         assert_eq!(differing_blocks((&all[0], &[], None), &all[1]), [2, 10]);
 
-        // A replay from the first wrote what the second says, in part of the blocks; and something
-        // that it does not.
+        // A replay from the first wrote some blocks of the second, and others.
         let dir = dir.path().join("overlay");
         let overlay = Overlay::create(&dir, DISK_BYTES, Lasting::Durable).unwrap();
         let base = Base::blank(DISK_BYTES).unwrap();

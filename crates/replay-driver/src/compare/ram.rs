@@ -1,4 +1,4 @@
-//! Whether a replay's RAM is a checkpoint's: all of it, page by page.
+//! Compares the RAM of a paused VM, page by page.
 
 use super::Difference;
 use crate::error::{Error, Result};
@@ -9,8 +9,14 @@ use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, RamLayout};
 
 /// Pages that are compared at once: 8 MiB.
 const BATCH_PAGES: u64 = 2048;
-/// Compares the RAM of a VM that stands with that of `loaded`.
-pub fn differing(restored: &mut Restored, loaded: &Loaded) -> Result<Difference> {
+
+/// Compares the RAM of a paused VM with the RAM in the checkpoint `loaded`.
+///
+/// # Errors
+///
+/// [`Error::NotComparable`] if the VM lacks a RAM block of the checkpoint; other errors if QEMU's
+/// memory or the checkpoint's pages cannot be read.
+pub fn compare_ram_with_checkpoint(restored: &mut Restored, loaded: &Loaded) -> Result<Difference> {
     compare(restored, &loaded.meta.ram, &mut |part, expected| {
         let read = loaded.read_pages(part, &mut |page: PageIndex, content: &Page| {
             let at = (page.0 - part.first.0) as usize * PAGE_BYTES;
@@ -21,8 +27,13 @@ pub fn differing(restored: &mut Restored, loaded: &Loaded) -> Result<Difference>
     })
 }
 
-/// Compares the RAM of two VMs that stand.
-pub fn differing_vms(
+/// Compares the RAM of two paused VMs, which have the RAM blocks of `layout`.
+///
+/// # Errors
+///
+/// [`Error::NotComparable`] if one of them lacks a RAM block; other errors if QEMU's memory cannot
+/// be read.
+pub fn compare_ram(
     one: &mut Restored,
     other: &mut Restored,
     layout: &RamLayout,
@@ -44,12 +55,14 @@ pub fn differing_vms(
         let at = at.ok_or_else(|| {
             Error::NotComparable("the two replays have not the same RAM blocks".into())
         })?;
-        read_memory(&process, at, expected).map_err(Error::from)
+        Ok(read_memory(&process, at, expected)?)
     })
 }
 
+/// Fills a buffer with the pages that are expected in a range.
 type Expected<'a> = &'a mut dyn FnMut(PageRange, &mut [u8]) -> Result<()>;
 
+/// Compares the RAM of a paused VM with what `expect` fills in.
 fn compare(
     restored: &mut Restored,
     layout: &RamLayout,
@@ -75,7 +88,7 @@ fn compare(
             let mut actual = vec![0; expected.len()];
             let at = found.host.checked_add(done * PAGE_BYTES as u64);
             let at = at.ok_or_else(|| {
-                Error::NotComparable(format!("RAM block {} lies nowhere", wanted.name))
+                Error::NotComparable(format!("RAM block {} has no address", wanted.name))
             })?;
             read_memory(&process, at, &mut actual)?;
             let pairs = expected.chunks_exact(PAGE_BYTES).zip(actual.chunks_exact(PAGE_BYTES));

@@ -112,7 +112,7 @@ impl OnArgs {
         let driven = drive(&queue, &mut analysis.feed(), &mut runner, interrupted, &mut tell);
         bar.finish_and_clear();
         driven.map_err(|e| Failure::cluster(&e))?;
-        replays::unless(interrupted)?;
+        replays::check_interrupted(interrupted)?;
         Ok(Driven::Settled)
     }
 

@@ -1,4 +1,4 @@
-//! A second QEMU that follows a recording while it is made, in a process of its own:
+//! A process that follows a recording with a second QEMU and takes its checkpoints:
 //! `keyframe segment --follow`.
 
 use crate::error::{Error, Result};
@@ -9,19 +9,18 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// How often it is looked whether it has come to its end.
+/// How often the process is checked for its end.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// That process. It outlives nobody: where the recording's maker is gone, it goes to the log's end
-/// and ends.
-pub struct Follower {
+/// The process. It outlives its recording for a moment only: if the recorder has ended, it follows
+/// to the log's end and ends. Dropping this ends it.
+pub struct FollowerProcess {
     child: Child,
 }
 
-impl Follower {
-    /// Starts it; a checkpoint `every` so often, into `store`.
+impl FollowerProcess {
+    /// Starts the process, which takes a checkpoint `every` so often into `store`.
     pub fn start(recording: &Path, every: Duration, store: &Path) -> Result<Self> {
-        let failed = |e| Error::io("start a process that follows the recording", e);
         let mut command = Command::new("/proc/self/exe");
         let every = humantime::format_duration(every).to_string();
         command
@@ -31,21 +30,25 @@ impl Follower {
             .args(["--follow", "--quiet", "--every", &every]);
         command.arg("--store").arg(store);
         keys::pass_on(&mut command);
-        // Ctrl-C ends the recording, and it follows that to its end.
+        // Ctrl-C ends the recording; this process follows to the recording's end.
         command.stdin(Stdio::null()).stdout(Stdio::null()).process_group(0);
-        Ok(Self { child: command.spawn().map_err(failed)? })
+        let started = command.spawn();
+        let child =
+            started.map_err(|e| Error::io("start a process that follows the recording", e))?;
+        Ok(Self { child })
     }
 
-    /// Waits until it has followed a recording that has ended; ends it where the user does not want
-    /// to wait. True where it has come to the recording's end.
+    /// Waits until it has followed a recording that has ended. Ends it when `interrupted` becomes
+    /// true. Returns true if it has reached the recording's end.
     pub fn finish(mut self, interrupted: &AtomicBool) -> Result<bool> {
-        let failed = |e| Error::io("wait for the process that follows", e);
-        let mut told = false;
+        let mut is_signalled = false;
         loop {
-            if let Some(status) = self.child.try_wait().map_err(failed)? {
+            let status = self.child.try_wait();
+            let status = status.map_err(|e| Error::io("wait for the process that follows", e))?;
+            if let Some(status) = status {
                 return Ok(status.success());
             }
-            if interrupted.load(Ordering::Relaxed) && !std::mem::replace(&mut told, true) {
+            if interrupted.load(Ordering::Relaxed) && !std::mem::replace(&mut is_signalled, true) {
                 self.signal();
             }
             std::thread::sleep(LOOK_EVERY);
@@ -61,9 +64,9 @@ impl Follower {
     }
 }
 
-impl Drop for Follower {
+impl Drop for FollowerProcess {
     fn drop(&mut self) {
-        // One that nobody has waited for: the recording has failed.
+        // It still runs if the recording has failed, so that `finish` was not called.
         if matches!(self.child.try_wait(), Ok(None)) {
             self.signal();
             let _ = self.child.wait();
