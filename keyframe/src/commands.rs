@@ -51,7 +51,7 @@ pub mod watchdog;
 pub mod witness;
 pub mod work;
 
-use keyframe_failure::{DONE, FAILED, Failure, WARNED, chain};
+use crate::failure::{DONE, FAILED, Failure, WARNED, chain};
 use keyframe_session::Verdict;
 use keyframe_store::{Listing, Store};
 use keyframe_store_keys::KeyArg;

@@ -1,9 +1,9 @@
 //! What commit and export share in writing a disk: how far it has got, giving up, and what an error
 //! means.
 
+use crate::failure::{Failure, chain};
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_disk::{Error, ImageFormat, Result};
-use keyframe_failure::{Failure, chain};
 use keyframe_kernel::Interrupt;
 use keyframe_store::BaseMeta;
 use keyframe_vm_disks::base_image::require_unchanged;

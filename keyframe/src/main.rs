@@ -5,16 +5,18 @@
 mod checkpoint_tables;
 mod commands;
 mod disk_writing;
+mod failure;
 mod fetched;
 mod help;
 mod lineage;
 mod output;
+mod progress;
 mod rights;
 mod top;
 mod words;
 
+use crate::failure::Outcome;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
-use keyframe_failure::Outcome;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::process::ExitCode;
 

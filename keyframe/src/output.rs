@@ -1,6 +1,6 @@
 //! Prints results: tables with aligned columns, and JSON.
 
-use keyframe_failure::Failure;
+use crate::failure::Failure;
 pub use keyframe_units::{human_bytes as bytes, human_duration as duration, percentile};
 use serde::Serialize;
 

@@ -1,5 +1,7 @@
 //! Turns the events of the crates into lines on standard error.
 
+pub mod profiler;
+pub mod replay;
 pub mod session;
 
 use keyframe_session::{Event, EventSink};

@@ -7,7 +7,7 @@ use super::{locked, said, stores::Stores};
 use keyframe_failure::Failure;
 use keyframe_replay::interval::{Interval, RecordedCheckpoint, intervals};
 use keyframe_replay::{Recording, RecordingEnding};
-use keyframe_replay_driver::progress;
+use keyframe_replay_driver::{IntervalState, interval_states};
 use keyframe_store::CheckpointId;
 use keyframe_web::chunks;
 use serde_json::{Value, json};
@@ -134,18 +134,25 @@ fn pieces(all: &[Interval]) -> Vec<Value> {
     chunks(all.len(), PIECES_MAX).map(of).collect()
 }
 
+/// An error of the directory of an analysis.
+pub(crate) fn of_replay(error: keyframe_replay_driver::Error) -> Failure {
+    Failure { fix: error.fix(), ..Failure::new(keyframe_failure::chain(&error)) }
+}
+
 /// How one gets on, and which recording it is of.
 fn analysis(place: &Path) -> (String, Value) {
     let path = place.display().to_string();
-    let (head, states) = match progress(place) {
+    let (head, states) = match interval_states(place) {
         Ok(found) => found,
-        Err(failure) => return (String::new(), json!({ "path": path, "problem": said(&failure) })),
+        Err(failure) => {
+            return (String::new(), json!({ "path": path, "problem": said(&of_replay(failure)) }));
+        }
     };
-    let count = |wanted: &str| states.iter().filter(|state| **state == wanted).count();
+    let count = |wanted| states.iter().filter(|state| **state == wanted).count();
     let pieces = chunks(states.len(), PIECES_MAX).map(|piece| {
         let some = &states[piece.clone()];
-        let of = |wanted: &str| some.iter().filter(|state| **state == wanted).count();
-        json!({ "first": piece.start, "last": piece.end - 1, "done": of("done"), "failed": of("failed") })
+        let of = |wanted| some.iter().filter(|state| **state == wanted).count();
+        json!({ "first": piece.start, "last": piece.end - 1, "done": of(IntervalState::Done), "failed": of(IntervalState::Failed) })
     });
     let shown = json!({
         "path": path,
@@ -153,8 +160,8 @@ fn analysis(place: &Path) -> (String, Value) {
         "arguments": head.arguments,
         "is_approximate": head.is_approximate,
         "intervals": states.len(),
-        "done": count("done"),
-        "failed": count("failed"),
+        "done": count(IntervalState::Done),
+        "failed": count(IntervalState::Failed),
         "pieces": pieces.collect::<Vec<_>>(),
     });
     (head.recording, shown)

@@ -135,9 +135,3 @@ impl Error {
         }
     }
 }
-
-impl From<Error> for keyframe_failure::Failure {
-    fn from(error: Error) -> Self {
-        Self { fix: error.fix(), ..Self::new(keyframe_failure::chain(&error)) }
-    }
-}

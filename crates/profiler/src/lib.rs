@@ -28,12 +28,13 @@ pub mod command_line;
 pub mod console;
 pub mod counters;
 mod error;
+pub mod event;
 pub mod meter;
 pub mod outside;
 pub mod target;
 
 pub use error::{Error, Result};
-use indicatif::ProgressBar;
+pub use event::{Event, EventSink, NoEvents};
 
 use keyframe_kernel::{END_SIGNALS, Interrupt};
 use keyframe_profile::{Curve, Epoch, Ladder};
@@ -104,10 +105,10 @@ pub struct Profile {
 }
 
 /// Measures `subject`.
-pub fn measure(subject: Subject, options: &Options, bar: &ProgressBar) -> Result<Profile> {
+pub fn measure(subject: Subject, options: &Options, events: &dyn EventSink) -> Result<Profile> {
     let interrupted =
         Interrupt::on(&END_SIGNALS).map_err(|e| Error::io("catch signals", e))?.into_flag();
-    let mut run = Run { options, bar, interrupted, profile: Profile::empty() };
+    let mut run = Run { options, events, interrupted, profile: Profile::empty() };
     match subject {
         Subject::Running { pid, qmp } => run.target(Target::running(pid, qmp.as_deref())?, 1)?,
         Subject::Launched { command, vcpus, start } => run.launched(&command, &vcpus, &start)?,
@@ -130,7 +131,7 @@ impl Profile {
 /// A profile that is being made.
 struct Run<'a> {
     options: &'a Options,
-    bar: &'a ProgressBar,
+    events: &'a dyn EventSink,
     interrupted: Arc<AtomicBool>,
     profile: Profile,
 }
@@ -165,7 +166,7 @@ impl Run<'_> {
         console: &console::Console,
         start: &Start,
     ) -> Result<bool> {
-        self.bar.set_message("waiting for the guest");
+        self.events.event(&Event::GuestStarted);
         let deadline = Instant::now() + LINE_TIMEOUT;
         while start.when.is_some() && !console.has_shown() {
             if Instant::now() > deadline {
@@ -223,12 +224,9 @@ impl Run<'_> {
     /// All epochs; false where there would have been more.
     fn epochs(&self, target: &mut Target, samples: u32) -> Result<(Vec<Epoch>, bool)> {
         let lengths = self.options.ladder.lengths();
-        self.bar.set_message(
-            target.vcpus.map_or_else(|| "measuring".into(), |n| format!("measuring, {n} vCPUs")),
-        );
-        self.bar.set_length(self.options.ladder.total().as_millis() as u64 * u64::from(samples));
-        self.bar.set_position(0);
-        let mut meter = Meter::attach(target)?;
+        let total = self.options.ladder.total() * samples;
+        self.events.event(&Event::EpochsBegin { vcpus: target.vcpus, total });
+        let mut meter = Meter::attach(target, self.events)?;
         let mut epochs = Vec::new();
         for length in (0..samples).flat_map(|_| lengths) {
             match meter.epoch(target, *length, &self.interrupted) {
@@ -242,7 +240,7 @@ impl Run<'_> {
                     return Err(failure);
                 }
             }
-            self.bar.inc(length.as_millis() as u64);
+            self.events.event(&Event::EpochMeasured { length: *length });
         }
         meter.detach(target);
         Ok((epochs, true))

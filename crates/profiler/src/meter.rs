@@ -3,6 +3,7 @@
 use super::counters::Counters;
 use super::target::Target;
 use crate::error::Result;
+use crate::event::{Event, EventSink};
 use keyframe_kernel::attach::inject_userfaultfd;
 use keyframe_kernel::write_tracker::WriteTracker;
 use keyframe_profile::Epoch;
@@ -26,9 +27,11 @@ pub enum Step {
 }
 
 /// Begins to track the RAM of `target`.
-fn track(target: &Target) -> Result<WriteTracker, keyframe_kernel::Error> {
+fn track(target: &Target, events: &dyn EventSink) -> Result<WriteTracker, keyframe_kernel::Error> {
     let attached = inject_userfaultfd(&target.process)?;
-    keyframe_failure::output::warn_unguarded(&attached, target.process.pid());
+    if !attached.guarded {
+        events.event(&Event::UnguardedAttach { qemu_pid: target.process.pid() });
+    }
     let mut tracker = WriteTracker::new(&target.process, attached.uffd)?;
     tracker.set_watch_discards(target.watch_discards);
     for range in &target.ranges {
@@ -46,14 +49,14 @@ pub struct Meter {
 impl Meter {
     /// Begins to track. Until [`Self::detach`] the VM pays a fault for the first write to each page
     /// in each epoch.
-    pub fn attach(target: &mut Target) -> Result<Self> {
-        let tracker = match track(target) {
+    pub fn attach(target: &mut Target, events: &dyn EventSink) -> Result<Self> {
+        let tracker = match track(target, events) {
             Err(keyframe_kernel::Error::DiscardsUnseen { .. }) => {
                 target.watch_discards = false;
                 target.notes.push(
                     "RAM: pages that the VM discards (balloon) are not counted in this kind of memory".into(),
                 );
-                track(target)
+                track(target, events)
             }
             tracked => tracked,
         };

@@ -1,92 +1,90 @@
-//! What a recorded guest wrote to its console: put together by replays, once.
+//! What a recorded guest wrote to its console. Replays find it out once; a file keeps it.
 
-use super::{Reached, Replay, Source, With, jobs};
-use keyframe_failure::Failure;
+use crate::error::{Error, Result};
+use crate::event::{Event, EventSink};
+use crate::{Replay, ReplayOptions, ReplayableRecording, StopReason, jobs};
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::Interval;
 use keyframe_replay::{Console, log, read_console_output};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// More than any guest says.
+/// The longest console that is read, in bytes.
 const CONSOLE_BYTES_MAX: u64 = 1 << 30;
 
-/// The console's lines. Where nobody asked before, the recording is replayed for it, `jobs`
-/// intervals at a time.
+/// Returns the lines of the guest's console. The first call replays the recording for them, `jobs`
+/// intervals at a time (as many as there are cores if `None`), and keeps them in the recording's
+/// directory. `events` learns how far these replays are.
 pub fn console(
-    source: &Source,
+    recording: &ReplayableRecording,
     jobs: Option<u64>,
-    shows_progress: bool,
-) -> Result<Console, Failure> {
-    let failed = |e| Failure::recording(&e);
-    let path = source.recording.console_path();
+    events: &dyn EventSink,
+) -> Result<Console> {
+    let path = recording.recording.console_path();
     if !path.exists() {
-        replay(source, &path, jobs, shows_progress)?;
+        replay_all(recording, &path, jobs, events)?;
     }
-    let written = read_console_output(&path, CONSOLE_BYTES_MAX).map_err(failed)?;
-    let events = log::open(source.log()).map_err(failed)?;
-    Console::new(events, &written).map_err(failed)
+    let written = read_console_output(&path, CONSOLE_BYTES_MAX)?;
+    let log = log::open(recording.log())?;
+    Ok(Console::new(log, &written)?)
 }
 
-/// Has the intervals write what the guest wrote in them, and puts it together at `path`.
-fn replay(
-    source: &Source,
+/// Replays all intervals, and joins what the guest wrote in them in the file at `path`.
+fn replay_all(
+    recording: &ReplayableRecording,
     path: &Path,
     jobs: Option<u64>,
-    shows_progress: bool,
-) -> Result<(), Failure> {
-    let intervals = source.with_unambiguous_ends(&source.intervals()?)?;
+    events: &dyn EventSink,
+) -> Result<()> {
+    let intervals = recording.with_unambiguous_ends(&recording.intervals()?)?;
     let interrupted = jobs::interruption()?;
-    let bar = jobs::bar("replaying", intervals.iter().map(Interval::len).sum(), shows_progress);
-    let mut parts = jobs::side_by_side(source, &intervals, jobs, &interrupted, |interval| {
-        let part = part(source, interval, &interrupted);
-        bar.inc(interval.len());
-        (interval.index, part)
-    })?;
-    bar.finish_and_clear();
+    let instructions = intervals.iter().map(Interval::len).sum();
+    events.event(&Event::ReplaysBegin { instructions });
+    let mut parts =
+        jobs::for_each_interval(recording, &intervals, jobs, &interrupted, |interval| {
+            let output = output_of(recording, interval, &interrupted);
+            events.event(&Event::Replayed { instructions: interval.len() });
+            (interval.index, output)
+        })?;
     if interrupted.load(Ordering::Relaxed) {
-        return Err(Failure::new("interrupted"));
+        return Err(Error::Interrupted);
     }
     parts.sort_by_key(|(index, _)| *index);
     let mut all = Vec::new();
-    for (index, part) in parts {
-        all.extend(part.map_err(|failure| Failure {
-            message: format!("interval {index}: {}", failure.message),
-            ..failure
-        })?);
+    for (index, output) in parts {
+        let output = output.map_err(|e| Error::InInterval { index, source: Box::new(e) })?;
+        all.extend(output);
     }
-    // Whole or not at all.
+    // The file appears as a whole, or not at all.
     let temporary = path.with_extension("part");
-    let failed = |e| Failure::new(format!("write {}: {e}", temporary.display()));
-    std::fs::write(&temporary, all).map_err(failed)?;
-    std::fs::rename(&temporary, path)
-        .map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
+    std::fs::write(&temporary, all).map_err(|e| Error::file("write", &temporary, e))?;
+    std::fs::rename(&temporary, path).map_err(|e| Error::file("write", path, e))
 }
 
-/// What the guest wrote in `interval`.
-fn part(
-    source: &Source,
+/// Replays `interval`, and returns what the guest wrote in it.
+fn output_of(
+    recording: &ReplayableRecording,
     interval: &Interval,
     interrupted: &AtomicBool,
-) -> Result<Vec<u8>, Failure> {
+) -> Result<Vec<u8>> {
     let folder = tempfile::Builder::new().prefix("keyframe-console-").tempdir();
-    let folder =
-        folder.map_err(|e| Failure::new(format!("make a directory for a console: {e}")))?;
+    let folder = folder.map_err(|e| Error::io("make a directory for a console", e))?;
     let path = folder.path().join("console");
-    let with = With { console: Some(path.clone()), lazy: true, ..With::default() };
-    let read = || read_console_output(&path, CONSOLE_BYTES_MAX).map_err(|e| Failure::recording(&e));
-    let end = source.until(interval.end_icount)?;
+    let options =
+        ReplayOptions { console: Some(path.clone()), lazy: true, ..ReplayOptions::default() };
+    let read = || read_console_output(&path, CONSOLE_BYTES_MAX);
+    let end = recording.until(interval.end_icount)?;
     let warms_up = interval.begin.icount < interval.from_icount;
     let first = if warms_up { Until::Instruction(interval.from_icount) } else { end };
-    let mut replay = Replay::start(source, interval.begin, first, &with)?;
+    let mut replay = Replay::start(recording, interval.begin, first, &options)?;
     let mut reached = replay.arrive(interrupted, &mut |_| ())?;
     let mut before = 0;
-    if warms_up && reached != Reached::Interrupted {
+    if warms_up && reached != StopReason::Interrupted {
         before = read()?.len();
         reached = replay.go_on(end, interrupted, &mut |_| ())?;
     }
-    if reached == Reached::Interrupted {
-        return Err(Failure::new("interrupted"));
+    if reached == StopReason::Interrupted {
+        return Err(Error::Interrupted);
     }
     replay.end()?;
     Ok(read()?.split_off(before))

@@ -1,41 +1,41 @@
-//! Several replays side by side.
+//! Several replays at a time.
 
-use super::Source;
-use indicatif::{ProgressBar, ProgressStyle};
-use keyframe_failure::Failure;
+use crate::ReplayableRecording;
+use crate::error::{AnalysisError, Result};
 use keyframe_replay::interval::Interval;
 pub use keyframe_session::interrupt::interruption;
 use std::cmp::Reverse;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// An error where the user has asked for an end of what can be gone on with.
-pub fn unless(interrupted: &AtomicBool) -> Result<(), Failure> {
+/// Returns an error if the user has asked for an end of an analysis, which can be continued later.
+pub fn check_interrupted(interrupted: &AtomicBool) -> Result<()> {
     if interrupted.load(Ordering::Relaxed) {
-        return Err(Failure::new("interrupted")
-            .fix("call it again: it goes on with the intervals that are missing"));
+        return Err(AnalysisError::Interrupted.into());
     }
     Ok(())
 }
 
-/// How many at a time, where nobody says.
-pub fn cores() -> usize {
+/// Returns the number of replays at a time for a user who has not given one.
+pub fn core_count() -> usize {
     std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
 
-/// Has `job` done for each of `intervals` of `source`, `jobs` at a time, or as many as there are
-/// cores. Those that were begun before `interrupted`; in any order. Those with the most effort
-/// begin first, so that all jobs end at about the same time (longest processing time first: Graham,
-/// Bounds on multiprocessing timing anomalies, 1969).
-pub fn side_by_side<T: Send>(
-    source: &Source,
+/// Calls `job` for each of `intervals` of `recording`, `jobs` at a time, or as many as there are
+/// cores. Returns the results in any order, without the intervals that had not begun when
+/// `interrupted` became true. Intervals with the most work begin first, so that all jobs end at
+/// about the same time (longest processing time first: Graham, Bounds on multiprocessing timing
+/// anomalies, 1969).
+pub fn for_each_interval<T: Send>(
+    recording: &ReplayableRecording,
     intervals: &[Interval],
     jobs: Option<u64>,
     interrupted: &AtomicBool,
     job: impl Fn(&Interval) -> T + Sync,
-) -> Result<Vec<T>, Failure> {
-    let jobs = jobs.map_or_else(cores, |n| n as usize).min(intervals.len().max(1));
-    let mut longest_first: Vec<_> = source.efforts(intervals)?.into_iter().zip(intervals).collect();
+) -> Result<Vec<T>> {
+    let jobs = jobs.map_or_else(core_count, |n| n as usize).min(intervals.len().max(1));
+    let efforts = recording.efforts(intervals)?;
+    let mut longest_first: Vec<_> = efforts.into_iter().zip(intervals).collect();
     longest_first.sort_by_key(|(effort, _)| Reverse(*effort));
     let (next, done) = (AtomicUsize::new(0), Mutex::new(Vec::with_capacity(intervals.len())));
     std::thread::scope(|scope| {
@@ -56,19 +56,4 @@ pub fn side_by_side<T: Send>(
         }
     });
     Ok(done.into_inner().unwrap_or_default())
-}
-
-/// A bar of `instructions`, while the VM is `doing` something: `replaying`. One that is not shown
-/// may be moved all the same.
-pub fn bar(doing: &str, instructions: u64, is_shown: bool) -> ProgressBar {
-    if !is_shown {
-        return ProgressBar::hidden();
-    }
-    let bar = ProgressBar::new(instructions);
-    let template =
-        format!("{doing} {{wide_bar}} {{percent}}% of {{human_len}} instructions, {{eta}} {{msg}}");
-    if let Ok(style) = ProgressStyle::with_template(&template) {
-        bar.set_style(style);
-    }
-    bar
 }

@@ -1,43 +1,64 @@
-//! Recordings brought to life again: which intervals there are, and one QEMU for one of them.
+//! Recordings in QEMU: replay, comparison, checkpoints of a replay, analysis, debugging.
 //!
 //! ```text
-//!   Source: recording + store + log as QEMU reads it ──▶ intervals; Followed: the same while it is still made
-//!   Analysis: a tool's plugin in each interval's QEMU ─▶ parts ─▶ results; Order: what a worker elsewhere must know of it
-//!   Replay: checkpoint ─▶ QEMU ─▶ runs to an instruction ─▶ compare with a checkpoint ─▶ end
-//!   Standing: a replay that stands at an instruction; Debugger: goes on from there, both ways
-//!   Passage: how it gets from one instruction to the next, and how it is seen that it does not
+//!   ReplayableRecording   a recording, its store and its log ─▶ intervals
+//!   LiveRecording         the same while it is being recorded
+//!   UnrecordedRun         the checkpoints of a run without a log, for simulations
+//!
+//!   Replay                checkpoint ─▶ QEMU ─▶ runs to an instruction ─▶ ends
+//!   ReplayStepper         takes QEMU from instruction to instruction, and detects that it hangs
+//!   PausedReplay          a replay that has stopped before an instruction, for a debugger
+//!   Debugger              GDB over a recording, forward and backward
+//!
+//!   segment               takes checkpoints of a replay, at the cuts of a CutSource
+//!   Analysis              a tool's plugin in the QEMU of each interval ─▶ parts ─▶ results
+//!   JobSpec               what a worker on another node needs to know of an analysis
 //! ```
+//!
+//! The crate prints nothing: it returns [`Error`]s and sends [`Event`]s to an [`EventSink`].
 
 pub mod analysis;
-pub mod captured;
+pub mod analysis_subject;
 pub mod compare;
 pub mod console;
-pub mod course;
-pub mod debugging;
-pub mod followed;
-pub mod follower;
-pub mod idling;
+pub mod cut_source;
+pub mod debugger;
+mod error;
+pub mod event;
+pub mod follower_process;
+pub mod guest_ram;
+pub mod idle_watch;
+pub mod job_spec;
 pub mod jobs;
-pub mod order;
-pub mod passage;
-pub mod ram;
+pub mod live_recording;
+pub mod paused_replay;
 pub mod replay;
+pub mod replay_stepper;
+pub mod replayable_recording;
 pub mod segment;
-pub mod source;
-pub mod subject;
-pub mod travel;
+pub mod unrecorded_run;
 
-pub use analysis::{Analysis, Done, Head, dispatch_ns, made_before, progress};
-pub use captured::Captured;
-pub use compare::{Difference, Side, differing, differing_disks, differing_vms};
+pub use analysis::{
+    Analysis, AnalysisHeader, FinishedPart, IntervalState, interval_states, median_dispatch_ns,
+    previous_timings,
+};
+pub use analysis_subject::{AnalysisSubject, KnownIntervals, ReplayControl};
+pub use compare::{
+    ComparedDisks, Difference, compare_disks, compare_ram, compare_ram_with_checkpoint,
+};
 pub use console::console;
-pub use course::{Course, Known, Live};
-pub use debugging::Debugger;
-pub use followed::Followed;
-pub use follower::Follower;
-pub use order::{Opened, Order, Stretch, tool};
-pub use passage::{Passage, Reached};
-pub use replay::{Replay, SOCKET, Started, With, begin};
-pub use source::{Source, adopt_first, copy_places, places_in, sealed_in};
-pub use subject::Subject;
-pub use travel::{Standing, Way};
+pub use cut_source::{CompleteLogCuts, CutSource, GrowingLogCuts};
+pub use debugger::Debugger;
+pub use error::{AnalysisError, Error, ReplayError, Result};
+pub use event::{Event, EventSink, NoEvents, SharedEventSink};
+pub use follower_process::FollowerProcess;
+pub use job_spec::{JobSpec, OpenedSubject, RunSelection, tool};
+pub use live_recording::LiveRecording;
+pub use paused_replay::{PauseOptions, PausedReplay, ReplayRoute};
+pub use replay::{Replay, ReplayOptions};
+pub use replay_stepper::{ReplayStepper, StopReason};
+pub use replayable_recording::{
+    ReplayableRecording, adopt_first_checkpoint, checkpoints_in, copy_checkpoints,
+    sealed_checkpoints_in,
+};
+pub use unrecorded_run::{SimulatedVm, UnrecordedRun};

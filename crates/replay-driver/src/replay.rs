@@ -1,25 +1,27 @@
-//! One QEMU that replays a recording from a checkpoint on.
+//! One QEMU that replays a recording from a checkpoint.
 //!
 //! ```text
-//!   start(n) ─▶ runs from the checkpoint's instruction on ─▶ stands at n ─▶ go_on(m) ...
-//!                                                        ├─▶ the log ends, and QEMU with it
-//!                                                        └─▶ it has come off the log: stands still and never says so
+//!   start(n) ─▶ runs from the checkpoint's instruction ─▶ stops at n ─▶ go_on(m) ...
+//!                                                      ├─▶ the log ends, and QEMU with it
+//!                                                      └─▶ it diverges: QEMU hangs, and does not say so
 //! ```
 //!
-//! A replay that stands takes from the log what QEMU's main loop finds there, also what belongs
-//! behind the recording's own going on. So it never stands at its checkpoint, and goes on only from
-//! an instruction at which the log has nothing
+//! While a replay is paused, QEMU's main loop takes events from the log that it finds there, also
+//! those that belong behind the point at which the recorded VM went on. So a replay never stops at
+//! its own checkpoint, and goes on only from an instruction at which the log has no event
 //! ([`LogIndex::next_unambiguous`](keyframe_replay::log::LogIndex::next_unambiguous)).
 //!
-//! Invariant: a [`Replay`] that is dropped leaves no QEMU behind.
+//! Invariant: dropping a [`Replay`] ends its QEMU.
 
-use super::Source;
-use super::passage::{PATIENCE, Passage, Reached};
-use keyframe_failure::Failure;
+use crate::ReplayableRecording;
+use crate::error::{Error, Result};
+use crate::replay_stepper::{PATIENCE, ReplayStepper, StopReason};
 use keyframe_inspect::guest_memory::ReadStop;
 use keyframe_inspect::source_of;
 use keyframe_qemu::recording::{RecordingClock, RecordingMode, RecordingOptions, recording_line};
-use keyframe_qemu::restore::{self, Plan, RamSource, RestoreOptions, Restored, Until};
+use keyframe_qemu::restore::{
+    self, Plan, RamSource, RestoreOptions, RestoreSource, Restored, Until,
+};
 use keyframe_qemu::{DiskServer, media_of};
 use keyframe_replay::interval::RecordedCheckpoint;
 use keyframe_store::{Loaded, MachineMeta, Store};
@@ -33,25 +35,26 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-/// The socket of a replay's disks, in a directory of its own.
-pub const SOCKET: &str = "disks.sock";
+/// The name of the disks' socket.
+const DISKS_SOCKET: &str = "disks.sock";
 
 /// How to replay.
 #[derive(Clone, Debug)]
-pub struct With {
-    /// Words for QEMU behind the recorded ones.
+pub struct ReplayOptions {
+    /// Words for QEMU's command line, behind the recorded ones.
     pub extra: Vec<OsString>,
-    /// Where the guest's serial output goes.
+    /// The file that receives the guest's serial output.
     pub console: Option<PathBuf>,
-    /// The file that what QEMU says is added to; our standard error without one.
+    /// The file to which QEMU's messages are added. Without one they go to this process's standard
+    /// error.
     pub log: Option<PathBuf>,
-    /// Bring RAM as it is touched.
+    /// True if pages of RAM are loaded when the guest touches them, not all before it runs.
     pub lazy: bool,
-    /// How long it may stand at one instruction before it counts as having come off its log.
+    /// How long the replay may stay at one instruction before it counts as diverged.
     pub patience: Duration,
 }
 
-impl Default for With {
+impl Default for ReplayOptions {
     fn default() -> Self {
         Self { extra: Vec::new(), console: None, log: None, lazy: false, patience: PATIENCE }
     }
@@ -59,14 +62,69 @@ impl Default for With {
 
 /// A QEMU that replays.
 pub struct Replay {
-    alive: Alive,
-    passage: Passage,
+    vm: RunningVm,
+    stepper: ReplayStepper,
     /// The checkpoint that it began with.
     pub loaded: Arc<Loaded>,
 }
 
-/// A checkpoint's RAM.
-pub(super) struct StoredRam(pub Arc<Loaded>);
+impl Replay {
+    /// Starts QEMU at `checkpoint`, and lets it run to `until`.
+    pub fn start(
+        recording: &ReplayableRecording,
+        checkpoint: RecordedCheckpoint,
+        until: Until,
+        options: &ReplayOptions,
+    ) -> Result<Self> {
+        let stepper = ReplayStepper {
+            icount: checkpoint.icount,
+            until,
+            holds: recording.holds()?,
+            log: recording.log().into(),
+            patience: options.patience,
+        };
+        let started = start_qemu(recording, checkpoint, stepper.next_stop(), options)?;
+        let StartedReplay { restored, disks, loaded } = started;
+        Ok(Self { vm: RunningVm { restored, disks }, stepper, loaded })
+    }
+
+    /// Returns its QEMU.
+    pub fn restored(&mut self) -> &mut Restored {
+        &mut self.vm.restored
+    }
+
+    /// Returns its disks; `None` if the VM has none.
+    pub fn served(&mut self) -> Option<&mut ServedDisks> {
+        self.vm.disks.as_mut().map(|disks| &mut disks.served)
+    }
+
+    /// Waits until it has reached its target ([`ReplayStepper::arrive`]).
+    pub fn arrive(
+        &mut self,
+        interrupted: &AtomicBool,
+        on_progress: &mut dyn FnMut(u64),
+    ) -> Result<StopReason> {
+        self.stepper.arrive(&mut self.vm.restored, interrupted, on_progress)
+    }
+
+    /// Lets it run on to `until`, and waits until it is there ([`ReplayStepper::go_on`]).
+    pub fn go_on(
+        &mut self,
+        until: Until,
+        interrupted: &AtomicBool,
+        on_progress: &mut dyn FnMut(u64),
+    ) -> Result<StopReason> {
+        self.stepper.go_on(&mut self.vm.restored, until, interrupted, on_progress)
+    }
+
+    /// Ends QEMU in good order, so that a plugin writes its results.
+    pub fn end(self) -> Result<()> {
+        self.vm.end()
+    }
+}
+
+/// The RAM of a checkpoint, for a restore.
+pub(crate) struct StoredRam(pub Arc<Loaded>);
 
 impl RamSource for StoredRam {
     fn read(
@@ -94,151 +152,123 @@ impl RamSource for StoredRam {
     }
 }
 
-impl Replay {
-    /// Starts QEMU at `place`, and lets it run to `until`.
-    pub fn start(
-        source: &Source,
-        place: RecordedCheckpoint,
-        until: Until,
-        with: &With,
-    ) -> Result<Self, Failure> {
-        let passage = Passage {
-            icount: place.icount,
-            until,
-            holds: source.holds()?,
-            log: source.log().into(),
-            patience: with.patience,
-        };
-        let Started { restored, disks, loaded } = begin(source, place, passage.next_stop(), with)?;
-        Ok(Self { alive: Alive { restored, disks }, passage, loaded })
+/// The disks of a replay, served by a process of their own.
+pub(crate) struct ReplayDisks {
+    pub served: ServedDisks,
+    /// The directory of their socket.
+    pub folder: tempfile::TempDir,
+}
+
+impl ReplayDisks {
+    /// Returns the path of their socket.
+    pub fn socket(&self) -> PathBuf {
+        self.folder.path().join(DISKS_SOCKET)
     }
 
-    /// Its QEMU.
-    pub fn restored(&mut self) -> &mut Restored {
-        &mut self.alive.restored
-    }
-
-    /// Its disks.
-    pub fn served(&mut self) -> Option<&mut ServedDisks> {
-        self.alive.disks.as_mut().map(|(served, _)| served)
-    }
-
-    /// Waits until it is where it runs to.
-    pub fn arrive(
-        &mut self,
-        interrupted: &AtomicBool,
-        tell: &mut dyn FnMut(u64),
-    ) -> Result<Reached, Failure> {
-        self.passage.arrive(&mut self.alive.restored, interrupted, tell)
-    }
-
-    /// Lets it run on from where it stands to `until`, and waits until it is there.
-    pub fn go_on(
-        &mut self,
-        until: Until,
-        interrupted: &AtomicBool,
-        tell: &mut dyn FnMut(u64),
-    ) -> Result<Reached, Failure> {
-        self.passage.go_on(&mut self.alive.restored, until, interrupted, tell)
-    }
-
-    /// Ends QEMU in good order, so that a plugin writes what it has.
-    pub fn end(self) -> Result<(), Failure> {
-        self.alive.end()
+    /// Returns their server, for QEMU's command line.
+    pub fn server(&self) -> DiskServer {
+        DiskServer { socket: self.socket(), prefix: String::new() }
     }
 }
 
-/// The disks of a VM, and the directory of their socket.
-pub type Disks = Option<(ServedDisks, tempfile::TempDir)>;
-
-/// A QEMU and its disks, which end with this.
-pub(super) struct Alive {
+/// A QEMU and its disks. Dropping it ends both.
+pub(crate) struct RunningVm {
     pub restored: Restored,
-    pub disks: Disks,
+    pub disks: Option<ReplayDisks>,
 }
 
-impl Alive {
-    /// Ends QEMU in good order.
-    pub fn end(mut self) -> Result<(), Failure> {
-        let killed = self.restored.kill().map_err(|e| Failure::qemu(&e));
-        let closed =
-            self.disks.take().map_or(Ok(()), |(served, _folder)| served.end(false).map(drop));
-        killed.and(closed.map_err(Failure::from))
+impl RunningVm {
+    /// Ends QEMU in good order, then the process of its disks.
+    pub fn end(mut self) -> Result<()> {
+        let killed = self.restored.kill().map_err(Error::from);
+        let closed = self.disks.take().map_or(Ok(()), |disks| disks.served.end(false).map(drop));
+        killed.and(closed.map_err(Error::from))
     }
 }
 
-impl Drop for Alive {
+impl Drop for RunningVm {
     fn drop(&mut self) {
-        // It is the error that led here that is told.
+        // The caller has the error that led here.
         let _ = self.restored.kill();
-        if let Some((served, _folder)) = self.disks.take() {
-            let _ = served.end(false);
+        if let Some(disks) = self.disks.take() {
+            let _ = disks.served.end(false);
         }
     }
 }
 
-/// A QEMU that has been started at a checkpoint of a recording.
-pub struct Started {
-    /// It.
+/// A QEMU that was started at a checkpoint of a recording.
+pub(crate) struct StartedReplay {
     pub restored: Restored,
-    /// Its disks, and the directory of their socket.
-    pub disks: Disks,
+    pub disks: Option<ReplayDisks>,
     /// The checkpoint.
     pub loaded: Arc<Loaded>,
 }
 
-/// Starts QEMU at `place`, and lets it run to `until`.
-pub fn begin(
-    source: &Source,
-    place: RecordedCheckpoint,
+/// Starts QEMU at `checkpoint`, and lets it run to `until`.
+pub(crate) fn start_qemu(
+    recording: &ReplayableRecording,
+    checkpoint: RecordedCheckpoint,
     until: Until,
-    with: &With,
-) -> Result<Started, Failure> {
-    let loaded =
-        source.store.load(place.checkpoint).map_err(|e| Failure::store(&e, source.store.path()))?;
+    options: &ReplayOptions,
+) -> Result<StartedReplay> {
+    let store = &recording.store;
+    let loaded = store.load(checkpoint.checkpoint).map_err(|e| Error::store(store.path(), e))?;
     let loaded = Arc::new(loaded);
-    let mut disks = serve(&source.store, &loaded)?;
-    let server = server(&disks);
-    let mut restored_from = source_of(&loaded.meta.machine, &loaded.meta.ram);
-    let media = serve_media(&restored_from.machine);
-    let machine = &mut restored_from.machine;
-    let media_server = media.as_ref().map(Media::server);
-    let words = machine.user_command.split_off(1.min(machine.user_command.len()));
-    let recording = RecordingOptions {
-        mode: RecordingMode::Replay,
-        log: source.log(),
-        disks: server.as_ref(),
-        media: media_server.as_ref(),
-        qemu_version: &machine.vmm_version,
-        console: with.console.as_deref(),
-        clock: RecordingClock::Same(&loaded.meta.machine.full_command),
+    let mut disks = serve_disks(store, &loaded)?;
+    let mut source = source_of(&loaded.meta.machine, &loaded.meta.ram);
+    let media = serve_media(&source.machine);
+    add_replay_options(&mut source, recording, options, disks.as_ref(), media.as_ref())?;
+    let restore_options = RestoreOptions {
+        replays: Some(until),
+        log: options.log.clone(),
+        ..RestoreOptions::default()
     };
-    let line = recording_line(&words, recording).map_err(|e| Failure::qemu(&e.into()))?;
-    machine.user_command.extend(line.words);
-    let options =
-        RestoreOptions { replays: Some(until), log: with.log.clone(), ..RestoreOptions::default() };
-    let plan =
-        Plan::new(restored_from, with.extra.clone(), options).map_err(|e| Failure::qemu(&e))?;
+    let plan = Plan::new(source, options.extra.clone(), restore_options)?;
     let ram = Arc::new(StoredRam(Arc::clone(&loaded)));
-    let restored = if with.lazy {
+    let mut restored = if options.lazy {
         restore::start_lazy(plan, ram, &loaded.device_state)
     } else {
         restore::start(plan, &*ram, &loaded.device_state)
-    };
-    let mut restored = restored.map_err(|e| Failure::qemu(&e))?;
+    }?;
     let core = restored.vm().core();
-    if let (Some((served, _)), Some(core)) = (&mut disks, core) {
-        served.disks.answer_on(core).map_err(|e| Failure::new(keyframe_failure::chain(&e)))?;
+    if let (Some(disks), Some(core)) = (&mut disks, core) {
+        disks.served.disks.answer_on(core)?;
     }
     if let Some(mut media) = media {
         core.map_or(Ok(()), |core| media.answer_on(core))?;
         restored.vm().accompany(media);
     }
-    Ok(Started { restored, disks, loaded })
+    Ok(StartedReplay { restored, disks, loaded })
 }
 
-/// The disks as they were at the checkpoint; what the VM writes is thrown away.
-pub(super) fn serve(store: &Store, loaded: &Loaded) -> Result<Disks, Failure> {
+/// Changes the command line in `source` so that QEMU replays the log of `recording`.
+fn add_replay_options(
+    source: &mut RestoreSource,
+    recording: &ReplayableRecording,
+    options: &ReplayOptions,
+    disks: Option<&ReplayDisks>,
+    media: Option<&Media>,
+) -> Result<()> {
+    let (server, media) = (disks.map(ReplayDisks::server), media.map(Media::server));
+    let machine = &mut source.machine;
+    let words = machine.user_command.split_off(1.min(machine.user_command.len()));
+    let recording = RecordingOptions {
+        mode: RecordingMode::Replay,
+        log: recording.log(),
+        disks: server.as_ref(),
+        media: media.as_ref(),
+        qemu_version: &machine.vmm_version,
+        console: options.console.as_deref(),
+        clock: RecordingClock::Same(&machine.full_command),
+    };
+    let line = recording_line(&words, recording).map_err(keyframe_qemu::Error::from)?;
+    machine.user_command.extend(line.words);
+    Ok(())
+}
+
+/// Serves the disks as they were at the checkpoint. The VM's writes are discarded at its end.
+/// Returns `None` if the VM has no disks.
+pub(crate) fn serve_disks(store: &Store, loaded: &Loaded) -> Result<Option<ReplayDisks>> {
     if loaded.meta.disks.is_empty() {
         return Ok(None);
     }
@@ -248,20 +278,14 @@ pub(super) fn serve(store: &Store, loaded: &Loaded) -> Result<Disks, Failure> {
         disk.temporary = true;
     }
     let folder = tempfile::Builder::new().prefix("keyframe-replay-").tempdir();
-    let folder = folder.map_err(|e| Failure::new(format!("make a directory for a socket: {e}")))?;
-    let socket = folder.path().join(SOCKET);
+    let folder = folder.map_err(|e| Error::io("make a directory for a socket", e))?;
+    let socket = folder.path().join(DISKS_SOCKET);
     let served = disks::serve(store, &loaded.meta.vm, Some(loaded.id.0), wanted, &socket)?;
-    Ok(Some((served, folder)))
+    Ok(Some(ReplayDisks { served, folder }))
 }
 
-/// The media that the guest can only read; none where QEMU has to read them itself.
+/// Serves the media that the guest can only read. Returns `None` if QEMU has to read them itself.
 fn serve_media(machine: &MachineMeta) -> Option<Media> {
     let media = media_of(machine.user_command.get(1..)?).ok()?;
     Media::serve(&media, &machine.directory(), &std::env::temp_dir()).ok()?
-}
-
-/// Who serves them.
-pub(super) fn server(disks: &Disks) -> Option<DiskServer> {
-    let (_, folder) = disks.as_ref()?;
-    Some(DiskServer { socket: folder.path().join(SOCKET), prefix: String::new() })
 }

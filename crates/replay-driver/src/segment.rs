@@ -1,7 +1,8 @@
-//! A replay, as a VM of which checkpoints are taken.
+//! Takes checkpoints of a replay, as if it were a running VM.
 
-use crate::{Course, Passage, Reached, SOCKET, Source, Started, With, begin, jobs};
-use keyframe_failure::Failure;
+use crate::error::{Error, ReplayError, Result};
+use crate::replay::{ReplayDisks, StartedReplay, start_qemu};
+use crate::{CutSource, ReplayOptions, ReplayStepper, ReplayableRecording, StopReason, jobs};
 use keyframe_qemu::restore::Until;
 use keyframe_qemu::{QemuIdentity, Vm};
 use keyframe_replay::interval::RecordedCheckpoint;
@@ -12,105 +13,139 @@ use keyframe_session::launch::{self, RefusedVms, StartedVm};
 use keyframe_session::machines::Peripherals;
 use keyframe_session::run_dir::RunDir;
 use keyframe_session::{Options, RecordingOptions, Verdict, engine_over};
+use keyframe_store::MachineMeta;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// Replays the recording from its checkpoint `from` on and takes a checkpoint at each cut of
-/// `course` into its store.
+/// Replays `recording` from its checkpoint `from`, and takes a checkpoint at each cut of
+/// `cut_source` into the recording's store. `on_progress` is called now and then with the
+/// instruction that QEMU has reached.
+///
+/// # Errors
+///
+/// The store is locked, the replay fails before its first cut, or the session fails. The returned
+/// verdict tells of checkpoints that failed.
 pub fn segment(
-    source: &Source,
+    recording: &ReplayableRecording,
     from: RecordedCheckpoint,
-    course: &mut dyn Course,
+    cut_source: &mut dyn CutSource,
     mut options: Options,
-    tell: &mut dyn FnMut(u64),
-) -> Result<Verdict, Failure> {
+    on_progress: &mut dyn FnMut(u64),
+) -> Result<Verdict> {
     let interrupted = jobs::interruption()?;
     launch::require_kernel(&options)?;
-    let Some(first) = course.next_cut(from.icount, &interrupted)? else {
+    let Some(first) = cut_source.next_cut(from.icount, &interrupted)? else {
         return Ok(Verdict::Complete);
     };
-    let name = options.name.clone().unwrap_or_else(|| source.recording.meta.vm.clone());
-    let run_dir = RunDir::claim(&name)?;
-    let writer = launch::lock(&source.store, "segment", &name, &options)?;
-    let until = Until::Instruction(first);
-    let with = With::default();
-    let mut passage = Passage {
-        icount: from.icount,
-        until,
-        holds: source.holds()?,
-        log: source.log().into(),
-        patience: with.patience,
-    };
-    let Started { mut restored, disks, loaded } = begin(source, from, passage.next_stop(), &with)?;
-    let arrived = passage.arrive(&mut restored, &interrupted, tell);
-    let socket = disks.as_ref().map(|(_, folder)| folder.path().join(SOCKET));
-    let (served, _folder) =
-        disks.map_or((None, None), |(served, folder)| (Some(served), Some(folder)));
-    let pause_limit = options.pause_limit;
-    let disks = served.map(|served| {
-        let events = Arc::clone(&options.events);
-        Box::new(ServedDiskCapture::new(served, pause_limit, events)) as Box<dyn DiskCapture>
-    });
-    let mut vm = restored.into_vm();
-    if let Some(socket) = socket {
-        vm.mind_server(socket);
-    }
-    if !matches!(arrived, Ok(Reached::There)) {
-        let _ = vm.kill();
-        if let Some(disks) = disks {
-            let _ = disks.end();
-        }
-        return Err(match arrived? {
-            Reached::Interrupted => Failure::new("interrupted"),
-            _ => Failure::new(format!("the log ends before instruction {first}")),
-        });
-    }
-    let machine = &loaded.meta.machine;
-    let identity = QemuIdentity {
-        path: PathBuf::from(&machine.binary_path),
-        version: machine.vmm_version.clone(),
-        blake3: machine.binary_blake3.clone(),
-    };
-    let directory = PathBuf::from(&machine.working_directory);
+    let name = options.name.clone().unwrap_or_else(|| recording.recording.meta.vm.clone());
+    let run_dir = RunDir::claim(&name).map_err(keyframe_session::Error::from)?;
+    let writer = launch::lock(&recording.store, "segment", &name, &options)?;
+    let at_cut = replay_to(recording, from, first, &interrupted, on_progress)?;
+    let AtFirstCut { vm, disks, stepper, machine, _folder } = at_cut;
     options.recorded = Some(RecordingOptions {
-        recording: source.recording.meta.id.clone(),
-        log: source.log().to_owned(),
+        recording: recording.recording.meta.id.clone(),
+        log: recording.log().to_owned(),
         machine: Some(machine.clone()),
         begin: Some(from.checkpoint),
     });
-    let found =
-        StartedVm { name: name.clone(), vm, identity, directory, monitor: None, runs: false };
+    let (pause_limit, events) = (options.pause_limit, Arc::clone(&options.events));
+    let disks = disks.map(|served| {
+        Box::new(ServedDiskCapture::new(served, pause_limit, events)) as Box<dyn DiskCapture>
+    });
+    let started = StartedVm {
+        name: name.clone(),
+        vm,
+        identity: QemuIdentity {
+            path: PathBuf::from(&machine.binary_path),
+            version: machine.vmm_version.clone(),
+            blake3: machine.binary_blake3.clone(),
+        },
+        directory: PathBuf::from(&machine.working_directory),
+        monitor: None,
+        runs: false,
+    };
     let peripherals = Peripherals { lans: None, disks };
     let parts = launch::prepare(
-        &source.store,
+        &recording.store,
         writer,
         run_dir,
         (name, false),
-        (vec![found], peripherals),
+        (vec![started], peripherals),
         &options,
     )
     .map_err(|refused| {
         let RefusedVms { error, found, peripherals } = *refused;
         launch::end(found, peripherals, error)
     })?;
-    let engine = engine_over(&source.store, parts, options)?;
-    tell(passage.icount);
-    Ok(engine.run_through(&mut Steps { passage, course, tell })?.verdict())
+    let engine = engine_over(&recording.store, parts, options)?;
+    on_progress(stepper.icount);
+    Ok(engine.run_through(&mut Steps { stepper, cut_source, on_progress })?.verdict())
 }
 
-/// The cuts of a course, reached one after the other by a passage.
+/// A replay that has stopped at its first cut.
+struct AtFirstCut {
+    vm: Vm,
+    disks: Option<keyframe_vm_disks::ServedDisks>,
+    stepper: ReplayStepper,
+    /// The machine of the checkpoint that it began with.
+    machine: MachineMeta,
+    /// The directory of the disks' socket.
+    _folder: Option<tempfile::TempDir>,
+}
+
+/// Replays from the checkpoint `from` to the cut `first`. If it does not come there, QEMU and the
+/// process of its disks have ended when this returns.
+fn replay_to(
+    recording: &ReplayableRecording,
+    from: RecordedCheckpoint,
+    first: u64,
+    interrupted: &AtomicBool,
+    on_progress: &mut dyn FnMut(u64),
+) -> Result<AtFirstCut> {
+    let options = ReplayOptions::default();
+    let mut stepper = ReplayStepper {
+        icount: from.icount,
+        until: Until::Instruction(first),
+        holds: recording.holds()?,
+        log: recording.log().into(),
+        patience: options.patience,
+    };
+    let started = start_qemu(recording, from, stepper.next_stop(), &options)?;
+    let StartedReplay { mut restored, disks, loaded } = started;
+    let arrived = stepper.arrive(&mut restored, interrupted, on_progress);
+    let socket = disks.as_ref().map(ReplayDisks::socket);
+    let (disks, _folder) =
+        disks.map_or((None, None), |disks| (Some(disks.served), Some(disks.folder)));
+    let mut vm = restored.into_vm();
+    if let Some(socket) = socket {
+        vm.mind_server(socket);
+    }
+    if !matches!(arrived, Ok(StopReason::Target)) {
+        let _ = vm.kill();
+        if let Some(disks) = disks {
+            let _ = disks.end(false);
+        }
+        return Err(match arrived? {
+            StopReason::Interrupted => Error::Interrupted,
+            _ => ReplayError::LogTooShort(first).into(),
+        });
+    }
+    Ok(AtFirstCut { vm, disks, stepper, machine: loaded.meta.machine.clone(), _folder })
+}
+
+/// Takes the engine's VM from cut to cut.
 struct Steps<'a> {
-    passage: Passage,
-    course: &'a mut dyn Course,
-    tell: &'a mut dyn FnMut(u64),
+    stepper: ReplayStepper,
+    cut_source: &'a mut dyn CutSource,
+    on_progress: &'a mut dyn FnMut(u64),
 }
 
 impl ReplaySteps for Steps<'_> {
-    type Error = Failure;
+    type Error = Error;
 
     fn is_captured(&self) -> bool {
-        self.course.is_there(self.passage.icount)
+        self.cut_source.has_checkpoint_at(self.stepper.icount)
     }
 
     fn advance(
@@ -118,20 +153,20 @@ impl ReplaySteps for Steps<'_> {
         vm: &mut Vm,
         is_busy: bool,
         interrupted: &AtomicBool,
-    ) -> Result<Step, Failure> {
+    ) -> Result<Step, Error> {
         let next = if is_busy {
-            self.course.behind_answer(self.passage.icount, interrupted)?
+            self.cut_source.next_after_disk_answer(self.stepper.icount, interrupted)?
         } else {
-            self.course.next_cut(self.passage.icount, interrupted)?
+            self.cut_source.next_cut(self.stepper.icount, interrupted)?
         };
         let Some(next) = next else { return Ok(Step::End) };
         let until = Until::Instruction(next);
-        let reached = self.passage.go_on(vm, until, interrupted, self.tell)?;
-        (self.tell)(self.passage.icount);
+        let reached = self.stepper.go_on(vm, until, interrupted, self.on_progress)?;
+        (self.on_progress)(self.stepper.icount);
         Ok(match reached {
-            Reached::There => Step::Stands,
-            Reached::LogEnd => Step::End,
-            Reached::Interrupted => Step::Interrupted,
+            StopReason::Target => Step::Stands,
+            StopReason::LogEnd => Step::End,
+            StopReason::Interrupted => Step::Interrupted,
         })
     }
 }

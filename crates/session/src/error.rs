@@ -230,7 +230,6 @@ impl From<Error> for Failure {
         match error {
             Error::Store { store, source } => Self::store(&source, &store),
             Error::VmDisks(error) => error.into(),
-            Error::Inspect(error) => error.into(),
             error => Self { fix: error.fix(), ..Self::new(error_chain(&error)) },
         }
     }

@@ -2,19 +2,23 @@
 
 mod on;
 
+use crate::failure::paths;
+use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
+use crate::progress::instructions_bar;
+use crate::words::replay::ReplayWords;
 use indicatif::ProgressBar;
 use keyframe_analysis::{Tool, ToolSummary, tools};
-use keyframe_failure::paths;
-use keyframe_failure::{DONE, FAILED, Failure, Outcome};
 use keyframe_replay::interval::Interval;
 use keyframe_replay_driver::{
-    Analysis, Done, Head, Opened, Order, Stretch, dispatch_ns, jobs, tool,
+    Analysis, AnalysisHeader, FinishedPart, JobSpec, OpenedSubject, RunSelection, jobs,
+    median_dispatch_ns, tool,
 };
 use keyframe_store_keys::{self as keys, KeyArg};
-use on::{Driven, OnArgs};
+use on::{Driven, Effort, OnArgs};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
@@ -154,16 +158,16 @@ impl Analyze {
         let tool = tool(name, &self.tool_arg)?;
         // Columns of a trace are taken and freed all the time.
         keyframe_kernel::malloc::keep_freed_memory();
-        let order = self.order(recording)?;
-        let opened = order.open(&self.key)?;
-        self.analyse(&*tool, name, &opened, order, out)
+        let job_spec = self.job_spec(recording)?;
+        let opened = job_spec.open(&self.key, Arc::new(ReplayWords::default()))?;
+        self.analyse(&*tool, name, &opened, job_spec, out)
     }
 
-    fn order(&self, subject: &Path) -> Result<Order, Failure> {
-        let stretch = || Stretch { vm: self.vm.clone(), from: self.from, to: self.to };
-        Ok(Order {
+    fn job_spec(&self, subject: &Path) -> Result<JobSpec, Failure> {
+        let selection = || RunSelection { vm: self.vm.clone(), from: self.from, to: self.to };
+        Ok(JobSpec {
             subject: paths::absolute_store(subject)?,
-            captured: self.approximate.then(stretch),
+            captured: self.approximate.then(selection),
             store: self.store.as_deref().map(paths::absolute_store).transpose()?,
             key_file: None,
             follow: self.follow,
@@ -175,29 +179,30 @@ impl Analyze {
         &self,
         tool: &dyn Tool,
         name: &str,
-        opened: &Opened,
-        order: Order,
+        opened: &OpenedSubject,
+        job_spec: JobSpec,
         out: &Path,
     ) -> Outcome {
         let subject = opened.subject();
         // Of a run, only those are there that were asked for.
         let range = match opened {
-            Opened::Captured(_) => 0..u64::MAX,
+            OpenedSubject::Unrecorded(_) => 0..u64::MAX,
             _ => self.from.unwrap_or(0)..self.to.unwrap_or(u64::MAX),
         };
-        let head = Head::of(subject, name, &self.tool_arg);
+        let head = AnalysisHeader::of(subject, name, &self.tool_arg);
         let interrupted = jobs::interruption()?;
         let began = Instant::now();
         let mut analysis = Analysis::new(subject, tool, head, range, out)?;
         if self.on.is_elsewhere() {
-            Order { key_file: keys::file_for_jobs()?, ..order }.write(analysis.out())?;
+            JobSpec { key_file: keys::file_for_jobs()?, ..job_spec }.write(analysis.out())?;
         }
         let bar = self.bar(&analysis.intervals());
-        let driven = self.on.drive(&mut analysis, (self.jobs, self.tries), &interrupted, &bar)?;
+        let effort = Effort { jobs: self.jobs, tries: self.tries };
+        let driven = self.on.drive(&mut analysis, effort, &interrupted, &bar)?;
         if let Driven::Detached(jobs) = driven {
             return self.tell_detached(&jobs);
         }
-        let done = analysis.collect()?;
+        let done = analysis.collect(&ReplayWords::default())?;
         let summary = analysis.merge(done.clone())?;
         let wall_ns = keyframe_units::elapsed_ns(began);
         let sequential =
@@ -215,7 +220,7 @@ impl Analyze {
             guest_ns: subject.is_approximate().then_some(length),
             intervals: done.iter().map(shown).collect(),
             wall_ns,
-            dispatch_ns: dispatch_ns(&done),
+            dispatch_ns: median_dispatch_ns(&done),
             files: summary.files,
             summary: summary.lines,
             equals_sequential: sequential.as_ref().map(|(differing, _)| differing.is_empty()),
@@ -239,7 +244,11 @@ impl Analyze {
     }
 
     fn bar(&self, intervals: &[Interval]) -> ProgressBar {
-        jobs::bar("analysing", intervals.iter().map(Interval::len).sum(), !self.quiet && !self.json)
+        instructions_bar(
+            "analysing",
+            intervals.iter().map(Interval::len).sum(),
+            !self.quiet && !self.json,
+        )
     }
 
     /// The result files that one replay through all makes otherwise, and how long it took.
@@ -309,7 +318,7 @@ impl Analyze {
     }
 }
 
-fn shown(done: &Done) -> Shown {
+fn shown(done: &FinishedPart) -> Shown {
     Shown {
         index: done.index,
         tries: done.tries,

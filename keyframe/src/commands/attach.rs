@@ -3,7 +3,7 @@
 use super::StoreArg;
 use super::checkpoints::Checkpoints;
 use super::exit_code;
-use keyframe_failure::{Failure, Outcome};
+use crate::failure::{Failure, Outcome};
 use keyframe_qemu::{AttachOptions, Monitor};
 use keyframe_session::control::OnExit;
 use keyframe_session::{ExcludedDisks, LanChoice};

@@ -12,9 +12,9 @@
 
 use super::StoreArg;
 use super::restore::{Accel, refuse_recorded};
+use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
 use crate::rights;
-use keyframe_failure::{DONE, FAILED, Failure, Outcome};
 use keyframe_inspect::guest_memory::{Guest, StoredPages};
 use keyframe_inspect::source_of;
 use keyframe_qemu::DiskServer;

@@ -1,9 +1,9 @@
 //! `keyframe check`: is every sealed checkpoint whole?
 
 use super::StoreArg;
+use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
-use keyframe_failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use keyframe_store::{CheckOptions, CheckProgress, CheckReport, RepairReport};
 
 /// Check a store: is every checkpoint whole?

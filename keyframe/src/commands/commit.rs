@@ -1,10 +1,10 @@
 //! `keyframe commit`: writes a disk back to an image, a new one or its own.
 
 use crate::disk_writing::{NewFormat, Progress, failure};
+use crate::failure::{DONE, Failure, Outcome, chain};
 use crate::output;
 use keyframe_disk::commit::{self, Amount, InPlace};
 use keyframe_disk::{Base, Below, Disk, Error, ImageFormat, Layer, Overlay, Readable};
-use keyframe_failure::{DONE, Failure, Outcome, chain};
 use keyframe_store::{DiskMeta, Store};
 use keyframe_store_keys::KeyArg;
 use keyframe_units::CheckpointId;

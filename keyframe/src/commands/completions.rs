@@ -1,8 +1,8 @@
 //! `keyframe completions`: what lets a shell complete commands and options.
 
+use crate::failure::{DONE, Failure, Outcome};
 use crate::output::Pipe;
 use clap_complete::Shell;
-use keyframe_failure::{DONE, Failure, Outcome};
 use std::io::Write;
 
 /// Print completions for a shell

@@ -1,9 +1,9 @@
 //! `keyframe copy`: checkpoints into another store.
 
 use super::{StoreArg, warn_of_unreadable};
+use crate::failure::{DONE, Failure, Outcome, WARNED};
 use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
-use keyframe_failure::{DONE, Failure, Outcome, WARNED};
 use keyframe_store::{CheckpointId, CopyProgress, CopyReport, Store};
 use keyframe_store_keys::{TargetKeyArg, fix_of_target};
 use std::collections::BTreeSet;

@@ -1,9 +1,9 @@
 //! `keyframe diff`: what differs between two checkpoints.
 
 use super::StoreArg;
+use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
-use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_store::{Diff as Found, RegionDiff};
 use keyframe_units::PAGE_BYTES;
 

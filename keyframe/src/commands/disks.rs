@@ -1,7 +1,7 @@
 //! `keyframe __disks`: the process that serves a VM's disks, so that they outlive the engine. Not
 //! for people.
 
-use keyframe_failure::{DONE, Outcome};
+use crate::failure::{DONE, Outcome};
 use keyframe_session::helper_process;
 
 /// Serve the disks that the engine on standard input orders, until it orders the end, or until the

@@ -1,7 +1,7 @@
 //! `keyframe doctor`: can this machine do it, and if not, what is missing?
 
+use crate::failure::{DONE, FAILED, Outcome};
 use crate::output;
-use keyframe_failure::{DONE, FAILED, Outcome};
 use serde::Serialize;
 use std::process::{Command, Stdio};
 

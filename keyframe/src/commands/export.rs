@@ -2,10 +2,10 @@
 
 use super::StoreArg;
 use crate::disk_writing::{Progress, failure};
+use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_disk::{ImageFormat, Readable, commit};
-use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_image::Image;
 use keyframe_inspect::display_picture as screens;
 use keyframe_inspect::guest_memory::{Guest, StoredPages};

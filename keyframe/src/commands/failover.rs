@@ -1,7 +1,7 @@
 //! `keyframe failover`: lets a protected VM run on the other host.
 
+use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
-use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_session::control::{Request, Response, client};
 use keyframe_session::run_dir;
 use std::time::Duration;

@@ -1,11 +1,13 @@
 //! `keyframe find`: at which instructions a recorded guest wrote to an address.
 
 use super::recorded::RecordedArgs;
+use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
+use crate::progress::instructions_bar;
+use crate::words::replay::ReplayWords;
 use keyframe_analysis::tools;
-use keyframe_failure::{DONE, FAILED, Failure, Outcome};
 use keyframe_replay::interval::Interval;
-use keyframe_replay_driver::{Analysis, Head, Subject, jobs};
+use keyframe_replay_driver::{Analysis, AnalysisHeader, AnalysisSubject, jobs};
 use serde::Serialize;
 
 /// How often an interval is tried.
@@ -95,7 +97,7 @@ impl Find {
     /// Finds them.
     pub fn run(&self) -> Outcome {
         let source = self.recorded.open()?;
-        let subject = Subject::Recorded(&source);
+        let subject = AnalysisSubject::Recorded(&source);
         let mut arguments = vec![
             format!("addr={:#x}", self.writes),
             format!("len={}", self.len),
@@ -104,7 +106,7 @@ impl Find {
         arguments.extend(self.tool_arg.iter().cloned());
         let tool = tools::by_name("watch", &arguments).map_err(|e| Failure::analysis(&e))?;
         let (head, range) = (
-            Head::of(subject, "watch", &arguments),
+            AnalysisHeader::of(subject, "watch", &arguments),
             self.from.unwrap_or(0)..self.to.unwrap_or(u64::MAX),
         );
         let interrupted = jobs::interruption()?;
@@ -115,9 +117,12 @@ impl Find {
         let mut analysis =
             Analysis::new(subject, &*tool, head, range, &folder.path().join("watch"))?;
         let instructions = analysis.intervals().iter().map(Interval::len).sum();
-        let bar = jobs::bar("looking", instructions, !self.quiet && !self.json);
-        analysis.make_here(self.recorded.jobs, TRIES, &interrupted, &bar)?;
-        let summary = analysis.merge(analysis.collect()?)?;
+        let bar = instructions_bar("looking", instructions, !self.quiet && !self.json);
+        let words = ReplayWords::above(&bar);
+        let made = analysis.make_here(self.recorded.jobs, TRIES, &interrupted, &words);
+        bar.finish_and_clear();
+        made?;
+        let summary = analysis.merge(analysis.collect(&ReplayWords::default())?)?;
         let mut writes = Vec::new();
         for file in &summary.files {
             let text = std::fs::read_to_string(file)

@@ -10,8 +10,8 @@
 
 use super::checkpoints::parse_duration;
 use super::{StoreArg, warn_of_unreadable};
+use crate::failure::{Failure, Outcome, WARNED, chain};
 use crate::output;
-use keyframe_failure::{Failure, Outcome, WARNED, chain};
 use keyframe_store::{CheckpointId, Listing, Moment, Reason, Retention, Sealed, Store, Verdict};
 use keyframe_vm_disks::forget::{checkpoints_under_overlays, clones_of, remove_clones};
 use serde::Serialize;

@@ -1,10 +1,14 @@
 //! `keyframe goto`: a recorded VM as it was at an instruction.
 
 use super::recorded::RecordedArgs;
+use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
-use keyframe_failure::{DONE, Failure, Outcome};
+use crate::progress::instructions_bar;
+use crate::words::replay::ReplayWords;
 use keyframe_replay::cut_points::instruction_at_time;
-use keyframe_replay_driver::{self as replaying, Debugger, Replay, Source, Standing, Way, jobs};
+use keyframe_replay_driver::{
+    Debugger, PauseOptions, PausedReplay, Replay, ReplayRoute, ReplayableRecording, jobs,
+};
 use serde::Serialize;
 use std::ffi::OsString;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -92,30 +96,32 @@ impl Goto {
         let source = self.recorded.open()?;
         let interrupted = jobs::interruption()?;
         // A port that is taken is said before anything is replayed.
-        let debugger = self.gdb.map(|port| Debugger::listen(&source, port, self.extra.clone()));
+        let words = ReplayWords::default();
+        let debugger =
+            self.gdb.map(|port| Debugger::listen(&source, port, self.extra.clone(), &words));
         let debugger = debugger.transpose()?;
-        let way = Way::to(&source, &source.places()?, self.target(&source)?)?;
+        let route = ReplayRoute::to(&source, &source.checkpoints()?, self.target(&source)?)?;
         let began = Instant::now();
         let is_shown = !self.quiet && !self.json;
-        let bar = jobs::bar("replaying", way.icount - way.begin.icount, is_shown);
-        let mut tell = |at: u64| bar.set_position(at.saturating_sub(way.begin.icount));
-        let with = (&self.extra[..], debugger.is_some());
-        let stands = Standing::at(&source, way, with, &interrupted, &mut tell)?;
+        let bar = instructions_bar("replaying", route.icount - route.begin.icount, is_shown);
+        let mut tell = |at: u64| bar.set_position(at.saturating_sub(route.begin.icount));
+        let options = PauseOptions { extra: &self.extra, has_gdbstub: debugger.is_some() };
+        let paused = PausedReplay::at(&source, route, options, &interrupted, &mut tell)?;
         bar.finish_and_clear();
-        let Some(mut standing) = stands else { return Err(Failure::new("interrupted")) };
-        let restored = standing.replay.restored();
+        let Some(mut paused) = paused else { return Err(Failure::new("interrupted")) };
+        let restored = paused.replay.restored();
         let registers = restored.vm().qmp().hmp("info registers").unwrap_or_default();
-        let boundaries = source.boundaries()?;
+        let log_index = source.log_index()?;
         let report = Report {
             recording: source.recording.meta.id.clone(),
-            icount: way.icount,
-            is_ambiguous: if way.icount == boundaries.end() {
-                boundaries.end_is_ambiguous()
+            icount: route.icount,
+            is_ambiguous: if route.icount == log_index.end() {
+                log_index.end_is_ambiguous()
             } else {
-                !boundaries.is_unambiguous(way.icount)
+                !log_index.is_unambiguous(route.icount)
             },
-            checkpoint: way.begin.checkpoint.0,
-            replayed_instructions: way.icount - way.begin.icount,
+            checkpoint: route.begin.checkpoint.0,
+            replayed_instructions: route.icount - route.begin.icount,
             wall_ns: keyframe_units::elapsed_ns(began),
             qemu_pid: restored.pid(),
             gdb: debugger.as_ref().map(Debugger::port),
@@ -123,17 +129,17 @@ impl Goto {
         };
         self.tell(&report)?;
         match debugger {
-            Some(debugger) => debugger.serve(standing, &interrupted)?,
-            None => stay(&mut standing.replay, &interrupted)?,
+            Some(debugger) => debugger.serve(paused, &interrupted)?,
+            None => stay(&mut paused.replay, &interrupted)?,
         }
         Ok(DONE)
     }
 
     /// The instruction that was asked for.
-    fn target(&self, source: &Source) -> Result<u64, Failure> {
-        let boundaries = source.boundaries()?;
-        let end = boundaries.end();
-        let standing = |icount: u64| boundaries.next_unambiguous(icount).unwrap_or(end);
+    fn target(&self, source: &ReplayableRecording) -> Result<u64, Failure> {
+        let log_index = source.log_index()?;
+        let end = log_index.end();
+        let standing = |icount: u64| log_index.next_unambiguous(icount).unwrap_or(end);
         if let Some(icount) = self.to.icount {
             return Ok(icount);
         }
@@ -148,7 +154,7 @@ impl Goto {
             });
         }
         let marker = self.to.marker.as_deref().unwrap_or_default();
-        let console = replaying::console(source, self.recorded.jobs, !self.quiet && !self.json)?;
+        let console = self.recorded.console(source, !self.quiet && !self.json)?;
         let line = console.find(marker).ok_or_else(|| {
             Failure::new(format!("no line of the console holds {marker:?}")).fix(format!(
                 "see what it holds: keyframe log {}",

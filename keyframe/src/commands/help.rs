@@ -1,8 +1,8 @@
 //! `keyframe help`: the program, a command, or a topic explained.
 
+use crate::failure::{DONE, Failure, Outcome, USAGE};
 use crate::help::topics;
 use crate::output;
-use keyframe_failure::{DONE, Failure, Outcome, USAGE};
 
 /// Explain the program, a command or a topic
 #[derive(clap::Args, Debug)]

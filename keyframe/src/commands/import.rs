@@ -7,9 +7,9 @@
 //! ```
 
 use super::StoreArg;
+use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
 use crate::words::StderrWords;
-use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_inspect::entry::Entry;
 use keyframe_qemu::stream::{MigrationBlock, MigrationReader, cpu_registers};
 use keyframe_qemu::{Invocation, LaunchOptions, Vm};

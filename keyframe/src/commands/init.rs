@@ -1,7 +1,7 @@
 //! `keyframe init`: makes a store.
 
+use crate::failure::{DONE, Failure, Outcome, USAGE};
 use crate::output;
-use keyframe_failure::{DONE, Failure, Outcome, USAGE};
 use keyframe_store::Store;
 use keyframe_store_keys::KeyArg;
 use std::path::PathBuf;

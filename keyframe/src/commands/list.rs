@@ -2,9 +2,9 @@
 
 use super::{StoreArg, warn_of_unreadable};
 use crate::checkpoint_tables;
+use crate::failure::Outcome;
 use crate::lineage;
 use crate::output;
-use keyframe_failure::Outcome;
 use keyframe_inspect::entry::Entry;
 
 /// List the checkpoints of a store

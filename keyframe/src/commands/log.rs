@@ -1,9 +1,8 @@
 //! `keyframe log`: what a recorded guest wrote to its console, by instruction.
 
 use super::recorded::RecordedArgs;
+use crate::failure::{DONE, FAILED, Outcome};
 use crate::output;
-use keyframe_failure::{DONE, FAILED, Outcome};
-use keyframe_replay_driver as replaying;
 use serde::Serialize;
 
 /// Print a recorded guest's console, by instruction
@@ -54,7 +53,7 @@ impl Log {
     /// Prints them.
     pub fn run(&self) -> Outcome {
         let source = self.recorded.open()?;
-        let console = replaying::console(&source, self.recorded.jobs, !self.quiet && !self.json)?;
+        let console = self.recorded.console(&source, !self.quiet && !self.json)?;
         if console.unplaced_bytes > 0 && !self.quiet {
             eprintln!(
                 "keyframe: warning: {} bytes at the end are nowhere in the log: the guest has another console, or {} is not \

@@ -1,7 +1,7 @@
 //! `keyframe man`: the manual pages, from the definitions that `--help` stands on.
 
+use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
-use keyframe_failure::{DONE, Failure, Outcome};
 use std::path::PathBuf;
 
 /// Write the manual pages into a directory

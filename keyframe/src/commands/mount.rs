@@ -1,8 +1,8 @@
 //! `keyframe mount`: the store's checkpoints as files.
 
 use super::StoreArg;
+use crate::failure::{DONE, Failure, Outcome};
 use fuser::{BackgroundSession, Config, MountOption};
-use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_mount::{Files, Tree};
 use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};

@@ -1,8 +1,8 @@
 //! `keyframe pin`: a checkpoint that no rule forgets.
 
 use super::StoreArg;
+use crate::failure::{DONE, Outcome, WARNED};
 use crate::output;
-use keyframe_failure::{DONE, Outcome, WARNED};
 use serde::Serialize;
 
 /// Keep a checkpoint whatever the rules say, until it is unpinned

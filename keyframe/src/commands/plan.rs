@@ -5,8 +5,8 @@ mod measured;
 mod options;
 mod simulated;
 
+use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
-use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_model::{Constants, Formula, Prediction, Recommendation, recommend, recommend_nodes};
 use keyframe_store_keys::KeyArg;
 use measured::Measured;
@@ -132,7 +132,7 @@ impl Plan {
         if let Some(path) = &self.plot {
             let rows = simulated.as_ref().map_or(&[][..], |simulated| &simulated.table);
             let figure = chart::figure(&constants, enough.best.nodes, &self.nodes, rows);
-            figure.write(path).map_err(|e| Failure::new(keyframe_failure::chain(&e)))?;
+            figure.write(path).map_err(|e| Failure::new(crate::failure::chain(&e)))?;
         }
         let report = Report {
             constants,

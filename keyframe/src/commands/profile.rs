@@ -1,8 +1,9 @@
 //! `keyframe profile`: what a VM writes in epochs of different lengths.
 
+use crate::failure::{DONE, Failure, Outcome, WARNED, chain};
 use crate::output;
+use crate::words::profiler::ProfilerWords;
 use indicatif::{ProgressBar, ProgressStyle};
-use keyframe_failure::{DONE, Failure, Outcome, WARNED, chain};
 use keyframe_profile::{Curve, Ladder, PLATEAU_PERCENT, Row, Statistic};
 use keyframe_profiler::{self as profile, Options, Profile, Start, Subject};
 use std::ffi::OsString;
@@ -76,7 +77,8 @@ impl ProfileCommand {
             bar.set_style(style);
         }
         let options = Options { ladder: self.epochs.clone(), samples: self.samples };
-        let measured = profile::measure(self.subject(), &options, &bar);
+        let words = ProfilerWords { bar: bar.clone() };
+        let measured = profile::measure(self.subject(), &options, &words);
         bar.finish_and_clear();
         let profile = measured?;
         self.write_files(&profile)?;

@@ -1,13 +1,13 @@
 //! `keyframe protect`: a VM with a standby on another host; and the processes beside it.
 
+use crate::failure::paths;
+use crate::failure::{DONE, Failure, Outcome, chain};
 use crate::words::StderrWords;
 use keyframe_failover::links::Addresses;
 use keyframe_failover::primary::Finish;
 use keyframe_failover::settings::{Settings, address};
 use keyframe_failover::standby::{self, Wish};
 use keyframe_failover::{guard, launch};
-use keyframe_failure::paths;
-use keyframe_failure::{DONE, Failure, Outcome, chain};
 use std::ffi::OsString;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -81,14 +81,14 @@ impl Protect {
                 setup.say("to protect it by this host, start: keyframe standby");
                 Ok(DONE)
             }
-            (Finish::Elsewhere, Some(listen)) => standby::run(&Wish {
+            (Finish::Elsewhere, Some(listen)) => Ok(standby::run(&Wish {
                 listen: address(&listen)?,
                 folder: folder.join("standby"),
                 name: self.name.unwrap_or_else(|| "standby".into()),
                 extra: Vec::new(),
                 peer: Some(addresses),
                 setup,
-            }),
+            })?),
         }
     }
 }

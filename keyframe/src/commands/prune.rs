@@ -1,9 +1,9 @@
 //! `keyframe prune`: space back from what no checkpoint needs.
 
 use super::StoreArg;
+use crate::failure::{DONE, Failure, Outcome, WARNED};
 use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
-use keyframe_failure::{DONE, Failure, Outcome, WARNED};
 use keyframe_store::{PruneOptions, PruneProgress, PruneReport, PruneStep};
 use std::time::Duration;
 

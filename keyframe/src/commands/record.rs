@@ -1,14 +1,14 @@
 //! `keyframe record`: a VM's run, kept so that each of its instructions can be run again.
 
 use super::exit_code;
+use crate::failure::paths;
+use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::output;
 use crate::words::StderrWords;
-use keyframe_failure::paths;
-use keyframe_failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use keyframe_qemu::{Invocation, Medium};
 use keyframe_replay::recording::{FORMAT, ImageMeta, OWN_STORE, VERSION};
 use keyframe_replay::{LogTimeRecorder, Recording, RecordingEnding, RecordingMeta};
-use keyframe_replay_driver::{Follower, adopt_first, jobs, places_in};
+use keyframe_replay_driver::{FollowerProcess, adopt_first_checkpoint, checkpoints_in, jobs};
 use keyframe_session::control::OnExit;
 use keyframe_session::{CommandLines, Options, RecordingOptions};
 use keyframe_store::Store;
@@ -83,7 +83,7 @@ impl Record {
         let mut recording =
             Recording::create(&self.out, meta).map_err(|e| Failure::recording(&e))?;
         let kept = self.store(&recording, &recording.store_path(), self.store.is_some())?;
-        // With one that follows, that one has it, and the recording's own engine a place for the
+        // With a follower, that one has it, and the recording's own engine a place for the
         // first checkpoint.
         let first =
             self.follow.then(|| self.store(&recording, &recording.first_store_path(), false));
@@ -104,7 +104,7 @@ impl Record {
         let times = LogTimeRecorder::start(recording.log_path(), &recording.times_path());
         let times = times.map_err(|e| Failure::recording(&e))?;
         let follower = self.follow.then(|| {
-            Follower::start(recording.path(), self.follow_every(), &recording.store_path())
+            FollowerProcess::start(recording.path(), self.follow_every(), &recording.store_path())
         });
         let follower = follower.transpose()?;
         let began = Instant::now();
@@ -117,8 +117,9 @@ impl Record {
         }
         // Its first checkpoint is taken before the first instruction. A store that cannot be read
         // tells nothing.
-        let is_empty =
-            || ran.is_err() && places_in(store, &recording).is_ok_and(|places| places.is_empty());
+        let is_empty = || {
+            ran.is_err() && checkpoints_in(store, &recording).is_ok_and(|places| places.is_empty())
+        };
         if !recording.log_path().exists() || is_empty() {
             // There is nothing to keep.
             drop(follower);
@@ -179,14 +180,14 @@ impl Record {
     /// to the end.
     fn wait_for(
         &self,
-        follower: Follower,
+        follower: FollowerProcess,
         recording: &Recording,
         kept: &Store,
     ) -> Result<bool, Failure> {
         let interrupted = jobs::interruption()?;
         let ended = Instant::now();
         let has_followed = follower.finish(&interrupted)?;
-        adopt_first(recording, kept, &self.key)?;
+        adopt_first_checkpoint(recording, kept, &self.key)?;
         if !has_followed {
             let (out, every) =
                 (self.out.display(), humantime::format_duration(self.follow_every()));
@@ -194,7 +195,7 @@ impl Record {
                 "keyframe: the one that followed has not come to the end: keyframe segment {out} --every {every}"
             );
         } else if !self.quiet {
-            let count = places_in(kept, recording)?.len();
+            let count = checkpoints_in(kept, recording)?.len();
             let after = output::duration(keyframe_units::elapsed_ns(ended));
             eprintln!("keyframe: {count} checkpoints, the last {after} behind the recording's end");
         }

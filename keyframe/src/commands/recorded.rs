@@ -1,7 +1,10 @@
 //! What commands that replay a recording's intervals are told of it.
 
-use keyframe_failure::Failure;
-use keyframe_replay_driver::Source;
+use crate::failure::Failure;
+use crate::progress::instructions_bar;
+use crate::words::replay::ReplayWords;
+use keyframe_replay::Console;
+use keyframe_replay_driver::{ReplayableRecording, console};
 use keyframe_store_keys::KeyArg;
 use std::path::PathBuf;
 
@@ -23,7 +26,21 @@ pub struct RecordedArgs {
 
 impl RecordedArgs {
     /// Opens it.
-    pub fn open(&self) -> Result<Source, Failure> {
-        Source::open(&self.recording, self.store.as_deref(), &self.key)
+    pub fn open(&self) -> Result<ReplayableRecording, Failure> {
+        let words = ReplayWords::default();
+        Ok(ReplayableRecording::open(&self.recording, self.store.as_deref(), &self.key, &words)?)
+    }
+
+    /// Reads what the guest wrote to its console. The first call replays the recording for it, with
+    /// a progress bar if `shows_progress`.
+    pub fn console(
+        &self,
+        source: &ReplayableRecording,
+        shows_progress: bool,
+    ) -> Result<Console, Failure> {
+        let bar = instructions_bar("replaying", 0, shows_progress);
+        let read = console(source, self.jobs, &ReplayWords::above(&bar))?;
+        bar.finish_and_clear();
+        Ok(read)
     }
 }

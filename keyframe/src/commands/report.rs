@@ -1,9 +1,9 @@
 //! `keyframe report`: a store or a recording as one HTML file.
 
 use super::warn_of_unreadable;
+use crate::failure::{Failure, Outcome};
 use crate::output;
 use keyframe_dashboard::reporting::{ReportPage, of_checkpoints, of_recording};
-use keyframe_failure::{Failure, Outcome};
 use keyframe_replay::Recording;
 use keyframe_store::Sealed;
 use keyframe_store_keys::KeyArg;

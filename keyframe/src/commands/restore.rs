@@ -3,10 +3,10 @@
 mod group;
 
 use super::StoreArg;
+use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::output;
 use crate::rights;
 use indicatif::{ProgressBar, ProgressStyle};
-use keyframe_failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use keyframe_inspect::guest_memory::ReadStop;
 use keyframe_inspect::source_of;
 use keyframe_qemu::restore::lazy::Residency;
@@ -136,7 +136,7 @@ impl StoredRam {
     }
 
     fn fail(&self, error: keyframe_store::Error) -> io::Error {
-        let text = keyframe_failure::chain(&error);
+        let text = crate::failure::chain(&error);
         if let Ok(mut failed) = self.failed.lock() {
             failed.get_or_insert(error);
         }
@@ -287,7 +287,7 @@ impl Restore {
         match (failed, error) {
             // It names the page, and the store's error behind it.
             (Some(store), keyframe_qemu::Error::PageLost { .. }) => {
-                let failure = Failure::new(keyframe_failure::chain(error));
+                let failure = Failure::new(crate::failure::chain(error));
                 match self.store.failure(&store).fix {
                     Some(fix) => failure.fix(fix),
                     None => failure,
@@ -385,7 +385,7 @@ impl Place {
     }
 
     fn warn(error: &RunDirError) {
-        let error = keyframe_failure::chain(error);
+        let error = crate::failure::chain(error);
         eprintln!("keyframe: warning: the VM is not among those of keyframe status: {error}");
     }
 }

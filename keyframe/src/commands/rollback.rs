@@ -1,7 +1,7 @@
 //! `keyframe rollback`: a running VM back to a checkpoint, in place.
 
+use crate::failure::{DONE, Failure, Outcome, WARNED};
 use crate::output;
-use keyframe_failure::{DONE, Failure, Outcome, WARNED};
 use keyframe_session::control::{Request, Response, client};
 use keyframe_session::run_dir;
 use std::time::Duration;

@@ -3,8 +3,8 @@
 use super::StoreArg;
 use super::checkpoints::Checkpoints;
 use super::exit_code;
-use keyframe_failure::paths;
-use keyframe_failure::{FAILED, Failure, Outcome};
+use crate::failure::paths;
+use crate::failure::{FAILED, Failure, Outcome};
 use keyframe_session::control::OnExit;
 use keyframe_session::{CommandLines, LanChoice};
 use std::ffi::OsString;

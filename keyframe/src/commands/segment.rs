@@ -1,12 +1,16 @@
 //! `keyframe segment`: checkpoints of a recording that was made without, from a replay of it.
 
 use super::exit_code;
+use crate::failure::{DONE, Failure, Outcome};
+use crate::progress::instructions_bar;
 use crate::words::StderrWords;
-use keyframe_failure::{DONE, Failure, Outcome};
+use crate::words::replay::ReplayWords;
 use keyframe_replay::cut_points::{CutSpacing, find_cut_points};
 use keyframe_replay::interval::RecordedCheckpoint;
 use keyframe_replay::{GrowingLog, Recording};
-use keyframe_replay_driver::{Known, Live, Source, copy_places, jobs, places_in};
+use keyframe_replay_driver::{
+    CompleteLogCuts, GrowingLogCuts, ReplayableRecording, checkpoints_in, copy_checkpoints, jobs,
+};
 use keyframe_session::Options;
 use keyframe_session::control::OnExit;
 use keyframe_store_keys::KeyArg;
@@ -71,7 +75,7 @@ impl Segment {
             return self.follow();
         }
         let source = self.source()?;
-        let there = source.places()?;
+        let there = source.checkpoints()?;
         let first = first(&there, &source)?;
         let asked = self.cuts(&source)?;
         let missing =
@@ -89,19 +93,20 @@ impl Segment {
         let before =
             there.iter().rev().find(|place| cuts.first().is_some_and(|cut| place.icount < *cut));
         let begin = before.copied().unwrap_or(first);
-        let instructions = source.last_standing()?;
-        let bar = jobs::bar("replaying", instructions, !self.quiet && !self.verbose);
-        let mut course = Known { cuts: &cuts, boundaries: source.boundaries()?, places: &there };
+        let instructions = source.last_stop()?;
+        let bar = instructions_bar("replaying", instructions, !self.quiet && !self.verbose);
+        let mut cut_source =
+            CompleteLogCuts { cuts: &cuts, log_index: source.log_index()?, checkpoints: &there };
         let mut tell = |icount| bar.set_position(icount);
         let verdict = keyframe_replay_driver::segment::segment(
             &source,
             begin,
-            &mut course,
+            &mut cut_source,
             self.options(),
             &mut tell,
         )?;
         bar.finish_and_clear();
-        let taken = source.places()?.len().saturating_sub(there.len());
+        let taken = source.checkpoints()?.len().saturating_sub(there.len());
         let place =
             self.store.as_ref().map_or_else(String::new, |s| format!(" --store {}", s.display()));
         let recording = self.recording.display();
@@ -114,14 +119,20 @@ impl Segment {
     }
 
     /// The recording with the store for its checkpoints, which has its first one.
-    fn source(&self) -> Result<Source, Failure> {
+    fn source(&self) -> Result<ReplayableRecording, Failure> {
         let Some(place) = &self.store else {
-            return Source::open(&self.recording, None, &self.key);
+            return Ok(ReplayableRecording::open(
+                &self.recording,
+                None,
+                &self.key,
+                &ReplayWords::default(),
+            )?);
         };
-        let mut source = Source::open(&self.recording, None, &self.key)?;
+        let mut source =
+            ReplayableRecording::open(&self.recording, None, &self.key, &ReplayWords::default())?;
         let store = self.key.open(place).map_err(|e| Failure::store(&e, place))?;
         if store.id() != source.store.id() {
-            copy_places(&source.store, &[first(&source.places()?, &source)?], &store)?;
+            copy_checkpoints(&source.store, &[first(&source.checkpoints()?, &source)?], &store)?;
         }
         source.store = store;
         Ok(source)
@@ -146,7 +157,7 @@ impl Segment {
         let place = place.unwrap_or_else(|| recording.store_path());
         let own = wait.until("its store", || Ok(self.key.open(&place).ok()))?;
         let beginning = wait.until("its first checkpoint", || {
-            Ok(places_in(&own, &recording)?.first().filter(|place| place.icount == 0).copied())
+            Ok(checkpoints_in(&own, &recording)?.first().filter(|place| place.icount == 0).copied())
         })?;
         let place = self.store.clone().unwrap_or_else(|| recording.store_path());
         let store = self.key.open(&place).map_err(|e| Failure::store(&e, &place))?;
@@ -157,22 +168,22 @@ impl Segment {
             ))
             .fix("name another store: --store"));
         }
-        copy_places(&own, &[beginning], &store)?;
+        copy_checkpoints(&own, &[beginning], &store)?;
         let every = self.every()?;
         let (log, times) = (recording.log_path(), recording.times_path());
         let growing =
             wait.until("its log", || GrowingLog::open(&log, &times, every).map_err(failed))?;
-        let source = Source::growing(&recording, store);
+        let source = ReplayableRecording::growing(&recording, store);
         let options = Options { name: Some(follower_of(&recording)), ..self.options() };
-        let mut course = Live::new(growing, recording.clone());
+        let mut cut_source = GrowingLogCuts::new(growing, recording.clone());
         let verdict = keyframe_replay_driver::segment::segment(
             &source,
-            first(&source.places()?, &source)?,
-            &mut course,
+            first(&source.checkpoints()?, &source)?,
+            &mut cut_source,
             options,
             &mut |_| (),
         )?;
-        let taken = source.places()?.len().saturating_sub(1);
+        let taken = source.checkpoints()?.len().saturating_sub(1);
         self.say(&format!("{taken} checkpoints in {}", source.store.path().display()));
         Ok(exit_code(verdict))
     }
@@ -190,13 +201,13 @@ impl Segment {
         }
     }
 
-    fn cuts(&self, source: &Source) -> Result<Vec<u64>, Failure> {
+    fn cuts(&self, source: &ReplayableRecording) -> Result<Vec<u64>, Failure> {
         let failed = |e| Failure::recording(&e);
         find_cut_points(
             source.log(),
             &source.recording.times_path(),
             self.every()?,
-            source.boundaries()?,
+            source.log_index()?,
         )
         .map_err(failed)
     }
@@ -251,7 +262,10 @@ fn is_there(places: &[RecordedCheckpoint], cut: u64, next: Option<&u64>) -> bool
 }
 
 /// The checkpoint before the first instruction.
-fn first(places: &[RecordedCheckpoint], source: &Source) -> Result<RecordedCheckpoint, Failure> {
+fn first(
+    places: &[RecordedCheckpoint],
+    source: &ReplayableRecording,
+) -> Result<RecordedCheckpoint, Failure> {
     let first = places.first().filter(|first| first.icount == 0).copied();
     first.ok_or_else(|| {
         let place = source.store.path().display();

@@ -2,9 +2,9 @@
 
 mod dashboard;
 
+use crate::failure::{DONE, Failure, Outcome, USAGE};
 use crate::output;
 use dashboard::DashboardArgs;
-use keyframe_failure::{DONE, Failure, Outcome, USAGE};
 use keyframe_serve::{Identity, Options, Report, Server};
 use keyframe_store::backend::served::{TOKEN, read_token};
 use serde::Serialize;
@@ -230,7 +230,7 @@ fn failure(error: &keyframe_serve::Error, store: &Path) -> Failure {
     if let keyframe_serve::Error::Store(error) = error {
         return Failure::store(error, store);
     }
-    let failure = Failure::new(keyframe_failure::chain(error));
+    let failure = Failure::new(crate::failure::chain(error));
     Failure { fix: error.fix(), ..failure }
 }
 

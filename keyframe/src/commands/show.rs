@@ -1,8 +1,8 @@
 //! `keyframe show`: everything that is known of one checkpoint.
 
 use super::StoreArg;
+use crate::failure::{DONE, Outcome};
 use crate::output;
-use keyframe_failure::{DONE, Outcome};
 use keyframe_inspect::entry::DiskEntry;
 use keyframe_inspect::show::{entry, shown};
 use keyframe_store::{MachineMeta, Sealed};

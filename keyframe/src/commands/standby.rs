@@ -1,11 +1,11 @@
 //! `keyframe standby`: holds what a protected VM is, and goes on with it.
 
 use super::protect::folder;
+use crate::failure::Outcome;
 use crate::words::StderrWords;
 use keyframe_failover::links::Addresses;
 use keyframe_failover::settings::{Settings, address};
 use keyframe_failover::standby::{self, Wish};
-use keyframe_failure::Outcome;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
@@ -57,13 +57,13 @@ impl Standby {
             self.settings.understood(StderrWords::shared(self.settings.is_quiet(), false))?;
         let beat = self.peer_beat.as_deref().map(address).transpose()?;
         let peer = self.peer.as_deref().map(address).transpose()?;
-        standby::run(&Wish {
+        Ok(standby::run(&Wish {
             listen: address(&self.listen)?,
             folder: folder(self.dir, "standby")?,
             name: self.name,
             extra: self.extra,
             peer: peer.map(|control| Addresses { control, beat }),
             setup,
-        })
+        })?)
     }
 }

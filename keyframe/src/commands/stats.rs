@@ -2,8 +2,8 @@
 
 use super::{StoreArg, warn_of_unreadable};
 use crate::checkpoint_tables;
+use crate::failure::{Failure, Outcome, chain};
 use crate::output;
-use keyframe_failure::{Failure, Outcome, chain};
 use keyframe_inspect::entry::{DiskSums, Entry, PauseQuantiles};
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
 use keyframe_store::{Breakdown, Found, Growth, Sectors, Sharing};

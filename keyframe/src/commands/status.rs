@@ -1,7 +1,7 @@
 //! `keyframe status`: how running engines go.
 
+use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
-use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_session::control::{
     ReplicationRole, ReplicationStatus, Request, Response, Status as Shown, client,
 };

@@ -1,7 +1,7 @@
 //! `keyframe stop`: ends a running engine.
 
+use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
-use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_qemu::Qmp;
 use keyframe_session::control::{OnExit, Request, client};
 use keyframe_session::run_dir;

@@ -1,8 +1,8 @@
 //! `keyframe switch`: a network between VMs that checkpoints can hold; and `keyframe __switch`, the
 //! same started by an engine for its own VMs.
 
+use crate::failure::{DONE, Failure, Outcome, chain};
 use crate::output;
-use keyframe_failure::{DONE, Failure, Outcome, chain};
 use keyframe_kernel::{END_SIGNALS, signal_socket};
 use keyframe_net::{Error, Switch as NetSwitch, serve_until};
 use keyframe_session::helper_process;

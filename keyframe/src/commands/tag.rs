@@ -1,8 +1,8 @@
 //! `keyframe tag`: names for checkpoints.
 
 use super::StoreArg;
+use crate::failure::{DONE, Outcome};
 use crate::output;
-use keyframe_failure::{DONE, Outcome};
 use serde::Serialize;
 
 /// Give a checkpoint a name, or take one away

@@ -1,7 +1,7 @@
 //! `keyframe take`: a checkpoint now.
 
+use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
-use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_session::control::{Request, Response, Strategy, client};
 use keyframe_session::run_dir;
 use std::time::Duration;

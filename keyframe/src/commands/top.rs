@@ -1,9 +1,9 @@
 //! `keyframe top`: the running VMs, live.
 
+use crate::failure::{DONE, Failure, Outcome, USAGE};
 use crate::output;
 use crate::top::history::{Answer, History};
 use crate::top::view;
-use keyframe_failure::{DONE, Failure, Outcome, USAGE};
 use keyframe_session::control::{Request, Response, client};
 use keyframe_session::{error_chain, run_dir};
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};

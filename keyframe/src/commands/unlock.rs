@@ -1,8 +1,8 @@
 //! `keyframe unlock`: a lock that a dead writer left.
 
 use super::StoreArg;
+use crate::failure::{DONE, Failure, LOCKED, Outcome};
 use crate::output;
-use keyframe_failure::{DONE, Failure, LOCKED, Outcome};
 use keyframe_store::backend::Unlocked;
 use serde::Serialize;
 

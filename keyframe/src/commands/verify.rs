@@ -2,14 +2,15 @@
 //! checkpoint.
 
 use super::recorded::RecordedArgs;
+use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
+use crate::progress::instructions_bar;
 use indicatif::ProgressBar;
-use keyframe_failure::{DONE, FAILED, Failure, Outcome};
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use keyframe_replay_driver::{
-    Difference, Reached, Replay, Side, Source, With, differing, differing_disks, differing_vms,
-    jobs,
+    ComparedDisks, Difference, Replay, ReplayOptions, ReplayableRecording, StopReason,
+    compare_disks, compare_ram, compare_ram_with_checkpoint, jobs,
 };
 use keyframe_units::CheckpointId;
 use keyframe_vm_disks::ServedDisks;
@@ -102,7 +103,7 @@ impl Verify {
             Limits { interrupted: &interrupted, patience: self.patience, tries: self.tries };
         let jobs = self.recorded.jobs;
         let mut checked =
-            jobs::side_by_side(&source, &intervals, jobs, &interrupted, |interval| {
+            jobs::for_each_interval(&source, &intervals, jobs, &interrupted, |interval| {
                 check(&source, interval, limits, &bar)
             })?;
         bar.finish_and_clear();
@@ -114,14 +115,18 @@ impl Verify {
     }
 
     fn bar(&self, intervals: &[Interval]) -> ProgressBar {
-        jobs::bar("replaying", intervals.iter().map(Interval::len).sum(), !self.quiet && !self.json)
+        instructions_bar(
+            "replaying",
+            intervals.iter().map(Interval::len).sum(),
+            !self.quiet && !self.json,
+        )
     }
 
-    fn tell(&self, source: &Source, checked: Vec<Checked>) -> Outcome {
+    fn tell(&self, source: &ReplayableRecording, checked: Vec<Checked>) -> Outcome {
         let wrong = checked.iter().filter(|one| !one.exact).count();
         let report = Report {
             recording: source.recording.meta.id.clone(),
-            instructions: source.last_standing()?,
+            instructions: source.last_stop()?,
             exact: wrong == 0,
             intervals: checked,
         };
@@ -202,7 +207,12 @@ fn say_wrong(one: &Checked) {
     }
 }
 
-fn check(source: &Source, interval: &Interval, limits: Limits<'_>, bar: &ProgressBar) -> Checked {
+fn check(
+    source: &ReplayableRecording,
+    interval: &Interval,
+    limits: Limits<'_>,
+    bar: &ProgressBar,
+) -> Checked {
     let began = Instant::now();
     let mut failed_tries = Vec::new();
     let found = loop {
@@ -240,12 +250,12 @@ fn check(source: &Source, interval: &Interval, limits: Limits<'_>, bar: &Progres
 }
 
 fn replayed(
-    source: &Source,
+    source: &ReplayableRecording,
     interval: &Interval,
     limits: Limits<'_>,
     bar: &ProgressBar,
 ) -> Result<(Differences, Option<u64>), Failure> {
-    let with = With { patience: limits.patience, ..With::default() };
+    let with = ReplayOptions { patience: limits.patience, ..ReplayOptions::default() };
     let interrupted = limits.interrupted;
     let mut replay =
         Replay::start(source, interval.begin, source.until(interval.end_icount)?, &with)?;
@@ -257,7 +267,7 @@ fn replayed(
     let reached = replay.arrive(interrupted, &mut tell)?;
     tell(interval.end_icount);
     let difference = match (reached, interval.end) {
-        (Reached::Interrupted, _) => return Err(Failure::new("interrupted")),
+        (StopReason::Interrupted, _) => return Err(Failure::new("interrupted")),
         (_, Some(end)) => differing_from(source, &mut replay, interval.begin.checkpoint, end)?,
         (_, None) => Differences::default(),
     };
@@ -276,13 +286,13 @@ fn replayed(
 /// from the interval's beginning and one from the checkpoint at its end go to the next instruction
 /// at which nothing does, without a stop before it, and are compared there.
 fn beyond(
-    source: &Source,
+    source: &ReplayableRecording,
     interval: &Interval,
     end: CheckpointId,
-    with: &With,
+    with: &ReplayOptions,
     interrupted: &AtomicBool,
 ) -> Result<(Differences, u64), Failure> {
-    let Some(at) = source.boundaries()?.next_unambiguous(interval.end_icount) else {
+    let Some(at) = source.log_index()?.next_unambiguous(interval.end_icount) else {
         return at_log_end(source, interval, end, with, interrupted);
     };
     let place = RecordedCheckpoint { icount: interval.end_icount, checkpoint: end };
@@ -290,13 +300,13 @@ fn beyond(
     let mut one = Replay::start(source, interval.begin, until, with)?;
     let mut other = Replay::start(source, place, until, with)?;
     let both = [one.arrive(interrupted, &mut |_| ())?, other.arrive(interrupted, &mut |_| ())?];
-    if both != [Reached::There; 2] {
+    if both != [StopReason::Target; 2] {
         return Err(Failure::new("interrupted"));
     }
     let layout = other.loaded.meta.ram.clone();
-    let ram = differing_vms(one.restored(), other.restored(), &layout)?;
+    let ram = compare_ram(one.restored(), other.restored(), &layout)?;
     let disks =
-        compare_disks(source, (interval.begin.checkpoint, one.served()), (end, other.served()))?;
+        disks_difference(source, (interval.begin.checkpoint, one.served()), (end, other.served()))?;
     let difference = Differences { ram, disks };
     one.end().and(other.end())?;
     Ok((difference, at))
@@ -304,39 +314,39 @@ fn beyond(
 
 /// The log ends before that. What happened at its last instruction has happened where it ends.
 fn at_log_end(
-    source: &Source,
+    source: &ReplayableRecording,
     interval: &Interval,
     end: CheckpointId,
-    with: &With,
+    with: &ReplayOptions,
     interrupted: &AtomicBool,
 ) -> Result<(Differences, u64), Failure> {
     let mut replay = Replay::start(source, interval.begin, Until::LogEnd, with)?;
-    if replay.arrive(interrupted, &mut |_| ())? == Reached::Interrupted {
+    if replay.arrive(interrupted, &mut |_| ())? == StopReason::Interrupted {
         return Err(Failure::new("interrupted"));
     }
     let difference = differing_from(source, &mut replay, interval.begin.checkpoint, end)?;
     replay.end()?;
-    Ok((difference, source.last_standing()?))
+    Ok((difference, source.last_stop()?))
 }
 
 /// How `replay`, which began at checkpoint `begin`, differs from checkpoint `end`.
 fn differing_from(
-    source: &Source,
+    source: &ReplayableRecording,
     replay: &mut Replay,
     begin: CheckpointId,
     end: CheckpointId,
 ) -> Result<Differences, Failure> {
     let expected = source.store.load(end).map_err(|e| Failure::store(&e, source.store.path()))?;
-    let ram = differing(replay.restored(), &expected)?;
-    let disks = compare_disks(source, (begin, replay.served()), (end, None))?;
+    let ram = compare_ram_with_checkpoint(replay.restored(), &expected)?;
+    let disks = disks_difference(source, (begin, replay.served()), (end, None))?;
     Ok(Differences { ram, disks })
 }
 
 /// The checkpoint that a side began with, and who serves its disks where it is a replay.
 type SideOf<'a> = (CheckpointId, Option<&'a mut ServedDisks>);
 
-fn compare_disks(
-    source: &Source,
+fn disks_difference(
+    source: &ReplayableRecording,
     one: SideOf<'_>,
     other: SideOf<'_>,
 ) -> Result<Difference, Failure> {
@@ -351,8 +361,8 @@ fn compare_disks(
             .map(Arc::new)
             .map_err(|e| Failure::store(&e, source.store.path()))
     };
-    differing_disks(
-        &mut Side::new(disks_of(one.0)?, one.1),
-        &mut Side::new(disks_of(other.0)?, other.1),
-    )
+    Ok(compare_disks(
+        &mut ComparedDisks::new(disks_of(one.0)?, one.1),
+        &mut ComparedDisks::new(disks_of(other.0)?, other.1),
+    )?)
 }

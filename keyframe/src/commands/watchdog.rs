@@ -1,7 +1,7 @@
 //! `keyframe __watchdog`: the process that resumes a VM whose engine died or stalled in a pause.
 //! Not for people.
 
-use keyframe_failure::{DONE, Outcome};
+use crate::failure::{DONE, Outcome};
 use keyframe_session::helper_process;
 use std::ffi::OsString;
 

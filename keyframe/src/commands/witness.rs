@@ -1,11 +1,11 @@
 //! `keyframe witness`: lets at most one host run a protected VM.
 
 use super::protect::folder;
+use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
 use crate::rights;
 use keyframe_failover::settings::{HostKey, address};
 use keyframe_failover::witnessing::WitnessServer;
-use keyframe_failure::{DONE, Failure, Outcome};
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::sync::Arc;

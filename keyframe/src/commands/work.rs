@@ -1,15 +1,16 @@
 //! `keyframe __work`: a worker of an analysis that another process wants, on this node. Pilots of
 //! Slurm's run it.
 
+use crate::failure::paths;
+use crate::failure::{DONE, FAILED, Failure, Outcome};
+use crate::words::replay::ReplayWords;
 use keyframe_cluster::{Placement, Queue, QueueItem, Worker, slurm::SlurmRunner};
-use keyframe_failure::paths;
-use keyframe_failure::{DONE, FAILED, Failure, Outcome};
 use keyframe_locks::IgnorePoison;
-use keyframe_replay_driver::{Head, Order, jobs, tool};
+use keyframe_replay_driver::{AnalysisHeader, JobSpec, jobs, tool};
 use keyframe_store_keys::KeyArg;
 use std::path::PathBuf;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Makes parts of an analysis until none is left
@@ -36,10 +37,11 @@ impl Work {
         let out = paths::absolute(&self.out)?;
         keyframe_kernel::malloc::keep_freed_memory();
         let interrupted = jobs::interruption()?;
-        let (order, head) = (Order::read(&out)?, Head::read(&out)?);
+        let (job_spec, head) = (JobSpec::read(&out)?, AnalysisHeader::read(&out)?);
         let tool = tool(&head.tool, &head.arguments)?;
-        let opened = order.open(&KeyArg::of_file(order.key_file.clone()))?;
-        let analysis = order.join(&opened, head, &*tool, &out)?;
+        let opened = job_spec
+            .open(&KeyArg::of_file(job_spec.key_file.clone()), Arc::new(ReplayWords::default()))?;
+        let analysis = job_spec.join(&opened, head, &*tool, &out)?;
 
         let failed = |e| Failure::cluster(&e);
         let queue = Queue::open(&out.join("queue")).map_err(failed)?;
@@ -52,7 +54,7 @@ impl Work {
             let maker = format!("{}-{:?}", id.as_str(), std::thread::current().id());
             let interval = patiently(|| analysis.interval(item.index), &interrupted);
             let made = interval.and_then(|one| {
-                analysis.make(&one, &maker, order.tries, &interrupted, &mut |_| ())
+                analysis.make(&one, &maker, job_spec.tries, &interrupted, &mut |_| ())
             });
             if let Err(failure) = made {
                 // It cannot even say so where it should: nor will it with the next.
@@ -66,7 +68,7 @@ impl Work {
         let count = worker.run(&queue, &interrupted, job).map_err(failed)?;
         eprintln!("keyframe: {} settled {count} intervals", id.as_str());
         match broken.into_inner().ignore_poison() {
-            Some(failure) => Err(failure),
+            Some(failure) => Err(failure.into()),
             None if interrupted.load(Ordering::Relaxed) => Ok(FAILED),
             None => Ok(DONE),
         }
@@ -75,9 +77,9 @@ impl Work {
 
 /// What `find` finds, which may not be seen here as yet.
 fn patiently<T>(
-    find: impl Fn() -> Result<T, Failure>,
+    find: impl Fn() -> keyframe_replay_driver::Result<T>,
     interrupted: &AtomicBool,
-) -> Result<T, Failure> {
+) -> keyframe_replay_driver::Result<T> {
     let began = Instant::now();
     loop {
         match find() {

@@ -1,9 +1,9 @@
 //! The words for the events of a session.
 
 use super::Importance;
+use crate::failure::chain;
 use crate::output;
 use Importance::{Always, Detail, Usual};
-use keyframe_failure::chain;
 use keyframe_inspect::entry::Entry;
 use keyframe_session::Event;
 use keyframe_session::event::{SessionStart, Step};
@@ -231,11 +231,17 @@ fn sealed(entry: &Entry) -> String {
 }
 
 /// Once in the life of this process: RAM that is plugged in is attached to again.
-fn unguarded(qemu_pid: u32) -> Option<(Importance, String)> {
+pub(super) fn unguarded(qemu_pid: u32) -> Option<(Importance, String)> {
     static ONCE: Once = Once::new();
     let mut said = None;
-    ONCE.call_once(|| said = keyframe_failure::output::unguarded(false, qemu_pid));
-    said.map(|text| (Always, format!("warning: {text}")))
+    ONCE.call_once(|| {
+        said = Some(format!(
+            "warning: QEMU (pid {qemu_pid}) lacks the code by which its main thread gives itself back should Keyframe be \
+             killed (SIGKILL, out of memory) in the moment of taking hold of it: that would end QEMU. It went well this \
+             time; RAM that is plugged in is taken hold of again"
+        ));
+    });
+    said.map(|text| (Always, text))
 }
 
 fn durability_ignored(is_remote: bool) -> String {

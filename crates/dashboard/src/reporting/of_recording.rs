@@ -6,7 +6,7 @@ use keyframe_failure::{Failure, chain};
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
 use keyframe_replay::interval::{Interval, RecordedCheckpoint, intervals};
 use keyframe_replay::{Recording, RecordingEnding};
-use keyframe_replay_driver::made_before;
+use keyframe_replay_driver::previous_timings;
 use keyframe_store::Sealed;
 use std::path::Path;
 
@@ -121,7 +121,7 @@ pub fn add(
 
 /// Adds an analysis in `out`.
 pub fn add_analysis(page: &mut ReportPage, out: &Path) -> Result<(), Failure> {
-    let (head, took) = made_before(out)?;
+    let (head, took) = previous_timings(out).map_err(crate::recordings::of_replay)?;
     page.part(&format!("Analysis {}", head.tool));
     let mut each: Vec<u64> = took.iter().map(|one| one.wall_ns).collect();
     each.sort_unstable();

@@ -1,35 +1,35 @@
-//! What lies in an analysis' directory.
+//! The files in the directory of an analysis.
 
-use crate::Subject;
-use crate::order::read;
+use crate::AnalysisSubject;
+use crate::error::{AnalysisError, Error, Result};
+use crate::job_spec::read_json;
 use keyframe_analysis::Part;
-use keyframe_failure::Failure;
 use keyframe_replay::interval::Interval;
 use serde::{Deserialize, Serialize};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// What is analysed, and how.
-const HEAD: &str = "analysis.json";
-/// What QEMU says while it makes a part.
+/// The file that says what is analysed, and how.
+const HEADER: &str = "analysis.json";
+/// The file with QEMU's messages during a part.
 pub(super) const QEMU_LOG: &str = "qemu.log";
-/// In the directory of a part that is whole.
+/// The file that marks a complete part.
 pub(super) const DONE: &str = "done";
-/// In that of one that could not be made: why.
+/// The file that says why a part failed.
 pub(super) const FAILED: &str = "failed";
-/// How long each interval took.
+/// The file that says how long each interval took.
 pub(super) const TIMES: &str = "intervals.json";
-/// Of that, what an interval's log has.
-const SAID_BYTES_MAX: u64 = 64 << 10;
-/// And what the error has.
-pub(super) const SAID_LINES: usize = 4;
+/// How much of QEMU's messages is kept for an interval, in bytes.
+const MESSAGES_BYTES_MAX: u64 = 64 << 10;
+/// How many lines of QEMU's messages the error of an interval has.
+pub(super) const MESSAGE_LINES: usize = 4;
 
-/// What QEMU said, as far as it is told.
-pub(super) fn said(path: &Path) -> String {
+/// Returns the beginning of QEMU's messages.
+pub(super) fn qemu_messages(path: &Path) -> String {
     let mut bytes = Vec::new();
     let read = std::fs::File::open(path)
-        .and_then(|file| file.take(SAID_BYTES_MAX).read_to_end(&mut bytes));
-    // A QEMU that was not started said nothing.
+        .and_then(|file| file.take(MESSAGES_BYTES_MAX).read_to_end(&mut bytes));
+    // A QEMU that was not started has written no file.
     read.map_or_else(|_| String::new(), |_| String::from_utf8_lossy(&bytes).into_owned())
 }
 
@@ -40,34 +40,39 @@ const VERSION: u32 = 1;
 
 /// The contents of `analysis.json`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Head {
+pub struct AnalysisHeader {
     /// [`FORMAT`].
     pub(super) format: String,
     /// [`VERSION`].
     pub(super) version: u32,
-    /// The recording's id, or that of a run that was not recorded.
+    /// The id of the recording, or of the run that was not recorded.
     pub recording: String,
-    /// That of a run: nobody can say that what is seen was so.
+    /// True for a run that was not recorded: the results are what may have happened.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_approximate: bool,
-    /// The tool, as it was asked for.
+    /// The tool's name, or the path of its manifest.
     pub tool: String,
-    /// Its arguments.
+    /// The tool's arguments.
     pub arguments: Vec<String>,
-    /// The intervals.
+    /// The intervals to analyse.
     pub intervals: Vec<Interval>,
 }
 
-impl Head {
-    /// Reads that of the analysis in `out`, and refuses other formats.
-    pub fn read(out: &Path) -> Result<Self, Failure> {
-        let path = out.join(HEAD);
-        require_format(&path, &read(&path)?)?;
-        read(&path)
+impl AnalysisHeader {
+    /// Reads the header of the analysis in `out`.
+    ///
+    /// # Errors
+    ///
+    /// [`AnalysisError::FormatVersion`] or [`AnalysisError::PreRelease`] if it has another format;
+    /// other errors if it cannot be read.
+    pub fn read(out: &Path) -> Result<Self> {
+        let path = out.join(HEADER);
+        require_format(&path, &read_json(&path)?)?;
+        read_json(&path)
     }
 
-    /// Without its intervals.
-    pub fn of(subject: Subject<'_>, tool: &str, arguments: &[String]) -> Self {
+    /// Makes the header of a new analysis, without intervals.
+    pub fn of(subject: AnalysisSubject<'_>, tool: &str, arguments: &[String]) -> Self {
         let is_approximate = subject.is_approximate();
         let (recording, tool) = (subject.id().to_owned(), tool.to_owned());
         Self {
@@ -81,17 +86,15 @@ impl Head {
         }
     }
 
-    /// Leaves it in `out`, as a whole: workers read it meanwhile.
-    pub(super) fn save(&self, out: &Path) -> Result<(), Failure> {
-        let (new, path) = (out.join("analysis.new"), out.join(HEAD));
+    /// Writes it into `out` by a rename, because workers read it at any time.
+    pub(super) fn save(&self, out: &Path) -> Result<()> {
+        let (new, path) = (out.join("analysis.new"), out.join(HEADER));
         write(&new, serde_json::to_string_pretty(self).unwrap_or_default().as_bytes())?;
-        std::fs::rename(&new, &path)
-            .map_err(|e| Failure::new(format!("rename {}: {e}", new.display())))
+        std::fs::rename(&new, &path).map_err(|e| Error::file("rename", &new, e))
     }
 
-    /// Whether this one goes on with `other`: it is the same, but for intervals that have come
-    /// about since.
-    pub(super) fn goes_on_with(&self, other: &Self) -> bool {
+    /// Returns true if this is `other`, with further intervals or none.
+    pub(super) fn continues(&self, other: &Self) -> bool {
         let but_intervals = |head: &Self| Self { intervals: Vec::new(), ..head.clone() };
         self.intervals.starts_with(&other.intervals) && but_intervals(self) == but_intervals(other)
     }
@@ -105,82 +108,77 @@ struct FormatHead {
 }
 
 /// Refuses `analysis.json` at `path` unless it has the format and version of this program.
-fn require_format(path: &Path, head: &FormatHead) -> Result<(), Failure> {
-    let path = path.display();
+fn require_format(path: &Path, head: &FormatHead) -> Result<()> {
+    let path = path.to_owned();
     let version = head.version.map_or_else(|| "none".into(), |version| version.to_string());
-    let message = match head.format.as_deref() {
+    Err(match head.format.as_deref() {
         Some(FORMAT) if head.version == Some(VERSION) => return Ok(()),
-        Some(FORMAT) => {
-            format!("{path} has format version {version}; this Keyframe reads version {VERSION}")
-        }
-        _ => format!(
-            "{path} is of a pre-release Keyframe (format version {version}), \
-             which this Keyframe does not read"
-        ),
-    };
-    Err(Failure::new(message).fix("analyze again, into a new directory: --out DIR"))
+        Some(FORMAT) => AnalysisError::FormatVersion { path, version, supported: VERSION },
+        _ => AnalysisError::PreRelease { path, version },
+    }
+    .into())
 }
 
-/// A part that is there.
+/// The part of an interval, complete.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Done {
-    /// The interval.
+pub struct FinishedPart {
+    /// The interval's index.
     pub index: u32,
-    /// Tries that it took.
+    /// How many tries it took.
     pub tries: u32,
-    /// From QEMU's start to its end.
+    /// From the first try to the end of the last, in nanoseconds.
     pub wall_ns: u64,
     /// When its first try began, in nanoseconds since 1970.
     pub began_at_ns: u64,
-    /// The worker that made it.
+    /// The name of the worker that made it.
     pub worker: String,
-    /// It was there from an earlier run.
+    /// True if an earlier run made it.
     #[serde(skip)]
     pub is_old: bool,
     pub(super) parts: Vec<Part>,
 }
 
-/// Writes a file of its own.
-pub(super) fn write(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
-    std::fs::write(path, bytes).map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
+/// Writes a file.
+pub(super) fn write(path: &Path, bytes: &[u8]) -> Result<()> {
+    std::fs::write(path, bytes).map_err(|e| Error::file("write", path, e))
 }
 
-/// An empty directory.
-pub(super) fn fresh(dir: &Path) -> Result<(), Failure> {
+/// Makes a directory, or empties it.
+pub(super) fn empty_dir(dir: &Path) -> Result<()> {
     match std::fs::remove_dir_all(dir) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-            return Err(Failure::new(format!("empty {}: {e}", dir.display())));
+            return Err(Error::file("empty", dir, e));
         }
         _ => {}
     }
-    std::fs::create_dir_all(dir).map_err(|e| Failure::new(format!("make {}: {e}", dir.display())))
+    std::fs::create_dir_all(dir).map_err(|e| Error::file("make", dir, e))
 }
 
 /// How long an interval took.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub struct Took {
-    /// The interval.
+pub struct IntervalTiming {
+    /// The interval's index.
     pub index: u32,
-    /// Tries that it took.
+    /// How many tries it took.
     pub tries: u32,
-    /// From QEMU's start to its end.
+    /// From the first try to the end of the last, in nanoseconds.
     pub wall_ns: u64,
     /// When its first try began, in nanoseconds since 1970.
     pub began_at_ns: u64,
 }
 
-impl From<&Done> for Took {
-    fn from(&Done { index, tries, wall_ns, began_at_ns, .. }: &Done) -> Self {
+impl From<&FinishedPart> for IntervalTiming {
+    fn from(&FinishedPart { index, tries, wall_ns, began_at_ns, .. }: &FinishedPart) -> Self {
         Self { index, tries, wall_ns, began_at_ns }
     }
 }
 
-/// What lies between an interval and the next of the same worker, in the median; none where no
-/// worker had two.
-pub fn dispatch_ns(done: &[Done]) -> Option<u64> {
-    let mut all: Vec<&Done> = done.iter().collect();
+/// Returns the median time between the end of an interval and the begin of the next one on the same
+/// worker, in nanoseconds; `None` if no worker made two.
+pub fn median_dispatch_ns(done: &[FinishedPart]) -> Option<u64> {
+    let mut all: Vec<&FinishedPart> = done.iter().collect();
     all.sort_by_key(|one| (&one.worker, one.began_at_ns));
-    let between = |pair: &[&Done]| {
+    let between = |pair: &[&FinishedPart]| {
         let is_one = pair[0].worker == pair[1].worker;
         is_one.then(|| {
             pair[1].began_at_ns.saturating_sub(pair[0].began_at_ns.saturating_add(pair[0].wall_ns))
@@ -191,105 +189,119 @@ pub fn dispatch_ns(done: &[Done]) -> Option<u64> {
     gaps.get(gaps.len() / 2).copied()
 }
 
-/// What the analysis in `out` is, and how long its intervals took, as far as they are done.
-pub fn made_before(out: &Path) -> Result<(Head, Vec<Took>), Failure> {
-    let head = Head::read(out)
-        .map_err(|failure| failure.fix("name a directory that keyframe analyze has made"))?;
+/// Returns the header of the analysis in `out`, and how long its finished intervals took.
+///
+/// # Errors
+///
+/// [`AnalysisError::NotAnAnalysis`] if `out` does not hold an analysis.
+pub fn previous_timings(out: &Path) -> Result<(AnalysisHeader, Vec<IntervalTiming>)> {
+    let head = AnalysisHeader::read(out).map_err(|e| AnalysisError::NotAnAnalysis(Box::new(e)))?;
     let all = std::fs::read_to_string(out.join(TIMES)).ok();
-    let all: Option<Vec<Took>> = all.and_then(|text| serde_json::from_str(&text).ok());
-    let so_far =
-        || head.intervals.iter().filter_map(|one| done_in(out, one)).map(|done| Took::from(&done));
+    let all: Option<Vec<IntervalTiming>> = all.and_then(|text| serde_json::from_str(&text).ok());
+    let so_far = || {
+        head.intervals
+            .iter()
+            .filter_map(|one| finished_part(out, one))
+            .map(|done| IntervalTiming::from(&done))
+    };
     let took = all.unwrap_or_else(|| so_far().collect());
     Ok((head, took))
 }
 
-/// What the analysis in `out` is, and of each interval whether it is `done`, has `failed` or
-/// `waits`.
-pub fn progress(out: &Path) -> Result<(Head, Vec<&'static str>), Failure> {
-    let head = Head::read(out)
-        .map_err(|failure| failure.fix("name a directory that keyframe analyze has made"))?;
+/// How far an interval of an analysis is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IntervalState {
+    /// Its part is complete.
+    Done,
+    /// Its part failed in all tries.
+    Failed,
+    /// It waits, or is being replayed.
+    Waiting,
+}
+
+/// Returns the header of the analysis in `out`, and the state of each of its intervals.
+///
+/// # Errors
+///
+/// [`AnalysisError::NotAnAnalysis`] if `out` does not hold an analysis.
+pub fn interval_states(out: &Path) -> Result<(AnalysisHeader, Vec<IntervalState>)> {
+    let head = AnalysisHeader::read(out).map_err(|e| AnalysisError::NotAnAnalysis(Box::new(e)))?;
     let state = |interval: &Interval| {
-        let place = place_in(out, interval);
+        let place = part_dir(out, interval);
         let has = |file: &str| place.join(file).exists();
         match () {
-            () if has(DONE) => "done",
-            () if has(FAILED) => "failed",
-            () => "waits",
+            () if has(DONE) => IntervalState::Done,
+            () if has(FAILED) => IntervalState::Failed,
+            () => IntervalState::Waiting,
         }
     };
-    // Parts go once they are merged; how long they took stays.
+    // The parts are removed after the merge; the timings stay.
     let is_merged = out.join(TIMES).exists() && !out.join("parts").exists();
-    let states =
-        head.intervals.iter().map(|one| if is_merged { "done" } else { state(one) }).collect();
+    let states = head
+        .intervals
+        .iter()
+        .map(|one| if is_merged { IntervalState::Done } else { state(one) })
+        .collect();
     Ok((head, states))
 }
 
-/// Where the part of `interval` is.
-pub(super) fn place_in(out: &Path, interval: &Interval) -> PathBuf {
+/// Returns the directory of the interval's part.
+pub(super) fn part_dir(out: &Path, interval: &Interval) -> PathBuf {
     out.join("parts").join(format!("{:06}", interval.index))
 }
 
-/// The part of `interval` that is in `out`.
-pub(super) fn done_in(out: &Path, interval: &Interval) -> Option<Done> {
-    let place = place_in(out, interval);
+/// Reads the part of `interval`; `None` if it is not complete.
+pub(super) fn finished_part(out: &Path, interval: &Interval) -> Option<FinishedPart> {
+    let place = part_dir(out, interval);
     let text = std::fs::read_to_string(place.join(DONE)).ok()?;
-    let mut done: Done = serde_json::from_str(&text).ok()?;
-    // It was made under another name.
+    let mut done: FinishedPart = serde_json::from_str(&text).ok()?;
+    // Its directory had another name when this was written.
     done.parts.iter_mut().for_each(|part| part.dir.clone_from(&place));
     (done.index == interval.index).then_some(done)
 }
 
-/// Makes `out` the place of the analysis that `head` says, and its caller the one who wants it.
-pub(super) fn claim(out: &Path, head: &Head) -> Result<std::fs::File, Failure> {
-    let file = out.join(HEAD);
+/// Makes `out` the directory of the analysis with header `head`, and locks it for the caller. The
+/// lock ends with the returned file.
+pub(super) fn claim(out: &Path, head: &AnalysisHeader) -> Result<std::fs::File> {
+    let file = out.join(HEADER);
     match std::fs::read_to_string(&file) {
         Ok(there) => {
             if let Ok(format) = serde_json::from_str::<FormatHead>(&there) {
                 require_format(&file, &format)?;
             }
-            let is_same =
-                serde_json::from_str::<Head>(&there).is_ok_and(|there| head.goes_on_with(&there));
+            let is_same = serde_json::from_str::<AnalysisHeader>(&there)
+                .is_ok_and(|there| head.continues(&there));
             if !is_same {
-                return Err(Failure::new(format!("{} holds another analysis", out.display()))
-                    .fix("name a directory that does not exist yet, or the same recording, tool and arguments to go on"));
+                return Err(AnalysisError::OtherAnalysis(out.to_owned()).into());
             }
         }
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => make_empty(out)?,
-        Err(e) => return Err(Failure::new(format!("read {}: {e}", file.display()))),
+        Err(e) => return Err(Error::file("read", &file, e)),
     }
     let lock = lock(out)?;
     head.save(out)?;
     Ok(lock)
 }
 
-/// Makes `out`, unless it is there and empty.
-fn make_empty(out: &Path) -> Result<(), Failure> {
-    std::fs::create_dir_all(out)
-        .map_err(|e| Failure::new(format!("make {}: {e}", out.display())))?;
-    let mut entries =
-        std::fs::read_dir(out).map_err(|e| Failure::new(format!("read {}: {e}", out.display())))?;
+/// Makes `out`, or checks that it is empty.
+fn make_empty(out: &Path) -> Result<()> {
+    std::fs::create_dir_all(out).map_err(|e| Error::file("make", out, e))?;
+    let mut entries = std::fs::read_dir(out).map_err(|e| Error::file("read", out, e))?;
     if entries.next().is_some() {
-        return Err(Failure::new(format!("{} exists and is not empty", out.display()))
-            .fix("name a directory that does not exist yet"));
+        return Err(AnalysisError::NotEmpty(out.to_owned()).into());
     }
     Ok(())
 }
 
-/// The kernel drops it with its process.
-fn lock(out: &Path) -> Result<std::fs::File, Failure> {
+/// Locks the directory. The kernel ends the lock with the process.
+fn lock(out: &Path) -> Result<std::fs::File> {
     let path = out.join("lock");
     let file = std::fs::File::options().create(true).append(true).open(&path);
-    let file = file.map_err(|e| Failure::new(format!("open {}: {e}", path.display())))?;
+    let file = file.map_err(|e| Error::file("open", &path, e))?;
     match file.try_lock() {
         Ok(()) => Ok(file),
-        Err(std::fs::TryLockError::WouldBlock) => Err(Failure::new(format!(
-            "{} is being worked on by another keyframe analyze",
-            out.display()
-        ))
-        .fix("wait until that one ends, or end it; it can be called again")),
-        Err(std::fs::TryLockError::Error(e)) => {
-            Err(Failure::new(format!("lock {}: {e}", path.display())))
-        }
+        Err(std::fs::TryLockError::WouldBlock) => Err(AnalysisError::Busy(out.to_owned()).into()),
+        Err(std::fs::TryLockError::Error(e)) => Err(Error::file("lock", &path, e)),
     }
 }
 
@@ -301,7 +313,7 @@ mod tests {
     fn analyses_of_other_formats_are_refused() {
         let check = |text: &str| {
             let head: FormatHead = serde_json::from_str(text).unwrap();
-            require_format(Path::new("analysis.json"), &head).map_err(|refused| refused.message)
+            require_format(Path::new("analysis.json"), &head).map_err(|refused| refused.to_string())
         };
         assert!(check(r#"{"format": "keyframe-analysis", "version": 1}"#).is_ok());
         let later = check(r#"{"format": "keyframe-analysis", "version": 2}"#).unwrap_err();

@@ -1,5 +1,7 @@
-//! Whether the disks of a replay are a checkpoint's: each block that either has written, and each
-//! that differs between the checkpoints that they stand on.
+//! Compares the disks of two sides: a replay, or a checkpoint.
+//!
+//! Read and compared are the blocks that either side has written, and the blocks that differ
+//! between the checkpoints that they began with.
 //!
 //! ```text
 //!   replay        overlay: written since its checkpoint ─┐
@@ -8,8 +10,8 @@
 //! ```
 
 use super::Difference;
+use crate::error::{Error, Result};
 use keyframe_disk::{BLOCK_BYTES, Below, Block, DiskBlock, DiskEpoch, Extent, Slot, SlotFile};
-use keyframe_failure::{Failure, chain};
 use keyframe_store::LoadedDisks;
 use keyframe_units::PageIndex;
 use keyframe_vm_disks::ServedDisks;
@@ -17,85 +19,85 @@ use keyframe_vm_disks::stored::StoredDisk;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A replay that stands may have handed over writes that the process which serves its disks is
-/// still about to do: how often that is waited for, and how long.
+/// A paused replay may have handed over writes that the process of its disks has not done yet. The
+/// comparison is repeated so often, after pauses of this length, while blocks differ.
 const SETTLE_TURNS: u32 = 10;
 const SETTLE: Duration = Duration::from_millis(100);
 
-/// A VM's disks: those of a checkpoint, and what a replay has written since.
-pub struct Side<'a> {
+/// The disks of a checkpoint, with what a replay has written to them since.
+pub struct ComparedDisks<'a> {
     checkpoint: Arc<LoadedDisks>,
     served: Option<&'a mut ServedDisks>,
 }
 
-/// One of them, ready to be read.
+/// One disk, for reading.
 struct Reader {
     below: Below,
-    /// Rising.
+    /// What the replay has written, in rising order.
     written: Vec<Extent>,
     slots: Option<SlotFile>,
 }
 
-impl<'a> Side<'a> {
-    /// The disks of `checkpoint`, which a replay has written to where `served` serves them.
+impl<'a> ComparedDisks<'a> {
+    /// Makes the disks of `checkpoint`. `served` serves them to the replay that writes to them;
+    /// `None` if there is no replay.
     pub fn new(checkpoint: Arc<LoadedDisks>, served: Option<&'a mut ServedDisks>) -> Self {
         Self { checkpoint, served }
     }
 
-    /// What has been written since the checkpoint is in an epoch, until [`Self::give_back`].
-    fn cut(&mut self) -> Result<Vec<DiskEpoch>, Failure> {
+    /// Puts what was written since the checkpoint into an epoch, until [`Self::give_back`].
+    fn cut(&mut self) -> Result<Vec<DiskEpoch>> {
         self.served
             .as_mut()
-            .map_or(Ok(Vec::new()), |served| served.disks.cut().map_err(|e| failed(&e)))
+            .map_or(Ok(Vec::new()), |served| served.disks.cut().map_err(Error::from))
     }
 
-    fn give_back(&mut self, epochs: &[DiskEpoch]) -> Result<(), Failure> {
+    fn give_back(&mut self, epochs: &[DiskEpoch]) -> Result<()> {
         match &mut self.served {
-            Some(served) => served.disks.give_back(epochs).map_err(|e| failed(&e)),
+            Some(served) => served.disks.give_back(epochs).map_err(Error::from),
             None => Ok(()),
         }
     }
 
-    fn reader(&mut self, disk: usize, epochs: &[DiskEpoch]) -> Result<Reader, Failure> {
+    fn reader(&mut self, disk: usize, epochs: &[DiskEpoch]) -> Result<Reader> {
         let stored = StoredDisk::of(Arc::clone(&self.checkpoint), disk);
-        let below =
-            stored.ok_or_else(|| Failure::new("the two have not the same disks"))?.open()?;
+        let below = stored.ok_or_else(other_disks)?.open()?;
         let (mut written, mut slots) = (Vec::new(), None);
         if let (Some(served), Some(epoch)) = (&mut self.served, epochs.get(disk)) {
-            slots = Some(served.disks.slot_file(disk).map_err(|e| failed(&e))?);
+            slots = Some(served.disks.slot_file(disk)?);
             let pages = served.disks.pages(disk, *epoch);
-            written = pages.collect::<Result<_, _>>().map_err(|e| failed(&e))?;
+            written = pages.collect::<Result<_, _>>()?;
         }
         Ok(Reader { below, written, slots })
     }
 }
 
 impl Reader {
-    /// The first extent that was written and does not end before block `at`.
+    /// Returns the first written extent that ends behind block `at`.
     fn extent_from(&self, at: u64) -> Option<&Extent> {
         let next = self.written.partition_point(|extent| extent.block.0 + extent.blocks <= at);
         self.written.get(next)
     }
 
-    /// The first block at or behind `at` that was written.
+    /// Returns the first written block that is not before `at`.
     fn next_written(&self, at: u64) -> Option<u64> {
         self.extent_from(at).map(|extent| extent.block.0.max(at))
     }
 
-    /// Fills `into` with the block, of which the disk has so many bytes.
-    fn read(&self, block: DiskBlock, into: &mut Block, len: usize) -> Result<(), Failure> {
+    /// Fills `into` with the block, of which `len` bytes lie on the disk.
+    fn read(&self, block: DiskBlock, into: &mut Block, len: usize) -> Result<()> {
         let written = self.extent_from(block.0).filter(|extent| extent.block <= block);
         match (written, &self.slots) {
             (Some(Extent { slot: None, .. }), _) => into.fill(0),
             (Some(Extent { block: first, slot: Some(slot), .. }), Some(slots)) => {
                 let slot = u64::from(slot.0) + (block.0 - first.0);
-                let slot =
-                    u32::try_from(slot).map_err(|_| Failure::new("a slot beyond the overlay"))?;
-                slots.read(Slot(slot), into).map_err(|e| failed(&e))?;
+                let slot = u32::try_from(slot)
+                    .map_err(|_| Error::NotComparable("a slot beyond the overlay".into()))?;
+                slots.read(Slot(slot), into)?;
             }
             _ => {
                 let at = block.0 * BLOCK_BYTES as u64;
-                self.below.read(at, &mut into[..len]).map_err(|e| failed(&e))?;
+                self.below.read(at, &mut into[..len])?;
             }
         }
         into[len..].fill(0);
@@ -103,15 +105,23 @@ impl Reader {
     }
 }
 
-/// Compares the disks of two VMs that stand, of one recording.
-pub fn differing_disks(one: &mut Side<'_>, other: &mut Side<'_>) -> Result<Difference, Failure> {
+/// Compares the disks of two sides of one recording. Replays must be paused.
+///
+/// # Errors
+///
+/// [`Error::NotComparable`] if the two do not have the same disks; other errors if blocks cannot be
+/// read.
+pub fn compare_disks(
+    one: &mut ComparedDisks<'_>,
+    other: &mut ComparedDisks<'_>,
+) -> Result<Difference> {
     let mut turn = 1;
     loop {
         let epochs = [one.cut()?, other.cut()?];
         let mut difference = Difference::default();
         for disk in 0..one.checkpoint.meta.disks.len() {
             let readers = [one.reader(disk, &epochs[0])?, other.reader(disk, &epochs[1])?];
-            compare(&readers, [&one.checkpoint, &other.checkpoint], disk, &mut difference)?;
+            compare_disk(&readers, [&one.checkpoint, &other.checkpoint], disk, &mut difference)?;
         }
         one.give_back(&epochs[0])?;
         other.give_back(&epochs[1])?;
@@ -123,23 +133,21 @@ pub fn differing_disks(one: &mut Side<'_>, other: &mut Side<'_>) -> Result<Diffe
     }
 }
 
-fn compare(
+fn compare_disk(
     [one, other]: &[Reader; 2],
     [first, second]: [&LoadedDisks; 2],
     disk: usize,
     difference: &mut Difference,
-) -> Result<(), Failure> {
+) -> Result<()> {
     let of = |disks: &LoadedDisks| {
         Some((disks.meta.disks.get(disk)?.clone(), disks.meta.blocks_of(disk)?))
     };
     let (Some((meta, blocks)), Some((its, its_blocks))) = (of(first), of(second)) else {
-        return Err(Failure::new("the two have not the same disks"));
+        return Err(other_disks());
     };
     if (&meta.name, meta.disk_bytes, blocks) != (&its.name, its.disk_bytes, its_blocks) {
-        return Err(Failure::new(format!(
-            "disk {} of one is disk {} of the other",
-            meta.name, its.name
-        )));
+        let text = format!("disk {} of one is disk {} of the other", meta.name, its.name);
+        return Err(Error::NotComparable(text));
     }
     let stored = |at: u64| {
         let next = first.next_differing(second, PageIndex(blocks.first.0.checked_add(at)?))?;
@@ -166,8 +174,9 @@ fn compare(
     }
 }
 
-fn failed(error: &keyframe_disk::Error) -> Failure {
-    Failure::new(chain(error))
+/// The error of two sides with different disks.
+fn other_disks() -> Error {
+    Error::NotComparable("the two have not the same disks".into())
 }
 
 #[cfg(test)]
@@ -223,22 +232,21 @@ mod tests {
             Reader { below: below(other), written: Vec::new(), slots: None },
         ];
         let mut difference = Difference::default();
-        compare(&readers, [one.0, other], 0, &mut difference).unwrap();
+        compare_disk(&readers, [one.0, other], 0, &mut difference).unwrap();
         assert_eq!(difference.count, difference.first.len() as u64);
         difference.first.into_iter().map(|(_, offset)| offset / BLOCK_BYTES as u64).collect()
     }
 
     #[test]
-    fn every_block_that_differs_is_found_whoever_has_written_it() {
+    fn every_block_that_differs_is_found_on_either_side() {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::init(&dir.path().join("S")).unwrap();
-        // The second puts block 1 as it was, 2 anew, and the sector behind the last whole block.
+        // The second checkpoint writes block 1 as it was, 2 with another value, and the last sector.
         let all = checkpoints(&store, &[&[(1, 1), (2, 2), (3, 3)], &[(1, 1), (2, 9), (10, 7)]]);
         assert_eq!(differing_blocks((&all[0], &[], None), &all[0]), [0; 0]);
         assert_eq!(differing_blocks((&all[0], &[], None), &all[1]), [2, 10]);
 
-        // A replay from the first wrote what the second says, in part of the blocks; and something
-        // that it does not.
+        // A replay from the first wrote some blocks of the second, and others.
         let dir = dir.path().join("overlay");
         let overlay = Overlay::create(&dir, DISK_BYTES, Lasting::Durable).unwrap();
         let base = Base::blank(DISK_BYTES).unwrap();

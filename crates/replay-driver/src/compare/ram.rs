@@ -1,7 +1,7 @@
-//! Whether a replay's RAM is a checkpoint's: all of it, page by page.
+//! Compares the RAM of a paused VM, page by page.
 
 use super::Difference;
-use keyframe_failure::Failure;
+use crate::error::{Error, Result};
 use keyframe_kernel::{Process, read_memory};
 use keyframe_qemu::restore::Restored;
 use keyframe_store::Loaded;
@@ -9,26 +9,37 @@ use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, RamLayout};
 
 /// Pages that are compared at once: 8 MiB.
 const BATCH_PAGES: u64 = 2048;
-/// Compares the RAM of a VM that stands with that of `loaded`.
-pub fn differing(restored: &mut Restored, loaded: &Loaded) -> Result<Difference, Failure> {
+
+/// Compares the RAM of a paused VM with the RAM in the checkpoint `loaded`.
+///
+/// # Errors
+///
+/// [`Error::NotComparable`] if the VM lacks a RAM block of the checkpoint; other errors if QEMU's
+/// memory or the checkpoint's pages cannot be read.
+pub fn compare_ram_with_checkpoint(restored: &mut Restored, loaded: &Loaded) -> Result<Difference> {
     compare(restored, &loaded.meta.ram, &mut |part, expected| {
         let read = loaded.read_pages(part, &mut |page: PageIndex, content: &Page| {
             let at = (page.0 - part.first.0) as usize * PAGE_BYTES;
             expected[at..at + PAGE_BYTES].copy_from_slice(content);
             Ok::<_, keyframe_store::Error>(())
         });
-        read.map_err(|e| Failure::new(keyframe_failure::chain(&e)))
+        read.map_err(Error::CheckpointPages)
     })
 }
 
-/// Compares the RAM of two VMs that stand.
-pub fn differing_vms(
+/// Compares the RAM of two paused VMs, which have the RAM blocks of `layout`.
+///
+/// # Errors
+///
+/// [`Error::NotComparable`] if one of them lacks a RAM block; other errors if QEMU's memory cannot
+/// be read.
+pub fn compare_ram(
     one: &mut Restored,
     other: &mut Restored,
     layout: &RamLayout,
-) -> Result<Difference, Failure> {
-    let blocks = other.vm().ram_blocks().map_err(|e| Failure::qemu(&e))?;
-    let process = Process::open(other.pid()).map_err(|e| Failure::kernel(&e))?;
+) -> Result<Difference> {
+    let blocks = other.vm().ram_blocks()?;
+    let process = Process::open(other.pid())?;
     compare(one, layout, &mut |part, expected| {
         let number = (0..layout.blocks().len()).find(|n| {
             let range = layout.pages_of(*n);
@@ -41,24 +52,29 @@ pub fn differing_vms(
         let at = found.and_then(|(n, b)| {
             b.host.checked_add((part.first.0 - layout.pages_of(n).first.0) * PAGE_BYTES as u64)
         });
-        let at = at.ok_or_else(|| Failure::new("the two replays have not the same RAM blocks"))?;
-        read_memory(&process, at, expected).map_err(|e| Failure::kernel(&e))
+        let at = at.ok_or_else(|| {
+            Error::NotComparable("the two replays have not the same RAM blocks".into())
+        })?;
+        Ok(read_memory(&process, at, expected)?)
     })
 }
 
-type Expected<'a> = &'a mut dyn FnMut(PageRange, &mut [u8]) -> Result<(), Failure>;
+/// Fills a buffer with the pages that are expected in a range.
+type Expected<'a> = &'a mut dyn FnMut(PageRange, &mut [u8]) -> Result<()>;
 
+/// Compares the RAM of a paused VM with what `expect` fills in.
 fn compare(
     restored: &mut Restored,
     layout: &RamLayout,
     expect: Expected<'_>,
-) -> Result<Difference, Failure> {
-    let blocks = restored.vm().ram_blocks().map_err(|e| Failure::qemu(&e))?;
-    let process = Process::open(restored.pid()).map_err(|e| Failure::kernel(&e))?;
+) -> Result<Difference> {
+    let blocks = restored.vm().ram_blocks()?;
+    let process = Process::open(restored.pid())?;
     let mut difference = Difference::default();
     for (number, wanted) in layout.blocks().iter().enumerate() {
         let Some(found) = blocks.iter().find(|b| b.block.name == wanted.name) else {
-            return Err(Failure::new(format!("the replay has no RAM block {}", wanted.name)));
+            let text = format!("the replay has no RAM block {}", wanted.name);
+            return Err(Error::NotComparable(text));
         };
         let range = layout.pages_of(number);
         let mut done = 0;
@@ -71,9 +87,10 @@ fn compare(
             expect(part, &mut expected)?;
             let mut actual = vec![0; expected.len()];
             let at = found.host.checked_add(done * PAGE_BYTES as u64);
-            let at =
-                at.ok_or_else(|| Failure::new(format!("RAM block {} lies nowhere", wanted.name)))?;
-            read_memory(&process, at, &mut actual).map_err(|e| Failure::kernel(&e))?;
+            let at = at.ok_or_else(|| {
+                Error::NotComparable(format!("RAM block {} has no address", wanted.name))
+            })?;
+            read_memory(&process, at, &mut actual)?;
             let pairs = expected.chunks_exact(PAGE_BYTES).zip(actual.chunks_exact(PAGE_BYTES));
             for (offset, _) in (done..).zip(pairs).filter(|(_, (a, b))| a != b) {
                 difference.add(&wanted.name, offset * PAGE_BYTES as u64);

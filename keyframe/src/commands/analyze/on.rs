@@ -1,9 +1,10 @@
 //! `--on`: where the intervals are worked off.
 
+use crate::failure::Failure;
+use crate::words::replay::ReplayWords;
 use indicatif::ProgressBar;
 use keyframe_cluster::slurm::{PilotStates, SlurmOptions, SlurmPrograms, SlurmRunner};
 use keyframe_cluster::{ItemSource, NewItems, Queue, QueueItem, Runner, RunnerKind, drive};
-use keyframe_failure::Failure;
 use keyframe_replay_driver::{Analysis, jobs as replays};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -50,7 +51,16 @@ pub struct OnArgs {
     lease: String,
 }
 
-/// What came of it.
+/// How the intervals are worked off.
+#[derive(Clone, Copy, Debug)]
+pub struct Effort {
+    /// Replays at a time; `None` for a number that fits the machine.
+    pub jobs: Option<u64>,
+    /// How often an interval is tried.
+    pub tries: u32,
+}
+
+/// How far the intervals have come.
 pub enum Driven {
     /// All is settled.
     Settled,
@@ -68,7 +78,7 @@ impl OnArgs {
     pub fn drive(
         &self,
         analysis: &mut Analysis<'_>,
-        (jobs, tries): (Option<u64>, u32),
+        Effort { jobs, tries }: Effort,
         interrupted: &Arc<AtomicBool>,
         bar: &ProgressBar,
     ) -> Result<Driven, Failure> {
@@ -78,7 +88,9 @@ impl OnArgs {
                     .fix("add --on slurm"));
             }
             RunnerKind::Local => {
-                analysis.make_here(jobs, tries, interrupted, bar)?;
+                let made = analysis.make_here(jobs, tries, interrupted, &ReplayWords::above(bar));
+                bar.finish_and_clear();
+                made?;
                 return Ok(Driven::Settled);
             }
             RunnerKind::Slurm { partition } => partition.clone(),
@@ -100,7 +112,7 @@ impl OnArgs {
         let driven = drive(&queue, &mut analysis.feed(), &mut runner, interrupted, &mut tell);
         bar.finish_and_clear();
         driven.map_err(|e| Failure::cluster(&e))?;
-        replays::unless(interrupted)?;
+        replays::check_interrupted(interrupted)?;
         Ok(Driven::Settled)
     }
 

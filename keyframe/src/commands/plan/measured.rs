@@ -1,10 +1,11 @@
 //! The model's constants, from what a recording and an analysis of it took.
 
-use keyframe_failure::Failure;
+use crate::failure::Failure;
+use crate::words::replay::ReplayWords;
 use keyframe_model::{Fit, fit_slowdown};
 use keyframe_replay::RecordingMeta;
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
-use keyframe_replay_driver::{Source, made_before, sealed_in};
+use keyframe_replay_driver::{ReplayableRecording, previous_timings, sealed_checkpoints_in};
 use keyframe_store::Sealed;
 use keyframe_store_keys::KeyArg;
 use serde::Serialize;
@@ -58,9 +59,9 @@ impl Measured {
         key: &KeyArg,
         analysis: Option<&Path>,
     ) -> Result<Self, Failure> {
-        let source = Source::open(path, store, key)?;
+        let source = ReplayableRecording::open(path, store, key, &ReplayWords::default())?;
         let mut pauses = Vec::new();
-        let checkpoints = sealed_in(&source.store, &source.recording)?;
+        let checkpoints = sealed_checkpoints_in(&source.store, &source.recording)?;
         for (place, sealed) in &checkpoints {
             // A pause of a replay stops no VM in use, and the first checkpoint comes before the VM runs.
             if sealed.meta.reason != "segment" && place.icount > 0 {
@@ -81,7 +82,7 @@ impl Measured {
         let each_s = recorded_s / meta.instructions.max(1) as f64;
         let (mut all, mut took) = (Vec::new(), BTreeMap::new());
         if let Some(dir) = analysis {
-            let (head, done) = made_before(dir)?;
+            let (head, done) = previous_timings(dir)?;
             if head.recording != meta.id {
                 return Err(Failure::new(format!(
                     "{} is an analysis of another recording",

@@ -2,8 +2,8 @@
 
 use super::measured::Measured;
 use super::options::ClusterArgs;
+use crate::failure::Failure;
 use crate::output;
-use keyframe_failure::Failure;
 use keyframe_model::simulation::{
     Interval, SimulationError, SimulationOutcome, equal_intervals, simulate,
 };

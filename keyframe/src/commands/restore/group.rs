@@ -2,11 +2,11 @@
 //! then all run.
 
 use super::{Beside, Place, Restore, RestoredDisks, StoredRam};
+use crate::failure::paths;
+use crate::failure::{DONE, FAILED, Failure, Outcome, chain};
 use crate::output;
 use crate::rights;
 use keyframe_capture::group::split_device_states;
-use keyframe_failure::paths;
-use keyframe_failure::{DONE, FAILED, Failure, Outcome, chain};
 use keyframe_net::InFlight;
 use keyframe_qemu::cmdline::replace_lan;
 use keyframe_qemu::restore::{self, Lineage, Plan, RamSource, Restored};

@@ -1,7 +1,7 @@
 //! What `keyframe serve` is told about the dashboard, and the thread that serves it.
 
+use crate::failure::Failure;
 use keyframe_dashboard::{Served, Shown};
-use keyframe_failure::Failure;
 use keyframe_store_keys::KeyArg;
 use keyframe_web::{DashboardOptions, DashboardServer, Error, LogFormat};
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -154,5 +154,5 @@ fn address(text: &str) -> Result<SocketAddr, Failure> {
 }
 
 fn failure(error: &Error) -> Failure {
-    Failure { fix: error.fix(), ..Failure::new(keyframe_failure::chain(error)) }
+    Failure { fix: error.fix(), ..Failure::new(crate::failure::chain(error)) }
 }

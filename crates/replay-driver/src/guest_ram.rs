@@ -1,4 +1,4 @@
-//! Where a replayed guest's RAM is: for plugins, in QEMU's numbers and in files.
+//! Where the RAM of a replayed guest is, for plugins: in QEMU's numbers, and in files.
 //!
 //! ```text
 //!   guest sees      0 ── node 0 ── 64 MiB ── node 1 ── 96 MiB         nodes in the order of their addresses
@@ -7,57 +7,59 @@
 //!   files           one for each backend
 //! ```
 //!
-//! That QEMU counts twice is its own slip (plugins/api.c, `qemu_plugin_hwaddr_phys_addr`); QEMU 10
-//! tells guest-physical addresses. As long as backends are made in the order of nodes the numbers
-//! are still different ones; else they may fall together, and such a machine is refused under 7.2.
-//! Memory modules (pc-dimm) are as well: their place among modules is not known from outside.
+//! QEMU 7.2 adds the offset twice by mistake (plugins/api.c, `qemu_plugin_hwaddr_phys_addr`); QEMU
+//! 10 tells guest-physical addresses. If backends are made in the order of their nodes, the numbers
+//! of 7.2 are distinct all the same. If not, two bytes may have one number, and such a machine is
+//! refused under 7.2. Memory modules (pc-dimm) are refused there as well, because their order among
+//! the modules is not known from outside.
 
+use crate::error::{AnalysisError, Result};
 use keyframe_analysis::plugin::PluginInterface;
 use keyframe_analysis::{GuestRam, RamFile, RamRange};
-use keyframe_failure::Failure;
 use keyframe_qemu::restore::{RestoreSource, backends_as_made, ram_file};
 use keyframe_units::{BlockKind, GuestRegion};
 
-/// QEMU puts each block of RAM at a multiple of this (`find_ram_offset`).
+/// QEMU puts each block of RAM at a multiple of this, in bytes (`find_ram_offset`).
 const BLOCK_ALIGNMENT: u64 = 256 << 10;
 
 /// A memory backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Backend {
-    /// Which of the layout's blocks.
+    /// The index of its block in the layout.
     block: usize,
     len_bytes: u64,
-    /// The lowest address at which the guest sees some of it.
+    /// The lowest address at which the guest sees a part of it.
     guest: u64,
 }
 
-/// The RAM of a checkpoint's machine, whose line and layout `source` has.
-pub fn of(
+/// Describes the RAM of a checkpoint's machine for the plugins of a QEMU with this `interface`.
+/// `source` has the machine's command line and RAM layout; `map` tells where the guest sees its
+/// RAM.
+///
+/// # Errors
+///
+/// The machine has too few or too many RAM backends, or, under QEMU 7.2, backends whose bytes the
+/// plugins cannot tell apart.
+pub fn guest_ram(
     source: &RestoreSource,
     map: &[GuestRegion],
     interface: PluginInterface,
-) -> Result<GuestRam, Failure> {
+) -> Result<GuestRam> {
     let blocks = source.ram.blocks();
     let of_backends: Vec<usize> =
         (0..blocks.len()).filter(|&number| blocks[number].kind == BlockKind::Backend).collect();
     if of_backends.is_empty() || of_backends.len() > GuestRam::FILES_MAX {
-        let (count, most) = (of_backends.len(), GuestRam::FILES_MAX);
-        return Err(Failure::new(format!(
-            "the recorded VM has {count} RAM backends; tools see from 1 to {most}"
-        ))
-        .fix("record it with fewer NUMA nodes"));
+        let (count, max) = (of_backends.len(), GuestRam::FILES_MAX);
+        return Err(AnalysisError::RamBackends { count, max }.into());
     }
     let has_modules = || {
         let mut pairs = source.machine.user_command.windows(2);
         pairs.any(|pair| pair[0].trim_start_matches('-') == "device" && pair[1].contains("memdev"))
     };
     if interface == PluginInterface::V1 && of_backends.len() > 1 && has_modules() {
-        return Err(Failure::new(
-            "plugins of QEMU 7.2 are not told where memory modules (-device pc-dimm) are",
-        )
-        .fix("record with QEMU 10, or with all memory in -m"));
+        return Err(AnalysisError::MemoryModules.into());
     }
-    let made = backends_as_made(source).map_err(|e| Failure::qemu(&e))?;
+    let made = backends_as_made(source)?;
     let made: Vec<Backend> = made
         .into_iter()
         .map(|block| {
@@ -66,14 +68,11 @@ pub fn of(
             Backend { block, len_bytes: blocks[block].total_bytes, guest }
         })
         .collect();
-    let numbers = numbers(&made).ok_or_else(|| {
-        Failure::new("under QEMU 7.2 plugins cannot tell this VM's RAM backends apart, as they are made in another order than its NUMA nodes")
-            .fix("name the -object of each node in the nodes' order, or record with QEMU 10")
-    });
+    let numbers = numbers(&made);
     let numbers = match interface {
-        PluginInterface::V1 => numbers?,
+        PluginInterface::V1 => numbers.ok_or(AnalysisError::RamBackendOrder)?,
         // Only files and ranges have to agree.
-        PluginInterface::V4 => numbers.unwrap_or_else(|_| apart(&made)),
+        PluginInterface::V4 => numbers.unwrap_or_else(|| apart(&made)),
     };
     let number_of = |block: usize| {
         let found = made.iter().zip(&numbers).find(|(backend, _)| backend.block == block);
@@ -92,7 +91,7 @@ pub fn of(
     Ok(GuestRam { files: files.collect(), ranges })
 }
 
-/// Where each block is among all, as they are made.
+/// Returns the offset of each block among all blocks, in the order in which they are made.
 fn apart(made: &[Backend]) -> Vec<u64> {
     let mut end = 0_u64;
     let begin = |backend: &Backend| {
@@ -103,8 +102,8 @@ fn apart(made: &[Backend]) -> Vec<u64> {
     made.iter().map(begin).collect()
 }
 
-/// QEMU 7.2's numbers of each backend's first byte, as they are made; `None` where two have one
-/// number.
+/// Returns QEMU 7.2's number of each backend's first byte, in the order in which the backends are
+/// made; `None` if two bytes have one number.
 fn numbers(made: &[Backend]) -> Option<Vec<u64>> {
     let before = |backend: &Backend| -> u64 {
         made.iter().filter(|other| other.guest < backend.guest).map(|other| other.len_bytes).sum()
@@ -157,7 +156,7 @@ mod tests {
             region("pc.ram", 4096 * MIB, 2048 * MIB, 2048 * MIB),
         ];
         for interface in [PluginInterface::V1, PluginInterface::V4] {
-            let ram = of(&source, &map, interface).unwrap();
+            let ram = guest_ram(&source, &map, interface).unwrap();
             assert_eq!(ram.files, [RamFile { number: 0, path: ram_file(0).into() }]);
             let both = [(0, 0, 2048 * MIB), (4096 * MIB, 2048 * MIB, 2048 * MIB)];
             assert_eq!(ranges(&ram), both);
@@ -171,16 +170,16 @@ mod tests {
         let source = source(line, &[("/objects/b", 96 * MIB), ("/objects/a", 64 * MIB)]);
         let map =
             [region("/objects/a", 0, 0, 64 * MIB), region("/objects/b", 64 * MIB, 0, 96 * MIB)];
-        let ram = of(&source, &map, PluginInterface::V1).unwrap();
+        let ram = guest_ram(&source, &map, PluginInterface::V1).unwrap();
         assert_eq!(ranges(&ram), [(0, 0, 64 * MIB), (64 * MIB, 128 * MIB, 96 * MIB)]);
         let files: Vec<_> = ram.files.iter().map(|file| file.number).collect();
         assert_eq!(files, [128 * MIB, 0], "in the layout's order");
         // The other way round both nodes would begin at 96 MiB.
         let map =
             [region("/objects/b", 0, 0, 96 * MIB), region("/objects/a", 96 * MIB, 0, 64 * MIB)];
-        let refused = of(&source, &map, PluginInterface::V1).unwrap_err();
-        assert!(refused.message.contains("order"), "{}", refused.message);
-        let ram = of(&source, &map, PluginInterface::V4).unwrap();
+        let refused = guest_ram(&source, &map, PluginInterface::V1).unwrap_err();
+        assert!(refused.to_string().contains("order"), "{refused}");
+        let ram = guest_ram(&source, &map, PluginInterface::V4).unwrap();
         assert_eq!(ranges(&ram), [(0, 64 * MIB, 96 * MIB), (96 * MIB, 0, 64 * MIB)]);
     }
 
@@ -190,17 +189,23 @@ mod tests {
         let with_module = source(line, &[("pc.ram", 64 * MIB), ("/objects/d", 64 * MIB)]);
         let map = [region("pc.ram", 0, 0, 64 * MIB), region("/objects/d", 4096 * MIB, 0, 64 * MIB)];
         assert!(
-            of(&with_module, &map, PluginInterface::V1).unwrap_err().message.contains("modules")
+            guest_ram(&with_module, &map, PluginInterface::V1)
+                .unwrap_err()
+                .to_string()
+                .contains("modules")
         );
         assert_eq!(
-            of(&with_module, &map, PluginInterface::V4).unwrap().ranges[1].guest.0,
+            guest_ram(&with_module, &map, PluginInterface::V4).unwrap().ranges[1].guest.0,
             4096 * MIB
         );
         let names: Vec<String> = (0..9).map(|n| format!("/objects/n{n}")).collect();
         let blocks: Vec<_> = names.iter().map(|name| (name.as_str(), MIB)).collect();
         let many = source("qemu", &blocks);
         assert!(
-            of(&many, &[], PluginInterface::V4).unwrap_err().message.contains("9 RAM backends")
+            guest_ram(&many, &[], PluginInterface::V4)
+                .unwrap_err()
+                .to_string()
+                .contains("9 RAM backends")
         );
     }
 }

@@ -1,0 +1,322 @@
+//! Runs a tool over the intervals of a recording: its plugin in the QEMU of each interval, or in
+//! one QEMU for all.
+//!
+//! ```text
+//!   OUT/analysis.json      what is analysed, and how: a second run goes on with what is missing
+//!   OUT/lock               held by the process that wants the results
+//!   OUT/queue/             the intervals that are left (crates/cluster/src/queue.rs)
+//!   OUT/parts/000007/      interval 7: the tool's part, `done` or `failed`, `log` of all tries
+//!   OUT/...                the results, when all parts are there
+//!   OUT/intervals.json     how long each interval took, and how many tries
+//! ```
+//!
+//! `files.rs` reads and writes these files, `parts.rs` makes the parts, `results.rs` the results.
+//!
+//! Invariants: a part is made under another name and renamed when it is complete, so that two
+//! workers that make the same part do not disturb each other; a part counts only with its `done`;
+//! another recording, tool or argument is another analysis.
+
+mod files;
+mod parts;
+mod results;
+
+pub use files::{
+    AnalysisHeader, FinishedPart, IntervalState, IntervalTiming, interval_states,
+    median_dispatch_ns, previous_timings,
+};
+
+use crate::error::{AnalysisError, Error, Result};
+use crate::event::{Event, EventSink};
+use crate::{AnalysisSubject, KnownIntervals, jobs};
+use files::{claim, finished_part};
+use keyframe_analysis::Tool;
+use keyframe_analysis::plugin::{self, PluginInterface};
+use keyframe_cluster::{ItemSource, LocalRunner, NewItems, Queue, QueueItem, WorkerId, drive};
+use keyframe_locks::IgnorePoison;
+use keyframe_replay::interval::Interval;
+use keyframe_units::error_chain;
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, RwLock, RwLockReadGuard};
+use std::time::{Duration, Instant};
+
+/// How often a live recording is looked at for new intervals.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+/// What grows while a live recording is analysed.
+struct Progress {
+    /// All intervals of the subject.
+    known: KnownIntervals,
+    /// The header, with those intervals that are to be analysed.
+    header: AnalysisHeader,
+}
+
+/// An analysis of a subject by a tool, in a directory.
+pub struct Analysis<'a> {
+    subject: AnalysisSubject<'a>,
+    tool: &'a dyn Tool,
+    progress: RwLock<Progress>,
+    /// The instructions that are to be analysed.
+    range: Range<u64>,
+    out: PathBuf,
+    interface: PluginInterface,
+    plugin: PathBuf,
+    _plugins: tempfile::TempDir,
+    /// The intervals whose parts an earlier run has made.
+    old: BTreeSet<u32>,
+    _lock: Option<std::fs::File>,
+}
+
+impl<'a> Analysis<'a> {
+    /// Begins or continues an analysis of the intervals that lie in `range` at least in part.
+    /// `header` names the tool and its arguments. `out` is created, or holds this analysis already;
+    /// it is locked until this is dropped.
+    ///
+    /// # Errors
+    ///
+    /// The range is empty, `out` holds something else or is locked, or QEMU's version has no plugin.
+    pub fn new(
+        subject: AnalysisSubject<'a>,
+        tool: &'a dyn Tool,
+        header: AnalysisHeader,
+        range: Range<u64>,
+        out: &Path,
+    ) -> Result<Self> {
+        let out = std::path::absolute(out).map_err(|e| Error::file("resolve", out, e))?;
+        let mut this = Self { range, ..Self::join(subject, tool, header, &out)? };
+        let Progress { known, header } = this.progress.get_mut().ignore_poison();
+        header.intervals = within(&known.intervals, &this.range);
+        if known.is_complete && header.intervals.is_empty() {
+            let Range { start: from, end: to } = this.range;
+            let instructions = known.intervals.last().map_or(0, |last| last.end_icount);
+            return Err(AnalysisError::EmptyRange { from, to, instructions }.into());
+        }
+        let lock = claim(&out, header)?;
+        Ok(Self { _lock: Some(lock), ..this })
+    }
+
+    /// Joins the analysis that another process has begun in `out`, which is absolute.
+    pub fn join(
+        subject: AnalysisSubject<'a>,
+        tool: &'a dyn Tool,
+        header: AnalysisHeader,
+        out: &Path,
+    ) -> Result<Self> {
+        let version = subject.qemu_version();
+        let mut numbers =
+            version.split(|c: char| !c.is_ascii_digit()).map_while(|word| word.parse().ok());
+        let (major, minor) = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+        let interface = PluginInterface::of_qemu(major, minor)
+            .ok_or_else(|| AnalysisError::NoPluginInterface { version: version.to_owned() })?;
+        let folder = tempfile::Builder::new().prefix("keyframe-plugin-").tempdir();
+        let folder = folder.map_err(|e| Error::io("make a directory for the plugin", e))?;
+        let plugin = plugin::install(folder.path(), interface)?;
+        let known = subject.intervals(tool.can_cut())?;
+        Ok(Self {
+            subject,
+            tool,
+            progress: RwLock::new(Progress { known, header }),
+            range: 0..u64::MAX,
+            out: out.to_owned(),
+            interface,
+            plugin,
+            _plugins: folder,
+            old: BTreeSet::new(),
+            _lock: None,
+        })
+    }
+
+    fn progress(&self) -> RwLockReadGuard<'_, Progress> {
+        self.progress.read().ignore_poison()
+    }
+
+    /// Returns the intervals to analyse that exist so far.
+    pub fn intervals(&self) -> Vec<Interval> {
+        self.progress().header.intervals.clone()
+    }
+
+    /// Returns its directory.
+    pub fn out(&self) -> &Path {
+        &self.out
+    }
+
+    /// Returns the tool's name; for the tool of a third party the name of its manifest's file.
+    pub fn tool_name(&self) -> String {
+        let stem = PathBuf::from(&self.progress().header.tool);
+        stem.file_stem().unwrap_or_default().to_string_lossy().into_owned()
+    }
+
+    /// Returns true if the interval's part was there when the queue was made.
+    pub fn is_old(&self, index: u32) -> bool {
+        self.old.contains(&index)
+    }
+
+    /// Returns the number of instructions in the intervals whose parts were there when the queue
+    /// was made.
+    pub fn old_instructions(&self) -> u64 {
+        self.intervals().iter().filter(|one| self.is_old(one.index)).map(Interval::len).sum()
+    }
+
+    /// Returns the size of the VM's RAM.
+    pub fn ram_bytes(&self) -> Result<u64> {
+        let store = self.subject.store();
+        let first = self.intervals().first().map(|one| one.begin.checkpoint);
+        let sealed = first.map(|id| store.sealed(id)).transpose();
+        let sealed = sealed.map_err(|e| Error::store(store.path(), e))?;
+        Ok(sealed.map_or(0, |sealed| sealed.meta.ram.len_bytes()))
+    }
+
+    /// Returns interval `index`. Looks for new intervals if it is not known yet.
+    pub fn interval(&self, index: u32) -> Result<Interval> {
+        let find = || {
+            let progress = self.progress();
+            progress.known.intervals.iter().find(|interval| interval.index == index).copied()
+        };
+        if let Some(interval) = find() {
+            return Ok(interval);
+        }
+        let known = self.subject.intervals(self.tool.can_cut())?;
+        self.progress.write().ignore_poison().known.intervals = known.intervals;
+        find().ok_or_else(|| AnalysisError::NoInterval(index).into())
+    }
+
+    /// Looks for new intervals, and writes the header if there are any. Returns all intervals to
+    /// analyse, as items of the queue.
+    fn refresh(&self) -> Result<NewItems> {
+        let (before, is_complete) = {
+            let progress = self.progress();
+            (progress.header.intervals.len(), progress.known.is_complete)
+        };
+        if !is_complete {
+            self.look()?;
+        }
+        let progress = self.progress();
+        if progress.header.intervals.len() > before {
+            // Workers read the header when an interval is in the queue.
+            progress.header.save(&self.out)?;
+        }
+        let items = self.items(&progress.header.intervals)?;
+        Ok(if progress.known.is_complete {
+            NewItems::Complete(items)
+        } else {
+            NewItems::Open(items)
+        })
+    }
+
+    /// Looks for new intervals.
+    fn look(&self) -> Result<()> {
+        let known = self.subject.intervals(self.tool.can_cut())?;
+        let mut progress = self.progress.write().ignore_poison();
+        let intervals = within(&known.intervals, &self.range);
+        let header = AnalysisHeader { intervals, ..progress.header.clone() };
+        if !header.continues(&progress.header) {
+            return Err(AnalysisError::CheckpointsChanged.into());
+        }
+        *progress = Progress { known, header };
+        Ok(())
+    }
+
+    /// Returns `intervals` as items of the queue.
+    fn items(&self, intervals: &[Interval]) -> Result<Vec<QueueItem>> {
+        let efforts = self.subject.efforts(intervals)?;
+        let items = intervals
+            .iter()
+            .zip(efforts)
+            .map(|(one, weight)| QueueItem { index: one.index, weight });
+        Ok(items.collect())
+    }
+
+    /// Makes the queue of the intervals that are left. It holds those that failed before, and those
+    /// of workers on this host that have ended since.
+    pub fn queue(&mut self) -> Result<Queue> {
+        let queue = Queue::create(&self.out.join("queue"))?;
+        let is_finished = |one: &&Interval| finished_part(&self.out, one).is_some();
+        let intervals = self.intervals();
+        self.old = intervals.iter().filter(is_finished).map(|one| one.index).collect();
+        queue.return_items(WorkerId::is_local)?;
+        queue.reopen(|index| !self.old.contains(&index))?;
+        let settled: BTreeSet<u32> = queue.settled()?.into_iter().map(|item| item.index).collect();
+        let is_new =
+            |one: &&Interval| self.old.contains(&one.index) && !settled.contains(&one.index);
+        let unsettled: Vec<Interval> = intervals.iter().filter(is_new).copied().collect();
+        for item in self.items(&unsettled)? {
+            queue.add_settled(item)?;
+        }
+        Ok(queue)
+    }
+
+    /// Returns the source of the queue's items, which follows a live recording.
+    pub fn feed(&self) -> impl ItemSource {
+        IntervalFeed { analysis: self, looked: None }
+    }
+
+    /// Makes the parts of all intervals in this process, `jobs` at a time (as many as there are
+    /// cores if `None`), and tries each up to `tries` times. `events` learns of progress and of
+    /// parts that could not be written.
+    ///
+    /// # Errors
+    ///
+    /// The queue fails, or `interrupted` became true ([`AnalysisError::Interrupted`]). Intervals
+    /// that failed are reported by [`Analysis::collect`].
+    pub fn make_here(
+        &mut self,
+        jobs: Option<u64>,
+        tries: u32,
+        interrupted: &Arc<AtomicBool>,
+        events: &dyn EventSink,
+    ) -> Result<()> {
+        let queue = self.queue()?;
+        let this = &*self;
+        events.event(&Event::Replayed { instructions: this.old_instructions() });
+        let slots = jobs.map_or_else(jobs::core_count, |n| n as usize);
+        let job = |item: QueueItem| {
+            // The queue's items are intervals that this process knows.
+            let Ok(interval) = this.interval(item.index) else { return };
+            let maker = format!("local-{:?}", std::thread::current().id());
+            let mut reached = interval.from_icount;
+            let mut on_progress = |icount: u64| {
+                let instructions = icount.min(interval.end_icount).saturating_sub(reached);
+                events.event(&Event::Replayed { instructions });
+                reached = icount.max(reached);
+            };
+            match this.make(&interval, &maker, tries, interrupted, &mut on_progress) {
+                Ok(()) => on_progress(interval.end_icount),
+                // The part is missed when the parts are collected.
+                Err(error) if !interrupted.load(Ordering::Relaxed) => {
+                    events.event(&Event::IntervalFailed { index: item.index, error });
+                }
+                Err(_) => {}
+            }
+        };
+        std::thread::scope(|scope| {
+            let mut local = LocalRunner::new(scope, slots, interrupted, &job);
+            drive(&queue, &mut this.feed(), &mut local, interrupted, &mut |_| ())
+        })?;
+        jobs::check_interrupted(interrupted)
+    }
+}
+
+/// Feeds the queue with the intervals of a live recording.
+struct IntervalFeed<'a> {
+    analysis: &'a Analysis<'a>,
+    looked: Option<Instant>,
+}
+
+impl ItemSource for IntervalFeed<'_> {
+    fn new_items(&mut self) -> keyframe_cluster::Result<NewItems> {
+        if self.looked.is_some_and(|looked| looked.elapsed() < LOOK_EVERY) {
+            return Ok(NewItems::Open(Vec::new()));
+        }
+        let items = self.analysis.refresh();
+        self.looked = Some(Instant::now());
+        items.map_err(|error| keyframe_cluster::Error::Source(error_chain(&error)))
+    }
+}
+
+/// Returns the intervals that lie in `range` at least in part.
+fn within(all: &[Interval], range: &Range<u64>) -> Vec<Interval> {
+    let lies_in = |i: &&Interval| i.end_icount > range.start && i.from_icount < range.end;
+    all.iter().filter(lies_in).copied().collect()
+}

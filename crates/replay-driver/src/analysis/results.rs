@@ -1,0 +1,85 @@
+//! The results of an analysis: its parts, merged.
+
+use super::Analysis;
+use super::files::{FAILED, FinishedPart, IntervalTiming, TIMES, empty_dir, finished_part, write};
+use crate::ReplayControl;
+use crate::error::{AnalysisError, Error, Result};
+use crate::event::{Event, EventSink};
+use keyframe_analysis::{MergeContext, ToolSummary};
+use keyframe_replay::interval::Interval;
+use std::sync::atomic::AtomicBool;
+
+impl Analysis<'_> {
+    /// Returns the parts of all intervals in order. The queue must be empty.
+    ///
+    /// # Errors
+    ///
+    /// [`AnalysisError::IntervalsFailed`] with the first interval that has no part. The others are
+    /// told to `events`.
+    pub fn collect(&self, events: &dyn EventSink) -> Result<Vec<FinishedPart>> {
+        let (mut made, mut failures) = (Vec::new(), Vec::new());
+        let intervals = self.intervals();
+        for interval in &intervals {
+            match finished_part(&self.out, interval) {
+                Some(done) => {
+                    made.push(FinishedPart { is_old: self.is_old(done.index), ..done });
+                }
+                None => failures.push((interval.index, self.failure_of(interval))),
+            }
+        }
+        let (failed, count) = (failures.len(), intervals.len());
+        let mut failures = failures.into_iter();
+        let Some((index, reason)) = failures.next() else { return Ok(made) };
+        for (index, reason) in failures {
+            events.event(&Event::IntervalWithoutPart { index, reason });
+        }
+        Err(AnalysisError::IntervalsFailed { failed, count, index, reason }.into())
+    }
+
+    fn failure_of(&self, interval: &Interval) -> String {
+        let text = std::fs::read_to_string(self.part_dir(interval).join(FAILED));
+        text.unwrap_or_else(|_| "its part is not there".into())
+    }
+
+    /// Merges all parts into the tool's results, and writes how long the intervals took.
+    pub fn merge(&self, done: Vec<FinishedPart>) -> Result<ToolSummary> {
+        let timings: Vec<IntervalTiming> = done.iter().map(IntervalTiming::from).collect();
+        let text = serde_json::to_string_pretty(&timings).unwrap_or_default();
+        write(&self.out.join(TIMES), text.as_bytes())?;
+        let parts = done.into_iter().flat_map(|done| done.parts).collect();
+        let merge = MergeContext { parts, out: self.out.clone() };
+        Ok(self.tool.merge(&merge)?)
+    }
+
+    /// Makes the results of one replay through all intervals, in `OUT/sequential`. `on_progress` is
+    /// called now and then with the instruction that QEMU has reached.
+    pub fn in_sequence(
+        &self,
+        interrupted: &AtomicBool,
+        on_progress: &mut dyn FnMut(u64),
+    ) -> Result<ToolSummary> {
+        let out = self.out.join("sequential");
+        let parts = out.join("parts");
+        empty_dir(&out)?;
+        empty_dir(&parts)?;
+        let all = self.intervals();
+        let [Some(first), Some(last)] = [all.first(), all.last()] else {
+            return Err(AnalysisError::NoIntervals.into());
+        };
+        let intervals = if self.tool.can_cut() {
+            all.clone()
+        } else {
+            vec![Interval { end: last.end, end_icount: last.end_icount, ..*first }]
+        };
+        let parts = self.run(&parts, &intervals, ReplayControl { interrupted, on_progress })?;
+        Ok(self.tool.merge(&MergeContext { parts, out })?)
+    }
+
+    /// Removes the parts and the queue, which are not needed after the merge.
+    pub fn clear(&self) -> Result<()> {
+        let parts = self.out.join("parts");
+        std::fs::remove_dir_all(&parts)
+            .and_then(|()| std::fs::remove_dir_all(self.out.join("queue")))
+            .map_err(|e| Error::io(format!("remove {} and what is beside it", parts.display()), e))
+    }
+}

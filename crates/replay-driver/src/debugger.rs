@@ -1,0 +1,129 @@
+//! GDB over a recording. It runs the VM forward in the paused QEMU, and backward in another QEMU.
+//!
+//! ```text
+//!   gdb ◀──▶ Debugger ◀──▶ gdbstub of the paused QEMU ──▶ forward: packets are passed on
+//!                 └── backward: another QEMU, replayed to where gdb would have come (reverse.rs)
+//! ```
+//!
+//! QEMU itself goes back by its own snapshots, which only qcow2 images have. Checkpoints go back
+//! with any disk, and without disks. The gdbstub is QEMU's, with all that it knows of the
+//! processor; only the few packets that concern time are interpreted here.
+//!
+//! Invariant: a debugger cannot change what is replayed. Writes are refused; breakpoints are
+//! QEMU's, not the guest's.
+
+mod reverse;
+mod session;
+mod stub;
+
+use crate::error::{Error, ReplayError, Result};
+use crate::event::EventSink;
+use crate::{PausedReplay, ReplayableRecording};
+use keyframe_gdb::{Breakpoint, GdbConnection};
+use keyframe_replay::interval::RecordedCheckpoint;
+use session::{Session, SessionEnd};
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use stub::Stub;
+
+/// How often a wait is interrupted for other work.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// What all replays of a session share.
+struct DebugContext<'a> {
+    recording: &'a ReplayableRecording,
+    checkpoints: Vec<RecordedCheckpoint>,
+    /// Words for QEMU's command line.
+    extra: Vec<OsString>,
+    events: &'a dyn EventSink,
+    interrupted: &'a AtomicBool,
+}
+
+/// What a debugger has told a gdbstub, for the gdbstubs after it.
+#[derive(Clone, Debug, Default)]
+struct StubState {
+    /// The packet with its capabilities.
+    supported: Vec<u8>,
+    /// The packet that selects its thread.
+    thread: Vec<u8>,
+    /// Its breakpoints and watchpoints.
+    points: BTreeSet<Breakpoint>,
+}
+
+/// Waits for debuggers at a TCP port.
+pub struct Debugger<'a> {
+    listener: TcpListener,
+    port: u16,
+    recording: &'a ReplayableRecording,
+    extra: Vec<OsString>,
+    events: &'a dyn EventSink,
+}
+
+impl<'a> Debugger<'a> {
+    /// Listens at `port` of the loopback device; 0 selects a free port. `extra` are words for the
+    /// command line of each QEMU.
+    ///
+    /// # Errors
+    ///
+    /// [`ReplayError::Listen`] if the port is taken.
+    pub fn listen(
+        recording: &'a ReplayableRecording,
+        port: u16,
+        extra: Vec<OsString>,
+        events: &'a dyn EventSink,
+    ) -> Result<Self> {
+        let failed = |source| ReplayError::Listen { port, source };
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(failed)?;
+        listener.set_nonblocking(true).map_err(failed)?;
+        let port = listener.local_addr().map_err(failed)?.port();
+        Ok(Self { listener, port, recording, extra, events })
+    }
+
+    /// Returns the port.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Serves one debugger after the other. Returns when one kills the VM, QEMU ends, or
+    /// `interrupted` becomes true.
+    pub fn serve(self, paused: PausedReplay, interrupted: &AtomicBool) -> Result<()> {
+        let context = DebugContext {
+            recording: self.recording,
+            checkpoints: self.recording.checkpoints()?,
+            extra: self.extra,
+            events: self.events,
+            interrupted,
+        };
+        let mut paused = paused;
+        while !interrupted.load(Ordering::Relaxed) {
+            if paused.replay.restored().try_wait()?.is_some() {
+                return Ok(());
+            }
+            let stream = match self.listener.accept() {
+                Ok((stream, _)) => stream,
+                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
+                    std::thread::sleep(LOOK_EVERY);
+                    continue;
+                }
+                Err(e) => return Err(Error::io("wait for a debugger", e)),
+            };
+            let gdb = connection(stream)?;
+            let stub = Stub::new(paused, &StubState::default())?;
+            let mut session = Session::new(&context, gdb, stub);
+            if session.run()? == SessionEnd::Killed {
+                return Ok(());
+            }
+            paused = session.release()?;
+        }
+        Ok(())
+    }
+}
+
+fn connection(stream: TcpStream) -> Result<GdbConnection<TcpStream>> {
+    let prepared = stream.set_nonblocking(false).and_then(|()| stream.set_nodelay(true));
+    prepared.map_err(|e| Error::io("prepare a debugger's connection", e))?;
+    Ok(GdbConnection::new(stream, "the debugger"))
+}

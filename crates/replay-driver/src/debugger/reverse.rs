@@ -1,0 +1,179 @@
+//! Where a debugger comes when it runs back: at the last breakpoint, or before the last write to
+//! what it watches.
+//!
+//! ```text
+//!   checkpoints    ├──────────────────────────┼─────────────────────────┤
+//!   paused at                                                     ▲ from
+//!   searched         4th                       3rd        2nd     1st      each by a replay that stops at every breakpoint
+//! ```
+//!
+//! The nearest range is searched first, and it is short: a breakpoint that is hit a million times
+//! in an interval is hit shortly before `from`. A range begins where a replay can stop and go on.
+
+use super::stub::Stub;
+use super::{DebugContext, StubState};
+use crate::error::{ReplayError, Result};
+use crate::{PauseOptions, PausedReplay, ReplayRoute};
+use keyframe_gdb::{Breakpoint, GdbConnection, Received, StopReply};
+use std::net::TcpStream;
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// Instructions in the first range.
+const FIRST_LEN: u64 = 10_000;
+/// The ratio of the lengths of consecutive ranges.
+const GROWTH: u64 = 16;
+/// The signal of a stop at a breakpoint, watchpoint or step: SIGTRAP.
+const TRAP: u8 = 5;
+
+/// How far a debugger goes back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ReverseMotion {
+    /// One instruction.
+    Step,
+    /// To the last breakpoint or watchpoint.
+    Run,
+}
+
+/// Where a debugger comes when it goes back.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct ReverseStop {
+    /// The instruction.
+    pub icount: u64,
+    /// `watch:ADDRESS;`, if it is a watchpoint.
+    pub watch: Option<String>,
+}
+
+/// Finds the last hit of the points of `stub_state` before `from`. Without a hit, it is the
+/// recording's beginning. Returns `None` if the debugger or the user interrupts the search.
+pub(super) fn search(
+    context: &DebugContext<'_>,
+    gdb: &mut GdbConnection<TcpStream>,
+    stub_state: &StubState,
+    from: u64,
+) -> Result<Option<ReverseStop>> {
+    let begin = Some(ReverseStop { icount: 0, watch: None });
+    if stub_state.points.is_empty() {
+        return Ok(begin);
+    }
+    for range in search_ranges(context, from)? {
+        match last_hit(context, gdb, stub_state, range)? {
+            SearchResult::Found(found) => return Ok(Some(found)),
+            SearchResult::Nothing => {}
+            SearchResult::Interrupted => return Ok(None),
+        }
+    }
+    Ok(begin)
+}
+
+/// Returns the ranges of instructions to search, the nearest first. They cover all before `from`
+/// without a gap.
+fn search_ranges(context: &DebugContext<'_>, from: u64) -> Result<Vec<Range<u64>>> {
+    let log_index = context.recording.log_index()?;
+    let exact = |icount: u64| log_index.next_unambiguous(icount).unwrap_or(u64::MAX);
+    let checkpoints = &context.checkpoints;
+    let before = checkpoints.partition_point(|checkpoint| exact(checkpoint.icount) < from);
+    let mut begins: Vec<u64> =
+        checkpoints.iter().take(before).map(|checkpoint| exact(checkpoint.icount)).collect();
+    // The last interval alone is divided further.
+    let floor = begins.last().copied().unwrap_or(0);
+    let near = std::iter::successors(Some(FIRST_LEN), |len| len.checked_mul(GROWTH));
+    let mut near: Vec<u64> = near
+        .map_while(|len| from.checked_sub(len))
+        .take_while(|begin| *begin > floor)
+        .map(exact)
+        .filter(|begin| *begin > floor && *begin < from)
+        .collect();
+    near.reverse();
+    begins.extend(near);
+    begins.dedup();
+    let ends = begins.iter().skip(1).copied().chain([from]);
+    let mut all: Vec<_> = begins.iter().copied().zip(ends).map(|(begin, end)| begin..end).collect();
+    all.reverse();
+    Ok(all)
+}
+
+/// The result of the search in one range.
+enum SearchResult {
+    Found(ReverseStop),
+    Nothing,
+    Interrupted,
+}
+
+/// Finds the last hit in a range of instructions.
+fn last_hit(
+    context: &DebugContext<'_>,
+    gdb: &mut GdbConnection<TcpStream>,
+    stub_state: &StubState,
+    range: Range<u64>,
+) -> Result<SearchResult> {
+    let route = ReplayRoute::to(context.recording, &context.checkpoints, range.start)?;
+    let options = PauseOptions { extra: &context.extra, has_gdbstub: true };
+    let interrupted = context.interrupted;
+    let paused = PausedReplay::at(context.recording, route, options, interrupted, &mut |_| ())?;
+    let Some(paused) = paused else { return Ok(SearchResult::Interrupted) };
+    let mut stub = Stub::new(paused, stub_state)?;
+    // QEMU stops at a watchpoint behind the instruction that touched the memory. The debugger is to
+    // stop before that instruction.
+    let watches = stub_state.points.iter().any(Breakpoint::is_watch);
+    let stop = (range.end + u64::from(watches)).min(context.recording.last_stop()?);
+    let mut last = None;
+    // From a breakpoint QEMU steps, because it would hit the same breakpoint again. The step may
+    // touch what is watched.
+    let mut command: &[u8] = b"c";
+    while stub.icount()? < stop {
+        // QEMU forgets this stop when it stops elsewhere.
+        stub.break_at(stop)?;
+        let Some(reply) = run_on(context, gdb, &mut stub, command)? else {
+            return Ok(SearchResult::Interrupted);
+        };
+        let at = stub.icount()?;
+        let Some(hit) = StopReply::parse(&reply).filter(|reply| reply.signal == TRAP) else {
+            // The range's end, or the guest's.
+            break;
+        };
+        let was_step = command == b"s";
+        command = b"c";
+        let icount = match &hit.watch {
+            Some(_) => at.saturating_sub(1),
+            None if was_step => continue,
+            None => {
+                command = b"s";
+                at
+            }
+        };
+        if icount >= range.end {
+            break;
+        }
+        last = Some(ReverseStop { icount, watch: hit.watch });
+    }
+    Ok(last.map_or(SearchResult::Nothing, SearchResult::Found))
+}
+
+/// Lets the VM run until it stops, and returns the gdbstub's packet. Returns `None` if the debugger
+/// or the user interrupts this.
+fn run_on(
+    context: &DebugContext<'_>,
+    gdb: &mut GdbConnection<TcpStream>,
+    stub: &mut Stub,
+    command: &[u8],
+) -> Result<Option<Vec<u8>>> {
+    let mut idle_watch = stub.idle_watch();
+    stub.send(command)?;
+    loop {
+        stub.wait(gdb, &mut idle_watch)?;
+        match stub.receive(Duration::ZERO)? {
+            Some(Received::Packet(reply)) if StopReply::parse(&reply).is_some() => {
+                return Ok(Some(reply));
+            }
+            Some(Received::Closed) => return Err(ReplayError::EndedInSearch.into()),
+            _ => {}
+        }
+        let interrupted =
+            matches!(gdb.receive(Duration::ZERO)?, Some(Received::Interrupt | Received::Closed));
+        if interrupted || context.interrupted.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+    }
+}

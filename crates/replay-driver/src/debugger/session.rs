@@ -1,0 +1,272 @@
+//! The session of one debugger.
+
+use super::reverse::{self, ReverseMotion, ReverseStop};
+use super::stub::Stub;
+use super::{DebugContext, LOOK_EVERY, StubState};
+use crate::error::{ReplayError, Result};
+use crate::event::{Event, EventSink};
+use crate::{PauseOptions, PausedReplay, ReplayRoute};
+use keyframe_gdb::{GdbConnection, GdbRequest, Received, StopReply};
+use keyframe_replay::{ReplayProgress, StallDetector};
+use std::net::TcpStream;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+/// How long a running VM may stay at one instruction before it counts as diverged.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// How often a running VM is asked for its instruction.
+const ASK_EVERY: Duration = Duration::from_secs(1);
+/// The signal of a stop at a breakpoint, watchpoint or step: SIGTRAP.
+const TRAP: u8 = 5;
+/// The signal of a stop that the user asked for: SIGINT.
+const INTERRUPT: u8 = 2;
+
+/// How a session ended.
+#[derive(PartialEq, Eq)]
+pub(super) enum SessionEnd {
+    /// The debugger has detached. Another one may connect.
+    Detached,
+    /// The VM is to end: the debugger killed it, or the user asked for an end.
+    Killed,
+}
+
+/// What follows a debugger's packet.
+enum Reply {
+    Send(Vec<u8>),
+    /// The session ends after this answer.
+    End(SessionEnd, Vec<u8>),
+}
+
+/// The session of one debugger.
+pub(super) struct Session<'a> {
+    context: &'a DebugContext<'a>,
+    gdb: GdbConnection<TcpStream>,
+    /// The gdbstub of the paused VM.
+    stub: Stub,
+    stub_state: StubState,
+    /// True after the event that writes are refused.
+    has_refused: bool,
+}
+
+impl<'a> Session<'a> {
+    pub fn new(context: &'a DebugContext<'a>, gdb: GdbConnection<TcpStream>, stub: Stub) -> Self {
+        Self { context, gdb, stub, stub_state: StubState::default(), has_refused: false }
+    }
+
+    /// Returns the VM, without breakpoints.
+    pub fn release(self) -> Result<PausedReplay> {
+        self.stub.release()
+    }
+
+    /// Answers the debugger's packets until it goes.
+    pub fn run(&mut self) -> Result<SessionEnd> {
+        let mut is_first = true;
+        loop {
+            if self.context.interrupted.load(Ordering::Relaxed) {
+                return Ok(SessionEnd::Killed);
+            }
+            let payload = match self.gdb.receive(LOOK_EVERY) {
+                Ok(None | Some(Received::Interrupt)) => continue,
+                Ok(Some(Received::Closed)) => return Ok(SessionEnd::Detached),
+                Ok(Some(Received::Packet(payload))) => payload,
+                Err(e) => {
+                    // The VM stays paused for the next debugger.
+                    self.context.events.event(&Event::DebuggerLost { error: e.into() });
+                    return Ok(SessionEnd::Detached);
+                }
+            };
+            if std::mem::take(&mut is_first) {
+                // A debugger that connected before the VM was paused has repeated its packet.
+                while self.gdb.receive(Duration::ZERO)? == Some(Received::Packet(payload.clone())) {
+                }
+            }
+            match self.answer(&payload)? {
+                Reply::Send(answer) => self.gdb.send(&answer)?,
+                Reply::End(end, answer) => {
+                    self.gdb.send(&answer)?;
+                    return Ok(end);
+                }
+            }
+        }
+    }
+
+    fn answer(&mut self, payload: &[u8]) -> Result<Reply> {
+        let answer = match GdbRequest::parse(payload) {
+            GdbRequest::Detach => return Ok(Reply::End(SessionEnd::Detached, b"OK".to_vec())),
+            GdbRequest::Kill => return Ok(Reply::End(SessionEnd::Killed, b"OK".to_vec())),
+            GdbRequest::Unsupported => Vec::new(),
+            GdbRequest::Write => self.refuse_write(),
+            GdbRequest::Run => self.run_on(payload)?,
+            GdbRequest::StepBack => self.go_back(ReverseMotion::Step)?,
+            GdbRequest::RunBack => self.go_back(ReverseMotion::Run)?,
+            GdbRequest::SetBreakpoint(point) => {
+                let answer = self.stub.ask(payload)?;
+                if answer == b"OK" {
+                    self.stub_state.points.insert(point);
+                }
+                answer
+            }
+            GdbRequest::RemoveBreakpoint(point) => {
+                let answer = self.stub.ask(payload)?;
+                if answer == b"OK" {
+                    self.stub_state.points.remove(&point);
+                }
+                answer
+            }
+            GdbRequest::StopReason => {
+                self.stub_state.points.clear();
+                self.stub.ask(payload)?
+            }
+            GdbRequest::Supported => {
+                self.stub_state.supported = payload.to_vec();
+                with_reverse(self.stub.ask(payload)?)
+            }
+            GdbRequest::Thread => {
+                self.stub_state.thread = payload.to_vec();
+                self.stub.ask(payload)?
+            }
+            GdbRequest::Monitor => self.monitor(payload)?,
+            GdbRequest::Other => self.stub.ask(payload)?,
+        };
+        Ok(Reply::Send(answer))
+    }
+
+    /// Passes a line to QEMU's monitor. What the monitor prints comes before the answer.
+    fn monitor(&mut self, payload: &[u8]) -> Result<Vec<u8>> {
+        let mut answer = self.stub.ask(payload)?;
+        while answer.first() == Some(&b'O') && answer != b"OK" {
+            self.gdb.send(&answer)?;
+            answer = self.stub.answer()?;
+        }
+        Ok(answer)
+    }
+
+    fn refuse_write(&mut self) -> Vec<u8> {
+        if !std::mem::replace(&mut self.has_refused, true) {
+            self.context.events.event(&Event::DebuggerWriteRefused);
+        }
+        b"E01".to_vec()
+    }
+
+    /// Lets the VM run as `payload` says, until it stops or the debugger interrupts it.
+    fn run_on(&mut self, payload: &[u8]) -> Result<Vec<u8>> {
+        let context = self.context;
+        let end = context.recording.last_stop()?;
+        let gdb = &mut self.gdb;
+        let stub = &mut self.stub;
+        let thread = stub.thread.clone();
+        let at_end = || {
+            let stop = StopReply { signal: TRAP, watch: None, thread: thread.clone() };
+            stop.packet("replaylog:end;")
+        };
+        if stub.icount()? >= end {
+            return Ok(at_end());
+        }
+        if !context.recording.ends_with_log()? {
+            stub.break_at(end)?;
+        }
+        stub.send(payload)?;
+        let (mut idle_watch, mut stall_watch) = (stub.idle_watch(), StallWatch::new());
+        let mut has_stopped = false;
+        loop {
+            stub.wait(gdb, &mut idle_watch)?;
+            match stub.receive(Duration::ZERO)? {
+                Some(Received::Packet(reply)) => match StopReply::parse(&reply) {
+                    // Console output and the like.
+                    None => gdb.send(&reply)?,
+                    Some(_) if stub.icount()? >= end || stub.is_shut_down()? => {
+                        return Ok(at_end());
+                    }
+                    Some(_) => return Ok(reply),
+                },
+                Some(Received::Closed) => return Err(ReplayError::EndedUnderDebugger.into()),
+                Some(Received::Interrupt) | None => {}
+            }
+            // After a debugger that has gone, the next one finds the VM paused.
+            let wants_stop = matches!(
+                gdb.receive(Duration::ZERO)?,
+                Some(Received::Interrupt | Received::Closed)
+            );
+            if !has_stopped
+                && (wants_stop
+                    || context.interrupted.load(Ordering::Relaxed)
+                    || stall_watch.is_stalled(stub, context.events)?)
+            {
+                stub.interrupt()?;
+                has_stopped = true;
+            }
+        }
+    }
+
+    /// Replays to where the debugger comes when it goes back, and changes over to that replay.
+    fn go_back(&mut self, motion: ReverseMotion) -> Result<Vec<u8>> {
+        let context = self.context;
+        let from = self.stub.icount()?;
+        let thread = self.stub.thread.clone();
+        let stop = |signal, watch, why: &str| {
+            StopReply { signal, watch, thread: thread.clone() }.packet(why)
+        };
+        let found = match motion {
+            ReverseMotion::Step => {
+                Some(ReverseStop { icount: from.saturating_sub(1), watch: None })
+            }
+            ReverseMotion::Run => reverse::search(context, &mut self.gdb, &self.stub_state, from)?,
+        };
+        let Some(found) = found else {
+            // Interrupted: the VM is still where it was.
+            return Ok(stop(INTERRUPT, None, ""));
+        };
+        let route = ReplayRoute::to(context.recording, &context.checkpoints, found.icount)?;
+        if route.icount >= from {
+            return Ok(stop(TRAP, None, "replaylog:begin;"));
+        }
+        // The paused VM is kept until the other one is there: if that fails, nothing is lost.
+        let options = PauseOptions { extra: &context.extra, has_gdbstub: true };
+        let interrupted = context.interrupted;
+        let paused = PausedReplay::at(context.recording, route, options, interrupted, &mut |_| ())?;
+        let Some(paused) = paused else { return Ok(stop(INTERRUPT, None, "")) };
+        self.stub = Stub::new(paused, &self.stub_state)?;
+        let is_begin = found.icount < route.icount || found.icount == 0;
+        Ok(stop(TRAP, found.watch, if is_begin { "replaylog:begin;" } else { "" }))
+    }
+}
+
+/// Adds to the capabilities in QEMU's `answer` that the VM can go back.
+fn with_reverse(mut answer: Vec<u8>) -> Vec<u8> {
+    for word in [&b";ReverseStep+"[..], b";ReverseContinue+"] {
+        if !answer.windows(word.len() - 1).any(|part| part == &word[1..]) {
+            answer.extend(word);
+        }
+    }
+    answer
+}
+
+/// Detects a running VM that hangs.
+struct StallWatch {
+    detector: Option<StallDetector>,
+    began: Instant,
+    asked: Instant,
+}
+
+impl StallWatch {
+    fn new() -> Self {
+        Self { detector: None, began: Instant::now(), asked: Instant::now() }
+    }
+
+    /// Returns true if the VM has stayed at one instruction for too long, and tells `events`.
+    fn is_stalled(&mut self, stub: &mut Stub, events: &dyn EventSink) -> Result<bool> {
+        if self.asked.elapsed() < ASK_EVERY {
+            return Ok(false);
+        }
+        self.asked = Instant::now();
+        let icount = stub.icount()?;
+        let detector = self.detector.get_or_insert_with(|| StallDetector::new(icount, PATIENCE));
+        let ReplayProgress::Stalled { icount } =
+            detector.observe(self.began.elapsed(), icount, None)
+        else {
+            return Ok(false);
+        };
+        events.event(&Event::DivergedUnderDebugger { icount });
+        Ok(true)
+    }
+}

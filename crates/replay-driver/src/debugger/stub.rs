@@ -1,0 +1,115 @@
+//! QEMU's gdbstub of one VM, with the state that a debugger has given to the gdbstub before it.
+
+use super::StubState;
+use crate::PausedReplay;
+use crate::error::{ReplayError, Result};
+use crate::idle_watch::{IdleWatch, Idleness};
+use keyframe_gdb::{GdbConnection, Received, StopReply, wait_for_either};
+use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+/// How long QEMU may take to answer. A QEMU whose RAM is being loaded answers when its pages are
+/// there.
+const ANSWER_WAIT: Duration = Duration::from_secs(60);
+
+/// A paused VM, and a connection to its gdbstub.
+pub(super) struct Stub {
+    paused: PausedReplay,
+    link: GdbConnection<UnixStream>,
+    /// `thread:ID;`, as its replies name the processor.
+    pub thread: String,
+}
+
+impl Stub {
+    /// Connects to the gdbstub of `paused`, and repeats to it what the debugger has told the one
+    /// before.
+    pub fn new(paused: PausedReplay, state: &StubState) -> Result<Self> {
+        let link = paused.connect()?;
+        let mut stub = Self { paused, link, thread: String::new() };
+        if !state.supported.is_empty() {
+            stub.ask(&state.supported)?;
+        }
+        // This comes first, because it removes all breakpoints.
+        let why = stub.ask(b"?")?;
+        stub.thread = StopReply::parse(&why).map(|reply| reply.thread).unwrap_or_default();
+        if !state.thread.is_empty() {
+            stub.ask(&state.thread)?;
+        }
+        for point in &state.points {
+            stub.ask(&point.packet())?;
+        }
+        Ok(stub)
+    }
+
+    /// Sends a packet and returns its answer.
+    pub fn ask(&mut self, payload: &[u8]) -> Result<Vec<u8>> {
+        self.link.send(payload)?;
+        self.answer()
+    }
+
+    /// Returns the answer to a packet that was sent.
+    pub fn answer(&mut self) -> Result<Vec<u8>> {
+        match self.link.receive(ANSWER_WAIT)? {
+            Some(Received::Packet(answer)) => Ok(answer),
+            Some(Received::Interrupt | Received::Closed) => Err(ReplayError::EndedInStub.into()),
+            None => Err(ReplayError::StubSilent { seconds: ANSWER_WAIT.as_secs() }.into()),
+        }
+    }
+
+    /// Sends a packet that is answered when the VM stops.
+    pub fn send(&mut self, payload: &[u8]) -> Result<()> {
+        Ok(self.link.send(payload)?)
+    }
+
+    /// Returns what has come within `wait`.
+    pub fn receive(&mut self, wait: Duration) -> Result<Option<Received>> {
+        Ok(self.link.receive(wait)?)
+    }
+
+    /// Waits a moment for a packet from either side. An idle VM is woken first.
+    pub fn wait(
+        &mut self,
+        gdb: &GdbConnection<TcpStream>,
+        idle_watch: &mut IdleWatch,
+    ) -> Result<()> {
+        let Idleness { is_idle, wait } = idle_watch.look();
+        if is_idle {
+            // The gdbstub tells if QEMU has ended.
+            let _ = self.icount();
+        }
+        Ok(wait_for_either(gdb, &self.link, wait)?)
+    }
+
+    /// Returns the watch for a VM that is about to run.
+    pub fn idle_watch(&mut self) -> IdleWatch {
+        IdleWatch::new(self.paused.replay.restored().vm().pid())
+    }
+
+    /// Stops a running VM.
+    pub fn interrupt(&mut self) -> Result<()> {
+        Ok(self.link.interrupt()?)
+    }
+
+    /// Makes QEMU stop before an instruction, once.
+    pub fn break_at(&mut self, icount: u64) -> Result<()> {
+        Ok(self.paused.replay.restored().vm().qmp().replay_break(icount)?)
+    }
+
+    /// Returns the instruction before which it has stopped.
+    pub fn icount(&mut self) -> Result<u64> {
+        self.paused.icount()
+    }
+
+    /// Returns true if the guest has shut down, at which the log ends.
+    pub fn is_shut_down(&mut self) -> Result<bool> {
+        let status = self.paused.replay.restored().vm().qmp().status()?;
+        Ok(status == keyframe_qemu::RunStatus::Shutdown)
+    }
+
+    /// Returns the VM, without breakpoints.
+    pub fn release(mut self) -> Result<PausedReplay> {
+        self.ask(b"?")?;
+        Ok(self.paused)
+    }
+}

@@ -1,0 +1,164 @@
+//! The errors of this crate. Each names the object and the operation, and knows what the user can
+//! do about it.
+
+mod analysis;
+mod qemu;
+
+pub use analysis::AnalysisError;
+pub use qemu::ReplayError;
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// What the functions of this crate return.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error of a replay or of an analysis. The sources tell the cause;
+/// [`keyframe_units::error_chain`] prints both in one line.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// QEMU, or the command line for it, is at fault.
+    #[error(transparent)]
+    Qemu(#[from] keyframe_qemu::Error),
+    /// An interface of the kernel is at fault.
+    #[error(transparent)]
+    Kernel(#[from] keyframe_kernel::Error),
+    /// The recording is at fault.
+    #[error(transparent)]
+    Recording(#[from] keyframe_replay::Error),
+    /// The store is at fault.
+    #[error("{source}")]
+    Store {
+        /// The store's directory or address.
+        store: PathBuf,
+        /// What failed.
+        source: keyframe_store::Error,
+    },
+    /// Pages of a checkpoint cannot be read.
+    #[error(transparent)]
+    CheckpointPages(keyframe_store::Error),
+    /// The process that serves disks, or an image of a disk, is at fault.
+    #[error(transparent)]
+    VmDisks(#[from] keyframe_vm_disks::Error),
+    /// The disks of a replay cannot be read.
+    #[error(transparent)]
+    Disk(#[from] keyframe_disk::Error),
+    /// The session that takes checkpoints of a replay is at fault.
+    #[error(transparent)]
+    Session(#[from] keyframe_session::Error),
+    /// The connection to a debugger, or to QEMU's gdbstub, is at fault.
+    #[error(transparent)]
+    Gdb(#[from] keyframe_gdb::Error),
+    /// The analysis tool is at fault.
+    #[error(transparent)]
+    Tool(#[from] keyframe_analysis::Error),
+    /// The queue of intervals, or one of its workers, is at fault.
+    #[error(transparent)]
+    Cluster(#[from] keyframe_cluster::Error),
+    /// A replay did not do what was asked for.
+    #[error(transparent)]
+    Replay(#[from] ReplayError),
+    /// An analysis, or its directory, is at fault.
+    #[error(transparent)]
+    Analysis(#[from] AnalysisError),
+    /// The operating system refused an operation.
+    #[error("{operation}")]
+    Io {
+        /// The operation and its object.
+        operation: String,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// An error in one of several intervals.
+    #[error("interval {index}: {source}")]
+    InInterval {
+        /// The interval.
+        index: u32,
+        /// What failed.
+        source: Box<Self>,
+    },
+    /// The user asked for an end.
+    #[error("interrupted")]
+    Interrupted,
+    /// The recording is not complete.
+    #[error("{} is still being recorded", .0.display())]
+    StillRecording(PathBuf),
+    /// The store of a recording that has just begun does not exist.
+    #[error("{} has no store yet", .0.display())]
+    NoStoreYet(PathBuf),
+    /// A store has no checkpoint of a recording.
+    #[error("{} has no checkpoint of recording {recording}", store.display())]
+    NoCheckpoint {
+        /// The store.
+        store: PathBuf,
+        /// The recording's id.
+        recording: String,
+    },
+    /// A recording was cut before an interval of it was complete.
+    #[error("the recording was cut before its second checkpoint: no interval is left to replay")]
+    NoInterval,
+    /// The recording is shorter than what was asked for.
+    #[error("the recording has no instruction {icount}")]
+    NoInstruction {
+        /// The instruction that was asked for.
+        icount: u64,
+        /// The last instruction before which a replay can stop.
+        last_stop: u64,
+    },
+    /// Two replays, or a replay and a checkpoint, cannot be compared.
+    #[error("{0}")]
+    NotComparable(String),
+}
+
+impl Error {
+    /// An error of `store`.
+    pub fn store(store: &Path, source: keyframe_store::Error) -> Self {
+        Self::Store { store: store.to_owned(), source }
+    }
+
+    /// An error of the operating system in `operation`.
+    pub(crate) fn io(operation: impl Into<String>, source: io::Error) -> Self {
+        Self::Io { operation: operation.into(), source }
+    }
+
+    /// The error of a file operation; `verb` is what was done to `path`.
+    pub(crate) fn file(verb: &str, path: &Path, source: io::Error) -> Self {
+        Self::io(format!("{verb} {}", path.display()), source)
+    }
+
+    /// What the user can do about it, if something is known.
+    pub fn fix(&self) -> Option<String> {
+        let text = match self {
+            Self::Qemu(error) => return error.fix(),
+            Self::Kernel(error) => return error.fix(),
+            Self::Recording(error) => return error.fix(),
+            Self::Store { source, .. } | Self::CheckpointPages(source) => return source.fix(),
+            Self::VmDisks(error) => return error.fix(),
+            Self::Session(error) => return error.fix(),
+            Self::Tool(error) => return error.fix(),
+            Self::Cluster(error) => return error.fix(),
+            Self::Replay(error) => return error.fix(),
+            Self::Analysis(error) => return error.fix(),
+            Self::InInterval { source, .. } => return source.fix(),
+            Self::StillRecording(_) => {
+                "wait until its `keyframe record` has ended, or end it: keyframe stop"
+            }
+            Self::NoStoreYet(_) => "try again in a moment",
+            Self::NoCheckpoint { .. } => {
+                "name the store that has them with --store; or take them from a replay: \
+                 keyframe segment"
+            }
+            Self::NoInterval => "record it again with --checkpoint-every",
+            Self::NoInstruction { last_stop, .. } => {
+                return Some(format!("a replay can stand before any up to {last_stop}"));
+            }
+            Self::Disk(_)
+            | Self::Gdb(_)
+            | Self::Io { .. }
+            | Self::Interrupted
+            | Self::NotComparable(_) => return None,
+        };
+        Some(text.into())
+    }
+}

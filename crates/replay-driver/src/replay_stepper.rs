@@ -1,0 +1,281 @@
+//! Takes a replay from instruction to instruction, and detects that it hangs.
+
+use crate::error::{ReplayError, Result};
+use crate::idle_watch::{IdleWatch, Idleness};
+use keyframe_kernel::open_file::OpenFile;
+use keyframe_qemu::restore::{Restored, Until};
+use keyframe_qemu::{Event, Vm};
+use keyframe_replay::{ReplayProgress, StallDetector};
+use std::path::PathBuf;
+use std::process::ExitStatus;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// How often QEMU is asked for its instruction. Each question takes the lock under which the
+/// virtual processor runs.
+const ASK_EVERY: Duration = Duration::from_millis(500);
+/// How long a replay may stay at one instruction and one place in its log. An idle guest's clock
+/// jumps, so that no replay waits for real time.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+/// Lines of the registers that a divergence is reported with.
+const REGISTER_LINES: usize = 6;
+/// How long QEMU may take to end after the last instruction.
+const END_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Why a replay has stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StopReason {
+    /// It has reached the instruction that was its target.
+    Target,
+    /// It has reached the log's end, at which the recorded VM was shut down.
+    LogEnd,
+    /// The user asked for an end.
+    Interrupted,
+}
+
+/// A QEMU that replays.
+pub trait ReplayingVm {
+    /// Returns how it ended; `None` while it runs.
+    fn ended(&mut self) -> keyframe_qemu::Result<Option<ExitStatus>>;
+    /// Returns the handle of its VM.
+    fn vm(&mut self) -> &mut Vm;
+}
+
+impl ReplayingVm for Restored {
+    fn ended(&mut self) -> keyframe_qemu::Result<Option<ExitStatus>> {
+        self.try_wait()
+    }
+    fn vm(&mut self) -> &mut Vm {
+        Restored::vm(self)
+    }
+}
+
+impl ReplayingVm for Vm {
+    fn ended(&mut self) -> keyframe_qemu::Result<Option<ExitStatus>> {
+        self.try_wait()
+    }
+    fn vm(&mut self) -> &mut Vm {
+        self
+    }
+}
+
+/// The position and the target of a replay.
+///
+/// ```text
+///   icount ──▶ hold: stops for a moment, as the recorded VM did ──▶ hold ──▶ ... ──▶ until
+/// ```
+#[derive(Clone, Debug)]
+pub struct ReplayStepper {
+    /// The instruction at which it last stopped.
+    pub icount: u64,
+    /// Its target.
+    pub until: Until,
+    /// Instructions at which it stops for a moment on its way, in rising order.
+    pub holds: Arc<[u64]>,
+    /// The log that QEMU reads.
+    pub log: PathBuf,
+    /// How long it may stay at one instruction and one place in its log before it counts as
+    /// diverged.
+    pub patience: Duration,
+}
+
+impl ReplayStepper {
+    /// Returns where it stops next: at its target, or at a hold before that.
+    pub fn next_stop(&self) -> Until {
+        let next = self.holds.partition_point(|hold| *hold <= self.icount);
+        match (self.holds.get(next), self.until) {
+            (Some(&hold), Until::Instruction(end)) if hold < end => Until::Instruction(hold),
+            (Some(&hold), Until::LogEnd) => Until::Instruction(hold),
+            (_, until) => until,
+        }
+    }
+
+    /// Lets a paused replay run on to `until`, and waits until it is there, as
+    /// [`ReplayStepper::arrive`] does.
+    pub fn go_on(
+        &mut self,
+        replay: &mut impl ReplayingVm,
+        until: Until,
+        interrupted: &AtomicBool,
+        on_progress: &mut dyn FnMut(u64),
+    ) -> Result<StopReason> {
+        self.until = until;
+        self.resume(replay.vm())?;
+        self.arrive(replay, interrupted, on_progress)
+    }
+
+    /// Lets it run on to its next stop.
+    fn resume(&self, vm: &mut Vm) -> Result<()> {
+        let qmp = vm.qmp();
+        qmp.drain_events()?;
+        if let Until::Instruction(icount) = self.next_stop() {
+            qmp.replay_break(icount)?;
+        }
+        Ok(qmp.cont()?)
+    }
+
+    /// Waits until it has reached its target. `on_progress` is called now and then with the
+    /// instruction that QEMU has reached.
+    ///
+    /// # Errors
+    ///
+    /// [`ReplayError::Diverged`] if it hangs; other errors if it stopped elsewhere, or QEMU ended.
+    pub fn arrive(
+        &mut self,
+        replay: &mut impl ReplayingVm,
+        interrupted: &AtomicBool,
+        on_progress: &mut dyn FnMut(u64),
+    ) -> Result<StopReason> {
+        let pid = replay.vm().pid();
+        let mut progress = ProgressWatch::new(self, pid);
+        let mut idle_watch = IdleWatch::new(pid);
+        loop {
+            if let Some(exit) = replay.ended()? {
+                return self.ended(exit);
+            }
+            let Ok(events) = replay.vm().qmp().drain_events() else {
+                return self.monitor_closed(replay.vm());
+            };
+            let shut_down = events.iter().any(|event| matches!(event, Event::Shutdown { .. }));
+            if shut_down || events.contains(&Event::Stop) {
+                if !shut_down && self.is_held(replay.vm())? {
+                    self.resume(replay.vm())?;
+                    continue;
+                }
+                return self.stopped(replay.vm(), shut_down);
+            }
+            if interrupted.load(Ordering::Relaxed) {
+                return Ok(StopReason::Interrupted);
+            }
+            let Idleness { is_idle, wait } = idle_watch.look();
+            if is_idle || progress.is_due() {
+                // QEMU may be ending, so that it does not answer.
+                let Ok(icount) = replay.vm().qmp().icount() else {
+                    return self.monitor_closed(replay.vm());
+                };
+                on_progress(icount);
+                if let Some(stalled) = progress.stalled(icount) {
+                    return Err(self.diverged(replay.vm(), &stalled).into());
+                }
+            }
+            std::thread::sleep(wait);
+        }
+    }
+
+    /// Returns true if it has stopped at a hold, which is its new position then.
+    fn is_held(&mut self, vm: &mut Vm) -> Result<bool> {
+        let next = self.next_stop();
+        if next == self.until {
+            return Ok(false);
+        }
+        let icount = vm.qmp().icount()?;
+        let is_held = next == Until::Instruction(icount);
+        if is_held {
+            self.icount = icount;
+        }
+        Ok(is_held)
+    }
+
+    /// Compares where it has stopped with its target.
+    fn stopped(&mut self, vm: &mut Vm, shut_down: bool) -> Result<StopReason> {
+        self.icount = vm.qmp().icount()?;
+        match self.until {
+            Until::Instruction(wanted) if self.icount == wanted => Ok(StopReason::Target),
+            Until::Instruction(target) => {
+                Err(ReplayError::StoppedElsewhere { icount: self.icount, target }.into())
+            }
+            Until::LogEnd if shut_down => Ok(StopReason::LogEnd),
+            Until::LogEnd => Err(ReplayError::StoppedBeforeLogEnd { icount: self.icount }.into()),
+        }
+    }
+
+    /// Waits for the end of a QEMU that has closed its monitor.
+    fn monitor_closed(&self, vm: &mut Vm) -> Result<StopReason> {
+        let exit = vm.wait(END_TIMEOUT)?;
+        match exit {
+            Some(exit) => self.ended(exit),
+            None => Err(ReplayError::MonitorClosed.into()),
+        }
+    }
+
+    /// Judges the end of QEMU.
+    fn ended(&self, exit: ExitStatus) -> Result<StopReason> {
+        match self.until {
+            Until::LogEnd if exit.success() => Ok(StopReason::LogEnd),
+            Until::LogEnd => Err(ReplayError::EndedBeforeLogEnd { exit }.into()),
+            Until::Instruction(target) => {
+                Err(ReplayError::EndedBeforeTarget { exit, target }.into())
+            }
+        }
+    }
+
+    /// Returns the error of a replay that hangs.
+    fn diverged(&self, vm: &mut Vm, stalled: &Stalled) -> ReplayError {
+        let &Stalled { icount, log_bytes } = stalled;
+        let missing_instructions = match self.until {
+            Until::Instruction(target) => Some(target.saturating_sub(icount)),
+            Until::LogEnd => None,
+        };
+        ReplayError::Diverged { icount, missing_instructions, log_bytes, registers: registers(vm) }
+    }
+}
+
+/// Where a replay hangs.
+struct Stalled {
+    icount: u64,
+    /// Bytes of the log that QEMU has read, if known.
+    log_bytes: Option<u64>,
+}
+
+/// Watches the instruction and the log position of a replay.
+struct ProgressWatch {
+    began: Instant,
+    detector: StallDetector,
+    asked: Instant,
+    log: Option<OpenFile>,
+    log_bytes: Option<u64>,
+    log_looked: Instant,
+}
+
+impl ProgressWatch {
+    /// Watches the QEMU with process id `pid`, which `stepper` steps.
+    fn new(stepper: &ReplayStepper, pid: u32) -> Self {
+        let began = Instant::now();
+        let log = OpenFile::of(pid, &stepper.log);
+        Self {
+            began,
+            detector: StallDetector::new(stepper.icount, stepper.patience),
+            asked: began,
+            log,
+            log_bytes: log.and_then(OpenFile::offset),
+            log_looked: began,
+        }
+    }
+
+    /// Returns true if a busy QEMU is to be asked for its instruction.
+    fn is_due(&self) -> bool {
+        self.asked.elapsed() >= ASK_EVERY
+    }
+
+    /// Notes that QEMU is at `icount`. Returns where it hangs if its patience is over.
+    fn stalled(&mut self, icount: u64) -> Option<Stalled> {
+        self.asked = Instant::now();
+        if self.log_looked.elapsed() >= ASK_EVERY {
+            (self.log_bytes, self.log_looked) = (self.log.and_then(OpenFile::offset), self.asked);
+        }
+        match self.detector.observe(self.began.elapsed(), icount, self.log_bytes) {
+            ReplayProgress::Stalled { icount } => {
+                Some(Stalled { icount, log_bytes: self.log_bytes })
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Returns the first lines of the processor's registers, with which a divergence can be examined.
+fn registers(vm: &mut Vm) -> Vec<String> {
+    let text = vm.qmp().hmp("info registers").unwrap_or_default();
+    let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
+    lines.take(REGISTER_LINES).map(str::to_owned).collect()
+}

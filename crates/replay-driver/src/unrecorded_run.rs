@@ -1,0 +1,212 @@
+//! The intervals of a run that was not recorded. Each is simulated from its checkpoint, without a
+//! log.
+//!
+//! ```text
+//!   run under KVM    ├── 1.0 s ──┼── 1.0 s ──┼── 1.0 s ──┤        checkpoints, and how long the guest ran between them
+//!   simulated        [ 1.0 s of the guest's time ]  [ ... ]  [ ... ]   each by itself, under TCG, in parallel
+//! ```
+//!
+//! Events from outside are not repeated. A simulation begins with the exact state of its
+//! checkpoint, and then does what the guest might have done. So its results are approximate, and
+//! are marked as such. SimuBoost was evaluated in this way: checkpoints under KVM, simulations
+//! without a log.
+//!
+//! A second of the guest's time is a thousand million instructions (`-icount shift=0`), less the
+//! time in which it sleeps.
+
+use crate::error::{AnalysisError, Error, ReplayError, Result};
+use crate::replay::{ReplayDisks, RunningVm, StoredRam, serve_disks};
+use crate::{ReplayOptions, RunSelection};
+use keyframe_inspect::source_of;
+use keyframe_kernel::cpu_time;
+use keyframe_qemu::restore::{self, Plan, RestoreOptions};
+use keyframe_qemu::restore::{CloneOptions, clone_line};
+use keyframe_qemu::{Accelerator, Event};
+use keyframe_replay::interval::{Interval, RecordedCheckpoint};
+use keyframe_store::{Sealed, Store};
+use keyframe_units::CheckpointId;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// The binary logarithm of an instruction's length, in nanoseconds of the guest's time.
+const SHIFT: u32 = 0;
+/// How often a simulation is checked for its end.
+const LOOK_EVERY: Duration = Duration::from_millis(1);
+/// How long a simulation may stay at one instruction.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A run in a store.
+pub struct UnrecordedRun {
+    /// The store.
+    pub store: Store,
+    /// The run's id.
+    pub run: String,
+    /// The version of the QEMU that ran the VM.
+    pub qemu_version: String,
+    /// The intervals between consecutive checkpoints of the run. Their lengths in instructions are
+    /// how long the guest ran between them.
+    pub intervals: Vec<Interval>,
+}
+
+impl UnrecordedRun {
+    /// Opens the newest run in `store` that has checkpoints in `selection`.
+    ///
+    /// # Errors
+    ///
+    /// There is no such checkpoint, the run is of a group, or no two of its checkpoints are
+    /// consecutive.
+    pub fn open(store: Store, selection: &RunSelection) -> Result<Self> {
+        let listing = store.checkpoints().map_err(|e| Error::store(store.path(), e))?;
+        let is_selected = |sealed: &&Sealed| {
+            selection.vm.as_ref().is_none_or(|vm| sealed.meta.vm == *vm)
+                && selection.from.is_none_or(|from| sealed.id.0 >= from)
+                && selection.to.is_none_or(|to| sealed.id.0 <= to)
+        };
+        let all: Vec<&Sealed> = listing.sealed.iter().filter(is_selected).collect();
+        let place = || store.path().to_owned();
+        let Some(newest) = all.last() else {
+            return Err(AnalysisError::NoSuchCheckpoint(place()).into());
+        };
+        if !newest.meta.members.is_empty() {
+            return Err(AnalysisError::GroupNotSimulated.into());
+        }
+        let of_run = |sealed: &&&Sealed| sealed.meta.run == newest.meta.run;
+        let run: Vec<&Sealed> = all.iter().filter(of_run).copied().collect();
+        let intervals = intervals_of(&run);
+        if intervals.is_empty() {
+            return Err(AnalysisError::NoConsecutiveCheckpoints(place()).into());
+        }
+        let (run, qemu_version) =
+            (newest.meta.run.clone(), newest.meta.machine.vmm_version.clone());
+        drop(listing);
+        Ok(Self { store, run, qemu_version, intervals })
+    }
+
+    /// Starts a paused VM at `checkpoint`.
+    pub fn start(&self, checkpoint: CheckpointId, options: ReplayOptions) -> Result<SimulatedVm> {
+        // A guest that shuts down leaves QEMU paused, so that the tool can write its results.
+        let mut extra = options.extra;
+        extra.push("-no-shutdown".into());
+        let loaded = self.store.load(checkpoint).map_err(|e| Error::store(self.store.path(), e))?;
+        let loaded = Arc::new(loaded);
+        let disks = serve_disks(&self.store, &loaded)?;
+        let restore_options = RestoreOptions {
+            paused: true,
+            icount_shift: Some(SHIFT),
+            accelerator: Some(Accelerator::Tcg),
+            disks: disks.as_ref().map(ReplayDisks::server),
+            log: options.log,
+            ..RestoreOptions::default()
+        };
+        let mut source = source_of(&loaded.meta.machine, &loaded.meta.ram);
+        // Its consoles and networks are cut off from other programs.
+        let folder = tempfile::Builder::new().prefix("keyframe-simulated-").tempdir();
+        let folder = folder.map_err(|e| Error::io("make a directory for consoles", e))?;
+        let own = CloneOptions { directory: folder.path(), exact: true };
+        let line = clone_line(&source.machine.user_command, &[], own)
+            .map_err(keyframe_qemu::Error::from)?;
+        source.machine.user_command = line.words;
+        let plan = Plan::new(source, extra, restore_options)?;
+        let ram = StoredRam(Arc::clone(&loaded));
+        let restored = restore::start(plan, &ram, &loaded.device_state)?;
+        Ok(SimulatedVm { vm: RunningVm { restored, disks }, _folder: folder })
+    }
+}
+
+/// A VM that is simulated. Dropping it ends its QEMU.
+pub struct SimulatedVm {
+    vm: RunningVm,
+    /// The directory of its consoles.
+    _folder: tempfile::TempDir,
+}
+
+impl SimulatedVm {
+    /// Lets it run until `interval` is over in the guest's time, which is its instructions and the
+    /// time in which it slept. `on_progress` is called with the instruction that it has reached.
+    /// Returns false if `interrupted` became true before.
+    ///
+    /// # Errors
+    ///
+    /// QEMU ends, or executes no instruction for a minute.
+    pub fn run(
+        &mut self,
+        interval: &Interval,
+        interrupted: &AtomicBool,
+        on_progress: &mut dyn FnMut(u64),
+    ) -> Result<bool> {
+        let (pid, thread) = (self.vm.restored.pid(), self.thread()?);
+        let wanted = || {
+            cpu_time::thread_cpu_demand(pid, thread).ok_or(Error::Replay(ReplayError::NoCpuTime))
+        };
+        let (began, before) = (Instant::now(), wanted()?);
+        let mut last = (0, Instant::now());
+        self.vm.restored.vm().qmp().cont()?;
+        loop {
+            if self.vm.restored.try_wait()?.is_some() {
+                return Err(ReplayError::SimulationEnded.into());
+            }
+            let events = self.vm.restored.vm().qmp().drain_events()?;
+            if events.iter().any(|event| matches!(event, Event::Shutdown { .. })) {
+                // QEMU is paused then, and the interval is over.
+                return Ok(true);
+            }
+            let icount = self.vm.restored.vm().qmp().icount()?;
+            let slept = began.elapsed().saturating_sub(wanted()?.saturating_sub(before));
+            let time = (icount << SHIFT).saturating_add(slept.as_nanos() as u64);
+            on_progress(interval.from_icount.saturating_add(icount).min(interval.end_icount));
+            if time >= interval.len() << SHIFT {
+                self.vm.restored.vm().qmp().stop()?;
+                return Ok(true);
+            }
+            if interrupted.load(Ordering::Relaxed) {
+                return Ok(false);
+            }
+            if icount != last.0 {
+                last = (icount, Instant::now());
+            } else if last.1.elapsed() > PATIENCE {
+                return Err(ReplayError::SimulationStalled { icount }.into());
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    /// Returns the thread of its virtual processors.
+    fn thread(&mut self) -> Result<u32> {
+        let threads = self.vm.restored.vm().qmp().cpu_threads()?;
+        threads.first().copied().ok_or(Error::Replay(ReplayError::NoCpuThread))
+    }
+
+    /// Ends QEMU in good order, so that a plugin writes what it has.
+    pub fn end(self) -> Result<()> {
+        self.vm.end()
+    }
+}
+
+/// Returns the intervals between the checkpoints of a run.
+fn intervals_of(run: &[&Sealed]) -> Vec<Interval> {
+    let mut intervals = Vec::new();
+    let mut icount = 0u64;
+    for pair in run.windows(2) {
+        let [begin, end] = pair else { continue };
+        // A forgotten checkpoint makes its interval longer. A checkpoint after a rollback ends no
+        // interval.
+        if end.meta.parent.is_some() {
+            continue;
+        }
+        let ran = end.meta.taken_at.duration_since(begin.meta.taken_at).as_nanos();
+        let ran_ns = u64::try_from(ran).unwrap_or(0).saturating_sub(begin.meta.timing.pause_ns);
+        let end_icount = icount.saturating_add(ran_ns >> SHIFT);
+        if end_icount > icount {
+            intervals.push(Interval {
+                index: u32::try_from(intervals.len()).unwrap_or(u32::MAX),
+                begin: RecordedCheckpoint { icount, checkpoint: begin.id },
+                from_icount: icount,
+                end: Some(end.id),
+                end_icount,
+            });
+            icount = end_icount;
+        }
+    }
+    intervals
+}

@@ -1,0 +1,208 @@
+//! How a command fails: a message, what to do about it, and the exit code.
+//!
+//! | code | meaning |
+//! |---|---|
+//! | 0 | done |
+//! | 1 | failed |
+//! | 2 | wrong usage |
+//! | 3 | done, with warnings |
+//! | 10 | no store |
+//! | 11 | the store is locked |
+
+pub mod paths;
+
+use std::fmt;
+use std::path::Path;
+
+/// Done.
+pub const DONE: u8 = 0;
+/// Failed.
+pub const FAILED: u8 = 1;
+/// Wrong usage.
+pub const USAGE: u8 = 2;
+/// Done with warnings.
+pub const WARNED: u8 = 3;
+/// There is no store.
+pub const NO_STORE: u8 = 10;
+/// Another process writes to the store.
+pub const LOCKED: u8 = 11;
+
+/// Why a command ended, for a person.
+#[derive(Debug)]
+pub struct Failure {
+    /// The exit code.
+    pub code: u8,
+    /// What went wrong, naming the object and the operation.
+    pub message: String,
+    /// What to do about it, where we know.
+    pub fix: Option<String>,
+}
+
+/// What commands return: the exit code.
+pub type Outcome = Result<u8, Failure>;
+
+/// What to do where `path` is no store.
+fn without_store(path: &Path) -> String {
+    let shown = path.display();
+    if path.join("recording.json").is_file() {
+        return format!(
+            "that is a recording: its checkpoints are listed with --store {shown}/store, and brought up by: keyframe goto {shown}"
+        );
+    }
+    format!("create it with: keyframe init {shown}; or name one that is there")
+}
+
+impl Failure {
+    /// A plain failure.
+    pub fn new(message: impl Into<String>) -> Self {
+        Self { code: FAILED, message: message.into(), fix: None }
+    }
+
+    /// Adds what to do about it.
+    #[must_use]
+    pub fn fix(mut self, fix: impl Into<String>) -> Self {
+        self.fix = Some(fix.into());
+        self
+    }
+
+    /// Says which VM of several it is about.
+    #[must_use]
+    pub fn about(mut self, vm: &str) -> Self {
+        self.message = format!("VM {vm}: {}", self.message);
+        self
+    }
+
+    /// A store's error, with the way out that a person at the shell has.
+    pub fn store(error: &keyframe_store::Error, path: &Path) -> Self {
+        use keyframe_store::Error;
+        let failure = Self::new(chain(error));
+        match error {
+            Error::NoStore { .. } => Self { code: NO_STORE, fix: Some(without_store(path)), ..failure },
+            Error::Locked { .. } => Self {
+                code: LOCKED,
+                fix: Some("wait until that one ends (keyframe status), or use another store".into()),
+                ..failure
+            },
+            Error::OtherVersion { .. } => {
+                failure.fix("read it with a later Keyframe; nothing in it was changed")
+            }
+            Error::PreRelease { .. } => failure.fix(
+                "make a new store with this build; only the build that made the old one reads it",
+            ),
+            Error::Damaged { .. } => failure.fix(format!(
+                "find out what else is hurt with: keyframe check --read-data --store {}",
+                path.display()
+            )),
+            Error::UnknownTag { .. } => {
+                failure.fix(format!("see what tags there are with: keyframe list --store {}", path.display()))
+            }
+            Error::Pinned { id } => {
+                failure.fix(format!("unpin it first (keyframe pin --remove {id}), or name it with --force"))
+            }
+            Error::InUse { .. } => failure.fix("keep the newest, or stop the run first (keyframe stop)"),
+            Error::Exists { .. } => failure.fix("use it as it is, or name another place"),
+            Error::UnknownCheckpoint { .. } => failure.fix(format!(
+                "name a number, a tag or `latest`; see what there is with: keyframe list --store {}",
+                path.display()
+            )),
+            _ if error.is_disk_full() => failure.fix("free some space; sealed checkpoints are unharmed"),
+            _ => Self { fix: keyframe_store_keys::fix(error).or_else(|| error.fix()), ..failure },
+        }
+    }
+
+    /// An error of an analysis.
+    pub fn analysis(error: &keyframe_analysis::Error) -> Self {
+        let fix = error.fix();
+        Self { fix, ..Self::new(chain(error)) }
+    }
+
+    /// An error of a queue of intervals or of its workers.
+    pub fn cluster(error: &keyframe_cluster::Error) -> Self {
+        let fix = error.fix();
+        Self { fix, ..Self::new(chain(error)) }
+    }
+
+    /// An error of a recording.
+    pub fn recording(error: &keyframe_replay::Error) -> Self {
+        let fix = error.fix();
+        Self { fix, ..Self::new(chain(error)) }
+    }
+
+    /// An error of QEMU or of the command line meant for it.
+    pub fn qemu(error: &keyframe_qemu::Error) -> Self {
+        let fix = error.fix();
+        Self { fix, ..Self::new(chain(error)) }
+    }
+}
+
+impl From<keyframe_store_keys::PassphraseInJob> for Failure {
+    fn from(error: keyframe_store_keys::PassphraseInJob) -> Self {
+        Self::new(error.to_string()).fix(error.fix())
+    }
+}
+
+impl From<keyframe_replay_driver::Error> for Failure {
+    fn from(error: keyframe_replay_driver::Error) -> Self {
+        use keyframe_replay_driver::Error;
+        match error {
+            Error::Store { store, source } => Self::store(&source, &store),
+            Error::VmDisks(error) => error.into(),
+            Error::Session(error) => error.into(),
+            Error::InInterval { index, source } => {
+                let failure = Self::from(*source);
+                Self { message: format!("interval {index}: {}", failure.message), ..failure }
+            }
+            error => Self { fix: error.fix(), ..Self::new(chain(&error)) },
+        }
+    }
+}
+
+impl From<keyframe_profiler::Error> for Failure {
+    fn from(error: keyframe_profiler::Error) -> Self {
+        Self { fix: error.fix(), ..Self::new(chain(&error)) }
+    }
+}
+
+impl From<keyframe_inspect::Error> for Failure {
+    fn from(error: keyframe_inspect::Error) -> Self {
+        Self { fix: error.fix(), ..Self::new(chain(&error)) }
+    }
+}
+
+/// For the crates that do not have errors of their own yet.
+impl From<keyframe_failure::Failure> for Failure {
+    fn from(failure: keyframe_failure::Failure) -> Self {
+        let keyframe_failure::Failure { code, message, fix } = failure;
+        Self { code, message, fix }
+    }
+}
+
+impl From<keyframe_session::Error> for Failure {
+    fn from(error: keyframe_session::Error) -> Self {
+        keyframe_failure::Failure::from(error).into()
+    }
+}
+
+impl From<keyframe_session::error::RunDirError> for Failure {
+    fn from(error: keyframe_session::error::RunDirError) -> Self {
+        keyframe_failure::Failure::from(error).into()
+    }
+}
+
+impl From<keyframe_vm_disks::Error> for Failure {
+    fn from(error: keyframe_vm_disks::Error) -> Self {
+        keyframe_failure::Failure::from(error).into()
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.message)?;
+        match &self.fix {
+            Some(fix) => write!(f, "\n  fix: {fix}"),
+            None => Ok(()),
+        }
+    }
+}
+
+pub use keyframe_units::error_chain as chain;

@@ -1,0 +1,34 @@
+//! The words for the events of a measurement.
+
+use super::session::unguarded;
+use indicatif::ProgressBar;
+use keyframe_profiler::{Event, EventSink};
+
+/// Moves a progress bar, and prints warnings above it.
+#[derive(Clone, Debug)]
+pub struct ProfilerWords {
+    /// The bar, in milliseconds.
+    pub bar: ProgressBar,
+}
+
+impl EventSink for ProfilerWords {
+    fn event(&self, event: &Event) {
+        match event {
+            Event::GuestStarted => self.bar.set_message("waiting for the guest"),
+            Event::UnguardedAttach { qemu_pid } => {
+                if let Some((_, text)) = unguarded(*qemu_pid) {
+                    self.bar.suspend(|| eprintln!("keyframe: {text}"));
+                }
+            }
+            Event::EpochsBegin { vcpus, total } => {
+                self.bar.set_message(
+                    vcpus.map_or_else(|| "measuring".into(), |n| format!("measuring, {n} vCPUs")),
+                );
+                self.bar.set_length(total.as_millis() as u64);
+                self.bar.set_position(0);
+            }
+            Event::EpochMeasured { length } => self.bar.inc(length.as_millis() as u64),
+            _ => {}
+        }
+    }
+}
