@@ -1,5 +1,5 @@
-//! Takes hold of VMs that somebody else started: everything up to their first checkpoint. They run
-//! on meanwhile.
+//! Attaches to VMs that another program started: everything up to their first checkpoint. The VMs
+//! run on meanwhile.
 
 use super::Options;
 use super::disk_capture;

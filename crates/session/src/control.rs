@@ -5,8 +5,8 @@
 //!                 ◀──{"taken":{"id":12,...}}──
 //! ```
 //!
-//! The socket lies in a directory that only its owner may enter; whoever may connect may stop the
-//! VM.
+//! The socket lies in a directory that only its owner may enter. A process that can connect can
+//! stop the VM.
 
 pub mod client;
 pub mod server;

@@ -1,15 +1,16 @@
-//! The disks of a session, in whichever way they get into checkpoints.
+//! The disks of a session, and the three methods by which they get into checkpoints.
 //!
 //! ```text
 //!   served    the line names a server of ours; its overlay is cut                     run              disk_capture/served.rs
 //!   cloned    QEMU has its image; the file is cloned in the pause (FICLONE)           run, attach      disk_capture/clones.rs
-//!   fleeced   QEMU has its image; dirty bitmaps, what changed is read behind the pause  run, attach    disk_capture/fleece.rs
+//!   fleeced   QEMU has its image; dirty bitmaps, what changed is read after the pause   run, attach    disk_capture/fleece.rs
 //!
 //!   engine    begin ─▶ before_stop ─▶ stop ─▶ cut ─▶ ... ─▶ settled ─▶ cont ─▶ resumed ─▶ captured ─▶ sealed | failed
 //!   encoder                                     └─ the label's DiskCut ─▶ put ─▶ seal
 //! ```
 //!
-//! Invariant: all disks of a session go the same way, and are cut while all of its VMs stand still.
+//! Invariant: all disks of a session use the same method, and are cut while all of its VMs are
+//! paused.
 
 mod clones;
 mod fleece;

@@ -18,8 +18,8 @@ pub struct EncoderThread<S: CheckpointSink> {
 }
 
 impl<S: CheckpointSink + 'static> EncoderThread<S> {
-    /// Starts one that feeds `sink`; `watch` is told of its phases, and `report` gets what becomes
-    /// of each capture.
+    /// Starts an encoder that feeds `sink`. It calls `watch` at each phase, and `report` with the
+    /// outcome of each capture.
     pub fn start(
         sink: S,
         space_pages: u64,

@@ -7,9 +7,9 @@
 //!    └─────────────────────────────────────────────────────────────────────────────────┴────────────────────┘
 //! ```
 //!
-//! A thread of its own, at the lowest priority that still gets its turn, or at the encoder's where
-//! it falls behind. It has nothing in common with the engine but the store's files and the
-//! checkpoints that a rollback holds. The writer follows a prune with its next checkpoint, behind
+//! A thread of its own, at the lowest priority that still gets its turn, or at the encoder's if it
+//! falls behind. It has nothing in common with the engine but the store's files and the
+//! checkpoints that a rollback holds. The writer follows a prune with its next checkpoint, after
 //! the pause.
 //!
 //! Invariants: only checkpoints of this very run are taken, never what was there before; never the
@@ -191,7 +191,7 @@ impl Work {
                 Ok(report) => {
                     self.shown.freed_packs += report.removed_packs + report.rewritten_packs;
                 }
-                // Somebody else prunes.
+                // Another process prunes.
                 Err(StoreError::Locked { .. }) => {}
                 Err(error) => return Err(self.failure(error)),
             }

@@ -18,8 +18,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// How long the VMs get to take in what was sent to them. A NIC that nobody listens at is noticed
-/// sooner.
+/// How long the VMs get to receive the packets that were sent to them. A NIC without a listener is
+/// noticed sooner.
 const QUIET_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long fresh VMs get to connect.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);

@@ -57,17 +57,17 @@ pub enum CommandLines {
     Group(Vec<Vec<OsString>>),
 }
 
-/// A VM that is there and has not been looked into.
+/// A VM that has been started and not been prepared.
 pub struct StartedVm {
-    /// Its name: among a group's members no other has it.
+    /// Its name, unique among a group's members.
     pub name: String,
     /// Its QEMU.
     pub vm: Vm,
     /// The binary.
     pub identity: QemuIdentity,
-    /// Where it was started.
+    /// The working directory of its QEMU.
     pub directory: PathBuf,
-    /// The socket of its monitor, where it was attached to by one.
+    /// The socket of its monitor, if Keyframe attached to the VM through one.
     pub monitor: Option<PathBuf>,
     /// Whether the guest is to run, or runs already.
     pub runs: bool,

@@ -6,9 +6,12 @@
 //! ```
 //!
 //! Two threads: the engine captures, at a raised priority; the encoder stores the captured pages, at
-//! a lowered one. With --keep-within a third one forgets and prunes, as low as the encoder
-//! (`recorder`); else one recompresses packs (`recompressor`). The control socket's threads only
-//! hand requests over. If the engine fails or is killed, the VM runs on.
+//! a lowered one. With `--keep-within` a third thread forgets and prunes, with the encoder's
+//! priority ([`flight_recorder`]); otherwise one recompresses packs ([`recompressor`]). The control
+//! socket's threads only pass requests on. If the engine fails or is killed, the VM runs on.
+//!
+//! The engine drives the VM through the traits of `keyframe_vmm`; [`session_vm::SessionVm`] is the
+//! one place that knows QEMU. Its loop is tested on a fake VM (`engine/tests`).
 //!
 //! A program that runs sessions itself calls [`helper_process::run_if_asked`] first in its `main`;
 //! `examples/checkpoint_vm.rs` is one.

@@ -8,9 +8,9 @@
 //!    └── rest ◀── one part of them ─▶ new packs ─▶ the writer follows with its next checkpoint ─▶ maps ─▶ old packs gone
 //! ```
 //!
-//! A thread of its own at the lowest priority: it gets the core when nobody else wants it, and
+//! A thread of its own at the lowest priority: it gets the core when no other thread wants it, and
 //! rests three times as long as it has worked. It has nothing in common with the engine but the
-//! store's files; the writer follows behind the pause, as it follows any prune.
+//! store's files; the writer follows after the pause, as it follows any prune.
 //!
 //! Invariants: at most one part is at work, of a pack or so; what is not done when the run ends is
 //! left to `keyframe prune --recompress`, and said. It may be killed at any instant, as a prune
@@ -158,7 +158,7 @@ fn until_stopped(store: &Store, stopped: &Receiver<()>, shown: &Shown, events: &
     }
 }
 
-/// Somebody else prunes.
+/// True if another process prunes.
 fn is_taken(error: &Error) -> bool {
     matches!(error, Error::Locked { .. })
 }

@@ -12,7 +12,7 @@
 //!     .restored/NAME/ a VM that was restored: engine.pid (its `keyframe restore`), about.json; from the dashboard: console.log
 //! ```
 //!
-//! A directory whose `engine.pid` nobody locks is left over from an engine that was killed: its
+//! A directory whose `engine.pid` is not locked is left over from an engine that was killed: its
 //! name is free again, unless a kept VM still answers on its sockets.
 
 use crate::error::RunDirError;
@@ -219,7 +219,7 @@ pub struct Orphan {
 pub fn orphans() -> Result<Vec<Orphan>, RunDirError> {
     let of = |dir: PathBuf| {
         let qmp = dir.join("qmp.sock");
-        // Nobody else talks to it: its engine held the lock.
+        // No engine uses this monitor: it would hold the lock.
         let stream = if lives(&dir) { None } else { UnixStream::connect(&qmp).ok() }?;
         let qemu_pid = socket_peercred(&stream).ok()?.pid.as_raw_nonzero().get().cast_unsigned();
         Some(Orphan { vm: name_of(&dir), kind: "orphan", qemu_pid, qmp })
@@ -240,7 +240,7 @@ pub fn end_with(dir: &Path, about: &About) -> Result<(), RunDirError> {
     let gone = || RunDirError::Gone(about.vm.clone());
     let pid = i32::try_from(about.keyframe_pid).ok().and_then(Pid::from_raw).ok_or_else(gone)?;
     let process = pidfd_open(pid, PidfdFlags::empty()).map_err(fail)?;
-    // It held the lock after we took hold of it: nobody else has its number.
+    // The command held the lock after the pidfd was opened, so the pid was not reused.
     if !lives(dir) {
         return Err(gone());
     }

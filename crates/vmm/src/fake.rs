@@ -92,6 +92,8 @@ pub enum Incident {
     WatchdogFires,
     /// The guest shuts down just before the operation; the VMM ends with this exit code.
     End(i32),
+    /// The VMM is killed just before the operation: it ends without an event.
+    Kill,
     /// The monitor is lost just before the operation: it and all later ones fail.
     LoseMonitor,
 }
@@ -150,6 +152,13 @@ impl FakeState {
         }
     }
 
+    fn kill(&mut self) {
+        if self.exit.is_none() {
+            (self.runs, self.monitor_lost) = (false, true);
+            self.exit = Some(ExitStatus::from_raw(9));
+        }
+    }
+
     /// Notes `step` and lets the scripted incident happen; true if the answer is to be lost.
     fn enter(&mut self, step: Step) -> Result<bool, VmmError> {
         self.steps.push(step);
@@ -168,6 +177,7 @@ impl FakeState {
                 self.resume();
             }
             Some(Incident::End(code)) => self.end(code),
+            Some(Incident::Kill) => self.kill(),
             Some(Incident::LoseMonitor) => self.monitor_lost = true,
             None => {}
         }

@@ -9,8 +9,8 @@
 //!   DIR/.disk.qcow2.keyframe-1a2b3c4d-web-17      beside the image, so that backing files are found by the same names
 //! ```
 //!
-//! Invariant: a checkpoint names its clone only when that is durable, and nothing is removed that a
-//! checkpoint names.
+//! Invariant: a checkpoint names its clone only when the clone is durable, and no clone that a
+//! checkpoint names is removed.
 
 use super::qemu_disk::{QemuDisk, require_same};
 use crate::error::{CloneObstacle, DiskError, Error, Result};
@@ -30,9 +30,9 @@ use std::time::{Duration, Instant};
 
 /// What the name of an image may take of that of its clones.
 const STEM_BYTES_MAX: usize = 100;
-/// More clones than anybody keeps beside an image.
+/// More clones than a user keeps beside an image.
 const CLONES_MAX: u64 = 1 << 32;
-/// A clone that takes longer is no cheaper than what else there is.
+/// A clone that takes longer is no cheaper than the other methods.
 const CHEAP: Duration = Duration::from_millis(5);
 
 /// A clone that a capture makes of a disk.

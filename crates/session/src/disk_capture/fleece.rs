@@ -1,4 +1,4 @@
-//! Disks that are read through QEMU behind each pause, as they were in it.
+//! Disks that are read through QEMU after each pause, as they were in it.
 //!
 //! ```text
 //!   begin: scratch files below nodes of ours ─▶ stop ─▶ bitmaps swapped, copy-before-write begins ─▶ cont ─▶ exports
@@ -172,7 +172,7 @@ impl FleecedDiskCapture {
             let file = tempfile::Builder::new().prefix(".fleece-").tempdir_in(&self.folder)?;
             let path = file.path().join("scratch.qcow2");
             keyframe_disk::commit::empty_qcow2(&path, disk.node.disk_bytes)?;
-            // QEMU keeps it open, so that it is gone when QEMU lets go of it, whoever is killed.
+            // QEMU keeps the file open, so it is gone when QEMU closes it or ends.
             fleece::add_scratch(qmp(members, disk)?, number, &path, &disk.node)?;
         }
         Ok(())

@@ -29,9 +29,9 @@ pub struct QemuDisk {
     pub left_out: bool,
 }
 
-/// That each VM has the writable disks that it had, on the same nodes over the same images.
-/// Somebody may plug one in, or put a snapshot above it, and what we capture would no longer be
-/// what the guest sees.
+/// Requires that each VM has the writable disks that it had, on the same nodes over the same
+/// images. If another client plugged a disk in or put a snapshot above one, the captured disks would
+/// not be those that the guest sees.
 pub fn require_same(disks: &[QemuDisk], members: &mut [Member]) -> Result<(), BoxError> {
     for (number, member) in members.iter_mut().enumerate() {
         let nodes = member.vm.qemu()?.writable_nodes()?;

@@ -1,13 +1,13 @@
-//! The disks of a session: cut in each pause, and their blocks handed to the store behind it.
+//! The served disks of a session: cut in each pause, their blocks handed to the store after it.
 //!
 //! ```text
 //!   engine     begin: sync ─▶ before_stop: sync, pause ─▶ stop ─▶ cut ─▶ ... ─▶ settled ─▶ cont ─▶ resumed
 //!   encoder                                        the label's epochs ◀─────────┘  ─▶ blocks ─▶ seal
-//!   engine     captured ─▶ in flight ─▶ sealed: released      failed: it and all behind it given back
+//!   engine     captured ─▶ in flight ─▶ sealed: released      failed: it and all after it given back
 //! ```
 //!
-//! Invariants: an epoch that was cut is in flight until its checkpoint is sealed or has failed,
-//! whoever fails; between `before_stop` and `resumed` the encoder asks the server nothing, so that
+//! Invariants: an epoch that was cut is in flight until its checkpoint is sealed or has failed;
+//! between `before_stop` and `resumed` the encoder asks the server nothing, so that
 //! the pause does not wait for it.
 
 use crate::error::{DiskError, Error, Result};
@@ -170,7 +170,7 @@ impl ServedDiskCapture {
 
     /// It runs again, or was never stopped.
     pub fn resumed(&mut self) {
-        // A server that does not hear us is found out by whoever needs it.
+        // If the server does not answer, the next step that needs it fails.
         let _ = self.shared.ask(keyframe_disk::Disks::resumed);
         self.shared.lock().pausing = false;
         self.shared.idle.notify_all();

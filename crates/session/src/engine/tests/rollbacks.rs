@@ -122,6 +122,12 @@ fn a_vm_that_loads_no_state_goes_back_to_what_it_was() {
     let (bench, _) = Bench::new();
     let done = Rollback::run(&bench, |bench| {
         bench.control.at(Step::RollBack, Incident::Fail("the state is refused".into()));
+        // The first resume is that of the run's start.
+        bench.control.before(Step::Resume, || ());
+        let control = bench.control.clone();
+        bench.control.before(Step::Resume, move || {
+            assert!(!control.is_running_forbidden(), "the watchdog would end a VM that is whole");
+        });
     });
     done.assert_unharmed("the state is refused; the VM is as it was");
 }

@@ -34,6 +34,19 @@ fn a_vm_that_ends_during_a_pause_is_no_failed_checkpoint() {
 }
 
 #[test]
+fn a_vm_that_is_killed_during_a_pause_is_no_failed_checkpoint() {
+    for step in [Step::Stop, Step::SaveDevices, Step::RanMeanwhile] {
+        let (bench, options) = Bench::new();
+        bench.control.at(step, Incident::Kill);
+        let report = bench.run(options).unwrap();
+        assert!(matches!(report.end, RunEnd::VmEnded(exit) if !exit.success()), "{step:?}");
+        assert_eq!((report.sealed, report.failed), (0, 0), "{step:?}");
+        assert_eq!((report.verdict(), report.given_up), (Verdict::Failed, false), "{step:?}");
+        assert!(bench.told.failures().is_empty(), "{step:?}");
+    }
+}
+
+#[test]
 fn the_checkpoints_before_a_vm_failed_in_a_pause_stay() {
     let (bench, options) = Bench::new();
     let control = bench.control.clone();
