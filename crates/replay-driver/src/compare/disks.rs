@@ -167,7 +167,7 @@ fn compare(
 }
 
 fn failed(error: &keyframe_disk::Error) -> Failure {
-    Failure::new(chain(error))
+    Failure { fix: error.fix(), ..Failure::new(chain(error)) }
 }
 
 #[cfg(test)]
