@@ -12,7 +12,7 @@
 
 use crate::sample::Sample;
 use crate::{Error, Options, Report};
-use keyframe_disk::{Disks, ImageFormat, DiskSpec};
+use keyframe_disk::{DiskSpec, Disks, ImageFormat};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
