@@ -3,4 +3,4 @@
 
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|data: &[u8]| keyframe_disk::fuzzing::orders(data));
+fuzz_target!(|data: &[u8]| keyframe_disk::fuzzing::engine_requests(data));

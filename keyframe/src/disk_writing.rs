@@ -87,6 +87,5 @@ impl Progress {
 
 /// A disk's error, for a person.
 pub fn failure(error: &Error) -> Failure {
-    let failed = Failure::new(chain(error));
-    if error.is_disk_full() { failed.fix("free some space, and run it again") } else { failed }
+    Failure { fix: error.fix(), ..Failure::new(chain(error)) }
 }

@@ -2,7 +2,7 @@
 //! guest's `journal` checks the disk against its RAM; the test checks the image on the host against
 //! the guest's reports.
 
-use keyframe_disk::{Base, Disk, Disks, ImageFormat, Overlay, Slot, SlotFile, Spec, commit};
+use keyframe_disk::{Base, Disk, DiskSpec, Disks, ImageFormat, Overlay, Slot, SlotFile, commit};
 use keyframe_tests::{
     Boot, ExternalVm, JournalImage, Process, Qemu, TestEnv, assert_no_errors, chosen_qemus,
     distribution_qemu, journal_counter, wait_until,
@@ -64,8 +64,8 @@ impl Bed {
         self.env.path().join(name)
     }
 
-    fn spec(&self) -> Spec {
-        Spec {
+    fn spec(&self) -> DiskSpec {
+        DiskSpec {
             export: "d".into(),
             base: self.path("base.raw"),
             format: ImageFormat::Raw,

@@ -12,7 +12,7 @@
 
 use crate::sample::Sample;
 use crate::{Error, Options, Report};
-use keyframe_disk::{Disks, ImageFormat, Spec};
+use keyframe_disk::{DiskSpec, Disks, ImageFormat};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -113,7 +113,7 @@ fn measure_keyframe(options: &Options, dir: &Path, rates: &mut [Sample]) -> Resu
     let (base, socket) = (dir.join("base.raw"), dir.join("keyframe.sock"));
     image(&base)?;
     let overlay = dir.join("overlay");
-    let spec = Spec {
+    let spec = DiskSpec {
         export: "d".into(),
         base,
         format: ImageFormat::Raw,

@@ -1,11 +1,14 @@
-//! What `memtrace` costs beside a callback that does nothing and beside a trace as text, on one
-//! interval of a recorded guest.
+//! Compares the cost of `memtrace` with an empty callback and with a trace as text, on one interval
+//! of a recorded guest.
 //!
-//!     KEYFRAME_GUEST=... KEYFRAME_QEMU10=... cargo run --release -p keyframe-analysis --example memtrace_cost [WORK [TURNS]]
+//! ```text
+//! KEYFRAME_GUEST=... KEYFRAME_QEMU10=... \
+//!   cargo run --release -p keyframe-analysis --example memtrace_cost [WORK [TURNS]]
+//! ```
 //!
-//! CPU time of QEMU from the checkpoint to the interval's end, and for `memtrace` of the reading
-//! process until the part is complete; the best of the turns, which take one way after the other.
-//! Nothing is taken off: all have what the guest itself costs in them.
+//! Measures the CPU time of QEMU from the checkpoint to the interval's end, and for `memtrace` also
+//! that of the reading process until the part is complete. Each turn runs all variants one after
+//! the other; the result is the best of the turns. All times include the cost of the guest itself.
 
 #[path = "../tests/support/mod.rs"]
 mod support;

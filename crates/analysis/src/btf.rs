@@ -1,12 +1,14 @@
-//! Where a Linux kernel keeps the running task, by the kernel's own type information (BTF,
-//! Documentation/bpf/btf.rst): from a `vmlinux`, or a copy of `/sys/kernel/btf/vmlinux`.
+//! Finds where a Linux kernel keeps the running task, from the kernel's type information (BTF,
+//! Documentation/bpf/btf.rst) in a `vmlinux` or a copy of `/sys/kernel/btf/vmlinux`.
 //!
 //! ```text
-//!   header   magic eb9f │ version, flags │ header length │ types: offset, length │ strings: offset, length
+//!   header   magic eb9f │ version, flags │ header length │ types: offset, length │
+//!            strings: offset, length
 //!   types    name │ kind, number of members │ size or type │ members ...          numbered from 1
 //!
 //!   struct task_struct ── pid, tgid, comm ──▶ offsets      including members of unnamed structures
-//!   section .data..percpu ── current_task ──▶ offset       Linux 6.2 to 6.14: pcpu_hot.current_task
+//!   section .data..percpu ── current_task ──▶ offset
+//!                            (Linux 6.2 to 6.14: pcpu_hot.current_task)
 //! ```
 //!
 //! Offsets in the header count from its end. Per-CPU variables have a section of their own. It
@@ -44,7 +46,7 @@ pub(crate) struct TaskLayout {
 }
 
 impl TaskLayout {
-    /// Finds the layout in a `vmlinux` or in BTF alone. An error says what is missing.
+    /// Finds the layout in a `vmlinux` or in BTF alone. Error: the missing part.
     pub fn parse(bytes: &[u8]) -> Result<Self, String> {
         if bytes.starts_with(&MAGIC) {
             return Self::from_types(&Types::parse(bytes)?, 0);
@@ -82,7 +84,7 @@ impl TaskLayout {
 struct Type<'a> {
     name: u32,
     kind: u32,
-    /// Whether the offsets of members have the length of a bit field in their upper bits.
+    /// True if the offsets of members have the length of a bit field in their upper bits.
     has_bit_fields: bool,
     /// Its members, three words each, or other data of its kind.
     behind: &'a [u8],
@@ -162,7 +164,7 @@ impl<'a> Types<'a> {
         })
     }
 
-    /// The offset of a CPU's variable in the section that they have.
+    /// The offset of a per-CPU variable in its section.
     fn variable(&self, name: &str) -> Option<u64> {
         let section =
             self.all.iter().find(|one| one.kind == KIND_SECTION && self.is(one.name, PER_CPU))?;
@@ -200,7 +202,7 @@ fn next_type(types: &[u8]) -> Option<(Type<'_>, &[u8])> {
 mod tests {
     use super::*;
 
-    /// Type information that is being made.
+    /// Type information under construction.
     #[derive(Default)]
     struct Made {
         types: Vec<u8>,
@@ -228,7 +230,7 @@ mod tests {
         }
     }
 
-    /// A kernel's, as far as it matters: `current_task` at 64, or in `pcpu_hot` at 128 + 8; pid at
+    /// The relevant types of a kernel: `current_task` at 64, or in `pcpu_hot` at 128 + 8; pid at
     /// 100, tgid at 104, comm at 200.
     fn kernel(has_hot: bool) -> Vec<u8> {
         let mut made = Made::default();
@@ -276,7 +278,7 @@ mod tests {
             let mut broken = whole.clone();
             for value in [0xff, 0x7f, 0, 0x1f] {
                 broken[at] = value;
-                // Whatever it says: it ends.
+                // Any result is right, but the parser must end.
                 let _ = TaskLayout::parse(&broken);
             }
         }

@@ -3,9 +3,11 @@
 //!
 //! ```text
 //!   split      0 0 0 0 ... │ 7f 7f 7f ... │ ... │ 10 18 20 ...     BYTE_STREAM_SPLIT
-//!   indices    dictionary page: the different values │ data page: width, one run of 8- or 16-bit indices
+//!   indices    dictionary page: the different values │
+//!              data page: width, one run of 8- or 16-bit indices
 //!   small      the same with indices of 1, 2, 4 or 8 bits
-//!   delta      header │ least difference, four widths, 256 differences less the least │ ...   DELTA_BINARY_PACKED
+//!   delta      header │ least difference, four widths, 256 differences less the least │ ...
+//!                                                                  DELTA_BINARY_PACKED
 //! ```
 //!
 //! The format packs indices into the bits of the largest, and stores that width in the page. With a

@@ -93,8 +93,8 @@ pub struct RunContext {
     pub ram: GuestRam,
     /// The existing directory for the run's parts.
     pub dir: PathBuf,
-    /// What the run replays before the first interval, if that begins after its checkpoint. Its
-    /// part is dropped.
+    /// The instructions that the run replays before the first interval, if that begins after its
+    /// checkpoint. Their part is dropped.
     pub warm_up: Option<IcountInterval>,
     /// The intervals in order, each beginning at the end of the previous one.
     pub intervals: Vec<IcountInterval>,

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 /// The result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What can go wrong with an analysis.
+/// An error of an analysis.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

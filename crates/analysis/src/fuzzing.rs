@@ -1,7 +1,7 @@
 //! Entry points for the fuzzers in `fuzz/`: each parses bytes of a guest's symbol file.
 //!
-//! Not part of the interface. Each accepts any bytes, and must neither panic nor allocate memory out
-//! of proportion to them.
+//! Not part of the interface. Each accepts any bytes, and must neither panic nor allocate memory
+//! out of proportion to them.
 
 use crate::btf::TaskLayout;
 use crate::source_lines::SourceLines;

@@ -3,7 +3,7 @@
 //! ```text
 //!   with DWARF                                without (System.map, an ELF file without it)
 //!   SF:/usr/src/linux/kernel/fork.c           SF:/boot/System.map          the symbol file
-//!   FN:2553,kernel_clone                      FN:4711,kernel_clone         its line or ELF symbol number
+//!   FN:2553,kernel_clone                      FN:4711,kernel_clone         line or symbol number
 //!   FNDA:12,kernel_clone                      FNDA:12,kernel_clone
 //!   DA:2570,12
 //! ```

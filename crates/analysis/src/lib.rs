@@ -5,7 +5,7 @@
 //!   orchestrator ── tools::by_name ──▶ Tool
 //!     for each interval, in parallel:
 //!       Tool::begin ─▶ ToolRun ─ option ─▶ QEMU with the plugin (plugins/)
-//!                                            ├─ records, through the board's ring ─▶ thread ─▶ part
+//!                                            ├─ records through the board's ring ─▶ thread ─▶ part
 //!                                            └─ part files that the plugin writes
 //!       at the interval's end, VM stopped: ToolRun::cut;  QEMU has exited: ToolRun::finish ─▶ Part
 //!   Tool::merge: all parts in order ──▶ result files (Parquet, CSV), ToolSummary

@@ -76,18 +76,18 @@ pub struct ColumnSpec {
 /// A column's values in the row group that is being filled.
 #[derive(Clone, Debug)]
 pub enum ColumnBuffer {
-    /// ColumnBuffer of [`ColumnType::U64`]: the same bits as signed numbers, as the format has them.
+    /// Values of [`ColumnType::U64`], with the same bits as signed numbers.
     Long(Vec<i64>),
-    /// ColumnBuffer of [`ColumnType::U32`] and [`ColumnType::U8`].
+    /// Values of [`ColumnType::U32`] and [`ColumnType::U8`].
     Int(Vec<i32>),
 }
 
 /// A column's values in a complete row group.
 #[derive(Clone, Copy, Debug)]
 pub enum ColumnData<'a> {
-    /// ColumnBuffer of [`ColumnType::U64`].
+    /// Values of [`ColumnType::U64`].
     Long(&'a [i64]),
-    /// ColumnBuffer of [`ColumnType::U32`] and [`ColumnType::U8`].
+    /// Values of [`ColumnType::U32`] and [`ColumnType::U8`].
     Int(&'a [i32]),
     /// For [`ColumnEncoding::Numbered`]: the different values, and each row's index into them.
     Numbered(&'a [u64], &'a [u16]),
@@ -221,12 +221,13 @@ impl ParquetTable {
         self.values.first().map_or(0, ColumnBuffer::len)
     }
 
-    /// Writes the row group if it is full. Call it after each row.
+    /// Writes the row group if it is full. To be called after each row. Errors: [`Error::File`],
+    /// [`Error::Parquet`].
     pub fn complete_row(&mut self) -> Result<()> {
         if self.rows() >= GROUP_ROWS { self.flush() } else { Ok(()) }
     }
 
-    /// Writes the rows so far as a row group.
+    /// Writes the rows so far as a row group. Errors: [`Error::File`], [`Error::Parquet`].
     pub fn flush(&mut self) -> Result<()> {
         let data: Vec<_> = self.values.iter().map(ColumnBuffer::data).collect();
         let written = write_group(&mut self.writer, &mut self.encoder, &self.encodings, &data);
@@ -490,7 +491,7 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
-        /// Whatever the values, the format's library reads what was encoded here.
+        /// The format's library reads any values that were encoded here.
         #[test]
         fn what_is_encoded_here_is_read_by_others(
             steps in prop::collection::vec((0u32..64, any::<u64>()), 1..700),
@@ -531,7 +532,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_that_are_none_or_another_tools_are_refused() {
+    fn invalid_parts_and_parts_of_other_tools_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let (part, out) = (dir.path().join("part"), dir.path().join("out"));
         write(&part, 0, 10, &[]);

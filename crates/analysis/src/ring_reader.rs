@@ -9,8 +9,8 @@
 //! Invariants:
 //! 1. A cut takes exactly the records that were written until then: the VM is stopped, so the
 //!    ring's head does not move.
-//! 2. An error of the sink is returned by the next cut or by the finish. Until then the thread still
-//!    empties the ring, so that QEMU does not wait.
+//! 2. An error of the sink is returned by the next cut or by the finish. Until then the thread
+//!    still empties the ring, so that QEMU does not wait.
 //! 3. Every wait is bounded.
 
 use crate::error::{Error, Result};

@@ -1,8 +1,11 @@
 //! Source lines by address, from an ELF file with DWARF (`cc -g`, CONFIG_DEBUG_INFO).
 //!
 //! ```text
-//!   .debug_line   0x1000 file 1, line 10 ─▶ 0x1004 file 2, line 3 (inlined) ─▶ 0x1009 file 1, line 11 ─▶ 0x1010 end
-//!   ranges        [0x1000, 0x1004) 1:10     [0x1004, 0x1009) 2:3               [0x1009, 0x1010) 1:11
+//!   .debug_line                                      ranges
+//!   0x1000  file 1, line 10                          [0x1000, 0x1004) 1:10
+//!   0x1004  file 2, line 3 (inlined)                 [0x1004, 0x1009) 2:3
+//!   0x1009  file 1, line 11                          [0x1009, 0x1010) 1:11
+//!   0x1010  end
 //! ```
 //!
 //! Inlined code belongs to the line where it was written. Code that the linker dropped lies in no

@@ -2,7 +2,8 @@
 //! /proc/kallsyms).
 //!
 //! ```text
-//!   address ──▶ the last symbol at or below it, unless the symbol is known to end before ──▶ name, offset
+//!   address ──▶ the last symbol at or below it ──▶ name, offset
+//!               (none if that symbol is known to end before)
 //! ```
 //!
 //! Invariant: an address has one name, whatever the order in the file: of several at one address

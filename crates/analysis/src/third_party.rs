@@ -4,7 +4,8 @@
 //! ```text
 //!   name = "opcodes"
 //!   about = "Instructions by first byte"
-//!   arguments = ["out={part}"]          {part} the part's file, {dir} its directory, {arg:NAME} a --tool-arg
+//!   arguments = ["out={part}"]          {part} the part's file, {dir} its directory,
+//!                                       {arg:NAME} a --tool-arg
 //!   result = "opcodes.csv"
 //!   merge = "sum-columns"               or "concat", or { command = ["sort", "-m"] }
 //!   [plugin]
@@ -52,7 +53,8 @@ enum MergeRule {
     Concat,
     /// Sums the numbers of equal keys: a header line, then lines of a key and numbers.
     SumColumns,
-    /// Runs a program with the parts' paths as further arguments; its standard output is the result.
+    /// Runs a program with the parts' paths as further arguments; its standard output is the
+    /// result.
     Command(Vec<String>),
 }
 

@@ -50,7 +50,7 @@ pub trait Tool: Send + Sync {
     fn name(&self) -> &str;
 
     /// The number of earlier intervals that a run replays first, so that the tool knows the state
-    /// at the begin of its interval. The parts of these warm-up intervals are dropped.
+    /// at the beginning of its interval. The parts of these warm-up intervals are dropped.
     fn warm_up_intervals(&self) -> usize {
         0
     }

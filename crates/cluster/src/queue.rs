@@ -12,8 +12,8 @@
 //!   workers/WORKER      heartbeat: the file's time      closed      no more items will come
 //! ```
 //!
-//! An item's state is its file's name; a change of state is one rename, which is atomic on all
-//! file systems, including NFS. There are no locks that a dead worker could leave. A worker that was
+//! An item's state is its file's name; a change of state is one rename, which is atomic on all file
+//! systems, including NFS. There are no locks that a dead worker could leave. A worker that was
 //! wrongly taken for lost learns it when it settles an item: the name is gone.
 //!
 //! Only times of the file system are compared with each other, never a host's clock.

@@ -1,7 +1,7 @@
-//! Serves a raw image under `d` on a socket, with an overlay in a directory, until it is killed:
-//! for measuring.
+//! For measurements: serves a raw image as the export `d` on a socket, with an overlay in a
+//! directory, until the process is killed.
 
-use keyframe_disk::nbd::{Export, Server};
+use keyframe_disk::nbd::{NbdExport, NbdServer};
 use keyframe_disk::{Base, Disk, ImageFormat, Lasting, Result};
 use std::path::Path;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ fn main() -> Result<()> {
     };
     let base = Base::open(Path::new(image), ImageFormat::Raw)?;
     let disk = Arc::new(Disk::create(Path::new(overlay), base, None, Lasting::Durable)?);
-    let _server = Server::start(Path::new(socket), vec![Export { name: "d".into(), disk }])?;
+    let _server = NbdServer::start(Path::new(socket), vec![NbdExport { name: "d".into(), disk }])?;
     loop {
         std::thread::park();
     }

@@ -1,10 +1,10 @@
 //! The image below an overlay, opened read-only.
 //!
-//! A raw image is read directly. qcow2 (with backing files, compressed clusters, an external data
-//! file) goes through the library `imago`. What neither can read is refused with its cause:
-//! encryption, other formats, unknown features.
+//! A raw image is read directly. The library `imago` reads qcow2 (with backing files, compressed
+//! clusters, an external data file). Encrypted images, other formats and unknown features are
+//! refused with the cause.
 
-use crate::disk::Now;
+use crate::disk::ReadNow;
 use crate::overlay::medium::{flock, read_now, read_or_zero};
 use crate::{Error, Result, commit};
 use imago::file::File as ImageFile;
@@ -20,13 +20,13 @@ use std::fs::File;
 use std::io;
 use std::path::Path;
 
-/// How an image is encoded.
+/// The format of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ImageFormat {
-    /// As it is.
+    /// The disk's bytes, without a header.
     Raw,
-    /// QEMU's own, version 2 or 3.
+    /// QEMU's format, version 2 or 3.
     Qcow2,
 }
 
@@ -39,8 +39,8 @@ impl fmt::Display for ImageFormat {
     }
 }
 
-/// The first bytes of formats that we cannot read, at offset 0.
-const FOREIGN: [(&[u8], &str); 6] = [
+/// The first bytes of formats that are not supported, at offset 0.
+const UNSUPPORTED: [(&[u8], &str); 6] = [
     (b"KDMV", "VMDK"),
     (b"vhdxfile", "VHDX"),
     (b"QED\0", "QED"),
@@ -50,8 +50,10 @@ const FOREIGN: [(&[u8], &str); 6] = [
 ];
 
 impl ImageFormat {
-    /// What the first bytes of a file say, for a drive whose format was not given. A raw disk whose
-    /// guest wrote such bytes is mistaken for another, so a format that was given counts more.
+    /// Detects the format of the file at `path` from its first bytes, for a drive whose format was
+    /// not given. A raw disk may begin with such bytes because its guest wrote them, so a format
+    /// that was given takes precedence. Errors: [`Error::Refused`] if it looks like an unsupported
+    /// format; the file cannot be read.
     pub fn probe(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
         let file = File::open(path).map_err(Error::io(&name, "open"))?;
@@ -60,7 +62,7 @@ impl ImageFormat {
         if start.starts_with(b"QFI\xfb") {
             return Ok(Self::Qcow2);
         }
-        match FOREIGN.iter().find(|(magic, _)| start.starts_with(magic)) {
+        match UNSUPPORTED.iter().find(|(magic, _)| start.starts_with(magic)) {
             Some((_, format)) => {
                 Err(convert(&name, &format!("it looks like {format}, which is not supported")))
             }
@@ -68,7 +70,7 @@ impl ImageFormat {
         }
     }
 
-    /// The format of this name, as QEMU spells it.
+    /// The format of this name, as QEMU spells it. `None` if the name is neither `raw` nor `qcow2`.
     pub fn named(name: &str) -> Option<Self> {
         match name {
             "raw" => Some(Self::Raw),
@@ -82,11 +84,11 @@ fn convert(name: &str, problem: &str) -> Error {
     Error::refused(name, problem, format!("convert it: qemu-img convert -O qcow2 {name} NEW.qcow2"))
 }
 
-/// An image.
+/// The image below an overlay. Read-only.
 #[derive(Debug)]
 pub struct Base {
     image: Image,
-    /// Held for as long as it is served.
+    /// Held while the image is served.
     _lock: Option<Lock>,
     name: String,
     disk_bytes: u64,
@@ -96,25 +98,27 @@ pub struct Base {
 enum Image {
     Raw(File),
     Qcow2(Box<FormatAccess<ImageFile>>),
-    /// None: zeros.
+    /// No file; all bytes are zero.
     Blank,
 }
 
 impl Base {
-    /// No image, but zeros: a disk of `bytes` bytes, all of which lie above.
+    /// A base of `bytes` zero bytes, without a file. Error: [`Error::Refused`] if the size is out
+    /// of bounds.
     pub fn blank(bytes: u64) -> Result<Self> {
         let name = String::from("a blank disk");
         let disk_bytes = whole_sectors(bytes, &name)?;
         Ok(Self { image: Image::Blank, _lock: None, name, disk_bytes })
     }
 
-    /// Opens the image at `path` for reading.
+    /// Opens the image at `path` for reading, and locks it against commits.
     ///
-    /// Errors: also where a commit into it is under way, or was interrupted.
+    /// Errors: [`Error::Refused`] if the image cannot be read in this format, or if a commit into
+    /// it runs or was interrupted; the file cannot be opened.
     pub fn open(path: &Path, format: ImageFormat) -> Result<Self> {
         let name = path.display().to_string();
         let lock = Lock::shared(path, &name)?;
-        // Looked for behind the lock, which a commit under way holds.
+        // Checked after the lock is held, because a running commit holds it.
         if let Some(source) = commit::interrupted(path) {
             let problem = format!(
                 "a commit of {source} into it was interrupted, and it is neither old nor new"
@@ -125,13 +129,13 @@ impl Base {
         Ok(Self { _lock: Some(lock), ..Self::open_marked(path, format)? })
     }
 
-    /// The same of an image that may be half written, by who holds its lock.
+    /// As [`Self::open`], for an image that may be half written. The caller holds its lock.
     pub(crate) fn open_marked(path: &Path, format: ImageFormat) -> Result<Self> {
         let name = path.display().to_string();
         let (image, bytes) = match format {
             ImageFormat::Raw => {
                 let file = File::open(path).map_err(Error::io(&name, "open"))?;
-                // A block device has no length of its own.
+                // A block device has no length in its metadata.
                 let bytes = io::Seek::seek(&mut &file, io::SeekFrom::End(0))
                     .map_err(Error::io(&name, "measure"))?;
                 (Image::Raw(file), bytes)
@@ -139,7 +143,8 @@ impl Base {
             ImageFormat::Qcow2 => {
                 not_encrypted(path).map_err(|e| refusal(&name, &e))?;
                 let builder = Qcow2::<ImageFile>::builder_path(path).write(false);
-                let image = builder.open(Gate::default()).map_err(|e| refusal(&name, &e))?;
+                let image =
+                    builder.open(BackingFileGate::default()).map_err(|e| refusal(&name, &e))?;
                 let image = FormatAccess::new(image);
                 let bytes = image.size();
                 (Image::Qcow2(Box::new(image)), bytes)
@@ -149,12 +154,13 @@ impl Base {
         Ok(Self { image, _lock: None, name, disk_bytes })
     }
 
-    /// Bytes of the disk, a multiple of 512.
+    /// The size of the disk in bytes, a multiple of 512.
     pub fn disk_bytes(&self) -> u64 {
         self.disk_bytes
     }
 
-    /// Fills `buf` from byte `offset` on; behind the end it is zero.
+    /// Fills `buf` from byte `offset` on. Bytes past the end are zero. Error: the image cannot be
+    /// read.
     pub fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let read = match &self.image {
             Image::Raw(file) => read_or_zero(file, offset, buf),
@@ -167,22 +173,23 @@ impl Base {
         read.map_err(|e| Error::io(format!("{} at {offset}", self.name), "read")(e))
     }
 
-    /// The same, unless it would take waiting for a device, or may.
-    pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<Now> {
+    /// As [`Self::read`], but returns without the content if reading would, or might, wait for a
+    /// device.
+    pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<ReadNow> {
         match &self.image {
             Image::Raw(file) => read_now(file, offset, buf)
-                .map(|read| if read { Now::Read } else { Now::Waits })
+                .map(|read| if read { ReadNow::Done } else { ReadNow::WouldWait })
                 .map_err(|e| Error::io(format!("{} at {offset}", self.name), "read")(e)),
-            Image::Qcow2(_) => Ok(Now::Unknown),
+            Image::Qcow2(_) => Ok(ReadNow::Unknown),
             Image::Blank => {
                 buf.fill(0);
-                Ok(Now::Read)
+                Ok(ReadNow::Done)
             }
         }
     }
 
-    /// How many bytes from `offset` on, at most `len` and at least 1, are of one kind, and whether
-    /// they are known to be zero.
+    /// The number of bytes from `offset` on (1 to `len`) that have one status, and whether they are
+    /// known to be zero.
     pub fn status(&self, offset: u64, len: u64) -> Result<(u64, bool)> {
         let status = match &self.image {
             Image::Raw(file) => raw_status(file, offset, len),
@@ -201,7 +208,8 @@ impl Base {
     }
 }
 
-/// A lock of an image among Keyframes: shared by those who serve it, alone to who writes it.
+/// A lock on an image among Keyframe's processes: shared by those that serve it, exclusive for one
+/// that writes it.
 #[derive(Debug)]
 pub(crate) struct Lock {
     _file: File,
@@ -221,8 +229,8 @@ impl Lock {
         }
     }
 
-    /// Nobody else has `file`, open for writing, in use: no Keyframe, and no QEMU, whose locks are
-    /// of the other kind.
+    /// Locks `file`, which is open for writing, exclusively: against other Keyframes, and against
+    /// QEMU, which uses the other kind of lock.
     pub(crate) fn alone(file: File, name: &str) -> Result<Self> {
         let kinds = [
             flock(&file, FlockOperation::NonBlockingLockExclusive),
@@ -241,7 +249,7 @@ impl Lock {
     }
 }
 
-/// As QEMU does, whose disks are of whole sectors.
+/// Rounds up to whole sectors, as QEMU does.
 fn whole_sectors(bytes: u64, name: &str) -> Result<u64> {
     let disk_bytes = bytes.checked_next_multiple_of(512).filter(|bytes| *bytes <= DISK_BYTES_MAX);
     disk_bytes.filter(|bytes| *bytes > 0).ok_or_else(|| {
@@ -253,7 +261,7 @@ fn whole_sectors(bytes: u64, name: &str) -> Result<u64> {
     })
 }
 
-/// What an offset in a file can be.
+/// The largest possible offset in a file.
 const DISK_BYTES_MAX: u64 = i64::MAX as u64 / 4096 * 4096;
 
 fn raw_status(file: &File, offset: u64, len: u64) -> io::Result<(u64, bool)> {
@@ -264,32 +272,32 @@ fn raw_status(file: &File, offset: u64, len: u64) -> io::Result<(u64, bool)> {
             Ok(_) => Ok((len, false)),
             Err(e) => Err(e.into()),
         },
-        // Nothing but a hole up to the end, or behind it.
+        // From `offset` on, the file has only a hole, or ends.
         Err(Errno::NXIO) => Ok((len, true)),
-        // The file system, or a device, does not say.
+        // The file system or device cannot tell.
         Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok((len, false)),
         Err(e) => Err(e.into()),
     }
 }
 
-/// Backing files may be this many deep: a chain that names itself has to end.
+/// The largest depth of backing files. A chain that contains itself must end.
 const BACKING_MAX: u32 = 64;
 
-/// Opens backing files: for reading, qcow2 and raw alone.
+/// Opens backing files: read-only, and only qcow2 and raw.
 #[derive(Clone, Copy, Default)]
-pub(crate) struct Gate {
+pub(crate) struct BackingFileGate {
     depth: u32,
-    /// The image itself, not what backs it, may be written.
+    /// True if the image itself may be written. Its backing files never are.
     writes: bool,
 }
 
-impl Gate {
+impl BackingFileGate {
     pub(crate) fn for_writing() -> Self {
         Self { writes: true, ..Self::default() }
     }
 }
 
-impl ImplicitOpenGate<ImageFile> for Gate {
+impl ImplicitOpenGate<ImageFile> for BackingFileGate {
     fn open_format<F: FormatDriverBuilder<ImageFile>>(
         &mut self,
         builder: F,
@@ -301,7 +309,9 @@ impl ImplicitOpenGate<ImageFile> for Gate {
             .as_ref()
             .map_or_else(|| "a backing file".into(), |path| path.display().to_string());
         if self.depth >= BACKING_MAX {
-            return unsupported(format!("{name} is more than {BACKING_MAX} backing files deep"));
+            return unsupported(format!(
+                "{name} has more than {BACKING_MAX} backing files above it"
+            ));
         }
         match F::FORMAT {
             Format::Raw => {}
@@ -317,7 +327,7 @@ impl ImplicitOpenGate<ImageFile> for Gate {
     }
 }
 
-/// `imago` does not look at it, and would show what is encrypted.
+/// `imago` ignores encryption and would return the encrypted bytes.
 fn not_encrypted(path: &Path) -> io::Result<()> {
     let mut header = [0u8; 36];
     read_or_zero(&File::open(path)?, 0, &mut header)?;

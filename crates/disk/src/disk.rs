@@ -2,11 +2,12 @@
 //! is served.
 //!
 //! ```text
-//!   export ──▶ Disk ──▶ Stack: overlay, layer, base        exchange(): requests that come find the other one
-//!                       Stack: another overlay and layer   requests under way end in the one that they began in
+//!   export ──▶ Disk ──▶ Stack: overlay, layer, base       exchange(): new requests use the other
+//!                       Stack: another overlay and layer  stack; each request under way ends in
+//!                                                         the stack in which it began
 //! ```
 
-use crate::layers::{Below, Range, Readable};
+use crate::layers::{Below, DiskRange, Readable, append_range};
 use crate::overlay::{Lasting, Overlay, Size};
 use crate::{BLOCK, Base, DiskBlock, Layer, Result};
 use keyframe_locks::IgnorePoison;
@@ -15,26 +16,26 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::{Duration, Instant};
 
-/// What a disk holds.
+/// An overlay and the layers below it.
 pub(crate) struct Stack {
     pub overlay: Overlay,
     below: Below,
     lasting: Lasting,
 }
 
-/// What came of a read that is not to wait.
+/// The result of a read that must not wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Now {
+pub enum ReadNow {
     /// The content is in the buffer.
-    Read,
-    /// It would take waiting for a device. The buffer holds anything.
-    Waits,
-    /// Nobody knows. The buffer holds anything.
+    Done,
+    /// Reading would wait for a device. The content of the buffer is undefined.
+    WouldWait,
+    /// The layer cannot tell whether reading would wait. The content of the buffer is undefined.
     Unknown,
 }
 
 impl Stack {
-    /// On `base`, with its overlay in `dir`, which is made unless it is there.
+    /// A stack on `base` with its overlay in `dir`, which is created if it does not exist.
     pub fn create(
         dir: &Path,
         base: Base,
@@ -46,17 +47,17 @@ impl Stack {
     }
 }
 
-/// A disk.
+/// A disk: its content can be read, written and exchanged by several threads at once.
 pub struct Disk {
     stack: RwLock<Arc<Stack>>,
     pause: Mutex<Pause>,
-    /// Flushes acknowledged in a pause, before their sync.
+    /// The number of flushes that were acknowledged in pauses before their sync.
     owed: AtomicU64,
-    /// How many of them are durable.
+    /// How many of these are durable.
     paid: AtomicU64,
 }
 
-/// Until when a flush is acknowledged before its sync.
+/// The time until which a flush is acknowledged before its sync.
 ///
 /// ```text
 ///   running ──pause(limit)──▶ paused ──settled()──▶ running
@@ -67,17 +68,18 @@ struct Pause {
     until: Option<Instant>,
 }
 
-/// What a flush came to.
+/// The result of a flush.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Flushed {
-    /// It is durable.
+pub enum FlushOutcome {
+    /// The written data is durable.
     Durable,
-    /// The VM stands still: the sync is still to be done, by whoever gets this.
+    /// The VM is paused: the flush may be acknowledged now, and the caller must sync afterwards.
     Owed,
 }
 
 impl Disk {
-    /// A disk on `base`, with its overlay in `dir`, which is made unless it is there.
+    /// A disk on `base` with its overlay in `dir`, which is created if it does not exist. Errors:
+    /// the overlay is damaged, locked, or of a disk of another size.
     pub fn create(
         dir: &Path,
         base: Base,
@@ -87,7 +89,7 @@ impl Disk {
         Stack::create(dir, base, layer, lasting).map(Self::of)
     }
 
-    /// A disk of an overlay that is open.
+    /// A disk of an open overlay.
     pub fn new(overlay: Overlay, base: Base, layer: Option<Box<dyn Layer>>) -> Self {
         Self::of(Stack { overlay, below: Below::new(base, layer), lasting: Lasting::Durable })
     }
@@ -97,23 +99,22 @@ impl Disk {
         Self { stack, pause: Mutex::default(), owed: AtomicU64::new(0), paid: AtomicU64::new(0) }
     }
 
-    /// What it holds now.
+    /// The current stack.
     pub(crate) fn stack(&self) -> Arc<Stack> {
         Arc::clone(&self.stack.read().ignore_poison())
     }
 
-    /// Holds what `other` does from now on, which becomes what it held. Both are disks of one
-    /// length.
+    /// Exchanges this disk's stack with `other`. Both must have the same size.
     pub(crate) fn exchange(&self, other: &mut Arc<Stack>) {
         std::mem::swap(&mut *self.stack.write().ignore_poison(), other);
     }
 
-    /// Bytes of the disk.
+    /// The size of the disk in bytes.
     pub fn disk_bytes(&self) -> u64 {
         self.stack().overlay.disk_bytes()
     }
 
-    /// Fills `buf` from byte `offset` on.
+    /// Fills `buf` from byte `offset` on. Error: an image or the overlay cannot be read.
     pub fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let stack = self.stack();
         for (start, len) in stack.overlay.read(offset, buf)? {
@@ -122,49 +123,53 @@ impl Disk {
         Ok(())
     }
 
-    /// The same, unless it would take waiting for a device, or may.
-    pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<Now> {
+    /// As [`Self::read`], but returns without the content if reading would, or might, wait for a
+    /// device.
+    pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<ReadNow> {
         let stack = self.stack();
-        let Some(missing) = stack.overlay.read_now(offset, buf)? else { return Ok(Now::Waits) };
+        let Some(missing) = stack.overlay.read_now(offset, buf)? else {
+            return Ok(ReadNow::WouldWait);
+        };
         for (start, len) in missing {
             if stack.below.layer.is_some() {
-                return Ok(Now::Unknown);
+                return Ok(ReadNow::Unknown);
             }
             match stack.below.base.read_now(offset + start as u64, &mut buf[start..start + len])? {
-                Now::Read => {}
+                ReadNow::Done => {}
                 other => return Ok(other),
             }
         }
-        Ok(Now::Read)
+        Ok(ReadNow::Done)
     }
 
-    /// Writes `data` from byte `offset` on.
+    /// Writes `data` from byte `offset` on. Errors: see [`Overlay::write`].
     pub fn write(&self, offset: u64, data: &[u8]) -> Result<()> {
         let stack = self.stack();
         stack.overlay.write(offset, data, &|at, buf| stack.below.read(at, buf))
     }
 
-    /// Makes `len` bytes from `offset` on zero.
+    /// Makes `len` bytes from `offset` on zero. Errors: see [`Overlay::zero`].
     pub fn zero(&self, offset: u64, len: u64) -> Result<()> {
         let stack = self.stack();
         stack.overlay.zero(offset, len, &|at, buf| stack.below.read(at, buf))
     }
 
-    /// `len` bytes from `offset` on are no longer needed: whole blocks in there become zero.
+    /// Discards `len` bytes from `offset` on: whole blocks in this range become zero. Errors: see
+    /// [`Overlay::discard`].
     pub fn discard(&self, offset: u64, len: u64) -> Result<()> {
         self.stack().overlay.discard(offset, len)
     }
 
-    /// Shows ranges from `offset` on: start, bytes, whether they are known to be zero. At most
-    /// `max` of them, so perhaps not all of `len`.
-    pub fn status(&self, offset: u64, len: u64, max: usize) -> Result<Vec<(u64, u64, bool)>> {
+    /// The consecutive ranges from `offset` on. Returns at most `max` ranges, so they may cover
+    /// less than `len` bytes. Error: an image cannot be queried.
+    pub fn status(&self, offset: u64, len: u64, max: usize) -> Result<Vec<DiskRange>> {
         let stack = self.stack();
         let end = offset.saturating_add(len).min(stack.overlay.disk_bytes());
-        let mut ranges: Vec<(u64, u64, bool)> = Vec::new();
+        let mut ranges = Vec::new();
         let mut at = offset;
         while at < end {
             let block = at / BLOCK;
-            // Looked at in steps, lest one question holds the map for all of a disk.
+            // Queried in steps, so that one request does not hold the map for a whole disk.
             let blocks = (end.div_ceil(BLOCK) - block).min(STATUS_STEP_BLOCKS);
             let mut pieces = Vec::new();
             stack.overlay.status(DiskBlock(block), blocks, &mut |first, n, zero| {
@@ -173,32 +178,30 @@ impl Disk {
             for (first, n, zero) in pieces {
                 let stop = end.min((first.0 + n) * BLOCK);
                 while at < stop {
-                    let (bytes, zero) = match zero {
+                    let (len_bytes, is_zero) = match zero {
                         Some(zero) => (stop - at, zero),
                         None => stack.below.status(at, stop - at)?,
                     };
-                    let full = ranges.len() >= max.max(1);
-                    match ranges.last_mut() {
-                        Some(last) if last.2 == zero => last.1 += bytes,
-                        _ if full => return Ok(ranges),
-                        _ => ranges.push((at, bytes, zero)),
+                    if !append_range(&mut ranges, DiskRange { offset: at, len_bytes, is_zero }, max)
+                    {
+                        return Ok(ranges);
                     }
-                    at += bytes;
+                    at += len_bytes;
                 }
             }
         }
         Ok(ranges)
     }
 
-    /// Begins a pause: for at most `limit`, a flush is acknowledged before its sync. That is right
-    /// for as long as the VM stands still, since nobody can act on the acknowledgement. `limit`
-    /// must end before anybody else lets the VM run.
+    /// Begins a pause: for at most `limit`, a flush is acknowledged before its sync. This is safe
+    /// while the VM is paused, because the guest cannot act on the acknowledgement. `limit` must
+    /// end before the watchdog may resume the VM.
     pub fn pause(&self, limit: Duration) {
         self.pause.lock().ignore_poison().until = Instant::now().checked_add(limit);
     }
 
-    /// Ends a pause: what was acknowledged in it is durable. To be awaited before the VM runs;
-    /// where it fails, the VM must not run, and it can be tried again.
+    /// Ends a pause: makes all acknowledged data durable. To be called before the VM runs. Error:
+    /// the sync failed, and the VM must not run; the caller may try again.
     pub fn settled(&self) -> Result<()> {
         self.pause.lock().ignore_poison().until = None;
         if self.paid.load(Ordering::Acquire) < self.owed.load(Ordering::Acquire) {
@@ -208,8 +211,8 @@ impl Disk {
         }
     }
 
-    /// A client's flush, where it waits for nothing since what is written is to be thrown away;
-    /// else `false`.
+    /// Handles a client's flush if that needs no wait, because the overlay is temporary. `false` if
+    /// it is not.
     pub fn flush_now(&self) -> Result<bool> {
         let is_temporary = self.stack().lasting == Lasting::Temporary;
         if is_temporary {
@@ -218,20 +221,20 @@ impl Disk {
         Ok(is_temporary)
     }
 
-    /// A client's flush.
-    pub fn flush(&self) -> Result<Flushed> {
+    /// Handles a client's flush. Error: the sync failed.
+    pub fn flush(&self) -> Result<FlushOutcome> {
         {
             let pause = self.pause.lock().ignore_poison();
             if pause.until.is_some_and(|until| Instant::now() < until) {
-                // Under the lock, so that `settled` sees it.
+                // Counted under the lock, so that `settled` sees it.
                 self.owed.fetch_add(1, Ordering::AcqRel);
-                return Ok(Flushed::Owed);
+                return Ok(FlushOutcome::Owed);
             }
         }
-        self.sync().map(|()| Flushed::Durable)
+        self.sync().map(|()| FlushOutcome::Durable)
     }
 
-    /// Makes everything written durable.
+    /// Makes all written data durable. Error: the sync failed.
     pub fn sync(&self) -> Result<()> {
         let owed = self.owed.load(Ordering::Acquire);
         self.stack().overlay.sync()?;
@@ -239,7 +242,7 @@ impl Disk {
         Ok(())
     }
 
-    /// How large the overlay is.
+    /// The size of the overlay.
     pub fn size(&self) -> Size {
         self.stack().overlay.size()
     }
@@ -254,7 +257,7 @@ impl Readable for Disk {
         Self::read(self, offset, buf)
     }
 
-    fn ranges(&self, offset: u64, len: u64, max: usize) -> Result<Vec<Range>> {
+    fn ranges(&self, offset: u64, len: u64, max: usize) -> Result<Vec<DiskRange>> {
         self.status(offset, len, max)
     }
 }

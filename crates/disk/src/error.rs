@@ -1,90 +1,94 @@
-//! Errors of disks. Each variant names the object and the operation.
+//! Errors of disks. Each names the object and the operation.
 
 use crate::DiskEpoch;
 use std::io;
 
-/// An error of a disk. `object` is a path, an export, or a socket, with the offset where one
+/// An error of a disk. `object` is a path, an export or a socket, with an offset in bytes if one
 /// applies.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An image that cannot be served.
-    #[error("{object}: {problem}; {fix}")]
+    /// An image or overlay cannot be used.
+    #[error("{object}: {problem}")]
     Refused {
-        /// The image.
+        /// The image or overlay.
         object: String,
-        /// What is in the way.
+        /// The reason.
         problem: String,
-        /// What can be done about it.
+        /// What the user can do about it. Empty if nothing is known.
         fix: String,
     },
-    /// Bytes on disk are not what was written.
+    /// The bytes of a file are not the bytes that were written.
     #[error("{object} is damaged: {problem}")]
     Damaged {
-        /// The file, with the offset where one applies.
+        /// The file, with an offset if one applies.
         object: String,
         /// What is wrong with it.
         problem: String,
     },
-    /// Somebody else has the overlay open.
-    #[error("{object} is in use by another process; end the VM that runs on it first")]
+    /// Another process has the overlay open.
+    #[error("{object} is in use by another process")]
     Locked {
         /// The overlay's directory.
         object: String,
     },
-    /// An earlier sync failed: the kernel may have dropped what was written, and will not say so
+    /// An earlier sync failed. The kernel may have dropped written data, and does not report that
     /// again.
     #[error(
-        "{object}: a sync failed earlier, so nothing written since can be promised; the disk takes no more writes"
+        "{object}: a sync failed earlier, so data written since may be lost; the disk takes no \
+         more writes"
     )]
     Broken {
         /// The overlay's directory.
         object: String,
     },
-    /// No such epoch is in flight.
+    /// The epoch is not in flight.
     #[error(
         "{object}: epoch {epoch} is not in flight (released or given back already, or never cut)"
     )]
     NoEpoch {
         /// The overlay's directory.
         object: String,
-        /// What was asked for.
+        /// The epoch.
         epoch: DiskEpoch,
     },
-    /// A bound of this program.
+    /// A limit of Keyframe is reached.
     #[error("{object}: {problem}")]
     Limit {
-        /// What is bounded.
+        /// The object that the limit applies to.
         object: String,
-        /// The bound, and what it is there for.
+        /// The limit.
         problem: String,
     },
-    /// The other side of a connection said what it must not say.
+    /// The other end of a connection sent an invalid message.
     #[error("{object}: {problem}")]
     Protocol {
         /// The connection.
         object: String,
-        /// What was said.
+        /// What is wrong with the message.
         problem: String,
     },
-    /// What the process that serves the disks answered.
+    /// The process that serves the disks answered with an error.
     #[error("the process that serves the disks: {problem}")]
     Server {
-        /// Its words.
+        /// The error's text.
         problem: String,
+        /// The error's fix.
+        fix: Option<String>,
     },
-    /// The same, where its medium is full: a retry can work once there is space again.
+    /// The process that serves the disks has no space left. A retry can succeed once there is
+    /// space.
     #[error("the process that serves the disks: {problem}")]
     ServerFull {
-        /// Its words.
+        /// The error's text.
         problem: String,
     },
     /// The operating system refused an operation.
     #[error("{object}: {operation}: {source}")]
     Io {
-        /// The path, with the offset where one applies.
+        /// The path, with an offset if one applies.
         object: String,
-        /// What was being done.
+        /// The operation, as a verb: "read", "lock".
         operation: &'static str,
         /// The system's answer.
         source: io::Error,
@@ -119,8 +123,24 @@ impl Error {
         Self::Protocol { object: object.into(), problem: problem.into() }
     }
 
-    /// True where the medium is full (or a quota is used up): a retry can work once there is space
-    /// again.
+    /// What the user can do about it, if that is known.
+    pub fn fix(&self) -> Option<String> {
+        match self {
+            Self::Refused { fix, .. } => Some(fix.clone()).filter(|fix| !fix.is_empty()),
+            Self::Damaged { .. } => {
+                Some("use a copy of the file, or restore the VM from a checkpoint".into())
+            }
+            Self::Locked { .. } => Some("stop the VM that runs on it (keyframe stop)".into()),
+            Self::Broken { .. } => {
+                Some("stop the VM, and check the device of this directory".into())
+            }
+            Self::Server { fix, .. } => fix.clone(),
+            _ if self.is_disk_full() => Some("free some space, and run it again".into()),
+            _ => None,
+        }
+    }
+
+    /// True if the medium is full or a quota is used up. A retry can succeed once there is space.
     pub fn is_disk_full(&self) -> bool {
         match self {
             Self::Io { source, .. } => matches!(
@@ -132,5 +152,31 @@ impl Error {
             Self::ServerFull { .. } => true,
             _ => false,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_testing::{assert_golden, error_text};
+
+    #[test]
+    fn error_texts_are_golden() {
+        let object = || String::from("/store/disks/vm.1/d");
+        let errors = [
+            Error::refused("a.vmdk", "it looks like VMDK", "convert it"),
+            Error::damaged(object(), "slot 7 belongs to two blocks"),
+            Error::Locked { object: object() },
+            Error::Broken { object: object() },
+            Error::NoEpoch { object: object(), epoch: DiskEpoch(3) },
+            Error::Limit { object: object(), problem: "64 epochs are in flight".into() },
+            Error::protocol("an NBD client", "a request with a wrong magic number"),
+            Error::Server { problem: "it has ended".into(), fix: None },
+            Error::ServerFull { problem: "/store: write: no space".into() },
+            Error::io(object(), "read")(io::ErrorKind::PermissionDenied),
+            Error::io(object(), "write")(io::ErrorKind::StorageFull),
+        ];
+        let texts: Vec<_> = errors.iter().map(|error| error_text(error, error.fix())).collect();
+        assert_golden("tests/golden/errors.txt", &texts.concat());
     }
 }

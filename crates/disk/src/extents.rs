@@ -1,26 +1,27 @@
-//! A sparse map from ranges of blocks to values. Adjacent ranges that belong together are one
+//! A sparse map from ranges of blocks to values. Adjacent ranges with continuing values are one
 //! entry.
 //!
 //! ```text
-//!   insert 4..8 = b       |a a a a a a a a|     ->  |a a a a|b b b b|      what lay there goes to `removed`
+//!   insert 4..8 = b       |a a a a a a a a|     ->  |a a a a|b b b b|
+//!                                                    the replaced a a a a go to `removed`
 //! ```
 //!
-//! Invariants: entries do not overlap, are not empty, and no two neighbours could be one. An entry
-//! is 24 bytes, in a B-tree that is at least half full: at most 50 bytes for each block written
-//! alone, nothing more for its neighbours.
+//! Invariants: entries do not overlap and are not empty, and no two neighbours could be one entry.
+//! An entry has 24 bytes, in a B-tree that is at least half full. So a block that is written alone
+//! costs at most 50 bytes.
 
 use std::collections::BTreeMap;
 
-/// A value over a range, which can be cut.
-pub trait Piece: Copy {
-    /// The value of the rest behind its first `blocks`.
+/// The value of a range. A range can be cut, so a value can too.
+pub trait ExtentValue: Copy {
+    /// The value of the rest of the range after its first `blocks` blocks.
     #[must_use]
     fn skip(self, blocks: u64) -> Self;
-    /// True where `next`, right behind `blocks` of this, continues it.
+    /// True if `next`, directly after `blocks` blocks of this value, continues it.
     fn continues(self, blocks: u64, next: Self) -> bool;
 }
 
-impl Piece for () {
+impl ExtentValue for () {
     fn skip(self, _: u64) -> Self {}
 
     fn continues(self, _: u64, (): Self) -> bool {
@@ -28,7 +29,7 @@ impl Piece for () {
     }
 }
 
-/// The map. Ranges are `start` and a count of blocks.
+/// A map from block ranges to values. A range is a start and a number of blocks.
 #[derive(Clone, Debug)]
 pub struct ExtentMap<V>(BTreeMap<u64, (u64, V)>);
 
@@ -38,18 +39,18 @@ impl<V> Default for ExtentMap<V> {
     }
 }
 
-impl<V: Piece> ExtentMap<V> {
-    /// Entries, which is what memory goes by.
+impl<V: ExtentValue> ExtentMap<V> {
+    /// The number of entries. It determines the memory use.
     pub fn entries(&self) -> usize {
         self.0.len()
     }
 
-    /// Blocks in all ranges.
+    /// The number of blocks in all ranges.
     pub fn blocks(&self) -> u64 {
         self.0.values().map(|(len, _)| len).sum()
     }
 
-    /// Sets a range; what lay there before goes to `removed`.
+    /// Sets a range to `value`. The parts of older ranges that it replaces go to `removed`.
     pub fn insert(&mut self, start: u64, len: u64, value: V, removed: &mut dyn FnMut(u64, u64, V)) {
         if len == 0 {
             return;
@@ -72,7 +73,7 @@ impl<V: Piece> ExtentMap<V> {
         self.0.insert(start, (len, value));
     }
 
-    /// Empties a range; what lay there goes to `removed`.
+    /// Clears a range. Its parts go to `removed`.
     pub fn remove(&mut self, start: u64, len: u64, removed: &mut dyn FnMut(u64, u64, V)) {
         if len == 0 {
             return;
@@ -94,7 +95,7 @@ impl<V: Piece> ExtentMap<V> {
         }
     }
 
-    /// Shows a range from its start to its end, gaps as `None`.
+    /// Calls `show` for each part of a range, in order. Gaps are `None`.
     pub fn each(&self, start: u64, len: u64, show: &mut dyn FnMut(u64, u64, Option<V>)) {
         let end = start.saturating_add(len);
         let mut at = start;
@@ -120,7 +121,7 @@ impl<V: Piece> ExtentMap<V> {
         }
     }
 
-    /// The first range that ends behind `from`, without what lies before `from`.
+    /// The first range that ends after `from`, cut at `from`.
     pub fn next(&self, from: u64) -> Option<(u64, u64, V)> {
         if let Some((&first, &(len, value))) = self.0.range(..from).next_back()
             && first + len > from
@@ -130,12 +131,12 @@ impl<V: Piece> ExtentMap<V> {
         self.0.range(from..).next().map(|(&first, &(len, value))| (first, len, value))
     }
 
-    /// Takes the first range out.
+    /// Removes and returns the first range.
     pub fn pop_first(&mut self) -> Option<(u64, u64, V)> {
         self.0.pop_first().map(|(start, (len, value))| (start, len, value))
     }
 
-    /// All ranges.
+    /// All ranges, in order.
     pub fn iter(&self) -> impl Iterator<Item = (u64, u64, V)> + '_ {
         self.0.iter().map(|(&start, &(len, value))| (start, len, value))
     }
@@ -147,7 +148,7 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::BTreeMap as Naive;
 
-    impl Piece for (u8, u64) {
+    impl ExtentValue for (u8, u64) {
         fn skip(self, blocks: u64) -> Self {
             (self.0, self.1 + blocks)
         }

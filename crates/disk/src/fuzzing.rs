@@ -1,20 +1,20 @@
-//! Doors for the fuzzers in `fuzz/`: each gives bytes to a reader of what clients, servers, engines
-//! or files say.
+//! Entry points of the fuzzers in `fuzz/`. Each gives bytes to a parser of what clients, servers,
+//! engines or files contain.
 //!
-//! Not part of the interface. Each takes any bytes, and must neither panic nor take memory out of
-//! proportion to them.
+//! Not part of the public interface. Each function takes any bytes. It must neither panic nor take
+//! memory out of proportion to them.
 
 use crate::nbd::client::Client;
-use crate::nbd::{Export, serve_one};
-use crate::overlay::fuzzing::{Memory, mended};
-use crate::process::receive_order;
+use crate::nbd::{NbdExport, serve_one};
+use crate::overlay::fuzzing::{MemoryFolder, mended};
+use crate::process::receive_request;
 use crate::{BLOCK_BYTES, Base, Disk, DiskBlock, Overlay};
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
 
-/// What a socket holds at once.
+/// The number of bytes that a socket holds.
 const SOCKET_BYTES_MAX: usize = 64 << 10;
 const DISK_BYTES: u64 = 64 * BLOCK_BYTES as u64;
 
@@ -22,9 +22,9 @@ fn at_most(bytes: &[u8]) -> &[u8] {
     bytes.get(..SOCKET_BYTES_MAX).unwrap_or(bytes)
 }
 
-/// All that a client sends to the NBD server, the negotiation first.
+/// All bytes that a client sends to the NBD server, including the negotiation.
 pub fn nbd_server(bytes: &[u8]) {
-    let overlay = Overlay::on(Memory::folder(Vec::new(), Vec::new()), Some(DISK_BYTES));
+    let overlay = Overlay::on(MemoryFolder::folder(Vec::new(), Vec::new()), Some(DISK_BYTES));
     let (Ok(overlay), Ok(base)) = (overlay, Base::blank(DISK_BYTES)) else { return };
     let disk = Arc::new(Disk::new(overlay, base, None));
     let Ok((mut theirs, ours)) = UnixStream::pair() else { return };
@@ -37,13 +37,13 @@ pub fn nbd_server(bytes: &[u8]) {
         let mut scrap = [0; 4096];
         while theirs.read(&mut scrap).is_ok_and(|len| len > 0) {}
     });
-    serve_one(vec![Export { name: "d".into(), disk: Arc::clone(&disk) }], ours);
+    serve_one(vec![NbdExport { name: "d".into(), disk: Arc::clone(&disk) }], ours);
     let _ = reader.join();
     let mut block = vec![0; BLOCK_BYTES];
     assert!(disk.read(0, &mut block).is_ok(), "what a client sent broke the disk");
 }
 
-/// All that a server sends to the NBD client.
+/// All bytes that a server sends to the NBD client.
 pub fn nbd_client(bytes: &[u8], socket: &Path) {
     let _ = std::fs::remove_file(socket);
     let Ok(listener) = UnixListener::bind(socket) else { return };
@@ -69,9 +69,9 @@ pub fn nbd_client(bytes: &[u8], socket: &Path) {
     let _ = server.join();
 }
 
-/// An overlay's journal, behind true checks; and a data file of some blocks beside it.
+/// An overlay's journal, with valid checksums, beside a data file of some blocks.
 pub fn overlay(journal: &[u8]) {
-    let folder = Memory::folder(mended(journal), vec![7; 16 * BLOCK_BYTES]);
+    let folder = MemoryFolder::folder(mended(journal), vec![7; 16 * BLOCK_BYTES]);
     let Ok(overlay) = Overlay::on(folder, None) else { return };
     let mut block = vec![0; BLOCK_BYTES];
     let blocks = overlay.disk_bytes() / BLOCK_BYTES as u64;
@@ -83,11 +83,11 @@ pub fn overlay(journal: &[u8]) {
     let _ = (overlay.write(0, &block, &|_, _| Ok(())), overlay.sync());
 }
 
-/// What an engine sends to its disks.
-pub fn orders(bytes: &[u8]) {
+/// The requests that an engine sends to the process that serves its disks.
+pub fn engine_requests(bytes: &[u8]) {
     let Ok((mut theirs, ours)) = UnixStream::pair() else { return };
     if theirs.write_all(at_most(bytes)).is_ok() {
         drop(theirs);
-        while receive_order(&ours) {}
+        while receive_request(&ours) {}
     }
 }

@@ -1,45 +1,65 @@
-//! The layers below an overlay: a checkpoint's blocks, if the VM was restored from one, and the
-//! image. Without an overlay they form a checkpoint's disk, to be read.
+//! The layers below an overlay: the image, and a checkpoint's blocks if the VM was restored from
+//! one. Without an overlay they form a checkpoint's disk, which is read-only.
 
 use crate::{BLOCK, BLOCK_BYTES, Base, Block, DiskBlock, Result};
 
-/// What a layer says of a block.
+/// A layer's answer about a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
-    /// Its content was put into the buffer.
+    /// The layer wrote the block's content to the buffer.
     Data,
-    /// It is zero; the buffer is as it was.
+    /// The block is zero. The buffer is unchanged.
     Zero,
-    /// The layer does not know it: what lies beneath counts. The buffer is as it was.
+    /// The layer does not have the block, so the layer below decides. The buffer is unchanged.
     Absent,
 }
 
-/// Blocks of a disk above its base, for example those of a checkpoint. Read from several threads.
+/// Blocks of a disk above its base, for example those of a checkpoint. Several threads read it.
 pub trait Layer: Send + Sync {
-    /// Reads a block.
+    /// Reads a block into `into`. Error: the block cannot be read.
     fn read_block(&self, block: DiskBlock, into: &mut Block) -> Result<Content>;
 
-    /// The first block, at or behind `from`, that is not absent.
+    /// The first block at or after `from` that is not absent.
     fn next_block(&self, from: DiskBlock) -> Result<Option<DiskBlock>>;
 }
 
-/// A range of a disk: its first byte, how many it has, and whether they are known to be zero.
-pub type Range = (u64, u64, bool);
-
-/// A disk that new images are made from.
-pub trait Readable {
-    /// Bytes of the disk.
-    fn disk_bytes(&self) -> u64;
-
-    /// Fills `buf` from byte `offset` on.
-    fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
-
-    /// Ranges from `offset` on, one behind the other. At most `max` of them, so perhaps not all of
-    /// `len`.
-    fn ranges(&self, offset: u64, len: u64, max: usize) -> Result<Vec<Range>>;
+/// A range of a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DiskRange {
+    /// The offset of its first byte.
+    pub offset: u64,
+    /// Its length in bytes.
+    pub len_bytes: u64,
+    /// True if it is known to be zero.
+    pub is_zero: bool,
 }
 
-/// The base and the layer above it.
+/// Appends a range, or extends the last one if that is of the same kind. False if there are `max`
+/// ranges already.
+pub(crate) fn append_range(ranges: &mut Vec<DiskRange>, range: DiskRange, max: usize) -> bool {
+    let is_full = ranges.len() >= max.max(1);
+    match ranges.last_mut() {
+        Some(last) if last.is_zero == range.is_zero => last.len_bytes += range.len_bytes,
+        _ if is_full => return false,
+        _ => ranges.push(range),
+    }
+    true
+}
+
+/// A disk that can be copied to a new image.
+pub trait Readable {
+    /// The size of the disk in bytes.
+    fn disk_bytes(&self) -> u64;
+
+    /// Fills `buf` from byte `offset` on. Error: the disk cannot be read.
+    fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
+
+    /// The consecutive ranges from `offset` on. Returns at most `max` ranges, so they may cover
+    /// less than `len` bytes.
+    fn ranges(&self, offset: u64, len: u64, max: usize) -> Result<Vec<DiskRange>>;
+}
+
+/// The base and the layer above it, if there is one.
 pub struct Below {
     pub(crate) layer: Option<Box<dyn Layer>>,
     pub(crate) base: Base,
@@ -54,31 +74,28 @@ impl Readable for Below {
         Self::read(self, offset, buf)
     }
 
-    fn ranges(&self, offset: u64, len: u64, max: usize) -> Result<Vec<Range>> {
+    fn ranges(&self, offset: u64, len: u64, max: usize) -> Result<Vec<DiskRange>> {
         let end = offset.saturating_add(len).min(self.base.disk_bytes());
-        let mut ranges: Vec<Range> = Vec::new();
+        let mut ranges = Vec::new();
         let mut at = offset;
         while at < end {
-            let (bytes, zero) = self.status(at, end - at)?;
-            let full = ranges.len() >= max.max(1);
-            match ranges.last_mut() {
-                Some(last) if last.2 == zero => last.1 += bytes,
-                _ if full => break,
-                _ => ranges.push((at, bytes, zero)),
+            let (len_bytes, is_zero) = self.status(at, end - at)?;
+            if !append_range(&mut ranges, DiskRange { offset: at, len_bytes, is_zero }, max) {
+                break;
             }
-            at += bytes;
+            at += len_bytes;
         }
         Ok(ranges)
     }
 }
 
 impl Below {
-    /// `layer` over `base`.
+    /// A disk of `layer` over `base`.
     pub fn new(base: Base, layer: Option<Box<dyn Layer>>) -> Self {
         Self { layer, base }
     }
 
-    /// Fills `buf` from byte `offset` on.
+    /// Fills `buf` from byte `offset` on. Error: the base or the layer cannot be read.
     pub fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let Some(layer) = &self.layer else { return self.base.read(offset, buf) };
         let end = offset + buf.len() as u64;
@@ -107,12 +124,12 @@ impl Below {
         Ok(())
     }
 
-    /// How many bytes from `offset` on, at most `len` and at least 1, are of one kind, and whether
-    /// they are known to be zero.
+    /// The number of bytes from `offset` on (1 to `len`) that have one status, and whether they are
+    /// known to be zero.
     pub fn status(&self, offset: u64, len: u64) -> Result<(u64, bool)> {
         let Some(layer) = &self.layer else { return self.base.status(offset, len) };
         match layer.next_block(DiskBlock(offset / BLOCK))?.map(|b| b.0.saturating_mul(BLOCK)) {
-            // Whether it is zero would take reading it.
+            // Only reading the block would tell whether it is zero.
             Some(known) if known <= offset => Ok(((known + BLOCK - offset).min(len), false)),
             Some(known) => self.base.status(offset, len.min(known - offset)),
             None => self.base.status(offset, len),

@@ -1,23 +1,23 @@
-//! Disks under checkpoints: an NBD server whose writes go to an overlay over an untouched image,
-//! cut into epochs.
+//! Disks under checkpoints: an NBD server that writes to an overlay over an unchanged image. The
+//! overlay is cut into epochs.
 //!
 //! ```text
-//!   QEMU ──NBD, unix socket──▶ Overlay ── what was written since the start, 4 KiB blocks in slots
-//!                                 │            cut(): the blocks written since the cut before stay readable
-//!                                 ▼
-//!                              Layer    ── a checkpoint's blocks, for a VM that was restored (optional)
+//!   QEMU ──NBD, unix socket──▶ Overlay ── all blocks written since the start, 4 KiB each, in slots
+//!                                 │        cut(): the blocks written since the last cut stay
+//!                                 ▼               readable
+//!                              Layer    ── blocks of a checkpoint, for a restored VM (optional)
 //!                                 ▼
 //!                              Base     ── the image, raw or qcow2, never written
 //!
-//!   engine ──Disks, socket pair──▶ process::serve    a process of its own: the guest keeps its disk if the engine dies
+//!   engine ──Disks, socket pair──▶ process::serve    a process of its own: if the engine dies,
+//!                                                    the guest keeps its disk
 //! ```
 //!
-//! Invariants: the base is opened for reading alone; what a flush acknowledged survives `kill -9`
-//! and power loss; nothing that a client or a file says is trusted before it was checked, or
-//! allocated before it was bounded. The bytes on disk are described in
-//! `docs/formats/disk-overlay.md`.
+//! Invariants: the base is opened read-only. Data survives `kill -9` and power loss once a flush
+//! has acknowledged it. Input from clients and files is checked before it is used, and bounded
+//! before memory is allocated for it. `docs/formats/disk-overlay.md` describes the bytes on disk.
 //!
-//! Left out: when to take a checkpoint, and how a store keeps blocks.
+//! Left out: when checkpoints are taken, and how a store keeps blocks.
 
 mod base;
 pub mod commit;
@@ -37,22 +37,22 @@ mod tests;
 pub use base::{Base, ImageFormat};
 pub use disk::Disk;
 pub use error::{Error, Result};
-pub use layers::{Below, Content, Layer, Range, Readable};
+pub use layers::{Below, Content, DiskRange, Layer, Readable};
 pub use overlay::{Extent, Lasting, Overlay, SlotFile};
-pub use process::{Disks, Spec, Stats, serve};
+pub use process::{DiskSpec, DiskStats, Disks, serve};
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Bytes in a block, the unit of the overlay and of checkpoints.
+/// The size of a block, the unit of the overlay and of checkpoints.
 pub const BLOCK_BYTES: usize = 4096;
 
-/// The contents of one block.
+/// The content of one block.
 pub type Block = [u8; BLOCK_BYTES];
 
 pub(crate) const BLOCK: u64 = BLOCK_BYTES as u64;
 
-/// The number of a block of a disk: its first byte is at this times [`BLOCK_BYTES`].
+/// The number of a block of a disk. Its first byte is at this number times [`BLOCK_BYTES`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct DiskBlock(pub u64);
@@ -63,12 +63,13 @@ impl fmt::Display for DiskBlock {
     }
 }
 
-/// The place of a block's content in an overlay's data file, counted in blocks.
+/// The number of a block in an overlay's data file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Slot(pub u32);
 
-/// A cut of a disk: what was written since the cut before. Numbers rise, also over failed ones.
+/// A cut of a disk: the blocks written since the previous cut. Numbers rise, and failed cuts use
+/// numbers too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct DiskEpoch(pub u64);

@@ -1,15 +1,15 @@
-//! Locks an image against writers while it is served, with the locks that QEMU's processes use.
+//! Locks an image against writers while it is served, with the byte locks that QEMU uses.
 //!
 //! ```text
-//!   byte 100 + p   somebody uses permission p: 0 read, 1 write, 3 resize
-//!   byte 200 + p   somebody does not let others use it
+//!   byte 100 + p   a process uses permission p: 0 read, 1 write, 3 resize
+//!   byte 200 + p   a process does not let others use permission p
 //! ```
 //!
-//! QEMU locks these bytes for reading (open file description locks), and looks whether somebody
-//! else has locked those that contradict its own. A served image is read, and nobody else may write
-//! or resize it; others may read it too.
+//! QEMU locks these bytes for reading (open file description locks), and checks whether another
+//! process has locked bytes that contradict its own. Keyframe reads a served image; no other
+//! process may write or resize it, but others may read it.
 //!
-//! Left out: the files beneath a qcow2 image, which QEMU does not let be written through it either.
+//! Left out: the backing files of a qcow2 image. QEMU does not allow writing to them either.
 
 use crate::{Error, Result};
 use nix::errno::Errno;
@@ -24,14 +24,14 @@ const READ: i64 = 0;
 const WRITE: i64 = 1;
 const RESIZE: i64 = 3;
 
-/// Holds the locks until it is dropped, or the process ends.
+/// Holds the locks until it is dropped or the process ends.
 #[derive(Debug)]
 pub struct ImageLock {
     _file: File,
 }
 
 impl ImageLock {
-    /// Locks the image at `path`. Error: somebody writes it.
+    /// Locks the image at `path`. Error: another process writes it.
     pub fn take(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
         let file = File::open(path).map_err(Error::io(&name, "open"))?;
@@ -46,7 +46,7 @@ impl ImageLock {
                 return Err(Error::refused(
                     name,
                     "another process (a VM, qemu-img or qemu-nbd) has it open for writing",
-                    "end that first, or run on a copy of the image",
+                    "stop that process first, or run on a copy of the image",
                 ));
             }
         }
@@ -73,7 +73,7 @@ mod tests {
         let image = tempfile::NamedTempFile::new().unwrap();
         let first = ImageLock::take(image.path()).unwrap();
         let second = ImageLock::take(image.path()).unwrap();
-        // As QEMU does before it writes.
+        // The locks that QEMU takes before it writes.
         let writer = File::open(image.path()).unwrap();
         let mut found = lock(libc::F_WRLCK, KEPT + WRITE);
         fcntl(&writer, FcntlArg::F_OFD_GETLK(&mut found)).unwrap();

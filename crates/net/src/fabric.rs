@@ -13,7 +13,7 @@
 //!
 //! | frame for the port | delivering | held |
 //! |---|---|---|
-//! | addressed to it | queued; its sender waits until the queue is half empty | queued; the hold must end |
+//! | addressed to it | queued; its sender waits until half is sent | queued; the hold must end |
 //! | flooded | dropped for this port, and counted | queued; the hold must end |
 //!
 //! So a guest that takes no packets does not stop the floods of its LAN.

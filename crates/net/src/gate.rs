@@ -108,7 +108,7 @@ pub(crate) struct GateQueue {
     epoch: u64,
     released: Option<u64>,
     nics: Vec<VecDeque<Waiting>>,
-    /// The last epoch sources first held frame was reported.
+    /// The last epoch whose first held frame was reported.
     told: Option<u64>,
     held_bytes: usize,
     passed: u64,

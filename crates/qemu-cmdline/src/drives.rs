@@ -107,7 +107,7 @@ fn served(
     Ok(Argument::Option(option.into(), options::joined(&keys)))
 }
 
-/// DriveKeys, each with `prefix` before it, that lead to the export for `name` at `server`.
+/// Keys, each with `prefix` before it, that lead to the export for `name` at `server`.
 pub(crate) fn export_keys(prefix: &str, server: &DiskServer, name: &str) -> Result<DriveKeys> {
     let socket = server.socket.to_str().ok_or_else(|| CommandLineError::Argument {
         argument: server.socket.display().to_string(),

@@ -162,8 +162,8 @@ pub fn plan_backends(kept: &[Argument], ram: &RamLayout) -> Result<RestoreLine> 
     Ok(RestoreLine { words, notes })
 }
 
-/// Numbers of the RAM blocks that have memory backends, in the order in which a QEMU that was restored
-/// from the line `words` (the binary first) makes them.
+/// Numbers of the RAM blocks that have memory backends, in the order in which a QEMU that was
+/// restored from the line `words` (the binary first) makes them.
 ///
 /// Error: [`CommandLineError::RamLayout`] if the line does not fit the RAM blocks `ram`.
 pub fn backends_as_made(words: &[String], ram: &RamLayout) -> Result<Vec<usize>> {

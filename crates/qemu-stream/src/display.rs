@@ -88,8 +88,8 @@ struct FieldLayout {
     len_bytes: usize,
 }
 
-/// The fields after a section's PCI part, and the bytes after them. `ends` tells whether those bytes
-/// can follow the fields.
+/// The fields after a section's PCI part, and the bytes after them. `ends` tells whether those
+/// bytes can follow the fields.
 fn fields<'a>(
     state: &'a [u8],
     section: &Section,

@@ -19,7 +19,7 @@
 //! | `migration_reader` | reads a whole stream that QEMU wrote |
 //! | `sections`, `section_bodies` | find a device's section, and the fields of the known ones |
 //! | `processors`, `display` | registers of the processors and of the display |
-//! | `accelerator_conversion`, `icount_conversion` | convert a device state for KVM, TCG, `-icount` |
+//! | `accelerator_conversion`, `icount_conversion` | convert a device state: KVM, TCG, `-icount` |
 //!
 //! Invariant: bytes from QEMU or from a store are checked before they are used, and are passed on
 //! unchanged unless a conversion was asked for.

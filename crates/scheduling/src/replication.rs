@@ -97,7 +97,7 @@ pub struct AcknowledgedEpoch {
     pub pause_ns: u64,
     /// From the end of the pause to the acknowledgement.
     pub transfer_ns: u64,
-    /// From the begin of the previous pause to the begin of its own.
+    /// The time from the beginning of the previous pause to the beginning of its own.
     pub epoch_ns: u64,
 }
 

@@ -1,8 +1,8 @@
-//! The image beneath a disk, and the check that it has not changed since a checkpoint.
+//! The image below a disk, and the check that it has not changed since a checkpoint.
 //!
-//! A checkpoint holds the blocks that the guest wrote over an image. With any other image beneath,
-//! these blocks give a disk that never existed. So a changed image is refused. The check compares
-//! the length and the time of change of the image and of each of its backing files.
+//! A checkpoint holds the blocks that the guest wrote over an image. Over any other image these
+//! blocks form a disk that never existed, so a changed image is refused. The check compares the
+//! length and the modification time of the image and of each of its backing files.
 
 use crate::error::{Error, ImageChange, Result};
 use keyframe_disk::{ImageFormat, commit};
@@ -20,7 +20,7 @@ const CHAIN_MAX: usize = 64;
 /// The longest name of a backing file that a qcow2 image may have.
 const NAME_BYTES_MAX: u32 = 1023;
 
-/// Describes the image at `path` and its backing files: paths, lengths in bytes, times of change
+/// Describes the image at `path` and its backing files: paths, lengths in bytes, modification times
 /// and a hash of a sample of each.
 ///
 /// Errors: a file cannot be read, its path is not UTF-8, or the chain of backing files is too long.
@@ -156,7 +156,7 @@ mod tests {
         let refusal = require_unchanged(&base).unwrap_err();
         assert!(refusal.fix().unwrap().contains("touch -d"), "{refusal}");
         file.write_all_at(b"other", 0).unwrap();
-        assert!(require_unchanged(&base).unwrap_err().to_string().contains("something else"));
+        assert!(require_unchanged(&base).unwrap_err().to_string().contains("content differs"));
         file.set_len(5000).unwrap();
         assert!(require_unchanged(&base).unwrap_err().to_string().contains("5000"));
         std::fs::remove_file(&path).unwrap();
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_image_stands_on_counts_too() {
+    fn a_changed_backing_file_is_refused_too() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("below.raw"), [1u8; 4096]).unwrap();
         let mut header = vec![0u8; 4096];

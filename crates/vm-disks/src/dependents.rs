@@ -6,8 +6,8 @@
 //! | writes that a VM left | they would lie over another image |
 //! | a checkpoint | its disk would lie over another image: restores refuse it from then on |
 //!
-//! Not covered: other stores, and VMs that Keyframe did not start. While such a VM runs, the locks of
-//! its image tell (`keyframe_disk`).
+//! Left out: other stores, and VMs that Keyframe did not start. While such a VM runs, the locks of
+//! its image show it (`keyframe_disk`).
 
 use crate::error::{Error, Result, StoreError};
 use crate::overlay_directory as overlays;
@@ -31,7 +31,8 @@ pub struct ImageDependents {
 }
 
 impl ImageDependents {
-    /// Finds what in `store` depends on `image`, without the overlay in `own`.
+    /// Finds the dependents of `image` in `store`. Ignores the overlay directory `own`. Error: the
+    /// store cannot be read.
     pub fn on(image: &Path, store: &Store, own: Option<&Path>) -> Result<Self> {
         let mut images = Images { wanted: resolved(image), known: HashMap::new() };
         let mut dependents = Self::default();
@@ -57,7 +58,7 @@ impl ImageDependents {
         Ok(dependents)
     }
 
-    /// Refuses to write to `image` while a VM runs over it.
+    /// Fails if a VM runs over `image`. Error: [`Error::ImageInUse`].
     pub fn require_stopped(&self, image: &Path) -> Result<()> {
         if self.running.is_empty() {
             return Ok(());
@@ -65,24 +66,25 @@ impl ImageDependents {
         Err(Error::ImageInUse { image: image.to_owned(), vms: self.running.join(", ") })
     }
 
-    /// What a write to the image would destroy, one sentence for each kind.
+    /// The losses that a write to the image would cause, one sentence for each kind.
     pub fn losses(&self) -> Vec<String> {
         let mut lines = Vec::new();
         if !self.checkpoints.is_empty() {
             lines.push(format!(
-                "Checkpoints that stand on it can no longer be restored, nor their disks read: {}.",
+                "Checkpoints whose disks need it can no longer be restored, and their disks not \
+                 read: {}.",
                 ranges(&self.checkpoints)
             ));
         }
         if !self.unreadable.is_empty() {
             lines.push(format!(
-                "Checkpoints that cannot be read may stand on it too: {}.",
+                "Checkpoints that cannot be read may need it too: {}.",
                 ranges(&self.unreadable)
             ));
         }
         for place in &self.left {
             lines.push(format!(
-                "What a VM has written over it can no longer be used: {}.",
+                "Writes of a VM over it can no longer be used: {}.",
                 place.display()
             ));
         }
@@ -90,7 +92,7 @@ impl ImageDependents {
     }
 }
 
-/// Which images are the one that is wanted, by whatever path.
+/// Finds out which images are the wanted one, by any path.
 struct Images {
     wanted: PathBuf,
     known: HashMap<String, bool>,
@@ -110,12 +112,12 @@ impl Images {
     }
 }
 
-/// Without links, where it is there.
+/// The path without symbolic links, if the file exists.
 fn resolved(path: &Path) -> PathBuf {
     path.canonicalize().unwrap_or_else(|_| path.to_owned())
 }
 
-/// Rising numbers as a person writes them: `1-4, 7`.
+/// Formats rising numbers as ranges: `1-4, 7`.
 fn ranges(ids: &[CheckpointId]) -> String {
     let mut runs: Vec<(u64, u64)> = Vec::new();
     for id in ids {

@@ -1,4 +1,4 @@
-//! What can go wrong with a VM's disks, and what the user can do about it.
+//! The errors of a VM's disks, and what the user can do about them.
 
 use keyframe_units::CheckpointId;
 use std::io;
@@ -10,7 +10,7 @@ pub enum Error {
     /// The store failed.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The process that serves disks, or an image of a disk, failed.
+    /// The process that serves disks, or the image of a disk, failed.
     #[error(transparent)]
     Disk(#[from] keyframe_disk::Error),
     /// The file system refused an operation.
@@ -26,12 +26,12 @@ pub enum Error {
     /// A description could not be written as JSON.
     #[error("describe {object}: {source}")]
     Describe {
-        /// What was to be described.
+        /// The described object.
         object: &'static str,
         /// The error of the JSON library.
         source: serde_json::Error,
     },
-    /// The image beneath a checkpoint's disk cannot be opened.
+    /// The image below a checkpoint's disk cannot be opened.
     #[error("open {}: {source}", path.display())]
     ImageMissing {
         /// The image.
@@ -39,8 +39,8 @@ pub enum Error {
         /// The system's error.
         source: io::Error,
     },
-    /// The image beneath a checkpoint's disk is not what it was.
-    #[error("{} has changed since the checkpoint, which stands on it: {change}", path.display())]
+    /// The image below a checkpoint's disk differs from the image at the checkpoint.
+    #[error("{} has changed since the checkpoint, whose disk needs it: {change}", path.display())]
     ImageChanged {
         /// The image.
         path: PathBuf,
@@ -52,7 +52,7 @@ pub enum Error {
     CommitInterrupted {
         /// The image.
         path: PathBuf,
-        /// What was being committed.
+        /// The source of the commit.
         commit: String,
     },
     /// Metadata of a store can hold paths in UTF-8 only.
@@ -136,7 +136,7 @@ pub enum Error {
         /// The disk.
         disk: String,
     },
-    /// A checkpoint has no such member.
+    /// The checkpoint has no such member.
     #[error("checkpoint {checkpoint} has no member {member}")]
     NoMember {
         /// The checkpoint.
@@ -184,7 +184,8 @@ pub enum Error {
     DisksTooLarge(CheckpointId),
     /// The image has another size than the checkpoint's disk.
     #[error(
-        "{}: a disk of {image_bytes} bytes; disk {disk} of checkpoint {checkpoint} has {disk_bytes}",
+        "{}: a disk of {image_bytes} bytes; disk {disk} of checkpoint {checkpoint} has \
+         {disk_bytes}",
         path.display()
     )]
     SizeDiffers {
@@ -199,7 +200,7 @@ pub enum Error {
         /// The disk's size in the checkpoint.
         disk_bytes: u64,
     },
-    /// A VM runs on an image that is to be written.
+    /// A VM runs on the image that the command should write.
     #[error("{}: VM {vms} runs over it; nothing was changed", image.display())]
     ImageInUse {
         /// The image.
@@ -226,7 +227,7 @@ impl StoreError {
     }
 }
 
-/// How an image differs from what a checkpoint knows of it.
+/// The difference between an image and its description in a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ImageChange {
     /// Its length, in bytes.
@@ -236,9 +237,9 @@ pub enum ImageChange {
         /// At present.
         now: u64,
     },
-    /// Its time of change alone: the sampled parts hold the same bytes.
+    /// The modification time alone: the sampled parts are equal.
     Time {
-        /// The time of change that the checkpoint knows, in seconds since 1970.
+        /// The modification time in the checkpoint, in seconds since 1970.
         modified_s: i64,
         /// The nanoseconds of that time.
         modified_ns: u32,
@@ -251,15 +252,15 @@ impl std::fmt::Display for ImageChange {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Length { then, now } => write!(f, "it had {then} bytes and has {now}"),
-            Self::Time { .. } => f.write_str(
-                "its time of change differs, though the compared parts hold the same bytes",
-            ),
-            Self::Content => f.write_str("it holds something else"),
+            Self::Time { .. } => {
+                f.write_str("its modification time differs, although the compared parts are equal")
+            }
+            Self::Content => f.write_str("its content differs"),
         }
     }
 }
 
-/// What this crate returns.
+/// The result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 fn of_member(member: Option<&str>) -> String {
@@ -267,12 +268,12 @@ fn of_member(member: Option<&str>) -> String {
 }
 
 impl Error {
-    /// An error of the file system; `operation` is a verb.
+    /// Makes an [`Error::Io`]; `operation` is a verb.
     pub(crate) fn io(operation: &'static str, path: &Path, source: io::Error) -> Self {
         Self::Io { operation, path: path.to_owned(), source }
     }
 
-    /// What the user can do about it, if something is known.
+    /// What the user can do about it, if that is known.
     pub fn fix(&self) -> Option<String> {
         Some(match self {
             Self::Store(_)
@@ -285,16 +286,14 @@ impl Error {
             | Self::DiskLeftOut { .. }
             | Self::NoDisks { .. }
             | Self::DisksTooLarge(_) => return None,
-            Self::Disk(error) => {
-                return error.is_disk_full().then(|| "free some space, and run it again".into());
-            }
+            Self::Disk(error) => return error.fix(),
             Self::ImageMissing { .. } => {
-                "the checkpoint stands on this image: put it back where it was".into()
+                "the checkpoint's disk needs this image: put it back where it was".into()
             }
             Self::ImageChanged { path, change: ImageChange::Time { modified_s, modified_ns } } => {
                 format!(
-                    "put the image back as it was; if you are sure that it is the same, say so by: \
-                     touch -d @{modified_s}.{modified_ns:09} {}",
+                    "put the image back as it was; if you are sure that its content is unchanged, \
+                     reset the time: touch -d @{modified_s}.{modified_ns:09} {}",
                     path.display()
                 )
             }
@@ -304,7 +303,7 @@ impl Error {
             Self::CommitInterrupted { .. } => {
                 "finish it first: run keyframe commit --in-place again".into()
             }
-            Self::PathNotUtf8(_) => "name it by a link".into(),
+            Self::PathNotUtf8(_) => "name it through a symbolic link".into(),
             Self::BackingChainTooLong { .. } => {
                 "convert it to one image: qemu-img convert -O qcow2".into()
             }
@@ -318,26 +317,26 @@ impl Error {
                  (readonly=on)",
                 image.display()
             ),
-            Self::TooManyOverlays { .. } => "remove old ones".into(),
+            Self::TooManyOverlays { .. } => "remove old overlay directories there".into(),
             Self::OverlayUnreadable(_) => {
-                "run it again if a VM is being started; else save what the directory holds, and \
-                 remove it"
+                "if a VM is just being started, run the command again; else save the directory, \
+                 and remove it"
                     .into()
             }
             Self::NoMember { members, .. } if members.is_empty() => {
-                "it is of one VM: leave --member out".into()
+                "it is a checkpoint of one VM: omit --member".into()
             }
             Self::NoMember { members, .. } => format!("its members are {}", members.join(", ")),
             Self::NoDisk { holds, .. } => format!("it holds {holds}"),
-            Self::SeveralDisks { .. } => "say which one with --disk NAME".into(),
+            Self::SeveralDisks { .. } => "name one with --disk NAME".into(),
             Self::ImageInUse { .. } => {
-                "end that VM first (keyframe stop), or write a new image with -o FILE".into()
+                "stop that VM first (keyframe stop), or write a new image with -o FILE".into()
             }
         })
     }
 }
 
-/// The binary words an error of a store with the store's place.
+/// Adds the store's place to an error of a store.
 impl From<Error> for keyframe_failure::Failure {
     fn from(error: Error) -> Self {
         match &error {

@@ -32,7 +32,7 @@ impl Layers {
     ///
     /// Errors: the text is malformed, the store cannot be read, the checkpoint has no such disk.
     pub fn open(&self, text: &str) -> Result<Box<dyn Layer>> {
-        let refused = |problem: String| Error::Server { problem };
+        let refused = |problem: String| Error::Server { problem, fix: None };
         let source: LayerSource =
             serde_json::from_str(text).map_err(|e| refused(format!("no layer {text:?}: {e}")))?;
         let known = self.last.borrow().clone();
@@ -74,7 +74,7 @@ impl Layer for StoredLayer {
             return Ok(Content::Absent);
         }
         let read = self.disks.read_block(PageIndex(self.blocks.first.0 + block.0), into);
-        match read.map_err(|e| Error::Server { problem: keyframe_failure::chain(&e) })? {
+        match read.map_err(|e| Error::Server { problem: keyframe_failure::chain(&e), fix: None })? {
             BlockContent::Base => Ok(Content::Absent),
             BlockContent::Zero => Ok(Content::Zero),
             BlockContent::Data => Ok(Content::Data),

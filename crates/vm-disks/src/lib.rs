@@ -1,12 +1,12 @@
-//! A VM's disks: from the images on its command line, or in a checkpoint, to the process that serves
-//! them.
+//! A VM's disks: from the images on its command line, or in a checkpoint, to the process that
+//! serves them.
 //!
 //! ```text
-//!   run      -drive file=a.img  ──▶ DiskToServe ──┐                    image a.img, untouched
-//!   restore  a checkpoint's disks ──▶ DiskToServe ─┴─serve──▶ __disks ──▶ (blocks of the checkpoint)
-//!                                                           └──────▶ overlay in STORE/disks/NAME.1/
+//!   run      -drive file=a.img    ──▶ DiskToServe ─┐               image a.img, unchanged
+//!   restore  a checkpoint's disks ──▶ DiskToServe ─┴─serve──▶ __disks ──▶ (checkpoint's blocks)
+//!                                                              └──▶ overlay in STORE/disks/NAME.1/
 //!
-//!   commit, export, mount          StoredDisk ──▶ blocks of the checkpoint over image a.img, for reading
+//!   commit, export, mount      StoredDisk ──▶ checkpoint's blocks over a.img, read-only
 //! ```
 
 pub mod base_image;
@@ -22,7 +22,7 @@ pub mod vm_name;
 
 pub use error::{Error, ImageChange, Result, StoreError};
 
-use keyframe_disk::{Disks, ImageFormat, Spec};
+use keyframe_disk::{DiskSpec, Disks, ImageFormat};
 use keyframe_qemu::Drive;
 use keyframe_store::{DiskMeta, Store};
 use keyframe_store_keys as keys;
@@ -38,12 +38,12 @@ pub struct DiskToServe {
     pub meta: DiskMeta,
     /// The checkpoint's blocks between image and overlay: a [`layer::LayerSource`] as JSON.
     pub layer: Option<String>,
-    /// The guest's writes are discarded at the end.
+    /// True if the guest's writes are discarded at the end.
     pub temporary: bool,
 }
 
 impl DiskToServe {
-    /// The disk of a `drive` on a command line. Its name begins with `prefix`.
+    /// The disk of a `-drive` or `-blockdev` on a command line. `prefix` is put before its name.
     ///
     /// Errors: the drive is a network export, or its image has a format that is not served.
     pub fn of_drive(drive: &Drive, prefix: &str) -> Result<Self> {
@@ -68,7 +68,7 @@ impl DiskToServe {
     }
 }
 
-/// Disks that a process of their own serves, with the directory of their overlays.
+/// Disks that a separate process serves, with the directory of their overlays.
 pub struct ServedDisks {
     /// The connection to the process that serves the disks.
     pub disks: Disks,
@@ -80,14 +80,15 @@ pub struct ServedDisks {
     pub temporary: Vec<bool>,
     /// The content of `disks.json`.
     info: OverlayInfo,
-    /// Number of rollbacks so far: each has fresh overlays.
+    /// The number of rollbacks so far. Each creates new overlays.
     round: u32,
 }
 
-/// Starts a process that serves `disks` on `socket`. Their overlays lie in a new directory of VM
+/// Starts a process that serves `disks` on `socket`. Their overlays are in a new directory of VM
 /// `vm` in `store`. `checkpoint` is the one that the VM was restored from.
 ///
-/// Errors: an image cannot be opened, the directory cannot be made, the process does not start. The
+/// Errors: an image cannot be opened; the directory cannot be created; the process does not start.
+/// After an error the directory is removed.
 /// directory is removed then.
 pub fn serve(
     store: &Store,
@@ -99,7 +100,7 @@ pub fn serve(
     serve_in(OverlayDirectory::claim(store, vm)?, vm, checkpoint, disks, socket)
 }
 
-/// As [`serve`], with overlays in `directory`, which is removed on an error.
+/// As [`serve`], with overlays in `directory`. After an error `directory` is removed.
 pub fn serve_in(
     directory: OverlayDirectory,
     vm: &str,
@@ -164,9 +165,9 @@ fn server() -> Command {
     command
 }
 
-/// Tells the server how to open each disk. `round` tells the overlays of successive rollbacks in
-/// one directory apart.
-fn specs(directory: &OverlayDirectory, disks: &[DiskToServe], round: u32) -> Result<Vec<Spec>> {
+/// Describes each disk for the server. `round` distinguishes the overlays of successive rollbacks
+/// in one directory.
+fn specs(directory: &OverlayDirectory, disks: &[DiskToServe], round: u32) -> Result<Vec<DiskSpec>> {
     let spec = |(index, disk): (usize, &DiskToServe)| {
         let (name, base) = (&disk.meta.name, &disk.meta.base);
         let blank_bytes = base.is_blank().then_some(disk.meta.disk_bytes);
@@ -182,7 +183,7 @@ fn specs(directory: &OverlayDirectory, disks: &[DiskToServe], round: u32) -> Res
                 overlay.file_name().unwrap_or_default().display()
             ));
         }
-        Ok(Spec {
+        Ok(DiskSpec {
             export: name.clone(),
             base: base.path.clone().into(),
             format,
@@ -196,16 +197,16 @@ fn specs(directory: &OverlayDirectory, disks: &[DiskToServe], round: u32) -> Res
 }
 
 impl ServedDisks {
-    /// Ends the server. Removes the directory of the overlays, unless `keep` is set and the guest
-    /// has written something lasting; then the directory's path is returned.
+    /// Ends the server. Removes the directory of the overlays, unless `keep` is true and the guest
+    /// has written data that is not temporary; then returns the directory's path.
     ///
-    /// Errors: the server does not answer, or does not end. The directory stays then.
+    /// Errors: the server does not answer, or does not end. Then the directory stays.
     pub fn end(self, keep: bool) -> Result<Option<PathBuf>> {
         let Self { mut disks, directory, temporary, .. } = self;
         let stats = disks.stats()?;
         let ended = disks.end();
         let written =
-            |(disk, temporary): (&keyframe_disk::Stats, &bool)| disk.extents > 0 && !temporary;
+            |(disk, temporary): (&keyframe_disk::DiskStats, &bool)| disk.extents > 0 && !temporary;
         let lasts = keep && stats.disks.iter().zip(&temporary).any(written);
         if !lasts && ended.is_ok() {
             directory.remove();

@@ -1,10 +1,10 @@
-//! Serves the read-only media of a recorded guest like its disks, so that the guest's requests are
-//! answered sooner.
+//! Serves the read-only media of a recorded guest like its disks, so that the guest gets answers
+//! sooner.
 //!
-//! A checkpoint holds nothing of a medium: its image belongs to the user and is never written.
+//! A checkpoint holds no content of a medium: its image belongs to the user and is never written.
 
 use crate::error::{Error, Result};
-use keyframe_disk::{Disks, ImageFormat, Spec};
+use keyframe_disk::{DiskSpec, Disks, ImageFormat};
 use keyframe_qemu::{DiskServer, Medium};
 use std::path::Path;
 use tempfile::TempDir;
@@ -51,14 +51,14 @@ impl Media {
 impl Drop for Media {
     fn drop(&mut self) {
         if let Some(disks) = self.disks.take() {
-            // QEMU is gone, and nothing was written.
+            // QEMU has ended, and a medium has no written data.
             let _ = disks.end();
         }
     }
 }
 
 /// Tells the server how to open `medium`.
-fn spec(medium: &Medium, directory: &Path, folder: &Path) -> Result<Spec> {
+fn spec(medium: &Medium, directory: &Path, folder: &Path) -> Result<DiskSpec> {
     let image = directory.join(&medium.image);
     if !std::fs::metadata(&image).is_ok_and(|metadata| metadata.is_file()) {
         return Err(Error::MediumNotAFile(image));
@@ -68,7 +68,7 @@ fn spec(medium: &Medium, directory: &Path, folder: &Path) -> Result<Spec> {
             .ok_or_else(|| Error::MediumFormat { path: image.clone(), format: word.to_owned() })?,
         None => ImageFormat::probe(&image)?,
     };
-    Ok(Spec {
+    Ok(DiskSpec {
         export: medium.name.clone(),
         base: image,
         format,

@@ -2,11 +2,11 @@
 //!
 //! ```text
 //!   STORE/disks/NAME.1/         one for each start of a VM with disks; NAME.2 for the next
-//!     disks.json                whose it is, and the image beneath each disk
+//!     disks.json                its VM, and the image below each disk
 //!     DISK/                     an overlay (docs/formats/disk-overlay.md)
 //! ```
-//!
 //! Invariant: the program removes an overlay directory only if the guest has written nothing to its
+//! disks, or if the user asked for temporary writes. The user removes all others.
 //! disks, or if the user asked for temporary writes. The user decides about every other one.
 
 use crate::error::{Error, Result, StoreError};
@@ -19,17 +19,17 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 const INFO: &str = "disks.json";
-/// Numbers that are tried for a new directory.
+/// The largest number of a directory that is tried.
 const PLACES_MAX: u32 = 1 << 20;
-/// The longest `disks.json` that is read; one with 64 disks is far shorter.
+/// The longest `disks.json` that is read, in bytes. With 64 disks it is far shorter.
 const INFO_BYTES_MAX: u64 = 4 << 20;
 
-/// The content of `disks.json`: whose overlays a directory holds.
+/// The content of `disks.json`: the owner of the overlays in a directory.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct OverlayInfo {
     /// The VM, or the group.
     pub vm: String,
-    /// When it was started.
+    /// The time of its start.
     pub began: jiff::Timestamp,
     /// The checkpoint that it was restored from: its blocks lie between overlay and image.
     #[serde(skip_serializing_if = "Option::is_none", default)]
@@ -38,20 +38,22 @@ pub struct OverlayInfo {
     pub disks: Vec<(DiskMeta, String)>,
 }
 
-/// An overlay directory that this process has made.
+/// An overlay directory that this process has created.
 #[derive(Debug)]
 pub struct OverlayDirectory {
     path: PathBuf,
 }
 
 impl OverlayDirectory {
-    /// Makes the next free directory of `vm` in `store`.
+    /// Creates the next free directory of `vm` in `store`. Errors: [`Error::TooManyOverlays`],
+    /// [`Error::Io`].
     pub fn claim(store: &Store, vm: &str) -> Result<Self> {
         let folder = store.local_folder().map_err(|e| StoreError::of(store, e))?;
         Self::claim_in(&folder.join("disks"), vm)
     }
 
-    /// Makes the next free directory of `vm` in `folder`.
+    /// Creates the next free directory of `vm` in `folder`. Errors: [`Error::TooManyOverlays`],
+    /// [`Error::Io`].
     pub fn claim_in(folder: &Path, vm: &str) -> Result<Self> {
         let make = |path: &Path, recursive| {
             std::fs::DirBuilder::new().mode(0o700).recursive(recursive).create(path)
@@ -78,7 +80,7 @@ impl OverlayDirectory {
         self.path.join(format!("{index}-{}", name_from(name)))
     }
 
-    /// Writes `disks.json`.
+    /// Writes `disks.json`. Errors: [`Error::Describe`], [`Error::Io`].
     pub fn describe(&self, info: &OverlayInfo) -> Result<()> {
         let text = serde_json::to_vec_pretty(info)
             .map_err(|source| Error::Describe { object: INFO, source })?;
@@ -93,7 +95,7 @@ impl OverlayDirectory {
     }
 }
 
-/// The description of the overlay directory at `path`; `None` if there is no readable one.
+/// Reads the description of the overlay directory at `path`. `None` if there is no readable one.
 pub fn info(path: &Path) -> Option<OverlayInfo> {
     let file = path.join(INFO);
     let known = std::fs::metadata(&file).ok().filter(|meta| meta.len() <= INFO_BYTES_MAX)?;
@@ -101,8 +103,8 @@ pub fn info(path: &Path) -> Option<OverlayInfo> {
     serde_json::from_slice(&text).ok()
 }
 
-/// The store that holds the overlay in `directory`, with the description of its overlay directory.
-/// `None` if the overlay lies in no overlay directory.
+/// The store that holds the overlay in `directory`, and the description of its overlay directory.
+/// `None` if the overlay is in no overlay directory.
 pub fn of_overlay(directory: &Path) -> Option<(PathBuf, OverlayInfo)> {
     let place = directory.parent()?;
     Some((keyframe_store::store_of_folder(place.parent()?.parent()?), info(place)?))

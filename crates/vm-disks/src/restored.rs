@@ -2,13 +2,13 @@
 //! back to it.
 //!
 //! ```text
-//!   rollback:   stage ─▶ image, blocks of the checkpoint, fresh overlay: open beside what is served
-//!                 exchange ─▶ served in its place; the guest's connections stay      exchange again ─▶ as before
-//!                               describe ─▶ disks.json says so
-//!                                 dismiss ─▶ what is not served is closed and removed
+//!   rollback:  stage ─▶ image, checkpoint's blocks, new overlay: open, not served
+//!                exchange ─▶ served; the guest's connections stay    exchange again ─▶ as before
+//!                              describe ─▶ disks.json names the checkpoint
+//!                                dismiss ─▶ the disks that are not served are closed and removed
 //! ```
 //!
-//! Invariant: only `dismiss` removes what the guest has written.
+//! Invariant: only `dismiss` removes data that the guest has written.
 
 use crate::base_image::require_unchanged;
 use crate::error::{Error, Result, StoreError};
@@ -19,7 +19,7 @@ use keyframe_units::CheckpointId;
 
 /// The disks of checkpoint `id`, ready to be served.
 ///
-/// Errors: an image beneath a disk has changed since the checkpoint.
+/// Errors: an image below a disk has changed since the checkpoint.
 pub fn disks_of_checkpoint(
     store: &Store,
     id: CheckpointId,
@@ -59,7 +59,8 @@ pub fn are_same(these: &[DiskMeta], those: &[DiskMeta]) -> bool {
 }
 
 impl ServedDisks {
-    /// Opens the disks of checkpoint `id`, without serving them yet.
+    /// Opens the disks of checkpoint `id` without serving them. Errors: an image has changed since
+    /// the checkpoint; a disk cannot be opened.
     pub fn stage(&mut self, store: &Store, id: CheckpointId, meta: &Meta) -> Result<()> {
         let disks = disks_of_checkpoint(store, id, meta)?;
         self.round += 1;
@@ -72,7 +73,8 @@ impl ServedDisks {
         })
     }
 
-    /// Writes into `disks.json` that the disks of checkpoint `id` are served now.
+    /// Writes to `disks.json` that the disks of checkpoint `id` are served. Error: the file cannot
+    /// be written.
     pub fn describe(&mut self, id: CheckpointId) -> Result<()> {
         self.info.checkpoint = Some(id.0);
         for ((_, overlay), spec) in self.info.disks.iter_mut().zip(self.disks.specs()) {
@@ -81,7 +83,8 @@ impl ServedDisks {
         self.directory.describe(&self.info)
     }
 
-    /// Closes the disks that are open and not served, and removes their overlays.
+    /// Closes the disks that are open but not served, and removes their overlays. Error: the server
+    /// does not answer.
     pub fn dismiss(&mut self) -> Result<()> {
         let dismissed = self.disks.dismiss()?;
         for spec in dismissed {

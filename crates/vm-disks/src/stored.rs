@@ -1,8 +1,8 @@
-//! Reads a checkpoint's disk without a VM: the checkpoint's blocks over the image beneath.
+//! Reads a checkpoint's disk without a VM: the checkpoint's blocks over the image.
 //!
 //! ```text
 //!   commit, export, mount ──▶ StoredDisk::open ──▶ Below ── blocks of the checkpoint
-//!                                                    └───── image, unchanged since
+//!                                                    └───── image, unchanged since the checkpoint
 //! ```
 //!
 //! Invariant: an image that has changed since the checkpoint is never read.
@@ -24,14 +24,15 @@ pub struct StoredDisk {
 }
 
 impl StoredDisk {
-    /// Disk number `number` (from 0) of the checkpoint; `None` if it has no such disk.
+    /// Disk number `number` (from 0) of the checkpoint. `None` if it has no such disk.
     pub fn of(disks: Arc<LoadedDisks>, number: usize) -> Option<Self> {
         let meta = disks.meta.disks.get(number)?.clone();
         Some(Self { disks, meta, number })
     }
 
-    /// The disk called `name`. A disk of a group is called `MEMBER/NAME`, or `NAME` of `member`. The
-    /// name may be left out if there is only one disk.
+    /// The disk with the name `name`. In a checkpoint of a group, the name is `MEMBER/NAME`, or
+    /// `NAME` if `member` is given. If there is only one disk, `name` may be `None`. Errors:
+    /// [`Error::NoDisk`], [`Error::NoDisks`], [`Error::NoMember`], [`Error::SeveralDisks`].
     pub fn choose(
         disks: Arc<LoadedDisks>,
         member: Option<&str>,
@@ -75,12 +76,12 @@ impl StoredDisk {
         &self.meta
     }
 
-    /// The path of the image beneath.
+    /// The path of the image.
     pub fn image(&self) -> PathBuf {
         PathBuf::from(&self.meta.base.path)
     }
 
-    /// The format of that image.
+    /// The format of the image. Error: [`Error::UnknownFormat`].
     pub fn format(&self) -> Result<ImageFormat> {
         let DiskMeta { name, base, .. } = &self.meta;
         let format =
@@ -114,13 +115,13 @@ impl StoredDisk {
             return Ok(Below::new(blank, Some(self.layer()?)));
         }
         let image = Base::open(&self.image(), self.format()?).map_err(|e| match &e {
-            // For a missing image, this error tells the user what to do.
+            // If the image is missing, the following error tells the user the fix.
             keyframe_disk::Error::Io { .. } => {
                 require_unchanged(known).err().unwrap_or_else(|| e.into())
             }
             _ => e.into(),
         })?;
-        // The image is locked now: no Keyframe command changes it from here on.
+        // The image is locked, so no Keyframe command changes it from now on.
         require_unchanged(known)?;
         if image.disk_bytes() != *disk_bytes {
             return Err(Error::SizeDiffers {
@@ -134,7 +135,8 @@ impl StoredDisk {
         Ok(Below::new(image, Some(self.layer()?)))
     }
 
-    /// Checks, after reading, that the image has not changed meanwhile.
+    /// Checks, after reading, that the image has not changed meanwhile. Errors:
+    /// [`Error::ImageChanged`], [`Error::ImageMissing`].
     pub fn require_unchanged(&self) -> Result<()> {
         require_unchanged(&self.meta.base)
     }

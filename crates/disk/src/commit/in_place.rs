@@ -1,7 +1,7 @@
-//! Writes the blocks written since a checkpoint into the base image.
+//! Writes the blocks that were written since a checkpoint into the base image.
 
-use super::{Amount, CHUNK_BYTES, Watch};
-use crate::base::{Base, Gate, Lock};
+use super::{Amount, CHUNK_BYTES, ProgressCallback};
+use crate::base::{BackingFileGate, Base, Lock};
 use crate::{BLOCK, BLOCK_BYTES, Content, DiskBlock, Error, ImageFormat, Layer, Result};
 use imago::file::File as ImageFile;
 use imago::qcow2::Qcow2;
@@ -12,10 +12,12 @@ use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// A commit into an image: the image is locked, and marked as under way.
+/// A commit into an image. The image is locked, and a mark beside it tells that a commit is under
+/// way.
 ///
 /// ```text
-///   begin() ──▶ marked ──write()──▶ ... ──finish()──▶ synced, the caller empties what it wrote ──unmark()──▶ done
+///   begin() ──▶ marked ──write()──▶ ... ──finish()──▶ synced
+///                              the caller empties the overlay ──unmark()──▶ done
 /// ```
 pub struct InPlace {
     image: Image,
@@ -30,16 +32,18 @@ enum Image {
 }
 
 impl InPlace {
-    /// Begins to write to the image at `path`, of a disk of `disk_bytes`, or goes on after a kill.
-    /// `source` names what is written, without line ends.
+    /// Begins a commit into the image at `path`, whose disk has `disk_bytes` bytes, or continues
+    /// one that was killed. `source` names the overlay or checkpoint that is written, without line
+    /// ends.
     ///
-    /// Errors, which leave no mark: somebody uses the image; it is of another size; a commit of
-    /// something else was interrupted.
+    /// Errors, which leave no mark: another process uses the image; the image has another size; a
+    /// commit from another source was interrupted.
     pub fn begin(path: &Path, format: ImageFormat, disk_bytes: u64, source: &str) -> Result<Self> {
         let name = path.display().to_string();
         let path = path.canonicalize().map_err(Error::io(&name, "find"))?;
-        // The lock comes last: closing a file lets go of what this process has locked of it.
-        of_size(&name, Base::open_marked(&path, format)?.disk_bytes(), disk_bytes)?;
+        // The lock is taken last: closing any descriptor of a file releases this process's locks on
+        // it.
+        require_size(&name, Base::open_marked(&path, format)?.disk_bytes(), disk_bytes)?;
         let file = File::options().read(true).write(true).open(&path);
         let file = file.map_err(Error::io(&name, "open for writing"))?;
         let image = match format {
@@ -47,26 +51,32 @@ impl InPlace {
             ImageFormat::Qcow2 => {
                 let builder = Qcow2::<ImageFile>::builder_path(&path).write(true);
                 let image = builder
-                    .open(Gate::for_writing())
+                    .open(BackingFileGate::for_writing())
                     .map_err(Error::io(&name, "open for writing"))?;
                 Image::Qcow2(Box::new(FormatAccess::new(image)))
             }
         };
         let lock = Lock::alone(file, &name)?;
-        marked_for(&path, source)?;
+        mark_for(&path, source)?;
         mark(&path, source)?;
         Ok(Self { image, path, disk_bytes, _lock: lock })
     }
 
-    /// Bytes of the disk.
+    /// The size of the disk in bytes.
     pub fn disk_bytes(&self) -> u64 {
         self.disk_bytes
     }
 
-    /// Writes what `layer`, of a disk of `disk_bytes`, holds; `watch` hears how many bytes were
-    /// written. Of several layers the lowest goes first.
-    pub fn write(&self, layer: &dyn Layer, disk_bytes: u64, watch: Watch<'_>) -> Result<Amount> {
-        of_size(&self.name(), self.disk_bytes, disk_bytes)?;
+    /// Writes the blocks of `layer`, which is of a disk of `disk_bytes` bytes. Calls `watch` with
+    /// the number of bytes written so far. The caller writes the lowest of several layers first.
+    /// Errors: the layer cannot be read or does not fit; the image cannot be written.
+    pub fn write(
+        &self,
+        layer: &dyn Layer,
+        disk_bytes: u64,
+        watch: ProgressCallback<'_>,
+    ) -> Result<Amount> {
+        require_size(&self.name(), self.disk_bytes, disk_bytes)?;
         let mut amount = Amount::default();
         let mut run = Run { data: Vec::with_capacity(CHUNK_BYTES as usize), start: 0 };
         let mut block = [0; BLOCK_BYTES];
@@ -77,7 +87,7 @@ impl InPlace {
             if len == 0 {
                 return Err(Error::damaged(
                     self.name(),
-                    format!("block {at} lies behind the disk's end"),
+                    format!("block {at} lies past the end of the disk"),
                 ));
             }
             match layer.read_block(at, &mut block)? {
@@ -103,7 +113,8 @@ impl InPlace {
         Ok(amount)
     }
 
-    /// Makes what was written durable. Then what it came from can be emptied, and not before.
+    /// Makes the written blocks durable. Only after this may the caller empty the overlay. Error:
+    /// the sync failed.
     pub fn finish(&self) -> Result<()> {
         let synced = match &self.image {
             Image::Raw(file) => file.sync_all(),
@@ -112,7 +123,7 @@ impl InPlace {
         synced.map_err(Error::io(self.name(), "sync"))
     }
 
-    /// The image can be used again.
+    /// Removes the mark, so that the image can be served again.
     pub fn unmark(self) -> Result<()> {
         let marker = marker(&self.path);
         std::fs::remove_file(&marker)
@@ -141,7 +152,7 @@ impl InPlace {
         let done = match &self.image {
             Image::Raw(file) => {
                 let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-                // Not every file system, and not every device, has holes.
+                // Some file systems and devices have no holes.
                 rustix::fs::fallocate(file, flags, at, len)
                     .or_else(|_| file.write_all_at(&[0; BLOCK_BYTES][..len as usize], at))
             }
@@ -151,15 +162,15 @@ impl InPlace {
     }
 }
 
-fn of_size(name: &str, image_bytes: u64, disk_bytes: u64) -> Result<()> {
+fn require_size(name: &str, image_bytes: u64, disk_bytes: u64) -> Result<()> {
     if image_bytes == disk_bytes {
         return Ok(());
     }
-    let problem = format!("its disk has {image_bytes} bytes, what is to be written {disk_bytes}");
+    let problem = format!("its disk has {image_bytes} bytes, the disk to write has {disk_bytes}");
     Err(Error::refused(name, problem, "use the image that the VM ran on"))
 }
 
-/// Neighbouring blocks that are written at once.
+/// Neighbouring blocks that one call writes.
 struct Run {
     data: Vec<u8>,
     start: u64,
@@ -173,28 +184,28 @@ impl Run {
     }
 }
 
-/// Where a commit into the image at `path` leaves its mark.
+/// The path of the mark beside the image at `path`.
 pub(crate) fn marker(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".keyframe-commit");
     name.into()
 }
 
-/// What is being written to the image at `path`, if a commit was interrupted.
+/// The source of the interrupted commit into the image at `path`, if there is one.
 pub fn interrupted(path: &Path) -> Option<String> {
     let path = path.canonicalize().ok()?;
     std::fs::read_to_string(marker(&path)).ok().map(|source| source.trim_end().to_owned())
 }
 
-fn marked_for(path: &Path, source: &str) -> Result<()> {
+fn mark_for(path: &Path, source: &str) -> Result<()> {
     match interrupted(path) {
-        // Of a mark that was just being made nothing was written yet.
+        // An empty mark was just being created, and no block was written.
         Some(other) if !other.is_empty() && other != source => {
             let problem = format!("a commit of {other} into it was interrupted");
             Err(Error::refused(
                 path.display().to_string(),
                 problem,
-                "finish that one first: run it again",
+                "run the interrupted commit again first",
             ))
         }
         _ => Ok(()),

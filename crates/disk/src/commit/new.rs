@@ -1,6 +1,6 @@
 //! Writes a disk to a new image.
 
-use super::{CHUNK_BYTES, Watch};
+use super::{CHUNK_BYTES, ProgressCallback};
 use crate::{BLOCK_BYTES, Error, ImageFormat, Readable, Result};
 use imago::file::File as ImageFile;
 use imago::format::gate::DenyImplicitOpenGate;
@@ -11,43 +11,45 @@ use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// How many ranges are looked at in one go.
+/// The number of ranges that one query returns.
 const RANGES_MAX: usize = 1024;
 
-/// Writes `disk` to a new raw image at `path`, sparse where it is zero. It is there whole and
-/// durable, or not at all.
+/// Writes `disk` to a new raw image at `path`, with holes for zeros. The image is complete and
+/// durable, or does not exist.
 ///
+/// Errors: a file exists at `path`; the disk cannot be read or the image not written.
 /// Error: also where something is at `path` already.
 pub fn to_new_raw(disk: &dyn Readable, path: &Path) -> Result<()> {
     to_new(disk, path, ImageFormat::Raw, &mut |_| Ok(()))
 }
 
-/// The same in either format; `watch` hears how far it has got, of the disk's bytes.
+/// As [`to_new_raw`], in either format. Calls `watch` with the number of bytes of the disk done so
+/// far.
 pub fn to_new(
     disk: &dyn Readable,
     path: &Path,
     format: ImageFormat,
-    watch: Watch<'_>,
+    watch: ProgressCallback<'_>,
 ) -> Result<()> {
     to_file(disk, path, format, false, watch)
 }
 
-/// The same; with `replace` a file that is there is replaced, by all of the new one at once.
+/// As [`to_new`]. If `replace` is true, an existing file is replaced, atomically.
 pub fn to_file(
     disk: &dyn Readable,
     path: &Path,
     format: ImageFormat,
     replace: bool,
-    watch: Watch<'_>,
+    watch: ProgressCallback<'_>,
 ) -> Result<()> {
     let name = path.display().to_string();
     if !replace && path.symlink_metadata().is_ok() {
-        return Err(Error::refused(name, "it exists", "name another file"));
+        return Err(Error::refused(name, "it exists already", "name another file"));
     }
     let folder =
         path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let file = tempfile::Builder::new().prefix(".keyframe-commit-").tempfile_in(folder);
-    let file = file.map_err(Error::io(&name, "make a file beside"))?;
+    let file = file.map_err(Error::io(&name, "create a temporary file for"))?;
     let target = Target::new(file.as_file(), format, disk.disk_bytes());
     let target = target.map_err(Error::io(&name, "prepare"))?;
     copy(disk, &target, &name, watch)?;
@@ -59,8 +61,13 @@ pub fn to_file(
     folder.map_err(Error::io(name, "sync the directory of"))
 }
 
-/// Writes `disk` as raw bytes, from the first to the last, to where there are no holes.
-pub fn to_stream(disk: &dyn Readable, out: &mut dyn Write, watch: Watch<'_>) -> Result<()> {
+/// Writes all bytes of `disk`, from the first to the last, to `out`. Zeros are written too. Errors:
+/// the disk cannot be read; `out` cannot be written.
+pub fn to_stream(
+    disk: &dyn Readable,
+    out: &mut dyn Write,
+    watch: ProgressCallback<'_>,
+) -> Result<()> {
     let mut chunk = vec![0; CHUNK_BYTES as usize];
     let mut at = 0;
     while at < disk.disk_bytes() {
@@ -73,25 +80,30 @@ pub fn to_stream(disk: &dyn Readable, out: &mut dyn Write, watch: Watch<'_>) -> 
     out.flush().map_err(Error::io("the new image", "write"))
 }
 
-/// Makes an empty qcow2 image of a disk of `disk_bytes` at `path`, for whoever puts another beneath
-/// it.
+/// Creates an empty qcow2 image at `path` of a disk of `disk_bytes` bytes. The caller gives it a
+/// backing file.
 ///
-/// Error: also where something is at `path` already.
+/// Errors: a file exists at `path`; the image cannot be written.
 pub fn empty_qcow2(path: &Path, disk_bytes: u64) -> Result<()> {
     let name = path.display().to_string();
     let file = File::options().read(true).write(true).create_new(true).open(path);
-    let file = file.map_err(Error::io(&name, "make"))?;
+    let file = file.map_err(Error::io(&name, "create"))?;
     let made = Target::new(&file, ImageFormat::Qcow2, disk_bytes).and_then(Target::finish);
-    made.map_err(Error::io(name, "make a qcow2 image of"))
+    made.map_err(Error::io(name, "create the qcow2 image"))
 }
 
-fn copy(disk: &dyn Readable, target: &Target<'_>, name: &str, watch: Watch<'_>) -> Result<()> {
+fn copy(
+    disk: &dyn Readable,
+    target: &Target<'_>,
+    name: &str,
+    watch: ProgressCallback<'_>,
+) -> Result<()> {
     let mut at = 0;
     let mut chunk = vec![0; CHUNK_BYTES as usize];
     while at < disk.disk_bytes() {
-        for (start, bytes, zero) in disk.ranges(at, disk.disk_bytes() - at, RANGES_MAX)? {
-            at = start + bytes;
-            let mut from = if zero { at } else { start };
+        for range in disk.ranges(at, disk.disk_bytes() - at, RANGES_MAX)? {
+            at = range.offset + range.len_bytes;
+            let mut from = if range.is_zero { at } else { range.offset };
             while from < at {
                 let part = &mut chunk[..(at - from).min(CHUNK_BYTES) as usize];
                 disk.read(from, part)?;
@@ -105,7 +117,7 @@ fn copy(disk: &dyn Readable, target: &Target<'_>, name: &str, watch: Watch<'_>) 
     Ok(())
 }
 
-/// The image that is being made: all zero.
+/// The new image. Before the copy all its bytes are zero.
 enum Target<'a> {
     Raw(&'a File),
     Qcow2(Box<FormatAccess<ImageFile>>),
@@ -130,7 +142,7 @@ impl<'a> Target<'a> {
         }
     }
 
-    /// Writes the blocks of `data` that are not zero, those side by side at once.
+    /// Writes the blocks of `data` that are not zero, neighbouring blocks with one call.
     fn write_nonzero(&self, data: &[u8], at: u64) -> io::Result<()> {
         let end_of = |from: usize| (from + BLOCK_BYTES).min(data.len());
         let is_zero = |from: usize| data[from..end_of(from)].iter().all(|byte| *byte == 0);

@@ -1,97 +1,99 @@
-//! Where requests are answered: wherever the kernel likes, or on the core of the guest that asks,
-//! and before it runs on.
+//! The core on which requests are answered: any core, or the core of the guest that asks, before
+//! the guest runs on.
 //!
 //! ```text
-//!   anywhere          guest ── request ── runs ── halts            a recorded guest that has halted gets the answer at its next timer only,
-//!                     server      └ woken on another core ── answer          ms later
+//!   any core          guest ── request ── runs ── halts     a recorded guest that has halted sees
+//!                     server      └ another core ── answer  the answer only at its next timer, ms
+//!                                                           later
 //!
-//!   on its core       guest ── request ┐          ┌ the answer is there: taken by the thread that asked, at once
-//!                     server           └─ answer ─┘
+//!   the guest's core  guest ── request ┐          ┌ the answer is there: the thread that asked
+//!                     server           └─ answer ─┘ takes it at once
 //! ```
 //!
-//! A QEMU that records or replays is on one core, by turns (`keyframe-qemu`, `turns`). A client's
-//! thread that is on that core too, and in front of the guest's, takes the core with the request,
-//! and gives it back with the answer: what the guest asked for is there before QEMU looks for it
-//! the first time, as long as nothing has to be waited for. Where the priority is not permitted the
-//! thread is an ordinary one, and the kernel most often decides the same.
+//! A QEMU that records or replays runs on one core, one thread at a time (`keyframe-qemu`,
+//! `thread_affinity`). A client's thread on the same core with a higher priority takes the core
+//! when the request arrives and returns it with the answer. So the answer is there before QEMU
+//! looks for it the first time, unless the read must wait for a device. If the process may not
+//! raise the priority, the thread is an ordinary one, and the kernel usually decides the same.
 
 use keyframe_kernel::{cpu_affinity, priority};
 use nix::sys::resource::{UsageWho, getrusage};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// The core that all clients' threads answer on, and how often that was said: a thread whose
-/// priority was changed takes its place anew.
+/// The core on which all clients' threads answer, and how often it was set: a thread whose priority
+/// was changed applies the placement again.
 #[derive(Debug, Default)]
 pub struct Affinity(AtomicU64);
 
 /// Bits of a core's number, plus one.
 const CORE_BITS: u32 = 32;
 
-/// A read that took longer, and had its thread sleep, has waited for a device.
+/// If a read took longer and its thread slept, it waited for a device.
 const WAITED: Duration = Duration::from_micros(500);
-/// How many reads are taken to be like one that has.
-const LIKE_IT: u32 = 32;
+/// The number of reads after one that waited that are expected to wait too.
+const SLOW_READS_EXPECTED: u32 = 32;
 
-/// What a client's thread has taken.
+/// The placement that a client's thread has applied.
 #[derive(Debug, Default)]
-pub struct Placement {
+pub struct ThreadPlacement {
     said: u64,
-    /// How many reads behind one that waited are left.
-    like_it: u32,
+    /// The number of reads that are still expected to wait.
+    expected_slow: u32,
 }
 
-impl Placement {
-    /// Whether what nobody knows to be quick (an image that has to be decoded, a checkpoint's
-    /// blocks) is read by this thread all the same: the guest would have it at once. Not while the
-    /// last of those has waited for a device.
-    pub fn tries(&mut self) -> bool {
+impl ThreadPlacement {
+    /// Whether this thread itself performs a read of unknown speed (an image that must be decoded,
+    /// a checkpoint's blocks), so that the guest gets it at once. False for some time after such a
+    /// read has waited for a device.
+    pub fn may_read_inline(&mut self) -> bool {
         if core_of(self.said).is_none() {
             return false;
         }
-        let tries = self.like_it == 0;
-        self.like_it = self.like_it.saturating_sub(1);
-        tries
+        let may_read = self.expected_slow == 0;
+        self.expected_slow = self.expected_slow.saturating_sub(1);
+        may_read
     }
 
-    /// Reads so, and remembers whether it had to wait.
+    /// Runs `read` and remembers whether it waited.
     pub fn watch<T>(&mut self, read: impl FnOnce() -> T) -> T {
         let (began, slept) = (Instant::now(), sleeps());
         let result = read();
-        // A thread whose core was taken has not slept.
+        // A thread that was only preempted has not slept.
         if began.elapsed() > WAITED && sleeps() > slept {
-            self.like_it = LIKE_IT;
+            self.expected_slow = SLOW_READS_EXPECTED;
         }
         result
     }
 }
 
-/// How often the calling thread has gone to sleep.
+/// The number of times that the calling thread has gone to sleep.
 fn sleeps() -> i64 {
     getrusage(UsageWho::RUSAGE_THREAD).map_or(0, |usage| usage.voluntary_context_switches())
 }
 
 impl Affinity {
-    /// Answers come from `core` from each client's next request on.
+    /// Sets the core of the answers. Each client's thread moves at its next request.
     pub fn set(&self, core: u32) {
         let round = (self.0.load(Ordering::Relaxed) >> CORE_BITS) + 1;
         self.0.store(round << CORE_BITS | (u64::from(core) + 1), Ordering::Release);
     }
 
-    /// Threads take their places anew: all of this process have got another priority.
+    /// Lets all threads apply their placement again, because the priority of the whole process was
+    /// changed.
     pub fn renew(&self) {
         if let Some(core) = core_of(self.0.load(Ordering::Relaxed)) {
             self.set(core);
         }
     }
 
-    /// Has the calling thread take its place, where it has not yet.
-    pub fn take(&self, placement: &mut Placement) {
+    /// Applies the placement to the calling thread, if it has changed.
+    pub fn take(&self, placement: &mut ThreadPlacement) {
         let said = self.0.load(Ordering::Acquire);
         if said != placement.said {
             placement.said = said;
             if let Some(core) = core_of(said) {
-                // On another core it is to be in nobody's way.
+                // On another core the thread must not displace others, so its priority stays.
                 let _ = cpu_affinity::bind_current_thread(core as usize)
                     && priority::raise_current_thread();
             }
@@ -108,18 +110,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_behind_one_that_waited_are_not_tried() {
-        let mut placement = Placement::default();
-        assert!(!placement.tries(), "it has no place");
+    fn reads_after_one_that_waited_are_not_tried() {
+        let mut placement = ThreadPlacement::default();
+        assert!(!placement.may_read_inline(), "it has no core");
         std::thread::spawn(move || {
             let affinity = Affinity::default();
             affinity.set(0);
             affinity.take(&mut placement);
-            assert!(placement.tries());
+            assert!(placement.may_read_inline());
             assert_eq!(placement.watch(|| 7), 7);
-            assert!(placement.tries(), "that one was quick");
+            assert!(placement.may_read_inline(), "the last read was quick");
             placement.watch(|| std::thread::sleep(WAITED * 4));
-            let tried: Vec<bool> = (0..=LIKE_IT).map(|_| placement.tries()).collect();
+            let tried: Vec<bool> =
+                (0..=SLOW_READS_EXPECTED).map(|_| placement.may_read_inline()).collect();
             assert!(tried.iter().rev().skip(1).all(|tried| !tried) && tried.last() == Some(&true));
         })
         .join()

@@ -1,13 +1,13 @@
 //! An NBD client that reads exports: the allocated or dirty ranges of a disk, and its bytes.
 //!
 //! ```text
-//!   connect ─▶ structured replies ─▶ one metadata context ─▶ go ─▶ status, read, ... ─▶ drop: disconnect
+//!   connect ─▶ structured replies ─▶ one metadata context ─▶ go ─▶ status, read, ... ─▶ drop
 //! ```
 //!
-//! Invariants: one request is under way at a time; every wait ends; nothing that the server says is
-//! allocated or believed beyond what was asked for.
+//! Invariants: one request is under way at a time. Every wait ends. The client allocates memory
+//! only for what it asked for, and checks all answers.
 //!
-//! Left out: writing, encryption, requests side by side, extended headers.
+//! Left out: writing, encryption, concurrent requests, extended headers.
 
 use super::wire::{
     CHUNK_BLOCK_STATUS, CHUNK_DONE, CHUNK_OFFSET_DATA, CMD_BLOCK_STATUS, CMD_DISC, CMD_READ,
@@ -22,40 +22,40 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-/// How long one answer may take.
+/// The time limit of one answer.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// The longest answer to an option, and the longest status.
+/// The longest answer to an option, and the longest status, in bytes.
 const ANSWER_BYTES_MAX: u32 = 1 << 20;
-/// Answers to one option.
+/// The largest number of answers to one option.
 const ANSWERS_MAX: usize = 64;
-/// Chunks of one reply.
+/// The largest number of chunks of one reply.
 const CHUNKS_MAX: usize = 1 << 16;
-/// Parts of one status: each of its sectors another one.
+/// The largest number of parts of one status: one for each sector.
 const STATUS_PARTS_MAX: usize = (STATUS_BYTES_MAX / 512) as usize;
-/// A hole in a reply to a read.
+/// The chunk type of a hole in a reply to a read.
 const CHUNK_OFFSET_HOLE: u16 = 2;
 const CHUNK_IS_ERROR: u16 = 0x8000;
-/// The longest status that is asked for: a multiple of every block size.
+/// The longest range whose status the client asks for. It is a multiple of every block size.
 const STATUS_BYTES_MAX: u64 = 1 << 30;
 
-/// Blocks that are read at once: a MiB.
+/// The number of blocks in one read: 1 MiB.
 const BLOCKS_AT_ONCE: usize = (1 << 20) / BLOCK_BYTES;
 
-/// Gets flags, kind and content of a chunk of a reply; says `None` to what makes no sense.
+/// Receives flags, type and content of a chunk of a reply. Returns `None` if the chunk is invalid.
 type Take<'a> = &'a mut dyn FnMut(u16, u16, &[u8]) -> Option<()>;
 
-/// A part of a disk, and what the metadata context says of it.
+/// A part of a disk and its flags in the metadata context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Status {
-    /// Its first byte.
+pub struct RangeStatus {
+    /// The offset of its first byte.
     pub offset: u64,
-    /// Bytes.
+    /// Its length in bytes.
     pub len: u64,
-    /// Of `base:allocation` bit 0: not allocated, bit 1: zeros. Of a dirty bitmap bit 0: dirty.
+    /// In `base:allocation`, bit 0: not allocated, bit 1: zeros. In a dirty bitmap, bit 0: dirty.
     pub flags: u32,
 }
 
-/// An export that is being read.
+/// A connection to an export, for reading.
 #[derive(Debug)]
 pub struct Client {
     stream: UnixStream,
@@ -66,7 +66,8 @@ pub struct Client {
 }
 
 impl Client {
-    /// Opens `export` at `socket`, with the metadata context `context`.
+    /// Connects to the export `export` of the server at `socket`, with the metadata context
+    /// `context`. Errors: no server, no such export or context; the server breaks the protocol.
     pub fn connect(socket: &Path, export: &str, context: &str) -> Result<Self> {
         let name = format!("export {export} at {}", socket.display());
         let stream = UnixStream::connect(socket).map_err(Error::io(&name, "connect to"))?;
@@ -97,14 +98,14 @@ impl Client {
         Ok(client)
     }
 
-    /// Bytes of the disk.
+    /// The size of the disk in bytes.
     pub fn len_bytes(&self) -> u64 {
         self.len_bytes
     }
 
-    /// What the context says from `offset` on: parts end to end, at least one, perhaps not up to
-    /// the disk's end.
-    pub fn status(&mut self, offset: u64) -> Result<Vec<Status>> {
+    /// The consecutive parts from `offset` on: at least one, perhaps not up to the end of the disk.
+    /// Errors: the server does not answer or breaks the protocol.
+    pub fn status(&mut self, offset: u64) -> Result<Vec<RangeStatus>> {
         let len = self.len_bytes.saturating_sub(offset).min(STATUS_BYTES_MAX);
         let mut found = Vec::new();
         self.request(CMD_BLOCK_STATUS, offset, len as u32)?;
@@ -117,34 +118,35 @@ impl Client {
             let mut from = offset;
             while !reader.is_empty() {
                 let (len, flags) = (u64::from(reader.u32_be().ok()?), reader.u32_be().ok()?);
-                // The last one may tell of more than was asked for.
+                // The last part may exceed the range that the client asked for.
                 let len = len.min(end.saturating_sub(from));
                 if found.len() >= STATUS_PARTS_MAX {
                     return None;
                 }
                 if len > 0 {
-                    found.push(Status { offset: from, len, flags });
+                    found.push(RangeStatus { offset: from, len, flags });
                 }
                 from += len;
             }
             Some(())
         })?;
         if found.is_empty() {
-            Err(self.wrong(format!("it says nothing of byte {offset}")))
+            Err(self.wrong(format!("it returned no status for byte {offset}")))
         } else {
             Ok(found)
         }
     }
 
-    /// Fills `into` from byte `offset` on.
+    /// Fills `into` from byte `offset` on. Errors: the server cannot read these bytes, does not
+    /// answer or breaks the protocol.
     pub fn read(&mut self, offset: u64, into: &mut [u8]) -> Result<()> {
         let len = u32::try_from(into.len())
             .ok()
             .filter(|_| into.len() <= super::wire::PAYLOAD_BYTES_MAX as usize);
         let len = len.ok_or_else(|| self.wrong(format!("a read of {} bytes", into.len())))?;
         self.request(CMD_READ, offset, len)?;
-        // QEMU's chunks come in order. A reply whose chunks overlap would leave bytes out that seem
-        // to be there.
+        // QEMU sends chunks in order. If overlapping chunks were accepted, gaps would go
+        // undetected.
         let mut filled = 0;
         self.replies(&mut |_, kind, bytes| {
             let mut reader = ByteReader::new(bytes);
@@ -172,12 +174,13 @@ impl Client {
         if filled == into.len() {
             return Ok(());
         }
-        Err(self.wrong(format!("{filled} of {len} bytes from {offset} on came")))
+        Err(self.wrong(format!("it returned {filled} of {len} bytes from {offset} on")))
     }
 
-    /// Gives `take` every block of which a part is `wanted` by its flags: whole, each once, rising,
-    /// [`BLOCKS_AT_ONCE`] at most, with the first one's number. What the server tells of need not
-    /// begin and end with a block; where the disk ends within its last one, zeros follow.
+    /// Calls `take` with every block that has a part whose flags are `wanted`. Blocks are whole,
+    /// rising, each given once, at most [`BLOCKS_AT_ONCE`] in one call, with the number of the
+    /// first. The server's parts need not begin or end at a block. If the disk ends within its last
+    /// block, zeros follow.
     pub fn each_block<E: From<Error>>(
         &mut self,
         wanted: fn(u32) -> bool,
@@ -187,7 +190,7 @@ impl Client {
         // Blocks before `next` are done.
         let (mut at, mut next) = (0, 0);
         while at < self.len_bytes {
-            for Status { offset, len, flags } in self.status(at)? {
+            for RangeStatus { offset, len, flags } in self.status(at)? {
                 at = offset + len;
                 if !wanted(flags) {
                     continue;
@@ -214,12 +217,12 @@ impl Client {
         let (magic, option, flags) =
             (reader.u64_be(), reader.u64_be(), reader.u16_be().unwrap_or_default());
         if magic != Ok(NBDMAGIC) || option != Ok(IHAVEOPT) || flags & FIXED_NEWSTYLE == 0 {
-            return Err(self.wrong("it does not greet as an NBD server does".into()));
+            return Err(self.wrong("its greeting is not that of an NBD server".into()));
         }
         self.send(&u32::from(FIXED_NEWSTYLE | NO_ZEROES & flags).to_be_bytes())
     }
 
-    /// Asks for an option; the answers before the acknowledgement.
+    /// Sends an option and returns the answers before the acknowledgement.
     fn option(&mut self, option: u32, data: &[u8]) -> Result<Vec<(u32, Vec<u8>)>> {
         let mut message = IHAVEOPT.to_be_bytes().to_vec();
         message.extend(option.to_be_bytes());
@@ -234,7 +237,7 @@ impl Client {
             let (kind, len) =
                 (reader.u32_be().unwrap_or_default(), reader.u32_be().unwrap_or_default());
             if magic != Ok(OPTION_REPLY) || about != Ok(option) || len > ANSWER_BYTES_MAX {
-                return Err(self.wrong(format!("an answer to option {option} that is none")));
+                return Err(self.wrong(format!("an invalid answer to option {option}")));
             }
             let bytes = self.take_some(len)?;
             match kind {
@@ -262,7 +265,7 @@ impl Client {
         self.send(&message)
     }
 
-    /// Takes the chunks of one reply.
+    /// Passes the chunks of one reply to `take`.
     fn replies(&mut self, take: Take<'_>) -> Result<()> {
         for _ in 0..CHUNKS_MAX {
             let header = self.take::<20>()?;
@@ -273,7 +276,7 @@ impl Client {
             let (cookie, len) = (reader.u64_be(), reader.u32_be().unwrap_or_default());
             let longest = super::wire::PAYLOAD_BYTES_MAX + ANSWER_BYTES_MAX;
             if magic != Ok(STRUCTURED_REPLY) || cookie != Ok(self.cookie) || len > longest {
-                return Err(self.wrong("a reply that is none".into()));
+                return Err(self.wrong("an invalid reply".into()));
             }
             let bytes = self.take_some(len)?;
             if kind & CHUNK_IS_ERROR != 0 {
@@ -284,13 +287,13 @@ impl Client {
                 return Err(self.wrong(format!("it answers with error {errno} {why}")));
             }
             if kind != 0 && take(flags, kind, &bytes).is_none() {
-                return Err(self.wrong(format!("a reply of kind {kind} that makes no sense")));
+                return Err(self.wrong(format!("an invalid reply of type {kind}")));
             }
             if flags & CHUNK_DONE != 0 {
                 return Ok(());
             }
         }
-        Err(self.wrong("a reply of too many parts".into()))
+        Err(self.wrong("a reply with too many parts".into()))
     }
 
     fn send(&mut self, bytes: &[u8]) -> Result<()> {
@@ -299,16 +302,16 @@ impl Client {
 
     fn take<const N: usize>(&mut self) -> Result<[u8; N]> {
         let mut bytes = [0; N];
-        self.stream.read_exact(&mut bytes).map_err(Error::io(&self.name, "hear from"))?;
+        self.stream.read_exact(&mut bytes).map_err(Error::io(&self.name, "read from"))?;
         Ok(bytes)
     }
 
     fn take_some(&mut self, len: u32) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
         let read = Read::by_ref(&mut self.stream).take(u64::from(len)).read_to_end(&mut bytes);
-        match read.map_err(Error::io(&self.name, "hear from"))? {
+        match read.map_err(Error::io(&self.name, "read from"))? {
             n if n == len as usize => Ok(bytes),
-            _ => Err(Error::io(&self.name, "hear from")(io::ErrorKind::UnexpectedEof)),
+            _ => Err(Error::io(&self.name, "read from")(io::ErrorKind::UnexpectedEof)),
         }
     }
 
@@ -323,7 +326,7 @@ impl Drop for Client {
     }
 }
 
-/// A length of 32 bits, and the text.
+/// A 32-bit length, then the text.
 fn string(text: &str) -> Vec<u8> {
     let mut bytes = (text.len() as u32).to_be_bytes().to_vec();
     bytes.extend(text.as_bytes());

@@ -1,8 +1,8 @@
-//! Serves one client, from its greeting to its end.
+//! Serves one client, from its greeting to its disconnect.
 
 use super::Shared;
 use super::handshake::negotiate;
-use super::input::Input;
+use super::input::ClientInput;
 use super::transmission::Transmission;
 use crate::{Error, Result};
 use std::os::unix::net::UnixStream;
@@ -10,17 +10,18 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// How long a client may take for its negotiation, between two messages.
+/// The time limit between two messages of a client's negotiation.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Serves a client until it leaves.
+/// Serves a client until it disconnects. Error: the client broke the protocol, or the connection
+/// failed.
 pub fn serve(shared: &Arc<Shared>, stream: UnixStream) -> Result<()> {
     let failed = || Error::io("an NBD client", "set up the connection to");
     let clone = || stream.try_clone().map_err(failed());
     stream.set_read_timeout(Some(PATIENCE)).map_err(failed())?;
-    let mut input = Input::new(clone()?);
+    let mut input = ClientInput::new(clone()?);
     let Some(agreed) = negotiate(shared, &mut input, clone()?)? else { return Ok(()) };
-    // A guest may leave its disk alone for days.
+    // A guest may not use its disk for days.
     stream.set_read_timeout(None).map_err(failed())?;
     shared.traffic.served.fetch_add(1, Ordering::AcqRel);
     Transmission::new(Arc::clone(shared), agreed, input, stream).run()

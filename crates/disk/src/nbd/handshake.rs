@@ -1,6 +1,6 @@
-//! The NBD negotiation: the client's abilities and the export that it chooses.
+//! The NBD negotiation: the client's capabilities and the export that it chooses.
 
-use super::input::Input;
+use super::input::ClientInput;
 use super::wire::{
     EXPORT_DONT_FRAGMENT, EXPORT_FLAGS, FIXED_NEWSTYLE, IHAVEOPT, INFO_BLOCK_SIZE, INFO_EXPORT,
     NAME_BYTES_MAX, NBDMAGIC, NO_ZEROES, OPT_ABORT, OPT_EXPORT_NAME, OPT_GO, OPT_INFO, OPT_LIST,
@@ -8,24 +8,24 @@ use super::wire::{
     OPTION_REPLY, PAYLOAD_BYTES_MAX, REP_ACK, REP_ERR_INVALID, REP_ERR_TOO_BIG, REP_ERR_UNKNOWN,
     REP_ERR_UNSUP, REP_INFO, REP_META_CONTEXT, REP_SERVER, read_string,
 };
-use super::{Export, Shared};
+use super::{NbdExport, Shared};
 use crate::{BLOCK_BYTES, Error, Result};
 use keyframe_bytes::ByteReader;
 use std::io::Write;
 use std::os::unix::net::UnixStream;
 
-/// How many options a client may send; ten are many.
+/// The largest number of options that a client may send. Ten are many.
 const OPTIONS_MAX: u32 = 256;
-/// The number of our one metadata context.
+/// The number of the one metadata context.
 pub const CONTEXT_ID: u32 = 1;
 const CONTEXT: &[u8] = b"base:allocation";
 
-/// What was agreed on.
+/// The result of the negotiation.
 #[derive(Clone)]
 pub struct Agreed {
-    pub export: Export,
+    pub export: NbdExport,
     pub structured: bool,
-    /// The client may ask for the status of blocks.
+    /// True if the client may ask for the status of blocks.
     pub status: bool,
 }
 
@@ -33,7 +33,7 @@ struct Handshake<'a> {
     shared: &'a Shared,
     output: UnixStream,
     structured: bool,
-    /// The export whose context was chosen.
+    /// The export for which the client chose the context.
     context: Option<String>,
 }
 
@@ -41,8 +41,13 @@ fn protocol(problem: impl Into<String>) -> Error {
     Error::protocol("an NBD client", problem)
 }
 
-/// Greets, and answers options until an export is chosen; `None` where the client leaves.
-pub fn negotiate(shared: &Shared, input: &mut Input, output: UnixStream) -> Result<Option<Agreed>> {
+/// Greets the client, and answers options until it chooses an export. `None` if the client
+/// disconnects. Error: the client breaks the protocol.
+pub fn negotiate(
+    shared: &Shared,
+    input: &mut ClientInput,
+    output: UnixStream,
+) -> Result<Option<Agreed>> {
     let mut handshake = Handshake { shared, output, structured: false, context: None };
     let mut greeting = Vec::new();
     greeting.extend(NBDMAGIC.to_be_bytes());
@@ -70,11 +75,11 @@ pub fn negotiate(shared: &Shared, input: &mut Input, output: UnixStream) -> Resu
         let (magic, option, len) =
             (reader.u64_be(), reader.u32_be().unwrap_or(0), reader.u32_be().unwrap_or(u32::MAX));
         if magic != Ok(IHAVEOPT) {
-            return Err(protocol("an option does not begin as one does"));
+            return Err(protocol("an option with a wrong magic number"));
         }
         if len > OPTION_BYTES_MAX {
-            // The largest names fit in less: nothing that makes sense is refused, and nothing is
-            // read that does not.
+            // The longest valid names fit in less. So no valid option is refused, and the rest of
+            // an invalid one is not read.
             if option == OPT_EXPORT_NAME || len > PAYLOAD_BYTES_MAX {
                 return Err(protocol(format!("option {option} of {len} bytes")));
             }
@@ -118,7 +123,7 @@ impl Handshake<'_> {
         match option {
             OPT_EXPORT_NAME => return self.export_name(data, no_zeroes),
             OPT_ABORT => {
-                // The client need not wait for it.
+                // The client may have disconnected without waiting for this.
                 let _ = self.reply(option, REP_ACK, b"");
                 return Ok(Next::Leave);
             }
@@ -137,9 +142,9 @@ impl Handshake<'_> {
         Ok(Next::Option)
     }
 
-    fn find(&self, name: &[u8]) -> Option<Export> {
+    fn find(&self, name: &[u8]) -> Option<NbdExport> {
         let exports = &self.shared.exports;
-        // The empty name is the default: the one export there is.
+        // The empty name means the default: the export of a server that has only one.
         let default = exports.first().filter(|_| name.is_empty() && exports.len() == 1);
         exports.iter().find(|export| export.name.as_bytes() == name).or(default).cloned()
     }
@@ -148,13 +153,14 @@ impl Handshake<'_> {
         EXPORT_FLAGS | if self.structured { EXPORT_DONT_FRAGMENT } else { 0 }
     }
 
-    fn agreed(&self, export: Export) -> Agreed {
-        // A context that was chosen for another export counts for nothing.
+    fn agreed(&self, export: NbdExport) -> Agreed {
+        // A context that was chosen for another export does not apply.
         let status = self.structured && self.context.as_deref() == Some(export.name.as_str());
         Agreed { export, structured: self.structured, status }
     }
 
-    /// The old way, which has no answer but the export or the end.
+    /// Handles the old option to choose an export. A refusal ends the connection, because this
+    /// option has no error reply.
     fn export_name(&mut self, name: &[u8], no_zeroes: bool) -> Result<Next> {
         let Some(export) = self.find(name) else {
             return Err(protocol(format!("no export {:?}", String::from_utf8_lossy(name))));
@@ -176,7 +182,7 @@ impl Handshake<'_> {
                 name.len() <= NAME_BYTES_MAX && reader.remaining().len() == usize::from(*count) * 2
             });
         let Some((name, _)) = parsed else {
-            self.reply(option, REP_ERR_INVALID, b"not a name and a list of wishes")?;
+            self.reply(option, REP_ERR_INVALID, b"not a name and a list of information requests")?;
             return Ok(Next::Option);
         };
         let Some(export) = self.find(name) else {
@@ -188,8 +194,8 @@ impl Handshake<'_> {
         info.extend(export.disk.disk_bytes().to_be_bytes());
         info.extend(self.flags().to_be_bytes());
         self.reply(option, REP_INFO, &info)?;
-        // Smallest, preferred, largest. Any byte can be written, which takes reading the rest of
-        // its block.
+        // The smallest, preferred and largest size. Any byte can be written, but then the server
+        // must read the rest of its block.
         let mut sizes = INFO_BLOCK_SIZE.to_be_bytes().to_vec();
         for size in [1, BLOCK_BYTES as u32, PAYLOAD_BYTES_MAX] {
             sizes.extend(size.to_be_bytes());
@@ -216,7 +222,7 @@ impl Handshake<'_> {
             return self.reply(
                 option,
                 REP_ERR_INVALID,
-                b"structured replies first, then a name and queries",
+                b"negotiate structured replies first, then send a name and queries",
             );
         };
         let Some(export) = self.find(name) else {
@@ -237,7 +243,7 @@ impl Handshake<'_> {
     }
 }
 
-/// An export's name and what is asked for.
+/// Splits the data of a context option into the export's name and the queries.
 fn parse_contexts(data: &[u8]) -> Option<(&[u8], Vec<&[u8]>)> {
     let mut reader = ByteReader::new(data);
     let name = read_string(&mut reader).ok().filter(|name| name.len() <= NAME_BYTES_MAX)?;

@@ -1,4 +1,4 @@
-//! Buffered input from a client: several small requests take one system call.
+//! Buffered input from a client: one system call reads several small requests.
 
 use crate::{Error, Result};
 use std::io::{self, Read};
@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 const BUFFER_BYTES: usize = 64 << 10;
 
 /// The reading half of a connection.
-pub struct Input {
+pub struct ClientInput {
     stream: UnixStream,
     buffer: Box<[u8]>,
     start: usize,
@@ -18,22 +18,22 @@ fn failed(error: io::Error) -> Error {
     Error::io("an NBD client", "read from")(error)
 }
 
-impl Input {
+impl ClientInput {
     pub fn new(stream: UnixStream) -> Self {
         Self { stream, buffer: vec![0; BUFFER_BYTES].into(), start: 0, end: 0 }
     }
 
-    /// True where `len` bytes are there without waiting.
+    /// True if `len` bytes are buffered, so that reading them needs no wait.
     pub fn has(&self, len: usize) -> bool {
         self.end - self.start >= len
     }
 
-    /// Fills `into`; `false` where the client ended before its first byte.
+    /// Fills `into`. `false` if the client disconnected before the first byte.
     pub fn fill(&mut self, into: &mut [u8]) -> Result<bool> {
         let mut done = self.take_buffered(into);
         while done < into.len() {
             let rest = &mut into[done..];
-            // What is as long as the buffer goes past it.
+            // Data as long as the buffer is read past it.
             let got = if rest.len() >= self.buffer.len() {
                 retry(|| self.stream.read(rest))?
             } else {
@@ -50,7 +50,7 @@ impl Input {
         Ok(true)
     }
 
-    /// Fills `into`, where an end is an error.
+    /// Fills `into`. A disconnect is an error.
     pub fn exactly(&mut self, into: &mut [u8]) -> Result<()> {
         if into.is_empty() || self.fill(into)? {
             Ok(())
@@ -59,7 +59,7 @@ impl Input {
         }
     }
 
-    /// Reads `len` bytes away.
+    /// Discards `len` bytes.
     pub fn skip(&mut self, len: u64) -> Result<()> {
         let mut scrap = [0u8; 4096];
         let mut left = len;

@@ -1,25 +1,25 @@
-//! Replies: gathered by the thread that serves requests, sent at once by the one that waits for
-//! syncs.
+//! Replies. The thread that serves requests gathers them; the thread that waits for syncs sends
+//! them at once.
 //!
-//! Invariant: each reply goes out whole; the stream is written under one lock.
+//! Invariant: each reply is sent whole, because one lock protects the stream.
 
 use super::wire::{
-    CHUNK_BLOCK_STATUS, CHUNK_DONE, CHUNK_ERROR, CHUNK_NONE, CHUNK_OFFSET_DATA, Request,
-    SIMPLE_REPLY, STRUCTURED_REPLY,
+    CHUNK_BLOCK_STATUS, CHUNK_DONE, CHUNK_ERROR, CHUNK_NONE, CHUNK_OFFSET_DATA, NbdRequest,
+    SIMPLE_REPLY, STATE_HOLE_ZERO, STRUCTURED_REPLY,
 };
-use crate::{Error, Result};
+use crate::{DiskRange, Error, Result};
 use keyframe_locks::IgnorePoison;
 use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex};
 
-/// Gathered replies go out at this size: small ones are worth a common system call, large ones are
-/// not worth a wait.
+/// Gathered replies are sent at this size: gathering saves system calls for small replies, and
+/// large ones would only wait.
 const GATHERED_BYTES: usize = 32 << 10;
-/// The memory that a connection keeps for them.
+/// The memory that a connection keeps for gathered replies.
 const KEPT_BYTES: usize = 2 << 20;
 
-/// The writing half of a connection, shared by its two threads.
+/// The writing half of a connection, shared by its threads.
 #[derive(Clone)]
 pub struct Sender {
     stream: Arc<Mutex<UnixStream>>,
@@ -36,7 +36,8 @@ impl Sender {
         stream.write_all(bytes).map_err(Error::io("an NBD client", "write to"))
     }
 
-    /// Answers a request that returns nothing, at once. `error` is 0 or a number of the protocol.
+    /// Sends the answer to a request that returns no data. `error` is 0 or an error number of the
+    /// protocol.
     pub fn answer(&self, cookie: u64, error: u32) -> Result<()> {
         let mut bytes = Vec::new();
         answer(&mut bytes, self.structured, cookie, error);
@@ -75,14 +76,14 @@ impl Output {
         Self { sender, bytes: Vec::new() }
     }
 
-    /// Sends what has gathered.
+    /// Sends the gathered replies.
     pub fn flush(&mut self) -> Result<()> {
         if !self.bytes.is_empty() {
             self.sender.send(&self.bytes)?;
             self.bytes.clear();
         }
         if self.bytes.capacity() > KEPT_BYTES {
-            // One large reply is not to hold its memory for good.
+            // One large reply must not keep its memory.
             self.bytes.shrink_to(KEPT_BYTES);
         }
         Ok(())
@@ -92,18 +93,19 @@ impl Output {
         if self.bytes.len() >= GATHERED_BYTES { self.flush() } else { Ok(()) }
     }
 
-    /// Answers a request that returns nothing.
+    /// Adds the answer to a request that returns no data.
     pub fn answer(&mut self, cookie: u64, error: u32) -> Result<()> {
-        // Also an error to a read, whose reply then has no data.
+        // Also used for a failed read, whose reply has no data.
         answer(&mut self.bytes, self.sender.structured, cookie, error);
         self.gathered()
     }
 
-    /// Answers a read of `len` bytes with what `read` puts into the buffer, or with its error.
-    /// `false` where that says that it put nothing there: then it is still to be answered.
+    /// Adds the answer to a read of `len` bytes: the content that `read` writes to the buffer, or
+    /// its error. Returns `false` if `read` returned `false`, that is, wrote no content; then the
+    /// request is not answered yet.
     pub fn data(
         &mut self,
-        request: &Request,
+        request: &NbdRequest,
         read: impl FnOnce(&mut [u8]) -> Result<bool, u32>,
     ) -> Result<bool> {
         let before = self.bytes.len();
@@ -129,18 +131,20 @@ impl Output {
         Ok(true)
     }
 
-    /// Answers a question for the status of blocks: bytes and state of each range.
-    pub fn status(&mut self, cookie: u64, context: u32, ranges: &[(u32, u32)]) -> Result<()> {
+    /// Adds the answer to a status request. Ranges are within the request, so their lengths have 32
+    /// bits.
+    pub fn status(&mut self, cookie: u64, context: u32, ranges: &[DiskRange]) -> Result<()> {
         chunk(&mut self.bytes, CHUNK_BLOCK_STATUS, cookie, 4 + 8 * ranges.len() as u32);
         self.bytes.extend(context.to_be_bytes());
-        for (len, state) in ranges {
-            self.bytes.extend(len.to_be_bytes());
+        for range in ranges {
+            let state = if range.is_zero { STATE_HOLE_ZERO } else { 0 };
+            self.bytes.extend((range.len_bytes as u32).to_be_bytes());
             self.bytes.extend(state.to_be_bytes());
         }
         self.gathered()
     }
 
-    /// Ends a structured reply that has nothing to say.
+    /// Adds the end of a structured reply without content.
     pub fn none(&mut self, cookie: u64) -> Result<()> {
         if self.sender.structured {
             chunk(&mut self.bytes, CHUNK_NONE, cookie, 0);

@@ -1,11 +1,11 @@
-//! Reads that take waiting for a device: a few threads of a connection, so that what comes behind
-//! them does not wait too.
+//! Reads that may wait for a device. A few threads of each connection serve them, so that later
+//! requests do not wait.
 //!
-//! Invariant: each read is answered once, as it gets done, or the connection is over.
+//! Invariant: each read is answered once, in the order of completion, or the connection ends.
 
 use super::output::{Output, Sender};
 use super::transmission::number;
-use super::wire::Request;
+use super::wire::NbdRequest;
 use crate::{Disk, Error, Result};
 use keyframe_kernel::cpu_affinity;
 use keyframe_locks::IgnorePoison;
@@ -13,20 +13,20 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-/// Each holds the content of one read.
+/// The number of threads. Each holds the content of one read.
 const THREADS: usize = 4;
-/// How many reads may wait for a thread; more wait in the client's socket.
+/// The largest number of reads that wait for a thread. More reads wait in the client's socket.
 const WAITING_MAX: usize = 64;
 
-/// The threads, which are started by the first read that needs one.
-pub struct Slow {
-    orders: SyncSender<Request>,
+/// The threads. The first slow read starts them.
+pub struct SlowReads {
+    queue: SyncSender<NbdRequest>,
     threads: Vec<JoinHandle<()>>,
 }
 
-impl Slow {
+impl SlowReads {
     pub fn start(disk: &Arc<Disk>, sender: &Sender) -> Result<Self> {
-        let (orders, requests) = sync_channel(WAITING_MAX);
+        let (queue, requests) = sync_channel(WAITING_MAX);
         let requests = Arc::new(Mutex::new(requests));
         let thread = |_| {
             let (disk, requests, sender) =
@@ -37,30 +37,30 @@ impl Slow {
         };
         let threads = (0..THREADS).map(thread).collect::<Result<_, _>>();
         Ok(Self {
-            orders,
+            queue,
             threads: threads.map_err(Error::io("an NBD client", "start the reading threads of"))?,
         })
     }
 
-    /// Hands a read over.
-    pub fn read(&self, request: Request) -> Result<()> {
-        self.orders.send(request).map_err(|_| Error::protocol("an NBD client", "it went away"))
+    /// Passes a read to the threads.
+    pub fn read(&self, request: NbdRequest) -> Result<()> {
+        self.queue.send(request).map_err(|_| Error::protocol("an NBD client", "it went away"))
     }
 
-    /// Waits until all that was handed over is answered.
+    /// Waits until all reads are answered.
     pub fn end(self) {
-        drop(self.orders);
+        drop(self.queue);
         for thread in self.threads {
             let _ = thread.join();
         }
     }
 }
 
-fn serve(disk: &Disk, requests: &Mutex<Receiver<Request>>, sender: Sender) {
+fn serve(disk: &Disk, requests: &Mutex<Receiver<NbdRequest>>, sender: Sender) {
     cpu_affinity::unbind_current_thread();
     let mut output = Output::new(sender);
     loop {
-        // One of them waits in here, the others for the lock.
+        // One thread waits here, the others wait for the lock.
         let request = requests.lock().ignore_poison().recv();
         let Ok(request) = request else { return };
         let read =

@@ -1,17 +1,17 @@
 //! Serves the requests of one client.
 
 use super::Shared;
-use super::affinity::Placement;
+use super::affinity::ThreadPlacement;
 use super::handshake::{Agreed, CONTEXT_ID};
-use super::input::Input;
+use super::input::ClientInput;
 use super::output::{Output, Sender};
-use super::slow::Slow;
+use super::slow::SlowReads;
 use super::wire::{
     CMD_BLOCK_STATUS, CMD_CACHE, CMD_DISC, CMD_FLUSH, CMD_READ, CMD_TRIM, CMD_WRITE,
     CMD_WRITE_ZEROES, EINVAL, EIO, ENOSPC, EOVERFLOW, FLAG_DONT_FRAGMENT, FLAG_FAST_ZERO, FLAG_FUA,
-    FLAG_NO_HOLE, FLAG_REQ_ONE, PAYLOAD_BYTES_MAX, REQUEST_BYTES, Request, STATE_HOLE_ZERO,
+    FLAG_NO_HOLE, FLAG_REQ_ONE, NbdRequest, PAYLOAD_BYTES_MAX, REQUEST_BYTES,
 };
-use crate::disk::{Flushed, Now};
+use crate::disk::{FlushOutcome, ReadNow};
 use crate::{Disk, Error, Result};
 use keyframe_kernel::cpu_affinity;
 use std::os::unix::net::UnixStream;
@@ -20,33 +20,38 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
-/// How many flushes of a client may wait at once; more wait in its socket.
+/// The largest number of flushes of a client that wait. More flushes wait in its socket.
 const FLUSHES_MAX: usize = 128;
-/// The buffer for writes that a client keeps.
+/// The memory that a connection keeps for the data of writes.
 const PAYLOAD_KEPT_BYTES: usize = 2 << 20;
-/// How many ranges one answer about status has.
+/// The largest number of ranges in one status reply.
 const RANGES_MAX: usize = 4096;
 
 /// A client that has chosen its export.
 pub struct Transmission {
     shared: Arc<Shared>,
     agreed: Agreed,
-    input: Input,
+    input: ClientInput,
     output: Output,
     sender: Sender,
     flusher: Option<(SyncSender<u64>, JoinHandle<()>)>,
-    slow: Option<Slow>,
+    slow: Option<SlowReads>,
     payload: Vec<u8>,
-    placement: Placement,
+    placement: ThreadPlacement,
 }
 
-/// What a failure is to the client.
+/// The protocol's error number for an error.
 pub fn number(error: &Error) -> u32 {
     if error.is_disk_full() || matches!(error, Error::Limit { .. }) { ENOSPC } else { EIO }
 }
 
 impl Transmission {
-    pub fn new(shared: Arc<Shared>, agreed: Agreed, input: Input, stream: UnixStream) -> Self {
+    pub fn new(
+        shared: Arc<Shared>,
+        agreed: Agreed,
+        input: ClientInput,
+        stream: UnixStream,
+    ) -> Self {
         let sender = Sender::new(stream, agreed.structured);
         let output = Output::new(sender.clone());
         Self {
@@ -58,17 +63,18 @@ impl Transmission {
             flusher: None,
             slow: None,
             payload: Vec::new(),
-            placement: Placement::default(),
+            placement: ThreadPlacement::default(),
         }
     }
 
-    /// Until the client leaves. Flushes and reads under way are finished.
+    /// Serves requests until the client disconnects. Flushes and reads under way are finished
+    /// first.
     pub fn run(mut self) -> Result<()> {
         let served = self.serve();
-        // What was done is said, to a client that still listens.
+        // The client may have sent a disconnect and still read the last replies.
         let sent = self.output.flush();
-        if let Some((orders, thread)) = self.flusher.take() {
-            drop(orders);
+        if let Some((flush_queue, thread)) = self.flusher.take() {
+            drop(flush_queue);
             let _ = thread.join();
         }
         if let Some(slow) = self.slow.take() {
@@ -86,10 +92,10 @@ impl Transmission {
             if !self.input.fill(&mut header)? {
                 return Ok(());
             }
-            let Some(request) = Request::parse(&header) else {
+            let Some(request) = NbdRequest::parse(&header) else {
                 return Err(Error::protocol(
                     "an NBD client",
-                    "a request does not begin as one does",
+                    "a request with a wrong magic number",
                 ));
             };
             if request.command == CMD_DISC {
@@ -101,7 +107,7 @@ impl Transmission {
         }
     }
 
-    /// The flags that a command may have.
+    /// The flags that are allowed with a command.
     fn allowed(command: u16) -> u16 {
         match command {
             CMD_READ => FLAG_FUA | FLAG_DONT_FRAGMENT,
@@ -111,8 +117,8 @@ impl Transmission {
         }
     }
 
-    fn handle(&mut self, request: &Request) -> Result<()> {
-        let Request { command, cookie, offset, len, flags } = *request;
+    fn handle(&mut self, request: &NbdRequest) -> Result<()> {
+        let NbdRequest { command, cookie, offset, len, flags } = *request;
         let end = offset.checked_add(len.into());
         let inside = end.is_some_and(|end| end <= self.agreed.export.disk.disk_bytes());
         if command == CMD_WRITE {
@@ -126,7 +132,7 @@ impl Transmission {
             CMD_READ | CMD_TRIM | CMD_CACHE | CMD_WRITE_ZEROES | CMD_BLOCK_STATUS
                 if !inside || len == 0 =>
             {
-                // An empty one does nothing; the protocol leaves open what comes of it.
+                // An empty request does nothing. The protocol leaves its result undefined.
                 let error = if inside && command != CMD_BLOCK_STATUS { 0 } else { EINVAL };
                 if command == CMD_READ && error == 0 {
                     self.output.none(cookie)
@@ -145,7 +151,7 @@ impl Transmission {
                 let done = self.disk().zero(offset, len.into());
                 self.done(request, done)
             }
-            // The page cache is asked for nothing: a guest caches for itself.
+            // Prefetching into the page cache does nothing: a guest has its own cache.
             CMD_CACHE => self.output.answer(cookie, 0),
             CMD_BLOCK_STATUS => self.status(request),
             _ => self.output.answer(cookie, EINVAL),
@@ -156,7 +162,7 @@ impl Transmission {
         &self.agreed.export.disk
     }
 
-    fn read(&mut self, request: &Request) -> Result<()> {
+    fn read(&mut self, request: &NbdRequest) -> Result<()> {
         if request.len > PAYLOAD_BYTES_MAX {
             return self.output.answer(request.cookie, EOVERFLOW);
         }
@@ -164,28 +170,28 @@ impl Transmission {
         let disk = &self.agreed.export.disk;
         let placement = &mut self.placement;
         let mut read = |buf: &mut [u8]| match disk.read_now(request.offset, buf)? {
-            Now::Read => Ok(true),
-            Now::Unknown if placement.tries() => {
+            ReadNow::Done => Ok(true),
+            ReadNow::Unknown if placement.may_read_inline() => {
                 placement.watch(|| disk.read(request.offset, buf)).map(|()| true)
             }
-            Now::Unknown | Now::Waits => Ok(false),
+            ReadNow::Unknown | ReadNow::WouldWait => Ok(false),
         };
         if self.output.data(request, |buf| read(buf).map_err(|e| number(&e)))? {
             return Ok(());
         }
         let slow = match self.slow.take() {
             Some(slow) => slow,
-            None => Slow::start(disk, &self.sender)?,
+            None => SlowReads::start(disk, &self.sender)?,
         };
-        // Where many wait already it is this that waits, and what was answered goes out before.
+        // If many reads wait already, this thread waits too, and sends the gathered replies first.
         self.output.flush()?;
         let handed = slow.read(*request);
         self.slow = Some(slow);
         handed
     }
 
-    fn write(&mut self, request: &Request, inside: bool) -> Result<()> {
-        // What follows is its data, which is in the way of the next request.
+    fn write(&mut self, request: &NbdRequest, inside: bool) -> Result<()> {
+        // The data follows. If it is not read, the next request cannot be found.
         if request.len > PAYLOAD_BYTES_MAX {
             return Err(Error::protocol(
                 "an NBD client",
@@ -203,7 +209,7 @@ impl Transmission {
         if self.payload.len() < len {
             self.payload.resize(len, 0);
         } else if self.payload.len() > PAYLOAD_KEPT_BYTES && len <= PAYLOAD_KEPT_BYTES {
-            // One large write is not to hold its memory for good.
+            // One large write must not keep its memory.
             self.payload.truncate(PAYLOAD_KEPT_BYTES);
             self.payload.shrink_to_fit();
         }
@@ -213,8 +219,8 @@ impl Transmission {
         self.done(request, done)
     }
 
-    /// Answers a write of any kind, with FUA once it is durable.
-    fn done(&mut self, request: &Request, done: Result<()>) -> Result<()> {
+    /// Answers a write of any type. A FUA write is answered once it is durable.
+    fn done(&mut self, request: &NbdRequest, done: Result<()>) -> Result<()> {
         match done {
             Ok(()) if request.flags & FLAG_FUA != 0 => self.flush(request.cookie),
             Ok(()) => self.output.answer(request.cookie, 0),
@@ -222,7 +228,7 @@ impl Transmission {
         }
     }
 
-    /// Hands a flush to the second thread, which waits for the medium.
+    /// Passes a flush to the second thread, which waits for the medium.
     fn flush(&mut self, cookie: u64) -> Result<()> {
         self.shared.traffic.flushes.fetch_add(1, Ordering::Relaxed);
         match self.disk().flush_now() {
@@ -234,7 +240,7 @@ impl Transmission {
             Some(flusher) => flusher,
             None => self.start_flusher()?,
         };
-        // What was answered before it goes out before it waits.
+        // The gathered replies are sent before this thread waits.
         self.output.flush()?;
         let sent = flusher.0.send(cookie);
         self.flusher = Some(flusher);
@@ -242,7 +248,7 @@ impl Transmission {
     }
 
     fn start_flusher(&self) -> Result<(SyncSender<u64>, JoinHandle<()>)> {
-        let (orders, cookies) = sync_channel::<u64>(FLUSHES_MAX);
+        let (flush_queue, cookies) = sync_channel::<u64>(FLUSHES_MAX);
         let (disk, sender) = (Arc::clone(&self.agreed.export.disk), self.sender.clone());
         let thread = std::thread::Builder::new().name("nbd-flush".into()).spawn(move || {
             cpu_affinity::unbind_current_thread();
@@ -250,8 +256,8 @@ impl Transmission {
                 let flushed = disk.flush();
                 let error = flushed.as_ref().err().map_or(0, number);
                 let gone = sender.answer(cookie, error).is_err();
-                if flushed.is_ok_and(|flushed| flushed == Flushed::Owed) {
-                    // A failure stays owed, and comes up when the pause is to end.
+                if flushed.is_ok_and(|flushed| flushed == FlushOutcome::Owed) {
+                    // A failure is remembered, and fails the end of the pause.
                     let _ = disk.sync();
                 }
                 if gone {
@@ -259,22 +265,19 @@ impl Transmission {
                 }
             }
         });
-        Ok((orders, thread.map_err(Error::io("an NBD client", "start the flushing thread of"))?))
+        Ok((
+            flush_queue,
+            thread.map_err(Error::io("an NBD client", "start the flushing thread of"))?,
+        ))
     }
 
-    fn status(&mut self, request: &Request) -> Result<()> {
+    fn status(&mut self, request: &NbdRequest) -> Result<()> {
         if !self.agreed.status {
             return self.output.answer(request.cookie, EINVAL);
         }
         let max = if request.flags & FLAG_REQ_ONE != 0 { 1 } else { RANGES_MAX };
         match self.disk().status(request.offset, request.len.into(), max) {
-            Ok(ranges) => {
-                let ranges: Vec<(u32, u32)> = ranges
-                    .iter()
-                    .map(|&(_, bytes, zero)| (bytes as u32, if zero { STATE_HOLE_ZERO } else { 0 }))
-                    .collect();
-                self.output.status(request.cookie, CONTEXT_ID, &ranges)
-            }
+            Ok(ranges) => self.output.status(request.cookie, CONTEXT_ID, &ranges),
             Err(e) => self.output.answer(request.cookie, number(&e)),
         }
     }

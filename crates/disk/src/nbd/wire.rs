@@ -4,9 +4,9 @@
 
 use keyframe_bytes::{ByteReader, ReadError};
 
-/// The greeting's first eight bytes.
+/// The first eight bytes of the greeting.
 pub const NBDMAGIC: u64 = 0x4e42_444d_4147_4943;
-/// The greeting's second eight bytes, and the start of each option.
+/// The second eight bytes of the greeting, and the start of each option.
 pub const IHAVEOPT: u64 = 0x4948_4156_454f_5054;
 /// The start of each answer to an option.
 pub const OPTION_REPLY: u64 = 0x0003_e889_0455_65a9;
@@ -14,8 +14,7 @@ pub const REQUEST: u32 = 0x2560_9513;
 pub const SIMPLE_REPLY: u32 = 0x6744_6698;
 pub const STRUCTURED_REPLY: u32 = 0x668e_33ef;
 
-/// Handshake flags, of server and client alike: fixed newstyle, and no zeros behind an export's
-/// flags.
+/// Handshake flags of server and client: fixed newstyle, and no zeros after an export's flags.
 pub const FIXED_NEWSTYLE: u16 = 1;
 pub const NO_ZEROES: u16 = 2;
 
@@ -40,10 +39,10 @@ pub const REP_ERR_TOO_BIG: u32 = 0x8000_0009;
 pub const INFO_EXPORT: u16 = 0;
 pub const INFO_BLOCK_SIZE: u16 = 3;
 
-/// Transmission flags: has flags, flush, FUA, trim, write zeroes, don't fragment, several
-/// connections, cache, fast zero.
+/// Transmission flags: has flags, flush, FUA, trim, write zeroes, several connections, cache, fast
+/// zero.
 pub const EXPORT_FLAGS: u16 = 1 | 4 | 8 | 32 | 64 | 256 | 1024 | 2048;
-/// Only with structured replies: an answer can be asked to be in one piece.
+/// Only with structured replies: a client may ask for an answer in one chunk.
 pub const EXPORT_DONT_FRAGMENT: u16 = 128;
 
 pub const CMD_READ: u16 = 0;
@@ -67,7 +66,7 @@ pub const CHUNK_OFFSET_DATA: u16 = 1;
 pub const CHUNK_BLOCK_STATUS: u16 = 5;
 pub const CHUNK_ERROR: u16 = 0x8001;
 
-/// What `base:allocation` says of a range: not there, and reads as zero.
+/// The state of a range in `base:allocation`: not allocated, and reads as zero.
 pub const STATE_HOLE_ZERO: u32 = 3;
 
 pub const EIO: u32 = 5;
@@ -75,18 +74,18 @@ pub const EINVAL: u32 = 22;
 pub const ENOSPC: u32 = 28;
 pub const EOVERFLOW: u32 = 75;
 
-/// Bytes of a request.
+/// The length of a request header in bytes.
 pub const REQUEST_BYTES: usize = 28;
-/// The longest read or write.
+/// The longest read or write, in bytes.
 pub const PAYLOAD_BYTES_MAX: u32 = 32 << 20;
-/// The longest option: two names of 4096 bytes and some numbers fit.
+/// The longest option in bytes: two names of 4096 bytes and some numbers fit.
 pub const OPTION_BYTES_MAX: u32 = 16 << 10;
-/// The longest name.
+/// The longest name in bytes.
 pub const NAME_BYTES_MAX: usize = 4096;
 
-/// A request, as far as its header goes.
+/// The header of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Request {
+pub struct NbdRequest {
     pub flags: u16,
     pub command: u16,
     pub cookie: u64,
@@ -94,8 +93,8 @@ pub struct Request {
     pub len: u32,
 }
 
-impl Request {
-    /// `None` where it does not begin as a request does.
+impl NbdRequest {
+    /// `None` if the magic number is wrong.
     pub fn parse(bytes: &[u8; REQUEST_BYTES]) -> Option<Self> {
         let mut reader = ByteReader::new(bytes);
         (reader.u32_be().ok()? == REQUEST).then_some(())?;
@@ -109,7 +108,7 @@ impl Request {
     }
 }
 
-/// Reads a length of 32 bits, and as many bytes.
+/// Reads a 32-bit length and as many bytes.
 pub fn read_string<'a>(reader: &mut ByteReader<'a>) -> Result<&'a [u8], ReadError> {
     let len = reader.u32_be()?;
     reader.take(len as usize)
@@ -123,7 +122,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_bytes_are_a_request_or_none(bytes in prop::array::uniform28(any::<u8>())) {
-            prop_assert!(Request::parse(&bytes).is_none_or(|_| bytes[..4] == REQUEST.to_be_bytes()));
+            prop_assert!(NbdRequest::parse(&bytes).is_none_or(|_| bytes[..4] == REQUEST.to_be_bytes()));
             let mut reader = ByteReader::new(&bytes);
             while read_string(&mut reader).is_ok() {}
         }

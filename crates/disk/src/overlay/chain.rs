@@ -1,48 +1,48 @@
-//! Maps each block to its slot, for every cut that still has readers.
+//! Maps each block to its slot, for every cut that is still needed.
 //!
 //! ```text
 //!   lookups        current    written since the last cut; a rewrite goes to the same slot
 //!      │           epoch 9    in flight
 //!      │           epoch 8    done (released or given back), waits for 7 below it
 //!      │           epoch 7    in flight
-//!      ▼           settled    everything older, folded into one
+//!      ▼           settled    everything older, folded into one map
 //!
-//!   write ──▶ current ──cut──▶ in flight ──release──▶ done ──▶ folded into settled once it is the oldest
+//!   write ──▶ current ──cut──▶ in flight ──release──▶ done ──▶ folded into settled, oldest first
 //!                                  └──give_back──▶ done, and its blocks are owed to the next cut
 //! ```
 //!
 //! Invariants:
-//! 1. The content at the cut of an epoch in flight is what a lookup that begins at its map finds.
-//! 2. Each cut covers its own map and the blocks owed to it, so that no block written is left out of all checkpoints.
-//! 3. Folding goes from the oldest up, so that newer content stays above older.
+//! 1. A lookup that begins at the map of an epoch in flight finds the content at that epoch's cut.
+//! 2. Each cut covers its own map and the blocks that are owed to it, so every written block is in
+//!    a checkpoint.
+//! 3. Folding goes from the oldest map up, so that newer content stays above older.
 //!
-//! Pure: no I/O. A cut swaps two maps and takes constant time; folding goes in steps of bounded
-//! size.
+//! Pure: no I/O. A cut swaps two maps and takes constant time. Folding goes in bounded steps.
 
-use crate::extents::{ExtentMap, Piece};
+use crate::extents::{ExtentMap, ExtentValue};
 use crate::{BLOCK, DiskBlock, DiskEpoch, Slot};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 
-/// How many epochs can be in flight; each holds its own map in memory.
+/// The largest number of epochs in flight. Each holds its own map in memory.
 pub const EPOCHS_MAX: usize = 64;
 
-/// How many blocks that are owed are looked up at once.
+/// The number of owed blocks that one step looks up.
 const OWED_STEP_BLOCKS: u64 = 1 << 10;
 
-/// Where a block's content is.
+/// The location of a block's content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum BlockPlace {
     /// In this slot.
     Slot(u32),
-    /// Nowhere: it is zero.
+    /// No slot: the block is zero.
     Zero,
 }
 
-impl Piece for Place {
+impl ExtentValue for BlockPlace {
     fn skip(self, blocks: u64) -> Self {
         match self {
-            // Extents are as long as their slots.
+            // An extent is no longer than the slots it names.
             Self::Slot(slot) => Self::Slot(slot.wrapping_add(blocks as u32)),
             Self::Zero => Self::Zero,
         }
@@ -57,57 +57,58 @@ impl Piece for Place {
     }
 }
 
-/// Blocks side by side, of one epoch.
+/// Consecutive blocks of one epoch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Extent {
     /// The first block.
     pub block: DiskBlock,
-    /// How many.
+    /// The number of blocks.
     pub blocks: u64,
-    /// The slot of the first, the others behind it; `None`: they are zero.
+    /// The slot of the first block; the others follow. `None`: all blocks are zero.
     pub slot: Option<Slot>,
 }
 
 #[derive(Debug)]
 struct Frozen {
     epoch: DiskEpoch,
-    map: ExtentMap<Place>,
+    map: ExtentMap<BlockPlace>,
     owed: ExtentMap<()>,
     done: bool,
 }
 
-/// The maps of one disk.
+/// The maps of one disk: from each block to its slot, for each epoch that is needed.
 #[derive(Debug, Default)]
-pub struct Chain {
-    current: ExtentMap<Place>,
-    /// Blocks of failed epochs, which the next cut covers too.
+pub struct EpochChain {
+    current: ExtentMap<BlockPlace>,
+    /// Blocks of failed epochs. The next cut covers them too.
     owed: ExtentMap<()>,
     /// Oldest first.
     frozen: VecDeque<Frozen>,
-    settled: ExtentMap<Place>,
+    settled: ExtentMap<BlockPlace>,
     last: u64,
 }
 
-impl Chain {
-    /// After a restart: everything counts as written since the last cut.
-    pub fn recovered(map: ExtentMap<Place>) -> Self {
+impl EpochChain {
+    /// The chain after a restart: all blocks count as written since the last cut.
+    pub fn recovered(map: ExtentMap<BlockPlace>) -> Self {
         let mut chain = Self { settled: map, ..Self::default() };
         chain.settled.iter().for_each(|(s, n, _)| chain.owed.insert(s, n, (), &mut |_, _, ()| {}));
         chain
     }
 
-    /// Shows where the blocks of a range are now; `None` is beneath the overlay.
-    pub fn each(&self, start: u64, len: u64, show: &mut dyn FnMut(u64, u64, Option<Place>)) {
+    /// Calls `show` with the current place of each part of a range of blocks. `None` is below the
+    /// overlay.
+    pub fn each(&self, start: u64, len: u64, show: &mut dyn FnMut(u64, u64, Option<BlockPlace>)) {
         self.each_below(0, start, len, show);
     }
 
-    /// Shows where the bytes of a range are now: start in the range, length, place and the first
-    /// byte in its first block.
+    /// Calls `show` with the current place of each part of a range of bytes: start in the range,
+    /// length, place, and offset of its first byte in its first block.
     pub fn parts(
         &self,
         offset: u64,
         len: usize,
-        show: &mut dyn FnMut(usize, usize, Option<(Place, u64)>),
+        show: &mut dyn FnMut(usize, usize, Option<(BlockPlace, u64)>),
     ) {
         let end = offset + len as u64;
         let first = offset / BLOCK;
@@ -122,23 +123,24 @@ impl Chain {
         });
     }
 
-    /// As [`Self::each`], of the current epoch alone.
+    /// As [`Self::each`], for the current epoch alone.
     pub fn each_current(
         &self,
         start: u64,
         len: u64,
-        show: &mut dyn FnMut(u64, u64, Option<Place>),
+        show: &mut dyn FnMut(u64, u64, Option<BlockPlace>),
     ) {
         self.current.each(start, len, show);
     }
 
-    /// `depth` 0 is the current map, then the frozen ones, newest first, then the settled one.
+    /// `depth` 0 is the current map; then follow the frozen maps, newest first, then the settled
+    /// map.
     fn each_below(
         &self,
         depth: usize,
         start: u64,
         len: u64,
-        show: &mut dyn FnMut(u64, u64, Option<Place>),
+        show: &mut dyn FnMut(u64, u64, Option<BlockPlace>),
     ) {
         let frozen = self.frozen.len();
         let map = match depth {
@@ -153,17 +155,23 @@ impl Chain {
         });
     }
 
-    /// Blocks were written to a new place; slots of this epoch that this leaves unused go to
-    /// `unused`.
-    pub fn write(&mut self, start: u64, len: u64, place: Place, unused: &mut dyn FnMut(u32, u32)) {
+    /// Records that blocks were written to a new place. Slots of this epoch that become unused go
+    /// to `unused`.
+    pub fn write(
+        &mut self,
+        start: u64,
+        len: u64,
+        place: BlockPlace,
+        unused: &mut dyn FnMut(u32, u32),
+    ) {
         self.current.insert(start, len, place, &mut |_, n, old| {
-            if let Place::Slot(slot) = old {
+            if let BlockPlace::Slot(slot) = old {
                 unused(slot, n as u32);
             }
         });
     }
 
-    /// Ends the current epoch; `None` where too many are in flight.
+    /// Ends the current epoch. `None` if too many epochs are in flight.
     pub fn cut(&mut self) -> Option<DiskEpoch> {
         if self.frozen.len() >= EPOCHS_MAX {
             return None;
@@ -184,8 +192,8 @@ impl Chain {
         self.frozen.iter().position(|f| f.epoch == epoch && !f.done)
     }
 
-    /// What an epoch in flight covers, from block `from` on, at most about `max` extents, and where
-    /// to go on. `None` where it is not in flight.
+    /// The extents that an epoch in flight covers, from block `from` on, about `max` of them, and
+    /// the block at which to continue. `None` if the epoch is not in flight.
     pub fn pages(
         &self,
         epoch: DiskEpoch,
@@ -205,14 +213,15 @@ impl Chain {
             if extents.len() >= max {
                 return Some((extents, Some(start)));
             }
-            // An extent of its own map is in one piece; what is owed may lie in many, so it goes in
-            // short steps.
+            // An extent of the epoch's own map is in one piece. Owed blocks may lie in many pieces,
+            // so they are looked up in short steps.
             let len = if own == Some((start, len)) { len } else { len.min(OWED_STEP_BLOCKS) };
             self.each_below(depth, start, len, &mut |s, n, place| {
                 let slot = match place {
-                    Some(Place::Slot(slot)) => Some(Slot(slot)),
-                    // Every block of a map is there, and every block owed was in one.
-                    Some(Place::Zero) | None => None,
+                    Some(BlockPlace::Slot(slot)) => Some(Slot(slot)),
+                    // Every block of the epoch's map has a place, and every owed block was in such
+                    // a map.
+                    Some(BlockPlace::Zero) | None => None,
                 };
                 extents.push(Extent { block: DiskBlock(s), blocks: n, slot });
             });
@@ -220,7 +229,7 @@ impl Chain {
         }
     }
 
-    /// The epoch's checkpoint is sealed. False where it is not in flight.
+    /// Releases an epoch after its checkpoint is sealed. False if it is not in flight.
     pub fn release(&mut self, epoch: DiskEpoch) -> bool {
         let Some(frozen) = self.find(epoch).and_then(|index| self.frozen.get_mut(index)) else {
             return false;
@@ -230,8 +239,8 @@ impl Chain {
         true
     }
 
-    /// The epoch's checkpoint failed: what it covers is owed to the next. False where it is not in
-    /// flight.
+    /// Gives an epoch back after its checkpoint failed: the next cut covers its blocks too. False
+    /// if it is not in flight.
     pub fn give_back(&mut self, epoch: DiskEpoch) -> bool {
         let Some(frozen) = self.find(epoch).and_then(|index| self.frozen.get_mut(index)) else {
             return false;
@@ -246,20 +255,20 @@ impl Chain {
         true
     }
 
-    /// Every epoch in flight.
+    /// The epochs in flight.
     pub fn in_flight(&self) -> Vec<DiskEpoch> {
         self.frozen.iter().filter(|f| !f.done).map(|f| f.epoch).collect()
     }
 
-    /// Folds up to `max` extents of what is done; slots that this leaves unused go to `unused`.
-    /// True where more is left.
+    /// Folds up to `max` extents of epochs that are done. Slots that become unused go to `unused`.
+    /// True if more is left.
     pub fn fold(&mut self, max: usize, unused: &mut dyn FnMut(u32, u32)) -> bool {
         for _ in 0..max {
             let Some(oldest) = self.frozen.front_mut().filter(|f| f.done) else { return false };
             match oldest.map.pop_first() {
                 Some((start, len, place)) => {
                     self.settled.insert(start, len, place, &mut |_, n, old| {
-                        if let Place::Slot(slot) = old {
+                        if let BlockPlace::Slot(slot) = old {
                             unused(slot, n as u32);
                         }
                     });
@@ -270,19 +279,19 @@ impl Chain {
         self.frozen.front().is_some_and(|f| f.done)
     }
 
-    /// The first range that the overlay holds, at or behind `from`, over all maps.
+    /// The first range that the overlay holds at or after `from`, over all maps.
     pub fn next(&self, from: u64) -> Option<(u64, u64)> {
         let maps = self.frozen.iter().map(|f| &f.map).chain([&self.current, &self.settled]);
         maps.filter_map(|map| map.next(from)).map(|(s, n, _)| (s, n)).min()
     }
 
-    /// Entries in all maps, which is what memory goes by.
+    /// The number of entries in all maps. It determines the memory use.
     pub fn entries(&self) -> usize {
         let frozen: usize = self.frozen.iter().map(|f| f.map.entries() + f.owed.entries()).sum();
         self.current.entries() + self.owed.entries() + self.settled.entries() + frozen
     }
 
-    /// Blocks written since the last cut, with those owed (a block may count twice).
+    /// Blocks written since the last cut, plus owed blocks. A block may count twice.
     pub fn dirty_blocks(&self) -> u64 {
         self.current.blocks() + self.owed.blocks()
     }

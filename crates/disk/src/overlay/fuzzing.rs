@@ -1,8 +1,8 @@
-//! What the fuzzers need of the overlay: files in memory, and a journal's checks made true.
+//! Helpers for fuzzing the overlay: files in memory, and journals with valid checksums.
 
 use super::DATA;
 use super::journal::{HEADER_BYTES, NAME, mend};
-use super::medium::{Folder, Medium};
+use super::medium::{OverlayFile, OverlayFolder};
 use crate::Result;
 use keyframe_locks::IgnorePoison;
 use std::collections::BTreeMap;
@@ -15,10 +15,10 @@ fn held<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// A directory in memory.
-pub struct Memory(Mutex<BTreeMap<String, Bytes>>);
+pub struct MemoryFolder(Mutex<BTreeMap<String, Bytes>>);
 
-impl Memory {
-    /// One with an overlay's two files.
+impl MemoryFolder {
+    /// A directory with an overlay's two files.
     pub fn folder(journal: Vec<u8>, data: Vec<u8>) -> Arc<Self> {
         let files = [(NAME, journal), (DATA, data)];
         let files = files.map(|(name, bytes)| (name.to_owned(), Arc::new(Mutex::new(bytes))));
@@ -28,12 +28,12 @@ impl Memory {
 
 struct File(Bytes);
 
-impl Folder for Memory {
+impl OverlayFolder for MemoryFolder {
     fn name(&self) -> String {
         "memory".into()
     }
 
-    fn open(&self, name: &str) -> Result<Arc<dyn Medium>> {
+    fn open(&self, name: &str) -> Result<Arc<dyn OverlayFile>> {
         Ok(Arc::new(File(held(&self.0).entry(name.into()).or_default().clone())))
     }
 
@@ -50,7 +50,7 @@ impl Folder for Memory {
     }
 }
 
-impl Medium for File {
+impl OverlayFile for File {
     fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let bytes = held(&self.0);
         let from = usize::try_from(offset).ok().and_then(|at| bytes.get(at..)).unwrap_or_default();
@@ -84,7 +84,7 @@ impl Medium for File {
     }
 }
 
-/// A journal with the checks that its bytes should have.
+/// Returns `journal` with its checksums recomputed.
 pub fn mended(journal: &[u8]) -> Vec<u8> {
     let mut bytes = journal.to_vec();
     if bytes.len() >= HEADER_BYTES {

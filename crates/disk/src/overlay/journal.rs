@@ -8,15 +8,16 @@
 //!   record:  block 8 | blocks 8 | slot 4 | kind 4     (kind 0: slots from `slot` on, 1: zero)
 //! ```
 //!
-//! Integers are little-endian; checks are XXH3-64, of batches seeded with salt and number.
+//! Integers are little-endian. Checksums are XXH3-64; those of batches are seeded with salt and
+//! number.
 //!
-//! Invariants: a batch is written after the data that it names was synced, and before the next one
-//! is; so a batch that does not hold is the last one that was begun, and was promised to nobody.
-//! One that does not hold and has a good one behind it is damage. A journal that has grown to
-//! several times what it says is rewritten aside and renamed into place.
+//! Invariants: a batch is written after its data was synced, and before the next batch. So an
+//! invalid batch at the end is the last one that was begun, and no flush has acknowledged it. If a
+//! valid batch follows an invalid one, the journal is damaged. A journal that is several times as
+//! long as its content needs is rewritten to a second file, which then replaces it.
 
-use super::chain::Place;
-use super::medium::{Folder, Medium};
+use super::chain::BlockPlace;
+use super::medium::{OverlayFile, OverlayFolder};
 use crate::extents::ExtentMap;
 use crate::{BLOCK, BLOCK_BYTES, Error, Result};
 use std::sync::Arc;
@@ -28,38 +29,38 @@ pub const HEADER_BYTES: usize = 64;
 const BATCH_MAGIC: u32 = 0x3142_464b;
 const BATCH_HEADER_BYTES: usize = 24;
 const RECORD_BYTES: usize = 24;
-/// How many records one batch can have, in and out: 24 MiB.
+/// The largest number of records in one batch: 24 MiB.
 const BATCH_RECORDS_MAX: usize = 1 << 20;
-/// Below this a journal is not worth rewriting.
+/// A journal below this length is not rewritten.
 const REWRITE_BYTES_MIN: u64 = 4 << 20;
 pub const NAME: &str = "journal";
 const ASIDE: &str = "journal.new";
 
-/// Blocks that have come to a place.
+/// Blocks and their new place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Record {
+pub struct JournalRecord {
     pub block: u64,
     pub blocks: u64,
-    pub place: Place,
+    pub place: BlockPlace,
 }
 
-/// What a journal says.
+/// The content of a journal.
 pub struct Recovered {
     pub disk_bytes: u64,
-    pub map: ExtentMap<Place>,
+    pub map: ExtentMap<BlockPlace>,
 }
 
 /// An open journal.
 pub struct Journal {
-    folder: Arc<dyn Folder>,
-    file: Arc<dyn Medium>,
+    folder: Arc<dyn OverlayFolder>,
+    file: Arc<dyn OverlayFile>,
     disk_bytes: u64,
     salt: u64,
     next_batch: u64,
     end: u64,
-    /// The length at which it is worth rewriting.
+    /// The length at which the journal is rewritten.
     rewrite_at: u64,
-    /// Below this it never is.
+    /// A journal below this length is never rewritten.
     rewrite_bytes_min: u64,
 }
 
@@ -72,9 +73,12 @@ fn le64(bytes: &[u8], at: usize) -> u64 {
 }
 
 impl Journal {
-    /// Opens the journal of `folder`, or begins one for a disk of `disk_bytes`; `None`: it has to
-    /// be there.
-    pub fn open(folder: Arc<dyn Folder>, disk_bytes: Option<u64>) -> Result<(Self, Recovered)> {
+    /// Opens the journal of `folder`, or creates one for a disk of `disk_bytes` bytes. `None`: the
+    /// journal must exist.
+    pub fn open(
+        folder: Arc<dyn OverlayFolder>,
+        disk_bytes: Option<u64>,
+    ) -> Result<(Self, Recovered)> {
         let file = folder.open(NAME)?;
         let name = format!("{}/{NAME}", folder.name());
         let len = file.len_bytes()?;
@@ -82,19 +86,20 @@ impl Journal {
         file.read(0, &mut header)?;
         let blank = len < HEADER_BYTES as u64 || header == [0; HEADER_BYTES];
         match disk_bytes {
-            // The first header is synced before anything is promised: without a whole one there is
-            // nothing to lose.
+            // The first header is synced before any flush is acknowledged, so a journal without a
+            // complete header holds no data.
             Some(disk_bytes) if blank => Self::begin(folder, file, disk_bytes),
-            None if blank => Err(Error::damaged(name, "there is no overlay in it")),
+            None if blank => Err(Error::damaged(name, "it holds no overlay")),
             wanted => {
                 let (disk_bytes, salt) = parse_header(&header, &name)?;
                 if let Some(wanted) = wanted.filter(|wanted| *wanted != disk_bytes) {
-                    let problem =
-                        format!("it is for a disk of {disk_bytes} bytes, the image has {wanted}");
+                    let problem = format!(
+                        "it is of a disk of {disk_bytes} bytes, but the image has {wanted}"
+                    );
                     return Err(Error::refused(
                         name,
                         problem,
-                        "use the image that it was made for, or another directory",
+                        "use the image that it was created for, or another directory",
                     ));
                 }
                 Self::recover(folder, file, disk_bytes, salt, len)
@@ -103,8 +108,8 @@ impl Journal {
     }
 
     fn begin(
-        folder: Arc<dyn Folder>,
-        file: Arc<dyn Medium>,
+        folder: Arc<dyn OverlayFolder>,
+        file: Arc<dyn OverlayFile>,
         disk_bytes: u64,
     ) -> Result<(Self, Recovered)> {
         let salt = fresh_salt();
@@ -128,8 +133,8 @@ impl Journal {
     }
 
     fn recover(
-        folder: Arc<dyn Folder>,
-        file: Arc<dyn Medium>,
+        folder: Arc<dyn OverlayFolder>,
+        file: Arc<dyn OverlayFile>,
         disk_bytes: u64,
         salt: u64,
         len: u64,
@@ -146,29 +151,29 @@ impl Journal {
             rewrite_bytes_min,
         };
         let map = this.replay(len)?;
-        // What lies behind was promised to nobody, and must not look like a batch once others are
-        // written over it.
+        // No flush has acknowledged the rest of the file. It must not look like a batch after later
+        // batches overwrite a part of it.
         if len > this.end {
             this.file.set_len(this.end)?;
         }
-        // What was read may be in memory alone.
+        // The bytes that were read may be in memory alone.
         this.file.sync()?;
-        this.rewrite_at = this.worth(&map);
+        this.rewrite_at = this.rewrite_threshold(&map);
         Ok((this, Recovered { disk_bytes, map }))
     }
 
-    fn worth(&self, map: &ExtentMap<Place>) -> u64 {
+    fn rewrite_threshold(&self, map: &ExtentMap<BlockPlace>) -> u64 {
         (map.entries() as u64 * RECORD_BYTES as u64 * 4).max(self.rewrite_bytes_min)
     }
 
-    /// So that a test need not write megabytes first.
+    /// For tests, which need not write megabytes first.
     #[cfg(test)]
     pub fn rewrite_from(&mut self, bytes: u64) {
         (self.rewrite_at, self.rewrite_bytes_min) = (bytes, bytes);
     }
 
-    /// Reads batches up to the first that does not hold.
-    fn replay(&mut self, len: u64) -> Result<ExtentMap<Place>> {
+    /// Reads batches up to the first invalid one.
+    fn replay(&mut self, len: u64) -> Result<ExtentMap<BlockPlace>> {
         let mut map = ExtentMap::default();
         while let Some(body) =
             self.batch_at(self.end, len)?.filter(|(number, _)| *number == self.next_batch)
@@ -184,7 +189,7 @@ impl Journal {
         Ok(map)
     }
 
-    /// The number and the records of the batch at `at`, if it holds.
+    /// The number and the records of the batch at `at`, if it is valid.
     fn batch_at(&self, at: u64, len: u64) -> Result<Option<(u64, Vec<u8>)>> {
         let left = len.saturating_sub(at);
         if left < BATCH_HEADER_BYTES as u64 {
@@ -209,17 +214,17 @@ impl Journal {
         check_of(self.salt, number, records)
     }
 
-    fn parse_record(&self, bytes: &[u8]) -> Result<Record> {
+    fn parse_record(&self, bytes: &[u8]) -> Result<JournalRecord> {
         let (block, blocks, slot) = (le64(bytes, 0), le64(bytes, 8), le32(bytes, 16));
         let place = match le32(bytes, 20) {
-            0 => Some(Place::Slot(slot)).filter(|_| blocks < u64::from(u32::MAX - slot)),
-            1 => Some(Place::Zero),
+            0 => Some(BlockPlace::Slot(slot)).filter(|_| blocks < u64::from(u32::MAX - slot)),
+            1 => Some(BlockPlace::Zero),
             _ => None,
         };
         let inside =
             block.checked_add(blocks).is_some_and(|end| end <= self.disk_bytes.div_ceil(BLOCK));
         match place.filter(|_| inside && blocks > 0) {
-            Some(place) => Ok(Record { block, blocks, place }),
+            Some(place) => Ok(JournalRecord { block, blocks, place }),
             None => Err(Error::damaged(
                 self.name(),
                 format!("a record names {blocks} blocks at {block}, slot {slot}"),
@@ -227,7 +232,7 @@ impl Journal {
         }
     }
 
-    /// A later batch that holds proves that the one which does not was promised.
+    /// Fails if a valid batch follows: it proves that a flush has acknowledged the invalid one.
     fn nothing_good_behind(&self, len: u64) -> Result<()> {
         let mut at = self.end;
         let mut chunk = vec![0u8; 1 << 16];
@@ -242,7 +247,7 @@ impl Journal {
                 let good = self.batch_at(at + place as u64, len)?;
                 if good.is_some_and(|(number, _)| number > self.next_batch) {
                     let problem = format!(
-                        "batch {} at {} does not hold, and later ones do",
+                        "batch {} at {} is invalid, and later ones are valid",
                         self.next_batch, self.end
                     );
                     return Err(Error::damaged(self.name(), problem));
@@ -257,12 +262,12 @@ impl Journal {
         format!("{}/{NAME}", self.folder.name())
     }
 
-    /// Appends records and makes them durable. The error says whether it can be tried again.
-    pub fn append(&mut self, records: &[Record]) -> Result<(), AppendError> {
+    /// Appends records and makes them durable. The error says whether a retry is possible.
+    pub fn append(&mut self, records: &[JournalRecord]) -> Result<(), AppendError> {
         for records in records.chunks(BATCH_RECORDS_MAX) {
             let bytes = self.encode(self.next_batch, records);
             if let Err(error) = self.file.write(self.end, &bytes) {
-                // Without its tail the file is as it was.
+                // Cutting the partly written batch restores the file.
                 let retry = self.file.set_len(self.end).is_ok();
                 return Err(AppendError { error, retry });
             }
@@ -273,7 +278,7 @@ impl Journal {
         Ok(())
     }
 
-    fn encode(&self, number: u64, records: &[Record]) -> Vec<u8> {
+    fn encode(&self, number: u64, records: &[JournalRecord]) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(BATCH_HEADER_BYTES + records.len() * RECORD_BYTES);
         bytes.extend(BATCH_MAGIC.to_le_bytes());
         bytes.extend((records.len() as u32).to_le_bytes());
@@ -281,8 +286,8 @@ impl Journal {
         bytes.extend([0; 8]);
         for record in records {
             let (slot, kind) = match record.place {
-                Place::Slot(slot) => (slot, 0u32),
-                Place::Zero => (0, 1),
+                BlockPlace::Slot(slot) => (slot, 0u32),
+                BlockPlace::Zero => (0, 1),
             };
             bytes.extend(record.block.to_le_bytes());
             bytes.extend(record.blocks.to_le_bytes());
@@ -294,15 +299,15 @@ impl Journal {
         bytes
     }
 
-    /// True where it has grown to several times what it says.
+    /// True if the journal is several times as long as its content needs.
     pub fn is_long(&self) -> bool {
         self.end >= self.rewrite_at
     }
 
-    /// Writes what it says anew, without what was superseded. A failure that can be tried again
-    /// leaves it as it is.
+    /// Rewrites the journal without superseded records. If a retry is possible after a failure, the
+    /// journal is unchanged.
     pub fn rewrite(&mut self) -> Result<(), AppendError> {
-        // Looked at again only after it has grown as much once more, whatever happens now.
+        // After any result, the next rewrite waits until the length has doubled.
         self.rewrite_at = self.end.saturating_mul(2);
         let mut old = Self {
             folder: Arc::clone(&self.folder),
@@ -315,27 +320,30 @@ impl Journal {
         self.replace(&map)
     }
 
-    /// Says that nothing was written.
+    /// Replaces the journal with an empty one.
     pub fn clear(&mut self) -> Result<()> {
         self.replace(&ExtentMap::default()).map_err(|e| e.error)
     }
 
-    fn replace(&mut self, map: &ExtentMap<Place>) -> Result<(), AppendError> {
+    fn replace(&mut self, map: &ExtentMap<BlockPlace>) -> Result<(), AppendError> {
         let new = self.write_aside(map).map_err(|error| AppendError { error, retry: true })?;
         self.folder.replace(ASIDE, NAME).map_err(|error| AppendError { error, retry: true })?;
         *self = new;
-        // Until then a power loss can bring the old one back, without what is appended to this one.
+        // Until this sync, a power loss can bring the old journal back, without later appends to
+        // the new one.
         self.folder.sync().map_err(|error| AppendError { error, retry: false })
     }
 
-    fn write_aside(&self, map: &ExtentMap<Place>) -> Result<Self> {
+    fn write_aside(&self, map: &ExtentMap<BlockPlace>) -> Result<Self> {
         let file = self.folder.open(ASIDE)?;
         let (mut new, _) = Self::begin(Arc::clone(&self.folder), file, self.disk_bytes)?;
-        let records: Vec<Record> =
-            map.iter().map(|(block, blocks, place)| Record { block, blocks, place }).collect();
+        let records: Vec<JournalRecord> = map
+            .iter()
+            .map(|(block, blocks, place)| JournalRecord { block, blocks, place })
+            .collect();
         new.append(&records).map_err(|e| e.error)?;
         new.rewrite_bytes_min = self.rewrite_bytes_min;
-        new.rewrite_at = new.worth(map);
+        new.rewrite_at = new.rewrite_threshold(map);
         Ok(new)
     }
 }
@@ -343,7 +351,7 @@ impl Journal {
 /// Why records could not be appended.
 pub struct AppendError {
     pub error: Error,
-    /// True where the journal is as it was before.
+    /// True if the journal is unchanged, so that a retry is possible.
     pub retry: bool,
 }
 
@@ -361,21 +369,24 @@ fn header(disk_bytes: u64, salt: u64) -> [u8; HEADER_BYTES] {
 
 fn parse_header(header: &[u8; HEADER_BYTES], name: &str) -> Result<(u64, u64)> {
     if header[..8] != MAGIC {
-        return Err(Error::damaged(name, "it does not begin as an overlay's journal does"));
+        return Err(Error::damaged(
+            name,
+            "it does not begin with the magic number of an overlay's journal",
+        ));
     }
     let version = le32(header, 8);
     if version > VERSION {
         let problem =
-            format!("it has format version {version}; this program knows versions up to {VERSION}");
+            format!("it has format version {version}; this program reads version {VERSION}");
         return Err(Error::refused(name, problem, "use the keyframe that wrote it"));
     }
     if xxh3_64(&header[..56]) != le64(header, 56) || le32(header, 12) as usize != BLOCK_BYTES {
-        return Err(Error::damaged(name, "its header does not match its check"));
+        return Err(Error::damaged(name, "its header does not match its checksum"));
     }
     Ok((le64(header, 16), le64(header, 24)))
 }
 
-/// Writes the checks that a journal's bytes should have, for as long as there are whole batches.
+/// Writes the correct checksums into a journal, up to the last complete batch.
 pub fn mend(bytes: &mut [u8]) {
     let check = xxh3_64(&bytes[..56]);
     bytes[56..HEADER_BYTES].copy_from_slice(&check.to_le_bytes());
@@ -396,7 +407,7 @@ fn check_of(salt: u64, number: u64, records: &[u8]) -> u64 {
     xxh3_64_with_seed(records, salt ^ number.rotate_left(17) ^ count.rotate_left(47))
 }
 
-/// Not secret: it keeps what an older journal left on the medium from being taken for part of this
+/// Not a secret: the salt makes batches that an older journal left on the medium invalid in this
 /// one.
 fn fresh_salt() -> u64 {
     use std::hash::{BuildHasher, Hasher};

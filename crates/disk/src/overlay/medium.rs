@@ -1,4 +1,4 @@
-//! The few file system operations that the overlay needs, behind a trait: tests crash it at any of
+//! The file system operations that the overlay needs, as a trait: tests simulate a crash at any of
 //! them.
 
 use crate::{Error, Result};
@@ -13,42 +13,43 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// A file.
-pub trait Medium: Send + Sync {
-    /// Fills `buf` from `offset`; what lies behind the end is zero.
+pub trait OverlayFile: Send + Sync {
+    /// Fills `buf` from `offset` on. Bytes past the end are zero.
     fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
-    /// The same, unless it would take waiting for a device: then `false`, and `buf` holds anything.
+    /// As [`Self::read`], but returns `false` if that would wait for a device. Then the content of
+    /// `buf` is undefined.
     fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<bool> {
         self.read(offset, buf).map(|()| true)
     }
     /// Writes all of `buf` at `offset`.
     fn write(&self, offset: u64, buf: &[u8]) -> Result<()>;
-    /// Makes everything written durable.
+    /// Makes all written data durable.
     fn sync(&self) -> Result<()>;
-    /// Bytes in it.
+    /// The length in bytes.
     fn len_bytes(&self) -> Result<u64>;
-    /// Cuts or grows it.
+    /// Truncates or extends the file.
     fn set_len(&self, len_bytes: u64) -> Result<()>;
 }
 
 /// A directory.
-pub trait Folder: Send + Sync {
-    /// Its name, for messages.
+pub trait OverlayFolder: Send + Sync {
+    /// The path, for messages.
     fn name(&self) -> String;
-    /// Opens a file, and makes it unless it is there.
-    fn open(&self, name: &str) -> Result<Arc<dyn Medium>>;
-    /// Renames a file over another; durable after [`Self::sync`].
+    /// Opens a file. Creates it if it does not exist.
+    fn open(&self, name: &str) -> Result<Arc<dyn OverlayFile>>;
+    /// Renames a file over another. Durable after [`Self::sync`].
     fn replace(&self, from: &str, to: &str) -> Result<()>;
-    /// Makes the entries durable.
+    /// Makes the directory's entries durable.
     fn sync(&self) -> Result<()>;
 }
 
-/// Whether what is written is to survive the host.
+/// Whether written data must survive a crash of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lasting {
-    /// A sync makes it durable.
+    /// A sync makes the data durable.
     Durable,
-    /// It is thrown away at the end: a sync does nothing. What was written survives the process, as
-    /// the page cache does.
+    /// The data is discarded at the end, so a sync does nothing. Written data survives the process,
+    /// because it is in the page cache.
     Temporary,
 }
 
@@ -59,7 +60,7 @@ struct RealFile {
     lasting: Lasting,
 }
 
-impl Medium for RealFile {
+impl OverlayFile for RealFile {
     fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         read_or_zero(&self.file, offset, buf).map_err(Error::io(&self.name, "read"))
     }
@@ -88,7 +89,7 @@ impl Medium for RealFile {
     }
 }
 
-/// Fills `buf`; what lies behind the end of the file is zero.
+/// Fills `buf`. Bytes past the end of the file are zero.
 pub fn read_or_zero(file: &File, offset: u64, buf: &mut [u8]) -> std::io::Result<()> {
     let mut done = 0;
     while done < buf.len() {
@@ -105,8 +106,8 @@ pub fn read_or_zero(file: &File, offset: u64, buf: &mut [u8]) -> std::io::Result
     Ok(())
 }
 
-/// The same, of what lies in the page cache: `false` where a part does not, whose reading has begun
-/// then.
+/// As [`read_or_zero`], if all bytes are in the page cache. `false` if some are not; the kernel has
+/// begun to read them.
 pub fn read_now(file: &File, offset: u64, buf: &mut [u8]) -> std::io::Result<bool> {
     let mut done = 0;
     while done < buf.len() {
@@ -119,7 +120,7 @@ pub fn read_now(file: &File, offset: u64, buf: &mut [u8]) -> std::io::Result<boo
             Ok(len) => done += len,
             Err(Errno::AGAIN) => return Ok(false),
             Err(Errno::INTR) => {}
-            // The file system does not tell.
+            // The file system does not support this query.
             Err(Errno::OPNOTSUPP | Errno::INVAL | Errno::NOSYS) => {
                 return read_or_zero(file, offset + done as u64, &mut buf[done..]).map(|()| true);
             }
@@ -129,8 +130,8 @@ pub fn read_now(file: &File, offset: u64, buf: &mut [u8]) -> std::io::Result<boo
     Ok(true)
 }
 
-/// Locks a file. A process that was just started holds its parent's locks too, until its `exec`: so
-/// one that is taken is tried again for a moment.
+/// Locks a file. A child process holds its parent's locks until its `exec`, so a failed attempt is
+/// repeated for a moment.
 pub fn flock(file: impl AsFd, operation: FlockOperation) -> rustix::io::Result<()> {
     for _ in 0..LOCK_TRIES {
         match rustix::fs::flock(&file, operation) {
@@ -144,7 +145,7 @@ pub fn flock(file: impl AsFd, operation: FlockOperation) -> rustix::io::Result<(
 const LOCK_TRIES: u32 = 20;
 const LOCK_EVERY: Duration = Duration::from_millis(10);
 
-/// A real directory, held by one process at a time.
+/// A real directory. One process at a time holds it.
 pub struct RealFolder {
     path: PathBuf,
     folder: File,
@@ -152,7 +153,7 @@ pub struct RealFolder {
 }
 
 impl RealFolder {
-    /// Makes it unless it is there, and locks it.
+    /// Opens and locks the directory. Creates it if it does not exist.
     pub fn create(path: &Path, lasting: Lasting) -> Result<Self> {
         let name = path.display().to_string();
         let mut builder = std::fs::DirBuilder::new();
@@ -161,7 +162,7 @@ impl RealFolder {
         Self::open(path, lasting)
     }
 
-    /// Opens and locks one that is there.
+    /// Opens and locks an existing directory.
     pub fn open(path: &Path, lasting: Lasting) -> Result<Self> {
         let name = path.display().to_string();
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -175,12 +176,12 @@ impl RealFolder {
     }
 }
 
-impl Folder for RealFolder {
+impl OverlayFolder for RealFolder {
     fn name(&self) -> String {
         self.path.display().to_string()
     }
 
-    fn open(&self, name: &str) -> Result<Arc<dyn Medium>> {
+    fn open(&self, name: &str) -> Result<Arc<dyn OverlayFile>> {
         let path = self.path.join(name);
         let name = path.display().to_string();
         let mut options = OpenOptions::new();
@@ -208,8 +209,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_temporary_waits_for_no_medium() {
-        // A device that cannot be synced tells whether it is asked to.
+    fn a_temporary_overlay_waits_for_no_medium() {
+        // A device that cannot be synced fails if it is asked to sync.
         let file =
             |lasting| RealFolder::open(Path::new("/dev"), lasting).unwrap().open("null").unwrap();
         assert!(file(Lasting::Durable).sync().is_err());

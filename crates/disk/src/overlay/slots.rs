@@ -4,40 +4,40 @@
 //!   tail, or free ──take──▶ written ──published──▶ in a map ──superseded──▶ waiting ──sync──▶ free
 //! ```
 //!
-//! Invariants: a slot that the journal on disk may still name is not free. So a superseded one
-//! waits for the sync that makes its successor durable. Nor is one that somebody may still be
-//! reading: who reads without holding the map enters a generation, and what becomes free meanwhile
-//! is parked until all who entered that one or the one before have left.
+//! Invariants: a slot that the journal on disk may still name is not free. So a superseded slot
+//! waits for the sync that makes its successor durable. A slot that is being read is not free
+//! either: a reader that does not hold the map enters a generation, and slots that become free
+//! meanwhile are parked until all readers of that generation and the one before have left.
 //!
 //! ```text
-//!   generation 7  ──readers── ──▶ 8 begins once nobody is left in 6; what was parked in 6 is free then
+//!   generation 7  ── 8 begins after all readers of 6 have left; slots parked in 6 are free then
 //! ```
 
 use crate::extents::ExtentMap;
 
-/// How many slots there can be: 16 TiB of blocks. The numbers above mean other things in the
-/// journal.
+/// The largest number of slots: 16 TiB of blocks. The numbers above are reserved in the journal.
 const SLOTS_MAX: u32 = u32::MAX - 1;
 
 /// The slots of one overlay.
 #[derive(Debug, Default)]
-pub struct Slots {
+pub struct SlotAllocator {
     free: ExtentMap<()>,
     waiting: Vec<(u32, u32)>,
     tail: u32,
-    /// The newest, and the one before: by its last bit.
+    /// The newest generation. It and the one before are indexed by their last bit.
     generation: u64,
     readers: [usize; 2],
     parked: [Vec<(u32, u32)>; 2],
 }
 
-/// The generation that a reader entered.
+/// The generation that a reader has entered.
 #[derive(Debug)]
 #[must_use]
-pub struct Entered(usize);
+pub struct ReaderGeneration(usize);
 
-impl Slots {
-    /// All slots below `tail` but those `used` (start and count, in any order, disjoint) are free.
+impl SlotAllocator {
+    /// All slots below `tail` are free except those in `used` (start and count, in any order,
+    /// disjoint).
     pub fn recovered(tail: u32, used: impl Iterator<Item = (u32, u32)>) -> Self {
         let mut free = ExtentMap::default();
         free.insert(0, tail.into(), (), &mut |_, _, ()| {});
@@ -47,7 +47,7 @@ impl Slots {
         Self { free, tail, ..Self::default() }
     }
 
-    /// Takes up to `count` neighbouring slots; `None` where there are none left.
+    /// Takes up to `count` consecutive slots. `None` if all slots are used.
     pub fn take(&mut self, count: u64) -> Option<(u32, u32)> {
         let count = u32::try_from(count).unwrap_or(u32::MAX);
         if let Some((start, len, ())) = self.free.next(0) {
@@ -61,48 +61,48 @@ impl Slots {
         (taken > 0).then_some((start, taken))
     }
 
-    /// Gives back slots that no map and no journal ever named.
-    pub fn untake(&mut self, start: u32, len: u32) {
+    /// Returns slots that no map and no journal has ever named.
+    pub fn put_back(&mut self, start: u32, len: u32) {
         self.free.insert(start.into(), len.into(), (), &mut |_, _, ()| {});
     }
 
-    /// Slots that no map names any more, but the journal may.
+    /// Records slots that no map names any more, but that the journal may name.
     pub fn supersede(&mut self, start: u32, len: u32) {
         self.waiting.push((start, len));
     }
 
-    /// What a sync that begins now frees when it has succeeded.
+    /// Takes the slots that the next successful sync frees.
     pub fn take_waiting(&mut self) -> Vec<(u32, u32)> {
         std::mem::take(&mut self.waiting)
     }
 
-    /// The sync failed, and may be tried again.
+    /// Returns these slots after a sync that failed and may be repeated.
     pub fn wait_again(&mut self, slots: Vec<(u32, u32)>) {
         self.waiting.extend(slots);
     }
 
-    /// The sync succeeded.
+    /// Frees these slots after a successful sync.
     pub fn set_free(&mut self, slots: Vec<(u32, u32)>) {
         self.parked[self.newest()].extend(slots);
         self.advance();
     }
 
-    /// Somebody begins to read slots that maps name now.
-    pub fn enter(&mut self) -> Entered {
+    /// Registers a reader of slots that maps name now.
+    pub fn enter(&mut self) -> ReaderGeneration {
         let newest = self.newest();
         self.readers[newest] += 1;
-        Entered(newest)
+        ReaderGeneration(newest)
     }
 
-    /// That one is done.
-    #[expect(clippy::needless_pass_by_value, reason = "who has left cannot leave again")]
-    pub fn leave(&mut self, entered: Entered) {
+    /// Ends a read.
+    #[expect(clippy::needless_pass_by_value, reason = "a reader leaves once")]
+    pub fn leave(&mut self, entered: ReaderGeneration) {
         self.readers[entered.0] -= 1;
         self.advance();
     }
 
     #[cfg(test)]
-    pub fn nobody_reads(&self) -> bool {
+    pub fn has_no_reader(&self) -> bool {
         self.readers == [0, 0]
     }
 
@@ -110,7 +110,7 @@ impl Slots {
         (self.generation % 2) as usize
     }
 
-    /// Two steps at most: then both generations are empty, or one has readers.
+    /// Advances at most two steps: then both generations are empty, or one has readers.
     fn advance(&mut self) {
         for _ in 0..2 {
             let before = 1 - self.newest();
@@ -118,18 +118,18 @@ impl Slots {
                 return;
             }
             for (start, len) in std::mem::take(&mut self.parked[before]) {
-                self.untake(start, len);
+                self.put_back(start, len);
             }
             self.generation += 1;
         }
     }
 
-    /// Slots that the data file has room for.
+    /// The number of slots in the data file.
     pub fn tail(&self) -> u32 {
         self.tail
     }
 
-    /// Slots that could be taken without growing.
+    /// The number of slots that can be taken without extending the data file.
     pub fn free(&self) -> u64 {
         self.free.blocks()
     }
@@ -140,21 +140,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_slot_that_is_read_is_not_free_and_one_that_is_not_is() {
-        let mut slots = Slots::default();
+    fn only_slots_that_are_not_being_read_are_free() {
+        let mut slots = SlotAllocator::default();
         assert_eq!(slots.take(3), Some((0, 3)));
         slots.set_free(vec![(0, 1)]);
         assert_eq!(slots.free(), 1);
         let first = slots.enter();
         slots.set_free(vec![(1, 1)]);
         assert_eq!(slots.free(), 1);
-        // Others that come and go do not hold it for ever.
+        // Later readers do not keep the slot forever.
         let second = slots.enter();
         slots.leave(first);
         slots.set_free(vec![(2, 1)]);
         let third = slots.enter();
         slots.leave(second);
-        assert!(slots.free() >= 2, "nobody who could read slot 1 is left");
+        assert!(slots.free() >= 2, "no reader of slot 1 is left");
         slots.leave(third);
         assert_eq!(slots.free(), 3);
     }

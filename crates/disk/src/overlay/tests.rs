@@ -1,13 +1,13 @@
-//! The overlay against a naive one, and against a medium that loses what was not synced.
+//! Compares the overlay with a naive one, and runs it on a medium that loses unsynced data.
 #![expect(
     clippy::needless_range_loop,
     clippy::unnecessary_wraps,
-    reason = "the oracle goes by sector numbers, and stands in for what can fail"
+    reason = "the oracle indexes sectors, and simulates operations that can fail"
 )]
 
 mod slow;
 
-use super::medium::{Folder, Medium};
+use super::medium::{OverlayFile, OverlayFolder};
 use super::*;
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -19,7 +19,7 @@ const BYTES: u64 = BLOCKS * BLOCK - 1536;
 #[derive(Default)]
 struct SimFile {
     now: Mutex<Vec<u8>>,
-    /// What is durable, and what was written since: offset, bytes; or a new length.
+    /// The durable content, and the operations since: offset and bytes, or a new length.
     durable: Mutex<Vec<u8>>,
     since: Mutex<Vec<(u64, Vec<u8>)>>,
 }
@@ -33,7 +33,7 @@ fn put(bytes: &mut Vec<u8>, offset: u64, data: &[u8]) {
 }
 
 impl SimFile {
-    /// After a power loss: of what was not synced each sector is there or not, as `keep` has it.
+    /// Simulates a power loss: each unsynced sector survives if `keep` returns true.
     fn crash(&self, keep: &mut impl FnMut() -> bool) -> Arc<Self> {
         let mut bytes = locked(&self.durable).clone();
         for (offset, data) in locked(&self.since).iter() {
@@ -57,11 +57,11 @@ impl SimFile {
 #[derive(Default)]
 struct SimFolder {
     files: Mutex<BTreeMap<String, Arc<SimFile>>>,
-    /// The names before a rename that was not synced.
+    /// The names before an unsynced rename.
     before: Mutex<Option<BTreeMap<String, Arc<SimFile>>>>,
-    /// Operations that still succeed; then everything fails.
+    /// The number of operations that succeed. After them all fail.
     budget: Arc<Mutex<Option<u64>>>,
-    /// Every failure is a full disk, that lets the next one through.
+    /// If true, a failure is a full disk, and the next operation succeeds.
     full: Arc<Mutex<bool>>,
 }
 
@@ -87,7 +87,7 @@ fn spend(budget: &Mutex<Option<u64>>, full: &Mutex<bool>) -> Result<()> {
     }
 }
 
-impl Medium for SimHandle {
+impl OverlayFile for SimHandle {
     fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let now = locked(&self.file.now);
         for (i, byte) in buf.iter_mut().enumerate() {
@@ -98,12 +98,12 @@ impl Medium for SimHandle {
 
     fn write(&self, offset: u64, buf: &[u8]) -> Result<()> {
         let spent = spend(&self.budget, &self.full);
-        // Of a write that fails a part may be there.
+        // A failed write may have written a part.
         let sectors = (offset as usize + buf.len() / 2) / 512 * 512;
         let buf = if spent.is_ok() { buf } else { &buf[..sectors.saturating_sub(offset as usize)] };
         let mut now = locked(&self.file.now);
         put(&mut now, offset, buf);
-        // A medium holds whole sectors, as they were in memory at some time.
+        // A medium holds whole sectors, with their content in memory at some time.
         let start = offset / 512 * 512;
         let end = (offset + buf.len() as u64).next_multiple_of(512).min(now.len() as u64);
         locked(&self.file.since).push((start, now[start as usize..end as usize].to_vec()));
@@ -125,18 +125,18 @@ impl Medium for SimHandle {
 
     fn set_len(&self, len_bytes: u64) -> Result<()> {
         locked(&self.file.now).resize(len_bytes as usize, 0);
-        // Lengths are taken for durable with the next sync; until then both are possible, and the
-        // longer is the harder.
+        // A new length counts as durable after the next sync. Until then both lengths are possible,
+        // and the longer one is the harder case.
         Ok(())
     }
 }
 
-impl Folder for SimFolder {
+impl OverlayFolder for SimFolder {
     fn name(&self) -> String {
         "sim".into()
     }
 
-    fn open(&self, name: &str) -> Result<Arc<dyn Medium>> {
+    fn open(&self, name: &str) -> Result<Arc<dyn OverlayFile>> {
         let file = Arc::clone(locked(&self.files).entry(name.into()).or_default());
         Ok(Arc::new(SimHandle {
             file,
@@ -208,7 +208,7 @@ fn base_byte(at: u64) -> u8 {
     (at / 97 % 251) as u8
 }
 
-fn beneath(at: u64, buf: &mut [u8]) -> Result<()> {
+fn read_below(at: u64, buf: &mut [u8]) -> Result<()> {
     buf.iter_mut().enumerate().for_each(|(i, byte)| {
         *byte = if at + (i as u64) < BYTES { base_byte(at + i as u64) } else { 0 }
     });
@@ -218,12 +218,12 @@ fn beneath(at: u64, buf: &mut [u8]) -> Result<()> {
 fn content(overlay: &Overlay) -> Vec<u8> {
     let mut all = vec![0; BYTES as usize];
     for (start, len) in overlay.read(0, &mut all).unwrap() {
-        beneath(start as u64, &mut all[start..start + len]).unwrap();
+        read_below(start as u64, &mut all[start..start + len]).unwrap();
     }
     all
 }
 
-/// The same, at its simplest: whole copies.
+/// The overlay's specification in its simplest form: whole copies.
 struct Naive {
     now: Vec<u8>,
     dirty: Vec<bool>,
@@ -238,17 +238,17 @@ impl Naive {
     }
 }
 
-/// Carries a step out on both. The error is the overlay's.
+/// Performs a step on both. The error is the overlay's.
 fn apply(step: &Step, overlay: &Overlay, naive: &mut Naive) -> Result<()> {
     match *step {
         Step::Write { offset, len, tag } => {
             let data: Vec<u8> = (0..len).map(|i| tag.wrapping_add((i / 512) as u8)).collect();
-            overlay.write(offset, &data, &beneath)?;
+            overlay.write(offset, &data, &read_below)?;
             naive.now[offset as usize..(offset + len) as usize].copy_from_slice(&data);
             naive.mark(offset, len);
         }
         Step::Zero { offset, len } => {
-            overlay.zero(offset, len, &beneath)?;
+            overlay.zero(offset, len, &read_below)?;
             naive.now[offset as usize..(offset + len) as usize].fill(0);
             naive.mark(offset, len);
         }
@@ -318,18 +318,18 @@ fn fresh() -> (Arc<SimFolder>, Overlay, Naive) {
     let folder = Arc::new(SimFolder::default());
     let overlay = Overlay::on(folder.clone(), Some(BYTES)).unwrap();
     let mut now = vec![0; BYTES as usize];
-    beneath(0, &mut now).unwrap();
+    read_below(0, &mut now).unwrap();
     (folder, overlay, Naive { now, dirty: vec![false; BLOCKS as usize], epochs: Vec::new() })
 }
 
-/// Whose journal is rewritten all the time.
+/// As [`fresh`], but the journal is rewritten all the time.
 fn fresh_short() -> (Arc<SimFolder>, Overlay, Naive) {
     let all = fresh();
     locked(&all.1.syncing).journal.rewrite_from(300);
     all
 }
 
-/// What the overlay holds counts as written after it was opened.
+/// All blocks in the overlay count as written after it was opened.
 fn all_dirty(overlay: &Overlay, naive: &mut Naive) {
     naive.epochs.clear();
     naive.dirty.fill(false);
@@ -358,7 +358,7 @@ proptest! {
             prop_assert!(content(&overlay) == naive.now, "after {:?}", step);
             check_epochs(&overlay, &naive);
         }
-        // Slots do not leak: what nobody reads any more is free after a sync.
+        // Slots do not leak: after a sync, slots without readers are free.
         overlay.cut().unwrap();
         overlay.release_all();
         overlay.sync().unwrap();
@@ -368,8 +368,8 @@ proptest! {
         prop_assert_eq!(size.data_bytes - size.free_bytes, held * BLOCK);
     }
 
-    /// Each sector holds, after a power loss at any operation, something that it held at the last
-    /// good sync or later.
+    /// After a power loss at any operation, each sector holds a content that it had at the last
+    /// successful sync or later.
     #[test]
     fn keeps_what_was_synced(
         steps in prop::collection::vec(step(), 1..40), budget in 0u64..120, seed in any::<u64>(),
@@ -378,17 +378,17 @@ proptest! {
         *locked(&folder.budget) = Some(budget);
         let sectors = (BYTES / 512) as usize;
         let sector = |bytes: &[u8], i: usize| bytes[i * 512..(i + 1) * 512].to_vec();
-        // What each sector may hold: what it held at the last sync, and everything since.
+        // The contents that each sector may hold: that of the last sync, and all later ones.
         let mut may: Vec<Vec<Vec<u8>>> = (0..sectors).map(|i| vec![sector(&naive.now, i)]).collect();
         for step in &steps {
             let before = naive.now.clone();
             let done = apply(step, &overlay, &mut naive);
             if done.is_err() {
-                // Of a step that failed each sector may be there: as if it had been done, on a disk
-                // that works.
+                // After a failed step each sector may be written. A second, healthy disk shows the
+                // content after the step.
                 let (_, healthy, mut after) = fresh();
                 after.now = before;
-                let _ = healthy.write(0, &after.now, &beneath);
+                let _ = healthy.write(0, &after.now, &read_below);
                 let _ = apply(step, &healthy, &mut after);
                 (0..sectors).for_each(|i| may[i].push(sector(&after.now, i)));
                 break;
@@ -415,7 +415,7 @@ proptest! {
         }
     }
 
-    /// A full disk fails requests, and nothing else: once there is space everything goes on.
+    /// A full disk fails requests and has no other effect: after there is space, all goes on.
     #[test]
     fn a_full_disk_passes(steps in prop::collection::vec(step(), 1..40), budget in 0u64..20) {
         let (folder, overlay, mut naive) = fresh_short();
@@ -441,16 +441,16 @@ proptest! {
     }
 }
 
-/// Writes a few batches; the journal's bytes, and the content after each sync.
+/// Writes a few batches. Returns the journal's bytes and the content after each sync.
 fn journal_of_batches() -> (Arc<SimFolder>, Vec<(usize, Vec<u8>)>) {
     let (folder, overlay, _) = fresh();
     let mut states = vec![(journal::HEADER_BYTES, content(&overlay))];
     for round in 0..6u8 {
         for block in 0..3u64 {
             let at = (u64::from(round) * 2 + block * 5) * BLOCK;
-            overlay.write(at, &[round + 1; 4096], &beneath).unwrap();
+            overlay.write(at, &[round + 1; 4096], &read_below).unwrap();
         }
-        overlay.zero(u64::from(round) * BLOCK, BLOCK, &beneath).unwrap();
+        overlay.zero(u64::from(round) * BLOCK, BLOCK, &read_below).unwrap();
         // A new epoch, so that slots change.
         overlay.cut().unwrap();
         overlay.sync().unwrap();
@@ -480,17 +480,16 @@ fn a_journal_torn_at_any_byte_gives_the_last_whole_state() {
         let torn = folder.with_journal(journal[..len].to_vec());
         let (_, expected) = states.iter().rev().find(|(end, _)| *end <= len).unwrap();
         let overlay = Overlay::on(torn.clone(), Some(BYTES)).unwrap();
-        // The slots of states before the last are in use again by none: content is exact where
-        // slots were not reused.
+        // The content of the last state is exact, because no later state reuses its slots.
         assert!(content(&overlay) == *expected, "torn at {len}");
-        overlay.write(0, &[9; 4096], &beneath).unwrap();
+        overlay.write(0, &[9; 4096], &read_below).unwrap();
         overlay.sync().unwrap();
         let mut then = expected.clone();
         then[..4096].fill(9);
         drop(overlay);
         assert!(
             content(&Overlay::on(torn, Some(BYTES)).unwrap()) == then,
-            "written behind the tear at {len}"
+            "written after the tear at {len}"
         );
     }
 }
@@ -504,7 +503,7 @@ fn a_flipped_byte_is_damage_or_the_torn_end_and_never_other_content() {
         let mut bytes = journal.clone();
         bytes[at] ^= 0x40;
         match Overlay::on(folder.with_journal(bytes), Some(BYTES)) {
-            // The last batch cannot be told from one that was being written.
+            // The last batch cannot be distinguished from one that was being written.
             Ok(overlay) => {
                 assert!(at >= *last_start && content(&overlay) == *before_last, "byte {at}");
             }
@@ -519,17 +518,17 @@ fn a_flipped_byte_is_damage_or_the_torn_end_and_never_other_content() {
 }
 
 #[test]
-fn a_long_journal_is_rewritten_and_says_the_same() {
+fn a_long_journal_is_rewritten_with_the_same_content() {
     let (folder, overlay, mut naive) = fresh();
     let mut random = 1u64;
     let mut longest = 0;
     for _ in 0..60_000 {
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         let block = (random >> 33) % (BLOCKS - 1);
-        // Zeroes alone, which need no epochs to become records.
-        overlay.zero(block * BLOCK, BLOCK, &beneath).unwrap();
+        // Only zeros, which become records without a new epoch.
+        overlay.zero(block * BLOCK, BLOCK, &read_below).unwrap();
         naive.now[(block * BLOCK) as usize..((block + 1) * BLOCK) as usize].fill(0);
-        overlay.write(block * BLOCK, &[random as u8; 4096], &beneath).unwrap();
+        overlay.write(block * BLOCK, &[random as u8; 4096], &read_below).unwrap();
         naive.now[(block * BLOCK) as usize..((block + 1) * BLOCK) as usize].fill(random as u8);
         overlay.sync().unwrap();
         longest = longest.max(locked(&folder.files)["journal"].now.lock().unwrap().len());
@@ -546,7 +545,7 @@ fn an_overlay_is_for_one_disk_and_one_process() {
     let path = dir.path().join("o");
     let overlay = Overlay::create(&path, 1 << 20, Lasting::Durable).unwrap();
     assert!(matches!(Overlay::create(&path, 1 << 20, Lasting::Durable), Err(Error::Locked { .. })));
-    overlay.write(0, &[1; 4096], &beneath).unwrap();
+    overlay.write(0, &[1; 4096], &read_below).unwrap();
     overlay.sync().unwrap();
     drop(overlay);
     let error = Overlay::create(&path, 2 << 20, Lasting::Durable).err().unwrap().to_string();

@@ -1,6 +1,6 @@
-//! The engine's handle of the process that serves the disks.
+//! The engine's handle to the process that serves the disks.
 
-use super::{Answer, Order, ServerStats, Spec, frame};
+use super::{DiskRequest, DiskResponse, DiskSpec, ServerStats, frame};
 use crate::{DiskBlock, DiskEpoch, Error, Extent, Result, SlotFile};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -9,77 +9,79 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long opening may take: a long journal is read whole.
+/// The time limit of opening: a long journal is read as a whole.
 const OPEN_TIMEOUT: Duration = Duration::from_mins(2);
-/// How long an answer may take that waits for the medium.
+/// The time limit of responses that wait for the medium.
 const SYNC_TIMEOUT: Duration = Duration::from_mins(2);
-/// How long any other answer may take.
+/// The time limit of all other responses.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long the process may take to be gone after its last answer.
+/// The time limit of the process's end after its last response.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The engine's hold of the process that serves its disks. Dropped without [`Self::end`], it leaves
-/// the guest its disks: the server goes on until its last client is gone.
+/// The engine's handle to the process that serves its disks. If it is dropped without
+/// [`Self::end`], the guest keeps its disks: the server goes on until its last client has
+/// disconnected.
 ///
-/// A checkpoint, in this order:
+/// The order of a checkpoint:
 ///
 /// ```text
-///   prepare()                  the guest runs: what is dirty is synced
-///   pause(limit)               flushes are acknowledged before their sync from here on
+///   prepare()                  the guest runs: dirty data is synced
+///   pause(limit)               from here on flushes are acknowledged before their sync
 ///   QMP stop                   drains and flushes
-///   begin_cut()                constant time: the server cuts, and makes durable what was acknowledged,
-///   ...                        device state, RAM                                    while this goes on
-///   finish_cut()               both are done; where the second fails the VM must not run
+///   begin_cut()                constant time: the server cuts, and makes the acknowledged data
+///   ...                        durable, while device state and RAM are read
+///   finish_cut()               both are done; if the second failed, the VM must not run
 ///   QMP cont, resumed()
-///   pages(), SlotFile          the content, while the guest runs
-///   release() or give_back()   sealed, or failed
+///   pages(), SlotFile          the content is read while the guest runs
+///   release() or give_back()   the checkpoint is sealed, or has failed
 /// ```
 pub struct Disks {
     child: Child,
     control: UnixStream,
-    specs: Vec<Spec>,
-    /// What is open beside those.
-    staged: Vec<Spec>,
+    specs: Vec<DiskSpec>,
+    /// The disks that are open but not served.
+    staged: Vec<DiskSpec>,
     disk_bytes: Vec<u64>,
-    begun: Begun,
+    begun: CutRequest,
 }
 
-/// A cut that was asked for and not waited for.
-enum Begun {
+/// The state of a cut that was requested without waiting for it.
+enum CutRequest {
     Nothing,
-    Asked,
-    /// Somebody else had to wait for the answers.
+    Sent,
+    /// Another request had to wait for the responses first.
     Answered(CutAnswers),
 }
 
-/// Epochs of all disks; and whether all that was acknowledged is durable.
+/// The epochs of all disks, and whether all acknowledged data is durable.
 type CutAnswers = (Result<Vec<DiskEpoch>>, Result<()>);
 
 impl Disks {
-    /// Starts the server as `command`, whose standard input is the connection, and waits until it
-    /// listens on `socket`.
+    /// Starts the server as `command`, which must call [`serve`](super::serve) with its standard
+    /// input. Waits until it listens on `socket`.
     ///
-    /// Errors: what a spec names cannot be served.
-    pub fn spawn(command: &mut Command, socket: &Path, specs: &[Spec]) -> Result<Self> {
+    /// Errors: the process cannot be started; a disk cannot be opened.
+    pub fn spawn(command: &mut Command, socket: &Path, specs: &[DiskSpec]) -> Result<Self> {
         let name = || command_name(command);
         let (control, theirs) =
             UnixStream::pair().map_err(Error::io(name(), "make a connection to"))?;
         let failed = Error::io(name(), "start");
-        // Ctrl-C is not to end it together with the engine.
+        // Ctrl-C must not end the server together with the engine.
         command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).process_group(0);
         let child = command.spawn().map_err(failed)?;
-        // The command holds the other end, whose closing must be seen.
+        // `command` holds a copy of the server's end. It must be closed, so that the engine sees
+        // the server end.
         command.stdin(Stdio::null());
-        let (staged, disk_bytes, begun) = (Vec::new(), Vec::new(), Begun::Nothing);
+        let (staged, disk_bytes, begun) = (Vec::new(), Vec::new(), CutRequest::Nothing);
         let mut disks = Self { child, control, specs: specs.to_vec(), staged, disk_bytes, begun };
-        let order = Order::Open { socket: socket.into(), specs: specs.to_vec() };
-        match disks.ask(&order, OPEN_TIMEOUT) {
-            Ok(Answer::Opened { disk_bytes }) if disk_bytes.len() == specs.len() => {
+        let request = DiskRequest::Open { socket: socket.into(), specs: specs.to_vec() };
+        match disks.ask(&request, OPEN_TIMEOUT) {
+            Ok(DiskResponse::Opened { disk_bytes }) if disk_bytes.len() == specs.len() => {
                 disks.disk_bytes = disk_bytes;
                 Ok(disks)
             }
             other => {
-                let error = other.map_or_else(|error| error, |answer| unexpected(&answer));
+                let error = other.map_or_else(|error| error, |response| unexpected(&response));
                 let _ = disks.child.kill();
                 let _ = disks.child.wait();
                 Err(error)
@@ -87,123 +89,127 @@ impl Disks {
         }
     }
 
-    /// The process.
+    /// The id of the process.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
     /// The disks, in the order of all epochs.
-    pub fn specs(&self) -> &[Spec] {
+    pub fn specs(&self) -> &[DiskSpec] {
         &self.specs
     }
 
-    /// Bytes of each disk.
+    /// The size of each disk in bytes.
     pub fn disk_bytes(&self) -> &[u64] {
         &self.disk_bytes
     }
 
-    /// True while the process is there.
+    /// True if the process has not ended.
     pub fn is_alive(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// Syncs what is dirty, while the guest runs, so that little is left to do for the pause.
+    /// Syncs dirty data while the guest runs, so that the pause has little to sync. Errors: a sync
+    /// failed; the server has ended or does not answer.
     pub fn prepare(&mut self) -> Result<()> {
-        self.done(&Order::Prepare, SYNC_TIMEOUT)
+        self.done(&DiskRequest::Prepare, SYNC_TIMEOUT)
     }
 
-    /// From now on, and for at most `limit`, flushes are acknowledged before their sync. `limit`
-    /// must be no longer than the watchdog's.
+    /// From now on, for at most `limit`, flushes are acknowledged before their sync. `limit` must
+    /// not exceed the watchdog's limit. Errors: the server has ended or does not answer.
     pub fn pause(&mut self, limit: Duration) -> Result<()> {
-        self.done(&Order::Pause { limit_ms: limit.as_millis() as u64 }, ANSWER_TIMEOUT)
+        self.done(&DiskRequest::Pause { limit_ms: limit.as_millis() as u64 }, ANSWER_TIMEOUT)
     }
 
-    /// Cuts all disks, after `stop`; an epoch of each, in the order of the specs.
+    /// Cuts all disks. To be called after `stop`. Returns the epoch of each disk, in the order of
+    /// the specs. Errors: too many epochs are in flight; the server has ended or does not answer.
     pub fn cut(&mut self) -> Result<Vec<DiskEpoch>> {
-        let answer = self.ask(&Order::Cut, ANSWER_TIMEOUT)?;
-        self.epochs(answer)
+        let response = self.ask(&DiskRequest::Cut, ANSWER_TIMEOUT)?;
+        self.epochs(response)
     }
 
-    fn epochs(&self, answer: Answer) -> Result<Vec<DiskEpoch>> {
-        match answer {
-            Answer::Cut { epochs } if epochs.len() == self.specs.len() => Ok(epochs),
+    fn epochs(&self, response: DiskResponse) -> Result<Vec<DiskEpoch>> {
+        match response {
+            DiskResponse::Cut { epochs } if epochs.len() == self.specs.len() => Ok(epochs),
             other => Err(unexpected(&other)),
         }
     }
 
-    /// Asks for [`Self::cut`] and [`Self::settled`], and waits for neither: the server is done
-    /// before the rest of the pause is.
+    /// Requests [`Self::cut`] and [`Self::settled`] without waiting for them. The server is done
+    /// before the rest of the pause is. Errors: the server has ended.
     pub fn begin_cut(&mut self) -> Result<()> {
         if let Some((Ok(epochs), _)) = self.finish_cut() {
-            // Nobody took them: this cut has their blocks.
+            // The caller did not take these epochs, so the new cut covers their blocks.
             self.give_back(&epochs)?;
         }
-        self.send(&Order::Cut, ANSWER_TIMEOUT)?;
-        self.begun = Begun::Asked;
-        self.send(&Order::Settled, SYNC_TIMEOUT)
+        self.send(&DiskRequest::Cut, ANSWER_TIMEOUT)?;
+        self.begun = CutRequest::Sent;
+        self.send(&DiskRequest::Settled, SYNC_TIMEOUT)
     }
 
-    /// The answers to [`Self::begin_cut`]: the epochs, and whether the VM may run. `None` where it
-    /// was not called.
+    /// The results of [`Self::begin_cut`]: the epochs, and whether the VM may run. `None` if it was
+    /// not called.
     pub fn finish_cut(&mut self) -> Option<CutAnswers> {
         self.wait_for_cut();
-        match std::mem::replace(&mut self.begun, Begun::Nothing) {
-            Begun::Answered(answers) => Some(answers),
-            Begun::Nothing | Begun::Asked => None,
+        match std::mem::replace(&mut self.begun, CutRequest::Nothing) {
+            CutRequest::Answered(answers) => Some(answers),
+            CutRequest::Nothing | CutRequest::Sent => None,
         }
     }
 
     fn wait_for_cut(&mut self) {
-        if matches!(self.begun, Begun::Asked) {
-            let epochs = self.receive().and_then(|answer| self.epochs(answer));
+        if matches!(self.begun, CutRequest::Sent) {
+            let epochs = self.receive().and_then(|response| self.epochs(response));
             let settled = self.receive().and_then(is_done);
-            self.begun = Begun::Answered((epochs, settled));
+            self.begun = CutRequest::Answered((epochs, settled));
         }
     }
 
-    /// Waits until what was acknowledged since [`Self::pause`] is durable, and ends the pause.
-    /// Before `cont`, also after a checkpoint that failed. Where this fails the VM must not run; it
-    /// can be tried again once there is space.
+    /// Waits until all data that was acknowledged since [`Self::pause`] is durable, and ends the
+    /// pause. To be called before `cont`, also after a failed checkpoint. Error: the sync failed,
+    /// and the VM must not run; the caller may try again after there is space.
     pub fn settled(&mut self) -> Result<()> {
-        self.done(&Order::Settled, SYNC_TIMEOUT)
+        self.done(&DiskRequest::Settled, SYNC_TIMEOUT)
     }
 
-    /// The VM runs, or was not stopped after all: the server's threads are no more urgent than
-    /// others.
+    /// Tells the server that the VM runs, or was not stopped: its threads get their ordinary
+    /// priority back. Errors: the server has ended or does not answer.
     pub fn resumed(&mut self) -> Result<()> {
-        self.done(&Order::Resumed, ANSWER_TIMEOUT)
+        self.done(&DiskRequest::Resumed, ANSWER_TIMEOUT)
     }
 
-    /// Has requests answered on `core`, on which the guest runs alone, before it runs on: see the
-    /// server's `affinity`.
+    /// Requests that are answered on `core`, where the guest's threads run, before the guest runs
+    /// on. See the server's module `affinity`. Errors: the server has ended or does not answer.
     pub fn answer_on(&mut self, core: u32) -> Result<()> {
-        self.done(&Order::AnswerOn { core }, ANSWER_TIMEOUT)
+        self.done(&DiskRequest::AnswerOn { core }, ANSWER_TIMEOUT)
     }
 
-    /// All blocks that `epoch` of the disk at `index` covers, rising: those written since the cut
-    /// before, and those of epochs that were given back.
+    /// All blocks that `epoch` of the disk at `index` covers, rising: the blocks written since the
+    /// previous cut, and those of epochs that were given back.
     pub fn pages(&mut self, index: usize, epoch: DiskEpoch) -> Pages<'_> {
         Pages { disks: self, index, epoch, next: Some(DiskBlock(0)), ready: Vec::new().into_iter() }
     }
 
-    /// Some thousand extents of the same, from `from` on, and where to go on: for one who shares
-    /// this hold with others.
+    /// Some thousand extents of [`Self::pages`], from `from` on, and the block at which to
+    /// continue. For a caller that shares this handle with others. Errors: no such epoch; the
+    /// server has ended or does not answer.
     pub fn pages_from(
         &mut self,
         index: usize,
         epoch: DiskEpoch,
         from: DiskBlock,
     ) -> Result<(Vec<Extent>, Option<DiskBlock>)> {
-        match self.ask(&Order::Pages { disk: index, epoch, from }, ANSWER_TIMEOUT)? {
-            // One that goes backwards would never end.
-            Answer::Pages { extents, next } if next.is_none_or(|next| next > from) => {
+        match self.ask(&DiskRequest::Pages { disk: index, epoch, from }, ANSWER_TIMEOUT)? {
+            // A server that goes backwards would never end.
+            DiskResponse::Pages { extents, next } if next.is_none_or(|next| next > from) => {
                 Ok((extents, next))
             }
             other => Err(unexpected(&other)),
         }
     }
 
-    /// Reads slots of the disk at `index`, without asking the server.
+    /// Opens the data file of the disk at `index`, to read slots without a request to the server.
+    /// Errors: no such disk; the file cannot be opened.
     pub fn slot_file(&self, index: usize) -> Result<SlotFile> {
         let spec = self
             .specs
@@ -212,49 +218,54 @@ impl Disks {
         SlotFile::open(&spec.overlay)
     }
 
-    /// The checkpoint with these epochs (of each disk) is sealed.
+    /// Releases the epochs (one of each disk) of a sealed checkpoint. Errors: no such epochs; the
+    /// server has ended or does not answer.
     pub fn release(&mut self, epochs: &[DiskEpoch]) -> Result<()> {
-        self.done(&Order::Release { epochs: epochs.into() }, ANSWER_TIMEOUT)
+        self.done(&DiskRequest::Release { epochs: epochs.into() }, ANSWER_TIMEOUT)
     }
 
-    /// The checkpoint with these epochs (of each disk) failed: their blocks count as written again.
+    /// Gives back the epochs (one of each disk) of a failed checkpoint: the next cut covers their
+    /// blocks too. Errors: no such epochs; the server has ended or does not answer.
     pub fn give_back(&mut self, epochs: &[DiskEpoch]) -> Result<()> {
-        self.done(&Order::GiveBack { epochs: epochs.into() }, ANSWER_TIMEOUT)
+        self.done(&DiskRequest::GiveBack { epochs: epochs.into() }, ANSWER_TIMEOUT)
     }
 
-    /// Opens `specs`, of the same exports and lengths, beside the disks that are served.
-    pub fn stage(&mut self, specs: &[Spec]) -> Result<()> {
-        self.done(&Order::Stage { specs: specs.to_vec() }, OPEN_TIMEOUT)?;
+    /// Opens `specs`, which must have the same exports and sizes, without serving them. Errors: a
+    /// disk cannot be opened; the server has ended or does not answer.
+    pub fn stage(&mut self, specs: &[DiskSpec]) -> Result<()> {
+        self.done(&DiskRequest::Stage { specs: specs.to_vec() }, OPEN_TIMEOUT)?;
         self.staged = specs.to_vec();
         Ok(())
     }
 
-    /// Serves what is open beside in place of what is served, which is then beside: clients notice
-    /// nothing but the content. While the VM stands, and no epoch is in flight. All disks, or none.
+    /// Serves the staged disks, and stages those that were served. Clients notice only the changed
+    /// content. To be called while the VM is paused and no epoch is in flight. After an error no
+    /// disk is exchanged.
     pub fn exchange(&mut self) -> Result<()> {
-        self.done(&Order::Exchange, ANSWER_TIMEOUT)?;
+        self.done(&DiskRequest::Exchange, ANSWER_TIMEOUT)?;
         std::mem::swap(&mut self.specs, &mut self.staged);
         Ok(())
     }
 
-    /// Closes what is open beside, and tells what that was: its overlays are free.
-    pub fn dismiss(&mut self) -> Result<Vec<Spec>> {
-        self.done(&Order::Dismiss, ANSWER_TIMEOUT)?;
+    /// Closes the staged disks and returns their specs. Their overlays are unlocked. Errors: the
+    /// server has ended or does not answer.
+    pub fn dismiss(&mut self) -> Result<Vec<DiskSpec>> {
+        self.done(&DiskRequest::Dismiss, ANSWER_TIMEOUT)?;
         Ok(std::mem::take(&mut self.staged))
     }
 
-    /// How it is doing.
+    /// The state of the server. Errors: the server has ended or does not answer.
     pub fn stats(&mut self) -> Result<ServerStats> {
-        match self.ask(&Order::Stats, ANSWER_TIMEOUT)? {
-            Answer::Stats(stats) => Ok(stats),
+        match self.ask(&DiskRequest::Stats, ANSWER_TIMEOUT)? {
+            DiskResponse::Stats(stats) => Ok(stats),
             other => Err(unexpected(&other)),
         }
     }
 
-    /// Ends the server: clients that are left are cut off, everything is synced. After it the
-    /// overlays are free.
+    /// Ends the server: disconnects the remaining clients and syncs all data. Then the overlays are
+    /// unlocked. Errors: a sync failed; the server does not answer.
     pub fn end(mut self) -> Result<()> {
-        let ended = self.done(&Order::End, SYNC_TIMEOUT);
+        let ended = self.done(&DiskRequest::End, SYNC_TIMEOUT);
         let deadline = Instant::now() + EXIT_TIMEOUT;
         while Instant::now() < deadline {
             if !self.is_alive() {
@@ -262,54 +273,54 @@ impl Disks {
             }
             std::thread::sleep(Duration::from_millis(2));
         }
-        // It has synced, or could not: nothing is lost with it.
+        // The server has synced, or failed to. Killing it loses no data.
         let _ = self.child.kill();
         let _ = self.child.wait();
         ended
     }
 
-    fn done(&mut self, order: &Order, timeout: Duration) -> Result<()> {
-        self.ask(order, timeout).and_then(is_done)
+    fn done(&mut self, request: &DiskRequest, timeout: Duration) -> Result<()> {
+        self.ask(request, timeout).and_then(is_done)
     }
 
-    fn ask(&mut self, order: &Order, timeout: Duration) -> Result<Answer> {
+    fn ask(&mut self, request: &DiskRequest, timeout: Duration) -> Result<DiskResponse> {
         self.wait_for_cut();
-        self.send(order, timeout)?;
+        self.send(request, timeout)?;
         self.receive()
     }
 
-    /// Sends an order whose answer may take so long.
-    fn send(&mut self, order: &Order, timeout: Duration) -> Result<()> {
+    /// Sends a request and sets the time limit of its response.
+    fn send(&mut self, request: &DiskRequest, timeout: Duration) -> Result<()> {
         let limit = |e| Error::io("the process that serves the disks", "bound the wait for")(e);
         self.control.set_read_timeout(Some(timeout)).map_err(limit)?;
         self.control.set_write_timeout(Some(timeout)).map_err(limit)?;
-        frame::send(&self.control, order).map_err(|error| self.lost(error))
+        frame::send(&self.control, request).map_err(|error| self.lost(error))
     }
 
-    fn receive(&mut self) -> Result<Answer> {
+    fn receive(&mut self) -> Result<DiskResponse> {
         match frame::receive(&self.control) {
-            Ok(Some(Answer::Failed { problem, disk_full: true })) => {
+            Ok(Some(DiskResponse::Failed { problem, disk_full: true, .. })) => {
                 Err(Error::ServerFull { problem })
             }
-            Ok(Some(Answer::Failed { problem, disk_full: false })) => {
-                Err(Error::Server { problem })
+            Ok(Some(DiskResponse::Failed { problem, fix, disk_full: false })) => {
+                Err(Error::Server { problem, fix })
             }
-            Ok(Some(answer)) => Ok(answer),
-            Ok(None) => Err(Error::Server { problem: "it has ended".into() }),
+            Ok(Some(response)) => Ok(response),
+            Ok(None) => Err(Error::Server { problem: "it has ended".into(), fix: None }),
             Err(error) => Err(self.lost(error)),
         }
     }
 
-    /// A late answer would be taken for the next one's.
+    /// A late response would be taken for the response to the next request, so the connection ends.
     fn lost(&self, error: Error) -> Error {
         let _ = self.control.shutdown(std::net::Shutdown::Both);
         error
     }
 }
 
-fn is_done(answer: Answer) -> Result<()> {
-    match answer {
-        Answer::Done => Ok(()),
+fn is_done(response: DiskResponse) -> Result<()> {
+    match response {
+        DiskResponse::Done => Ok(()),
         other => Err(unexpected(&other)),
     }
 }
@@ -318,13 +329,13 @@ fn command_name(command: &Command) -> String {
     command.get_program().to_string_lossy().into_owned()
 }
 
-fn unexpected(answer: &Answer) -> Error {
-    let mut answer = format!("{answer:?}");
-    answer.truncate(answer.floor_char_boundary(100));
-    Error::protocol("the process that serves the disks", format!("it answered {answer}"))
+fn unexpected(response: &DiskResponse) -> Error {
+    let mut response = format!("{response:?}");
+    response.truncate(response.floor_char_boundary(100));
+    Error::protocol("the process that serves the disks", format!("it answered {response}"))
 }
 
-/// The blocks of an epoch, fetched some thousand extents at a time.
+/// The extents of an epoch, fetched some thousand at a time.
 pub struct Pages<'a> {
     disks: &'a mut Disks,
     index: usize,

@@ -1,4 +1,4 @@
-//! Orders and answers on the wire: a length of 32 bits, then JSON.
+//! Framing of requests and responses: a 32-bit length, then JSON.
 
 use crate::{Error, Result};
 use serde::Serialize;
@@ -6,7 +6,7 @@ use serde::de::DeserializeOwned;
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 
-/// The longest message: some thousands of extents, or the paths of 64 disks.
+/// The longest message in bytes: some thousand extents, or the paths of 64 disks.
 const MESSAGE_BYTES_MAX: u32 = 4 << 20;
 const OBJECT: &str = "the engine's connection to its disks";
 
@@ -22,7 +22,7 @@ pub fn send(mut stream: &UnixStream, message: &impl Serialize) -> Result<()> {
     stream.write_all(&bytes).map_err(Error::io(OBJECT, "write to"))
 }
 
-/// Receives one message; `None` where the other side has gone.
+/// Receives one message. `None` if the other end has disconnected.
 pub fn receive<T: DeserializeOwned>(mut stream: &UnixStream) -> Result<Option<T>> {
     let mut len = [0u8; 4];
     match stream.read_exact(&mut len) {

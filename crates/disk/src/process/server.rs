@@ -1,9 +1,11 @@
-//! The process that serves the disks: it executes the engine's orders.
+//! The process that serves the disks: it handles the engine's requests.
 
-use super::{Answer, DISKS_MAX, EXTENTS_MAX, Order, ServerStats, Spec, Stats, frame};
+use super::{
+    DISKS_MAX, DiskRequest, DiskResponse, DiskSpec, DiskStats, EXTENTS_MAX, ServerStats, frame,
+};
 use crate::disk::Stack;
 use crate::lock::ImageLock;
-use crate::nbd::{Export, Server};
+use crate::nbd::{NbdExport, NbdServer};
 use crate::{Base, Disk, DiskEpoch, Error, Layer, Result};
 use keyframe_kernel::priority;
 use std::collections::BTreeSet;
@@ -12,28 +14,32 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// How long a server without an engine waits for a first client: QEMU may be starting.
+/// The time that a server without an engine waits for a first client: QEMU may be starting.
 const FIRST_CLIENT: Duration = Duration::from_secs(10);
-/// How often it looks whether the last one has gone.
+/// The interval at which such a server checks whether its last client has disconnected.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// Opens the layer that a spec names.
 type OpenLayer<'a> = &'a dyn Fn(&str) -> Result<Box<dyn Layer>>;
 
-/// Serves disks as `control` orders, until it orders the end; or, once it is gone, until the last
-/// client is.
+/// Serves disks on the calling thread, for the engine at the other end of `control`. Returns when
+/// the engine requests the end, or, after the engine has gone, when the last client has
+/// disconnected.
 ///
-/// `open_layer` opens the layer that a [`Spec`] names.
+/// `open_layer` opens the layer that a [`DiskSpec`] names. Errors: a disk cannot be opened; a sync
+/// failed; the engine breaks the protocol.
 pub fn serve(
     control: &UnixStream,
     open_layer: impl Fn(&str) -> Result<Box<dyn Layer>>,
 ) -> Result<()> {
-    let Some(order) = frame::receive(control)? else { return Ok(()) };
-    let opened = match order {
-        Order::Open { socket, specs } => open(&specs, &open_layer).and_then(|(exports, locks)| {
-            Ok((Server::start(&socket, exports.clone())?, exports, locks))
-        }),
-        _ => Err(Error::protocol("the engine", "its first order is not to open the disks")),
+    let Some(request) = frame::receive(control)? else { return Ok(()) };
+    let opened = match request {
+        DiskRequest::Open { socket, specs } => {
+            open(&specs, &open_layer).and_then(|(exports, locks)| {
+                Ok((NbdServer::start(&socket, exports.clone())?, exports, locks))
+            })
+        }
+        _ => Err(Error::protocol("the engine", "its first request does not open the disks")),
     };
     match opened {
         Ok((server, exports, locks)) => {
@@ -50,16 +56,18 @@ pub fn serve(
 }
 
 fn open(
-    specs: &[Spec],
+    specs: &[DiskSpec],
     open_layer: OpenLayer<'_>,
-) -> Result<(Vec<Export>, Vec<Option<ImageLock>>)> {
+) -> Result<(Vec<NbdExport>, Vec<Option<ImageLock>>)> {
     let unique: BTreeSet<&str> = specs.iter().map(|spec| spec.export.as_str()).collect();
     if unique.len() != specs.len() || specs.len() > DISKS_MAX || unique.contains("") {
-        let problem =
-            format!("{} disks; names must differ, and there can be {DISKS_MAX}", specs.len());
+        let problem = format!(
+            "{} disks: names must differ, and there may be at most {DISKS_MAX}",
+            specs.len()
+        );
         return Err(Error::protocol("the engine", problem));
     }
-    let open = |spec: &Spec| {
+    let open = |spec: &DiskSpec| {
         let (base, lock) = if let Some(bytes) = spec.blank_bytes {
             (Base::blank(bytes)?, None)
         } else {
@@ -68,20 +76,24 @@ fn open(
         };
         let layer = spec.layer.as_deref().map(open_layer).transpose()?;
         let disk = Arc::new(Disk::create(&spec.overlay, base, layer, spec.lasting())?);
-        Ok((Export { name: spec.export.clone(), disk }, lock))
+        Ok((NbdExport { name: spec.export.clone(), disk }, lock))
     };
     let opened = specs.iter().map(open).collect::<Result<Vec<_>>>()?;
     Ok(opened.into_iter().unzip())
 }
 
-fn failed(error: &Error) -> Answer {
-    Answer::Failed { problem: error.to_string(), disk_full: error.is_disk_full() }
+fn failed(error: &Error) -> DiskResponse {
+    DiskResponse::Failed {
+        problem: error.to_string(),
+        fix: error.fix(),
+        disk_full: error.is_disk_full(),
+    }
 }
 
 struct Serving<'a> {
-    server: Server,
-    exports: Vec<Export>,
-    /// What is open beside, one for each export.
+    server: NbdServer,
+    exports: Vec<NbdExport>,
+    /// The staged disks, one for each export.
     staged: Option<Vec<Arc<Stack>>>,
     open_layer: OpenLayer<'a>,
 }
@@ -89,14 +101,17 @@ struct Serving<'a> {
 impl Serving<'_> {
     fn run(mut self, control: &UnixStream) -> Result<()> {
         let disk_bytes = self.exports.iter().map(|export| export.disk.disk_bytes()).collect();
-        let mut sent = frame::send(control, &Answer::Opened { disk_bytes });
+        let mut sent = frame::send(control, &DiskResponse::Opened { disk_bytes });
         while sent.is_ok() {
             match frame::receive(control) {
-                Ok(Some(Order::End)) => return self.end(Some(control)),
-                Ok(Some(order)) => {
-                    sent = frame::send(control, &self.obey(&order).unwrap_or_else(|e| failed(&e)));
+                Ok(Some(DiskRequest::End)) => return self.end(Some(control)),
+                Ok(Some(request)) => {
+                    sent = frame::send(
+                        control,
+                        &self.handle_request(&request).unwrap_or_else(|e| failed(&e)),
+                    );
                 }
-                // Gone, or no engine of ours: the guest is what counts now.
+                // The engine has gone, or breaks the protocol. The server goes on for the guest.
                 Ok(None) | Err(_) => break,
             }
         }
@@ -106,10 +121,10 @@ impl Serving<'_> {
     fn end(self, control: Option<&UnixStream>) -> Result<()> {
         self.server.end();
         let synced = each(&self.exports, Disk::sync);
-        // Unlocked before the answer: the engine may open the overlays next.
+        // The overlays are unlocked before the response, because the engine may open them next.
         drop((self.exports, self.staged));
         if let Some(control) = control {
-            frame::send(control, &synced.as_ref().map_or_else(failed, |()| Answer::Done))?;
+            frame::send(control, &synced.as_ref().map_or_else(failed, |()| DiskResponse::Done))?;
         }
         synced
     }
@@ -117,7 +132,7 @@ impl Serving<'_> {
     fn without_engine(self) -> Result<()> {
         priority::restore_all_threads();
         for export in &self.exports {
-            // A failed sync is seen again by the next flush of the guest.
+            // If this sync fails, the guest's next flush fails too.
             let _ = export.disk.settled();
             export.disk.stack().overlay.release_all();
         }
@@ -133,66 +148,67 @@ impl Serving<'_> {
         }
     }
 
-    fn obey(&mut self, order: &Order) -> Result<Answer> {
-        match order {
-            Order::Prepare => each(&self.exports, Disk::sync)?,
-            Order::Pause { limit_ms } => {
-                // The pause waits for flushes of QEMU's: a thread that is not run at once makes it
-                // longer by milliseconds.
+    fn handle_request(&mut self, request: &DiskRequest) -> Result<DiskResponse> {
+        match request {
+            DiskRequest::Prepare => each(&self.exports, Disk::sync)?,
+            DiskRequest::Pause { limit_ms } => {
+                // The pause waits for QEMU's flushes. If a thread is not scheduled at once, the
+                // pause grows by milliseconds.
                 priority::raise_all_threads();
                 self.exports
                     .iter()
                     .for_each(|export| export.disk.pause(Duration::from_millis(*limit_ms)));
             }
-            Order::Settled => each(&self.exports, Disk::settled)?,
-            Order::Resumed => {
+            DiskRequest::Settled => each(&self.exports, Disk::settled)?,
+            DiskRequest::Resumed => {
                 priority::restore_all_threads();
                 self.server.affinity().renew();
             }
-            Order::AnswerOn { core } => self.server.affinity().set(*core),
-            Order::Cut => return self.cut(),
-            Order::Pages { disk, epoch, from } => {
+            DiskRequest::AnswerOn { core } => self.server.affinity().set(*core),
+            DiskRequest::Cut => return self.cut(),
+            DiskRequest::Pages { disk, epoch, from } => {
                 let export = self.exports.get(*disk);
                 let export = export
                     .ok_or_else(|| Error::protocol("the engine", format!("no disk {disk}")))?;
                 let (extents, next) =
                     export.disk.stack().overlay.pages(*epoch, *from, EXTENTS_MAX)?;
-                return Ok(Answer::Pages { extents, next });
+                return Ok(DiskResponse::Pages { extents, next });
             }
-            Order::Release { epochs } => {
+            DiskRequest::Release { epochs } => {
                 self.of_each(epochs, |disk, epoch| disk.stack().overlay.release(epoch))?;
             }
-            Order::GiveBack { epochs } => {
+            DiskRequest::GiveBack { epochs } => {
                 self.of_each(epochs, |disk, epoch| disk.stack().overlay.give_back(epoch))?;
             }
-            Order::Stage { specs } => self.staged = Some(self.stage(specs)?),
-            Order::Exchange => self.exchange()?,
-            Order::Dismiss => self.staged = None,
-            Order::Stats => return Ok(Answer::Stats(self.stats())),
-            Order::Open { .. } | Order::End => {
+            DiskRequest::Stage { specs } => self.staged = Some(self.stage(specs)?),
+            DiskRequest::Exchange => self.exchange()?,
+            DiskRequest::Dismiss => self.staged = None,
+            DiskRequest::Stats => return Ok(DiskResponse::Stats(self.stats())),
+            DiskRequest::Open { .. } | DiskRequest::End => {
                 return Err(Error::protocol("the engine", "the disks are open already"));
             }
         }
-        Ok(Answer::Done)
+        Ok(DiskResponse::Done)
     }
 
-    fn stage(&self, specs: &[Spec]) -> Result<Vec<Arc<Stack>>> {
+    fn stage(&self, specs: &[DiskSpec]) -> Result<Vec<Arc<Stack>>> {
         let names = |of: &mut dyn Iterator<Item = &str>| of.map(str::to_owned).collect::<Vec<_>>();
         let served = names(&mut self.exports.iter().map(|export| export.name.as_str()));
         if names(&mut specs.iter().map(|spec| spec.export.as_str())) != served {
             return Err(Error::protocol(
                 "the engine",
-                "the disks beside are not those that are served",
+                "the staged disks have other exports than those that are served",
             ));
         }
-        let open = |(spec, export): (&Spec, &Export)| {
+        let open = |(spec, export): (&DiskSpec, &NbdExport)| {
             let base = match spec.blank_bytes {
                 Some(bytes) => Base::blank(bytes)?,
                 None => Base::open(&spec.base, spec.format)?,
             };
             let (is, wanted) = (base.disk_bytes(), export.disk.disk_bytes());
             if is != wanted {
-                let problem = format!("{} has {is} bytes, the disk {wanted}", spec.base.display());
+                let problem =
+                    format!("{} has {is} bytes, but the disk has {wanted}", spec.base.display());
                 return Err(Error::protocol("the engine", problem));
             }
             let layer = spec.layer.as_deref().map(self.open_layer).transpose()?;
@@ -201,12 +217,12 @@ impl Serving<'_> {
         specs.iter().zip(&self.exports).map(open).collect()
     }
 
-    /// All disks, or none.
+    /// Exchanges all disks, or none.
     fn exchange(&mut self) -> Result<()> {
         let in_flight = self.exports.iter().any(|export| export.disk.size().in_flight > 0);
         let Some(staged) = self.staged.as_mut().filter(|_| !in_flight) else {
             let problem =
-                if in_flight { "epochs of the disks are in flight" } else { "no disks are beside" };
+                if in_flight { "epochs of the disks are in flight" } else { "no disks are staged" };
             return Err(Error::protocol("the engine", problem));
         };
         for (export, stack) in self.exports.iter().zip(staged) {
@@ -215,8 +231,8 @@ impl Serving<'_> {
         Ok(())
     }
 
-    /// All disks, or none: an epoch that only some have is given back.
-    fn cut(&self) -> Result<Answer> {
+    /// Cuts all disks. If a cut fails, the epochs of the others are given back.
+    fn cut(&self) -> Result<DiskResponse> {
         let mut epochs = Vec::with_capacity(self.exports.len());
         for export in &self.exports {
             match export.disk.stack().overlay.cut() {
@@ -229,7 +245,7 @@ impl Serving<'_> {
                 }
             }
         }
-        Ok(Answer::Cut { epochs })
+        Ok(DiskResponse::Cut { epochs })
     }
 
     fn of_each(
@@ -241,7 +257,7 @@ impl Serving<'_> {
             let problem = format!("{} epochs for {} disks", epochs.len(), self.exports.len());
             return Err(Error::protocol("the engine", problem));
         }
-        // One that fails is not to keep the others.
+        // A failure of one disk must not keep the others from being handled.
         let mut result = Ok(());
         for (export, epoch) in self.exports.iter().zip(epochs) {
             result = result.and(action(&export.disk, *epoch));
@@ -253,7 +269,7 @@ impl Serving<'_> {
         let traffic = self.server.traffic();
         let disks = self.exports.iter().map(|export| {
             let size = export.disk.size();
-            Stats {
+            DiskStats {
                 export: export.name.clone(),
                 disk_bytes: export.disk.disk_bytes(),
                 data_bytes: size.data_bytes,
@@ -277,7 +293,7 @@ impl Serving<'_> {
     }
 }
 
-/// On every disk, also behind one that fails; the first failure.
-fn each(exports: &[Export], action: impl Fn(&Disk) -> Result<()>) -> Result<()> {
+/// Performs `action` on every disk, and returns the first error.
+fn each(exports: &[NbdExport], action: impl Fn(&Disk) -> Result<()>) -> Result<()> {
     exports.iter().map(|export| action(&export.disk)).fold(Ok(()), Result::and)
 }

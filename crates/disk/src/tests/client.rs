@@ -1,7 +1,7 @@
-//! The reader of exports: against our own server, and against servers that say anything.
+//! The client: against this crate's server, and against servers that send anything.
 
 use super::Bed;
-use crate::nbd::client::{Client, Status};
+use crate::nbd::client::{Client, RangeStatus};
 use crate::nbd::wire::{
     CHUNK_BLOCK_STATUS, CHUNK_DONE, CHUNK_OFFSET_DATA, IHAVEOPT, INFO_EXPORT, NBDMAGIC, OPT_GO,
     OPT_SET_META_CONTEXT, OPT_STRUCTURED_REPLY, OPTION_REPLY, REP_ACK, REP_INFO, REP_META_CONTEXT,
@@ -15,12 +15,12 @@ use std::path::Path;
 
 const DISK_BYTES: u64 = 1 << 20;
 
-/// Says `script` to the one client that comes, whatever that asks, and hangs up.
+/// Sends `script` to the one client that connects, regardless of its requests, and disconnects.
 fn serve(socket: &Path, script: Vec<u8>) -> std::thread::JoinHandle<()> {
     let listener = UnixListener::bind(socket).unwrap();
     std::thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
-        // The client may have left already.
+        // The client may have disconnected already.
         let _ = stream.write_all(&script);
         let _ = stream.shutdown(std::net::Shutdown::Write);
         let _ = std::io::copy(&mut stream, &mut std::io::sink());
@@ -37,12 +37,12 @@ fn greeting() -> Vec<u8> {
     [&NBDMAGIC.to_be_bytes()[..], &IHAVEOPT.to_be_bytes(), &3u16.to_be_bytes()].concat()
 }
 
-/// A whole handshake: the context has number 1.
+/// A complete handshake. The context has number 1.
 fn handshake() -> Vec<u8> {
     handshake_of(DISK_BYTES)
 }
 
-/// The same for a disk of so many bytes.
+/// A complete handshake for a disk of `disk_bytes` bytes.
 fn handshake_of(disk_bytes: u64) -> Vec<u8> {
     let info =
         [&INFO_EXPORT.to_be_bytes()[..], &disk_bytes.to_be_bytes(), &1u16.to_be_bytes()].concat();
@@ -68,7 +68,7 @@ fn data(cookie: u64, flags: u16, offset: u64, bytes: &[u8]) -> Vec<u8> {
     chunk(cookie, flags, CHUNK_OFFSET_DATA, &[&offset.to_be_bytes()[..], bytes].concat())
 }
 
-/// A reply with a status: the context, and lengths with flags.
+/// A status reply: the context, then lengths with flags.
 fn status(cookie: u64, parts: &[(u32, u32)]) -> Vec<u8> {
     let mut bytes = 1u32.to_be_bytes().to_vec();
     for (len, flags) in parts {
@@ -108,7 +108,7 @@ fn what_is_allocated_is_told_and_read() {
             && bytes[4096..12288] == [7; 8192]
             && bytes[12288..] == [0; 4096]
     );
-    assert!(client.read(DISK_BYTES, &mut bytes).is_err(), "behind its end");
+    assert!(client.read(DISK_BYTES, &mut bytes).is_err(), "past its end");
     drop(client);
     let unknown =
         Client::connect(&bed.path("s"), "d", "qemu:dirty-bitmap:none").unwrap_err().to_string();
@@ -117,18 +117,18 @@ fn what_is_allocated_is_told_and_read() {
 }
 
 #[test]
-fn replies_that_leave_bytes_out_are_none() {
+fn replies_that_leave_bytes_out_are_refused() {
     let bytes = |len: usize| vec![5; len];
     let done = CHUNK_DONE;
     for (script, whole) in [
         (vec![data(1, 0, 0, &bytes(4096)), data(1, done, 4096, &bytes(4096))], true),
-        // One half twice, half of it, more than was asked for, somewhere else, nothing at all.
+        // One half twice, half of the range, more than the range, another range, nothing.
         (vec![data(1, 0, 0, &bytes(4096)), data(1, done, 0, &bytes(4096))], false),
         (vec![data(1, done, 0, &bytes(4096))], false),
         (vec![data(1, done, 0, &bytes(12288))], false),
         (vec![data(1, done, 1 << 40, &bytes(8192))], false),
         (vec![chunk(1, done, 0, b"")], false),
-        // To another request.
+        // A reply to another request.
         (vec![data(2, done, 0, &bytes(8192))], false),
     ] {
         let bed = Bed::new();
@@ -154,15 +154,15 @@ fn a_status_is_cut_to_the_disk() {
     let found = client.status(8192).unwrap();
     let rest = DISK_BYTES - 12288;
     let expected = [
-        Status { offset: 8192, len: 4096, flags: 3 },
-        Status { offset: 12288, len: rest, flags: 0 },
+        RangeStatus { offset: 8192, len: 4096, flags: 3 },
+        RangeStatus { offset: 12288, len: rest, flags: 0 },
     ];
     assert_eq!(found, expected);
     drop(client);
     server.join().unwrap();
 }
 
-/// Zeros and data share a block, and so do two parts of data; the disk ends within its last one.
+/// Zeros and data share a block, and so do two parts of data. The disk ends within its last block.
 #[test]
 fn blocks_are_given_whole_and_once_however_the_server_cuts_them() {
     let bed = Bed::new();
@@ -204,7 +204,7 @@ fn a_server_that_answers_without_end_is_left() {
     server.join().unwrap();
 }
 
-/// Something that looks like an answer, a reply, or like nothing.
+/// Bytes that resemble an answer or a reply, or random bytes.
 fn junk() -> impl Strategy<Value = Vec<u8>> {
     let tail = || prop::collection::vec(any::<u8>(), 0..100);
     let number = || prop_oneof![Just(0u64), Just(u64::MAX), any::<u64>(), 0u64..1 << 20];
@@ -224,8 +224,8 @@ fn junk() -> impl Strategy<Value = Vec<u8>> {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(100) })]
 
-    /// Whatever a server says: an answer or an error, never a panic or a wait without end; a status
-    /// stays in the disk.
+    /// The client returns an answer or an error for any server. It never panics or waits without
+    /// end, and a status stays within the disk.
     #[test]
     fn a_hostile_server_is_no_danger(shaken in any::<bool>(), said in prop::collection::vec(junk(), 0..8)) {
         let bed = Bed::new();

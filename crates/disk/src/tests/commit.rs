@@ -1,5 +1,4 @@
-//! Disks written back: new images as QEMU reads them, and bases that are written while somebody
-//! kills the writer.
+//! Commits: new images as QEMU reads them, and commits in place whose process is killed.
 
 use super::{Bed, Stamp, img, run};
 use crate::commit::{self, InPlace};
@@ -28,7 +27,11 @@ fn child() {
     in_place(Path::new(dir), ImageFormat::named(format).unwrap(), &mut killed).unwrap();
 }
 
-fn in_place(dir: &Path, format: ImageFormat, watch: commit::Watch<'_>) -> Result<commit::Amount> {
+fn in_place(
+    dir: &Path,
+    format: ImageFormat,
+    watch: commit::ProgressCallback<'_>,
+) -> Result<commit::Amount> {
     let overlay = Overlay::open(&dir.join("overlay"))?;
     let image = InPlace::begin(&dir.join("base"), format, overlay.disk_bytes(), "the overlay")?;
     let amount = image.write(&overlay, overlay.disk_bytes(), watch)?;
@@ -38,7 +41,7 @@ fn in_place(dir: &Path, format: ImageFormat, watch: commit::Watch<'_>) -> Result
     Ok(amount)
 }
 
-/// An overlay with some of everything, in pieces, over the base; what the disk holds then.
+/// An overlay with data, zeros and discards over the base. Returns the disk's content.
 fn overlay(bed: &Bed, format: ImageFormat) -> Vec<u8> {
     let base = Base::open(&bed.path("base"), format).unwrap();
     let disk = Disk::create(&bed.path("overlay"), base, None, Lasting::Durable).unwrap();
@@ -91,7 +94,7 @@ fn a_new_image_is_what_the_disk_was() {
         commit::to_new(&disk, &path, format, &mut watch).unwrap();
         assert_eq!(told, DISK_BYTES as u64);
         assert!(content(&path, format) == expected, "{format}");
-        // As QEMU reads it.
+        // The image as QEMU reads it.
         let raw = bed.path("again.raw");
         let words = ["convert", "-f", &format.to_string(), "-O", "raw"];
         img(&[&words[..], &[path.to_str().unwrap(), raw.to_str().unwrap()]].concat());
@@ -102,7 +105,7 @@ fn a_new_image_is_what_the_disk_was() {
         );
     }
     img(&["check", "-q", "-f", "qcow2", bed.path("new.qcow2").to_str().unwrap()]);
-    let mut stop = |_| Err(Error::protocol("a person", "gave up"));
+    let mut stop = |_| Err(Error::protocol("the user", "gave up"));
     assert!(commit::to_new(&disk, &bed.path("never"), ImageFormat::Raw, &mut stop).is_err());
     let left: Vec<_> =
         std::fs::read_dir(bed.dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
@@ -144,7 +147,7 @@ fn a_layer_over_an_image_becomes_a_file_or_a_stream() {
 }
 
 #[test]
-fn a_commit_in_place_that_is_killed_goes_on_and_nobody_reads_half() {
+fn a_killed_commit_in_place_goes_on_and_its_image_is_refused_until_then() {
     for format in [ImageFormat::Raw, ImageFormat::Qcow2] {
         let bed = Bed::new();
         base(&bed, format);
@@ -185,8 +188,8 @@ fn a_commit_in_place_that_is_killed_goes_on_and_nobody_reads_half() {
     }
 }
 
-/// `qemu-img check` ends with 3 where clusters are lost, which costs space, and with 2 where
-/// content is in danger.
+/// `qemu-img check` exits with 3 if clusters leak, which costs space, and with 2 if content is
+/// damaged.
 fn no_corruption(path: &Path) {
     let output = Command::new("timeout")
         .args(["60", "qemu-img", "check", "-f", "qcow2"])
@@ -207,11 +210,11 @@ fn an_image_in_use_is_not_written() {
         InPlace::begin(&bed.path("base"), ImageFormat::Raw, bytes, "the overlay").map(drop)
     };
     let begin = || begin_with(DISK_BYTES as u64);
-    // Another VM of ours that runs over it.
+    // Another VM under Keyframe runs over the image.
     let served = Base::open(&bed.path("base"), ImageFormat::Raw).unwrap();
     assert!(matches!(begin(), Err(Error::Locked { .. })));
     drop(served);
-    // A QEMU that has it open, if only for reading.
+    // A QEMU has the image open, for reading.
     let socket = bed.path("q");
     let mut holder = Command::new("timeout")
         .args(["60", "qemu-nbd", "--persistent", "-r", "-f", "raw", "-k"])
@@ -222,7 +225,7 @@ fn an_image_in_use_is_not_written() {
     while !socket.exists() && std::time::Instant::now() < deadline {
         std::thread::sleep(std::time::Duration::from_millis(5));
     }
-    // It answers once it has the image open, which is after its socket is there.
+    // qemu-nbd answers after it has opened the image; its socket exists before.
     run("qemu-img", &["info".into(), format!("nbd+unix:///?socket={}", socket.display())]);
     let locked = begin();
     let pid = rustix::process::Pid::from_child(&holder);
@@ -233,10 +236,10 @@ fn an_image_in_use_is_not_written() {
         !bed.path("base.keyframe-commit").exists()
             && std::fs::read(bed.path("base")).unwrap() == before
     );
-    // One that is of another disk is neither written nor marked.
+    // An image of another size is neither written nor marked.
     assert!(matches!(begin_with(512), Err(Error::Refused { .. })));
     assert!(!bed.path("base.keyframe-commit").exists());
-    // And while we write, nobody else of ours reads.
+    // During a commit, no other Keyframe reads the image.
     let image =
         InPlace::begin(&bed.path("base"), ImageFormat::Raw, DISK_BYTES as u64, "the overlay")
             .unwrap();

@@ -7,7 +7,7 @@ use crate::nbd::wire::{
     NBDMAGIC, OPT_EXPORT_NAME, OPT_GO, OPT_LIST, OPTION_REPLY, REP_ACK, REP_ERR_UNKNOWN,
     REP_SERVER, REQUEST, SIMPLE_REPLY,
 };
-use crate::nbd::{Export, Server};
+use crate::nbd::{NbdExport, NbdServer};
 use crate::{
     BLOCK_BYTES, Base, Block, Content, Disk, DiskBlock, ImageFormat, Lasting, Layer, Result,
 };
@@ -21,11 +21,11 @@ use std::time::Duration;
 
 const PATIENCE: Duration = Duration::from_mins(2);
 
-/// A client that says what it is told to.
+/// A client that sends what the test says.
 struct Raw(UnixStream);
 
 impl Raw {
-    /// Behind the greeting, with `flags` as its answer.
+    /// Connects and answers the greeting with `flags`.
     fn connect(bed: &Bed, flags: u32) -> Self {
         let stream = UnixStream::connect(bed.path("s")).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -41,7 +41,7 @@ impl Raw {
         raw
     }
 
-    /// With an export chosen the old way, which takes simple replies.
+    /// Connects and chooses an export the old way, which uses simple replies.
     fn on(bed: &Bed, export: &str) -> Self {
         let mut raw = Self::connect(bed, 3);
         raw.option(OPT_EXPORT_NAME, export.as_bytes());
@@ -68,7 +68,7 @@ impl Raw {
         self.send(&[&IHAVEOPT.to_be_bytes(), &option.to_be_bytes(), &len.to_be_bytes(), data]);
     }
 
-    /// The kind of an answer to an option, and its data.
+    /// The type of an answer to an option, and its data.
     fn answer(&mut self) -> (u32, Vec<u8>) {
         let header = self.take(20);
         let mut reader = ByteReader::new(&header);
@@ -101,15 +101,15 @@ fn request(command: u16, cookie: u64, offset: u64, len: u32) -> Vec<u8> {
     bytes
 }
 
-fn serve(bed: &Bed, names: &[&str], layer: impl Fn() -> Option<Box<dyn Layer>>) -> Server {
+fn serve(bed: &Bed, names: &[&str], layer: impl Fn() -> Option<Box<dyn Layer>>) -> NbdServer {
     let export = |name: &&str| {
         let base = Base::open(&bed.path("base.raw"), ImageFormat::Raw).unwrap();
         let disk =
             Disk::create(&bed.path(&format!("overlay-{name}")), base, layer(), Lasting::Durable)
                 .unwrap();
-        Export { name: (*name).into(), disk: Arc::new(disk) }
+        NbdExport { name: (*name).into(), disk: Arc::new(disk) }
     };
-    Server::start(&bed.path("s"), names.iter().map(export).collect()).unwrap()
+    NbdServer::start(&bed.path("s"), names.iter().map(export).collect()).unwrap()
 }
 
 #[test]
@@ -125,12 +125,12 @@ fn exports_are_listed_and_chosen_by_name_the_old_way_too() {
         [(REP_SERVER, b"\0\0\0\x01a".to_vec()), (REP_SERVER, b"\0\0\0\x01b".to_vec())]
     );
     assert_eq!(raw.answer().0, REP_ACK);
-    // Of several none is the default.
+    // A server with several exports has no default.
     for name in [&b"\0\0\0\0\0\0"[..], b"\0\0\0\x01c\0\0"] {
         raw.option(OPT_GO, name);
         assert_eq!(raw.answer().0, REP_ERR_UNKNOWN);
     }
-    // The old way, without the flag that leaves out the zeros, and with simple replies.
+    // The old way, without the flag that omits the zeros, and with simple replies.
     raw.option(OPT_EXPORT_NAME, b"b");
     let chosen = raw.take(8 + 2 + 124);
     let mut reader = ByteReader::new(&chosen);
@@ -150,23 +150,23 @@ fn exports_are_listed_and_chosen_by_name_the_old_way_too() {
     }
     replies.sort_unstable();
     assert_eq!(replies, [(1, 0), (2, 0), (3, 0)]);
-    // Without structured replies there is no status to be had; behind the end there is nothing.
+    // Without structured replies a status request fails, and so does a request past the end.
     raw.request(CMD_BLOCK_STATUS, 4, 0, 4096, b"");
     raw.request(CMD_READ, 5, (1 << 20) - 1, 2, b"");
     assert_eq!([raw.reply(), raw.reply()], [(4, EINVAL), (5, EINVAL)]);
     raw.request(CMD_DISC, 6, 0, 0, b"");
     assert!(raw.is_over());
-    // What was written to one is in no other.
+    // Data that was written to one export is not in another.
     let mut other = Raw::on(&bed, "a");
     other.request(CMD_READ, 7, 5000, 3, b"");
     assert_eq!(other.reply(), (7, 0));
     assert_eq!(other.take(3), image[5000..5003]);
     let mut none = Raw::connect(&bed, 3);
     none.option(OPT_EXPORT_NAME, b"c");
-    assert!(none.is_over(), "the old way has no answer but the end");
+    assert!(none.is_over(), "the old way refuses by ending the connection");
 }
 
-/// A layer that holds every reader of a block until it is let go.
+/// A layer that blocks every reader until the gate is opened.
 #[derive(Default)]
 struct Gate {
     open: Mutex<bool>,
@@ -188,7 +188,7 @@ impl Layer for Held {
     }
 }
 
-/// The threads of `process` that are called so, with the cores that they may run on.
+/// The threads of `process` with the given name, each with the cores on which it may run.
 fn cores_of(process: u32, name: &str) -> Vec<Vec<usize>> {
     let is_called = |thread: &u32| {
         let said = std::fs::read_to_string(format!("/proc/{process}/task/{thread}/comm"));
@@ -201,10 +201,10 @@ fn cores_of(process: u32, name: &str) -> Vec<Vec<usize>> {
         .collect()
 }
 
-/// As for a VM that records: all that a client asks for, of an image that has to be decoded and of
-/// a layer, is answered by its own thread, on that core.
+/// As for a VM that records: the client's own thread, on that core, answers all requests, also for
+/// an image that must be decoded and for a layer.
 #[test]
-fn clients_are_answered_on_the_core_that_was_said() {
+fn clients_are_answered_on_the_core_that_was_set() {
     let bed = Bed::new();
     let content = bed.raw("base.raw", 1 << 20);
     super::img(&[
@@ -218,7 +218,7 @@ fn clients_are_answered_on_the_core_that_was_said() {
     let all = cpu_affinity::cores_of_thread(std::process::id());
     let core = *all.last().unwrap();
     for temporary in [false, true] {
-        let spec = crate::process::Spec {
+        let spec = crate::process::DiskSpec {
             layer: Some("9".into()),
             overlay: bed.path(&format!("overlay-{temporary}")),
             temporary,
@@ -240,7 +240,7 @@ fn clients_are_answered_on_the_core_that_was_said() {
             raw.request(CMD_FLUSH, 10 + round, 0, 0, b"");
             assert_eq!(raw.reply(), (10 + round, 0));
             assert_eq!(cores_of(disks.pid(), "nbd-client"), [[core]], "round {round}");
-            // All threads of the server are other ones in a pause, and take their places again.
+            // A pause changes the priority of all threads, so they apply their placement again.
             disks.pause(Duration::from_secs(1)).unwrap();
             disks.settled().unwrap();
             disks.resumed().unwrap();
@@ -259,13 +259,13 @@ fn clients_are_answered_on_the_core_that_was_said() {
 }
 
 #[test]
-fn a_slow_read_holds_nothing_up() {
+fn a_slow_read_delays_no_other_request() {
     let bed = Bed::new();
     bed.raw("base.raw", 1 << 20);
     let gate = Arc::new(Gate::default());
     let server = serve(&bed, &["d"], || Some(Box::new(Held(Arc::clone(&gate)))));
     let mut raw = Raw::on(&bed, "d");
-    // More than there are threads for it.
+    // More reads than threads for slow reads.
     for cookie in 0..6 {
         raw.request(CMD_READ, cookie, cookie * 8192, 4096, b"");
     }
@@ -290,7 +290,7 @@ fn a_slow_read_holds_nothing_up() {
     server.end();
 }
 
-/// Something that looks like a request, an option, or like nothing.
+/// Bytes that resemble a request or an option, or random bytes.
 fn junk() -> impl Strategy<Value = Vec<u8>> {
     let number =
         || prop_oneof![Just(0u64), Just(u64::MAX), Just(1 << 20), any::<u64>(), 0u64..1 << 21];
@@ -307,8 +307,8 @@ fn junk() -> impl Strategy<Value = Vec<u8>> {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(60) })]
 
-    /// Whatever a client sends, before and after it has an export: the others are served, and the
-    /// disk is what they made it.
+    /// A client may send anything, before and after it has chosen an export: other clients are
+    /// served, and the disk holds what they wrote.
     #[test]
     fn a_hostile_client_hurts_itself_alone(chosen in any::<bool>(), sent in prop::collection::vec(junk(), 1..12)) {
         let bed = Bed::new();
@@ -319,13 +319,13 @@ proptest! {
         prop_assert_eq!(good.reply(), (1, 0));
         let mut bad = if chosen { Raw::on(&bed, "d") } else { Raw::connect(&bed, 3) };
         for bytes in sent {
-            // The server may have ended it already.
+            // The server may have closed the connection already.
             if bad.0.write_all(&bytes).is_err() {
                 break;
             }
         }
         let _ = bad.0.shutdown(std::net::Shutdown::Write);
-        // It ends, for nothing more comes; what it answers until then is its own affair.
+        // The connection ends, because no more bytes come. The answers until then do not matter.
         let mut answers = Vec::new();
         let ended = Read::take(&mut bad.0, 512 << 20).read_to_end(&mut answers);
         prop_assert!(ended.is_ok() || !matches!(ended.unwrap_err().kind(),

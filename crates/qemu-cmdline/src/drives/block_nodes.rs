@@ -132,7 +132,7 @@ fn node_keys(argument: &Argument, keys: &DriveKeys) -> Result<DriveKeys> {
     Ok(kept)
 }
 
-/// DriveKeys and values of a `-blockdev`, nested ones as `a.b`. `None` for malformed JSON.
+/// Keys and values of a `-blockdev`, nested ones as `a.b`. `None` for malformed JSON.
 fn flattened_keys(value: &str) -> Option<DriveKeys> {
     use serde_json::Value;
     fn add(prefix: &str, value: Value, keys: &mut DriveKeys) {

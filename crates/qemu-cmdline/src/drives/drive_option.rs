@@ -1,5 +1,5 @@
-//! `-drive` and its short forms: which disk the argument defines, and which of its keys stay for the
-//! guest.
+//! `-drive` and its short forms: which disk the argument defines, and which of its keys stay for
+//! the guest.
 
 use super::{
     DriveKeys, Fate, NBD, export_address, is_local, is_one_of, is_read_only_drive, local_path,
@@ -10,7 +10,7 @@ use crate::drives::Drive;
 use crate::options::{self, Argument, is_on, value_of};
 use std::collections::BTreeMap;
 
-/// DriveKeys of `-drive` that tell how QEMU opens the image. They have no meaning for a served disk.
+/// Keys of `-drive` that tell how QEMU opens the image. They have no meaning for a served disk.
 pub(super) const OPENING: &[&str] = &[
     "file",
     "format",
@@ -33,7 +33,7 @@ pub(super) const OPENING: &[&str] = &[
 ];
 pub(super) const OPENING_PREFIXES: &[&str] = &["file.", "pass-discard-", "overlap-check"];
 
-/// DriveKeys of `-drive` that the guest sees, or that hold for any image.
+/// Keys of `-drive` that the guest sees, or that hold for any image.
 const KEPT: &[&str] = &[
     "if",
     "id",

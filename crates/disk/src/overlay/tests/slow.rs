@@ -2,17 +2,17 @@
 
 use super::*;
 
-/// Whose data waits for a device until the gate is open.
+/// A directory whose data file makes readers wait until the gate is open.
 struct SlowFolder {
     folder: Arc<SimFolder>,
     gate: Arc<(Mutex<bool>, std::sync::Condvar)>,
 }
 
-struct SlowFile(Arc<dyn Medium>, Arc<(Mutex<bool>, std::sync::Condvar)>);
+struct SlowFile(Arc<dyn OverlayFile>, Arc<(Mutex<bool>, std::sync::Condvar)>);
 
 const PATIENCE: std::time::Duration = std::time::Duration::from_mins(2);
 
-impl Medium for SlowFile {
+impl OverlayFile for SlowFile {
     fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let _open = self.1.1.wait_timeout_while(locked(&self.1.0), PATIENCE, |open| !*open);
         self.0.read(offset, buf)
@@ -39,12 +39,12 @@ impl Medium for SlowFile {
     }
 }
 
-impl Folder for SlowFolder {
+impl OverlayFolder for SlowFolder {
     fn name(&self) -> String {
         self.folder.name()
     }
 
-    fn open(&self, name: &str) -> Result<Arc<dyn Medium>> {
+    fn open(&self, name: &str) -> Result<Arc<dyn OverlayFile>> {
         let file = self.folder.open(name)?;
         Ok(if name == DATA { Arc::new(SlowFile(file, Arc::clone(&self.gate))) } else { file })
     }
@@ -58,14 +58,14 @@ impl Folder for SlowFolder {
     }
 }
 
-/// Everything else goes on meanwhile, and its slot, though nothing names it any more, goes to no
-/// other block.
+/// Other operations go on meanwhile. The slot that is read is not reused, although no map names it
+/// any more.
 #[test]
 fn a_read_that_waits_for_the_device_gets_its_own_block() {
     let gate: Arc<(Mutex<bool>, std::sync::Condvar)> = Arc::default();
     let folder = Arc::new(SlowFolder { folder: Arc::default(), gate: Arc::clone(&gate) });
     let overlay = Overlay::on(folder, Some(BYTES)).unwrap();
-    overlay.write(0, &[1; 4096], &beneath).unwrap();
+    overlay.write(0, &[1; 4096], &read_below).unwrap();
     let epoch = overlay.cut().unwrap();
     let mut buf = [0u8; 4096];
     assert_eq!(overlay.read_now(0, &mut buf).unwrap(), None);
@@ -76,16 +76,16 @@ fn a_read_that_waits_for_the_device_gets_its_own_block() {
             buf
         });
         let deadline = std::time::Instant::now() + PATIENCE;
-        while overlay.map().slots.nobody_reads() && std::time::Instant::now() < deadline {
+        while overlay.map().slots.has_no_reader() && std::time::Instant::now() < deadline {
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
-        overlay.write(0, &[2; 4096], &beneath).unwrap();
+        overlay.write(0, &[2; 4096], &read_below).unwrap();
         overlay.release(epoch).unwrap();
         overlay.cut().unwrap();
         overlay.release_all();
         overlay.sync().unwrap();
         assert_eq!(overlay.size().free_bytes, 0, "its slot is free while it is read");
-        overlay.write(8 * BLOCK, &[3; 4096], &beneath).unwrap();
+        overlay.write(8 * BLOCK, &[3; 4096], &read_below).unwrap();
         assert!(!reader.is_finished(), "it was to wait");
         *locked(&gate.0) = true;
         gate.1.notify_all();

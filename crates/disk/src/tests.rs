@@ -4,7 +4,7 @@ mod client;
 mod commit;
 mod raw;
 
-use crate::process::{Disks, Spec};
+use crate::process::{DiskSpec, Disks};
 use crate::{BLOCK_BYTES, Base, Content, Disk, DiskBlock, ImageFormat, Lasting, Layer, Result};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,7 +12,7 @@ use std::time::Duration;
 
 const CHILD: &str = "KEYFRAME_TEST_DISKS";
 
-/// The process of another test: serves disks.
+/// The process of another test that serves disks.
 #[test]
 #[ignore = "a role of another test"]
 fn child() {
@@ -26,7 +26,7 @@ fn child() {
     .unwrap();
 }
 
-/// A layer whose every fourth block is filled with a byte, and the one behind it zero.
+/// A layer in which every fourth block is filled with a byte, and the next one is zero.
 struct Stamp(u8);
 
 impl Layer for Stamp {
@@ -59,8 +59,8 @@ impl Bed {
         self.dir.path().join(name)
     }
 
-    fn spec(&self, base: &str, format: ImageFormat) -> Spec {
-        Spec {
+    fn spec(&self, base: &str, format: ImageFormat) -> DiskSpec {
+        DiskSpec {
             export: "d".into(),
             base: self.path(base),
             format,
@@ -75,7 +75,7 @@ impl Bed {
         format!("nbd+unix:///d?socket={}", self.path("s").display())
     }
 
-    fn start(&self, spec: &Spec) -> Disks {
+    fn start(&self, spec: &DiskSpec) -> Disks {
         let _ = std::fs::remove_file(self.path("s"));
         let mut command = Command::new(std::env::current_exe().unwrap());
         command
@@ -84,7 +84,7 @@ impl Bed {
         Disks::spawn(&mut command, &self.path("s"), std::slice::from_ref(spec)).unwrap()
     }
 
-    /// An image whose blocks hold their numbers.
+    /// An image in which each block holds its number.
     fn raw(&self, name: &str, bytes: usize) -> Vec<u8> {
         let image: Vec<u8> = (0..bytes).map(|at| (at / BLOCK_BYTES) as u8 | 1).collect();
         std::fs::write(self.path(name), &image).unwrap();
@@ -190,16 +190,18 @@ fn what_cannot_be_read_is_refused_with_a_way_out() {
     let bed = Bed::new();
     let luks = bed.path("luks.qcow2");
     img(&["create", "-q", "-f", "qcow2", luks.to_str().unwrap(), "1M"]);
-    // Making a real one measures the machine first, which fails on a busy one.
+    // Creating a real LUKS image runs a benchmark, which fails on a busy machine.
     let mut bytes = std::fs::read(&luks).unwrap();
     bytes[35] = 2;
     std::fs::write(&luks, bytes).unwrap();
-    let error = Base::open(&luks, ImageFormat::Qcow2).unwrap_err().to_string();
-    assert!(error.contains("encrypted") && error.contains("qemu-img convert"), "{error}");
+    let error = Base::open(&luks, ImageFormat::Qcow2).unwrap_err();
+    assert!(error.to_string().contains("encrypted"), "{error}");
+    assert!(error.fix().unwrap().contains("qemu-img convert"), "{error:?}");
     let vmdk = bed.path("x.vmdk");
     img(&["create", "-q", "-f", "vmdk", vmdk.to_str().unwrap(), "1M"]);
-    let error = ImageFormat::probe(&vmdk).unwrap_err().to_string();
-    assert!(error.contains("VMDK") && error.contains("qemu-img convert"), "{error}");
+    let error = ImageFormat::probe(&vmdk).unwrap_err();
+    assert!(error.to_string().contains("VMDK"), "{error}");
+    assert!(error.fix().unwrap().contains("qemu-img convert"), "{error:?}");
     std::fs::write(bed.path("short"), b"QFI\xfb").unwrap();
     assert!(Base::open(&bed.path("short"), ImageFormat::Qcow2).is_err());
     std::fs::write(bed.path("empty"), b"").unwrap();
@@ -207,7 +209,7 @@ fn what_cannot_be_read_is_refused_with_a_way_out() {
 }
 
 #[test]
-fn epochs_come_over_the_connection_and_failed_ones_come_again() {
+fn epochs_arrive_and_failed_ones_arrive_again() {
     let bed = Bed::new();
     bed.raw("base.raw", 4 << 20);
     let mut spec = bed.spec("base.raw", ImageFormat::Raw);
@@ -254,7 +256,7 @@ fn epochs_come_over_the_connection_and_failed_ones_come_again() {
 }
 
 #[test]
-fn a_cut_that_nobody_waits_for_is_answered_all_the_same() {
+fn a_cut_that_the_engine_does_not_wait_for_is_answered() {
     let bed = Bed::new();
     bed.raw("base.raw", 4 << 20);
     let mut disks = bed.start(&bed.spec("base.raw", ImageFormat::Raw));
@@ -273,7 +275,7 @@ fn a_cut_that_nobody_waits_for_is_answered_all_the_same() {
     };
     assert_eq!(blocks(&mut disks, epochs.unwrap()[0]), [(0, 2)]);
     assert!(disks.finish_cut().is_none());
-    // Other questions come after it, and its answers are not theirs.
+    // Other requests follow, and do not get its responses.
     bed.io(&["write -P 2 4096 4096"]);
     disks.begin_cut().unwrap();
     assert_eq!(disks.stats().unwrap().disks[0].in_flight, 2);
@@ -283,12 +285,16 @@ fn a_cut_that_nobody_waits_for_is_answered_all_the_same() {
     disks.begin_cut().unwrap();
     disks.begin_cut().unwrap();
     assert!(disks.finish_cut().is_some_and(|(epochs, settled)| epochs.is_ok() && settled.is_ok()));
-    assert_eq!(disks.stats().unwrap().disks[0].in_flight, 3, "what nobody took was given back");
+    assert_eq!(
+        disks.stats().unwrap().disks[0].in_flight,
+        3,
+        "epochs that were not taken are given back"
+    );
     disks.end().unwrap();
 }
 
 #[test]
-fn what_a_flush_acknowledged_survives_kill() {
+fn data_that_a_flush_acknowledged_survives_kill() {
     let bed = Bed::new();
     let mut image = bed.raw("base.raw", 2 << 20);
     for round in 1..12u8 {
@@ -324,7 +330,7 @@ fn the_guest_keeps_its_disk_when_the_engine_dies() {
     let bed = Bed::new();
     bed.raw("base.raw", 2 << 20);
     let disks = bed.start(&bed.spec("base.raw", ImageFormat::Raw));
-    // A client that is connected before the engine goes, and writes after.
+    // The client connects before the engine goes, and writes after that.
     let mut client = Command::new("timeout")
         .arg("60")
         .arg("qemu-io")
@@ -352,7 +358,7 @@ fn the_guest_keeps_its_disk_when_the_engine_dies() {
         output.status.success() && !text.contains("failed") && text.contains("read 4096/4096"),
         "{text}"
     );
-    // Then the server ends by itself, and leaves the overlay free.
+    // Then the server ends by itself and unlocks the overlay.
     let deadline = std::time::Instant::now() + Duration::from_mins(2);
     let overlay = loop {
         match crate::Overlay::open(&bed.path("overlay")) {
@@ -375,7 +381,7 @@ fn the_guest_keeps_its_disk_when_the_engine_dies() {
     assert!(crate::commit::to_new_raw(&disk, &out).is_err(), "nothing is overwritten");
 }
 
-/// As for a rollback: another overlay in the place of the one that is served, and back.
+/// As for a rollback: another overlay replaces the served one, and back.
 #[test]
 fn disks_are_exchanged_under_a_client_and_come_back() {
     let bed = Bed::new();

@@ -1,17 +1,19 @@
 //! Writes a disk back to an image: to a new one, or its written blocks into its base.
 //!
 //! ```text
-//!   new        base, layer, overlay ──▶ file without a name ──synced──▶ in place under its name
+//!   new        base, layer, overlay ──▶ unnamed file ──synced──▶ linked at its name
 //!
-//!   in place   IMAGE.keyframe-commit made, synced ──▶ layer, overlay ──▶ IMAGE, synced ──▶ overlay emptied ──▶ removed
-//!                 └── killed: what was to be written is still there, and is written again
+//!   in place   IMAGE.keyframe-commit is created and synced
+//!                ──▶ layer, overlay ──▶ IMAGE, synced ──▶ overlay emptied ──▶ mark removed
+//!                 └── killed: layer and overlay are unchanged, and are written again
 //! ```
 //!
-//! Invariants: a new image is there whole and durable, or not at all. What is written in place are
-//! whole blocks, which do not depend on what the base holds: so writing them twice is writing them
-//! once, and an overlay is its own journal. An image with a commit under way is served to nobody.
+//! Invariants: a new image is complete and durable, or it does not exist. A commit in place writes
+//! whole blocks, which do not depend on the content of the base. So writing them twice has the same
+//! effect as writing them once, and the overlay serves as its own journal. An image with a commit
+//! under way is not served.
 //!
-//! Left out: whether somebody agreed to it; images whose backing file is the one that is written.
+//! Left out: the user's consent; other images that have the written image as their backing file.
 
 mod in_place;
 mod new;
@@ -22,19 +24,19 @@ pub use new::{empty_qcow2, to_file, to_new, to_new_raw, to_stream};
 
 use crate::{BLOCK, Block, Content, DiskBlock, Layer, Overlay, Result};
 
-/// How much of a disk was written.
+/// The amount of data that a commit writes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Amount {
-    /// Bytes with content.
+    /// Bytes of blocks with content.
     pub data_bytes: u64,
-    /// Bytes that are zero.
+    /// Bytes of blocks that are zero.
     pub zero_bytes: u64,
 }
 
-/// Told how many bytes are done; an error ends it.
-pub type Watch<'a> = &'a mut dyn FnMut(u64) -> Result<()>;
+/// Called with the number of bytes done so far. If it returns an error, the commit ends with it.
+pub type ProgressCallback<'a> = &'a mut dyn FnMut(u64) -> Result<()>;
 
-/// The most that is read and written at once.
+/// The largest read and write, in bytes.
 const CHUNK_BYTES: u64 = 1 << 20;
 
 impl Layer for Overlay {
@@ -53,7 +55,7 @@ impl Layer for Overlay {
     }
 }
 
-/// What writing `layer` would write.
+/// The amount that writing `layer` would write. Error: the layer cannot be read.
 pub fn measure(layer: &dyn Layer) -> Result<Amount> {
     let mut amount = Amount::default();
     let mut block = [0; crate::BLOCK_BYTES];

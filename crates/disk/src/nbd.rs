@@ -1,23 +1,23 @@
 //! The NBD server: fixed newstyle negotiation, simple and structured replies, over a unix socket.
 //!
 //! ```text
-//!   listener ──▶ connection ──greeting, options──▶ an export is chosen ──▶ requests ──▶ DISC, or the client is gone
-//!                a thread each                                             │ answered in order, replies gathered
-//!                                                                          ├ flushes: a second thread, out of order
-//!                                                                          └ slow reads: a few threads, out of order
+//!   listener ──▶ connection ──greeting, options──▶ export ──▶ requests ──▶ disconnect
+//!                a thread each                               │ in order, replies gathered
+//!                                                            ├ flushes: a second thread, unordered
+//!                                                            └ slow reads: more threads, unordered
 //! ```
 //!
-//! Requests are served by the thread that reads them, one after the other: with the page cache
-//! behind it that is as fast as the socket. Only what waits for the medium goes to others, so that
-//! the rest goes on meanwhile: flushes and FUA, and reads of what is not in the page cache, or of
-//! qcow2 and layers, which may be. Replies are gathered until the client has nothing more to say.
+//! The thread that reads requests serves them, one after the other. From the page cache that is as
+//! fast as the socket. Only requests that wait for the medium go to other threads, so that the rest
+//! goes on: flushes and FUA writes, reads of data that is not in the page cache, and reads of qcow2
+//! and layers, which may wait. Replies are gathered until no more requests wait.
 //!
-//! Invariants: a length is checked before anything is allocated or done for it; every request is
-//! answered or the connection ends; a request beyond the bounds of the protocol ends the
-//! connection. All connections to an export see one disk, and a flush on one covers what the others
-//! were told is done: so several connections are advertised as possible.
+//! Invariants: a length is checked before memory is allocated or work is done for it. Every request
+//! is answered, or the connection ends. A request that breaks the protocol ends the connection. All
+//! connections to an export see one disk, and a flush on one covers all writes that were
+//! acknowledged on the others, so the server advertises that several connections are possible.
 //!
-//! Left out: TLS (the socket is a file with permissions), resizing, extended headers.
+//! Left out: TLS (permissions protect the socket's file), resizing, extended headers.
 
 mod affinity;
 pub mod client;
@@ -38,15 +38,15 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// How many clients there can be at once.
+/// The largest number of clients at once.
 pub const CLIENTS_MAX: usize = 64;
-/// How often the listener looks whether it is to end.
+/// How often the listener checks whether it must end.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// A disk under the name that clients ask for.
+/// A disk, with the name that clients ask for.
 #[derive(Clone)]
-pub struct Export {
-    /// Its name.
+pub struct NbdExport {
+    /// The name.
     pub name: String,
     /// The disk.
     pub disk: Arc<Disk>,
@@ -55,42 +55,43 @@ pub struct Export {
 /// Counters of all connections.
 #[derive(Debug, Default)]
 pub struct Traffic {
-    /// Clients connected now.
+    /// Clients that are connected now.
     pub clients: AtomicUsize,
-    /// Clients that have ever chosen an export.
+    /// Clients that have chosen an export since the start.
     pub served: AtomicU64,
-    /// Requests answered.
+    /// Requests that were answered.
     pub requests: AtomicU64,
-    /// Bytes read by clients.
+    /// Bytes that clients have read.
     pub read_bytes: AtomicU64,
-    /// Bytes written by clients.
+    /// Bytes that clients have written.
     pub written_bytes: AtomicU64,
-    /// Bytes made zero by clients.
+    /// Bytes that clients have made zero.
     pub zeroed_bytes: AtomicU64,
-    /// Bytes discarded by clients.
+    /// Bytes that clients have discarded.
     pub discarded_bytes: AtomicU64,
-    /// Flushes, FUA included.
+    /// Flushes, including FUA writes.
     pub flushes: AtomicU64,
 }
 
-/// A server: its socket, its threads.
-pub struct Server {
+/// An NBD server: a socket and its threads.
+pub struct NbdServer {
     path: PathBuf,
     shared: Arc<Shared>,
     listener: Option<std::thread::JoinHandle<()>>,
 }
 
 pub(crate) struct Shared {
-    pub exports: Vec<Export>,
+    pub exports: Vec<NbdExport>,
     pub traffic: Traffic,
     pub affinity: Affinity,
     ending: AtomicBool,
     connections: Mutex<Vec<(u64, UnixStream)>>,
 }
 
-impl Server {
-    /// Serves `exports` on a new socket at `path`.
-    pub fn start(path: &Path, exports: Vec<Export>) -> Result<Self> {
+impl NbdServer {
+    /// Serves `exports` on a new unix socket at `path`. Errors: the socket or the thread cannot be
+    /// created.
+    pub fn start(path: &Path, exports: Vec<NbdExport>) -> Result<Self> {
         let name = path.display().to_string();
         let listener = UnixListener::bind(path).map_err(Error::io(&name, "listen on"))?;
         listener.set_nonblocking(true).map_err(Error::io(&name, "listen on"))?;
@@ -103,17 +104,17 @@ impl Server {
         Ok(Self { path: path.into(), shared, listener: Some(thread) })
     }
 
-    /// What went over it.
+    /// The counters of all connections.
     pub fn traffic(&self) -> &Traffic {
         &self.shared.traffic
     }
 
-    /// Where requests are answered.
+    /// The core on which requests are answered.
     pub fn affinity(&self) -> &Affinity {
         &self.shared.affinity
     }
 
-    /// Takes no more clients, ends the connections, and waits until their requests are done.
+    /// Accepts no more clients, closes the connections, and waits until their requests are done.
     pub fn end(mut self) {
         self.finish();
     }
@@ -127,14 +128,14 @@ impl Server {
     }
 }
 
-impl Drop for Server {
+impl Drop for NbdServer {
     fn drop(&mut self) {
         self.finish();
     }
 }
 
 impl Shared {
-    fn new(exports: Vec<Export>) -> Self {
+    fn new(exports: Vec<NbdExport>) -> Self {
         let (ending, connections) = (AtomicBool::new(false), Mutex::default());
         Self {
             exports,
@@ -161,7 +162,7 @@ impl Shared {
             let (shared, id) = (Arc::clone(self), number);
             let thread = std::thread::Builder::new().name("nbd-client".into()).spawn(move || {
                 shared.traffic.clients.fetch_add(1, Ordering::AcqRel);
-                // A client that breaks the protocol, or goes away, ends its own connection alone.
+                // A client that breaks the protocol or disconnects ends only its own connection.
                 let _ = connection::serve(&shared, stream);
                 shared.traffic.clients.fetch_sub(1, Ordering::AcqRel);
                 shared.forget(id);
@@ -184,12 +185,12 @@ impl Shared {
     }
 }
 
-/// Serves one client until it leaves, for the fuzzers.
-pub(crate) fn serve_one(exports: Vec<Export>, stream: UnixStream) {
+/// Serves one client until it disconnects. For the fuzzers.
+pub(crate) fn serve_one(exports: Vec<NbdExport>, stream: UnixStream) {
     let _ = connection::serve(&Arc::new(Shared::new(exports)), stream);
 }
 
-/// Waits a while for a client.
+/// Waits up to [`LOOK_EVERY`] for a client.
 fn wait(listener: &UnixListener) {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
     let limit = Timespec { tv_sec: 0, tv_nsec: LOOK_EVERY.subsec_nanos().into() };

@@ -1,0 +1,179 @@
+//! The process that serves the disks, and the engine's handle to it.
+//!
+//! ```text
+//!   engine ── Disks ──socket pair── serve() ── overlays, NBD server ──unix socket── QEMU
+//!      └────── SlotFile: reads the content of an epoch directly
+//!
+//!   serving ──end──▶ clients are disconnected ──▶ synced ──▶ exit
+//!      └──engine gone──▶ epochs released, no pause ──last client gone──▶ synced ──▶ exit
+//!
+//!   rollback:   stage ──▶ staged disks ──exchange──▶ these are served ──dismiss──▶ the old ones
+//!                              └──dismiss──▶ closed      └──exchange──▶ back       are closed
+//! ```
+//!
+//! It is a process of its own, so that the guest keeps its disk if the engine dies.
+//!
+//! Invariants: the content of a request is bounded and checked. Each request has one response, in
+//! order. A server without an engine holds no epoch, so that its overlay does not grow, and
+//! acknowledges no flush before its sync.
+//!
+//! Left out: a new engine cannot take over a server whose engine died.
+
+mod client;
+mod frame;
+mod server;
+
+pub use client::Disks;
+pub use server::serve;
+
+use crate::overlay::Lasting;
+use crate::{DiskBlock, DiskEpoch, Extent, ImageFormat};
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// The description of a disk to serve.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskSpec {
+    /// The name that QEMU asks for.
+    pub export: String,
+    /// The image. It is never written.
+    pub base: PathBuf,
+    /// The image's format.
+    pub format: ImageFormat,
+    /// If set, the disk has so many zero bytes instead of an image, and `base` and `format` are
+    /// ignored.
+    #[serde(default)]
+    pub blank_bytes: Option<u64>,
+    /// The directory of the overlay. It is created if it does not exist.
+    pub overlay: PathBuf,
+    /// The layer between image and overlay, in the form that `open_layer` of [`serve`] takes.
+    pub layer: Option<String>,
+    /// If true, written data is discarded at the end, and no flush waits for the medium.
+    #[serde(default)]
+    pub temporary: bool,
+}
+
+impl DiskSpec {
+    fn lasting(&self) -> Lasting {
+        if self.temporary { Lasting::Temporary } else { Lasting::Durable }
+    }
+}
+
+/// The state of one disk.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskStats {
+    /// The export.
+    pub export: String,
+    /// The size of the disk in bytes.
+    pub disk_bytes: u64,
+    /// Bytes of the overlay's data file.
+    pub data_bytes: u64,
+    /// Bytes in it that are free.
+    pub free_bytes: u64,
+    /// Extents in memory.
+    pub extents: u64,
+    /// Blocks written since the last cut.
+    pub dirty_blocks: u64,
+    /// The number of epochs in flight.
+    pub in_flight: u64,
+    /// Syncs since the start.
+    pub syncs: u64,
+}
+
+/// The state of the server.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ServerStats {
+    /// The state of each disk, in the order of the specs.
+    pub disks: Vec<DiskStats>,
+    /// NBD clients that are connected now.
+    pub clients: u64,
+    /// Requests that were answered.
+    pub requests: u64,
+    /// Bytes that clients have read.
+    pub read_bytes: u64,
+    /// Bytes that clients have written.
+    pub written_bytes: u64,
+    /// Bytes that clients have made zero.
+    pub zeroed_bytes: u64,
+    /// Bytes that clients have discarded.
+    pub discarded_bytes: u64,
+    /// Flushes, including FUA writes.
+    pub flushes: u64,
+}
+
+/// A request of the engine. `disk` is an index into the specs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+enum DiskRequest {
+    /// The first request: open these disks, and listen.
+    Open {
+        socket: PathBuf,
+        specs: Vec<DiskSpec>,
+    },
+    Prepare,
+    Pause {
+        limit_ms: u64,
+    },
+    Cut,
+    Settled,
+    /// The VM runs.
+    Resumed,
+    /// Answer NBD requests on this core, before other threads run there.
+    AnswerOn {
+        core: u32,
+    },
+    Pages {
+        disk: usize,
+        epoch: DiskEpoch,
+        from: DiskBlock,
+    },
+    Release {
+        epochs: Vec<DiskEpoch>,
+    },
+    GiveBack {
+        epochs: Vec<DiskEpoch>,
+    },
+    Stats,
+    /// Open other disks for the same exports, without serving them.
+    Stage {
+        specs: Vec<DiskSpec>,
+    },
+    /// Serve the staged disks, and stage those that were served.
+    Exchange,
+    /// Close the staged disks.
+    Dismiss,
+    End,
+}
+
+/// The server's response.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+enum DiskResponse {
+    Done,
+    /// The size of each disk.
+    Opened {
+        disk_bytes: Vec<u64>,
+    },
+    /// The epoch of each disk.
+    Cut {
+        epochs: Vec<DiskEpoch>,
+    },
+    Pages {
+        extents: Vec<Extent>,
+        next: Option<DiskBlock>,
+    },
+    Stats(ServerStats),
+    Failed {
+        problem: String,
+        fix: Option<String>,
+        disk_full: bool,
+    },
+}
+
+/// The largest number of extents in one response.
+const EXTENTS_MAX: usize = 4096;
+/// The largest number of disks of a server.
+const DISKS_MAX: usize = 64;
+
+/// Receives one request, for the fuzzers. False if no valid request follows.
+pub(crate) fn receive_request(control: &std::os::unix::net::UnixStream) -> bool {
+    matches!(frame::receive::<DiskRequest>(control), Ok(Some(_)))
+}
