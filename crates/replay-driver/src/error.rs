@@ -132,6 +132,7 @@ impl Error {
         let text = match self {
             Self::Qemu(error) => return error.fix(),
             Self::Kernel(error) => return error.fix(),
+            Self::Disk(error) => return error.fix(),
             Self::Recording(error) => return error.fix(),
             Self::Store { source, .. } | Self::CheckpointPages(source) => return source.fix(),
             Self::VmDisks(error) => return error.fix(),
@@ -153,8 +154,7 @@ impl Error {
             Self::NoInstruction { last_stop, .. } => {
                 return Some(format!("a replay can stand before any up to {last_stop}"));
             }
-            Self::Disk(_)
-            | Self::Gdb(_)
+            Self::Gdb(_)
             | Self::Io { .. }
             | Self::Interrupted
             | Self::NotComparable(_) => return None,

@@ -345,3 +345,60 @@ impl From<Error> for keyframe_failure::Failure {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_testing::{assert_golden, error_text};
+
+    #[test]
+    fn error_texts_are_golden() {
+        let (image, checkpoint) = (|| PathBuf::from("a.img"), CheckpointId(7));
+        let errors = [
+            Error::io("open", Path::new("a.img"), io::ErrorKind::NotFound.into()),
+            Error::ImageMissing { path: image(), source: io::ErrorKind::NotFound.into() },
+            Error::ImageChanged { path: image(), change: ImageChange::Content },
+            Error::ImageChanged {
+                path: image(),
+                change: ImageChange::Length { then: 4096, now: 8192 },
+            },
+            Error::ImageChanged {
+                path: image(),
+                change: ImageChange::Time { modified_s: 1_700_000_000, modified_ns: 5 },
+            },
+            Error::CommitInterrupted { path: image(), commit: "checkpoint 7".into() },
+            Error::PathNotUtf8(image()),
+            Error::BackingChainTooLong { path: image(), max: 64 },
+            Error::RemoteDrive { name: "d".into(), address: "nbd:localhost:10809".into() },
+            Error::FormatNotServed { name: "d".into(), format: "vmdk".into(), image: image() },
+            Error::UnknownFormat { disk: "d".into(), format: "vmdk".into() },
+            Error::MediumNotAFile(image()),
+            Error::MediumFormat { path: image(), format: "vmdk".into() },
+            Error::TooManyOverlays { folder: "/store/disks".into(), vm: "db".into() },
+            Error::OverlayUnreadable("/store/disks/db.1".into()),
+            Error::DisksLeftOut { checkpoint, disks: "d (a.img)".into() },
+            Error::DiskLeftOut { checkpoint, disk: "d".into() },
+            Error::NoMember { checkpoint, member: "a".into(), members: Vec::new() },
+            Error::NoMember { checkpoint, member: "a".into(), members: vec!["b".into()] },
+            Error::NoDisks { checkpoint, member: None },
+            Error::NoDisk {
+                checkpoint,
+                disk: "x".into(),
+                member: Some("a".into()),
+                holds: "d".into(),
+            },
+            Error::SeveralDisks { checkpoint, member: None, holds: "d, e".into() },
+            Error::DisksTooLarge(checkpoint),
+            Error::SizeDiffers {
+                path: image(),
+                image_bytes: 4096,
+                disk: "d".into(),
+                checkpoint,
+                disk_bytes: 8192,
+            },
+            Error::ImageInUse { image: image(), vms: "db".into() },
+        ];
+        let texts: Vec<_> = errors.iter().map(|error| error_text(error, error.fix())).collect();
+        assert_golden("tests/golden/errors.txt", &texts.concat());
+    }
+}
