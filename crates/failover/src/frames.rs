@@ -14,7 +14,7 @@
 //! Batches belong to the epoch whose Mark follows; a Discard drops them. An epoch is whole when its
 //! Epoch and the Mark of each data stream have come.
 
-use keyframe_failure::Failure;
+use crate::error::{Error, Result};
 use keyframe_units::{Epoch, RamLayout};
 use serde::{Deserialize, Serialize};
 
@@ -85,9 +85,23 @@ pub struct ReplicatedDisk {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Arbiter {
+    /// The witness on a third host.
     Witness,
+    /// The hook that switches the other host off.
     Fencing,
+    /// The user.
     Manual,
+}
+
+impl Arbiter {
+    /// The option that chooses it.
+    pub(crate) fn option(self) -> &'static str {
+        match self {
+            Self::Witness => "with --witness",
+            Self::Fencing => "with --fence-with",
+            Self::Manual => "without --witness or --fence-with",
+        }
+    }
 }
 
 /// What the standby needs to have the same machine ready.
@@ -138,17 +152,16 @@ pub struct EpochHead {
 }
 
 /// JSON of a frame.
-pub fn parse<T: serde::de::DeserializeOwned>(payload: &[u8]) -> Result<T, Failure> {
+pub fn parse<T: serde::de::DeserializeOwned>(payload: &[u8]) -> Result<T> {
     if payload.len() > JSON_BYTES_MAX {
-        return Err(Failure::new(format!("a message of {} bytes", payload.len())));
+        return Err(Error::MessageTooLong(payload.len()));
     }
-    serde_json::from_slice(payload)
-        .map_err(|e| Failure::new(format!("a message that is none: {e}")))
+    serde_json::from_slice(payload).map_err(Error::MalformedMessage)
 }
 
 /// A frame's JSON.
-pub fn text(value: &impl Serialize) -> Result<Vec<u8>, Failure> {
-    serde_json::to_vec(value).map_err(|e| Failure::new(format!("encode a message: {e}")))
+pub fn text(value: &impl Serialize) -> Result<Vec<u8>> {
+    serde_json::to_vec(value).map_err(Error::EncodeMessage)
 }
 
 /// Session and epoch before a payload.

@@ -15,7 +15,7 @@
 //! process is one of its own: no stalled engine holds it up. It knows QEMU by a descriptor (pidfd),
 //! which names no other process ever.
 
-use keyframe_failure::Failure;
+use crate::error::{Error, Result};
 use keyframe_replication::RunPermit;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -47,8 +47,8 @@ pub struct GuardRemote {
 
 impl GuardRemote {
     /// Starts one that guards the QEMU with that pid, which is free at first.
-    pub fn spawn(qemu: u32) -> Result<Self, Failure> {
-        let failed = |e: std::io::Error| Failure::new(format!("start the guard: {e}"));
+    pub fn spawn(qemu: u32) -> Result<Self> {
+        let failed = |e| Error::io("start the guard", e);
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
         ours.set_read_timeout(Some(ANSWER_TIMEOUT)).map_err(failed)?;
         let mut command = Command::new("/proc/self/exe");
@@ -63,7 +63,7 @@ impl GuardRemote {
     }
 
     /// Tells it. The VM stands when this returns, where it is to.
-    pub fn set(&mut self, permit: RunPermit) -> Result<(), Failure> {
+    pub fn set(&mut self, permit: RunPermit) -> Result<()> {
         match permit {
             RunPermit::Free => self.say("F"),
             RunPermit::Until(ns) => self.say(&format!("U{ns}")),
@@ -72,20 +72,19 @@ impl GuardRemote {
     }
 
     /// The VM is paused by its monitor, and has to go on answering there.
-    pub fn paused(&mut self) -> Result<(), Failure> {
+    pub fn paused(&mut self) -> Result<()> {
         self.say("P")
     }
 
-    fn say(&mut self, line: &str) -> Result<(), Failure> {
-        let failed =
-            |e: std::io::Error| Failure::new(format!("the guard of the VM's right to run: {e}"));
+    fn say(&mut self, line: &str) -> Result<()> {
+        let failed = |e| Error::io("the guard of the VM's right to run", e);
         self.stream.get_mut().write_all(format!("{line}\n").as_bytes()).map_err(failed)?;
         let mut answer = String::new();
         self.stream.read_line(&mut answer).map_err(failed)?;
         self.stands = match answer.trim() {
             "K0" => false,
             "K1" => true,
-            _ => return Err(Failure::new("the guard of the VM's right to run has ended")),
+            _ => return Err(Error::GuardEnded),
         };
         Ok(())
     }
@@ -99,11 +98,11 @@ impl GuardRemote {
 }
 
 /// The guard's process: its orders come from standard input.
-pub fn guard(qemu: u32, orders: UnixStream) -> Result<(), Failure> {
+pub fn guard(qemu: u32, orders: UnixStream) -> Result<()> {
     let pid = i32::try_from(qemu).ok().and_then(Pid::from_raw);
-    let pid = pid.ok_or_else(|| Failure::new(format!("{qemu} is no process")))?;
-    let qemu = pidfd_open(pid, PidfdFlags::empty())
-        .map_err(|e| Failure::new(format!("guard {qemu}: {e}")))?;
+    let pid = pid.ok_or(Error::NoProcess(qemu))?;
+    let qemu =
+        pidfd_open(pid, PidfdFlags::empty()).map_err(|e| Error::io(format!("guard {qemu}"), e))?;
     // On a host with more to do than it can, the VM is to stand all the same when its right has run
     // out.
     keyframe_kernel::priority::raise_current_thread();
@@ -125,7 +124,7 @@ struct Keeper {
 }
 
 impl Keeper {
-    fn run(mut self) -> Result<(), Failure> {
+    fn run(mut self) -> Result<()> {
         loop {
             let left_ns = match self.state {
                 State::Until(until) if !self.stands => Some(until.saturating_sub(now_ns())),
@@ -146,7 +145,7 @@ impl Keeper {
                 ];
                 match poll(&mut fds, timeout.as_ref()) {
                     Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                    Err(e) => return Err(Failure::new(format!("wait for orders: {e}"))),
+                    Err(e) => return Err(Error::io("wait for orders", e)),
                 }
                 (!fds[0].revents().is_empty(), !fds[1].revents().is_empty())
             };

@@ -11,6 +11,7 @@
 //! Invariant: what is hashed is not changed until the primary has it all, and begins.
 
 use super::frames::{Kind, marked};
+use crate::error::PageHashesError;
 use keyframe_link::Channel;
 use keyframe_transfer::Image;
 use keyframe_units::{Page, PageIndex, ZERO_PAGE};
@@ -64,11 +65,14 @@ impl Having {
     }
 
     /// Takes in a frame, behind its session. Error: it makes no sense.
-    pub fn take_in(&mut self, first: u64, bytes: &[u8], pages: u64) -> Result<(), String> {
+    pub fn take_in(&mut self, first: u64, bytes: &[u8], pages: u64) -> Result<(), PageHashesError> {
         if first == END {
             self.blank = bytes == [1];
             if !self.blank && self.hashes.len() as u64 != pages {
-                return Err(format!("hashes of {} pages of {pages}", self.hashes.len()));
+                return Err(PageHashesError::Incomplete {
+                    listed: self.hashes.len() as u64,
+                    pages,
+                });
             }
             self.complete = true;
             return Ok(());
@@ -76,7 +80,7 @@ impl Having {
         let (hashes, rest) = bytes.as_chunks::<HASH_BYTES>();
         let fits = first == self.hashes.len() as u64 && first + hashes.len() as u64 <= pages;
         if !fits || !rest.is_empty() {
-            return Err(format!("{} hashes from page {first} on", hashes.len()));
+            return Err(PageHashesError::Misplaced { hashes: hashes.len(), first });
         }
         self.hashes.extend_from_slice(hashes);
         Ok(())

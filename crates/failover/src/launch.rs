@@ -7,7 +7,7 @@ use super::primary::{self, PrimaryEngineEvent};
 use super::sending::SharedWire;
 use super::settings::{Setup, random};
 use super::vm::{self, Gate};
-use keyframe_failure::Failure;
+use crate::error::{Error, Result};
 use keyframe_net::{GateNic, GateRemote};
 use keyframe_qemu::NicSockets;
 use keyframe_qemu::{DiskServer, Invocation, LaunchOptions, QemuIdentity, Vm};
@@ -70,7 +70,7 @@ pub struct Home {
 }
 
 /// Starts the gate of a VM's network; none for a VM without.
-pub fn start_gate(nics: &[NicSockets]) -> Result<Gate, Failure> {
+pub fn start_gate(nics: &[NicSockets]) -> Result<Gate> {
     if nics.is_empty() {
         return Ok(Gate::new(None));
     }
@@ -78,7 +78,7 @@ pub fn start_gate(nics: &[NicSockets]) -> Result<Gate, Failure> {
         for socket in [&nic.out, &nic.back] {
             match std::fs::remove_file(socket) {
                 Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-                    return Err(Failure::new(format!("remove {}: {e}", socket.display())));
+                    return Err(Error::file("remove", socket, e));
                 }
                 _ => {}
             }
@@ -90,9 +90,7 @@ pub fn start_gate(nics: &[NicSockets]) -> Result<Gate, Failure> {
         .collect();
     let mut command = Command::new("/proc/self/exe");
     command.arg0("keyframe").arg("__gate");
-    let remote = GateRemote::spawn(&mut command, &nics)
-        .map_err(|e| Failure::new(keyframe_failure::chain(&e)))?;
-    Ok(Gate::new(Some(remote)))
+    Ok(Gate::new(Some(GateRemote::spawn(&mut command, &nics)?)))
 }
 
 /// Launches the VM of `command`, with its network behind a gate and its disks served, and protects
@@ -104,20 +102,20 @@ pub fn protect(
     addresses: Addresses,
     setup: Setup,
     is_last: bool,
-) -> Result<primary::Engine, Failure> {
+) -> Result<primary::Engine> {
     let options = Options::every(None, OnExit::Kill);
     sessions::require_kernel(&options)?;
     // From here on: a QEMU that nobody guards yet is not to be left behind.
     let interrupted = interrupt::interruption_or_hangup()?;
-    let directory = std::env::current_dir()
-        .map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
-    let mut line = Invocation::parse(command).map_err(|e| Failure::qemu(&e))?;
-    let identity = line.identity().map_err(|e| Failure::qemu(&e))?;
+    let directory =
+        std::env::current_dir().map_err(|e| Error::io("find the working directory", e))?;
+    let mut line = Invocation::parse(command)?;
+    let identity = line.identity()?;
     let name = name
         .unwrap_or_else(|| keyframe_session::run_dir::name_from(line.vm_name().unwrap_or("vm")));
     let run_dir = RunDir::claim(&name)?;
-    let nics = line.gate(run_dir.path()).map_err(|e| Failure::qemu(&e))?;
-    let drives = line.drives().map_err(|e| Failure::qemu(&e))?;
+    let nics = line.gate(run_dir.path())?;
+    let drives = line.drives()?;
     let socket = run_dir.path().join(DISKS_SOCKET);
     let mut served = None;
     if !drives.is_empty() {
@@ -126,7 +124,7 @@ pub fn protect(
             .map(|drive| DiskToServe::of_drive(drive, ""))
             .collect::<Result<_, _>>()?;
         let server = DiskServer { socket: socket.clone(), prefix: String::new() };
-        line.serve_drives(&server).map_err(|e| Failure::qemu(&e))?;
+        line.serve_drives(&server)?;
         let place = OverlayDirectory::claim_in(&folder.join("overlays"), &name)?;
         served = Some(disks::serve_in(place, &name, None, wanted, &socket)?);
     }
@@ -146,7 +144,7 @@ pub fn protect(
             if let Some(served) = served {
                 let _ = served.end(false);
             }
-            return Err(Failure::qemu(&error));
+            return Err(error.into());
         }
     };
     if is_last {
@@ -175,7 +173,7 @@ pub fn engine(
     config: ReplicationConfig,
     (start, first_epoch): (PrimaryStart, Epoch),
     addresses: Option<Addresses>,
-) -> Result<primary::Engine, Failure> {
+) -> Result<primary::Engine> {
     let qemu = keyframe_kernel::Process::open(found.vm.pid());
     let gate = found.gate.clone();
     made(found, place, setup, config, (start, first_epoch), addresses).inspect_err(|_| {
@@ -193,12 +191,11 @@ fn made(
     config: ReplicationConfig,
     (start, first_epoch): (PrimaryStart, Epoch),
     addresses: Option<Addresses>,
-) -> Result<primary::Engine, Failure> {
+) -> Result<primary::Engine> {
     let Found { mut vm, identity, machine, directory, served, gate } = found;
     let Home { name, run_dir, status, interrupted, inbox } = place;
     refuse(&mut vm, &*setup.events)?;
-    let options =
-        Options { events: Arc::clone(&setup.events), ..Options::every(None, OnExit::Kill) };
+    let options = Options { events: setup.events.clone(), ..Options::every(None, OnExit::Kill) };
     let copying = RamCapture::start(&mut [(&*name, &mut vm)], false, &options)?;
     let machine = match machine {
         Some(machine) => machine,
@@ -250,7 +247,7 @@ fn made(
     let mut machines =
         Machines::new(vec![member], false, Peripherals { lans: None, disks: storage });
     for member in machines.members_mut() {
-        member.machine.vm.qmp().cont().map_err(|e| Failure::qemu(&e))?;
+        member.machine.vm.qmp().cont()?;
     }
     if let Ok(mut status) = status.lock() {
         status.qemu_pid = qemu;
@@ -265,6 +262,7 @@ fn made(
         verify: setup.verify,
         disks: has_disks.then_some((socket, exports)),
         first_epoch,
+        events: setup.events.clone(),
     };
     let machine = frame;
     primary::Engine::new(primary::Parts {

@@ -10,7 +10,7 @@ use super::frames::{
     Greeting, Kind, MachineFrame, Purpose, ReadyFrame, VERSION, parse, text, unmarked,
 };
 use super::sending::Link;
-use keyframe_failure::{Failure, chain};
+use crate::error::{Error, Result};
 use keyframe_link::{Channel, Input, Party};
 use keyframe_replication::PeerMessage;
 use std::net::SocketAddr;
@@ -60,7 +60,7 @@ pub enum LinkEvent {
         number: u64,
     },
     /// It could not be connected.
-    ConnectFailed(String),
+    ConnectFailed(Error),
 }
 
 /// Where the standby is.
@@ -81,8 +81,8 @@ pub fn start(
     tell: impl Fn(LinkEvent) + Clone + Send + 'static,
     (linked, beating): (&Arc<AtomicBool>, &Arc<AtomicBool>),
     ends: &Arc<AtomicBool>,
-) -> Result<(), Failure> {
-    let started = |e: std::io::Error| Failure::new(format!("start a thread: {e}"));
+) -> Result<()> {
+    let started = |e| Error::io("start a thread", e);
     let (own_party, machine, tell_control) = (party.clone(), machine.clone(), tell.clone());
     let (linked, ending) = (Arc::clone(linked), Arc::clone(ends));
     let control = move || {
@@ -147,35 +147,25 @@ fn connect(
             });
             Some(link)
         }
-        Err(failure) => {
-            tell(LinkEvent::ConnectFailed(failure.to_string()));
+        Err(error) => {
+            tell(LinkEvent::ConnectFailed(error));
             None
         }
     }
 }
 
-fn made(
-    party: &Party,
-    address: SocketAddr,
-    machine: &MachineFrame,
-    number: u64,
-) -> Result<Link, Failure> {
+fn made(party: &Party, address: SocketAddr, machine: &MachineFrame, number: u64) -> Result<Link> {
     let control = greeted(party, address, Purpose::Control, number)?;
-    control.send(Kind::Machine as u8, &[&text(machine)?]).map_err(|e| failed(&e))?;
-    let ready = control.receive(&mut Input::default(), READY_TIMEOUT).map_err(|e| failed(&e))?;
+    control.send(Kind::Machine as u8, &[&text(machine)?])?;
+    let ready = control.receive(&mut Input::default(), READY_TIMEOUT)?;
     let ready = ready.filter(|frame| Kind::of(frame.kind) == Some(Kind::Ready));
-    let ready =
-        ready.ok_or_else(|| Failure::new(format!("the standby at {address} does not answer")))?;
+    let ready = ready.ok_or(Error::StandbySilent(address))?;
     if let ReadyFrame::Refused { problem, fix } = parse(&ready.payload)? {
-        let failure = Failure::new(format!("the standby at {address}: {problem}"));
-        return Err(match fix {
-            Some(fix) => failure.fix(fix),
-            None => failure,
-        });
+        return Err(Error::StandbyRefuses { address, problem, fix });
     }
     let data = (0..machine.streams)
         .map(|stream| greeted(party, address, Purpose::Data { stream }, number))
-        .collect::<Result<_, _>>()?;
+        .collect::<Result<_>>()?;
     Ok(Link { control, data })
 }
 
@@ -185,10 +175,10 @@ pub fn greeted(
     address: SocketAddr,
     purpose: Purpose,
     connection: u64,
-) -> Result<Arc<Channel>, Failure> {
-    let channel = party.connect(address, CONNECT_TIMEOUT).map_err(|e| failed(&e))?;
+) -> Result<Arc<Channel>> {
+    let channel = party.connect(address, CONNECT_TIMEOUT)?;
     let greeting = Greeting { version: VERSION, purpose, connection };
-    channel.send(Kind::Greeting as u8, &[&text(&greeting)?]).map_err(|e| failed(&e))?;
+    channel.send(Kind::Greeting as u8, &[&text(&greeting)?])?;
     Ok(Arc::new(channel))
 }
 
@@ -243,9 +233,4 @@ pub fn say(channel: &Channel, message: &PeerMessage) -> bool {
     let mut bytes = Vec::new();
     message.encode(&mut bytes);
     channel.send(Kind::Core as u8, &[&bytes]).is_ok()
-}
-
-/// Turns an error of a connection into one for the user.
-pub fn failed(error: &keyframe_link::Error) -> Failure {
-    Failure { fix: error.fix(), ..Failure::new(chain(error)) }
 }

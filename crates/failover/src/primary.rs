@@ -16,16 +16,20 @@ use super::sending::{Link, SharedWire};
 use super::settings::Setup;
 use super::vm::{EpochReport, Gate, VmAction, VmEvent, VmThread};
 use super::witnessing::WitnessAnswer;
-use keyframe_failure::{DONE, FAILED, Failure, WARNED};
+use crate::error::{Error, Result, with_fix};
+use crate::event::Event;
+use crate::notice_text::notice_text;
 use keyframe_link::Channel;
 use keyframe_locks::IgnorePoison;
 use keyframe_net::GateRemote;
 use keyframe_replication::{
     Epoch, Notice, PeerMessage, Primary, PrimaryAction, PrimaryEvent, PrimaryStart, PrimaryState,
-    ReplicationConfig, RunPermit, StandbyLossReason,
+    ReplicationConfig, RunPermit,
 };
 use keyframe_session::control::server::{self, Pending, SharedStatus};
-use keyframe_session::control::{ReplicationState, ReplicationStatus, Request, Response};
+use keyframe_session::control::{
+    ReplicationRole, ReplicationState, ReplicationStatus, Request, Response,
+};
 use keyframe_session::run_dir::RunDir;
 use rustix::process::{Signal, pidfd_send_signal};
 use std::collections::{BTreeMap, VecDeque};
@@ -114,16 +118,21 @@ pub struct Engine {
     interrupted: Arc<AtomicBool>,
     exit: Option<ExitStatus>,
     done: Option<Done>,
-    trouble: Option<(String, Instant)>,
+    /// The error of the last connect, told already.
+    trouble: Option<String>,
     _socket: server::Socket,
     _run_dir: RunDir,
 }
 
-/// What is left to do once an engine has ended.
+/// How a host's part in the protection of a VM ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Finish {
-    /// Nothing: the exit code.
-    Code(u8),
+pub enum Ending {
+    /// The VM has ended, or the user ended it.
+    Done,
+    /// QEMU ended with an error.
+    QemuFailed,
+    /// The VM did not end in time and was given up.
+    GivenUp,
     /// Another host runs the VM: this one may become its standby.
     Elsewhere,
 }
@@ -136,15 +145,14 @@ enum Done {
 
 impl Engine {
     /// The VM runs from here on.
-    pub fn new(parts: Parts) -> Result<Self, Failure> {
+    pub fn new(parts: Parts) -> Result<Self> {
         let (inbox, sender, socket) = match parts.inbox {
             Some(inbox) => inbox,
             None => listen(&parts.run_dir, &parts.status)?,
         };
         let guard = GuardRemote::spawn(parts.qemu)?;
-        let qemu = keyframe_kernel::Process::open(parts.qemu).map_err(|e| Failure::kernel(&e))?;
-        let qemu = rustix::io::dup(qemu.pidfd())
-            .map_err(|e| Failure::new(format!("take hold of QEMU: {e}")))?;
+        let qemu = keyframe_kernel::Process::open(parts.qemu)?;
+        let qemu = rustix::io::dup(qemu.pidfd()).map_err(|e| Error::io("take hold of QEMU", e))?;
         let events = sender.clone();
         let vm = VmThread::start(parts.vm, move |event| {
             let _ = events.send(PrimaryEngineEvent::Vm(event));
@@ -191,7 +199,7 @@ impl Engine {
     }
 
     /// Runs until the VM has ended, or runs elsewhere.
-    pub fn run(mut self) -> Result<Finish, Failure> {
+    pub fn run(mut self) -> Result<Ending> {
         self.handle(PrimaryEvent::Tick);
         self.show();
         let mut killed_at: Option<Instant> = None;
@@ -216,6 +224,10 @@ impl Engine {
             self.show();
         }
         self.end()
+    }
+
+    fn tell(&self, event: &Event) {
+        self.setup.events.failover_event(event);
     }
 
     fn handle_event(&mut self, event: PrimaryEngineEvent) {
@@ -272,12 +284,11 @@ impl Engine {
                     self.handle(PrimaryEvent::PathDown(path));
                 }
             }
-            LinkEvent::ConnectFailed(text) => {
-                if self.trouble.as_ref().is_none_or(|(old, _)| *old != text) {
-                    self.setup.say(&format!(
-                        "no standby, tried again and again; meanwhile the VM runs unprotected: {text}"
-                    ));
-                    self.trouble = Some((text, Instant::now()));
+            LinkEvent::ConnectFailed(error) => {
+                let text = with_fix(&error);
+                if self.trouble.as_ref() != Some(&text) {
+                    self.tell(&Event::ConnectFailed(error));
+                    self.trouble = Some(text);
                 }
             }
         }
@@ -295,16 +306,16 @@ impl Engine {
                 });
                 self.handle(PrimaryEvent::Captured { epoch });
             }
-            VmEvent::CaptureFailed(problem) => {
+            VmEvent::CaptureFailed(error) => {
                 if self.core.state() != PrimaryState::Solo {
-                    self.setup.say(&format!("an epoch failed: {problem}"));
+                    self.tell(&Event::EpochFailed(error));
                 }
                 self.handle(PrimaryEvent::CaptureFailed);
             }
             VmEvent::Stopped => {
                 self.vm_stopped = true;
-                if let Err(failure) = self.guard.paused() {
-                    eprintln!("keyframe: {failure}");
+                if let Err(error) = self.guard.paused() {
+                    self.tell(&Event::GuardFailed { error, restarts: false });
                 }
                 self.handle(PrimaryEvent::VmStopped);
             }
@@ -445,7 +456,7 @@ impl Engine {
                     PrimaryEngineEvent::Fenced,
                 );
             }
-            PrimaryAction::Notify(notice) => self.notify(&notice),
+            PrimaryAction::Notify(notice) => self.notify(notice),
             PrimaryAction::Ended { deposed_by } => {
                 self.done = Some(deposed_by.map_or(Done::Vm, |term| Done::Deposed(term.0)));
             }
@@ -476,8 +487,8 @@ impl Engine {
         if permit == RunPermit::Stopped && switching {
             return;
         }
-        if let Err(failure) = self.guard.set(permit) {
-            eprintln!("keyframe: {failure}; another one is started");
+        if let Err(error) = self.guard.set(permit) {
+            self.tell(&Event::GuardFailed { error, restarts: true });
             match GuardRemote::spawn(self.qemu_pid) {
                 Ok(mut fresh) => {
                     let set = fresh.set(permit);
@@ -486,7 +497,7 @@ impl Engine {
                         return;
                     }
                 }
-                Err(failure) => eprintln!("keyframe: {failure}"),
+                Err(error) => self.tell(&Event::GuardFailed { error, restarts: false }),
             }
             // Without a guard the VM has no right that anybody looks after.
             let _ = pidfd_send_signal(&self.qemu, Signal::STOP);
@@ -496,7 +507,7 @@ impl Engine {
     fn gate_do(&self, ask: impl FnOnce(&mut GateRemote) -> keyframe_net::Result<()>) {
         if let Err(error) = self.gate.ask(ask) {
             // What is held stays held.
-            eprintln!("keyframe: the gate of the VM's network: {error}");
+            self.tell(&Event::GateFailed(error));
         }
     }
 
@@ -504,21 +515,10 @@ impl Engine {
         let _ = pidfd_send_signal(&self.qemu, Signal::KILL);
     }
 
-    fn notify(&mut self, notice: &Notice) {
-        let text = match notice {
-            Notice::Joined(node) => format!("standby {node} has joined and gets the whole VM"),
-            Notice::Protected => "protected: a failure of this host loses nothing".into(),
-            Notice::Unprotected(why) => format!("the VM runs unprotected: {}", because(why)),
-            Notice::StandbyLost(why) => {
-                format!("the standby is lost ({}); may the VM run without?", because(why))
-            }
-            Notice::Stopped => {
-                "the VM stands still until the standby or who decides answers".into()
-            }
-            Notice::Resumed => "the VM runs again, protected as before".into(),
-            other => super::said(other),
-        };
-        self.setup.say(&text);
+    fn notify(&mut self, notice: Notice) {
+        let role = ReplicationRole::Primary;
+        let text = notice_text(role, &notice);
+        self.tell(&Event::Notice { role, notice });
         self.update(|status| status.note = text);
     }
 
@@ -543,7 +543,7 @@ impl Engine {
         change(status.replication.get_or_insert_default());
     }
 
-    fn end(mut self) -> Result<Finish, Failure> {
+    fn end(mut self) -> Result<Ending> {
         self.ends.store(true, Ordering::Relaxed);
         if let Some((_, link)) = &self.link {
             // What was said last is on its way.
@@ -565,37 +565,23 @@ impl Engine {
             if let Some(disks) = beside.disks
                 && let Some(place) = disks.end()?
             {
-                self.setup.say(&format!(
-                    "what the VM has written to its disks is in {}",
-                    place.display()
-                ));
+                self.setup.events.failover_event(&Event::WritesKept(place));
             }
         }
         self.gate.end();
         self.guard.end();
         match self.done {
             Some(Done::Deposed(term)) => {
-                self.setup.say(&format!("the VM runs on the other host, in term {term}"));
-                Ok(Finish::Elsewhere)
+                self.setup.events.failover_event(&Event::RunsElsewhere { term });
+                Ok(Ending::Elsewhere)
             }
             Some(Done::Vm) => {
                 let success = self.exit.is_none_or(|exit| exit.success());
                 let stopped = self.interrupted.load(Ordering::Relaxed);
-                Ok(Finish::Code(if success || stopped { DONE } else { FAILED }))
+                Ok(if success || stopped { Ending::Done } else { Ending::QemuFailed })
             }
-            None => Ok(Finish::Code(WARNED)),
+            None => Ok(Ending::GivenUp),
         }
-    }
-}
-
-fn because(why: &StandbyLossReason) -> String {
-    match why {
-        StandbyLossReason::Silence => "it is silent".into(),
-        StandbyLossReason::NoData => "data does not get through".into(),
-        StandbyLossReason::Sick(reason) => format!("it says: {reason}"),
-        StandbyLossReason::Restarted => "it was started again".into(),
-        StandbyLossReason::HandOver => "it was to take over, and is silent".into(),
-        StandbyLossReason::Command => "as was asked for".into(),
     }
 }
 
@@ -617,11 +603,11 @@ fn shown_state(state: PrimaryState) -> ReplicationState {
 pub fn listen(
     run_dir: &RunDir,
     status: &SharedStatus,
-) -> Result<(Receiver<PrimaryEngineEvent>, Sender<PrimaryEngineEvent>, server::Socket), Failure> {
+) -> Result<(Receiver<PrimaryEngineEvent>, Sender<PrimaryEngineEvent>, server::Socket)> {
     let (sender, inbox) = channel();
     let requests = sender.clone();
     let deliver = move |pending| requests.send(PrimaryEngineEvent::Request(pending)).is_ok();
     let socket = server::listen(run_dir.path(), status, deliver)
-        .map_err(|e| Failure::new(format!("listen in {}: {e}", run_dir.path().display())))?;
+        .map_err(|e| Error::file("listen in", run_dir.path(), e))?;
     Ok((inbox, sender, socket))
 }

@@ -21,8 +21,9 @@ use super::guard::now_ns;
 use super::having::Having;
 use super::sending::{EpochLabel, SentEpoch, SharedWire, WireSink};
 use super::verify::{Checks, Verifier};
+use crate::error::{Error, Result};
+use crate::event::{Event, SharedEventSink};
 use keyframe_capture::{EncodeError, EncodeReport, SettledReport};
-use keyframe_failure::{Failure, chain};
 use keyframe_net::{GateLook, GateRemote};
 use keyframe_scheduling::replication::{
     AcknowledgedEpoch, CheckpointReason, ReplicationDecision, ReplicationScheduler, VmObservation,
@@ -31,7 +32,7 @@ use keyframe_session::control::Strategy;
 use keyframe_session::encoder_thread::EncoderThread;
 use keyframe_session::machines::Machines;
 use keyframe_session::ram_capture::RamCapture;
-use keyframe_units::{Epoch, PAGE_BYTES};
+use keyframe_units::{Epoch, PAGE_BYTES, error_chain};
 use std::io::{ErrorKind, PipeReader, Read};
 use std::path::PathBuf;
 use std::process::ExitStatus;
@@ -80,7 +81,7 @@ pub enum VmEvent {
         gate: Option<u64>,
         reason: &'static str,
     },
-    CaptureFailed(String),
+    CaptureFailed(Error),
     /// The VM is paused, as [`VmAction::Stop`] asked.
     Stopped,
     Resumed,
@@ -120,6 +121,8 @@ pub struct Parts {
     pub disks: Option<(PathBuf, Vec<(String, u64)>)>,
     /// The first epoch's number.
     pub first_epoch: Epoch,
+    /// Is told what goes wrong.
+    pub events: SharedEventSink,
 }
 
 /// The thread's handle.
@@ -130,7 +133,7 @@ pub struct VmThread {
 
 impl VmThread {
     /// Starts it. The VM runs from here on, where it is to.
-    pub fn start(parts: Parts, events: impl Fn(VmEvent) + Send + 'static) -> Result<Self, Failure> {
+    pub fn start(parts: Parts, events: impl Fn(VmEvent) + Send + 'static) -> Result<Self> {
         let (actions, inbox) = channel();
         let reports = actions.clone();
         let space = parts.copying.layout.len_pages();
@@ -152,6 +155,7 @@ impl VmThread {
             verifier: Verifier::default(),
             disks: parts.disks,
             events: Box::new(events),
+            sink: parts.events,
             inbox,
             next_epoch: parts.first_epoch,
             may_capture: false,
@@ -168,20 +172,20 @@ impl VmThread {
             ended: false,
         };
         let thread = std::thread::Builder::new().name("vm".into()).spawn(move || keeper.run());
-        let thread = thread.map_err(|e| Failure::new(format!("start the VM's thread: {e}")))?;
+        let thread = thread.map_err(|e| Error::io("start the VM's thread", e))?;
         Ok(Self { actions, thread })
     }
 
     /// Ends it and gives the VM back.
-    pub fn end(self) -> Result<Machines, Failure> {
+    pub fn end(self) -> Result<Machines> {
         let _ = self.actions.send(VmAction::End);
-        self.thread.join().map_err(|_| Failure::new("the VM's thread has failed"))
+        self.thread.join().map_err(|_| Error::VmThreadPanicked)
     }
 }
 
 /// Has the VM looked at as soon as it has sent something: else a packet would wait for the next
 /// look by the clock.
-fn listen(mut bell: PipeReader, actions: Sender<VmAction>) -> Result<(), Failure> {
+fn listen(mut bell: PipeReader, actions: Sender<VmAction>) -> Result<()> {
     let listen = move || {
         let mut rings = [0; 64];
         loop {
@@ -195,7 +199,7 @@ fn listen(mut bell: PipeReader, actions: Sender<VmAction>) -> Result<(), Failure
         }
     };
     let thread = std::thread::Builder::new().name("bell".into()).spawn(listen);
-    thread.map(drop).map_err(|e| Failure::new(format!("start a thread: {e}")))
+    thread.map(drop).map_err(|e| Error::io("start a thread", e))
 }
 
 /// An epoch on its way.
@@ -223,6 +227,7 @@ struct Keeper {
     verifier: Verifier,
     disks: Option<(PathBuf, Vec<(String, u64)>)>,
     events: Box<dyn Fn(VmEvent) + Send>,
+    sink: SharedEventSink,
     inbox: Receiver<VmAction>,
     next_epoch: Epoch,
     may_capture: bool,
@@ -293,7 +298,7 @@ impl Keeper {
                     .iter_mut()
                     .try_for_each(|member| member.machine.vm.qmp().stop().map(drop));
                 if let Err(error) = stopped {
-                    self.tell(VmEvent::CaptureFailed(format!("pause the VM: {}", chain(&error))));
+                    self.tell(VmEvent::CaptureFailed(Error::vm("pause the VM", error)));
                 }
                 self.tell(VmEvent::Stopped);
             }
@@ -311,7 +316,8 @@ impl Keeper {
         self.suspended_at_ns = None;
         for member in self.gated.machines.members_mut() {
             if let Err(error) = member.machine.vm.qmp().cont() {
-                eprintln!("keyframe: let the VM run: {}", chain(&error));
+                let error = Error::vm("let the VM run", error);
+                self.sink.failover_event(&Event::ResumeFailed(error));
             }
         }
     }
@@ -335,7 +341,7 @@ impl Keeper {
                 self.tell(VmEvent::Ended(exit));
             }
             Ok(None) => {}
-            Err(failure) => eprintln!("keyframe: {failure}"),
+            Err(error) => self.sink.failover_event(&Event::LookFailed(error.into())),
         }
     }
 
@@ -425,15 +431,14 @@ impl Keeper {
         }
     }
 
-    fn captured(&mut self, reason: &'static str) -> Result<VmEvent, String> {
+    fn captured(&mut self, reason: &'static str) -> Result<VmEvent> {
         let cut = self.gated.machines.storage().map(|(disks, vms)| disks.begin(vms)).transpose();
-        let cut = cut.map_err(|e| format!("prepare the VM's disks: {}", chain(&*e)))?;
+        let cut = cut.map_err(|e| Error::vm("prepare the VM's disks", e))?;
         let epoch = self.next_epoch;
         let checks = self.verify.then(Checks::default);
         self.verifier.checks.clone_from(&checks);
         let label = EpochLabel { epoch, reason, cut, checks };
-        let strategy =
-            self.copying.strategies.get(Strategy::Auto).map_err(|failure| failure.to_string())?;
+        let strategy = self.copying.strategies.get(Strategy::Auto)?;
         let captured = self.copying.cycle.capture(
             &mut self.gated,
             &mut self.verifier,
@@ -446,7 +451,7 @@ impl Keeper {
         if let Some((disks, vms)) = self.gated.machines.storage() {
             disks.captured(seq, vms);
         }
-        let seq = captured.map_err(|e| chain(&e))?;
+        let seq = captured?;
         self.fresh = false;
         self.next_epoch = self.next_epoch.next();
         let captured_ns = now_ns();
@@ -459,14 +464,14 @@ impl Keeper {
     }
 
     fn reported(&mut self, report: EncodeReport<SentEpoch>) {
-        if let Err(error) = &report.outcome {
-            let text = chain(error);
+        let failed = report.outcome.as_ref().err().map(|error| error_chain(error));
+        if let Some(problem) = failed {
             if self.settle(report) {
                 return;
             }
             self.in_flight = None;
             // Where the connection broke, the protocol hears of it by itself.
-            self.tell(VmEvent::CaptureFailed(text));
+            self.tell(VmEvent::CaptureFailed(Error::NotSent(problem)));
             return;
         }
         match &mut self.in_flight {

@@ -7,10 +7,12 @@
 //! Invariant: an answer tells only what would be found again after the host lost power.
 
 use super::frames::Kind;
-use keyframe_failure::{Failure, chain};
+use crate::error::{Error, Result};
+use crate::event::{Event, SharedEventSink};
 use keyframe_link::{Channel, Input, Party};
 use keyframe_locks::IgnorePoison;
 use keyframe_replication::{Witness, WitnessReply, WitnessRequest};
+use keyframe_units::error_chain;
 use std::fs::File;
 use std::io::Write;
 use std::net::{SocketAddr, TcpListener};
@@ -60,28 +62,25 @@ pub struct WitnessServer {
     state: Mutex<Witness>,
     folder: PathBuf,
     party: Party,
+    events: SharedEventSink,
 }
 
 impl WitnessServer {
-    /// With what is known in `folder`.
-    pub fn open(folder: &Path, party: Party) -> Result<Self, Failure> {
+    /// Reads what the witness of `folder` knows. `events` is told of errors.
+    pub fn open(folder: &Path, party: Party, events: SharedEventSink) -> Result<Self> {
         let path = folder.join(STATE);
-        let bad = |problem: String| {
-            Failure::new(format!("{}: {problem}", path.display()))
-                .fix("a witness without its memory could let two hosts run one VM: bring the file back, or remove it while no VM is protected")
-        };
-        std::fs::create_dir_all(folder)
-            .map_err(|e| Failure::new(format!("make {}: {e}", folder.display())))?;
+        let bad = |problem| Error::WitnessState { path: path.clone(), problem };
+        std::fs::create_dir_all(folder).map_err(|e| Error::file("make", folder, e))?;
         let state = match std::fs::metadata(&path) {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => Witness::default(),
             Err(e) => return Err(bad(e.to_string())),
             Ok(known) if known.len() > STATE_BYTES_MAX => return Err(bad("it is too long".into())),
             Ok(_) => {
                 let bytes = std::fs::read(&path).map_err(|e| bad(e.to_string()))?;
-                Witness::decode(&bytes).map_err(|e| bad(chain(&e)))?
+                Witness::decode(&bytes).map_err(|e| bad(error_chain(&e)))?
             }
         };
-        Ok(Self { state: Mutex::new(state), folder: folder.to_owned(), party })
+        Ok(Self { state: Mutex::new(state), folder: folder.to_owned(), party, events })
     }
 
     /// How many VMs it knows.
@@ -90,13 +89,9 @@ impl WitnessServer {
     }
 
     /// Answers until `stop` is set.
-    pub fn serve(
-        self: &Arc<Self>,
-        listener: &TcpListener,
-        stop: &AtomicBool,
-    ) -> Result<(), Failure> {
+    pub fn serve(self: &Arc<Self>, listener: &TcpListener, stop: &AtomicBool) -> Result<()> {
         let clients = Arc::new(AtomicUsize::new(0));
-        listener.set_nonblocking(true).map_err(|e| Failure::new(format!("listen: {e}")))?;
+        listener.set_nonblocking(true).map_err(|e| Error::io("listen", e))?;
         while !stop.load(Ordering::Relaxed) {
             let Ok((stream, _)) = listener.accept() else {
                 std::thread::sleep(LOOK_EVERY / 20);
@@ -131,7 +126,7 @@ impl WitnessServer {
             let (reply, changed) = next.handle(request);
             if changed {
                 if let Err(error) = self.keep(&next) {
-                    eprintln!("keyframe: {error}: the question is not answered");
+                    self.events.failover_event(&Event::WitnessSilent(error));
                     return None;
                 }
                 *state = next;
@@ -146,7 +141,7 @@ impl WitnessServer {
         Some(())
     }
 
-    fn keep(&self, state: &Witness) -> Result<(), Failure> {
+    fn keep(&self, state: &Witness) -> Result<()> {
         let (path, fresh) = (self.folder.join(STATE), self.folder.join("witness.state.new"));
         let mut bytes = Vec::new();
         state.encode(&mut bytes);
@@ -154,6 +149,6 @@ impl WitnessServer {
             .and_then(|mut file| file.write_all(&bytes).and_then(|()| file.sync_all()))
             .and_then(|()| std::fs::rename(&fresh, &path))
             .and_then(|()| File::open(&self.folder)?.sync_all());
-        written.map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
+        written.map_err(|e| Error::file("write", &path, e))
     }
 }

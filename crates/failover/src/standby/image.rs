@@ -8,7 +8,7 @@
 //! before it get their old content back.
 
 use super::super::frames::MachineFrame;
-use keyframe_failure::Failure;
+use crate::error::{Error, Result};
 use keyframe_locks::IgnorePoison;
 use keyframe_qemu::restore::{PreparedRam, RamSource};
 use keyframe_session::run_dir::name_from;
@@ -38,18 +38,15 @@ pub struct StandbyImage {
 }
 
 /// Two standbys in one directory would write over each other's disks.
-pub fn own(folder: &Path) -> Result<File, Failure> {
+pub fn own(folder: &Path) -> Result<File> {
     let path = folder.join("lock");
-    let failed = |e: io::Error| Failure::new(format!("lock {}: {e}", path.display()));
+    let failed = |e: io::Error| Error::file("lock", &path, e);
     std::fs::create_dir_all(folder).map_err(failed)?;
     let file =
         File::options().create(true).truncate(false).write(true).open(&path).map_err(failed)?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(file),
-        Err(rustix::io::Errno::WOULDBLOCK) => {
-            Err(Failure::new(format!("another standby uses {}", folder.display()))
-                .fix("give each a directory of its own: --dir DIR"))
-        }
+        Err(rustix::io::Errno::WOULDBLOCK) => Err(Error::DirectoryInUse(folder.to_owned())),
         Err(e) => Err(failed(e.into())),
     }
 }
@@ -63,8 +60,8 @@ pub fn disk_paths(folder: &Path, machine: &MachineFrame) -> Vec<PathBuf> {
 }
 
 /// Makes the files, as long as the disks are.
-pub fn make_disks(folder: &Path, machine: &MachineFrame) -> Result<Vec<PathBuf>, Failure> {
-    let failed = |path: &Path, e: io::Error| Failure::new(format!("make {}: {e}", path.display()));
+pub fn make_disks(folder: &Path, machine: &MachineFrame) -> Result<Vec<PathBuf>> {
+    let failed = |path: &Path, e: io::Error| Error::file("make", path, e);
     let paths = disk_paths(folder, machine);
     std::fs::create_dir_all(folder.join("disks")).map_err(|e| failed(folder, e))?;
     for (path, disk) in paths.iter().zip(&machine.disks) {
@@ -76,16 +73,12 @@ pub fn make_disks(folder: &Path, machine: &MachineFrame) -> Result<Vec<PathBuf>,
 
 impl StandbyImage {
     /// Over a QEMU's memory and files that are there.
-    pub fn new(
-        ram: PreparedRam,
-        machine: &MachineFrame,
-        paths: &[PathBuf],
-    ) -> Result<Self, Failure> {
+    pub fn new(ram: PreparedRam, machine: &MachineFrame, paths: &[PathBuf]) -> Result<Self> {
         let ram_pages = machine.ram.len_pages();
         let (mut at, mut disks) = (ram_pages, Vec::new());
         for (path, disk) in paths.iter().zip(&machine.disks) {
             let file = File::options().read(true).write(true).open(path);
-            let file = file.map_err(|e| Failure::new(format!("open {}: {e}", path.display())))?;
+            let file = file.map_err(|e| Error::file("open", path, e))?;
             let pages = PageRange::new(PageIndex(at), disk.disk_bytes.div_ceil(PAGE_BYTES as u64));
             at = pages.end().0;
             disks.push(DiskFile { pages, file, disk_bytes: disk.disk_bytes });

@@ -20,17 +20,19 @@ use super::guard::now_ns;
 use super::having;
 use super::launch::{self, DISKS_SOCKET, Found, Home};
 use super::links::{self, Addresses};
-use super::primary::{self, Finish, PrimaryEngineEvent};
+use super::primary::{self, Ending, PrimaryEngineEvent};
 use super::settings::Setup;
 use super::verify;
 use super::witnessing::WitnessAnswer;
+use crate::error::{Error, Result, with_fix};
+use crate::event::{Event, EventSink};
+use crate::notice_text::notice_text;
 use admitting::{admit, bound};
-use keyframe_failure::{DONE, Failure, Outcome};
 use keyframe_link::{Channel, Input};
 use keyframe_locks::IgnorePoison;
 use keyframe_qemu::QemuIdentity;
 use keyframe_replication::{
-    Epoch, Notice, PeerMessage, PrimaryStart, StandbyAction, StandbyEvent, StandbyState, Term,
+    Epoch, PeerMessage, PrimaryStart, StandbyAction, StandbyEvent, StandbyState, Term,
 };
 use keyframe_session::control::server::{Pending, SharedStatus};
 use keyframe_session::control::{
@@ -38,6 +40,7 @@ use keyframe_session::control::{
 };
 use keyframe_session::interrupt;
 use keyframe_session::run_dir::RunDir;
+use keyframe_units::error_chain;
 use ready::{IncomingEpoch, Ready, meta_of};
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -87,28 +90,29 @@ enum StandbyEngineEvent {
 
 /// Listens, and is a standby until the VM has run here to its end, or a signal comes. When the VM
 /// has gone elsewhere again, it is a standby again.
-pub fn run(wish: &Wish) -> Outcome {
+pub fn run(wish: &Wish) -> Result<Ending> {
     let interrupted = interrupt::interruption_or_hangup()?;
     let _owned = image::own(&wish.folder)?;
     loop {
-        if let Finish::Code(code) = once(wish.clone(), &interrupted)? {
-            return Ok(code);
+        match once(wish.clone(), &interrupted)? {
+            Ending::Elsewhere => {}
+            ending => return Ok(ending),
         }
     }
 }
 
-fn once(wish: Wish, interrupted: &Arc<AtomicBool>) -> Result<Finish, Failure> {
+fn once(wish: Wish, interrupted: &Arc<AtomicBool>) -> Result<Ending> {
     let run_dir = RunDir::claim(&wish.name)?;
     let status = launch::first_status(&wish.name, 0, ReplicationRole::Standby);
     let (requests, request_sender, socket) = primary::listen(&run_dir, &status)?;
     let listener = bound(wish.listen)?;
-    let address = listener.local_addr().map_err(|e| Failure::new(format!("listen: {e}")))?;
+    let address = listener.local_addr().map_err(|e| Error::io("listen", e))?;
     let (sender, inbox) = channel();
     let ends = Arc::new(AtomicBool::new(false));
     admit(listener, &wish.setup, &sender, &ends)?;
-    wish.setup.say(&format!("standby: waits for a primary at {address}"));
+    wish.setup.events.failover_event(&Event::StandbyListens(address));
     if wish.peer.is_none() {
-        wish.setup.say("note: once the VM runs here it has no standby, as no --peer was given (the address at which the other host listens then)");
+        wish.setup.events.failover_event(&Event::NoPeer);
     }
     let mut keeper = Keeper {
         wish,
@@ -130,7 +134,7 @@ fn once(wish: Wish, interrupted: &Arc<AtomicBool>) -> Result<Finish, Failure> {
         return keeper.take_over((request_sender, socket), activation, interrupted);
     }
     keeper.dismiss();
-    Ok(Finish::Code(DONE))
+    Ok(Ending::Done)
 }
 
 /// The right to run the VM from an epoch on, as the protocol's core granted it.
@@ -164,10 +168,11 @@ struct Keeper {
 struct Refusals(Mutex<Option<String>>);
 
 impl Refusals {
-    fn say(&self, setup: &Setup, text: String) {
+    fn tell(&self, events: &dyn EventSink, error: Error, event: fn(Error) -> Event) {
         let mut said = self.0.lock().ignore_poison();
+        let text = with_fix(&error);
         if said.as_ref() != Some(&text) {
-            setup.say(&text);
+            events.failover_event(&event(error));
             *said = Some(text);
         }
     }
@@ -178,7 +183,7 @@ impl Refusals {
 }
 
 impl Keeper {
-    fn until_active(&mut self, interrupted: &AtomicBool) -> Result<Option<Activation>, Failure> {
+    fn until_active(&mut self, interrupted: &AtomicBool) -> Result<Option<Activation>> {
         loop {
             if self.activate.is_some() {
                 return Ok(self.activate.take());
@@ -206,12 +211,10 @@ impl Keeper {
     }
 
     /// A QEMU that waits and ends is of no use.
-    fn mind(&mut self) -> Result<(), Failure> {
+    fn mind(&mut self) -> Result<()> {
         let Some(ready) = &mut self.ready else { return Ok(()) };
-        if let Some(exit) = ready.prepared.try_wait().map_err(|e| Failure::qemu(&e))? {
-            eprintln!(
-                "keyframe: the QEMU that waited has ended ({exit}); the primary is asked to begin again"
-            );
+        if let Some(exit) = ready.prepared.try_wait()? {
+            self.wish.setup.events.failover_event(&Event::WaitingQemuEnded(exit));
             self.dismiss();
             if let Some((_, control)) = self.control.take() {
                 control.close();
@@ -340,18 +343,20 @@ impl Keeper {
     fn take_control(&mut self, number: u64, machine: MachineFrame, channel: Arc<Channel>) {
         let known = self.ready.as_ref().is_some_and(|ready| ready.machine == machine);
         let answer = if known { Ok(()) } else { self.get_ready(machine) };
-        let frame = match &answer {
+        let is_ready = answer.is_ok();
+        let frame = match answer {
             Ok(()) => {
                 self.refusals.forget();
                 ReadyFrame::Ready
             }
-            Err(failure) => {
-                self.refusals.say(&self.wish.setup, format!("a primary is refused: {failure}"));
-                ReadyFrame::Refused { problem: failure.message.clone(), fix: failure.fix.clone() }
+            Err(error) => {
+                let (problem, fix) = (error_chain(&error), error.fix());
+                self.refusals.tell(&*self.wish.setup.events, error, Event::PrimaryRefused);
+                ReadyFrame::Refused { problem, fix }
             }
         };
         let sent = text(&frame).is_ok_and(|text| channel.send(Kind::Ready as u8, &[&text]).is_ok());
-        if answer.is_err() || !sent {
+        if !is_ready || !sent {
             channel.close();
             return;
         }
@@ -483,11 +488,10 @@ impl Keeper {
                 self.activate = Some(Activation { epoch, term, forced });
             }
             StandbyAction::Notify(note) => {
-                let text = match &note {
-                    Notice::Joined(_) => "joined".into(),
-                    other => super::said(other),
-                };
-                self.wish.setup.say(&text);
+                let role = ReplicationRole::Standby;
+                let text = notice_text(role, &note);
+                let event = Event::Notice { role, notice: note };
+                self.wish.setup.events.failover_event(&event);
                 self.update(|status| status.note = text);
             }
         }
@@ -584,22 +588,22 @@ impl Keeper {
         (sender, socket): (Sender<PrimaryEngineEvent>, keyframe_session::control::server::Socket),
         Activation { epoch, term, forced }: Activation,
         interrupted: &Arc<AtomicBool>,
-    ) -> Result<Finish, Failure> {
-        let ready = self.ready.take().ok_or_else(|| Failure::new("nothing waits to take over"))?;
-        let devices = ready.devices.as_ref().ok_or_else(|| Failure::new("no epoch is held"))?;
+    ) -> Result<Ending> {
+        let ready = self.ready.take().ok_or(Error::NothingHeld)?;
+        let devices = ready.devices.as_ref().ok_or(Error::NothingHeld)?;
         let restored = match ready.prepared.activate(&*ready.image, devices) {
             Ok(restored) => restored,
             Err(error) => {
                 ready.gate.end();
-                return Err(Failure::qemu(&error));
+                return Err(error.into());
             }
         };
         let (ready_ns, mut vm) = (restored.ready_ns(), restored.into_vm());
-        self.wish.setup.say(&format!(
-            "took over: VM {} runs here from epoch {epoch} on, {} after it had the right to",
-            ready.machine.name,
-            keyframe_failure::output::duration(ready_ns)
-        ));
+        self.wish.setup.events.failover_event(&Event::TookOver {
+            vm: ready.machine.name.clone(),
+            epoch,
+            ready_ns,
+        });
         self.update(|status| {
             *status = ReplicationStatus {
                 role: ReplicationRole::Primary,
@@ -609,8 +613,8 @@ impl Keeper {
                 ..ReplicationStatus::default()
             };
         });
-        if let Err(failure) = self.run_dir.runs(&ready.machine.name) {
-            eprintln!("keyframe: warning: the VM is found by the standby's name alone: {failure}");
+        if let Err(error) = self.run_dir.runs(&ready.machine.name) {
+            self.wish.setup.events.failover_event(&Event::NameNotKept(error.into()));
         }
         if let Some((_, channel)) = &self.control {
             links::say(channel, &PeerMessage::TookOver { term });

@@ -1,13 +1,14 @@
 //! A QEMU that waits for a primary's VM, with the VM's disks and the gate before its network.
 
-use super::super::frames::{Arbiter, EpochHead, MachineFrame, ReplicatedDisk};
+use super::super::frames::{EpochHead, MachineFrame, ReplicatedDisk};
 use super::super::gated::Gate;
 use super::super::launch::{DISKS_SOCKET, start_gate};
 use super::super::settings::random;
 use super::Keeper;
 use super::image::{StandbyImage, make_disks};
 use super::streams::Streams;
-use keyframe_failure::Failure;
+use crate::error::{Error, Result};
+use crate::event::Event;
 use keyframe_inspect::source_of;
 use keyframe_qemu::net_gate;
 use keyframe_qemu::restore::{Plan, Prepared, RestoreOptions, prepare};
@@ -54,28 +55,23 @@ pub struct Ready {
 
 impl Keeper {
     /// Has a QEMU wait that is this machine.
-    pub(super) fn get_ready(&mut self, machine: MachineFrame) -> Result<(), Failure> {
+    pub(super) fn get_ready(&mut self, machine: MachineFrame) -> Result<()> {
         let setup = self.wish.setup.clone();
         if machine.arbiter != setup.arbiter() {
-            let (theirs, own) = (flag(machine.arbiter), flag(setup.arbiter()));
-            return Err(Failure::new(format!(
-                "the primary is started {theirs}, this standby {own}"
-            ))
-            .fix("start both alike"));
+            let (primary, standby) = (machine.arbiter, setup.arbiter());
+            return Err(Error::ArbitersDiffer { primary, standby });
         }
         if self.ready.as_ref().is_some_and(|ready| {
             matches!(ready.core.state(), StandbyState::Armed | StandbyState::Asking)
         }) {
-            return Err(Failure::new(
-                "this standby holds another VM, which it may have to take over",
-            ));
+            return Err(Error::HoldsAnotherVm);
         }
         self.dismiss();
         let folder = &self.wish.folder;
         let paths = make_disks(folder, &machine)?;
         let meta = meta_of(&machine);
         let words = machine.user_command.get(1..).unwrap_or_default();
-        let gated = net_gate(words, self.run_dir.path()).map_err(|e| Failure::qemu(&e.into()))?;
+        let gated = net_gate(words, self.run_dir.path()).map_err(keyframe_qemu::Error::from)?;
         let gate = start_gate(&gated.nics)?;
         let socket = self.run_dir.path().join(DISKS_SOCKET);
         let made = self.serve(&machine, &paths, &socket).and_then(|served| {
@@ -86,7 +82,7 @@ impl Keeper {
             let source = source_of(&meta, &machine.ram);
             let prepared = Plan::new(source, self.wish.extra.clone(), options).and_then(|plan| {
                 for note in plan.notes() {
-                    setup.say(&format!("note: {note}"));
+                    setup.events.failover_event(&Event::CommandLineNote(note.clone()));
                 }
                 let prepared = prepare(plan)?;
                 let memory = prepared.memory()?;
@@ -98,15 +94,14 @@ impl Keeper {
                     if let Some(served) = served {
                         let _ = served.end(false);
                     }
-                    Err(Failure::qemu(&error))
+                    Err(error.into())
                 }
             }
         });
         let ((prepared, memory), served) = made.inspect_err(|_| gate.end())?;
         let image = Arc::new(StandbyImage::new(memory, &machine, &paths)?);
         let streams = Arc::new(Streams::new(machine.streams.clamp(1, 64), Arc::clone(&image)));
-        let group = u128::from_str_radix(&machine.group, 16)
-            .map_err(|_| Failure::new("the primary's group is no number"))?;
+        let group = u128::from_str_radix(&machine.group, 16).map_err(|_| Error::Group)?;
         let arbitration = setup.arbitration;
         let mut config = ReplicationConfig::new(
             NodeId(random()?),
@@ -118,7 +113,8 @@ impl Keeper {
         config.paths = machine.paths;
         let core = Standby::new(config, Term(0), None);
         let (marks, blank) = (vec![None; streams.len()], image.disks_are_blank());
-        setup.say(&format!("a QEMU waits for VM {} (pid {})", machine.name, prepared.pid()));
+        let (vm, qemu_pid) = (machine.name.clone(), prepared.pid());
+        setup.events.failover_event(&Event::QemuWaits { vm, qemu_pid });
         self.ready = Some(Ready {
             machine,
             prepared,
@@ -143,7 +139,7 @@ impl Keeper {
         machine: &MachineFrame,
         paths: &[PathBuf],
         socket: &Path,
-    ) -> Result<Option<ServedDisks>, Failure> {
+    ) -> Result<Option<ServedDisks>> {
         if paths.is_empty() {
             return Ok(None);
         }
@@ -171,14 +167,6 @@ impl Keeper {
             let _ = served.end(false);
         }
         ready.gate.end();
-    }
-}
-
-fn flag(arbiter: Arbiter) -> &'static str {
-    match arbiter {
-        Arbiter::Witness => "with --witness",
-        Arbiter::Fencing => "with --fence-with",
-        Arbiter::Manual => "without --witness or --fence-with",
     }
 }
 

@@ -10,11 +10,10 @@
 
 use super::super::frames::{Kind, unmarked};
 use super::image::StandbyImage;
-use keyframe_failure::chain;
 use keyframe_link::{Channel, Input};
 use keyframe_locks::IgnorePoison;
 use keyframe_transfer::{Decoder, Epoch as EpochBuffer};
-use keyframe_units::Epoch;
+use keyframe_units::{Epoch, error_chain};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -228,7 +227,7 @@ impl Streams {
                 {
                     *building = own;
                 }
-                decoded.map_err(|e| chain(&e))?;
+                decoded.map_err(|e| error_chain(&e))?;
                 Ok(None)
             }
             Kind::Mark => {

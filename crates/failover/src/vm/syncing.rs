@@ -1,7 +1,8 @@
 //! The begin of a session with a standby: what it has already is left out, all else goes over.
 
 use super::Keeper;
-use super::{Having, VmEvent, chain};
+use super::{Having, VmEvent};
+use crate::error::Error;
 use keyframe_capture::BoxError;
 use keyframe_disk::nbd::client::Client;
 use keyframe_units::PAGE_BYTES;
@@ -18,9 +19,7 @@ impl Keeper {
         let Some((_, having)) = &mut self.having else { return };
         if let Err(problem) = having.take_in(first, hashes, pages) {
             self.having = None;
-            return self.tell(VmEvent::CaptureFailed(format!(
-                "what the standby says that it has: {problem}"
-            )));
+            return self.tell(VmEvent::CaptureFailed(problem.into()));
         }
         self.begin();
     }
@@ -50,7 +49,7 @@ impl Keeper {
             self.copying.cycle.restart();
         }
         if let Err(error) = self.sync_disks() {
-            self.tell(VmEvent::CaptureFailed(format!("copy the disks: {}", chain(&*error))));
+            self.tell(VmEvent::CaptureFailed(Error::vm("copy the disks", error)));
             return;
         }
         self.capture("first", false);
