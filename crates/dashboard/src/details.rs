@@ -2,7 +2,6 @@
 //! with it.
 
 use super::listed::Listed;
-use super::of_store;
 use keyframe_inspect::display_picture as screens;
 use keyframe_inspect::show;
 use keyframe_store::CheckpointId;
@@ -17,7 +16,7 @@ pub fn of(
     running: &BTreeSet<String>,
     starts: bool,
 ) -> Result<Value, ApiError> {
-    let failed = |e: keyframe_store::Error| of_store(&e, listed.place());
+    let failed = |e: keyframe_store::Error| listed.error(&e);
     let sealed = listed.store().sealed(CheckpointId(id)).map_err(failed)?;
     let mut all = serde_json::to_value(show::shown(&sealed))
         .map_err(|e| ApiError::Failed(format!("write JSON: {e}")))?;

@@ -2,7 +2,7 @@
 //! it, so the last few answers are kept.
 
 use super::listed::Listed;
-use super::{locked, of_store};
+use super::locked;
 use keyframe_store::{CheckpointId, Loaded};
 use keyframe_units::PageIndex;
 use keyframe_web::{ApiError, HeatMap, HeatRegion};
@@ -31,8 +31,7 @@ impl Differences {
         if let Some(kept) = find(&self.heats, &key) {
             return Ok(kept);
         }
-        let load =
-            |id| listed.store().load(CheckpointId(id)).map_err(|e| of_store(&e, listed.place()));
+        let load = |id| listed.store().load(CheckpointId(id)).map_err(|e| listed.error(&e));
         let loaded = load(id)?;
         let before = parent.map(load).transpose()?;
         // Another layout, after RAM was plugged in: page numbers mean something else.
@@ -56,7 +55,7 @@ impl Differences {
         let diff = listed
             .store()
             .diff(CheckpointId(parent), CheckpointId(id), &mut |_, _| ())
-            .map_err(|e| of_store(&e, listed.place()))?;
+            .map_err(|e| listed.error(&e))?;
         let diff = serde_json::to_value(&diff)
             .map_err(|e| ApiError::Failed(format!("write JSON: {e}")))?;
         keep(&self.diffs, key, diff.clone());

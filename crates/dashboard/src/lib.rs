@@ -12,9 +12,10 @@
 //! shown with the reason and hides no other; nothing is written but pins and tags, and by engines
 //! what a rollback takes.
 
+pub mod actions;
 pub mod details;
 pub mod differences;
-pub mod doing;
+mod error;
 pub mod listed;
 pub mod recordings;
 pub mod reporting;
@@ -23,9 +24,9 @@ pub mod starting;
 pub mod stores;
 pub mod vms;
 
+pub use error::{Error, Result};
 pub use listed::as_shown;
 
-use keyframe_failure::Failure;
 use keyframe_locks::IgnorePoison;
 use keyframe_store::CheckpointId;
 use keyframe_store_keys::KeyArg;
@@ -34,7 +35,7 @@ use keyframe_web::{
     VmState,
 };
 use serde_json::Value;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// What to show.
@@ -50,7 +51,12 @@ pub struct Shown {
     pub analyses: Vec<PathBuf>,
     /// Whether clones may be started.
     pub starts: bool,
+    /// What the user can do about an error of a store.
+    pub store_fix: StoreFix,
 }
+
+/// What the user can do about an error of the store at a place, if something is known.
+pub type StoreFix = fn(&keyframe_store::Error, &Path) -> Option<String>;
 
 /// The source of the dashboard.
 pub struct Served {
@@ -65,10 +71,10 @@ pub struct Served {
 impl Served {
     /// Of what `shown` names.
     pub fn new(shown: Shown) -> Self {
-        let Shown { store, key, recordings, analyses, starts } = shown;
+        let Shown { store, key, recordings, analyses, starts, store_fix } = shown;
         Self {
             vms: vms::Vms::default(),
-            stores: stores::Stores::new(store, key),
+            stores: stores::Stores::new(store, key, store_fix),
             recordings: recordings::Recordings::new(recordings, analyses),
             differences: differences::Differences::default(),
             screens: screens::Screens::default(),
@@ -133,7 +139,7 @@ impl DashboardSource for Served {
         let listed = self.store(store)?;
         let store = listed.store();
         let done = match action {
-            DashboardAction::Rollback(id) => return doing::roll_back(&listed, *id),
+            DashboardAction::Rollback(id) => return actions::roll_back(&listed, *id),
             DashboardAction::Branch(_) | DashboardAction::Restore(_) if !self.starts => {
                 return Err(ApiError::Bad(
                     "this server starts no VMs; start it with --allow-start, or run the command"
@@ -160,26 +166,16 @@ impl DashboardSource for Served {
             }
         };
         listed.look_again();
-        done.map_err(|e| of_store(&e, listed.place()))
+        done.map_err(|e| listed.error(&e))
     }
 }
 
-/// A store's error, as an answer.
-fn of_store(error: &keyframe_store::Error, place: &std::path::Path) -> ApiError {
-    use keyframe_store::Error;
-    let text = said(&Failure::store(error, place));
-    match error {
-        Error::UnknownCheckpoint { .. } | Error::UnknownTag { .. } => ApiError::Unknown(text),
-        Error::InvalidTag { .. } => ApiError::Bad(text),
-        _ => ApiError::Failed(text),
-    }
-}
-
-/// A failure in one line, with what to do about it.
-fn said(failure: &Failure) -> String {
-    match &failure.fix {
-        Some(fix) => format!("{}; {fix}", failure.message),
-        None => failure.message.clone(),
+/// An error in one line, with what to do about it.
+fn said(error: &dyn std::error::Error, fix: Option<String>) -> String {
+    let text = keyframe_units::error_chain(error);
+    match fix {
+        Some(fix) => format!("{text}; {fix}"),
+        None => text,
     }
 }
 

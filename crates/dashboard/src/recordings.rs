@@ -4,7 +4,6 @@
 //! level deep.
 
 use super::{locked, said, stores::Stores};
-use keyframe_failure::Failure;
 use keyframe_replay::interval::{Interval, RecordedCheckpoint, intervals};
 use keyframe_replay::{Recording, RecordingEnding};
 use keyframe_replay_driver::progress;
@@ -84,7 +83,7 @@ fn recording(place: &Path, stores: &Stores) -> Value {
     let path = place.display().to_string();
     let recording = match Recording::open(place) {
         Ok(recording) => recording,
-        Err(e) => return json!({ "path": path, "problem": said(&Failure::recording(&e)) }),
+        Err(e) => return json!({ "path": path, "problem": said(&e, e.fix()) }),
     };
     let meta = &recording.meta;
     let store = recording.store_path();
@@ -139,7 +138,10 @@ fn analysis(place: &Path) -> (String, Value) {
     let path = place.display().to_string();
     let (head, states) = match progress(place) {
         Ok(found) => found,
-        Err(failure) => return (String::new(), json!({ "path": path, "problem": said(&failure) })),
+        Err(error) => {
+            let problem = error.to_string().replace("\n  fix: ", "; ");
+            return (String::new(), json!({ "path": path, "problem": problem }));
+        }
     };
     let count = |wanted: &str| states.iter().filter(|state| **state == wanted).count();
     let pieces = chunks(states.len(), PIECES_MAX).map(|piece| {

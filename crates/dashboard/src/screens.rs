@@ -2,7 +2,7 @@
 //! last few pictures are kept.
 
 use super::listed::Listed;
-use super::{locked, of_store, said};
+use super::{locked, said};
 use keyframe_inspect::display_picture::{self as screens, NoPicture};
 use keyframe_inspect::guest_memory::Guest;
 use keyframe_store::CheckpointId;
@@ -37,17 +37,23 @@ impl Screens {
         if let Some((_, kept)) = locked(&self.kept).iter().find(|(known, _)| *known == key) {
             return Ok(Arc::clone(kept));
         }
-        let loaded =
-            listed.store().load(CheckpointId(id)).map_err(|e| of_store(&e, listed.place()))?;
-        let guest = Guest::choose(&loaded, member).map_err(|e| ApiError::Bad(said(&e.into())))?;
+        let loaded = listed.store().load(CheckpointId(id)).map_err(|e| listed.error(&e))?;
+        let guest = Guest::choose(&loaded, member).map_err(|e| ApiError::Bad(said(&e, e.fix())))?;
         let what = format!("VM {} in checkpoint {id}", member.unwrap_or(&loaded.meta.vm));
-        let picture = screens::picture(&loaded, &guest).map_err(|none| match none {
-            NoPicture::NoDisplay => ApiError::Unknown(said(&none.into_error(&what).into())),
-            NoPicture::NotDrawn(_) => ApiError::NotShown(said(&none.into_error(&what).into())),
-            NoPicture::Failed(failure) => ApiError::Failed(said(&failure.into())),
+        let picture = screens::picture(&loaded, &guest).map_err(|none| {
+            let answer = match none {
+                NoPicture::NoDisplay => ApiError::Unknown,
+                NoPicture::NotDrawn(_) => ApiError::NotShown,
+                NoPicture::Failed(_) => ApiError::Failed,
+            };
+            let error = match none {
+                NoPicture::Failed(error) => error,
+                none => none.into_error(&what),
+            };
+            answer(said(&error, error.fix()))
         })?;
         let png: Arc<[u8]> =
-            screens::png(&picture).map_err(|e| ApiError::Failed(said(&e.into())))?.into();
+            screens::png(&picture).map_err(|e| ApiError::Failed(said(&e, e.fix())))?.into();
         let mut kept = locked(&self.kept);
         kept.push_back((key, Arc::clone(&png)));
         if kept.len() > KEPT_MAX {

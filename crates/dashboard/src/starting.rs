@@ -3,9 +3,9 @@
 
 use super::listed::Listed;
 use super::said;
-use keyframe_failure::output;
 use keyframe_session::run_dir::{self, Kind};
 use keyframe_store_keys as keys;
+use keyframe_units::human_duration;
 use keyframe_web::ApiError;
 use serde_json::Value;
 use std::fs::File;
@@ -43,8 +43,7 @@ fn told(clones: &[Value], pid: u32) -> String {
 
 /// Brings checkpoint `id` to life as it was.
 pub fn restore(listed: &Listed, id: u64) -> Result<String, ApiError> {
-    let folder =
-        run_dir::of_restored().map_err(|failure| ApiError::Failed(said(&failure.into())))?;
+    let folder = run_dir::of_restored().map_err(|e| ApiError::Failed(said(&e, e.fix())))?;
     // It has no name before the VM has a directory.
     let console = tempfile::Builder::new().prefix(".console-").tempfile_in(folder).map_err(io)?;
     let file = console.reopen().map_err(io)?;
@@ -94,7 +93,7 @@ fn start(
             break Err(ApiError::Failed(words));
         }
         if Instant::now() > deadline {
-            let after = output::duration(PATIENCE.as_nanos() as u64);
+            let after = human_duration(PATIENCE.as_nanos() as u64);
             break Ok(format!(
                 "not there after {after}: checkpoint {id} is still being started; end it with: kill {pid}"
             ));

@@ -5,8 +5,7 @@
 //! tried again now and then.
 
 use super::listed::Listed;
-use super::{locked, said};
-use keyframe_failure::Failure;
+use super::{StoreFix, locked, said};
 use keyframe_store::{Error, Store};
 use keyframe_store_keys::KeyArg;
 use keyframe_web::StoreHead;
@@ -24,6 +23,7 @@ const STORES_MAX: usize = 64;
 pub struct Stores {
     key: KeyArg,
     known: Mutex<BTreeMap<PathBuf, Known>>,
+    fix: StoreFix,
 }
 
 enum Known {
@@ -33,8 +33,8 @@ enum Known {
 
 impl Stores {
     /// With the one that was named.
-    pub fn new(named: Option<PathBuf>, key: KeyArg) -> Self {
-        let stores = Self { key, known: Mutex::default() };
+    pub fn new(named: Option<PathBuf>, key: KeyArg, fix: StoreFix) -> Self {
+        let stores = Self { key, known: Mutex::default(), fix };
         if let Some(place) = named {
             stores.name(BTreeSet::from([place]));
         }
@@ -53,10 +53,10 @@ impl Stores {
             };
             if again {
                 let opened = match self.open(&place) {
-                    Ok(store) => Known::Open(Arc::new(Listed::new(store))),
+                    Ok(store) => Known::Open(Arc::new(Listed::new(store, self.fix))),
                     Err(e) => Known::Closed {
                         tried_at: Instant::now(),
-                        why: said(&Failure::store(&e, &place)),
+                        why: said(&e, (self.fix)(&e, &place)),
                     },
                 };
                 known.insert(place.clone(), opened);

@@ -5,13 +5,13 @@
 //! is as it was and is opened anew.
 
 use super::node::DISKS_MAX;
+use crate::error::Error;
 use keyframe_disk::{Below, Readable};
-use keyframe_failure::chain;
 use keyframe_store::{DiskMeta, LoadedDisks};
 use keyframe_vm_disks::stored::StoredDisk;
 use std::sync::Arc;
 
-/// A disk that somebody has open.
+/// A disk that a reader has open.
 pub struct OpenDisk {
     stored: StoredDisk,
     disk: Below,
@@ -21,21 +21,21 @@ pub struct OpenDisk {
 
 impl OpenDisk {
     /// Disk number `number`; `name` is what messages call it. Error: why it cannot be read.
-    pub fn new(disks: Arc<LoadedDisks>, number: u8, name: String) -> Result<Self, String> {
-        let problem = |e: keyframe_vm_disks::Error| format!("open {name}: {e}");
-        let stored =
-            StoredDisk::of(disks, usize::from(number)).ok_or_else(|| format!("no {name}"))?;
-        let disk = stored.open().map_err(problem)?;
+    pub fn new(disks: Arc<LoadedDisks>, number: u8, name: String) -> Result<Self, Error> {
+        let stored = StoredDisk::of(disks, usize::from(number));
+        let stored = stored.ok_or_else(|| Error::NoDisk(name.clone()))?;
+        let disk =
+            stored.open().map_err(|source| Error::OpenDisk { disk: name.clone(), source })?;
         Ok(Self { stored, disk, name })
     }
 
     /// Up to `len` bytes from `offset` on. Error: why they cannot be read.
-    pub fn read(&self, offset: u64, len: usize) -> Result<Vec<u8>, String> {
-        let problem = |why: String| format!("read {} at {offset:#x}: {why}", self.name);
+    pub fn read(&self, offset: u64, len: usize) -> Result<Vec<u8>, Error> {
+        let failed = |source| Error::ReadDisk { disk: self.name.clone(), offset, source };
         let left = self.disk.disk_bytes().saturating_sub(offset);
         let mut bytes = vec![0; usize::try_from(left).unwrap_or(usize::MAX).min(len)];
-        self.disk.read(offset, &mut bytes).map_err(|e| problem(chain(&e)))?;
-        self.stored.require_unchanged().map_err(|e| problem(e.to_string()))?;
+        self.disk.read(offset, &mut bytes).map_err(|e| failed(e.into()))?;
+        self.stored.require_unchanged().map_err(|e| failed(e.into()))?;
         Ok(bytes)
     }
 }

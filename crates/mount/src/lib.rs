@@ -22,9 +22,11 @@
 //! committed to, for as long as somebody has the disk's file open.
 
 pub mod disks;
+mod error;
 pub mod files;
 pub mod node;
 pub mod tree;
 
+pub use error::Error;
 pub use files::Files;
 pub use tree::Tree;
