@@ -2,7 +2,7 @@
 //! switches the other host off. The answer comes to an engine's inbox.
 
 use super::settings::Setup;
-use super::witnessing::{self, WitnessAnswer};
+use super::witness::{self, WitnessAnswer};
 use keyframe_replication::WitnessRequest;
 use std::sync::mpsc::Sender;
 
@@ -19,7 +19,7 @@ pub fn ask<T: Send + 'static>(
     };
     let party = setup.party.clone();
     aside("ask-witness", inbox, wrap, WitnessAnswer::Lost { sent: false }, move || {
-        witnessing::ask(&party, address, request)
+        witness::ask(&party, address, request)
     });
 }
 

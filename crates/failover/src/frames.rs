@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   control   Greeting ▶ │ Machine ▶ ◀ Ready │ Core ◀▶ ...                       Epoch ▶ (devices; its batches are on the data streams)
-//!                                                        ◀ Have ◀ Have ... (having.rs)
+//!                                                        ◀ PageHashes ... (resync.rs)
 //!   beat      Greeting ▶ │ Core ◀▶ ...                                           the second path: signs of life alone
 //!   data 0..n Greeting ▶ │ Batch ▶ Batch ▶ ... Mark ▶ │ Batch ▶ ... Discard ▶ │
 //!
@@ -15,6 +15,7 @@
 //! Epoch and the Mark of each data stream have come.
 
 use crate::error::{Error, Result};
+use keyframe_machine::MachineSpec;
 use keyframe_units::{Epoch, RamLayout};
 use serde::{Deserialize, Serialize};
 
@@ -35,7 +36,7 @@ pub enum Kind {
     Mark = 6,
     Discard = 7,
     Epoch = 8,
-    Have = 9,
+    PageHashes = 9,
 }
 
 impl Kind {
@@ -49,7 +50,7 @@ impl Kind {
             6 => Self::Mark,
             7 => Self::Discard,
             8 => Self::Epoch,
-            9 => Self::Have,
+            9 => Self::PageHashes,
             _ => return None,
         })
     }
@@ -116,13 +117,8 @@ pub struct MachineFrame {
     /// The primary has a second path.
     pub paths: u8,
     pub streams: usize,
-    pub user_command: Vec<String>,
-    pub qemu_path: String,
-    pub qemu_version: String,
-    pub qemu_blake3: String,
-    pub machine_type: String,
-    pub working_directory: String,
-    pub cpu_lacks: Option<Vec<String>>,
+    /// The machine.
+    pub spec: MachineSpec,
     pub ram: RamLayout,
     pub disks: Vec<ReplicatedDisk>,
 }

@@ -42,7 +42,7 @@ pub struct GuardRemote {
     stream: BufReader<UnixStream>,
     child: Child,
     /// It has the VM standing.
-    pub stands: bool,
+    pub stopped: bool,
 }
 
 impl GuardRemote {
@@ -57,31 +57,31 @@ impl GuardRemote {
         let child = command.spawn().map_err(failed)?;
         // The command holds the other end, whose closing must be seen.
         command.stdin(Stdio::null());
-        let mut guard = Self { stream: BufReader::new(ours), child, stands: false };
-        guard.say("F")?;
+        let mut guard = Self { stream: BufReader::new(ours), child, stopped: false };
+        guard.ask("F")?;
         Ok(guard)
     }
 
-    /// Tells it. The VM stands when this returns, where it is to.
+    /// Tells it. The VM stopped when this returns, where it is to.
     pub fn set(&mut self, permit: RunPermit) -> Result<()> {
         match permit {
-            RunPermit::Free => self.say("F"),
-            RunPermit::Until(ns) => self.say(&format!("U{ns}")),
-            RunPermit::Stopped => self.say("S"),
+            RunPermit::Free => self.ask("F"),
+            RunPermit::Until(ns) => self.ask(&format!("U{ns}")),
+            RunPermit::Stopped => self.ask("S"),
         }
     }
 
     /// The VM is paused by its monitor, and has to go on answering there.
     pub fn paused(&mut self) -> Result<()> {
-        self.say("P")
+        self.ask("P")
     }
 
-    fn say(&mut self, line: &str) -> Result<()> {
+    fn ask(&mut self, line: &str) -> Result<()> {
         let failed = |e| Error::io("the guard of the VM's right to run", e);
         self.stream.get_mut().write_all(format!("{line}\n").as_bytes()).map_err(failed)?;
         let mut answer = String::new();
         self.stream.read_line(&mut answer).map_err(failed)?;
-        self.stands = match answer.trim() {
+        self.stopped = match answer.trim() {
             "K0" => false,
             "K1" => true,
             _ => return Err(Error::GuardEnded),
@@ -106,7 +106,7 @@ pub fn guard(qemu: u32, orders: UnixStream) -> Result<()> {
     // On a host with more to do than it can, the VM is to stand all the same when its right has run
     // out.
     keyframe_kernel::priority::raise_current_thread();
-    Keeper { qemu, orders: BufReader::new(orders), state: State::Free, stands: false }.run()
+    Guard { qemu, orders: BufReader::new(orders), state: State::Free, stopped: false }.run()
 }
 
 enum State {
@@ -116,22 +116,22 @@ enum State {
     Paused,
 }
 
-struct Keeper {
+struct Guard {
     qemu: OwnedFd,
     orders: BufReader<UnixStream>,
     state: State,
-    stands: bool,
+    stopped: bool,
 }
 
-impl Keeper {
+impl Guard {
     fn run(mut self) -> Result<()> {
         loop {
             let left_ns = match self.state {
-                State::Until(until) if !self.stands => Some(until.saturating_sub(now_ns())),
+                State::Until(until) if !self.stopped => Some(until.saturating_sub(now_ns())),
                 _ => None,
             };
             if left_ns == Some(0) {
-                self.stand(true);
+                self.stop_or_continue(true);
                 continue;
             }
             let timeout = left_ns.map(|ns| Timespec {
@@ -152,7 +152,7 @@ impl Keeper {
             if gone {
                 return Ok(());
             }
-            if heard && !self.obey() {
+            if heard && !self.handle_order() {
                 if !matches!(self.state, State::Free) {
                     let _ = pidfd_send_signal(&self.qemu, Signal::KILL);
                 }
@@ -162,7 +162,7 @@ impl Keeper {
     }
 
     /// Takes an order; false where there will be none any more.
-    fn obey(&mut self) -> bool {
+    fn handle_order(&mut self) -> bool {
         let mut line = String::new();
         let read = std::io::Read::take(&mut self.orders, LINE_BYTES_MAX as u64);
         match BufReader::with_capacity(1, read).read_line(&mut line) {
@@ -184,17 +184,17 @@ impl Keeper {
             State::Until(until) => until <= now_ns(),
             State::Stopped => true,
         };
-        self.stand(stand);
-        let answer = if self.stands { "K1\n" } else { "K0\n" };
+        self.stop_or_continue(stand);
+        let answer = if self.stopped { "K1\n" } else { "K0\n" };
         self.orders.get_mut().write_all(answer.as_bytes()).is_ok()
     }
 
-    fn stand(&mut self, stand: bool) {
-        if stand != self.stands {
-            let signal = if stand { Signal::STOP } else { Signal::CONT };
+    fn stop_or_continue(&mut self, stop: bool) {
+        if stop != self.stopped {
+            let signal = if stop { Signal::STOP } else { Signal::CONT };
             // One that has ended is found by its descriptor.
             let _ = pidfd_send_signal(&self.qemu, signal);
-            self.stands = stand;
+            self.stopped = stop;
         }
     }
 }

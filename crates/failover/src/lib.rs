@@ -14,23 +14,23 @@
 //! `keyframe_transfer`'s.
 
 mod arbitration;
-mod busy;
 pub mod error;
 pub mod event;
 mod frames;
-mod gated;
+mod gate;
 pub mod guard;
-mod having;
 pub mod launch;
 pub mod links;
 mod notice_text;
 pub mod primary;
+mod resync;
 mod sending;
 pub mod settings;
 pub mod standby;
+mod vcpu_time;
 mod verify;
 mod vm;
-pub mod witnessing;
+pub mod witness;
 
 pub use error::{Error, PageHashesError, Result};
 pub use event::{Event, EventSink, SharedEventSink};

@@ -115,7 +115,7 @@ pub fn start(
         while !ending.load(Ordering::Relaxed) {
             if !beating.load(Ordering::Relaxed) {
                 number += 1;
-                if let Ok(channel) = greeted(&party, address, Purpose::Beat, number) {
+                if let Ok(channel) = open_channel(&party, address, Purpose::Beat, number) {
                     beating.store(true, Ordering::Relaxed);
                     tell(LinkEvent::BeatConnected(number, Arc::clone(&channel)));
                     read(channel, 1, number, tell.clone(), Arc::clone(&ending), || ());
@@ -137,7 +137,7 @@ fn connect(
     tell: &(impl Fn(LinkEvent) + Clone + Send + 'static),
     ends: &Arc<AtomicBool>,
 ) -> Option<Arc<Link>> {
-    match made(party, address, machine, number) {
+    match open_link(party, address, machine, number) {
         Ok(link) => {
             let link = Arc::new(link);
             tell(LinkEvent::Connected(number, Arc::clone(&link)));
@@ -154,8 +154,13 @@ fn connect(
     }
 }
 
-fn made(party: &Party, address: SocketAddr, machine: &MachineFrame, number: u64) -> Result<Link> {
-    let control = greeted(party, address, Purpose::Control, number)?;
+fn open_link(
+    party: &Party,
+    address: SocketAddr,
+    machine: &MachineFrame,
+    number: u64,
+) -> Result<Link> {
+    let control = open_channel(party, address, Purpose::Control, number)?;
     control.send(Kind::Machine as u8, &[&text(machine)?])?;
     let ready = control.receive(&mut Input::default(), READY_TIMEOUT)?;
     let ready = ready.filter(|frame| Kind::of(frame.kind) == Some(Kind::Ready));
@@ -164,13 +169,13 @@ fn made(party: &Party, address: SocketAddr, machine: &MachineFrame, number: u64)
         return Err(Error::StandbyRefuses { address, problem, fix });
     }
     let data = (0..machine.streams)
-        .map(|stream| greeted(party, address, Purpose::Data { stream }, number))
+        .map(|stream| open_channel(party, address, Purpose::Data { stream }, number))
         .collect::<Result<_>>()?;
     Ok(Link { control, data })
 }
 
 /// Connects, and says what for.
-pub fn greeted(
+pub fn open_channel(
     party: &Party,
     address: SocketAddr,
     purpose: Purpose,
@@ -201,7 +206,7 @@ pub fn read(
                         Some(Kind::Core) => PeerMessage::decode(&frame.payload)
                             .ok()
                             .map(|message| LinkEvent::Received { path, number, message }),
-                        Some(Kind::Have) => {
+                        Some(Kind::PageHashes) => {
                             unmarked(&frame.payload).map(|(session, first, hashes)| {
                                 LinkEvent::PageHashes {
                                     number,
@@ -229,7 +234,7 @@ pub fn read(
 }
 
 /// Sends a message of the protocol; false where the connection is broken.
-pub fn say(channel: &Channel, message: &PeerMessage) -> bool {
+pub fn send_message(channel: &Channel, message: &PeerMessage) -> bool {
     let mut bytes = Vec::new();
     message.encode(&mut bytes);
     channel.send(Kind::Core as u8, &[&bytes]).is_ok()

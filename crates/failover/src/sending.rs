@@ -10,7 +10,7 @@
 //! pages are owed to the next.
 
 use super::frames::{EpochHead, Kind, marked, text};
-use super::having::Having;
+use super::resync::RemotePageHashes;
 use super::verify::Checks;
 use keyframe_capture::{BoxError, CapturedCheckpoint, CheckpointSink};
 use keyframe_link::Channel;
@@ -46,7 +46,7 @@ pub struct Wire {
     /// What the standby is known to have of it.
     base: Option<Epoch>,
     /// What it had when the session began, until its first epoch is there.
-    having: Option<Having>,
+    remote: Option<RemotePageHashes>,
     /// Those before it were given up, but the encoder may not know yet.
     first_epoch: Epoch,
     /// One of those was just refused: nothing that is in progress goes with it.
@@ -88,7 +88,7 @@ impl SharedWire {
             link: None,
             session: 0,
             base: None,
-            having: None,
+            remote: None,
             first_epoch: Epoch(0),
             refused: false,
             sent: Sent::default(),
@@ -106,14 +106,14 @@ impl SharedWire {
         self.lock().link = link;
     }
 
-    /// Another session, whose first epoch will have this number: its standby has what `having`
+    /// Another session, whose first epoch will have this number: its standby has what `remote`
     /// says.
-    pub fn begin(&self, session: u64, first_epoch: Epoch, having: Option<Having>) {
+    pub fn begin(&self, session: u64, first_epoch: Epoch, remote: Option<RemotePageHashes>) {
         let mut wire = self.lock();
         wire.first_epoch = first_epoch;
         wire.encoders.iter_mut().for_each(Encoder::forget);
         (wire.session, wire.base, wire.sent) = (session, None, Sent::default());
-        wire.having = having;
+        wire.remote = remote;
         wire.blocks.clear();
     }
 
@@ -121,7 +121,7 @@ impl SharedWire {
     pub fn acknowledged(&self, epoch: Epoch) {
         let mut wire = self.lock();
         wire.encoders.iter_mut().for_each(Encoder::finish);
-        wire.having = None;
+        wire.remote = None;
         wire.base = Some(epoch);
     }
 
@@ -130,7 +130,7 @@ impl SharedWire {
         let mut wire = self.lock();
         wire.first_epoch = first_epoch;
         wire.encoders.iter_mut().for_each(Encoder::abandon);
-        wire.having = None;
+        wire.remote = None;
         wire.sent = Sent::default();
         wire.blocks.clear();
     }
@@ -150,7 +150,7 @@ impl SharedWire {
         let begin = *wire.disks.get(disk).ok_or("no such disk")?;
         let (mut from, end) = (begin + first, begin + first + blocks);
         while let Some(page) =
-            wire.having.as_ref().and_then(|having| having.next_not_zero(from, end))
+            wire.remote.as_ref().and_then(|remote| remote.next_not_zero(from, end))
         {
             wire.put_block(disk, page - begin, &ZERO_PAGE)?;
             from = page + 1;
@@ -169,7 +169,7 @@ impl Wire {
         let streams = self.encoders.len();
         let mut of_stream: Vec<Vec<(PageIndex, &Page)>> = vec![Vec::new(); streams];
         for page in pages {
-            if self.having.as_mut().is_some_and(|having| having.has(page.0, page.1)) {
+            if self.remote.as_mut().is_some_and(|remote| remote.has(page.0, page.1)) {
                 self.sent.pages += 1;
                 self.sent.same += 1;
                 continue;
@@ -263,7 +263,7 @@ impl Wire {
 
     fn discard(&mut self) {
         self.encoders.iter_mut().for_each(Encoder::abandon);
-        self.having = None;
+        self.remote = None;
         self.blocks.clear();
         self.sent = Sent::default();
         let head = marked(self.session, 0);

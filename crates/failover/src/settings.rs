@@ -107,7 +107,7 @@ impl Settings {
     }
 
     /// Reads the key and resolves addresses. `events` is told what happens in the VM's session.
-    pub fn understood(&self, events: SharedEventSink) -> Result<Setup> {
+    pub fn resolve(&self, events: SharedEventSink) -> Result<Setup> {
         let party = self.key.party()?;
         let witness = self.witness.as_deref().map(address).transpose()?;
         let arbitration = match (&self.witness, &self.fence_with) {

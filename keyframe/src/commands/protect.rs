@@ -5,7 +5,7 @@ use crate::words::{Importance, StderrWords};
 use keyframe_failover::links::Addresses;
 use keyframe_failover::primary::Ending;
 use keyframe_failover::settings::{Settings, address};
-use keyframe_failover::standby::{self, Wish};
+use keyframe_failover::standby::{self, StandbyOptions};
 use keyframe_failover::{guard, launch};
 use keyframe_failure::paths;
 use keyframe_failure::{DONE, FAILED, Failure, Outcome, WARNED, chain};
@@ -65,7 +65,7 @@ impl Protect {
     /// Runs the VM until it ends, or runs elsewhere.
     pub fn run(self) -> Outcome {
         let words = StderrWords::shared(self.settings.is_quiet(), false);
-        let setup = self.settings.understood(words.clone()).map_err(failure)?;
+        let setup = self.settings.resolve(words.clone()).map_err(failure)?;
         let beat = self.standby_beat.as_deref().map(address).transpose().map_err(failure)?;
         let addresses = Addresses { control: address(&self.standby).map_err(failure)?, beat };
         let folder = folder(self.dir, "protect")?;
@@ -76,7 +76,7 @@ impl Protect {
             launch::protect(self.command, name, &folder, addresses, setup.clone(), is_last)
                 .map_err(failure)?;
         let ending = match (engine.run().map_err(failure)?, self.listen) {
-            (Ending::Elsewhere, Some(listen)) => standby::run(&Wish {
+            (Ending::Elsewhere, Some(listen)) => standby::run(&StandbyOptions {
                 listen: address(&listen).map_err(failure)?,
                 folder: folder.join("standby"),
                 name: self.name.unwrap_or_else(|| "standby".into()),

@@ -5,7 +5,7 @@ use crate::words::StderrWords;
 use crate::words::failover::failure;
 use keyframe_failover::links::Addresses;
 use keyframe_failover::settings::{Settings, address};
-use keyframe_failover::standby::{self, Wish};
+use keyframe_failover::standby::{self, StandbyOptions};
 use keyframe_failure::Outcome;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -53,10 +53,10 @@ impl Standby {
     /// Stands by until the VM has run here to its end, or a signal comes.
     pub fn run(self) -> Outcome {
         let words = StderrWords::shared(self.settings.is_quiet(), false);
-        let setup = self.settings.understood(words).map_err(failure)?;
+        let setup = self.settings.resolve(words).map_err(failure)?;
         let beat = self.peer_beat.as_deref().map(address).transpose().map_err(failure)?;
         let peer = self.peer.as_deref().map(address).transpose().map_err(failure)?;
-        let ending = standby::run(&Wish {
+        let ending = standby::run(&StandbyOptions {
             listen: address(&self.listen).map_err(failure)?,
             folder: folder(self.dir, "standby")?,
             name: self.name,

@@ -6,7 +6,7 @@ use crate::rights;
 use crate::words::StderrWords;
 use crate::words::failover::failure;
 use keyframe_failover::settings::{HostKey, address};
-use keyframe_failover::witnessing::WitnessServer;
+use keyframe_failover::witness::WitnessServer;
 use keyframe_failure::{DONE, Failure, Outcome};
 use std::net::TcpListener;
 use std::path::PathBuf;

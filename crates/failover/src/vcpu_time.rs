@@ -10,16 +10,16 @@ const LISTED_FOR: Duration = Duration::from_secs(10);
 
 /// The threads of all virtual CPUs.
 #[derive(Default)]
-pub struct Busy {
+pub struct VcpuTime {
     /// Process and thread.
     threads: Vec<(u32, u32)>,
     listed: Option<Instant>,
 }
 
-impl Busy {
+impl VcpuTime {
     /// Of all threads together, since they began; `None` where that cannot be told, or where there
     /// are others than before.
-    pub fn ns(&mut self, machines: &mut Machines) -> Option<u64> {
+    pub fn total_ns(&mut self, machines: &mut Machines) -> Option<u64> {
         if self.listed.is_none_or(|at| at.elapsed() > LISTED_FOR) {
             let threads = list(machines);
             let same = threads == self.threads;

@@ -26,12 +26,12 @@ const CONTEXT: &str = "keyframe 2026-11 what a standby has";
 
 /// Hashes under a session's key.
 #[derive(Clone)]
-pub struct Hasher {
+pub struct PageHasher {
     key: [u8; 32],
     zero: [u8; HASH_BYTES],
 }
 
-impl Hasher {
+impl PageHasher {
     pub fn new(session: u64) -> Self {
         let key = blake3::derive_key(CONTEXT, &session.to_le_bytes());
         let mut hasher = Self { key, zero: [0; HASH_BYTES] };
@@ -49,18 +49,18 @@ impl Hasher {
 
 /// What a standby has, as its primary knows it.
 #[derive(Clone)]
-pub struct Having {
-    hasher: Hasher,
+pub struct RemotePageHashes {
+    hasher: PageHasher,
     hashes: Vec<[u8; HASH_BYTES]>,
     /// It says that all of it is zeros.
     blank: bool,
     complete: bool,
 }
 
-impl Having {
+impl RemotePageHashes {
     /// Nothing is known yet, of a VM of so many pages.
     pub fn new(session: u64, pages: u64) -> Self {
-        let hasher = Hasher::new(session);
+        let hasher = PageHasher::new(session);
         Self { hashes: Vec::new(), hasher, blank: pages == 0, complete: false }
     }
 
@@ -112,14 +112,20 @@ impl Having {
 }
 
 /// Tells what `image` has, or that it has nothing. False where the connection broke.
-pub fn tell(image: &dyn Image, pages: u64, blank: bool, session: u64, channel: &Channel) -> bool {
+pub fn send_page_hashes(
+    image: &dyn Image,
+    pages: u64,
+    blank: bool,
+    session: u64,
+    channel: &Channel,
+) -> bool {
     let send = |first: u64, bytes: &[u8]| {
-        channel.send(Kind::Have as u8, &[&marked(session, first), bytes]).is_ok()
+        channel.send(Kind::PageHashes as u8, &[&marked(session, first), bytes]).is_ok()
     };
     if blank {
         return send(END, &[1]);
     }
-    let hasher = Hasher::new(session);
+    let hasher = PageHasher::new(session);
     let (mut page, mut frame) = (ZERO_PAGE, Vec::new());
     for first in (0..pages).step_by(FRAME_PAGES as usize) {
         frame.clear();
@@ -148,34 +154,34 @@ mod tests {
 
     #[test]
     fn a_page_is_sent_until_the_standby_has_it_as_it_is() {
-        let mut having = Having::new(7, 3);
-        let hasher = Hasher::new(7);
+        let mut remote = RemotePageHashes::new(7, 3);
+        let hasher = PageHasher::new(7);
         let bytes = [hasher.of(&page(1)), hasher.of(&ZERO_PAGE), hasher.of(&page(2))].concat();
-        having.take_in(0, &bytes, 3).unwrap();
-        assert!(!having.is_complete());
-        having.take_in(END, &[0], 3).unwrap();
-        assert!(having.is_complete() && !having.is_blank());
-        assert!(having.has(PageIndex(0), &page(1)));
-        assert!(!having.has(PageIndex(0), &page(9)));
+        remote.take_in(0, &bytes, 3).unwrap();
+        assert!(!remote.is_complete());
+        remote.take_in(END, &[0], 3).unwrap();
+        assert!(remote.is_complete() && !remote.is_blank());
+        assert!(remote.has(PageIndex(0), &page(1)));
+        assert!(!remote.has(PageIndex(0), &page(9)));
         // It was sent as something else meanwhile.
-        assert!(!having.has(PageIndex(0), &page(1)));
-        assert_eq!((having.next_not_zero(0, 3), having.next_not_zero(1, 2)), (Some(0), None));
-        assert!(!having.has(PageIndex(3), &page(1)));
+        assert!(!remote.has(PageIndex(0), &page(1)));
+        assert_eq!((remote.next_not_zero(0, 3), remote.next_not_zero(1, 2)), (Some(0), None));
+        assert!(!remote.has(PageIndex(3), &page(1)));
         // Another session's hashes say nothing here.
         assert!(
-            !having.has(PageIndex(2), &page(3))
-                && Hasher::new(8).of(&page(2)) != hasher.of(&page(2))
+            !remote.has(PageIndex(2), &page(3))
+                && PageHasher::new(8).of(&page(2)) != hasher.of(&page(2))
         );
     }
 
     #[test]
     fn lists_that_make_no_sense_are_refused() {
-        let mut having = Having::new(7, 3);
-        assert!(having.take_in(1, &[0; 16], 3).is_err());
-        assert!(having.take_in(0, &[0; 15], 3).is_err());
-        assert!(having.take_in(0, &[0; 64], 3).is_err());
-        assert!(having.take_in(END, &[0], 3).is_err());
-        having.take_in(END, &[1], 3).unwrap();
-        assert!(having.is_blank());
+        let mut remote = RemotePageHashes::new(7, 3);
+        assert!(remote.take_in(1, &[0; 16], 3).is_err());
+        assert!(remote.take_in(0, &[0; 15], 3).is_err());
+        assert!(remote.take_in(0, &[0; 64], 3).is_err());
+        assert!(remote.take_in(END, &[0], 3).is_err());
+        remote.take_in(END, &[1], 3).unwrap();
+        assert!(remote.is_blank());
     }
 }

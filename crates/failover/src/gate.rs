@@ -38,14 +38,14 @@ impl Gate {
 }
 
 /// The VM with its gate, as the capture's machine.
-pub struct Gated {
+pub struct GatedMachines {
     pub machines: Machines,
     pub gate: Gate,
     /// What the newest pause has cut.
     pub cut: Option<u64>,
 }
 
-impl Machine for Gated {
+impl Machine for GatedMachines {
     fn ram_layout(&mut self) -> Result<RamLayout, BoxError> {
         self.machines.ram_layout()
     }
@@ -55,7 +55,7 @@ impl Machine for Gated {
     }
 }
 
-impl PauseSteps for Gated {
+impl PauseSteps for GatedMachines {
     fn prepare_pause(&mut self) -> Result<(), BoxError> {
         self.machines.prepare_pause()
     }

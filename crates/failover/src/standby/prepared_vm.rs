@@ -1,10 +1,10 @@
 //! A QEMU that waits for a primary's VM, with the VM's disks and the gate before its network.
 
 use super::super::frames::{EpochHead, MachineFrame, ReplicatedDisk};
-use super::super::gated::Gate;
+use super::super::gate::Gate;
 use super::super::launch::{DISKS_SOCKET, start_gate};
 use super::super::settings::random;
-use super::Keeper;
+use super::StandbyEngine;
 use super::image::{StandbyImage, make_disks};
 use super::streams::Streams;
 use crate::error::{Error, Result};
@@ -16,7 +16,6 @@ use keyframe_qemu::{DiskServer, Drive};
 use keyframe_replication::{
     Epoch, GroupId, NodeId, ReplicationConfig, Standby, StandbyState, Term,
 };
-use keyframe_store::MachineMeta;
 use keyframe_vm_disks::overlay_directory::OverlayDirectory;
 use keyframe_vm_disks::{self as disks, DiskToServe, ServedDisks};
 use std::path::{Path, PathBuf};
@@ -31,7 +30,7 @@ pub struct IncomingEpoch {
 }
 
 /// A machine that waits.
-pub struct Ready {
+pub struct PreparedVm {
     pub machine: MachineFrame,
     pub prepared: Prepared,
     pub image: Arc<StandbyImage>,
@@ -50,13 +49,13 @@ pub struct Ready {
     /// Nothing was ever applied.
     pub blank: bool,
     /// A session whose primary is to be told what is here.
-    pub having: Option<u64>,
+    pub resync_session: Option<u64>,
 }
 
-impl Keeper {
+impl StandbyEngine {
     /// Has a QEMU wait that is this machine.
-    pub(super) fn get_ready(&mut self, machine: MachineFrame) -> Result<()> {
-        let setup = self.wish.setup.clone();
+    pub(super) fn prepare(&mut self, machine: MachineFrame) -> Result<()> {
+        let setup = self.options.setup.clone();
         if machine.arbiter != setup.arbiter() {
             let (primary, standby) = (machine.arbiter, setup.arbiter());
             return Err(Error::ArbitersDiffer { primary, standby });
@@ -66,11 +65,10 @@ impl Keeper {
         }) {
             return Err(Error::HoldsAnotherVm);
         }
-        self.dismiss();
-        let folder = &self.wish.folder;
+        self.discard();
+        let folder = &self.options.folder;
         let paths = make_disks(folder, &machine)?;
-        let meta = meta_of(&machine);
-        let words = machine.user_command.get(1..).unwrap_or_default();
+        let words = machine.spec.user_command.get(1..).unwrap_or_default();
         let gated = net_gate(words, self.run_dir.path()).map_err(keyframe_qemu::Error::from)?;
         let gate = start_gate(&gated.nics)?;
         let socket = self.run_dir.path().join(DISKS_SOCKET);
@@ -79,15 +77,16 @@ impl Keeper {
             let disks = served.as_ref().map(|_| server);
             let options =
                 RestoreOptions { disks, added: gated.words.clone(), ..RestoreOptions::default() };
-            let source = source_of(&meta, &machine.ram);
-            let prepared = Plan::new(source, self.wish.extra.clone(), options).and_then(|plan| {
-                for note in plan.notes() {
-                    setup.events.failover_event(&Event::CommandLineNote(note.clone()));
-                }
-                let prepared = prepare(plan)?;
-                let memory = prepared.memory()?;
-                Ok((prepared, memory))
-            });
+            let source = source_of(&machine.spec, &machine.ram);
+            let prepared =
+                Plan::new(source, self.options.extra.clone(), options).and_then(|plan| {
+                    for note in plan.notes() {
+                        setup.events.failover_event(&Event::CommandLineNote(note.clone()));
+                    }
+                    let prepared = prepare(plan)?;
+                    let memory = prepared.memory()?;
+                    Ok((prepared, memory))
+                });
             match prepared {
                 Ok(prepared) => Ok((prepared, served)),
                 Err(error) => {
@@ -115,7 +114,7 @@ impl Keeper {
         let (marks, blank) = (vec![None; streams.len()], image.disks_are_blank());
         let (vm, qemu_pid) = (machine.name.clone(), prepared.pid());
         setup.events.failover_event(&Event::QemuWaits { vm, qemu_pid });
-        self.ready = Some(Ready {
+        self.ready = Some(PreparedVm {
             machine,
             prepared,
             image,
@@ -129,7 +128,7 @@ impl Keeper {
             marks,
             applying: 0,
             blank,
-            having: None,
+            resync_session: None,
         });
         Ok(())
     }
@@ -155,31 +154,17 @@ impl Keeper {
         };
         let wanted = paths.iter().zip(&machine.disks).map(wanted).collect::<Result<_, _>>()?;
         let place =
-            OverlayDirectory::claim_in(&self.wish.folder.join("overlays"), &self.wish.name)?;
+            OverlayDirectory::claim_in(&self.options.folder.join("overlays"), &self.options.name)?;
         Ok(Some(disks::serve_in(place, &machine.name, None, wanted, socket)?))
     }
 
     /// Lets go of the machine that waited.
-    pub(super) fn dismiss(&mut self) {
+    pub(super) fn discard(&mut self) {
         let Some(ready) = self.ready.take() else { return };
         drop(ready.prepared);
         if let Some(served) = ready.served {
             let _ = served.end(false);
         }
         ready.gate.end();
-    }
-}
-
-/// What a restore has to know.
-pub fn meta_of(machine: &MachineFrame) -> MachineMeta {
-    MachineMeta {
-        binary_path: machine.qemu_path.clone(),
-        vmm_version: machine.qemu_version.clone(),
-        binary_blake3: machine.qemu_blake3.clone(),
-        machine_type: machine.machine_type.clone(),
-        working_directory: machine.working_directory.clone(),
-        user_command: machine.user_command.clone(),
-        missing_cpu_features: machine.cpu_lacks.clone(),
-        ..MachineMeta::default()
     }
 }
