@@ -9,7 +9,7 @@ use keyframe_web::ApiError;
 use std::path::Path;
 use std::time::Duration;
 
-/// A page waits no longer.
+/// How long a page waits for the engine.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Puts the VM that checkpoint `id` is of, and that runs, back to it.
@@ -20,7 +20,7 @@ pub fn roll_back(listed: &Listed, id: u64) -> Result<String, ApiError> {
     let failed = |e: keyframe_session::Error| ApiError::Failed(said(&e, e.fix()));
     let engine = run_dir::find(Some(&one.vm)).map_err(|e| ApiError::Unknown(said(&e, e.fix())))?;
     let ask = |request: &Request| client::ask(&engine, request, PATIENCE).map_err(failed);
-    // Another VM of that name may write to another store.
+    // Another VM of this name may write to another store.
     match ask(&Request::Status)? {
         Response::Status(status) if Path::new(&status.store) == listed.place() => {}
         _ => {

@@ -1,5 +1,4 @@
-//! One checkpoint: all that it tells about itself, its neighbours, and the commands to do something
-//! with it.
+//! One checkpoint in full, with its neighbours and the commands that use it.
 
 use super::listed::Listed;
 use keyframe_inspect::display_picture as screens;
@@ -9,7 +8,8 @@ use keyframe_web::ApiError;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
-/// All of it. `running` are the VMs that run.
+/// The details of checkpoint `id`. `running` are the VMs that run; `starts` is true if the server
+/// starts VMs.
 pub fn of(
     listed: &Listed,
     id: u64,
@@ -67,7 +67,7 @@ pub fn of(
     Ok(all)
 }
 
-/// A word as a shell takes it.
+/// Quotes a word for a shell.
 pub fn quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "/._-:=@,+".contains(c);
     if !word.is_empty() && word.chars().all(is_plain) {

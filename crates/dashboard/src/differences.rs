@@ -1,5 +1,5 @@
-//! What a checkpoint changed: where in memory, and how much of it. Page maps and pages are read for
-//! it, so the last few answers are kept.
+//! Where and how much a checkpoint differs from its parent. This reads page maps and pages, so the
+//! last few answers are kept.
 
 use super::listed::Listed;
 use super::locked;
@@ -13,7 +13,7 @@ use std::sync::Mutex;
 /// Answers that are kept.
 const KEPT_MAX: usize = 32;
 
-/// The last few.
+/// The last few answers.
 #[derive(Default)]
 pub struct Differences {
     heats: Mutex<VecDeque<(Key, HeatMap)>>,
@@ -41,7 +41,7 @@ impl Differences {
         Ok(heat)
     }
 
-    /// What differs between it and its parent.
+    /// What differs between a checkpoint and its parent.
     pub fn diff(&self, listed: &Listed, id: u64) -> Result<Value, ApiError> {
         let parent = parent_of(listed, id)?.ok_or_else(|| {
             ApiError::Unknown(format!(

@@ -1,4 +1,4 @@
-//! What the dashboard shows, gathered: running VMs, stores, recordings and analyses.
+//! The data of the dashboard: running VMs, stores, recordings and analyses.
 //!
 //! ```text
 //!   engines' control sockets ──▶ vms ──which stores──▶ stores ──▶ listed (one a store): what is new since the last look
@@ -7,10 +7,9 @@
 //!                                                         └────▶ screens: pictures of displays; likewise
 //! ```
 //!
-//! Invariants: everything that is asked again and again is kept for a while, and read anew only
-//! where a directory says that it changed; a store, recording or engine that cannot be read is
-//! shown with the reason and hides no other; nothing is written but pins and tags, and by engines
-//! what a rollback takes.
+//! Invariants: answers are cached for a while, and read anew when a directory's times say that it
+//! changed; a store, recording or engine that cannot be read is shown with the reason and hides no
+//! other; the dashboard itself writes nothing but pins and tags.
 
 pub mod actions;
 pub mod details;
@@ -38,12 +37,12 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// What to show.
+/// What the dashboard shows.
 #[derive(Debug)]
 pub struct Shown {
-    /// A store beside those that running VMs write to.
+    /// A store besides those that running VMs write to.
     pub store: Option<PathBuf>,
-    /// What opens stores that are encrypted.
+    /// The key of encrypted stores.
     pub key: KeyArg,
     /// Recordings, or directories of them.
     pub recordings: Vec<PathBuf>,
@@ -69,7 +68,7 @@ pub struct Served {
 }
 
 impl Served {
-    /// Of what `shown` names.
+    /// Shows what `shown` names.
     pub fn new(shown: Shown) -> Self {
         let Shown { store, key, recordings, analyses, starts, store_fix } = shown;
         Self {
@@ -82,9 +81,9 @@ impl Served {
         }
     }
 
-    /// The store with that id, from among those that are shown.
+    /// The shown store with this id.
     fn store(&self, id: &str) -> Result<Arc<listed::Listed>, ApiError> {
-        // It may be one that a VM has only just begun to write to.
+        // A VM may have begun to write to it since the last look.
         self.stores
             .get(id)
             .or_else(|| {
@@ -101,7 +100,7 @@ impl DashboardSource for Served {
     }
 
     fn stores(&self) -> Vec<StoreHead> {
-        // Which stores there are follows from what runs.
+        // The running VMs name the stores.
         self.vms();
         self.stores.heads()
     }
@@ -179,7 +178,7 @@ fn said(error: &dyn std::error::Error, fix: Option<String>) -> String {
     }
 }
 
-/// What a thread that panicked left is as good as what there was before.
+/// Locks a cache. A thread that panicked left it valid.
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().ignore_poison()
 }

@@ -1,5 +1,5 @@
-//! What displays showed. A page map, a device state and a display's memory are read for it, so the
-//! last few pictures are kept.
+//! Pictures of displays. This reads a page map, a device state and a display's memory, so the last
+//! few pictures are kept.
 
 use super::listed::Listed;
 use super::{locked, said};
@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 /// Pictures that are kept.
 const KEPT_MAX: usize = 16;
 
-/// The last few.
+/// The last few pictures.
 #[derive(Default)]
 pub struct Screens {
     kept: Mutex<VecDeque<(Key, Arc<[u8]>)>>,
@@ -31,7 +31,7 @@ impl Screens {
         member: Option<&str>,
     ) -> Result<Arc<[u8]>, ApiError> {
         let key = (listed.id().to_owned(), id, member.map(str::to_owned));
-        // One that was forgotten has no picture either.
+        // A forgotten checkpoint has no picture, even if it is kept here.
         let listing = listed.listing()?;
         listing.get(id).ok_or_else(|| ApiError::Unknown(format!("there is no checkpoint {id}")))?;
         if let Some((_, kept)) = locked(&self.kept).iter().find(|(known, _)| *known == key) {

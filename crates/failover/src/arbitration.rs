@@ -1,5 +1,5 @@
-//! Who decides which host runs the VM, asked beside what goes on: the witness, or the hook that
-//! switches the other host off. The answer comes to an engine's inbox.
+//! Asks the arbiter that decides which host runs the VM: the witness, or the hook that switches the
+//! other host off. The answer comes to the engine's inbox.
 
 use super::settings::Setup;
 use super::witness::{self, WitnessAnswer};
@@ -23,7 +23,7 @@ pub fn ask<T: Send + 'static>(
     });
 }
 
-/// Has the other host of VM `vm` switched off; `role` is this one's.
+/// Runs the hook that switches the other host of VM `vm` off; `role` is this host's role.
 pub fn fence<T: Send + 'static>(
     setup: &Setup,
     vm: &str,
@@ -35,7 +35,7 @@ pub fn fence<T: Send + 'static>(
     aside("fence", inbox, wrap, false, move || setup.fence(&vm, role));
 }
 
-/// Does it in a thread of its own; `otherwise` is the answer where there can be none.
+/// Does `work` in a thread of its own; `otherwise` is the answer if there is no thread.
 fn aside<T: Send + 'static, A>(
     name: &str,
     inbox: &Sender<T>,

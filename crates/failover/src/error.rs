@@ -263,3 +263,51 @@ pub(crate) fn with_fix(error: &Error) -> String {
         None => line,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_testing::{assert_golden, error_text};
+
+    #[test]
+    fn error_texts_are_golden() {
+        let denied = || io::Error::from(io::ErrorKind::PermissionDenied);
+        let address: SocketAddr = "192.0.2.7:7430".parse().unwrap();
+        let malformed = || serde_json::from_str::<u8>("x").unwrap_err();
+        let errors = [
+            PageHashesError::Incomplete { listed: 2, pages: 3 }.into(),
+            PageHashesError::Misplaced { hashes: 4, first: 1 }.into(),
+            Error::file("lock", Path::new("D/lock"), denied()),
+            Error::vm("pause the VM", denied()),
+            Error::NotSent("no standby is connected".into()),
+            Error::NoKey,
+            Error::Detection,
+            Error::NotAdaptive(ReplicationPolicy::Paper),
+            Error::Address { text: "b".into(), source: denied() },
+            Error::NoAddress("b:1".into()),
+            Error::Listen { address, source: denied() },
+            Error::StandbySilent(address),
+            Error::StandbyRefuses {
+                address,
+                problem: "this standby holds another VM".into(),
+                fix: Some("name another".into()),
+            },
+            Error::NoPurpose,
+            Error::OtherVersion(7),
+            Error::MessageTooLong(9),
+            Error::MalformedMessage(malformed()),
+            Error::EncodeMessage(malformed()),
+            Error::ArbitersDiffer { primary: Arbiter::Witness, standby: Arbiter::Manual },
+            Error::HoldsAnotherVm,
+            Error::Group,
+            Error::DirectoryInUse("D".into()),
+            Error::NothingHeld,
+            Error::WitnessState { path: "W/witness.state".into(), problem: "too long".into() },
+            Error::GuardEnded,
+            Error::NoProcess(0),
+            Error::VmThreadPanicked,
+        ];
+        let texts: Vec<_> = errors.iter().map(|error| error_text(error, error.fix())).collect();
+        assert_golden("tests/golden/errors.txt", &texts.concat());
+    }
+}

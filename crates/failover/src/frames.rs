@@ -1,5 +1,5 @@
-//! What a primary and a standby send each other beside the messages of the protocol's core
-//! (`keyframe_replication`): who connects for what, the machine, and epochs.
+//! The frames between a primary and a standby that do not come from the protocol's core
+//! (`keyframe_replication`): the purpose of a connection, the machine, and epochs.
 //!
 //! ```text
 //!   control   Greeting ▶ │ Machine ▶ ◀ Ready │ Core ◀▶ ...                       Epoch ▶ (devices; its batches are on the data streams)
@@ -19,12 +19,12 @@ use keyframe_machine::MachineSpec;
 use keyframe_units::{Epoch, RamLayout};
 use serde::{Deserialize, Serialize};
 
-/// Both sides must have the same.
+/// The version of the protocol; both hosts must have the same.
 pub const VERSION: u32 = 1;
 /// The longest description of a machine.
 pub const JSON_BYTES_MAX: usize = 4 << 20;
 
-/// What a frame is.
+/// The kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
@@ -56,7 +56,7 @@ impl Kind {
     }
 }
 
-/// What a connection is for.
+/// The purpose of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Purpose {
@@ -65,12 +65,12 @@ pub enum Purpose {
     Data { stream: usize },
 }
 
-/// The first frame of each connection, from who has connected.
+/// The first frame of each connection, from the primary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Greeting {
     pub version: u32,
     pub purpose: Purpose,
-    /// Tells the connections of one primary process, made at one time, from others.
+    /// Counts the connections of one primary process.
     pub connection: u64,
 }
 
@@ -82,7 +82,7 @@ pub struct ReplicatedDisk {
     pub disk_bytes: u64,
 }
 
-/// Who decides, as both sides have to be told alike.
+/// The arbiter: what decides which host runs the VM. Both hosts must be told the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Arbiter {
@@ -105,7 +105,7 @@ impl Arbiter {
     }
 }
 
-/// What the standby needs to have the same machine ready.
+/// The machine, as a standby needs it to start the same one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MachineFrame {
     /// The VM's name.
@@ -114,7 +114,7 @@ pub struct MachineFrame {
     pub group: String,
     pub arbiter: Arbiter,
     pub detection_ns: u64,
-    /// The primary has a second path.
+    /// Number of paths: 1, or 2 with a second one for heartbeats.
     pub paths: u8,
     pub streams: usize,
     /// The machine.
@@ -131,10 +131,10 @@ pub enum ReadyFrame {
     Refused { problem: String, fix: Option<String> },
 }
 
-/// What an epoch is, beside its pages and devices.
+/// The description of an epoch, beside its pages and device state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EpochHead {
-    /// The epoch that it builds upon; none of one that has all of the VM.
+    /// The epoch that it builds upon; `None` if it holds all of the VM.
     pub after: Option<Epoch>,
     /// Why it was taken.
     pub reason: String,
@@ -168,7 +168,7 @@ pub fn marked(session: u64, epoch: u64) -> [u8; 16] {
     head
 }
 
-/// The same, taken apart: session, epoch, and what is behind.
+/// Session, epoch and the rest of a payload.
 pub fn unmarked(payload: &[u8]) -> Option<(u64, u64, &[u8])> {
     let (session, rest) = payload.split_first_chunk::<8>()?;
     let (epoch, rest) = rest.split_first_chunk::<8>()?;

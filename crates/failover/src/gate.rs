@@ -11,7 +11,7 @@ use keyframe_session::machines::Machines;
 use keyframe_units::RamLayout;
 use std::sync::{Arc, Mutex};
 
-/// The gate of the VM's network; none where it has no network.
+/// The gate before the VM's network; it does nothing if the VM has no network.
 #[derive(Clone)]
 pub struct Gate(Arc<Mutex<Option<GateRemote>>>);
 
@@ -28,7 +28,7 @@ impl Gate {
         Ok(remote.as_mut().map(ask).transpose()?)
     }
 
-    /// Lets go of it.
+    /// Ends the gate's process.
     pub fn end(&self) {
         let remote = self.0.lock().ignore_poison().take();
         if let Some(remote) = remote {
@@ -41,7 +41,7 @@ impl Gate {
 pub struct GatedMachines {
     pub machines: Machines,
     pub gate: Gate,
-    /// What the newest pause has cut.
+    /// The gate's cut at the newest pause.
     pub cut: Option<u64>,
 }
 

@@ -1,19 +1,19 @@
-//! What stops a protected VM should its engine stall, and ends it should its engine die: its right
-//! to run lasts no longer than somebody looks after it.
+//! The guard: a process that stops a protected VM if its engine stalls, and ends it if its engine
+//! dies.
 //!
 //! ```text
-//!   engine ──▶ F          free: the VM runs alone by right, and may outlive the engine
-//!   engine ──▶ U<ns>      it may run until then, by CLOCK_MONOTONIC
-//!   engine ──▶ S          it is not to run
-//!   engine ──▶ P          it does not run, since the engine has paused it by its monitor; it ends with the engine
-//!   engine ◀── K<0|1>     the answer to each; 1 where the guard has the VM standing
+//!   engine ──▶ F          free: the VM may run alone, and may outlive the engine
+//!   engine ──▶ U<ns>      the VM may run until then, by CLOCK_MONOTONIC
+//!   engine ──▶ S          the VM may not run
+//!   engine ──▶ P          the engine has paused the VM by its monitor; the VM ends with the engine
+//!   engine ◀── K<0|1>     the answer to each; 1 if the guard has stopped the VM
 //!
 //!   U passes, or S ─▶ SIGSTOP        F, or a later U ─▶ SIGCONT        end of input without F ─▶ SIGKILL
 //! ```
 //!
-//! Invariant: a VM that is not free runs only while its engine lives and has said until when. The
-//! process is one of its own: no stalled engine holds it up. It knows QEMU by a descriptor (pidfd),
-//! which names no other process ever.
+//! Invariant: a VM that is not free runs only while its engine lives, and until the time that the
+//! engine named. The guard is a process of its own, so a stalled engine does not delay it. It knows
+//! QEMU by a pidfd, which never names another process.
 
 use crate::error::{Error, Result};
 use keyframe_replication::RunPermit;
@@ -37,16 +37,16 @@ pub fn now_ns() -> u64 {
         .saturating_add(now.tv_nsec.cast_unsigned())
 }
 
-/// The engine's hold of it.
+/// The engine's end of a guard.
 pub struct GuardRemote {
     stream: BufReader<UnixStream>,
     child: Child,
-    /// It has the VM standing.
+    /// The guard has stopped the VM.
     pub stopped: bool,
 }
 
 impl GuardRemote {
-    /// Starts one that guards the QEMU with that pid, which is free at first.
+    /// Starts a guard of the QEMU with this pid, which is free at first.
     pub fn spawn(qemu: u32) -> Result<Self> {
         let failed = |e| Error::io("start the guard", e);
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
@@ -62,7 +62,7 @@ impl GuardRemote {
         Ok(guard)
     }
 
-    /// Tells it. The VM stopped when this returns, where it is to.
+    /// Tells the guard what the VM may do. The VM is stopped when this returns, if it has to be.
     pub fn set(&mut self, permit: RunPermit) -> Result<()> {
         match permit {
             RunPermit::Free => self.ask("F"),
@@ -71,7 +71,7 @@ impl GuardRemote {
         }
     }
 
-    /// The VM is paused by its monitor, and has to go on answering there.
+    /// Tells the guard that the VM is paused by its monitor, and has to go on answering there.
     pub fn paused(&mut self) -> Result<()> {
         self.ask("P")
     }
@@ -89,7 +89,7 @@ impl GuardRemote {
         Ok(())
     }
 
-    /// Lets go of it; a VM that is not free ends with this.
+    /// Ends the guard; a VM that is not free ends with it.
     pub fn end(self) {
         let Self { stream, mut child, .. } = self;
         drop(stream);
@@ -97,14 +97,13 @@ impl GuardRemote {
     }
 }
 
-/// The guard's process: its orders come from standard input.
+/// Runs the guard's process, with its orders from `orders`.
 pub fn guard(qemu: u32, orders: UnixStream) -> Result<()> {
     let pid = i32::try_from(qemu).ok().and_then(Pid::from_raw);
     let pid = pid.ok_or(Error::NoProcess(qemu))?;
     let qemu =
         pidfd_open(pid, PidfdFlags::empty()).map_err(|e| Error::io(format!("guard {qemu}"), e))?;
-    // On a host with more to do than it can, the VM is to stand all the same when its right has run
-    // out.
+    // On an overloaded host the VM must be stopped in time, too.
     keyframe_kernel::priority::raise_current_thread();
     Guard { qemu, orders: BufReader::new(orders), state: State::Free, stopped: false }.run()
 }
@@ -161,7 +160,7 @@ impl Guard {
         }
     }
 
-    /// Takes an order; false where there will be none any more.
+    /// Handles an order; false if the engine has ended.
     fn handle_order(&mut self) -> bool {
         let mut line = String::new();
         let read = std::io::Read::take(&mut self.orders, LINE_BYTES_MAX as u64);
@@ -192,7 +191,7 @@ impl Guard {
     fn stop_or_continue(&mut self, stop: bool) {
         if stop != self.stopped {
             let signal = if stop { Signal::STOP } else { Signal::CONT };
-            // One that has ended is found by its descriptor.
+            // If QEMU has ended, its descriptor tells.
             let _ = pidfd_send_signal(&self.qemu, signal);
             self.stopped = stop;
         }

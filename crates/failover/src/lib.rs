@@ -1,17 +1,17 @@
-//! A VM with a standby on another host: every epoch is there before what it sent leaves.
+//! A VM with a standby on another host: an epoch's output leaves after the standby holds the epoch.
 //!
 //! ```text
 //!   keyframe protect                                             keyframe standby
 //!   ┌ QEMU ─ gate ─▶ network   guard ┐                           ┌ QEMU that waits, its RAM, disks ┐
 //!   │ vm: policy, capture ─▶ sending ├── data streams (TLS) ────▶│ standby/streams ─▶ standby/image │
-//!   │ primary: core, outputs         ├── control, beat (TLS) ───▶│ standby: core, outputs           │
+//!   │ primary: core, actions         ├── control, beat (TLS) ───▶│ standby: core, actions           │
 //!   └───────────────┬────────────────┘                           └──────────────┬──────────────────┘
 //!                   └───────────────▶ keyframe witness ◀────────────────────────┘
 //! ```
 //!
-//! Who may do what, and when, is `keyframe_replication`'s, which does no I/O; here it is done. When
-//! an epoch is taken is a policy's (`keyframe_scheduling::replication`), how its pages travel
-//! `keyframe_transfer`'s.
+//! This crate drives other crates that do no I/O: `keyframe_replication` decides which host may run
+//! the VM, `keyframe_scheduling::replication` when an epoch is taken, and `keyframe_transfer` how
+//! pages are encoded.
 
 mod arbitration;
 pub mod error;

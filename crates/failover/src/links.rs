@@ -1,4 +1,4 @@
-//! The primary's connections with its standby, made again whenever they break.
+//! The primary's connections with its standby. They are made again after each break.
 //!
 //! ```text
 //!   connector   ── control ─▶ Greeting, Machine ─▶ Ready ─▶ data 0..n ─▶ Linked ─ ─ broken ─▶ wait, again
@@ -18,19 +18,19 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// How long a connection may take to come about.
+/// How long connecting may take.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// The standby starts QEMU before it answers.
+/// How long the standby may take to answer: it starts QEMU first.
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
-/// Between two tries to connect.
+/// The wait between two attempts to connect.
 const RECONNECT: Duration = Duration::from_millis(300);
 const READ_WAIT: Duration = Duration::from_millis(200);
 
-/// What a connection tells the protocol's thread.
+/// An event of a connection, for the protocol's thread.
 pub enum LinkEvent {
-    /// Control and data are there; the number tells them from others.
+    /// Control and data connections with this number are made.
     Connected(u64, Arc<Link>),
-    /// The second path is there.
+    /// The second path is connected.
     BeatConnected(u64, Arc<Channel>),
     /// A message arrived on connection `number` of path `path`.
     Received {
@@ -59,21 +59,20 @@ pub enum LinkEvent {
         /// The number of the connection, counted from the first one.
         number: u64,
     },
-    /// It could not be connected.
+    /// The standby could not be connected.
     ConnectFailed(Error),
 }
 
-/// Where the standby is.
+/// The addresses of a standby.
 #[derive(Clone, Copy)]
 pub struct Addresses {
-    /// Where control and data connections go.
+    /// For control and data connections.
     pub control: SocketAddr,
     /// The second path, for heartbeats alone.
     pub beat: Option<SocketAddr>,
 }
 
-/// Starts the threads that connect, again whenever `linked` or `beating` says that what there was
-/// is broken.
+/// Starts the threads that connect. They connect again whenever `linked` or `beating` is false.
 pub fn start(
     party: &Party,
     addresses: Addresses,
@@ -90,7 +89,7 @@ pub fn start(
         while !ending.load(Ordering::Relaxed) {
             if !linked.load(Ordering::Relaxed) {
                 number += 1;
-                // Before it is told: whoever hears that it is broken takes it back.
+                // Set before the event: the receiver of a break clears it.
                 linked.store(true, Ordering::Relaxed);
                 let made = connect(
                     &own_party,
@@ -127,7 +126,7 @@ pub fn start(
     std::thread::Builder::new().name("beat".into()).spawn(beat).map(drop).map_err(started)
 }
 
-/// Connects control and data, and reads from then on. `None` where it could not be, which has been
+/// Connects control and data, and starts a thread that reads. `None` after an error, which has been
 /// told.
 fn connect(
     party: &Party,
@@ -174,7 +173,7 @@ fn open_link(
     Ok(Link { control, data })
 }
 
-/// Connects, and says what for.
+/// Connects, and sends the greeting with the purpose.
 pub fn open_channel(
     party: &Party,
     address: SocketAddr,
@@ -218,7 +217,7 @@ pub fn read(
                         }
                         _ => None,
                     };
-                    // Whoever cannot be understood is no peer.
+                    // A host that sends malformed messages is no peer.
                     let Some(said) = said else { break };
                     tell(said);
                 }
@@ -229,11 +228,11 @@ pub fn read(
         broken();
         tell(LinkEvent::Broken { path, number });
     };
-    // Where there is no thread to be had, the path stays silent and is taken as lost.
+    // Without a thread the path stays silent and counts as lost.
     let _ = std::thread::Builder::new().name("link".into()).spawn(work);
 }
 
-/// Sends a message of the protocol; false where the connection is broken.
+/// Sends a message of the protocol; false if the connection is broken.
 pub fn send_message(channel: &Channel, message: &PeerMessage) -> bool {
     let mut bytes = Vec::new();
     message.encode(&mut bytes);

@@ -1,14 +1,15 @@
-//! What a standby has already, when a primary begins to send it a VM: a hash for each page, so that
-//! what is alike stays at home.
+//! The pages that a standby holds when a session begins: it sends a hash of each, and the primary
+//! sends the pages that differ.
 //!
 //! ```text
-//!   standby ──Have: session 8 | first page 8 | 16 bytes a page──▶ primary     ... and one whose first page is no page: 0 or 1, blank
+//!   standby ──PageHashes: session 8 | first page 8 | 16 bytes a page──▶ primary     last: first page 2^64 - 1, then 1 byte: 1 if all is zeros
 //! ```
 //!
-//! The hash is BLAKE3, keyed with the session, which no guest knows: no content that it makes up
-//! passes for other content.
+//! The hash is BLAKE3, keyed with the session. No guest knows the session, so it cannot make two
+//! pages with one hash.
 //!
-//! Invariant: what is hashed is not changed until the primary has it all, and begins.
+//! Invariant: the standby's pages do not change between the first hash and the session's first
+//! epoch.
 
 use super::frames::{Kind, marked};
 use crate::error::PageHashesError;
@@ -20,7 +21,7 @@ use keyframe_units::{Page, PageIndex, ZERO_PAGE};
 const HASH_BYTES: usize = 16;
 /// Hashes in a frame: 1 MiB.
 const FRAME_PAGES: u64 = 1 << 16;
-/// Of a frame that ends the list.
+/// The first page of the frame that ends the list.
 const END: u64 = u64::MAX;
 const CONTEXT: &str = "keyframe 2026-11 what a standby has";
 
@@ -47,24 +48,25 @@ impl PageHasher {
     }
 }
 
-/// What a standby has, as its primary knows it.
+/// The pages that a standby holds, as its primary knows them.
 #[derive(Clone)]
 pub struct RemotePageHashes {
     hasher: PageHasher,
     hashes: Vec<[u8; HASH_BYTES]>,
-    /// It says that all of it is zeros.
+    /// All pages are zeros.
     blank: bool,
     complete: bool,
 }
 
 impl RemotePageHashes {
-    /// Nothing is known yet, of a VM of so many pages.
+    /// Knows nothing yet of a VM with `pages` pages.
     pub fn new(session: u64, pages: u64) -> Self {
         let hasher = PageHasher::new(session);
         Self { hashes: Vec::new(), hasher, blank: pages == 0, complete: false }
     }
 
-    /// Takes in a frame, behind its session. Error: it makes no sense.
+    /// Takes in a frame: what follows its session. `pages` is the number of the VM's pages. Fails if
+    /// the frame does not continue the list.
     pub fn take_in(&mut self, first: u64, bytes: &[u8], pages: u64) -> Result<(), PageHashesError> {
         if first == END {
             self.blank = bytes == [1];
@@ -86,24 +88,25 @@ impl RemotePageHashes {
         Ok(())
     }
 
-    /// All has come.
+    /// True once the list has ended.
     pub fn is_complete(&self) -> bool {
         self.complete
     }
 
-    /// It has nothing but zeros.
+    /// True if the standby holds zeros alone.
     pub fn is_blank(&self) -> bool {
         self.blank
     }
 
-    /// Whether it has `page` as it is; if not, it will, since that is sent now.
+    /// True if the standby holds `page` with this content. If not, the caller sends the page, so it is
+    /// taken as held from now on.
     pub fn has(&mut self, page: PageIndex, content: &Page) -> bool {
         let Some(known) = self.hashes.get_mut(page.0 as usize) else { return false };
         let hash = self.hasher.of(content);
         std::mem::replace(known, hash) == hash
     }
 
-    /// The next page from `from` to `end` that it has as something else than zeros.
+    /// The first page of `from..end` that the standby holds and that is not zeros.
     pub fn next_not_zero(&self, from: u64, end: u64) -> Option<u64> {
         (from..end).find(|page| {
             self.hashes.get(*page as usize).is_some_and(|hash| *hash != self.hasher.zero)
@@ -111,7 +114,8 @@ impl RemotePageHashes {
     }
 }
 
-/// Tells what `image` has, or that it has nothing. False where the connection broke.
+/// Sends the hashes of the first `pages` pages of `image`, or that all are zeros. False if the
+/// connection broke.
 pub fn send_page_hashes(
     image: &dyn Image,
     pages: u64,
@@ -131,7 +135,7 @@ pub fn send_page_hashes(
         frame.clear();
         for index in first..(first + FRAME_PAGES).min(pages) {
             if image.read(PageIndex(index), &mut page).is_err() {
-                // What cannot be read is like nothing.
+                // No content has this hash: the page is sent.
                 frame.extend_from_slice(&[0; HASH_BYTES]);
             } else {
                 frame.extend_from_slice(&hasher.of(&page));
@@ -163,11 +167,11 @@ mod tests {
         assert!(remote.is_complete() && !remote.is_blank());
         assert!(remote.has(PageIndex(0), &page(1)));
         assert!(!remote.has(PageIndex(0), &page(9)));
-        // It was sent as something else meanwhile.
+        // Other content was sent meanwhile.
         assert!(!remote.has(PageIndex(0), &page(1)));
         assert_eq!((remote.next_not_zero(0, 3), remote.next_not_zero(1, 2)), (Some(0), None));
         assert!(!remote.has(PageIndex(3), &page(1)));
-        // Another session's hashes say nothing here.
+        // Another session has other hashes.
         assert!(
             !remote.has(PageIndex(2), &page(3))
                 && PageHasher::new(8).of(&page(2)) != hasher.of(&page(2))

@@ -1,4 +1,4 @@
-//! What both roles are told on the command line.
+//! The options of both roles on the command line.
 
 use super::frames::Arbiter;
 use crate::error::{Error, Result};
@@ -57,7 +57,7 @@ pub struct Settings {
     quiet: bool,
 }
 
-/// The same, understood.
+/// The settings after names are resolved and the key is read.
 #[derive(Clone)]
 pub struct Setup {
     /// The hosts that share a key.
@@ -84,7 +84,7 @@ pub struct Setup {
     pub events: SharedEventSink,
 }
 
-/// The key by which hosts know each other.
+/// The key that all hosts of a protected VM share.
 #[derive(clap::Args, Clone, Debug)]
 pub struct HostKey {
     /// The key that all hosts share: a file for its owner's eyes alone
@@ -93,7 +93,7 @@ pub struct HostKey {
 }
 
 impl HostKey {
-    /// Who proves with it that it is one of these hosts.
+    /// Reads the key, and makes the identity that proves it to the other hosts.
     pub fn party(&self) -> Result<Party> {
         let path = self.key.as_ref().ok_or(Error::NoKey)?;
         Ok(Party::new(&Key::read(path)?)?)
@@ -147,7 +147,7 @@ impl Settings {
 }
 
 impl Setup {
-    /// As the other side is told.
+    /// The arbiter, as the other host is told.
     pub fn arbiter(&self) -> Arbiter {
         match self.arbitration {
             Arbitration::Witness => Arbiter::Witness,
@@ -156,7 +156,7 @@ impl Setup {
         }
     }
 
-    /// Runs the fence hook; true where the other host is off.
+    /// Runs the fence hook; true if the other host is off.
     pub fn fence(&self, vm: &str, role: &str) -> bool {
         let Some(text) = &self.fence_with else { return false };
         let mut command = Command::new("/bin/sh");
@@ -186,7 +186,7 @@ impl Setup {
     }
 }
 
-/// A host and a port.
+/// Resolves a host and a port.
 pub fn address(text: &str) -> Result<SocketAddr> {
     let bad = |source| Error::Address { text: text.to_owned(), source };
     let mut found = text.to_socket_addrs().map_err(bad)?;

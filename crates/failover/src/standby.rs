@@ -1,13 +1,14 @@
-//! The standby: takes a VM's epochs in, and goes on with it where its primary cannot.
+//! The standby: receives a VM's epochs, and runs the VM when its primary fails.
 //!
 //! ```text
-//!   listener ─▶ Greeting: control ─▶ Machine ─▶ a QEMU that waits ─▶ PreparedVm        data ─▶ streams        beat
+//!   listener ─▶ Greeting: control ─▶ Machine ─▶ a QEMU that waits ─▶ Ready        data ─▶ streams        beat
 //!   inbox ──▶ core ──▶ Apply: a thread of its own ─▶ image ─▶ Applied ─▶ core ─▶ acknowledged
 //!                 └──▶ Activate: devices ─▶ QEMU runs ─▶ a primary's engine
 //! ```
 //!
-//! Invariants: an epoch is complete when its devices and all of its streams have come; what is held
-//! is whole, always; nothing that takes long is done by the thread that answers heartbeats.
+//! Invariants: an epoch is complete when its device state and all of its streams have arrived; the
+//! epoch that is held is always whole; the thread that answers heartbeats does nothing that takes
+//! long.
 
 mod actions;
 mod admission;
@@ -46,7 +47,7 @@ use streams::StreamEvent;
 
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// What a standby is asked for.
+/// The options of a standby.
 #[derive(Clone)]
 pub struct StandbyOptions {
     /// Where the primary connects.
@@ -57,13 +58,13 @@ pub struct StandbyOptions {
     pub name: String,
     /// Arguments added to QEMU's command line here.
     pub extra: Vec<OsString>,
-    /// Whom to protect the VM by, once it runs here.
+    /// The standby of the VM once it runs here.
     pub peer: Option<Addresses>,
     /// The settings of this host.
     pub setup: Setup,
 }
 
-/// What wakes the thread.
+/// An event of the standby's thread.
 enum StandbyEngineEvent {
     Control { number: u64, machine: Box<MachineFrame>, channel: Arc<Channel> },
     Beat { number: u64, channel: Arc<Channel> },
@@ -77,8 +78,8 @@ enum StandbyEngineEvent {
     Fenced(bool),
 }
 
-/// Listens, and is a standby until the VM has run here to its end, or a signal comes. When the VM
-/// has gone elsewhere again, it is a standby again.
+/// Runs a standby until the VM has run here to its end, or a signal comes. When the VM goes over to
+/// the other host, this host becomes its standby again.
 pub fn run(options: &StandbyOptions) -> Result<Ending> {
     let interrupted = interrupt::interruption_or_hangup()?;
     let _owned = image::own(&options.folder)?;
@@ -151,8 +152,8 @@ struct StandbyEngine {
     refusals: Refusals,
 }
 
-/// Says why somebody is refused: once, until it is for another reason or nobody was. Who is refused
-/// tries again, some times a second.
+/// Tells an error of a refused peer once, until the error changes or a peer is accepted. A refused
+/// peer tries again several times a second.
 #[derive(Default)]
 struct Refusals(Mutex<Option<String>>);
 
@@ -199,7 +200,7 @@ impl StandbyEngine {
         }
     }
 
-    /// A QEMU that waits and ends is of no use.
+    /// Discards a waiting QEMU that has ended.
     fn check_waiting_qemu(&mut self) -> Result<()> {
         let Some(ready) = &mut self.ready else { return Ok(()) };
         if let Some(exit) = ready.prepared.try_wait()? {

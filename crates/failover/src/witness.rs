@@ -1,10 +1,10 @@
-//! Asking the witness, and being it.
+//! The witness: a client that asks it, and the server.
 //!
 //! ```text
 //!   node ──TLS, WitnessRequest──▶ witness ── changed? ─▶ DIR/witness.state.new, synced, renamed ─▶ WitnessReply
 //! ```
 //!
-//! Invariant: an answer tells only what would be found again after the host lost power.
+//! Invariant: an answer leaves after the state behind it is durable.
 
 use super::frames::Kind;
 use crate::error::{Error, Result};
@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// What was asked may have been granted once it has left.
+/// The answer to a question. A question without an answer may have been granted.
 pub enum WitnessAnswer {
     /// The witness has answered.
     Answered(WitnessReply),
@@ -34,13 +34,13 @@ pub enum WitnessAnswer {
 
 /// How long the witness may take for each step.
 const TIMEOUT: Duration = Duration::from_secs(2);
-/// Questions at the same time.
+/// Clients that are served at once.
 const CLIENTS_MAX: usize = 64;
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 const STATE: &str = "witness.state";
 const STATE_BYTES_MAX: u64 = 16 << 20;
 
-/// Asks, and waits for the answer.
+/// Asks the witness, and waits for its answer.
 pub fn ask(party: &Party, address: SocketAddr, request: WitnessRequest) -> WitnessAnswer {
     let Ok(channel) = party.connect(address, TIMEOUT) else {
         return WitnessAnswer::Lost { sent: false };
@@ -57,7 +57,7 @@ pub fn ask(party: &Party, address: SocketAddr, request: WitnessRequest) -> Witne
     }
 }
 
-/// A witness with what it knows in a directory.
+/// A witness that keeps its state in a directory.
 pub struct WitnessServer {
     state: Mutex<Witness>,
     folder: PathBuf,
@@ -83,7 +83,7 @@ impl WitnessServer {
         Ok(Self { state: Mutex::new(state), folder: folder.to_owned(), party, events })
     }
 
-    /// How many VMs it knows.
+    /// The number of VMs that it knows.
     pub fn groups(&self) -> usize {
         self.state.lock().ignore_poison().groups().count()
     }
@@ -108,7 +108,7 @@ impl WitnessServer {
                         let channel = server.party.accept(stream, TIMEOUT).ok()?;
                         server.answer(&channel)
                     });
-                    // Who is not answered asks again.
+                    // A client without an answer asks again.
                     let _ = served;
                     counted.fetch_sub(1, Ordering::Relaxed);
                 });
@@ -136,7 +136,7 @@ impl WitnessServer {
         let mut bytes = Vec::new();
         reply.encode(&mut bytes);
         channel.send(Kind::Core as u8, &[&bytes]).ok()?;
-        // It closes once it has read.
+        // The client closes the connection after it has read the answer.
         let _ = channel.receive(&mut Input::default(), TIMEOUT);
         Some(())
     }

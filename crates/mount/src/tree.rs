@@ -24,7 +24,7 @@ const MEMBERS_MAX: usize = u16::MAX as usize;
 const NAME_BYTES_MAX: usize = 255;
 const LATEST: &str = "latest";
 
-/// Why something cannot be given.
+/// Why a node cannot be shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Denied {
     /// It does not exist, or no longer.
@@ -40,7 +40,7 @@ pub struct Look {
     pub len_bytes: u64,
     /// When the checkpoint was taken, or the store made.
     pub time: SystemTime,
-    /// False where it may look different a moment later.
+    /// False if it may change.
     pub lasts: bool,
 }
 
@@ -49,19 +49,19 @@ struct Opened {
     loaded: Loaded,
     /// Its VM, or those of its group.
     vms: Vec<OpenedVm>,
-    /// Once one of its disks was opened.
+    /// Its disks, once one of them was opened.
     disks: Mutex<Option<Arc<LoadedDisks>>>,
 }
 
 /// A VM of it.
 struct OpenedVm {
     guest: Guest,
-    /// The name of its directory, where it is one of a group.
+    /// The name of its directory, if it is one of a group.
     directory: Option<String>,
     raw: Option<Image>,
     core: Option<Image>,
     screen: Option<DrawableDisplay>,
-    /// It as a file, once that was wanted.
+    /// The picture as a PNG file, once it was read.
     png: Mutex<Option<Arc<[u8]>>>,
 }
 
@@ -414,8 +414,8 @@ impl OpenedVm {
     }
 }
 
-/// A member's name as that of a directory: what no file name may hold, or is a name already, as `%`
-/// and two digits.
+/// Makes a directory name of a member's name: characters that no file name may hold, or that make
+/// it another file's name, become `%` and two hexadecimal digits.
 fn directory_name(member: &str) -> String {
     let taken = member.starts_with('.') || Kind::ALL.iter().any(|kind| kind.name() == member);
     disks::escaped(member, |c| c == '.' && taken)

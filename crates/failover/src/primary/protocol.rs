@@ -220,7 +220,7 @@ impl Protocol {
         match from {
             LinkEvent::Connected(number, link) => {
                 self.trouble = None;
-                // Nothing goes out there before the core has heard what the standby has.
+                // The core opens the wire once it knows what the standby holds.
                 self.link = Some((number, link));
                 self.handle(PrimaryEvent::PathUp(0));
             }

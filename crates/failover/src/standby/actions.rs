@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 impl StandbyEngine {
-    /// Whether an epoch has come whole.
+    /// Tells the core of an epoch whose device state and streams have all arrived.
     pub(super) fn complete(&mut self) {
         let Some(ready) = &self.ready else { return };
         let Some(IncomingEpoch { session, epoch, head, .. }) = &ready.coming else { return };
@@ -43,7 +43,7 @@ impl StandbyEngine {
                 if let Some((_, channel)) = of
                     && !links::send_message(channel, &message)
                 {
-                    // Its reader tells that it is broken.
+                    // Its reader thread reports the break.
                     channel.close();
                 }
             }
@@ -95,8 +95,8 @@ impl StandbyEngine {
         None
     }
 
-    /// Tells the primary of a session that begins what need not be sent; not while that still
-    /// changes.
+    /// Sends the primary of a session that begins the hashes of the pages here, once no epoch is
+    /// being applied.
     pub(super) fn send_page_hashes(&mut self) {
         let Some((_, control)) = &self.control else { return };
         let Some(ready) = self.ready.as_mut().filter(|ready| ready.applying == 0) else { return };
@@ -112,23 +112,23 @@ impl StandbyEngine {
         }
     }
 
-    /// Makes an epoch that has come whole what is held, beside the heartbeats.
+    /// Applies a whole epoch, in a thread of its own.
     fn apply(&mut self, epoch: Epoch) -> Option<StandbyEvent> {
         let failed = |reason: &str| Some(StandbyEvent::ApplyFailed { reason: reason.into() });
         let ready = self.ready.as_mut()?;
         let Some(IncomingEpoch { session, head, devices, .. }) =
             ready.coming.take_if(|incoming| incoming.epoch == epoch)
         else {
-            return failed("what came of it was dropped");
+            return failed("its pages were dropped");
         };
         let Some(pages) = ready.streams.take(session, epoch) else {
-            return failed("what came of it was dropped");
+            return failed("its pages were dropped");
         };
         let (image, sender, checks) =
             (Arc::clone(&ready.image), self.sender.clone(), head.checks.clone());
         let ram_pages = ready.machine.ram.len_pages();
         let work = move || {
-            let applied = image.apply(&pages).map_err(|e| format!("write what is held: {e}"));
+            let applied = image.apply(&pages).map_err(|e| format!("write the VM's pages: {e}"));
             let result = applied.and_then(|()| match &*checks {
                 [] => Ok(()),
                 checks => verify::compare(&*image, ram_pages, checks),
@@ -136,7 +136,7 @@ impl StandbyEngine {
             let _ = sender.send(StandbyEngineEvent::Applied { epoch, devices, result });
         };
         if std::thread::Builder::new().name("apply".into()).spawn(work).is_err() {
-            return failed("no thread is to be had");
+            return failed("no thread can be started");
         }
         (ready.applying, ready.blank) = (ready.applying + 1, false);
         self.update(|status| {

@@ -1,4 +1,4 @@
-//! Who has the key is let in, and says what for.
+//! Accepts connections of hosts with the key, and reads the purpose of each.
 
 use super::super::frames::{Greeting, Kind, MachineFrame, Purpose, VERSION, parse};
 use super::super::settings::Setup;
@@ -12,13 +12,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-/// How long who has connected may take to say what for.
+/// How long a host may take to send its greeting.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
-/// Connections whose greeting is awaited.
+/// Connections whose greeting has not come yet.
 const STRANGERS_MAX: usize = 32;
 const REBIND_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Listens; who listened there until now may need a moment to be gone.
+/// Listens at `address`; a process that listened there may need a moment to end.
 pub fn bound(address: SocketAddr) -> Result<TcpListener> {
     let deadline = Instant::now() + REBIND_TIMEOUT;
     loop {
@@ -33,7 +33,7 @@ pub fn bound(address: SocketAddr) -> Result<TcpListener> {
     }
 }
 
-/// Lets in who has the key, each by a thread until it has said what for.
+/// Accepts connections until `ends` is set. A thread of its own reads the greeting of each.
 pub fn admit(
     listener: TcpListener,
     setup: &Setup,

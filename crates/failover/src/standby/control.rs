@@ -49,7 +49,7 @@ impl StandbyEngine {
         let _ = pending.answer.send(response);
     }
 
-    /// A primary has connected and said what machine it has.
+    /// A primary has connected and described its machine.
     pub(super) fn take_control(
         &mut self,
         number: u64,

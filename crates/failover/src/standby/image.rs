@@ -1,10 +1,10 @@
-//! What a standby holds: the VM as of the epoch applied last.
+//! The VM as of the epoch that a standby applied last.
 //!
 //! ```text
 //!   page space   | main RAM: the memory of the QEMU that waits | small blocks: here | disk 0: DIR/disks/0-NAME.raw | ...
 //! ```
 //!
-//! Invariant: an epoch is applied wholly or not at all: where a page cannot be written, those
+//! Invariant: an epoch is applied as a whole or not at all. If a page cannot be written, the pages
 //! before it get their old content back.
 
 use super::super::frames::MachineFrame;
@@ -37,7 +37,7 @@ pub struct StandbyImage {
     disks: Vec<DiskFile>,
 }
 
-/// Two standbys in one directory would write over each other's disks.
+/// Locks the directory of a standby: two in one directory would overwrite each other's disks.
 pub fn own(folder: &Path) -> Result<File> {
     let path = folder.join("lock");
     let failed = |e: io::Error| Error::file("lock", &path, e);
@@ -91,7 +91,7 @@ impl StandbyImage {
         self.disks.last().map_or(self.ram_pages, |disk| disk.pages.end().0)
     }
 
-    /// Whether its disks have never been written to. Its RAM is all zeros at first.
+    /// True if its disks were never written to. RAM is zeros at first.
     pub fn disks_are_blank(&self) -> bool {
         self.disks.iter().all(|disk| disk.file.metadata().is_ok_and(|known| known.blocks() == 0))
     }
@@ -117,13 +117,13 @@ impl StandbyImage {
         Ok(())
     }
 
-    /// All of them, whatever becomes of each.
+    /// Writes all old pages back, even after one of them fails.
     fn undo(&self, undo: &[(PageIndex, Box<Page>)]) -> io::Result<()> {
         let mut result = Ok(());
         for (page, old) in undo.iter().rev() {
             if let Err(error) = self.write(*page, old) {
-                // The page that there was no room for is what it was, and there is none for its
-                // zeros either.
+                // A page that did not fit on the disk was not changed. Its old content does not fit
+                // either.
                 let mut now = ZERO_PAGE;
                 if Image::read(self, *page, &mut now).is_err() || now != **old {
                     result = Err(error);

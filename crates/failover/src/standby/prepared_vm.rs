@@ -29,7 +29,7 @@ pub struct IncomingEpoch {
     pub devices: Vec<u8>,
 }
 
-/// A machine that waits.
+/// A QEMU that waits, and what belongs to it.
 pub struct PreparedVm {
     pub machine: MachineFrame,
     pub prepared: Prepared,
@@ -39,21 +39,21 @@ pub struct PreparedVm {
     pub gate: Gate,
     pub core: Standby,
     pub config: ReplicationConfig,
-    /// Of the epoch that is held.
+    /// The device state of the epoch that is held.
     pub devices: Option<Vec<u8>>,
-    /// What has come of an epoch beside its pages.
+    /// The epoch that is arriving, without its pages.
     pub coming: Option<IncomingEpoch>,
     pub marks: Vec<Option<(u64, Epoch)>>,
     /// Epochs that are being applied.
     pub applying: u32,
-    /// Nothing was ever applied.
+    /// No epoch was ever applied.
     pub blank: bool,
-    /// A session whose primary is to be told what is here.
+    /// A session whose primary waits for the hashes of the pages here.
     pub resync_session: Option<u64>,
 }
 
 impl StandbyEngine {
-    /// Has a QEMU wait that is this machine.
+    /// Starts a QEMU of this machine that waits.
     pub(super) fn prepare(&mut self, machine: MachineFrame) -> Result<()> {
         let setup = self.options.setup.clone();
         if machine.arbiter != setup.arbiter() {
@@ -158,7 +158,7 @@ impl StandbyEngine {
         Ok(Some(disks::serve_in(place, &machine.name, None, wanted, socket)?))
     }
 
-    /// Lets go of the machine that waited.
+    /// Ends the machine that waits.
     pub(super) fn discard(&mut self) {
         let Some(ready) = self.ready.take() else { return };
         drop(ready.prepared);

@@ -4,9 +4,8 @@
 //!   channel s ─▶ thread: Batch ─▶ building ──Mark──▶ done ──taken, all streams at once──▶ applied ─▶ next batch
 //! ```
 //!
-//! Invariants: nothing of an epoch is decoded before the epoch before it is applied: its bases are
-//! what is held then. No data of a session is dropped because it comes before the word that the
-//! session begins.
+//! Invariants: an epoch is decoded after the epoch before it is applied, since its patches are against
+//! that one. Data of a session that arrives before the session's start waits for it.
 
 use super::super::frames::{Kind, unmarked};
 use super::image::StandbyImage;
@@ -22,17 +21,16 @@ use std::time::Duration;
 const READ_WAIT: Duration = Duration::from_millis(200);
 /// How long the epoch before may take to be applied.
 const APPLY_WAIT: Duration = Duration::from_secs(60);
-/// How long the word that a session begins may take, which goes by another connection than its
-/// data.
+/// How long a session's start may take to arrive: it comes by another connection than its data.
 const SESSION_WAIT: Duration = Duration::from_secs(10);
 /// Sessions whose data may still be on its way.
 const PAST_MAX: usize = 64;
 
-/// What a stream tells.
+/// An event of a stream.
 pub enum StreamEvent {
-    /// All of this epoch has come.
+    /// The stream has received its part of this epoch.
     Marked { stream: usize, session: u64, epoch: Epoch },
-    /// What came makes no sense.
+    /// The stream has received malformed data; the text is the reason.
     Failed(String),
 }
 
@@ -45,13 +43,13 @@ struct CompleteBuffer {
 
 #[derive(Default)]
 struct State {
-    /// The session whose data is taken.
+    /// The session whose data is accepted.
     session: Option<u64>,
-    /// Those before it.
+    /// The sessions before it.
     past: VecDeque<u64>,
-    /// The connections that count.
+    /// The number of the current connections.
     connection: u64,
-    /// How often what had come was dropped.
+    /// How often received data was dropped.
     dropped: u64,
     building: Vec<EpochBuffer>,
     done: Vec<Option<CompleteBuffer>>,
@@ -85,7 +83,7 @@ impl Streams {
         self.lock().done.len()
     }
 
-    /// Takes data of this session alone.
+    /// Accepts data of this session alone.
     pub fn receive(&self, session: u64) {
         self.discard();
         let mut state = self.lock();
@@ -95,7 +93,7 @@ impl Streams {
                 state.past.pop_front();
             }
         }
-        // Its data may be there already.
+        // A stream may wait with its data.
         self.applied.notify_all();
     }
 
@@ -106,7 +104,7 @@ impl Streams {
         self.applied.notify_all();
     }
 
-    /// Drops what is not taken.
+    /// Drops received data that was not taken.
     pub fn discard(&self) {
         let mut state = self.lock();
         state.dropped += 1;
@@ -115,7 +113,7 @@ impl Streams {
         self.applied.notify_all();
     }
 
-    /// The pages of an epoch that has come on all streams; none where it has not.
+    /// The pages of an epoch that has arrived on all streams; `None` if it has not.
     pub fn take(&self, session: u64, epoch: Epoch) -> Option<Vec<EpochBuffer>> {
         let mut state = self.lock();
         let is = |done: &Option<CompleteBuffer>| {
@@ -131,7 +129,7 @@ impl Streams {
         Some(state.done.iter_mut().map(take).collect())
     }
 
-    /// What was taken is what is held; the next epoch may be decoded.
+    /// The taken epoch is applied; the next one may be decoded.
     pub fn applied(&self) {
         self.lock().done.iter_mut().for_each(|done| *done = None);
         self.applied.notify_all();
@@ -217,7 +215,7 @@ impl Streams {
         };
         match kind {
             Kind::Batch => {
-                // Others need the lock meanwhile.
+                // Other streams need the lock meanwhile.
                 let mut own = std::mem::take(building);
                 drop(state);
                 let decoded = decoder.decode(rest, &mut own, &*self.image);

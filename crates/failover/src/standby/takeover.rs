@@ -19,7 +19,7 @@ use std::sync::atomic::AtomicBool;
 const EPOCH_GAP: u64 = 1 << 20;
 
 impl StandbyEngine {
-    /// The VM goes on here.
+    /// Runs the VM from the epoch that is held, with this host as its primary.
     pub(super) fn take_over(
         mut self,
         Activation { epoch, term, forced }: Activation,

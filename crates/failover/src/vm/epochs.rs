@@ -1,4 +1,4 @@
-//! The loop of the VM's thread: when an epoch is taken, and what becomes of it.
+//! The loop of the VM's thread: takes epochs, and books or gives up each one.
 //!
 //! Invariants: one epoch is in flight at most; pages of an epoch that the standby does not
 //! acknowledge are owed to the next.

@@ -74,7 +74,7 @@ pub struct CapturedMachines {
 }
 
 impl CapturedMachines {
-    /// Starts the encoder; `report` gets what becomes of each epoch.
+    /// Starts the encoder; `report` gets its result for each epoch.
     pub fn new(
         parts: CapturedParts,
         report: impl FnMut(EncodeReport<SentEpoch>) + Send + 'static,
