@@ -169,29 +169,31 @@ impl From<keyframe_inspect::Error> for Failure {
     }
 }
 
-/// For the crates that do not have errors of their own yet.
-impl From<keyframe_failure::Failure> for Failure {
-    fn from(failure: keyframe_failure::Failure) -> Self {
-        let keyframe_failure::Failure { code, message, fix } = failure;
-        Self { code, message, fix }
-    }
-}
-
 impl From<keyframe_session::Error> for Failure {
     fn from(error: keyframe_session::Error) -> Self {
-        keyframe_failure::Failure::from(error).into()
+        use keyframe_session::Error;
+        match error {
+            Error::Store { store, source } => Self::store(&source, &store),
+            Error::VmDisks(error) => error.into(),
+            error => Self { fix: error.fix(), ..Self::new(chain(&error)) },
+        }
     }
 }
 
 impl From<keyframe_session::error::RunDirError> for Failure {
     fn from(error: keyframe_session::error::RunDirError) -> Self {
-        keyframe_failure::Failure::from(error).into()
+        keyframe_session::Error::from(error).into()
     }
 }
 
 impl From<keyframe_vm_disks::Error> for Failure {
     fn from(error: keyframe_vm_disks::Error) -> Self {
-        keyframe_failure::Failure::from(error).into()
+        match &error {
+            keyframe_vm_disks::Error::Store(keyframe_vm_disks::StoreError { store, source }) => {
+                Self::store(source, store)
+            }
+            _ => Self { fix: error.fix(), ..Self::new(chain(&error)) },
+        }
     }
 }
 

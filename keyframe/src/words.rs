@@ -1,5 +1,6 @@
 //! Turns the events of the crates into lines on standard error.
 
+pub mod failover;
 pub mod profiler;
 pub mod replay;
 pub mod session;
@@ -25,7 +26,23 @@ impl StderrWords {
 
 impl EventSink for StderrWords {
     fn event(&self, event: &Event) {
-        let Some((importance, text)) = session::line(event) else { return };
+        if let Some((importance, text)) = session::line(event) {
+            self.print(importance, &text);
+        }
+    }
+}
+
+impl keyframe_failover::EventSink for StderrWords {
+    fn failover_event(&self, event: &keyframe_failover::Event) {
+        if let Some((importance, text)) = failover::line(event) {
+            self.print(importance, &text);
+        }
+    }
+}
+
+impl StderrWords {
+    /// Prints `text` if the user wants to read lines of this importance.
+    pub fn print(self, importance: Importance, text: &str) {
         let is_wanted = match importance {
             Importance::Detail => self.verbose,
             Importance::Usual => !self.quiet,

@@ -1,8 +1,6 @@
-//! One checkpoint: all that it tells about itself, its neighbours, and the commands to do something
-//! with it.
+//! One checkpoint in full, with its neighbours and the commands that use it.
 
 use super::listed::Listed;
-use super::of_store;
 use keyframe_inspect::display_picture as screens;
 use keyframe_inspect::show;
 use keyframe_store::CheckpointId;
@@ -10,14 +8,15 @@ use keyframe_web::ApiError;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
-/// All of it. `running` are the VMs that run.
+/// The details of checkpoint `id`. `running` are the VMs that run; `starts` is true if the server
+/// starts VMs.
 pub fn of(
     listed: &Listed,
     id: u64,
     running: &BTreeSet<String>,
     starts: bool,
 ) -> Result<Value, ApiError> {
-    let failed = |e: keyframe_store::Error| of_store(&e, listed.place());
+    let failed = |e: keyframe_store::Error| listed.error(&e);
     let sealed = listed.store().sealed(CheckpointId(id)).map_err(failed)?;
     let mut all = serde_json::to_value(show::shown(&sealed))
         .map_err(|e| ApiError::Failed(format!("write JSON: {e}")))?;
@@ -68,7 +67,7 @@ pub fn of(
     Ok(all)
 }
 
-/// A word as a shell takes it.
+/// Quotes a word for a shell.
 pub fn quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "/._-:=@,+".contains(c);
     if !word.is_empty() && word.chars().all(is_plain) {

@@ -1,8 +1,8 @@
-//! What a checkpoint changed: where in memory, and how much of it. Page maps and pages are read for
-//! it, so the last few answers are kept.
+//! Where and how much a checkpoint differs from its parent. This reads page maps and pages, so the
+//! last few answers are kept.
 
 use super::listed::Listed;
-use super::{locked, of_store};
+use super::locked;
 use keyframe_store::{CheckpointId, Loaded};
 use keyframe_units::PageIndex;
 use keyframe_web::{ApiError, HeatMap, HeatRegion};
@@ -13,7 +13,7 @@ use std::sync::Mutex;
 /// Answers that are kept.
 const KEPT_MAX: usize = 32;
 
-/// The last few.
+/// The last few answers.
 #[derive(Default)]
 pub struct Differences {
     heats: Mutex<VecDeque<(Key, HeatMap)>>,
@@ -31,8 +31,7 @@ impl Differences {
         if let Some(kept) = find(&self.heats, &key) {
             return Ok(kept);
         }
-        let load =
-            |id| listed.store().load(CheckpointId(id)).map_err(|e| of_store(&e, listed.place()));
+        let load = |id| listed.store().load(CheckpointId(id)).map_err(|e| listed.error(&e));
         let loaded = load(id)?;
         let before = parent.map(load).transpose()?;
         // Another layout, after RAM was plugged in: page numbers mean something else.
@@ -42,7 +41,7 @@ impl Differences {
         Ok(heat)
     }
 
-    /// What differs between it and its parent.
+    /// What differs between a checkpoint and its parent.
     pub fn diff(&self, listed: &Listed, id: u64) -> Result<Value, ApiError> {
         let parent = parent_of(listed, id)?.ok_or_else(|| {
             ApiError::Unknown(format!(
@@ -56,7 +55,7 @@ impl Differences {
         let diff = listed
             .store()
             .diff(CheckpointId(parent), CheckpointId(id), &mut |_, _| ())
-            .map_err(|e| of_store(&e, listed.place()))?;
+            .map_err(|e| listed.error(&e))?;
         let diff = serde_json::to_value(&diff)
             .map_err(|e| ApiError::Failed(format!("write JSON: {e}")))?;
         keep(&self.diffs, key, diff.clone());

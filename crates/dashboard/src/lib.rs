@@ -1,4 +1,4 @@
-//! What the dashboard shows, gathered: running VMs, stores, recordings and analyses.
+//! The data of the dashboard: running VMs, stores, recordings and analyses.
 //!
 //! ```text
 //!   engines' control sockets ──▶ vms ──which stores──▶ stores ──▶ listed (one a store): what is new since the last look
@@ -7,14 +7,14 @@
 //!                                                         └────▶ screens: pictures of displays; likewise
 //! ```
 //!
-//! Invariants: everything that is asked again and again is kept for a while, and read anew only
-//! where a directory says that it changed; a store, recording or engine that cannot be read is
-//! shown with the reason and hides no other; nothing is written but pins and tags, and by engines
-//! what a rollback takes.
+//! Invariants: answers are cached for a while, and read anew when a directory's times say that it
+//! changed; a store, recording or engine that cannot be read is shown with the reason and hides no
+//! other; the dashboard itself writes nothing but pins and tags.
 
+pub mod actions;
 pub mod details;
 pub mod differences;
-pub mod doing;
+mod error;
 pub mod listed;
 pub mod recordings;
 pub mod reporting;
@@ -23,9 +23,9 @@ pub mod starting;
 pub mod stores;
 pub mod vms;
 
+pub use error::{Error, Result};
 pub use listed::as_shown;
 
-use keyframe_failure::Failure;
 use keyframe_locks::IgnorePoison;
 use keyframe_store::CheckpointId;
 use keyframe_store_keys::KeyArg;
@@ -34,15 +34,15 @@ use keyframe_web::{
     VmState,
 };
 use serde_json::Value;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// What to show.
+/// What the dashboard shows.
 #[derive(Debug)]
 pub struct Shown {
-    /// A store beside those that running VMs write to.
+    /// A store besides those that running VMs write to.
     pub store: Option<PathBuf>,
-    /// What opens stores that are encrypted.
+    /// The key of encrypted stores.
     pub key: KeyArg,
     /// Recordings, or directories of them.
     pub recordings: Vec<PathBuf>,
@@ -50,7 +50,12 @@ pub struct Shown {
     pub analyses: Vec<PathBuf>,
     /// Whether clones may be started.
     pub starts: bool,
+    /// What the user can do about an error of a store.
+    pub store_fix: StoreFix,
 }
+
+/// What the user can do about an error of the store at a place, if something is known.
+pub type StoreFix = fn(&keyframe_store::Error, &Path) -> Option<String>;
 
 /// The source of the dashboard.
 pub struct Served {
@@ -63,12 +68,12 @@ pub struct Served {
 }
 
 impl Served {
-    /// Of what `shown` names.
+    /// Shows what `shown` names.
     pub fn new(shown: Shown) -> Self {
-        let Shown { store, key, recordings, analyses, starts } = shown;
+        let Shown { store, key, recordings, analyses, starts, store_fix } = shown;
         Self {
             vms: vms::Vms::default(),
-            stores: stores::Stores::new(store, key),
+            stores: stores::Stores::new(store, key, store_fix),
             recordings: recordings::Recordings::new(recordings, analyses),
             differences: differences::Differences::default(),
             screens: screens::Screens::default(),
@@ -76,9 +81,9 @@ impl Served {
         }
     }
 
-    /// The store with that id, from among those that are shown.
+    /// The shown store with this id.
     fn store(&self, id: &str) -> Result<Arc<listed::Listed>, ApiError> {
-        // It may be one that a VM has only just begun to write to.
+        // A VM may have begun to write to it since the last look.
         self.stores
             .get(id)
             .or_else(|| {
@@ -95,7 +100,7 @@ impl DashboardSource for Served {
     }
 
     fn stores(&self) -> Vec<StoreHead> {
-        // Which stores there are follows from what runs.
+        // The running VMs name the stores.
         self.vms();
         self.stores.heads()
     }
@@ -133,7 +138,7 @@ impl DashboardSource for Served {
         let listed = self.store(store)?;
         let store = listed.store();
         let done = match action {
-            DashboardAction::Rollback(id) => return doing::roll_back(&listed, *id),
+            DashboardAction::Rollback(id) => return actions::roll_back(&listed, *id),
             DashboardAction::Branch(_) | DashboardAction::Restore(_) if !self.starts => {
                 return Err(ApiError::Bad(
                     "this server starts no VMs; start it with --allow-start, or run the command"
@@ -160,30 +165,20 @@ impl DashboardSource for Served {
             }
         };
         listed.look_again();
-        done.map_err(|e| of_store(&e, listed.place()))
+        done.map_err(|e| listed.error(&e))
     }
 }
 
-/// A store's error, as an answer.
-fn of_store(error: &keyframe_store::Error, place: &std::path::Path) -> ApiError {
-    use keyframe_store::Error;
-    let text = said(&Failure::store(error, place));
-    match error {
-        Error::UnknownCheckpoint { .. } | Error::UnknownTag { .. } => ApiError::Unknown(text),
-        Error::InvalidTag { .. } => ApiError::Bad(text),
-        _ => ApiError::Failed(text),
+/// An error in one line, with what to do about it.
+fn said(error: &dyn std::error::Error, fix: Option<String>) -> String {
+    let text = keyframe_units::error_chain(error);
+    match fix {
+        Some(fix) => format!("{text}; {fix}"),
+        None => text,
     }
 }
 
-/// A failure in one line, with what to do about it.
-fn said(failure: &Failure) -> String {
-    match &failure.fix {
-        Some(fix) => format!("{}; {fix}", failure.message),
-        None => failure.message.clone(),
-    }
-}
-
-/// What a thread that panicked left is as good as what there was before.
+/// Locks a cache. A thread that panicked left it valid.
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().ignore_poison()
 }

@@ -7,7 +7,7 @@
 //!
 //! A store elsewhere has no directories to look at: it is listed anew every few seconds.
 
-use super::{locked, of_store};
+use super::{StoreFix, locked, said};
 use keyframe_inspect::entry::Entry;
 use keyframe_store::{CheckpointId, Sealed, Store};
 use keyframe_web::{
@@ -34,6 +34,7 @@ const SIZES_KEPT_REMOTE: Duration = Duration::from_secs(120);
 pub struct Listed {
     store: Store,
     place: PathBuf,
+    fix: StoreFix,
     state: Mutex<State>,
     total: Mutex<Option<(Instant, u64)>>,
 }
@@ -65,9 +66,20 @@ struct State {
 
 impl Listed {
     /// Nothing is read yet.
-    pub fn new(store: Store) -> Self {
+    pub fn new(store: Store, fix: StoreFix) -> Self {
         let place = store.absolute_path().unwrap_or_else(|_| store.path().into());
-        Self { store, place, state: Mutex::default(), total: Mutex::default() }
+        Self { store, place, fix, state: Mutex::default(), total: Mutex::default() }
+    }
+
+    /// An error of this store, as an answer.
+    pub fn error(&self, error: &keyframe_store::Error) -> ApiError {
+        use keyframe_store::Error;
+        let text = said(error, (self.fix)(error, &self.place));
+        match error {
+            Error::UnknownCheckpoint { .. } | Error::UnknownTag { .. } => ApiError::Unknown(text),
+            Error::InvalidTag { .. } => ApiError::Bad(text),
+            _ => ApiError::Failed(text),
+        }
     }
 
     /// The store's id.
@@ -159,7 +171,7 @@ impl Listed {
     }
 
     fn read(&self, state: &mut State) -> Result<(), ApiError> {
-        let failed = |e: keyframe_store::Error| of_store(&e, &self.place);
+        let failed = |e: keyframe_store::Error| self.error(&e);
         let ids: BTreeSet<u64> =
             self.store.ids().map_err(failed)?.into_iter().map(|id| id.0).collect();
         let before = (state.all.len(), state.unreadable.len());
@@ -232,7 +244,7 @@ impl Listed {
             return Ok(total_bytes);
         }
         let total_bytes = if self.store.is_remote() {
-            self.store.stats().map_err(|e| of_store(&e, &self.place))?.total_bytes
+            self.store.stats().map_err(|e| self.error(&e))?.total_bytes
         } else {
             ["packs", "maps", "checkpoints", "tags"]
                 .iter()

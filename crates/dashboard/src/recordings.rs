@@ -1,10 +1,8 @@
-//! Recordings with their intervals, and how analyses of them get on.
+//! Recordings with their intervals, and the progress of analyses.
 //!
-//! A directory that is named is a recording or an analysis itself, or one that has them in it, one
-//! level deep.
+//! A named directory is a recording or an analysis itself, or it holds some, one level deep.
 
 use super::{locked, said, stores::Stores};
-use keyframe_failure::Failure;
 use keyframe_replay::interval::{Interval, RecordedCheckpoint, intervals};
 use keyframe_replay::{Recording, RecordingEnding};
 use keyframe_replay_driver::{IntervalState, interval_states};
@@ -16,14 +14,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// What was found is kept for so long.
+/// How long an answer is kept.
 const KEPT: Duration = Duration::from_secs(2);
-/// Intervals are shown in at most so many pieces.
+/// The most pieces in which intervals are shown.
 const PIECES_MAX: usize = 300;
 /// Recordings and analyses that are shown at most.
 const SHOWN_MAX: usize = 200;
 
-/// Those that were named.
+/// The directories that were named.
 pub struct Recordings {
     named: Vec<PathBuf>,
     analyses: Vec<PathBuf>,
@@ -31,12 +29,12 @@ pub struct Recordings {
 }
 
 impl Recordings {
-    /// In these directories.
+    /// Looks in these directories.
     pub fn new(recordings: Vec<PathBuf>, analyses: Vec<PathBuf>) -> Self {
         Self { named: recordings, analyses, kept: Mutex::default() }
     }
 
-    /// All of them, each with the analyses of it, and the analyses of others.
+    /// All recordings, each with its analyses, and the analyses of other recordings.
     pub fn all(&self, stores: &Stores) -> Value {
         let mut kept = locked(&self.kept);
         if let Some((at, all)) = &*kept
@@ -84,7 +82,7 @@ fn recording(place: &Path, stores: &Stores) -> Value {
     let path = place.display().to_string();
     let recording = match Recording::open(place) {
         Ok(recording) => recording,
-        Err(e) => return json!({ "path": path, "problem": said(&Failure::recording(&e)) }),
+        Err(e) => return json!({ "path": path, "problem": said(&e, e.fix()) }),
     };
     let meta = &recording.meta;
     let store = recording.store_path();
@@ -96,7 +94,7 @@ fn recording(place: &Path, stores: &Stores) -> Value {
         icount: one.icount,
         checkpoint: CheckpointId(one.checkpoint),
     };
-    // While it is made, it ends at its newest checkpoint, as far as one can tell from outside.
+    // While it is made, its newest checkpoint is the last known position.
     let newest = recorded.iter().map(|one| one.icount).max().unwrap_or(0);
     let instructions =
         if meta.ending == RecordingEnding::Recording { newest } else { meta.instructions };
@@ -119,7 +117,7 @@ fn recording(place: &Path, stores: &Stores) -> Value {
     })
 }
 
-/// Intervals in a row, few enough to be drawn.
+/// Groups of intervals in a row, few enough to be drawn.
 fn pieces(all: &[Interval]) -> Vec<Value> {
     let of = |piece: std::ops::Range<usize>| {
         let (first, last) = (all[piece.start], all[piece.end - 1]);
@@ -134,18 +132,14 @@ fn pieces(all: &[Interval]) -> Vec<Value> {
     chunks(all.len(), PIECES_MAX).map(of).collect()
 }
 
-/// An error of the directory of an analysis.
-pub(crate) fn of_replay(error: keyframe_replay_driver::Error) -> Failure {
-    Failure { fix: error.fix(), ..Failure::new(keyframe_failure::chain(&error)) }
-}
-
-/// How one gets on, and which recording it is of.
+/// The progress of an analysis, and the recording that it is of.
 fn analysis(place: &Path) -> (String, Value) {
     let path = place.display().to_string();
     let (head, states) = match interval_states(place) {
         Ok(found) => found,
-        Err(failure) => {
-            return (String::new(), json!({ "path": path, "problem": said(&of_replay(failure)) }));
+        Err(error) => {
+            let problem = error.to_string().replace("\n  fix: ", "; ");
+            return (String::new(), json!({ "path": path, "problem": problem }));
         }
     };
     let count = |wanted| states.iter().filter(|state| **state == wanted).count();

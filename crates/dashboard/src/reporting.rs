@@ -12,7 +12,7 @@
 pub mod of_checkpoints;
 pub mod of_recording;
 
-use keyframe_failure::{Failure, chain};
+use crate::error::{Error, Result};
 use keyframe_plot::Figure;
 use maud::{DOCTYPE, PreEscaped, html};
 use std::io::Write;
@@ -83,8 +83,8 @@ impl ReportPage {
     /// Adds a plot. `description` is shown below it, and read out by screen readers.
     ///
     /// Error: the plot cannot be drawn.
-    pub fn figure(&mut self, figure: &Figure, description: &str) -> Result<(), Failure> {
-        let svg = figure.svg().map_err(|e| Failure::new(chain(&e)))?;
+    pub fn figure(&mut self, figure: &Figure, description: &str) -> Result<()> {
+        let svg = figure.svg()?;
         self.add(html! {
             figure role="img" aria-label=(description) { (PreEscaped(svg)) }
             p.soft { (description) }
@@ -115,8 +115,8 @@ impl ReportPage {
     /// Writes the document to `path`, as a whole or not at all.
     ///
     /// Error: an I/O error, with the path.
-    pub fn write(&self, path: &Path) -> Result<(), Failure> {
-        let failed = |e: std::io::Error| Failure::new(format!("write {}: {e}", path.display()));
+    pub fn write(&self, path: &Path) -> Result<()> {
+        let failed = |source| Error::Io { operation: format!("write {}", path.display()), source };
         let folder =
             path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let mut new = tempfile::NamedTempFile::new_in(folder).map_err(failed)?;

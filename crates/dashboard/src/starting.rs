@@ -1,11 +1,11 @@
-//! VMs that the page starts: a clone, by `keyframe branch`; one as it was, by `keyframe restore`.
-//! Each is a process of its own that outlives this one.
+//! VMs that the page starts: a clone with `keyframe branch`, or a checkpoint as it was with `keyframe
+//! restore`. Each is a process of its own that outlives this one.
 
 use super::listed::Listed;
 use super::said;
-use keyframe_failure::output;
 use keyframe_session::run_dir::{self, Kind};
 use keyframe_store_keys as keys;
+use keyframe_units::human_duration;
 use keyframe_web::ApiError;
 use serde_json::Value;
 use std::fs::File;
@@ -14,12 +14,12 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// A page waits no longer.
+/// How long a page waits for the VM.
 const PATIENCE: Duration = Duration::from_secs(20);
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// Of what a VM that does not start has said.
+/// The most bytes of the output of a VM that does not start.
 const SAID_BYTES_MAX: u64 = 16 << 10;
-/// What the console of a VM that was restored is written to, in its run directory.
+/// The console's file of a restored VM, in its run directory.
 const CONSOLE: &str = "console.log";
 
 /// Starts a clone of checkpoint `id`.
@@ -43,9 +43,8 @@ fn told(clones: &[Value], pid: u32) -> String {
 
 /// Brings checkpoint `id` to life as it was.
 pub fn restore(listed: &Listed, id: u64) -> Result<String, ApiError> {
-    let folder =
-        run_dir::of_restored().map_err(|failure| ApiError::Failed(said(&failure.into())))?;
-    // It has no name before the VM has a directory.
+    let folder = run_dir::of_restored().map_err(|e| ApiError::Failed(said(&e, e.fix())))?;
+    // The VM's directory does not exist yet.
     let console = tempfile::Builder::new().prefix(".console-").tempfile_in(folder).map_err(io)?;
     let file = console.reopen().map_err(io)?;
     let mut console = Some(console);
@@ -68,8 +67,8 @@ pub fn restore(listed: &Listed, id: u64) -> Result<String, ApiError> {
     })
 }
 
-/// Runs `keyframe WORDS --store STORE ID` until `runs` says that the VM does. What the VM says goes
-/// to `out` and `err`.
+/// Runs `keyframe WORDS --store STORE ID` until `runs` returns a text: the VM runs. Its output goes to
+/// `out` and `err`.
 fn start(
     (listed, id): (&Listed, u64),
     words: &[&str],
@@ -94,14 +93,14 @@ fn start(
             break Err(ApiError::Failed(words));
         }
         if Instant::now() > deadline {
-            let after = output::duration(PATIENCE.as_nanos() as u64);
+            let after = human_duration(PATIENCE.as_nanos() as u64);
             break Ok(format!(
                 "not there after {after}: checkpoint {id} is still being started; end it with: kill {pid}"
             ));
         }
         std::thread::sleep(LOOK_EVERY);
     };
-    // Somebody has to be told of its end.
+    // The child's exit status must be collected.
     let waits = std::thread::Builder::new().name("started".into()).spawn(move || child.wait());
     waits.map_err(io)?;
     answer

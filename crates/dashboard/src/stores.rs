@@ -1,12 +1,11 @@
-//! The stores that are shown: one that was named, those that running VMs write to, those of
+//! The stores that are shown: the one that was named, those that running VMs write to, and those of
 //! recordings.
 //!
-//! A store that was shown once stays: its checkpoints outlive the VM. One that cannot be opened is
-//! tried again now and then.
+//! A store that was shown once stays: its checkpoints outlive the VM. A store that cannot be opened
+//! is tried again after a while.
 
 use super::listed::Listed;
-use super::{locked, said};
-use keyframe_failure::Failure;
+use super::{StoreFix, locked, said};
 use keyframe_store::{Error, Store};
 use keyframe_store_keys::KeyArg;
 use keyframe_web::StoreHead;
@@ -15,15 +14,16 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// A store that could not be opened is tried again after that.
+/// The wait before a store that could not be opened is tried again.
 const AGAIN: Duration = Duration::from_secs(10);
-/// More than these are not kept: a run that makes a store each time would fill the page.
+/// The most stores that are kept: runs that make a store each would fill the page.
 const STORES_MAX: usize = 64;
 
 /// All of them.
 pub struct Stores {
     key: KeyArg,
     known: Mutex<BTreeMap<PathBuf, Known>>,
+    fix: StoreFix,
 }
 
 enum Known {
@@ -32,16 +32,16 @@ enum Known {
 }
 
 impl Stores {
-    /// With the one that was named.
-    pub fn new(named: Option<PathBuf>, key: KeyArg) -> Self {
-        let stores = Self { key, known: Mutex::default() };
+    /// Shows the store that was named, if any.
+    pub fn new(named: Option<PathBuf>, key: KeyArg, fix: StoreFix) -> Self {
+        let stores = Self { key, known: Mutex::default(), fix };
         if let Some(place) = named {
             stores.name(BTreeSet::from([place]));
         }
         stores
     }
 
-    /// Adds the stores at `places`; their ids, of those that could be opened.
+    /// Adds the stores at `places`. Returns the ids of those that could be opened.
     pub fn name(&self, places: BTreeSet<PathBuf>) -> BTreeMap<PathBuf, String> {
         let mut known = locked(&self.known);
         let mut ids = BTreeMap::new();
@@ -53,10 +53,10 @@ impl Stores {
             };
             if again {
                 let opened = match self.open(&place) {
-                    Ok(store) => Known::Open(Arc::new(Listed::new(store))),
+                    Ok(store) => Known::Open(Arc::new(Listed::new(store, self.fix))),
                     Err(e) => Known::Closed {
                         tried_at: Instant::now(),
-                        why: said(&Failure::store(&e, &place)),
+                        why: said(&e, (self.fix)(&e, &place)),
                     },
                 };
                 known.insert(place.clone(), opened);
@@ -68,7 +68,7 @@ impl Stores {
         ids
     }
 
-    /// Never asks at the terminal: a dashboard that waits there shows nothing.
+    /// Opens a store, without a question at the terminal that a dashboard would wait for.
     fn open(&self, place: &Path) -> Result<Store, Error> {
         match Store::open(place) {
             Err(Error::KeyNeeded { .. }) if self.key.is_given() => self.key.open(place),
@@ -76,7 +76,7 @@ impl Stores {
         }
     }
 
-    /// The one with that id.
+    /// The store with this id.
     pub fn get(&self, id: &str) -> Option<Arc<Listed>> {
         let known = locked(&self.known);
         known.values().find_map(|one| match one {
@@ -85,7 +85,7 @@ impl Stores {
         })
     }
 
-    /// What a list shows of them: each once, whatever paths lead to it.
+    /// The heads of all stores: each store once, even if several paths lead to it.
     pub fn heads(&self) -> Vec<StoreHead> {
         let mut open = BTreeMap::<String, Arc<Listed>>::new();
         let mut heads = Vec::new();

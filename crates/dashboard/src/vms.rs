@@ -77,6 +77,6 @@ fn shown(
         }
         Ok(other) => silent(format!("unexpected answer: {other:?}")),
         Err(_) if !run_dir::all().is_ok_and(|live| live.iter().any(|one| one == engine)) => None,
-        Err(error) => silent(said(&error.into())),
+        Err(error) => silent(said(&error, error.fix())),
     }
 }

@@ -1,8 +1,8 @@
-//! Who decides which host runs the VM, asked beside what goes on: the witness, or the hook that
-//! switches the other host off. The answer comes to an engine's inbox.
+//! Asks the arbiter that decides which host runs the VM: the witness, or the hook that switches the
+//! other host off. The answer comes to the engine's inbox.
 
 use super::settings::Setup;
-use super::witnessing::{self, WitnessAnswer};
+use super::witness::{self, WitnessAnswer};
 use keyframe_replication::WitnessRequest;
 use std::sync::mpsc::Sender;
 
@@ -19,11 +19,11 @@ pub fn ask<T: Send + 'static>(
     };
     let party = setup.party.clone();
     aside("ask-witness", inbox, wrap, WitnessAnswer::Lost { sent: false }, move || {
-        witnessing::ask(&party, address, request)
+        witness::ask(&party, address, request)
     });
 }
 
-/// Has the other host of VM `vm` switched off; `role` is this one's.
+/// Runs the hook that switches the other host of VM `vm` off; `role` is this host's role.
 pub fn fence<T: Send + 'static>(
     setup: &Setup,
     vm: &str,
@@ -35,7 +35,7 @@ pub fn fence<T: Send + 'static>(
     aside("fence", inbox, wrap, false, move || setup.fence(&vm, role));
 }
 
-/// Does it in a thread of its own; `otherwise` is the answer where there can be none.
+/// Does `work` in a thread of its own; `otherwise` is the answer if there is no thread.
 fn aside<T: Send + 'static, A>(
     name: &str,
     inbox: &Sender<T>,

@@ -1,9 +1,9 @@
-//! What a primary and a standby send each other beside the messages of the protocol's core
-//! (`keyframe_replication`): who connects for what, the machine, and epochs.
+//! The frames between a primary and a standby that do not come from the protocol's core
+//! (`keyframe_replication`): the purpose of a connection, the machine, and epochs.
 //!
 //! ```text
 //!   control   Greeting ▶ │ Machine ▶ ◀ Ready │ Core ◀▶ ...                       Epoch ▶ (devices; its batches are on the data streams)
-//!                                                        ◀ Have ◀ Have ... (having.rs)
+//!                                                        ◀ PageHashes ... (resync.rs)
 //!   beat      Greeting ▶ │ Core ◀▶ ...                                           the second path: signs of life alone
 //!   data 0..n Greeting ▶ │ Batch ▶ Batch ▶ ... Mark ▶ │ Batch ▶ ... Discard ▶ │
 //!
@@ -14,16 +14,17 @@
 //! Batches belong to the epoch whose Mark follows; a Discard drops them. An epoch is whole when its
 //! Epoch and the Mark of each data stream have come.
 
-use keyframe_failure::Failure;
+use crate::error::{Error, Result};
+use keyframe_machine::MachineSpec;
 use keyframe_units::{Epoch, RamLayout};
 use serde::{Deserialize, Serialize};
 
-/// Both sides must have the same.
+/// The version of the protocol; both hosts must have the same.
 pub const VERSION: u32 = 1;
 /// The longest description of a machine.
 pub const JSON_BYTES_MAX: usize = 4 << 20;
 
-/// What a frame is.
+/// The kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
@@ -35,7 +36,7 @@ pub enum Kind {
     Mark = 6,
     Discard = 7,
     Epoch = 8,
-    Have = 9,
+    PageHashes = 9,
 }
 
 impl Kind {
@@ -49,13 +50,13 @@ impl Kind {
             6 => Self::Mark,
             7 => Self::Discard,
             8 => Self::Epoch,
-            9 => Self::Have,
+            9 => Self::PageHashes,
             _ => return None,
         })
     }
 }
 
-/// What a connection is for.
+/// The purpose of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Purpose {
@@ -64,12 +65,12 @@ pub enum Purpose {
     Data { stream: usize },
 }
 
-/// The first frame of each connection, from who has connected.
+/// The first frame of each connection, from the primary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Greeting {
     pub version: u32,
     pub purpose: Purpose,
-    /// Tells the connections of one primary process, made at one time, from others.
+    /// Counts the connections of one primary process.
     pub connection: u64,
 }
 
@@ -81,16 +82,30 @@ pub struct ReplicatedDisk {
     pub disk_bytes: u64,
 }
 
-/// Who decides, as both sides have to be told alike.
+/// The arbiter: what decides which host runs the VM. Both hosts must be told the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Arbiter {
+    /// The witness on a third host.
     Witness,
+    /// The hook that switches the other host off.
     Fencing,
+    /// The user.
     Manual,
 }
 
-/// What the standby needs to have the same machine ready.
+impl Arbiter {
+    /// The option that chooses it.
+    pub(crate) fn option(self) -> &'static str {
+        match self {
+            Self::Witness => "with --witness",
+            Self::Fencing => "with --fence-with",
+            Self::Manual => "without --witness or --fence-with",
+        }
+    }
+}
+
+/// The machine, as a standby needs it to start the same one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MachineFrame {
     /// The VM's name.
@@ -99,16 +114,11 @@ pub struct MachineFrame {
     pub group: String,
     pub arbiter: Arbiter,
     pub detection_ns: u64,
-    /// The primary has a second path.
+    /// Number of paths: 1, or 2 with a second one for heartbeats.
     pub paths: u8,
     pub streams: usize,
-    pub user_command: Vec<String>,
-    pub qemu_path: String,
-    pub qemu_version: String,
-    pub qemu_blake3: String,
-    pub machine_type: String,
-    pub working_directory: String,
-    pub cpu_lacks: Option<Vec<String>>,
+    /// The machine.
+    pub spec: MachineSpec,
     pub ram: RamLayout,
     pub disks: Vec<ReplicatedDisk>,
 }
@@ -121,10 +131,10 @@ pub enum ReadyFrame {
     Refused { problem: String, fix: Option<String> },
 }
 
-/// What an epoch is, beside its pages and devices.
+/// The description of an epoch, beside its pages and device state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EpochHead {
-    /// The epoch that it builds upon; none of one that has all of the VM.
+    /// The epoch that it builds upon; `None` if it holds all of the VM.
     pub after: Option<Epoch>,
     /// Why it was taken.
     pub reason: String,
@@ -138,17 +148,16 @@ pub struct EpochHead {
 }
 
 /// JSON of a frame.
-pub fn parse<T: serde::de::DeserializeOwned>(payload: &[u8]) -> Result<T, Failure> {
+pub fn parse<T: serde::de::DeserializeOwned>(payload: &[u8]) -> Result<T> {
     if payload.len() > JSON_BYTES_MAX {
-        return Err(Failure::new(format!("a message of {} bytes", payload.len())));
+        return Err(Error::MessageTooLong(payload.len()));
     }
-    serde_json::from_slice(payload)
-        .map_err(|e| Failure::new(format!("a message that is none: {e}")))
+    serde_json::from_slice(payload).map_err(Error::MalformedMessage)
 }
 
 /// A frame's JSON.
-pub fn text(value: &impl Serialize) -> Result<Vec<u8>, Failure> {
-    serde_json::to_vec(value).map_err(|e| Failure::new(format!("encode a message: {e}")))
+pub fn text(value: &impl Serialize) -> Result<Vec<u8>> {
+    serde_json::to_vec(value).map_err(Error::EncodeMessage)
 }
 
 /// Session and epoch before a payload.
@@ -159,7 +168,7 @@ pub fn marked(session: u64, epoch: u64) -> [u8; 16] {
     head
 }
 
-/// The same, taken apart: session, epoch, and what is behind.
+/// Session, epoch and the rest of a payload.
 pub fn unmarked(payload: &[u8]) -> Option<(u64, u64, &[u8])> {
     let (session, rest) = payload.split_first_chunk::<8>()?;
     let (epoch, rest) = rest.split_first_chunk::<8>()?;

@@ -1,21 +1,21 @@
-//! What stops a protected VM should its engine stall, and ends it should its engine die: its right
-//! to run lasts no longer than somebody looks after it.
+//! The guard: a process that stops a protected VM if its engine stalls, and ends it if its engine
+//! dies.
 //!
 //! ```text
-//!   engine ──▶ F          free: the VM runs alone by right, and may outlive the engine
-//!   engine ──▶ U<ns>      it may run until then, by CLOCK_MONOTONIC
-//!   engine ──▶ S          it is not to run
-//!   engine ──▶ P          it does not run, since the engine has paused it by its monitor; it ends with the engine
-//!   engine ◀── K<0|1>     the answer to each; 1 where the guard has the VM standing
+//!   engine ──▶ F          free: the VM may run alone, and may outlive the engine
+//!   engine ──▶ U<ns>      the VM may run until then, by CLOCK_MONOTONIC
+//!   engine ──▶ S          the VM may not run
+//!   engine ──▶ P          the engine has paused the VM by its monitor; the VM ends with the engine
+//!   engine ◀── K<0|1>     the answer to each; 1 if the guard has stopped the VM
 //!
 //!   U passes, or S ─▶ SIGSTOP        F, or a later U ─▶ SIGCONT        end of input without F ─▶ SIGKILL
 //! ```
 //!
-//! Invariant: a VM that is not free runs only while its engine lives and has said until when. The
-//! process is one of its own: no stalled engine holds it up. It knows QEMU by a descriptor (pidfd),
-//! which names no other process ever.
+//! Invariant: a VM that is not free runs only while its engine lives, and until the time that the
+//! engine named. The guard is a process of its own, so a stalled engine does not delay it. It knows
+//! QEMU by a pidfd, which never names another process.
 
-use keyframe_failure::Failure;
+use crate::error::{Error, Result};
 use keyframe_replication::RunPermit;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -37,18 +37,18 @@ pub fn now_ns() -> u64 {
         .saturating_add(now.tv_nsec.cast_unsigned())
 }
 
-/// The engine's hold of it.
+/// The engine's end of a guard.
 pub struct GuardRemote {
     stream: BufReader<UnixStream>,
     child: Child,
-    /// It has the VM standing.
-    pub stands: bool,
+    /// The guard has stopped the VM.
+    pub stopped: bool,
 }
 
 impl GuardRemote {
-    /// Starts one that guards the QEMU with that pid, which is free at first.
-    pub fn spawn(qemu: u32) -> Result<Self, Failure> {
-        let failed = |e: std::io::Error| Failure::new(format!("start the guard: {e}"));
+    /// Starts a guard of the QEMU with this pid, which is free at first.
+    pub fn spawn(qemu: u32) -> Result<Self> {
+        let failed = |e| Error::io("start the guard", e);
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
         ours.set_read_timeout(Some(ANSWER_TIMEOUT)).map_err(failed)?;
         let mut command = Command::new("/proc/self/exe");
@@ -57,40 +57,39 @@ impl GuardRemote {
         let child = command.spawn().map_err(failed)?;
         // The command holds the other end, whose closing must be seen.
         command.stdin(Stdio::null());
-        let mut guard = Self { stream: BufReader::new(ours), child, stands: false };
-        guard.say("F")?;
+        let mut guard = Self { stream: BufReader::new(ours), child, stopped: false };
+        guard.ask("F")?;
         Ok(guard)
     }
 
-    /// Tells it. The VM stands when this returns, where it is to.
-    pub fn set(&mut self, permit: RunPermit) -> Result<(), Failure> {
+    /// Tells the guard what the VM may do. The VM is stopped when this returns, if it has to be.
+    pub fn set(&mut self, permit: RunPermit) -> Result<()> {
         match permit {
-            RunPermit::Free => self.say("F"),
-            RunPermit::Until(ns) => self.say(&format!("U{ns}")),
-            RunPermit::Stopped => self.say("S"),
+            RunPermit::Free => self.ask("F"),
+            RunPermit::Until(ns) => self.ask(&format!("U{ns}")),
+            RunPermit::Stopped => self.ask("S"),
         }
     }
 
-    /// The VM is paused by its monitor, and has to go on answering there.
-    pub fn paused(&mut self) -> Result<(), Failure> {
-        self.say("P")
+    /// Tells the guard that the VM is paused by its monitor, and has to go on answering there.
+    pub fn paused(&mut self) -> Result<()> {
+        self.ask("P")
     }
 
-    fn say(&mut self, line: &str) -> Result<(), Failure> {
-        let failed =
-            |e: std::io::Error| Failure::new(format!("the guard of the VM's right to run: {e}"));
+    fn ask(&mut self, line: &str) -> Result<()> {
+        let failed = |e| Error::io("the guard of the VM's right to run", e);
         self.stream.get_mut().write_all(format!("{line}\n").as_bytes()).map_err(failed)?;
         let mut answer = String::new();
         self.stream.read_line(&mut answer).map_err(failed)?;
-        self.stands = match answer.trim() {
+        self.stopped = match answer.trim() {
             "K0" => false,
             "K1" => true,
-            _ => return Err(Failure::new("the guard of the VM's right to run has ended")),
+            _ => return Err(Error::GuardEnded),
         };
         Ok(())
     }
 
-    /// Lets go of it; a VM that is not free ends with this.
+    /// Ends the guard; a VM that is not free ends with it.
     pub fn end(self) {
         let Self { stream, mut child, .. } = self;
         drop(stream);
@@ -98,16 +97,15 @@ impl GuardRemote {
     }
 }
 
-/// The guard's process: its orders come from standard input.
-pub fn guard(qemu: u32, orders: UnixStream) -> Result<(), Failure> {
+/// Runs the guard's process, with its orders from `orders`.
+pub fn guard(qemu: u32, orders: UnixStream) -> Result<()> {
     let pid = i32::try_from(qemu).ok().and_then(Pid::from_raw);
-    let pid = pid.ok_or_else(|| Failure::new(format!("{qemu} is no process")))?;
-    let qemu = pidfd_open(pid, PidfdFlags::empty())
-        .map_err(|e| Failure::new(format!("guard {qemu}: {e}")))?;
-    // On a host with more to do than it can, the VM is to stand all the same when its right has run
-    // out.
+    let pid = pid.ok_or(Error::NoProcess(qemu))?;
+    let qemu =
+        pidfd_open(pid, PidfdFlags::empty()).map_err(|e| Error::io(format!("guard {qemu}"), e))?;
+    // On an overloaded host the VM must be stopped in time, too.
     keyframe_kernel::priority::raise_current_thread();
-    Keeper { qemu, orders: BufReader::new(orders), state: State::Free, stands: false }.run()
+    Guard { qemu, orders: BufReader::new(orders), state: State::Free, stopped: false }.run()
 }
 
 enum State {
@@ -117,22 +115,22 @@ enum State {
     Paused,
 }
 
-struct Keeper {
+struct Guard {
     qemu: OwnedFd,
     orders: BufReader<UnixStream>,
     state: State,
-    stands: bool,
+    stopped: bool,
 }
 
-impl Keeper {
-    fn run(mut self) -> Result<(), Failure> {
+impl Guard {
+    fn run(mut self) -> Result<()> {
         loop {
             let left_ns = match self.state {
-                State::Until(until) if !self.stands => Some(until.saturating_sub(now_ns())),
+                State::Until(until) if !self.stopped => Some(until.saturating_sub(now_ns())),
                 _ => None,
             };
             if left_ns == Some(0) {
-                self.stand(true);
+                self.stop_or_continue(true);
                 continue;
             }
             let timeout = left_ns.map(|ns| Timespec {
@@ -146,14 +144,14 @@ impl Keeper {
                 ];
                 match poll(&mut fds, timeout.as_ref()) {
                     Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                    Err(e) => return Err(Failure::new(format!("wait for orders: {e}"))),
+                    Err(e) => return Err(Error::io("wait for orders", e)),
                 }
                 (!fds[0].revents().is_empty(), !fds[1].revents().is_empty())
             };
             if gone {
                 return Ok(());
             }
-            if heard && !self.obey() {
+            if heard && !self.handle_order() {
                 if !matches!(self.state, State::Free) {
                     let _ = pidfd_send_signal(&self.qemu, Signal::KILL);
                 }
@@ -162,8 +160,8 @@ impl Keeper {
         }
     }
 
-    /// Takes an order; false where there will be none any more.
-    fn obey(&mut self) -> bool {
+    /// Handles an order; false if the engine has ended.
+    fn handle_order(&mut self) -> bool {
         let mut line = String::new();
         let read = std::io::Read::take(&mut self.orders, LINE_BYTES_MAX as u64);
         match BufReader::with_capacity(1, read).read_line(&mut line) {
@@ -185,17 +183,17 @@ impl Keeper {
             State::Until(until) => until <= now_ns(),
             State::Stopped => true,
         };
-        self.stand(stand);
-        let answer = if self.stands { "K1\n" } else { "K0\n" };
+        self.stop_or_continue(stand);
+        let answer = if self.stopped { "K1\n" } else { "K0\n" };
         self.orders.get_mut().write_all(answer.as_bytes()).is_ok()
     }
 
-    fn stand(&mut self, stand: bool) {
-        if stand != self.stands {
-            let signal = if stand { Signal::STOP } else { Signal::CONT };
-            // One that has ended is found by its descriptor.
+    fn stop_or_continue(&mut self, stop: bool) {
+        if stop != self.stopped {
+            let signal = if stop { Signal::STOP } else { Signal::CONT };
+            // If QEMU has ended, its descriptor tells.
             let _ = pidfd_send_signal(&self.qemu, signal);
-            self.stands = stand;
+            self.stopped = stop;
         }
     }
 }

@@ -1,18 +1,18 @@
-//! Everything before a protected VM's first instruction; and before a standby's, once it has taken
-//! over.
+//! Launches a protected VM, and makes its engine. A standby that takes over makes its engine here,
+//! too.
 
 use super::frames::{MachineFrame, ReplicatedDisk};
 use super::links::Addresses;
-use super::primary::{self, PrimaryEngineEvent};
+use super::primary;
 use super::sending::SharedWire;
 use super::settings::{Setup, random};
 use super::vm::{self, Gate};
-use keyframe_failure::Failure;
+use crate::error::{Error, Result};
 use keyframe_net::{GateNic, GateRemote};
 use keyframe_qemu::NicSockets;
-use keyframe_qemu::{DiskServer, Invocation, LaunchOptions, QemuIdentity, Vm};
+use keyframe_qemu::{DiskServer, Drive, Invocation, LaunchOptions, QemuIdentity, Vm};
 use keyframe_replication::{GroupId, NodeId, PrimaryStart, ReplicationConfig};
-use keyframe_session::control::server::{SharedStatus, Socket};
+use keyframe_session::control::server::SharedStatus;
 use keyframe_session::control::{OnExit, ReplicationRole, ReplicationStatus, Status, VmState};
 use keyframe_session::disk_capture::DiskCapture;
 use keyframe_session::disk_capture::served::ServedDiskCapture;
@@ -25,22 +25,22 @@ use keyframe_session::run_dir::RunDir;
 use keyframe_session::session_vm::SessionVm;
 use keyframe_session::{Options, machine_meta, refuse};
 use keyframe_store::MachineMeta;
-use keyframe_units::{Epoch, PAGE_BYTES};
+use keyframe_units::{Epoch, PAGE_BYTES, RamLayout};
 use keyframe_vm_disks::overlay_directory::OverlayDirectory;
 use keyframe_vm_disks::{self as disks, DiskToServe, ServedDisks};
+use rustix::process::{Signal, pidfd_send_signal};
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::AtomicBool;
-use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex};
 
 /// The socket of the disks' server, in the run directory.
 pub const DISKS_SOCKET: &str = "disks.sock";
 
-/// A VM that is there and does not run yet, and what stands beside it.
-pub struct Found {
+/// A VM that has not run its first instruction yet, and what stands beside it.
+pub struct LaunchedVm {
     /// The VM.
     pub vm: Vm,
     /// Its QEMU binary.
@@ -55,8 +55,8 @@ pub struct Found {
     pub gate: Gate,
 }
 
-/// Where a VM is and who talks to it.
-pub struct Home {
+/// The VM's run directory, its status and the channel of its engine.
+pub struct RunContext {
     /// The VM's name.
     pub name: String,
     /// The run directory.
@@ -65,12 +65,12 @@ pub struct Home {
     pub status: SharedStatus,
     /// Set when the user wants an end.
     pub interrupted: Arc<AtomicBool>,
-    /// The inbox with its control socket, if the standby that took over hands them on.
-    pub inbox: Option<(Receiver<PrimaryEngineEvent>, Sender<PrimaryEngineEvent>, Socket)>,
+    /// The inbox with its control socket, which a standby that takes over hands on.
+    pub inbox: Option<primary::Inbox>,
 }
 
 /// Starts the gate of a VM's network; none for a VM without.
-pub fn start_gate(nics: &[NicSockets]) -> Result<Gate, Failure> {
+pub fn start_gate(nics: &[NicSockets]) -> Result<Gate> {
     if nics.is_empty() {
         return Ok(Gate::new(None));
     }
@@ -78,7 +78,7 @@ pub fn start_gate(nics: &[NicSockets]) -> Result<Gate, Failure> {
         for socket in [&nic.out, &nic.back] {
             match std::fs::remove_file(socket) {
                 Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-                    return Err(Failure::new(format!("remove {}: {e}", socket.display())));
+                    return Err(Error::file("remove", socket, e));
                 }
                 _ => {}
             }
@@ -90,9 +90,7 @@ pub fn start_gate(nics: &[NicSockets]) -> Result<Gate, Failure> {
         .collect();
     let mut command = Command::new("/proc/self/exe");
     command.arg0("keyframe").arg("__gate");
-    let remote = GateRemote::spawn(&mut command, &nics)
-        .map_err(|e| Failure::new(keyframe_failure::chain(&e)))?;
-    Ok(Gate::new(Some(remote)))
+    Ok(Gate::new(Some(GateRemote::spawn(&mut command, &nics)?)))
 }
 
 /// Launches the VM of `command`, with its network behind a gate and its disks served, and protects
@@ -104,32 +102,25 @@ pub fn protect(
     addresses: Addresses,
     setup: Setup,
     is_last: bool,
-) -> Result<primary::Engine, Failure> {
+) -> Result<primary::Engine> {
     let options = Options::every(None, OnExit::Kill);
     sessions::require_kernel(&options)?;
-    // From here on: a QEMU that nobody guards yet is not to be left behind.
+    // From here on: a signal must not leave a QEMU behind that has no guard yet.
     let interrupted = interrupt::interruption_or_hangup()?;
-    let directory = std::env::current_dir()
-        .map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
-    let mut line = Invocation::parse(command).map_err(|e| Failure::qemu(&e))?;
-    let identity = line.identity().map_err(|e| Failure::qemu(&e))?;
+    let directory =
+        std::env::current_dir().map_err(|e| Error::io("find the working directory", e))?;
+    let mut line = Invocation::parse(command)?;
+    let identity = line.identity()?;
     let name = name
         .unwrap_or_else(|| keyframe_session::run_dir::name_from(line.vm_name().unwrap_or("vm")));
     let run_dir = RunDir::claim(&name)?;
-    let nics = line.gate(run_dir.path()).map_err(|e| Failure::qemu(&e))?;
-    let drives = line.drives().map_err(|e| Failure::qemu(&e))?;
+    let nics = line.gate(run_dir.path())?;
+    let drives = line.drives()?;
     let socket = run_dir.path().join(DISKS_SOCKET);
-    let mut served = None;
-    if !drives.is_empty() {
-        let wanted = drives
-            .iter()
-            .map(|drive| DiskToServe::of_drive(drive, ""))
-            .collect::<Result<_, _>>()?;
-        let server = DiskServer { socket: socket.clone(), prefix: String::new() };
-        line.serve_drives(&server).map_err(|e| Failure::qemu(&e))?;
-        let place = OverlayDirectory::claim_in(&folder.join("overlays"), &name)?;
-        served = Some(disks::serve_in(place, &name, None, wanted, &socket)?);
-    }
+    let served = match &drives[..] {
+        [] => None,
+        drives => Some(serve_drives(&mut line, drives, folder, &name, &socket)?),
+    };
     let gate = start_gate(&nics)?;
     let vm = Vm::launch(&line, &LaunchOptions { run_dir: run_dir.path().into() });
     let vm = vm.and_then(|mut vm| match vm.require_whole_line() {
@@ -146,62 +137,93 @@ pub fn protect(
             if let Some(served) = served {
                 let _ = served.end(false);
             }
-            return Err(Failure::qemu(&error));
+            return Err(error.into());
         }
     };
     if is_last {
         rights::trace_only(&*setup.events);
     }
-    let group = GroupId(u128::from(random()?) << 64 | u128::from(random()?));
-    let mut config = ReplicationConfig::new(
-        NodeId(random()?),
-        random()?,
-        group,
-        setup.arbitration,
-        setup.detection_ns,
-    );
-    config.paths = if addresses.beat.is_some() { 2 } else { 1 };
+    let config = new_group(&setup, &addresses)?;
     let status = first_status(&name, vm.pid(), ReplicationRole::Primary);
-    let found = Found { vm, identity, machine: None, directory, served, gate };
-    let place = Home { name, run_dir, status, interrupted, inbox: None };
-    engine(found, place, setup, config, (PrimaryStart::First, Epoch(1)), Some(addresses))
+    let launched = LaunchedVm { vm, identity, machine: None, directory, served, gate };
+    let context = RunContext { name, run_dir, status, interrupted, inbox: None };
+    let start = (PrimaryStart::First, Epoch(1));
+    start_primary(launched, context, setup, config, start, Some(addresses))
 }
 
-/// An engine over a VM that does not run yet, and is let run. The VM ends where it cannot be made.
-pub fn engine(
-    found: Found,
-    place: Home,
-    setup: Setup,
-    config: ReplicationConfig,
-    (start, first_epoch): (PrimaryStart, Epoch),
-    addresses: Option<Addresses>,
-) -> Result<primary::Engine, Failure> {
-    let qemu = keyframe_kernel::Process::open(found.vm.pid());
-    let gate = found.gate.clone();
-    made(found, place, setup, config, (start, first_epoch), addresses).inspect_err(|_| {
-        if let Ok(qemu) = &qemu {
-            let _ = rustix::process::pidfd_send_signal(qemu.pidfd(), rustix::process::Signal::KILL);
+/// Serves the images of `drives`, with what the guest writes in an overlay beneath `folder`, and has
+/// the command line name the server.
+fn serve_drives(
+    line: &mut Invocation,
+    drives: &[Drive],
+    folder: &Path,
+    name: &str,
+    socket: &Path,
+) -> Result<ServedDisks> {
+    let wanted =
+        drives.iter().map(|drive| DiskToServe::of_drive(drive, "")).collect::<Result<_, _>>()?;
+    line.serve_drives(&DiskServer { socket: socket.to_owned(), prefix: String::new() })?;
+    let overlays = OverlayDirectory::claim_in(&folder.join("overlays"), name)?;
+    Ok(disks::serve_in(overlays, name, None, wanted, socket)?)
+}
+
+/// The configuration of a VM that is protected for the first time.
+fn new_group(setup: &Setup, addresses: &Addresses) -> Result<ReplicationConfig> {
+    let group = GroupId(u128::from(random()?) << 64 | u128::from(random()?));
+    let node = NodeId(random()?);
+    let mut config =
+        ReplicationConfig::new(node, random()?, group, setup.arbitration, setup.detection_ns);
+    config.paths = if addresses.beat.is_some() { 2 } else { 1 };
+    Ok(config)
+}
+
+/// Ends QEMU and its gate when it is dropped, unless it is disarmed: a protected VM does not
+/// outlive an engine that could not be made.
+struct EndOnError {
+    qemu: Option<keyframe_kernel::Process>,
+    gate: Gate,
+    is_armed: bool,
+}
+
+impl EndOnError {
+    fn new(launched: &LaunchedVm) -> Self {
+        let qemu = keyframe_kernel::Process::open(launched.vm.pid()).ok();
+        Self { qemu, gate: launched.gate.clone(), is_armed: true }
+    }
+
+    fn disarm(mut self) {
+        self.is_armed = false;
+    }
+}
+
+impl Drop for EndOnError {
+    fn drop(&mut self) {
+        if !self.is_armed {
+            return;
         }
-        gate.end();
-    })
+        if let Some(qemu) = &self.qemu {
+            let _ = pidfd_send_signal(qemu.pidfd(), Signal::KILL);
+        }
+        self.gate.end();
+    }
 }
 
-fn made(
-    found: Found,
-    place: Home,
+/// Makes the engine of a VM that does not run yet, and lets the VM run. The VM ends if this fails.
+pub fn start_primary(
+    launched: LaunchedVm,
+    context: RunContext,
     setup: Setup,
     config: ReplicationConfig,
     (start, first_epoch): (PrimaryStart, Epoch),
     addresses: Option<Addresses>,
-) -> Result<primary::Engine, Failure> {
-    let Found { mut vm, identity, machine, directory, served, gate } = found;
-    let Home { name, run_dir, status, interrupted, inbox } = place;
+) -> Result<primary::Engine> {
+    let end_on_error = EndOnError::new(&launched);
+    let LaunchedVm { mut vm, identity, machine, directory, served, gate } = launched;
     refuse(&mut vm, &*setup.events)?;
-    let options =
-        Options { events: Arc::clone(&setup.events), ..Options::every(None, OnExit::Kill) };
-    let copying = RamCapture::start(&mut [(&*name, &mut vm)], false, &options)?;
-    let machine = match machine {
-        Some(machine) => machine,
+    let options = Options { events: setup.events.clone(), ..Options::every(None, OnExit::Kill) };
+    let copying = RamCapture::start(&mut [(&*context.name, &mut vm)], false, &options)?;
+    let spec = match machine {
+        Some(spec) => spec,
         None => machine_meta(&mut vm, &identity, &directory)?,
     };
     let exports: Vec<(String, u64)> = served
@@ -209,68 +231,38 @@ fn made(
         .flat_map(|served| &served.metas)
         .map(|disk| (disk.name.clone(), disk.disk_bytes))
         .collect();
-    let frame = MachineFrame {
-        name: name.clone(),
-        group: format!("{:032x}", config.group.0),
-        arbiter: setup.arbiter(),
-        detection_ns: config.detection_ns,
-        paths: config.paths,
-        streams: setup.streams,
-        user_command: machine.user_command.clone(),
-        qemu_path: machine.binary_path.clone(),
-        qemu_version: machine.vmm_version.clone(),
-        qemu_blake3: machine.binary_blake3.clone(),
-        machine_type: machine.machine_type.clone(),
-        working_directory: machine.working_directory.clone(),
-        cpu_lacks: machine.missing_cpu_features.clone(),
-        ram: copying.layout.clone(),
-        disks: exports
-            .iter()
-            .map(|(name, disk_bytes)| ReplicatedDisk {
-                name: name.clone(),
-                disk_bytes: *disk_bytes,
-            })
-            .collect(),
-    };
+    let machine = machine_frame(&context.name, &setup, &config, spec, &copying.layout, &exports);
     let blocks: Vec<u64> =
         exports.iter().map(|(_, bytes)| bytes.div_ceil(PAGE_BYTES as u64)).collect();
     let wire =
         SharedWire::new(setup.streams, setup.wire_bytes, copying.layout.len_pages(), &blocks);
-    let watchdog = sessions::spawn_watchdog(&vm)?;
     let qemu = vm.pid();
-    let socket = run_dir.path().join(DISKS_SOCKET);
-    let has_disks = served.is_some();
-    let storage = served.map(|served| {
-        let events = Arc::clone(&options.events);
-        Box::new(ServedDiskCapture::new(served, options.pause_limit, events))
-            as Box<dyn DiskCapture>
-    });
-    let watches = copying.watches_discards.first().copied().unwrap_or(false);
-    let machine = SessionVm::new(Box::new(vm), Box::new(watchdog), options.pause_limit, watches);
-    let member = Member::new(name.clone(), machine, true);
-    let mut machines =
-        Machines::new(vec![member], false, Peripherals { lans: None, disks: storage });
-    for member in machines.members_mut() {
-        member.vm.vm_mut().resume().map_err(keyframe_session::Error::from)?;
-    }
-    if let Ok(mut status) = status.lock() {
+    let socket = context.run_dir.path().join(DISKS_SOCKET);
+    let disks = served.is_some().then_some((socket, exports));
+    let watches_discards = copying.watches_discards.first().copied().unwrap_or(false);
+    let machines = run_machines(&context.name, vm, served, watches_discards, &options)?;
+    if let Ok(mut status) = context.status.lock() {
         status.qemu_pid = qemu;
         status.state = VmState::Running;
     }
-    let vm = vm::Parts {
+    let captured = vm::CapturedParts {
         machines,
-        copying,
+        ram: copying,
         gate: gate.clone(),
         wire: wire.clone(),
-        policy: setup.policy.build(setup.parameters),
         verify: setup.verify,
-        disks: has_disks.then_some((socket, exports)),
-        first_epoch,
+        disks,
+        events: setup.events.clone(),
     };
-    let machine = frame;
-    primary::Engine::new(primary::Parts {
-        name,
-        run_dir,
+    let vm = vm::VmParts {
+        captured,
+        wire: wire.clone(),
+        policy: setup.policy.build(setup.parameters),
+        first_epoch,
+        events: setup.events.clone(),
+    };
+    let engine = primary::Engine::new(primary::EngineParts {
+        context,
         setup,
         config,
         start,
@@ -280,10 +272,59 @@ fn made(
         gate,
         wire,
         qemu,
-        status,
-        interrupted,
-        inbox,
-    })
+    })?;
+    end_on_error.disarm();
+    Ok(engine)
+}
+
+/// The description of the machine that a standby gets.
+fn machine_frame(
+    name: &str,
+    setup: &Setup,
+    config: &ReplicationConfig,
+    spec: MachineMeta,
+    ram: &RamLayout,
+    exports: &[(String, u64)],
+) -> MachineFrame {
+    let disk = |(name, disk_bytes): &(String, u64)| ReplicatedDisk {
+        name: name.clone(),
+        disk_bytes: *disk_bytes,
+    };
+    MachineFrame {
+        name: name.to_owned(),
+        group: format!("{:032x}", config.group.0),
+        arbiter: setup.arbiter(),
+        detection_ns: config.detection_ns,
+        paths: config.paths,
+        streams: setup.streams,
+        spec,
+        ram: ram.clone(),
+        disks: exports.iter().map(disk).collect(),
+    }
+}
+
+/// Puts a watchdog beside the VM and its disks, and lets it run.
+fn run_machines(
+    name: &str,
+    vm: Vm,
+    served: Option<ServedDisks>,
+    watches_discards: bool,
+    options: &Options,
+) -> Result<Machines> {
+    let watchdog = sessions::spawn_watchdog(&vm)?;
+    let disks = served.map(|served| {
+        let events = Arc::clone(&options.events);
+        Box::new(ServedDiskCapture::new(served, options.pause_limit, events))
+            as Box<dyn DiskCapture>
+    });
+    let machine =
+        SessionVm::new(Box::new(vm), Box::new(watchdog), options.pause_limit, watches_discards);
+    let member = Member::new(name.to_owned(), machine, true);
+    let mut machines = Machines::new(vec![member], false, Peripherals { lans: None, disks });
+    for member in machines.members_mut() {
+        member.vm.vm_mut().resume().map_err(keyframe_session::Error::from)?;
+    }
+    Ok(machines)
 }
 
 /// What is shown of a VM or a standby that nothing is known of yet.

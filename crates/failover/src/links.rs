@@ -1,4 +1,4 @@
-//! The primary's connections with its standby, made again whenever they break.
+//! The primary's connections with its standby. They are made again after each break.
 //!
 //! ```text
 //!   connector   ── control ─▶ Greeting, Machine ─▶ Ready ─▶ data 0..n ─▶ Linked ─ ─ broken ─▶ wait, again
@@ -10,7 +10,7 @@ use super::frames::{
     Greeting, Kind, MachineFrame, Purpose, ReadyFrame, VERSION, parse, text, unmarked,
 };
 use super::sending::Link;
-use keyframe_failure::{Failure, chain};
+use crate::error::{Error, Result};
 use keyframe_link::{Channel, Input, Party};
 use keyframe_replication::PeerMessage;
 use std::net::SocketAddr;
@@ -18,19 +18,19 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// How long a connection may take to come about.
+/// How long connecting may take.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// The standby starts QEMU before it answers.
+/// How long the standby may take to answer: it starts QEMU first.
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
-/// Between two tries to connect.
+/// The wait between two attempts to connect.
 const RECONNECT: Duration = Duration::from_millis(300);
 const READ_WAIT: Duration = Duration::from_millis(200);
 
-/// What a connection tells the protocol's thread.
+/// An event of a connection, for the protocol's thread.
 pub enum LinkEvent {
-    /// Control and data are there; the number tells them from others.
+    /// Control and data connections with this number are made.
     Connected(u64, Arc<Link>),
-    /// The second path is there.
+    /// The second path is connected.
     BeatConnected(u64, Arc<Channel>),
     /// A message arrived on connection `number` of path `path`.
     Received {
@@ -59,21 +59,20 @@ pub enum LinkEvent {
         /// The number of the connection, counted from the first one.
         number: u64,
     },
-    /// It could not be connected.
-    ConnectFailed(String),
+    /// The standby could not be connected.
+    ConnectFailed(Error),
 }
 
-/// Where the standby is.
+/// The addresses of a standby.
 #[derive(Clone, Copy)]
 pub struct Addresses {
-    /// Where control and data connections go.
+    /// For control and data connections.
     pub control: SocketAddr,
     /// The second path, for heartbeats alone.
     pub beat: Option<SocketAddr>,
 }
 
-/// Starts the threads that connect, again whenever `linked` or `beating` says that what there was
-/// is broken.
+/// Starts the threads that connect. They connect again whenever `linked` or `beating` is false.
 pub fn start(
     party: &Party,
     addresses: Addresses,
@@ -81,8 +80,8 @@ pub fn start(
     tell: impl Fn(LinkEvent) + Clone + Send + 'static,
     (linked, beating): (&Arc<AtomicBool>, &Arc<AtomicBool>),
     ends: &Arc<AtomicBool>,
-) -> Result<(), Failure> {
-    let started = |e: std::io::Error| Failure::new(format!("start a thread: {e}"));
+) -> Result<()> {
+    let started = |e| Error::io("start a thread", e);
     let (own_party, machine, tell_control) = (party.clone(), machine.clone(), tell.clone());
     let (linked, ending) = (Arc::clone(linked), Arc::clone(ends));
     let control = move || {
@@ -90,7 +89,7 @@ pub fn start(
         while !ending.load(Ordering::Relaxed) {
             if !linked.load(Ordering::Relaxed) {
                 number += 1;
-                // Before it is told: whoever hears that it is broken takes it back.
+                // Set before the event: the receiver of a break clears it.
                 linked.store(true, Ordering::Relaxed);
                 let made = connect(
                     &own_party,
@@ -115,7 +114,7 @@ pub fn start(
         while !ending.load(Ordering::Relaxed) {
             if !beating.load(Ordering::Relaxed) {
                 number += 1;
-                if let Ok(channel) = greeted(&party, address, Purpose::Beat, number) {
+                if let Ok(channel) = open_channel(&party, address, Purpose::Beat, number) {
                     beating.store(true, Ordering::Relaxed);
                     tell(LinkEvent::BeatConnected(number, Arc::clone(&channel)));
                     read(channel, 1, number, tell.clone(), Arc::clone(&ending), || ());
@@ -127,7 +126,7 @@ pub fn start(
     std::thread::Builder::new().name("beat".into()).spawn(beat).map(drop).map_err(started)
 }
 
-/// Connects control and data, and reads from then on. `None` where it could not be, which has been
+/// Connects control and data, and starts a thread that reads. `None` after an error, which has been
 /// told.
 fn connect(
     party: &Party,
@@ -137,7 +136,7 @@ fn connect(
     tell: &(impl Fn(LinkEvent) + Clone + Send + 'static),
     ends: &Arc<AtomicBool>,
 ) -> Option<Arc<Link>> {
-    match made(party, address, machine, number) {
+    match open_link(party, address, machine, number) {
         Ok(link) => {
             let link = Arc::new(link);
             tell(LinkEvent::Connected(number, Arc::clone(&link)));
@@ -147,48 +146,43 @@ fn connect(
             });
             Some(link)
         }
-        Err(failure) => {
-            tell(LinkEvent::ConnectFailed(failure.to_string()));
+        Err(error) => {
+            tell(LinkEvent::ConnectFailed(error));
             None
         }
     }
 }
 
-fn made(
+fn open_link(
     party: &Party,
     address: SocketAddr,
     machine: &MachineFrame,
     number: u64,
-) -> Result<Link, Failure> {
-    let control = greeted(party, address, Purpose::Control, number)?;
-    control.send(Kind::Machine as u8, &[&text(machine)?]).map_err(|e| failed(&e))?;
-    let ready = control.receive(&mut Input::default(), READY_TIMEOUT).map_err(|e| failed(&e))?;
+) -> Result<Link> {
+    let control = open_channel(party, address, Purpose::Control, number)?;
+    control.send(Kind::Machine as u8, &[&text(machine)?])?;
+    let ready = control.receive(&mut Input::default(), READY_TIMEOUT)?;
     let ready = ready.filter(|frame| Kind::of(frame.kind) == Some(Kind::Ready));
-    let ready =
-        ready.ok_or_else(|| Failure::new(format!("the standby at {address} does not answer")))?;
+    let ready = ready.ok_or(Error::StandbySilent(address))?;
     if let ReadyFrame::Refused { problem, fix } = parse(&ready.payload)? {
-        let failure = Failure::new(format!("the standby at {address}: {problem}"));
-        return Err(match fix {
-            Some(fix) => failure.fix(fix),
-            None => failure,
-        });
+        return Err(Error::StandbyRefuses { address, problem, fix });
     }
     let data = (0..machine.streams)
-        .map(|stream| greeted(party, address, Purpose::Data { stream }, number))
-        .collect::<Result<_, _>>()?;
+        .map(|stream| open_channel(party, address, Purpose::Data { stream }, number))
+        .collect::<Result<_>>()?;
     Ok(Link { control, data })
 }
 
-/// Connects, and says what for.
-pub fn greeted(
+/// Connects, and sends the greeting with the purpose.
+pub fn open_channel(
     party: &Party,
     address: SocketAddr,
     purpose: Purpose,
     connection: u64,
-) -> Result<Arc<Channel>, Failure> {
-    let channel = party.connect(address, CONNECT_TIMEOUT).map_err(|e| failed(&e))?;
+) -> Result<Arc<Channel>> {
+    let channel = party.connect(address, CONNECT_TIMEOUT)?;
     let greeting = Greeting { version: VERSION, purpose, connection };
-    channel.send(Kind::Greeting as u8, &[&text(&greeting)?]).map_err(|e| failed(&e))?;
+    channel.send(Kind::Greeting as u8, &[&text(&greeting)?])?;
     Ok(Arc::new(channel))
 }
 
@@ -211,7 +205,7 @@ pub fn read(
                         Some(Kind::Core) => PeerMessage::decode(&frame.payload)
                             .ok()
                             .map(|message| LinkEvent::Received { path, number, message }),
-                        Some(Kind::Have) => {
+                        Some(Kind::PageHashes) => {
                             unmarked(&frame.payload).map(|(session, first, hashes)| {
                                 LinkEvent::PageHashes {
                                     number,
@@ -223,7 +217,7 @@ pub fn read(
                         }
                         _ => None,
                     };
-                    // Whoever cannot be understood is no peer.
+                    // A host that sends malformed messages is no peer.
                     let Some(said) = said else { break };
                     tell(said);
                 }
@@ -234,18 +228,13 @@ pub fn read(
         broken();
         tell(LinkEvent::Broken { path, number });
     };
-    // Where there is no thread to be had, the path stays silent and is taken as lost.
+    // Without a thread the path stays silent and counts as lost.
     let _ = std::thread::Builder::new().name("link".into()).spawn(work);
 }
 
-/// Sends a message of the protocol; false where the connection is broken.
-pub fn say(channel: &Channel, message: &PeerMessage) -> bool {
+/// Sends a message of the protocol; false if the connection is broken.
+pub fn send_message(channel: &Channel, message: &PeerMessage) -> bool {
     let mut bytes = Vec::new();
     message.encode(&mut bytes);
     channel.send(Kind::Core as u8, &[&bytes]).is_ok()
-}
-
-/// Turns an error of a connection into one for the user.
-pub fn failed(error: &keyframe_link::Error) -> Failure {
-    Failure { fix: error.fix(), ..Failure::new(chain(error)) }
 }

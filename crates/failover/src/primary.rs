@@ -1,48 +1,46 @@
-//! The primary's protocol thread: what the core says is done, at once; what takes time is others'
-//! (`vm`, `links`).
+//! The primary's engine: the protocol's thread, and all that it starts.
 //!
 //! ```text
-//!   links, witness, VM's thread, control socket ──▶ inbox ──▶ core ──▶ guard, gate, orders to the VM's thread, messages
+//!   links, witness, VM's thread, control socket ──▶ inbox ──▶ protocol ──▶ host: guard, gate, witness, fence hook
+//!                                                                 ├──────▶ VM's thread: VmAction
+//!                                                                 └──────▶ links: messages
 //! ```
 //!
-//! Invariant: outputs are carried out in their order, before the next input is handed in. Nothing
-//! here waits for QEMU or the network.
+//! [`protocol`] holds the loop's state and has no thread, socket or process of its own; this file
+//! gives it events.
 
-use super::arbitration;
+mod host;
+mod protocol;
+mod status;
+#[cfg(test)]
+mod tests;
+
 use super::frames::MachineFrame;
-use super::guard::{GuardRemote, now_ns};
+use super::guard::now_ns;
+use super::launch::RunContext;
 use super::links::{self, Addresses, LinkEvent};
-use super::sending::{Link, SharedWire};
+use super::sending::SharedWire;
 use super::settings::Setup;
-use super::vm::{EpochReport, Gate, VmAction, VmEvent, VmThread};
-use super::witnessing::WitnessAnswer;
-use keyframe_failure::{DONE, FAILED, Failure, WARNED};
-use keyframe_link::Channel;
-use keyframe_locks::IgnorePoison;
-use keyframe_net::GateRemote;
-use keyframe_replication::{
-    Epoch, Notice, PeerMessage, Primary, PrimaryAction, PrimaryEvent, PrimaryStart, PrimaryState,
-    ReplicationConfig, RunPermit, StandbyLossReason,
-};
+use super::vm::{Gate, VmEvent, VmThread};
+use super::witness::WitnessAnswer;
+use crate::error::{Error, Result};
+use crate::event::{Event, SharedEventSink};
+use host::QemuHost;
+use keyframe_replication::{Primary, PrimaryStart, ReplicationConfig};
 use keyframe_session::control::server::{self, Pending, SharedStatus};
-use keyframe_session::control::{ReplicationState, ReplicationStatus, Request, Response};
 use keyframe_session::run_dir::RunDir;
-use rustix::process::{Signal, pidfd_send_signal};
-use std::collections::{BTreeMap, VecDeque};
-use std::os::fd::OwnedFd;
-use std::process::ExitStatus;
+use protocol::{End, Protocol, ProtocolParts};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+/// The longest wait for an event: the user's signal is a flag that must be looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// How long the last words may take to get out.
-const LAST_WORDS: Duration = Duration::from_millis(200);
-/// How long the VM's thread may take to end a VM that is to end.
-const END_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the last messages may take to leave this host.
+const LAST_MESSAGES: Duration = Duration::from_millis(200);
 
-/// What wakes the thread.
+/// An event of the primary's engine.
 pub enum PrimaryEngineEvent {
     /// From a connection to the standby.
     Link(LinkEvent),
@@ -56,95 +54,76 @@ pub enum PrimaryEngineEvent {
     Request(Pending),
 }
 
-/// A protected VM, ready to run.
-pub struct Parts {
-    /// The VM's name.
-    pub name: String,
-    /// The run directory.
-    pub run_dir: RunDir,
+/// An engine's events, with the control socket whose requests are among them.
+pub struct Inbox {
+    /// The events.
+    pub events: Receiver<PrimaryEngineEvent>,
+    /// Where further events are sent.
+    pub sender: Sender<PrimaryEngineEvent>,
+    /// The control socket, which lasts as long as this.
+    pub socket: server::Socket,
+}
+
+/// What an engine is made of.
+pub struct EngineParts {
+    /// The VM's run directory, its status and its inbox.
+    pub context: RunContext,
     /// The settings of this host.
     pub setup: Setup,
     /// The configuration that both hosts must share.
     pub config: ReplicationConfig,
-    /// How this primary came to be.
+    /// How this host became the primary.
     pub start: PrimaryStart,
     /// The machine, as a standby needs it.
     pub machine: MachineFrame,
     /// The standby's addresses; `None` for a VM without a standby.
     pub addresses: Option<Addresses>,
     /// The VM with all that captures it.
-    pub vm: super::vm::Parts,
+    pub vm: super::vm::VmParts,
     /// The gate before its network.
     pub gate: Gate,
     /// The data connections to the standby.
     pub wire: SharedWire,
     /// QEMU's process.
     pub qemu: u32,
-    /// The status that clients of the control socket see.
-    pub status: SharedStatus,
-    /// Set when the user wants an end.
-    pub interrupted: Arc<AtomicBool>,
-    /// Listens already, on behalf of whoever has been here before.
-    pub inbox: Option<(Receiver<PrimaryEngineEvent>, Sender<PrimaryEngineEvent>, server::Socket)>,
 }
 
-/// The thread's own.
+/// The engine of a protected VM.
 pub struct Engine {
-    name: String,
-    setup: Setup,
-    core: Primary,
-    vm: Option<VmThread>,
+    protocol: Protocol,
+    vm: VmThread,
     gate: Gate,
-    guard: GuardRemote,
-    wire: SharedWire,
-    qemu: OwnedFd,
-    qemu_pid: u32,
-    inbox: Receiver<PrimaryEngineEvent>,
-    sender: Sender<PrimaryEngineEvent>,
-    link: Option<(u64, Arc<Link>)>,
-    beat: Option<(u64, Arc<Channel>)>,
-    linked: Arc<AtomicBool>,
-    beating: Arc<AtomicBool>,
-    /// What each captured epoch is at the gate.
-    gates: BTreeMap<Epoch, u64>,
-    acknowledged: Option<Epoch>,
-    vm_stopped: bool,
-    status: SharedStatus,
+    inbox: Inbox,
+    events: SharedEventSink,
+    /// Ends the threads of the links.
     ends: Arc<AtomicBool>,
-    interrupted: Arc<AtomicBool>,
-    exit: Option<ExitStatus>,
-    done: Option<Done>,
-    trouble: Option<(String, Instant)>,
-    _socket: server::Socket,
     _run_dir: RunDir,
 }
 
-/// What is left to do once an engine has ended.
+/// How a host's part in the protection of a VM ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Finish {
-    /// Nothing: the exit code.
-    Code(u8),
+pub enum Ending {
+    /// The VM has ended, or the user ended it.
+    Done,
+    /// QEMU ended with an error.
+    QemuFailed,
+    /// The VM did not end in time and was given up.
+    GivenUp,
     /// Another host runs the VM: this one may become its standby.
     Elsewhere,
 }
 
-/// How it ended.
-enum Done {
-    Vm,
-    Deposed(u64),
-}
-
 impl Engine {
-    /// The VM runs from here on.
-    pub fn new(parts: Parts) -> Result<Self, Failure> {
-        let (inbox, sender, socket) = match parts.inbox {
+    /// Starts the guard, the VM's thread and the connections to the standby.
+    pub fn new(parts: EngineParts) -> Result<Self> {
+        let RunContext { name, run_dir, status, interrupted, inbox } = parts.context;
+        let inbox = match inbox {
             Some(inbox) => inbox,
-            None => listen(&parts.run_dir, &parts.status)?,
+            None => listen(&run_dir, &status)?,
         };
-        let guard = GuardRemote::spawn(parts.qemu)?;
-        let qemu = keyframe_kernel::Process::open(parts.qemu).map_err(|e| Failure::kernel(&e))?;
-        let qemu = rustix::io::dup(qemu.pidfd())
-            .map_err(|e| Failure::new(format!("take hold of QEMU: {e}")))?;
+        let sender = inbox.sender.clone();
+        let (setup, gate) = (parts.setup, parts.gate);
+        let host = QemuHost::new(parts.qemu, name, gate.clone(), setup.clone(), sender.clone())?;
         let events = sender.clone();
         let vm = VmThread::start(parts.vm, move |event| {
             let _ = events.send(PrimaryEngineEvent::Vm(event));
@@ -153,475 +132,81 @@ impl Engine {
         let (linked, beating) =
             (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
         if let Some(addresses) = parts.addresses {
-            let sent = sender.clone();
-            let tell = move |from| {
-                let _ = sent.send(PrimaryEngineEvent::Link(from));
+            let tell = move |event| {
+                let _ = sender.send(PrimaryEngineEvent::Link(event));
             };
-            let party = &parts.setup.party;
+            let party = &setup.party;
             links::start(party, addresses, &parts.machine, tell, (&linked, &beating), &ends)?;
         }
-        Ok(Self {
-            name: parts.name,
-            setup: parts.setup,
+        let protocol = Protocol::new(ProtocolParts {
             core: Primary::new(parts.config, parts.start),
-            vm: Some(vm),
-            gate: parts.gate,
-            guard,
+            vm: vm.actions.clone(),
+            host: Box::new(host),
             wire: parts.wire,
-            qemu,
-            qemu_pid: parts.qemu,
-            inbox,
-            sender,
-            link: None,
-            beat: None,
             linked,
             beating,
-            gates: BTreeMap::new(),
-            acknowledged: None,
-            vm_stopped: false,
-            status: parts.status,
-            ends,
-            interrupted: parts.interrupted,
-            exit: None,
-            done: None,
-            trouble: None,
-            _socket: socket,
-            _run_dir: parts.run_dir,
-        })
+            status,
+            events: setup.events.clone(),
+            interrupted,
+            clock: Box::new(now_ns),
+        });
+        let events = setup.events;
+        Ok(Self { protocol, vm, gate, inbox, events, ends, _run_dir: run_dir })
     }
 
     /// Runs until the VM has ended, or runs elsewhere.
-    pub fn run(mut self) -> Result<Finish, Failure> {
-        self.handle(PrimaryEvent::Tick);
-        self.show();
-        let mut killed_at: Option<Instant> = None;
-        while self.done.is_none() {
-            if self.interrupted.load(Ordering::Relaxed) && killed_at.is_none() {
-                killed_at = Some(Instant::now());
-                self.kill();
-            }
-            // A VM that does not end is not waited for.
-            if killed_at.is_some_and(|at| at.elapsed() > END_TIMEOUT) {
-                break;
-            }
-            let until = Duration::from_nanos(self.core.deadline_ns().saturating_sub(now_ns()));
-            match self.inbox.recv_timeout(until.min(LOOK_EVERY)) {
-                Ok(event) => self.handle_event(event),
-                Err(RecvTimeoutError::Timeout) => {}
+    pub fn run(mut self) -> Result<Ending> {
+        self.protocol.begin();
+        while self.protocol.end().is_none() {
+            let event = match self.inbox.events.recv_timeout(self.protocol.wait().min(LOOK_EVERY)) {
+                Ok(event) => Some(event),
+                Err(RecvTimeoutError::Timeout) => None,
                 Err(RecvTimeoutError::Disconnected) => break,
-            }
-            if now_ns() >= self.core.deadline_ns() {
-                self.handle(PrimaryEvent::Tick);
-            }
-            self.show();
+            };
+            self.protocol.step(event);
         }
-        self.end()
+        self.finish()
     }
 
-    fn handle_event(&mut self, event: PrimaryEngineEvent) {
-        match event {
-            PrimaryEngineEvent::Link(from) => self.handle_link_event(from),
-            PrimaryEngineEvent::Vm(event) => self.handle_vm_event(event),
-            PrimaryEngineEvent::Witness(WitnessAnswer::Answered(reply)) => {
-                self.handle(PrimaryEvent::Witness(reply));
-            }
-            PrimaryEngineEvent::Witness(WitnessAnswer::Lost { sent }) => {
-                self.handle(PrimaryEvent::WitnessLost { sent });
-            }
-            PrimaryEngineEvent::Fenced(off) => self.handle(PrimaryEvent::Fenced(off)),
-            PrimaryEngineEvent::Request(pending) => self.answer(&pending),
-        }
-    }
-
-    fn handle_link_event(&mut self, from: LinkEvent) {
-        match from {
-            LinkEvent::Connected(number, link) => {
-                self.trouble = None;
-                // Nothing goes out there before the core has heard what the standby has.
-                self.link = Some((number, link));
-                self.handle(PrimaryEvent::PathUp(0));
-            }
-            LinkEvent::BeatConnected(number, channel) => {
-                self.beat = Some((number, channel));
-                self.handle(PrimaryEvent::PathUp(1));
-            }
-            LinkEvent::Received { path, number, message } => {
-                let current = match path {
-                    0 => self.link.as_ref().map(|(number, _)| *number),
-                    _ => self.beat.as_ref().map(|(number, _)| *number),
-                };
-                if current == Some(number) {
-                    self.handle(PrimaryEvent::Peer { path, message });
-                }
-            }
-            LinkEvent::PageHashes { number, session, first, hashes } => {
-                if self.link.as_ref().is_some_and(|(known, _)| *known == number) {
-                    self.send_to_vm(VmAction::PageHashes { session, first, hashes });
-                }
-            }
-            LinkEvent::Broken { path: 0, number } => {
-                if self.link.take_if(|(known, _)| *known == number).is_some() {
-                    self.wire.connect(None);
-                    self.linked.store(false, Ordering::Relaxed);
-                    self.handle(PrimaryEvent::PathDown(0));
-                }
-            }
-            LinkEvent::Broken { path, number } => {
-                if self.beat.take_if(|(known, _)| *known == number).is_some() {
-                    self.beating.store(false, Ordering::Relaxed);
-                    self.handle(PrimaryEvent::PathDown(path));
-                }
-            }
-            LinkEvent::ConnectFailed(text) => {
-                if self.trouble.as_ref().is_none_or(|(old, _)| *old != text) {
-                    self.setup.say(&format!(
-                        "no standby, tried again and again; meanwhile the VM runs unprotected: {text}"
-                    ));
-                    self.trouble = Some((text, Instant::now()));
-                }
-            }
-        }
-    }
-
-    fn handle_vm_event(&mut self, event: VmEvent) {
-        match event {
-            VmEvent::Captured { epoch, gate, reason } => {
-                if let Some(gate) = gate {
-                    self.gates.insert(epoch, gate);
-                }
-                self.update(|status| {
-                    status.epoch = Some(epoch.0);
-                    reason.clone_into(&mut status.reason);
-                });
-                self.handle(PrimaryEvent::Captured { epoch });
-            }
-            VmEvent::CaptureFailed(problem) => {
-                if self.core.state() != PrimaryState::Solo {
-                    self.setup.say(&format!("an epoch failed: {problem}"));
-                }
-                self.handle(PrimaryEvent::CaptureFailed);
-            }
-            VmEvent::Stopped => {
-                self.vm_stopped = true;
-                if let Err(failure) = self.guard.paused() {
-                    eprintln!("keyframe: {failure}");
-                }
-                self.handle(PrimaryEvent::VmStopped);
-            }
-            VmEvent::Resumed => self.handle(PrimaryEvent::VmResumed),
-            VmEvent::Ended(exit) => {
-                self.exit = Some(exit);
-                self.handle(PrimaryEvent::VmEnded);
-            }
-            VmEvent::EpochDone(report) => self.record_epoch(&report),
-        }
-    }
-
-    fn record_epoch(&mut self, report: &EpochReport) {
-        self.update(|status| {
-            status.acknowledged = report.acknowledged.map(|epoch| epoch.0);
-            status.epochs += 1;
-            status.pages = report.pages;
-            status.wire_bytes = report.wire_bytes;
-            status.all_wire_bytes += report.wire_bytes;
-            status.all_raw_bytes += report.raw_bytes;
-            status.pause_ns = report.pause_ns;
-            status.transfer_ns = report.transfer_ns;
-            status.epoch_ns = report.epoch_ns;
-            status.all_pages += report.pages;
-            status.all_pause_ns += report.pause_ns;
-            status.all_transfer_ns += report.transfer_ns;
-            status.all_suspended_ns += report.suspended_ns;
-            *status.reasons.entry(report.reason.to_owned()).or_default() += 1;
-            status.estimates =
-                report.estimates.iter().map(|(name, value)| ((*name).into(), *value)).collect();
-        });
-    }
-
-    fn answer(&mut self, pending: &Pending) {
-        let response = match pending.request {
-            Request::FailOver { .. } => match self.core.state() {
-                PrimaryState::Protected => {
-                    self.handle(PrimaryEvent::SwitchOver);
-                    Response::Done("the VM goes over to the standby".into())
-                }
-                _ => Response::Failed(
-                    "the VM has no standby that holds all of it; wait until keyframe status says protected"
-                        .into(),
-                ),
-            },
-            Request::Stop { .. } => {
-                self.interrupted.store(true, Ordering::Relaxed);
-                Response::Stopping
-            }
-            _ => Response::Failed(
-                "a protected VM's checkpoints go to its standby; that cannot be done here".into(),
-            ),
-        };
-        let _ = pending.answer.send(response);
-    }
-
-    /// Hands an input to the core and does what it says; what that comes to is handed in behind it.
-    fn handle(&mut self, input: PrimaryEvent) {
-        let mut inputs = VecDeque::from([input]);
-        while let Some(input) = inputs.pop_front() {
-            let outputs = self.core.handle(now_ns(), input);
-            self.settle_acknowledged();
-            for output in outputs {
-                if let Some(next) = self.act(output) {
-                    inputs.push_back(next);
-                }
-            }
-        }
-    }
-
-    fn settle_acknowledged(&mut self) {
-        let acknowledged = self.core.acknowledged();
-        if acknowledged != self.acknowledged {
-            self.acknowledged = acknowledged;
-            if let Some(epoch) = acknowledged {
-                self.send_to_vm(VmAction::Acknowledged { epoch });
-            }
-        }
-    }
-
-    fn send_to_vm(&self, action: VmAction) {
-        if let Some(vm) = &self.vm {
-            let _ = vm.actions.send(action);
-        }
-    }
-
-    fn act(&mut self, output: PrimaryAction) -> Option<PrimaryEvent> {
-        match output {
-            PrimaryAction::Send { path, message } => self.say(path, &message),
-            PrimaryAction::AskWitness(request) => {
-                arbitration::ask(&self.setup, request, &self.sender, PrimaryEngineEvent::Witness);
-            }
-            PrimaryAction::SetRunPermit(permit) => self.set_run_permit(permit),
-            PrimaryAction::StopVm => {
-                if self.core.state() == PrimaryState::SwitchingOver {
-                    // It has to go on answering: its last epoch is yet to be taken.
-                    self.send_to_vm(VmAction::Stop);
-                } else {
-                    return Some(PrimaryEvent::VmStopped);
-                }
-            }
-            PrimaryAction::ResumeVm => {
-                if std::mem::take(&mut self.vm_stopped) {
-                    self.send_to_vm(VmAction::Resume);
-                } else {
-                    return Some(PrimaryEvent::VmResumed);
-                }
-            }
-            PrimaryAction::KillVm => self.kill(),
-            PrimaryAction::HoldOutput => self.gate_do(GateRemote::hold),
-            PrimaryAction::Release { epoch } => {
-                let released = self.gates.range(..=epoch).next_back().map(|(_, gate)| *gate);
-                self.gates = self.gates.split_off(&epoch.next());
-                if let Some(gate) = released {
-                    self.gate_do(|remote| remote.release(gate));
-                }
-            }
-            PrimaryAction::ReleaseAll => {
-                self.gates.clear();
-                self.gate_do(GateRemote::open);
-            }
-            PrimaryAction::BeginSync { session } => {
-                self.connect_wire();
-                self.send_to_vm(VmAction::Sync { session: session.0 });
-            }
-            PrimaryAction::Capture { last } => self.send_to_vm(VmAction::Capture { last }),
-            PrimaryAction::Owe { after } => {
-                self.connect_wire();
-                self.send_to_vm(VmAction::Owe { after });
-            }
-            PrimaryAction::MayCapture(may) => self.send_to_vm(VmAction::MayCapture(may)),
-            PrimaryAction::Fence => {
-                arbitration::fence(
-                    &self.setup,
-                    &self.name,
-                    "primary",
-                    &self.sender,
-                    PrimaryEngineEvent::Fenced,
-                );
-            }
-            PrimaryAction::Notify(notice) => self.notify(&notice),
-            PrimaryAction::Ended { deposed_by } => {
-                self.done = Some(deposed_by.map_or(Done::Vm, |term| Done::Deposed(term.0)));
-            }
-        }
-        None
-    }
-
-    fn connect_wire(&self) {
-        self.wire.connect(self.link.as_ref().map(|(_, link)| Arc::clone(link)));
-    }
-
-    fn say(&self, path: u8, message: &PeerMessage) {
-        let channel = match path {
-            0 => self.link.as_ref().map(|(_, link)| &link.control),
-            _ => self.beat.as_ref().map(|(_, channel)| channel),
-        };
-        if let Some(channel) = channel
-            && !links::say(channel, message)
-        {
-            // Its reader tells that it is broken.
-            channel.close();
-        }
-    }
-
-    fn set_run_permit(&mut self, permit: RunPermit) {
-        // While it hands over, the VM is paused by its monitor, and may answer there.
-        let switching = self.core.state() == PrimaryState::SwitchingOver;
-        if permit == RunPermit::Stopped && switching {
-            return;
-        }
-        if let Err(failure) = self.guard.set(permit) {
-            eprintln!("keyframe: {failure}; another one is started");
-            match GuardRemote::spawn(self.qemu_pid) {
-                Ok(mut fresh) => {
-                    let set = fresh.set(permit);
-                    self.guard = fresh;
-                    if set.is_ok() {
-                        return;
-                    }
-                }
-                Err(failure) => eprintln!("keyframe: {failure}"),
-            }
-            // Without a guard the VM has no right that anybody looks after.
-            let _ = pidfd_send_signal(&self.qemu, Signal::STOP);
-        }
-    }
-
-    fn gate_do(&self, ask: impl FnOnce(&mut GateRemote) -> keyframe_net::Result<()>) {
-        if let Err(error) = self.gate.ask(ask) {
-            // What is held stays held.
-            eprintln!("keyframe: the gate of the VM's network: {error}");
-        }
-    }
-
-    fn kill(&self) {
-        let _ = pidfd_send_signal(&self.qemu, Signal::KILL);
-    }
-
-    fn notify(&mut self, notice: &Notice) {
-        let text = match notice {
-            Notice::Joined(node) => format!("standby {node} has joined and gets the whole VM"),
-            Notice::Protected => "protected: a failure of this host loses nothing".into(),
-            Notice::Unprotected(why) => format!("the VM runs unprotected: {}", because(why)),
-            Notice::StandbyLost(why) => {
-                format!("the standby is lost ({}); may the VM run without?", because(why))
-            }
-            Notice::Stopped => {
-                "the VM stands still until the standby or who decides answers".into()
-            }
-            Notice::Resumed => "the VM runs again, protected as before".into(),
-            other => super::said(other),
-        };
-        self.setup.say(&text);
-        self.update(|status| status.note = text);
-    }
-
-    fn show(&mut self) {
-        let state = self.core.state();
-        let held = self.gate.ask(GateRemote::look).ok().flatten().unwrap_or_default();
-        let (term, linked) = (self.core.term().0, self.link.is_some());
-        let name = shown_state(state);
-        self.update(|status| {
-            status.state = name;
-            status.term = term;
-            status.connected = linked;
-            status.held_packets = held.held_frames;
-            status.held_bytes = held.held_bytes;
-            status.passed_packets = held.passed_frames;
-            status.dropped_packets = held.dropped_frames;
-        });
-    }
-
-    fn update(&self, change: impl FnOnce(&mut ReplicationStatus)) {
-        let mut status = self.status.lock().ignore_poison();
-        change(status.replication.get_or_insert_default());
-    }
-
-    fn end(mut self) -> Result<Finish, Failure> {
+    fn finish(mut self) -> Result<Ending> {
         self.ends.store(true, Ordering::Relaxed);
-        if let Some((_, link)) = &self.link {
-            // What was said last is on its way.
-            std::thread::sleep(LAST_WORDS);
-            link.close();
+        if self.protocol.is_linked() {
+            std::thread::sleep(LAST_MESSAGES);
         }
-        if let Some((_, beat)) = &self.beat {
-            beat.close();
+        self.protocol.close_links();
+        let end = self.protocol.end().unwrap_or(End::GivenUp);
+        if !matches!(end, End::Vm { .. }) {
+            self.protocol.kill_vm();
         }
-        if matches!(self.done, Some(Done::Deposed(_)) | None) {
-            self.kill();
+        let (vms, beside) = self.vm.end()?.into_vms();
+        for (_, mut vm) in vms {
+            let _ = vm.end();
         }
-        self.wire.connect(None);
-        if let Some(vm) = self.vm.take() {
-            let (vms, beside) = vm.end()?.into_vms();
-            for (_, mut vm) in vms {
-                let _ = vm.end();
-            }
-            if let Some(disks) = beside.disks
-                && let Some(place) = disks.end()?
-            {
-                self.setup.say(&format!(
-                    "what the VM has written to its disks is in {}",
-                    place.display()
-                ));
-            }
+        if let Some(disks) = beside.disks
+            && let Some(directory) = disks.end()?
+        {
+            self.events.failover_event(&Event::WritesKept(directory));
         }
         self.gate.end();
-        self.guard.end();
-        match self.done {
-            Some(Done::Deposed(term)) => {
-                self.setup.say(&format!("the VM runs on the other host, in term {term}"));
-                Ok(Finish::Elsewhere)
+        self.protocol.end_guard();
+        Ok(match end {
+            End::Deposed { term } => {
+                self.events.failover_event(&Event::RunsElsewhere { term });
+                Ending::Elsewhere
             }
-            Some(Done::Vm) => {
-                let success = self.exit.is_none_or(|exit| exit.success());
-                let stopped = self.interrupted.load(Ordering::Relaxed);
-                Ok(Finish::Code(if success || stopped { DONE } else { FAILED }))
-            }
-            None => Ok(Finish::Code(WARNED)),
-        }
+            End::Vm { has_failed: false } => Ending::Done,
+            End::Vm { has_failed: true } => Ending::QemuFailed,
+            End::GivenUp => Ending::GivenUp,
+        })
     }
 }
 
-fn because(why: &StandbyLossReason) -> String {
-    match why {
-        StandbyLossReason::Silence => "it is silent".into(),
-        StandbyLossReason::NoData => "data does not get through".into(),
-        StandbyLossReason::Sick(reason) => format!("it says: {reason}"),
-        StandbyLossReason::Restarted => "it was started again".into(),
-        StandbyLossReason::HandOver => "it was to take over, and is silent".into(),
-        StandbyLossReason::Command => "as was asked for".into(),
-    }
-}
-
-fn shown_state(state: PrimaryState) -> ReplicationState {
-    match state {
-        PrimaryState::Solo => ReplicationState::Unprotected,
-        PrimaryState::Syncing => ReplicationState::Syncing,
-        PrimaryState::Closing => ReplicationState::Closing,
-        PrimaryState::Pairing => ReplicationState::Pairing,
-        PrimaryState::Protected => ReplicationState::Protected,
-        PrimaryState::Stopped => ReplicationState::Stopped,
-        PrimaryState::SwitchingOver => ReplicationState::SwitchingOver,
-        PrimaryState::HandedOver => ReplicationState::HandedOver,
-        PrimaryState::Ended => ReplicationState::Ended,
-    }
-}
-
-/// An inbox, and a control socket that delivers to it.
-pub fn listen(
-    run_dir: &RunDir,
-    status: &SharedStatus,
-) -> Result<(Receiver<PrimaryEngineEvent>, Sender<PrimaryEngineEvent>, server::Socket), Failure> {
-    let (sender, inbox) = channel();
+/// Makes an inbox, and a control socket that delivers to it.
+pub fn listen(run_dir: &RunDir, status: &SharedStatus) -> Result<Inbox> {
+    let (sender, events) = channel();
     let requests = sender.clone();
     let deliver = move |pending| requests.send(PrimaryEngineEvent::Request(pending)).is_ok();
     let socket = server::listen(run_dir.path(), status, deliver)
-        .map_err(|e| Failure::new(format!("listen in {}: {e}", run_dir.path().display())))?;
-    Ok((inbox, sender, socket))
+        .map_err(|e| Error::file("listen in", run_dir.path(), e))?;
+    Ok(Inbox { events, sender, socket })
 }

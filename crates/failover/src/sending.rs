@@ -5,12 +5,12 @@
 //!                                         stream 1: Encoder ─▶ channel 1          seal: Mark on each, Epoch on the control channel
 //! ```
 //!
-//! Invariants: what the encoders take the standby to have, it has: after an epoch that was given
-//! up, and after another session began, they forget it. A send that fails fails the epoch, and its
-//! pages are owed to the next.
+//! Invariants: the encoders' copy of the standby's pages is never ahead of the standby. So they drop
+//! it after an epoch that was given up and when a session begins. A send that fails fails the epoch,
+//! and its pages are owed to the next.
 
 use super::frames::{EpochHead, Kind, marked, text};
-use super::having::Having;
+use super::resync::RemotePageHashes;
 use super::verify::Checks;
 use keyframe_capture::{BoxError, CapturedCheckpoint, CheckpointSink};
 use keyframe_link::Channel;
@@ -38,31 +38,31 @@ impl Link {
     }
 }
 
-/// The streams and what they know of the standby. Shared by who captures and who encodes.
+/// The streams and what they know of the standby. The VM's thread and its encoder share it.
 pub struct Wire {
     encoders: Vec<Encoder>,
     link: Option<Arc<Link>>,
     session: u64,
-    /// What the standby is known to have of it.
+    /// The newest epoch of the session that the standby holds.
     base: Option<Epoch>,
-    /// What it had when the session began, until its first epoch is there.
-    having: Option<Having>,
-    /// Those before it were given up, but the encoder may not know yet.
+    /// The pages that the standby held when the session began, until its first epoch is there.
+    remote: Option<RemotePageHashes>,
+    /// Epochs before it were given up; the encoder may not know yet.
     first_epoch: Epoch,
-    /// One of those was just refused: nothing that is in progress goes with it.
+    /// An epoch that was given up was just refused: the epoch in progress goes on.
     refused: bool,
-    /// Of the epoch in progress.
+    /// Counts of the epoch in progress.
     sent: Sent,
-    /// Where each disk begins, in pages of the whole space.
+    /// The first page of each disk in the page space.
     disks: Vec<u64>,
     blocks: Vec<(PageIndex, Box<Page>)>,
 }
 
-/// The same, for several hands.
+/// A wire that several threads share.
 #[derive(Clone)]
 pub struct SharedWire(Arc<Mutex<Wire>>);
 
-/// What an epoch took.
+/// The size and times of a sent epoch.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SentEpoch {
     pub sent: Sent,
@@ -88,7 +88,7 @@ impl SharedWire {
             link: None,
             session: 0,
             base: None,
-            having: None,
+            remote: None,
             first_epoch: Epoch(0),
             refused: false,
             sent: Sent::default(),
@@ -101,41 +101,42 @@ impl SharedWire {
         self.0.lock().ignore_poison()
     }
 
-    /// From here on epochs go there; or nowhere.
+    /// Sends epochs by `link` from now on; by none if it is `None`.
     pub fn connect(&self, link: Option<Arc<Link>>) {
         self.lock().link = link;
     }
 
-    /// Another session, whose first epoch will have this number: its standby has what `having`
-    /// says.
-    pub fn begin(&self, session: u64, first_epoch: Epoch, having: Option<Having>) {
+    /// Begins another session, whose first epoch will have this number. `remote` are the pages that
+    /// its standby holds.
+    pub fn begin(&self, session: u64, first_epoch: Epoch, remote: Option<RemotePageHashes>) {
         let mut wire = self.lock();
         wire.first_epoch = first_epoch;
         wire.encoders.iter_mut().for_each(Encoder::forget);
         (wire.session, wire.base, wire.sent) = (session, None, Sent::default());
-        wire.having = having;
+        wire.remote = remote;
         wire.blocks.clear();
     }
 
-    /// The standby has all epochs up to this one.
+    /// The standby holds all epochs up to this one.
     pub fn acknowledged(&self, epoch: Epoch) {
         let mut wire = self.lock();
         wire.encoders.iter_mut().for_each(Encoder::finish);
-        wire.having = None;
+        wire.remote = None;
         wire.base = Some(epoch);
     }
 
-    /// The standby has what was acknowledged, and no more; the next epoch will have this number.
+    /// The standby holds the acknowledged epochs and nothing else; the next epoch will have this
+    /// number.
     pub fn resume(&self, first_epoch: Epoch) {
         let mut wire = self.lock();
         wire.first_epoch = first_epoch;
         wire.encoders.iter_mut().for_each(Encoder::abandon);
-        wire.having = None;
+        wire.remote = None;
         wire.sent = Sent::default();
         wire.blocks.clear();
     }
 
-    /// Sends blocks of a disk as they are now, of the epoch in progress.
+    /// Sends blocks of a disk as they are now, with the epoch in progress.
     pub fn put_blocks(&self, disk: usize, first: u64, pages: &[Page]) -> Result<(), BoxError> {
         let mut wire = self.lock();
         for (block, page) in (first..).zip(pages) {
@@ -144,13 +145,13 @@ impl SharedWire {
         wire.flush_blocks()
     }
 
-    /// Blocks of a disk are zeros: it is said where the standby has something else.
+    /// Sends the zeros of a hole in a disk, as far as the standby holds other content there.
     pub fn put_hole(&self, disk: usize, first: u64, blocks: u64) -> Result<(), BoxError> {
         let mut wire = self.lock();
         let begin = *wire.disks.get(disk).ok_or("no such disk")?;
         let (mut from, end) = (begin + first, begin + first + blocks);
         while let Some(page) =
-            wire.having.as_ref().and_then(|having| having.next_not_zero(from, end))
+            wire.remote.as_ref().and_then(|remote| remote.next_not_zero(from, end))
         {
             wire.put_block(disk, page - begin, &ZERO_PAGE)?;
             from = page + 1;
@@ -169,7 +170,7 @@ impl Wire {
         let streams = self.encoders.len();
         let mut of_stream: Vec<Vec<(PageIndex, &Page)>> = vec![Vec::new(); streams];
         for page in pages {
-            if self.having.as_mut().is_some_and(|having| having.has(page.0, page.1)) {
+            if self.remote.as_mut().is_some_and(|remote| remote.has(page.0, page.1)) {
                 self.sent.pages += 1;
                 self.sent.same += 1;
                 continue;
@@ -198,7 +199,7 @@ impl Wire {
             .filter(|((_, p), _)| !p.is_empty());
         let results: Vec<_> = std::thread::scope(|scope| {
             let mut jobs: Vec<_> = jobs.collect();
-            // One of them here.
+            // This thread does one of them.
             let own = jobs.pop();
             let threads: Vec<_> = jobs
                 .into_iter()
@@ -263,13 +264,12 @@ impl Wire {
 
     fn discard(&mut self) {
         self.encoders.iter_mut().for_each(Encoder::abandon);
-        self.having = None;
+        self.remote = None;
         self.blocks.clear();
         self.sent = Sent::default();
         let head = marked(self.session, 0);
         for channel in self.link.iter().flat_map(|link| &link.data) {
-            // Where it cannot be said, the connection is at its end, and the standby drops it by
-            // itself.
+            // If the send fails, the connection has ended, and the standby drops the pages by itself.
             let _ = channel.send(Kind::Discard as u8, &[&head]);
         }
     }
@@ -287,14 +287,14 @@ impl BlockSink for Wire {
     }
 }
 
-/// What is known of an epoch beyond what was captured.
+/// The description of an epoch beside its pages.
 pub struct EpochLabel {
     /// Its number.
     pub epoch: Epoch,
     pub reason: &'static str,
-    /// What its pause cut from the disks.
+    /// The blocks that its pause cut from the disks.
     pub cut: Option<DiskCut>,
-    /// What its RAM was, where that is verified.
+    /// Hashes of its RAM, with `--verify`.
     pub checks: Option<Checks>,
 }
 
@@ -315,8 +315,7 @@ impl CheckpointSink for WireSink {
         label: EpochLabel,
     ) -> Result<SentEpoch, BoxError> {
         let mut wire = self.0.lock();
-        // Its pages went with what is in progress now, which has all of them again; as an epoch it
-        // would be torn.
+        // The epoch in progress holds the pages of this one again. Without them this one is torn.
         if label.epoch < wire.first_epoch {
             wire.refused = true;
             return Err(format!("epoch {} was given up", label.epoch).into());

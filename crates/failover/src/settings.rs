@@ -1,13 +1,13 @@
-//! What both roles are told on the command line.
+//! The options of both roles on the command line.
 
 use super::frames::Arbiter;
-use keyframe_failure::{Failure, USAGE, chain};
+use crate::error::{Error, Result};
+use crate::event::{Event, SharedEventSink};
 use keyframe_link::{Key, Party};
 use keyframe_replication::Arbitration;
 use keyframe_scheduling::replication::{
     AdaptiveParameters, LatencyTarget, OverheadTarget, ReplicationPolicy,
 };
-use keyframe_session::SharedEventSink;
 use keyframe_units::duration_ns;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
@@ -57,7 +57,7 @@ pub struct Settings {
     quiet: bool,
 }
 
-/// The same, understood.
+/// The settings after names are resolved and the key is read.
 #[derive(Clone)]
 pub struct Setup {
     /// The hosts that share a key.
@@ -80,13 +80,11 @@ pub struct Setup {
     pub wire_bytes: usize,
     /// The standby's RAM is compared with the VM's at each epoch.
     pub verify: bool,
-    /// Only errors are reported.
-    pub quiet: bool,
-    /// Is told what happens in the session of the protected VM.
+    /// Is told what happens on this host.
     pub events: SharedEventSink,
 }
 
-/// The key by which hosts know each other.
+/// The key that all hosts of a protected VM share.
 #[derive(clap::Args, Clone, Debug)]
 pub struct HostKey {
     /// The key that all hosts share: a file for its owner's eyes alone
@@ -95,17 +93,10 @@ pub struct HostKey {
 }
 
 impl HostKey {
-    /// Who proves with it that it is one of these hosts.
-    pub fn party(&self) -> Result<Party, Failure> {
-        let Some(path) = &self.key else {
-            let failure = Failure::new("hosts know each other by a key, and none is named");
-            let fix = "make one, copy it to each host, and name it with --key KEY or KEYFRAME_KEY: \
-                       (umask 077; head -c 32 /dev/urandom | base64 > KEY)";
-            return Err(Failure { code: USAGE, ..failure.fix(fix) });
-        };
-        let key =
-            Key::read(path).map_err(|e| Failure { fix: e.fix(), ..Failure::new(chain(&e)) })?;
-        Party::new(&key).map_err(|e| Failure::new(chain(&e)))
+    /// Reads the key, and makes the identity that proves it to the other hosts.
+    pub fn party(&self) -> Result<Party> {
+        let path = self.key.as_ref().ok_or(Error::NoKey)?;
+        Ok(Party::new(&Key::read(path)?)?)
     }
 }
 
@@ -116,7 +107,7 @@ impl Settings {
     }
 
     /// Reads the key and resolves addresses. `events` is told what happens in the VM's session.
-    pub fn understood(&self, events: SharedEventSink) -> Result<Setup, Failure> {
+    pub fn resolve(&self, events: SharedEventSink) -> Result<Setup> {
         let party = self.key.party()?;
         let witness = self.witness.as_deref().map(address).transpose()?;
         let arbitration = match (&self.witness, &self.fence_with) {
@@ -125,16 +116,13 @@ impl Settings {
             (None, None) => Arbitration::Manual,
         };
         if !(Duration::from_millis(100)..=Duration::from_mins(5)).contains(&self.detection) {
-            return Err(Failure::new("--detection: from 100ms to 5m are possible"));
+            return Err(Error::Detection);
         }
         let mut parameters = AdaptiveParameters::default();
         if self.policy != ReplicationPolicy::Adaptive
             && (self.latency.is_some() || self.overhead.is_some())
         {
-            return Err(Failure::new(format!(
-                "--latency and --overhead are for --policy adaptive, not {}",
-                self.policy
-            )));
+            return Err(Error::NotAdaptive(self.policy));
         }
         if let Some(latency) = self.latency {
             parameters.latency = Some(LatencyTarget { ns: duration_ns(latency) });
@@ -153,14 +141,13 @@ impl Settings {
             streams: self.streams.into(),
             wire_bytes: self.wire_memory << 20,
             verify: self.verify,
-            quiet: self.quiet,
             events,
         })
     }
 }
 
 impl Setup {
-    /// As the other side is told.
+    /// The arbiter, as the other host is told.
     pub fn arbiter(&self) -> Arbiter {
         match self.arbitration {
             Arbitration::Witness => Arbiter::Witness,
@@ -169,14 +156,7 @@ impl Setup {
         }
     }
 
-    /// Reports a line to the user, unless `quiet` is set.
-    pub fn say(&self, text: &str) {
-        if !self.quiet {
-            eprintln!("keyframe: {text}");
-        }
-    }
-
-    /// Runs the fence hook; true where the other host is off.
+    /// Runs the fence hook; true if the other host is off.
     pub fn fence(&self, vm: &str, role: &str) -> bool {
         let Some(text) = &self.fence_with else { return false };
         let mut command = Command::new("/bin/sh");
@@ -185,7 +165,7 @@ impl Setup {
         let mut child = match command.spawn() {
             Ok(child) => child,
             Err(error) => {
-                eprintln!("keyframe: run the fence hook: {error}");
+                self.events.failover_event(&Event::FenceHookFailed(error));
                 return false;
             }
         };
@@ -206,19 +186,14 @@ impl Setup {
     }
 }
 
-/// A host and a port.
-pub fn address(text: &str) -> Result<SocketAddr, Failure> {
-    let bad = |problem: String| {
-        Failure::new(format!("{text}: {problem}"))
-            .fix("name a host and a port, as in 192.0.2.7:7430")
-    };
-    let mut found = text.to_socket_addrs().map_err(|e| bad(e.to_string()))?;
-    found.next().ok_or_else(|| bad("the name stands for no address".into()))
+/// Resolves a host and a port.
+pub fn address(text: &str) -> Result<SocketAddr> {
+    let bad = |source| Error::Address { text: text.to_owned(), source };
+    let mut found = text.to_socket_addrs().map_err(bad)?;
+    found.next().ok_or_else(|| Error::NoAddress(text.to_owned()))
 }
 
 /// Returns a random number other than 0.
-pub fn random() -> Result<u64, Failure> {
-    let number = getrandom::u64()
-        .map_err(|e| Failure::new(format!("read the kernel's random number generator: {e}")))?;
-    Ok(number.max(1))
+pub fn random() -> Result<u64> {
+    Ok(getrandom::u64().map_err(Error::Random)?.max(1))
 }

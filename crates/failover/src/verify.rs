@@ -1,6 +1,6 @@
-//! `protect --verify`: all of RAM is hashed in each pause, and again at the standby once the epoch
-//! is applied; where these differ the epoch is not taken. It makes each pause as long as hashing
-//! RAM takes: for tests, and for whoever wants to see it.
+//! `protect --verify`: hashes all of RAM in each pause, and again at the standby after the epoch is
+//! applied. The standby refuses an epoch whose hashes differ. Each pause is as long as hashing RAM
+//! takes: for tests and doubts.
 
 use keyframe_capture::ports::CaptureObserver;
 use keyframe_capture::{BoxError, PageReader};
@@ -8,16 +8,16 @@ use keyframe_transfer::Image;
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, RamLayout, ZERO_PAGE};
 use std::sync::{Arc, OnceLock};
 
-/// Pages under one hash: where two images differ, the place is told as exactly.
+/// Pages under one hash, and so the precision of a reported difference.
 const BATCH_PAGES: u64 = 4096;
 
 /// Hashes of RAM as it was in a pause, batch by batch.
 pub type Checks = Arc<OnceLock<Vec<String>>>;
 
-/// Hashes in the pause.
+/// Hashes RAM in the pause.
 #[derive(Default)]
 pub struct Verifier {
-    /// Where the next pause's are to be told.
+    /// Takes the hashes of the next pause.
     pub checks: Option<Checks>,
 }
 
@@ -42,7 +42,8 @@ impl CaptureObserver for Verifier {
     }
 }
 
-/// The same of what a standby holds, whose RAM has so many pages. Error: where it differs.
+/// Compares the first `ram_pages` pages of `image` with `checks`. Fails with the place of the first
+/// difference.
 pub fn compare(image: &dyn Image, ram_pages: u64, checks: &[String]) -> Result<(), String> {
     if checks.len() as u64 != ram_pages.div_ceil(BATCH_PAGES) {
         return Err(format!("{} hashes for {ram_pages} pages of RAM", checks.len()));

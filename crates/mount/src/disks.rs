@@ -1,41 +1,41 @@
 //! A checkpoint's disks as files.
 //!
-//! Invariant: what is given of a disk is of the image that the checkpoint stands on. It is looked
-//! at before its disk is opened and again behind each read; from then on it is an error, until it
-//! is as it was and is opened anew.
+//! Invariant: bytes of a disk come from the image that the checkpoint builds upon. The image is
+//! compared before the disk is opened and after each read. Once it has changed, reads fail until it
+//! is as it was and the disk is opened anew.
 
 use super::node::DISKS_MAX;
+use crate::error::Error;
 use keyframe_disk::{Below, Readable};
-use keyframe_failure::chain;
 use keyframe_store::{DiskMeta, LoadedDisks};
 use keyframe_vm_disks::stored::StoredDisk;
 use std::sync::Arc;
 
-/// A disk that somebody has open.
+/// A disk that a reader has open.
 pub struct OpenDisk {
     stored: StoredDisk,
     disk: Below,
-    /// For messages.
+    /// Its name in errors.
     name: String,
 }
 
 impl OpenDisk {
-    /// Disk number `number`; `name` is what messages call it. Error: why it cannot be read.
-    pub fn new(disks: Arc<LoadedDisks>, number: u8, name: String) -> Result<Self, String> {
-        let problem = |e: keyframe_vm_disks::Error| format!("open {name}: {e}");
-        let stored =
-            StoredDisk::of(disks, usize::from(number)).ok_or_else(|| format!("no {name}"))?;
-        let disk = stored.open().map_err(problem)?;
+    /// Opens disk number `number`, which errors call `name`.
+    pub fn new(disks: Arc<LoadedDisks>, number: u8, name: String) -> Result<Self, Error> {
+        let stored = StoredDisk::of(disks, usize::from(number));
+        let stored = stored.ok_or_else(|| Error::NoDisk(name.clone()))?;
+        let disk =
+            stored.open().map_err(|source| Error::OpenDisk { disk: name.clone(), source })?;
         Ok(Self { stored, disk, name })
     }
 
-    /// Up to `len` bytes from `offset` on. Error: why they cannot be read.
-    pub fn read(&self, offset: u64, len: usize) -> Result<Vec<u8>, String> {
-        let problem = |why: String| format!("read {} at {offset:#x}: {why}", self.name);
+    /// Up to `len` bytes from `offset` on.
+    pub fn read(&self, offset: u64, len: usize) -> Result<Vec<u8>, Error> {
+        let failed = |source| Error::ReadDisk { disk: self.name.clone(), offset, source };
         let left = self.disk.disk_bytes().saturating_sub(offset);
         let mut bytes = vec![0; usize::try_from(left).unwrap_or(usize::MAX).min(len)];
-        self.disk.read(offset, &mut bytes).map_err(|e| problem(chain(&e)))?;
-        self.stored.require_unchanged().map_err(|e| problem(e.to_string()))?;
+        self.disk.read(offset, &mut bytes).map_err(|e| failed(e.into()))?;
+        self.stored.require_unchanged().map_err(|e| failed(e.into()))?;
         Ok(bytes)
     }
 }
@@ -52,8 +52,8 @@ pub fn files<'a>(
     })
 }
 
-/// A name as that of a file: what no file name may hold, and what `further` names, as `%` and two
-/// digits.
+/// Makes a file name of a name: characters that no file name may hold, and those that `further`
+/// chooses, become `%` and two hexadecimal digits.
 pub fn escaped(name: &str, further: impl Fn(char) -> bool) -> String {
     let hex = |digit: u32| char::from_digit(digit, 16).map_or('0', |c| c.to_ascii_uppercase());
     let mut out = String::with_capacity(name.len());

@@ -13,8 +13,7 @@ use std::ffi::OsStr;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-/// How long the kernel may go by what it was told of names and sizes: a forgotten checkpoint is
-/// gone after that.
+/// How long the kernel may cache names and sizes: a forgotten checkpoint is gone after that.
 const TRUSTED: Duration = Duration::from_secs(1);
 /// The most that one read gives.
 const READ_BYTES_MAX: u32 = 1 << 20;

@@ -6,25 +6,27 @@
 //!     12/                     a checkpoint
 //!       info.json             what `show --json` prints
 //!       device.state          as QEMU gave it
-//!       ram.raw  ram.elf      made as they are read; absent where the checkpoint does not tell where its RAM lies
-//!       screen.png            what the VM's display showed; absent where there is none, or it cannot be drawn
+//!       ram.raw  ram.elf      made as they are read; absent if the checkpoint lacks the RAM's addresses
+//!       screen.png            what the VM's display showed; absent if there is none, or it cannot be drawn
 //!       disk-NAME.raw         each disk, whole: the checkpoint's blocks over the image; while the image is not what it
 //!                             was, opening it is an error (EIO), and info.json says why
-//!       MEMBER/               where the checkpoint is a group's: these files but info.json, of each of its VMs
+//!       MEMBER/               if the checkpoint is a group's: these files but info.json, of each of its VMs
 //! ```
 //!
-//! The store is looked at with each listing and each name, so checkpoints come and go while it is
-//! mounted. A checkpoint does not change, so the kernel may keep what it has read.
+//! Each listing and each name reads the store anew, so checkpoints come and go while it is mounted. A
+//! checkpoint does not change, so the kernel may cache it.
 //!
-//! Invariants: nothing is ever written; a page that cannot be read correctly is an error for those
-//! who read it, and for nobody else; memory is bounded ([`tree::LOADED_MAX`],
+//! Invariants: nothing is ever written; a page that cannot be read correctly is an error for its
+//! readers alone; memory is bounded ([`tree::LOADED_MAX`],
 //! `files::DISKS_OPEN_MAX`) whatever is read. The image beneath a disk is in use, and cannot be
-//! committed to, for as long as somebody has the disk's file open.
+//! committed to, as long as the disk's file is open.
 
 pub mod disks;
+mod error;
 pub mod files;
 pub mod node;
 pub mod tree;
 
+pub use error::Error;
 pub use files::Files;
 pub use tree::Tree;

@@ -2,21 +2,21 @@
 
 use super::disks::{self, OpenDisk};
 use super::node::{Kind, Node, Place};
-use keyframe_failure::chain;
+use crate::error::Error;
 use keyframe_image::Image;
 use keyframe_inspect::display_picture::{self as screens, DrawableDisplay, NoPicture};
 use keyframe_inspect::guest_memory::{Guest, StoredPages};
 use keyframe_inspect::show;
 use keyframe_locks::IgnorePoison;
-use keyframe_store::{Error, Loaded, LoadedDisks, Store};
-use keyframe_units::CheckpointId;
+use keyframe_store::{Loaded, LoadedDisks, Store};
+use keyframe_units::{CheckpointId, error_chain};
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::SystemTime;
 
 /// Checkpoints that are held loaded; further ones push out the one unused for longest.
 pub const LOADED_MAX: usize = 8;
-/// Different messages that are said.
+/// Different errors that are reported.
 const MESSAGES_MAX: usize = 1000;
 /// Members of a group that have inodes.
 const MEMBERS_MAX: usize = u16::MAX as usize;
@@ -24,12 +24,12 @@ const MEMBERS_MAX: usize = u16::MAX as usize;
 const NAME_BYTES_MAX: usize = 255;
 const LATEST: &str = "latest";
 
-/// Why something cannot be given.
+/// Why a node cannot be shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Denied {
     /// It does not exist, or no longer.
     Absent,
-    /// It cannot be read; why was said.
+    /// It cannot be read; the reason was reported.
     Unreadable,
 }
 
@@ -40,7 +40,7 @@ pub struct Look {
     pub len_bytes: u64,
     /// When the checkpoint was taken, or the store made.
     pub time: SystemTime,
-    /// False where it may look different a moment later.
+    /// False if it may change.
     pub lasts: bool,
 }
 
@@ -49,19 +49,19 @@ struct Opened {
     loaded: Loaded,
     /// Its VM, or those of its group.
     vms: Vec<OpenedVm>,
-    /// Once one of its disks was opened.
+    /// Its disks, once one of them was opened.
     disks: Mutex<Option<Arc<LoadedDisks>>>,
 }
 
 /// A VM of it.
 struct OpenedVm {
     guest: Guest,
-    /// The name of its directory, where it is one of a group.
+    /// The name of its directory, if it is one of a group.
     directory: Option<String>,
     raw: Option<Image>,
     core: Option<Image>,
     screen: Option<DrawableDisplay>,
-    /// It as a file, once that was wanted.
+    /// The picture as a PNG file, once it was read.
     png: Mutex<Option<Arc<[u8]>>>,
 }
 
@@ -71,24 +71,34 @@ pub struct Tree {
     opened: Mutex<VecDeque<Arc<Opened>>>,
     links: Mutex<Vec<String>>,
     said: Mutex<BTreeSet<String>>,
+    report: Report,
 }
+
+/// Is told of each different error once.
+pub type Report = Box<dyn Fn(&Error) + Send + Sync>;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().ignore_poison()
 }
 
 impl Tree {
-    /// Over a store.
-    pub fn new(store: Store) -> Self {
-        Self { store, opened: Mutex::default(), links: Mutex::default(), said: Mutex::default() }
+    /// Shows `store`; `report` is told of errors.
+    pub fn new(store: Store, report: Report) -> Self {
+        Self {
+            store,
+            opened: Mutex::default(),
+            links: Mutex::default(),
+            said: Mutex::default(),
+            report,
+        }
     }
 
     /// The names in a directory.
     pub fn list(&self, directory: Node) -> Result<Vec<(String, Node)>, Denied> {
         match directory {
             Node::Root => {
-                let ids = self.store.ids().map_err(|e| self.denied(&e))?;
-                let tags = self.store.tags().map_err(|e| self.denied(&e))?;
+                let ids = self.store.ids().map_err(|e| self.denied(e))?;
+                let tags = self.store.tags().map_err(|e| self.denied(e))?;
                 let latest = ids.last().map(|_| LATEST.to_owned());
                 let links = latest.into_iter().chain(tags.into_keys()).map(|name| {
                     let link = self.link(&name);
@@ -118,7 +128,7 @@ impl Tree {
         match directory {
             Node::Root => {
                 // A link's target must exist too.
-                let id = self.store.resolve(name).map_err(|e| self.denied(&e))?;
+                let id = self.store.resolve(name).map_err(|e| self.denied(e))?;
                 match Node::Directory(Place::of(id)) {
                     _ if !Node::has_inodes(id) => Err(Denied::Absent),
                     checkpoint if name == id.to_string() => Ok(checkpoint),
@@ -186,30 +196,23 @@ impl Tree {
             if let Some(disks) = &*loaded {
                 Arc::clone(disks)
             } else {
-                let disks = self.store.load_disks(place.id).map_err(|e| self.denied(&e))?;
+                let disks = self.store.load_disks(place.id).map_err(|e| self.denied(e))?;
                 Arc::clone(loaded.insert(Arc::new(disks)))
             }
         };
-        OpenDisk::new(loaded, disk, format!("{name} of checkpoint {}", place.id)).map_err(
-            |problem| {
-                self.say(problem);
-                Denied::Unreadable
-            },
-        )
+        OpenDisk::new(loaded, disk, format!("{name} of checkpoint {}", place.id))
+            .map_err(|error| self.unreadable(&error))
     }
 
     /// Reads up to `len` bytes of a disk from `offset` on.
     pub fn read_disk(&self, disk: &OpenDisk, offset: u64, len: usize) -> Result<Vec<u8>, Denied> {
-        disk.read(offset, len).map_err(|problem| {
-            self.say(problem);
-            Denied::Unreadable
-        })
+        disk.read(offset, len).map_err(|error| self.unreadable(&error))
     }
 
     fn look_at(&self, place: Place, kind: Option<Kind>) -> Result<Look, Denied> {
         let id = place.id;
         // It may have been forgotten since.
-        self.store.resolve(&id.to_string()).map_err(|e| self.denied(&e))?;
+        self.store.resolve(&id.to_string()).map_err(|e| self.denied(e))?;
         let opened = self.open(id)?;
         let vm = || opened.vm(place).ok_or(Denied::Absent);
         let len_bytes = match kind {
@@ -226,7 +229,7 @@ impl Tree {
     /// Where a link points.
     pub fn target(&self, link: u64) -> Result<String, Denied> {
         let name = usize::try_from(link).ok().and_then(|n| lock(&self.links).get(n).cloned());
-        let id = self.store.resolve(&name.ok_or(Denied::Absent)?).map_err(|e| self.denied(&e))?;
+        let id = self.store.resolve(&name.ok_or(Denied::Absent)?).map_err(|e| self.denied(e))?;
         Ok(id.to_string())
     }
 
@@ -255,9 +258,9 @@ impl Tree {
         let Some(image) = vm.image(kind) else { return Ok(part(&vm.guest.device_state)) };
         let mut bytes = vec![0; len];
         let read = image.read_at(&StoredPages::new(&opened.loaded, &vm.guest), offset, &mut bytes);
-        let read = read.map_err(|e| {
-            self.say(format!("read {} of checkpoint {id} at {offset:#x}: {e}", kind.name()));
-            Denied::Unreadable
+        let read = read.map_err(|source| {
+            let file = kind.name();
+            self.unreadable(&Error::Read { checkpoint: id, file, offset, source })
         })?;
         bytes.truncate(read);
         Ok(bytes)
@@ -272,28 +275,22 @@ impl Tree {
         }
         let made =
             shown.picture(&opened.loaded, &vm.guest).and_then(|picture| screens::png(&picture));
-        let made = made.map_err(|e| {
-            self.say(format!(
-                "read {} of checkpoint {}: {e}",
-                Kind::Screen.name(),
-                opened.loaded.id
-            ));
-            Denied::Unreadable
+        let made = made.map_err(|source| {
+            let (checkpoint, file) = (opened.loaded.id, Kind::Screen.name());
+            self.unreadable(&Error::Make { checkpoint, file, source })
         })?;
         Ok(Arc::clone(png.insert(made.into())))
     }
 
-    fn lacks(&self, id: CheckpointId, kind: Kind, why: &keyframe_inspect::Error) {
-        self.say(format!("checkpoint {id} has no {}: {why}", kind.name()));
+    fn lacks(&self, id: CheckpointId, kind: Kind, source: keyframe_inspect::Error) {
+        self.tell(&Error::NoFile { checkpoint: id, file: kind.name(), source });
     }
 
     fn info(&self, id: CheckpointId) -> Result<String, Denied> {
-        let sealed = self.store.sealed(id).map_err(|e| self.denied(&e))?;
+        let sealed = self.store.sealed(id).map_err(|e| self.denied(e))?;
         let text = serde_json::to_string_pretty(&show::shown(&sealed));
-        text.map(|text| text + "\n").map_err(|e| {
-            self.say(format!("info.json of checkpoint {id}: {e}"));
-            Denied::Unreadable
-        })
+        text.map(|text| text + "\n")
+            .map_err(|source| self.unreadable(&Error::Info { checkpoint: id, source }))
     }
 
     /// Loads a checkpoint, or finds it among those that are.
@@ -307,9 +304,9 @@ impl Tree {
                 return Ok(opened);
             }
         }
-        let loaded = self.store.load(id).map_err(|e| self.denied(&e))?;
+        let loaded = self.store.load(id).map_err(|e| self.denied(e))?;
         let made = |image: keyframe_inspect::Result<Image>, kind: Kind| {
-            image.map_err(|e| self.lacks(id, kind, &e)).ok()
+            image.map_err(|e| self.lacks(id, kind, e)).ok()
         };
         let vm = |guest: Guest| OpenedVm {
             directory: guest.member.as_deref().map(directory_name),
@@ -319,7 +316,7 @@ impl Tree {
                 Ok(shown) => Some(shown),
                 Err(NoPicture::NoDisplay | NoPicture::NotDrawn(_)) => None,
                 Err(NoPicture::Failed(e)) => {
-                    self.lacks(id, Kind::Screen, &e);
+                    self.lacks(id, Kind::Screen, e);
                     None
                 }
             },
@@ -327,7 +324,7 @@ impl Tree {
             guest,
         };
         let guests = Guest::all(&loaded).unwrap_or_else(|e| {
-            self.say(e.to_string());
+            self.tell(&e.into());
             Vec::new()
         });
         let vms = guests.into_iter().take(MEMBERS_MAX).map(vm).collect();
@@ -349,20 +346,25 @@ impl Tree {
         Node::Link(at as u64)
     }
 
-    fn denied(&self, error: &Error) -> Denied {
-        if matches!(error, Error::UnknownCheckpoint { .. }) {
+    fn denied(&self, error: keyframe_store::Error) -> Denied {
+        if matches!(error, keyframe_store::Error::UnknownCheckpoint { .. }) {
             return Denied::Absent;
         }
-        self.say(chain(error));
+        self.unreadable(&error.into())
+    }
+
+    fn unreadable(&self, error: &Error) -> Denied {
+        self.tell(error);
         Denied::Unreadable
     }
 
-    /// Says a message the first time.
-    fn say(&self, message: String) {
+    /// Reports an error the first time.
+    fn tell(&self, error: &Error) {
         let mut said = lock(&self.said);
-        if said.len() < MESSAGES_MAX && !said.contains(&message) {
-            eprintln!("keyframe: {message}");
-            said.insert(message);
+        let text = error_chain(error);
+        if said.len() < MESSAGES_MAX && !said.contains(&text) {
+            (self.report)(error);
+            said.insert(text);
         }
     }
 }
@@ -412,8 +414,8 @@ impl OpenedVm {
     }
 }
 
-/// A member's name as that of a directory: what no file name may hold, or is a name already, as `%`
-/// and two digits.
+/// Makes a directory name of a member's name: characters that no file name may hold, or that make
+/// it another file's name, become `%` and two hexadecimal digits.
 fn directory_name(member: &str) -> String {
     let taken = member.starts_with('.') || Kind::ALL.iter().any(|kind| kind.name() == member);
     disks::escaped(member, |c| c == '.' && taken)

@@ -70,13 +70,13 @@ pub(crate) enum GateRequest {
 pub(crate) enum GateResponse {
     Done,
     Cut { epoch: u64 },
-    Look(GateLook),
+    Look(GateStatus),
     Failed { problem: String },
 }
 
 /// The state of a gate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct GateLook {
+pub struct GateStatus {
     /// True if all frames pass.
     pub open: bool,
     /// Held frames of the current epoch, which no cut has ended yet.
@@ -183,10 +183,10 @@ impl GateQueue {
     }
 
     /// The state at the time `now_ns`.
-    pub fn look(&self, now_ns: u64) -> GateLook {
+    pub fn status(&self, now_ns: u64) -> GateStatus {
         let all = || self.nics.iter().flatten();
         let fresh = || all().filter(|waiting| !self.open && waiting.epoch == self.epoch);
-        GateLook {
+        GateStatus {
             open: self.open,
             fresh_frames: fresh().count() as u64,
             oldest_ns: fresh().map(|waiting| now_ns.saturating_sub(waiting.at_ns)).max(),
@@ -251,7 +251,7 @@ mod tests {
     fn an_open_gate_passes_all_and_a_held_one_only_frames_from_before() {
         let mut queue = GateQueue::new(2);
         queue.push(1, frame(1), 5);
-        assert_eq!(queue.look(9).fresh_frames, 0);
+        assert_eq!(queue.status(9).fresh_frames, 0);
         queue.hold();
         assert!(
             queue.push(1, frame(2), 7) && !queue.push(0, frame(9), 8),
@@ -259,10 +259,10 @@ mod tests {
         );
         assert_eq!(queue.pop_released(1).map(|f| number(&f)), Some(1));
         assert!(queue.pop_released(1).is_none() && queue.pop_released(0).is_none());
-        let look = queue.look(9);
+        let look = queue.status(9);
         assert_eq!((look.fresh_frames, look.oldest_ns, look.held_frames), (2, Some(2), 2));
         let epoch = queue.cut();
-        assert_eq!(queue.look(9).fresh_frames, 0);
+        assert_eq!(queue.status(9).fresh_frames, 0);
         assert!(queue.pop_released(1).is_none());
         queue.release(epoch).unwrap();
         assert_eq!(queue.pop_released(1).map(|f| number(&f)), Some(2));
@@ -273,7 +273,7 @@ mod tests {
         assert!(!queue.push(0, frame(4), 7), "it passes");
         assert_eq!(queue.pop_released(0).map(|f| number(&f)), Some(4));
         assert_eq!(queue.pop_released(1).map(|f| number(&f)), Some(3));
-        assert_eq!(queue.look(9).held_bytes, 0);
+        assert_eq!(queue.status(9).held_bytes, 0);
     }
 
     #[test]
@@ -284,7 +284,7 @@ mod tests {
         for _ in 0..HELD_BYTES_MAX / 60_000 + 10 {
             queue.push(0, large.clone(), 0);
         }
-        let look = queue.look(0);
+        let look = queue.status(0);
         assert!(look.dropped_frames > 0 && look.held_bytes <= HELD_BYTES_MAX as u64, "{look:?}");
     }
 }

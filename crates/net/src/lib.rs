@@ -48,7 +48,7 @@ mod wire;
 pub use error::{Error, Result};
 pub use fabric::SwitchLimits;
 pub use frame::{FRAME_BYTES_MAX, Frame};
-pub use gate::{GateLook, GateNic, GateRemote, serve_gate};
+pub use gate::{GateNic, GateRemote, GateStatus, serve_gate};
 pub use in_flight::{
     IN_FLIGHT_BYTES_MAX, IN_FLIGHT_VERSION, InFlight, PORTS_MAX, PortId, PortInFlight,
 };

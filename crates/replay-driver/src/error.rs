@@ -154,10 +154,9 @@ impl Error {
             Self::NoInstruction { last_stop, .. } => {
                 return Some(format!("a replay can stand before any up to {last_stop}"));
             }
-            Self::Gdb(_)
-            | Self::Io { .. }
-            | Self::Interrupted
-            | Self::NotComparable(_) => return None,
+            Self::Gdb(_) | Self::Io { .. } | Self::Interrupted | Self::NotComparable(_) => {
+                return None;
+            }
         };
         Some(text.into())
     }

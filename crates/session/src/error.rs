@@ -14,7 +14,6 @@ pub use rollback::{MachineDifference, RollbackError};
 pub use run_dir::RunDirError;
 
 use keyframe_capture::BoxError;
-use keyframe_failure::Failure;
 use keyframe_qemu::AuditFinding;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -224,26 +223,9 @@ impl Error {
     }
 }
 
-/// The binary's form of these errors.
-impl From<Error> for Failure {
-    fn from(error: Error) -> Self {
-        match error {
-            Error::Store { store, source } => Self::store(&source, &store),
-            Error::VmDisks(error) => error.into(),
-            error => Self { fix: error.fix(), ..Self::new(error_chain(&error)) },
-        }
-    }
-}
-
-impl From<RunDirError> for Failure {
-    fn from(error: RunDirError) -> Self {
-        Error::from(error).into()
-    }
-}
-
 /// An error and its sources in one line. A source whose text the line has already is left out.
 pub fn error_chain(error: &dyn std::error::Error) -> String {
-    keyframe_failure::chain(error)
+    keyframe_units::error_chain(error)
 }
 
 /// An error as an engine answers it to a client: its line, and the fix on a second line.

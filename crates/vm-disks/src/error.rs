@@ -336,16 +336,6 @@ impl Error {
     }
 }
 
-/// Adds the store's place to an error of a store.
-impl From<Error> for keyframe_failure::Failure {
-    fn from(error: Error) -> Self {
-        match &error {
-            Error::Store(StoreError { store, source }) => Self::store(source, store),
-            _ => Self { fix: error.fix(), ..Self::new(keyframe_failure::chain(&error)) },
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -42,7 +42,7 @@ impl Layers {
                 let loaded = KeyArg::from_environment()
                     .open(&source.store)
                     .and_then(|store| store.load_disks(source.checkpoint));
-                Arc::new(loaded.map_err(|e| refused(keyframe_failure::chain(&e)))?)
+                Arc::new(loaded.map_err(|e| refused(keyframe_units::error_chain(&e)))?)
             }
         };
         *self.last.borrow_mut() = Some((source.store, Arc::clone(&disks)));
@@ -74,7 +74,9 @@ impl Layer for StoredLayer {
             return Ok(Content::Absent);
         }
         let read = self.disks.read_block(PageIndex(self.blocks.first.0 + block.0), into);
-        match read.map_err(|e| Error::Server { problem: keyframe_failure::chain(&e), fix: None })? {
+        match read
+            .map_err(|e| Error::Server { problem: keyframe_units::error_chain(&e), fix: None })?
+        {
             BlockContent::Base => Ok(Content::Absent),
             BlockContent::Zero => Ok(Content::Zero),
             BlockContent::Data => Ok(Content::Data),

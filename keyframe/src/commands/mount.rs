@@ -1,7 +1,7 @@
 //! `keyframe mount`: the store's checkpoints as files.
 
 use super::StoreArg;
-use crate::failure::{DONE, Failure, Outcome};
+use crate::failure::{DONE, Failure, Outcome, chain};
 use fuser::{BackgroundSession, Config, MountOption};
 use keyframe_mount::{Files, Tree};
 use rustix::io::Errno;
@@ -62,7 +62,7 @@ impl Mount {
             MountOption::DefaultPermissions,
         ];
         config.n_threads = Some(THREADS);
-        let files = Files::new(Tree::new(store));
+        let files = Files::new(Tree::new(store, Box::new(report)));
         let session =
             fuser::spawn_mount(files, &dir, &config).map_err(|e| cannot_mount(&dir, &e))?;
         if !self.quiet {
@@ -82,6 +82,11 @@ impl Mount {
         session.join().map_err(|e| Failure::new(format!("serve {}: {e}", dir.display())))?;
         Ok(DONE)
     }
+}
+
+/// Prints why something cannot be shown.
+fn report(error: &keyframe_mount::Error) {
+    eprintln!("keyframe: {}", chain(error));
 }
 
 /// Takes the mount away, also from under those who still use it: they get errors.

@@ -1,12 +1,13 @@
 //! `keyframe protect`: a VM with a standby on another host; and the processes beside it.
 
 use crate::failure::paths;
-use crate::failure::{DONE, Failure, Outcome, chain};
-use crate::words::StderrWords;
+use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED, chain};
+use crate::words::failover::failure;
+use crate::words::{Importance, StderrWords};
 use keyframe_failover::links::Addresses;
-use keyframe_failover::primary::Finish;
+use keyframe_failover::primary::Ending;
 use keyframe_failover::settings::{Settings, address};
-use keyframe_failover::standby::{self, Wish};
+use keyframe_failover::standby::{self, StandbyOptions};
 use keyframe_failover::{guard, launch};
 use std::ffi::OsString;
 use std::os::fd::AsFd;
@@ -65,31 +66,45 @@ pub struct Protect {
 impl Protect {
     /// Runs the VM until it ends, or runs elsewhere.
     pub fn run(self) -> Outcome {
-        let setup =
-            self.settings.understood(StderrWords::shared(self.settings.is_quiet(), false))?;
-        let beat = self.standby_beat.as_deref().map(address).transpose()?;
-        let addresses = Addresses { control: address(&self.standby)?, beat };
+        let words = StderrWords::shared(self.settings.is_quiet(), false);
+        let setup = self.settings.resolve(words.clone()).map_err(failure)?;
+        let beat = self.standby_beat.as_deref().map(address).transpose().map_err(failure)?;
+        let addresses = Addresses { control: address(&self.standby).map_err(failure)?, beat };
         let folder = folder(self.dir, "protect")?;
         // Neither a standby's QEMU nor the fence hook.
         let is_last = self.listen.is_none() && setup.fence_with.is_none();
         let name = self.name.clone();
         let engine =
-            launch::protect(self.command, name, &folder, addresses, setup.clone(), is_last)?;
-        match (engine.run()?, self.listen) {
-            (Finish::Code(code), _) => Ok(code),
-            (Finish::Elsewhere, None) => {
-                setup.say("to protect it by this host, start: keyframe standby");
-                Ok(DONE)
-            }
-            (Finish::Elsewhere, Some(listen)) => Ok(standby::run(&Wish {
-                listen: address(&listen)?,
+            launch::protect(self.command, name, &folder, addresses, setup.clone(), is_last)
+                .map_err(failure)?;
+        let ending = match (engine.run().map_err(failure)?, self.listen) {
+            (Ending::Elsewhere, Some(listen)) => standby::run(&StandbyOptions {
+                listen: address(&listen).map_err(failure)?,
                 folder: folder.join("standby"),
                 name: self.name.unwrap_or_else(|| "standby".into()),
                 extra: Vec::new(),
                 peer: Some(addresses),
                 setup,
-            })?),
-        }
+            })
+            .map_err(failure)?,
+            (ending, _) => {
+                if ending == Ending::Elsewhere {
+                    let text = "to protect it by this host, start: keyframe standby";
+                    words.print(Importance::Usual, text);
+                }
+                ending
+            }
+        };
+        Ok(exit_code(ending))
+    }
+}
+
+/// The exit code of a host whose part in a protected VM has ended.
+pub fn exit_code(ending: Ending) -> u8 {
+    match ending {
+        Ending::Done | Ending::Elsewhere => DONE,
+        Ending::QemuFailed => FAILED,
+        Ending::GivenUp => WARNED,
     }
 }
 
@@ -128,7 +143,7 @@ pub struct GuardProcess {
 impl GuardProcess {
     /// Guards until the engine or QEMU has ended.
     pub fn run(&self) -> Outcome {
-        guard::guard(self.qemu, standard_input()?)?;
+        guard::guard(self.qemu, standard_input()?).map_err(failure)?;
         Ok(DONE)
     }
 }

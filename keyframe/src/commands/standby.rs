@@ -1,11 +1,12 @@
 //! `keyframe standby`: holds what a protected VM is, and goes on with it.
 
-use super::protect::folder;
+use super::protect::{exit_code, folder};
 use crate::failure::Outcome;
 use crate::words::StderrWords;
+use crate::words::failover::failure;
 use keyframe_failover::links::Addresses;
 use keyframe_failover::settings::{Settings, address};
-use keyframe_failover::standby::{self, Wish};
+use keyframe_failover::standby::{self, StandbyOptions};
 use std::ffi::OsString;
 use std::path::PathBuf;
 
@@ -53,17 +54,18 @@ pub struct Standby {
 impl Standby {
     /// Stands by until the VM has run here to its end, or a signal comes.
     pub fn run(self) -> Outcome {
-        let setup =
-            self.settings.understood(StderrWords::shared(self.settings.is_quiet(), false))?;
-        let beat = self.peer_beat.as_deref().map(address).transpose()?;
-        let peer = self.peer.as_deref().map(address).transpose()?;
-        Ok(standby::run(&Wish {
-            listen: address(&self.listen)?,
+        let words = StderrWords::shared(self.settings.is_quiet(), false);
+        let setup = self.settings.resolve(words).map_err(failure)?;
+        let beat = self.peer_beat.as_deref().map(address).transpose().map_err(failure)?;
+        let peer = self.peer.as_deref().map(address).transpose().map_err(failure)?;
+        let ending = standby::run(&StandbyOptions {
+            listen: address(&self.listen).map_err(failure)?,
             folder: folder(self.dir, "standby")?,
             name: self.name,
             extra: self.extra,
             peer: peer.map(|control| Addresses { control, beat }),
             setup,
-        })?)
+        });
+        ending.map(exit_code).map_err(failure)
     }
 }

@@ -4,8 +4,10 @@ use super::protect::folder;
 use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
 use crate::rights;
+use crate::words::StderrWords;
+use crate::words::failover::failure;
 use keyframe_failover::settings::{HostKey, address};
-use keyframe_failover::witnessing::WitnessServer;
+use keyframe_failover::witness::WitnessServer;
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -34,18 +36,19 @@ pub struct Witness {
 impl Witness {
     /// Answers until a signal comes.
     pub fn run(self) -> Outcome {
-        let party = self.key.party()?;
+        let party = self.key.party().map_err(failure)?;
         let folder = folder(self.dir, "witness")?;
-        let server = Arc::new(WitnessServer::open(&folder, party)?);
+        let server = WitnessServer::open(&folder, party, StderrWords::shared(false, false));
+        let server = Arc::new(server.map_err(failure)?);
         rights::writes_beneath(&[folder]);
         let stop = keyframe_session::interrupt::interruption()?;
-        let wanted = address(&self.listen)?;
+        let wanted = address(&self.listen).map_err(failure)?;
         let listener = TcpListener::bind(wanted).map_err(|e| {
             Failure::new(format!("listen at {wanted}: {e}")).fix("name another port: --listen")
         })?;
         let found = listener.local_addr().map_err(|e| Failure::new(format!("listen: {e}")))?;
         output::print_line(&format!("witness at {found}, knows {} VMs", server.groups()))?;
-        server.serve(&listener, &stop)?;
+        server.serve(&listener, &stop).map_err(failure)?;
         Ok(DONE)
     }
 }

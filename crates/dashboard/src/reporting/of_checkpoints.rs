@@ -2,11 +2,11 @@
 
 use super::ReportPage;
 use crate::as_shown;
-use keyframe_failure::Failure;
-use keyframe_failure::output;
+use crate::error::Result;
 use keyframe_inspect::entry::{DiskSums, Entry};
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series, decimal};
 use keyframe_store::{Growth, Sealed, Stats};
+use keyframe_units::{human_bytes, human_duration, percentile};
 use keyframe_web::{CheckpointListing, Timeline, TimelineBucket};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ const PHASES: [(&str, NumberOf); 6] = [
 ];
 
 /// Adds all parts about `sealed`.
-pub fn add(page: &mut ReportPage, sealed: &[Sealed]) -> Result<(), Failure> {
+pub fn add(page: &mut ReportPage, sealed: &[Sealed]) -> Result<()> {
     let entries: Vec<Entry> = sealed.iter().map(Entry::of).collect();
     let mut of_vms = BTreeMap::<&str, Vec<&Entry>>::new();
     for entry in &entries {
@@ -61,10 +61,10 @@ pub fn add(page: &mut ReportPage, sealed: &[Sealed]) -> Result<(), Failure> {
             vec![
                 format!("{} {}", disk.vm, disk.name),
                 disk.checkpoints.len().to_string(),
-                output::bytes(disk.written_bytes),
+                human_bytes(disk.written_bytes),
                 c.zero_blocks.to_string(),
                 (c.dedup_blocks + c.unchanged_blocks).to_string(),
-                output::bytes(c.stored_bytes),
+                human_bytes(c.stored_bytes),
             ]
         };
         let rows: Vec<_> = disks.iter().map(row).collect();
@@ -93,7 +93,7 @@ fn summary(page: &mut ReportPage, sealed: &[Sealed], of_vms: &BTreeMap<&str, Vec
             runs.len().to_string(),
             moment(&first.taken_at),
             moment(&last.taken_at),
-            output::bytes(last.ram_bytes),
+            human_bytes(last.ram_bytes),
             format!(
                 "{}, {} CPUs, QEMU {}",
                 machine.machine_type, machine.vcpus, machine.vmm_version
@@ -127,13 +127,12 @@ fn of_vm(
     vm: &str,
     entries: &[&Entry],
     listing: &CheckpointListing,
-) -> Result<(), Failure> {
+) -> Result<()> {
     page.part(&format!("VM {vm}"));
     let row = |(name, value): &(&str, NumberOf)| {
         let mut sample: Vec<u64> = entries.iter().map(|entry| value(entry)).collect();
         sample.sort_unstable();
-        let at =
-            [50, 90, 99, 100].map(|percent| output::duration(output::percentile(&sample, percent)));
+        let at = [50, 90, 99, 100].map(|percent| human_duration(percentile(&sample, percent)));
         std::iter::once((*name).to_owned()).chain(at).collect::<Vec<_>>()
     };
     let rows: Vec<_> = PHASES.iter().map(row).collect();
@@ -158,7 +157,7 @@ fn of_vm(
                 (*name).into(),
                 sum(*value).to_string(),
                 each(sum(*value)),
-                output::bytes(sum(*value) * 4096),
+                human_bytes(sum(*value) * 4096),
             ]
         })
         .collect();
@@ -168,7 +167,7 @@ fn of_vm(
         "{} of {} checkpoints began more than 1 ms late, because the one before was still being encoded; {} at most.",
         late,
         entries.len(),
-        output::duration(entries.iter().map(|entry| entry.backlog_ns).max().unwrap_or(0))
+        human_duration(entries.iter().map(|entry| entry.backlog_ns).max().unwrap_or(0))
     ));
     let timeline = Timeline::of(listing, Some(vm), &(0..=u64::MAX), POINTS);
     page.figure(&plots(&timeline.buckets), &said(&timeline))?;
@@ -178,7 +177,7 @@ fn of_vm(
         .iter()
         .take(5)
         .map(|e| {
-            let phases = PHASES.iter().map(|(_, value)| output::duration(value(e)));
+            let phases = PHASES.iter().map(|(_, value)| human_duration(value(e)));
             [e.id.to_string(), moment(&e.taken_at)]
                 .into_iter()
                 .chain(phases)
@@ -236,7 +235,7 @@ fn plots(buckets: &[TimelineBucket]) -> Figure {
         series("stored", &|one| mean(one.stored_pages, one)),
     ];
     let added = vec![series("added to the store", &|one| mean(one.added_bytes, one))];
-    let bytes = |value: f64| output::bytes(value as u64);
+    let bytes = |value: f64| human_bytes(value as u64);
     let chart = |title: &str, y: Axis, series| Chart { title: title.into(), x: x(), y, series };
     Figure {
         title: String::new(),
@@ -256,7 +255,7 @@ fn plots(buckets: &[TimelineBucket]) -> Figure {
     }
 }
 
-fn growth(page: &mut ReportPage, sealed: &[Sealed]) -> Result<(), Failure> {
+fn growth(page: &mut ReportPage, sealed: &[Sealed]) -> Result<()> {
     let growth = Growth::of(sealed);
     page.part("Growth");
     let (mut dirty_bytes, mut dirty, mut stored) = (0, Vec::new(), Vec::new());
@@ -267,7 +266,7 @@ fn growth(page: &mut ReportPage, sealed: &[Sealed]) -> Result<(), Failure> {
         dirty.push(point(dirty_bytes));
         stored.push(point(last.sum_bytes));
     }
-    let bytes = |value: f64| output::bytes(value as u64);
+    let bytes = |value: f64| human_bytes(value as u64);
     let chart = Chart {
         title: "Sum over all checkpoints that are left".into(),
         x: Axis::new("checkpoint", Scale::Linear),
@@ -291,8 +290,8 @@ fn growth(page: &mut ReportPage, sealed: &[Sealed]) -> Result<(), Failure> {
             vec![
                 from,
                 hour.checkpoints.to_string(),
-                output::bytes(hour.dirty_bytes),
-                output::bytes(hour.added_bytes),
+                human_bytes(hour.dirty_bytes),
+                human_bytes(hour.added_bytes),
             ]
         })
         .collect();
@@ -306,7 +305,7 @@ fn growth(page: &mut ReportPage, sealed: &[Sealed]) -> Result<(), Failure> {
 
 /// What the whole store holds, and what was saved.
 pub fn add_store(page: &mut ReportPage, stats: &Stats) {
-    let b = output::bytes;
+    let b = human_bytes;
     let times =
         |ratio: Option<f64>| ratio.map_or_else(|| "-".into(), |ratio| format!("{ratio:.1}x"));
     page.part("Store");

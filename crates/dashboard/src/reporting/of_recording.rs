@@ -1,13 +1,13 @@
 //! What a recording tells, as a report: its intervals, instructions and sizes, and analyses of it.
 
 use super::ReportPage;
-use keyframe_failure::output;
-use keyframe_failure::{Failure, chain};
+use crate::error::{Error, Result};
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
 use keyframe_replay::interval::{Interval, RecordedCheckpoint, intervals};
 use keyframe_replay::{Recording, RecordingEnding};
 use keyframe_replay_driver::previous_timings;
 use keyframe_store::Sealed;
+use keyframe_units::{human_bytes, human_duration, percentile};
 use std::path::Path;
 
 /// Rows of the table of intervals; of more, the plot tells.
@@ -33,7 +33,7 @@ pub fn add(
     page: &mut ReportPage,
     recording: &Recording,
     places: Vec<RecordedCheckpoint>,
-) -> Result<(), Failure> {
+) -> Result<()> {
     let meta = &recording.meta;
     let newest = places.iter().map(|place| place.icount).max().unwrap_or(0);
     let instructions =
@@ -56,15 +56,15 @@ pub fn add(
         &[
             ("VM", meta.vm.clone()),
             ("Began (UTC)", meta.began_at.to_string()),
-            ("Took", output::duration(meta.duration_ns)),
+            ("Took", human_duration(meta.duration_ns)),
             ("Ended", ending.into()),
             ("Instructions", format!("{instructions}, {speed}")),
             (
                 "Log",
                 format!(
                     "{} as QEMU wrote it, {} on disk",
-                    output::bytes(meta.log_bytes),
-                    output::bytes(recording.stored_log_bytes())
+                    human_bytes(meta.log_bytes),
+                    human_bytes(recording.stored_log_bytes())
                 ),
             ),
             ("Intervals", all.len().to_string()),
@@ -78,7 +78,7 @@ pub fn add(
     }
     let mut lengths: Vec<u64> = all.iter().map(Interval::len).collect();
     lengths.sort_unstable();
-    let at = |percent| output::percentile(&lengths, percent).to_string();
+    let at = |percent| percentile(&lengths, percent).to_string();
     page.table(
         "Instructions of an interval",
         &["Shortest", "Median", "90 %", "Longest"],
@@ -120,12 +120,12 @@ pub fn add(
 }
 
 /// Adds an analysis in `out`.
-pub fn add_analysis(page: &mut ReportPage, out: &Path) -> Result<(), Failure> {
-    let (head, took) = previous_timings(out).map_err(crate::recordings::of_replay)?;
+pub fn add_analysis(page: &mut ReportPage, out: &Path) -> Result<()> {
+    let (head, took) = previous_timings(out).map_err(|e| Error::Analysis(e.to_string()))?;
     page.part(&format!("Analysis {}", head.tool));
     let mut each: Vec<u64> = took.iter().map(|one| one.wall_ns).collect();
     each.sort_unstable();
-    let at = |percent| output::duration(output::percentile(&each, percent));
+    let at = |percent| human_duration(percentile(&each, percent));
     let begin = took.iter().map(|one| one.began_at_ns).min().unwrap_or(0);
     let end = took.iter().map(|one| one.began_at_ns.saturating_add(one.wall_ns)).max().unwrap_or(0);
     let (sum, span) = (each.iter().sum::<u64>(), end.saturating_sub(begin));
@@ -142,16 +142,18 @@ pub fn add_analysis(page: &mut ReportPage, out: &Path) -> Result<(), Failure> {
             ("Intervals", format!("{} of {} done", took.len(), head.intervals.len())),
             ("Tried again", took.iter().filter(|one| one.tries > 1).count().to_string()),
             ("An interval took", format!("{} in the median, {} at most", at(50), at(100))),
-            ("All together", output::duration(sum)),
-            ("From the first's start to the last's end", output::duration(span)),
+            ("All together", human_duration(sum)),
+            ("From the first's start to the last's end", human_duration(span)),
             ("Side by side", at_once),
         ],
     );
     if head.is_approximate {
-        page.line("It is of a run that was not recorded: nobody can say that what is seen was so.");
+        page.line(
+            "It is of a run that was not recorded, so what it shows need not be what happened.",
+        );
     }
     let results = std::fs::read_dir(out)
-        .map_err(|e| Failure::new(format!("read {}: {}", out.display(), chain(&e))))?;
+        .map_err(|source| Error::Io { operation: format!("read {}", out.display()), source })?;
     let mut files: Vec<Vec<String>> = results
         .flatten()
         .filter_map(|file| {
@@ -160,7 +162,7 @@ pub fn add_analysis(page: &mut ReportPage, out: &Path) -> Result<(), Failure> {
         .filter(|(name, found)| {
             found.is_file() && !["lock", "analysis.json", "intervals.json"].contains(&name.as_str())
         })
-        .map(|(name, found)| vec![name, output::bytes(found.len())])
+        .map(|(name, found)| vec![name, human_bytes(found.len())])
         .collect();
     files.sort();
     page.table("Results", &["File", "Size"], &files);

@@ -1,14 +1,14 @@
-//! What a standby holds: the VM as of the epoch applied last.
+//! The VM as of the epoch that a standby applied last.
 //!
 //! ```text
 //!   page space   | main RAM: the memory of the QEMU that waits | small blocks: here | disk 0: DIR/disks/0-NAME.raw | ...
 //! ```
 //!
-//! Invariant: an epoch is applied wholly or not at all: where a page cannot be written, those
+//! Invariant: an epoch is applied as a whole or not at all. If a page cannot be written, the pages
 //! before it get their old content back.
 
 use super::super::frames::MachineFrame;
-use keyframe_failure::Failure;
+use crate::error::{Error, Result};
 use keyframe_locks::IgnorePoison;
 use keyframe_qemu::restore::{PreparedRam, RamSource};
 use keyframe_session::run_dir::name_from;
@@ -37,19 +37,16 @@ pub struct StandbyImage {
     disks: Vec<DiskFile>,
 }
 
-/// Two standbys in one directory would write over each other's disks.
-pub fn own(folder: &Path) -> Result<File, Failure> {
+/// Locks the directory of a standby: two in one directory would overwrite each other's disks.
+pub fn own(folder: &Path) -> Result<File> {
     let path = folder.join("lock");
-    let failed = |e: io::Error| Failure::new(format!("lock {}: {e}", path.display()));
+    let failed = |e: io::Error| Error::file("lock", &path, e);
     std::fs::create_dir_all(folder).map_err(failed)?;
     let file =
         File::options().create(true).truncate(false).write(true).open(&path).map_err(failed)?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(file),
-        Err(rustix::io::Errno::WOULDBLOCK) => {
-            Err(Failure::new(format!("another standby uses {}", folder.display()))
-                .fix("give each a directory of its own: --dir DIR"))
-        }
+        Err(rustix::io::Errno::WOULDBLOCK) => Err(Error::DirectoryInUse(folder.to_owned())),
         Err(e) => Err(failed(e.into())),
     }
 }
@@ -63,8 +60,8 @@ pub fn disk_paths(folder: &Path, machine: &MachineFrame) -> Vec<PathBuf> {
 }
 
 /// Makes the files, as long as the disks are.
-pub fn make_disks(folder: &Path, machine: &MachineFrame) -> Result<Vec<PathBuf>, Failure> {
-    let failed = |path: &Path, e: io::Error| Failure::new(format!("make {}: {e}", path.display()));
+pub fn make_disks(folder: &Path, machine: &MachineFrame) -> Result<Vec<PathBuf>> {
+    let failed = |path: &Path, e: io::Error| Error::file("make", path, e);
     let paths = disk_paths(folder, machine);
     std::fs::create_dir_all(folder.join("disks")).map_err(|e| failed(folder, e))?;
     for (path, disk) in paths.iter().zip(&machine.disks) {
@@ -76,16 +73,12 @@ pub fn make_disks(folder: &Path, machine: &MachineFrame) -> Result<Vec<PathBuf>,
 
 impl StandbyImage {
     /// Over a QEMU's memory and files that are there.
-    pub fn new(
-        ram: PreparedRam,
-        machine: &MachineFrame,
-        paths: &[PathBuf],
-    ) -> Result<Self, Failure> {
+    pub fn new(ram: PreparedRam, machine: &MachineFrame, paths: &[PathBuf]) -> Result<Self> {
         let ram_pages = machine.ram.len_pages();
         let (mut at, mut disks) = (ram_pages, Vec::new());
         for (path, disk) in paths.iter().zip(&machine.disks) {
             let file = File::options().read(true).write(true).open(path);
-            let file = file.map_err(|e| Failure::new(format!("open {}: {e}", path.display())))?;
+            let file = file.map_err(|e| Error::file("open", path, e))?;
             let pages = PageRange::new(PageIndex(at), disk.disk_bytes.div_ceil(PAGE_BYTES as u64));
             at = pages.end().0;
             disks.push(DiskFile { pages, file, disk_bytes: disk.disk_bytes });
@@ -98,7 +91,7 @@ impl StandbyImage {
         self.disks.last().map_or(self.ram_pages, |disk| disk.pages.end().0)
     }
 
-    /// Whether its disks have never been written to. Its RAM is all zeros at first.
+    /// True if its disks were never written to. RAM is zeros at first.
     pub fn disks_are_blank(&self) -> bool {
         self.disks.iter().all(|disk| disk.file.metadata().is_ok_and(|known| known.blocks() == 0))
     }
@@ -124,13 +117,13 @@ impl StandbyImage {
         Ok(())
     }
 
-    /// All of them, whatever becomes of each.
+    /// Writes all old pages back, even after one of them fails.
     fn undo(&self, undo: &[(PageIndex, Box<Page>)]) -> io::Result<()> {
         let mut result = Ok(());
         for (page, old) in undo.iter().rev() {
             if let Err(error) = self.write(*page, old) {
-                // The page that there was no room for is what it was, and there is none for its
-                // zeros either.
+                // A page that did not fit on the disk was not changed. Its old content does not fit
+                // either.
                 let mut now = ZERO_PAGE;
                 if Image::read(self, *page, &mut now).is_err() || now != **old {
                     result = Err(error);

@@ -4,17 +4,15 @@
 //!   channel s ─▶ thread: Batch ─▶ building ──Mark──▶ done ──taken, all streams at once──▶ applied ─▶ next batch
 //! ```
 //!
-//! Invariants: nothing of an epoch is decoded before the epoch before it is applied: its bases are
-//! what is held then. No data of a session is dropped because it comes before the word that the
-//! session begins.
+//! Invariants: an epoch is decoded after the epoch before it is applied, since its patches are against
+//! that one. Data of a session that arrives before the session's start waits for it.
 
 use super::super::frames::{Kind, unmarked};
 use super::image::StandbyImage;
-use keyframe_failure::chain;
 use keyframe_link::{Channel, Input};
 use keyframe_locks::IgnorePoison;
 use keyframe_transfer::{Decoder, Epoch as EpochBuffer};
-use keyframe_units::Epoch;
+use keyframe_units::{Epoch, error_chain};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -23,17 +21,16 @@ use std::time::Duration;
 const READ_WAIT: Duration = Duration::from_millis(200);
 /// How long the epoch before may take to be applied.
 const APPLY_WAIT: Duration = Duration::from_secs(60);
-/// How long the word that a session begins may take, which goes by another connection than its
-/// data.
+/// How long a session's start may take to arrive: it comes by another connection than its data.
 const SESSION_WAIT: Duration = Duration::from_secs(10);
 /// Sessions whose data may still be on its way.
 const PAST_MAX: usize = 64;
 
-/// What a stream tells.
+/// An event of a stream.
 pub enum StreamEvent {
-    /// All of this epoch has come.
+    /// The stream has received its part of this epoch.
     Marked { stream: usize, session: u64, epoch: Epoch },
-    /// What came makes no sense.
+    /// The stream has received malformed data; the text is the reason.
     Failed(String),
 }
 
@@ -46,13 +43,13 @@ struct CompleteBuffer {
 
 #[derive(Default)]
 struct State {
-    /// The session whose data is taken.
+    /// The session whose data is accepted.
     session: Option<u64>,
-    /// Those before it.
+    /// The sessions before it.
     past: VecDeque<u64>,
-    /// The connections that count.
+    /// The number of the current connections.
     connection: u64,
-    /// How often what had come was dropped.
+    /// How often received data was dropped.
     dropped: u64,
     building: Vec<EpochBuffer>,
     done: Vec<Option<CompleteBuffer>>,
@@ -86,7 +83,7 @@ impl Streams {
         self.lock().done.len()
     }
 
-    /// Takes data of this session alone.
+    /// Accepts data of this session alone.
     pub fn receive(&self, session: u64) {
         self.discard();
         let mut state = self.lock();
@@ -96,7 +93,7 @@ impl Streams {
                 state.past.pop_front();
             }
         }
-        // Its data may be there already.
+        // A stream may wait with its data.
         self.applied.notify_all();
     }
 
@@ -107,7 +104,7 @@ impl Streams {
         self.applied.notify_all();
     }
 
-    /// Drops what is not taken.
+    /// Drops received data that was not taken.
     pub fn discard(&self) {
         let mut state = self.lock();
         state.dropped += 1;
@@ -116,7 +113,7 @@ impl Streams {
         self.applied.notify_all();
     }
 
-    /// The pages of an epoch that has come on all streams; none where it has not.
+    /// The pages of an epoch that has arrived on all streams; `None` if it has not.
     pub fn take(&self, session: u64, epoch: Epoch) -> Option<Vec<EpochBuffer>> {
         let mut state = self.lock();
         let is = |done: &Option<CompleteBuffer>| {
@@ -132,7 +129,7 @@ impl Streams {
         Some(state.done.iter_mut().map(take).collect())
     }
 
-    /// What was taken is what is held; the next epoch may be decoded.
+    /// The taken epoch is applied; the next one may be decoded.
     pub fn applied(&self) {
         self.lock().done.iter_mut().for_each(|done| *done = None);
         self.applied.notify_all();
@@ -218,7 +215,7 @@ impl Streams {
         };
         match kind {
             Kind::Batch => {
-                // Others need the lock meanwhile.
+                // Other streams need the lock meanwhile.
                 let mut own = std::mem::take(building);
                 drop(state);
                 let decoded = decoder.decode(rest, &mut own, &*self.image);
@@ -228,7 +225,7 @@ impl Streams {
                 {
                     *building = own;
                 }
-                decoded.map_err(|e| chain(&e))?;
+                decoded.map_err(|e| error_chain(&e))?;
                 Ok(None)
             }
             Kind::Mark => {

@@ -1,6 +1,6 @@
 //! The controller's handle to a gate that runs in another process.
 
-use super::{GateLook, GateNic, GateRequest, GateResponse};
+use super::{GateNic, GateRequest, GateResponse, GateStatus};
 use crate::wire::{Messages, encode};
 use crate::{Error, Result};
 use std::io::{ErrorKind, PipeReader, Read, Write};
@@ -90,7 +90,7 @@ impl GateRemote {
     }
 
     /// The gate's state. Errors: the gate has ended or does not answer.
-    pub fn look(&mut self) -> Result<GateLook> {
+    pub fn status(&mut self) -> Result<GateStatus> {
         match self.ask(&GateRequest::Look, ANSWER_TIMEOUT)? {
             GateResponse::Look(look) => Ok(look),
             _ => Err(Error::control("the gate's answer does not match the request")),

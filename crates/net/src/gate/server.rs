@@ -260,7 +260,7 @@ impl Gate {
             GateRequest::Look => {
                 self.read_all_guests();
                 let now_ns = elapsed_ns(self.born);
-                return GateResponse::Look(self.queue.look(now_ns));
+                return GateResponse::Look(self.queue.status(now_ns));
             }
         }
         self.write();

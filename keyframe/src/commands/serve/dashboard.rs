@@ -106,6 +106,7 @@ impl DashboardArgs {
             recordings: self.recordings.clone(),
             analyses: self.analysis.clone(),
             starts: self.allow_start,
+            store_fix: |error, store| Failure::store(error, store).fix,
         }));
         Ok(Some(Dashboard { server, served }))
     }

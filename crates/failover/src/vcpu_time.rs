@@ -1,25 +1,24 @@
-//! How much the protected VM computes: for how long the threads of its virtual CPUs ran, or waited
-//! for a core.
+//! The time in which the threads of a VM's virtual CPUs ran or waited for a core.
 
 use keyframe_kernel::cpu_time;
 use keyframe_session::machines::{Machines, Member};
 use std::time::{Duration, Instant};
 
-/// How long a list of threads counts: virtual CPUs come and go.
+/// How long a list of threads is used: virtual CPUs are plugged and unplugged.
 const LISTED_FOR: Duration = Duration::from_secs(10);
 
 /// The threads of all virtual CPUs.
 #[derive(Default)]
-pub struct Busy {
+pub struct VcpuTime {
     /// Process and thread.
     threads: Vec<(u32, u32)>,
     listed: Option<Instant>,
 }
 
-impl Busy {
-    /// Of all threads together, since they began; `None` where that cannot be told, or where there
-    /// are others than before.
-    pub fn ns(&mut self, machines: &mut Machines) -> Option<u64> {
+impl VcpuTime {
+    /// Nanoseconds of all threads together, since they began; `None` if that is unknown or the
+    /// threads have changed.
+    pub fn total_ns(&mut self, machines: &mut Machines) -> Option<u64> {
         if self.listed.is_none_or(|at| at.elapsed() > LISTED_FOR) {
             let threads = list(machines);
             let same = threads == self.threads;
@@ -41,7 +40,7 @@ impl Busy {
     }
 }
 
-/// None where one of them does not tell.
+/// The threads of all VMs; none if a monitor does not answer.
 fn list(machines: &mut Machines) -> Vec<(u32, u32)> {
     let of_vm = |member: &mut Member| {
         let pid = member.vm.pid();

@@ -1,15 +1,15 @@
-//! What the page may have done to a VM that runs: put back to a checkpoint, by its engine.
+//! The actions that the page asks of a running VM's engine: a rollback to a checkpoint.
 
 use super::listed::Listed;
 use super::said;
-use keyframe_failure::output;
 use keyframe_session::control::{Request, Response, client};
 use keyframe_session::run_dir;
+use keyframe_units::human_duration;
 use keyframe_web::ApiError;
 use std::path::Path;
 use std::time::Duration;
 
-/// A page waits no longer.
+/// How long a page waits for the engine.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Puts the VM that checkpoint `id` is of, and that runs, back to it.
@@ -17,11 +17,10 @@ pub fn roll_back(listed: &Listed, id: u64) -> Result<String, ApiError> {
     let listing = listed.listing()?;
     let one =
         listing.get(id).ok_or_else(|| ApiError::Unknown(format!("there is no checkpoint {id}")))?;
-    let failed = |error: keyframe_session::Error| ApiError::Failed(said(&error.into()));
-    let engine =
-        run_dir::find(Some(&one.vm)).map_err(|failure| ApiError::Unknown(said(&failure.into())))?;
+    let failed = |e: keyframe_session::Error| ApiError::Failed(said(&e, e.fix()));
+    let engine = run_dir::find(Some(&one.vm)).map_err(|e| ApiError::Unknown(said(&e, e.fix())))?;
     let ask = |request: &Request| client::ask(&engine, request, PATIENCE).map_err(failed);
-    // Another VM of that name may write to another store.
+    // Another VM of this name may write to another store.
     match ask(&Request::Status)? {
         Response::Status(status) if Path::new(&status.store) == listed.place() => {}
         _ => {
@@ -35,7 +34,7 @@ pub fn roll_back(listed: &Listed, id: u64) -> Result<String, ApiError> {
         Response::RolledBack(done) => Ok(format!(
             "VM {} is back at checkpoint {id} after {}; what it was is checkpoint {}",
             done.vm,
-            output::duration(done.stood_ns),
+            human_duration(done.stood_ns),
             done.before
         )),
         other => Err(ApiError::Failed(format!("unexpected answer: {other:?}"))),

@@ -1,25 +1,25 @@
-//! Who has the key is let in, and says what for.
+//! Accepts connections of hosts with the key, and reads the purpose of each.
 
 use super::super::frames::{Greeting, Kind, MachineFrame, Purpose, VERSION, parse};
-use super::super::links;
 use super::super::settings::Setup;
 use super::{Refusals, StandbyEngineEvent};
-use keyframe_failure::{Failure, chain};
+use crate::error::{Error, Result};
+use crate::event::Event;
 use keyframe_link::{Channel, Input};
-use std::net::{SocketAddr, TcpListener};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-/// How long who has connected may take to say what for.
+/// How long a host may take to send its greeting.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
-/// Connections whose greeting is awaited.
+/// Connections whose greeting has not come yet.
 const STRANGERS_MAX: usize = 32;
 const REBIND_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Listens; who listened there until now may need a moment to be gone.
-pub fn bound(address: SocketAddr) -> Result<TcpListener, Failure> {
+/// Listens at `address`; a process that listened there may need a moment to end.
+pub fn bound(address: SocketAddr) -> Result<TcpListener> {
     let deadline = Instant::now() + REBIND_TIMEOUT;
     loop {
         match TcpListener::bind(address) {
@@ -27,23 +27,20 @@ pub fn bound(address: SocketAddr) -> Result<TcpListener, Failure> {
                 std::thread::sleep(Duration::from_millis(20));
             }
             bound => {
-                return bound.map_err(|e| {
-                    Failure::new(format!("listen at {address}: {e}"))
-                        .fix("name another port: --listen")
-                });
+                return bound.map_err(|source| Error::Listen { address, source });
             }
         }
     }
 }
 
-/// Lets in who has the key, each by a thread until it has said what for.
+/// Accepts connections until `ends` is set. A thread of its own reads the greeting of each.
 pub fn admit(
     listener: TcpListener,
     setup: &Setup,
     sender: &Sender<StandbyEngineEvent>,
     ends: &Arc<AtomicBool>,
-) -> Result<(), Failure> {
-    let failed = |e: std::io::Error| Failure::new(format!("listen: {e}"));
+) -> Result<()> {
+    let failed = |e| Error::io("listen", e);
     listener.set_nonblocking(true).map_err(failed)?;
     let (setup, sender, ends) = (setup.clone(), sender.clone(), Arc::clone(ends));
     let (strangers, refusals) = (Arc::new(()), Arc::new(Refusals::default()));
@@ -59,19 +56,13 @@ pub fn admit(
             let (setup, sender, stranger) = (setup.clone(), sender.clone(), Arc::clone(&strangers));
             let refusals = Arc::clone(&refusals);
             let greet = move || {
-                let channel =
-                    stream.set_nonblocking(false).map_err(|e| e.to_string()).and_then(|()| {
-                        setup.party.accept(stream, GREETING_TIMEOUT).map_err(|e| chain(&e))
-                    });
-                match channel
-                    .and_then(|channel| greeted(channel).map_err(|failure| failure.to_string()))
-                {
-                    Ok(input) => {
+                match accepted(stream, &setup) {
+                    Ok(event) => {
                         refusals.forget();
-                        drop(sender.send(input));
+                        drop(sender.send(event));
                     }
-                    Err(problem) => {
-                        refusals.say(&setup, format!("a connection is refused: {problem}"));
+                    Err(error) => {
+                        refusals.tell(&*setup.events, error, Event::ConnectionRefused);
                     }
                 }
                 drop(stranger);
@@ -82,20 +73,21 @@ pub fn admit(
     std::thread::Builder::new().name("admit".into()).spawn(work).map(drop).map_err(failed)
 }
 
-fn greeted(channel: Channel) -> Result<StandbyEngineEvent, Failure> {
+fn accepted(stream: TcpStream, setup: &Setup) -> Result<StandbyEngineEvent> {
+    stream.set_nonblocking(false).map_err(|e| Error::io("listen", e))?;
+    greeted(setup.party.accept(stream, GREETING_TIMEOUT)?)
+}
+
+fn greeted(channel: Channel) -> Result<StandbyEngineEvent> {
     let mut input = Input::default();
     let mut next = |what: Kind| {
-        let frame = channel.receive(&mut input, GREETING_TIMEOUT).map_err(|e| links::failed(&e))?;
+        let frame = channel.receive(&mut input, GREETING_TIMEOUT)?;
         let frame = frame.filter(|frame| Kind::of(frame.kind) == Some(what));
-        frame.map(|frame| frame.payload).ok_or_else(|| Failure::new("it does not say what for"))
+        frame.map(|frame| frame.payload).ok_or(Error::NoPurpose)
     };
     let greeting: Greeting = parse(&next(Kind::Greeting)?)?;
     if greeting.version != VERSION {
-        return Err(Failure::new(format!(
-            "it speaks version {} of the protocol, and {VERSION} is known",
-            greeting.version
-        ))
-        .fix("run the same Keyframe on both hosts"));
+        return Err(Error::OtherVersion(greeting.version));
     }
     let number = greeting.connection;
     Ok(match greeting.purpose {

@@ -1,13 +1,14 @@
 //! A QEMU that waits for a primary's VM, with the VM's disks and the gate before its network.
 
-use super::super::frames::{Arbiter, EpochHead, MachineFrame, ReplicatedDisk};
-use super::super::gated::Gate;
+use super::super::frames::{EpochHead, MachineFrame, ReplicatedDisk};
+use super::super::gate::Gate;
 use super::super::launch::{DISKS_SOCKET, start_gate};
 use super::super::settings::random;
-use super::Keeper;
+use super::StandbyEngine;
 use super::image::{StandbyImage, make_disks};
 use super::streams::Streams;
-use keyframe_failure::Failure;
+use crate::error::{Error, Result};
+use crate::event::Event;
 use keyframe_inspect::source_of;
 use keyframe_qemu::net_gate;
 use keyframe_qemu::restore::{Plan, Prepared, RestoreOptions, prepare};
@@ -15,7 +16,6 @@ use keyframe_qemu::{DiskServer, Drive};
 use keyframe_replication::{
     Epoch, GroupId, NodeId, ReplicationConfig, Standby, StandbyState, Term,
 };
-use keyframe_store::MachineMeta;
 use keyframe_vm_disks::overlay_directory::OverlayDirectory;
 use keyframe_vm_disks::{self as disks, DiskToServe, ServedDisks};
 use std::path::{Path, PathBuf};
@@ -29,8 +29,8 @@ pub struct IncomingEpoch {
     pub devices: Vec<u8>,
 }
 
-/// A machine that waits.
-pub struct Ready {
+/// A QEMU that waits, and what belongs to it.
+pub struct PreparedVm {
     pub machine: MachineFrame,
     pub prepared: Prepared,
     pub image: Arc<StandbyImage>,
@@ -39,43 +39,37 @@ pub struct Ready {
     pub gate: Gate,
     pub core: Standby,
     pub config: ReplicationConfig,
-    /// Of the epoch that is held.
+    /// The device state of the epoch that is held.
     pub devices: Option<Vec<u8>>,
-    /// What has come of an epoch beside its pages.
+    /// The epoch that is arriving, without its pages.
     pub coming: Option<IncomingEpoch>,
     pub marks: Vec<Option<(u64, Epoch)>>,
     /// Epochs that are being applied.
     pub applying: u32,
-    /// Nothing was ever applied.
+    /// No epoch was ever applied.
     pub blank: bool,
-    /// A session whose primary is to be told what is here.
-    pub having: Option<u64>,
+    /// A session whose primary waits for the hashes of the pages here.
+    pub resync_session: Option<u64>,
 }
 
-impl Keeper {
-    /// Has a QEMU wait that is this machine.
-    pub(super) fn get_ready(&mut self, machine: MachineFrame) -> Result<(), Failure> {
-        let setup = self.wish.setup.clone();
+impl StandbyEngine {
+    /// Starts a QEMU of this machine that waits.
+    pub(super) fn prepare(&mut self, machine: MachineFrame) -> Result<()> {
+        let setup = self.options.setup.clone();
         if machine.arbiter != setup.arbiter() {
-            let (theirs, own) = (flag(machine.arbiter), flag(setup.arbiter()));
-            return Err(Failure::new(format!(
-                "the primary is started {theirs}, this standby {own}"
-            ))
-            .fix("start both alike"));
+            let (primary, standby) = (machine.arbiter, setup.arbiter());
+            return Err(Error::ArbitersDiffer { primary, standby });
         }
         if self.ready.as_ref().is_some_and(|ready| {
             matches!(ready.core.state(), StandbyState::Armed | StandbyState::Asking)
         }) {
-            return Err(Failure::new(
-                "this standby holds another VM, which it may have to take over",
-            ));
+            return Err(Error::HoldsAnotherVm);
         }
-        self.dismiss();
-        let folder = &self.wish.folder;
+        self.discard();
+        let folder = &self.options.folder;
         let paths = make_disks(folder, &machine)?;
-        let meta = meta_of(&machine);
-        let words = machine.user_command.get(1..).unwrap_or_default();
-        let gated = net_gate(words, self.run_dir.path()).map_err(|e| Failure::qemu(&e.into()))?;
+        let words = machine.spec.user_command.get(1..).unwrap_or_default();
+        let gated = net_gate(words, self.run_dir.path()).map_err(keyframe_qemu::Error::from)?;
         let gate = start_gate(&gated.nics)?;
         let socket = self.run_dir.path().join(DISKS_SOCKET);
         let made = self.serve(&machine, &paths, &socket).and_then(|served| {
@@ -83,30 +77,30 @@ impl Keeper {
             let disks = served.as_ref().map(|_| server);
             let options =
                 RestoreOptions { disks, added: gated.words.clone(), ..RestoreOptions::default() };
-            let source = source_of(&meta, &machine.ram);
-            let prepared = Plan::new(source, self.wish.extra.clone(), options).and_then(|plan| {
-                for note in plan.notes() {
-                    setup.say(&format!("note: {note}"));
-                }
-                let prepared = prepare(plan)?;
-                let memory = prepared.memory()?;
-                Ok((prepared, memory))
-            });
+            let source = source_of(&machine.spec, &machine.ram);
+            let prepared =
+                Plan::new(source, self.options.extra.clone(), options).and_then(|plan| {
+                    for note in plan.notes() {
+                        setup.events.failover_event(&Event::CommandLineNote(note.clone()));
+                    }
+                    let prepared = prepare(plan)?;
+                    let memory = prepared.memory()?;
+                    Ok((prepared, memory))
+                });
             match prepared {
                 Ok(prepared) => Ok((prepared, served)),
                 Err(error) => {
                     if let Some(served) = served {
                         let _ = served.end(false);
                     }
-                    Err(Failure::qemu(&error))
+                    Err(error.into())
                 }
             }
         });
         let ((prepared, memory), served) = made.inspect_err(|_| gate.end())?;
         let image = Arc::new(StandbyImage::new(memory, &machine, &paths)?);
         let streams = Arc::new(Streams::new(machine.streams.clamp(1, 64), Arc::clone(&image)));
-        let group = u128::from_str_radix(&machine.group, 16)
-            .map_err(|_| Failure::new("the primary's group is no number"))?;
+        let group = u128::from_str_radix(&machine.group, 16).map_err(|_| Error::Group)?;
         let arbitration = setup.arbitration;
         let mut config = ReplicationConfig::new(
             NodeId(random()?),
@@ -118,8 +112,9 @@ impl Keeper {
         config.paths = machine.paths;
         let core = Standby::new(config, Term(0), None);
         let (marks, blank) = (vec![None; streams.len()], image.disks_are_blank());
-        setup.say(&format!("a QEMU waits for VM {} (pid {})", machine.name, prepared.pid()));
-        self.ready = Some(Ready {
+        let (vm, qemu_pid) = (machine.name.clone(), prepared.pid());
+        setup.events.failover_event(&Event::QemuWaits { vm, qemu_pid });
+        self.ready = Some(PreparedVm {
             machine,
             prepared,
             image,
@@ -133,7 +128,7 @@ impl Keeper {
             marks,
             applying: 0,
             blank,
-            having: None,
+            resync_session: None,
         });
         Ok(())
     }
@@ -143,7 +138,7 @@ impl Keeper {
         machine: &MachineFrame,
         paths: &[PathBuf],
         socket: &Path,
-    ) -> Result<Option<ServedDisks>, Failure> {
+    ) -> Result<Option<ServedDisks>> {
         if paths.is_empty() {
             return Ok(None);
         }
@@ -159,39 +154,17 @@ impl Keeper {
         };
         let wanted = paths.iter().zip(&machine.disks).map(wanted).collect::<Result<_, _>>()?;
         let place =
-            OverlayDirectory::claim_in(&self.wish.folder.join("overlays"), &self.wish.name)?;
+            OverlayDirectory::claim_in(&self.options.folder.join("overlays"), &self.options.name)?;
         Ok(Some(disks::serve_in(place, &machine.name, None, wanted, socket)?))
     }
 
-    /// Lets go of the machine that waited.
-    pub(super) fn dismiss(&mut self) {
+    /// Ends the machine that waits.
+    pub(super) fn discard(&mut self) {
         let Some(ready) = self.ready.take() else { return };
         drop(ready.prepared);
         if let Some(served) = ready.served {
             let _ = served.end(false);
         }
         ready.gate.end();
-    }
-}
-
-fn flag(arbiter: Arbiter) -> &'static str {
-    match arbiter {
-        Arbiter::Witness => "with --witness",
-        Arbiter::Fencing => "with --fence-with",
-        Arbiter::Manual => "without --witness or --fence-with",
-    }
-}
-
-/// What a restore has to know.
-pub fn meta_of(machine: &MachineFrame) -> MachineMeta {
-    MachineMeta {
-        binary_path: machine.qemu_path.clone(),
-        vmm_version: machine.qemu_version.clone(),
-        binary_blake3: machine.qemu_blake3.clone(),
-        machine_type: machine.machine_type.clone(),
-        working_directory: machine.working_directory.clone(),
-        user_command: machine.user_command.clone(),
-        missing_cpu_features: machine.cpu_lacks.clone(),
-        ..MachineMeta::default()
     }
 }

@@ -1,16 +1,18 @@
-//! Asking the witness, and being it.
+//! The witness: a client that asks it, and the server.
 //!
 //! ```text
 //!   node ──TLS, WitnessRequest──▶ witness ── changed? ─▶ DIR/witness.state.new, synced, renamed ─▶ WitnessReply
 //! ```
 //!
-//! Invariant: an answer tells only what would be found again after the host lost power.
+//! Invariant: an answer leaves after the state behind it is durable.
 
 use super::frames::Kind;
-use keyframe_failure::{Failure, chain};
+use crate::error::{Error, Result};
+use crate::event::{Event, SharedEventSink};
 use keyframe_link::{Channel, Input, Party};
 use keyframe_locks::IgnorePoison;
 use keyframe_replication::{Witness, WitnessReply, WitnessRequest};
+use keyframe_units::error_chain;
 use std::fs::File;
 use std::io::Write;
 use std::net::{SocketAddr, TcpListener};
@@ -19,7 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// What was asked may have been granted once it has left.
+/// The answer to a question. A question without an answer may have been granted.
 pub enum WitnessAnswer {
     /// The witness has answered.
     Answered(WitnessReply),
@@ -32,13 +34,13 @@ pub enum WitnessAnswer {
 
 /// How long the witness may take for each step.
 const TIMEOUT: Duration = Duration::from_secs(2);
-/// Questions at the same time.
+/// Clients that are served at once.
 const CLIENTS_MAX: usize = 64;
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 const STATE: &str = "witness.state";
 const STATE_BYTES_MAX: u64 = 16 << 20;
 
-/// Asks, and waits for the answer.
+/// Asks the witness, and waits for its answer.
 pub fn ask(party: &Party, address: SocketAddr, request: WitnessRequest) -> WitnessAnswer {
     let Ok(channel) = party.connect(address, TIMEOUT) else {
         return WitnessAnswer::Lost { sent: false };
@@ -55,48 +57,41 @@ pub fn ask(party: &Party, address: SocketAddr, request: WitnessRequest) -> Witne
     }
 }
 
-/// A witness with what it knows in a directory.
+/// A witness that keeps its state in a directory.
 pub struct WitnessServer {
     state: Mutex<Witness>,
     folder: PathBuf,
     party: Party,
+    events: SharedEventSink,
 }
 
 impl WitnessServer {
-    /// With what is known in `folder`.
-    pub fn open(folder: &Path, party: Party) -> Result<Self, Failure> {
+    /// Reads what the witness of `folder` knows. `events` is told of errors.
+    pub fn open(folder: &Path, party: Party, events: SharedEventSink) -> Result<Self> {
         let path = folder.join(STATE);
-        let bad = |problem: String| {
-            Failure::new(format!("{}: {problem}", path.display()))
-                .fix("a witness without its memory could let two hosts run one VM: bring the file back, or remove it while no VM is protected")
-        };
-        std::fs::create_dir_all(folder)
-            .map_err(|e| Failure::new(format!("make {}: {e}", folder.display())))?;
+        let bad = |problem| Error::WitnessState { path: path.clone(), problem };
+        std::fs::create_dir_all(folder).map_err(|e| Error::file("make", folder, e))?;
         let state = match std::fs::metadata(&path) {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => Witness::default(),
             Err(e) => return Err(bad(e.to_string())),
             Ok(known) if known.len() > STATE_BYTES_MAX => return Err(bad("it is too long".into())),
             Ok(_) => {
                 let bytes = std::fs::read(&path).map_err(|e| bad(e.to_string()))?;
-                Witness::decode(&bytes).map_err(|e| bad(chain(&e)))?
+                Witness::decode(&bytes).map_err(|e| bad(error_chain(&e)))?
             }
         };
-        Ok(Self { state: Mutex::new(state), folder: folder.to_owned(), party })
+        Ok(Self { state: Mutex::new(state), folder: folder.to_owned(), party, events })
     }
 
-    /// How many VMs it knows.
+    /// The number of VMs that it knows.
     pub fn groups(&self) -> usize {
         self.state.lock().ignore_poison().groups().count()
     }
 
     /// Answers until `stop` is set.
-    pub fn serve(
-        self: &Arc<Self>,
-        listener: &TcpListener,
-        stop: &AtomicBool,
-    ) -> Result<(), Failure> {
+    pub fn serve(self: &Arc<Self>, listener: &TcpListener, stop: &AtomicBool) -> Result<()> {
         let clients = Arc::new(AtomicUsize::new(0));
-        listener.set_nonblocking(true).map_err(|e| Failure::new(format!("listen: {e}")))?;
+        listener.set_nonblocking(true).map_err(|e| Error::io("listen", e))?;
         while !stop.load(Ordering::Relaxed) {
             let Ok((stream, _)) = listener.accept() else {
                 std::thread::sleep(LOOK_EVERY / 20);
@@ -113,7 +108,7 @@ impl WitnessServer {
                         let channel = server.party.accept(stream, TIMEOUT).ok()?;
                         server.answer(&channel)
                     });
-                    // Who is not answered asks again.
+                    // A client without an answer asks again.
                     let _ = served;
                     counted.fetch_sub(1, Ordering::Relaxed);
                 });
@@ -131,7 +126,7 @@ impl WitnessServer {
             let (reply, changed) = next.handle(request);
             if changed {
                 if let Err(error) = self.keep(&next) {
-                    eprintln!("keyframe: {error}: the question is not answered");
+                    self.events.failover_event(&Event::WitnessSilent(error));
                     return None;
                 }
                 *state = next;
@@ -141,12 +136,12 @@ impl WitnessServer {
         let mut bytes = Vec::new();
         reply.encode(&mut bytes);
         channel.send(Kind::Core as u8, &[&bytes]).ok()?;
-        // It closes once it has read.
+        // The client closes the connection after it has read the answer.
         let _ = channel.receive(&mut Input::default(), TIMEOUT);
         Some(())
     }
 
-    fn keep(&self, state: &Witness) -> Result<(), Failure> {
+    fn keep(&self, state: &Witness) -> Result<()> {
         let (path, fresh) = (self.folder.join(STATE), self.folder.join("witness.state.new"));
         let mut bytes = Vec::new();
         state.encode(&mut bytes);
@@ -154,6 +149,6 @@ impl WitnessServer {
             .and_then(|mut file| file.write_all(&bytes).and_then(|()| file.sync_all()))
             .and_then(|()| std::fs::rename(&fresh, &path))
             .and_then(|()| File::open(&self.folder)?.sync_all());
-        written.map_err(|e| Failure::new(format!("write {}: {e}", path.display())))
+        written.map_err(|e| Error::file("write", &path, e))
     }
 }

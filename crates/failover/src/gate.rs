@@ -11,7 +11,7 @@ use keyframe_session::machines::Machines;
 use keyframe_units::RamLayout;
 use std::sync::{Arc, Mutex};
 
-/// The gate of the VM's network; none where it has no network.
+/// The gate before the VM's network; it does nothing if the VM has no network.
 #[derive(Clone)]
 pub struct Gate(Arc<Mutex<Option<GateRemote>>>);
 
@@ -28,7 +28,7 @@ impl Gate {
         Ok(remote.as_mut().map(ask).transpose()?)
     }
 
-    /// Lets go of it.
+    /// Ends the gate's process.
     pub fn end(&self) {
         let remote = self.0.lock().ignore_poison().take();
         if let Some(remote) = remote {
@@ -38,14 +38,14 @@ impl Gate {
 }
 
 /// The VM with its gate, as the capture's machine.
-pub struct Gated {
+pub struct GatedMachines {
     pub machines: Machines,
     pub gate: Gate,
-    /// What the newest pause has cut.
+    /// The gate's cut at the newest pause.
     pub cut: Option<u64>,
 }
 
-impl Machine for Gated {
+impl Machine for GatedMachines {
     fn ram_layout(&mut self) -> Result<RamLayout, BoxError> {
         self.machines.ram_layout()
     }
@@ -55,7 +55,7 @@ impl Machine for Gated {
     }
 }
 
-impl PauseSteps for Gated {
+impl PauseSteps for GatedMachines {
     fn prepare_pause(&mut self) -> Result<(), BoxError> {
         self.machines.prepare_pause()
     }

@@ -1,0 +1,26 @@
+//! Why a report could not be made.
+
+use std::io;
+
+/// What the functions of reports return.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error of a report. The sources tell the cause.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A plot cannot be drawn.
+    #[error(transparent)]
+    Plot(#[from] keyframe_plot::Error),
+    /// The operating system refused an operation.
+    #[error("{operation}")]
+    Io {
+        /// The operation and its object.
+        operation: String,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// An analysis cannot be read; the text is the reason, with what to do about it.
+    #[error("{0}")]
+    Analysis(String),
+}

@@ -1,0 +1,143 @@
+//! What the protocol's loop does to its host: the guard of the VM, QEMU's process, the gate before
+//! the network, the witness and the fence hook.
+
+use super::PrimaryEngineEvent;
+use crate::arbitration;
+use crate::error::{Error, Result};
+use crate::event::Event;
+use crate::guard::GuardRemote;
+use crate::settings::Setup;
+use crate::vm::Gate;
+use keyframe_net::{GateRemote, GateStatus};
+use keyframe_replication::{RunPermit, WitnessRequest};
+use rustix::process::{Signal, pidfd_send_signal};
+use std::os::fd::OwnedFd;
+use std::sync::mpsc::Sender;
+
+/// The host of a protected VM. No method waits for QEMU or the network; answers come as events.
+pub trait HostControl: Send {
+    /// Lets the VM run as long as `permit` says. The VM is stopped when this returns, if it has to
+    /// be.
+    fn set_run_permit(&mut self, permit: RunPermit);
+    /// Tells the guard that the VM is paused by its monitor, and goes on answering there.
+    fn vm_paused(&mut self);
+    /// Ends the VM at once.
+    fn kill_vm(&mut self);
+    /// Holds the VM's output from now on.
+    fn hold_output(&mut self);
+    /// Releases the output up to this cut of the gate.
+    fn release_output(&mut self, cut: u64);
+    /// Releases all output, and holds no more.
+    fn open_gate(&mut self);
+    /// What the gate holds.
+    fn gate_status(&mut self) -> GateStatus;
+    /// Asks the witness; the answer comes as an event.
+    fn ask_witness(&mut self, request: WitnessRequest);
+    /// Runs the fence hook; its result comes as an event.
+    fn fence(&mut self);
+    /// Lets the guard go. A VM that may not run by itself ends.
+    fn end_guard(&mut self);
+}
+
+/// A host whose VM is QEMU's.
+pub struct QemuHost {
+    name: String,
+    setup: Setup,
+    gate: Gate,
+    guard: Option<GuardRemote>,
+    qemu: OwnedFd,
+    qemu_pid: u32,
+    sender: Sender<PrimaryEngineEvent>,
+}
+
+impl QemuHost {
+    /// Starts the guard of the QEMU with this pid, which runs VM `name`.
+    pub fn new(
+        qemu_pid: u32,
+        name: String,
+        gate: Gate,
+        setup: Setup,
+        sender: Sender<PrimaryEngineEvent>,
+    ) -> Result<Self> {
+        let guard = Some(GuardRemote::spawn(qemu_pid)?);
+        let process = keyframe_kernel::Process::open(qemu_pid)?;
+        let qemu = rustix::io::dup(process.pidfd());
+        let qemu = qemu.map_err(|e| Error::io("take hold of QEMU", e))?;
+        Ok(Self { name, setup, gate, guard, qemu, qemu_pid, sender })
+    }
+
+    fn tell(&self, event: &Event) {
+        self.setup.events.failover_event(event);
+    }
+
+    fn ask_gate(&self, ask: impl FnOnce(&mut GateRemote) -> keyframe_net::Result<()>) {
+        if let Err(error) = self.gate.ask(ask) {
+            // What is held stays held.
+            self.tell(&Event::GateFailed(error));
+        }
+    }
+
+    fn ask_guard(&mut self, ask: impl FnOnce(&mut GuardRemote) -> Result<()>) -> Result<()> {
+        self.guard.as_mut().map_or(Err(Error::GuardEnded), ask)
+    }
+}
+
+impl HostControl for QemuHost {
+    fn set_run_permit(&mut self, permit: RunPermit) {
+        let Err(error) = self.ask_guard(|guard| guard.set(permit)) else { return };
+        self.tell(&Event::GuardFailed { error, restarts: true });
+        match GuardRemote::spawn(self.qemu_pid) {
+            Ok(mut fresh) => {
+                let set = fresh.set(permit);
+                self.guard = Some(fresh);
+                if set.is_ok() {
+                    return;
+                }
+            }
+            Err(error) => self.tell(&Event::GuardFailed { error, restarts: false }),
+        }
+        // No guard enforces the permit: the VM must not run.
+        let _ = pidfd_send_signal(&self.qemu, Signal::STOP);
+    }
+
+    fn vm_paused(&mut self) {
+        if let Err(error) = self.ask_guard(GuardRemote::paused) {
+            self.tell(&Event::GuardFailed { error, restarts: false });
+        }
+    }
+
+    fn kill_vm(&mut self) {
+        let _ = pidfd_send_signal(&self.qemu, Signal::KILL);
+    }
+
+    fn hold_output(&mut self) {
+        self.ask_gate(GateRemote::hold);
+    }
+
+    fn release_output(&mut self, cut: u64) {
+        self.ask_gate(|remote| remote.release(cut));
+    }
+
+    fn open_gate(&mut self) {
+        self.ask_gate(GateRemote::open);
+    }
+
+    fn gate_status(&mut self) -> GateStatus {
+        self.gate.ask(GateRemote::status).ok().flatten().unwrap_or_default()
+    }
+
+    fn ask_witness(&mut self, request: WitnessRequest) {
+        arbitration::ask(&self.setup, request, &self.sender, PrimaryEngineEvent::Witness);
+    }
+
+    fn fence(&mut self) {
+        let fenced = PrimaryEngineEvent::Fenced;
+        arbitration::fence(&self.setup, &self.name, "primary", &self.sender, fenced);
+    }
+
+    fn end_guard(&mut self) {
+        if let Some(guard) = self.guard.take() {
+            guard.end();
+        }
+    }
+}

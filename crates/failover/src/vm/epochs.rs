@@ -1,0 +1,354 @@
+//! The loop of the VM's thread: takes epochs, and books or gives up each one.
+//!
+//! Invariants: one epoch is in flight at most; pages of an epoch that the standby does not
+//! acknowledge are owed to the next.
+
+use super::{CapturedEpoch, EpochReport, ProtectedVm, VmAction, VmEvent};
+use crate::error::Error;
+use crate::event::{Event, SharedEventSink};
+use crate::resync::RemotePageHashes;
+use crate::sending::{SentEpoch, SharedWire};
+use keyframe_capture::EncodeReport;
+use keyframe_scheduling::replication::{
+    AcknowledgedEpoch, CheckpointReason, ReplicationDecision, ReplicationScheduler, VmObservation,
+};
+use keyframe_units::{Epoch, PAGE_BYTES, error_chain};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::Duration;
+
+/// How often the VM is looked at when nothing else wakes the thread.
+pub const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// The wait after a capture that failed: the protocol asks for another at once.
+const RETRY: Duration = Duration::from_millis(50);
+
+/// What the loop is made of.
+pub struct LoopParts<V> {
+    pub vm: V,
+    pub wire: SharedWire,
+    pub policy: Box<dyn ReplicationScheduler>,
+    pub first_epoch: Epoch,
+    pub events: Box<dyn Fn(VmEvent) + Send>,
+    pub sink: SharedEventSink,
+    pub clock: Box<dyn Fn() -> u64 + Send>,
+}
+
+/// An epoch on its way.
+struct InFlight {
+    epoch: Epoch,
+    /// What the encoder said of it. It counts once the standby has acknowledged the epoch.
+    report: Option<EncodeReport<SentEpoch>>,
+    acknowledged: bool,
+    captured_ns: u64,
+    reason: &'static str,
+    /// How long the VM was paused for it if it was suspended before: the capture counts no pause of
+    /// its own then.
+    stood_ns: Option<u64>,
+    seq: u64,
+}
+
+/// The loop's state.
+pub struct VmLoop<V> {
+    pub(super) vm: V,
+    pub(super) wire: SharedWire,
+    policy: Box<dyn ReplicationScheduler>,
+    events: Box<dyn Fn(VmEvent) + Send>,
+    sink: SharedEventSink,
+    clock: Box<dyn Fn() -> u64 + Send>,
+    pub(super) next_epoch: Epoch,
+    /// The policy may take epochs.
+    may_capture: bool,
+    in_flight: Option<InFlight>,
+    /// When the newest epoch was captured.
+    since_ns: u64,
+    /// Since when the policy has the VM suspended.
+    suspended_at_ns: Option<u64>,
+    /// An epoch was asked for while another was in flight.
+    is_wanted: bool,
+    /// A session that is to begin, and the pages that its standby holds.
+    pub(super) wanted_session: Option<u64>,
+    pub(super) remote: Option<(u64, RemotePageHashes)>,
+    ended: bool,
+}
+
+impl<V: ProtectedVm> VmLoop<V> {
+    pub fn new(parts: LoopParts<V>) -> Self {
+        let since_ns = (parts.clock)();
+        Self {
+            vm: parts.vm,
+            wire: parts.wire,
+            policy: parts.policy,
+            events: parts.events,
+            sink: parts.sink,
+            clock: parts.clock,
+            next_epoch: parts.first_epoch,
+            may_capture: false,
+            in_flight: None,
+            since_ns,
+            suspended_at_ns: None,
+            is_wanted: false,
+            wanted_session: None,
+            remote: None,
+            ended: false,
+        }
+    }
+
+    /// Runs until it is told to end, and gives the VM back.
+    pub fn run(mut self, inbox: &Receiver<VmAction>) -> V {
+        let mut wait = LOOK_EVERY;
+        loop {
+            let action = match inbox.recv_timeout(wait) {
+                Ok(VmAction::End) | Err(RecvTimeoutError::Disconnected) => return self.vm,
+                Ok(action) => Some(action),
+                Err(RecvTimeoutError::Timeout) => None,
+            };
+            wait = self.step(action);
+        }
+    }
+
+    /// Handles an action, if there is one, and looks at the VM. Returns how long nothing is to be
+    /// done unless an action comes.
+    pub fn step(&mut self, action: Option<VmAction>) -> Duration {
+        if let Some(action) = action {
+            self.handle_action(action);
+        }
+        self.poll_end();
+        self.look().min(LOOK_EVERY)
+    }
+
+    pub(super) fn tell(&self, event: VmEvent) {
+        (self.events)(event);
+    }
+
+    fn now_ns(&self) -> u64 {
+        (self.clock)()
+    }
+
+    fn handle_action(&mut self, action: VmAction) {
+        match action {
+            VmAction::MayCapture(may) => {
+                self.may_capture = may;
+                if !may {
+                    self.unsuspend();
+                }
+            }
+            VmAction::Capture { last } => self.capture(CheckpointReason::Asked.name(), last),
+            VmAction::Sync { session } => {
+                self.give_up(None);
+                self.wanted_session = Some(session);
+                self.begin_wanted_session();
+            }
+            VmAction::PageHashes { session, first, hashes } => {
+                self.take_page_hashes(session, first, &hashes);
+            }
+            VmAction::Acknowledged { epoch } => self.acknowledged(epoch),
+            VmAction::Owe { after } => {
+                self.give_up(after);
+                self.wire.resume(self.next_epoch);
+            }
+            VmAction::Stop => {
+                if let Err(error) = self.vm.pause() {
+                    self.tell(VmEvent::CaptureFailed(error));
+                }
+                self.tell(VmEvent::Stopped);
+            }
+            VmAction::Resume => {
+                self.resume();
+                self.tell(VmEvent::Resumed);
+            }
+            VmAction::Report(report) => self.reported(*report),
+            // The look that follows decides.
+            VmAction::Packet | VmAction::End => {}
+        }
+    }
+
+    fn resume(&mut self) {
+        self.suspended_at_ns = None;
+        self.vm.resume();
+    }
+
+    fn unsuspend(&mut self) {
+        if self.suspended_at_ns.is_some() {
+            self.resume();
+        }
+    }
+
+    fn poll_end(&mut self) {
+        if self.ended {
+            return;
+        }
+        match self.vm.poll_end() {
+            Ok(Some(exit)) => {
+                self.ended = true;
+                self.may_capture = false;
+                self.tell(VmEvent::Ended(exit));
+            }
+            Ok(None) => {}
+            Err(error) => self.sink.failover_event(&Event::LookFailed(error)),
+        }
+    }
+
+    /// Does what the policy decides; how long nothing is to be done.
+    fn look(&mut self) -> Duration {
+        if !self.may_capture || self.ended {
+            return LOOK_EVERY;
+        }
+        let now_ns = self.now_ns();
+        let observation = self.observation(now_ns);
+        match self.policy.look(&observation) {
+            ReplicationDecision::Wait { look_in_ns } => {
+                if self.in_flight.is_none() {
+                    self.unsuspend();
+                }
+                Duration::from_nanos(look_in_ns)
+            }
+            ReplicationDecision::Checkpoint(reason) => {
+                self.capture(reason.name(), false);
+                Duration::ZERO
+            }
+            ReplicationDecision::Suspend => {
+                self.suspended_at_ns = self.vm.pause().is_ok().then_some(now_ns);
+                LOOK_EVERY
+            }
+        }
+    }
+
+    fn observation(&mut self, now_ns: u64) -> VmObservation {
+        let activity = self.vm.observe(now_ns);
+        VmObservation {
+            now_ns,
+            since_ns: self.since_ns,
+            in_flight: self.in_flight.is_some(),
+            dirty_pages: activity.dirty_pages,
+            packets_held: activity.held.fresh_frames,
+            oldest_packet_ns: activity.held.oldest_ns.map(|age| now_ns.saturating_sub(age)),
+            disk_bytes_held: activity.disk_bytes,
+            stopped: self.suspended_at_ns.is_some(),
+            busy_ns: activity.busy_ns,
+        }
+    }
+
+    /// Takes an epoch. With `last` the VM is paused and stays so; else an epoch that is in flight
+    /// comes first.
+    pub(super) fn capture(&mut self, reason: &'static str, last: bool) {
+        if self.ended {
+            return;
+        }
+        if self.in_flight.is_some() && !last {
+            self.is_wanted = true;
+            return;
+        }
+        let was_suspended = self.suspended_at_ns.take().is_some();
+        let begun_ns = self.now_ns();
+        let captured = self.vm.capture(self.next_epoch, reason);
+        let event = captured.map(|captured| self.record_capture(captured, reason));
+        if was_suspended && !last {
+            self.resume();
+            let stood_ns = self.now_ns().saturating_sub(begun_ns);
+            if let Some(in_flight) = &mut self.in_flight {
+                in_flight.stood_ns = Some(stood_ns);
+            }
+        }
+        match event {
+            Ok(event) => self.tell(event),
+            Err(error) => {
+                std::thread::sleep(RETRY);
+                self.tell(VmEvent::CaptureFailed(error));
+            }
+        }
+    }
+
+    fn record_capture(&mut self, captured: CapturedEpoch, reason: &'static str) -> VmEvent {
+        let epoch = self.next_epoch;
+        self.next_epoch = epoch.next();
+        let captured_ns = self.now_ns();
+        self.since_ns = captured_ns;
+        let (report, acknowledged, stood_ns, seq) = (None, false, None, captured.seq);
+        self.in_flight =
+            Some(InFlight { epoch, report, acknowledged, captured_ns, reason, stood_ns, seq });
+        VmEvent::Captured { epoch, gate: captured.gate, reason }
+    }
+
+    fn reported(&mut self, report: EncodeReport<SentEpoch>) {
+        if let Err(error) = &report.outcome {
+            let problem = error_chain(error);
+            if self.vm.settle(report) {
+                return;
+            }
+            self.in_flight = None;
+            // If the connection broke, the protocol learns it from its reader.
+            self.tell(VmEvent::CaptureFailed(Error::NotSent(problem)));
+            return;
+        }
+        match &mut self.in_flight {
+            Some(in_flight) if report.seq == Some(in_flight.seq) => in_flight.report = Some(report),
+            _ => {
+                self.vm.settle(report);
+            }
+        }
+        self.finish();
+    }
+
+    fn acknowledged(&mut self, epoch: Epoch) {
+        if let Some(in_flight) =
+            self.in_flight.as_mut().filter(|in_flight| in_flight.epoch <= epoch)
+        {
+            in_flight.acknowledged = true;
+        }
+        self.finish();
+    }
+
+    /// Books the epoch in flight once it is sent and acknowledged.
+    fn finish(&mut self) {
+        let done = self
+            .in_flight
+            .take_if(|in_flight| in_flight.acknowledged && in_flight.report.is_some());
+        let Some(InFlight { epoch, report: Some(report), captured_ns, reason, stood_ns, .. }) =
+            done
+        else {
+            return;
+        };
+        let sent = report.outcome.as_ref().ok().copied().unwrap_or_default();
+        self.wire.acknowledged(epoch);
+        self.remote = None;
+        self.vm.settle(report);
+        let now_ns = self.now_ns();
+        let acked = AcknowledgedEpoch {
+            pages: sent.sent.pages,
+            wire_bytes: sent.sent.bytes,
+            pause_ns: stood_ns.unwrap_or(sent.pause_ns),
+            transfer_ns: now_ns.saturating_sub(captured_ns),
+            epoch_ns: sent.interval_ns,
+        };
+        // If the VM is suspended, the look that follows resumes it or captures it as it is.
+        self.policy.acknowledged(&acked);
+        let report = EpochReport {
+            acknowledged: Some(epoch),
+            pages: acked.pages,
+            wire_bytes: acked.wire_bytes,
+            raw_bytes: acked.pages * PAGE_BYTES as u64,
+            pause_ns: acked.pause_ns,
+            transfer_ns: acked.transfer_ns,
+            epoch_ns: acked.epoch_ns,
+            reason,
+            suspended_ns: self.suspended_at_ns.map_or(0, |at_ns| now_ns.saturating_sub(at_ns)),
+            estimates: self.policy.describe(),
+        };
+        self.tell(VmEvent::EpochDone(Box::new(report)));
+        if std::mem::take(&mut self.is_wanted) {
+            self.capture(CheckpointReason::Asked.name(), false);
+        }
+    }
+
+    /// Gives up the epoch in flight, unless the standby has it: it has all up to `after`.
+    fn give_up(&mut self, after: Option<Epoch>) {
+        self.is_wanted = false;
+        let Some(in_flight) = self.in_flight.take() else { return };
+        if after.is_some_and(|after| in_flight.epoch <= after) {
+            self.in_flight = Some(InFlight { acknowledged: true, ..in_flight });
+            self.finish();
+            return;
+        }
+        self.vm.give_up(in_flight.seq, in_flight.report);
+        self.unsuspend();
+    }
+}
