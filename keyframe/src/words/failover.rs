@@ -21,11 +21,12 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
         Event::GuardFailed { error, restarts: true } => {
             (Always, format!("{}; another one is started", with_fix(error)))
         }
-        Event::GuardFailed { error, .. } => (Always, with_fix(error)),
         Event::GateFailed(error) => {
             (Always, format!("the gate of the VM's network: {}", chain(&**error)))
         }
-        Event::ResumeFailed(error) | Event::LookFailed(error) => (Always, with_fix(error)),
+        Event::GuardFailed { error, .. }
+        | Event::ResumeFailed(error)
+        | Event::LookFailed(error) => (Always, with_fix(error)),
         Event::FenceHookFailed(error) => (Always, format!("run the fence hook: {error}")),
         Event::WritesKept(directory) => {
             let text =

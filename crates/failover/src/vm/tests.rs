@@ -27,6 +27,16 @@ enum Call {
     CopyDisks,
 }
 
+/// What a capture comes to.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+enum CaptureResult {
+    #[default]
+    Captured,
+    Failed,
+    /// The VM ends in the pause.
+    Ended,
+}
+
 /// The VM's state, which tests change.
 #[derive(Default)]
 struct State {
@@ -34,9 +44,7 @@ struct State {
     exit: Option<ExitStatus>,
     /// The monitor does not answer.
     is_monitor_lost: bool,
-    /// The VM ends in the pause of the next capture.
-    ends_in_capture: bool,
-    fails_capture: bool,
+    capture: CaptureResult,
     fails_disks: bool,
     captures: u64,
     /// Captures up to this one were given up: their reports are stale.
@@ -82,11 +90,10 @@ impl ProtectedVm for FakeVm {
     fn capture(&mut self, epoch: Epoch, _: &'static str) -> Result<CapturedEpoch> {
         let mut state = self.state();
         state.calls.push(Call::Capture(epoch.0));
-        if std::mem::take(&mut state.ends_in_capture) {
+        if state.capture == CaptureResult::Ended {
             state.exit = Some(ExitStatus::from_raw(0));
-            return Err(lost());
         }
-        if state.fails_capture {
+        if state.capture != CaptureResult::Captured {
             return Err(lost());
         }
         state.captures += 1;
@@ -266,10 +273,10 @@ fn the_last_epoch_waits_for_no_other_and_leaves_the_vm_paused() {
 #[test]
 fn a_failed_capture_uses_up_no_epoch() {
     let mut test = Test::new();
-    test.vm.state().fails_capture = true;
+    test.vm.state().capture = CaptureResult::Failed;
     test.step(CAPTURE);
     assert_eq!(test.told(), ["failed: pause the VM"]);
-    test.vm.state().fails_capture = false;
+    test.vm.state().capture = CaptureResult::Captured;
     test.step(CAPTURE);
     assert_eq!(test.told(), ["captured 1"]);
 }
@@ -277,7 +284,7 @@ fn a_failed_capture_uses_up_no_epoch() {
 #[test]
 fn a_vm_that_ends_in_a_pause_is_captured_no_more() {
     let mut test = Test::new();
-    test.vm.state().ends_in_capture = true;
+    test.vm.state().capture = CaptureResult::Ended;
     test.step(CAPTURE);
     assert_eq!(test.told(), ["failed: pause the VM", "ended"]);
     test.step(VmAction::MayCapture(true));
