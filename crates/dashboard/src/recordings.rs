@@ -135,8 +135,8 @@ fn pieces(all: &[Interval]) -> Vec<Value> {
 }
 
 /// An error of the directory of an analysis.
-pub(crate) fn of_replay(error: keyframe_replay_driver::Error) -> Failure {
-    Failure { fix: error.fix(), ..Failure::new(keyframe_failure::chain(&error)) }
+pub(crate) fn of_replay(error: &keyframe_replay_driver::Error) -> Failure {
+    Failure { fix: error.fix(), ..Failure::new(keyframe_failure::chain(error)) }
 }
 
 /// How one gets on, and which recording it is of.
@@ -145,7 +145,7 @@ fn analysis(place: &Path) -> (String, Value) {
     let (head, states) = match interval_states(place) {
         Ok(found) => found,
         Err(failure) => {
-            return (String::new(), json!({ "path": path, "problem": said(&of_replay(failure)) }));
+            return (String::new(), json!({ "path": path, "problem": said(&of_replay(&failure)) }));
         }
     };
     let count = |wanted| states.iter().filter(|state| **state == wanted).count();

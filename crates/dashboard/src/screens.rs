@@ -40,15 +40,17 @@ impl Screens {
         let loaded =
             listed.store().load(CheckpointId(id)).map_err(|e| of_store(&e, listed.place()))?;
         let guest =
-            Guest::choose(&loaded, member).map_err(|e| ApiError::Bad(said(&of_inspect(e))))?;
+            Guest::choose(&loaded, member).map_err(|e| ApiError::Bad(said(&of_inspect(&e))))?;
         let what = format!("VM {} in checkpoint {id}", member.unwrap_or(&loaded.meta.vm));
         let picture = screens::picture(&loaded, &guest).map_err(|none| match none {
-            NoPicture::NoDisplay => ApiError::Unknown(said(&of_inspect(none.into_error(&what)))),
-            NoPicture::NotDrawn(_) => ApiError::NotShown(said(&of_inspect(none.into_error(&what)))),
-            NoPicture::Failed(failure) => ApiError::Failed(said(&of_inspect(failure))),
+            NoPicture::NoDisplay => ApiError::Unknown(said(&of_inspect(&none.into_error(&what)))),
+            NoPicture::NotDrawn(_) => {
+                ApiError::NotShown(said(&of_inspect(&none.into_error(&what))))
+            }
+            NoPicture::Failed(failure) => ApiError::Failed(said(&of_inspect(&failure))),
         })?;
         let png: Arc<[u8]> =
-            screens::png(&picture).map_err(|e| ApiError::Failed(said(&of_inspect(e))))?.into();
+            screens::png(&picture).map_err(|e| ApiError::Failed(said(&of_inspect(&e))))?.into();
         let mut kept = locked(&self.kept);
         kept.push_back((key, Arc::clone(&png)));
         if kept.len() > KEPT_MAX {
@@ -59,10 +61,10 @@ impl Screens {
 }
 
 /// An error of what a checkpoint holds.
-fn of_inspect(error: keyframe_inspect::Error) -> keyframe_failure::Failure {
+fn of_inspect(error: &keyframe_inspect::Error) -> keyframe_failure::Failure {
     let fix = error.fix();
     keyframe_failure::Failure {
         fix,
-        ..keyframe_failure::Failure::new(keyframe_failure::chain(&error))
+        ..keyframe_failure::Failure::new(keyframe_failure::chain(error))
     }
 }

@@ -162,3 +162,6 @@ impl Error {
         Some(text.into())
     }
 }
+
+#[cfg(test)]
+mod tests;
