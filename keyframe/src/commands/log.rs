@@ -74,7 +74,7 @@ impl Log {
             output::json(&Report { recording: source.recording.meta.id.clone(), lines })?;
         } else {
             for line in &lines {
-                // What a guest writes is not to move the cursor of whoever reads it.
+                // The guest's control characters must not move the cursor of the terminal.
                 let text: String = line
                     .text
                     .chars()
