@@ -138,7 +138,7 @@ fn analysis(place: &Path) -> (String, Value) {
     let (head, states) = match interval_states(place) {
         Ok(found) => found,
         Err(error) => {
-            let problem = error.to_string().replace("\n  fix: ", "; ");
+            let problem = said(&error, error.fix());
             return (String::new(), json!({ "path": path, "problem": problem }));
         }
     };

@@ -4,6 +4,7 @@ use keyframe_units::CheckpointId;
 
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
     /// The device state cannot be read.
     #[error(transparent)]
@@ -101,5 +102,28 @@ impl Error {
             ),
             Self::MembersContradict { .. } | Self::DisplayMemory { .. } | Self::Png(_) => None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_testing::{assert_golden, error_text};
+
+    #[test]
+    fn error_texts_are_golden() {
+        let checkpoint = CheckpointId(5);
+        let (group, member) = ("g".to_owned(), "a".to_owned());
+        let errors = [
+            Error::MembersContradict { checkpoint },
+            Error::GroupNeedsMember { checkpoint, group: group.clone(), members: "a, b".into() },
+            Error::NotAGroup { checkpoint, vm: "vm".into(), member: member.clone() },
+            Error::NoMember { checkpoint, group, member, members: "b, c".into() },
+            Error::NoDisplay { vm: "VM vm in checkpoint 5".into() },
+            Error::NotDrawn { vm: "VM vm in checkpoint 5".into(), reason: "a cirrus card".into() },
+            Error::DisplayMemory { checkpoint, source: std::io::ErrorKind::UnexpectedEof.into() },
+        ];
+        let texts: Vec<_> = errors.iter().map(|error| error_text(error, error.fix())).collect();
+        assert_golden("tests/golden/errors.txt", &texts.concat());
     }
 }

@@ -1,5 +1,4 @@
-//! What a QEMU command line says about RAM and vCPUs, as far as an outsider needs it; and the same
-//! line with other vCPUs.
+//! Reads the RAM and the vCPUs from a QEMU command line, and replaces its vCPUs.
 //!
 //! | in the line | means |
 //! |---|---|
@@ -8,26 +7,24 @@
 //! | `-machine memory-backend=ID`, `-numa node,memdev=ID` | backends are the main RAM, `-m` is their sum |
 //! | `-smp 4`, `-smp cpus=4`, `-smp sockets=2,cores=2` | vCPUs |
 //!
-//! The line is no proof, only what to look for: the sizes must then be found among the process's
-//! mappings.
+//! The line only tells what to look for: the sizes must then be found among the process's mappings.
 
 use std::ffi::OsString;
 
 /// RAM of a VM without `-m`.
 const DEFAULT_RAM_BYTES: u64 = 128 << 20;
 
-/// What a line says.
+/// The RAM and vCPUs that a command line names.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Said {
-    /// Sizes of the blocks of guest RAM, in bytes; a size stands here as often as there are blocks
-    /// of it.
+pub struct StatedResources {
+    /// The size of each block of guest RAM, in bytes.
     pub ram_bytes: Vec<u64>,
-    /// Virtual CPUs, where it can be told.
+    /// The number of virtual CPUs, if it can be read.
     pub vcpus: Option<u32>,
 }
 
-/// Reads the words behind the binary's name. Error: which part cannot be read.
-pub fn read(words: &[String]) -> Result<Said, String> {
+/// Reads the words behind the binary's name. The error is the part that cannot be read.
+pub fn read(words: &[String]) -> Result<StatedResources, String> {
     let (mut main_bytes, mut backends, mut is_main_a_backend) =
         (DEFAULT_RAM_BYTES, Vec::new(), false);
     let mut vcpus = Some(1);
@@ -62,10 +59,10 @@ pub fn read(words: &[String]) -> Result<Said, String> {
     if !is_main_a_backend {
         backends.push(main_bytes);
     }
-    Ok(Said { ram_bytes: backends, vcpus })
+    Ok(StatedResources { ram_bytes: backends, vcpus })
 }
 
-/// `command`, with `-smp` replaced by `count` vCPUs without further words about their topology.
+/// Returns `command` with `-smp` replaced by `count` vCPUs, without a topology.
 pub fn with_vcpus(command: &[OsString], count: u32) -> Vec<OsString> {
     let mut line = Vec::with_capacity(command.len() + 2);
     let mut words = command.iter();
@@ -80,8 +77,8 @@ pub fn with_vcpus(command: &[OsString], count: u32) -> Vec<OsString> {
     line
 }
 
-/// `a=b,c` as pairs; a part without `=` has an empty key. JSON objects too, their nested values
-/// aside.
+/// Splits `a=b,c` into pairs; a part without `=` has an empty key. Splits a JSON object alike,
+/// without its nested values.
 fn keys(value: &str) -> Vec<(String, String)> {
     if value.trim_start().starts_with('{') {
         let object: serde_json::Map<String, serde_json::Value> =
@@ -102,13 +99,13 @@ fn get<'a>(keys: &'a [(String, String)], key: &str) -> Option<&'a str> {
     keys.iter().rev().find(|(k, _)| k == key).map(|(_, v)| v.as_str())
 }
 
-/// The first part, where it has no key.
+/// Returns the first part, if it has no key.
 fn first(keys: &[(String, String)]) -> Option<&str> {
     keys.first().filter(|(k, v)| k.is_empty() && !v.is_empty()).map(|(_, v)| v.as_str())
 }
 
-/// A size in bytes: a number, maybe with a fraction, and a letter; without a letter in units of
-/// `unit_bytes`.
+/// Reads a size in bytes: a number, maybe with a fraction, and a letter. A number without a letter
+/// is in units of `unit_bytes`.
 fn size(text: &str, unit_bytes: u64) -> Option<u64> {
     let text = text.trim();
     let letter = text.chars().next_back()?.to_ascii_uppercase();
@@ -147,7 +144,7 @@ fn smp(keys: &[(String, String)]) -> Option<u32> {
 mod tests {
     use super::*;
 
-    fn said(line: &str) -> Result<Said, String> {
+    fn said(line: &str) -> Result<StatedResources, String> {
         read(&line.split(' ').map(str::to_owned).collect::<Vec<_>>())
     }
 

@@ -1,5 +1,5 @@
-//! QEMU's standard output: passed through, or to standard error where standard output is for JSON;
-//! watched for a text.
+//! Passes QEMU's standard output through, or to standard error if standard output is for JSON, and
+//! watches it for a text.
 //!
 //! ```text
 //!   nothing asked    QEMU ───────────────────────────▶ our standard output
@@ -7,7 +7,7 @@
 //!   --when TEXT      QEMU ──pipe──▶ thread, looks ───▶ one of these
 //! ```
 //!
-//! QEMU inherits our standard output, so that is another file for the moment of the launch.
+//! QEMU inherits standard output. So standard output is exchanged during the launch.
 
 use crate::error::{Error, Result};
 use rustix::pipe::{PipeFlags, pipe_with};
@@ -18,24 +18,24 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-/// The part of a line that is looked at.
+/// How much of a line is searched, in bytes.
 const LINE_BYTES_MAX: usize = 16 << 10;
-/// How long the last words of a QEMU that has ended may take to arrive.
+/// How long the last output of a QEMU that has ended may take to arrive.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// What QEMU says, where it is watched.
+/// QEMU's standard output.
 pub struct Console {
     shown: Arc<AtomicBool>,
     ended: Option<Receiver<()>>,
 }
 
 impl Console {
-    /// Whether the text was seen.
+    /// Returns true if the text was seen.
     pub fn has_shown(&self) -> bool {
         self.shown.load(Ordering::Relaxed)
     }
 
-    /// Waits for the last words of a QEMU that has ended.
+    /// Waits for the last output of a QEMU that has ended.
     pub fn finish(self) {
         if let Some(ended) = self.ended {
             let _ = ended.recv_timeout(LAST_WORDS);
@@ -43,7 +43,7 @@ impl Console {
     }
 }
 
-/// Runs `launch` with standard output as a QEMU started in it is to have it.
+/// Runs `launch` with the standard output that a QEMU started in it is to inherit.
 pub fn around<T>(
     when: Option<&str>,
     to_stderr: bool,
@@ -79,7 +79,7 @@ pub fn around<T>(
     Ok((launched, Console { shown, ended }))
 }
 
-/// Passes on what comes through `pipe`, until all of its writers are gone.
+/// Passes on what comes through `pipe`, until all of its writers have gone.
 fn watch(pipe: OwnedFd, text: &str, to_stderr: bool, shown: &Arc<AtomicBool>) -> Receiver<()> {
     let (done, ended) = channel();
     let (text, shown) = (text.as_bytes().to_vec(), Arc::clone(shown));
@@ -88,7 +88,7 @@ fn watch(pipe: OwnedFd, text: &str, to_stderr: bool, shown: &Arc<AtomicBool>) ->
         let mut look = Look { text, line: Vec::new() };
         let mut bytes = [0; 4096];
         while let Ok(len @ 1..) = pipe.read(&mut bytes) {
-            // Whoever reads us may be gone; the guest must not wait for that.
+            // The reader of our output may have gone; the guest must not wait for it.
             if to_stderr {
                 let _ = std::io::stderr().write_all(&bytes[..len]);
             } else {
@@ -104,8 +104,8 @@ fn watch(pipe: OwnedFd, text: &str, to_stderr: bool, shown: &Arc<AtomicBool>) ->
     ended
 }
 
-/// Looks for a text in lines that come in pieces. A prompt has no line end, so each piece is looked
-/// at.
+/// Searches a text in lines that come in pieces. A prompt has no line end, so that each piece is
+/// searched.
 struct Look {
     text: Vec<u8>,
     line: Vec<u8>,

@@ -1,17 +1,17 @@
-//! What a VM writes besides RAM: sectors to disks, as QEMU counts them, and packets, which we make
-//! QEMU dump.
+//! Counts what a VM writes besides RAM: sectors, as QEMU counts them, and packets, from a dump that
+//! QEMU makes.
 //!
 //! ```text
 //!   disks    query-blockstats ─▶ wr_bytes / 512, wr_operations, summed over all drives
 //!   packets  object-add filter-dump (one byte of each packet the guest sends) ─▶ a memfd of ours ─▶ records counted
 //! ```
 //!
-//! The dump goes into a file in memory that has no name and cannot grow: should we be killed, QEMU
-//! stops dumping when it is full, and the next measurer takes the filter, and with it the memory,
-//! away. It is opened through `/proc/PID/fd` of this process.
+//! The dump goes into a file in memory that has no name and cannot grow. If this process is killed,
+//! QEMU stops dumping when the file is full, and the next measurement removes the filter, and with
+//! it the memory. QEMU opens the file through `/proc/PID/fd` of this process.
 //!
-//! Left out: packets that do not pass through QEMU (vhost, vDPA, a device given to the guest); QEMU
-//! refuses to dump them, and so they are not counted.
+//! Left out: packets that do not pass through QEMU (vhost, vDPA, a device given to the guest). QEMU
+//! refuses to dump them.
 
 use super::target::Target;
 use crate::error::{Error, Result};
@@ -35,7 +35,7 @@ const CHUNK_BYTES: usize = 256 << 10;
 /// Network backends at most.
 const NETDEVS_MAX: usize = 64;
 
-/// What went to disks since the VM's start.
+/// What the VM has written to its disks since its start.
 #[derive(Clone, Copy)]
 pub struct Disks {
     /// Sectors of 512 bytes.
@@ -59,7 +59,7 @@ struct Dump {
 }
 
 impl Counters {
-    /// Finds out what can be counted; what cannot is in the target's notes.
+    /// Begins to count. Notes at the target what cannot be counted.
     pub fn new(target: &mut Target) -> Self {
         let Some(qmp) = target.qmp() else { return Self { disks: false, dumps: None } };
         let (disks, dumps) =
@@ -69,14 +69,14 @@ impl Counters {
         Self { disks: disks.is_ok(), dumps: dumps.ok() }
     }
 
-    /// Takes them out of QEMU.
+    /// Removes them from QEMU.
     pub fn remove(self, target: &mut Target) {
         if let (Some(dumps), Some(qmp)) = (self.dumps, target.qmp()) {
             remove(qmp, &dumps);
         }
     }
 
-    /// What went to disks so far; `None` where that is not counted.
+    /// Returns what was written to disks so far; `None` if that is not counted.
     pub fn disks(&mut self, target: &mut Target) -> Result<Option<Disks>> {
         match target.qmp().filter(|_| self.disks) {
             Some(qmp) => disks(qmp).map_err(Error::Disks),
@@ -84,7 +84,8 @@ impl Counters {
         }
     }
 
-    /// Packets that the guest sent so far; `None` where they are not counted, or no longer.
+    /// Returns the packets that the guest has sent so far; `None` if they are not counted, or not
+    /// any more.
     pub fn packets(&mut self, target: &mut Target) -> Option<u64> {
         let counted: Result<u64, String> = self.dumps.as_mut()?.iter_mut().map(Dump::count).sum();
         match counted {
@@ -107,7 +108,7 @@ fn remove(qmp: &mut Qmp, dumps: &[Dump]) {
     }
 }
 
-/// The sums over all drives; `None` where there are none.
+/// Returns the sums over all drives; `None` if there are none.
 fn disks(qmp: &mut Qmp) -> Result<Option<Disks>, String> {
     let answer = qmp.execute("query-blockstats", None).map_err(|e| chain(&e))?;
     let drives = answer.as_array().ok_or("query-blockstats: no list")?;
@@ -122,8 +123,8 @@ fn disks(qmp: &mut Qmp) -> Result<Option<Disks>, String> {
     }
 }
 
-/// Dumps what goes to every network backend. Error: there is none, or one of them cannot be dumped;
-/// no dump is left.
+/// Dumps the packets to every network backend. The error tells that there is none, or which one
+/// cannot be dumped; no dump is left then.
 fn dump_all(qmp: &mut Qmp) -> Result<Vec<Dump>, String> {
     remove_left_over(qmp);
     let backends = backends(&qmp.hmp("info network").map_err(|e| chain(&e))?);
@@ -146,9 +147,9 @@ fn dump_all(qmp: &mut Qmp) -> Result<Vec<Dump>, String> {
     Ok(dumps)
 }
 
-/// Takes out the filters of measurers that were killed.
+/// Removes the filters of measurements that were killed.
 fn remove_left_over(qmp: &mut Qmp) {
-    // Where this cannot be asked, there is only a filter too many.
+    // Without an answer, a filter too many stays in QEMU.
     let objects = qmp.execute("qom-list", Some(json!({ "path": "/objects" }))).unwrap_or_default();
     let names = objects.as_array().into_iter().flatten().filter_map(|o| o.get("name")?.as_str());
     for name in names {
@@ -194,7 +195,7 @@ impl Dump {
         }
     }
 
-    /// Packets so far.
+    /// Returns the number of packets so far.
     fn count(&mut self) -> Result<u64, String> {
         loop {
             let before = self.counter.offset();

@@ -8,6 +8,7 @@ const ASK_MONITOR: &str = "name its monitor, which knows: --qmp SOCKET";
 
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
     /// The kernel refused to track or to look at the process.
     #[error(transparent)]
@@ -133,5 +134,29 @@ impl Error {
                 None
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_testing::{assert_golden, error_text};
+
+    #[test]
+    fn error_texts_are_golden() {
+        let errors = [
+            Error::io("catch signals", io::ErrorKind::PermissionDenied),
+            Error::Ended(7),
+            Error::NotQemu { pid: 7, program: "/usr/bin/sleep".into() },
+            Error::UnclearCommandLine { pid: 7, part: "-m lots".into() },
+            Error::UnclearMappings { pid: 7, named: 1, size: "64 MiB".into(), mapped: 3 },
+            Error::OtherVcpus { started: 1, asked: 4 },
+            Error::TextNotShown { text: "login:".into(), seconds: 600 },
+            Error::Disks("query-blockstats: no list".into()),
+            Error::NoEpoch,
+            Error::Panicked,
+        ];
+        let texts: Vec<_> = errors.iter().map(|error| error_text(error, error.fix())).collect();
+        assert_golden("tests/golden/errors.txt", &texts.concat());
     }
 }

@@ -17,7 +17,7 @@ impl EventSink for NoEvents {
 }
 
 /// One thing that has happened in a measurement.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 #[non_exhaustive]
 pub enum Event {
     /// A VM was started. Its measurement waits for a text on its console, or for its settling.
@@ -33,6 +33,11 @@ pub enum Event {
         vcpus: Option<u32>,
         /// How long all of its epochs take.
         total: Duration,
+    },
+    /// A VM that was launched could not be ended.
+    NotEnded {
+        /// The reason.
+        error: crate::Error,
     },
     /// An epoch was measured.
     EpochMeasured {

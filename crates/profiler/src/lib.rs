@@ -15,30 +15,30 @@
 //! alike.
 //!
 //! Invariants:
-//! 1. The VM is never paused for a measurement. Attaching stops QEMU's main thread, not the vCPUs, for some 0.1 ms.
-//! 2. When it is over, tracking and packet counters are gone from the QEMU process, also where the measuring failed.
-//!    After SIGKILL the kernel ends the tracking, and the next measuring the packet counters.
+//! 1. The VM is never paused for a measurement. An attach stops QEMU's main thread, not the vCPUs,
+//!    for about 0.1 ms.
+//! 2. After a measurement, tracking and packet counters are gone from the QEMU process, also if it
+//!    failed. After SIGKILL the kernel ends the tracking, and the next measurement the counters.
 //! 3. What cannot be counted is absent, with a note that says why.
-//!
 //! 4. A VM that was launched does not outlive this process, however that ends.
 //!
 //! Left out: stores, checkpoints, statistics (the profile crate).
 
-pub mod command_line;
-pub mod console;
-pub mod counters;
+mod command_line;
+mod console;
+mod counters;
 mod error;
 pub mod event;
-pub mod meter;
-pub mod outside;
-pub mod target;
+mod meter;
+mod ram_discovery;
+mod target;
 
 pub use error::{Error, Result};
 pub use event::{Event, EventSink, NoEvents};
 
 use keyframe_kernel::{END_SIGNALS, Interrupt};
 use keyframe_profile::{Curve, Epoch, Ladder};
-use meter::{Meter, Step};
+use meter::{EpochOutcome, Meter};
 use serde::Serialize;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -47,71 +47,79 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use target::Target;
 
-/// How long a whole profile takes, about, unless the number of samples is given.
+/// About how long a profile takes, if the number of samples is not given.
 const BUDGET: Duration = Duration::from_secs(60);
-/// How long a guest may take to print the line that is waited for.
+/// How long a guest may take to print the awaited line.
 const LINE_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Which VM.
-pub enum Subject {
-    /// One that runs already.
+/// The VM to measure.
+pub enum MeasuredVm {
+    /// A VM that runs already. It is left as it was.
     Running {
-        /// QEMU's pid.
+        /// QEMU's process id.
         pid: u32,
-        /// Its monitor.
+        /// The socket of its QMP monitor. Without one, RAM alone is measured.
         qmp: Option<PathBuf>,
     },
-    /// One that is started for it, once for each number of vCPUs; once as it is where there is
+    /// A VM that is started and ended: once for each number of vCPUs, or once as it is if there is
     /// none.
     Launched {
         /// QEMU's command line.
         command: Vec<OsString>,
         /// Numbers of vCPUs.
         vcpus: Vec<u32>,
-        /// When to begin.
-        start: Start,
+        /// When its measurement begins.
+        start: StartCondition,
     },
 }
 
-/// When a VM that was launched is measured.
-pub struct Start {
-    /// When its console has shown a line with this text.
+/// When the measurement of a launched VM begins.
+pub struct StartCondition {
+    /// After its console has shown a line with this text.
     pub when: Option<String>,
-    /// This long after its start, or after that line.
+    /// So long after its start, or after that line.
     pub settle: Duration,
-    /// Its standard output goes to standard error.
+    /// True if its standard output goes to standard error.
     pub quiet_stdout: bool,
 }
 
-/// What is asked for.
-pub struct Options {
-    /// Lengths of epochs.
+/// How much is measured.
+pub struct MeasurementOptions {
+    /// The lengths of epochs.
     pub ladder: Ladder,
-    /// Epochs of each length.
+    /// Epochs of each length; `None` for as many as fit into a minute.
     pub samples: Option<u32>,
 }
 
-/// What was found.
+/// The result of a measurement.
 #[derive(Serialize)]
 pub struct Profile {
     /// Bytes of guest RAM that were watched.
     pub ram_bytes: u64,
-    /// One for each number of vCPUs.
+    /// A curve for each number of vCPUs.
     pub curves: Vec<Curve>,
     /// What could not be counted, or not exactly, and why.
     pub notes: Vec<String>,
-    /// False where the VM ended, or Ctrl-C was pressed, before all epochs were measured.
+    /// False if the VM ended, or Ctrl-C was pressed, before all epochs were measured.
     pub complete: bool,
 }
 
-/// Measures `subject`.
-pub fn measure(subject: Subject, options: &Options, events: &dyn EventSink) -> Result<Profile> {
+/// Measures what a VM writes. A VM that was launched has ended when this returns.
+///
+/// # Errors
+///
+/// The VM cannot be started, found or tracked; or no epoch was complete ([`Error::NoEpoch`]).
+pub fn measure(
+    vm: MeasuredVm,
+    options: &MeasurementOptions,
+    events: &dyn EventSink,
+) -> Result<Profile> {
     let interrupted =
         Interrupt::on(&END_SIGNALS).map_err(|e| Error::io("catch signals", e))?.into_flag();
     let mut run = Run { options, events, interrupted, profile: Profile::empty() };
-    match subject {
-        Subject::Running { pid, qmp } => run.target(Target::running(pid, qmp.as_deref())?, 1)?,
-        Subject::Launched { command, vcpus, start } => run.launched(&command, &vcpus, &start)?,
+    match vm {
+        MeasuredVm::Running { pid, qmp } => run.target(Target::running(pid, qmp.as_deref())?, 1)?,
+        MeasuredVm::Launched { command, vcpus, start } => run.launched(&command, &vcpus, &start)?,
     }
     let mut profile = run.profile;
     if profile.curves.iter().all(|c| c.rows.is_empty()) {
@@ -128,16 +136,21 @@ impl Profile {
     }
 }
 
-/// A profile that is being made.
+/// A measurement in progress.
 struct Run<'a> {
-    options: &'a Options,
+    options: &'a MeasurementOptions,
     events: &'a dyn EventSink,
     interrupted: Arc<AtomicBool>,
     profile: Profile,
 }
 
 impl Run<'_> {
-    fn launched(&mut self, command: &[OsString], vcpus: &[u32], start: &Start) -> Result<()> {
+    fn launched(
+        &mut self,
+        command: &[OsString],
+        vcpus: &[u32],
+        start: &StartCondition,
+    ) -> Result<()> {
         let numbers: Vec<Option<u32>> =
             if vcpus.is_empty() { vec![None] } else { vcpus.iter().copied().map(Some).collect() };
         for number in &numbers {
@@ -158,13 +171,13 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Waits until a VM that was launched is to be measured; false where it has ended before, or
-    /// Ctrl-C was pressed.
+    /// Waits until the measurement of a launched VM begins. Returns false if the VM has ended before,
+    /// or Ctrl-C was pressed.
     fn settle(
         &self,
         target: &mut Target,
         console: &console::Console,
-        start: &Start,
+        start: &StartCondition,
     ) -> Result<bool> {
         self.events.event(&Event::GuestStarted);
         let deadline = Instant::now() + LINE_TIMEOUT;
@@ -190,13 +203,13 @@ impl Run<'_> {
         Ok(true)
     }
 
-    /// Sleeps; false where the VM has ended or Ctrl-C was pressed.
+    /// Sleeps. Returns false if the VM has ended, or Ctrl-C was pressed.
     fn pause(&self, time: Duration, target: &mut Target) -> Result<bool> {
         std::thread::sleep(time);
         Ok(!self.interrupted.load(Ordering::Relaxed) && !target.has_ended()?)
     }
 
-    /// Measures one VM, one of `count`, and ends it if it was launched.
+    /// Measures one VM of `count`, and ends it if it was launched.
     fn target(&mut self, mut target: Target, count: u32) -> Result<()> {
         let samples = self
             .options
@@ -214,14 +227,16 @@ impl Run<'_> {
         self.profile.notes.append(&mut target.notes);
         self.profile.ram_bytes = target.ram_bytes();
         let vcpus = target.vcpus;
-        drop(target);
+        if let Err(error) = target.end() {
+            self.events.event(&Event::NotEnded { error });
+        }
         let (epochs, complete) = measured?;
         self.profile.complete &= complete;
         self.profile.curves.push(Curve::new(vcpus, &epochs));
         Ok(())
     }
 
-    /// All epochs; false where there would have been more.
+    /// Measures all epochs. Returns false with them if the VM ended, or Ctrl-C was pressed, before.
     fn epochs(&self, target: &mut Target, samples: u32) -> Result<(Vec<Epoch>, bool)> {
         let lengths = self.options.ladder.lengths();
         let total = self.options.ladder.total() * samples;
@@ -230,8 +245,8 @@ impl Run<'_> {
         let mut epochs = Vec::new();
         for length in (0..samples).flat_map(|_| lengths) {
             match meter.epoch(target, *length, &self.interrupted) {
-                Ok(Step::Epoch(epoch)) => epochs.push(epoch),
-                Ok(Step::Ended | Step::Interrupted) => {
+                Ok(EpochOutcome::Epoch(epoch)) => epochs.push(epoch),
+                Ok(EpochOutcome::Ended | EpochOutcome::Interrupted) => {
                     meter.detach(target);
                     return Ok((epochs, false));
                 }

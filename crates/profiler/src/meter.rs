@@ -16,13 +16,13 @@ const SLICE: Duration = Duration::from_millis(50);
 /// How long a QEMU whose memory or monitor is gone may take to be gone itself.
 const EXIT_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// What came of an epoch.
-pub enum Step {
+/// The outcome of an epoch.
+pub enum EpochOutcome {
     /// It was measured.
     Epoch(Epoch),
     /// The VM ended in it.
     Ended,
-    /// Somebody wants it all to end.
+    /// The user asked for an end.
     Interrupted,
 }
 
@@ -76,12 +76,12 @@ impl Meter {
         target: &mut Target,
         length: Duration,
         interrupted: &AtomicBool,
-    ) -> Result<Step> {
+    ) -> Result<EpochOutcome> {
         if target.has_ended()? {
-            return Ok(Step::Ended);
+            return Ok(EpochOutcome::Ended);
         }
         match self.try_epoch(target, length, interrupted) {
-            Err(_) if target.ends_within(EXIT_TIMEOUT) => Ok(Step::Ended),
+            Err(_) if target.ends_within(EXIT_TIMEOUT) => Ok(EpochOutcome::Ended),
             other => other,
         }
     }
@@ -93,20 +93,20 @@ impl Meter {
         target: &mut Target,
         length: Duration,
         interrupted: &AtomicBool,
-    ) -> Result<Step> {
+    ) -> Result<EpochOutcome> {
         let disks = self.counters.disks(target)?;
         self.scan(target)?;
         let begun = Instant::now();
         let packets = self.counters.packets(target);
         if !sleep_until(begun + length, interrupted) {
-            return Ok(Step::Interrupted);
+            return Ok(EpochOutcome::Interrupted);
         }
         let measured = begun.elapsed();
         let pages = self.scan(target)?;
         let packets_after = self.counters.packets(target);
         let disks_after = self.counters.disks(target)?;
         let grown = |before: Option<u64>, after: Option<u64>| after?.checked_sub(before?);
-        Ok(Step::Epoch(Epoch {
+        Ok(EpochOutcome::Epoch(Epoch {
             length,
             measured_ns: duration_ns(measured),
             pages,

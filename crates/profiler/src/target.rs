@@ -2,14 +2,13 @@
 //! outside alone.
 
 use super::console::{self, Console};
-use super::{Start, outside};
+use super::{StartCondition, ram_discovery};
 use crate::error::{Error, Result};
 use keyframe_kernel::Process;
 use keyframe_qemu::{
     AuditFinding, Event, HostBlock, Invocation, LaunchOptions, Qmp, RunStatus, Severity, Vm,
     find_ram_blocks,
 };
-use keyframe_units::error_chain;
 use keyframe_units::{HostRange, PAGE_BYTES};
 use std::ffi::OsString;
 use std::os::unix::fs::PermissionsExt;
@@ -22,26 +21,26 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A VM whose RAM is known. Dropping it ends a VM that was launched, and leaves another one alone.
 pub struct Target {
-    /// QEMU.
+    /// Its QEMU.
     pub process: Process,
     /// Its guest RAM.
     pub ranges: Vec<HostRange>,
-    /// Its virtual CPUs, where that is known.
+    /// The number of its virtual CPUs, if known.
     pub vcpus: Option<u32>,
-    /// Whether it may discard RAM, which then counts as written.
+    /// True if it may discard RAM, which then counts as written.
     pub watch_discards: bool,
     /// What cannot be counted, and why.
     pub notes: Vec<String>,
     access: Access,
 }
 
-/// How QEMU is talked to.
+/// How commands reach QEMU.
 enum Access {
     /// Not at all.
-    Outside,
-    /// By a monitor of the user's.
+    NoMonitor,
+    /// Through the monitor that the user named.
     Monitor(Box<Qmp>),
-    /// It was launched here.
+    /// Through the monitor of a VM that was launched here.
     Launched(Box<Launched>),
 }
 
@@ -53,9 +52,8 @@ struct Launched {
 
 impl Drop for Launched {
     fn drop(&mut self) {
-        if let Err(e) = self.vm.kill() {
-            eprintln!("keyframe: warning: {}", error_chain(&e));
-        }
+        // [`Target::end`] has returned the error, or the caller has another one.
+        let _ = self.vm.kill();
     }
 }
 
@@ -64,7 +62,7 @@ impl Target {
     pub fn running(pid: u32, qmp: Option<&Path>) -> Result<Self> {
         let process = Process::open(pid)?;
         let Some(path) = qmp else {
-            let found = outside::find(&process)?;
+            let found = ram_discovery::find(&process)?;
             let without = "not counted without a monitor: name QEMU's with --qmp SOCKET";
             let notes = vec![
                 format!("sectors and packets: {without}"),
@@ -77,7 +75,7 @@ impl Target {
                 vcpus,
                 watch_discards: true,
                 notes,
-                access: Access::Outside,
+                access: Access::NoMonitor,
             }
             .with_page_sizes_noted());
         };
@@ -105,7 +103,7 @@ impl Target {
     pub fn launch(
         command: Vec<OsString>,
         vcpus: Option<u32>,
-        start: &Start,
+        start: &StartCondition,
     ) -> Result<(Self, Console)> {
         let invocation = Invocation::parse(command)?;
         let starts_paused = invocation.starts_paused();
@@ -142,21 +140,29 @@ impl Target {
         Ok(Prepared { process, ranges: ranges(&blocks), vcpus, watch_discards, notes })
     }
 
-    /// QEMU's monitor, where there is one.
+    /// Ends a VM that was launched. Leaves another one alone.
+    pub fn end(mut self) -> Result<()> {
+        match &mut self.access {
+            Access::Launched(launched) => Ok(launched.vm.kill()?),
+            Access::NoMonitor | Access::Monitor(_) => Ok(()),
+        }
+    }
+
+    /// Returns QEMU's monitor, if there is one.
     pub fn qmp(&mut self) -> Option<&mut Qmp> {
         match &mut self.access {
-            Access::Outside => None,
+            Access::NoMonitor => None,
             Access::Monitor(qmp) => Some(qmp),
             Access::Launched(launched) => Some(launched.vm.qmp()),
         }
     }
 
-    /// Bytes of RAM that are watched.
+    /// Returns the size of the RAM that is watched.
     pub fn ram_bytes(&self) -> u64 {
         self.ranges.iter().map(|r| r.len_bytes).sum()
     }
 
-    /// Whether the VM has ended, or shuts down. Notes a pause that somebody made.
+    /// Returns true if the VM has ended or shuts down. Notes if another program has paused it.
     pub fn has_ended(&mut self) -> Result<bool> {
         if !self.process.is_alive() {
             return Ok(true);
@@ -167,14 +173,14 @@ impl Target {
             Err(_) if self.ends_within(Duration::from_millis(500)) => return Ok(true),
             Err(e) => return Err(e.into()),
         };
-        let paused = "the VM was paused by somebody else for part of the time: counts are too low";
+        let paused = "another program paused the VM for part of the time: counts are too low";
         if events.contains(&Event::Stop) && !self.notes.iter().any(|n| n == paused) {
             self.notes.push(paused.into());
         }
         Ok(events.iter().any(|e| matches!(e, Event::Shutdown { .. })))
     }
 
-    /// Waits for QEMU's end; true where it came.
+    /// Waits for QEMU's end. Returns false if it did not come within `timeout`.
     pub fn ends_within(&self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
         while self.process.is_alive() {
@@ -198,7 +204,7 @@ impl Target {
         Ok(self.with_page_sizes_noted())
     }
 
-    /// Memory in large pages is tracked in these.
+    /// Notes large pages: memory in them is tracked in units of these pages.
     fn with_page_sizes_noted(mut self) -> Self {
         let maps = self.process.maps().unwrap_or_default();
         let is_large = |m: &&keyframe_kernel::Mapping| {

@@ -161,3 +161,6 @@ impl Error {
         Some(text.into())
     }
 }
+
+#[cfg(test)]
+mod tests;

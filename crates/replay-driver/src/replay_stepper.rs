@@ -268,7 +268,7 @@ impl ProgressWatch {
             ReplayProgress::Stalled { icount } => {
                 Some(Stalled { icount, log_bytes: self.log_bytes })
             }
-            _ => None,
+            ReplayProgress::Advancing => None,
         }
     }
 }

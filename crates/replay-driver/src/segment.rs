@@ -42,7 +42,9 @@ pub fn segment(
     let run_dir = RunDir::claim(&name).map_err(keyframe_session::Error::from)?;
     let writer = launch::lock(&recording.store, "segment", &name, &options)?;
     let at_cut = replay_to(recording, from, first, &interrupted, on_progress)?;
-    let AtFirstCut { vm, disks, stepper, machine, _folder } = at_cut;
+    let AtFirstCut { vm, disks, stepper, machine } = at_cut;
+    let (disks, _folder) =
+        disks.map_or((None, None), |disks| (Some(disks.served), Some(disks.folder)));
     options.recorded = Some(RecordingOptions {
         recording: recording.recording.meta.id.clone(),
         log: recording.log().to_owned(),
@@ -86,12 +88,10 @@ pub fn segment(
 /// A replay that has stopped at its first cut.
 struct AtFirstCut {
     vm: Vm,
-    disks: Option<keyframe_vm_disks::ServedDisks>,
+    disks: Option<ReplayDisks>,
     stepper: ReplayStepper,
     /// The machine of the checkpoint that it began with.
     machine: MachineMeta,
-    /// The directory of the disks' socket.
-    _folder: Option<tempfile::TempDir>,
 }
 
 /// Replays from the checkpoint `from` to the cut `first`. If it does not come there, QEMU and the
@@ -115,8 +115,6 @@ fn replay_to(
     let StartedReplay { mut restored, disks, loaded } = started;
     let arrived = stepper.arrive(&mut restored, interrupted, on_progress);
     let socket = disks.as_ref().map(ReplayDisks::socket);
-    let (disks, _folder) =
-        disks.map_or((None, None), |disks| (Some(disks.served), Some(disks.folder)));
     let mut vm = restored.into_vm();
     if let Some(socket) = socket {
         vm.mind_server(socket);
@@ -124,14 +122,14 @@ fn replay_to(
     if !matches!(arrived, Ok(StopReason::Target)) {
         let _ = vm.kill();
         if let Some(disks) = disks {
-            let _ = disks.end(false);
+            let _ = disks.served.end(false);
         }
         return Err(match arrived? {
             StopReason::Interrupted => Error::Interrupted,
             _ => ReplayError::LogTooShort(first).into(),
         });
     }
-    Ok(AtFirstCut { vm, disks, stepper, machine: loaded.meta.machine.clone(), _folder })
+    Ok(AtFirstCut { vm, disks, stepper, machine: loaded.meta.machine.clone() })
 }
 
 /// Takes the engine's VM from cut to cut.

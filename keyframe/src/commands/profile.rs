@@ -5,7 +5,7 @@ use crate::output;
 use crate::words::profiler::ProfilerWords;
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_profile::{Curve, Ladder, PLATEAU_PERCENT, Row, Statistic};
-use keyframe_profiler::{self as profile, Options, Profile, Start, Subject};
+use keyframe_profiler::{MeasuredVm, MeasurementOptions, Profile, StartCondition, measure};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -76,9 +76,9 @@ impl ProfileCommand {
         if let Ok(style) = ProgressStyle::with_template("{msg} {wide_bar} {percent} % {eta}") {
             bar.set_style(style);
         }
-        let options = Options { ladder: self.epochs.clone(), samples: self.samples };
+        let options = MeasurementOptions { ladder: self.epochs.clone(), samples: self.samples };
         let words = ProfilerWords { bar: bar.clone() };
-        let measured = profile::measure(self.subject(), &options, &words);
+        let measured = measure(self.vm(), &options, &words);
         bar.finish_and_clear();
         let profile = measured?;
         self.write_files(&profile)?;
@@ -104,17 +104,17 @@ impl ProfileCommand {
         [&self.csv, &self.plot].into_iter().flatten().try_for_each(|path| writable(path))
     }
 
-    fn subject(&self) -> Subject {
+    fn vm(&self) -> MeasuredVm {
         if let Some(pid) = self.pid {
-            return Subject::Running { pid, qmp: self.qmp.clone() };
+            return MeasuredVm::Running { pid, qmp: self.qmp.clone() };
         }
         let settle = if self.when.is_some() { Duration::ZERO } else { Duration::from_secs(5) };
-        let start = Start {
+        let start = StartCondition {
             when: self.when.clone(),
             settle: self.settle.unwrap_or(settle),
             quiet_stdout: self.json,
         };
-        Subject::Launched { command: self.command.clone(), vcpus: self.vcpus.clone(), start }
+        MeasuredVm::Launched { command: self.command.clone(), vcpus: self.vcpus.clone(), start }
     }
 
     fn write_files(&self, profile: &Profile) -> Result<(), Failure> {

@@ -53,7 +53,7 @@ pub struct Verify {
     quiet: bool,
 }
 
-/// What became of an interval.
+/// The result of an interval.
 #[derive(Clone, Debug, Serialize)]
 struct Checked {
     index: u32,
@@ -167,7 +167,7 @@ impl Differences {
     }
 }
 
-/// What ends a replay before its time.
+/// What ends a replay before its target.
 #[derive(Clone, Copy)]
 struct Limits<'a> {
     /// The user wants it.
@@ -274,18 +274,18 @@ fn replayed(
     replay.end()?;
     match interval.end {
         Some(end) if !difference.are_none() => {
-            let (difference, at) = beyond(source, interval, end, &with, interrupted)?;
+            let (difference, at) = compare_behind_end(source, interval, end, &with, interrupted)?;
             Ok((difference, Some(at)))
         }
         _ => Ok((difference, None)),
     }
 }
 
-/// The end is an instruction at which something happens besides: an interrupt, a disk's answer. The
-/// checkpoint may lie before that and the replay's stop behind it, or the other way. So one replay
-/// from the interval's beginning and one from the checkpoint at its end go to the next instruction
-/// at which nothing does, without a stop before it, and are compared there.
-fn beyond(
+/// Compares behind an end at whose instruction the log has an event: an interrupt, a disk's answer.
+/// The checkpoint may lie before that event and the replay's stop after it, or the other way. So one
+/// replay from the interval's beginning and one from the checkpoint at its end run to the next
+/// instruction without an event, without a stop before it, and are compared there.
+fn compare_behind_end(
     source: &ReplayableRecording,
     interval: &Interval,
     end: CheckpointId,
@@ -293,7 +293,7 @@ fn beyond(
     interrupted: &AtomicBool,
 ) -> Result<(Differences, u64), Failure> {
     let Some(at) = source.log_index()?.next_unambiguous(interval.end_icount) else {
-        return at_log_end(source, interval, end, with, interrupted);
+        return compare_at_log_end(source, interval, end, with, interrupted);
     };
     let place = RecordedCheckpoint { icount: interval.end_icount, checkpoint: end };
     let until = Until::Instruction(at);
@@ -305,15 +305,19 @@ fn beyond(
     }
     let layout = other.loaded.meta.ram.clone();
     let ram = compare_ram(one.restored(), other.restored(), &layout)?;
-    let disks =
-        disks_difference(source, (interval.begin.checkpoint, one.served()), (end, other.served()))?;
+    let disks = disks_difference(
+        source,
+        DisksOf { checkpoint: interval.begin.checkpoint, served: one.served() },
+        DisksOf { checkpoint: end, served: other.served() },
+    )?;
     let difference = Differences { ram, disks };
     one.end().and(other.end())?;
     Ok((difference, at))
 }
 
-/// The log ends before that. What happened at its last instruction has happened where it ends.
-fn at_log_end(
+/// Compares at the log's end, for an interval without an instruction behind its end that has no
+/// event. All events of the last instruction have happened there.
+fn compare_at_log_end(
     source: &ReplayableRecording,
     interval: &Interval,
     end: CheckpointId,
@@ -329,7 +333,7 @@ fn at_log_end(
     Ok((difference, source.last_stop()?))
 }
 
-/// How `replay`, which began at checkpoint `begin`, differs from checkpoint `end`.
+/// Compares `replay`, which began at checkpoint `begin`, with checkpoint `end`.
 fn differing_from(
     source: &ReplayableRecording,
     replay: &mut Replay,
@@ -338,20 +342,29 @@ fn differing_from(
 ) -> Result<Differences, Failure> {
     let expected = source.store.load(end).map_err(|e| Failure::store(&e, source.store.path()))?;
     let ram = compare_ram_with_checkpoint(replay.restored(), &expected)?;
-    let disks = disks_difference(source, (begin, replay.served()), (end, None))?;
+    let disks = disks_difference(
+        source,
+        DisksOf { checkpoint: begin, served: replay.served() },
+        DisksOf { checkpoint: end, served: None },
+    )?;
     Ok(Differences { ram, disks })
 }
 
-/// The checkpoint that a side began with, and who serves its disks where it is a replay.
-type SideOf<'a> = (CheckpointId, Option<&'a mut ServedDisks>);
+/// One side of a comparison of disks.
+struct DisksOf<'a> {
+    /// The checkpoint, or the one that the replay began with.
+    checkpoint: CheckpointId,
+    /// The disks of the replay; `None` for a checkpoint.
+    served: Option<&'a mut ServedDisks>,
+}
 
 fn disks_difference(
     source: &ReplayableRecording,
-    one: SideOf<'_>,
-    other: SideOf<'_>,
+    one: DisksOf<'_>,
+    other: DisksOf<'_>,
 ) -> Result<Difference, Failure> {
     // A replay's disks are served; without any, no maps need be read.
-    if one.1.is_none() {
+    if one.served.is_none() {
         return Ok(Difference::default());
     }
     let disks_of = |id| {
@@ -362,7 +375,7 @@ fn disks_difference(
             .map_err(|e| Failure::store(&e, source.store.path()))
     };
     Ok(compare_disks(
-        &mut ComparedDisks::new(disks_of(one.0)?, one.1),
-        &mut ComparedDisks::new(disks_of(other.0)?, other.1),
+        &mut ComparedDisks::new(disks_of(one.checkpoint)?, one.served),
+        &mut ComparedDisks::new(disks_of(other.checkpoint)?, other.served),
     )?)
 }

@@ -1,6 +1,7 @@
 //! The words for the events of a measurement.
 
 use super::session::unguarded;
+use crate::failure::chain;
 use indicatif::ProgressBar;
 use keyframe_profiler::{Event, EventSink};
 
@@ -19,6 +20,9 @@ impl EventSink for ProfilerWords {
                 if let Some((_, text)) = unguarded(*qemu_pid) {
                     self.bar.suspend(|| eprintln!("keyframe: {text}"));
                 }
+            }
+            Event::NotEnded { error } => {
+                self.bar.suspend(|| eprintln!("keyframe: warning: {}", chain(error)));
             }
             Event::EpochsBegin { vcpus, total } => {
                 self.bar.set_message(

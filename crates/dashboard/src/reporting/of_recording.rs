@@ -121,7 +121,7 @@ pub fn add(
 
 /// Adds an analysis in `out`.
 pub fn add_analysis(page: &mut ReportPage, out: &Path) -> Result<()> {
-    let (head, took) = previous_timings(out).map_err(|e| Error::Analysis(e.to_string()))?;
+    let (head, took) = previous_timings(out)?;
     page.part(&format!("Analysis {}", head.tool));
     let mut each: Vec<u64> = took.iter().map(|one| one.wall_ns).collect();
     each.sort_unstable();

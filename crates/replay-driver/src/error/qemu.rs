@@ -117,5 +117,5 @@ fn read(log_bytes: Option<u64>) -> String {
 }
 
 fn listed(registers: &[String]) -> String {
-    registers.iter().map(|line| format!("\n  {line}")).collect()
+    registers.iter().fold(String::new(), |all, line| all + "\n  " + line)
 }

@@ -166,8 +166,10 @@ fn detach(
     let NewItems::Complete(items) =
         analysis.feed().new_items().map_err(|e| Failure::cluster(&e))?
     else {
-        return Err(Failure::new("a recording that is still made needs somebody who follows it")
-            .fix("leave --detach away, or wait until the recording has ended"));
+        return Err(Failure::new(
+            "a recording that is still being made needs a process that follows it",
+        )
+        .fix("leave --detach away, or wait until the recording has ended"));
     };
     let mut submit = || {
         keyframe_cluster::fill(queue, &items)?;

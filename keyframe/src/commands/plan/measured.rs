@@ -63,7 +63,8 @@ impl Measured {
         let mut pauses = Vec::new();
         let checkpoints = sealed_checkpoints_in(&source.store, &source.recording)?;
         for (place, sealed) in &checkpoints {
-            // A pause of a replay stops no VM in use, and the first checkpoint comes before the VM runs.
+            // Pauses of a replay do not delay the recording, and the first checkpoint is taken before
+            // the VM runs.
             if sealed.meta.reason != "segment" && place.icount > 0 {
                 pauses.push(sealed.meta.timing.pause_ns as f64 / 1e9);
             }

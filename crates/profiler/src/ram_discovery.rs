@@ -1,9 +1,9 @@
-//! Guest RAM of a running QEMU, found without its monitor: mappings of exactly the sizes that its
-//! command line names.
+//! Finds the guest RAM of a running QEMU without its monitor: the mappings of exactly the sizes that
+//! its command line names.
 //!
-//! QEMU maps each block of RAM by itself, between pages that may not be touched. Where the number
-//! of writable mappings of a size is not the number of blocks of that size, nothing is guessed: the
-//! monitor knows.
+//! QEMU maps each block of RAM by itself, between pages that may not be touched. If the number of
+//! writable mappings of a size is not the number of blocks of that size, this returns an error, and
+//! the user has to name the monitor.
 
 use super::command_line;
 use crate::error::{Error, Result};
@@ -12,19 +12,19 @@ use keyframe_units::HostRange;
 use keyframe_units::human_bytes;
 use std::path::Path;
 
-/// What is read of a command line at most.
+/// The longest command line that is read, in bytes.
 const LINE_BYTES_MAX: usize = 4 << 20;
 
-/// What was found.
-pub struct Found {
-    /// Guest RAM.
+/// The RAM of a QEMU, found without its monitor.
+pub struct DiscoveredRam {
+    /// Where its guest RAM is mapped.
     pub ranges: Vec<HostRange>,
-    /// Virtual CPUs, where the line tells.
+    /// The number of its virtual CPUs, if the command line tells.
     pub vcpus: Option<u32>,
 }
 
 /// Finds the guest RAM of `process`.
-pub fn find(process: &Process) -> Result<Found> {
+pub fn find(process: &Process) -> Result<DiscoveredRam> {
     let pid = process.pid();
     let words = words(pid)?;
     let said = words.split_first().map_or(Err(String::new()), |(_, rest)| command_line::read(rest));
@@ -33,10 +33,10 @@ pub fn find(process: &Process) -> Result<Found> {
     if !process.is_alive() {
         return Err(Error::Ended(pid));
     }
-    Ok(Found { ranges: choose(pid, &said.ram_bytes, &maps)?, vcpus: said.vcpus })
+    Ok(DiscoveredRam { ranges: choose(pid, &said.ram_bytes, &maps)?, vcpus: said.vcpus })
 }
 
-/// The command line of `pid`, which must be a QEMU.
+/// Returns the command line of `pid`, which must be a QEMU.
 fn words(pid: u32) -> Result<Vec<String>> {
     let path = format!("/proc/{pid}/cmdline");
     let bytes = std::fs::read(&path).map_err(|e| Error::io(format!("read {path}"), e))?;
@@ -53,7 +53,7 @@ fn words(pid: u32) -> Result<Vec<String>> {
     Ok(words)
 }
 
-/// The mappings of exactly these sizes.
+/// Returns the mappings of exactly these sizes.
 fn choose(pid: u32, sizes: &[u64], maps: &[Mapping]) -> Result<Vec<HostRange>> {
     let mut ranges: Vec<HostRange> = Vec::new();
     for size in sizes {
