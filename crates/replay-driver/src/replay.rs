@@ -22,7 +22,7 @@ use keyframe_qemu::recording::{RecordingClock, RecordingMode, RecordingOptions, 
 use keyframe_qemu::restore::{self, Plan, RamSource, RestoreOptions, Restored, Until};
 use keyframe_qemu::{DiskServer, media_of};
 use keyframe_replay::interval::RecordedCheckpoint;
-use keyframe_store::{Loaded, MachineMeta, Store};
+use keyframe_store::{LoadedCheckpoint, MachineMeta, Store};
 use keyframe_units::{Page, PageIndex, PageRange};
 use keyframe_vm_disks::media::Media;
 use keyframe_vm_disks::{self as disks, ServedDisks, restored};
@@ -62,11 +62,11 @@ pub struct Replay {
     alive: Alive,
     passage: Passage,
     /// The checkpoint that it began with.
-    pub loaded: Arc<Loaded>,
+    pub loaded: Arc<LoadedCheckpoint>,
 }
 
 /// A checkpoint's RAM.
-pub(super) struct StoredRam(pub Arc<Loaded>);
+pub(super) struct StoredRam(pub Arc<LoadedCheckpoint>);
 
 impl RamSource for StoredRam {
     fn read(
@@ -184,7 +184,7 @@ pub struct Started {
     /// Its disks, and the directory of their socket.
     pub disks: Disks,
     /// The checkpoint.
-    pub loaded: Arc<Loaded>,
+    pub loaded: Arc<LoadedCheckpoint>,
 }
 
 /// Starts QEMU at `place`, and lets it run to `until`.
@@ -238,7 +238,7 @@ pub fn begin(
 }
 
 /// The disks as they were at the checkpoint; what the VM writes is thrown away.
-pub(super) fn serve(store: &Store, loaded: &Loaded) -> Result<Disks, Failure> {
+pub(super) fn serve(store: &Store, loaded: &LoadedCheckpoint) -> Result<Disks, Failure> {
     if loaded.meta.disks.is_empty() {
         return Ok(None);
     }

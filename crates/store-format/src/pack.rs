@@ -313,7 +313,7 @@ mod tests {
             let mut marked = FOOTER_MAGIC.to_vec();
             marked.extend_from_slice(&bytes);
             let _ = parse_footer(&marked, len);
-            // With a true checksum behind it, so that the parser gets past it.
+            // With a correct checksum, which the parser checks first.
             let mut tail = bytes.clone();
             let hash = blake3::Hasher::new().update(b"h").update(&bytes).finalize();
             tail.extend_from_slice(hash.as_bytes());

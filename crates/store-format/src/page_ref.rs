@@ -34,7 +34,7 @@ impl PageRef {
         self.0 & ((1 << OFFSET_BITS) - 1)
     }
 
-    /// True if a derived record at `place` may refer to this one: it lies behind the header of a
+    /// True if a derived record at `place` may refer to this one: it lies after the header of a
     /// pack, and before `place`.
     pub fn may_be_base_of(self, place: Self) -> bool {
         self.pack() > 0 && self.offset() >= PACK_HEADER_BYTES as u64 && self < place

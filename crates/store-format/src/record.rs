@@ -268,7 +268,7 @@ mod tests {
             bytes in prop::collection::vec(any::<u8>(), 0..300), len in any::<u64>(), choice in any::<u64>(),
         ) {
             let _ = Record::parse(&bytes, PageRef(len));
-            // With a true check before it.
+            // With a correct check, which the parser checks first.
             let place = PageRef(len);
             let mut record = vec![0; CHECK_BYTES];
             record.extend_from_slice(&[b"PBCD"[(choice % 4) as usize], (choice % 2) as u8]);

@@ -21,7 +21,7 @@ use crate::disks::LoadedDisks;
 use crate::run::{DiskState, Run, SealRequest};
 use crate::tuning::Tuning;
 use crate::writer::Writer;
-use crate::{Error, Loaded, Result, Sealed, Store};
+use crate::{Error, LoadedCheckpoint, Result, Sealed, Store};
 use jiff::Timestamp;
 use keyframe_store_format::disk_meta::DiskMeta;
 use keyframe_store_format::meta::{Meta, Origin};
@@ -139,7 +139,7 @@ fn origin_of(store: &Store, id: CheckpointId, meta: &Meta) -> Origin {
 /// The open run in the target, and the source of its newest checkpoint.
 struct Open {
     run: Run,
-    ram: Loaded,
+    ram: LoadedCheckpoint,
     disks: LoadedDisks,
 }
 
@@ -204,7 +204,7 @@ impl Copy<'_> {
         Ok(sealed.id)
     }
 
-    fn request<'a>(&self, ram: &'a Loaded) -> SealRequest<'a> {
+    fn request<'a>(&self, ram: &'a LoadedCheckpoint) -> SealRequest<'a> {
         let meta = ram.meta.clone();
         // A parent is in the same store as its child.
         let home = |checkpoint| match &meta.origin {
@@ -281,7 +281,11 @@ fn knows_all_of(now: &LoadedDisks, before: &LoadedDisks) -> bool {
 }
 
 /// Puts the pages that differ from those of `before`, or all; returns the number of pages read.
-fn put_ram(run: &mut Run, before: Option<&Loaded>, now: &Loaded) -> Result<u64> {
+fn put_ram(
+    run: &mut Run,
+    before: Option<&LoadedCheckpoint>,
+    now: &LoadedCheckpoint,
+) -> Result<u64> {
     let mut read = 0;
     let Some(before) = before else {
         let all = PageRange::new(PageIndex(0), now.meta.ram.len_pages());

@@ -10,7 +10,7 @@
 //! separately.
 
 use crate::disks::{BlockContent, LoadedDisks};
-use crate::{Error, Loaded, Result, Store};
+use crate::{Error, LoadedCheckpoint, Result, Store};
 use keyframe_store_format::meta::Meta;
 use keyframe_units::{CheckpointId, PAGE_BYTES, Page, PageIndex, PageRange, ZERO_PAGE};
 use serde::{Deserialize, Serialize};
@@ -130,7 +130,11 @@ fn regions(
     names.map(region).collect()
 }
 
-fn ram(a: &Loaded, b: &Loaded, progress: &mut dyn FnMut(u64, u64)) -> Result<Vec<RegionDiff>> {
+fn ram(
+    a: &LoadedCheckpoint,
+    b: &LoadedCheckpoint,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Vec<RegionDiff>> {
     let blocks = |meta: &'_ Meta| -> Vec<(String, PageRange)> {
         let named = meta.ram.blocks().iter().enumerate();
         named.map(|(at, block)| (block.name.clone(), meta.ram.pages_of(at))).collect()
@@ -166,8 +170,8 @@ fn borrowed(regions: &[(String, PageRange)]) -> Vec<(&str, PageRange)> {
 
 /// Compares the contents of some pages, and empties the list.
 fn compare(
-    a: &Loaded,
-    b: &Loaded,
+    a: &LoadedCheckpoint,
+    b: &LoadedCheckpoint,
     pairs: &mut Vec<(PageIndex, PageIndex)>,
     region: &mut RegionDiff,
 ) -> Result<()> {
@@ -210,7 +214,7 @@ fn disks(a: &LoadedDisks, b: &LoadedDisks) -> Result<Vec<RegionDiff>> {
         };
         region.other_image = region.pages > 0 && base(a) != base(b);
         let mut at = 0;
-        // Only blocks of which one of the two knows something.
+        // Only blocks that one of the two holds.
         while let Some(next) =
             next_known(a, of_a, at).into_iter().chain(next_known(b, of_b, at)).min()
         {

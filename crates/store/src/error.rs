@@ -210,7 +210,7 @@ pub enum Error {
     /// The operating system refused an operation.
     #[error("{object}: {operation}: {source}")]
     Io {
-        /// The path, with the offset where one applies.
+        /// The path, with an offset if one applies.
         object: String,
         /// The operation, as a verb.
         operation: &'static str,

@@ -123,7 +123,7 @@ pub use keyframe_store_format::meta::{
 };
 pub use keyframe_units::CheckpointId;
 pub use listing::Listing;
-pub use loaded::{Loaded, Unmapped};
+pub use loaded::{LoadedCheckpoint, UnmappedCheckpoint};
 pub use local::{state_folder, store_of as store_of_folder};
 pub use prune::{PruneOptions, PruneProgress, PruneReport, PruneStep};
 pub use retention::{Moment, Reason, Retention, Verdict};
@@ -131,7 +131,7 @@ pub use run::{DiskState, PutOutcome, Run, SealRequest};
 pub use sealed::Sealed;
 pub use secret::Secret;
 pub use secret_kind::SecretKind;
-pub use stats::{CheckpointGrowth, Growth, Hour, ImageSharing, Sharing, Stats};
+pub use stats::{CheckpointGrowth, Growth, HourGrowth, ImageSharing, Sharing, Stats};
 pub use store::{Store, id_on};
 pub use tags::check_tag;
 pub use tuning::Tuning;

@@ -14,7 +14,7 @@ use std::sync::Arc;
 /// A sealed checkpoint with its page map in memory. Each page is read from the store on request.
 /// Several threads may read at once.
 #[derive(Debug)]
-pub struct Loaded {
+pub struct LoadedCheckpoint {
     /// Its number.
     pub id: CheckpointId,
     /// Its description.
@@ -29,7 +29,7 @@ pub struct Loaded {
 
 /// A sealed checkpoint without its page map. Reading the map is most of the work if RAM is large.
 #[derive(Clone, Debug)]
-pub struct Unmapped {
+pub struct UnmappedCheckpoint {
     /// Its number.
     pub id: CheckpointId,
     /// Its description.
@@ -42,30 +42,30 @@ pub struct Unmapped {
 impl Store {
     /// Loads a checkpoint: its description, its device state and the map of its pages, not the
     /// pages.
-    pub fn load(&self, id: CheckpointId) -> Result<Loaded> {
+    pub fn load(&self, id: CheckpointId) -> Result<LoadedCheckpoint> {
         self.load_unmapped(id)?.load()
     }
 
-    /// Loads a checkpoint without its map, which [`Unmapped::load`] reads later.
-    pub fn load_unmapped(&self, id: CheckpointId) -> Result<Unmapped> {
-        Ok(Unmapped::new(self.inner().clone(), id, self.inner().read_checkpoint(id)?))
+    /// Loads a checkpoint without its map, which [`UnmappedCheckpoint::load`] reads later.
+    pub fn load_unmapped(&self, id: CheckpointId) -> Result<UnmappedCheckpoint> {
+        Ok(UnmappedCheckpoint::new(self.inner().clone(), id, self.inner().read_checkpoint(id)?))
     }
 }
 
-impl Unmapped {
+impl UnmappedCheckpoint {
     fn new(inner: Arc<OpenStore>, id: CheckpointId, file: CheckpointFile) -> Self {
         Self { id, meta: file.meta, device_state: file.device_state, inner }
     }
 
     /// Reads the page map.
-    pub fn load(self) -> Result<Loaded> {
+    pub fn load(self) -> Result<LoadedCheckpoint> {
         let Self { id, meta, device_state, inner } = self;
         let (map, _, held) = inner.hold_maps(id, &meta)?;
-        Ok(Loaded { id, meta, device_state, inner, map, _held: held })
+        Ok(LoadedCheckpoint { id, meta, device_state, inner, map, _held: held })
     }
 }
 
-impl Loaded {
+impl LoadedCheckpoint {
     /// The number of pages that are not zero.
     pub fn nonzero_pages(&self) -> u64 {
         self.map.nonzero_pages()

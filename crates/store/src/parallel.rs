@@ -145,7 +145,7 @@ impl OpenStore {
 #[cfg(test)]
 pub mod tests {
     use crate::tests::{TINY, content, init_on, layout, on, seal};
-    use crate::{Error, Loaded, Tuning};
+    use crate::{Error, LoadedCheckpoint, Tuning};
     use keyframe_store_backend::testing::FaultyBackend;
     use keyframe_store_format::testing::noise;
     use keyframe_units::{Page, PageIndex, PageRange, ZERO_PAGE};
@@ -168,7 +168,7 @@ pub mod tests {
         }
     }
 
-    pub fn subject() -> (FaultyBackend, Loaded) {
+    pub fn subject() -> (FaultyBackend, LoadedCheckpoint) {
         let medium = FaultyBackend::default();
         let tuning =
             Tuning { pack_bytes_max: 3 << 20, base_bytes: 64 << 20, buffer_bytes: 1 << 16, ..TINY };

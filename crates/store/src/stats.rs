@@ -3,7 +3,7 @@
 mod growth;
 mod sharing;
 
-pub use growth::{CheckpointGrowth, Growth, Hour};
+pub use growth::{CheckpointGrowth, Growth, HourGrowth};
 pub use sharing::{ImageSharing, Sharing};
 
 use crate::{DiskCounts, Result, SectorBreakdown, Store};

@@ -30,8 +30,8 @@ mod stats;
 
 use crate::config::Config;
 use crate::{
-    CheckOptions, CheckReport, Durability, Error, Loaded, Result, Run, SealRequest, Sealed, Store,
-    Tuning,
+    CheckOptions, CheckReport, Durability, Error, LoadedCheckpoint, Result, Run, SealRequest,
+    Sealed, Store, Tuning,
 };
 use jiff::Timestamp;
 use keyframe_store_backend::testing::FaultyBackend;
@@ -150,7 +150,7 @@ pub(crate) fn init_on(medium: &FaultyBackend) -> Result<Store> {
 /// More are not read in two ways.
 const FILLED_PAGES_MAX: u64 = 1 << 16;
 
-fn read_image(loaded: &Loaded) -> Result<BTreeMap<u64, Page>> {
+fn read_image(loaded: &LoadedCheckpoint) -> Result<BTreeMap<u64, Page>> {
     let mut pages = BTreeMap::new();
     let all = PageRange::new(PageIndex(0), loaded.meta.ram.len_pages());
     loaded.read_pages(all, &mut |page, content| {
@@ -163,7 +163,7 @@ fn read_image(loaded: &Loaded) -> Result<BTreeMap<u64, Page>> {
 }
 
 /// The other way to read it, which must find the same.
-fn fill_image(loaded: &Loaded, pages: &BTreeMap<u64, Page>) -> Result<()> {
+fn fill_image(loaded: &LoadedCheckpoint, pages: &BTreeMap<u64, Page>) -> Result<()> {
     let len_pages = loaded.meta.ram.len_pages();
     if len_pages > FILLED_PAGES_MAX {
         return Ok(());
@@ -180,7 +180,7 @@ fn fill_image(loaded: &Loaded, pages: &BTreeMap<u64, Page>) -> Result<()> {
 }
 
 /// How many records there are of each kind in the store of a checkpoint.
-pub(crate) fn kinds_of(loaded: &Loaded) -> BTreeMap<char, usize> {
+pub(crate) fn kinds_of(loaded: &LoadedCheckpoint) -> BTreeMap<char, usize> {
     deltas::kinds_in(&loaded.inner)
 }
 

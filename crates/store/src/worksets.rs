@@ -8,7 +8,7 @@
 //! place.
 
 use crate::open_store::OpenStore;
-use crate::{Loaded, Result};
+use crate::{LoadedCheckpoint, Result};
 use keyframe_store_backend::layout;
 use keyframe_store_format::working_set::{
     WORKING_SET_BYTES_MAX, WORKING_SET_PAGES_MAX, decode, encode,
@@ -18,7 +18,7 @@ use keyframe_units::PageIndex;
 /// The next checkpoint of a run is looked for among this many checkpoints.
 const NEXT_MAX: usize = 16;
 
-impl Loaded {
+impl LoadedCheckpoint {
     /// The pages that a VM restored from this checkpoint will probably touch first, in that order:
     /// the recorded working set, or else the pages that the VM wrote until the next checkpoint.
     /// Empty if neither is known.
@@ -53,7 +53,7 @@ impl OpenStore {
     /// The pages that changed between a checkpoint and the next one of its run, rising. A few more
     /// if the map of the next one reaches further back. `None` if there is no next one, or its map is
     /// complete.
-    fn written_next(&self, of: &Loaded) -> Option<Vec<PageIndex>> {
+    fn written_next(&self, of: &LoadedCheckpoint) -> Option<Vec<PageIndex>> {
         let ids = self.checkpoint_ids().ok()?;
         let next = ids.iter().filter(|id| **id > of.id).take(NEXT_MAX).find_map(|id| {
             let meta = self.read_checkpoint(*id).ok()?.meta;

@@ -176,7 +176,7 @@ fn of_sharing(s: &Sharing) -> Vec<String> {
 }
 
 fn hours(growth: &Growth) -> String {
-    let row = |hour: &keyframe_store::Hour| {
+    let row = |hour: &keyframe_store::HourGrowth| {
         let from = hour.from.to_string();
         vec![
             from.get(..16).unwrap_or(&from).replace('T', " "),

@@ -4,13 +4,16 @@ use super::Difference;
 use keyframe_failure::Failure;
 use keyframe_kernel::{Process, read_memory};
 use keyframe_qemu::restore::Restored;
-use keyframe_store::Loaded;
+use keyframe_store::LoadedCheckpoint;
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, RamLayout};
 
 /// Pages that are compared at once: 8 MiB.
 const BATCH_PAGES: u64 = 2048;
 /// Compares the RAM of a VM that stands with that of `loaded`.
-pub fn differing(restored: &mut Restored, loaded: &Loaded) -> Result<Difference, Failure> {
+pub fn differing(
+    restored: &mut Restored,
+    loaded: &LoadedCheckpoint,
+) -> Result<Difference, Failure> {
     compare(restored, &loaded.meta.ram, &mut |part, expected| {
         let read = loaded.read_pages(part, &mut |page: PageIndex, content: &Page| {
             let at = (page.0 - part.first.0) as usize * PAGE_BYTES;

@@ -58,7 +58,7 @@ impl CheckReport {
 /// One damaged object.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Damage {
-    /// The file, with the offset where one applies.
+    /// The file, with an offset if one applies.
     pub object: String,
     /// What is wrong with it.
     pub problem: String,

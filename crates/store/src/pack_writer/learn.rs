@@ -11,24 +11,25 @@ use keyframe_store_format::moves::Moves;
 use std::sync::Arc;
 
 impl PackWriter {
-    /// Takes the index as an earlier writer left it, and reads the indexes of packs that are not in
-    /// it, the newest first, as far as there is room. Unfinished packs are read whole, and synced:
-    /// what can be read of them now may still be in memory alone. Packs that a prune gives up are
-    /// left out, and unfinished ones while one is at work, or where a sync of them has failed
-    /// before.
+    /// Takes the index that an earlier writer saved. Reads the indexes of packs that are not in it,
+    /// the newest first, as long as there is room. Reads unfinished packs whole and syncs them,
+    /// because their records may be in the page cache only.
+    ///
+    /// Leaves out the packs that a prune removes, and unfinished packs while a prune is at work or
+    /// after a sync of them has failed.
     pub fn new(inner: Arc<OpenStore>, tuning: Tuning, moves: Option<&Moves>) -> Result<Self> {
         let mut this = Self::empty(inner, tuning)?;
         this.index = Index::new(tuning.index_bytes, this.inner.index_folder());
         let is_going = |number: &u32| moves.is_some_and(|moves| moves.victims.contains(number));
         let mut numbers = this.inner.pack_numbers()?;
         numbers.retain(|number| !is_going(number));
-        // A prune takes back what it could not make durable.
+        // A prune removes records that it could not make durable.
         let is_pruned = this.inner.backend.is_pruning()?;
         let doubted = this.inner.doubted_packs()?;
         let inner = &this.inner;
         this.index.load(moves.is_some(), &mut |number| {
             numbers.binary_search(&number).ok()?;
-            // What cannot be read is looked at below.
+            // The loop below looks at packs that cannot be read.
             inner.open_pack(number).and_then(|pack| pack.seal()).ok()?
         });
         for number in numbers.into_iter().rev() {
@@ -41,12 +42,12 @@ impl PackWriter {
         Ok(this)
     }
 
-    /// Learns what is in a pack, but for records that are not relied on: of an unfinished pack,
-    /// where `closed_only`; derived ones, where `plain_only`.
+    /// Adds the records of a pack to the index. With `closed_only`, adds none of an unfinished pack.
+    /// With `plain_only`, adds no derived ones.
     pub(super) fn learn(&mut self, number: u32, closed_only: bool, plain_only: bool) -> Result<()> {
         let pack = match self.inner.open_pack(number) {
             Ok(pack) => pack,
-            // Nothing of it is used; `check` tells whom that hurts.
+            // No record of it is used. `check` reports the damage.
             Err(Error::Damaged { .. }) => return Ok(()),
             Err(error) => return Err(error),
         };
@@ -67,8 +68,8 @@ impl PackWriter {
         };
         self.learnt.insert(number);
         let seal = if is_closed { pack.seal()? } else { None };
-        let relied_on = entries.iter().filter(|entry| !(plain_only && entry.kind().is_derived()));
-        self.index.learn(number, seal, relied_on);
+        let usable = entries.iter().filter(|entry| !(plain_only && entry.kind().is_derived()));
+        self.index.learn(number, seal, usable);
         Ok(())
     }
 

@@ -29,7 +29,7 @@ pub struct CheckpointGrowth {
 
 /// The growth of the store in one hour.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Hour {
+pub struct HourGrowth {
     /// The begin of the hour.
     pub from: Timestamp,
     /// Checkpoints taken in it.
@@ -46,14 +46,14 @@ pub struct Growth {
     /// By number.
     pub checkpoints: Vec<CheckpointGrowth>,
     /// The hours, rising, without those in which no checkpoint was taken.
-    pub hours: Vec<Hour>,
+    pub hours: Vec<HourGrowth>,
 }
 
 impl Growth {
     /// The growth by checkpoints in rising order.
     pub fn of(sealed: &[Sealed]) -> Self {
         let mut growth = Self::default();
-        let mut hours = BTreeMap::<i64, Hour>::new();
+        let mut hours = BTreeMap::<i64, HourGrowth>::new();
         let mut sum_bytes = 0;
         for Sealed { id, meta, .. } in sealed {
             let counts = &meta.counts;
@@ -76,7 +76,7 @@ impl Growth {
             let from = Timestamp::from_second(from_s).unwrap_or(taken_at);
             let hour = hours.entry(from_s);
             let hour =
-                hour.or_insert(Hour { from, checkpoints: 0, dirty_bytes: 0, added_bytes: 0 });
+                hour.or_insert(HourGrowth { from, checkpoints: 0, dirty_bytes: 0, added_bytes: 0 });
             hour.checkpoints += 1;
             hour.dirty_bytes += dirty_bytes;
             hour.added_bytes += added_bytes;
