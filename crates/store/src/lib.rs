@@ -90,19 +90,6 @@ mod unlock;
 mod worksets;
 mod writer;
 
-/// The backends, under the names that other crates use.
-pub mod backend {
-    pub use keyframe_store_backend::UnlockOutcome as Unlocked;
-    pub use keyframe_store_backend::*;
-    /// Stores behind a checkpoint server.
-    pub mod served {
-        pub use keyframe_store_backend::served::*;
-        pub use keyframe_store_backend::served::{
-            FetchStats as Fetched, TOKEN_VARIABLE as TOKEN, fetch_stats as fetched,
-        };
-    }
-}
-
 pub use check::{
     CheckOptions, CheckProgress, CheckReport, Damage, LostCheckpoint, QuarantinedFile, RepairReport,
 };
@@ -113,6 +100,8 @@ pub use durability::TornCheckpoint;
 pub use durability_kind::Durability;
 pub use error::{Error, Result};
 pub use index::IndexUse;
+/// The backends.
+pub use keyframe_store_backend as backend;
 pub use keyframe_store_format::disk_meta::{
     BLANK, BaseFile, BaseMeta, DedupSectors, DiskCounts, DiskMeta, SectorBreakdown, SectorCounts,
     SectorTotal,
