@@ -2,7 +2,7 @@
 //! on standard error if it is `-`, else a line of JSON appended to the file that it names.
 
 use crate::output;
-use keyframe_store::backend::served::{Fetched, fetched};
+use keyframe_store::backend::served::{FetchStats, fetch_stats};
 use std::io::Write;
 
 const VARIABLE: &str = "KEYFRAME_FETCHED";
@@ -10,12 +10,12 @@ const VARIABLE: &str = "KEYFRAME_FETCHED";
 /// Tells it, if anything was fetched. What goes wrong with it is no reason to fail.
 pub fn tell() {
     let Some(place) = std::env::var_os(VARIABLE).filter(|place| !place.is_empty()) else { return };
-    let fetched = fetched();
-    if fetched == Fetched::default() {
+    let fetched = fetch_stats();
+    if fetched == FetchStats::default() {
         return;
     }
     if place == "-" {
-        let Fetched { requests, bytes_fetched, cache_hits, cache_misses } = fetched;
+        let FetchStats { requests, bytes_fetched, cache_hits, cache_misses } = fetched;
         let bytes = output::bytes(bytes_fetched);
         eprintln!(
             "keyframe: {bytes} fetched in {requests} requests; {cache_hits} pieces were in the cache, {cache_misses} were not"

@@ -5,7 +5,7 @@
 //! compressing, appending), then the seal (the map, syncing, the rename).
 
 use crate::Error;
-use keyframe_store::{Loaded, SealRequest, Store};
+use keyframe_store::{LoadedCheckpoint, SealRequest, Store};
 use keyframe_units::{Page, PageIndex, PageRange};
 use std::path::Path;
 use std::time::Instant;
@@ -48,7 +48,7 @@ pub fn measure(from: &Path, dir: &Path) -> Result<PhaseTimes, Error> {
         store.lock_writer("keyframe-bench evaluation").map_err(failed("lock a store"))?;
     let mut run = writer.begin_run("again", &ram).map_err(failed("begin a run"))?;
     let mut sum = PhaseTimes::default();
-    let mut before: Option<Loaded> = None;
+    let mut before: Option<LoadedCheckpoint> = None;
     for id in &ids[from..] {
         let image = source.load(*id).map_err(failed("load a checkpoint"))?;
         let changed = changed_pages(&image, before.as_ref())?;
@@ -92,7 +92,10 @@ type ChangedPages = Vec<(PageIndex, Box<Page>)>;
 
 /// Returns the pages of `image` that differ from `before`; without `before`, all pages that are not
 /// zero.
-fn changed_pages(image: &Loaded, before: Option<&Loaded>) -> Result<ChangedPages, Error> {
+fn changed_pages(
+    image: &LoadedCheckpoint,
+    before: Option<&LoadedCheckpoint>,
+) -> Result<ChangedPages, Error> {
     let zero: Page = [0; keyframe_units::PAGE_BYTES];
     let all = image.meta.ram.len_pages();
     let mut found = ChangedPages::new();
@@ -101,7 +104,7 @@ fn changed_pages(image: &Loaded, before: Option<&Loaded>) -> Result<ChangedPages
     let mut first = 0;
     while first < all {
         let len = READ_PAGES.min(all - first) as usize;
-        let read = |from: &Loaded, into: &mut [Page]| {
+        let read = |from: &LoadedCheckpoint, into: &mut [Page]| {
             from.read_into(PageIndex(first), into)
                 .map_err(|e| Error::failed("read a checkpoint", e))
         };

@@ -1,7 +1,7 @@
 //! Keyframe's store through its API with the default settings, as in a run of a VM with one RAM block.
 
 use keyframe_bench_feed::{Error, PageSink, Result, Store, StoreReader, StoreWriter};
-use keyframe_store::{Loaded, PruneOptions, Run, SealRequest, Writer};
+use keyframe_store::{LoadedCheckpoint, PruneOptions, Run, SealRequest, Writer};
 use keyframe_units::{
     BlockKind, CheckpointId, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock, RamLayout,
 };
@@ -87,7 +87,7 @@ impl StoreReader for KeyframeReader {
 }
 
 impl KeyframeReader {
-    fn load(&self, checkpoint: usize) -> Result<Loaded> {
+    fn load(&self, checkpoint: usize) -> Result<LoadedCheckpoint> {
         let id = self.ids.get(checkpoint).copied();
         let id = id.ok_or_else(|| {
             Error::failed("keyframe: find a checkpoint", format!("no {checkpoint}"))

@@ -6,7 +6,7 @@
 
 use crate::{Error, Options};
 use keyframe_bench_feed::{DirtySecond, IMAGE_MIB_MAX, Stream};
-use keyframe_store::{Loaded, Sealed, Store};
+use keyframe_store::{LoadedCheckpoint, Sealed, Store};
 use keyframe_units::{PageIndex, ZERO_PAGE};
 use std::path::{Path, PathBuf};
 
@@ -90,7 +90,7 @@ impl<'a> SelectedCheckpoints<'a> {
         Ok(RecordedStream { path, description })
     }
 
-    fn load(&self, sealed: &Sealed) -> Result<Loaded, Error> {
+    fn load(&self, sealed: &Sealed) -> Result<LoadedCheckpoint, Error> {
         self.store.load(sealed.id).map_err(read(sealed))
     }
 }
@@ -101,7 +101,10 @@ fn read(sealed: &Sealed) -> impl FnOnce(keyframe_store::Error) -> Error {
 }
 
 /// Returns the pages that differ in `next`.
-fn changed_pages(before: &Loaded, next: &Loaded) -> Result<DirtySecond, keyframe_store::Error> {
+fn changed_pages(
+    before: &LoadedCheckpoint,
+    next: &LoadedCheckpoint,
+) -> Result<DirtySecond, keyframe_store::Error> {
     let all = (0..next.meta.ram.len_pages()).map(PageIndex);
     let pages: Vec<PageIndex> =
         all.filter(|page| before.page_ref(*page) != next.page_ref(*page)).collect();

@@ -3,7 +3,7 @@
 
 use super::listed::Listed;
 use super::locked;
-use keyframe_store::{CheckpointId, Loaded};
+use keyframe_store::{CheckpointId, LoadedCheckpoint};
 use keyframe_units::PageIndex;
 use keyframe_web::{ApiError, HeatMap, HeatRegion};
 use serde_json::Value;
@@ -83,7 +83,7 @@ fn keep<T>(kept: &Mutex<VecDeque<(Key, T)>>, key: Key, one: T) {
 }
 
 /// Pages of one store with the same token hold the same bytes: no page is read.
-fn heat(loaded: &Loaded, before: Option<&Loaded>, pieces: u64) -> HeatMap {
+fn heat(loaded: &LoadedCheckpoint, before: Option<&LoadedCheckpoint>, pieces: u64) -> HeatMap {
     let layout = &loaded.meta.ram;
     let piece_pages = layout.len_pages().div_ceil(pieces.max(1)).max(1);
     let regions = layout.blocks().iter().enumerate().map(|(at, block)| {

@@ -20,7 +20,7 @@ pub enum Error {
         /// The system's error.
         source: io::Error,
     },
-    /// An analysis cannot be read; the text is the reason, with what to do about it.
-    #[error("{0}")]
-    Analysis(String),
+    /// An analysis cannot be read.
+    #[error(transparent)]
+    Analysis(#[from] keyframe_replay_driver::Error),
 }

@@ -6,7 +6,7 @@ use crate::guest_memory::{Guest, StoredPages};
 use keyframe_qemu::restore::RamSource;
 use keyframe_qemu::stream::{self, Display};
 use keyframe_screen::{Picture, Screen};
-use keyframe_store::Loaded;
+use keyframe_store::LoadedCheckpoint;
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, RamLayout};
 use std::ops::Range;
 
@@ -67,7 +67,7 @@ impl DrawableDisplay {
     /// Draws the display, reading its memory from the checkpoint.
     ///
     /// Error: [`Error::DisplayMemory`].
-    pub fn picture(&self, loaded: &Loaded, guest: &Guest) -> Result<Picture> {
+    pub fn picture(&self, loaded: &LoadedCheckpoint, guest: &Guest) -> Result<Picture> {
         Ok(self.screen.draw(&read(loaded, guest, self.first, self.screen.needs())?))
     }
 }
@@ -79,12 +79,17 @@ pub fn has_display_memory(ram: &RamLayout) -> bool {
 }
 
 /// Draws the display of `guest` in the checkpoint `loaded`.
-pub fn picture(loaded: &Loaded, guest: &Guest) -> Result<Picture, NoPicture> {
+pub fn picture(loaded: &LoadedCheckpoint, guest: &Guest) -> Result<Picture, NoPicture> {
     DrawableDisplay::of(guest)?.picture(loaded, guest).map_err(NoPicture::Failed)
 }
 
 /// Reads the range `bytes` of the RAM block that begins at page `first`.
-fn read(loaded: &Loaded, guest: &Guest, first: PageIndex, bytes: Range<u64>) -> Result<Vec<u8>> {
+fn read(
+    loaded: &LoadedCheckpoint,
+    guest: &Guest,
+    first: PageIndex,
+    bytes: Range<u64>,
+) -> Result<Vec<u8>> {
     let page_bytes = PAGE_BYTES as u64;
     let pages = bytes.start / page_bytes..bytes.end.div_ceil(page_bytes);
     let range = PageRange::new(PageIndex(first.0 + pages.start), pages.end - pages.start);

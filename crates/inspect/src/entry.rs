@@ -1,6 +1,6 @@
 //! A checkpoint as `list --json` prints it, and sums over many checkpoints.
 
-use keyframe_store::{Breakdown, DiskCounts, DiskMeta, PausePhases, Sealed};
+use keyframe_store::{DiskCounts, DiskMeta, PausePhases, Sealed, SectorBreakdown};
 use keyframe_units::{PAGE_BYTES, percentile};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -94,7 +94,7 @@ pub struct DiskEntry {
     pub counts: DiskCounts,
     /// What deduplication did for them, in sectors of 512 bytes.
     #[serde(default)]
-    pub dedup: Breakdown,
+    pub dedup: SectorBreakdown,
     /// Why it cannot be read now. Only `show` looks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unreadable: Option<String>,
@@ -105,7 +105,7 @@ impl DiskEntry {
         let DiskMeta { name, disk_bytes, base, counts, left_out } = disk.clone();
         let base = if base.is_blank() { base.format } else { base.path };
         let written_bytes = counts.written_blocks * PAGE_BYTES as u64;
-        let dedup = Breakdown::of(&counts);
+        let dedup = SectorBreakdown::of(&counts);
         Self { name, disk_bytes, base, left_out, written_bytes, counts, dedup, unreadable: None }
     }
 }

@@ -5,7 +5,7 @@ use keyframe_capture::group::split_device_states;
 use keyframe_image::{GuestView, Image};
 use keyframe_qemu::restore::RamSource;
 use keyframe_qemu::stream;
-use keyframe_store::{Loaded, MachineMeta};
+use keyframe_store::{LoadedCheckpoint, MachineMeta};
 use keyframe_units::error_chain;
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
 use std::io;
@@ -13,7 +13,7 @@ use std::sync::Mutex;
 
 /// Reads the pages of one VM in a checkpoint, numbered from 0.
 pub struct StoredPages<'a> {
-    loaded: &'a Loaded,
+    loaded: &'a LoadedCheckpoint,
     /// The VM's first page among the pages of its group.
     first: PageIndex,
     /// The store's error of the last read that failed.
@@ -45,7 +45,7 @@ impl From<ReadStop> for io::Error {
 
 impl<'a> StoredPages<'a> {
     /// The pages of `guest` in `loaded`.
-    pub fn new(loaded: &'a Loaded, guest: &Guest) -> Self {
+    pub fn new(loaded: &'a LoadedCheckpoint, guest: &Guest) -> Self {
         Self { loaded, first: guest.first, failed: Mutex::default() }
     }
 
@@ -99,7 +99,7 @@ impl Guest {
     /// The VMs of a checkpoint: one, or the members of a group in their order.
     ///
     /// Error: [`Error::MembersContradict`].
-    pub fn all(loaded: &Loaded) -> Result<Vec<Self>> {
+    pub fn all(loaded: &LoadedCheckpoint) -> Result<Vec<Self>> {
         let (meta, checkpoint) = (&loaded.meta, loaded.id);
         if meta.members.is_empty() {
             return Ok(vec![Self {
@@ -130,7 +130,7 @@ impl Guest {
     }
 
     /// The VM called `member` in a group, or the only VM.
-    pub fn choose(loaded: &Loaded, member: Option<&str>) -> Result<Self> {
+    pub fn choose(loaded: &LoadedCheckpoint, member: Option<&str>) -> Result<Self> {
         let (checkpoint, vm) = (loaded.id, &loaded.meta.vm);
         let mut all = Self::all(loaded)?;
         let names: Vec<&str> = all.iter().filter_map(|guest| guest.member.as_deref()).collect();

@@ -8,7 +8,7 @@ use keyframe_inspect::display_picture::{self as screens, DrawableDisplay, NoPict
 use keyframe_inspect::guest_memory::{Guest, StoredPages};
 use keyframe_inspect::show;
 use keyframe_locks::IgnorePoison;
-use keyframe_store::{Loaded, LoadedDisks, Store};
+use keyframe_store::{LoadedCheckpoint, LoadedDisks, Store};
 use keyframe_units::{CheckpointId, error_chain};
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -46,7 +46,7 @@ pub struct Look {
 
 /// A checkpoint in use.
 struct Opened {
-    loaded: Loaded,
+    loaded: LoadedCheckpoint,
     /// Its VM, or those of its group.
     vms: Vec<OpenedVm>,
     /// Its disks, once one of them was opened.

@@ -24,7 +24,7 @@ use keyframe_qemu::restore::{
 };
 use keyframe_qemu::{DiskServer, media_of};
 use keyframe_replay::interval::RecordedCheckpoint;
-use keyframe_store::{Loaded, MachineMeta, Store};
+use keyframe_store::{LoadedCheckpoint, MachineMeta, Store};
 use keyframe_units::{Page, PageIndex, PageRange};
 use keyframe_vm_disks::media::Media;
 use keyframe_vm_disks::{self as disks, ServedDisks, restored};
@@ -65,7 +65,7 @@ pub struct Replay {
     vm: RunningVm,
     stepper: ReplayStepper,
     /// The checkpoint that it began with.
-    pub loaded: Arc<Loaded>,
+    pub loaded: Arc<LoadedCheckpoint>,
 }
 
 impl Replay {
@@ -124,7 +124,7 @@ impl Replay {
 }
 
 /// The RAM of a checkpoint, for a restore.
-pub(crate) struct StoredRam(pub Arc<Loaded>);
+pub(crate) struct StoredRam(pub Arc<LoadedCheckpoint>);
 
 impl RamSource for StoredRam {
     fn read(
@@ -201,7 +201,7 @@ pub(crate) struct StartedReplay {
     pub restored: Restored,
     pub disks: Option<ReplayDisks>,
     /// The checkpoint.
-    pub loaded: Arc<Loaded>,
+    pub loaded: Arc<LoadedCheckpoint>,
 }
 
 /// Starts QEMU at `checkpoint`, and lets it run to `until`.
@@ -268,7 +268,7 @@ fn add_replay_options(
 
 /// Serves the disks as they were at the checkpoint. The VM's writes are discarded at its end.
 /// Returns `None` if the VM has no disks.
-pub(crate) fn serve_disks(store: &Store, loaded: &Loaded) -> Result<Option<ReplayDisks>> {
+pub(crate) fn serve_disks(store: &Store, loaded: &LoadedCheckpoint) -> Result<Option<ReplayDisks>> {
     if loaded.meta.disks.is_empty() {
         return Ok(None);
     }

@@ -182,7 +182,7 @@ fn is_pack(name: &str) -> bool {
 }
 
 impl S3Backend {
-    /// Removes the writer's lock, whoever holds it, and returns the holder's text. That holder can
+    /// Removes the writer's lock of any holder, and returns the holder's text. That holder can
     /// write nothing more.
     fn break_lock(&self) -> Result<Option<String>> {
         lease::break_lease(&self.shared.client, LOCK)

@@ -1,16 +1,17 @@
-//! What opens an encrypted store: a key file, or a passphrase from the environment or the terminal.
+//! The secret that opens an encrypted store: a key file, or a passphrase from the environment or the
+//! terminal.
 //!
 //! ```text
 //!   --key-file FILE, KEYFRAME_KEY_FILE ──▶ key file         KEYFRAME_PASSPHRASE, else /dev/tty ──▶ passphrase
 //!                                   └────▶ for __disks, in its environment ◀────┘
 //! ```
 //!
-//! Where checkpoints are copied, the store that they go to has a key of its own: `--to-key-file`,
-//! `KEYFRAME_TO_KEY_FILE`, `KEYFRAME_TO_PASSPHRASE`.
+//! The target of a copy has a secret of its own: `--to-key-file`, `KEYFRAME_TO_KEY_FILE`,
+//! `KEYFRAME_TO_PASSPHRASE`.
 //!
-//! Invariants: a key on the command line would be for all to see, so it is never there; one is
-//! asked for only where a store needs it; a key that was given for a store that is not encrypted is
-//! an error, for whoever gave it counts on encryption.
+//! Invariants: a passphrase is never on the command line, where other users could read it. The terminal
+//! is asked only if a store needs a passphrase. A secret for a store that is not encrypted is an error,
+//! because the user who gives it expects encryption.
 
 use keyframe_store::{Error, Secret, SecretKind, Store};
 use rustix::termios::{LocalModes, OptionalActions, tcgetattr, tcsetattr};
@@ -28,7 +29,7 @@ const TO_KEY_FILE: &str = "KEYFRAME_TO_KEY_FILE";
 const TERMINAL: &str = "/dev/tty";
 const BYTES_MAX: u64 = 64 << 10;
 
-/// What opened a store in this process, for those that it starts.
+/// The secret that opened a store in this process, for its child processes.
 static OPENED_WITH: OnceLock<Given> = OnceLock::new();
 
 enum Given {
@@ -36,19 +37,20 @@ enum Given {
     Passphrase(Zeroizing<String>),
 }
 
-/// A store that a passphrase opens cannot be opened by a job of the cluster: no job gets it in secret.
+/// A passphrase opens the store. A job of the cluster cannot open it, because the passphrase cannot be
+/// passed to a job in secret.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 #[error("the store is opened by a passphrase, which no job can be given in secret")]
 pub struct PassphraseInJob;
 
 impl PassphraseInJob {
-    /// What to do about it.
+    /// What the user can do about it.
     pub fn fix(self) -> &'static str {
         "keep checkpoints for the cluster in a store with a key file: keyframe init --encrypt --key-file FILE"
     }
 }
 
-/// What opens an encrypted store, on the command line or in the environment.
+/// The secret of an encrypted store, on the command line or in the environment.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct KeyArg {
     /// What an encrypted store was made with [env: KEYFRAME_KEY_FILE], where that is no passphrase
@@ -57,7 +59,7 @@ pub struct KeyArg {
     key_file: Option<PathBuf>,
 }
 
-/// What opens an encrypted store that checkpoints are copied to.
+/// The secret of an encrypted store that checkpoints are copied to.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct TargetKeyArg {
     /// What the store that is copied to was made with, if that is encrypted
@@ -75,7 +77,7 @@ impl TargetKeyArg {
 }
 
 impl KeyArg {
-    /// What the environment alone says.
+    /// Uses the environment only.
     pub fn from_environment() -> Self {
         Self::default()
     }
@@ -84,12 +86,12 @@ impl KeyArg {
         Keys { option: self.key_file.as_deref(), place: &STORE }
     }
 
-    /// What a key file alone says.
+    /// Uses a key file, or the environment if it is `None`.
     pub fn of_file(key_file: Option<PathBuf>) -> Self {
         Self { key_file }
     }
 
-    /// True where something is given, be it needed or not.
+    /// True if the user gave a secret, needed or not.
     pub fn is_given(&self) -> bool {
         self.keys().is_given()
     }
@@ -105,8 +107,8 @@ impl KeyArg {
     }
 }
 
-/// Where what opens a store is looked for, beside the command line.
-struct Place {
+/// The places to look for a secret, in addition to the command line.
+struct SecretSource {
     passphrase: &'static str,
     key_file: &'static str,
     prompt: &'static str,
@@ -114,24 +116,24 @@ struct Place {
     passed_on: bool,
 }
 
-const STORE: Place = Place {
+const STORE: SecretSource = SecretSource {
     passphrase: PASSPHRASE,
     key_file: KEY_FILE,
     prompt: "passphrase of the store: ",
     passed_on: true,
 };
 
-const TARGET: Place = Place {
+const TARGET: SecretSource = SecretSource {
     passphrase: TO_PASSPHRASE,
     key_file: TO_KEY_FILE,
     prompt: "passphrase of the store to copy to: ",
     passed_on: false,
 };
 
-/// What opens one store.
+/// The secret of one store.
 struct Keys<'a> {
     option: Option<&'a Path>,
-    place: &'static Place,
+    place: &'static SecretSource,
 }
 
 impl Keys<'_> {
@@ -139,7 +141,7 @@ impl Keys<'_> {
         self.file().is_some() || self.passphrase().is_some()
     }
 
-    /// A variable that is empty names none.
+    /// The key file. An empty variable counts as not set.
     fn file(&self) -> Option<PathBuf> {
         let variable = || std::env::var_os(self.place.key_file).filter(|file| !file.is_empty());
         self.option.map(PathBuf::from).or_else(|| variable().map(PathBuf::from))
@@ -170,7 +172,7 @@ impl Keys<'_> {
         )
     }
 
-    /// What was given of that kind. A passphrase that is asked for to be `new` is asked for twice.
+    /// The secret of this kind. Asks twice for the passphrase of a new store.
     fn secret(&self, kind: SecretKind, is_new: bool) -> Result<Option<Secret>, Error> {
         let io = |object: &Path, operation| {
             let object = object.display().to_string();
@@ -210,7 +212,7 @@ impl Keys<'_> {
     }
 }
 
-/// Gives a process of ours what opened the store, so that it can do so too.
+/// Passes the secret that opened the store to a child process, in its environment.
 pub fn pass_on(command: &mut Command) {
     match OPENED_WITH.get() {
         Some(Given::File(file)) => command.env(KEY_FILE, file),
@@ -219,8 +221,8 @@ pub fn pass_on(command: &mut Command) {
     };
 }
 
-/// The key file that opened the store, for processes on other hosts; an error where it was a
-/// passphrase, which would be for all to read who may read the job's script.
+/// The key file that opened the store, for processes on other hosts. An error if it was a passphrase,
+/// which every reader of the job's script could see.
 pub fn file_for_jobs() -> Result<Option<PathBuf>, PassphraseInJob> {
     match OPENED_WITH.get() {
         None => Ok(None),
@@ -246,7 +248,7 @@ pub fn fix_of_target(error: &Error) -> Option<String> {
     })
 }
 
-/// For a person, what to do about an error with keys.
+/// What the user can do about an error with keys.
 pub fn fix(error: &Error) -> Option<String> {
     Some(match error {
         Error::KeyNeeded { kind: SecretKind::KeyFile, .. } => {
@@ -268,7 +270,7 @@ pub fn fix(error: &Error) -> Option<String> {
     })
 }
 
-/// Asks at the terminal, without showing what is typed. None where there is no terminal.
+/// Asks at the terminal without echo. `None` if there is no terminal.
 fn ask(prompt: &str, is_new: bool) -> io::Result<Option<Zeroizing<String>>> {
     let Ok(terminal) = File::options().read(true).write(true).open(TERMINAL) else {
         return Ok(None);

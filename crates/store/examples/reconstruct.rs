@@ -4,7 +4,7 @@
 //! turns.
 
 use keyframe_bench_feed::{ChangedWords, Stream};
-use keyframe_store::{Error, Loaded, SealRequest, Store};
+use keyframe_store::{Error, LoadedCheckpoint, SealRequest, Store};
 use keyframe_units::{BlockKind, PAGE_BYTES, PageIndex, PageRange, RamBlock, RamLayout, ZERO_PAGE};
 use std::time::{Duration, Instant};
 
@@ -20,7 +20,7 @@ fn best(work: &mut dyn FnMut()) -> Duration {
 }
 
 /// A store of the stream; the last checkpoint, and what it holds.
-fn subject(store: &Store, mib: u64) -> keyframe_store::Result<(Loaded, Stream)> {
+fn subject(store: &Store, mib: u64) -> keyframe_store::Result<(LoadedCheckpoint, Stream)> {
     let mut stream = Stream::new(mib << 8, 9, ChangedWords::Few);
     let bytes = mib << 20;
     let block = RamBlock {

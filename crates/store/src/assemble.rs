@@ -1,45 +1,44 @@
-//! Reading pages, derived ones (composed blocks, deltas) among them: those are put together behind
-//! the others, many at a time.
+//! Reading pages. Derived ones (composed blocks, deltas) are made after the plain ones, many at a time.
 //!
 //! ```text
 //!   wanted, rising ──▶ records, pack by pack ──▶ plain ──────────────────────────────────────────────▶ sink
 //!                                            └─▶ derived ─▶ Waiting  ──full, or the end──▶ their records, rising ─▶ sink
-//!                                                             a delta needs no page of its own: it is made when its base comes by
+//!                                                             a delta is made when its base is read: it needs no page of its own
 //! ```
 //!
-//! Invariants: what a derived record stands on must be plain, else it is damaged: one step,
-//! whatever a damaged store says. Its content is compared with its hash, for it comes from several
-//! places. [`Waiting`] is bounded.
+//! Invariants: a derived record refers to plain records only, else it is damaged. So there is one step,
+//! even in a damaged store. The content of a derived record is compared with its hash, because it comes
+//! from several places. [`Waiting`] is bounded.
 
-use crate::derived::Derivation;
-use crate::identity::{LANES, PageHash, PageRef};
+use crate::open_store::OpenStore;
 use crate::pack_file::Content;
-use crate::record::Record;
-use crate::store::Inner;
 use crate::{Error, Result};
-use keyframe_store_backend::layout;
+use keyframe_store_format::derived::Derivation;
+use keyframe_store_format::page_hash::{LANES, PageHash};
+use keyframe_store_format::page_ref::PageRef;
+use keyframe_store_format::record::Record;
 use keyframe_units::{Page, ZERO_PAGE};
 use std::cell::Cell;
 use std::ops::Range;
 
-/// Composed blocks put together at a time: a MiB of them.
+/// The most composed blocks that wait: 1 MiB.
 const COMPOSED_MAX: usize = 256;
-/// Deltas at a time, of at most 2 KiB each. The more, the more of their bases lie next to each
+/// The most deltas that wait, of at most 2 KiB each. Of many deltas, more bases lie next to each
 /// other.
 const DELTAS_MAX: usize = 2048;
-/// And how often all of them may be wanted.
+/// The most requests for all that wait.
 const WANTED_MAX: usize = 4096;
 
 thread_local! {
-    /// What a thread reads packs into, but while it does.
+    /// The read buffer of a thread, while it does not read.
     static BUFFER: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
 }
 
-/// Derived pages of which what lies elsewhere is still missing.
+/// Derived pages whose references were not read yet.
 struct Waiting<T> {
     blocks: Vec<Block>,
     composed: usize,
-    /// What the caller attached to each, block by block.
+    /// The values of the caller, block by block.
     wanted: Vec<T>,
 }
 
@@ -47,9 +46,9 @@ struct Block {
     at: PageRef,
     hash: PageHash,
     derivation: Derivation,
-    /// Of a composed one, what there is of it.
+    /// The parts of a composed block that are there.
     page: Option<Box<Page>>,
-    /// What is wanted of it, in the list of all.
+    /// The range of its values in `Waiting::wanted`.
     wanted: Range<usize>,
 }
 
@@ -64,7 +63,7 @@ impl<T: Copy> Waiting<T> {
             || self.wanted.len() >= WANTED_MAX
     }
 
-    /// Adds a record. The same one again comes right behind, as references rise.
+    /// Adds a record. References rise, so requests for the same record follow each other.
     fn add(&mut self, at: PageRef, what: T, record: &Record<'_>) -> Result<(), String> {
         if self.blocks.last().is_none_or(|last| last.at != at) {
             let mut page = None;
@@ -95,7 +94,7 @@ impl<T: Copy> Waiting<T> {
 }
 
 impl Waiting<()> {
-    /// One record that is parsed, of which `page` has what is in it.
+    /// A single parsed record. `page` has the parts that are in it.
     fn of(at: PageRef, hash: PageHash, derivation: Derivation, page: &Page) -> Self {
         let mut waiting = Self::new();
         let page = matches!(derivation, Derivation::Parts(_)).then(|| Box::new(*page));
@@ -106,9 +105,9 @@ impl Waiting<()> {
     }
 }
 
-impl Inner {
-    /// Reads the pages at `wanted` (rising references, none of them zero) and gives each to `sink`
-    /// with what the caller attached to it; derived ones a little later than their place.
+impl OpenStore {
+    /// Reads the pages at `wanted`, rising references that are not zero. Passes each to `sink` with
+    /// the caller's value; derived pages a little out of order.
     pub fn read_pages<T: Copy, E: From<Error>>(
         &self,
         wanted: &[(PageRef, T)],
@@ -136,7 +135,7 @@ impl Inner {
         })
     }
 
-    /// Restores the page of a record, of whatever kind, and checks it against its hash.
+    /// Restores the page of any record and checks it against its hash.
     pub fn restore(&self, record: &Record<'_>, at: PageRef, page: &mut Page) -> Result<(), String> {
         match record.derivation_or_page(page)? {
             None => record.verify(&self.config.key, page),
@@ -156,7 +155,7 @@ impl Inner {
         wanted: &[(PageRef, T)],
         sink: &mut dyn FnMut(PageRef, T, Content<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
-        // A thread reads again and again: memory for large reads is dear to get.
+        // Memory for large reads is expensive to get, so a thread keeps its buffer.
         let mut buffer = BUFFER.take();
         for group in wanted.chunk_by(|a, b| a.0.pack() == b.0.pack()) {
             let number = group.first().map_or(0, |(to, _)| to.pack());
@@ -167,7 +166,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Fetches what is missing of the blocks, and hands them on.
+    /// Reads the references of the waiting records and passes their pages to `sink`.
     fn assemble<T: Copy, E: From<Error>>(
         &self,
         waiting: &mut Waiting<T>,
@@ -182,7 +181,7 @@ impl Inner {
         let mut give = |some: &[(&Block, &Page)]| {
             let mut pages = [&ZERO_PAGE; LANES];
             pages.iter_mut().zip(some).for_each(|(page, (_, made))| *page = made);
-            let hashes = PageHash::of_some(&self.config.key, &pages[..some.len().min(LANES)]);
+            let hashes = PageHash::of_many(&self.config.key, &pages[..some.len().min(LANES)]);
             some.iter().zip(hashes).try_for_each(|((block, page), hash)| {
                 if hash != block.hash {
                     return Err(E::from(self.damaged_at(block.at, NOT_ITS_HASH)));
@@ -221,16 +220,11 @@ impl Inner {
             blocks.iter().filter_map(|block| Some((block, block.page.as_deref()?))).collect();
         composed.chunks(LANES).try_for_each(give)
     }
-
-    pub fn damaged_at(&self, at: PageRef, problem: impl Into<String>) -> Error {
-        let object = self.backend.describe(&layout::pack(at.pack()));
-        Error::damaged(format!("{object} at offset {}", at.offset()), problem)
-    }
 }
 
-/// Pages made of deltas that wait to be hashed side by side, in memory that serves again and again.
+/// Pages made from deltas that wait to be hashed side by side. The memory is reused.
 struct Made {
-    /// The blocks that the first pages are of.
+    /// The blocks of the first pages.
     numbers: Vec<usize>,
     pages: Vec<Page>,
 }
@@ -240,14 +234,14 @@ impl Made {
         Self { numbers: Vec::with_capacity(LANES), pages: vec![ZERO_PAGE; LANES] }
     }
 
-    /// Where the page of a block is to be made, all of it.
+    /// The memory for the page of a block.
     fn next(&mut self, number: usize) -> Option<&mut Page> {
         let place = self.pages.get_mut(self.numbers.len());
         self.numbers.push(number);
         place
     }
 
-    /// Gives on what is there.
+    /// Passes the pages on.
     fn give<E>(
         &mut self,
         blocks: &[Block],
@@ -263,4 +257,4 @@ impl Made {
 }
 
 pub const NOT_ITS_HASH: &str = "the page does not match its hash";
-pub const DERIVED_OF_DERIVED: &str = "it stands on other records, and a record stands on it";
+pub const DERIVED_OF_DERIVED: &str = "it refers to other records, and another record refers to it";

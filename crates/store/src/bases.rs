@@ -1,26 +1,25 @@
-//! The pages that deltas are made on: of each page that was written again, the content of a plain
-//! record.
+//! The bases of deltas in memory: for each page that was written again, the content of a plain record.
 //!
 //! ```text
-//!   page ──mod slots──▶ | page, its base's record and hash, what deltas on it have cost, place ─┐
-//!                                      contents, as slots came into use:   | 0 | 1 | 2 | ... ◀─┘
+//!   page ──mod slots──▶ | page, its base's record and hash, the cost of deltas on it, place ─┐
+//!                                      contents, in the order of first use:  | 0 | 1 | 2 | ... ◀─┘
 //! ```
 //!
-//! One slot for each page that maps to it, the last one wins: where RAM is not larger than the
-//! budget, each page has its own, and nothing has to be kept about what was used when. Contents lie
-//! in the order in which their slots were used for the first time, so that memory is taken a huge
-//! page at a time and all of it is used: first touches of small pages, all over the budget, cost
-//! more than the deltas.
+//! Each slot serves all pages that map to it; the last one wins. If RAM is not larger than the budget,
+//! each page has its own slot, and no order of use has to be kept. Contents lie in the order in which
+//! their slots were first used. So memory is taken one huge page at a time, and all of it is used. First
+//! touches of small pages all over the budget would cost more than the deltas.
 //!
-//! Invariants: memory is bounded by the budget (and taken only as pages come); a base is a plain
-//! record whose content is the one here. When records are lost or move, [`Bases::clear`].
+//! Invariants: memory is bounded by the budget, and taken only as pages come. A base is a plain record
+//! with the content that is here. [`Bases::clear`] must be called if records are lost or move.
 
-use crate::identity::{PageHash, PageRef};
 use keyframe_kernel::memory::PrefaultedBuffer;
+use keyframe_store_format::page_hash::PageHash;
+use keyframe_store_format::page_ref::PageRef;
 use keyframe_units::{PAGE_BYTES, Page, PageIndex};
 
-/// Deltas that have cost so much more than the first one are worth a new base: about what that
-/// costs.
+/// A new base costs about this much, in bytes. It is worth it when the deltas have cost this much
+/// more than the first one.
 const DRIFT_BYTES_MAX: u32 = 2048;
 
 /// A base.
@@ -28,9 +27,9 @@ const DRIFT_BYTES_MAX: u32 = 2048;
 pub struct Base {
     pub record: PageRef,
     pub hash: PageHash,
-    /// What its content takes in the store: about what a page like it would.
+    /// The length of its payload: about that of a plain record of a similar page.
     pub payload_bytes: usize,
-    /// The length of the first delta on it, and what those behind it were longer in all.
+    /// The length of the first delta on it, and the sum of how much longer later ones were.
     first_bytes: u32,
     drift_bytes: u32,
 }
@@ -40,7 +39,7 @@ impl Base {
         Self { record, hash, payload_bytes, first_bytes: 0, drift_bytes: 0 }
     }
 
-    /// Its page has gone so far from it that a new one is cheaper in the long run (rent or buy).
+    /// True if its page has changed so much that a new base is cheaper in the long run.
     pub fn is_worn(&self) -> bool {
         self.drift_bytes > DRIFT_BYTES_MAX
     }
@@ -58,13 +57,13 @@ impl Base {
 struct Slot {
     page: PageIndex,
     base: Base,
-    /// The batch that reads it.
+    /// The last batch that read it.
     batch: u64,
-    /// Which of the contents is its.
+    /// The index of its content.
     place: usize,
 }
 
-/// Contents whose memory is taken at once: a huge page.
+/// The contents in one chunk of memory: a huge page.
 const CHUNK_PAGES: usize = (2 << 20) / PAGE_BYTES;
 
 /// The bases.
@@ -82,13 +81,13 @@ pub struct Bases {
 pub struct At(usize);
 
 impl Bases {
-    /// In at most `budget_bytes`; with less than a page, none.
+    /// Bases in at most `budget_bytes`. With less than a page there are none.
     pub fn new(budget_bytes: usize) -> Self {
         let slots = budget_bytes / (PAGE_BYTES + size_of::<Option<Slot>>());
         Self { slots: vec![None; slots], chunks: Vec::new(), used: 0, batch: 0 }
     }
 
-    /// From here on what was found is not needed any more.
+    /// Begins a batch. The bases of the previous one may be replaced.
     pub fn begin_batch(&mut self) {
         self.batch += 1;
     }
@@ -101,8 +100,8 @@ impl Bases {
         Some(At(at))
     }
 
-    /// Takes a base in for a page; none where another one of this batch is in its place, or there
-    /// is no memory.
+    /// Adds the base of a page; `None` if another page of this batch uses its slot, or there is no
+    /// memory.
     pub fn insert(&mut self, page: PageIndex, base: Base, content: &Page) -> Option<At> {
         let (at, batch) = (self.at(page)?, self.batch);
         let before = *self.slots.get(at)?;
@@ -132,14 +131,14 @@ impl Bases {
         Some(self.used - 1)
     }
 
-    /// What [`Self::find`] found in this batch.
+    /// The base and content that [`Self::find`] found in this batch.
     pub fn get(&self, at: At) -> Option<(Base, &Page)> {
         let slot = self.slots.get(at.0)?.as_ref()?;
         let chunk = self.chunks.get(slot.place / CHUNK_PAGES)?;
         Some((slot.base, chunk.as_chunks().0.get(slot.place % CHUNK_PAGES)?))
     }
 
-    /// A delta of so many bytes was made on the base of `page`.
+    /// Records that a delta of this length was made on the base of `page`.
     pub fn used(&mut self, page: PageIndex, delta_bytes: u64) {
         if let Some(at) = self.at(page)
             && let Some(slot) =
@@ -149,7 +148,7 @@ impl Bases {
         }
     }
 
-    /// Forgets all. Their memory is used again.
+    /// Forgets all bases. Keeps the memory.
     pub fn clear(&mut self) {
         self.slots.fill(None);
         self.used = 0;

@@ -1,5 +1,5 @@
-//! Which older map each checkpoint builds on, so that writing follows the dirty pages and reading
-//! stays short.
+//! Which older map each checkpoint builds on. The rule makes writing follow the dirty pages, and
+//! keeps reading short.
 //!
 //! Checkpoint k of a chain (k = 0 is complete) takes the largest power b^j that divides k and
 //! stores all pages that changed since checkpoint k - b^j. A merge tree laid out over time, b = 16
@@ -14,16 +14,16 @@
 //!
 //! Reading k follows the parents: at most b - 1 maps for each digit of k written in base b, and the
 //! base. Each change is written once per level, so at most log_b k + 1 times. A map that would be
-//! as large as a complete one is written complete, and the count begins again from there.
+//! as large as a complete one is written complete, and k begins again at 0.
 //!
-//! The rule is the writer's alone: a checkpoint lists its chain, so that a reader needs no rule.
+//! Only the writer needs the rule: a checkpoint lists its chain for the reader.
 
-use crate::disk_map::count;
+use keyframe_store_format::disk_map::count_blocks;
 use keyframe_units::PageSet;
 use rangemap::RangeSet;
 use std::borrow::Cow;
 
-/// What changed: pages of RAM, and blocks of disks.
+/// Changed pages of RAM and blocks of disks.
 #[derive(Clone, Debug)]
 pub struct Changes {
     pub pages: PageSet,
@@ -31,12 +31,12 @@ pub struct Changes {
 }
 
 impl Changes {
-    /// None, over RAM of so many pages.
+    /// No changes, for RAM of `ram_pages`.
     pub fn none(ram_pages: u64) -> Self {
         Self { pages: PageSet::new(ram_pages), blocks: RangeSet::new() }
     }
 
-    /// Forgets them.
+    /// Removes all changes.
     pub fn clear(&mut self) {
         self.pages.clear();
         self.blocks.clear();
@@ -47,20 +47,20 @@ impl Changes {
     }
 
     fn len(&self) -> u64 {
-        self.pages.len() + count(&self.blocks)
+        self.pages.len() + count_blocks(&self.blocks)
     }
 
-    /// Adds what changed besides.
+    /// Adds other changes.
     pub fn union_with(&mut self, other: &Self) {
         self.pages.union_with(&other.pages);
         self.blocks.extend(other.blocks.iter().cloned());
     }
 }
 
-/// Changes that gather until the level's next map is due.
+/// Changes that gather until the next map of the level.
 #[derive(Debug)]
 struct Level {
-    /// Changed since the checkpoint that `chain` reads.
+    /// The changes since the checkpoint of `chain`.
     changed: Changes,
     /// The maps of that checkpoint, newest first.
     chain: Vec<u64>,
@@ -76,23 +76,23 @@ pub struct Chain {
     levels: Vec<Level>,
 }
 
-/// What the next checkpoint's map holds.
+/// The contents of the next map.
 #[derive(Debug)]
 pub struct Plan<'a> {
-    /// What to store; `None`: all pages that are not zero, and all that is known of disks.
+    /// The pages to store; `None` for all pages that are not zero and all written blocks.
     pub changed: Option<Cow<'a, Changes>>,
     /// The maps below it, newest first.
     pub below: Vec<u64>,
 }
 
 impl Chain {
-    /// No checkpoint yet. `base` is at least 2.
+    /// A chain without checkpoints. `base` is at least 2.
     pub fn new(base: u64, ram_pages: u64) -> Self {
         Self { base: base.max(2), ram_pages, next: 0, levels: Vec::new() }
     }
 
-    /// What to store, when `changed` changed since the last checkpoint and a complete map has
-    /// `complete_pages`: those that are not zero, and the blocks of which something is known.
+    /// The next map, if `changed` changed since the last checkpoint. `complete_pages` is the size of a
+    /// complete map: the pages that are not zero, and the written blocks.
     pub fn plan<'a>(&self, changed: &'a Changes, complete_pages: u64) -> Plan<'a> {
         let complete = Plan { changed: None, below: Vec::new() };
         let Some(level) = self.levels.get(self.level()).filter(|_| self.next > 0) else {
@@ -105,15 +105,15 @@ impl Chain {
             pages.union_with(changed);
             Cow::Owned(pages)
         };
-        // An empty change is never worth a complete map, not even of an empty memory.
+        // Without changes the map is never complete, not even if all memory is zero.
         if !pages.is_empty() && pages.len() >= complete_pages {
             return complete;
         }
         Plan { changed: Some(pages), below: level.chain.clone() }
     }
 
-    /// Records that the plan made for `changed` was carried out: the checkpoint reads `chain`,
-    /// newest first.
+    /// Records that the plan for `changed` was carried out. `chain` is that of the checkpoint, newest
+    /// first.
     pub fn commit(&mut self, chain: &[u64], changed: &Changes) {
         if chain.len() == 1 {
             self.levels = vec![self.settled(chain)];

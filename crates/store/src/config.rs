@@ -11,24 +11,24 @@
 //!   }
 //! ```
 //!
-//! In an encrypted store, `encryption` (`secret`) replaces `hash_key`.
+//! In an encrypted store, `encryption` ([`crate::secret`]) replaces `hash_key`.
 //!
 //! Invariants: every version of the format has the same checksum line, so a reader distinguishes
-//! another version from damage. The bytes after the checksum are fixed, so every byte of the file
-//! is checked.
+//! another version from damage. The bytes after the checksum are fixed, so every byte of the file is
+//! checked.
 
-use crate::identity::HashKey;
-use crate::secret::{Lock, Secret, SecretKind};
+use crate::secret::{Lock, Secret};
+use crate::secret_kind::SecretKind;
 use crate::{Error, Result};
 use jiff::Timestamp;
 use keyframe_bytes::hex::{from_hex, to_hex};
 use keyframe_store_backend::layout::STORE_JSON;
 use keyframe_store_backend::{DataKey, random_bytes};
+use keyframe_store_format::identity::{FORMAT_VERSION, StoreId};
+use keyframe_store_format::page_hash::HashKey;
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
-/// The version of the store format, of all its files.
-pub const FORMAT_VERSION: u32 = 1;
 /// The longest `store.json` that is read, in bytes; far more than it needs.
 pub const STORE_JSON_BYTES_MAX: u64 = 64 << 10;
 
@@ -44,19 +44,19 @@ pub struct Config {
     pub id: StoreId,
     pub created: Timestamp,
     pub key: HashKey,
-    /// Where the store is encrypted.
+    /// Present if the store is encrypted.
     pub encryption: Option<Encryption>,
 }
 
-/// What an encrypted store has beside.
+/// The additional keys of an encrypted store.
 #[derive(Clone, Debug)]
 pub struct Encryption {
-    /// What its keys are locked with.
+    /// The lock of its keys.
     pub lock: Lock,
     pub data_key: DataKey,
 }
 
-/// What `store.json` says.
+/// The content of `store.json`.
 #[derive(Clone, Debug)]
 pub struct Stored {
     pub id: StoreId,
@@ -64,16 +64,12 @@ pub struct Stored {
     pub keys: StoredKeys,
 }
 
-/// The keys of a store, as they are kept.
+/// The keys of a store, as `store.json` has them.
 #[derive(Clone, Debug)]
 pub enum StoredKeys {
     Plain(HashKey),
     Locked(Lock),
 }
-
-/// The id that every file of a store carries.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StoreId(pub [u8; 16]);
 
 #[derive(Serialize, Deserialize)]
 struct Body {
@@ -94,8 +90,7 @@ struct AnyVersion {
 }
 
 impl Config {
-    /// A new identity with keys from the system's random source, which are locked with `secret`
-    /// where there is one.
+    /// A new identity with keys from the system's random source. `secret` locks the keys.
     pub fn fresh(secret: Option<&Secret>) -> Result<Self> {
         let (id, created, key) = (StoreId(random_bytes()?), now(), HashKey(random_bytes()?));
         let encryption = match secret {
@@ -111,7 +106,7 @@ impl Config {
         Ok(Self { id, created, key, encryption })
     }
 
-    /// True where `stored` is what this was read from.
+    /// True if `stored` is the identity that this was read from.
     pub fn is(&self, stored: &Stored) -> bool {
         let same_keys = match (&stored.keys, &self.encryption) {
             (StoredKeys::Plain(key), None) => key.0 == self.key.0,
@@ -140,7 +135,7 @@ impl Config {
         Ok(out.into_bytes())
     }
 
-    /// `object` is how errors call the file.
+    /// Parses `store.json`. `object` names the file in errors.
     pub fn decode(bytes: &[u8], object: &str) -> Result<Stored> {
         let damaged = |problem: String| Error::damaged(object, problem);
         let text = std::str::from_utf8(bytes).map_err(|e| damaged(format!("not text: {e}")))?;
@@ -178,8 +173,7 @@ impl Config {
 }
 
 impl Stored {
-    /// The identity, with its keys; `ask` gives what a locked one is opened with. `object` is how
-    /// errors call the file.
+    /// Opens the keys. Calls `ask` for the secret of locked ones. `object` names the file in errors.
     pub fn unlock(
         self,
         ask: &dyn Fn(SecretKind) -> Result<Option<Secret>>,
@@ -200,7 +194,7 @@ impl Stored {
     }
 }
 
-/// What a lock is bound to.
+/// The text that a lock is bound to.
 fn name(id: StoreId, created: Timestamp) -> String {
     format!("{FORMAT} {FORMAT_VERSION} {} {created}", to_hex(&id.0))
 }

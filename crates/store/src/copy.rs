@@ -1,43 +1,44 @@
-//! Copying checkpoints into another store: only what is missing there.
+//! Copying checkpoints into another store. Copies only what is missing there.
 //!
 //! ```text
 //!   source                                              target
-//!     12 ─▶ known there by its origin? ── yes ─▶ tags
+//!     12 ─▶ does a checkpoint there have its origin? ── yes ─▶ tags
 //!            │ no
 //!            ▼
-//!           same run as the one before it? ─ no ──▶ a run of its own, all pages
+//!           same run as the one before it? ─ no ──▶ a new run, all pages
 //!            │ yes                                       │
 //!            └▶ pages in other records than before ─▶ hashed with the target's key, deduplicated ─▶ sealed, with its origin
 //! ```
 //!
-//! Invariants: a copy has the RAM, devices and disks of its origin, byte for byte, and says what
-//! that is; the same checkpoint is copied once, also by way of a third store, or back. Each copy is
-//! sealed by itself, so that whatever is interrupted goes on behind the last one. Tags of the
-//! target are never moved. The source is only read.
+//! Invariants: a copy has the RAM, devices and disks of its origin, byte for byte, and names its origin.
+//! The same checkpoint is copied once, also by way of a third store, or back. Each copy is sealed by
+//! itself, so an interrupted copy continues after the last sealed one. Tags of the target are never
+//! moved. The source is only read.
 //!
-//! Left out: images beneath disks (the target names the same files), working sets, which are
-//! advice.
+//! Left out: images beneath disks (the target names the same files), and working sets, which are advice.
 
-use crate::disks::{DiskMeta, LoadedDisks};
-use crate::identity::PageRef;
-use crate::meta::{Meta, Origin};
+use crate::disks::LoadedDisks;
 use crate::run::{DiskState, Run, SealRequest};
-use crate::writer::{Tuning, Writer};
-use crate::{Error, Loaded, Result, Sealed, Store};
+use crate::tuning::Tuning;
+use crate::writer::Writer;
+use crate::{Error, LoadedCheckpoint, Result, Sealed, Store};
 use jiff::Timestamp;
+use keyframe_store_format::disk_meta::DiskMeta;
+use keyframe_store_format::meta::{Meta, Origin};
+use keyframe_store_format::page_ref::PageRef;
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, ZERO_PAGE};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Pages that are read at once: 16 MiB.
+/// The most pages of one read: 16 MiB.
 const CHUNK_PAGES: usize = 4096;
 
-/// How far a copy is.
+/// The progress of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyProgress {
     /// The checkpoint in the source.
     pub checkpoint: CheckpointId,
-    /// Checkpoints that are done with.
+    /// Checkpoints that are complete.
     pub done: u64,
     /// Checkpoints in all.
     pub total: u64,
@@ -45,7 +46,7 @@ pub struct CopyProgress {
 
 /// A checkpoint and its copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Copied {
+pub struct CopiedCheckpoint {
     /// Its number in the source.
     pub from: CheckpointId,
     /// Its number in the target.
@@ -54,26 +55,26 @@ pub struct Copied {
 
 /// A checkpoint that cannot be copied.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NotCopied {
+pub struct FailedCopy {
     /// Its number in the source.
     pub from: CheckpointId,
     /// What is damaged.
     pub problem: String,
 }
 
-/// What a copy did.
+/// The result of a copy.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CopyReport {
     /// Checkpoints that were copied.
-    pub copied: Vec<Copied>,
-    /// Those that were there already.
-    pub known: Vec<Copied>,
-    /// Pages and blocks that were read for it.
+    pub copied: Vec<CopiedCheckpoint>,
+    /// Checkpoints that the target had.
+    pub known: Vec<CopiedCheckpoint>,
+    /// Pages and blocks that were read.
     pub read_pages: u64,
     /// Bytes that the target's packs, maps and device states grew by.
     pub stored_bytes: u64,
     /// Checkpoints that cannot be read whole.
-    pub damaged: Vec<NotCopied>,
+    pub damaged: Vec<FailedCopy>,
     /// Tags that point elsewhere in the target, and stay as they are there.
     pub tags_left: Vec<String>,
 }
@@ -103,7 +104,7 @@ impl Store {
             return Err(Error::SameStore { object: target.path().display().to_string() });
         }
         let writer = target.lock_writer_tuned("keyframe copy", tuning)?;
-        // Read under the lock: nobody adds any meanwhile.
+        // Under the lock no other process adds checkpoints.
         let listed = target.checkpoints()?.sealed;
         let mut there = There::default();
         for sealed in &listed {
@@ -114,36 +115,36 @@ impl Store {
         let tags = self.tags_of_checkpoints()?;
         for (done, id) in (0..).zip(ids) {
             progress(CopyProgress { checkpoint: *id, done, total: ids.len() as u64 });
-            let to = match copy.one(*id) {
-                // Those behind it may be whole.
+            let to = match copy.copy_checkpoint(*id) {
+                // Later checkpoints may be intact.
                 Err(Error::Damaged { object, problem }) => {
                     let problem = format!("{object}: {problem}");
-                    copy.report.damaged.push(NotCopied { from: *id, problem });
+                    copy.report.damaged.push(FailedCopy { from: *id, problem });
                     continue;
                 }
                 other => other?,
             };
-            copy.name(*id, to, tags.get(id).map_or(&[], Vec::as_slice))?;
+            copy.copy_tags(*id, to, tags.get(id).map_or(&[], Vec::as_slice))?;
         }
         copy.close()?;
         Ok(copy.report)
     }
 }
 
-/// Where the content of checkpoint `id` of `store` was taken.
+/// The origin of checkpoint `id` of `store`.
 fn origin_of(store: &Store, id: CheckpointId, meta: &Meta) -> Origin {
     meta.origin.clone().unwrap_or_else(|| Origin { store: store.id().into(), checkpoint: id })
 }
 
-/// The run in the target that goes on, and what its newest checkpoint is a copy of.
+/// The open run in the target, and the source of its newest checkpoint.
 struct Open {
     run: Run,
-    ram: Loaded,
+    ram: LoadedCheckpoint,
     disks: LoadedDisks,
 }
 
-/// What is in the target, by where it comes from and when it was taken: a number that power loss
-/// has taken may be given again.
+/// The checkpoints of the target, by origin and time. The time is needed because power loss may take
+/// a checkpoint, whose number is then used again.
 #[derive(Default)]
 struct There(BTreeMap<Origin, BTreeMap<Timestamp, CheckpointId>>);
 
@@ -152,7 +153,7 @@ impl There {
         self.0.entry(origin).or_default().insert(taken_at, id);
     }
 
-    /// The one taken then; where that is not known, the latest.
+    /// The copy taken at that time; the latest one if the time is not known.
     fn get(&self, origin: &Origin, taken_at: Option<Timestamp>) -> Option<CheckpointId> {
         let copies = self.0.get(origin)?;
         taken_at.map_or_else(|| copies.values().next_back(), |at| copies.get(&at)).copied()
@@ -169,12 +170,12 @@ struct Copy<'a> {
 }
 
 impl Copy<'_> {
-    /// The number of a checkpoint's copy, which is made if there is none.
-    fn one(&mut self, id: CheckpointId) -> Result<CheckpointId> {
+    /// The number of a checkpoint's copy. Makes the copy if there is none.
+    fn copy_checkpoint(&mut self, id: CheckpointId) -> Result<CheckpointId> {
         let ram = self.source.load(id)?;
         let origin = origin_of(self.source, id, &ram.meta);
         if let Some(to) = self.there.get(&origin, Some(ram.meta.taken_at)) {
-            self.report.known.push(Copied { from: id, to });
+            self.report.known.push(CopiedCheckpoint { from: id, to });
             return Ok(to);
         }
         let disks = self.source.load_disks(id)?;
@@ -197,15 +198,15 @@ impl Copy<'_> {
         let of_disks: u64 = sealed.meta.disks.iter().map(|disk| disk.counts.stored_bytes).sum();
         self.report.stored_bytes +=
             counts.stored_bytes + counts.map_bytes + counts.device_bytes + of_disks;
-        self.report.copied.push(Copied { from: id, to: sealed.id });
+        self.report.copied.push(CopiedCheckpoint { from: id, to: sealed.id });
         self.there.add(origin, ram.meta.taken_at, sealed.id);
         self.open = Some(Open { run, ram, disks });
         Ok(sealed.id)
     }
 
-    fn request<'a>(&self, ram: &'a Loaded) -> SealRequest<'a> {
+    fn request<'a>(&self, ram: &'a LoadedCheckpoint) -> SealRequest<'a> {
         let meta = ram.meta.clone();
-        // The parent is one of the same store as its child.
+        // A parent is in the same store as its child.
         let home = |checkpoint| match &meta.origin {
             Some(_) => {
                 self.source.sealed(checkpoint).ok().map(|s| origin_of(self.source, s.id, &s.meta))
@@ -231,8 +232,8 @@ impl Copy<'_> {
         self.open.take().map_or(Ok(()), |open| open.run.finish())
     }
 
-    /// Gives the copy the names of its origin.
-    fn name(&mut self, from: CheckpointId, to: CheckpointId, tags: &[String]) -> Result<()> {
+    /// Gives the copy the tags of its origin.
+    fn copy_tags(&mut self, from: CheckpointId, to: CheckpointId, tags: &[String]) -> Result<()> {
         let (tags, pinned) = Sealed::split_tags(from, tags);
         if pinned {
             self.target.pin(to)?;
@@ -249,7 +250,8 @@ impl Copy<'_> {
 }
 
 impl Open {
-    /// Whether a checkpoint is one more of this run, over the same disks of which it knows no less.
+    /// True if a checkpoint is the next one of this run, with the same disks, and holds all blocks
+    /// that the previous one held.
     fn goes_on_with(&self, meta: &Meta, disks: &LoadedDisks) -> bool {
         let before = &self.ram.meta;
         let form = |disk: &DiskMeta| (disk.name.clone(), disk.disk_bytes, disk.left_out);
@@ -263,13 +265,13 @@ impl Open {
     }
 }
 
-/// All blocks of the page space.
+/// The blocks of all disks.
 fn all_blocks(meta: &Meta) -> PageRange {
     let (first, end) = (meta.ram.len_pages(), meta.space_pages().unwrap_or_default());
     PageRange::new(PageIndex(first), end.saturating_sub(first))
 }
 
-/// Whether `now` knows something of each block of which `before` does.
+/// True if `now` holds all blocks that `before` holds.
 fn knows_all_of(now: &LoadedDisks, before: &LoadedDisks) -> bool {
     let mut in_both = 0;
     now.each(all_blocks(&now.meta), &mut |range, _| {
@@ -278,8 +280,12 @@ fn knows_all_of(now: &LoadedDisks, before: &LoadedDisks) -> bool {
     in_both == before.known_blocks()
 }
 
-/// Puts the pages that differ from those of `before`, or all; returns how many were read.
-fn put_ram(run: &mut Run, before: Option<&Loaded>, now: &Loaded) -> Result<u64> {
+/// Puts the pages that differ from those of `before`, or all; returns the number of pages read.
+fn put_ram(
+    run: &mut Run,
+    before: Option<&LoadedCheckpoint>,
+    now: &LoadedCheckpoint,
+) -> Result<u64> {
     let mut read = 0;
     let Some(before) = before else {
         let all = PageRange::new(PageIndex(0), now.meta.ram.len_pages());
@@ -313,7 +319,7 @@ fn put_ram(run: &mut Run, before: Option<&Loaded>, now: &Loaded) -> Result<u64> 
     Ok(read)
 }
 
-/// The same for the disks.
+/// Puts the blocks that differ from those of `before`, or all; returns the number of blocks read.
 fn put_disks(run: &mut Run, before: Option<&LoadedDisks>, now: &LoadedDisks) -> Result<u64> {
     let mut read = 0;
     for (index, disk) in now.meta.disks.iter().enumerate() {
@@ -345,7 +351,7 @@ fn put_disks(run: &mut Run, before: Option<&LoadedDisks>, now: &LoadedDisks) -> 
     Ok(read)
 }
 
-/// Whether `before` knows the same of blocks that are one record, or zero.
+/// True if `before` has the same record `to` for all blocks of `range`.
 fn is_same(before: &LoadedDisks, range: PageRange, to: PageRef) -> bool {
     let mut same = 0;
     before.each(range, &mut |known, was| same += if was == to { known.len_pages } else { 0 });

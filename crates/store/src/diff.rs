@@ -1,27 +1,27 @@
-//! What differs between two checkpoints: pages, sectors and bytes, of each RAM block and each disk.
+//! The differences between two checkpoints: pages, sectors and bytes, of each RAM block and each disk.
 //!
 //! ```text
-//!   RAM blocks, disks of one name ─▶ pages in different records, or zero in one ─▶ both contents, some at a time ─▶ counted
+//!   RAM blocks, disks of one name ─▶ pages with different records, or zero in one ─▶ both contents, some at a time ─▶ counted
 //! ```
 //!
-//! Invariants: contents are compared, not records, so that a page stored twice is no difference.
-//! Memory is that of the two maps and of a few MiB of pages. What an image beneath a disk holds is
-//! not known here: a block that one of the two leaves to its image and the other does not is
-//! counted apart.
+//! Invariants: contents are compared, not records, so a page that was stored twice is no difference.
+//! Memory is that of the two maps and of a few MiB of pages. The content of an image beneath a disk is
+//! not known here. A block that only one of the two checkpoints leaves to its image is counted
+//! separately.
 
 use crate::disks::{BlockContent, LoadedDisks};
-use crate::meta::Meta;
-use crate::{Error, Loaded, Result, Store};
+use crate::{Error, LoadedCheckpoint, Result, Store};
+use keyframe_store_format::meta::Meta;
 use keyframe_units::{CheckpointId, PAGE_BYTES, Page, PageIndex, PageRange, ZERO_PAGE};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Pages compared at a time: 4 MiB of each side.
+/// The most pages that are compared at a time: 4 MiB of each checkpoint.
 const CHUNK_PAGES: usize = 1024;
-/// Bytes of a sector.
+/// The length of a sector, in bytes.
 const SECTOR_BYTES: usize = 512;
 
-/// What differs of a RAM block or a disk. A page of a disk is a block of 4096 bytes.
+/// The differences of a RAM block or a disk. A page of a disk is a block of 4096 bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RegionDiff {
     /// The RAM block, or the disk.
@@ -30,36 +30,35 @@ pub struct RegionDiff {
     pub pages: u64,
     /// Pages with another content.
     pub changed_pages: u64,
-    /// Of these: zero in the first alone.
+    /// Of these: zero in the first only.
     pub from_zero_pages: u64,
-    /// Of these: zero in the second alone.
+    /// Of these: zero in the second only.
     pub to_zero_pages: u64,
     /// Sectors of 512 bytes with another content.
     pub changed_sectors: u64,
-    /// Bytes that are others.
+    /// Bytes with another value.
     pub changed_bytes: u64,
-    /// Pages that the first has alone: another size, or no such block or disk in the second.
+    /// Pages that only the first has: the second is smaller, or has no such block or disk.
     pub only_first_pages: u64,
-    /// Pages that the second has alone.
+    /// Pages that only the second has.
     pub only_second_pages: u64,
-    /// Blocks of a disk that one of the two leaves to the image beneath and the other does not: not
-    /// compared.
+    /// Blocks of a disk that only one of the two leaves to the image beneath: not compared.
     pub unknown_pages: u64,
-    /// The image beneath is not the same one: what both leave to it was not compared either.
+    /// The two have different images beneath. Blocks that both leave to the image were not compared.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub other_image: bool,
 }
 
-/// What differs between two checkpoints.
+/// The differences between two checkpoints.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Diff {
     /// The first.
     pub first: CheckpointId,
     /// The second.
     pub second: CheckpointId,
-    /// RAM blocks, in the first's order, then those of the second alone.
+    /// RAM blocks, in the order of the first, then those that only the second has.
     pub ram: Vec<RegionDiff>,
-    /// Disks, in the same way.
+    /// Disks, in the same order.
     pub disks: Vec<RegionDiff>,
     /// Bytes of the two device states.
     pub device_bytes: [u64; 2],
@@ -89,8 +88,8 @@ impl RegionDiff {
 }
 
 impl Store {
-    /// What differs between two checkpoints, of whichever VMs. `progress` hears how many pages of
-    /// RAM were looked at, of how many.
+    /// The differences between two checkpoints, also of different VMs. Calls `progress` with the
+    /// number of compared pages of RAM, and of all.
     pub fn diff(
         &self,
         first: CheckpointId,
@@ -131,7 +130,11 @@ fn regions(
     names.map(region).collect()
 }
 
-fn ram(a: &Loaded, b: &Loaded, progress: &mut dyn FnMut(u64, u64)) -> Result<Vec<RegionDiff>> {
+fn ram(
+    a: &LoadedCheckpoint,
+    b: &LoadedCheckpoint,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Vec<RegionDiff>> {
     let blocks = |meta: &'_ Meta| -> Vec<(String, PageRange)> {
         let named = meta.ram.blocks().iter().enumerate();
         named.map(|(at, block)| (block.name.clone(), meta.ram.pages_of(at))).collect()
@@ -167,8 +170,8 @@ fn borrowed(regions: &[(String, PageRange)]) -> Vec<(&str, PageRange)> {
 
 /// Compares the contents of some pages, and empties the list.
 fn compare(
-    a: &Loaded,
-    b: &Loaded,
+    a: &LoadedCheckpoint,
+    b: &LoadedCheckpoint,
     pairs: &mut Vec<(PageIndex, PageIndex)>,
     region: &mut RegionDiff,
 ) -> Result<()> {
@@ -211,7 +214,7 @@ fn disks(a: &LoadedDisks, b: &LoadedDisks) -> Result<Vec<RegionDiff>> {
         };
         region.other_image = region.pages > 0 && base(a) != base(b);
         let mut at = 0;
-        // Only blocks of which one of the two knows something.
+        // Only blocks that one of the two holds.
         while let Some(next) =
             next_known(a, of_a, at).into_iter().chain(next_known(b, of_b, at)).min()
         {
@@ -226,7 +229,7 @@ fn disks(a: &LoadedDisks, b: &LoadedDisks) -> Result<Vec<RegionDiff>> {
     Ok(found)
 }
 
-/// The first block of a disk, at or behind its block `at`, of which something is known.
+/// The first block of a disk, at or after its block `at`, that was written.
 fn next_known(of: &LoadedDisks, disk: PageRange, at: u64) -> Option<u64> {
     let next = of.next_block(PageIndex(disk.first.0.checked_add(at)?))?;
     (next < disk.end()).then(|| next.0 - disk.first.0)

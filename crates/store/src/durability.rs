@@ -1,30 +1,29 @@
-//! When what a writer seals becomes durable: with each checkpoint, now and then, or when the kernel
-//! likes.
+//! Making checkpoints durable, and finding those that power loss took.
 //!
 //! ```text
 //!   each checkpoint    packs synced ─▶ map, synced ─▶ checkpoint, synced
-//!   now and then       packs, map, checkpoint written; every so often: file system synced ─▶ `unsynced` moves on
+//!   now and then       packs, map, checkpoint written; after some time: file system synced ─▶ `unsynced` moves on
 //!
-//!   unsynced         { "boot": which life of the machine, "from": the first checkpoint that may not be durable,
+//!   unsynced         { "boot": the boot of the machine, "from": the first checkpoint that may not be durable,
 //!                      "tried": a sync of them is at work, or has failed }
-//!   unsynced.packs   { "boot": the same, "up_to": unfinished packs up to this number are not relied on: as above }
+//!   unsynced.packs   { "boot": the same, "up_to": unfinished packs up to this number are not used, for the same reason }
 //! ```
 //!
-//! What the kernel has been given survives the death of this process. Where the machine went down
-//! instead (its boot is another one), the next writer reads the checkpoints from `from` on whole,
-//! and sets those aside that are not: [`Inner::settle`].
+//! What was written to the kernel survives the death of this process. If the machine went down instead
+//! (its boot differs), the next writer reads all of the checkpoints from `from` on, and moves those that
+//! are damaged to the quarantine: [`OpenStore::settle`].
 //!
-//! A sync that fails may have lost what it was for, although it can be read on and a second sync
-//! says nothing. So an attempt is marked before it is made, and who finds that mark in the same
-//! life of the machine relies on nothing that the attempt was for: such checkpoints stay marked
-//! until the machine has come up anew, and can be read from the medium.
+//! A failed sync may have lost its data, although the data can still be read from the page cache, and
+//! although a second sync reports no error. So an attempt is marked before it is made. A process that
+//! finds the mark during the same boot uses nothing that the attempt was for. Such checkpoints stay
+//! marked until the next boot, when they can be read from the medium.
 //!
-//! Invariants: `unsynced` is durable before the first checkpoint that it vouches not for, and goes
-//! only behind a sync. Packs are synced before they are closed, whatever the durability: their
-//! trailer is trusted.
+//! Invariants: `unsynced` is durable before the first checkpoint that it names, and is removed only
+//! after a sync. Packs are synced before they are closed, at any durability, because readers trust their
+//! trailer.
 
-use crate::prune::packs;
-use crate::store::Inner;
+use crate::durability_kind::Durability;
+use crate::open_store::OpenStore;
 use crate::{Error, Result};
 use keyframe_store_backend::layout;
 use keyframe_units::CheckpointId;
@@ -35,24 +34,11 @@ const UNSYNCED: &str = "unsynced";
 const UNSYNCED_PACKS: &str = "unsynced.packs";
 const UNSYNCED_BYTES_MAX: u64 = 4096;
 
-/// When checkpoints become durable. Where a store's place makes all durable at once (object
-/// storage), it always is the first.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Durability {
-    /// Before a seal returns.
-    #[default]
-    Checkpoint,
-    /// With the first seal so long after the sync before; and at the end of the run.
-    Every(Duration),
-    /// When the kernel writes it; and at the end of the run.
-    Never,
-}
-
 #[derive(Serialize, Deserialize)]
 struct Mark {
     boot: String,
     from: CheckpointId,
-    /// A sync of these was begun. Gone once it has succeeded.
+    /// A sync of these checkpoints began. It resets this when it succeeds.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     tried: bool,
 }
@@ -63,7 +49,7 @@ struct PacksMark {
     up_to: u32,
 }
 
-/// A checkpoint that power loss took, and that was set aside.
+/// A checkpoint that power loss damaged, and that was moved to the quarantine.
 #[derive(Clone, Debug)]
 pub struct TornCheckpoint {
     /// Its number.
@@ -72,7 +58,7 @@ pub struct TornCheckpoint {
     pub problem: String,
 }
 
-/// The syncs of a writer whose checkpoints do not each wait for theirs.
+/// The syncs of a writer that does not sync each checkpoint.
 #[derive(Debug)]
 pub struct Syncs {
     every: Option<Duration>,
@@ -80,7 +66,7 @@ pub struct Syncs {
 }
 
 impl Syncs {
-    /// `None` where each checkpoint is durable.
+    /// `None` if the writer syncs each checkpoint.
     pub fn of(durability: Durability) -> Option<Self> {
         let every = match durability {
             Durability::Checkpoint => return None,
@@ -90,8 +76,8 @@ impl Syncs {
         Some(Self { every, last: Instant::now() })
     }
 
-    /// Checkpoint `id` was sealed.
-    pub fn sealed(&mut self, inner: &Inner, id: CheckpointId) -> Result<()> {
+    /// Syncs after the seal of checkpoint `id`, if it is time.
+    pub fn sealed(&mut self, inner: &OpenStore, id: CheckpointId) -> Result<()> {
         if self.every.is_some_and(|every| self.last.elapsed() >= every) {
             self.last = Instant::now();
             inner.sync_and_mark(CheckpointId(id.0 + 1))?;
@@ -100,9 +86,9 @@ impl Syncs {
     }
 }
 
-impl Inner {
-    /// From here on checkpoints from `from` on may not be durable; from an earlier one on, where a
-    /// sync of that one failed.
+impl OpenStore {
+    /// Marks the checkpoints from `from` on as possibly not durable. Keeps an earlier mark if a sync
+    /// failed.
     pub fn put_mark(&self, from: CheckpointId) -> Result<()> {
         if self.in_doubt()?.is_some() {
             return Ok(());
@@ -114,12 +100,12 @@ impl Inner {
         self.backend.put(UNSYNCED, serde_json::to_string(mark).unwrap_or_default().as_bytes())
     }
 
-    /// `None` where all is durable; what cannot be understood was torn by power loss, and has no
-    /// boot.
+    /// The mark; `None` if all checkpoints are durable. A mark that power loss damaged covers all
+    /// checkpoints and has no boot.
     fn mark(&self) -> Result<Option<Mark>> {
         let bytes = match self.backend.read(UNSYNCED, UNSYNCED_BYTES_MAX) {
             Err(e) if e.is_not_found() => return Ok(None),
-            // Torn itself: all are doubtful.
+            // Damaged by power loss.
             Err(Error::Damaged { .. }) => Vec::new(),
             other => other?,
         };
@@ -127,8 +113,8 @@ impl Inner {
         Ok(Some(serde_json::from_slice(&bytes).unwrap_or(torn)))
     }
 
-    /// The first of the checkpoints that a failed sync may have lost, although they can be read
-    /// until the machine goes down.
+    /// The first of the checkpoints that a failed sync may have lost. They can be read until the
+    /// machine goes down.
     pub fn in_doubt(&self) -> Result<Option<CheckpointId>> {
         match self.mark()? {
             Some(mark) if mark.tried && mark.boot == self.backend.boot_id()? => Ok(Some(mark.from)),
@@ -136,8 +122,8 @@ impl Inner {
         }
     }
 
-    /// Has `sync` make durable what was written, marked before it is tried; false where an earlier
-    /// attempt failed: then nobody can know.
+    /// Marks the attempt, then calls `sync`. False if an earlier attempt failed, so that the result
+    /// of this one means nothing.
     fn attempt(&self, sync: impl FnOnce() -> Result<()>) -> Result<bool> {
         let mark = self.mark()?;
         let is_known = mark.as_ref().is_none_or(|mark| !mark.tried);
@@ -148,7 +134,7 @@ impl Inner {
         Ok(is_known)
     }
 
-    /// All that was written is durable, but for what comes from `from` on.
+    /// Syncs everything, and moves the mark to `from`.
     pub fn sync_and_mark(&self, from: CheckpointId) -> Result<()> {
         if self.attempt(|| self.backend.sync_all())? {
             self.write_mark(&Mark { boot: self.backend.boot_id()?, from, tried: false })?;
@@ -156,7 +142,7 @@ impl Inner {
         Ok(())
     }
 
-    /// All that was written is durable, and nothing else will be.
+    /// Syncs everything, and removes the mark.
     pub fn sync_and_unmark(&self) -> Result<()> {
         if self.attempt(|| self.backend.sync_all())? {
             self.backend.remove(UNSYNCED)
@@ -165,15 +151,15 @@ impl Inner {
         }
     }
 
-    /// For the next writer: where the machine went down before all was durable, sets what is torn
-    /// aside.
+    /// Prepares the store for the next writer. If the machine went down before everything was
+    /// durable, moves what is damaged to the quarantine.
     pub fn settle(&self) -> Result<Vec<TornCheckpoint>> {
         let Some(mark) = self.mark()? else { return Ok(Vec::new()) };
         let boot = self.backend.boot_id()?;
         if mark.boot == boot {
             if mark.tried {
-                // What the sync that failed was for lies in unfinished packs, too.
-                self.put_packs_mark(packs::newest(self)?)?;
+                // The failed sync was also for records in unfinished packs.
+                self.put_packs_mark(self.newest_pack()?)?;
                 self.backend.sync_all()?;
             } else {
                 self.rely_on_packs(|| self.sync_and_unmark())?;
@@ -181,18 +167,18 @@ impl Inner {
             return Ok(Vec::new());
         }
         let torn = self.set_torn_aside(mark.from)?;
-        // What was read came from the medium: whatever failed in the life before this one matters
-        // no more.
+        // The checkpoints were read from the medium, so failed syncs of the previous boot do not
+        // matter.
         self.write_mark(&Mark { boot, tried: false, ..mark })?;
         self.sync_and_unmark()?;
         Ok(torn)
     }
 
-    /// Up to which number unfinished packs are not relied on.
+    /// Unfinished packs up to this number are not used.
     pub fn doubted_packs(&self) -> Result<u32> {
         let bytes = match self.backend.read(UNSYNCED_PACKS, UNSYNCED_BYTES_MAX) {
             Err(e) if e.is_not_found() => return Ok(0),
-            // Torn by power loss, in an earlier life then.
+            // Damaged by power loss, so written during an earlier boot.
             Err(Error::Damaged { .. }) => return Ok(0),
             other => other?,
         };
@@ -201,11 +187,10 @@ impl Inner {
         Ok(mark.filter(|mark| mark.boot == boot).map_or(0, |mark| mark.up_to))
     }
 
-    /// Has `sync` make durable what is in unfinished packs. Where that fails, nobody relies on
-    /// these any more in this life of the machine.
+    /// Calls `sync` for unfinished packs. If it fails, no process uses these packs during this boot.
     pub fn rely_on_packs(&self, sync: impl FnOnce() -> Result<()>) -> Result<()> {
         let before = self.doubted_packs()?;
-        let newest = packs::newest(self)?;
+        let newest = self.newest_pack()?;
         if newest <= before {
             return sync();
         }
@@ -220,8 +205,8 @@ impl Inner {
             .put(UNSYNCED_PACKS, serde_json::to_string(&mark).unwrap_or_default().as_bytes())
     }
 
-    /// Has `sync` make durable what checkpoints have in a pack that did not wait for it. Where that
-    /// fails, neither they nor the pack are relied on in this life of the machine.
+    /// Calls `sync` for a pack with records of checkpoints that did not wait for a sync. If it fails,
+    /// no process uses the pack or relies on these checkpoints during this boot.
     pub fn sync_sealed(&self, sync: impl FnOnce() -> Result<()>) -> Result<()> {
         self.rely_on_packs(|| {
             let before = self.mark()?;
@@ -237,7 +222,7 @@ impl Inner {
         for id in self.checkpoint_ids()?.into_iter().filter(|id| *id >= from) {
             match self.read_whole(id) {
                 Ok(()) => {}
-                // What the medium does not give now may be there all the same.
+                // A read error does not show that the checkpoint is damaged.
                 Err(error @ (Error::OtherVersion { .. } | Error::Io { .. })) => return Err(error),
                 Err(error) => torn.push(TornCheckpoint { id, problem: error.to_string() }),
             }
@@ -253,7 +238,7 @@ impl Inner {
         let left = self.checkpoint_ids()?;
         for tag in self.tag_names()? {
             let to = self.read_tag(&tag);
-            // Set aside, or gone without a trace.
+            // Moved to the quarantine above, or lost without a trace.
             let is_lost = |to: &CheckpointId| *to >= from && left.binary_search(to).is_err();
             if matches!(&to, Ok(Some(to)) if is_lost(to))
                 || matches!(to, Err(Error::Damaged { .. }))
@@ -264,7 +249,7 @@ impl Inner {
         Ok(torn)
     }
 
-    /// Reads all of a checkpoint.
+    /// Reads all files and records of a checkpoint.
     fn read_whole(&self, id: CheckpointId) -> Result<()> {
         let meta = self.read_checkpoint(id)?.meta;
         let (ram, disks) = self.read_maps(&meta)?;

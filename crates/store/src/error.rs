@@ -1,14 +1,14 @@
-//! What can go wrong with a store: one enum, each variant naming the object and what was done with
-//! it.
+//! The errors of the store. Each variant names the object and the problem.
 
-use crate::config::FORMAT_VERSION;
-use crate::secret::SecretKind;
+use crate::secret_kind::SecretKind;
 use keyframe_store_backend::Error as BackendError;
+use keyframe_store_format::FormatError;
+use keyframe_store_format::identity::FORMAT_VERSION;
 use keyframe_units::{CheckpointId, PageIndex};
 use std::io;
 
-/// An error of the store. `object` is a path, or the name of a file inside the store with the
-/// offset where one applies.
+/// An error of the store. `object` is a path, or the name of a file in the store, with an offset if
+/// one applies.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -18,7 +18,7 @@ pub enum Error {
         /// The path that was opened.
         object: String,
     },
-    /// A store, or something else, is already at the place where one should be made.
+    /// A store, or something else, is at the place where a store should be made.
     #[error("{object}: {problem}")]
     Exists {
         /// The path.
@@ -26,20 +26,20 @@ pub enum Error {
         /// What is there.
         problem: String,
     },
-    /// The store is encrypted, and nothing that opens it was given.
+    /// The store is encrypted, and no secret was given.
     #[error("{object}: the store is encrypted; its {kind} is needed")]
     KeyNeeded {
-        /// The file that says so.
+        /// The file with the locked keys.
         object: String,
-        /// What is needed.
+        /// The kind of secret that is needed.
         kind: SecretKind,
     },
-    /// What was given does not open the store.
+    /// The secret does not open the store.
     #[error("{object}: the {kind} is not that of this store (or the file was changed)")]
     WrongKey {
         /// The file with the locked keys.
         object: String,
-        /// What was given.
+        /// The kind of the secret.
         kind: SecretKind,
     },
     /// A key was given for a store that is not encrypted.
@@ -48,25 +48,25 @@ pub enum Error {
         /// The store.
         object: String,
     },
-    /// Too short to lock a store with.
+    /// The secret is too short to lock a store with.
     #[error("a {kind} of {len} bytes is too short; it needs {min} at least")]
     WeakKey {
-        /// What was given.
+        /// The kind of the secret.
         kind: SecretKind,
         /// Its length in bytes.
         len: usize,
-        /// What is needed.
+        /// The least length, in bytes.
         min: usize,
     },
-    /// Bytes on disk are not what was written, or are missing.
+    /// The bytes of a file are not those that were written, or are missing.
     #[error("{object} is damaged: {problem}")]
     Damaged {
-        /// The file, with the offset where one applies.
+        /// The file, with an offset if one applies.
         object: String,
         /// What is wrong with it.
         problem: String,
     },
-    /// The file has another version of the store format than this program reads.
+    /// The file has another version of the store format.
     #[error("{object} has format version {found}; this program reads version {FORMAT_VERSION}")]
     OtherVersion {
         /// The file.
@@ -88,20 +88,20 @@ pub enum Error {
     /// Another writer holds the store.
     #[error("the store is locked: {holder} writes to it")]
     Locked {
-        /// Who holds it, as far as the lock file tells.
+        /// The holder, as the lock file describes it.
         holder: String,
     },
-    /// A run that goes on builds upon the checkpoint.
+    /// The checkpoint is the newest, and a run at work builds upon it.
     #[error(
         "checkpoint {id} is the newest, and a run builds upon it: {holder} writes to the store"
     )]
     InUse {
         /// The checkpoint.
         id: CheckpointId,
-        /// Who holds the store.
+        /// The writer of the store.
         holder: String,
     },
-    /// What a checkpoint needs cannot be told, so that nothing can be removed.
+    /// The records that a checkpoint needs are not known, so nothing can be removed.
     #[error("prune: checkpoint {id} cannot be read, so that what it needs is not known: {source}")]
     Unreadable {
         /// The checkpoint.
@@ -109,97 +109,97 @@ pub enum Error {
         /// Why.
         source: Box<Error>,
     },
-    /// No checkpoint answers to this name.
+    /// No checkpoint has this number, tag or word.
     #[error("no checkpoint \"{name}\" in the store{}", newest.map_or(" (it holds none)".into(), |n| format!("; the newest is {n}")))]
     UnknownCheckpoint {
-        /// The number, tag or word that was asked for.
+        /// The number, tag or word.
         name: String,
-        /// The newest checkpoint there is.
+        /// The newest checkpoint of the store.
         newest: Option<CheckpointId>,
     },
-    /// No tag of this name.
+    /// The store has no tag of this name.
     #[error("no tag \"{tag}\" in the store")]
     UnknownTag {
-        /// The name that was asked for.
+        /// The name.
         tag: String,
     },
-    /// A pinned checkpoint is not forgotten unless that is asked for by name.
+    /// The checkpoint is pinned, so it is not forgotten.
     #[error("checkpoint {id} is pinned")]
     Pinned {
         /// The checkpoint.
         id: CheckpointId,
     },
-    /// Checkpoints were to be copied into the store that they are in.
+    /// The source and the target of a copy are the same store.
     #[error("{object}: the checkpoints are in this store already: it is the one to copy from")]
     SameStore {
         /// The store.
         object: String,
     },
-    /// Not usable as a tag.
+    /// The name cannot be a tag.
     #[error(
         "\"{tag}\" cannot be a tag: 1 to 64 letters, digits, dots, dashes or underscores, not digits or dots alone, not \"latest\", not beginning with \"pin.\""
     )]
     InvalidTag {
-        /// The name refused.
+        /// The name.
         tag: String,
     },
-    /// The checkpoint is sealed and safe; only its tag could not be written.
+    /// The checkpoint is sealed and durable, but its tag could not be written.
     #[error("checkpoint {id} is sealed, but its tag \"{tag}\" could not be set: {source}")]
     TagNotSet {
         /// The sealed checkpoint.
         id: CheckpointId,
-        /// The tag that is missing.
+        /// The missing tag.
         tag: String,
         /// Why.
         source: Box<Error>,
     },
-    /// A page outside the RAM layout that the run was begun with.
+    /// The page is outside the RAM layout of the run.
     #[error("page {} is outside the {space_pages} pages of the run's RAM", page.0)]
     PageOutside {
         /// The page.
         page: PageIndex,
-        /// Pages that the layout has.
+        /// The pages of the layout.
         space_pages: u64,
     },
-    /// More RAM than a run can describe.
+    /// The VM has more RAM than a run can hold.
     #[error("RAM of {space_pages} pages is more than a run can hold (2^32 pages, 16 TiB)")]
     TooLarge {
-        /// Pages asked for.
+        /// The pages of the RAM.
         space_pages: u64,
     },
-    /// Blocks that no disk of the run has.
+    /// The blocks are outside the disk.
     #[error("disk {disk}: {blocks} blocks from {block} on are not all on it")]
     BlockOutside {
         /// The disk's number in the run.
         disk: usize,
         /// The first block.
         block: u64,
-        /// How many.
+        /// The number of blocks.
         blocks: u64,
     },
-    /// More disks than a run can describe.
+    /// The VM has larger disks than a run can hold.
     #[error("the VM's disks and RAM together are more than a run can hold (2^40 blocks, 4 PiB)")]
     DisksTooLarge,
-    /// The RAM layout given at a seal is not the one that the run was begun with.
+    /// The RAM layout of a seal differs from the one that the run began with.
     #[error(
         "run {run}: the RAM layout at epoch {epoch} differs from the one the run was begun with"
     )]
     LayoutChanged {
         /// The run.
         run: String,
-        /// The epoch that was to be sealed.
+        /// The epoch of the seal.
         epoch: u64,
     },
-    /// Every number that a pack can have has been used.
+    /// All pack numbers are used up.
     #[error("{object}: all pack numbers are used up")]
     PacksExhausted {
         /// The folder of the packs.
         object: String,
     },
-    /// A run is still open on this writer.
+    /// The writer has an open run.
     #[error("a run is already open on this writer; finish it first")]
     RunOpen,
-    /// An earlier put or seal failed, and the puts since the last seal were not given up.
+    /// An earlier put or seal of the run failed, and it was not abandoned.
     #[error(
         "run {run}: an earlier put or seal failed; abandon the checkpoint and put its pages again"
     )]
@@ -210,11 +210,11 @@ pub enum Error {
     /// The operating system refused an operation.
     #[error("{object}: {operation}: {source}")]
     Io {
-        /// The path, with the offset where one applies.
+        /// The path, with an offset if one applies.
         object: String,
-        /// What was being done.
+        /// The operation, as a verb.
         operation: &'static str,
-        /// The system's answer.
+        /// The answer of the system.
         source: io::Error,
     },
 }
@@ -227,8 +227,7 @@ impl Error {
         Self::Damaged { object: object.into(), problem: problem.into() }
     }
 
-    /// True where the medium is full (or a quota is used up): a retry can work once there is space
-    /// again.
+    /// True if the medium is full or a quota is used up. A retry can work when there is space.
     pub fn is_disk_full(&self) -> bool {
         match self {
             Self::Io { source, .. } => matches!(
@@ -242,16 +241,59 @@ impl Error {
         }
     }
 
-    /// What a person can do about it, where the place of the store knows that.
+    /// What the user can do about it, if that is known.
     pub fn fix(&self) -> Option<String> {
-        match self {
-            Self::Io { source, .. } => keyframe_store_backend::fix_of(source),
-            Self::TagNotSet { source, .. } | Self::Unreadable { source, .. } => source.fix(),
-            _ => None,
-        }
+        let fix = match self {
+            Self::NoStore { .. } => "make one (keyframe init), or name another place",
+            Self::Exists { .. } => "use it as it is, or name another place",
+            Self::KeyNeeded { kind, .. } | Self::WrongKey { kind, .. } => {
+                return Some(format!("give the {kind} that the store was made with"));
+            }
+            Self::NotEncrypted { .. } => "open it without a key",
+            Self::WeakKey { .. } => "take a longer one",
+            Self::Damaged { .. } => "find out what else is damaged: keyframe check --read-data",
+            Self::OtherVersion { .. } => "use the version of Keyframe that made the store",
+            Self::PreRelease { .. } => {
+                "make a new store with this build; only the build that made the old one reads it"
+            }
+            Self::Locked { .. } => {
+                "wait until that writer ends (keyframe status), or use another store"
+            }
+            Self::InUse { .. } => "keep the newest, or stop the run first (keyframe stop)",
+            Self::Unreadable { source, .. } => {
+                return source.fix().or_else(|| Some("repair it: keyframe check --repair".into()));
+            }
+            Self::UnknownCheckpoint { .. } => "name a number, a tag or `latest` (keyframe list)",
+            Self::UnknownTag { .. } => "name one of its tags (keyframe list)",
+            Self::Pinned { id } => {
+                return Some(format!("unpin it first: keyframe pin --remove {id}"));
+            }
+            Self::SameStore { .. } => "name another store to copy to",
+            Self::TagNotSet { source, .. } => {
+                return source.fix().or_else(|| Some("set it again: keyframe tag".into()));
+            }
+            Self::PacksExhausted { .. } => "copy the checkpoints into a new store (keyframe copy)",
+            Self::Io { source, .. } => return self.fix_of_io(source),
+            // The caller's mistakes, and texts that say what to do.
+            Self::InvalidTag { .. }
+            | Self::PageOutside { .. }
+            | Self::TooLarge { .. }
+            | Self::BlockOutside { .. }
+            | Self::DisksTooLarge
+            | Self::LayoutChanged { .. }
+            | Self::RunOpen
+            | Self::Broken { .. } => return None,
+        };
+        Some(fix.into())
     }
 
-    /// What the system called it, where it was the system.
+    fn fix_of_io(&self, source: &io::Error) -> Option<String> {
+        keyframe_store_backend::fix_of(source).or_else(|| {
+            self.is_disk_full().then(|| "free some space; sealed checkpoints are unharmed".into())
+        })
+    }
+
+    /// The kind of the I/O error, if this is one.
     pub fn io_kind(&self) -> Option<io::ErrorKind> {
         match self {
             Self::Io { source, .. } => Some(source.kind()),
@@ -264,7 +306,7 @@ impl Error {
         self.io_kind() == Some(io::ErrorKind::AlreadyExists)
     }
 
-    /// True where the object is not there at all.
+    /// True if there is no such file.
     pub(crate) fn is_not_found(&self) -> bool {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
     }
@@ -280,6 +322,17 @@ impl From<BackendError> for Error {
             BackendError::Io { object, operation, source } => {
                 Self::Io { object, operation, source }
             }
+        }
+    }
+}
+
+/// An error of a decoder becomes the variant of the same name.
+impl From<FormatError> for Error {
+    fn from(error: FormatError) -> Self {
+        match error {
+            FormatError::Damaged { object, problem } => Self::Damaged { object, problem },
+            FormatError::OtherVersion { object, found } => Self::OtherVersion { object, found },
+            other => Self::damaged("a file of the store", other.to_string()),
         }
     }
 }
@@ -301,14 +354,92 @@ impl From<Error> for io::Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use keyframe_testing::{assert_golden, error_text};
 
-    #[test]
-    fn a_full_disk_is_recognised_also_behind_a_tag() {
-        let full = || Error::Io {
+    fn full() -> Error {
+        Error::Io {
             object: "packs/00000001.pack".into(),
             operation: "append",
             source: io::Error::from_raw_os_error(28),
+        }
+    }
+
+    /// Errors about a store or one of its files.
+    fn errors_of_files() -> Vec<Error> {
+        let object = || "/store".to_owned();
+        let kind = SecretKind::KeyFile;
+        let damaged = || Error::damaged("maps/0000000003.map", "its checksum does not match");
+        vec![
+            Error::NoStore { object: object() },
+            Error::Exists { object: object(), problem: "the directory is not empty".into() },
+            Error::KeyNeeded { object: object(), kind: SecretKind::Passphrase },
+            Error::WrongKey { object: object(), kind },
+            Error::NotEncrypted { object: object() },
+            Error::WeakKey { kind, len: 31, min: 32 },
+            damaged(),
+            Error::OtherVersion { object: object(), found: 7 },
+            Error::PreRelease { object: object(), found: 8 },
+            Error::Locked { holder: "keyframe run (process 7 on host)".into() },
+            Error::PacksExhausted { object: "/store/packs".into() },
+            Error::SameStore { object: object() },
+            Error::Unreadable { id: CheckpointId(3), source: Box::new(damaged()) },
+            full(),
+            Error::Io {
+                object: object(),
+                operation: "open",
+                source: io::Error::from(io::ErrorKind::PermissionDenied),
+            },
+        ]
+    }
+
+    /// Errors about checkpoints, tags and runs.
+    fn errors_of_checkpoints() -> Vec<Error> {
+        let (id, run) = (CheckpointId(3), "00".repeat(16));
+        vec![
+            Error::InUse { id, holder: "keyframe run (process 7 on host)".into() },
+            Error::UnknownCheckpoint { name: "9".into(), newest: Some(id) },
+            Error::UnknownCheckpoint { name: "9".into(), newest: None },
+            Error::UnknownTag { tag: "good".into() },
+            Error::Pinned { id },
+            Error::InvalidTag { tag: "latest".into() },
+            Error::TagNotSet { id, tag: "good".into(), source: Box::new(full()) },
+            Error::PageOutside { page: PageIndex(9), space_pages: 8 },
+            Error::TooLarge { space_pages: 1 << 33 },
+            Error::BlockOutside { disk: 1, block: 8, blocks: 2 },
+            Error::DisksTooLarge,
+            Error::LayoutChanged { run: run.clone(), epoch: 4 },
+            Error::RunOpen,
+            Error::Broken { run },
+        ]
+    }
+
+    #[test]
+    fn texts_and_fixes_are_those_of_the_golden_file() {
+        let errors = errors_of_files().into_iter().chain(errors_of_checkpoints());
+        let texts: Vec<_> = errors.map(|error| error_text(&error, error.fix())).collect();
+        let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/errors.txt");
+        assert_golden(golden, &texts.join("\n"));
+    }
+
+    #[test]
+    fn an_error_of_a_backend_has_the_same_text_and_fix_here() {
+        let full = || io::Error::other("no answer");
+        let errors = || {
+            [
+                BackendError::Exists { object: "o".into(), problem: "p".into() },
+                BackendError::damaged("o", "p"),
+                BackendError::Locked { holder: "h".into() },
+                BackendError::Io { object: "o".into(), operation: "read", source: full() },
+            ]
         };
+        for (backend, same) in errors().into_iter().zip(errors()) {
+            let error = Error::from(same);
+            assert_eq!((error.to_string(), error.fix()), (backend.to_string(), backend.fix()));
+        }
+    }
+
+    #[test]
+    fn a_full_disk_is_recognised_also_in_the_source_of_an_error() {
         assert!(full().is_disk_full());
         let tag =
             Error::TagNotSet { id: CheckpointId(1), tag: "a".into(), source: Box::new(full()) };

@@ -1,43 +1,43 @@
-//! Filling memory with an image, by several threads: each page is made in the place where it
-//! belongs.
+//! Filling memory with the image of a checkpoint, on several threads. Each page is made in its final
+//! place.
 //!
 //! ```text
 //!   zeros            | piece | piece | ...         made zero, while the references are sorted
-//!   wanted, falling  | piece | piece | ...         plain ──▶ its place      composed ──▶ put together behind its piece
-//!                        ▲       │                 delta ──▶ late
-//!                        └─ late, by base          base ──▶ the delta's place ─ changes ─▶ compared with its hash
+//!   wanted, falling  | piece | piece | ...         plain ──▶ its place      composed ──▶ made after the piece
+//!                        ▲       │                 delta ──▶ waits
+//!                        └─ waiting deltas         base ──▶ the delta's place ─ patched ─▶ compared with its hash
 //! ```
 //!
-//! A delta lies behind its base. As the newest records are read first, a piece knows of nearly all
-//! deltas whose bases lie in it and makes them beside its own pages: packs are read once. What came
-//! too late for its piece is made in the end.
+//! A delta lies after its base, and the newest records are read first. So most deltas are known before
+//! the piece with their base is read, and are made with it: each pack is read once. Deltas that are
+//! found later are made at the end.
 //!
-//! Invariants: no page goes from one thread to another, and none is made elsewhere. The deltas that
-//! wait are bounded ([`LATE_BYTES_MAX`]): where there are more, those are made first.
+//! Invariants: no page goes from one thread to another, and none is made elsewhere. The memory of waiting
+//! deltas is bounded ([`LATE_BYTES_MAX`]): if there are more, they are made first.
 
 use crate::assemble::{DERIVED_OF_DERIVED, NOT_ITS_HASH};
-use crate::delta::Delta;
-use crate::identity::{LANES, PageHash, PageRef};
+use crate::open_store::OpenStore;
 use crate::parallel::{PAGES_MIN, PIECE_RECORDS, threads};
-use crate::store::Inner;
 use crate::{Error, Result};
 use keyframe_locks::IgnorePoison;
+use keyframe_store_format::delta::Delta;
+use keyframe_store_format::page_hash::{LANES, PageHash};
+use keyframe_store_format::page_ref::PageRef;
 use keyframe_units::{Page, ZERO_PAGE};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};
 
-/// Stretches of zeros that a thread takes at once.
+/// The ranges of zeros in one piece.
 const PIECE_ZEROS: usize = 256;
-/// What deltas may take that wait for their bases: those of 2 GiB of pages in which a few words
-/// changed.
+/// The most memory of waiting deltas, in bytes: enough for 2 GiB of pages with a few changed words.
 const LATE_BYTES_MAX: usize = 64 << 20;
-/// Deltas wait by regions of packs that are as large as this: about a piece.
+/// Waiting deltas are grouped by regions of packs of this size, about a piece.
 const REGION_BYTES: u64 = 4 << 20;
 
-/// A page's reference, and where the page belongs.
+/// The reference of a page, and its place in memory.
 type Wanted<'p> = (PageRef, &'p mut Page);
 
-/// A delta whose base is to be read.
+/// A delta that waits for its base.
 struct Late<'a> {
     at: PageRef,
     hash: PageHash,
@@ -51,17 +51,17 @@ impl Late<'_> {
     }
 }
 
-/// What is to be done.
+/// The work that is left.
 struct Left<'a, 'p> {
     /// Rising; taken from its end.
     wanted: &'a mut [Wanted<'p>],
-    /// By the region of their bases.
+    /// The waiting deltas by the region of their base.
     late: BTreeMap<u64, Vec<Late<'a>>>,
     late_bytes: usize,
     failed: Option<Error>,
 }
 
-/// What a thread does at once; both rising.
+/// The work that a thread takes at once. Both lists rise.
 struct Piece<'a, 'p> {
     wanted: &'a mut [Wanted<'p>],
     late: Vec<Late<'a>>,
@@ -92,7 +92,7 @@ impl<'a, 'p> Left<'a, 'p> {
         (!piece.wanted.is_empty() || !piece.late.is_empty()).then_some(piece)
     }
 
-    /// Takes in what a piece has found.
+    /// Adds the deltas that a piece has found.
     fn add(&mut self, late: Vec<Late<'a>>) {
         for late in late {
             self.late_bytes += late.bytes();
@@ -100,7 +100,7 @@ impl<'a, 'p> Left<'a, 'p> {
         }
     }
 
-    /// Nobody begins another piece.
+    /// Keeps the first error, and ends all work.
     fn fail(&mut self, error: Error) {
         self.failed.get_or_insert(error);
         self.wanted = &mut [];
@@ -112,10 +112,9 @@ fn region(to: PageRef) -> u64 {
     to.0 / REGION_BYTES
 }
 
-impl Inner {
-    /// Reads the pages at `wanted` (which it sorts) into their places, and makes all of `zeros`
-    /// zero, by several threads where there is much to read. After an error the places hold
-    /// anything.
+impl OpenStore {
+    /// Reads the pages at `wanted`, which it sorts, into their places, and makes all of `zeros` zero.
+    /// Uses several threads if there is much to read. After an error the places have any content.
     pub fn read_into(&self, wanted: &mut [Wanted<'_>], zeros: Vec<&mut [Page]>) -> Result<()> {
         let threads = if wanted.len() < PAGES_MIN { 1 } else { threads() };
         self.fill(wanted, zeros, threads, LATE_BYTES_MAX)
@@ -148,7 +147,7 @@ impl Inner {
             }
         };
         std::thread::scope(|scope| {
-            // Others begin with the zeros meanwhile, and wait here for the first piece.
+            // The other threads begin with the zeros, then wait for this lock.
             let mut all = lock(&left);
             for _ in 1..threads {
                 scope.spawn(work);
@@ -161,7 +160,7 @@ impl Inner {
         left.failed.map_or(Ok(()), Err)
     }
 
-    /// Makes the pages of a piece; but of those that are deltas says what they are made of.
+    /// Makes the pages of a piece, and adds its deltas to `found`.
     fn read_piece<'a>(
         &self,
         piece: Piece<'a, '_>,
@@ -170,8 +169,8 @@ impl Inner {
     ) -> Result<()> {
         let Piece { wanted, mut late } = piece;
         late.sort_unstable_by_key(|late| late.delta.base);
-        // Each with whether it is the base of the next one that waited, or itself wanted; wanted
-        // ones come first.
+        // True marks the base of the next waiting delta, false a wanted record. Of equal references
+        // the wanted one comes first.
         let mut records: Vec<(PageRef, bool)> = wanted.iter().map(|(to, _)| (*to, false)).collect();
         records.extend(late.iter().map(|late| (late.delta.base, true)));
         records.sort();
@@ -203,28 +202,38 @@ impl Inner {
                     }
                     return Ok(());
                 }
-                let Some(Late { at, delta, into, .. }) = late.get_mut(made) else { return Ok(()) };
-                let base = if let Some((_, hash, page)) = known {
-                    **into = *page;
-                    hash
+                let Some(late_page) = late.get_mut(made) else { return Ok(()) };
+                if let Some((_, hash, base)) = known {
+                    *late_page.into = *base;
+                    self.apply_delta(late_page, hash)?;
                 } else {
                     let record = pack.parse(bytes, to).map_err(failed)?;
                     if record.kind.is_derived() {
                         return Err(self.damaged_at(to, DERIVED_OF_DERIVED));
                     }
-                    record.decompress(into).map_err(failed)?;
-                    record.hash
-                };
-                delta.change(base, into).map_err(|problem| self.damaged_at(*at, problem))?;
+                    record.decompress(late_page.into).map_err(failed)?;
+                    self.apply_delta(late_page, record.hash)?;
+                }
                 made += 1;
                 if made - compared == LANES {
-                    self.compare(&late[compared..made])?;
+                    self.verify_made(&late[compared..made])?;
                     compared = made;
                 }
                 Ok(())
             })?;
         }
-        self.compare(&late[compared..made])?;
+        self.verify_made(&late[compared..made])?;
+        self.read_composed(composed)
+    }
+
+    /// Turns the content of its base, whose record has `hash`, into the page of a delta.
+    fn apply_delta(&self, late: &mut Late<'_>, hash: PageHash) -> Result<()> {
+        let Late { at, delta, into, .. } = late;
+        delta.apply(hash, into).map_err(|problem| self.damaged_at(*at, problem))
+    }
+
+    /// Reads composed blocks, which rise, into their places.
+    fn read_composed(&self, mut composed: Vec<Wanted<'_>>) -> Result<()> {
         let wanted: Vec<(PageRef, usize)> = composed.iter().map(|(to, _)| *to).zip(0..).collect();
         self.read_pages(&wanted, &mut |number, page| {
             if let Some((_, into)) = composed.get_mut(number) {
@@ -234,11 +243,11 @@ impl Inner {
         })
     }
 
-    /// Compares pages that were made, at most as many as are hashed at a time, with their hashes.
-    fn compare(&self, made: &[Late<'_>]) -> Result<()> {
+    /// Compares pages made from deltas, at most [`LANES`], with their hashes.
+    fn verify_made(&self, made: &[Late<'_>]) -> Result<()> {
         let mut pages = [&ZERO_PAGE; LANES];
         pages.iter_mut().zip(made).for_each(|(page, late)| *page = late.into);
-        let hashes = PageHash::of_some(&self.config.key, &pages[..made.len().min(LANES)]);
+        let hashes = PageHash::of_many(&self.config.key, &pages[..made.len().min(LANES)]);
         match made.iter().zip(hashes).find(|(late, hash)| late.hash != *hash) {
             Some((late, _)) => Err(self.damaged_at(late.at, NOT_ITS_HASH)),
             None => Ok(()),
@@ -253,10 +262,10 @@ fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
 #[cfg(test)]
 mod tests {
     use crate::Error;
-    use crate::identity::PageRef;
     use crate::parallel::tests::{PAGES, epoch_of, page_of, subject};
     use crate::tests::on;
     use keyframe_store_backend::testing::FaultyBackend;
+    use keyframe_store_format::page_ref::PageRef;
     use keyframe_units::{PAGE_BYTES, Page, PageIndex, ZERO_PAGE};
 
     fn expected(first: u64, pages: u64) -> Vec<Page> {

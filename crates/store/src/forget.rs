@@ -1,27 +1,27 @@
-//! Forgetting checkpoints: they are not found any more; what they alone needed goes with the next
-//! prune.
+//! Forgetting checkpoints. They are not found any more; the next prune frees the space that only they
+//! needed.
 //!
 //! ```text
-//!   tags of it ─▶ its seal ─▶ its working set          (maps and records stay: others may need them, `prune` knows)
+//!   its tags ─▶ its seal ─▶ its working set          (maps and records stay: others may need them, `prune` knows)
 //! ```
 //!
-//! Invariants: a tag never outlives its checkpoint, so that a crash in between leaves no tag that
-//! points to nothing. Numbers are not used again: maps stay for that. A writer at work and readers
-//! do not mind: a run builds upon the newest checkpoint alone, which is not forgotten while the
-//! store is locked, and who has loaded a checkpoint needs its seal no more. What a forget that was
-//! killed has removed may come back with the next power loss, unless a prune has made sure of it.
+//! Invariants: no tag outlives its checkpoint, so a crash in between leaves no tag without a checkpoint.
+//! Numbers are not used again: the maps stay for that. A writer and readers are not disturbed. A run
+//! builds upon the newest checkpoint only, which is not forgotten while the store is locked. A reader
+//! that has loaded a checkpoint does not need its seal. Power loss may bring back what a killed forget has
+//! removed, until a prune has synced the removal.
 
-use crate::store::Inner;
+use crate::open_store::OpenStore;
 use crate::{Error, Result, Store};
 use keyframe_store_backend::layout;
 use keyframe_units::CheckpointId;
 use std::collections::BTreeSet;
 
 impl Store {
-    /// Forgets checkpoints, with their tags and working sets; those that are not there are none.
+    /// Forgets checkpoints, with their tags and working sets. Ignores numbers that do not exist.
     ///
-    /// Errors: [`Error::InUse`] where the newest of the store is among them and a writer is at
-    /// work; [`Error::Pinned`] where one is pinned. Then none is forgotten.
+    /// Errors: [`Error::InUse`] if the newest of the store is among them and a writer is at work;
+    /// [`Error::Pinned`] if one is pinned. Then none is forgotten.
     pub fn forget(&self, ids: &BTreeSet<CheckpointId>) -> Result<()> {
         let pinned =
             self.tags()?.into_iter().find(|(tag, id)| ids.contains(id) && *tag == layout::pin(*id));
@@ -31,7 +31,8 @@ impl Store {
         }
     }
 
-    /// The same, and pinned ones too.
+    /// Forgets checkpoints, also pinned ones. Errors: those of [`Self::forget`], without
+    /// [`Error::Pinned`].
     pub fn forget_even_pinned(&self, ids: &BTreeSet<CheckpointId>) -> Result<()> {
         let inner = self.inner();
         let newest = inner.checkpoint_ids()?.last().copied();
@@ -42,8 +43,8 @@ impl Store {
         }
         let tags = self.tags()?.into_iter().filter(|(_, id)| ids.contains(id));
         let tags: Vec<String> = tags.map(|(tag, _)| layout::tag(&tag)).collect();
-        // Also where there is none: a forget that died, or whose sync failed, has removed some that
-        // power loss would bring back.
+        // Removes also files that do not exist: power loss could bring back those that a killed
+        // forget, or one with a failed sync, has removed.
         inner.backend.remove_all(layout::TAGS, &tags)?;
         let named =
             |of: fn(CheckpointId) -> String| ids.iter().map(|id| of(*id)).collect::<Vec<_>>();
@@ -52,9 +53,9 @@ impl Store {
     }
 }
 
-impl Inner {
-    /// Makes durable what was forgotten so far, by whomever: a seal that power loss brought back
-    /// would need what is pruned.
+impl OpenStore {
+    /// Makes all earlier forgets durable. If power loss brought back a seal, the checkpoint would need
+    /// records that the prune removes.
     pub fn settle_forgotten(&self) -> Result<()> {
         // No checkpoint has this number.
         self.backend.remove_all(layout::CHECKPOINTS, &[layout::checkpoint(CheckpointId(0))])

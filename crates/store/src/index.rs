@@ -1,27 +1,24 @@
-//! The index of deduplication: where the content of a page is, by its hash. Bounded in memory; what
-//! does not fit lies in files.
+//! The deduplication index: the record of each content, by page hash. Its memory is bounded. What does
+//! not fit lies in files.
 //!
 //! ```text
 //!                 ┌─ table: the newest entries ─┐  full, or the run ends   ┌─ spills: files, each sorted by hash ─┐
 //!   insert ─────▶ │ also copies of spilled ones │ ───────────────────────▶ │ filter and fences in memory          │ ─▶ too many: merged
 //!   get ────────▶ └─────────────────────────────┘ ──not there─▶ filter ──▶ └──────────────────────────────────────┘ ─▶ too large: oldest removed
-//!
-//!   value of an entry   | pack number 24 | kind 2 | unproven 1 | copy 1 | offset 36 |
 //! ```
 //!
-//! A spill is a cache. It says which packs it covers, each by the checksum of its trailer: the next
-//! writer takes it for those that are still there as they were, and reads the indexes of the others
-//! itself. An entry of a pack that has gone is not given out. Only records of closed packs are
-//! spilled: these stay as they are.
+//! A spill is a cache. It names the packs that it covers, each with the checksum of its trailer. The next
+//! writer uses it for packs that still have this checksum, and reads the indexes of the other packs. The
+//! index does not return an entry of a pack that has gone. Only records of closed packs are spilled,
+//! because these packs do not change.
 //!
-//! Invariants: what is given out is an entry that was inserted, of a pack that is there; the full
-//! hash is compared. Derived records out of a spill are unproven: what they stand on may have gone.
-//! Whatever happens to the files, nothing but deduplication is lost, and no caller sees an error.
-//! The memory is within the budget: a third of it for the table, which takes half as much more
-//! while it grows, two fifths for the spills, the rest for the merging of a quarter of these.
+//! Invariants: the index returns only entries that were inserted, of packs that exist; it compares the
+//! full hash. A derived record from a spill is unproven: its references may have gone. Damage of the
+//! files costs only deduplication, and no caller sees an error. The memory is within the budget: a third
+//! for the table, which takes half as much more while it grows, two fifths for the spills, the rest for
+//! merging.
 //!
-//! Not here: what a derived record needs to be proven, and which packs are read again
-//! ([`crate::pack_writer`]).
+//! Not here: proving a derived record, and the choice of packs to read again ([`crate::pack_writer`]).
 
 mod filter;
 mod folder;
@@ -30,81 +27,71 @@ mod spill;
 mod table;
 #[cfg(test)]
 mod tests;
+mod value;
 
-use crate::identity::{PageHash, PageRef};
-use crate::prune::moves::{Moves, Place};
-use crate::record::{Entry, Kind};
 pub use folder::Folder;
+use keyframe_store_format::moves::{MovedPlace, Moves};
+use keyframe_store_format::pack::{Entry, PackSeal};
+use keyframe_store_format::page_hash::PageHash;
+use keyframe_store_format::page_ref::PageRef;
+use keyframe_store_format::record::Kind;
 use merge::Source;
 use rustc_hash::{FxHashMap, FxHashSet};
-pub use spill::{Bond, MaskKey, Seal};
+pub use spill::{Bond, MaskKey};
 use std::path::PathBuf;
 use table::Table;
+pub use value::Found;
+use value::{COPY, UNPROVEN, decode, encode, is_derived, moved, place};
 
-const OFFSET_BITS: u32 = 36;
-/// It is known from a spill as well.
-const COPY: u64 = 1 << 36;
-const UNPROVEN: u64 = 1 << 37;
-const KIND_SHIFT: u32 = 38;
-const PACK_SHIFT: u32 = 40;
-/// Less holds nothing.
+/// The least budget.
 const BUDGET_BYTES_MIN: usize = 128 << 10;
-/// An entry of a spill takes two bytes, fences and filter.
+/// The memory of a spilled entry for fences and filter, in bytes.
 const SPILLED_ENTRY_BYTES: usize = 2;
-/// More spills than this are merged, the smallest first.
+/// If there are more spills than this, the smallest are merged.
 const SPILLS_MAX: usize = 6;
-/// So many at a time,
+/// The most spills that are merged at once.
 const MERGED_AT_ONCE: usize = 4;
-/// and none becomes larger than this part of all, so that what is too much goes in such pieces,
-/// without being written anew.
+/// A merged spill is at most this part of all entries. So the oldest entries can be removed in pieces
+/// without rewriting a file.
 const PIECES: usize = 4;
-/// Fewer entries are as quickly read from the packs.
+/// The fewest entries that are worth saving; fewer are read from the packs as quickly.
 const SAVED_MIN: usize = 1 << 16;
 
-/// A record that the index knows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Found {
-    pub place: PageRef,
-    pub kind: Kind,
-    /// Derived, of an earlier writer, and not read yet.
-    pub unproven: bool,
-}
-
-/// What an index of deduplication holds, and takes.
+/// The size of a deduplication index.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IndexUse {
     /// Entries in its table in memory.
     pub entries: u64,
     /// Entries in files.
     pub spilled_entries: u64,
-    /// These files.
+    /// The number of these files.
     pub spills: u64,
-    /// Memory of both.
+    /// The memory of both, in bytes.
     pub memory_bytes: u64,
 }
 
-/// Hashes of pages, and where these are.
+/// The deduplication index.
 #[derive(Debug)]
 pub struct Index {
     table: Table,
-    /// Closed packs of which entries are in the table alone.
-    closed: FxHashMap<u32, Seal>,
+    /// Closed packs with entries that are only in the table.
+    closed: FxHashMap<u32, PackSeal>,
     /// Newest first.
-    spills: Vec<Loaded>,
-    /// None: what does not fit is forgotten.
+    spills: Vec<LoadedSpill>,
+    /// `None` if entries that do not fit are forgotten.
     folder: Option<Folder>,
     spilled_max: usize,
 }
 
-/// A spill of which something is believed.
+/// A spill with entries in use.
 #[derive(Debug)]
-struct Loaded {
+struct LoadedSpill {
     source: Source,
     path: PathBuf,
 }
 
 impl Index {
-    /// An empty one that takes about `budget_bytes` at most, and spills into `folder`.
+    /// An empty index of at most about `budget_bytes` that spills into `folder`.
     pub fn new(budget_bytes: usize, folder: Option<Folder>) -> Self {
         let budget_bytes = budget_bytes.max(BUDGET_BYTES_MIN);
         Self {
@@ -116,13 +103,13 @@ impl Index {
         }
     }
 
-    /// Takes the spills of earlier writers. `seal_of` tells how a pack is closed that is there and
-    /// may be relied on; with `plain_only` no derived record is.
-    pub fn load(&mut self, plain_only: bool, seal_of: &mut dyn FnMut(u32) -> Option<Seal>) {
+    /// Loads the spills of earlier writers. `seal_of` returns the seal of a pack that may be used.
+    /// With `plain_only`, uses no derived records.
+    pub fn load(&mut self, plain_only: bool, seal_of: &mut dyn FnMut(u32) -> Option<PackSeal>) {
         let Some(folder) = &self.folder else { return };
-        let mut seals = FxHashMap::<u32, Option<Seal>>::default();
+        let mut seals = FxHashMap::<u32, Option<PackSeal>>::default();
         for (path, spill) in folder.spills(self.spilled_max * SPILLED_ENTRY_BYTES) {
-            let is_there = |(number, seal): &(u32, Seal)| {
+            let is_there = |(number, seal): &(u32, PackSeal)| {
                 (*seals.entry(*number).or_insert_with(|| seal_of(*number)) == Some(*seal))
                     .then_some(*number)
             };
@@ -130,17 +117,17 @@ impl Index {
             if live.is_empty() || self.spilled() + spill.entries() > self.spilled_max {
                 folder::remove(&path);
             } else {
-                self.spills.push(Loaded { source: Source { spill, live, plain_only }, path });
+                self.spills.push(LoadedSpill { source: Source { spill, live, plain_only }, path });
             }
         }
     }
 
-    /// Whether the records of a pack are known from a spill.
+    /// True if a spill has the records of the pack.
     pub fn covers(&self, pack: u32) -> bool {
         self.spills.iter().any(|loaded| loaded.source.live.contains(&pack))
     }
 
-    /// What a hash stands for.
+    /// The record of a hash.
     pub fn get(&mut self, hash: PageHash) -> Option<Found> {
         if let Some(value) = self.table.get(hash) {
             return Some(decode(value));
@@ -150,7 +137,8 @@ impl Index {
             match loaded.source.get(hash) {
                 Ok(None) => at += 1,
                 Ok(Some(value)) => {
-                    // Pages that come once more come often. Room for new ones is kept.
+                    // A page that occurs again occurs often. Half of the table stays free for new
+                    // ones.
                     if self.table.len() < self.table.len_max() / 2 {
                         self.table.insert(hash, value | COPY);
                     }
@@ -162,19 +150,19 @@ impl Index {
         None
     }
 
-    /// A record with this content was written, or has taken the place of what was known.
+    /// Adds a record, or replaces the one of this content.
     pub fn insert(&mut self, hash: PageHash, place: PageRef, kind: Kind) {
         if let Some(value) = encode(place, kind) {
             self.table.insert(hash, value);
         }
     }
 
-    /// Learns what the index of a pack says, closed with `seal`, or unfinished; what is in the
-    /// table already stays. Derived records are unproven.
+    /// Adds the entries of a pack that is closed with `seal`, or unfinished. Keeps existing entries.
+    /// Derived records are unproven.
     pub fn learn<'a>(
         &mut self,
         pack: u32,
-        seal: Option<Seal>,
+        seal: Option<PackSeal>,
         entries: impl Iterator<Item = &'a Entry> + Clone,
     ) {
         let is_seen = |index: &mut Self| seal.map(|seal| index.closed(pack, seal));
@@ -183,7 +171,7 @@ impl Index {
         }
         is_seen(self);
         for entry in entries {
-            // One that is larger than the table is spilled in parts.
+            // A pack with more entries than the table is spilled in parts.
             if self.is_full() && self.folder.is_some() && seal.is_some() {
                 self.make_room();
                 is_seen(self);
@@ -196,35 +184,34 @@ impl Index {
         }
     }
 
-    /// A derived record was read, and holds.
+    /// Marks a derived record as proven, after it was read.
     pub fn prove(&mut self, hash: PageHash) {
         if let Some(value) = self.table.get(hash) {
             self.table.insert(hash, value & !UNPROVEN);
         }
     }
 
-    /// Forgets what was inserted last for this hash.
+    /// Removes the entry of a hash from the table.
     pub fn remove(&mut self, hash: PageHash) {
         self.table.remove(hash);
     }
 
-    /// No derived record is relied on that is known now.
+    /// Forgets all derived records.
     pub fn forget_derived(&mut self) {
         self.table.retain(&mut |_, value| !is_derived(*value));
         self.spills.iter_mut().for_each(|loaded| loaded.source.plain_only = true);
     }
 
-    /// Knows nothing in the packs that go any more, but where their records are now, if these are
-    /// in the table; of derived records only those that have moved.
+    /// Follows the moves of a prune: forgets the packs that go. Keeps records in the table that have
+    /// moved, with their new place, and plain records of other packs.
     pub fn follow(&mut self, moves: &Moves) {
         self.table.retain(&mut |_, value| match moves.place(place(*value)) {
-            Place::Same => !is_derived(*value),
-            Place::Moved(to) => {
-                let flags = *value & (UNPROVEN | 3 << KIND_SHIFT);
-                *value = encode(to, Kind::Page).map_or(0, |at| at | flags);
+            MovedPlace::Same => !is_derived(*value),
+            MovedPlace::Moved(to) => {
+                *value = moved(*value, to).unwrap_or_default();
                 *value != 0
             }
-            Place::Gone => false,
+            MovedPlace::Gone => false,
         });
         self.closed.retain(|pack, _| !moves.victims.contains(pack));
         for loaded in &mut self.spills {
@@ -233,12 +220,12 @@ impl Index {
         }
     }
 
-    /// A pack whose records are in the table was closed: they may be spilled from now on.
-    pub fn closed(&mut self, pack: u32, seal: Seal) {
+    /// Allows to spill the records of a pack that was closed.
+    pub fn closed(&mut self, pack: u32, seal: PackSeal) {
         self.closed.insert(pack, seal);
     }
 
-    /// Whether there is hardly room in the table: time for [`Self::make_room`].
+    /// True if the table is nearly full: time for [`Self::make_room`].
     pub fn is_full(&self) -> bool {
         self.table.len() >= self.full_at()
     }
@@ -247,7 +234,7 @@ impl Index {
         self.table.len_max() / 16 * 15
     }
 
-    /// Whether all that is known is as much as can be.
+    /// True if the index can hold no more entries.
     pub fn is_at_end(&self) -> bool {
         match self.folder {
             Some(_) => self.spilled() + self.table.len_max() > self.spilled_max,
@@ -271,12 +258,13 @@ impl Index {
         }
     }
 
-    /// What it holds, and takes.
+    /// The size of the index.
     pub fn usage(&self) -> IndexUse {
-        // Sets and maps of packs: about two slots for each.
-        let of_pack = 2 * size_of::<(u32, Seal)>();
-        let of_spill =
-            |Loaded { source, .. }: &Loaded| source.spill.bytes() + source.live.len() * of_pack;
+        // A set or map of packs has about two slots for each pack.
+        let of_pack = 2 * size_of::<(u32, PackSeal)>();
+        let of_spill = |LoadedSpill { source, .. }: &LoadedSpill| {
+            source.spill.bytes() + source.live.len() * of_pack
+        };
         let spills = self.spills.iter().map(of_spill).sum::<usize>();
         IndexUse {
             entries: self.table.len() as u64,
@@ -298,10 +286,11 @@ impl Index {
         if new == 0 {
             return Ok(());
         }
-        // The oldest go: those whose newest pack is the oldest.
+        // Removes the oldest spills: those whose newest pack is the oldest.
         while !self.spills.is_empty() && self.spilled() + new > self.spilled_max {
-            let newest =
-                |loaded: &Loaded| loaded.source.spill.packs().iter().map(|(pack, _)| *pack).max();
+            let newest = |loaded: &LoadedSpill| {
+                loaded.source.spill.packs().iter().map(|(pack, _)| *pack).max()
+            };
             let oldest =
                 (0..self.spills.len()).min_by_key(|at| self.spills.get(*at).and_then(newest));
             folder::remove(&self.spills.remove(oldest.unwrap_or(0)).path);
@@ -311,24 +300,24 @@ impl Index {
             slot.value &= !UNPROVEN;
             writer.push(slot)?;
         }
-        let mut packs: Vec<(u32, Seal)> =
+        let mut packs: Vec<(u32, PackSeal)> =
             self.closed.iter().map(|(pack, seal)| (*pack, *seal)).collect();
         packs.sort_unstable();
         let live = self.closed.keys().copied().collect();
         let (path, spill) = folder.finish(writer, packs)?;
-        // Its derived records are as good as when they were inserted; read once more before they
-        // are relied on.
-        self.spills.insert(0, Loaded { source: Source { spill, live, plain_only: false }, path });
+        // Its derived records are still correct, and are read once before they are used again.
+        self.spills
+            .insert(0, LoadedSpill { source: Source { spill, live, plain_only: false }, path });
         self.merge(&folder);
         Ok(())
     }
 
-    /// Merges the smallest spills where there are too many.
+    /// Merges the smallest spills if there are too many.
     fn merge(&mut self, folder: &Folder) {
         while self.spills.len() > SPILLS_MAX {
-            let entries = |loaded: &Loaded| loaded.source.spill.entries();
+            let entries = |loaded: &LoadedSpill| loaded.source.spill.entries();
             let mut order: Vec<usize> = (0..self.spills.len()).collect();
-            // Of those as large, the oldest: so each holds what came in one time.
+            // Of spills of the same size takes the oldest, so each spill covers one period.
             order.sort_by_key(|at| (self.spills.get(*at).map(entries), std::cmp::Reverse(*at)));
             let mut sum = 0;
             let fits = |at: &usize| {
@@ -348,44 +337,22 @@ impl Index {
             match merge::merge(&sources, folder) {
                 Ok((path, spill)) => {
                     let live = spill.packs().iter().map(|(pack, _)| *pack).collect();
-                    // What was hidden in one of them is not in it.
+                    // The merge has left out entries that are not in use.
                     let source = Source { spill, live, plain_only: false };
                     let newest = chosen.first().copied().unwrap_or(0);
                     for at in chosen.into_iter().rev() {
                         folder::remove(&self.spills.remove(at).path);
                     }
-                    self.spills.insert(newest, Loaded { source, path });
+                    self.spills.insert(newest, LoadedSpill { source, path });
                 }
                 Err(merge::Failed::Source(at)) => {
                     if let Some(at) = chosen.get(at) {
                         folder::remove(&self.spills.remove(*at).path);
                     }
                 }
-                // No room on the disk: they stay as they are.
+                // The disk is full: the spills stay.
                 Err(merge::Failed::Target) => return,
             }
         }
     }
-}
-
-/// None for what no entry can name: it is not known then.
-fn encode(place: PageRef, kind: Kind) -> Option<u64> {
-    let at = u64::from(place.pack()) << PACK_SHIFT | place.offset();
-    (place.offset() < 1 << OFFSET_BITS).then_some(at | u64::from(kind.number()) << KIND_SHIFT)
-}
-
-fn place(value: u64) -> PageRef {
-    PageRef(value >> PACK_SHIFT << PACK_SHIFT | value & ((1 << OFFSET_BITS) - 1))
-}
-
-fn kind(value: u64) -> Kind {
-    Kind::of_number((value >> KIND_SHIFT & 3) as u8).unwrap_or(Kind::Page)
-}
-
-fn is_derived(value: u64) -> bool {
-    kind(value).is_derived()
-}
-
-fn decode(value: u64) -> Found {
-    Found { place: place(value), kind: kind(value), unproven: value & UNPROVEN != 0 }
 }

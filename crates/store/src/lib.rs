@@ -1,118 +1,127 @@
-//! The deduplicating checkpoint store: sealed checkpoints of VMs on disk, in format versions 1 to 8
-//! (2 has disks, 3 composed blocks of them, 4 deltas, 5 is encrypted, 6 packs with a dictionary, 7
-//! and 8 pages as their words).
+//! The deduplicating checkpoint store: sealed checkpoints of VMs on disk.
 //!
 //! ```text
 //!   STORE/
 //!     store.json                    identity, format version, the secret key of the page hashes
 //!     lock                          held by the one writer
 //!     packs/00000001.pack           page contents, each once, compressed; append only
-//!     maps/0000000012.map           which page is where: what changed since an older checkpoint of the run
-//!     checkpoints/0000000012.ckpt   meta and device state; there under this name, the checkpoint is sealed
+//!     maps/0000000012.map           the records of the pages that changed since an older checkpoint of the run
+//!     checkpoints/0000000012.ckpt   description and device state; under this name, it seals the checkpoint
 //!     tags/NAME                     names for checkpoints
-//!     disks/NAME.1/DISK/             what a run has written to a disk (the disk crate's)
-//!     worksets/0000000012.wset      which pages a restored VM touched first: advice
+//!     disks/NAME.1/DISK/            what a run has written to a disk (the disk crate's)
+//!     worksets/0000000012.wset      the pages that a restored VM touched first: advice
+//!     quarantine/                   damaged files that a repair took out of the store
 //!     tmp/                          files being written
 //!
 //!   Store ──lock_writer──▶ Writer ──begin_run──▶ Run ──put_page*, seal──▶ Sealed        (one writer)
-//!     ├────load──────────▶ Loaded ──read_pages──▶ pages                                  (any number of readers)
-//!     └────forget, prune                                                                 (beside all of them)
+//!     ├────load──────────▶ LoadedCheckpoint ──read_pages──▶ pages                        (any number of readers)
+//!     └────forget, prune                                                                 (at the same time as these)
 //! ```
 //!
-//! Invariants: a sealed checkpoint is complete, verifiable and immutable; an unsealed one is
-//! invisible; a crash at any instant loses at most the checkpoint in progress. Every byte on disk
-//! is covered by a checksum. A guest cannot construct two pages that the store takes for one.
+//! Layers, each of which uses the ones above it:
 //!
-//! The bytes are described in `docs/formats/store.md`. Not here: when to take a checkpoint, what a
-//! page's number means (see `keyframe-units`).
+//! ```text
+//!   error, config, secret, files, local       keys and files
+//!   index, chain, bases, sectors              structures in memory
+//!   pack_file, open_store                     open packs; the state that all handles share
+//!   folders, metadata, moves, quarantine, lock_holder        the other files of a store
+//!   assemble, references, pack_walk, parallel, fill, hold, pack_shape        reading records
+//!   store, tags, listing                      the handle of a store
+//!   durability, pack_writer, session, run, writer            writing
+//!   loaded, disks, worksets                   reading checkpoints
+//!   forget, prune, check, copy, diff, stats, unlock          operations on a whole store
+//! ```
+//!
+//! Invariants: a sealed checkpoint is complete, verifiable and immutable; an unsealed one is invisible.
+//! A crash at any instant loses at most the checkpoint in progress. A checksum covers every byte on
+//! disk. A guest cannot construct two pages that the store takes for one.
+//!
+//! The bytes are described in `docs/formats/store.md` and encoded by `keyframe-store-format`. Not here:
+//! when to take a checkpoint, and what a page's number means (see `keyframe-units`).
 
 mod assemble;
 mod bases;
 mod chain;
 mod check;
-mod checkpoint;
-mod codec;
-mod composed;
 mod config;
 mod copy;
-mod delta;
-mod derived;
-mod dictionary;
 mod diff;
-mod disk_map;
 mod disks;
 mod durability;
-mod envelope;
+mod durability_kind;
 mod error;
 mod files;
 mod fill;
+mod folders;
 mod forget;
 #[doc(hidden)]
 pub mod fuzzing;
 mod hold;
-mod identity;
 mod index;
+mod listing;
 mod loaded;
 mod local;
-mod map_run;
-mod meta;
+mod lock_holder;
+mod metadata;
+mod moves;
+mod open_store;
 mod pack_file;
+mod pack_shape;
+mod pack_walk;
 mod pack_writer;
-mod page_map;
 mod parallel;
 mod prune;
-mod record;
+mod quarantine;
+mod references;
 mod retention;
 mod run;
+mod sealed;
 mod secret;
+mod secret_kind;
 mod sectors;
+mod session;
 mod stats;
 mod store;
 mod tags;
 #[cfg(test)]
 mod tests;
+mod tuning;
 mod unlock;
 mod worksets;
 mod writer;
 
-/// The backends, under the names that other crates use.
-pub mod backend {
-    pub use keyframe_store_backend::UnlockOutcome as Unlocked;
-    pub use keyframe_store_backend::*;
-    /// Stores behind a checkpoint server.
-    pub mod served {
-        pub use keyframe_store_backend::served::*;
-        pub use keyframe_store_backend::served::{
-            FetchStats as Fetched, TOKEN_VARIABLE as TOKEN, fetch_stats as fetched,
-        };
-    }
-}
-
-use keyframe_pages::words;
-
-pub use check::{CheckOptions, CheckProgress, CheckReport, Damage, Lost, RepairReport, SetAside};
-pub use copy::{Copied, CopyProgress, CopyReport, NotCopied};
-pub use diff::{Diff, RegionDiff};
-pub use disks::{
-    BLANK, BaseFile, BaseMeta, BlockContent, Breakdown, DiskCounts, DiskMeta, Found, LoadedDisks,
-    SectorCounts, Sectors,
+pub use check::{
+    CheckOptions, CheckProgress, CheckReport, Damage, LostCheckpoint, QuarantinedFile, RepairReport,
 };
-pub use durability::{Durability, TornCheckpoint};
+pub use copy::{CopiedCheckpoint, CopyProgress, CopyReport, FailedCopy};
+pub use diff::{Diff, RegionDiff};
+pub use disks::{BlockContent, LoadedDisks};
+pub use durability::TornCheckpoint;
+pub use durability_kind::Durability;
 pub use error::{Error, Result};
 pub use index::IndexUse;
-pub use keyframe_units::CheckpointId;
-pub use loaded::{Loaded, Unmapped};
-pub use local::{state_folder, store_of as store_of_folder};
-pub use meta::{
-    Counts, MachineMeta, MemberMeta, Meta, Origin, PausePhases, Recorded, Sealed, Timing,
+/// The backends.
+pub use keyframe_store_backend as backend;
+pub use keyframe_store_format::disk_meta::{
+    BLANK, BaseFile, BaseMeta, DedupSectors, DiskCounts, DiskMeta, SectorBreakdown, SectorCounts,
+    SectorTotal,
 };
+pub use keyframe_store_format::identity::FORMAT_VERSION;
+pub use keyframe_store_format::meta::{
+    Counts, MachineMeta, MemberMeta, Meta, Origin, PausePhases, Recorded, Timing,
+};
+pub use keyframe_units::CheckpointId;
+pub use listing::Listing;
+pub use loaded::{LoadedCheckpoint, UnmappedCheckpoint};
+pub use local::{state_folder, store_of as store_of_folder};
 pub use prune::{PruneOptions, PruneProgress, PruneReport, PruneStep};
 pub use retention::{Moment, Reason, Retention, Verdict};
-pub use run::{DiskState, Put, Run, SealRequest};
-pub use secret::{Secret, SecretKind};
-pub use stats::{Added, Growth, Hour, ImageSharing, Sharing, Stats};
-pub use store::{Listing, Store, id_on};
+pub use run::{DiskState, PutOutcome, Run, SealRequest};
+pub use sealed::Sealed;
+pub use secret::Secret;
+pub use secret_kind::SecretKind;
+pub use stats::{CheckpointGrowth, Growth, HourGrowth, ImageSharing, Sharing, Stats};
+pub use store::{Store, id_on};
 pub use tags::check_tag;
-pub use writer::{Tuning, Writer};
-
-pub use config::FORMAT_VERSION;
+pub use tuning::Tuning;
+pub use writer::Writer;

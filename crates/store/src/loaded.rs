@@ -1,78 +1,90 @@
-//! A checkpoint, loaded: reading its pages.
+//! A loaded checkpoint: reading its pages.
 
-use crate::checkpoint::CheckpointFile;
 use crate::hold::Held;
-use crate::identity::PageRef;
-use crate::meta::Meta;
-use crate::page_map::PageMap;
-use crate::store::Inner;
+use crate::open_store::OpenStore;
+use crate::store::Store;
 use crate::{Error, Result};
+use keyframe_store_format::checkpoint::CheckpointFile;
+use keyframe_store_format::meta::Meta;
+use keyframe_store_format::page_map::PageMap;
+use keyframe_store_format::page_ref::PageRef;
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, ZERO_PAGE};
 use std::sync::Arc;
 
-/// A sealed checkpoint with its page map in memory. Pages are read from the store as they are asked
-/// for; several threads may do so at once.
+/// A sealed checkpoint with its page map in memory. Each page is read from the store on request.
+/// Several threads may read at once.
 #[derive(Debug)]
-pub struct Loaded {
+pub struct LoadedCheckpoint {
     /// Its number.
     pub id: CheckpointId,
-    /// What it tells about itself.
+    /// Its description.
     pub meta: Meta,
     /// The device state as QEMU gave it.
     pub device_state: Vec<u8>,
-    pub(crate) inner: Arc<Inner>,
+    pub(crate) inner: Arc<OpenStore>,
     map: PageMap,
-    /// Whatever a prune removes.
+    /// Keeps the packs open if a prune removes them.
     _held: Held,
 }
 
-/// A sealed checkpoint whose page map was not read yet, which is most of the work where RAM is
-/// large.
+/// A sealed checkpoint without its page map. Reading the map is most of the work if RAM is large.
 #[derive(Clone, Debug)]
-pub struct Unmapped {
+pub struct UnmappedCheckpoint {
     /// Its number.
     pub id: CheckpointId,
-    /// What it tells about itself.
+    /// Its description.
     pub meta: Meta,
     /// The device state as QEMU gave it.
     pub device_state: Vec<u8>,
-    inner: Arc<Inner>,
+    inner: Arc<OpenStore>,
 }
 
-impl Unmapped {
-    pub(crate) fn new(inner: Arc<Inner>, id: CheckpointId, file: CheckpointFile) -> Self {
+impl Store {
+    /// Loads a checkpoint: its description, its device state and the map of its pages, not the
+    /// pages.
+    pub fn load(&self, id: CheckpointId) -> Result<LoadedCheckpoint> {
+        self.load_unmapped(id)?.load()
+    }
+
+    /// Loads a checkpoint without its map, which [`UnmappedCheckpoint::load`] reads later.
+    pub fn load_unmapped(&self, id: CheckpointId) -> Result<UnmappedCheckpoint> {
+        Ok(UnmappedCheckpoint::new(self.inner().clone(), id, self.inner().read_checkpoint(id)?))
+    }
+}
+
+impl UnmappedCheckpoint {
+    fn new(inner: Arc<OpenStore>, id: CheckpointId, file: CheckpointFile) -> Self {
         Self { id, meta: file.meta, device_state: file.device_state, inner }
     }
 
     /// Reads the page map.
-    pub fn load(self) -> Result<Loaded> {
+    pub fn load(self) -> Result<LoadedCheckpoint> {
         let Self { id, meta, device_state, inner } = self;
         let (map, _, held) = inner.hold_maps(id, &meta)?;
-        Ok(Loaded { id, meta, device_state, inner, map, _held: held })
+        Ok(LoadedCheckpoint { id, meta, device_state, inner, map, _held: held })
     }
 }
 
-impl Loaded {
-    /// Pages that are not zero.
+impl LoadedCheckpoint {
+    /// The number of pages that are not zero.
     pub fn nonzero_pages(&self) -> u64 {
         self.map.nonzero_pages()
     }
 
-    /// True where the page is zero and needs no reading.
+    /// True if the page is zero and needs no reading.
     pub fn is_zero(&self, page: PageIndex) -> bool {
         self.map.get(page) == PageRef::ZERO
     }
 
-    /// What stands for the content of a page: two pages of this store with the same token hold the
-    /// same bytes, and 0 stands for zeros. (Different tokens may still hold the same bytes, where a
-    /// store was damaged once.)
+    /// A token for the content of a page: two pages of this store with the same token have the same
+    /// content. 0 is a page of zeros. Pages with different tokens may also have the same content.
     pub fn page_ref(&self, page: PageIndex) -> u64 {
         self.map.get(page).0
     }
 
-    /// Gives every page of `range` that is not zero to `sink`, each verified by its record's
-    /// checksum (its hash is what `check` compares: see docs/design/restore.md), mostly in the
-    /// order in which they lie in the store. Ends with the first error, the sink's own included.
+    /// Passes every page of `range` that is not zero to `sink`, mostly in the order of the store.
+    /// Verifies the checksum of each record, not the page hash, which `check` compares
+    /// (docs/design/restore.md). Ends with the first error, also one of the sink.
     pub fn read_pages<E: From<Error>>(
         &self,
         range: PageRange,
@@ -81,8 +93,8 @@ impl Loaded {
         self.inner.read_pages(&self.wanted(range), sink)
     }
 
-    /// The same by as many threads as there are cores, where there is much to read: for who has no
-    /// threads of its own. `sink` is called on this one, with pages in roughly that order.
+    /// Does the same as [`Self::read_pages`], on all cores if there is much to read. Calls `sink` on
+    /// the caller's thread, with pages in roughly that order.
     pub fn read_pages_by_all_cores<E: From<Error>>(
         &self,
         range: PageRange,
@@ -91,36 +103,35 @@ impl Loaded {
         self.inner.read_many(&self.wanted(range), sink)
     }
 
-    /// Fills `out` with the image from page `first` on, zeros among it, by as many threads as there
-    /// are cores: for who has memory for it, as each page goes to its place without a stop. Each is
-    /// verified as in [`Self::read_pages`]; after an error `out` holds anything.
+    /// Fills `out` with the image from page `first` on, including zeros, on all cores. Verifies pages
+    /// as [`Self::read_pages`] does. After an error `out` has any content.
     pub fn read_into(&self, first: PageIndex, out: &mut [Page]) -> Result<()> {
         let range = PageRange::new(first, out.len() as u64);
         let mut wanted = Vec::with_capacity(out.len());
         let mut zeros = Vec::new();
         let (mut rest, mut next) = (out, first.0);
         for (page, to) in self.map.range(range) {
-            let (between, behind) =
+            let (between, others) =
                 std::mem::take(&mut rest).split_at_mut((page.0 - next) as usize);
             if !between.is_empty() {
                 zeros.push(between);
             }
-            let Some((place, behind)) = behind.split_first_mut() else { break };
+            let Some((place, others)) = others.split_first_mut() else { break };
             wanted.push((to, place));
-            (rest, next) = (behind, page.0 + 1);
+            (rest, next) = (others, page.0 + 1);
         }
         zeros.push(rest);
         self.inner.read_into(&mut wanted, zeros)
     }
 
-    /// The records of a range, rising.
+    /// The records and pages of a range, in the order of the records.
     fn wanted(&self, range: PageRange) -> Vec<(PageRef, PageIndex)> {
         let mut wanted: Vec<_> = self.map.range(range).map(|(page, to)| (to, page)).collect();
         wanted.sort_unstable();
         wanted
     }
 
-    /// The same for single pages, in any order, each once.
+    /// Does the same as [`Self::read_pages`] for single pages, in any order, each once.
     pub fn read_some<E: From<Error>>(
         &self,
         pages: &[PageIndex],
@@ -133,7 +144,7 @@ impl Loaded {
         self.inner.read_pages(&wanted, sink)
     }
 
-    /// Reads one page; zeros also for a page outside the RAM layout.
+    /// Reads one page. A page outside the RAM layout is zero.
     pub fn read_page(&self, page: PageIndex) -> Result<Page> {
         let mut out = ZERO_PAGE;
         self.read_pages(PageRange::new(page, 1), &mut |_, content| {

@@ -1,10 +1,10 @@
-//! What this host keeps for a store that is elsewhere, or encrypted: what runs have written to
-//! their disks, which is in plain as the images beneath are.
+//! The directory on this host for a store that is remote or encrypted. It holds what runs have written
+//! to their disks, not encrypted, as the images beneath.
 //!
 //! ```text
-//!   STATE/keyframe/stores/ID/store.url     where the store is
+//!   STATE/keyframe/stores/ID/store.url     the place of the store
 //!                            disks/...     as in a store's directory
-//!                            index/...     what the index of deduplication spills
+//!                            index/...     spills of the deduplication index
 //!   STATE: $XDG_STATE_HOME, else ~/.local/state
 //! ```
 
@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 
 const URL: &str = "store.url";
 
-/// Where this host keeps what belongs to this program; none where there is no place for it.
+/// The directory of this program's state on this host; `None` if the environment names none.
 pub fn state_folder() -> Option<PathBuf> {
     let variable =
         |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
@@ -24,12 +24,12 @@ pub fn state_folder() -> Option<PathBuf> {
     Some(state.join("keyframe"))
 }
 
-/// Where the directory for the store `id` is, or would be; none where there is no place for it.
+/// The path of the directory for the store `id`; `None` if the environment names none.
 pub fn path(id: &str) -> Option<PathBuf> {
     Some(state_folder()?.join("stores").join(id))
 }
 
-/// The directory for the store `id` at `url`; made where it is not there.
+/// The directory for the store `id` at `url`. Makes it if it does not exist.
 pub fn folder(id: &str, url: &Path) -> Result<PathBuf> {
     let folder = path(id).ok_or_else(|| Error::Io {
         object: url.display().to_string(),
@@ -53,7 +53,7 @@ fn folder_name(id: &str) -> String {
     format!("keyframe/stores/{id} in the directory for state")
 }
 
-/// The store that a local folder is of: itself, or the one that it says.
+/// The store that a local directory belongs to: itself, or the store in its `store.url`.
 pub fn store_of(folder: &Path) -> PathBuf {
     std::fs::read_to_string(folder.join(URL)).map_or_else(|_| folder.to_path_buf(), PathBuf::from)
 }

@@ -1,74 +1,76 @@
-//! Reading packs: what state a pack is in, its records in bulk and one after the other.
+//! Reading a pack: its state, and its records in bulk.
 //!
 //! ```text
-//!   closed       header, records, trailer                       its index is trusted for deduplication
-//!   unfinished   header, records, perhaps a torn tail            its writer died, or is still at it: read record by record
-//!   unreadable   the header is not right                         nothing of it is used
+//!   closed       header, records, trailer                 its index is trusted for deduplication
+//!   unfinished   header, records, perhaps a torn tail     its writer died or still writes: read record by record
+//!   unreadable   the header is damaged                    nothing of it is used
 //! ```
 
-use crate::dictionary::Dictionary;
-use crate::files::OpenFile;
-use crate::identity::{PageHash, PageRef};
-use crate::index::Seal;
-use crate::record::{
-    Entry, FOOTER_BYTES, PACK_HEADER_BYTES, RECORD_BYTES_MAX, Record, check_pack_header,
-    decode_dictionary, decode_trailer, parse_footer,
-};
-use crate::store::Inner;
+use crate::files::{OpenFile, StoreFiles};
 use crate::{Error, Result};
-use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::layout;
+use keyframe_store_format::dictionary::Dictionary;
+use keyframe_store_format::identity::StoreId;
+use keyframe_store_format::pack::{
+    Entry, FOOTER_BYTES, PackSeal, check_pack_header, decode_dictionary, decode_trailer,
+    parse_footer, seal_of,
+};
+use keyframe_store_format::page_hash::PageHash;
+use keyframe_store_format::page_ref::PACK_HEADER_BYTES;
+use keyframe_store_format::page_ref::PageRef;
+use keyframe_store_format::record::{RECORD_BYTES_MAX, Record};
 use keyframe_units::{Page, ZERO_PAGE};
 use std::sync::{Arc, OnceLock};
 
-/// One read covers at most this much, which stays in the cache of a core until it is decoded.
-const READ_BYTES_MAX: u64 = 1 << 18;
-/// Unwanted bytes between two records that are cheaper to read than to skip.
+/// The most bytes of one read: they stay in the cache of a core until they are decoded.
+pub const READ_BYTES_MAX: u64 = 1 << 18;
+/// Up to this many unwanted bytes between two records, reading them is cheaper than skipping them.
 const GAP_BYTES_MAX: u64 = 32 << 10;
 
-/// What is said at once to be read next.
+/// The most ranges and bytes of one prefetch hint.
 const HINT_SPANS: usize = 32;
 const HINT_BYTES: u64 = 4 << 20;
 
-/// A pack whose header is right.
+/// An open pack with a correct header.
 #[derive(Debug)]
 pub struct PackFile {
     pub number: u32,
+    /// Its name in errors.
     pub object: String,
     pub file: OpenFile,
     pub header: [u8; PACK_HEADER_BYTES],
-    /// Where the first record is.
+    /// The offset of the first record.
     pub first: u64,
-    /// Read when a record needs it.
+    /// Read when the first record needs it.
     dictionary: OnceLock<Result<Arc<Dictionary>, String>>,
 }
 
-/// What the end of a pack says.
+/// The end of a pack.
 #[derive(Debug)]
 pub enum Ending {
-    /// A trailer that holds: the index, and where the records end.
+    /// A correct trailer: the index, and the offset at which the records end.
     Closed { entries: Vec<Entry>, records_end: u64 },
     /// No trailer.
     Unfinished,
-    /// Something that was a trailer.
+    /// A damaged trailer, and what is wrong with it.
     Damaged(String),
 }
 
-/// What a record holds.
+/// The content of a record.
 #[derive(Debug)]
 pub enum Content<'a> {
-    /// A page, and the hash that its record says.
+    /// A page, and the hash in its record.
     Plain(&'a Page, PageHash),
-    /// A page that is still to be made from other records.
+    /// A page that has to be made from other records.
     Derived(&'a Record<'a>),
 }
 
 impl PackFile {
-    /// Opens pack `number` and checks its header.
-    pub fn open(inner: &Inner, number: u32) -> Result<Self> {
+    /// Opens pack `number` of the store `id` and checks its header.
+    pub fn open(files: &StoreFiles, id: StoreId, number: u32) -> Result<Self> {
         let name = layout::pack(number);
-        let object = inner.backend.describe(&name);
-        let file = inner.backend.open(&name).map_err(|e| {
+        let object = files.describe(&name);
+        let file = files.open(&name).map_err(|e| {
             if e.is_not_found() { Error::damaged(&object, "the pack is missing") } else { e }
         })?;
         let mut header = [0; PACK_HEADER_BYTES];
@@ -77,12 +79,12 @@ impl PackFile {
             return Err(Error::damaged(object, "shorter than a pack's header"));
         }
         file.read_at(0, &mut header)?;
-        let first = check_pack_header(&header, inner.config.id, number, &object)?;
-        Ok(Self::of(number, object, file, header, first))
+        let first = check_pack_header(&header, id, number, &object)?;
+        Ok(Self::with_header(number, object, file, header, first))
     }
 
-    /// Of a header that holds.
-    pub fn of(
+    /// A pack whose header has been checked.
+    pub fn with_header(
         number: u32,
         object: String,
         file: OpenFile,
@@ -92,12 +94,12 @@ impl PackFile {
         Self { number, object, file, header, first, dictionary: OnceLock::new() }
     }
 
-    /// It was recompressed: it has a dictionary, if only an empty one.
+    /// True if the pack was recompressed. Then it has a dictionary, which may be empty.
     pub fn is_dense(&self) -> bool {
         self.first > PACK_HEADER_BYTES as u64
     }
 
-    /// What its dense records are read with.
+    /// The dictionary of its dense records.
     pub fn dictionary(&self) -> Result<Arc<Dictionary>, String> {
         let read = || {
             let len = self.first.saturating_sub(PACK_HEADER_BYTES as u64);
@@ -108,10 +110,10 @@ impl PackFile {
         self.dictionary.get_or_init(read).clone()
     }
 
-    /// Parses the record at `place`, with which `bytes` begin.
+    /// Parses the record at `place`. `bytes` begin with it.
     pub fn parse<'a>(&self, bytes: &'a [u8], place: PageRef) -> Result<Record<'a>, String> {
         let record = Record::parse(bytes, place)?;
-        if record.is_dense() { Ok(record.with(self.dictionary()?)) } else { Ok(record) }
+        if record.is_dense() { Ok(record.with_dictionary(self.dictionary()?)) } else { Ok(record) }
     }
 
     /// Reads the trailer of a pack of `len_bytes`.
@@ -119,8 +121,8 @@ impl PackFile {
         self.trailer(len_bytes).unwrap_or_else(Ending::Damaged)
     }
 
-    /// What its trailer is known by, unless it has none. The trailer itself is not looked at.
-    pub fn seal(&self) -> Result<Option<Seal>> {
+    /// The checksum of its trailer; `None` if it has none. Reads the footer only.
+    pub fn seal(&self) -> Result<Option<PackSeal>> {
         let len_bytes = self.file.len_bytes()?;
         let Some(at) = len_bytes.checked_sub(FOOTER_BYTES as u64) else { return Ok(None) };
         let mut footer = [0; FOOTER_BYTES];
@@ -144,53 +146,8 @@ impl PackFile {
         Ok(Ending::Closed { entries, records_end: footer.records_end })
     }
 
-    /// Walks the records from `from` on, up to `end` or the first whose bytes are not whole;
-    /// returns where that is, and why. `visit` hears of each verified one, and of those whose bytes
-    /// are whole but not what they stand for: offset and problem. Bytes that the medium does not
-    /// give are as bad as wrong ones.
-    pub fn walk(
-        &self,
-        inner: &Inner,
-        from: u64,
-        end: u64,
-        visit: &mut dyn FnMut(Result<Entry, (u64, String)>),
-    ) -> Option<(u64, String)> {
-        let mut page = ZERO_PAGE;
-        let mut buffer = Vec::new();
-        let (mut at, mut buffer_at) = (from, from);
-        while at < end {
-            let have = (buffer_at + buffer.len() as u64).saturating_sub(at);
-            let want = (end - at).min(RECORD_BYTES_MAX as u64);
-            if have < want {
-                buffer_at = at;
-                buffer.resize((end - at).min(READ_BYTES_MAX) as usize, 0);
-                if self.file.read_at(at, &mut buffer).is_err() {
-                    // The bad place may lie further on: ask for no more than this record can take.
-                    buffer.resize(want as usize, 0);
-                    if let Err(error) = self.file.read_at(at, &mut buffer) {
-                        return Some((at, error.to_string()));
-                    }
-                }
-            }
-            let bytes = buffer.get((at - buffer_at) as usize..).unwrap_or_default();
-            let place = PageRef::new(self.number, at);
-            let record = match Record::parse(bytes, place) {
-                Ok(record) => record,
-                Err(problem) => return Some((at, problem)),
-            };
-            let restored =
-                self.parse(bytes, place).and_then(|whole| inner.restore(&whole, place, &mut page));
-            visit(match restored {
-                Ok(()) => Ok(Entry::new(record.hash, at, record.kind)),
-                Err(problem) => Err((at, problem)),
-            });
-            at += record.len_bytes() as u64;
-        }
-        None
-    }
-
-    /// Reads the records that `wanted` lists (rising references, all of this pack, each with
-    /// something of the caller's), in few large reads, and gives each to `sink`.
+    /// Reads the records at `wanted` in few large reads and passes each to `sink`. The references
+    /// rise and are all of this pack. Each comes with a value of the caller's, which `sink` gets.
     pub fn read_records<T: Copy, E: From<Error>>(
         &self,
         wanted: &[(PageRef, T)],
@@ -214,13 +171,13 @@ impl PackFile {
         })
     }
 
-    /// What is wrong with a record.
+    /// The error of a damaged record.
     pub fn damaged_at(&self, to: PageRef, problem: impl Into<String>) -> Error {
         Error::damaged(format!("{} at offset {}", self.object, to.offset()), problem)
     }
 
-    /// The bytes with which each of these records begins, one after the other, as
-    /// [`Self::read_records`] reads them: `sink` gets the number of each in `wanted`.
+    /// Reads the bytes of the records at `wanted` as [`Self::read_records`] does. `sink` gets the
+    /// index of each in `wanted`, and bytes that begin with the record.
     pub fn read_bytes<T, E: From<Error>>(
         &self,
         wanted: &[(PageRef, T)],
@@ -238,7 +195,7 @@ impl PackFile {
             let mut count = group_len(rest);
             let last = rest.get(count - 1).map_or(*start, |(to, _)| *to);
             let span = match self.read_span(*start, last, len_bytes, buffer) {
-                // What the medium does not give may lie between the records wanted.
+                // The unreadable bytes may lie between the wanted records.
                 Err(_) if count > 1 => {
                     count = 1;
                     self.read_span(*start, *start, len_bytes, buffer)?
@@ -246,8 +203,8 @@ impl PackFile {
                 other => other?,
             };
             let span = buffer.get(..span).unwrap_or_default();
-            let (group, behind) = rest.split_at(count);
-            rest = behind;
+            let (group, others) = rest.split_at(count);
+            rest = others;
             for (to, _) in group {
                 let bytes = span.get((to.offset() - start.offset()) as usize..).unwrap_or_default();
                 sink(done, bytes)?;
@@ -257,8 +214,8 @@ impl PackFile {
         Ok(())
     }
 
-    /// Says what will be read of the first of these records; of how many. One read alone needs no
-    /// hint.
+    /// Tells the file which ranges will be read next; returns for how many of the records. A single
+    /// read needs no hint.
     fn hint<T>(&self, wanted: &[(PageRef, T)], len_bytes: u64) -> usize {
         let (mut spans, mut bytes, mut count) = (Vec::new(), 0, 0);
         while let Some((first, rest)) = wanted.get(count).zip(wanted.get(count..)) {
@@ -277,8 +234,8 @@ impl PackFile {
         count
     }
 
-    /// Fills the beginning of `buffer` with everything from the record at `first` to the end of the
-    /// one at `last`; how much that is. What the buffer held before is not cleared.
+    /// Reads all bytes from the record at `first` to the end of the one at `last` into `buffer`;
+    /// returns their number. Does not clear the rest of the buffer.
     fn read_span(
         &self,
         first: PageRef,
@@ -300,12 +257,7 @@ impl PackFile {
     }
 }
 
-/// What a trailer is known by: a part of its checksum.
-pub fn seal_of(footer: &[u8; FOOTER_BYTES]) -> Seal {
-    footer[32..].first_chunk().copied().unwrap_or_default()
-}
-
-/// How many of the first records one read should fetch; at least one.
+/// The number of records that the next read fetches; at least one.
 fn group_len<T>(wanted: &[(PageRef, T)]) -> usize {
     let Some((first, _)) = wanted.first() else { return 1 };
     let far = wanted.windows(2).position(|pair| match pair {
@@ -315,17 +267,4 @@ fn group_len<T>(wanted: &[(PageRef, T)]) -> usize {
         _ => true,
     });
     far.map_or(wanted.len(), |at| at + 1)
-}
-
-impl Inner {
-    /// A pack, opened once and kept.
-    pub fn pack(&self, number: u32) -> Result<Arc<PackFile>> {
-        let mut packs = self.packs.lock().ignore_poison();
-        if let Some(pack) = packs.get(&number) {
-            return Ok(pack.clone());
-        }
-        let pack = Arc::new(PackFile::open(self, number)?);
-        packs.insert(number, pack.clone());
-        Ok(pack)
-    }
 }

@@ -1,42 +1,42 @@
-//! Reading many pages by several threads.
+//! Reading many pages on several threads.
 //!
 //! ```text
-//!   wanted, rising   | piece | piece | piece | ...          taken one after the other by whoever is free
+//!   wanted, rising   | piece | piece | piece | ...          each idle thread takes the next one
 //!                        │       │
-//!                     thread   thread     read, decompress, put together
+//!                     thread   thread     read, decompress, assemble
 //!                        └───┬───┘
 //!                         batches ──▶ the caller's thread ──▶ sink
 //!                            └──────── emptied ─────┘
 //! ```
 //!
-//! Who has memory for all of it gives each page its place instead (`fill`): then a thread puts what
-//! it reads there itself.
+//! A caller with memory for all pages uses [`crate::fill`] instead, where a thread puts each page into
+//! its place.
 //!
-//! Invariants: the sink is called on the caller's thread alone. Memory is bounded by the threads: a
-//! few batches for each, and what [`Inner::read_pages`] takes. Where the sink or a thread fails,
-//! the others end with their batch.
+//! Invariants: the sink is called on the caller's thread only. Memory is bounded: a few batches for each
+//! thread, and that of [`OpenStore::read_pages`]. If the sink or a thread fails, the other threads end
+//! after their batch.
 
-use crate::identity::PageRef;
-use crate::store::Inner;
+use crate::open_store::OpenStore;
 use crate::{Error, Result};
 use keyframe_locks::IgnorePoison;
+use keyframe_store_format::page_ref::PageRef;
 use keyframe_units::Page;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 
-/// Fewer pages, 8 MiB, are read on the caller's thread.
+/// The fewest pages, 8 MiB, that are worth several threads.
 pub const PAGES_MIN: usize = 2048;
-/// What a thread takes at once: enough for large reads, and for deltas to find their bases next to
-/// each other.
+/// The records in one piece: enough for large reads, and for the bases of deltas to lie next to each
+/// other.
 pub const PIECE_RECORDS: usize = 2048;
-/// What it gives on at once: what stays in a core's cache.
+/// The pages in one batch: they stay in the cache of a core.
 const BATCH_PAGES: usize = 32;
 const THREADS_MAX: usize = 8;
-/// For each thread: batches that wait to be taken.
+/// The batches of each thread that wait for the caller.
 const BATCHES: usize = 2;
 
-/// As many threads as are worth it here.
+/// The number of threads that are worth it on this machine.
 pub fn threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX)
 }
@@ -45,7 +45,7 @@ type Batch<T> = Vec<(T, Page)>;
 
 /// Why a thread ends early.
 enum Stop {
-    /// Nobody takes what it reads any more.
+    /// The caller takes no more batches.
     Gone,
     Failed(Error),
 }
@@ -56,9 +56,9 @@ impl From<Error> for Stop {
     }
 }
 
-/// What the threads of one read have in common.
+/// What the threads of one read share.
 struct Shared<'a, T> {
-    inner: &'a Inner,
+    inner: &'a OpenStore,
     wanted: &'a [(PageRef, T)],
     next: AtomicUsize,
     empty: Mutex<Vec<Batch<T>>>,
@@ -75,7 +75,7 @@ impl<T: Copy> Shared<'_, T> {
         self.empty.lock().ignore_poison().push(batch);
     }
 
-    /// Reads pieces until there are no more.
+    /// Reads pieces until all are taken.
     fn work(&self, to: &SyncSender<Result<Batch<T>>>) {
         let mut batch = self.batch();
         let mut read = || {
@@ -100,9 +100,9 @@ impl<T: Copy> Shared<'_, T> {
     }
 }
 
-impl Inner {
-    /// As [`Inner::read_pages`], by several threads where there is much to read: then the order of
-    /// pages is only roughly that of `wanted`.
+impl OpenStore {
+    /// Does the same as [`OpenStore::read_pages`], on several threads if there is much to read. Then
+    /// the order of pages is only roughly that of `wanted`.
     pub fn read_many<T: Copy + Send + Sync, E: From<Error>>(
         &self,
         wanted: &[(PageRef, T)],
@@ -115,7 +115,7 @@ impl Inner {
         self.read_by(cores.min(wanted.len().div_ceil(PIECE_RECORDS).max(2)), wanted, sink)
     }
 
-    /// As [`Self::read_many`], by so many threads.
+    /// Does the same as [`Self::read_many`], on this number of threads.
     pub fn read_by<T: Copy + Send + Sync, E: From<Error>>(
         &self,
         threads: usize,
@@ -131,7 +131,7 @@ impl Inner {
                 scope.spawn(move || shared.work(&to));
             }
             drop(to);
-            // Dropped on the way out of here, so that nobody waits to be taken from.
+            // An error drops `batches`, so no thread waits for the caller.
             for batch in batches {
                 let batch = batch?;
                 batch.iter().try_for_each(|(what, page)| sink(*what, page))?;
@@ -144,10 +144,10 @@ impl Inner {
 
 #[cfg(test)]
 pub mod tests {
-    use crate::codec::tests::noise;
     use crate::tests::{TINY, content, init_on, layout, on, seal};
-    use crate::{Error, Loaded, Tuning};
+    use crate::{Error, LoadedCheckpoint, Tuning};
     use keyframe_store_backend::testing::FaultyBackend;
+    use keyframe_store_format::testing::noise;
     use keyframe_units::{Page, PageIndex, PageRange, ZERO_PAGE};
     use std::collections::BTreeMap;
 
@@ -168,7 +168,7 @@ pub mod tests {
         }
     }
 
-    pub fn subject() -> (FaultyBackend, Loaded) {
+    pub fn subject() -> (FaultyBackend, LoadedCheckpoint) {
         let medium = FaultyBackend::default();
         let tuning =
             Tuning { pack_bytes_max: 3 << 20, base_bytes: 64 << 20, buffer_bytes: 1 << 16, ..TINY };
@@ -196,7 +196,7 @@ pub mod tests {
         let all = PageRange::new(PageIndex(0), PAGES);
         let mut wanted: Vec<_> = all
             .iter()
-            .map(|page| (crate::identity::PageRef(loaded.page_ref(page)), page))
+            .map(|page| (keyframe_store_format::page_ref::PageRef(loaded.page_ref(page)), page))
             .collect();
         wanted.retain(|(to, _)| to.0 != 0);
         wanted.sort_unstable();

@@ -1,4 +1,4 @@
-//! Which checkpoints are worth keeping: pure policy, from what is known of each and nothing else.
+//! Which checkpoints to keep. Pure policy: it uses only what it is given about each checkpoint.
 //!
 //! ```text
 //!   of each VM, newest first      t0      t1   t2  t3 |             t4 |        t5        t6
@@ -10,12 +10,11 @@
 //!   forgotten                                      t3
 //! ```
 //!
-//! Invariants: what any rule keeps is kept. The newest checkpoint of a VM is kept whatever the
-//! rules say: a run that goes on builds upon it. So is one that a disk's overlay stands on, and one
-//! with a tag (with one of the tags that were named, where some were), and one that is pinned, in
-//! any case.
+//! Invariants: a checkpoint that any rule keeps is kept. These are kept without a rule: the newest
+//! checkpoint of a VM, because a run builds upon it; a checkpoint that the overlay of a disk depends on; a
+//! tagged one (if tags were named, one with one of these); a pinned one.
 //!
-//! Not here: checkpoints that the user names are forgotten without being asked for reasons.
+//! Not here: checkpoints that the user names, which are forgotten without a rule.
 
 use crate::Sealed;
 use jiff::Timestamp;
@@ -27,18 +26,18 @@ use std::time::Duration;
 /// The rules.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Retention {
-    /// So many of the newest.
+    /// Keep this number of the newest.
     pub last: Option<u64>,
-    /// Those taken no longer than this before the newest of their VM: a VM that has ended loses
-    /// none by the passing of time.
+    /// Keep those taken no longer than this before the newest of their VM. So a VM that has ended
+    /// loses none as time passes.
     pub within: Option<Duration>,
-    /// The newest of each such interval, counted from 1970 on.
+    /// Keep the newest of each such interval, counted from 1970 on.
     pub every: Option<Duration>,
-    /// Of the tagged ones only those with one of these tags; `None`: all that have any.
+    /// Of the tagged ones, keep only those with one of these tags. `None` keeps all tagged ones.
     pub tags: Option<BTreeSet<String>>,
 }
 
-/// What is known of a checkpoint.
+/// The properties of a checkpoint that rules use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Moment {
     /// Its number.
@@ -49,7 +48,7 @@ pub struct Moment {
     pub taken_at: Timestamp,
     /// Its tags, pins left out.
     pub tags: Vec<String>,
-    /// It is pinned.
+    /// True if it is pinned.
     pub pinned: bool,
 }
 
@@ -67,37 +66,37 @@ impl From<&Sealed> for Moment {
 pub enum Reason {
     /// It is the newest of its VM.
     Newest,
-    /// One of the last.
+    /// It is one of the last.
     Last,
-    /// Young enough.
+    /// It is young enough.
     Within,
-    /// The newest of its interval.
+    /// It is the newest of its interval.
     Every,
     /// It has a tag.
     Tagged,
     /// It is pinned.
     Pinned,
-    /// What was written to a disk since stands on it.
+    /// The overlay of a disk depends on it.
     Disk,
 }
 
-/// What the rules say of a checkpoint.
+/// The result of the rules for a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Verdict {
     /// Its number.
     pub id: CheckpointId,
-    /// Why it is kept; none: it is forgotten.
+    /// The reasons to keep it. If there are none, it is forgotten.
     pub kept: Vec<Reason>,
 }
 
 impl Retention {
-    /// True where no rule was given.
+    /// True if there is no rule.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Judges all checkpoints of a store, which are given in any order; the verdicts rise by
-    /// number. `standing`: those that overlays of disks stand on.
+    /// Judges all checkpoints of a store, in any order. Verdicts rise by number. `standing`: the
+    /// checkpoints that overlays of disks depend on.
     pub fn judge(&self, moments: &[Moment], standing: &BTreeSet<CheckpointId>) -> Vec<Verdict> {
         let mut vms = BTreeMap::<&str, Vec<&Moment>>::new();
         for moment in moments {
@@ -105,8 +104,7 @@ impl Retention {
         }
         let mut verdicts = Vec::with_capacity(moments.len());
         for of_vm in vms.values_mut() {
-            // By number: clocks go back, and the newest checkpoint is what the next one builds
-            // upon.
+            // Sorts by number, because clocks may go back. A run builds upon the highest number.
             of_vm.sort_unstable_by_key(|moment| std::cmp::Reverse(moment.id));
             verdicts.extend(self.judge_vm(of_vm, standing));
         }
@@ -114,7 +112,7 @@ impl Retention {
         verdicts
     }
 
-    /// Judges those of one VM, newest first.
+    /// Judges the checkpoints of one VM, newest first.
     fn judge_vm(&self, of_vm: &[&Moment], standing: &BTreeSet<CheckpointId>) -> Vec<Verdict> {
         let newest_at = of_vm.first().map_or(Timestamp::UNIX_EPOCH, |moment| moment.taken_at);
         let mut intervals = BTreeSet::new();
@@ -145,7 +143,7 @@ impl Retention {
     }
 }
 
-/// Longer ones than a jiff duration can be are as long as that.
+/// The duration, or the longest that jiff has.
 fn signed(duration: Duration) -> jiff::SignedDuration {
     jiff::SignedDuration::try_from(duration).unwrap_or(jiff::SignedDuration::MAX)
 }

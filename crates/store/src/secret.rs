@@ -1,61 +1,43 @@
-//! The keys of an encrypted store, and what they are locked with.
+//! The keys of an encrypted store, and the secret that locks them.
 //!
 //! ```text
 //!   passphrase ──Argon2id(salt, memory, passes, lanes)──┐
 //!   key file ────BLAKE3 derive_key(salt, contents)──────┴─▶ 32 bytes ──XChaCha20-Poly1305──▶ "keys" in store.json
-//!                                                                           └ authenticates the id and all parameters too
+//!                                                                           └ also authenticates the id and all parameters
 //!   "keys": hash key (32, finds pages) · data key (32, encrypts files)
 //! ```
 //!
-//! Invariants: both keys are random and made with the store; neither is in `store.json` in plain,
-//! nor in any `Debug` form; they leave memory cleared. What a foreign `store.json` asks of memory
-//! and time is bounded.
+//! Invariants: both keys are random and made with the store. Neither is in `store.json` in plain text,
+//! nor in any `Debug` form. Their memory is cleared. The memory and time that a foreign `store.json` can
+//! ask for are bounded.
 
-use crate::identity::HashKey;
+use crate::secret_kind::SecretKind;
 use crate::{Error, Result};
 use argon2::{Algorithm, Argon2, Params, Version};
 use chacha20poly1305::aead::{Aead, Payload};
 use chacha20poly1305::{KeyInit, XChaCha20Poly1305, XNonce};
 use keyframe_bytes::hex::{from_hex, to_hex};
 use keyframe_store_backend::{DataKey, random_bytes};
+use keyframe_store_format::page_hash::HashKey;
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
 const CIPHER: &str = "xchacha20-poly1305";
 const KEY_FILE_CONTEXT: &str = "keyframe 2026-11 key file of a store";
-/// A key file holds at least as much as a key.
+/// The shortest key file: as long as a key.
 const KEY_FILE_BYTES_MIN: usize = 32;
 const PASSPHRASE_BYTES_MIN: usize = 8;
-/// As RFC 9106 recommends where memory is not plentiful.
+/// The second recommendation of RFC 9106, for limited memory.
 const ARGON: Argon = Argon { memory_kib: 64 << 10, passes: 3, lanes: 4 };
 const ARGON_MAX: Argon = Argon { memory_kib: 1 << 20, passes: 64, lanes: 64 };
 
-/// What opens an encrypted store. Its `Debug` form does not show it.
+/// The secret that opens an encrypted store. Its `Debug` form does not show it.
 #[derive(Clone)]
 pub enum Secret {
-    /// Words that a person knows; at least 8 bytes.
+    /// Words of a person; at least 8 bytes.
     Passphrase(Zeroizing<String>),
     /// The contents of a file; at least 32 bytes.
     KeyFile(Zeroizing<Vec<u8>>),
-}
-
-/// Which of them a store needs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum SecretKind {
-    /// A passphrase.
-    Passphrase,
-    /// A key file.
-    KeyFile,
-}
-
-impl std::fmt::Display for SecretKind {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Passphrase => "passphrase",
-            Self::KeyFile => "key file",
-        })
-    }
 }
 
 impl std::fmt::Debug for Secret {
@@ -65,7 +47,7 @@ impl std::fmt::Debug for Secret {
 }
 
 impl Secret {
-    /// Which one it is.
+    /// The kind of the secret.
     pub fn kind(&self) -> SecretKind {
         match self {
             Self::Passphrase(_) => SecretKind::Passphrase,
@@ -73,7 +55,7 @@ impl Secret {
         }
     }
 
-    /// Refuses what is too short to lock a store with.
+    /// Refuses a secret that is too short to lock a store with.
     fn check(&self) -> Result<()> {
         let (len, min) = match self {
             Self::Passphrase(words) => (words.len(), PASSPHRASE_BYTES_MIN),
@@ -83,7 +65,7 @@ impl Secret {
     }
 }
 
-/// How the keys of a store are locked: a part of `store.json`.
+/// The locked keys of a store: a part of `store.json`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lock {
     cipher: String,
@@ -127,13 +109,13 @@ impl Lock {
         Ok(lock)
     }
 
-    /// Which secret opens it.
+    /// The kind of secret that opens it.
     pub fn kind(&self) -> SecretKind {
         self.with
     }
 
-    /// The keys; [`Error::WrongKey`] where the secret is another, or the lock was changed. `object`
-    /// is how errors call the file.
+    /// The keys; [`Error::WrongKey`] if the secret is another, or the lock was changed. `object` names
+    /// the file in errors.
     pub fn open(
         &self,
         secret: &Secret,
@@ -179,7 +161,7 @@ impl Lock {
         format!("{identity} {cipher} {with} {derivation} {salt}")
     }
 
-    /// None where what is asked for is out of bounds.
+    /// The cipher; `None` if the parameters of the lock are out of bounds.
     fn cipher(&self, secret: &Secret) -> Option<XChaCha20Poly1305> {
         let salt: [u8; 16] = from_hex(&self.salt)?;
         let mut key = Zeroizing::new([0; 32]);
@@ -212,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_come_back_with_the_right_secret_alone() {
+    fn only_the_right_secret_opens_the_keys() {
         let (hash, data) = (HashKey([0xab; 32]), DataKey(Zeroizing::new([0xcd; 32])));
         let words = |text: &str| Secret::Passphrase(Zeroizing::new(text.into()));
         for (right, wrong) in
@@ -236,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_changed_asks_too_much_or_is_too_short_is_refused() {
+    fn changed_greedy_and_short_locks_are_refused() {
         let (hash, data) = (HashKey([1; 32]), DataKey(Zeroizing::new([2; 32])));
         let lock = Lock::close(&key_file(1), &hash, &data, "id").unwrap();
         let words = Secret::Passphrase(Zeroizing::new("long enough".into()));

@@ -1,36 +1,35 @@
-//! Finding the sectors of disk blocks in what the store holds: an index in memory, and the
-//! comparison with what it names.
+//! Finding the sectors of disk blocks in what the store holds, with an index in memory.
 //!
 //! ```text
-//!   sector ── XXH3-64, secret seed ──▶ bucket of four ──▶ record ── read it ──▶ one of its eight sectors is the same?
+//!   sector ── XXH3-64, secret seed ──▶ bucket of four ──▶ record ── read it ──▶ is one of its eight sectors the same?
 //!                                      newest first;                                 no ──▶ forgotten
 //!                                      a fifth pushes the oldest out                 yes ─▶ Part::Of(record, number)
 //! ```
 //!
-//! Invariants: the bytes are compared before anything refers to them, so that a false match is
-//! impossible, whatever a guest writes; a collision costs a reading. Memory is bounded: the table
-//! doubles up to its limit and then forgets. What it forgets is a saving missed, nothing else.
-//! Nothing of it is on disk.
+//! Invariants: the bytes are compared before anything refers to them. So a false match is impossible,
+//! whatever a guest writes; a collision costs a read. Memory is bounded: the table doubles up to its
+//! limit and then forgets. A forgotten sector only costs space. Nothing of the index is on disk.
 
-use crate::composed::{Composition, PART_BYTES, PARTS, Part, Sector, sectors};
-use crate::identity::{HashKey, PageRef};
+use keyframe_store_format::composed::{Composition, PART_BYTES, PARTS, Part, Sector, sectors};
+use keyframe_store_format::page_hash::HashKey;
+use keyframe_store_format::page_ref::PageRef;
 use keyframe_units::{Page, ZERO_PAGE};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 const SLOTS: usize = 4;
-/// A table begins with 2^12 buckets: 256 KiB.
+/// The first table has 2^12 buckets: 256 KiB.
 const BITS_FIRST: u32 = 12;
-/// Pages kept as they were read: a shifted file needs each for two blocks in a row, one with small
-/// blocks for more.
+/// The pages that are kept after a read. A shifted file needs each page for two consecutive blocks or
+/// more.
 const RECENT_PAGES: usize = 32;
 
-/// What stands for each sector of a page; `None`: it is zero.
+/// The tag of each sector of a page; `None` if the sector is zero.
 pub type Tags = [Option<u64>; PARTS];
 
 /// Finds sectors.
 pub struct SectorFinder {
     seed: u64,
-    /// Of a block, at least so many parts must be found.
+    /// The fewest parts of a block that make a composed record.
     parts_min: usize,
     table: Table,
     recent: Vec<(PageRef, Page)>,
@@ -38,7 +37,7 @@ pub struct SectorFinder {
 }
 
 impl SectorFinder {
-    /// One that takes at most `bytes_max` for its table; `None` where that holds nothing.
+    /// A finder with a table of at most `bytes_max`; `None` if that is too small for a table.
     pub fn new(key: &HashKey, bytes_max: usize, parts_min: usize) -> Option<Self> {
         let hash = blake3::keyed_hash(&key.0, b"the sectors of keyframe");
         let seed = hash.as_bytes().first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
@@ -46,7 +45,7 @@ impl SectorFinder {
         Some(Self { seed, parts_min: parts_min.max(1), table, recent: Vec::new(), oldest: 0 })
     }
 
-    /// What stands for the sectors of a page.
+    /// The tags of the sectors of a page.
     pub fn tags(&self, page: &Page) -> Tags {
         sectors(page).each_ref().map(|sector| {
             let zero = *sector == [0; PART_BYTES];
@@ -54,21 +53,21 @@ impl SectorFinder {
         })
     }
 
-    /// The page with these sectors is in `record`, which is not composed.
+    /// Adds a page with these tags, which is in the plain record `record`.
     pub fn learn(&mut self, tags: &Tags, record: PageRef) {
         for tag in tags.iter().flatten() {
             self.table.insert(*tag, record);
         }
     }
 
-    /// Forgets everything: some of what was learnt is in the store no more.
+    /// Forgets all sectors, because some records may be lost.
     pub fn clear(&mut self) {
         self.table.clear();
         self.recent.clear();
     }
 
-    /// How the block can be put together; `None` where too few of its parts are found. `read` gives
-    /// the page of a record, and `false` where it cannot be read or is composed itself.
+    /// The parts of a block that the store holds; `None` if there are too few. `read` reads the page
+    /// of a record; it returns false if it cannot, or the record is derived.
     pub fn compose(
         &mut self,
         block: &Page,
@@ -99,7 +98,7 @@ impl SectorFinder {
         (composition.references() >= self.parts_min).then_some(composition)
     }
 
-    /// Which part of `record` is this sector.
+    /// The number of the part of `record` that equals this sector.
     fn number_in(
         &mut self,
         record: PageRef,
@@ -114,7 +113,7 @@ impl SectorFinder {
         sectors(page).iter().position(|is| is == sector).map(|number| number as u8)
     }
 
-    /// Reads a record's page in the place of the one that was read longest ago.
+    /// Reads the page of a record. Replaces the page that was read longest ago.
     fn fetch(
         &mut self,
         record: PageRef,
@@ -127,7 +126,7 @@ impl SectorFinder {
             self.oldest = (self.oldest + 1) % RECENT_PAGES;
         }
         let (of, page) = self.recent.get_mut(self.oldest)?;
-        // Half read, it is no record's.
+        // A failed read leaves the page of no record.
         *of = PageRef::ZERO;
         if !read(record, page) {
             return None;
@@ -143,7 +142,7 @@ impl std::fmt::Debug for SectorFinder {
     }
 }
 
-/// One sector: what stands for it, and a record that has it. Empty where the record is zero.
+/// The tag of a sector, and a record that has it. The slot is empty if the record is zero.
 #[derive(Clone, Copy)]
 struct Slot {
     tag: u64,
@@ -185,12 +184,12 @@ impl Table {
             .map(|slot| slot.record)
     }
 
-    /// What is there for the tag stays: it has been there longer, and is as good.
+    /// Adds a tag. Keeps an existing entry of the tag.
     fn insert(&mut self, tag: u64, record: PageRef) {
         if self.find(tag).is_some() {
             return;
         }
-        // With one in four filled, some 4 of 1000 sectors have met a bucket that was full.
+        // When a quarter is filled, about 4 of 1000 sectors have met a full bucket.
         if self.used * 4 >= self.buckets.len() * SLOTS && self.bits < self.bits_max {
             self.grow();
         }
@@ -213,7 +212,7 @@ impl Table {
         }
     }
 
-    /// Twice as many buckets; each becomes two neighbours.
+    /// Doubles the buckets. Each becomes two neighbours.
     fn grow(&mut self) {
         let old = std::mem::take(&mut self.buckets);
         self.bits += 1;
@@ -235,7 +234,7 @@ impl Table {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::codec::tests::noise;
+    use keyframe_store_format::testing::noise;
     use keyframe_units::PAGE_BYTES;
     use proptest::prelude::*;
     use std::collections::BTreeMap;

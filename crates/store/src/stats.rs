@@ -1,20 +1,19 @@
-//! What a store holds, in numbers.
+//! The contents of a store, in numbers.
 
 mod growth;
 mod sharing;
 
-pub use growth::{Added, Growth, Hour};
+pub use growth::{CheckpointGrowth, Growth, HourGrowth};
 pub use sharing::{ImageSharing, Sharing};
 
-use crate::store::Inner;
-use crate::{Breakdown, DiskCounts, Error, Result, Store};
+use crate::{DiskCounts, Result, SectorBreakdown, Store};
 use keyframe_store_backend::layout;
 use keyframe_units::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
-/// What a store holds. Page and byte counts of checkpoints are sums of their [`crate::Counts`],
-/// measured when each was taken; file sizes are those on disk now.
+/// The contents of a store. Page and byte counts are sums of the [`crate::Counts`] of checkpoints,
+/// measured when each was taken. File sizes are those on disk now.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Stats {
     /// Sealed checkpoints that can be read; the sums are over these.
@@ -23,15 +22,15 @@ pub struct Stats {
     pub unreadable: u64,
     /// Distinct runs that they belong to.
     pub runs: u64,
-    /// The RAM sizes of all checkpoints, summed: what full copies would take.
+    /// The sum of the RAM sizes of all checkpoints: the size of full copies.
     pub raw_bytes: u64,
-    /// Pages put into checkpoints, in bytes: what copies of only the changes would take.
+    /// Pages put into checkpoints, in bytes: the size of copies of only the changes.
     pub dirty_bytes: u64,
     /// Of the pages put: all zeros.
     pub zero_pages: u64,
     /// Of the pages put: content that the store already held.
     pub dedup_pages: u64,
-    /// Of these: content that a disk had brought into the store.
+    /// Of these: content that a disk brought into the store.
     pub dedup_disk_pages: u64,
     /// Of the pages put: content that the page held already.
     pub unchanged_pages: u64,
@@ -43,8 +42,8 @@ pub struct Stats {
     pub disk_dirty_bytes: u64,
     /// Bytes appended to packs for them.
     pub disk_stored_bytes: u64,
-    /// What became of the blocks' sectors.
-    pub disk_sectors: Breakdown,
+    /// The sectors of the blocks, by how each was stored.
+    pub disk_sectors: SectorBreakdown,
     /// Size of all packs, indexes and unreferenced records included.
     pub pack_bytes: u64,
     /// Size of all map files.
@@ -55,13 +54,11 @@ pub struct Stats {
     pub checkpoint_file_bytes: u64,
     /// Size of packs, maps, checkpoints and tags together.
     pub total_bytes: u64,
-    /// Pages put that are not zero, per page stored; absent where none was stored.
+    /// Pages put that are not zero, per page stored; absent if none was stored.
     pub dedup_ratio: Option<f64>,
-    /// Bytes of the pages stored, uncompressed, per byte appended to packs; absent where none was
-    /// stored.
+    /// Bytes of the stored pages, uncompressed, per byte appended to packs; absent if none was stored.
     pub compression_ratio: Option<f64>,
-    /// `raw_bytes` per byte of `total_bytes`: how many times smaller than full copies the store is;
-    /// absent where it is empty.
+    /// `raw_bytes` per byte of `total_bytes`; absent if the store is empty.
     pub reduction_ratio: Option<f64>,
 }
 
@@ -88,7 +85,7 @@ impl Store {
         }
         stats.disk_dirty_bytes = disks.written_blocks * PAGE_BYTES as u64;
         stats.disk_stored_bytes = disks.stored_bytes;
-        stats.disk_sectors = Breakdown::of(&disks);
+        stats.disk_sectors = SectorBreakdown::of(&disks);
         stats.runs = runs.len() as u64;
         let inner = self.inner();
         stats.pack_bytes = inner.folder_bytes(layout::PACKS)?;
@@ -104,25 +101,5 @@ impl Store {
         stats.compression_ratio = ratio(stats.stored_pages * PAGE_BYTES as u64, stats.stored_bytes);
         stats.reduction_ratio = ratio(stats.raw_bytes, stats.total_bytes);
         Ok(stats)
-    }
-}
-
-impl Inner {
-    /// The size of all files of a folder.
-    pub fn folder_bytes(&self, folder: &str) -> Result<u64> {
-        let backend = &self.backend;
-        let mut sum = 0;
-        for file in backend.list(folder)? {
-            match backend.open(&format!("{folder}/{file}")) {
-                // Gone since it was listed: a writer at work.
-                Err(e) if e.is_not_found() => {}
-                other => match other?.len_bytes() {
-                    // EncryptedBackend, and damaged: how long it is cannot be told.
-                    Err(Error::Damaged { .. }) => {}
-                    len => sum += len?,
-                },
-            }
-        }
-        Ok(sum)
     }
 }

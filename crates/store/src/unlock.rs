@@ -1,12 +1,13 @@
-//! Removing the lock of a writer that is dead. How that is told, the backend knows.
+//! Removing the lock of a writer that is dead. The backend decides whether it is.
 
-use crate::writer::{describe_holder, is_dead};
+use crate::lock_holder::describe_holder;
+use crate::lock_holder::is_dead;
 use crate::{Result, Store};
 use keyframe_store_backend::UnlockOutcome;
 
 impl Store {
-    /// Removes a stale lock of the writer ([`keyframe_store_backend::Backend::unlock`]); holders are
-    /// described for messages.
+    /// Removes a stale lock of the writer ([`keyframe_store_backend::Backend::unlock`]). Describes the
+    /// holder for messages.
     pub fn unlock(&self, force: bool) -> Result<UnlockOutcome> {
         let backend = &self.inner().backend;
         let unlocked = match backend.unlock(force)? {

@@ -22,7 +22,7 @@ use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored, Shar
 use keyframe_qemu::restore::{CloneOptions, clone_line};
 use keyframe_session::control::OnExit;
 use keyframe_session::run_dir::{Kind, RunDir};
-use keyframe_store::{Loaded, Store};
+use keyframe_store::{LoadedCheckpoint, Store};
 use keyframe_vm_disks::{self as disks, ServedDisks, restored};
 use serde::Serialize;
 use std::collections::BTreeSet;
@@ -125,7 +125,7 @@ impl OwnDisks {
     /// A process of its own for each clone: it ends with it, or outlives this command with it.
     fn serve(
         store: &Store,
-        loaded: &Loaded,
+        loaded: &LoadedCheckpoint,
         name: &str,
         directory: &RunDir,
     ) -> Result<Self, Failure> {
@@ -201,7 +201,7 @@ impl Branch {
         self.end(clones, ended)
     }
 
-    fn places(&self, store: &Store, loaded: &Loaded) -> Result<Vec<Place>, Failure> {
+    fn places(&self, store: &Store, loaded: &LoadedCheckpoint) -> Result<Vec<Place>, Failure> {
         let prefix = self.name.clone().unwrap_or_else(|| loaded.meta.vm.clone());
         let place = |number| {
             let name = format!("{prefix}-{number}");
@@ -215,7 +215,7 @@ impl Branch {
     fn plan(
         &self,
         place: &Place,
-        loaded: &Loaded,
+        loaded: &LoadedCheckpoint,
         lineage: &Lineage,
         notes: &mut BTreeSet<String>,
     ) -> Result<Plan, Failure> {
@@ -253,7 +253,7 @@ impl Branch {
     /// All of them, or none.
     fn start(
         &self,
-        loaded: &Loaded,
+        loaded: &LoadedCheckpoint,
         places: Vec<Place>,
         plans: Vec<Plan>,
         interrupted: &AtomicBool,

@@ -10,7 +10,7 @@ use keyframe_image::Image;
 use keyframe_inspect::display_picture as screens;
 use keyframe_inspect::guest_memory::{Guest, StoredPages};
 use keyframe_qemu::stream;
-use keyframe_store::{Loaded, Store};
+use keyframe_store::{LoadedCheckpoint, Store};
 use keyframe_units::CheckpointId;
 use keyframe_vm_disks::stored::StoredDisk;
 use std::fs::File;
@@ -185,7 +185,7 @@ impl Export {
     }
 
     /// Writes what the display shows.
-    fn screen(&self, loaded: &Loaded, guest: &Guest) -> Outcome {
+    fn screen(&self, loaded: &LoadedCheckpoint, guest: &Guest) -> Outcome {
         let vm = self.member.as_ref().unwrap_or(&loaded.meta.vm);
         let what = format!("VM {vm} in checkpoint {}", loaded.id);
         let picture = screens::picture(loaded, guest).map_err(|e| e.into_error(&what))?;

@@ -14,7 +14,7 @@ use keyframe_qemu::restore::{self, Lineage, Plan, RamSource, RestoreOptions, Res
 use keyframe_qemu::{Accelerator, DiskServer};
 use keyframe_session::error::RunDirError;
 use keyframe_session::run_dir::{Kind, RunDir};
-use keyframe_store::{Loaded, MachineMeta, Meta, Store, Unmapped};
+use keyframe_store::{LoadedCheckpoint, MachineMeta, Meta, Store, UnmappedCheckpoint};
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
 use keyframe_vm_disks::{self as disks, ServedDisks, restored};
 use std::ffi::OsString;
@@ -105,7 +105,7 @@ impl From<Accel> for Accelerator {
 
 /// A checkpoint's RAM, with progress. Its page map is read while QEMU starts.
 struct StoredRam {
-    loaded: OnceLock<Option<Loaded>>,
+    loaded: OnceLock<Option<LoadedCheckpoint>>,
     bar: ProgressBar,
     /// Why the store could not be read, where it was that; the first time.
     failed: Mutex<Option<keyframe_store::Error>>,
@@ -113,7 +113,7 @@ struct StoredRam {
 
 impl StoredRam {
     /// Begins to read the map of `head`.
-    fn new(head: Unmapped, bar: ProgressBar) -> Result<Arc<Self>, Failure> {
+    fn new(head: UnmappedCheckpoint, bar: ProgressBar) -> Result<Arc<Self>, Failure> {
         let this = Arc::new(Self { loaded: OnceLock::new(), bar, failed: Mutex::default() });
         let reading = Arc::clone(&this);
         std::thread::Builder::new()
@@ -128,7 +128,7 @@ impl StoredRam {
     }
 
     /// The checkpoint, once its map is there.
-    fn loaded(&self) -> io::Result<&Loaded> {
+    fn loaded(&self) -> io::Result<&LoadedCheckpoint> {
         self.loaded
             .wait()
             .as_ref()
@@ -178,7 +178,7 @@ impl RamSource for StoredRam {
     }
 
     fn wanted_first(&self) -> Vec<PageIndex> {
-        self.loaded().map(Loaded::expected_first).unwrap_or_default()
+        self.loaded().map(LoadedCheckpoint::expected_first).unwrap_or_default()
     }
 }
 

@@ -6,7 +6,7 @@ use crate::failure::{DONE, Failure, Outcome, USAGE};
 use crate::output;
 use dashboard::DashboardArgs;
 use keyframe_serve::{Identity, Options, Report, Server};
-use keyframe_store::backend::served::{TOKEN, read_token};
+use keyframe_store::backend::served::{TOKEN_VARIABLE, read_token};
 use serde::Serialize;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
@@ -144,7 +144,7 @@ impl Serve {
         if let Some(file) = &self.token_file {
             return Ok(Some(read_token(file).map_err(|e| Failure::store(&e.into(), file))?));
         }
-        let token = std::env::var(TOKEN).ok().map(Zeroizing::new);
+        let token = std::env::var(TOKEN_VARIABLE).ok().map(Zeroizing::new);
         let token = token.map(|token| Zeroizing::new(token.trim().as_bytes().to_vec()));
         Ok(token.filter(|token| !token.is_empty()))
     }

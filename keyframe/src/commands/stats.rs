@@ -6,7 +6,7 @@ use crate::failure::{Failure, Outcome, chain};
 use crate::output;
 use keyframe_inspect::entry::{DiskSums, Entry, PauseQuantiles};
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
-use keyframe_store::{Breakdown, Found, Growth, Sectors, Sharing};
+use keyframe_store::{DedupSectors, Growth, SectorBreakdown, SectorTotal, Sharing};
 use serde::Serialize;
 use std::path::PathBuf;
 
@@ -123,9 +123,9 @@ impl Stats {
 }
 
 /// What became of the sectors of disks.
-fn of_sectors(sectors: &Breakdown) -> Vec<String> {
+fn of_sectors(sectors: &SectorBreakdown) -> Vec<String> {
     let b = output::bytes;
-    let found = |label: &str, found: &Found| {
+    let found = |label: &str, found: &DedupSectors| {
         format!(
             "  {label:<15} {} sectors, {} (whole blocks {}, single sectors {})",
             found.sectors,
@@ -134,7 +134,7 @@ fn of_sectors(sectors: &Breakdown) -> Vec<String> {
             b(found.parts.bytes)
         )
     };
-    let plain = |label: &str, what: &Sectors| {
+    let plain = |label: &str, what: &SectorTotal| {
         format!("  {label:<15} {} sectors, {}", what.sectors, b(what.bytes))
     };
     vec![
@@ -176,7 +176,7 @@ fn of_sharing(s: &Sharing) -> Vec<String> {
 }
 
 fn hours(growth: &Growth) -> String {
-    let row = |hour: &keyframe_store::Hour| {
+    let row = |hour: &keyframe_store::HourGrowth| {
         let from = hour.from.to_string();
         vec![
             from.get(..16).unwrap_or(&from).replace('T', " "),

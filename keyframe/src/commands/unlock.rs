@@ -3,7 +3,8 @@
 use super::StoreArg;
 use crate::failure::{DONE, Failure, LOCKED, Outcome};
 use crate::output;
-use keyframe_store::backend::Unlocked;
+use keyframe_failure::{DONE, Failure, LOCKED, Outcome};
+use keyframe_store::backend::UnlockOutcome;
 use serde::Serialize;
 
 /// Remove the lock that a writer left which is dead
@@ -46,9 +47,9 @@ impl Unlock {
         let store = self.store.open()?;
         let (removed, holder) =
             match store.unlock(self.force).map_err(|e| self.store.failure(&e))? {
-                Unlocked::Nothing => (false, None),
-                Unlocked::Removed(holder) => (true, Some(holder)),
-                Unlocked::Held(holder) => {
+                UnlockOutcome::Nothing => (false, None),
+                UnlockOutcome::Removed(holder) => (true, Some(holder)),
+                UnlockOutcome::Held(holder) => {
                     let text = format!("{}: locked by {holder}", store.path().display());
                     let failure =
                         Failure::new(text).fix("end it (keyframe stop), or wait until it ends");

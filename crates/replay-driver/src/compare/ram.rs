@@ -4,7 +4,7 @@ use super::Difference;
 use crate::error::{Error, Result};
 use keyframe_kernel::{Process, read_memory};
 use keyframe_qemu::restore::Restored;
-use keyframe_store::Loaded;
+use keyframe_store::LoadedCheckpoint;
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, RamLayout};
 
 /// Pages that are compared at once: 8 MiB.
@@ -16,7 +16,10 @@ const BATCH_PAGES: u64 = 2048;
 ///
 /// [`Error::NotComparable`] if the VM lacks a RAM block of the checkpoint; other errors if QEMU's
 /// memory or the checkpoint's pages cannot be read.
-pub fn compare_ram_with_checkpoint(restored: &mut Restored, loaded: &Loaded) -> Result<Difference> {
+pub fn compare_ram_with_checkpoint(
+    restored: &mut Restored,
+    loaded: &LoadedCheckpoint,
+) -> Result<Difference> {
     compare(restored, &loaded.meta.ram, &mut |part, expected| {
         let read = loaded.read_pages(part, &mut |page: PageIndex, content: &Page| {
             let at = (page.0 - part.first.0) as usize * PAGE_BYTES;

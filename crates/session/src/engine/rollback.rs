@@ -33,7 +33,7 @@ use crate::error::{CheckpointError, MachineDifference, RollbackError};
 use crate::event::{Step, tell_failed};
 use keyframe_capture::BoxError;
 use keyframe_inspect::guest_memory::{Guest, StoredPages};
-use keyframe_store::{CheckpointId, Loaded};
+use keyframe_store::{CheckpointId, LoadedCheckpoint};
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, RamLayout, elapsed_ns};
 use keyframe_vm_disks::restored::are_same;
 use keyframe_vmm::RollbackTarget;
@@ -87,7 +87,11 @@ impl Engine<'_> {
         done
     }
 
-    fn roll_back_to(&mut self, target: &Loaded, name: &str) -> Result<RolledBack, RollbackError> {
+    fn roll_back_to(
+        &mut self,
+        target: &LoadedCheckpoint,
+        name: &str,
+    ) -> Result<RolledBack, RollbackError> {
         let began = Instant::now();
         let was_running = self.vm()?.begin_standstill().map_err(step("pause the VM"))?;
         self.step();
@@ -136,7 +140,7 @@ impl Engine<'_> {
     }
 
     /// The checkpoint, or the reason why this VM cannot be put back to it.
-    fn rollback_target(&mut self, name: &str) -> Result<Loaded, RollbackError> {
+    fn rollback_target(&mut self, name: &str) -> Result<LoadedCheckpoint, RollbackError> {
         if self.machines.is_group() {
             return Err(RollbackError::Group);
         }
@@ -175,7 +179,7 @@ impl Engine<'_> {
     /// pages were written.
     fn go_back(
         &mut self,
-        target: &Loaded,
+        target: &LoadedCheckpoint,
     ) -> Result<(CheckpointId, Option<CheckpointId>, u64), FailedRollback> {
         let before = self.capture_and_seal().map_err(FailedRollback::Unharmed)?;
         let load_failed = |e| FailedRollback::Unharmed(Error::store(self.store.path(), e).into());
@@ -272,7 +276,7 @@ impl Engine<'_> {
     /// `pages`.
     fn become_checkpoint(
         &mut self,
-        to: &Loaded,
+        to: &LoadedCheckpoint,
         pages: &mut Vec<PageIndex>,
     ) -> Result<(), RollbackError> {
         let mut wrong = 0;
@@ -304,7 +308,7 @@ impl Engine<'_> {
     }
 
     /// The pages in which the paused VM differs from `to`.
-    fn wrong_pages(&self, to: &Loaded) -> Result<Vec<PageIndex>, RollbackError> {
+    fn wrong_pages(&self, to: &LoadedCheckpoint) -> Result<Vec<PageIndex>, RollbackError> {
         let reader = self.copying.strategies.ram().ok_or(Error::NoVm)?;
         let layout = &to.meta.ram;
         let mut wrong = Vec::new();
@@ -354,7 +358,7 @@ fn in_use(layout: &RamLayout, pages: &[PageIndex]) -> Vec<PageIndex> {
 }
 
 /// The pages in which two checkpoints of one page space differ, in ascending order.
-fn differing(a: &Loaded, b: &Loaded) -> Vec<PageIndex> {
+fn differing(a: &LoadedCheckpoint, b: &LoadedCheckpoint) -> Vec<PageIndex> {
     let pages = (0..a.meta.ram.len_pages()).map(PageIndex);
     pages.filter(|page| a.page_ref(*page) != b.page_ref(*page)).collect()
 }

@@ -149,7 +149,7 @@ pub fn holder(client: &Client, name: &str) -> Result<Option<String>> {
     Ok((!over).then(|| decode(&object.bytes).map_or_else(String::new, |text| text.holder)))
 }
 
-/// Removes a lock, whoever holds it; returns the holder's text.
+/// Removes a lock of any holder; returns the holder's text.
 pub fn break_lease(client: &Client, name: &str) -> Result<Option<String>> {
     let Some(object) = client.get_if_there(name)? else { return Ok(None) };
     client.delete(name)?;

@@ -87,7 +87,7 @@ fn a_lock_whose_holder_is_gone_ends_and_one_that_is_renewed_does_not() {
     let endpoint = server.endpoint();
     // The holder may be late by two thirds of its lease, on a machine that is busy.
     let (one, other) = (at(&endpoint, "lease", 12), at(&endpoint, "lease", 60));
-    // The lock of a killed process, which nobody renews.
+    // The lock of a killed process is not renewed.
     let text = r#"{"holder":"the dead","token":"0","lease_s":1,"renewed":3}"#;
     one.shared.client.put(LOCK, text.as_bytes(), Precondition::Always).unwrap();
     assert!(matches!(other.lock("x"), Err(Error::Locked { holder }) if holder == "the dead"));

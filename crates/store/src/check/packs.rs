@@ -1,142 +1,131 @@
-//! Checks one pack against what maps want of it.
+//! Checks one pack, and the records in it that maps refer to.
 
 use crate::Error;
-use crate::identity::PageRef;
+use crate::check::report::explain;
+use crate::open_store::OpenStore;
 use crate::pack_file::{Ending, PackFile};
-use crate::record::Entry;
-use crate::store::Inner;
 use keyframe_store_backend::layout;
+use keyframe_store_format::pack::Entry;
+use keyframe_store_format::page_ref::PageRef;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Bad records next to each other, with one problem.
+/// Bad records next to each other, with the same problem.
 #[derive(Debug)]
 pub struct PackBounds {
     pub object: String,
     pub problem: String,
     /// The records, rising.
     pub refs: Vec<PageRef>,
-    /// Their bytes are whole: it is what they are composed of that is not there. A prune may leave
-    /// such where nothing needs it.
+    /// True if their bytes are correct, and records that they refer to are missing. A prune may leave
+    /// such records if nothing needs them.
     pub stale: bool,
 }
 
-/// What a pack's check found.
+/// The result of checking a pack.
 #[derive(Debug, Default)]
 pub struct Findings {
-    /// Records that hold.
+    /// Correct records.
     pub records: u64,
-    /// Records that do not, whether or not anything needs them.
+    /// Bad records, needed or not.
     pub bad: Vec<PackBounds>,
-    /// Damage that hurts no record: object and problem.
+    /// Damage that affects no record: object and problem.
     pub harmless: Vec<(String, String)>,
     pub notes: Vec<String>,
 }
 
-/// Tell the caller about every this many bytes.
+/// The bytes between two reports of progress.
 const TELL_BYTES: u64 = 16 << 20;
 
-/// Checks pack `number`; `wanted` are the offsets that maps refer to, rising. `tell` hears how far
-/// it is.
+/// Checks pack `number`. `wanted` are the offsets that maps refer to, rising. Calls `tell` with the
+/// offset that it has reached.
 pub fn check_pack(
-    inner: &Inner,
+    inner: &OpenStore,
     number: u32,
     wanted: &[u64],
     read_data: bool,
     tell: &mut dyn FnMut(u64),
 ) -> Findings {
-    let mut findings = Findings::default();
-    let name = layout::pack(number);
-    let looked = PackFile::open(inner, number).and_then(|pack| {
+    let opened = inner.open_pack(number).and_then(|pack| {
         let len_bytes = pack.file.len_bytes()?;
         let ending = pack.ending(len_bytes);
         Ok((pack, len_bytes, ending))
     });
-    let (pack, len_bytes, ending) = match looked {
-        Ok(found) => found,
-        Err(error) => {
-            let (object, problem) = super::explain(inner, &name, error);
-            if wanted.is_empty() {
-                findings
-                    .notes
-                    .push(format!("{name}: unfinished ({problem}); nothing refers to it"));
-            } else {
-                let refs = wanted.iter().map(|at| PageRef(u64::from(number) << 40 | at)).collect();
-                findings.bad.push(PackBounds { object, problem, refs, stale: false });
-            }
-            return findings;
-        }
+    let (pack, len_bytes, ending) = match opened {
+        Ok(opened) => opened,
+        Err(error) => return unreadable_pack(inner, number, wanted, error),
     };
+    let mut findings = Findings::default();
     let (problems, stale) = (BTreeMap::new(), BTreeSet::new());
     let mut walk = Walk { inner, pack: &pack, good: Vec::new(), problems, stale, told: 0, tell };
-    let start = pack.first;
     if matches!(ending, Ending::Closed { .. })
         && pack.is_dense()
         && let Err(problem) = pack.dictionary()
     {
-        // Whom it hurts is found out below.
+        // The walk below finds the affected records.
         findings.harmless.push((pack.object.clone(), problem));
     }
     let read_data = read_data || !findings.harmless.is_empty();
-    let mut expected: Vec<u64> = wanted.to_vec();
+    let mut expected = wanted.to_vec();
     match ending {
-        Ending::Closed { entries, records_end } => {
-            if read_data {
-                let resume: Vec<u64> = entries.iter().map(Entry::offset).collect();
-                walk.run(start, records_end, &resume);
-                if walk.problems.is_empty() && walk.good != entries {
-                    let problem = "its index does not list the records that it holds".into();
-                    findings.harmless.push((pack.object.clone(), problem));
-                }
-                expected.extend(resume);
-                expected.sort_unstable();
-                expected.dedup();
-            } else {
-                walk.good = entries;
-                walk.composed(wanted);
-            }
+        Ending::Closed { entries, records_end } if read_data => {
+            walk.check_index(&entries, records_end, &mut expected, &mut findings);
+        }
+        Ending::Closed { entries, .. } => {
+            walk.good = entries;
+            walk.check_derived(wanted);
         }
         Ending::Unfinished => {
-            let skipped = walk.run(start, len_bytes, wanted);
+            let skipped = walk.run(pack.first, len_bytes, wanted);
             let why = if skipped > 0 {
                 format!("; {skipped} bytes hold no readable record and nothing refers to them")
             } else {
                 String::new()
             };
             findings.notes.push(format!(
-                "{name}: unfinished, its writer was stopped or is still at work{why}"
+                "{}: unfinished, its writer was stopped or is still at work{why}",
+                layout::pack(number)
             ));
         }
         Ending::Damaged(problem) => {
-            walk.run(start, len_bytes, wanted);
+            walk.run(pack.first, len_bytes, wanted);
             let problem = format!("{problem}; the pages before it were read one by one instead");
             findings.harmless.push((pack.object.clone(), problem));
         }
     }
     findings.records = walk.good.len() as u64;
-    let Walk { good, problems, stale, .. } = walk;
-    expected.retain(|at| good.binary_search_by_key(at, Entry::offset).is_err());
-    let (whole, broken): (Vec<u64>, Vec<u64>) =
-        expected.into_iter().partition(|at| stale.contains(at));
-    findings.bad = group(&pack, &broken, &problems, false);
-    findings.bad.extend(group(&pack, &whole, &problems, true));
+    findings.bad = walk.missing(expected);
     findings
 }
 
-/// Reads a pack record by record, going on at the next known place behind a bad one.
+/// The findings about a pack that cannot be opened.
+fn unreadable_pack(inner: &OpenStore, number: u32, wanted: &[u64], error: Error) -> Findings {
+    let mut findings = Findings::default();
+    let name = layout::pack(number);
+    let (object, problem) = explain(inner, &name, error);
+    if wanted.is_empty() {
+        findings.notes.push(format!("{name}: unfinished ({problem}); nothing refers to it"));
+    } else {
+        let refs = wanted.iter().map(|at| PageRef(u64::from(number) << 40 | at)).collect();
+        findings.bad.push(PackBounds { object, problem, refs, stale: false });
+    }
+    findings
+}
+
+/// Reads a pack record by record. After a bad one continues at the next known offset.
 struct Walk<'a> {
-    inner: &'a Inner,
+    inner: &'a OpenStore,
     pack: &'a PackFile,
     good: Vec<Entry>,
     problems: BTreeMap<u64, String>,
-    /// Of these: records whose bytes are whole.
+    /// Of these: records whose bytes are correct.
     stale: BTreeSet<u64>,
     told: u64,
     tell: &'a mut dyn FnMut(u64),
 }
 
 impl Walk<'_> {
-    /// Walks `start..end`; `resume` are offsets (rising) where records are known or wanted to
-    /// begin. Returns how many bytes were skipped that nothing in `resume` points at.
+    /// Reads `start..end`. `resume` are the offsets, rising, of known and wanted records. Returns the
+    /// number of skipped bytes that no offset in `resume` points to.
     fn run(&mut self, start: u64, end: u64, resume: &[u64]) -> u64 {
         let (mut at, mut skipped) = (start, 0);
         loop {
@@ -171,9 +160,40 @@ impl Walk<'_> {
         }
     }
 
-    /// Reads the composed ones among the `wanted` records of the index, and with them what they
-    /// refer to: that it is there, no index of this pack tells.
-    fn composed(&mut self, wanted: &[u64]) {
+    /// Reads all records of a closed pack and compares them with its index. Adds the entries of the
+    /// index to the `expected` offsets.
+    fn check_index(
+        &mut self,
+        entries: &[Entry],
+        records_end: u64,
+        expected: &mut Vec<u64>,
+        findings: &mut Findings,
+    ) {
+        let resume: Vec<u64> = entries.iter().map(Entry::offset).collect();
+        self.run(self.pack.first, records_end, &resume);
+        if self.problems.is_empty() && self.good != entries {
+            let problem = "its index does not list the records that it holds".into();
+            findings.harmless.push((self.pack.object.clone(), problem));
+        }
+        expected.extend(resume);
+        expected.sort_unstable();
+        expected.dedup();
+    }
+
+    /// The expected records that are not correct.
+    fn missing(self, mut expected: Vec<u64>) -> Vec<PackBounds> {
+        let Walk { pack, good, problems, stale, .. } = self;
+        expected.retain(|at| good.binary_search_by_key(at, Entry::offset).is_err());
+        let (whole, broken): (Vec<u64>, Vec<u64>) =
+            expected.into_iter().partition(|at| stale.contains(at));
+        let mut bad = group(pack, &broken, &problems, false);
+        bad.extend(group(pack, &whole, &problems, true));
+        bad
+    }
+
+    /// Reads the derived ones among the `wanted` records, with their references. The index of this
+    /// pack does not show whether the references exist.
+    fn check_derived(&mut self, wanted: &[u64]) {
         let is_asked = |entry: &Entry| {
             entry.kind().is_derived() && wanted.binary_search(&entry.offset()).is_ok()
         };
@@ -195,7 +215,7 @@ impl Walk<'_> {
     }
 }
 
-/// Bad offsets that follow each other with the same problem become one.
+/// Joins bad records that follow each other and have the same problem.
 fn group(
     pack: &PackFile,
     bad: &[u64],

@@ -1,60 +1,61 @@
-//! Repair: what is whole stays or is saved, what is not is set aside, and both are listed.
+//! Repair: saves what is intact, moves what is damaged to the quarantine, and lists both.
 //!
 //! ```text
-//!   check ─ whole ─▶ nothing to do
+//!   check ─ intact ─▶ nothing to do
 //!     │ damaged
 //!     ▼
-//!   pack headers, trailers  written anew where the records tell them
+//!   pack headers, trailers   written again if the records allow it
 //!   checkpoint files, maps, tags that cannot be read ─▶ quarantine, with the checkpoints that need them
-//!   bad records: of the same content elsewhere? ─ yes ─▶ that one stands for it
+//!   bad records: does another record have the same content? ─ yes ─▶ it replaces the bad one
 //!                    │ no
 //!                    ▼
-//!                checkpoints whose image shows them ─▶ quarantine
-//!   packs that are still damaged: what others need of them copied to a new one ─▶ maps rewritten ─▶ packs to quarantine
+//!                checkpoints that show them ─▶ quarantine
+//!   packs that are still damaged: records that checkpoints need copied to a new pack ─▶ maps rewritten ─▶ packs to quarantine
 //!   check once more
 //! ```
 //!
-//! Invariants: only under the locks of writer and prune. A checkpoint that could be read before can
-//! be read after, at every instant: files are put whole, and a pack goes when no map of a
-//! checkpoint that is left names it. Nothing is deleted: it is in `quarantine/`. Numbers are not
-//! used again. What is interrupted is done by the next repair; a repair of a whole store changes
-//! nothing.
+//! Invariants: it holds the locks of writer and prune. A checkpoint that could be read before can be read
+//! after, and at every instant: each file is written as a whole, and a pack goes when no map of a
+//! remaining checkpoint refers to it. Nothing is deleted: it is in `quarantine/`. Numbers are not used
+//! again. The next repair completes an interrupted one. Repairing an intact store changes nothing.
 //!
-//! Left out: `store.json`, whose key is nowhere else; overlays of disks; working sets, which are
-//! advice.
+//! Left out: `store.json`, whose key is nowhere else; overlays of disks; working sets, which are advice.
 
-use super::{CheckOptions, CheckProgress, CheckReport};
+use crate::check::report::{CheckOptions, CheckProgress, CheckReport};
 use crate::files::OpenFile;
-use crate::identity::{PageHash, PageRef};
+use crate::open_store::OpenStore;
 use crate::pack_file::{Ending, PackFile};
-use crate::prune::{Copier, Live, Moves, Shape, packs, rewrite_maps};
-use crate::record::{
-    DICTIONARY_CHECK_BYTES, ENTRY_BYTES, Entry, FOOTER_BYTES, Kind, PACK_HEADER_BYTES,
-    RECORD_BYTES_MAX, Record, encode_pack_header, encode_trailer, parse_footer,
-};
-use crate::store::Inner;
-use crate::writer::{Tuning, Writer};
+use crate::pack_shape::{PackShape, places};
+use crate::prune::{Copier, Live, rewrite_maps};
+use crate::tuning::Tuning;
+use crate::writer::Writer;
 use crate::{Error, Result, Store};
-use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::LockGuard;
 use keyframe_store_backend::layout;
+use keyframe_store_format::moves::Moves;
+use keyframe_store_format::pack::{
+    DICTIONARY_CHECK_BYTES, ENTRY_BYTES, Entry, FOOTER_BYTES, encode_pack_header, encode_trailer,
+    parse_footer,
+};
+use keyframe_store_format::page_hash::PageHash;
+use keyframe_store_format::page_ref::PACK_HEADER_BYTES;
+use keyframe_store_format::page_ref::PageRef;
+use keyframe_store_format::record::{HASH_AT, Kind, RECORD_BYTES_MAX, Record};
 use keyframe_units::{CheckpointId, Page, ZERO_PAGE};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-/// Packs up to this size get their header or trailer back in place; larger ones are copied.
+/// A pack up to this size gets its header or trailer back in place. A larger one is copied.
 const REBUILT_BYTES_MAX: u64 = 1 << 30;
-/// The page hash in the header of a record.
-const HASH_AT: u64 = 12;
 const HASH_BYTES: usize = 16;
 
-/// A file that was set aside.
+/// A file that was moved to the quarantine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SetAside {
-    /// What it was called.
+pub struct QuarantinedFile {
+    /// Its former name.
     pub name: String,
-    /// Where it is now; absent where there was nothing left of it.
+    /// Its name in the quarantine; absent if the file did not exist.
     pub to: Option<String>,
     /// Why.
     pub problem: String,
@@ -62,40 +63,39 @@ pub struct SetAside {
 
 /// A checkpoint that is lost.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Lost {
+pub struct LostCheckpoint {
     /// Its number.
     pub id: CheckpointId,
-    /// Its tags, which are gone with it.
+    /// Its tags, which went with it.
     pub tags: Vec<String>,
-    /// What it needs and is damaged.
+    /// The damage of a file or record that it needs.
     pub problem: String,
 }
 
-/// What a repair did.
+/// The result of a repair.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RepairReport {
-    /// What was found damaged.
+    /// The damage that was found.
     pub found: CheckReport,
-    /// Packs whose header or trailer was written anew, all records being whole.
+    /// Packs with intact records whose header or trailer was written again.
     pub rebuilt: Vec<String>,
     /// Records that were copied out of damaged packs.
     pub saved_records: u64,
-    /// Of these: bad ones whose content was elsewhere in the store.
+    /// Of these: bad ones whose content another record had.
     pub relinked_records: u64,
-    /// Files that were set aside.
-    pub set_aside: Vec<SetAside>,
+    /// Files that were moved to the quarantine.
+    pub set_aside: Vec<QuarantinedFile>,
     /// Checkpoints that could not be saved.
-    pub lost: Vec<Lost>,
-    /// Afterwards; absent where nothing was damaged.
+    pub lost: Vec<LostCheckpoint>,
+    /// The check after the repair; absent if nothing was damaged.
     pub after: Option<CheckReport>,
 }
 
 impl Store {
     /// Saves what can be saved of a damaged store, and lists what cannot.
     ///
-    /// Errors: [`Error::Locked`] where a run or a prune is at work; [`Error::OtherVersion`];
-    /// [`Error::Damaged`] where the store's own description is not what it was: its key is nowhere
-    /// else.
+    /// Errors: [`Error::Locked`] if a run or a prune is at work; [`Error::OtherVersion`];
+    /// [`Error::Damaged`] if `store.json` is damaged, because its key is nowhere else.
     pub fn repair(&self, progress: &mut dyn FnMut(CheckProgress)) -> Result<RepairReport> {
         let inner = self.inner();
         let options = CheckOptions { read_data: true };
@@ -104,7 +104,7 @@ impl Store {
         if found.is_clean() {
             return Ok(RepairReport { found, ..RepairReport::default() });
         }
-        inner.own_identity()?;
+        inner.check_identity()?;
         let writer = self.lock_writer("keyframe check --repair")?;
         inner.remove_moves()?;
         let report = RepairReport { found, ..RepairReport::default() };
@@ -117,7 +117,7 @@ impl Store {
         if newest_number(inner)? < newest {
             inner.empty_map(newest)?;
         }
-        inner.forget_open_packs();
+        inner.close_packs();
         repair.report.after = Some(self.check(&options, progress)?);
         Ok(repair.report)
     }
@@ -125,7 +125,7 @@ impl Store {
 
 struct Repair<'a> {
     store: &'a Store,
-    inner: &'a Arc<Inner>,
+    inner: &'a Arc<OpenStore>,
     report: RepairReport,
     _locks: (Writer, Box<dyn LockGuard>),
 }
@@ -134,11 +134,11 @@ impl Repair<'_> {
     fn set_aside(&mut self, name: &str, problem: &str) -> Result<()> {
         let to = self.inner.set_aside(name)?;
         let (name, problem) = (name.to_owned(), problem.to_owned());
-        self.report.set_aside.push(SetAside { name, to, problem });
+        self.report.set_aside.push(QuarantinedFile { name, to, problem });
         Ok(())
     }
 
-    /// Sets checkpoints aside that need something that is lost, their tags first.
+    /// Moves lost checkpoints to the quarantine, their tags first.
     fn lose(&mut self, lost: BTreeMap<CheckpointId, String>) -> Result<()> {
         for (id, problem) in lost {
             let mut tags = Vec::new();
@@ -149,12 +149,12 @@ impl Repair<'_> {
                 }
             }
             self.set_aside(&layout::checkpoint(id), &problem)?;
-            self.report.lost.push(Lost { id, tags, problem });
+            self.report.lost.push(LostCheckpoint { id, tags, problem });
         }
         Ok(())
     }
 
-    /// Checkpoint files and maps, and the checkpoints that need such.
+    /// Moves damaged checkpoint files and maps, and checkpoints that need such maps.
     fn files(&mut self) -> Result<()> {
         let mut lost = BTreeMap::new();
         let mut chains = Vec::new();
@@ -178,7 +178,7 @@ impl Repair<'_> {
         Ok(())
     }
 
-    /// Tags that cannot be read, or point to nothing.
+    /// Moves tags that cannot be read, or point to no checkpoint.
     fn tags(&mut self) -> Result<()> {
         let ids = self.inner.checkpoint_ids()?;
         for tag in self.inner.tag_names()? {
@@ -194,13 +194,13 @@ impl Repair<'_> {
         Ok(())
     }
 
-    /// Packs with bad records.
+    /// Saves the records of damaged packs, then moves these packs.
     fn records(
         &mut self,
         options: CheckOptions,
         progress: &mut dyn FnMut(CheckProgress),
     ) -> Result<()> {
-        self.inner.forget_open_packs();
+        self.inner.close_packs();
         let damaged = self.damaged_packs(options, progress)?;
         if damaged.is_empty() {
             return Ok(());
@@ -211,7 +211,7 @@ impl Repair<'_> {
         let (mut saved, mut bad) = (BTreeMap::new(), Vec::new());
         let mut keep = |place, (hash, kind, page): (PageHash, Kind, Box<Page>)| {
             self.report.saved_records += 1;
-            // A derived one becomes a plain one: what it stands on may go.
+            // A derived record becomes a plain one, because its references may go.
             let kind = if kind.is_of_ram() { Kind::Page } else { Kind::Block };
             saved.insert(place, copier.keep(&page, hash, kind)?);
             Ok::<_, Error>(())
@@ -239,36 +239,36 @@ impl Repair<'_> {
         self.lose(hurt)?;
         let moves = Moves { to: saved.into_iter().collect(), ..moves };
         rewrite_maps(self.inner, &Live::find(self.inner)?, &moves, &|_| true)?;
-        // Those, too, that a repair which died has put anew, before what their former selves named
-        // goes.
+        // Syncs all maps, also those that an interrupted repair has replaced. The packs that their
+        // former versions refer to go after that.
         self.inner.backend.remove_all(layout::MAPS, &[])?;
-        let newest = packs::numbers(self.inner)?.last().copied();
+        let newest = self.inner.pack_numbers()?.last().copied();
         if newest.is_some_and(|newest| moves.victims.contains(&newest)) {
             copier.reserve()?;
         }
-        self.inner.forget_open_packs();
+        self.inner.close_packs();
         for (number, problem) in damaged {
             self.set_aside(&layout::pack(number), &problem)?;
         }
         Ok(())
     }
 
-    /// The packs of which something is not well, by what a check says of them.
+    /// The damaged packs, each with a problem that the check reported.
     fn damaged_packs(
         &self,
         options: CheckOptions,
         progress: &mut dyn FnMut(CheckProgress),
     ) -> Result<BTreeMap<u32, String>> {
         let now = self.store.check(&options, progress)?;
-        let mut numbers: BTreeSet<u32> = packs::numbers(self.inner)?.into_iter().collect();
-        // A pack that is missing is damaged, too.
+        let mut numbers: BTreeSet<u32> = self.inner.pack_numbers()?.into_iter().collect();
+        // A missing pack counts as damaged.
         for id in self.inner.map_ids()? {
             numbers.extend(self.inner.read_map(id)?.refs().iter().map(|to| to.pack()));
         }
         let mut damaged = BTreeMap::new();
         for number in numbers {
             let object = self.inner.backend.describe(&layout::pack(number));
-            // As the checks name them: the file, or a place in it.
+            // A check names the file, or a place in it.
             let is_of = |of: &str| {
                 of.strip_prefix(&object)
                     .is_some_and(|rest| rest.is_empty() || rest.starts_with([' ', ':']))
@@ -280,7 +280,7 @@ impl Repair<'_> {
         Ok(damaged)
     }
 
-    /// Checkpoints whose image shows one of those records.
+    /// The checkpoints that show one of the lost records.
     fn hurt(&self, lost: &BTreeSet<PageRef>) -> Result<BTreeMap<CheckpointId, String>> {
         let mut hurt = BTreeMap::new();
         if lost.is_empty() {
@@ -303,7 +303,7 @@ impl Repair<'_> {
     }
 }
 
-/// What is wrong with a file; errors that are none of it go on.
+/// The problem of a damaged file. Returns errors that are not damage.
 fn damage(error: Error) -> Result<String> {
     match error {
         Error::OtherVersion { .. } => Err(error),
@@ -311,15 +311,18 @@ fn damage(error: Error) -> Result<String> {
     }
 }
 
-/// The records that some checkpoint shows and that lie in the packs that go, or are composed of
-/// such.
-fn touched(inner: &Inner, live: &mut Live, victims: &BTreeSet<u32>) -> Result<BTreeSet<PageRef>> {
+/// The live records in the packs that go, and the live records that refer to one in these packs.
+fn touched(
+    inner: &OpenStore,
+    live: &mut Live,
+    victims: &BTreeSet<u32>,
+) -> Result<BTreeSet<PageRef>> {
     let mut touched = BTreeSet::new();
     for number in victims {
-        touched.extend(packs::places(*number, live.offsets(*number)));
+        touched.extend(places(*number, live.offsets(*number)));
     }
-    for number in packs::numbers(inner)?.into_iter().filter(|number| !victims.contains(number)) {
-        let Some(shape) = Shape::of(inner, number)? else { continue };
+    for number in inner.pack_numbers()?.into_iter().filter(|number| !victims.contains(number)) {
+        let Some(shape) = PackShape::of(inner, number)? else { continue };
         let composed = live.close(inner, &shape)?;
         let refers = |to: &[PageRef]| to.iter().any(|to| victims.contains(&to.pack()));
         touched.extend(composed.into_iter().filter(|(_, to)| refers(to)).map(|(of, _)| of));
@@ -327,8 +330,8 @@ fn touched(inner: &Inner, live: &mut Live, victims: &BTreeSet<u32>) -> Result<BT
     Ok(touched)
 }
 
-/// Reads one record whole, and compares its content with its hash.
-fn read_record(inner: &Inner, place: PageRef) -> Result<(PageHash, Kind, Box<Page>)> {
+/// Reads one record and compares its content with its hash.
+fn read_record(inner: &OpenStore, place: PageRef) -> Result<(PageHash, Kind, Box<Page>)> {
     let pack = inner.pack(place.pack())?;
     let damaged =
         |problem| Error::damaged(format!("{} at offset {}", pack.object, place.offset()), problem);
@@ -341,20 +344,20 @@ fn read_record(inner: &Inner, place: PageRef) -> Result<(PageHash, Kind, Box<Pag
     Ok((record.hash, record.kind, page))
 }
 
-/// Other records of the content that bad ones had, as the index of their pack says, or their own
-/// header.
+/// Other records with the content of bad ones. The index of the pack or the header of the bad record
+/// gives the hash of the content.
 struct Twins {
     possible: BTreeMap<PageRef, Vec<PageHash>>,
     places: BTreeMap<PageHash, Vec<PageRef>>,
 }
 
 impl Twins {
-    fn of(inner: &Inner, bad: &[PageRef]) -> Result<Self> {
+    fn of(inner: &OpenStore, bad: &[PageRef]) -> Result<Self> {
         let mut twins = Self { possible: BTreeMap::new(), places: BTreeMap::new() };
         for of_pack in bad.chunk_by(|a, b| a.pack() == b.pack()) {
             let Some(number) = of_pack.first().map(|place| place.pack()) else { continue };
             let shape = if inner.len_of(&layout::pack(number)) > 0 {
-                Shape::of(inner, number)?
+                PackShape::of(inner, number)?
             } else {
                 None
             };
@@ -376,8 +379,8 @@ impl Twins {
         if twins.places.is_empty() {
             return Ok(twins);
         }
-        for number in packs::numbers(inner)? {
-            for entry in Shape::of(inner, number)?.iter().flat_map(|shape| &shape.entries) {
+        for number in inner.pack_numbers()? {
+            for entry in PackShape::of(inner, number)?.iter().flat_map(|shape| &shape.entries) {
                 if let Some(places) = twins.places.get_mut(&entry.hash) {
                     places.push(PageRef::new(number, entry.offset()));
                 }
@@ -386,8 +389,8 @@ impl Twins {
         Ok(twins)
     }
 
-    /// The content of a bad record, from one that is whole.
-    fn read(&self, inner: &Inner, bad: PageRef) -> Option<(PageHash, Kind, Box<Page>)> {
+    /// The content of a bad record, from an intact one.
+    fn read(&self, inner: &OpenStore, bad: PageRef) -> Option<(PageHash, Kind, Box<Page>)> {
         let hashes = self.possible.get(&bad)?.iter();
         let others = hashes
             .flat_map(|hash| self.places.get(hash).into_iter().flatten().map(move |at| (hash, at)));
@@ -399,16 +402,16 @@ impl Twins {
     }
 }
 
-/// Writes headers and trailers of packs anew where the records tell them.
-fn fix_packs(inner: &Inner, rebuilt: &mut Vec<String>) -> Result<()> {
-    for number in packs::numbers(inner)? {
+/// Writes headers and trailers of packs again if the records allow it.
+fn fix_packs(inner: &OpenStore, rebuilt: &mut Vec<String>) -> Result<()> {
+    for number in inner.pack_numbers()? {
         let name = layout::pack(number);
         if inner.len_of(&name) > REBUILT_BYTES_MAX {
             continue;
         }
-        // What the medium does not give cannot be put back.
+        // A pack that cannot be read whole cannot be written again.
         let bytes = || inner.backend.read(&name, REBUILT_BYTES_MAX).ok();
-        let fixed = match PackFile::open(inner, number) {
+        let fixed = match inner.open_pack(number) {
             Err(Error::Damaged { .. }) => {
                 bytes().and_then(|bytes| with_header(inner, number, bytes))
             }
@@ -426,7 +429,7 @@ fn fix_packs(inner: &Inner, rebuilt: &mut Vec<String>) -> Result<()> {
     Ok(())
 }
 
-fn with_trailer(inner: &Inner, pack: &PackFile, end: u64, mut bytes: Vec<u8>) -> Vec<u8> {
+fn with_trailer(inner: &OpenStore, pack: &PackFile, end: u64, mut bytes: Vec<u8>) -> Vec<u8> {
     let mut entries = Vec::new();
     pack.walk(inner, pack.first, end, &mut |held| entries.extend(held));
     let trailer = encode_trailer(&pack.header, &entries, end);
@@ -436,8 +439,8 @@ fn with_trailer(inner: &Inner, pack: &PackFile, end: u64, mut bytes: Vec<u8>) ->
     bytes
 }
 
-/// Where the records end of a pack that lacks nothing but a right trailer.
-fn records_end(inner: &Inner, pack: &PackFile, len_bytes: u64) -> Option<u64> {
+/// The end of the records of a pack whose only damage is its trailer.
+fn records_end(inner: &OpenStore, pack: &PackFile, len_bytes: u64) -> Option<u64> {
     if matches!(pack.ending(len_bytes), Ending::Closed { .. } | Ending::Unfinished) {
         return None;
     }
@@ -452,14 +455,14 @@ fn records_end(inner: &Inner, pack: &PackFile, len_bytes: u64) -> Option<u64> {
     (!bad && trailer_end == len_bytes).then_some(end)
 }
 
-/// A pack with the header that it must have had; `None` where no record follows, nor a trailer
-/// tells of one.
-fn with_header(inner: &Inner, number: u32, bytes: Vec<u8>) -> Option<Vec<u8>> {
+/// The pack with the header that it must have had; `None` if neither a record nor a trailer shows
+/// which one.
+fn with_header(inner: &OpenStore, number: u32, bytes: Vec<u8>) -> Option<Vec<u8>> {
     with_dense_header(inner, number, bytes.clone())
         .or_else(|| with_plain_header(inner, number, bytes))
 }
 
-fn with_plain_header(inner: &Inner, number: u32, mut bytes: Vec<u8>) -> Option<Vec<u8>> {
+fn with_plain_header(inner: &OpenStore, number: u32, mut bytes: Vec<u8>) -> Option<Vec<u8>> {
     let place = PageRef::new(number, PACK_HEADER_BYTES as u64);
     Record::parse(bytes.get(PACK_HEADER_BYTES..)?, place).ok()?;
     let header = encode_pack_header(inner.config.id, number, None);
@@ -467,15 +470,15 @@ fn with_plain_header(inner: &Inner, number: u32, mut bytes: Vec<u8>) -> Option<V
     Some(bytes)
 }
 
-/// The dictionary reaches to the first record, which the trailer tells. A pack that was
-/// recompressed has one, or nobody needs it.
-fn with_dense_header(inner: &Inner, number: u32, mut bytes: Vec<u8>) -> Option<Vec<u8>> {
+/// The dictionary ends at the first record, whose offset is in the trailer. A recompressed pack that
+/// a checkpoint needs has a trailer.
+fn with_dense_header(inner: &OpenStore, number: u32, mut bytes: Vec<u8>) -> Option<Vec<u8>> {
     let footer =
         parse_footer(bytes.get(bytes.len().checked_sub(FOOTER_BYTES)?..)?, bytes.len() as u64)?
             .ok()?;
     let entry = bytes.get(usize::try_from(footer.records_end).ok()?..)?.get(HASH_BYTES..)?;
     let mut first = [0; 8];
-    // The seventh and last byte of the offset; behind it is the kind.
+    // The offset has seven bytes; the eighth is the kind.
     first[..7].copy_from_slice(entry.get(..7)?);
     let head_bytes = (PACK_HEADER_BYTES + DICTIONARY_CHECK_BYTES) as u64;
     let dictionary_bytes = u64::from_le_bytes(first).checked_sub(head_bytes)?;
@@ -486,20 +489,13 @@ fn with_dense_header(inner: &Inner, number: u32, mut bytes: Vec<u8>) -> Option<V
 
 fn is_closed(number: u32, bytes: &[u8], header: [u8; PACK_HEADER_BYTES]) -> bool {
     let file = OpenFile::of_bytes(bytes.to_vec());
-    let pack = PackFile::of(number, String::new(), file, header, PACK_HEADER_BYTES as u64);
+    let pack = PackFile::with_header(number, String::new(), file, header, PACK_HEADER_BYTES as u64);
     matches!(pack.ending(bytes.len() as u64), Ending::Closed { .. })
 }
 
 /// The highest number of a checkpoint or a map.
-fn newest_number(inner: &Inner) -> Result<u64> {
+fn newest_number(inner: &OpenStore) -> Result<u64> {
     let maps = inner.map_ids()?.last().copied();
     let ids = inner.checkpoint_ids()?.last().map(|id| id.0);
     Ok(maps.max(ids).unwrap_or(0))
-}
-
-impl Inner {
-    /// Packs that were replaced are opened anew.
-    fn forget_open_packs(&self) {
-        self.packs.lock().ignore_poison().clear();
-    }
 }

@@ -1,21 +1,19 @@
-//! What tells that a hash is not in a file of spilled entries, without a look at the file: a split
-//! block Bloom filter.
+//! A split block Bloom filter: shows that a hash is not in a spill, without reading the file.
 //!
 //! ```text
 //!   hash ─▶ block of 256 bits = second word * blocks / 2^64 ─▶ one bit in each of its eight words of 32
 //! ```
 //!
-//! One access to memory for each question. With [`KEY_BITS`] for each entry about one new page of
-//! two hundred is looked up in vain. (Putze, Sanders, Singler: Cache-, Hash- and Space-Efficient
-//! Bloom Filters, 2007; the constants are those of Apache Parquet.) Written here and taken from no
-//! library: page hashes are random already, so that nothing is left to hash, and its bytes are in a
-//! file, whose format would be the library's.
+//! A query takes one access to memory. With [`KEY_BITS`] for each entry, about one new page of two
+//! hundred is looked up in vain (Putze, Sanders, Singler: Cache-, Hash- and Space-Efficient Bloom
+//! Filters, 2007; the constants are those of Apache Parquet). No library, because page hashes need no
+//! further hashing, and because the bytes are part of a file format.
 
-use crate::identity::PageHash;
+use keyframe_store_format::page_hash::PageHash;
 
 /// Bits for each entry.
 const KEY_BITS: usize = 12;
-/// Bytes of a block.
+/// The size of a block, in bytes.
 pub const BLOCK_BYTES: usize = 32;
 const WORDS: usize = 8;
 const SALTS: [u32; WORDS] = [
@@ -33,12 +31,12 @@ const SALTS: [u32; WORDS] = [
 #[repr(align(32))]
 struct Block([u32; WORDS]);
 
-/// Hashes that may be there.
+/// A set of hashes, with false positives.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Filter(Vec<Block>);
 
 impl Filter {
-    /// For so many entries.
+    /// An empty filter for this number of entries.
     pub fn new(entries: usize) -> Self {
         Self(vec![Block([0; WORDS]); blocks(entries)])
     }
@@ -50,17 +48,17 @@ impl Filter {
         }
     }
 
-    /// False: it was not inserted.
+    /// False if the hash was not inserted.
     pub fn may_have(&self, hash: PageHash) -> bool {
         let block = self.0.get(self.at(hash));
         block.is_some_and(|block| {
-            // All eight, without a branch each.
+            // Tests all eight words without a branch.
             block.0.iter().zip(mask(hash)).fold(0, |missing, (word, bit)| missing | (!word & bit))
                 == 0
         })
     }
 
-    /// What it takes.
+    /// Its memory, in bytes.
     pub fn bytes(&self) -> usize {
         self.0.capacity() * BLOCK_BYTES
     }
@@ -87,7 +85,7 @@ impl Filter {
     }
 }
 
-/// Blocks for so many entries.
+/// The blocks for this number of entries.
 pub fn blocks(entries: usize) -> usize {
     (entries * KEY_BITS).div_ceil(BLOCK_BYTES * 8).max(1)
 }
@@ -100,7 +98,7 @@ fn mask(hash: PageHash) -> [u32; WORDS] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::identity::HashKey;
+    use keyframe_store_format::page_hash::HashKey;
 
     fn hash(number: u64) -> PageHash {
         let mut page = [0; 4096];

@@ -1,31 +1,32 @@
-//! Where spills lie: a directory of this host, written by the one writer of the store.
+//! The directory of the spills, on this host. Only the one writer of the store writes to it.
 //!
 //! ```text
 //!   FOLDER/32 hexadecimal digits.index     a spill
-//!          .new-...                        one that is being written; whoever finds it removes it
+//!          .new-...                        one that is being written; the next writer removes a leftover
 //! ```
 //!
-//! Invariant: whatever is in it, it is no error. What cannot be read as a spill of this store is
-//! removed.
+//! Invariant: no content of the directory is an error. A file that cannot be read as a spill of this
+//! store is removed.
 
-use super::spill::{Bond, Seal, Spill, SpillWriter, TEMPORARY, memory_bytes};
+use super::spill::{Bond, Spill, SpillWriter, TEMPORARY, memory_bytes};
 use keyframe_bytes::hex::to_hex;
+use keyframe_store_format::pack::PackSeal;
 use std::io;
 use std::path::{Path, PathBuf};
 
 const SUFFIX: &str = ".index";
 
-/// A place for spills.
+/// A directory for spills.
 #[derive(Clone, Debug)]
 pub struct Folder {
-    /// It is made when something is put into it.
+    /// It is made for the first spill.
     pub path: PathBuf,
     pub bond: Bond,
 }
 
 impl Folder {
-    /// The spills, those of the newest packs first, as far as their fences and filters take at most
-    /// `bytes_max`: what was written last comes first, and what does not fit goes.
+    /// The spills, those of the newest packs first. Their fences and filters take at most `bytes_max`:
+    /// older files that do not fit are removed.
     pub fn spills(&self, mut bytes_max: usize) -> Vec<(PathBuf, Spill)> {
         let Ok(entries) = std::fs::read_dir(&self.path) else { return Vec::new() };
         let mut files: Vec<_> = entries
@@ -53,16 +54,16 @@ impl Folder {
         spills
     }
 
-    /// Begins one of at most so many entries.
+    /// Begins a spill of at most this number of entries.
     pub fn begin(&self, entries_max: usize) -> io::Result<SpillWriter> {
         SpillWriter::new(&self.path, &self.bond, entries_max)
     }
 
-    /// Gives it a name.
+    /// Completes a spill and gives it its name.
     pub fn finish(
         &self,
         writer: SpillWriter,
-        packs: Vec<(u32, Seal)>,
+        packs: Vec<(u32, PackSeal)>,
     ) -> io::Result<(PathBuf, Spill)> {
         let name: [u8; 16] = keyframe_store_backend::random_bytes().map_err(io::Error::other)?;
         let path = self.path.join(to_hex(&name) + SUFFIX);
@@ -71,7 +72,7 @@ impl Folder {
     }
 }
 
-/// Removes a spill. Where that fails, the next writer does it.
+/// Removes a spill. If that fails, the next writer does it.
 pub fn remove(path: &Path) {
     let _ = std::fs::remove_file(path);
 }

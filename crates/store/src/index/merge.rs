@@ -1,50 +1,51 @@
-//! Several spills made one.
+//! Merging several spills into one.
 //!
-//! Invariant: of what the sources hold, only what would be given out gets into the new one: nothing
-//! of packs that have gone, and no derived record where those are not relied on. So nothing that is
-//! hidden comes back.
+//! Invariant: the new spill has only entries that the index would return: none of packs that have gone,
+//! and no derived record if these are not used. So no entry comes back.
 
-use super::spill::{Seal, Spill};
+use super::folder::Folder;
+use super::spill::Spill;
 use super::table::Slot;
-use super::{Folder, UNPROVEN, is_derived, place};
-use crate::identity::PageHash;
+use super::value::{UNPROVEN, is_derived, place};
+use keyframe_store_format::pack::PackSeal;
+use keyframe_store_format::page_hash::PageHash;
 use rustc_hash::FxHashSet;
 use std::io;
 use std::path::PathBuf;
 
-/// A spill, and what of it is believed.
+/// A spill, and which of its entries are in use.
 #[derive(Debug)]
 pub struct Source {
     pub spill: Spill,
-    /// Its packs that are there, as they were.
+    /// Its packs that exist and have not changed.
     pub live: FxHashSet<u32>,
-    /// Its derived records are not relied on.
+    /// True if its derived records are not used.
     pub plain_only: bool,
 }
 
 impl Source {
-    /// What a hash stands for; a derived record is unproven.
+    /// The value of a hash. A derived record is unproven.
     pub fn get(&self, hash: PageHash) -> io::Result<Option<u64>> {
-        let value = self.spill.get(hash)?.filter(|value| self.is_believed(*value));
+        let value = self.spill.get(hash)?.filter(|value| self.is_used(*value));
         Ok(value.map(|value| if is_derived(value) { value | UNPROVEN } else { value }))
     }
 
-    fn is_believed(&self, value: u64) -> bool {
+    fn is_used(&self, value: u64) -> bool {
         self.live.contains(&place(value).pack()) && !(self.plain_only && is_derived(value))
     }
 }
 
-/// Why there is no merged one.
+/// Why a merge failed.
 #[derive(Debug)]
 pub enum Failed {
-    /// This source cannot be read.
+    /// The source with this index cannot be read.
     Source(usize),
-    /// It cannot be written.
+    /// The new spill cannot be written.
     Target,
 }
 
-/// Writes what `sources` hold into a new one. The hashes come in order; of one hash a plain record
-/// is taken rather than a derived one.
+/// Writes the entries of `sources` into a new spill, in the order of the hashes. For each hash prefers
+/// a plain record to a derived one.
 pub fn merge(sources: &[&Source], folder: &Folder) -> Result<(PathBuf, Spill), Failed> {
     let target = |_| Failed::Target;
     let entries = sources.iter().map(|source| source.spill.entries()).sum();
@@ -65,11 +66,11 @@ pub fn merge(sources: &[&Source], folder: &Folder) -> Result<(PathBuf, Spill), F
         let Some((slot, at)) = least else { break };
         let Some((source, reader)) = readers.get_mut(at) else { break };
         reader.pop();
-        if source.is_believed(slot.value) {
+        if source.is_used(slot.value) {
             writer.push(slot).map_err(target)?;
         }
     }
-    let mut packs: Vec<(u32, Seal)> = Vec::new();
+    let mut packs: Vec<(u32, PackSeal)> = Vec::new();
     for source in sources {
         packs.extend(source.spill.packs().iter().filter(|(pack, _)| source.live.contains(pack)));
     }

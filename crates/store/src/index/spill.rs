@@ -1,28 +1,30 @@
-//! A file of spilled entries: sorted by hash, in buckets, never changed.
+//! A spill: a file of index entries, sorted by hash, in buckets. It never changes.
 //!
 //! ```text
 //!   | header 512 | bucket 512 | bucket | ... | fences | filter | packs | footer 64 |
 //!
 //!   header   0  8 magic "KF:IDX\r\n"    8  4 version    12  4 zero    16 16 store id    32 16 salt, random    48 .. zeros
 //!   bucket   21 entries of 24 (of the last one: what is left, then zeros)    504  8 XXH3-64 of these, seed = salt + its number
-//!   entry    0 16 hash    16  8 place: pack number (24 bits), kind (2), zero (1), offset (37); encrypted stores: masked
+//!   entry    0 16 hash    16  8 pack number (24 bits), kind (2), zero (2), offset (36); encrypted stores: masked
 //!   fences   8 for each bucket: the first word of its first hash
 //!   filter   32 for each block ([`super::filter`])
-//!   packs    24 for each pack whose records are all known here, unless they are known elsewhere: 8 number, 16 its trailer's checksum
+//!   packs    24 for each pack whose records are all here, or in other spills: 8 number, 16 its trailer's checksum
 //!   footer   0  8 entries    8  8 buckets    16  8 blocks of the filter    24  8 packs
 //!           32 32 BLAKE3 of header, fences, filter, packs and bytes 0..32 of the footer
 //! ```
 //!
 //! Fences, filter and packs are in memory: two bytes for each entry. A hash that passes the filter
-//! costs one reading of 512 bytes.
+//! costs one read of 512 bytes.
 //!
-//! Invariants: nothing of it is believed before its checksum holds; the salt keeps buckets of
-//! another file, which a crash may have left in the place of these, from passing. What is wrong
-//! with it is an [`io::Error`], after which the file is of no use.
+//! Invariants: no part is used before its checksum matches. The salt distinguishes buckets of another
+//! file, which a crash may have left in their place. Any damage is an [`io::Error`], after which the
+//! file is not used.
 
 use super::filter::{self, Filter};
 use super::table::Slot;
-use crate::identity::{PACK_NUMBER_MAX, PageHash};
+use keyframe_store_format::pack::PackSeal;
+use keyframe_store_format::page_hash::PageHash;
+use keyframe_store_format::page_ref::PACK_NUMBER_MAX;
 use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Read, Seek, Write};
 use std::os::unix::fs::FileExt;
@@ -41,18 +43,15 @@ const READ_AHEAD_BYTES: usize = 128 << 10;
 
 type Bucket = [u8; BUCKET_BYTES];
 
-/// What a closed pack is known by: a part of its trailer's checksum.
-pub type Seal = [u8; 16];
-
-/// What a file is bound to, and masked with.
+/// The store of a spill, and the key that masks its values.
 #[derive(Clone, Debug)]
 pub struct Bond {
     pub store: [u8; 16],
-    /// Of an encrypted store: places are not written in clear.
+    /// Present in an encrypted store, where places are not written in plain text.
     pub mask: Option<MaskKey>,
 }
 
-/// Its `Debug` form does not show it.
+/// The key of the masks. Its `Debug` form does not show it.
 #[derive(Clone)]
 pub struct MaskKey(pub [u8; 32]);
 
@@ -63,20 +62,20 @@ impl std::fmt::Debug for MaskKey {
 }
 
 impl Bond {
-    /// Masks a place, or takes the mask off: as no hash is twice in a file, and each file has a
-    /// salt, no mask is used twice.
+    /// Masks a value, or removes its mask. No mask is used twice, because no hash occurs twice in a
+    /// file, and each file has its own salt.
     fn mask(&self, salt: [u8; 16], hash: PageHash, value: u64) -> u64 {
         let Some(MaskKey(key)) = &self.mask else { return value };
         let mut input = [0; 32];
-        let (before, behind) = input.split_at_mut(16);
-        before.copy_from_slice(&salt);
-        behind.copy_from_slice(&hash.to_bytes());
+        let (first, second) = input.split_at_mut(16);
+        first.copy_from_slice(&salt);
+        second.copy_from_slice(&hash.to_bytes());
         let mask = blake3::keyed_hash(key, &input);
         value ^ mask.as_bytes().first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
     }
 }
 
-/// What is in memory of a file.
+/// An open spill: the parts that are in memory.
 #[derive(Debug)]
 pub struct Spill {
     file: File,
@@ -85,16 +84,16 @@ pub struct Spill {
     entries: u64,
     fences: Vec<u64>,
     filter: Filter,
-    packs: Vec<(u32, Seal)>,
+    packs: Vec<(u32, PackSeal)>,
 }
 
-/// Memory for so many entries, without the packs.
+/// The memory for this number of entries, without the packs, in bytes.
 pub fn memory_bytes(entries: usize) -> usize {
     entries.div_ceil(BUCKET_ENTRIES) * 8 + filter::blocks(entries) * filter::BLOCK_BYTES
 }
 
 impl Spill {
-    /// Reads what is to be in memory. `bytes_max`: what fences and filter may take.
+    /// Opens a spill. Its fences and filter may take at most `bytes_max`.
     pub fn open(path: &Path, bond: &Bond, bytes_max: usize) -> io::Result<Self> {
         let file = File::open(path)?;
         let len_bytes = file.metadata()?.len();
@@ -143,24 +142,24 @@ impl Spill {
         })
     }
 
-    /// How many entries it has.
+    /// The number of entries.
     pub fn entries(&self) -> usize {
         self.entries as usize
     }
 
-    /// The packs whose records are known here.
-    pub fn packs(&self) -> &[(u32, Seal)] {
+    /// The packs that it covers.
+    pub fn packs(&self) -> &[(u32, PackSeal)] {
         &self.packs
     }
 
-    /// What it takes of the memory.
+    /// Its memory, in bytes.
     pub fn bytes(&self) -> usize {
         self.fences.capacity() * 8
             + self.filter.bytes()
-            + self.packs.capacity() * size_of::<(u32, Seal)>()
+            + self.packs.capacity() * size_of::<(u32, PackSeal)>()
     }
 
-    /// What a hash stands for.
+    /// The value of a hash.
     pub fn get(&self, hash: PageHash) -> io::Result<Option<u64>> {
         if !self.filter.may_have(hash) {
             return Ok(None);
@@ -174,8 +173,8 @@ impl Spill {
         Ok(entry.map(|entry| self.bond.mask(self.salt, hash, decode_entry(entry).value)))
     }
 
-    /// The last bucket whose first hash is not behind it. As hashes are spread evenly, it is close
-    /// to where it would be if they lay at equal distances.
+    /// The last bucket whose first hash is not larger. Hashes are spread evenly, so it is close to
+    /// where it would be if they had equal distances.
     fn bucket_of(&self, word: u64) -> Option<usize> {
         let all = self.fences.len();
         let guess = ((u128::from(word) * all as u128) >> 64) as usize;
@@ -194,7 +193,7 @@ impl Spill {
         (from + near.partition_point(|fence| *fence <= word)).checked_sub(1)
     }
 
-    /// The entries of a bucket, once its checksum holds.
+    /// The entries of a bucket, after its checksum matches.
     fn checked<'a>(
         &self,
         number: usize,
@@ -209,7 +208,7 @@ impl Spill {
         Ok(entries.get(..left).unwrap_or(entries))
     }
 
-    /// All entries in the order of their hashes.
+    /// All entries, in the order of their hashes.
     pub fn read(&self) -> io::Result<Entries<'_>> {
         let mut file = self.file.try_clone()?;
         file.seek(io::SeekFrom::Start(BUCKET_BYTES as u64))?;
@@ -218,7 +217,7 @@ impl Spill {
     }
 }
 
-/// Entries of a file, one after the other.
+/// An iterator over the entries of a spill.
 pub struct Entries<'a> {
     spill: &'a Spill,
     file: BufReader<File>,
@@ -228,7 +227,7 @@ pub struct Entries<'a> {
 }
 
 impl Entries<'_> {
-    /// The next one, which [`Self::pop`] takes away.
+    /// The next entry. [`Self::pop`] removes it.
     pub fn peek(&mut self) -> io::Result<Option<Slot>> {
         if self.at == self.bucket.len() && self.number < self.spill.fences.len() {
             let mut bucket = [0; BUCKET_BYTES];
@@ -249,7 +248,7 @@ impl Entries<'_> {
     }
 }
 
-/// Writes such a file.
+/// Writes a spill.
 pub struct SpillWriter {
     out: BufWriter<tempfile::NamedTempFile>,
     bond: Bond,
@@ -262,7 +261,7 @@ pub struct SpillWriter {
 }
 
 impl SpillWriter {
-    /// For at most so many entries; in `folder`, which is made where it is not there.
+    /// Begins a spill of at most this number of entries in `folder`, which it makes if necessary.
     pub fn new(folder: &Path, bond: &Bond, entries_max: usize) -> io::Result<Self> {
         use std::os::unix::fs::DirBuilderExt;
         std::fs::DirBuilder::new().mode(0o700).recursive(true).create(folder)?;
@@ -282,7 +281,7 @@ impl SpillWriter {
         })
     }
 
-    /// The next entry; not taken where its hash is not behind the one before.
+    /// Appends an entry. Ignores one whose hash is not larger than the previous one.
     pub fn push(&mut self, slot: Slot) -> io::Result<()> {
         if self.last.is_some_and(|last| last >= slot.hash) {
             return Ok(());
@@ -307,9 +306,9 @@ impl SpillWriter {
         self.out.write_all(&check)
     }
 
-    /// Gives it the name `path`; `packs` are those whose records are all in it. It is a cache, so
-    /// that nothing is synced.
-    pub fn finish(mut self, path: &Path, packs: Vec<(u32, Seal)>) -> io::Result<Spill> {
+    /// Completes the file under the name `path`. `packs` are the packs that it covers. Syncs nothing,
+    /// because the file is a cache.
+    pub fn finish(mut self, path: &Path, packs: Vec<(u32, PackSeal)>) -> io::Result<Spill> {
         if !self.bucket.is_empty() {
             self.end_bucket()?;
         }
@@ -340,7 +339,7 @@ impl SpillWriter {
     }
 }
 
-/// How the names of files begin that are being written.
+/// The prefix of a file that is being written.
 pub const TEMPORARY: &str = ".new-";
 
 fn encode_header(store: [u8; 16], salt: [u8; 16]) -> Bucket {
@@ -374,7 +373,7 @@ fn decode_entry(bytes: &[u8; ENTRY_BYTES]) -> Slot {
     Slot { hash: PageHash::from_bytes(hash), value: u64::from_le_bytes(value) }
 }
 
-fn decode_pack(bytes: &[u8; PACK_BYTES]) -> (u32, Seal) {
+fn decode_pack(bytes: &[u8; PACK_BYTES]) -> (u32, PackSeal) {
     let (mut number, mut seal) = ([0; 4], [0; 16]);
     number.copy_from_slice(&bytes[..4]);
     seal.copy_from_slice(&bytes[8..]);

@@ -1,29 +1,27 @@
-//! The newest entries of the index: a table in memory that is sorted at every moment.
+//! The newest entries of the index: a table in memory that is always sorted.
 //!
 //! ```text
 //!   home of a hash = hash * homes / 2^64:  a larger hash has no smaller home
 //!
-//!   slots  | a . b c d . . e f . g | . . . |      a < b < ... < g; an entry lies in its home, or as little behind it as order allows
+//!   slots  | a . b c d . . e f . g | . . . |      a < b < ... < g; an entry lies in its home, or as close after it as the order allows
 //!          |<------- homes ------->|<tail >|
 //! ```
 //!
-//! Hashes are keyed, and so as good as random whatever a guest writes: entries spread evenly. As
-//! the table is in order, it is written out without being sorted, and grows by being copied from
-//! front to back.
+//! Hashes are keyed, so a guest cannot choose them, and entries spread evenly. Because the table is
+//! sorted, it can be written to a file in order, and can be copied from front to back to grow.
 //!
-//! Invariants: between the home of an entry and the entry no slot is empty; at most four of five
-//! slots are taken; it never takes more than [`Table::bytes_max`] (while it grows, with the old one
-//! beside the new).
+//! Invariants: no slot between the home of an entry and the entry is empty. At most four of five
+//! slots are used. The slots take at most the budget; the old ones are added while the table grows.
 
-use crate::identity::PageHash;
+use keyframe_store_format::page_hash::PageHash;
 
-/// Bytes of a slot.
+/// The size of a slot, in bytes.
 pub const SLOT_BYTES: usize = size_of::<Slot>();
 const HOMES_FIRST: usize = 1 << 10;
-/// Behind the last home, for those that are pushed on.
+/// The slots after the last home, for entries that do not fit into their home.
 const TAIL: usize = 1 << 10;
 
-/// A hash and what it stands for; 0: an empty slot.
+/// A hash and its value. The slot is empty if the value is 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slot {
     pub hash: PageHash,
@@ -41,35 +39,33 @@ pub struct Table {
 }
 
 impl Table {
-    /// An empty one that will take at most `bytes_max` for its slots, half as much more while it
-    /// grows.
+    /// An empty table of at most `bytes_max`, and half as much more while it grows.
     pub fn new(bytes_max: usize) -> Self {
         let homes_max = (bytes_max / SLOT_BYTES).saturating_sub(TAIL).max(64);
         Self { slots: Vec::new(), homes: 0, homes_max, len: 0 }
     }
 
-    /// How many it holds.
+    /// The number of entries.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// How many it can hold.
+    /// The most entries that it can hold.
     pub fn len_max(&self) -> usize {
         room(self.homes_max)
     }
 
-    /// What it takes now.
+    /// Its memory, in bytes.
     pub fn bytes(&self) -> usize {
         self.slots.capacity() * SLOT_BYTES
     }
 
-    /// What a hash stands for.
+    /// The value of a hash.
     pub fn get(&self, hash: PageHash) -> Option<u64> {
         self.slots.get(self.find(hash)?).map(|slot| slot.value)
     }
 
-    /// Sets what a hash stands for, which is not 0. False where there is no room: nothing is
-    /// changed then.
+    /// Sets the value of a hash, which is not 0. False, without a change, if there is no room.
     pub fn insert(&mut self, hash: PageHash, value: u64) -> bool {
         debug_assert!(value != 0);
         if let Some(slot) = self.find(hash).and_then(|at| self.slots.get_mut(at)) {
@@ -85,10 +81,10 @@ impl Table {
         self.put(Slot { hash, value })
     }
 
-    /// Forgets a hash; true where it was there.
+    /// Removes a hash; true if it was in the table.
     pub fn remove(&mut self, hash: PageHash) -> bool {
         let Some(mut hole) = self.find(hash) else { return false };
-        // Those behind it that are not in their home move up.
+        // The following entries that are not in their home move up.
         while let Some(next) = self.slots.get(hole + 1).copied().filter(|next| next.value != 0) {
             if home(next.hash, self.homes) > hole {
                 break;
@@ -101,8 +97,8 @@ impl Table {
         true
     }
 
-    /// Shows every entry, in the order of the hashes; those that `keep` does not want go. It may
-    /// change what a hash stands for.
+    /// Calls `keep` for every entry in the order of the hashes, and removes those for which it returns
+    /// false. It may change the value.
     pub fn retain(&mut self, keep: &mut dyn FnMut(PageHash, &mut u64) -> bool) {
         let (mut next, mut kept) = (0, 0);
         for at in 0..self.slots.len() {
@@ -111,7 +107,7 @@ impl Table {
             };
             self.set(at, EMPTY);
             if keep(slot.hash, &mut slot.value) {
-                // Never behind where it was, as those before it did not move back either.
+                // No entry moves back, because none before it has.
                 let to = home(slot.hash, self.homes).max(next);
                 self.set(to, slot);
                 (next, kept) = (to + 1, kept + 1);
@@ -125,25 +121,25 @@ impl Table {
         self.slots.iter().copied().filter(|slot| slot.value != 0)
     }
 
-    /// Forgets all, and gives the memory back.
+    /// Removes all entries, and frees the memory.
     pub fn clear(&mut self) {
         (self.slots, self.homes, self.len) = (Vec::new(), 0, 0);
     }
 
     fn find(&self, hash: PageHash) -> Option<usize> {
         let from = home(hash, self.homes);
-        for (behind, slot) in self.slots.get(from..)?.iter().enumerate() {
+        for (distance, slot) in self.slots.get(from..)?.iter().enumerate() {
             if slot.value == 0 || slot.hash > hash {
                 return None;
             }
             if slot.hash == hash {
-                return Some(from + behind);
+                return Some(from + distance);
             }
         }
         None
     }
 
-    /// Puts what is not there; false where the tail is full.
+    /// Adds a new entry; false if the tail is full.
     fn put(&mut self, new: Slot) -> bool {
         let from = home(new.hash, self.homes);
         let Some(slots) = self.slots.get_mut(from..) else { return false };
@@ -166,7 +162,7 @@ impl Table {
         let mut next = 0;
         for slot in old.into_iter().filter(|slot| slot.value != 0) {
             let to = home(slot.hash, homes).max(next);
-            // Behind the tail: as good as impossible, and forgetting is allowed.
+            // An entry after the tail is very unlikely, and the index may forget.
             if to < self.slots.len() {
                 self.set(to, slot);
                 (next, self.len) = (to + 1, self.len + 1);
@@ -187,7 +183,7 @@ impl std::fmt::Debug for Table {
     }
 }
 
-/// Of so many homes, how many may be taken.
+/// The most entries of a table with this number of homes.
 fn room(homes: usize) -> usize {
     homes / 5 * 4
 }

@@ -5,8 +5,8 @@
 
 use super::spill::BUCKET_BYTES;
 use super::*;
-use crate::identity::HashKey;
 use keyframe_store_backend::testing::SeededRandom;
+use keyframe_store_format::page_hash::HashKey;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 const STORE: [u8; 16] = [3; 16];
@@ -19,7 +19,7 @@ fn hash(number: u64) -> PageHash {
     PageHash::of(&HashKey([1; 32]), &page)
 }
 
-fn seal(number: u32) -> Seal {
+fn seal(number: u32) -> PackSeal {
     let mut seal = [7; 16];
     seal[..4].copy_from_slice(&number.to_le_bytes());
     seal
@@ -215,12 +215,12 @@ impl Subject {
         self.index = index;
         self.packs.retain(|number, _| !victims.contains(number));
         let still = |found: &mut Found| match moves.place(found.place) {
-            Place::Same => !found.kind.is_derived(),
-            Place::Moved(to) => {
+            MovedPlace::Same => !found.kind.is_derived(),
+            MovedPlace::Moved(to) => {
                 found.place = to;
                 true
             }
-            Place::Gone => false,
+            MovedPlace::Gone => false,
         };
         self.model.retain(|_, found| still(found));
         self.forgive();
@@ -350,7 +350,7 @@ fn no_damaged_byte_and_no_cut_is_believed() {
 #[test]
 fn a_spill_of_another_store_or_of_packs_that_are_others_now_is_ignored() {
     let (subject, file) = saved(50);
-    let open = |folder: &Folder, seal_of: &mut dyn FnMut(u32) -> Option<Seal>| {
+    let open = |folder: &Folder, seal_of: &mut dyn FnMut(u32) -> Option<PackSeal>| {
         let bytes = std::fs::read(&file).unwrap();
         let mut index = Index::new(BUDGET_BYTES, Some(folder.clone()));
         index.load(false, seal_of);

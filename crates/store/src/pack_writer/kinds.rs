@@ -1,15 +1,17 @@
-//! What records are, asked of the packs: few are asked about, and an answer for all would not fit
-//! into memory.
+//! The kinds of records, read from the packs. A list of all kinds would not fit into memory, and
+//! few are needed.
 
-use super::{OpenPack, PackWriter};
 use crate::Result;
-use crate::identity::PageRef;
 use crate::pack_file::{Content, Ending};
-use crate::record::{Entry, KIND_AT, Kind};
+use crate::pack_writer::open_pack::OpenPack;
+use crate::pack_writer::writer::PackWriter;
+use keyframe_store_format::pack::Entry;
+use keyframe_store_format::page_ref::PageRef;
+use keyframe_store_format::record::{KIND_AT, Kind};
 
 impl PackWriter {
-    /// Keeps the derived ones of `records`, which rise. Where a pack cannot be read, none of its
-    /// records is known to be one.
+    /// Removes all records that are not derived from `records`, which rise. Also removes those of a
+    /// pack that cannot be read.
     pub fn keep_derived_of(&self, records: &mut Vec<PageRef>) -> Result<()> {
         let mut derived = Vec::new();
         for of_pack in records.chunk_by(|a, b| a.pack() == b.pack()) {
@@ -29,7 +31,7 @@ impl PackWriter {
                             derived.extend(matches!(content, Content::Derived(_)).then_some(at));
                             Ok::<_, crate::Error>(())
                         });
-                    // Whoever reads them says so.
+                    // A later read of the records reports the error.
                     drop(read);
                 }
             }
@@ -38,8 +40,7 @@ impl PackWriter {
         Ok(())
     }
 
-    /// Whether RAM brought a record into the store.
-    /// `open` is the pack that is being written.
+    /// True if RAM brought a record into the store. `open` is the open pack.
     pub(super) fn is_of_ram(&self, record: PageRef, open: &OpenPack) -> bool {
         let kind = match record.pack() {
             own if own == open.number => kind_in(&open.entries, record),

@@ -1,48 +1,44 @@
-//! What sealed checkpoints need: maps, and of their records those that some image shows.
+//! The records and maps that sealed checkpoints need.
 //!
 //! ```text
-//!   chains of two checkpoints that are kept     [9 8 0]  [7 6 0]         map 0 ◀── 6 ◀── 7 (sealed)
+//!   chains of two checkpoints                   [9 8 0]  [7 6 0]         map 0 ◀── 6 ◀── 7 (sealed)
 //!                                                                          ▲
 //!   newest map first:  visible(9) = all                                    └───── 8 ◀── 9 (sealed)
 //!                      visible(8) = visible(9) without the pages of 9
 //!                      visible(0) = visible(8) without those of 8, and visible(6) without those of 6
 //! ```
 //!
-//! Invariants: a record is live where a live map shows it at a visible page, or where a live record
-//! is composed of it ([`Live::close`]): live records are closed over references. A map of a run
-//! that goes on hides nothing that a later checkpoint of it shows: what it builds upon are maps of
-//! the newest checkpoint's chain, under a map with all that changed since.
+//! Invariants: a record is live if a live map shows it at a visible page, or if a live derived record
+//! refers to it ([`Live::close`]). So live records are closed over references. A map of a run at work
+//! hides nothing that a later checkpoint of the run shows. The run builds upon maps of the newest
+//! checkpoint's chain, under a map with all later changes.
 //!
-//! All maps are read once in a prune. Which packs each mentions is remembered ([`Known`]), so that
-//! later looks at few packs read few maps: those that mention one of them, those that are new, and
-//! what lies over such a one whose own checkpoint is gone.
+//! A prune reads all maps once. It remembers which packs each refers to ([`Known`]). So a later look at
+//! few packs reads few maps: those that refer to one of them, new ones, and those above such a map whose
+//! own checkpoint is gone.
 
 use crate::chain::Changes;
-use crate::identity::PageRef;
-use crate::map_run::MapRun;
-use crate::meta::Meta;
-use crate::pack_file::Content;
-use crate::prune::packs::{self, Shape};
-use crate::record::Entry;
-use crate::store::Inner;
+use crate::open_store::OpenStore;
+use crate::pack_shape::{PackShape, places};
 use crate::{Error, Result};
 use keyframe_store_backend::layout;
-use keyframe_units::{CheckpointId, PageIndex, PageRange, ZERO_PAGE};
+use keyframe_store_format::map_run::MapRun;
+use keyframe_store_format::meta::Meta;
+use keyframe_store_format::pack::Entry;
+use keyframe_store_format::page_ref::PageRef;
+use keyframe_units::{CheckpointId, PageIndex, PageRange};
 use std::collections::{BTreeMap, BTreeSet};
-
-/// More changes than come while a folder is read.
-const LISTINGS_MAX: u32 = 16;
 
 /// A map that a checkpoint needs.
 #[derive(Debug)]
 pub struct Node {
     parent: Option<u64>,
-    /// Its own checkpoint is there: all that it gives is visible.
+    /// True if its own checkpoint exists: then all its pages are visible.
     sealed: bool,
     ram_pages: u64,
 }
 
-/// Offsets of a pack's live records.
+/// The offsets of the live records of a pack.
 #[derive(Debug, Default)]
 pub struct Offsets {
     all: Vec<u64>,
@@ -52,7 +48,7 @@ pub struct Offsets {
 impl Offsets {
     fn push(&mut self, offset: u64) {
         self.all.push(offset);
-        // Many maps mention a record: sorted now and then, it takes memory once.
+        // Many maps refer to a record. Sorting now and then removes the duplicates.
         if self.all.len() > self.sorted * 2 + 1024 {
             self.settle();
         }
@@ -65,19 +61,19 @@ impl Offsets {
     }
 }
 
-/// What is known of maps that were read: maps that are not in here are read again.
+/// What a prune remembers of the maps that it read. It reads other maps again.
 #[derive(Clone, Debug, Default)]
 pub struct Known {
-    /// The packs that each map mentions.
+    /// The packs that each map refers to.
     pub mentions: BTreeMap<u64, Box<[u32]>>,
-    /// The packs that there were.
+    /// The packs that existed.
     pub packs: BTreeSet<u32>,
-    /// Of packs with live records that are composed of others': which packs those are in.
+    /// For each pack with live derived records, the packs that these refer to.
     pub depends: BTreeMap<u32, BTreeSet<u32>>,
 }
 
 impl Known {
-    /// Whether a map may mention one of `packs`, or one that there was not.
+    /// True if a map may refer to one of `packs`, or to a new pack.
     pub fn may_mention(&self, map: u64, packs: &BTreeSet<u32>) -> bool {
         let mentions = self.mentions.get(&map);
         mentions.is_none_or(|all| {
@@ -85,7 +81,7 @@ impl Known {
         })
     }
 
-    /// `packs`, and those that have live records composed of theirs.
+    /// `packs`, and the packs with live derived records that refer to them.
     pub fn with_dependents(&self, packs: &BTreeSet<u32>) -> BTreeSet<u32> {
         let dependents =
             self.depends.iter().filter(|(_, on)| !on.is_disjoint(packs)).map(|(of, _)| *of);
@@ -93,26 +89,26 @@ impl Known {
     }
 }
 
-/// What sealed checkpoints need.
+/// The records and maps that sealed checkpoints need.
 #[derive(Debug, Default)]
 pub struct Live {
-    /// Of the maps that were read.
+    /// The packs that each map refers to, of the maps that were read.
     mentions: BTreeMap<u64, Box<[u32]>>,
     nodes: BTreeMap<u64, Node>,
     wanted: BTreeMap<u32, Offsets>,
-    /// Checkpoints that there are.
+    /// The existing checkpoints.
     pub ids: BTreeSet<CheckpointId>,
 }
 
 impl Live {
-    /// Looks at all checkpoints and their maps. Error: [`Error::Unreadable`] where what one needs
-    /// cannot be known.
-    pub fn find(inner: &Inner) -> Result<Self> {
+    /// Reads all checkpoints and their maps. Error: [`Error::Unreadable`] if a checkpoint cannot be
+    /// read.
+    pub fn find(inner: &OpenStore) -> Result<Self> {
         Self::find_where(inner, &|_| true)
     }
 
-    /// The same of the maps that are wanted: all live records that these mention.
-    pub fn find_where(inner: &Inner, is_wanted: &dyn Fn(u64) -> bool) -> Result<Self> {
+    /// Reads all checkpoints and the wanted maps; finds all live records that these refer to.
+    pub fn find_where(inner: &OpenStore, is_wanted: &dyn Fn(u64) -> bool) -> Result<Self> {
         let mut live = Self::default();
         live.find_nodes(inner)?;
         let mut wanted = BTreeMap::<u32, Offsets>::new();
@@ -138,12 +134,12 @@ impl Live {
         Ok(live)
     }
 
-    /// Reads all checkpoints that there are. Beside a run they come and go: where one is forgotten
-    /// that was listed, the one that was sealed before it went may not have been, and all that the
-    /// run goes on with would be known of neither. So it is listed again until nothing is new; what
-    /// is sealed behind that builds on what was read.
-    fn find_nodes(&mut self, inner: &Inner) -> Result<()> {
-        // Numbers are not used again: what is gone stays so.
+    /// Reads all checkpoints. A run may seal new ones meanwhile, and another process may forget listed
+    /// ones. If that happens to the newest, neither the forgotten one nor the new one would show the
+    /// maps that the run builds upon. So this lists them again until there is no new one. A later
+    /// checkpoint builds upon those that were read.
+    fn find_nodes(&mut self, inner: &OpenStore) -> Result<()> {
+        // Numbers are not used again, so a forgotten checkpoint does not come back.
         let mut looked_at = BTreeSet::new();
         loop {
             let mut is_all = true;
@@ -153,7 +149,7 @@ impl Live {
                 }
                 is_all = false;
                 match inner.read_meta(id) {
-                    // Forgotten since it was listed.
+                    // Forgotten since the listing.
                     Err(Error::UnknownCheckpoint { .. }) => {}
                     Err(source) => return Err(Error::Unreadable { id, source: Box::new(source) }),
                     Ok(meta) => self.add(id, &meta),
@@ -177,31 +173,35 @@ impl Live {
         }
     }
 
-    /// The maps that are needed.
+    /// True if a checkpoint needs the map.
     pub fn has_map(&self, id: u64) -> bool {
         self.nodes.contains_key(&id)
     }
 
-    /// Which packs each map mentions that was read.
+    /// The packs that each map refers to, of the maps that were read.
     pub fn take_mentions(&mut self) -> BTreeMap<u64, Box<[u32]>> {
         std::mem::take(&mut self.mentions)
     }
 
-    /// Offsets of the live records of a pack, rising.
+    /// The offsets of the live records of a pack, rising.
     pub fn offsets(&self, pack: u32) -> &[u64] {
         self.wanted.get(&pack).map_or(&[], |offsets| &offsets.all)
     }
 
-    /// Packs that have live records.
+    /// The packs with live records.
     pub fn packs(&self) -> impl Iterator<Item = u32> + '_ {
         self.wanted.keys().copied()
     }
 
-    /// Adds what live records of `shape` are composed of, and returns these with what each refers
-    /// to. What they refer to is not composed, and lies before them: one step, through packs in
-    /// rising order, is all. Live records that `shape` does not list are asked themselves: those
-    /// that it missed because the medium did not give them must not cost what they stand on.
-    pub fn close(&mut self, inner: &Inner, shape: &Shape) -> Result<Vec<(PageRef, Vec<PageRef>)>> {
+    /// Adds the references of the live derived records of `shape`; returns these records with their
+    /// references. References are plain and lie in earlier places, so one pass over the packs in
+    /// rising order is enough. Also reads live records that `shape` does not list, which may be
+    /// unreadable for a moment only: their references must stay.
+    pub fn close(
+        &mut self,
+        inner: &OpenStore,
+        shape: &PackShape,
+    ) -> Result<Vec<(PageRef, Vec<PageRef>)>> {
         let live = self.offsets(shape.number);
         let composed = shape.entries.iter().filter(|entry| entry.kind().is_derived());
         let wanted: Vec<PageRef> = composed
@@ -210,10 +210,10 @@ impl Live {
             .collect();
         let is_listed = |at: &&u64| shape.entries.binary_search_by_key(*at, Entry::offset).is_ok();
         let missing: Vec<u64> = live.iter().filter(|at| !is_listed(at)).copied().collect();
-        let mut found = inner.parts_of(&wanted)?;
-        for place in packs::places(shape.number, &missing) {
-            match inner.parts_of(&[place]) {
-                // Nobody can tell what it stands on.
+        let mut found = inner.references_of(&wanted)?;
+        for place in places(shape.number, &missing) {
+            match inner.references_of(&[place]) {
+                // Its references are not known.
                 Err(Error::Damaged { .. }) => {}
                 parts => found.extend(parts?),
             }
@@ -225,21 +225,21 @@ impl Live {
         Ok(found)
     }
 
-    /// After [`Self::close`] of all packs.
+    /// Sorts the offsets, after [`Self::close`] of all packs.
     pub fn settle(&mut self) {
         self.wanted.values_mut().for_each(Offsets::settle);
     }
 
-    /// Shows every map that is wanted, the newest first, with what of it some checkpoint shows.
-    /// Others may be shown, too.
+    /// Calls `visit` for every wanted map, the newest first, with its visible pages. May also call it
+    /// for other maps.
     pub fn each_map(
         &self,
-        inner: &Inner,
+        inner: &OpenStore,
         is_wanted: &dyn Fn(u64) -> bool,
         visit: &mut dyn FnMut(u64, &Node, &MapRun, &Changes) -> Result<()>,
     ) -> Result<()> {
-        // Of maps without a checkpoint, what is visible is what those above leave: they are read
-        // for it.
+        // The visible pages of a map without a checkpoint depend on the maps above it, so these are
+        // read too.
         let (mut read, mut looked_through) = (BTreeSet::new(), BTreeSet::new());
         for (id, node) in &self.nodes {
             if is_wanted(*id) || node.parent.is_some_and(|parent| looked_through.contains(&parent))
@@ -280,44 +280,7 @@ impl Live {
     }
 }
 
-impl Inner {
-    /// The numbers of the sealed checkpoints, rising. A folder that changes while it is read may
-    /// show neither what was there nor what came: two lists that are the same show one instant.
-    pub fn settled_checkpoint_ids(&self) -> Result<Vec<CheckpointId>> {
-        let mut before = self.checkpoint_ids()?;
-        for _ in 0..LISTINGS_MAX {
-            let now = self.checkpoint_ids()?;
-            if now == before {
-                break;
-            }
-            before = now;
-        }
-        Ok(before)
-    }
-
-    /// What composed records (rising) refer to; those that are not composed are left out.
-    pub fn parts_of(&self, wanted: &[PageRef]) -> Result<Vec<(PageRef, Vec<PageRef>)>> {
-        let mut found = Vec::with_capacity(wanted.len());
-        let mut page = ZERO_PAGE;
-        for of_pack in wanted.chunk_by(|a, b| a.pack() == b.pack()) {
-            let number = of_pack.first().map_or(0, |of| of.pack());
-            let object = self.backend.describe(&layout::pack(number));
-            let places: Vec<(PageRef, ())> = of_pack.iter().map(|of| (*of, ())).collect();
-            self.pack(number)?.read_records(&places, &mut Vec::new(), &mut |at, (), content| {
-                if let Content::Derived(record) = content {
-                    let derivation = record.derivation(&mut page).map_err(|problem| {
-                        Error::damaged(format!("{object} at offset {}", at.offset()), problem)
-                    })?;
-                    found.push((at, derivation.records()));
-                }
-                Ok::<_, Error>(())
-            })?;
-        }
-        Ok(found)
-    }
-}
-
-/// Whether a page, or a block, is among them.
+/// True if a page or a block is visible.
 pub fn shows(visible: &Changes, page: PageIndex) -> bool {
     if page.0 < visible.pages.space_pages() {
         visible.pages.contains(page)

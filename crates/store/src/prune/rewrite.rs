@@ -1,35 +1,35 @@
-//! Moving records from packs that go into new ones, and telling the maps.
+//! Copying records of packs that go into new ones, and rewriting the maps.
 //!
-//! Invariants: a record is compared with its hash before its copy stands for it. Plain records move
-//! before those that are composed of them, and new packs have higher numbers than all others, so
-//! that a composed record lies behind what it refers to. A map is replaced as a whole, and never
-//! loses what some checkpoint shows.
+//! Invariants: a record is compared with its hash before its copy replaces it. Plain records move before
+//! the derived ones that refer to them, and new packs have higher numbers than all others. So a derived
+//! record lies after its references. A map is replaced as a whole, and loses no record that a checkpoint
+//! shows.
 
 use super::live::{Live, shows};
-use super::moves::{Moves, Place};
-use super::packs::{self, Shape, places};
-use crate::derived::Derivation;
-use crate::dictionary::{Dense, SAMPLES_MAX};
-use crate::identity::{PageHash, PageRef};
-use crate::map_run::{MapHeader, MapRun};
+use crate::open_store::OpenStore;
 use crate::pack_file::Content;
+use crate::pack_shape::{PackShape, places};
 use crate::pack_writer::PackWriter;
-use crate::record::{Entry, Kind};
-use crate::store::Inner;
-use crate::writer::Tuning;
+use crate::tuning::Tuning;
 use crate::{Error, Result};
-use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::layout;
-use keyframe_units::{CheckpointId, Page, ZERO_PAGE};
+use keyframe_store_format::derived::Derivation;
+use keyframe_store_format::dictionary::{DenseCompressor, SAMPLES_MAX};
+use keyframe_store_format::moves::{MovedPlace, Moves};
+use keyframe_store_format::pack::Entry;
+use keyframe_store_format::page_hash::PageHash;
+use keyframe_store_format::page_ref::PageRef;
+use keyframe_store_format::record::Kind;
+use keyframe_units::{Page, ZERO_PAGE};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// A dictionary is at most this part of a full pack.
+/// A dictionary is at most this fraction of a full pack.
 const DICTIONARY_PART: u64 = 32;
 
-/// Writes what moves into packs of its own.
+/// Copies records into new packs.
 pub struct Copier {
-    inner: Arc<Inner>,
+    inner: Arc<OpenStore>,
     tuning: Tuning,
     packs: Option<PackWriter>,
     reserved: BTreeSet<u32>,
@@ -37,7 +37,7 @@ pub struct Copier {
 }
 
 impl Copier {
-    pub fn new(inner: Arc<Inner>, tuning: Tuning) -> Self {
+    pub fn new(inner: Arc<OpenStore>, tuning: Tuning) -> Self {
         Self { inner, tuning, packs: None, reserved: BTreeSet::new(), copied_bytes: 0 }
     }
 
@@ -49,13 +49,13 @@ impl Copier {
         Ok(self.packs.insert(packs))
     }
 
-    /// A dictionary for pages like those of the packs that go. What cannot be read is met again
-    /// when it is copied.
-    pub fn train(&self, victims: &BTreeSet<u32>) -> Result<Dense> {
+    /// Trains a dictionary with pages of the packs that go. Leaves out unreadable ones, which copying
+    /// reports.
+    pub fn train(&self, victims: &BTreeSet<u32>) -> Result<DenseCompressor> {
         let mut places = Vec::new();
         for victim in victims {
             let entries =
-                Shape::of(&self.inner, *victim)?.map_or_else(Vec::new, |shape| shape.entries);
+                PackShape::of(&self.inner, *victim)?.map_or_else(Vec::new, |shape| shape.entries);
             let plain = entries.iter().filter(|entry| !entry.kind().is_derived());
             places.extend(plain.map(|entry| PageRef::new(*victim, entry.offset())));
         }
@@ -67,20 +67,20 @@ impl Copier {
                 samples.push(page);
             }
         }
-        // Each pack has a copy.
+        // Each new pack holds the dictionary.
         let bytes_max =
             usize::try_from(self.tuning.pack_bytes_max / DICTIONARY_PART).unwrap_or(usize::MAX);
-        Ok(Dense::train(&samples, bytes_max))
+        Ok(DenseCompressor::train(&samples, bytes_max))
     }
 
-    /// Pages that are copied from here on are as small as they get, or as a run writes them.
-    pub fn set_dense(&mut self, dense: Option<Dense>) -> Result<()> {
+    /// Compresses the following copies with `dense`, or as a run does.
+    pub fn set_dense(&mut self, dense: Option<DenseCompressor>) -> Result<()> {
         self.packs()?.set_dense(dense)
     }
 
-    /// Copies the plain records among `live` of pack `victim`. The inner error: what is damaged, so
-    /// that the pack must stay.
-    pub fn plain(
+    /// Copies the plain records among `live` of pack `victim`. The inner error is damage, because of
+    /// which the pack must stay.
+    pub fn copy_plain(
         &mut self,
         victim: u32,
         live: &[u64],
@@ -91,7 +91,7 @@ impl Copier {
         if missing.is_empty() {
             return Ok(Ok(()));
         }
-        let Some(shape) = Shape::of(&self.inner, victim)? else {
+        let Some(shape) = PackShape::of(&self.inner, victim)? else {
             return Ok(Err(format!("{}: cannot be read any more", layout::pack(victim))));
         };
         let mut wanted = Vec::with_capacity(missing.len());
@@ -132,9 +132,9 @@ impl Copier {
         }
     }
 
-    /// Writes composed records anew (rising), referring to where their parts are now. Where one is
-    /// damaged, it stays, and so do all packs that it needs.
-    pub fn composed(
+    /// Copies derived records, which rise, with the new places of their references. If one is damaged,
+    /// its pack stays, and so do the packs that it refers to.
+    pub fn copy_derived(
         &mut self,
         wanted: &[PageRef],
         moves: &mut Moves,
@@ -144,7 +144,7 @@ impl Copier {
             if moves.to.contains_key(place) {
                 continue;
             }
-            match self.compose_anew(*place, moves) {
+            match self.copy_one_derived(*place, moves) {
                 Ok(to) => {
                     moves.to.insert(*place, to);
                 }
@@ -162,15 +162,15 @@ impl Copier {
         Ok(())
     }
 
-    fn compose_anew(&mut self, place: PageRef, moves: &Moves) -> Result<PageRef> {
+    fn copy_one_derived(&mut self, place: PageRef, moves: &Moves) -> Result<PageRef> {
         let mut derivation = self.derivation(place)?;
         derivation.repoint(&mut |record| {
-            if let Place::Moved(to) = moves.place(*record) {
+            if let MovedPlace::Moved(to) = moves.place(*record) {
                 *record = to;
             }
         });
         let mut page = ZERO_PAGE;
-        // Compared with its hash.
+        // Reading compares the page with its hash.
         self.inner.read_pages(&[(place, ())], &mut |(), content| {
             page = *content;
             Ok::<_, Error>(())
@@ -194,15 +194,15 @@ impl Copier {
                 Ok::<_, Error>(())
             },
         )?;
-        found.ok_or_else(|| Error::damaged(object(), "it stands on no other record"))
+        found.ok_or_else(|| Error::damaged(object(), "it refers to no other record"))
     }
 
-    /// Writes a page that has `hash`; where it is then.
+    /// Writes a page with `hash`; returns its record.
     pub fn keep(&mut self, page: &Page, hash: PageHash, kind: Kind) -> Result<PageRef> {
         Ok(self.packs()?.keep(page, hash, kind)?.0)
     }
 
-    /// What is copied from here on lies behind everything that there is.
+    /// Makes all following copies lie after all existing records.
     pub fn raise(&mut self) -> Result<()> {
         self.packs.as_mut().map_or(Ok(()), PackWriter::raise)
     }
@@ -212,39 +212,38 @@ impl Copier {
         self.packs.as_mut().map_or(Ok(()), PackWriter::close)
     }
 
-    /// Makes a pack without records, so that no number below its own is used again.
+    /// Makes a pack without records, so that no lower number is used again.
     pub fn reserve(&mut self) -> Result<()> {
         let number = self.packs()?.reserve()?;
         self.reserved.insert(number);
         Ok(())
     }
 
-    /// Removes those of [`Self::reserve`] that others lie above by now.
+    /// Removes the packs of [`Self::reserve`], except the newest pack.
     pub fn tidy(&mut self) -> Result<()> {
-        let newest = packs::numbers(&self.inner)?.last().copied();
+        let newest = self.inner.pack_numbers()?.last().copied();
         self.reserved.retain(|number| Some(*number) != newest);
         self.inner.remove_packs(&std::mem::take(&mut self.reserved))
     }
 }
 
-/// Rewrites the maps that name records which have moved, or go, among those that are `wanted`;
-/// returns which.
+/// Rewrites the wanted maps that refer to records which move or go; returns their numbers.
 pub fn maps(
-    inner: &Inner,
+    inner: &OpenStore,
     live: &Live,
     moves: &Moves,
     is_wanted: &dyn Fn(u64) -> bool,
 ) -> Result<BTreeSet<u64>> {
     let mut rewritten = BTreeSet::new();
     live.each_map(inner, is_wanted, &mut |id, _, run, visible| {
-        if run.refs().iter().all(|to| moves.place(*to) == Place::Same) {
+        if run.refs().iter().all(|to| moves.place(*to) == MovedPlace::Same) {
             return Ok(());
         }
         let mut lost = None;
         let moved = run.moved(&mut |page, to| match moves.place(to) {
-            Place::Same => Some(to),
-            Place::Moved(now) => Some(now),
-            Place::Gone => {
+            MovedPlace::Same => Some(to),
+            MovedPlace::Moved(now) => Some(now),
+            MovedPlace::Gone => {
                 if shows(visible, page) {
                     lost = Some(to);
                 }
@@ -259,62 +258,7 @@ pub fn maps(
             ));
         }
         rewritten.insert(id);
-        inner.put_again(&layout::map(id), &moved.encode(inner.config.id))
+        inner.replace(&layout::map(id), &moved.encode(inner.config.id))
     })?;
     Ok(rewritten)
-}
-
-impl Inner {
-    /// A writer that begins clears what it takes for left over; then once more.
-    fn put_again(&self, name: &str, bytes: &[u8]) -> Result<()> {
-        match self.backend.put(name, bytes) {
-            Err(error) if error.is_not_found() => self.backend.put(name, bytes),
-            other => other,
-        }
-    }
-
-    /// Numbers of all maps, rising.
-    pub fn map_ids(&self) -> Result<Vec<u64>> {
-        let listed = self.backend.list(layout::MAPS)?;
-        let mut ids: Vec<u64> = listed.iter().filter_map(|file| layout::parse_map(file)).collect();
-        ids.sort_unstable();
-        Ok(ids)
-    }
-
-    /// Checkpoints that have working sets.
-    pub fn workset_ids(&self) -> Result<Vec<CheckpointId>> {
-        let listed = self.backend.list(layout::WORKSETS)?;
-        Ok(listed.iter().filter_map(|file| layout::parse_workset(file)).collect())
-    }
-
-    /// The length of a file; 0 where it has gone.
-    pub fn len_of(&self, name: &str) -> u64 {
-        self.backend.open(name).and_then(|file| file.len_bytes()).unwrap_or(0)
-    }
-
-    /// Puts a map without pages in place of one that no checkpoint needs, so that its number is not
-    /// used again.
-    pub fn empty_map(&self, id: u64) -> Result<()> {
-        let header = MapHeader { id, parent: None, run: [0; 16], space_pages: 0 };
-        self.put_again(
-            &layout::map(id),
-            &MapRun::new(header, std::iter::empty()).encode(self.config.id),
-        )
-    }
-
-    /// True of what [`Self::empty_map`] put.
-    pub fn is_empty_map(&self, id: u64) -> bool {
-        self.read_map(id).is_ok_and(|run| run.header.space_pages == 0)
-    }
-
-    /// Removes packs that nothing needs, and closes those that have gone, now or before, and that
-    /// no reader in this process holds.
-    pub fn remove_packs(&self, numbers: &BTreeSet<u32>) -> Result<()> {
-        let names: Vec<String> = numbers.iter().map(|number| layout::pack(*number)).collect();
-        self.backend.remove_all(layout::PACKS, &names)?;
-        let there: BTreeSet<u32> = packs::numbers(self)?.into_iter().collect();
-        let mut packs = self.packs.lock().ignore_poison();
-        packs.retain(|number, pack| there.contains(number) || Arc::strong_count(pack) > 1);
-        Ok(())
-    }
 }

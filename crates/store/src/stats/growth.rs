@@ -1,7 +1,6 @@
-//! How a store grew: what each checkpoint added, and each hour.
+//! The growth of a store: by checkpoint, and by hour.
 //!
-//! Numbers of a checkpoint are those measured when it was taken; what has been forgotten since is
-//! in none of them.
+//! The numbers of a checkpoint were measured when it was taken. Forgotten checkpoints are not included.
 
 use crate::Sealed;
 use jiff::Timestamp;
@@ -11,16 +10,16 @@ use std::collections::BTreeMap;
 
 const HOUR_S: i64 = 3600;
 
-/// What one checkpoint added.
+/// The growth of the store by one checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Added {
+pub struct CheckpointGrowth {
     /// Its number.
     pub id: CheckpointId,
     /// The VM.
     pub vm: String,
     /// When its pause began.
     pub taken_at: Timestamp,
-    /// Pages and blocks put into it.
+    /// Pages and blocks put into it, in bytes.
     pub dirty_bytes: u64,
     /// Bytes that the store grew by: records, map, device state.
     pub added_bytes: u64,
@@ -28,33 +27,33 @@ pub struct Added {
     pub sum_bytes: u64,
 }
 
-/// What one hour added.
+/// The growth of the store in one hour.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Hour {
-    /// When it began.
+pub struct HourGrowth {
+    /// The begin of the hour.
     pub from: Timestamp,
     /// Checkpoints taken in it.
     pub checkpoints: u64,
-    /// Pages and blocks put into them.
+    /// Pages and blocks put into them, in bytes.
     pub dirty_bytes: u64,
     /// Bytes that the store grew by.
     pub added_bytes: u64,
 }
 
-/// How a store grew.
+/// The growth of a store.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Growth {
     /// By number.
-    pub checkpoints: Vec<Added>,
-    /// By time; hours in which nothing was taken are left out.
-    pub hours: Vec<Hour>,
+    pub checkpoints: Vec<CheckpointGrowth>,
+    /// The hours, rising, without those in which no checkpoint was taken.
+    pub hours: Vec<HourGrowth>,
 }
 
 impl Growth {
-    /// Of checkpoints in rising order.
+    /// The growth by checkpoints in rising order.
     pub fn of(sealed: &[Sealed]) -> Self {
         let mut growth = Self::default();
-        let mut hours = BTreeMap::<i64, Hour>::new();
+        let mut hours = BTreeMap::<i64, HourGrowth>::new();
         let mut sum_bytes = 0;
         for Sealed { id, meta, .. } in sealed {
             let counts = &meta.counts;
@@ -65,7 +64,7 @@ impl Growth {
                 counts.stored_bytes + counts.map_bytes + counts.device_bytes + of_disks;
             sum_bytes += added_bytes;
             let (vm, taken_at) = (meta.vm.clone(), meta.taken_at);
-            growth.checkpoints.push(Added {
+            growth.checkpoints.push(CheckpointGrowth {
                 id: *id,
                 vm,
                 taken_at,
@@ -77,7 +76,7 @@ impl Growth {
             let from = Timestamp::from_second(from_s).unwrap_or(taken_at);
             let hour = hours.entry(from_s);
             let hour =
-                hour.or_insert(Hour { from, checkpoints: 0, dirty_bytes: 0, added_bytes: 0 });
+                hour.or_insert(HourGrowth { from, checkpoints: 0, dirty_bytes: 0, added_bytes: 0 });
             hour.checkpoints += 1;
             hour.dirty_bytes += dirty_bytes;
             hour.added_bytes += added_bytes;

@@ -1,16 +1,17 @@
-//! Who shares which records: within an image, across checkpoints, across VMs, RAM with disks.
+//! Shared records: within an image, across checkpoints, across VMs, between RAM and disks.
 //!
 //! ```text
 //!   all checkpoints ─▶ live records ───────────────────────▶ unique, against the sum of all images
 //!   newest checkpoint of each VM ─▶ records of RAM, of disks ─▶ more than once in it? in another VM's? on a disk?
 //! ```
 //!
-//! Every map is read once, and the newest image of each VM whole. Memory: eight bytes for each live
+//! Reads every map once, and the newest image of each VM whole. Memory: eight bytes for each live
 //! record, some forty for each page of those images.
 
-use crate::identity::PageRef;
-use crate::prune::{Live, Shape, packs};
+use crate::pack_shape::PackShape;
+use crate::prune::Live;
 use crate::{Result, Store};
+use keyframe_store_format::page_ref::PageRef;
 use keyframe_units::{CheckpointId, PAGE_BYTES};
 use rustc_hash::{FxHashMap, FxHashSet};
 use serde::{Deserialize, Serialize};
@@ -27,9 +28,9 @@ pub struct ImageSharing {
     pub ram_pages: u64,
     /// Distinct contents among these.
     pub ram_unique_pages: u64,
-    /// Of the distinct ones: in the newest image of another VM, too, in RAM or on a disk.
+    /// Of the distinct ones: also in the newest image of another VM, in RAM or on a disk.
     pub with_other_vms_pages: u64,
-    /// Of the distinct ones: on a disk of this VM, too, as a whole block.
+    /// Of the distinct ones: also on a disk of this VM, as a whole block.
     pub with_disks_pages: u64,
     /// Blocks of its disks that the store holds and that are not zero.
     pub disk_blocks: u64,
@@ -37,24 +38,24 @@ pub struct ImageSharing {
     pub disk_unique_blocks: u64,
 }
 
-/// Who shares what in a store.
+/// What the checkpoints of a store share.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sharing {
-    /// RAM of all checkpoints, each whole.
+    /// The RAM of all checkpoints, each counted whole, in bytes.
     pub raw_bytes: u64,
-    /// Distinct contents that some checkpoint needs, uncompressed.
+    /// Distinct contents that some checkpoint needs, uncompressed, in bytes.
     pub unique_bytes: u64,
-    /// What these take in the packs, compressed.
+    /// The size of these in the packs, compressed, in bytes.
     pub unique_stored_bytes: u64,
-    /// What the packs hold that no checkpoint needs: a prune frees it.
+    /// Bytes in packs that no checkpoint needs. A prune frees them.
     pub unused_bytes: u64,
     /// The newest image of each VM.
     pub images: Vec<ImageSharing>,
 }
 
 impl Store {
-    /// Looks who shares what. Error: [`crate::Error::Unreadable`] where what a checkpoint needs is
-    /// not known.
+    /// Counts shared records. Error: [`crate::Error::Unreadable`] if the records that a checkpoint
+    /// needs are not known.
     pub fn sharing(&self) -> Result<Sharing> {
         let inner = self.inner();
         let mut sharing = Sharing::default();
@@ -64,9 +65,9 @@ impl Store {
             newest.insert(sealed.meta.vm, sealed.id);
         }
         let mut live = Live::find(inner)?;
-        let numbers = packs::numbers(inner)?;
+        let numbers = inner.pack_numbers()?;
         for number in &numbers {
-            if let Some(shape) = Shape::of(inner, *number)? {
+            if let Some(shape) = PackShape::of(inner, *number)? {
                 live.close(inner, &shape)?;
             }
         }
@@ -74,7 +75,7 @@ impl Store {
         for number in numbers {
             let wanted = live.offsets(number);
             sharing.unique_bytes += (wanted.len() * PAGE_BYTES) as u64;
-            if let Some(shape) = Shape::of(inner, number)? {
+            if let Some(shape) = PackShape::of(inner, number)? {
                 let usage = shape.usage(wanted);
                 sharing.unique_stored_bytes += usage.live_bytes;
                 sharing.unused_bytes += usage.unused_bytes();
@@ -87,7 +88,7 @@ impl Store {
     fn images(&self, newest: BTreeMap<String, CheckpointId>) -> Result<Vec<ImageSharing>> {
         let mut images = Vec::with_capacity(newest.len());
         let mut sets = Vec::with_capacity(newest.len());
-        // In how many of the images a record is.
+        // The number of images with each record.
         let mut owners = FxHashMap::<PageRef, u32>::default();
         for (vm, checkpoint) in newest {
             let meta = self.inner().read_checkpoint(checkpoint)?.meta;

@@ -1,5 +1,5 @@
-//! A prune, a forget and a run at the same time: at each step that the prune takes, the run seals a
-//! checkpoint and others are forgotten. And the same on a directory, as fast as it goes.
+//! A prune, a forget and a run at the same time. At each step of the prune, the run seals a checkpoint
+//! and others are forgotten. The same on a directory, at full speed.
 
 use super::*;
 use crate::{PruneOptions, PruneStep, Writer};
@@ -193,7 +193,7 @@ fn pruned_with_a_forget_at(at: u64, recompress_bytes: u64, seed: u64) -> bool {
 }
 
 #[test]
-fn whenever_a_run_seals_and_others_are_forgotten_beside_a_prune_what_is_left_is_whole() {
+fn checkpoints_stay_intact_if_a_run_seals_and_others_are_forgotten_during_a_prune() {
     for (seed, recompress_bytes) in [(1, 0), (2, u64::MAX), (3, 20_000)] {
         let looks =
             (0..5000).take_while(|at| pruned_with_a_forget_at(*at, recompress_bytes, seed)).count();
@@ -201,10 +201,10 @@ fn whenever_a_run_seals_and_others_are_forgotten_beside_a_prune_what_is_left_is_
     }
 }
 
-/// All at once on a real directory: a run that seals as fast as it can, one who recompresses, one
-/// who forgets, and one who reads what is there. Each opens the store for itself, as processes do.
+/// All at once on a real directory: a run that seals as fast as it can, a recompression, a forget, and
+/// a reader. Each opens the store for itself, as processes do.
 #[test]
-fn a_run_a_recompression_a_forget_and_a_reader_at_once_disturb_nobody() {
+fn a_run_a_recompression_a_forget_and_a_reader_work_at_the_same_time() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("store");
     let store = Store::init(&path).unwrap();
@@ -234,7 +234,7 @@ fn a_run_a_recompression_a_forget_and_a_reader_at_once_disturb_nobody() {
                 let mut ids: BTreeSet<_> = listing.sealed.iter().map(|sealed| sealed.id).collect();
                 ids.pop_last();
                 ids.retain(|_| !chance.next_u64().is_multiple_of(4));
-                // Before it is done: whoever finds one gone knows why.
+                // Noted before the forget, for a reader that finds the checkpoint gone.
                 forgotten.lock().unwrap().extend(&ids);
                 beside.forget(&ids).unwrap();
                 lost.fetch_add(ids.len() as u64, Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! Copies into another store: exact, once, and whatever the medium does to them.
+//! Copies into another store: exact, made once, and on a medium that fails.
 
 use super::forget::{add_run, store_of};
 use super::*;
@@ -27,7 +27,7 @@ fn assert_copies(target: &Store, origin: &Store, known: &BTreeMap<CheckpointId, 
 }
 
 #[test]
-fn a_copy_is_what_its_origin_is_and_is_made_once_by_whatever_way() {
+fn a_copy_equals_its_origin_and_is_made_once_by_any_way() {
     let medium = FaultyBackend::default();
     let mut known = store_of(&medium, 7);
     add_run(&medium, 5, &mut known);
@@ -63,7 +63,7 @@ fn a_copy_is_what_its_origin_is_and_is_made_once_by_whatever_way() {
 }
 
 #[test]
-fn parents_are_named_where_they_are_there_and_damage_stops_at_what_it_hurts() {
+fn copies_name_existing_parents_and_damage_affects_only_its_checkpoints() {
     let medium = FaultyBackend::default();
     let mut known = store_of(&medium, 4);
     let store = on(&medium).unwrap();

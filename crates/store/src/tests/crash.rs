@@ -118,7 +118,7 @@ fn crashed_at(operation: u64, sessions: &[Vec<Image>]) -> (FaultyBackend, Known)
 }
 
 /// A new writer on what a crash left: everything known stays, new checkpoints come on top.
-/// Everything is put anew, so that a record wrongly believed to be there is found out.
+/// Puts everything again, which shows a reference to a missing record.
 fn go_on(medium: &FaultyBackend, mut known: Known, sessions: &[Vec<Image>], context: &str) {
     assert_known(medium, &known, context);
     let ids = on(medium).unwrap().inner().checkpoint_ids().unwrap();
@@ -225,7 +225,7 @@ pub fn a_crash_while_a_store_is_made_leaves_none_or_a_whole_one() {
 /// A writer that died between the rename and the sync of the directory leaves a checkpoint that can
 /// be seen and is not durable. Once another writer has started, it is.
 #[test]
-fn what_a_writer_finds_sealed_stays() {
+fn a_checkpoint_that_a_writer_has_seen_stays_after_power_loss() {
     let sessions = script(10);
     let mut found_early = 0;
     for operation in 1..180 {

@@ -1,5 +1,5 @@
-//! Every byte of a store damaged, one at a time: `check` tells, and names exactly the checkpoints
-//! that it hurts.
+//! Damage of every byte of a store, one at a time: `check` finds it, and names exactly the checkpoints
+//! that it affects.
 
 use super::*;
 use std::collections::BTreeSet;
@@ -57,14 +57,14 @@ pub fn lost(
     truth.iter().filter(is_lost).map(|(id, _)| *id).collect()
 }
 
-fn assert_told(
+fn assert_found(
     medium: &FaultyBackend,
     truth: &BTreeMap<CheckpointId, Image>,
     baseline: &CheckReport,
     what: &str,
 ) {
     let Ok(store) = on(medium) else {
-        // Not even opened: that is told at once, and all are lost.
+        // The store cannot be opened, and all checkpoints are lost.
         assert!(
             matches!(on(medium).unwrap_err(), Error::Damaged { .. } | Error::NoStore { .. }),
             "{what}"
@@ -80,7 +80,7 @@ fn assert_told(
 }
 
 #[test]
-fn the_subject_is_well_and_has_all_parts() {
+fn the_subject_is_intact_and_has_all_kinds_of_files() {
     let (medium, truth) = subject();
     assert!(lost(&medium, &truth).is_empty());
     let report = check(&on(&medium).unwrap());
@@ -90,7 +90,7 @@ fn the_subject_is_well_and_has_all_parts() {
 }
 
 #[test]
-fn every_flipped_bit_is_told_and_blamed_on_the_right_checkpoints() {
+fn a_check_finds_every_flipped_bit_and_names_the_right_checkpoints() {
     flip_every(1);
 }
 
@@ -104,7 +104,7 @@ pub fn flip_every(step: usize) {
             let mut flipped = bytes.clone();
             flipped[at] ^= 1 << (at % 8);
             medium.overwrite(&name, Some(flipped));
-            assert_told(&medium, &truth, &baseline, &format!("{name}, byte {at}"));
+            assert_found(&medium, &truth, &baseline, &format!("{name}, byte {at}"));
             flips += 1;
         }
         medium.overwrite(&name, Some(bytes));
@@ -114,47 +114,52 @@ pub fn flip_every(step: usize) {
 }
 
 #[test]
-pub fn cut_missing_and_swapped_files_are_told() {
+pub fn cut_missing_and_swapped_files_are_found() {
     let (medium, truth) = subject();
     let baseline = check(&on(&medium).unwrap());
     let files = medium.files();
     for (name, bytes) in &files {
         for len in (0..bytes.len()).step_by(97) {
             medium.overwrite(name, Some(bytes[..len].to_vec()));
-            assert_told(&medium, &truth, &baseline, &format!("{name} cut to {len} bytes"));
+            assert_found(&medium, &truth, &baseline, &format!("{name} cut to {len} bytes"));
         }
         for (other, others_bytes) in &files {
             let folder = |name: &str| name.split('/').next().unwrap_or_default().to_string();
             if other != name && folder(other) == folder(name) {
                 medium.overwrite(name, Some(others_bytes.clone()));
-                assert_told(&medium, &truth, &baseline, &format!("{other} in the place of {name}"));
+                assert_found(
+                    &medium,
+                    &truth,
+                    &baseline,
+                    &format!("{other} in the place of {name}"),
+                );
             }
         }
         // A checkpoint or a tag that is gone is not missed, unless a tag points to it; all else is.
         let is_missed = !name.starts_with("tags/") && !name.starts_with("checkpoints/");
         if is_missed || name == "checkpoints/0000000001.ckpt" {
             medium.overwrite(name, None);
-            assert_told(&medium, &truth, &baseline, &format!("{name} is gone"));
+            assert_found(&medium, &truth, &baseline, &format!("{name} is gone"));
         }
         medium.overwrite(name, Some(bytes.clone()));
     }
 }
 
 #[test]
-pub fn a_file_of_another_store_is_told() {
+pub fn a_file_of_another_store_is_found() {
     let (medium, truth) = subject();
     let (other, _) = subject();
     let baseline = check(&on(&medium).unwrap());
     for (name, bytes) in other.files() {
         let own = medium.files().remove(&name);
         medium.overwrite(&name, Some(bytes));
-        assert_told(&medium, &truth, &baseline, &format!("{name} of another store"));
+        assert_found(&medium, &truth, &baseline, &format!("{name} of another store"));
         medium.overwrite(&name, own);
     }
 }
 
 #[test]
-fn without_reading_pages_the_rest_is_checked_all_the_same() {
+fn a_check_without_pages_checks_all_other_files() {
     let (medium, truth) = subject();
     let quick = |medium: &FaultyBackend| {
         on(medium).unwrap().check(&CheckOptions::default(), &mut |_| {}).unwrap()

@@ -1,11 +1,11 @@
-//! Pages that change a little: what is stored of them, and that it is right.
+//! Deltas: pages that change a little. Their size, and their content.
 
 use super::*;
-use crate::pack_file::PackFile;
-use crate::record::{Kind, PACK_HEADER_BYTES};
-use crate::store::Inner;
-use crate::{PruneOptions, Put};
+use crate::open_store::OpenStore;
+use crate::{PruneOptions, PutOutcome};
 use keyframe_store_backend::layout;
+use keyframe_store_format::page_ref::PACK_HEADER_BYTES;
+use keyframe_store_format::record::Kind;
 use keyframe_units::PageSet;
 use proptest::prelude::*;
 
@@ -19,14 +19,14 @@ pub fn kinds(store: &Store) -> BTreeMap<char, usize> {
     kinds_in(store.inner())
 }
 
-pub fn kinds_in(inner: &Inner) -> BTreeMap<char, usize> {
+pub fn kinds_in(inner: &OpenStore) -> BTreeMap<char, usize> {
     let mut counts = BTreeMap::new();
     for file in inner.backend.list(layout::PACKS).unwrap() {
-        // One without a header had a writer that died.
-        let Ok(pack) = PackFile::open(inner, layout::parse_pack(&file).unwrap()) else { continue };
+        // The writer of a pack without a header died.
+        let Ok(pack) = inner.open_pack(layout::parse_pack(&file).unwrap()) else { continue };
         let end = pack.file.len_bytes().unwrap();
         pack.walk(inner, pack.first, end, &mut |entry| {
-            // One that lacks what it stands on is one that nobody needs.
+            // A record with a missing reference is not needed.
             let Ok(entry) = entry else { return };
             let letter = match entry.kind() {
                 Kind::Page => 'P',
@@ -54,9 +54,9 @@ pub fn counting(seconds: u64, drifts: bool) -> Page {
     page
 }
 
-fn stored(put: Put) -> u64 {
+fn stored(put: PutOutcome) -> u64 {
     match put {
-        Put::Stored { bytes } => bytes,
+        PutOutcome::Stored { bytes } => bytes,
         other => panic!("{other:?}"),
     }
 }
@@ -77,7 +77,7 @@ fn a_page_that_keeps_changing_a_few_words_costs_tens_of_bytes() {
         ids.push(seal(&mut run, PAGES).unwrap().id);
     }
     // What it was before is known.
-    assert_eq!(run.put_page(PageIndex(4), &counting(17, false)).unwrap(), Put::Dedup);
+    assert_eq!(run.put_page(PageIndex(4), &counting(17, false)).unwrap(), PutOutcome::Dedup);
     run.finish().unwrap();
     for (second, id) in (0..).zip(&ids) {
         assert!(
@@ -111,7 +111,7 @@ fn a_page_that_drifts_away_gets_a_new_base_now_and_then() {
 }
 
 #[test]
-fn the_next_run_makes_deltas_on_what_the_one_before_left() {
+fn the_next_run_makes_deltas_on_records_of_the_previous_one() {
     let medium = FaultyBackend::default();
     let store = init_on(&medium).unwrap();
     for session in 0..4u64 {
@@ -155,7 +155,7 @@ fn a_delta_whose_base_was_damaged_is_an_error_and_is_not_relied_on_again() {
         assert!(matches!(error, Error::Damaged { .. }), "{error}");
     }
     assert!(!check(&store).is_clean());
-    // The same content again: stored anew, and whole.
+    // The same content is stored again, and intact.
     let mut writer = store.lock_writer_tuned("test", ROOMY).unwrap();
     let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
     assert!(stored(run.put_page(PageIndex(3), &counting(2, false)).unwrap()) > 4096);
@@ -205,7 +205,7 @@ proptest! {
 
 /// Each record is in a pack of its own; what deltas stand on no image shows any more.
 #[test]
-fn a_read_that_fails_once_costs_no_record_that_others_stand_on() {
+fn a_read_that_fails_once_costs_no_record_that_others_refer_to() {
     let page = |page: u64, second: u64| {
         let mut now = content(2 * page + 1);
         now[8..16].copy_from_slice(&second.to_le_bytes());

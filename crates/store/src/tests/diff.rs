@@ -1,4 +1,4 @@
-//! What differs between two checkpoints, against contents compared byte by byte.
+//! The differences between two checkpoints, against contents compared byte by byte.
 
 use super::*;
 use crate::{BaseMeta, DiskMeta, DiskState};

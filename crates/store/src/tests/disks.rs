@@ -1,5 +1,5 @@
-//! Disks in checkpoints, against a naive model: one content number for each block, or nothing where
-//! it was never written.
+//! Disks in checkpoints, against a naive model: one content number for each block, or nothing if it was
+//! never written.
 
 use super::*;
 use crate::{BaseMeta, BlockContent, DiskMeta, DiskState};
@@ -160,7 +160,7 @@ fn blocks_are_found_in_ram_and_counted() {
         .begin_run_with("vm", &layout(RAM_PAGES), disk_metas(), DiskState::default())
         .unwrap();
     run.put_page(PageIndex(0), &content(5)).unwrap();
-    assert_eq!(run.put_block(1, 3, &content(5)).unwrap(), crate::Put::Dedup);
+    assert_eq!(run.put_block(1, 3, &content(5)).unwrap(), crate::PutOutcome::Dedup);
     run.put_block(1, 4, &content(7)).unwrap();
     run.put_zero_blocks(1, 10, 20).unwrap();
     let counts = seal(&mut run, RAM_PAGES).unwrap().meta.disks[1].counts;
@@ -168,7 +168,7 @@ fn blocks_are_found_in_ram_and_counted() {
         (counts.written_blocks, counts.dedup_blocks, counts.stored_blocks, counts.zero_blocks),
         (22, 1, 1, 20)
     );
-    assert_eq!(run.put_block(1, 4, &content(7)).unwrap(), crate::Put::Unchanged);
+    assert_eq!(run.put_block(1, 4, &content(7)).unwrap(), crate::PutOutcome::Unchanged);
     let counts = seal(&mut run, RAM_PAGES).unwrap().meta.disks[1].counts;
     assert_eq!((counts.written_blocks, counts.unchanged_blocks), (1, 1));
     assert!(matches!(

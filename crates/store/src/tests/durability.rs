@@ -1,5 +1,5 @@
-//! Checkpoints that are not synced one by one: the death of the process costs none, and after power
-//! loss what is there is whole.
+//! Checkpoints that are not synced one by one. The death of the process costs none of them. After power
+//! loss the remaining ones are intact.
 
 use super::*;
 use std::time::Duration;
@@ -53,7 +53,7 @@ fn assert_whole(medium: &FaultyBackend, known: &[(CheckpointId, Image)], context
 }
 
 #[test]
-pub fn after_power_loss_the_next_writer_keeps_what_is_whole_and_sets_the_rest_aside() {
+pub fn after_power_loss_the_next_writer_keeps_intact_checkpoints_and_quarantines_the_others() {
     let mut lost = 0;
     for seed in 0..60 {
         let medium = FaultyBackend::default();
@@ -77,7 +77,7 @@ pub fn after_power_loss_the_next_writer_keeps_what_is_whole_and_sets_the_rest_as
         assert!(!medium.files().contains_key("unsynced"));
         // Gone on with, also where records were lost that the store believed to have.
         let more = killed_after(&medium, Durability::Checkpoint, &images(seed));
-        // The numbers of those that nobody has seen since may come again.
+        // Numbers that no process has seen since may be used again.
         let kept = known.into_iter().filter(|(id, _)| !more.iter().any(|(again, _)| again == id));
         let all: Vec<_> = kept.chain(more.iter().cloned()).collect();
         assert_whole(&medium.after_power_loss(seed), &all, &format!("seed {seed}, gone on with"));
@@ -111,7 +111,7 @@ pub fn a_writer_that_ends_well_leaves_all_durable() {
 /// it; where that fails, the pages may be lost although they can be read, and a second sync does
 /// not say so.
 #[test]
-fn an_unfinished_pack_whose_sync_failed_is_not_relied_on() {
+fn an_unfinished_pack_whose_sync_failed_is_not_used() {
     let image: Image = (1..=PAGES).collect();
     for seed in 0..20 {
         let medium = FaultyBackend::default();
@@ -141,7 +141,7 @@ fn an_unfinished_pack_whose_sync_failed_is_not_relied_on() {
 }
 
 #[test]
-fn what_a_failed_sync_may_have_lost_stays_in_doubt_until_the_machine_has_come_up_anew() {
+fn checkpoints_of_a_failed_sync_stay_in_doubt_until_the_next_boot() {
     let (mut lost, mut doubted) = (0, 0);
     for seed in 0..40 {
         let medium = FaultyBackend::default();
@@ -156,7 +156,7 @@ fn what_a_failed_sync_may_have_lost_stays_in_doubt_until_the_machine_has_come_up
         assert!(failed.is_some() || writer.in_doubt().is_none());
         let vouched = writer.in_doubt().is_none();
         drop(writer);
-        // Nobody builds on them, whatever the durability.
+        // No checkpoint builds on them, at any durability.
         let new = killed_after(&medium, Durability::Checkpoint, &images(seed));
         killed_after(&medium, Durability::Never, &images(seed)[..1]);
         let medium = medium.after_power_loss(seed);
@@ -184,7 +184,7 @@ fn what_a_failed_sync_may_have_lost_stays_in_doubt_until_the_machine_has_come_up
 }
 
 #[test]
-fn a_sync_that_fails_within_a_run_is_told_and_not_forgotten() {
+fn a_sync_that_fails_within_a_run_is_reported_and_remembered() {
     let (mut failures, mut lost) = (0, 0);
     for sync in 3..60 {
         let medium = FaultyBackend::default();
@@ -202,7 +202,7 @@ fn a_sync_that_fails_within_a_run_is_told_and_not_forgotten() {
                     assert!(matches!(error, Error::Io { .. }), "{error}");
                     is_told = true;
                     run.abandon();
-                    // As an engine does: everything is put anew.
+                    // Puts everything again, as an engine does.
                     put_changes(&mut run, &[u64::MAX; PAGES as usize], &image).unwrap();
                     known.push((seal(&mut run, PAGES).unwrap().id, image.clone()));
                 }
@@ -238,7 +238,7 @@ fn a_sync_that_fails_within_a_run_is_told_and_not_forgotten() {
 /// Packs are synced when they are closed, also where no checkpoint waits for it. Where that fails,
 /// a later sync, by whomever, says nothing.
 #[test]
-fn a_pack_that_could_not_be_synced_when_it_was_closed_is_vouched_for_by_nobody() {
+fn no_checkpoint_relies_on_a_pack_that_could_not_be_synced_when_it_was_closed() {
     let (mut failures, mut lost) = (0, 0);
     for durability in [Durability::Never, Durability::Every(Duration::ZERO)] {
         for seed in 0..30 {

@@ -1,5 +1,5 @@
-//! The same on an encrypted store: crashes, failing syncs, a full disk, every byte damaged; and
-//! what encryption is for.
+//! An encrypted store: crashes, failing syncs, a full disk, damage of every byte. And that its files show
+//! nothing of the guest.
 
 use super::*;
 use crate::{Secret, SecretKind};
@@ -54,30 +54,30 @@ fn a_full_disk_harms_nothing() {
 }
 
 #[test]
-fn every_flipped_bit_is_told() {
+fn every_flipped_bit_is_found() {
     encrypted(|| damage::flip_every(13));
 }
 
 #[test]
-fn cut_missing_swapped_and_foreign_files_are_told() {
-    encrypted(damage::cut_missing_and_swapped_files_are_told);
-    encrypted(damage::a_file_of_another_store_is_told);
+fn cut_missing_swapped_and_foreign_files_are_found() {
+    encrypted(damage::cut_missing_and_swapped_files_are_found);
+    encrypted(damage::a_file_of_another_store_is_found);
     encrypted(damage::a_damaged_pack_is_not_deduplicated_against);
 }
 
 #[test]
-fn recompression_costs_nothing_but_work_wherever_it_is_cut_off() {
-    encrypted(recompress::a_recompressed_store_is_smaller_and_goes_on);
-    encrypted(recompress::a_run_goes_on_meanwhile_with_deltas_on_what_was_recompressed);
+fn an_interrupted_recompression_costs_only_work() {
+    encrypted(recompress::a_recompressed_store_is_smaller_and_can_be_written);
+    encrypted(recompress::a_run_continues_with_deltas_on_recompressed_records);
     encrypted(recompress::a_crash_at_any_operation_costs_nothing_but_work);
     encrypted(recompress::a_failed_sync_and_a_full_disk_cost_nothing_but_work);
-    encrypted(recompress::who_has_loaded_a_checkpoint_keeps_it_and_who_loads_one_meanwhile_gets_it);
+    encrypted(recompress::readers_keep_loaded_checkpoints_and_can_load_others_during_a_prune);
 }
 
 #[test]
-fn checkpoints_that_are_not_synced_one_by_one_are_whole_or_set_aside() {
+fn checkpoints_that_are_not_synced_one_by_one_are_intact_or_quarantined() {
     encrypted(
-        durability::after_power_loss_the_next_writer_keeps_what_is_whole_and_sets_the_rest_aside,
+        durability::after_power_loss_the_next_writer_keeps_intact_checkpoints_and_quarantines_the_others,
     );
     encrypted(durability::a_writer_that_ends_well_leaves_all_durable);
 }
@@ -132,7 +132,7 @@ fn two_stores_of_the_same_content_have_no_frame_in_common() {
 }
 
 #[test]
-fn a_wrong_a_missing_and_another_kind_of_key_are_told_apart() {
+fn a_wrong_a_missing_and_another_kind_of_key_have_different_errors() {
     let medium = subject();
     let open = |ask: &dyn Fn(SecretKind) -> Result<Option<Secret>>| {
         Store::open_on_with(Arc::new(medium.clone()), Path::new("memory"), ask).map(drop)
@@ -145,7 +145,7 @@ fn a_wrong_a_missing_and_another_kind_of_key_are_told_apart() {
     open(&|kind| Ok((kind == SecretKind::KeyFile).then(secret))).unwrap();
 }
 
-/// Whoever can write to the medium puts a store without encryption in the place of `store.json`:
+/// An attacker with write access to the medium replaces `store.json` with that of a plain store:
 /// its files are not taken for good.
 #[test]
 fn a_plain_identity_opens_nothing_of_it() {

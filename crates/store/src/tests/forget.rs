@@ -1,4 +1,4 @@
-//! Forgetting checkpoints: what is left is whole, at every instant.
+//! Forgetting checkpoints: the others are intact at every instant.
 
 use super::*;
 use std::collections::BTreeSet;
@@ -46,7 +46,7 @@ fn ids(numbers: impl IntoIterator<Item = u64>) -> BTreeSet<CheckpointId> {
 }
 
 #[test]
-fn what_is_forgotten_is_gone_with_its_tags_and_the_rest_is_whole() {
+fn a_forgotten_checkpoint_is_gone_with_its_tags_and_the_others_are_intact() {
     let medium = FaultyBackend::default();
     let known = store_of(&medium, 12);
     let store = on(&medium).unwrap();
@@ -112,7 +112,7 @@ fn a_crash_while_forgetting_leaves_whole_checkpoints_and_no_tag_of_none() {
 
 /// The names that the first has removed were gone for the second, but not from the medium.
 #[test]
-fn power_loss_behind_a_forget_that_goes_on_where_another_died_brings_no_tag_back() {
+fn power_loss_after_a_forget_that_completes_a_killed_one_brings_no_tag_back() {
     let base = FaultyBackend::default();
     store_of(&base, 4);
     let mut writer = on(&base).unwrap().lock_writer("test").unwrap();

@@ -2,8 +2,8 @@
 //! read. `make_golden` makes them.
 
 use super::*;
-use crate::dictionary::tests::lines;
-use crate::{BaseMeta, BlockContent, DiskMeta, DiskState, Put, Writer};
+use crate::{BaseMeta, BlockContent, DiskMeta, DiskState, PutOutcome, Writer};
+use keyframe_store_format::testing::lines;
 use std::path::PathBuf;
 
 const PAGES: u64 = 100;
@@ -198,7 +198,7 @@ fn writers_continue_golden_stores() {
         // The RAM of the golden store again; then a block with parts of a page and with noise.
         let ram = &images[0];
         for (page, content) in ram {
-            assert_eq!(run.put_page(PageIndex(*page), content).unwrap(), Put::Dedup);
+            assert_eq!(run.put_page(PageIndex(*page), content).unwrap(), PutOutcome::Dedup);
         }
         let mut block = content(909);
         block[512..2048].copy_from_slice(&ram[&3][..1536]);

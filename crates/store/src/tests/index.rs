@@ -54,7 +54,7 @@ fn prune(store: &Store) -> crate::PruneReport {
 }
 
 #[test]
-fn pages_of_an_earlier_run_are_found_in_what_its_index_has_spilled() {
+fn pages_of_an_earlier_run_are_found_in_its_spills() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::init(&dir.path().join("s")).unwrap();
     let first = add(&store, &image(0));
@@ -82,7 +82,7 @@ fn pages_of_an_earlier_run_are_found_in_what_its_index_has_spilled() {
 }
 
 #[test]
-fn what_a_prune_has_removed_is_not_found_in_a_spill() {
+fn records_that_a_prune_removed_are_not_found_in_a_spill() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::init(&dir.path().join("s")).unwrap();
     let first = add(&store, &image(0));
@@ -101,7 +101,7 @@ fn what_a_prune_has_removed_is_not_found_in_a_spill() {
 }
 
 #[test]
-fn a_run_follows_a_prune_beside_it_also_in_its_spills() {
+fn a_run_follows_a_prune_at_the_same_time_also_in_its_spills() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::init(&dir.path().join("s")).unwrap();
     let old = add(&store, &image(0));

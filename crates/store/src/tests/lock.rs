@@ -1,5 +1,4 @@
-//! On a real directory: the lock, who may make a store where, and what the local backend leaves
-//! behind.
+//! A store in a real directory: its lock, its creation, and leftovers of the local backend.
 
 use super::*;
 use std::fs;
@@ -7,7 +6,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::process::{Command, Stdio};
 
 #[test]
-fn a_second_writer_is_refused_and_told_who_holds_the_store() {
+fn a_second_writer_is_refused_with_the_holder_of_the_lock() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::init(&dir.path().join("s")).unwrap();
     let mut writer = store.lock_writer("vm web, keyframe run").unwrap();

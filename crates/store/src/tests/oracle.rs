@@ -1,7 +1,7 @@
 //! Random sequences of checkpoints against the naive model.
 
 use super::*;
-use crate::{Put, Writer};
+use crate::{PutOutcome, Writer};
 use proptest::prelude::*;
 
 const PAGES: u64 = 300;
@@ -9,7 +9,7 @@ const PAGES: u64 = 300;
 #[derive(Clone, Debug)]
 enum Op {
     /// Pages set to contents out of a small pool, so that contents repeat; 0 is zero.
-    Put(Vec<(u64, u64)>),
+    PutOutcome(Vec<(u64, u64)>),
     Seal,
     Abandon,
     NewRun,
@@ -21,7 +21,7 @@ fn op() -> impl Strategy<Value = Op> {
     let puts =
         prop::collection::vec((0..PAGES, prop_oneof![2 => Just(0u64), 8 => 1u64..60]), 0..12);
     prop_oneof![
-        10 => puts.prop_map(Op::Put),
+        10 => puts.prop_map(Op::PutOutcome),
         12 => Just(Op::Seal),
         1 => Just(Op::Abandon),
         1 => Just(Op::NewRun),
@@ -76,16 +76,18 @@ impl Subject {
                 self.run.as_mut().unwrap().put_page(PageIndex(*page), &content(*number)).unwrap();
             let was = std::mem::replace(&mut self.now[*page as usize], *number);
             match put {
-                Put::Zero => assert_eq!(*number, 0),
-                Put::Unchanged => assert_eq!(was, *number),
-                Put::Dedup | Put::Stored { .. } => assert!(*number != 0 && was != *number),
+                PutOutcome::Zero => assert_eq!(*number, 0),
+                PutOutcome::Unchanged => assert_eq!(was, *number),
+                PutOutcome::Dedup | PutOutcome::Stored { .. } => {
+                    assert!(*number != 0 && was != *number);
+                }
             }
         }
     }
 
     fn apply(&mut self, op: &Op) {
         match op {
-            Op::Put(puts) => self.put(puts),
+            Op::PutOutcome(puts) => self.put(puts),
             Op::Seal => {
                 let sealed = seal(self.run.as_mut().unwrap(), PAGES).unwrap();
                 let c = sealed.meta.counts;
@@ -132,7 +134,7 @@ fn a_long_run_crosses_the_levels_of_the_default_chain() {
     let mut subject = Subject::new(Tuning::default());
     subject.put(&(0..PAGES).map(|p| (p, 1000 + p)).collect::<Vec<_>>());
     for epoch in 0..300u64 {
-        subject.apply(&Op::Put(vec![
+        subject.apply(&Op::PutOutcome(vec![
             (epoch % PAGES, 2 * epoch),
             (epoch * 7 % 50, epoch % 3),
             (5, epoch),
@@ -153,18 +155,18 @@ fn a_long_run_crosses_the_levels_of_the_default_chain() {
 }
 
 #[test]
-fn the_last_put_wins_and_counts_tell_what_became_of_it() {
+fn the_last_put_wins_and_the_counts_show_its_outcome() {
     let medium = FaultyBackend::default();
     let store = init_on(&medium).unwrap();
     let mut writer = store.lock_writer("test").unwrap();
     let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
     let mut put = |page, number| run.put_page(PageIndex(page), &content(number)).unwrap();
-    assert!(matches!(put(0, 2), Put::Stored { bytes } if bytes < 200));
-    assert_eq!(put(0, 1), Put::Stored { bytes: 28 + 4096 });
-    assert_eq!(put(0, 1), Put::Unchanged);
-    assert_eq!(put(1, 1), Put::Dedup);
-    assert_eq!(put(2, 0), Put::Zero);
-    assert_eq!((put(3, 3), put(3, 0)), (Put::Stored { bytes: 28 + 4096 }, Put::Zero));
+    assert!(matches!(put(0, 2), PutOutcome::Stored { bytes } if bytes < 200));
+    assert_eq!(put(0, 1), PutOutcome::Stored { bytes: 28 + 4096 });
+    assert_eq!(put(0, 1), PutOutcome::Unchanged);
+    assert_eq!(put(1, 1), PutOutcome::Dedup);
+    assert_eq!(put(2, 0), PutOutcome::Zero);
+    assert_eq!((put(3, 3), put(3, 0)), (PutOutcome::Stored { bytes: 28 + 4096 }, PutOutcome::Zero));
     let first = seal(&mut run, PAGES).unwrap();
     let c = first.meta.counts;
     assert_eq!(
@@ -172,7 +174,7 @@ fn the_last_put_wins_and_counts_tell_what_became_of_it() {
         (4, 1, 1, 2, 0)
     );
     assert!(c.stored_bytes > 2 * 4124 && c.stored_bytes < 2 * 4124 + 200, "{}", c.stored_bytes);
-    assert_eq!(run.put_page(PageIndex(1), &content(1)).unwrap(), Put::Unchanged);
+    assert_eq!(run.put_page(PageIndex(1), &content(1)).unwrap(), PutOutcome::Unchanged);
     let second = seal(&mut run, PAGES).unwrap();
     assert_eq!((second.meta.counts.dirty_pages, second.meta.counts.unchanged_pages), (1, 1));
     assert!(

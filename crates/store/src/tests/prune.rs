@@ -1,14 +1,14 @@
-//! Pruning: what is kept is what it was, whoever reads or writes meanwhile, wherever it is cut off;
-//! and the rest is gone.
+//! Pruning: checkpoints stay as they were while others read and write, and if the prune is interrupted.
+//! The rest is gone.
 
 use super::forget::{add_run, next_image, store_of};
 use super::*;
-use crate::composed::{PART_BYTES, PARTS};
-use crate::prune::{Known, Live, packs};
+use crate::prune::{Known, Live};
 use crate::{
     BaseMeta, BlockContent, DiskMeta, DiskState, PruneOptions, PruneReport, PruneStep, Writer,
 };
 use keyframe_store_backend::testing::SeededRandom;
+use keyframe_store_format::composed::{PART_BYTES, PARTS};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -48,7 +48,7 @@ fn files(medium: &FaultyBackend, folder: &str) -> Vec<String> {
 }
 
 #[test]
-fn what_nobody_needs_goes_and_the_rest_stays_as_it_was() {
+fn unneeded_records_go_and_the_others_stay_as_they_were() {
     for (max_unused, gone) in
         [(0.0, [2, 3, 4, 5, 6, 9]), (0.3, [2, 3, 4, 5, 6, 9]), (0.0, [1, 10, 11, 12, 13, 20])]
     {
@@ -85,7 +85,7 @@ fn what_nobody_needs_goes_and_the_rest_stays_as_it_was() {
 }
 
 #[test]
-fn numbers_are_not_used_again_even_if_nothing_is_left() {
+fn numbers_are_not_used_again_in_an_empty_store() {
     let medium = FaultyBackend::default();
     let mut known = store_of(&medium, 5);
     let store = on(&medium).unwrap();
@@ -199,7 +199,7 @@ fn a_failed_sync_and_a_full_disk_cost_nothing_but_work() {
 }
 
 #[test]
-fn who_has_loaded_a_checkpoint_keeps_it_and_who_loads_one_meanwhile_gets_it() {
+fn readers_keep_loaded_checkpoints_and_can_load_others_during_a_prune() {
     let medium = FaultyBackend::default();
     let mut known = store_of(&medium, 12);
     let store = on(&medium).unwrap();
@@ -226,7 +226,7 @@ fn a_look_at_one_pack_finds_all_that_is_needed_of_it_and_reads_few_maps() {
     let half: Vec<u64> = (1..60).filter(|n| n % 3 > 0).collect();
     forget(&store, &mut known, &half);
     let mut all = Live::find(store.inner()).unwrap();
-    let packs: BTreeSet<u32> = packs::numbers(store.inner()).unwrap().into_iter().collect();
+    let packs: BTreeSet<u32> = store.inner().pack_numbers().unwrap().into_iter().collect();
     let maps = Known { mentions: all.take_mentions(), packs: packs.clone(), ..Known::default() };
     let mut least = usize::MAX;
     for pack in &packs {
@@ -251,8 +251,8 @@ fn a_look_at_one_pack_finds_all_that_is_needed_of_it_and_reads_few_maps() {
     );
 }
 
-/// As a recorder does it: the prune is in the reader's own process. What is gone is closed once
-/// nobody reads it.
+/// The prune and the reader are in one process, as in a recorder. A removed pack is closed when no
+/// reader holds it.
 #[test]
 fn a_prune_in_the_same_process_leaves_readers_what_they_have_loaded() {
     let medium = FaultyBackend::default();
@@ -267,8 +267,8 @@ fn a_prune_in_the_same_process_leaves_readers_what_they_have_loaded() {
     let expected = (0u64..).zip(&gone).filter(|(_, n)| **n != 0).map(|(p, n)| (p, content(*n)));
     assert!(read_image(&loaded).unwrap() == expected.collect());
     let there = |store: &Store| {
-        let open = store.inner().packs.lock().unwrap();
-        open.keys().all(|number| {
+        let open = store.inner().open_packs();
+        open.iter().all(|number| {
             medium.files().contains_key(&keyframe_store_backend::layout::pack(*number))
         })
     };
@@ -282,7 +282,7 @@ fn a_prune_in_the_same_process_leaves_readers_what_they_have_loaded() {
 }
 
 #[test]
-fn damage_is_left_where_it_is_and_said() {
+fn a_prune_leaves_damaged_packs_and_reports_them() {
     let base = FaultyBackend::default();
     let mut known = store_of(&base, 10);
     forget(&on(&base).unwrap(), &mut known, &[2, 3, 4, 5]);
@@ -529,7 +529,7 @@ proptest! {
     /// A writer, prunes and forgetting in any order and at once: every checkpoint that is kept is
     /// what was put.
     #[test]
-    fn a_run_goes_on_while_what_it_knows_moves(seed in any::<u64>(), rounds in 1usize..4) {
+    fn a_run_continues_while_its_records_move(seed in any::<u64>(), rounds in 1usize..4) {
         let mut subject = Subject::new(seed);
         for _ in 0..rounds {
             (0..60).for_each(|_| subject.step());

@@ -1,12 +1,13 @@
-//! Recompression: what a store holds is what it was, before, meanwhile and after, wherever it is
-//! cut off; and it is less.
+//! Recompression: checkpoints stay as they were before, during and after it, and if it is interrupted. The
+//! store becomes smaller.
 
 use super::forget::{add_run, store_of};
 use super::*;
-use crate::dictionary::tests::lines;
-use crate::record::{DICTIONARY_CHECK_BYTES, PACK_HEADER_BYTES};
-use crate::{PruneOptions, PruneReport, pack_file::PackFile};
+use crate::{PruneOptions, PruneReport};
 use keyframe_store_backend::layout;
+use keyframe_store_format::pack::DICTIONARY_CHECK_BYTES;
+use keyframe_store_format::page_ref::PACK_HEADER_BYTES;
+use keyframe_store_format::testing::lines;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -80,15 +81,12 @@ pub fn assert_ticked(store: &Store, known: &[(CheckpointId, u64)]) {
 }
 
 pub fn dense_packs(store: &Store) -> usize {
-    let numbers = crate::prune::packs::numbers(store.inner()).unwrap();
-    numbers
-        .iter()
-        .filter(|number| PackFile::open(store.inner(), **number).unwrap().is_dense())
-        .count()
+    let numbers = store.inner().pack_numbers().unwrap();
+    numbers.iter().filter(|number| store.inner().open_pack(**number).unwrap().is_dense()).count()
 }
 
 #[test]
-pub fn a_recompressed_store_is_smaller_and_goes_on() {
+pub fn a_recompressed_store_is_smaller_and_can_be_written() {
     let medium = FaultyBackend::default();
     init_on(&medium).unwrap();
     let mut known = Vec::new();
@@ -124,7 +122,7 @@ pub fn a_recompressed_store_is_smaller_and_goes_on() {
 }
 
 #[test]
-pub fn a_run_goes_on_meanwhile_with_deltas_on_what_was_recompressed() {
+pub fn a_run_continues_with_deltas_on_recompressed_records() {
     let medium = FaultyBackend::default();
     let store = init_on(&medium).unwrap();
     let mut known = Vec::new();
@@ -204,7 +202,7 @@ pub fn a_failed_sync_and_a_full_disk_cost_nothing_but_work() {
 }
 
 #[test]
-pub fn who_has_loaded_a_checkpoint_keeps_it_and_who_loads_one_meanwhile_gets_it() {
+pub fn readers_keep_loaded_checkpoints_and_can_load_others_during_a_prune() {
     let medium = FaultyBackend::default();
     let known = store_of(&medium, 8);
     let store = on(&medium).unwrap();
@@ -226,7 +224,7 @@ fn no_more_than_was_asked_for_is_recompressed_at_a_time() {
     let medium = FaultyBackend::default();
     let known = store_of(&medium, 12);
     let store = on(&medium).unwrap();
-    let packs = crate::prune::packs::numbers(store.inner()).unwrap().len() as u64;
+    let packs = store.inner().pack_numbers().unwrap().len() as u64;
     let one = PruneOptions { recompress_bytes: 1, max_unused: 1.0, ..PruneOptions::default() };
     let mut turns = 0;
     while store.prune_tuned(&one, TINY, &mut |_| {}).unwrap().recompressed_packs == 1 {
@@ -238,16 +236,16 @@ fn no_more_than_was_asked_for_is_recompressed_at_a_time() {
 
 /// Every part of a pack's head, and what lies behind it.
 #[test]
-fn damage_of_the_head_is_told_blamed_and_as_far_as_it_goes_mended() {
+fn damage_of_a_head_is_found_attributed_and_repaired_if_possible() {
     let medium = FaultyBackend::default();
     init_on(&medium).unwrap();
     let mut known = Vec::new();
     ticks(&on(&medium).unwrap(), 0..2, &mut known);
     recompress_tuned(&on(&medium).unwrap(), deltas::ROOMY).unwrap();
-    let numbers = crate::prune::packs::numbers(on(&medium).unwrap().inner()).unwrap();
+    let numbers = on(&medium).unwrap().inner().pack_numbers().unwrap();
     let name = layout::pack(numbers[0]);
     let bytes = medium.files()[&name].clone();
-    let first = PackFile::open(on(&medium).unwrap().inner(), numbers[0]).unwrap().first as usize;
+    let first = on(&medium).unwrap().inner().open_pack(numbers[0]).unwrap().first as usize;
     assert!(first > PACK_HEADER_BYTES + DICTIONARY_CHECK_BYTES + 500, "no dictionary: {first}");
     let flipped = |at: usize| {
         let (medium, mut bytes) = (medium.copy(), bytes.clone());
@@ -310,7 +308,7 @@ fn is_seen(seen: Seen, path: &Path, old: &[u32]) -> bool {
 }
 
 #[test]
-fn killed_in_its_middle_it_costs_nothing_and_the_next_one_goes_on() {
+fn a_killed_recompression_costs_nothing_and_the_next_one_continues() {
     let dir = tempfile::tempdir().unwrap();
     let (path, mut known, mut killed) = (dir.path().join("store"), Vec::new(), 0);
     let made = Store::init(&path).unwrap();
@@ -325,7 +323,7 @@ fn killed_in_its_middle_it_costs_nothing_and_the_next_one_goes_on() {
     for (turn, seen) in (0..).zip(points) {
         // Something new to recompress.
         ticks_tuned(&made, 10 * turn..10 * turn + 10, &mut known, SMALL);
-        let old = crate::prune::packs::numbers(made.inner()).unwrap();
+        let old = made.inner().pack_numbers().unwrap();
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--ignored", "--exact", "tests::recompress::the_process_that_is_killed"])
             .env(KILLED_STORE, &path)
@@ -344,6 +342,6 @@ fn killed_in_its_middle_it_costs_nothing_and_the_next_one_goes_on() {
     let store = Store::open(&path).unwrap();
     recompress_tuned(&store, SMALL).unwrap();
     assert_ticked(&Store::open(&path).unwrap(), &known);
-    let packs = crate::prune::packs::numbers(store.inner()).unwrap();
+    let packs = store.inner().pack_numbers().unwrap();
     assert_eq!(dense_packs(&store), packs.len(), "some are left");
 }

@@ -1,5 +1,5 @@
-//! Bytes of every kind of file damaged, then repaired: what was whole is what it was, what is lost
-//! is listed.
+//! Damage of every kind of file, then a repair: intact checkpoints stay as they were, lost ones are
+//! listed.
 
 use super::damage::{lost, subject};
 use super::*;
@@ -97,7 +97,7 @@ fn cut_and_missing_files_are_repaired_or_listed() {
 fn a_bad_page_is_replaced_by_the_same_elsewhere_and_numbers_are_not_used_again() {
     let (medium, truth) = subject();
     let store = on(&medium).unwrap();
-    // A writer that cannot read a pack stores anew what is in it.
+    // A writer that cannot read a pack stores its content again.
     let pack = "packs/00000001.pack";
     let whole = medium.files()[pack].clone();
     let mut hidden = whole.clone();
@@ -139,7 +139,7 @@ fn a_bad_page_is_replaced_by_the_same_elsewhere_and_numbers_are_not_used_again()
 }
 
 #[test]
-fn a_crash_in_a_repair_costs_nothing_that_was_whole() {
+fn a_crash_in_a_repair_costs_nothing_that_was_intact() {
     let (medium, truth) = subject();
     let pack = "packs/00000001.pack";
     let mut bytes = medium.files()[pack].clone();

@@ -87,7 +87,7 @@ fn a_crash_at_a_request_loses_at_most_the_checkpoint_in_progress() {
         let played =
             open(s3).and_then(|store| play_on(&store, sessions, &mut known, &mut |_, _| false));
         let context = format!("request {request}");
-        // The lock of the dead ends with its lease; nobody waits for that here.
+        // The lock of a dead process ends with its lease. The test does not wait for that.
         at(&endpoint, &prefix, 60).break_locks().unwrap();
         assert_known(&endpoint, &prefix, &known, &context);
         if played.is_ok() {
@@ -160,7 +160,7 @@ fn a_killed_server_harms_nothing_that_is_sealed() {
 /// The network of the one that recompresses goes at one request after the other: before it is
 /// sent, or before its answer.
 #[test]
-fn recompression_cut_off_at_a_request_costs_nothing_and_is_gone_on_with() {
+fn a_recompression_interrupted_at_a_request_costs_nothing_and_continues() {
     let Some(server) = running_server() else { return };
     let endpoint = server.endpoint();
     let (mut request, mut crashes) = (2, 0);
@@ -172,7 +172,7 @@ fn recompression_cut_off_at_a_request_costs_nothing_and_is_gone_on_with() {
         let s3 = hasty(&endpoint, &prefix);
         s3.faults().fail_from(request, crashes % 2 == 1);
         let cut = open(s3).and_then(|store| recompress_tuned(&store, ROOMY));
-        // Nobody waits for the lease of the dead.
+        // The test does not wait for the lease of the dead process.
         let elsewhere = at(&endpoint, &prefix, 60);
         elsewhere.break_locks().unwrap();
         let store = open(elsewhere).unwrap();
@@ -180,7 +180,7 @@ fn recompression_cut_off_at_a_request_costs_nothing_and_is_gone_on_with() {
         let again = recompress_tuned(&store, ROOMY).unwrap();
         assert!(again.postponed_packs == 0 && again.damaged.is_empty(), "{again:?}");
         assert!(dense_packs(&store) > 0);
-        // Who has read it before, and who has not.
+        // A reader that has read it before, and one that has not.
         assert_ticked(&store, &known);
         assert_ticked(&open(at(&endpoint, &prefix, 60)).unwrap(), &known);
         ticks(&store, 3..4, &mut known);

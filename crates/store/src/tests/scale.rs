@@ -1,17 +1,17 @@
-//! Maps at the size of a 64 GiB guest, a checkpoint a second: their bytes follow the dirty pages,
-//! and reading follows few of them.
+//! Maps at the size of a 64 GiB guest with a checkpoint each second: their bytes follow the dirty pages,
+//! and a reader reads few of them.
 //!
-//! The writer's own rule ([`Chain`]) and files ([`MapRun`]), with references that a pack would
-//! have, and no page behind them. What a day comes to is reckoned in docs/design/scale.md.
+//! Uses the writer's rule ([`Chain`]) and files ([`MapRun`]), with references that a pack would have, and
+//! without pages. docs/design/scale.md calculates a whole day.
 
 use super::*;
 use crate::chain::{Chain, Changes};
-use crate::config::StoreId;
-use crate::disk_map::DiskMap;
-use crate::identity::PageRef;
-use crate::map_run::{MapHeader, MapRun};
-use crate::page_map::PageMap;
 use keyframe_store_backend::testing::SeededRandom;
+use keyframe_store_format::disk_map::DiskMap;
+use keyframe_store_format::identity::StoreId;
+use keyframe_store_format::map_run::{MapHeader, MapRun};
+use keyframe_store_format::page_map::PageMap;
+use keyframe_store_format::page_ref::PageRef;
 
 const GUEST_PAGES: u64 = 16 << 20;
 const DIRTY_PAGES: u64 = 20_000;

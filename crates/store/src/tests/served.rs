@@ -1,6 +1,6 @@
-//! The client against the server of `crates/serve`, over the loopback interface: what every backend
-//! promises, with a directory for what is written; caches of nodes; servers that end, and others
-//! that are none.
+//! The client against the server of `crates/serve`, over the loopback interface: the conformance suite of
+//! backends (writes go to a directory), caches of nodes, and servers that end or are no checkpoint
+//! servers.
 
 use super::crash::script;
 use super::{TINY, assert_image, layout, put_changes, run_beside, seal};
@@ -94,7 +94,7 @@ struct Mixed {
     served: ServedBackend,
 }
 
-/// Asks for the length each time: who writes and reads in one process reads no map in between.
+/// A file that asks for its length each time: a process that writes and reads maps nothing between.
 #[derive(Debug)]
 struct Fresh(Arc<dyn ReadFile>, ServedBackend);
 
@@ -170,7 +170,7 @@ fn init(dir: &Path) -> PathBuf {
 }
 
 #[test]
-fn a_served_store_conforms_with_one_cache_for_all_who_read() {
+fn a_served_store_conforms_with_one_cache_for_all_readers() {
     let dir = tempfile::tempdir().unwrap();
     let place = init(dir.path());
     let running = Running::new(&place);
@@ -254,7 +254,7 @@ fn readers_follow_a_run_and_what_a_prune_changes() {
         let report = reader.check(&CheckOptions { read_data: true }, &mut |_| {}).unwrap();
         assert!(report.is_clean(), "{report:#?}");
     }
-    // Loaded before: the packs that were removed are open at the server.
+    // LoadedCheckpoint before: the packs that were removed are open at the server.
     let mut pages = 0;
     let all = keyframe_units::PageRange::new(keyframe_units::PageIndex(0), images[4].len() as u64);
     held.read_pages(all, &mut |page, content| {
@@ -297,7 +297,7 @@ fn a_file_that_was_replaced_is_not_taken_for_what_the_cache_has() {
 }
 
 #[test]
-fn a_server_that_is_back_is_gone_on_with_and_one_that_is_not_is_an_error() {
+fn reads_continue_after_a_server_restarts_and_fail_if_it_does_not() {
     let dir = tempfile::tempdir().unwrap();
     let place = init(dir.path());
     let known = fill(&place);
@@ -321,7 +321,7 @@ fn a_server_that_is_back_is_gone_on_with_and_one_that_is_not_is_an_error() {
     let fix = error.fix().unwrap_or_default();
     assert!(error.to_string().contains("no answer from the checkpoint server"), "{error}");
     assert!(fix.contains("keyframe serve"), "{fix}");
-    // Nobody is served who means another server.
+    // A client that expects another server is refused.
     let again = Running::at(&place, address, Identity::fresh().unwrap());
     let error = loaded.read_page(keyframe_units::PageIndex(5990)).unwrap_err();
     assert!(error.to_string().contains("another server"), "{error}");
@@ -333,7 +333,7 @@ fn a_server_that_is_back_is_gone_on_with_and_one_that_is_not_is_an_error() {
 }
 
 #[test]
-fn who_may_not_read_learns_nothing_and_is_told_what_to_do() {
+fn a_client_without_a_token_learns_nothing_and_gets_a_fix() {
     let dir = tempfile::tempdir().unwrap();
     let place = init(dir.path());
     let mut running = Running::new(&place);
@@ -378,7 +378,7 @@ fn nothing_is_written() {
     assert_eq!(served.unlock(true).unwrap(), keyframe_store_backend::UnlockOutcome::Nothing);
 }
 
-/// Names lead nowhere else, whoever asks.
+/// No name leads out of the store.
 #[test]
 fn no_name_leads_out_of_the_store() {
     let dir = tempfile::tempdir().unwrap();
@@ -412,7 +412,7 @@ fn no_name_leads_out_of_the_store() {
 
 /// What listens there is no checkpoint server, or a broken one.
 #[test]
-fn whatever_answers_a_client_ends_with_an_error_in_bounded_time() {
+fn a_client_of_a_broken_server_ends_with_an_error_in_bounded_time() {
     let dir = tempfile::tempdir().unwrap();
     for (what, expected) in [
         (&b"HTTP/1.1 400 Bad Request\r\n\r\n"[..], "speaks no TLS"),

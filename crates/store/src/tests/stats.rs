@@ -1,10 +1,10 @@
-//! Who shares what, and how a store grew, against stores small enough to count by hand.
+//! Sharing and growth, against stores small enough to count by hand.
 
 use super::*;
 use crate::{DiskMeta, DiskState, Growth};
 
 #[test]
-fn what_images_vms_and_disks_share_is_counted_once() {
+fn records_shared_by_images_vms_and_disks_are_counted_once() {
     let medium = FaultyBackend::default();
     let store = init_on(&medium).unwrap();
     let mut writer = store.lock_writer_tuned("test", TINY).unwrap();

@@ -1,4 +1,4 @@
-//! Holding the facts against the store: what must be there is there, and as it was put.
+//! Comparing the facts with the store: each checkpoint that must exist does, with its content.
 
 use super::super::layout;
 use super::super::{TINY, deltas, on, request};

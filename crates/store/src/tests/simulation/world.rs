@@ -1,26 +1,25 @@
-//! The store of one seed, what it must hold, and what happens to it.
+//! The store of one seed, its facts, and its operations.
 //!
 //! ```text
-//!   act(what) ─▶ a fault armed ─▶ what ─▶ crashed? ─▶ the next process, or power loss ─▶ look: facts held against the store
+//!   act(what) ─▶ a fault armed ─▶ what ─▶ crashed? ─▶ the next process, or power loss ─▶ look: facts compared with the store
 //!
-//!   a fact: a checkpoint that was sealed, and its image.      durable: power loss cannot take it
-//!                                                             going: a forget of it was cut off
+//!   a fact: a checkpoint that was sealed, and its image.      durable: power loss cannot remove it
+//!                                                             going: a forget of it was interrupted
 //! ```
 //!
-//! A seal that failed may have left a checkpoint, where the writer died behind its rename, and a
-//! forget that was cut off one that power loss brings back: a *stranger*, that is as right as
-//! others.
+//! A failed seal may have left a checkpoint, if the writer died after its rename. Power loss may bring
+//! back a checkpoint whose forget was interrupted. Such a *stranger* must be as correct as others.
 
 use super::super::{TINY, content, encrypted, init_on, layout, on, request};
 use super::Tally;
 use super::look::matches;
-use crate::composed::{PART_BYTES, PARTS};
 use crate::{
     BaseMeta, CheckOptions, CheckReport, DiskMeta, DiskState, Durability, Error, PruneOptions,
     PruneStep, Result, Run, SealRequest, Store, Tuning,
 };
 use jiff::Timestamp;
 use keyframe_store_backend::testing::{FaultyBackend, SeededRandom};
+use keyframe_store_format::composed::{PART_BYTES, PARTS};
 use keyframe_units::{CheckpointId, PAGE_BYTES, Page, PageIndex, ZERO_PAGE};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -88,14 +87,14 @@ pub struct World {
     pub other: FaultyBackend,
     pub facts: BTreeMap<CheckpointId, Fact>,
     pub strangers: Vec<Image>,
-    /// What each number ever stood for, as copies have it: power loss may give a number twice.
+    /// All checkpoints that had each number: power loss may give a number twice.
     pub history: BTreeMap<CheckpointId, Vec<Image>>,
     /// In the other store.
     pub copies: BTreeMap<CheckpointId, Image>,
     fault: Fault,
     /// Each is taken a second after the one before.
     seals: i64,
-    /// What happened, for whoever looks into a failure.
+    /// The operations so far, for the report of a failure.
     story: Vec<String>,
     pub tally: Tally,
 }
@@ -450,7 +449,7 @@ impl World {
         Ok(())
     }
 
-    /// A repair of a whole store changes nothing; where reads fail, nobody should repair.
+    /// A repair of an intact store changes nothing. No repair runs while reads fail.
     fn repair_of_nothing(&mut self) -> Result<()> {
         if self.fault == Fault::Read {
             self.medium.calm();

@@ -1,0 +1,60 @@
+//! Derived records: records whose content is made from other records.
+//!
+//! Invariant: a derived record refers to plain records only. So reading it takes one step, even in
+//! a damaged store.
+
+use crate::composed::{Composition, Part};
+use crate::delta::Delta;
+use crate::page_hash::PageHash;
+use crate::page_ref::PageRef;
+use keyframe_pages::bytes::Problem;
+use keyframe_units::Page;
+
+/// How the page of a derived record is made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Derivation {
+    /// From parts of other pages and parts of its own.
+    Parts(Composition),
+    /// From one page and a patch.
+    Delta(Delta),
+}
+
+impl Derivation {
+    /// The records that it refers to, rising, each once.
+    pub fn records(&self) -> Vec<PageRef> {
+        match self {
+            Self::Parts(composition) => composition.records(),
+            Self::Delta(delta) => vec![delta.base],
+        }
+    }
+
+    /// Adds to `page` what comes from `record`, which has `content` and `hash`.
+    pub fn fill(
+        &self,
+        record: PageRef,
+        hash: PageHash,
+        content: &Page,
+        page: &mut Page,
+    ) -> Result<(), Problem> {
+        match self {
+            Self::Parts(composition) => composition.fill(record, content, page),
+            Self::Delta(delta) => delta.fill(hash, content, page)?,
+        }
+        Ok(())
+    }
+
+    /// Calls `place` for each reference. It may replace the reference with another one to the same
+    /// content.
+    pub fn repoint(&mut self, place: &mut dyn FnMut(&mut PageRef)) {
+        match self {
+            Self::Parts(composition) => {
+                for part in &mut composition.0 {
+                    if let Part::Of(record, _) = part {
+                        place(record);
+                    }
+                }
+            }
+            Self::Delta(delta) => place(&mut delta.base),
+        }
+    }
+}

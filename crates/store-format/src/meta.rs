@@ -1,0 +1,171 @@
+//! The description of a checkpoint: the JSON section of its file.
+
+use crate::disk_meta::{DiskMeta, blocks_of, space_pages};
+use jiff::Timestamp;
+use keyframe_units::{CheckpointId, Epoch, PageIndex, PageRange, RamBlock, RamLayout};
+use serde::{Deserialize, Serialize};
+
+/// The description of a checkpoint: everything except RAM, disk blocks and device state.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Meta {
+    /// The name of the VM, as the user gave it.
+    pub vm: String,
+    /// The id of the run: 32 hexadecimal digits, a fresh one each time a VM is started or restored.
+    pub run: String,
+    /// The place in the run; the epochs of the sealed checkpoints of a run are consecutive.
+    pub epoch: Epoch,
+    /// The checkpoint that a restore, a branch or a rollback had brought the VM back to before this
+    /// one. Absent if the VM had run on since the previous checkpoint of its run. The store may not
+    /// hold the parent any more.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<CheckpointId>,
+    /// When the pause of the checkpoint began.
+    pub taken_at: Timestamp,
+    /// Why it was taken: `interval`, `take`, ...
+    pub reason: String,
+    /// The RAM blocks, in page order.
+    pub ram: RamLayout,
+    /// The disks that the guest can write to, in the order of their blocks.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<DiskMeta>,
+    /// The machine, as far as a restore needs it. Empty in the checkpoint of a group.
+    pub machine: MachineMeta,
+    /// The VMs of a group that was checkpointed at one instant, in the order of their RAM blocks.
+    /// Empty for a single VM.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub members: Vec<MemberMeta>,
+    /// Durations of its steps.
+    pub timing: Timing,
+    /// Pages and bytes in it.
+    pub counts: Counts,
+    /// The checkpoint that this one is a copy of, in another store.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub origin: Option<Origin>,
+    /// The numbers of the maps that together give all pages, newest first. The first one is this
+    /// checkpoint's own.
+    pub map_chain: Vec<u64>,
+}
+
+impl Meta {
+    /// For each member of a group its RAM blocks, under the member's own names, and its first page.
+    /// `None` if the list of members contradicts the list of blocks.
+    pub fn members_ram(&self) -> Option<Vec<(RamLayout, PageIndex)>> {
+        let mut all = Vec::with_capacity(self.members.len());
+        let mut first_block = 0usize;
+        for member in &self.members {
+            let end = first_block.checked_add(member.ram_blocks)?;
+            let blocks = self.ram.blocks().get(first_block..end)?;
+            let prefix = format!("{}/", member.name);
+            let own = |block: &RamBlock| {
+                let name = block.name.strip_prefix(&prefix)?.to_owned();
+                Some(RamBlock { name, ..block.clone() })
+            };
+            let layout = RamLayout::new(blocks.iter().map(own).collect::<Option<_>>()?).ok()?;
+            let first =
+                if blocks.is_empty() { PageIndex(0) } else { self.ram.pages_of(first_block).first };
+            all.push((layout, first));
+            first_block = end;
+        }
+        (first_block == self.ram.blocks().len()).then_some(all)
+    }
+
+    /// Pages of RAM and blocks of disks together. `None` if they are more than a page space holds.
+    pub fn space_pages(&self) -> Option<u64> {
+        space_pages(self.ram.len_pages(), &self.disks)
+    }
+
+    /// The numbers of the blocks of disk `index`, which follow the pages of RAM.
+    pub fn blocks_of(&self, index: usize) -> Option<PageRange> {
+        blocks_of(self.ram.len_pages(), &self.disks, index)
+    }
+}
+
+/// The store and number that a checkpoint was taken under. All copies of it have the same origin.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Origin {
+    /// The id of that store.
+    pub store: String,
+    /// Its number there.
+    pub checkpoint: CheckpointId,
+}
+
+/// One VM of a group.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemberMeta {
+    /// Its name, unique in the group. Its RAM blocks are listed as `NAME/BLOCK`.
+    pub name: String,
+    /// The process id of its QEMU, which identifies it in the packets in flight.
+    pub pid: u32,
+    /// The number of its RAM blocks. They follow those of the member before it.
+    pub ram_blocks: usize,
+    /// Its machine.
+    pub machine: MachineMeta,
+}
+
+/// The machine that a checkpoint was taken of.
+pub use keyframe_machine::MachineSpec as MachineMeta;
+
+/// The position of a checkpoint in a recording.
+pub use keyframe_machine::RecordingPosition as Recorded;
+
+/// Durations of the steps of a checkpoint, measured in its cycle. All in nanoseconds.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Timing {
+    /// From the previous checkpoint's pause to this one's; 0 for the first.
+    pub interval_ns: u64,
+    /// The delay of the checkpoint's begin because the encoder had not finished the previous one.
+    pub backlog_ns: u64,
+    /// The whole pause, from before QEMU is asked to stop until it has confirmed that the VM runs.
+    pub pause_ns: u64,
+    /// The parts of the pause.
+    pub pause: PausePhases,
+    /// Copy rounds during which the guest ran.
+    pub precopy_rounds: u32,
+    /// The strategy's name.
+    pub strategy: String,
+    /// Pages copied in each round, the one inside the pause last.
+    pub round_pages: Vec<u64>,
+    /// Hashing, deduplication, compression and appending, until the seal began.
+    pub encode_ns: u64,
+}
+
+/// The parts of a pause, in nanoseconds. They follow each other without a gap; the device state
+/// comes before the scan.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PausePhases {
+    /// Until QEMU confirmed the stop.
+    pub stop: u64,
+    /// The last scan for dirty pages.
+    pub scan: u64,
+    /// Copying them.
+    pub copy: u64,
+    /// Saving the device state.
+    pub device_state: u64,
+    /// Until QEMU confirmed that the VM runs.
+    pub resume: u64,
+}
+
+/// Pages and bytes of one checkpoint. `dirty_pages` is the sum of zero, deduplicated, unchanged and
+/// stored pages: a page that was put more than once counts with its last put.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counts {
+    /// Distinct pages put into the checkpoint.
+    pub dirty_pages: u64,
+    /// Of these: all zeros.
+    pub zero_pages: u64,
+    /// Of these: content that another record of the store held.
+    pub dedup_pages: u64,
+    /// Of the deduplicated ones: content that a disk brought into the store.
+    pub dedup_disk_pages: u64,
+    /// Of the dirty ones: content that the page had at the previous checkpoint.
+    pub unchanged_pages: u64,
+    /// Of these: content new to the store.
+    pub stored_pages: u64,
+    /// Bytes appended to packs for this checkpoint, with record headers and contents that a later
+    /// put replaced.
+    pub stored_bytes: u64,
+    /// The size of its map file, in bytes.
+    pub map_bytes: u64,
+    /// The size of the device state in the file, in bytes.
+    pub device_bytes: u64,
+}

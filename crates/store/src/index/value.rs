@@ -1,0 +1,55 @@
+//! The value of an index entry: the place of a record and its kind, in 64 bits.
+//!
+//! ```text
+//!   | pack number 24 | kind 2 | unproven 1 | copy 1 | offset 36 |
+//! ```
+
+use keyframe_store_format::page_ref::PageRef;
+use keyframe_store_format::record::Kind;
+
+const OFFSET_BITS: u32 = 36;
+/// The flag of an entry that a spill holds too.
+pub const COPY: u64 = 1 << 36;
+/// The flag of a derived record of an earlier writer that was not read yet.
+pub const UNPROVEN: u64 = 1 << 37;
+const KIND_SHIFT: u32 = 38;
+const PACK_SHIFT: u32 = 40;
+/// A record that the index knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Found {
+    pub place: PageRef,
+    pub kind: Kind,
+    /// True for a derived record of an earlier writer that was not read yet.
+    pub unproven: bool,
+}
+
+/// The value of a plain entry; `None` if the offset is too large for an entry.
+pub fn encode(place: PageRef, kind: Kind) -> Option<u64> {
+    let at = u64::from(place.pack()) << PACK_SHIFT | place.offset();
+    (place.offset() < 1 << OFFSET_BITS).then_some(at | u64::from(kind.number()) << KIND_SHIFT)
+}
+
+/// The place of the record.
+pub fn place(value: u64) -> PageRef {
+    PageRef(value >> PACK_SHIFT << PACK_SHIFT | value & ((1 << OFFSET_BITS) - 1))
+}
+
+fn kind(value: u64) -> Kind {
+    Kind::of_number((value >> KIND_SHIFT & 3) as u8).unwrap_or(Kind::Page)
+}
+
+/// True if the record is derived.
+pub fn is_derived(value: u64) -> bool {
+    kind(value).is_derived()
+}
+
+/// The record of an entry.
+pub fn decode(value: u64) -> Found {
+    Found { place: place(value), kind: kind(value), unproven: value & UNPROVEN != 0 }
+}
+
+/// The value of a record that has moved to `to`; `None` if the offset is too large for an entry.
+pub fn moved(value: u64, to: PageRef) -> Option<u64> {
+    let flags = value & (UNPROVEN | 3 << KIND_SHIFT);
+    Some(encode(to, Kind::Page)? | flags)
+}

@@ -1,0 +1,108 @@
+//! Listing and naming the checkpoints of a store.
+
+use crate::sealed::Sealed;
+use crate::store::Store;
+use crate::{Error, Result};
+use keyframe_store_backend::layout;
+use keyframe_units::CheckpointId;
+use std::collections::BTreeMap;
+
+/// The checkpoints of a store.
+#[derive(Debug, Default)]
+pub struct Listing {
+    /// Those that can be read, in rising order.
+    pub sealed: Vec<Sealed>,
+    /// Those whose file cannot be read, and why.
+    pub unreadable: Vec<(CheckpointId, Error)>,
+}
+
+impl Store {
+    /// The sealed checkpoints, in rising order. A damaged one hides no other.
+    pub fn checkpoints(&self) -> Result<Listing> {
+        let tags = self.tags_of_checkpoints()?;
+        let mut listing = Listing::default();
+        let ids = self.inner().checkpoint_ids()?;
+        for (id, meta) in self.inner().read_metas(&ids) {
+            match meta {
+                Ok(meta) => {
+                    let tags = tags.get(&id).cloned().unwrap_or_default();
+                    listing.sealed.push(Sealed { id, meta, tags });
+                }
+                // Forgotten since the listing.
+                Err(Error::UnknownCheckpoint { .. }) => {}
+                Err(error) => listing.unreadable.push((id, error)),
+            }
+        }
+        Ok(listing)
+    }
+
+    /// The numbers of the sealed checkpoints, rising. Does not read them.
+    pub fn ids(&self) -> Result<Vec<CheckpointId>> {
+        self.inner().checkpoint_ids()
+    }
+
+    /// The description and the tags of one sealed checkpoint.
+    pub fn sealed(&self, id: CheckpointId) -> Result<Sealed> {
+        let meta = self.inner().read_meta(id)?;
+        let tags =
+            self.tags()?.into_iter().filter(|(_, to)| *to == id).map(|(tag, _)| tag).collect();
+        Ok(Sealed { id, meta, tags })
+    }
+
+    /// The checkpoint that a number, a tag or `latest` names.
+    pub fn resolve(&self, name: &str) -> Result<CheckpointId> {
+        let ids = self.inner().checkpoint_ids()?;
+        let newest = ids.last().copied();
+        let unknown = || Error::UnknownCheckpoint { name: name.into(), newest };
+        if name == layout::LATEST {
+            return newest.ok_or_else(unknown);
+        }
+        let is_number = !name.is_empty() && name.bytes().all(|c| c.is_ascii_digit());
+        let id = if is_number {
+            name.parse().ok().map(CheckpointId)
+        } else if layout::is_tag(name) {
+            self.inner().read_tag(name)?
+        } else {
+            None
+        };
+        let id = id.ok_or_else(unknown)?;
+        match ids.binary_search(&id) {
+            Ok(_) => Ok(id),
+            Err(_) if is_number => Err(unknown()),
+            Err(_) => Err(Error::damaged(
+                self.inner().backend.describe(&layout::tag(name)),
+                format!("it points to checkpoint {id}, which is not in the store"),
+            )),
+        }
+    }
+
+    /// All tags, with the checkpoints that they point to.
+    pub fn tags(&self) -> Result<BTreeMap<String, CheckpointId>> {
+        self.inner().read_tags()
+    }
+
+    /// The tags of each checkpoint, in alphabetical order.
+    pub fn tags_of_checkpoints(&self) -> Result<BTreeMap<CheckpointId, Vec<String>>> {
+        let mut tags = BTreeMap::<_, Vec<_>>::new();
+        for (tag, id) in self.tags()? {
+            tags.entry(id).or_default().push(tag);
+        }
+        Ok(tags)
+    }
+
+    /// The size of the packs that were not recompressed yet, in bytes. Leaves out the newest pack,
+    /// which a writer may still write to.
+    pub fn cold_bytes(&self) -> Result<u64> {
+        let numbers = self.inner().pack_numbers()?;
+        let mut cold_bytes = 0;
+        for number in numbers.iter().rev().skip(1) {
+            match self.inner().open_pack(*number) {
+                Ok(pack) if !pack.is_dense() => cold_bytes += pack.file.len_bytes()?,
+                // Removed since the listing, recompressed, or damaged.
+                Ok(_) | Err(Error::Damaged { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(cold_bytes)
+    }
+}

@@ -1,0 +1,64 @@
+//! The text in a lock file: the process that holds the lock.
+
+use crate::config::now;
+use crate::open_store::OpenStore;
+use crate::{Error, Result};
+use keyframe_store_backend::LockGuard;
+use serde::{Deserialize, Serialize};
+
+#[derive(Serialize, Deserialize)]
+struct Holder {
+    pid: u32,
+    host: String,
+    since: jiff::Timestamp,
+    owner: String,
+}
+
+impl OpenStore {
+    /// Takes the lock of prunes.
+    pub fn lock_prune(&self) -> Result<Box<dyn LockGuard>> {
+        self.backend.lock_prune(&encode_holder("keyframe prune")).map_err(with_named_holder)
+    }
+
+    /// The process that holds the writer's lock, for messages; `None` if it is free.
+    pub fn lock_holder(&self) -> Result<Option<String>> {
+        Ok(self.backend.lock_holder()?.map(|text| describe_holder(&text)))
+    }
+}
+
+/// The text of the lock file of this process.
+pub fn encode_holder(owner: &str) -> String {
+    let holder =
+        Holder { pid: std::process::id(), host: this_host(), since: now(), owner: owner.into() };
+    serde_json::to_string(&holder).unwrap_or_default()
+}
+
+fn this_host() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
+}
+
+/// Describes the holder in [`Error::Locked`].
+pub fn with_named_holder(error: Error) -> Error {
+    match error {
+        Error::Locked { holder } => Error::Locked { holder: describe_holder(&holder) },
+        other => other,
+    }
+}
+
+/// True if the holder is a process of this host that does not exist any more.
+pub fn is_dead(holder: &str) -> bool {
+    serde_json::from_str::<Holder>(holder).is_ok_and(|holder| {
+        holder.host == this_host()
+            && !std::path::Path::new("/proc").join(holder.pid.to_string()).exists()
+    })
+}
+
+/// The holder of a lock as text for messages.
+pub fn describe_holder(text: &str) -> String {
+    match serde_json::from_str::<Holder>(text) {
+        Ok(Holder { pid, host, since, owner }) => {
+            format!("{owner} (process {pid} on {host}, since {since})")
+        }
+        Err(_) => "another process".into(),
+    }
+}

@@ -1,0 +1,65 @@
+//! How a prune tells a writer at work which packs it removes, and where their records are now.
+//!
+//! ```text
+//!   prune    puts moves ────────────▶ waits ─────────────▶ maps rewritten ─▶ packs removed ─▶ moves removed
+//!   writer             at its next seal: follows, puts moves.seen ──▲       it refers to nothing in those packs
+//!
+//!   moves.seen  the generation that a writer has followed, in hexadecimal
+//! ```
+//!
+//! Invariant: a process that becomes the writer while `moves` exists uses none of those packs. A
+//! crash may leave either of the two files. That is harmless: the next prune removes them, and a
+//! writer that has followed needs none of the packs.
+
+use crate::Result;
+use crate::open_store::OpenStore;
+use keyframe_bytes::hex::to_hex;
+use keyframe_store_format::moves::{GENERATION_AT, Generation, MOVES_BYTES_MAX, Moves};
+
+const MOVES: &str = "moves";
+const SEEN: &str = "moves.seen";
+
+impl OpenStore {
+    /// Announces moves to the writer.
+    pub fn put_moves(&self, moves: &Moves) -> Result<()> {
+        self.backend.put(MOVES, &moves.encode(self.config.id))
+    }
+
+    /// Withdraws the announcement.
+    pub fn remove_moves(&self) -> Result<()> {
+        self.backend.remove(MOVES)?;
+        self.backend.remove(SEEN)
+    }
+
+    /// The announced moves; `None` if there are none, or their generation is `seen`.
+    pub fn moves(&self, seen: Option<Generation>) -> Result<Option<Moves>> {
+        let file = match self.backend.open(MOVES) {
+            Err(e) if e.is_not_found() => return Ok(None),
+            other => other?,
+        };
+        let mut generation = Generation::default();
+        file.read_at(GENERATION_AT, &mut generation)?;
+        if seen == Some(generation) {
+            return Ok(None);
+        }
+        match self.backend.read(MOVES, MOVES_BYTES_MAX) {
+            Err(e) if e.is_not_found() => Ok(None),
+            other => {
+                Ok(Some(Moves::decode(&other?, self.config.id, &self.backend.describe(MOVES))?))
+            }
+        }
+    }
+
+    /// Confirms that the writer has followed the moves: it refers to nothing in the packs that go.
+    pub fn put_seen(&self, generation: Generation) -> Result<()> {
+        self.backend.put(SEEN, to_hex(&generation).as_bytes())
+    }
+
+    /// True if a writer has confirmed these moves.
+    pub fn is_seen(&self, generation: Generation) -> Result<bool> {
+        match self.backend.read(SEEN, 64) {
+            Err(e) if e.is_not_found() => Ok(false),
+            other => Ok(other? == to_hex(&generation).as_bytes()),
+        }
+    }
+}

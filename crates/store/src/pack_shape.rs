@@ -1,0 +1,103 @@
+//! The records of a pack, and how much of it checkpoints need.
+
+use crate::open_store::OpenStore;
+use crate::pack_file::Ending;
+use crate::{Error, Result};
+use keyframe_store_format::pack::{ENTRY_BYTES, Entry, FOOTER_BYTES};
+use keyframe_store_format::page_ref::PageRef;
+
+/// The records of a pack, and where they end.
+#[derive(Debug)]
+pub struct PackShape {
+    pub number: u32,
+    pub len_bytes: u64,
+    /// Rising.
+    pub entries: Vec<Entry>,
+    /// True if the pack has its trailer.
+    pub closed: bool,
+    /// True if the pack was recompressed.
+    pub is_dense: bool,
+    start: u64,
+    records_end: u64,
+}
+
+impl PackShape {
+    /// Reads the index of pack `number`. A pack without a trailer is read record by record. `None` if
+    /// the pack does not exist, or its header is damaged.
+    pub fn of(inner: &OpenStore, number: u32) -> Result<Option<Self>> {
+        let pack = match inner.open_pack(number) {
+            Err(Error::Damaged { .. }) => return Ok(None),
+            other => other?,
+        };
+        let len_bytes = pack.file.len_bytes()?;
+        let (start, is_dense) = (pack.first, pack.is_dense());
+        Ok(Some(match pack.ending(len_bytes) {
+            Ending::Closed { entries, records_end } => {
+                Self { number, len_bytes, entries, closed: true, start, is_dense, records_end }
+            }
+            Ending::Unfinished | Ending::Damaged(_) => {
+                let mut entries = Vec::new();
+                let stop = pack.walk(inner, start, len_bytes, &mut |held| entries.extend(held));
+                let records_end = stop.map_or(len_bytes, |(at, _)| at);
+                Self { number, len_bytes, entries, closed: false, start, is_dense, records_end }
+            }
+        }))
+    }
+
+    /// How much of the pack is needed if the records at the offsets `live`, which rise, are.
+    pub fn usage(&self, live: &[u64]) -> PackUsage {
+        let ends = self.entries.iter().skip(1).map(Entry::offset).chain([self.records_end]);
+        let (mut live_bytes, mut found) = (0, 0);
+        // Entries and offsets both rise.
+        let mut rest = live.iter().peekable();
+        for (entry, end) in self.entries.iter().zip(ends) {
+            while rest.next_if(|at| **at < entry.offset()).is_some() {}
+            if rest.next_if_eq(&&entry.offset()).is_some() {
+                live_bytes += end.saturating_sub(entry.offset()) + ENTRY_BYTES as u64;
+                found += 1;
+            }
+        }
+        PackUsage {
+            number: self.number,
+            len_bytes: self.len_bytes,
+            live_bytes,
+            live_records: found,
+            head_bytes: self.start,
+            is_dense: self.is_dense,
+            untouchable: found < live.len(),
+            holds_none: self.entries.is_empty() && self.closed,
+        }
+    }
+}
+
+/// How much of a pack checkpoints need.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PackUsage {
+    pub number: u32,
+    pub len_bytes: u64,
+    /// Bytes of the needed records and of their index entries.
+    pub live_bytes: u64,
+    pub live_records: usize,
+    /// Bytes before its records.
+    pub head_bytes: u64,
+    /// True if the pack was recompressed.
+    pub is_dense: bool,
+    /// True if a writer writes to the pack, or it lacks needed records. Then it stays as it is.
+    pub untouchable: bool,
+    /// True if the pack has no records and only keeps its number from being used again.
+    pub holds_none: bool,
+}
+
+impl PackUsage {
+    /// Bytes that moving its live records would free.
+    pub fn unused_bytes(&self) -> u64 {
+        // Header, dictionary, footer, and the zeros before it.
+        let frame_bytes = self.head_bytes + FOOTER_BYTES as u64 * 2;
+        self.len_bytes.saturating_sub(self.live_bytes + frame_bytes)
+    }
+}
+
+/// The references to the records at the offsets `live` of a pack.
+pub fn places(number: u32, live: &[u64]) -> impl Iterator<Item = PageRef> + '_ {
+    live.iter().map(move |at| PageRef::new(number, *at))
+}

@@ -1,0 +1,162 @@
+//! Hashing and encoding pages, many at a time on several threads.
+
+use crate::bases::{At, Base, Bases};
+use crate::pack_writer::placed::{PageInput, Placed};
+use keyframe_pages::patch::{PATCH_BYTES_MAX, diff};
+use keyframe_store_format::codec::{Codec, PageCompressor};
+use keyframe_store_format::delta::{DELTA_HEADER_BYTES, Delta};
+use keyframe_store_format::page_hash::{HashKey, LANES, PageHash};
+use keyframe_store_format::page_ref::PageRef;
+use keyframe_store_format::record::Kind;
+use keyframe_units::{Page, ZERO_PAGE};
+
+/// A patch of at most this many bytes is taken without compressing the page for comparison.
+const PATCH_BYTES_SMALL: usize = 512;
+
+/// A page on its way to a record.
+pub struct Item<'a> {
+    pub input: PageInput<'a>,
+    /// `None` if the page is zero.
+    pub hash: Option<PageHash>,
+    pub base: Option<At>,
+    /// True if the page was written before, so that it has a base or an earlier record.
+    pub has_base: bool,
+    /// The base of the delta.
+    pub on: PageRef,
+    pub encoded: Option<(Kind, Codec)>,
+    pub scratch: Scratch,
+    pub placed: Option<Placed>,
+}
+
+/// A buffer for the payload of a page. The next page uses it again.
+#[derive(Debug, Default)]
+pub struct Scratch {
+    payload: Vec<u8>,
+}
+
+impl Item<'_> {
+    /// Compresses the page, or makes a delta of it.
+    pub fn encode(&mut self, bases: &Bases, compressor: &mut PageCompressor) {
+        if self.placed.is_some() || self.hash.is_none() {
+            return;
+        }
+        let base = self.base.and_then(|at| bases.get(at)).filter(|(base, _)| !base.is_worn());
+        let delta = base.and_then(|(base, content)| {
+            let codec = self.encode_delta(base, content, compressor)?;
+            Some((base, codec, self.scratch.payload.len()))
+        });
+        if let Some((base, codec, len)) = delta
+            && (len <= DELTA_HEADER_BYTES + PATCH_BYTES_SMALL
+                || is_worth_it(len, base.payload_bytes))
+        {
+            (self.encoded, self.on) = (Some((Kind::Delta, codec)), base.record);
+            return;
+        }
+        let alone = compressor.compress(self.input.content);
+        // A plain page is read in one step, and can be a base.
+        match delta {
+            Some((base, codec, len)) if is_worth_it(len, alone.1.len()) => {
+                (self.encoded, self.on) = (Some((Kind::Delta, codec)), base.record);
+            }
+            _ => self.take_alone(alone),
+        }
+    }
+
+    /// Stores the page without a base.
+    pub fn take_alone(&mut self, (codec, payload): (Codec, &[u8])) {
+        self.scratch.payload.clear();
+        if codec != Codec::Raw {
+            self.scratch.payload.extend_from_slice(payload);
+        }
+        self.encoded = Some((Kind::Page, codec));
+    }
+
+    /// Makes the payload of a delta; `None` if the patch is too long.
+    fn encode_delta(
+        &mut self,
+        base: Base,
+        content: &Page,
+        compressor: &mut PageCompressor,
+    ) -> Option<Codec> {
+        let payload = &mut self.scratch.payload;
+        Delta::begin(base.record, base.hash, payload);
+        if !diff(content, self.input.content, PATCH_BYTES_MAX, payload) {
+            return None;
+        }
+        Some(compress_patch(payload, compressor))
+    }
+
+    /// The payload of the new record.
+    pub fn payload(&self, codec: Codec, kind: Kind) -> &[u8] {
+        if kind == Kind::Page && codec == Codec::Raw {
+            self.input.content
+        } else {
+            &self.scratch.payload
+        }
+    }
+}
+
+/// True if a delta saves enough against the plain page to be worth a second step at each read. A
+/// plain page takes about as much as its base. So the base's length often answers this without
+/// compressing the page.
+fn is_worth_it(delta_bytes: usize, alone_bytes: usize) -> bool {
+    delta_bytes <= alone_bytes / 4 * 3
+}
+
+/// Compresses the patch in the payload of a delta if it is long enough.
+pub fn compress_patch(payload: &mut Vec<u8>, compressor: &mut PageCompressor) -> Codec {
+    if payload.len() <= DELTA_HEADER_BYTES + PATCH_BYTES_SMALL {
+        return Codec::Raw;
+    }
+    let (codec, stored) =
+        compressor.compress_part(payload.get(DELTA_HEADER_BYTES..).unwrap_or_default());
+    if codec != Codec::Raw {
+        let stored = stored.to_vec();
+        payload.truncate(DELTA_HEADER_BYTES);
+        payload.extend_from_slice(&stored);
+    }
+    codec
+}
+
+/// Hashes the pages that are not zero.
+pub fn hash_items(items: &mut [Item<'_>], key: &HashKey) {
+    let mut waiting = [0; LANES];
+    let mut pages = [&ZERO_PAGE; LANES];
+    let mut count = 0;
+    for at in 0..=items.len() {
+        if let Some(item) = items.get(at) {
+            if *item.input.content == ZERO_PAGE {
+                continue;
+            }
+            (waiting[count], pages[count]) = (at, item.input.content);
+            count += 1;
+        }
+        if count == LANES || at == items.len() {
+            let hashes = PageHash::of_many(key, &pages[..count]);
+            for (at, hash) in waiting[..count].iter().zip(hashes) {
+                items[*at].hash = Some(hash);
+            }
+            count = 0;
+        }
+    }
+}
+
+/// Calls `work` for shares of the items, on one thread for each compressor.
+pub fn side_by_side<'a, 'b>(
+    items: &mut [Item<'a>],
+    compressors: &mut [PageCompressor],
+    work: &(dyn Fn(&mut [Item<'a>], &mut PageCompressor) + Sync + 'b),
+) {
+    if let [compressor] = compressors {
+        return work(items, compressor);
+    }
+    let per_thread = items.len().div_ceil(compressors.len().max(1)).max(1);
+    let mut shares = items.chunks_mut(per_thread).zip(compressors);
+    let Some((first, compressor)) = shares.next() else { return };
+    std::thread::scope(|scope| {
+        for (share, compressor) in shares {
+            scope.spawn(move || work(share, compressor));
+        }
+        work(first, compressor);
+    });
+}

@@ -1,0 +1,105 @@
+//! Learning what packs of earlier writers and of prunes hold.
+
+use crate::index::Index;
+use crate::open_store::OpenStore;
+use crate::pack_file::Ending;
+use crate::pack_writer::writer::PackWriter;
+use crate::tuning::Tuning;
+use crate::{Error, Result};
+use keyframe_store_backend::layout;
+use keyframe_store_format::moves::Moves;
+use std::sync::Arc;
+
+impl PackWriter {
+    /// Takes the index that an earlier writer saved. Reads the indexes of packs that are not in it,
+    /// the newest first, as long as there is room. Reads unfinished packs whole and syncs them,
+    /// because their records may be in the page cache only.
+    ///
+    /// Leaves out the packs that a prune removes, and unfinished packs while a prune is at work or
+    /// after a sync of them has failed.
+    pub fn new(inner: Arc<OpenStore>, tuning: Tuning, moves: Option<&Moves>) -> Result<Self> {
+        let mut this = Self::empty(inner, tuning)?;
+        this.index = Index::new(tuning.index_bytes, this.inner.index_folder());
+        let is_going = |number: &u32| moves.is_some_and(|moves| moves.victims.contains(number));
+        let mut numbers = this.inner.pack_numbers()?;
+        numbers.retain(|number| !is_going(number));
+        // A prune removes records that it could not make durable.
+        let is_pruned = this.inner.backend.is_pruning()?;
+        let doubted = this.inner.doubted_packs()?;
+        let inner = &this.inner;
+        this.index.load(moves.is_some(), &mut |number| {
+            numbers.binary_search(&number).ok()?;
+            // The loop below looks at packs that cannot be read.
+            inner.open_pack(number).and_then(|pack| pack.seal()).ok()?
+        });
+        for number in numbers.into_iter().rev() {
+            if this.index.covers(number) || this.index.is_at_end() {
+                this.learnt.insert(number);
+            } else {
+                this.learn(number, is_pruned || number <= doubted, moves.is_some())?;
+            }
+        }
+        Ok(this)
+    }
+
+    /// Adds the records of a pack to the index. With `closed_only`, adds none of an unfinished pack.
+    /// With `plain_only`, adds no derived ones.
+    pub(super) fn learn(&mut self, number: u32, closed_only: bool, plain_only: bool) -> Result<()> {
+        let pack = match self.inner.open_pack(number) {
+            Ok(pack) => pack,
+            // No record of it is used. `check` reports the damage.
+            Err(Error::Damaged { .. }) => return Ok(()),
+            Err(error) => return Err(error),
+        };
+        let len_bytes = pack.file.len_bytes()?;
+        let ending = pack.ending(len_bytes);
+        let is_closed = matches!(ending, Ending::Closed { .. });
+        let entries = match ending {
+            Ending::Closed { entries, .. } => entries,
+            Ending::Unfinished | Ending::Damaged(_) if closed_only => Vec::new(),
+            Ending::Unfinished | Ending::Damaged(_) => {
+                let mut entries = Vec::new();
+                pack.walk(&self.inner, pack.first, len_bytes, &mut |entry| entries.extend(entry));
+                if !entries.is_empty() {
+                    self.inner.rely_on_packs(|| self.inner.backend.sync(&layout::pack(number)))?;
+                }
+                entries
+            }
+        };
+        self.learnt.insert(number);
+        let seal = if is_closed { pack.seal()? } else { None };
+        let usable = entries.iter().filter(|entry| !(plain_only && entry.kind().is_derived()));
+        self.index.learn(number, seal, usable);
+        Ok(())
+    }
+
+    /// Adds the records of packs that prunes have written meanwhile.
+    fn learn_others(&mut self, moves: &Moves) -> Result<()> {
+        let own = self.open.as_ref().map(|pack| pack.number);
+        let is_new = |number: &u32| {
+            !self.learnt.contains(number) && Some(*number) != own && !moves.victims.contains(number)
+        };
+        let new: Vec<u32> = self.inner.pack_numbers()?.into_iter().filter(is_new).collect();
+        new.into_iter().try_for_each(|number| self.learn(number, true, true))
+    }
+
+    /// Follows the moves of a prune: forgets the packs that go, and learns the new places of their
+    /// records. Of the derived records, keeps only those that have moved.
+    pub fn follow(&mut self, moves: &Moves) -> Result<()> {
+        // A derived record lies after the records that it refers to. So the following records must
+        // lie after those that have moved.
+        self.close()?;
+        self.learn_others(moves)?;
+        let newest = moves.to.values().map(|to| to.pack()).max().unwrap_or(0);
+        self.next_pack = self.next_pack.max(newest + 1);
+        // The records that a derived one refers to may go.
+        self.index.follow(moves);
+        self.bases.clear();
+        if let Some(finder) = &mut self.finder {
+            finder.clear();
+        }
+        // The finder learns the sectors of known records again as they occur.
+        self.learnt_from = self.next_pack;
+        Ok(())
+    }
+}

@@ -1,0 +1,48 @@
+//! The pack that a writer appends to.
+
+use crate::files::NewFile;
+use keyframe_store_format::codec::Codec;
+use keyframe_store_format::pack::Entry;
+use keyframe_store_format::page_hash::PageHash;
+use keyframe_store_format::page_ref::{PACK_HEADER_BYTES, PageRef};
+use keyframe_store_format::record::{Kind, append_record};
+
+/// The pack that the writer appends to.
+#[derive(Debug)]
+pub struct OpenPack {
+    pub number: u32,
+    pub file: NewFile,
+    pub header: [u8; PACK_HEADER_BYTES],
+    /// Records that are not in the file yet. The first one belongs at the offset `flushed`.
+    pub buffer: Vec<u8>,
+    /// Bytes that were written to the file.
+    pub flushed: u64,
+    /// Bytes that are durable.
+    pub synced: u64,
+    /// Bytes that sealed checkpoints may need, durable or not.
+    pub sealed: u64,
+    /// All records of the pack, rising.
+    pub entries: Vec<Entry>,
+}
+
+impl OpenPack {
+    /// The offset of the next record.
+    pub fn end(&self) -> u64 {
+        self.flushed + self.buffer.len() as u64
+    }
+
+    /// Appends a record; returns its length, in bytes.
+    pub fn append(&mut self, hash: PageHash, kind: Kind, payload: (Codec, &[u8])) -> u64 {
+        let place = PageRef::new(self.number, self.end());
+        let before = self.buffer.len();
+        append_record(&mut self.buffer, place, hash, kind, payload);
+        self.entries.push(Entry::new(hash, place.offset(), kind));
+        (self.buffer.len() - before) as u64
+    }
+
+    /// The buffered bytes from the record at `at` on; `None` if the record is in the file.
+    pub fn unflushed(&self, at: PageRef) -> Option<&[u8]> {
+        let at = at.offset().checked_sub(self.flushed)?;
+        self.buffer.get(at as usize..)
+    }
+}

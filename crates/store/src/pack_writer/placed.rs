@@ -1,0 +1,33 @@
+//! What a put gets, and what it returns.
+
+use keyframe_store_format::disk_meta::SectorCounts;
+use keyframe_store_format::page_ref::PageRef;
+use keyframe_store_format::record::Kind;
+use keyframe_units::{Page, PageIndex};
+
+/// A page to put.
+#[derive(Clone, Copy, Debug)]
+pub struct PageInput<'a> {
+    pub content: &'a Page,
+    /// The number of the page, and its record until now. Without them the page gets no base.
+    pub home: Option<(PageIndex, PageRef)>,
+}
+
+/// The record of a page that was put.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Placed {
+    /// The store held the content, in a record of this kind.
+    Known(PageRef, Kind),
+    /// A new record of this length, in bytes.
+    New(PageRef, u64),
+}
+
+/// The record of a block that was put.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlacedBlock {
+    pub placed: Placed,
+    /// True if the new record is composed of parts.
+    pub composed: bool,
+    /// The sectors of the block, by how each was stored.
+    pub sectors: SectorCounts,
+}

@@ -1,0 +1,285 @@
+//! The writer of packs: its state, and the life of the open pack.
+
+use crate::bases::Bases;
+use crate::durability_kind::Durability;
+use crate::index::{Found, Index};
+use crate::open_store::OpenStore;
+use crate::pack_writer::encode::Scratch;
+use crate::pack_writer::open_pack::OpenPack;
+use crate::pack_writer::placed::Placed;
+use crate::sectors::SectorFinder;
+use crate::tuning::Tuning;
+use crate::{Error, IndexUse, Result};
+use keyframe_store_backend::layout;
+use keyframe_store_format::codec::PageCompressor;
+use keyframe_store_format::dictionary::DenseCompressor;
+use keyframe_store_format::pack::{encode_dictionary, encode_pack_header, encode_trailer, seal_of};
+use keyframe_store_format::page_hash::PageHash;
+use keyframe_store_format::page_ref::PACK_NUMBER_MAX;
+use keyframe_units::Page;
+use rustc_hash::FxHashSet;
+use std::sync::Arc;
+
+/// The most packs that other processes may create while this writer creates one.
+const TAKEN_MAX: u32 = 1 << 16;
+
+/// Writes the packs of a store.
+#[derive(Debug)]
+pub struct PackWriter {
+    pub(super) inner: Arc<OpenStore>,
+    pub(super) index: Index,
+    /// Packs of other writers whose indexes were read.
+    pub(super) learnt: FxHashSet<u32>,
+    /// Present if the run has disks, and there is memory for it.
+    pub(super) finder: Option<SectorFinder>,
+    /// The first pack of which `finder` knows all pages.
+    pub(super) learnt_from: u32,
+    pub(super) next_pack: u32,
+    pub(super) open: Option<OpenPack>,
+    /// The bases of deltas.
+    pub(super) bases: Bases,
+    /// Packs of this writer that a sync failed for. No delta refers to what can still be read of
+    /// them.
+    pub(super) given_up: FxHashSet<u32>,
+    /// One for each thread.
+    pub(super) compressors: Vec<PageCompressor>,
+    pub(super) scratch: Vec<Scratch>,
+    pub(super) composed: Vec<u8>,
+    /// Present while packs are recompressed. All packs that begin then have its dictionary.
+    pub(super) dense: Option<DenseCompressor>,
+    pub(super) tuning: Tuning,
+}
+
+impl PackWriter {
+    /// A writer whose packs get higher numbers than all existing ones. Its index is empty.
+    pub fn empty(inner: Arc<OpenStore>, tuning: Tuning) -> Result<Self> {
+        let next_pack = inner.newest_pack()? + 1;
+        Ok(Self {
+            inner,
+            index: Index::new(tuning.index_bytes, None),
+            learnt: FxHashSet::default(),
+            finder: None,
+            learnt_from: next_pack,
+            next_pack,
+            open: None,
+            bases: Bases::new(tuning.base_bytes),
+            given_up: FxHashSet::default(),
+            compressors: (0..tuning.encode_threads.max(1)).map(|_| PageCompressor::new()).collect(),
+            scratch: Vec::new(),
+            composed: Vec::new(),
+            dense: None,
+            tuning,
+        })
+    }
+
+    /// The record in which the store holds this content; `None` if it does not hold it.
+    pub(super) fn known(&mut self, hash: PageHash, page: &Page) -> Option<Placed> {
+        let Found { place, kind, unproven } = self.index.get(hash)?;
+        if unproven {
+            // Reading compares the content with its hash.
+            let read = self.inner.read_pages(&[(place, ())], &mut |(), _| Ok::<_, Error>(()));
+            if read.is_err() {
+                self.index.remove(hash);
+                return None;
+            }
+            self.index.prove(hash);
+        }
+        if let Some(finder) = self.finder.as_mut().filter(|_| place.pack() < self.learnt_from)
+            && !kind.is_derived()
+        {
+            let tags = finder.tags(page);
+            finder.learn(&tags, place);
+        }
+        Some(Placed::Known(place, kind))
+    }
+
+    /// Makes everything put so far durable, if the tuning says so.
+    pub fn sync(&mut self) -> Result<()> {
+        self.flush()?;
+        if self.tuning.durability == Durability::Checkpoint {
+            self.sync_open()?;
+        }
+        if let Some(pack) = &mut self.open {
+            pack.sealed = pack.flushed;
+        }
+        Ok(())
+    }
+
+    pub(super) fn sync_open(&mut self) -> Result<()> {
+        let Some(pack) = self.open.as_mut().filter(|pack| pack.flushed > pack.synced) else {
+            return Ok(());
+        };
+        let synced = if pack.sealed > pack.synced {
+            self.inner.sync_sealed(|| pack.file.sync())
+        } else {
+            pack.file.sync()
+        };
+        match synced {
+            Ok(()) => {
+                pack.synced = pack.flushed;
+                Ok(())
+            }
+            Err(error) => {
+                // The kernel may have dropped the pages without a second error. So everything since
+                // the last sync is discarded. Truncating the file also removes it from the page
+                // cache, where a later reader would find it intact. What checkpoints need that did
+                // not wait for a sync stays, as long as it can be read.
+                let keep = pack.synced.max(pack.sealed);
+                let _ = pack.file.truncate(keep);
+                self.retire();
+                Err(error)
+            }
+        }
+    }
+
+    /// Closes the open pack with its trailer. If only the trailer fails, the pack stays without one;
+    /// its records are durable.
+    pub fn close(&mut self) -> Result<()> {
+        self.flush()?;
+        self.sync_open()?;
+        let Some(mut pack) = self.open.take() else { return Ok(()) };
+        let trailer = encode_trailer(&pack.header, &pack.entries, pack.flushed);
+        let written = pack
+            .file
+            .append(&trailer.index)
+            .and_then(|()| pack.file.sync())
+            .and_then(|()| pack.file.append(&trailer.footer))
+            .and_then(|()| pack.file.sync());
+        match written {
+            Ok(()) => self.index.closed(pack.number, seal_of(&trailer.footer)),
+            Err(_) => drop(pack.file.truncate(pack.flushed)),
+        }
+        if self.index.is_full() {
+            self.index.make_room();
+        }
+        written
+    }
+
+    /// The size of the index.
+    pub fn index_use(&self) -> IndexUse {
+        self.index.usage()
+    }
+
+    /// Saves the index for the next writer, if no pack is open.
+    pub fn save_index(&mut self) {
+        if self.open.is_none() {
+            self.index.save();
+        }
+    }
+
+    /// Takes the pack for the next record out of `self`. [`Self::give_back`] returns it.
+    pub(super) fn take_pack(&mut self) -> Result<OpenPack> {
+        // The index can spill records after their pack is closed.
+        let is_over =
+            |pack: &OpenPack| pack.end() >= self.tuning.pack_bytes_max || self.index.is_full();
+        if self.open.as_ref().is_some_and(is_over) {
+            self.close()?;
+        }
+        if let Some(pack) = self.open.take() {
+            return Ok(pack);
+        }
+        if self.index.is_full() {
+            self.index.make_room();
+        }
+        self.create()
+    }
+
+    pub(super) fn give_back(&mut self, pack: OpenPack) -> Result<()> {
+        let full = pack.buffer.len() >= self.tuning.buffer_bytes;
+        self.open = Some(pack);
+        if full { self.flush() } else { Ok(()) }
+    }
+
+    /// Creates a pack. A run or a prune may have created some meanwhile.
+    pub(super) fn create(&mut self) -> Result<OpenPack> {
+        let mut taken = 0;
+        let (number, name, mut file) = loop {
+            let number = self.next_pack;
+            if number > PACK_NUMBER_MAX {
+                return Err(Error::PacksExhausted {
+                    object: self.inner.backend.describe(layout::PACKS),
+                });
+            }
+            // A failed attempt may have left a file, so no number is tried twice.
+            self.next_pack += 1;
+            let name = layout::pack(number);
+            match self.inner.backend.create(&name) {
+                Err(error) if error.is_already_exists() && taken < TAKEN_MAX => taken += 1,
+                file => break (number, name, file?),
+            }
+        };
+        let id = self.inner.config.id;
+        let dictionary = self.dense.as_ref().map(DenseCompressor::bytes);
+        let header = encode_pack_header(id, number, dictionary.map(|bytes| bytes.len() as u64));
+        let dictionary = dictionary.map(encode_dictionary).unwrap_or_default();
+        let head = [&header[..], &dictionary].concat();
+        if let Err(error) = file.append(&head) {
+            let _ = self.inner.backend.remove(&name);
+            return Err(error);
+        }
+        let buffer = Vec::with_capacity(self.tuning.buffer_bytes);
+        let flushed = head.len() as u64;
+        Ok(OpenPack {
+            number,
+            file,
+            header,
+            buffer,
+            flushed,
+            synced: 0,
+            sealed: 0,
+            entries: Vec::new(),
+        })
+    }
+
+    /// Writes the buffer to the file. If that fails, forgets its records.
+    pub(super) fn flush(&mut self) -> Result<()> {
+        let Some(pack) = self.open.as_mut().filter(|pack| !pack.buffer.is_empty()) else {
+            return Ok(());
+        };
+        let written = pack.file.append(&pack.buffer);
+        if written.is_ok() {
+            pack.flushed += pack.buffer.len() as u64;
+            pack.buffer.clear();
+            return Ok(());
+        }
+        pack.buffer.clear();
+        let flushed = pack.flushed;
+        let cut = pack.file.truncate(flushed);
+        self.forget_from(flushed);
+        if cut.is_err() {
+            self.retire();
+        }
+        written
+    }
+
+    /// Gives up the open pack. The index keeps its durable records and forgets the others.
+    pub fn retire(&mut self) {
+        if let Some((number, synced)) = self.open.as_ref().map(|pack| (pack.number, pack.synced)) {
+            self.forget_from(synced);
+            self.given_up.insert(number);
+            self.open = None;
+        }
+    }
+
+    /// Forgets the records of the open pack from `offset` on.
+    pub(super) fn forget_from(&mut self, offset: u64) {
+        let Some(pack) = self.open.as_mut() else { return };
+        let keep = pack.entries.partition_point(|entry| entry.offset() < offset);
+        for entry in pack.entries.drain(keep..) {
+            self.index.remove(entry.hash);
+        }
+        // No delta and no composed block may refer to these records.
+        self.bases.clear();
+        if let Some(finder) = &mut self.finder {
+            finder.clear();
+        }
+    }
+
+    /// With `dense`, the following packs begin with its dictionary, and their pages are compressed
+    /// with it. Without, they are compressed as a run does.
+    pub fn set_dense(&mut self, dense: Option<DenseCompressor>) -> Result<()> {
+        self.close()?;
+        self.dense = dense;
+        Ok(())
+    }
+}

@@ -1,0 +1,68 @@
+//! The quarantine: damaged files under another name, which only the user reads and removes.
+//!
+//! ```text
+//!   packs/00000005.pack ─▶ quarantine/packs-00000005.pack (.1, .2 if that exists) ─▶ the first is removed
+//!   quarantine/README      explains the folder
+//! ```
+//!
+//! Invariants: the copy is durable before the file is removed. A crash in between leaves both, and the
+//! next repair copies the file again. The bytes are copied as they are, those of an encrypted store
+//! encrypted: damaged ones cannot be decrypted, and a file that is put back under its old name is what it
+//! was.
+
+use crate::open_store::OpenStore;
+use crate::{Error, Result};
+
+/// The folder.
+pub const FOLDER: &str = "quarantine";
+const README: &str = "quarantine/README";
+const TEXT: &str = "Files that `keyframe check --repair` has taken out of the store, because they are damaged or need what is.\n\
+                    Keyframe does not read them. Remove them when you do not need them any more.\n";
+/// The bytes that are copied at once.
+const CHUNK_BYTES: u64 = 1 << 20;
+/// The names that are tried for one file.
+const NAMES_MAX: u32 = 1000;
+
+impl OpenStore {
+    /// Moves the file `name` to the quarantine; returns its new name, or `None` if it does not exist.
+    pub fn set_aside(&self, name: &str) -> Result<Option<String>> {
+        let place = self.backend.ciphertext().unwrap_or_else(|| self.backend.clone());
+        let file = match place.open(name) {
+            Err(e) if e.is_not_found() => return Ok(None),
+            other => other?,
+        };
+        if self.backend.open(README).is_err() {
+            // This also makes the folder.
+            self.backend.put(README, TEXT.as_bytes())?;
+        }
+        let first = format!("{FOLDER}/{}", name.replace('/', "-"));
+        let names = (1..NAMES_MAX).map(|n| format!("{first}.{n}"));
+        let (mut found, mut taken) = (None, None);
+        for to in std::iter::once(first.clone()).chain(names) {
+            match place.create(&to) {
+                Err(e) if e.is_already_exists() => taken = Some(e),
+                other => {
+                    found = Some((other?, to));
+                    break;
+                }
+            }
+        }
+        let Some((mut copy, to)) = found else {
+            return Err(taken.unwrap_or_else(|| Error::damaged(first, "no name is free")));
+        };
+        let len_bytes = file.len_bytes()?;
+        let (mut at, mut buffer) = (0, Vec::new());
+        while at < len_bytes {
+            buffer.resize((len_bytes - at).min(CHUNK_BYTES) as usize, 0);
+            // Unreadable bytes become zero in the copy.
+            if file.read_at(at, &mut buffer).is_err() {
+                buffer.fill(0);
+            }
+            copy.append(&buffer)?;
+            at += buffer.len() as u64;
+        }
+        copy.sync()?;
+        place.remove(name)?;
+        Ok(Some(to))
+    }
+}
