@@ -3,7 +3,6 @@
 use super::StoreArg;
 use crate::failure::{DONE, Failure, LOCKED, Outcome};
 use crate::output;
-use keyframe_failure::{DONE, Failure, LOCKED, Outcome};
 use keyframe_store::backend::UnlockOutcome;
 use serde::Serialize;
 
