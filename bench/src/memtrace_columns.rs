@@ -20,6 +20,7 @@ use crate::sample::Sample;
 use crate::{Error, Options, Report};
 use encoders::{Encoder, encode};
 use keyframe_analysis::tools::MEMTRACE_COLUMNS;
+use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
 use trace::Trace;
 
 /// Encoding a column of all rows: time and size.
@@ -72,7 +73,31 @@ fn report(trace: &Trace, rounds: u16, measured: &[[Measured; 2]]) -> Report {
         add(&mut report, encoder, "all", ns, bytes);
     }
     add_ratios(&mut report, "all");
+    report.plot = chart(&report);
     report
+}
+
+/// Draws time and size of each column.
+fn chart(report: &Report) -> Figure {
+    let figure = |key: String| report.figures.get(&key).copied().unwrap_or(f64::NAN);
+    let series = Encoder::ALL.into_iter().map(|encoder| Series {
+        name: encoder.key().into(),
+        points: MEMTRACE_COLUMNS
+            .iter()
+            .map(|column| Point {
+                x: figure(format!("{}_{}_row_bytes", encoder.key(), column.name)),
+                y: figure(format!("{}_{}_row_time_ns", encoder.key(), column.name)),
+                deviation: None,
+            })
+            .collect(),
+    });
+    let chart = Chart {
+        title: "columns of memtrace.parquet".into(),
+        x: Axis::new("bytes a row", Scale::Linear),
+        y: Axis::new("median time a row, ns", Scale::Log),
+        series: series.collect(),
+    };
+    Figure { title: "Own column encoders and the library's".into(), charts: vec![chart] }
 }
 
 fn add(report: &mut Report, encoder: Encoder, column: &str, ns: f64, bytes: f64) {

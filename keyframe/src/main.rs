@@ -8,7 +8,6 @@ mod disk_writing;
 mod failure;
 mod fetched;
 mod help;
-mod lineage;
 mod output;
 mod progress;
 mod rights;

@@ -65,6 +65,24 @@ fn soak_pauses_are_measured_beside_those_of_peers() {
 
 #[test]
 #[ignore = "make soak"]
+fn soak_column_encoders_are_measured_beside_the_librarys() {
+    let env = TestEnv::new();
+    let (report, _) = report(&env, &["memtrace-columns", "--rounds", "1", "--plot", "c.svg"]);
+    let (figures, ratios) = (values(&report, "figures"), values(&report, "ratios"));
+    for column in ["icount", "pc", "vaddr", "page", "size", "flags", "all"] {
+        for unit in ["row_time_ns", "row_bytes"] {
+            for encoder in ["own", "library"] {
+                let key = format!("{encoder}_{column}_{unit}");
+                assert!(figures[&key].as_f64() > Some(0.0), "{key}: {report}");
+            }
+        }
+        assert!(ratios.contains_key(&format!("{column}_library_over_own_time")), "{report}");
+    }
+    assert!(figures["rows"].as_f64() > Some(200_000.0), "{report}");
+}
+
+#[test]
+#[ignore = "make soak"]
 fn soak_work_lost_is_measured_and_what_cannot_run_is_left_out_aloud() {
     let env = TestEnv::new();
     let only = "compute_1s,compute_100ms,compile";

@@ -14,7 +14,7 @@
 //! width of 8 or 16 the packed run is an array: it costs no packing, and LZ4 finds repetitions in
 //! it. Small indices are packed, because LZ4 then has an eighth of the bytes to compress.
 //! Measurements: docs/design/results/analysis.md; the benchmark is
-//! `crates/analysis/examples/memtrace_cost.rs`.
+//! `keyframe-bench memtrace-columns`.
 
 use bytes::Bytes;
 use lz4::block::{CompressionMode, compress_bound, compress_to_buffer};

@@ -5,6 +5,7 @@ pub mod display_picture;
 pub mod entry;
 mod error;
 pub mod guest_memory;
+pub mod lineage;
 pub mod show;
 
 pub use error::{Error, Result};

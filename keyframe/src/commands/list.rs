@@ -3,9 +3,9 @@
 use super::{StoreArg, warn_of_unreadable};
 use crate::checkpoint_tables;
 use crate::failure::Outcome;
-use crate::lineage;
 use crate::output;
 use keyframe_inspect::entry::Entry;
+use keyframe_inspect::lineage::{self, TREE_COLUMNS};
 
 /// List the checkpoints of a store
 #[derive(clap::Args, Debug)]
@@ -54,7 +54,7 @@ impl List {
                 "no checkpoints; take some with: keyframe run --store STORE -- qemu-system-x86_64 ...",
             )?;
         } else if self.tree {
-            output::print_line(&lineage::tree(&entries))?;
+            output::print_line(&output::table(&TREE_COLUMNS, &lineage::tree(&entries)))?;
         } else {
             output::print_line(&checkpoint_tables::table(&entries))?;
         }
