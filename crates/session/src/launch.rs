@@ -93,23 +93,63 @@ pub fn launch(store: &Store, commands: CommandLines, options: &Options) -> Resul
     let (name, members) = names(&wanted, is_group, options)?;
     let run_dir = RunDir::claim(&name)?;
     let writer = lock(store, "run", &name, options)?;
-    // Before the VMs: they connect as they start.
-    let mut peripherals = Peripherals { lans: open_lans(options)?, disks: None };
-    let mut found: Vec<StartedVm> = Vec::with_capacity(starting.len());
-    let start_all = || -> Result<()> {
-        let way =
-            disk_capture::method::for_launch(options.disk, &all_drives(&starting, &directory)?)?;
-        if way == DiskMethod::Served {
-            let members = is_group.then_some(&members[..]);
-            let served = serve_disks(
-                store,
-                &name,
-                run_dir.path(),
-                &mut starting,
-                members,
-                &*options.events,
-            )?;
-            peripherals.disks = served.map(|served| {
+    let mut launching = Launching {
+        store,
+        name: &name,
+        run_dir: run_dir.path(),
+        directory,
+        is_group,
+        options,
+        found: Vec::with_capacity(starting.len()),
+        // The networks come before the VMs, which connect to them when they start.
+        peripherals: Peripherals { lans: open_lans(options)?, disks: None },
+    };
+    let started = launching.start_all(starting, members);
+    let Launching { found, peripherals, .. } = launching;
+    // The guests have not run, so nothing is lost if they end.
+    if let Err(error) = started {
+        return Err(end(found, peripherals, error));
+    }
+    // This comes before the threads that copy and encode, which inherit the rights.
+    rights::trace_only(&*options.events);
+    prepare(store, writer, run_dir, (name, is_group), (found, peripherals), options).map_err(
+        |refused| {
+            let RefusedVms { error, found, peripherals } = *refused;
+            end(found, peripherals, error)
+        },
+    )
+}
+
+/// VMs that are being launched, and their peripherals. After an error [`end`] ends both.
+struct Launching<'a> {
+    store: &'a Store,
+    /// The VM's name, or the group's.
+    name: &'a str,
+    run_dir: &'a Path,
+    /// The working directory of the VMs.
+    directory: PathBuf,
+    is_group: bool,
+    options: &'a Options,
+    found: Vec<StartedVm>,
+    peripherals: Peripherals,
+}
+
+impl Launching<'_> {
+    /// Starts the VMs with these command lines and names, and sets up the capture of their disks.
+    fn start_all(
+        &mut self,
+        mut starting: Vec<(Invocation, QemuIdentity)>,
+        members: Vec<String>,
+    ) -> Result<()> {
+        let options = self.options;
+        let drives = all_drives(&starting, &self.directory)?;
+        let method = disk_capture::method::for_launch(options.disk, &drives)?;
+        if method == DiskMethod::Served {
+            let members = self.is_group.then_some(&members[..]);
+            let events = &*options.events;
+            let served =
+                serve_disks(self.store, self.name, self.run_dir, &mut starting, members, events)?;
+            self.peripherals.disks = served.map(|served| {
                 let events = Arc::clone(&options.events);
                 Box::new(ServedDiskCapture::new(served, options.pause_limit, events))
                     as Box<dyn DiskCapture>
@@ -117,71 +157,60 @@ pub fn launch(store: &Store, commands: CommandLines, options: &Options) -> Resul
         }
         let mut media = None;
         if let Some(recorded) = &options.recorded {
-            media =
-                recorded.prepare(&mut starting, (&directory, run_dir.path()), &*options.events)?;
+            let places = (&*self.directory, self.run_dir);
+            media = recorded.prepare(&mut starting, places, &*options.events)?;
         }
-        starting.into_iter().zip(members).enumerate().try_for_each(
-            |(number, ((line, identity), name))| {
-                // A number, not the name: paths of sockets have to be short.
-                let run_dir = if is_group {
-                    run_dir.path().join(number.to_string())
-                } else {
-                    run_dir.path().into()
-                };
-                let runs = !line.starts_paused();
-                let mut vm = Vm::launch(&line, &LaunchOptions { run_dir })?;
-                let whole = vm.require_whole_line();
-                let answered = answer_on(vm.core(), peripherals.disks.as_deref(), media.as_mut());
-                if let Some(media) = media.take() {
-                    vm.accompany(media);
-                }
-                found.push(StartedVm {
-                    name: name.clone(),
-                    vm,
-                    identity,
-                    directory: directory.clone(),
-                    monitor: None,
-                    runs,
-                });
-                answered?;
-                match whole {
-                    Err(hidden) if options.recorded.is_some() => Err(Error::from(hidden)),
-                    Err(hidden) => {
-                        options.events.event(&Event::HiddenOptions { error: Arc::new(hidden) });
-                        Ok(())
-                    }
-                    Ok(()) => Ok(()),
-                }
-            },
-        )?;
-        if way != DiskMethod::Served {
-            let place = (store, &*name, run_dir.path());
-            peripherals.disks = disk_capture::method::own(
-                place,
-                (&mut found, is_group),
-                way,
+        for (number, (line, name)) in starting.into_iter().zip(members).enumerate() {
+            // A number, not the name: the paths of sockets have to be short.
+            let run_dir = if self.is_group {
+                self.run_dir.join(number.to_string())
+            } else {
+                self.run_dir.into()
+            };
+            self.start(name, line, run_dir, &mut media)?;
+        }
+        if method != DiskMethod::Served {
+            self.peripherals.disks = disk_capture::method::own(
+                (self.store, self.name, self.run_dir),
+                (&mut self.found, self.is_group),
+                method,
                 &options.leave_out,
                 &options.events,
             )?;
         }
         Ok(())
-    };
-    // The guests have not run: nothing is lost by ending them.
-    match start_all() {
-        Ok(()) => {
-            // Before there are threads that copy and encode.
-            rights::trace_only(&*options.events);
-            prepare(store, writer, run_dir, (name, is_group), (found, peripherals), options)
-                .map_err(|refused| {
-                    let RefusedVms { error, found, peripherals } = *refused;
-                    end(found, peripherals, error)
-                })
+    }
+
+    /// Starts one VM. It takes the server of recorded media if there is one.
+    fn start(
+        &mut self,
+        name: String,
+        (line, identity): (Invocation, QemuIdentity),
+        run_dir: PathBuf,
+        media: &mut Option<Media>,
+    ) -> Result<()> {
+        let runs = !line.starts_paused();
+        let mut vm = Vm::launch(&line, &LaunchOptions { run_dir })?;
+        let whole = vm.require_whole_line();
+        let answered = answer_on(vm.core(), self.peripherals.disks.as_deref(), media.as_mut());
+        if let Some(media) = media.take() {
+            vm.accompany(media);
         }
-        Err(error) => Err(end(found, peripherals, error)),
+        let directory = self.directory.clone();
+        self.found.push(StartedVm { name, vm, identity, directory, monitor: None, runs });
+        answered?;
+        match whole {
+            Err(hidden) if self.options.recorded.is_some() => Err(Error::from(hidden)),
+            Err(hidden) => {
+                self.options.events.event(&Event::HiddenOptions { error: Arc::new(hidden) });
+                Ok(())
+            }
+            Ok(()) => Ok(()),
+        }
     }
 }
 
-/// Has what a recorded guest reads and writes answered on its core, where it has one.
+/// Has the servers of a recorded guest's disks and media answer on the guest's core, if it has one.
 fn answer_on(
     core: Option<u32>,
     disks: Option<&dyn DiskCapture>,
