@@ -6,6 +6,7 @@ use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::output;
 use crate::words::StderrWords;
 use keyframe_qemu::{Invocation, Medium};
+use keyframe_replay::log::LogSummary;
 use keyframe_replay::recording::{FORMAT, ImageMeta, OWN_STORE, VERSION};
 use keyframe_replay::{LogTimeRecorder, Recording, RecordingEnding, RecordingMeta};
 use keyframe_replay_driver::{FollowerProcess, adopt_first_checkpoint, checkpoints_in, jobs};
@@ -83,24 +84,13 @@ impl Record {
         let mut recording =
             Recording::create(&self.out, meta).map_err(|e| Failure::recording(&e))?;
         let kept = self.store(&recording, &recording.store_path(), self.store.is_some())?;
-        // With a follower, that one has it, and the recording's own engine a place for the
-        // first checkpoint.
+        // With a follower, the follower writes to that store. The recording's own engine gets another
+        // one, for the first checkpoint.
         let first =
             self.follow.then(|| self.store(&recording, &recording.first_store_path(), false));
         let first = first.transpose()?;
         let store = first.as_ref().unwrap_or(&kept);
-        let recorded = RecordingOptions {
-            recording: id.clone(),
-            log: recording.log_path(),
-            machine: None,
-            begin: None,
-        };
-        let options = Options {
-            name: self.name.clone(),
-            events: StderrWords::shared(self.quiet, self.verbose),
-            recorded: Some(recorded),
-            ..Options::every(self.checkpoint_every.filter(|_| !self.follow), OnExit::Kill)
-        };
+        let options = self.options(&recording);
         let times = LogTimeRecorder::start(recording.log_path(), &recording.times_path());
         let times = times.map_err(|e| Failure::recording(&e))?;
         let follower = self.follow.then(|| {
@@ -115,8 +105,8 @@ impl Record {
         if let Err(e) = times.end() {
             eprintln!("keyframe: note: {e}: times of the recording are estimates from there on");
         }
-        // Its first checkpoint is taken before the first instruction. A store that cannot be read
-        // tells nothing.
+        // The first checkpoint is taken before the first instruction. A store that cannot be read does
+        // not count as empty.
         let is_empty = || {
             ran.is_err() && checkpoints_in(store, &recording).is_ok_and(|places| places.is_empty())
         };
@@ -136,33 +126,51 @@ impl Record {
         let code = ran?;
         let cut = recording.meta.ending == RecordingEnding::Cut;
         if !self.quiet {
-            let (log, stored) =
-                (output::bytes(summary.bytes), output::bytes(recording.stored_log_bytes()));
-            eprintln!(
-                "keyframe: recorded {} instructions in {}: a log of {log}, {stored} compressed, in {}",
-                summary.instructions,
-                output::duration(duration_ns),
-                self.out.display()
-            );
-            if cut {
-                eprintln!(
-                    "keyframe: QEMU was killed: the recording ends with what it had written by then"
-                );
-            }
-            eprintln!(
-                "keyframe: see that it replays exactly: keyframe verify {}",
-                self.out.display()
-            );
+            self.print_summary(&recording, &summary, duration_ns);
         }
         let warns = cut || has_followed == Some(false);
         Ok(if code == DONE && warns { WARNED } else { code })
+    }
+
+    /// The options of the recording's engine. With a follower it takes only the first checkpoint.
+    fn options(&self, recording: &Recording) -> Options {
+        let recorded = RecordingOptions {
+            recording: recording.meta.id.clone(),
+            log: recording.log_path(),
+            machine: None,
+            begin: None,
+        };
+        Options {
+            name: self.name.clone(),
+            events: StderrWords::shared(self.quiet, self.verbose),
+            recorded: Some(recorded),
+            ..Options::every(self.checkpoint_every.filter(|_| !self.follow), OnExit::Kill)
+        }
+    }
+
+    /// Prints what was recorded, and how to verify it.
+    fn print_summary(&self, recording: &Recording, summary: &LogSummary, duration_ns: u64) {
+        let out = self.out.display();
+        eprintln!(
+            "keyframe: recorded {} instructions in {}: a log of {}, {} compressed, in {out}",
+            summary.instructions,
+            output::duration(duration_ns),
+            output::bytes(summary.bytes),
+            output::bytes(recording.stored_log_bytes()),
+        );
+        if recording.meta.ending == RecordingEnding::Cut {
+            eprintln!(
+                "keyframe: QEMU was killed: the recording ends with what it had written by then"
+            );
+        }
+        eprintln!("keyframe: see that it replays exactly: keyframe verify {out}");
     }
 
     fn follow_every(&self) -> Duration {
         self.checkpoint_every.unwrap_or(FOLLOW_EVERY)
     }
 
-    /// A store for the recording: one that is there, or is made.
+    /// Opens the store at `place` for the recording, or makes it unless it `is_there`.
     fn store(&self, recording: &Recording, place: &Path, is_there: bool) -> Result<Store, Failure> {
         let opened = match is_there {
             true => self.key.open(place),
