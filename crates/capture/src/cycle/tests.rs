@@ -19,6 +19,10 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};
 use std::time::SystemTime;
 
+mod sink;
+
+use sink::{Image, Queue};
+
 const PAGES: u64 = 40;
 
 /// The guest, and the fate of the calls to come.
@@ -295,81 +299,6 @@ impl PageReader for Child {
         {
             cell.fill(0);
             cell[..8].copy_from_slice(&self.1[page.0 as usize].to_le_bytes());
-        }
-        Ok(())
-    }
-}
-
-/// A store of one image.
-struct Image {
-    vm: Vm,
-    sealed: BTreeMap<u64, u64>,
-    put: BTreeMap<u64, u64>,
-    /// As the store: after an error nothing is taken before `abandon`.
-    broken: bool,
-    /// Pages of the block in what was sealed last.
-    used_pages: u64,
-}
-
-impl Image {
-    fn call(&mut self, what: &str) -> Result<(), BoxError> {
-        if self.broken {
-            return Err("broken before".into());
-        }
-        let result = self.vm.world().call(what);
-        self.broken = result.is_err();
-        result
-    }
-}
-
-impl CheckpointSink for Image {
-    type Label = Vec<u64>;
-    type Sealed = ();
-    fn put(&mut self, pages: &[(PageIndex, &Page)]) -> Result<(), BoxError> {
-        for (page, content) in pages {
-            assert!(self.vm.world().running, "the sink was used while the VM was paused");
-            self.call("put")?;
-            self.put.insert(page.0, u64::from_le_bytes(content[..8].try_into().unwrap()));
-        }
-        Ok(())
-    }
-    fn seal(&mut self, captured: &CapturedCheckpoint, _: Vec<u64>) -> Result<(), BoxError> {
-        self.call("seal")?;
-        assert_eq!(captured.dirty_pages, self.put.len() as u64);
-        self.sealed.append(&mut self.put);
-        self.used_pages = captured.ram.blocks()[0].used_bytes / PAGE_BYTES as u64;
-        Ok(())
-    }
-    fn abandon(&mut self) {
-        self.broken = false;
-        self.put.clear();
-    }
-}
-
-/// A queue before the encoder, which works when it is told to; or at once.
-struct Queue {
-    messages: VecDeque<EncoderMessage<Vec<u64>>>,
-    encoder: CheckpointEncoder<Image>,
-    reports: Vec<EncodeReport<()>>,
-    at_once: bool,
-    /// Busy until a capture is given up.
-    idle_at_abandon: bool,
-}
-
-impl Queue {
-    fn handle(&mut self, messages: usize) {
-        for message in self.messages.drain(..messages.min(self.messages.len())) {
-            self.reports.extend(self.encoder.handle(message));
-        }
-    }
-}
-
-impl EncoderQueue<Vec<u64>> for Queue {
-    fn send(&mut self, message: EncoderMessage<Vec<u64>>) -> Result<(), BoxError> {
-        self.at_once |= self.idle_at_abandon && matches!(message, EncoderMessage::Abandon { .. });
-        self.messages.push_back(message);
-        if self.at_once {
-            self.handle(usize::MAX);
         }
         Ok(())
     }
