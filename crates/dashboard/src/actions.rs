@@ -2,7 +2,7 @@
 
 use super::listed::Listed;
 use super::said;
-use keyframe_session::control::{Request, Response, client};
+use keyframe_session::control::{EngineRequest, EngineResponse, client};
 use keyframe_session::run_dir;
 use keyframe_units::human_duration;
 use keyframe_web::ApiError;
@@ -19,10 +19,10 @@ pub fn roll_back(listed: &Listed, id: u64) -> Result<String, ApiError> {
         listing.get(id).ok_or_else(|| ApiError::Unknown(format!("there is no checkpoint {id}")))?;
     let failed = |e: keyframe_session::Error| ApiError::Failed(said(&e, e.fix()));
     let engine = run_dir::find(Some(&one.vm)).map_err(|e| ApiError::Unknown(said(&e, e.fix())))?;
-    let ask = |request: &Request| client::ask(&engine, request, PATIENCE).map_err(failed);
+    let ask = |request: &EngineRequest| client::ask(&engine, request, PATIENCE).map_err(failed);
     // Another VM of this name may write to another store.
-    match ask(&Request::Status)? {
-        Response::Status(status) if Path::new(&status.store) == listed.place() => {}
+    match ask(&EngineRequest::Status)? {
+        EngineResponse::Status(status) if Path::new(&status.store) == listed.place() => {}
         _ => {
             return Err(ApiError::Unknown(format!(
                 "VM {} runs, and does not write to this store",
@@ -30,8 +30,8 @@ pub fn roll_back(listed: &Listed, id: u64) -> Result<String, ApiError> {
             )));
         }
     }
-    match ask(&Request::Rollback { checkpoint: id.to_string() })? {
-        Response::RolledBack(done) => Ok(format!(
+    match ask(&EngineRequest::Rollback { checkpoint: id.to_string() })? {
+        EngineResponse::RolledBack(done) => Ok(format!(
             "VM {} is back at checkpoint {id} after {}; what it was is checkpoint {}",
             done.vm,
             human_duration(done.stood_ns),

@@ -1,7 +1,7 @@
 //! The VMs that run: their engines are asked, all at once, and the answers kept for a moment.
 
 use super::{locked, said, stores::Stores};
-use keyframe_session::control::{Request, Response, client};
+use keyframe_session::control::{EngineRequest, EngineResponse, client};
 use keyframe_session::run_dir;
 use keyframe_web::VmState;
 use serde_json::Value;
@@ -31,7 +31,7 @@ impl Vms {
                 |vm: &&VmState| engines.iter().any(|engine| run_dir::name_of(engine) == vm.name);
             return all.iter().filter(lives).cloned().collect();
         }
-        let asked = client::ask_all(&engines, &Request::Status, ANSWER_MAX);
+        let asked = client::ask_all(&engines, &EngineRequest::Status, ANSWER_MAX);
         let found: Vec<_> =
             asked.into_iter().filter_map(|(engine, answer)| shown(engine, answer)).collect();
         let places = found.iter().filter_map(|(_, store)| store.clone()).collect();
@@ -51,7 +51,7 @@ impl Vms {
 /// How one goes, and where its store is; none where it ended meanwhile.
 fn shown(
     engine: &Path,
-    answer: Result<Response, keyframe_session::Error>,
+    answer: Result<EngineResponse, keyframe_session::Error>,
 ) -> Option<(VmState, Option<PathBuf>)> {
     let name = run_dir::name_of(engine);
     let silent = |problem| {
@@ -64,7 +64,7 @@ fn shown(
         Some((vm, None))
     };
     match answer {
-        Ok(Response::Status(status)) => {
+        Ok(EngineResponse::Status(status)) => {
             let store =
                 Some(PathBuf::from(&status.store)).filter(|place| !place.as_os_str().is_empty());
             let vm = VmState {

@@ -13,7 +13,9 @@ use keyframe_qemu::NicSockets;
 use keyframe_qemu::{DiskServer, Drive, Invocation, LaunchOptions, QemuIdentity, Vm};
 use keyframe_replication::{GroupId, NodeId, PrimaryStart, ReplicationConfig};
 use keyframe_session::control::server::SharedStatus;
-use keyframe_session::control::{OnExit, ReplicationRole, ReplicationStatus, Status, VmState};
+use keyframe_session::control::{
+    EngineStatus, OnExit, ReplicationRole, ReplicationStatus, VmState,
+};
 use keyframe_session::disk_capture::DiskCapture;
 use keyframe_session::disk_capture::served::ServedDiskCapture;
 use keyframe_session::interrupt;
@@ -23,7 +25,7 @@ use keyframe_session::ram_capture::RamCapture;
 use keyframe_session::rights;
 use keyframe_session::run_dir::RunDir;
 use keyframe_session::session_vm::SessionVm;
-use keyframe_session::{Options, machine_meta, refuse};
+use keyframe_session::{SessionOptions, machine_meta, refuse};
 use keyframe_store::MachineMeta;
 use keyframe_units::{Epoch, PAGE_BYTES, RamLayout};
 use keyframe_vm_disks::overlay_directory::OverlayDirectory;
@@ -103,7 +105,7 @@ pub fn protect(
     setup: Setup,
     is_last: bool,
 ) -> Result<primary::Engine> {
-    let options = Options::every(None, OnExit::Kill);
+    let options = SessionOptions::every(None, OnExit::Kill);
     sessions::require_kernel(&options)?;
     // From here on: a signal must not leave a QEMU behind that has no guard yet.
     let interrupted = interrupt::interruption_or_hangup()?;
@@ -220,7 +222,10 @@ pub fn start_primary(
     let end_on_error = EndOnError::new(&launched);
     let LaunchedVm { mut vm, identity, machine, directory, served, gate } = launched;
     refuse(&mut vm, &*setup.events)?;
-    let options = Options { events: setup.events.clone(), ..Options::every(None, OnExit::Kill) };
+    let options = SessionOptions {
+        events: setup.events.clone(),
+        ..SessionOptions::every(None, OnExit::Kill)
+    };
     let copying = RamCapture::start(&mut [(&*context.name, &mut vm)], false, &options)?;
     let spec = match machine {
         Some(spec) => spec,
@@ -309,7 +314,7 @@ fn run_machines(
     vm: Vm,
     served: Option<ServedDisks>,
     watches_discards: bool,
-    options: &Options,
+    options: &SessionOptions,
 ) -> Result<Machines> {
     let watchdog = sessions::spawn_watchdog(&vm)?;
     let disks = served.map(|served| {
@@ -330,11 +335,11 @@ fn run_machines(
 /// What is shown of a VM or a standby that nothing is known of yet.
 pub fn first_status(name: &str, qemu_pid: u32, role: ReplicationRole) -> SharedStatus {
     let replication = ReplicationStatus { role, ..ReplicationStatus::default() };
-    Arc::new(Mutex::new(Status {
+    Arc::new(Mutex::new(EngineStatus {
         vm: name.into(),
         qemu_pid,
         engine_pid: std::process::id(),
         replication: Some(replication),
-        ..Status::default()
+        ..EngineStatus::default()
     }))
 }

@@ -12,7 +12,7 @@ use keyframe_session::engine::{ReplaySteps, Step};
 use keyframe_session::launch::{self, RefusedVms, StartedVm};
 use keyframe_session::machines::Peripherals;
 use keyframe_session::run_dir::RunDir;
-use keyframe_session::{Options, RecordingOptions, Verdict, engine_over};
+use keyframe_session::{RecordingOptions, SessionOptions, Verdict, engine_over};
 use keyframe_store::MachineMeta;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -30,7 +30,7 @@ pub fn segment(
     recording: &ReplayableRecording,
     from: RecordedCheckpoint,
     cut_source: &mut dyn CutSource,
-    mut options: Options,
+    mut options: SessionOptions,
     on_progress: &mut dyn FnMut(u64),
 ) -> Result<Verdict> {
     let interrupted = jobs::interruption()?;

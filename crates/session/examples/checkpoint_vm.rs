@@ -11,7 +11,7 @@
 
 use keyframe_session::control::OnExit;
 use keyframe_session::{
-    CommandLines, Event, EventSink, Options, Verdict, error_chain, helper_process,
+    CommandLines, Event, EventSink, SessionOptions, Verdict, error_chain, helper_process,
 };
 use keyframe_store::Store;
 use std::error::Error;
@@ -40,7 +40,7 @@ fn checkpoint_vm() -> Result<Verdict, Box<dyn Error>> {
     let store = Path::new(&store);
     let store = if store.exists() { Store::open(store)? } else { Store::init(store)? };
     let interval = Some(Duration::from_millis(500));
-    let mut options = Options::every(interval, OnExit::Kill);
+    let mut options = SessionOptions::every(interval, OnExit::Kill);
     (options.count, options.events) = (Some(count), Arc::new(Printer));
     let report = keyframe_session::run(&store, CommandLines::One(arguments.collect()), options)?;
     println!("sealed {}, failed {}", report.sealed, report.failed);

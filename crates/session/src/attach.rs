@@ -1,7 +1,7 @@
 //! Attaches to VMs that another program started: everything up to their first checkpoint. The VMs
 //! run on meanwhile.
 
-use super::Options;
+use super::SessionOptions;
 use super::disk_capture;
 use super::launch::{
     PreparedSession, RefusedVms, StartedVm, lock, names, open_lans, prepare, require_kernel,
@@ -18,7 +18,7 @@ use keyframe_store::Store;
 pub fn attach(
     store: &Store,
     vms: &[(u32, AttachOptions)],
-    options: &Options,
+    options: &SessionOptions,
 ) -> Result<PreparedSession> {
     require_kernel(options)?;
     let mut attached = Vec::with_capacity(vms.len());

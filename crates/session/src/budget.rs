@@ -1,7 +1,7 @@
 //! The budgets of a session: `--max-pause` and `--max-overhead`, kept by what each checkpoint
 //! measured.
 
-use super::Options;
+use super::SessionOptions;
 use crate::error::{Error, Result};
 use keyframe_inspect::entry::Entry;
 use keyframe_scheduling::{Budget, CheckpointCost, Tuned, Tuner, TuningReason};
@@ -12,7 +12,7 @@ const SAY_PERCENT: u64 = 25;
 
 /// Refuses budgets that nothing could keep, before a VM is there that would have to be ended for
 /// it.
-pub fn check(options: &Options) -> Result<()> {
+pub fn check(options: &SessionOptions) -> Result<()> {
     if options.interval.is_some() || (options.max_pause.is_none() && options.max_overhead.is_none())
     {
         return Ok(());
@@ -29,7 +29,7 @@ pub struct BudgetKeeper {
 
 impl BudgetKeeper {
     /// None where nothing was asked for.
-    pub fn new(options: &Options) -> Result<Option<Self>> {
+    pub fn new(options: &SessionOptions) -> Result<Option<Self>> {
         let pause_ns = options.max_pause.map(duration_ns);
         let budget = Budget { pause_ns, overhead: options.max_overhead };
         if budget == Budget::default() {

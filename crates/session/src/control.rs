@@ -20,7 +20,7 @@ use std::collections::BTreeMap;
 /// The longest line either side accepts, in bytes.
 pub const LINE_BYTES_MAX: u64 = 256 * 1024;
 
-/// What becomes of a VM that still runs when `run` ends.
+/// What to do with a VM that still runs when `run` ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "snake_case")]
@@ -36,8 +36,8 @@ pub enum OnExit {
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
 pub enum Strategy {
-    /// Chosen for each checkpoint by what the ones before it measured: pre-copy, or stop-and-copy
-    /// where little is dirty.
+    /// The engine chooses for each checkpoint from its measurements: pre-copy, or stop-and-copy if
+    /// few pages are dirty.
     Auto,
     /// Most pages are copied while the guest runs, the rest in the pause.
     Precopy,
@@ -45,7 +45,7 @@ pub enum Strategy {
     PreScan,
     /// All dirty pages are found and copied in the pause.
     StopCopy,
-    /// Dirty pages are protected in the pause and copied behind it, each before the guest's first
+    /// Dirty pages are protected in the pause and copied after it, each before the guest's first
     /// write (needs --tracker sync).
     Cow,
     /// QEMU is forked in the pause and dirty pages are copied from the child (private RAM, no
@@ -58,7 +58,7 @@ pub enum Strategy {
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
 pub enum TrackerKind {
-    /// What fits the strategy: sync for cow, write-protect for all others.
+    /// The tracker that fits the strategy: sync for cow, write-protect for all others.
     Auto,
     /// Asynchronous write protection: the kernel notes first writes, PAGEMAP_SCAN asks for them.
     WriteProtect,
@@ -69,22 +69,22 @@ pub enum TrackerKind {
     Compare,
 }
 
-/// What may be asked.
+/// A request to an engine.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Request {
-    /// How it goes.
+pub enum EngineRequest {
+    /// Send the status.
     Status,
-    /// End after what is in progress is sealed.
+    /// End after the checkpoints in progress are sealed.
     Stop {
-        /// Instead of what `run` was started with.
+        /// Overrides the option with which `run` was started.
         on_exit: Option<OnExit>,
     },
     /// Take a checkpoint now.
     Take {
-        /// A name for it.
+        /// A tag for the checkpoint.
         tag: Option<String>,
-        /// Instead of what `run` was started with.
+        /// Overrides the option with which `run` was started.
         strategy: Option<Strategy>,
     },
     /// Put the VM back to a checkpoint.
@@ -92,88 +92,88 @@ pub enum Request {
         /// A number, a tag or `latest`.
         checkpoint: String,
     },
-    /// The VM is to run on the other host.
+    /// Move the VM to the other host.
     FailOver {
-        /// The user vouches that the other host is off.
+        /// True if the user states that the other host is off.
         force: bool,
     },
 }
 
-/// What is answered.
+/// The response of an engine.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Response {
-    /// To `Status`.
-    Status(Box<Status>),
-    /// To `Stop`: it is ending.
+pub enum EngineResponse {
+    /// Answers `Status`.
+    Status(Box<EngineStatus>),
+    /// Answers `Stop`: the engine is ending.
     Stopping,
-    /// To `Take`: sealed.
+    /// Answers `Take`: the checkpoint is sealed.
     Taken(Box<keyframe_inspect::entry::Entry>),
-    /// To `Rollback`: the VM is there.
+    /// Answers `Rollback`: the VM has been rolled back.
     RolledBack(RolledBack),
-    /// It is being done, as told.
+    /// The request is being carried out; the text says how.
     Done(String),
-    /// It could not be done.
+    /// The request failed; the text is the error and its fix.
     Failed(String),
 }
 
-/// What became of a rollback.
+/// The result of a rollback.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RolledBack {
     /// The VM's name.
     pub vm: String,
-    /// The checkpoint that it was put back to.
+    /// The checkpoint to which the VM was put back.
     pub checkpoint: u64,
-    /// The checkpoint that holds what it was before.
+    /// The checkpoint with the VM's state before the rollback.
     pub before: u64,
-    /// The first checkpoint behind; absent where it failed.
+    /// The first checkpoint after the rollback; absent if it failed.
     pub now: Option<u64>,
-    /// Pages that were written back.
+    /// The number of pages that were written.
     pub pages: u64,
-    /// How long the VM stood.
+    /// How long the VM was paused, in nanoseconds.
     pub stood_ns: u64,
-    /// Whether it runs.
+    /// True if the VM runs.
     pub runs: bool,
 }
 
-/// How a run goes.
+/// The status of an engine. Times are in nanoseconds.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct Status {
+pub struct EngineStatus {
     /// The VM's name.
     pub vm: String,
-    /// Whether it runs.
+    /// The state of the VM.
     pub state: VmState,
-    /// QEMU's process; of a group, the first member's.
+    /// QEMU's pid; for a group, the first member's.
     pub qemu_pid: u32,
-    /// The engine's process.
+    /// The engine's pid.
     pub engine_pid: u32,
-    /// The store.
+    /// The place of the store.
     pub store: String,
-    /// The interval: as asked, or as a budget has it; absent where checkpoints are taken by command
+    /// The interval, as given or as chosen by a budget. Absent if checkpoints are taken by command
     /// only.
     pub interval_ns: Option<u64>,
-    /// With a budget: why the interval is what it is.
+    /// With a budget: the reason for the interval.
     pub tuned: Option<String>,
-    /// Checkpoints sealed in this run.
+    /// The number of checkpoints sealed in this run.
     pub sealed: u64,
-    /// Checkpoints that failed in this run.
+    /// The number of checkpoints that failed in this run.
     pub failed: u64,
-    /// Why the newest failed one failed, until one is sealed again.
+    /// The error of the newest failed checkpoint, until one is sealed again.
     pub last_error: Option<String>,
-    /// How late the newest checkpoint began, because the one before was still being encoded.
+    /// The delay of the newest checkpoint, which waited for the encoder.
     pub backlog_ns: u64,
     /// The phase of the capture in progress.
     pub phase: CaptureState,
     /// The phase of the checkpoint that is being encoded; [`EncoderState::Sealed`] between two.
     pub encoder: EncoderState,
-    /// Checkpoints captured that are not sealed yet.
+    /// The number of captured checkpoints that are not sealed yet.
     pub queued: u64,
     /// The newest sealed checkpoint.
     pub last: Option<keyframe_inspect::entry::Entry>,
-    /// Its age.
+    /// The age of the newest sealed checkpoint.
     pub last_age_ns: Option<u64>,
-    /// QEMU's monitor socket that the engine uses, empty where that is libvirt's; free again once
-    /// the engine has ended.
+    /// The monitor socket of QEMU that the engine uses; empty with libvirt. It is free again once the
+    /// engine has ended.
     pub qmp: String,
     /// The VMs of a group; empty for one VM alone.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -181,117 +181,118 @@ pub struct Status {
     /// The flight recorder; absent without `--keep-within`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recorder: Option<RecorderStatus>,
-    /// What recompresses packs; absent without `--recompress idle`.
+    /// The recompressor of packs; absent without `--recompress idle`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recompressor: Option<RecompressorStatus>,
-    /// The replication; absent where there is none.
+    /// The replication; absent if the VM has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replication: Option<ReplicationStatus>,
 }
 
-/// How a replication goes.
+/// The status of a replication. Times are in nanoseconds.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ReplicationStatus {
     /// The role of this host.
     pub role: ReplicationRole,
-    /// Its state in that role.
+    /// The state in that role.
     pub state: ReplicationState,
     /// The VM that a standby holds, or has taken over.
     pub protects: Option<String>,
-    /// Takeovers, from 1.
+    /// The number of the term: 1 at first, and one more after each takeover.
     pub term: u64,
-    /// The other host is connected.
+    /// True if the other host is connected.
     pub connected: bool,
     /// The newest epoch.
     pub epoch: Option<u64>,
     /// The newest epoch that the standby holds.
     pub acknowledged: Option<u64>,
-    /// Epochs that have come about in this process.
+    /// The number of epochs that this process has taken or received.
     pub epochs: u64,
-    /// Why the newest epoch was taken.
+    /// The reason for which the newest epoch was taken.
     pub reason: String,
-    /// What was said last.
+    /// The last message to the user.
     pub note: String,
-    /// Pages of the newest epoch.
+    /// The number of pages of the newest epoch.
     pub pages: u64,
-    /// Its bytes on the wire.
+    /// The bytes of the newest epoch on the wire.
     pub wire_bytes: u64,
     /// Bytes of all epochs on the wire.
     pub all_wire_bytes: u64,
-    /// Bytes of the pages of all epochs.
+    /// The uncompressed bytes of the pages of all epochs.
     pub all_raw_bytes: u64,
-    /// How long the VM stood for the newest epoch.
+    /// The pause of the newest epoch.
     pub pause_ns: u64,
-    /// From its pause to the standby's acknowledgement.
+    /// The time from that pause to the standby's acknowledgement.
     pub transfer_ns: u64,
-    /// From the pause before to its own.
+    /// The time from the previous pause to that pause.
     pub epoch_ns: u64,
-    /// Packets that wait for an epoch to be on the standby.
+    /// The number of packets that wait for their epoch to reach the standby.
     pub held_packets: u64,
-    /// Their bytes.
+    /// The bytes of these packets.
     pub held_bytes: u64,
-    /// Packets that have passed.
+    /// The number of packets that have left.
     pub passed_packets: u64,
-    /// Packets that were dropped since they did not fit.
+    /// The number of packets that were dropped because the gate was full.
     pub dropped_packets: u64,
-    /// Of a VM that was taken over: how long that took, from the decision until it ran.
+    /// The time of a takeover, from the decision until the VM ran.
     pub took_over_ns: Option<u64>,
-    /// What the policy takes the link and the VM to be, by names with their units.
+    /// The policy's estimates of the link and the VM, by names with their units.
     pub estimates: Vec<(String, f64)>,
-    /// Why epochs were taken, and how many for each reason.
+    /// The number of epochs for each reason.
     #[serde(default)]
     pub reasons: BTreeMap<String, u64>,
-    /// How long the VM stood for all epochs.
+    /// The sum of the pauses of all epochs.
     #[serde(default)]
     pub all_pause_ns: u64,
-    /// From the pauses of all epochs to their acknowledgements.
+    /// The sum of the times from pause to acknowledgement.
     #[serde(default)]
     pub all_transfer_ns: u64,
-    /// Pages of all epochs.
+    /// The number of pages of all epochs.
     #[serde(default)]
     pub all_pages: u64,
-    /// How long the VM stood besides, suspended early as it wrote faster than the link sends.
+    /// The additional time for which the VM was suspended early, because it wrote faster than the link
+    /// sends.
     #[serde(default)]
     pub all_suspended_ns: u64,
 }
 
-/// How a flight recorder goes.
+/// The status of a flight recorder.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecorderStatus {
-    /// Checkpoints of the run are kept for so long.
+    /// How long checkpoints of the run are kept, in nanoseconds.
     pub keep_within_ns: u64,
-    /// Checkpoints of the run that there are, as of its last look.
+    /// The number of checkpoints of the run at the recorder's last look.
     pub kept: u64,
-    /// Checkpoints that it has forgotten.
+    /// The number of checkpoints that the recorder has forgotten.
     pub forgotten: u64,
-    /// Packs whose space it has given back.
+    /// The number of packs that the recorder has removed.
     pub freed_packs: u64,
-    /// Why its last look failed; it looks again.
+    /// The error of its last look. It looks again later.
     pub last_error: Option<String>,
 }
 
-/// How the recompression beside a run goes.
+/// The status of the recompression beside a run.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecompressorStatus {
-    /// Why there is none, although it was asked for.
+    /// The reason why there is none although the user asked for it.
     pub off: Option<String>,
-    /// It is at work; else it rests, or there is too little to do.
+    /// True if it is at work. False if it rests, or if there is too little to do.
     pub at_work: bool,
-    /// Packs that it has recompressed.
+    /// The number of packs that it has recompressed.
     pub recompressed_packs: u64,
-    /// Bytes in packs that are still to be, as of its last look.
+    /// The bytes in packs that were still to recompress at its last look.
     pub cold_bytes: u64,
-    /// Why its last look failed; it looks again.
+    /// The error of its last look. It looks again later.
     pub last_error: Option<String>,
 }
 
 /// One VM of a group.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct MemberStatus {
-    /// Its name.
+    /// The VM's name.
     pub name: String,
-    /// Its QEMU's process.
+    /// QEMU's pid.
     pub qemu_pid: u32,
-    /// The monitor socket of that QEMU that the engine uses, empty where that is libvirt's.
+    /// The monitor socket of QEMU that the engine uses; empty with libvirt.
     pub qmp: String,
 }

@@ -15,7 +15,7 @@ mod tests;
 pub use report::{RunEnd, RunReport, Verdict};
 pub use stepping::{ReplaySteps, Step};
 
-use super::Options;
+use super::SessionOptions;
 use super::audit::Audit;
 use super::budget::BudgetKeeper;
 use super::cycle_observer::CycleObserver;
@@ -29,7 +29,8 @@ use super::recompressor::Recompressor;
 use super::store_sink::{CheckpointLabel, CheckpointReason, MachineDescriptions, StoreSink};
 use crate::control::server::{self, Pending, SharedStatus};
 use crate::control::{
-    CaptureState, EncoderState, MemberStatus, OnExit, Request, Response, Status, Strategy, VmState,
+    CaptureState, EncoderState, EngineRequest, EngineResponse, EngineStatus, MemberStatus, OnExit,
+    Strategy, VmState,
 };
 use crate::error::{CheckpointError, CheckpointFailure, Error, NotCaptured, Result, with_fix};
 use crate::run_dir::RunDir;
@@ -64,7 +65,7 @@ pub enum EngineMessage {
 /// The recipient of a capture's outcome.
 enum Taker {
     /// A client of the control socket.
-    Client(Sender<Response>),
+    Client(Sender<EngineResponse>),
     /// The engine itself.
     Engine(Sender<Result<CheckpointId, CheckpointFailure>>),
 }
@@ -96,7 +97,7 @@ struct EngineInputs {
 
 impl EngineInputs {
     /// The signals of this process, and the fault of `options`.
-    fn of_process(options: &Options) -> Result<Self> {
+    fn of_process(options: &SessionOptions) -> Result<Self> {
         let interrupted = crate::interrupt::interruption_or_hangup()?;
         let fault = options.fault.clone();
         let observer = move |phase| {
@@ -122,7 +123,7 @@ pub struct Engine<'a> {
     recorder: Option<FlightRecorder>,
     recompressor: Option<Recompressor>,
     meta: MachineDescriptions,
-    options: Options,
+    options: SessionOptions,
     watch: CycleObserver,
     status: SharedStatus,
     inbox: Receiver<EngineMessage>,
@@ -158,7 +159,7 @@ pub struct Engine<'a> {
 
 impl<'a> Engine<'a> {
     /// An engine over a VM that is ready to run.
-    pub fn new(store: &'a Store, parts: PreparedSession, options: Options) -> Result<Self> {
+    pub fn new(store: &'a Store, parts: PreparedSession, options: SessionOptions) -> Result<Self> {
         let inputs = EngineInputs::of_process(&options)?;
         Self::assemble(store, parts, options, inputs)
     }
@@ -166,7 +167,7 @@ impl<'a> Engine<'a> {
     fn assemble(
         store: &'a Store,
         parts: PreparedSession,
-        options: Options,
+        options: SessionOptions,
         inputs: EngineInputs,
     ) -> Result<Self> {
         let EngineInputs { interrupted, encoder_observer } = inputs;
@@ -359,19 +360,20 @@ impl<'a> Engine<'a> {
 
     fn answer(&mut self, pending: Pending) -> Option<End> {
         let (response, end) = match pending.request {
-            Request::Take { tag, strategy } => match self.take(tag, strategy) {
+            EngineRequest::Take { tag, strategy } => match self.take(tag, strategy) {
                 Ok(seq) => {
                     self.takers.insert(seq, Taker::Client(pending.answer));
                     return None;
                 }
-                Err(error) => (Response::Failed(with_fix(&error.into())), None),
+                Err(error) => (EngineResponse::Failed(with_fix(&error.into())), None),
             },
-            Request::Stop { on_exit } => {
-                (Response::Stopping, Some(End::Asked(on_exit.unwrap_or(self.options.on_exit))))
-            }
-            Request::Rollback { checkpoint } => (self.answer_rollback(&checkpoint), None),
-            Request::FailOver { .. } => (Response::Failed(NO_STANDBY.into()), None),
-            Request::Status => (Response::Failed("answered elsewhere".into()), None),
+            EngineRequest::Stop { on_exit } => (
+                EngineResponse::Stopping,
+                Some(End::Asked(on_exit.unwrap_or(self.options.on_exit))),
+            ),
+            EngineRequest::Rollback { checkpoint } => (self.answer_rollback(&checkpoint), None),
+            EngineRequest::FailOver { .. } => (EngineResponse::Failed(NO_STANDBY.into()), None),
+            EngineRequest::Status => (EngineResponse::Failed("answered elsewhere".into()), None),
         };
         // The client may have gone.
         let _ = pending.answer.send(response);
@@ -462,7 +464,7 @@ impl<'a> Engine<'a> {
         self.options.events.event(event);
     }
 
-    fn update(&self, change: impl FnOnce(&mut Status)) {
+    fn update(&self, change: impl FnOnce(&mut EngineStatus)) {
         if let Ok(mut status) = self.status.lock() {
             status.last_age_ns = self.sealed_at.map(elapsed_ns);
             change(&mut status);
@@ -491,7 +493,7 @@ fn encode(
     EncoderThread::start(sink, space_pages, Box::new(watch), report)
 }
 
-fn first_status(store: &Store, parts: &PreparedSession, options: &Options) -> Status {
+fn first_status(store: &Store, parts: &PreparedSession, options: &SessionOptions) -> EngineStatus {
     let members: Vec<_> = parts
         .machines
         .members()
@@ -499,7 +501,7 @@ fn first_status(store: &Store, parts: &PreparedSession, options: &Options) -> St
         .enumerate()
         .map(|member| member_status(member, parts))
         .collect();
-    Status {
+    EngineStatus {
         vm: parts.name.clone(),
         state: if parts.machines.run() { VmState::Running } else { VmState::Paused },
         qemu_pid: members.first().map_or(0, |m| m.qemu_pid),

@@ -17,7 +17,7 @@
 //! to. Whatever fails is said, and tried again at a later look. It may be killed at any instant, as
 //! forgetting and pruning may.
 
-use super::Options;
+use super::SessionOptions;
 use crate::control::RecorderStatus;
 use crate::control::server::SharedStatus;
 use crate::error::{Error, Result, error_chain};
@@ -58,7 +58,7 @@ impl FlightRecorder {
     pub fn start(
         store: &Store,
         vm: &str,
-        options: &Options,
+        options: &SessionOptions,
         status: &SharedStatus,
     ) -> Result<Option<Self>> {
         let Some(within) = options.keep_within else { return Ok(None) };

@@ -7,7 +7,7 @@ use super::machines::{Machines, Member, Peripherals};
 use super::ram_capture::RamCapture;
 use super::session_vm::SessionVm;
 use super::store_sink::{MachineDescriptions, StoreSink};
-use super::{LanChoice, Options};
+use super::{LanChoice, SessionOptions};
 use crate::control::TrackerKind;
 use crate::error::{Error, Result};
 use crate::event::{Event, EventSink};
@@ -74,7 +74,11 @@ pub struct StartedVm {
 }
 
 /// Brings VMs up to just before their first instruction.
-pub fn launch(store: &Store, commands: CommandLines, options: &Options) -> Result<PreparedSession> {
+pub fn launch(
+    store: &Store,
+    commands: CommandLines,
+    options: &SessionOptions,
+) -> Result<PreparedSession> {
     require_kernel(options)?;
     let directory =
         std::env::current_dir().map_err(|e| Error::io("find the working directory", e))?;
@@ -129,7 +133,7 @@ struct Launching<'a> {
     /// The working directory of the VMs.
     directory: PathBuf,
     is_group: bool,
-    options: &'a Options,
+    options: &'a SessionOptions,
     found: Vec<StartedVm>,
     peripherals: Peripherals,
 }
@@ -286,7 +290,7 @@ pub fn end(found: Vec<StartedVm>, peripherals: Peripherals, error: Error) -> Err
 pub fn names(
     wanted: &[Option<String>],
     is_group: bool,
-    options: &Options,
+    options: &SessionOptions,
 ) -> Result<(String, Vec<String>)> {
     if !is_group {
         let own = wanted.iter().flatten().next().map_or("vm", |name| name);
@@ -307,7 +311,7 @@ pub fn names(
 }
 
 /// The right to write into `store`.
-pub fn lock(store: &Store, command: &str, name: &str, options: &Options) -> Result<Writer> {
+pub fn lock(store: &Store, command: &str, name: &str, options: &SessionOptions) -> Result<Writer> {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let mut tuning = Tuning {
         encode_threads: options.encode_threads.unwrap_or((cores / 4).clamp(1, 8)),
@@ -341,7 +345,7 @@ pub fn lock(store: &Store, command: &str, name: &str, options: &Options) -> Resu
 }
 
 /// The networks that `options` name.
-pub fn open_lans(options: &Options) -> Result<Option<Lans>> {
+pub fn open_lans(options: &SessionOptions) -> Result<Option<Lans>> {
     match &options.lans {
         LanChoice::None => Ok(None),
         LanChoice::Own(paths) => Lans::start(paths).map(Some),
@@ -367,7 +371,7 @@ pub fn prepare(
     run_dir: RunDir,
     (name, is_group): (String, bool),
     (mut found, mut peripherals): (Vec<StartedVm>, Peripherals),
-    options: &Options,
+    options: &SessionOptions,
 ) -> Result<PreparedSession, Box<RefusedVms>> {
     if is_group && let Err(error) = audit_links(&mut found, peripherals.lans.as_mut(), options) {
         return Err(Box::new(RefusedVms { error, found, peripherals }));
@@ -391,7 +395,11 @@ pub fn prepare(
 }
 
 /// Warns of links between the members of a group that cannot be held.
-fn audit_links(found: &mut [StartedVm], lans: Option<&mut Lans>, options: &Options) -> Result<()> {
+fn audit_links(
+    found: &mut [StartedVm],
+    lans: Option<&mut Lans>,
+    options: &SessionOptions,
+) -> Result<()> {
     let held = match (&options.lans, lans) {
         (LanChoice::Own(paths), _) => paths.clone(),
         (_, Some(lans)) => lans.connected()?,
@@ -409,7 +417,7 @@ fn prepare_parts(
     writer: &mut Writer,
     (name, is_group): (&str, bool),
     (found, disks): (&mut [StartedVm], Option<&dyn DiskCapture>),
-    options: &Options,
+    options: &SessionOptions,
 ) -> Result<(RamCapture, StoreSink, MachineDescriptions, Vec<Watchdog>)> {
     for one in found.iter_mut() {
         refuse(&mut one.vm, &*options.events)
@@ -456,7 +464,7 @@ fn prepare_parts(
 }
 
 /// Refuses a kernel or a user that cannot do it, before anything is started.
-pub fn require_kernel(options: &Options) -> Result<()> {
+pub fn require_kernel(options: &SessionOptions) -> Result<()> {
     if options.tracker_kind()? == TrackerKind::Compare {
         // That one needs nothing but the right to read.
         return Ok(());

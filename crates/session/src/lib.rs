@@ -72,7 +72,7 @@ pub enum LanChoice {
 }
 
 /// How a session takes checkpoints, and what it does at its end.
-pub struct Options {
+pub struct SessionOptions {
     /// Time between two checkpoints; `None`: checkpoints are taken by command only.
     pub interval: Option<Duration>,
     /// Number of checkpoints after which the session ends; `None`: no limit.
@@ -124,7 +124,7 @@ pub struct Options {
     pub fault: Option<Fault>,
 }
 
-impl Options {
+impl SessionOptions {
     /// The options of a session that takes a checkpoint each `interval`, with the defaults of
     /// `keyframe run` for all else, and without an event sink.
     pub fn every(interval: Option<Duration>, on_exit: OnExit) -> Self {
@@ -170,7 +170,7 @@ impl Options {
 }
 
 /// Runs the VMs of `commands` under checkpoints into `store`, to their end.
-pub fn run(store: &Store, commands: CommandLines, options: Options) -> Result<RunReport> {
+pub fn run(store: &Store, commands: CommandLines, options: SessionOptions) -> Result<RunReport> {
     budget::check(&options)?;
     let parts = launch::launch(store, commands, &options)?;
     engine_over(store, parts, options)?.run()
@@ -181,7 +181,7 @@ pub fn run(store: &Store, commands: CommandLines, options: Options) -> Result<Ru
 pub fn engine_over(
     store: &Store,
     parts: launch::PreparedSession,
-    options: Options,
+    options: SessionOptions,
 ) -> Result<engine::Engine<'_>> {
     let open = |member: &machines::Member| keyframe_kernel::Process::open(member.vm.pid());
     let qemus: Vec<_> = parts.machines.members().iter().map(open).collect();
@@ -194,7 +194,11 @@ pub fn engine_over(
 
 /// Takes checkpoints of the running QEMUs with those process ids into `store`, until asked to end
 /// or the VMs end. Several are a group.
-pub fn attach(store: &Store, vms: &[(u32, AttachOptions)], options: Options) -> Result<RunReport> {
+pub fn attach(
+    store: &Store,
+    vms: &[(u32, AttachOptions)],
+    options: SessionOptions,
+) -> Result<RunReport> {
     budget::check(&options)?;
     let parts = attach::attach(store, vms, &options)?;
     engine::Engine::new(store, parts, options)?.run()

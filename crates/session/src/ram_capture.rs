@@ -10,7 +10,7 @@
 
 pub mod process;
 
-use super::Options;
+use super::SessionOptions;
 use super::event::EventSink;
 use super::faults::{Fault, FaultyReader, FaultyTracker};
 use super::machines::group_layout;
@@ -88,7 +88,7 @@ impl RamCapture {
     pub fn start(
         vms: &mut [(&str, &mut dyn Vmm)],
         is_group: bool,
-        options: &Options,
+        options: &SessionOptions,
     ) -> Result<Self> {
         Self::start_with(ProcessRam::open, vms, is_group, options)
     }
@@ -98,7 +98,7 @@ impl RamCapture {
         open: OpenRam,
         vms: &mut [(&str, &mut dyn Vmm)],
         is_group: bool,
-        options: &Options,
+        options: &SessionOptions,
     ) -> Result<Self> {
         let mut rams = Vec::with_capacity(vms.len());
         for (_, vm) in vms.iter_mut() {
@@ -137,14 +137,14 @@ impl RamCapture {
         &self,
         vms: &mut [(&str, &mut dyn Vmm)],
         is_group: bool,
-        options: &Options,
+        options: &SessionOptions,
     ) -> Result<Self> {
         Self::start_with(self.open, vms, is_group, options)
     }
 }
 
 /// A reader of the RAM of all VMs, with the threads and the fault of `options`.
-fn reader(rams: &[Box<dyn RamAccess>], options: &Options) -> Result<Arc<dyn PageReader>> {
+fn reader(rams: &[Box<dyn RamAccess>], options: &SessionOptions) -> Result<Arc<dyn PageReader>> {
     let all = rams.iter().map(|ram| (ram.layout().len_pages(), ram.reader())).collect();
     let plain = one(all, |all| Arc::new(GroupReader::new(all)));
     let parallel: Arc<dyn PageReader> = match options.copy_threads {
@@ -174,7 +174,7 @@ impl Tracking {
         rams: &[Box<dyn RamAccess>],
         reader: &Arc<dyn PageReader>,
         layout: &RamLayout,
-        options: &Options,
+        options: &SessionOptions,
     ) -> Result<Self> {
         let mut tracking = match options.tracker_kind()? {
             TrackerKind::Compare => {
@@ -297,7 +297,7 @@ fn faulty(reader: Arc<dyn PageReader>, fault: Option<&Fault>) -> Arc<dyn PageRea
 }
 
 /// Memory for copied pages: as large as RAM where that is at most a quarter of what is free.
-fn staging_pages(options: &Options, layout: &RamLayout) -> u64 {
+fn staging_pages(options: &SessionOptions, layout: &RamLayout) -> u64 {
     const MIB_PAGES: u64 = (1 << 20) / PAGE_BYTES as u64;
     match options.staging_mib {
         Some(mib) => mib.saturating_mul(MIB_PAGES),

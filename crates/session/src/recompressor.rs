@@ -16,7 +16,7 @@
 //! left to `keyframe prune --recompress`, and said. It may be killed at any instant, as a prune
 //! may. Not here: what recompression is (the store's prune).
 
-use super::Options;
+use super::SessionOptions;
 use crate::control::RecompressorStatus;
 use crate::control::server::SharedStatus;
 use crate::error::{self, Result, error_chain};
@@ -62,7 +62,11 @@ impl Recompressor {
     /// Starts it over `store`, unless that was not asked for, or is not worth it: what a flight
     /// recorder keeps is soon gone, and over a network the old packs would have to be read again.
     /// `status` shows it.
-    pub fn start(store: &Store, options: &Options, status: &SharedStatus) -> Result<Option<Self>> {
+    pub fn start(
+        store: &Store,
+        options: &SessionOptions,
+        status: &SharedStatus,
+    ) -> Result<Option<Self>> {
         if options.recompress == Recompress::Never {
             return Ok(None);
         }

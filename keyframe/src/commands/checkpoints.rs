@@ -2,7 +2,7 @@
 
 use crate::words::StderrWords;
 use keyframe_session::control::{OnExit, Strategy, TrackerKind};
-use keyframe_session::{DiskMethod, ExcludedDisks, LanChoice, Options};
+use keyframe_session::{DiskMethod, ExcludedDisks, LanChoice, SessionOptions};
 use keyframe_store::Durability;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -97,8 +97,8 @@ impl Checkpoints {
     }
 
     /// As the session wants them.
-    pub fn options(self, on_exit: OnExit) -> Options {
-        Options {
+    pub fn options(self, on_exit: OnExit) -> SessionOptions {
+        SessionOptions {
             interval: self.interval.0,
             count: self.count,
             name: self.name,

@@ -2,7 +2,7 @@
 
 use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
-use keyframe_session::control::{Request, Response, client};
+use keyframe_session::control::{EngineRequest, EngineResponse, client};
 use keyframe_session::run_dir;
 use std::time::Duration;
 
@@ -30,9 +30,9 @@ impl Failover {
     /// Asks the engine.
     pub fn run(&self) -> Outcome {
         let engine = run_dir::find(self.name.as_deref())?;
-        let request = Request::FailOver { force: self.force };
+        let request = EngineRequest::FailOver { force: self.force };
         match client::ask(&engine, &request, Duration::from_secs(30))? {
-            Response::Done(text) => {
+            EngineResponse::Done(text) => {
                 output::print_line(&text)?;
                 Ok(DONE)
             }

@@ -11,7 +11,7 @@ use keyframe_replay::recording::{FORMAT, ImageMeta, OWN_STORE, VERSION};
 use keyframe_replay::{LogTimeRecorder, Recording, RecordingEnding, RecordingMeta};
 use keyframe_replay_driver::{FollowerProcess, adopt_first_checkpoint, checkpoints_in, jobs};
 use keyframe_session::control::OnExit;
-use keyframe_session::{CommandLines, Options, RecordingOptions};
+use keyframe_session::{CommandLines, RecordingOptions, SessionOptions};
 use keyframe_store::Store;
 use keyframe_store_keys::KeyArg;
 use std::ffi::OsString;
@@ -133,18 +133,18 @@ impl Record {
     }
 
     /// The options of the recording's engine. With a follower it takes only the first checkpoint.
-    fn options(&self, recording: &Recording) -> Options {
+    fn options(&self, recording: &Recording) -> SessionOptions {
         let recorded = RecordingOptions {
             recording: recording.meta.id.clone(),
             log: recording.log_path(),
             machine: None,
             begin: None,
         };
-        Options {
+        SessionOptions {
             name: self.name.clone(),
             events: StderrWords::shared(self.quiet, self.verbose),
             recorded: Some(recorded),
-            ..Options::every(self.checkpoint_every.filter(|_| !self.follow), OnExit::Kill)
+            ..SessionOptions::every(self.checkpoint_every.filter(|_| !self.follow), OnExit::Kill)
         }
     }
 

@@ -2,7 +2,7 @@
 
 use crate::failure::{DONE, Failure, Outcome, WARNED};
 use crate::output;
-use keyframe_session::control::{Request, Response, client};
+use keyframe_session::control::{EngineRequest, EngineResponse, client};
 use keyframe_session::run_dir;
 use std::time::Duration;
 
@@ -38,9 +38,9 @@ impl Rollback {
     /// Asks the engine for it.
     pub fn run(&self) -> Outcome {
         let engine = run_dir::find(self.name.as_deref())?;
-        let request = Request::Rollback { checkpoint: self.checkpoint.clone() };
+        let request = EngineRequest::Rollback { checkpoint: self.checkpoint.clone() };
         let done = match client::ask(&engine, &request, PATIENCE)? {
-            Response::RolledBack(done) => done,
+            EngineResponse::RolledBack(done) => done,
             other => return Err(Failure::new(format!("unexpected answer: {other:?}"))),
         };
         if self.json {

@@ -11,7 +11,7 @@ use keyframe_replay::{GrowingLog, Recording};
 use keyframe_replay_driver::{
     CompleteLogCuts, GrowingLogCuts, ReplayableRecording, checkpoints_in, copy_checkpoints, jobs,
 };
-use keyframe_session::Options;
+use keyframe_session::SessionOptions;
 use keyframe_session::control::OnExit;
 use keyframe_store_keys::KeyArg;
 use std::path::PathBuf;
@@ -174,7 +174,7 @@ impl Segment {
         let growing =
             wait.until("its log", || GrowingLog::open(&log, &times, every).map_err(failed))?;
         let source = ReplayableRecording::growing(&recording, store);
-        let options = Options { name: Some(follower_of(&recording)), ..self.options() };
+        let options = SessionOptions { name: Some(follower_of(&recording)), ..self.options() };
         let mut cut_source = GrowingLogCuts::new(growing, recording.clone());
         let verdict = keyframe_replay_driver::segment::segment(
             &source,
@@ -188,9 +188,9 @@ impl Segment {
         Ok(exit_code(verdict))
     }
 
-    fn options(&self) -> Options {
+    fn options(&self) -> SessionOptions {
         let events = StderrWords::shared(self.quiet, self.verbose);
-        Options { events, ..Options::every(None, OnExit::Kill) }
+        SessionOptions { events, ..SessionOptions::every(None, OnExit::Kill) }
     }
 
     fn every(&self) -> Result<CutSpacing, Failure> {

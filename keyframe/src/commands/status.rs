@@ -3,7 +3,8 @@
 use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
 use keyframe_session::control::{
-    ReplicationRole, ReplicationStatus, Request, Response, Status as Shown, client,
+    EngineRequest, EngineResponse, EngineStatus as Shown, ReplicationRole, ReplicationStatus,
+    client,
 };
 use keyframe_session::run_dir;
 use keyframe_session::run_dir::{About, Kind, Orphan};
@@ -59,9 +60,11 @@ impl Status {
             None => run_dir::all()?,
         };
         let mut all = Vec::new();
-        for (_, answer) in client::ask_all(&engines, &Request::Status, Duration::from_secs(10)) {
+        for (_, answer) in
+            client::ask_all(&engines, &EngineRequest::Status, Duration::from_secs(10))
+        {
             match answer {
-                Ok(Response::Status(status)) => all.push(*status),
+                Ok(EngineResponse::Status(status)) => all.push(*status),
                 Ok(other) => return Err(Failure::new(format!("unexpected answer: {other:?}"))),
                 // It may have ended between the look and the question.
                 Err(e) if self.name.is_some() => return Err(e.into()),

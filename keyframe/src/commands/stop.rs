@@ -3,7 +3,7 @@
 use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
 use keyframe_qemu::Qmp;
-use keyframe_session::control::{OnExit, Request, client};
+use keyframe_session::control::{EngineRequest, OnExit, client};
 use keyframe_session::run_dir;
 use keyframe_session::run_dir::{About, Kind, Orphan};
 use std::os::unix::net::UnixStream;
@@ -72,7 +72,11 @@ impl Stop {
                 _ => run_dir::find(None)?,
             },
         };
-        client::ask(&engine, &Request::Stop { on_exit: self.on_exit }, Duration::from_secs(600))?;
+        client::ask(
+            &engine,
+            &EngineRequest::Stop { on_exit: self.on_exit },
+            Duration::from_secs(600),
+        )?;
         output::print_line("stopping")?;
         self.wait(|| run_dir::lives(&engine));
         Ok(DONE)

@@ -2,7 +2,7 @@
 
 use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
-use keyframe_session::control::{Request, Response, Strategy, client};
+use keyframe_session::control::{EngineRequest, EngineResponse, Strategy, client};
 use keyframe_session::run_dir;
 use std::time::Duration;
 
@@ -30,10 +30,10 @@ impl Take {
     /// Asks the engine for one.
     pub fn run(&self) -> Outcome {
         let engine = run_dir::find(self.name.as_deref())?;
-        let request = Request::Take { tag: self.tag.clone(), strategy: self.strategy };
+        let request = EngineRequest::Take { tag: self.tag.clone(), strategy: self.strategy };
         match client::ask(&engine, &request, Duration::from_secs(600))? {
-            Response::Taken(entry) if self.json => output::json(&entry)?,
-            Response::Taken(entry) => output::print_line(&format!(
+            EngineResponse::Taken(entry) if self.json => output::json(&entry)?,
+            EngineResponse::Taken(entry) => output::print_line(&format!(
                 "checkpoint {}: pause {}, {} dirty pages, {} stored",
                 entry.id,
                 output::duration(entry.pause_ns),

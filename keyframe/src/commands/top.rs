@@ -4,7 +4,7 @@ use crate::failure::{DONE, Failure, Outcome, USAGE};
 use crate::output;
 use crate::top::history::{Answer, History};
 use crate::top::view;
-use keyframe_session::control::{Request, Response, client};
+use keyframe_session::control::{EngineRequest, EngineResponse, client};
 use keyframe_session::{error_chain, run_dir};
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use ratatui::widgets::TableState;
@@ -102,12 +102,12 @@ impl Top {
 /// What the engines say, all asked at once.
 fn answers() -> Result<Vec<Answer>, Failure> {
     let engines = run_dir::all()?;
-    let asked = client::ask_all(&engines, &Request::Status, ANSWER_MAX);
+    let asked = client::ask_all(&engines, &EngineRequest::Status, ANSWER_MAX);
     Ok(asked
         .into_iter()
         .map(|(engine, answer)| {
             let status = match answer {
-                Ok(Response::Status(status)) => Ok(*status),
+                Ok(EngineResponse::Status(status)) => Ok(*status),
                 Ok(other) => Err(format!("unexpected answer: {other:?}")),
                 Err(error) => Err(error_chain(&error)),
             };

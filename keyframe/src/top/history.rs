@@ -1,7 +1,7 @@
 //! What is known of each VM: its engine's newest answer, and the checkpoints or epochs that were
 //! seen to come.
 
-use keyframe_session::control::Status;
+use keyframe_session::control::EngineStatus;
 use std::collections::{BTreeMap, VecDeque};
 
 /// Checkpoints of a VM that are kept.
@@ -21,7 +21,7 @@ pub struct Point {
 }
 
 impl Point {
-    fn newest(status: &Status) -> Option<Self> {
+    fn newest(status: &EngineStatus) -> Option<Self> {
         if let Some(of) = &status.replication {
             let (pause_ns, pages, bytes) = (of.pause_ns, of.pages, of.wire_bytes);
             return of.epoch.map(|number| Self { number, pause_ns, pages, bytes });
@@ -33,13 +33,13 @@ impl Point {
 }
 
 /// What an engine answered, or why there was no answer, and its VM's name.
-pub type Answer = (String, Result<Status, String>);
+pub type Answer = (String, Result<EngineStatus, String>);
 
 /// One VM.
 #[derive(Debug)]
 pub struct Vm {
     /// What its engine said last.
-    pub status: Status,
+    pub status: EngineStatus,
     /// Why it did not answer the last time.
     pub silent: Option<String>,
     /// What was seen, the oldest first.
@@ -58,7 +58,7 @@ impl History {
         self.vms.retain(|name, _| answers.iter().any(|(answered, _)| answered == name));
         for (name, answer) in answers {
             let vm = self.vms.entry(name).or_insert_with(|| Vm {
-                status: Status::default(),
+                status: EngineStatus::default(),
                 silent: None,
                 points: VecDeque::new(),
             });
@@ -93,13 +93,13 @@ mod tests {
     use super::*;
     use keyframe_session::control::ReplicationStatus;
 
-    fn epoch(engine_pid: u32, number: u64) -> Status {
+    fn epoch(engine_pid: u32, number: u64) -> EngineStatus {
         let replication = Some(ReplicationStatus {
             epoch: Some(number),
             pause_ns: number * 10,
             ..Default::default()
         });
-        Status { engine_pid, replication, ..Default::default() }
+        EngineStatus { engine_pid, replication, ..Default::default() }
     }
 
     fn numbers(history: &History) -> Vec<u64> {

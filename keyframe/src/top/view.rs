@@ -129,7 +129,7 @@ fn bold() -> Style {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use keyframe_session::control::{ReplicationState, ReplicationStatus, Status, VmState};
+    use keyframe_session::control::{EngineStatus, ReplicationState, ReplicationStatus, VmState};
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
 
@@ -141,7 +141,7 @@ mod tests {
 
     fn history(count: usize) -> History {
         let mut history = History::default();
-        let of = |i: usize| Status {
+        let of = |i: usize| EngineStatus {
             vm: format!("vm{i}"),
             state: VmState::Running,
             replication: (i == 1).then(|| ReplicationStatus {

@@ -17,7 +17,7 @@ use keyframe_replication::{
     Epoch, Notice, PeerMessage, Primary, PrimaryAction, PrimaryEvent, PrimaryState, RunPermit,
 };
 use keyframe_session::control::server::{Pending, SharedStatus};
-use keyframe_session::control::{ReplicationRole, Request, Response};
+use keyframe_session::control::{EngineRequest, EngineResponse, ReplicationRole};
 use std::collections::{BTreeMap, VecDeque};
 use std::process::ExitStatus;
 use std::sync::Arc;
@@ -299,21 +299,21 @@ impl Protocol {
 
     fn answer(&mut self, pending: &Pending) {
         let response = match pending.request {
-            Request::FailOver { .. } => match self.core.state() {
+            EngineRequest::FailOver { .. } => match self.core.state() {
                 PrimaryState::Protected => {
                     self.handle(PrimaryEvent::SwitchOver);
-                    Response::Done("the VM goes over to the standby".into())
+                    EngineResponse::Done("the VM goes over to the standby".into())
                 }
-                _ => Response::Failed(
+                _ => EngineResponse::Failed(
                     "the VM has no standby that holds all of it; wait until keyframe status says protected"
                         .into(),
                 ),
             },
-            Request::Stop { .. } => {
+            EngineRequest::Stop { .. } => {
                 self.interrupted.store(true, Ordering::Relaxed);
-                Response::Stopping
+                EngineResponse::Stopping
             }
-            _ => Response::Failed(
+            _ => EngineResponse::Failed(
                 "a protected VM's checkpoints go to its standby; that cannot be done here".into(),
             ),
         };

@@ -19,7 +19,7 @@ use keyframe_replication::{
     WitnessRequest,
 };
 use keyframe_session::control::server::Pending;
-use keyframe_session::control::{Request, Response};
+use keyframe_session::control::{EngineRequest, EngineResponse};
 use std::net::TcpListener;
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
@@ -377,7 +377,7 @@ impl Test {
         test
     }
 
-    fn ask(&mut self, request: Request) -> Response {
+    fn ask(&mut self, request: EngineRequest) -> EngineResponse {
         let (answer, answers) = channel();
         self.step(EngineEvent::Request(Pending { request, answer }));
         answers.try_recv().expect("an answer at once")
@@ -469,8 +469,8 @@ fn a_vm_that_ends_ends_the_loop_in_every_state() {
 #[test]
 fn a_failover_is_refused_without_a_standby() {
     let mut test = Test::new();
-    let response = test.ask(Request::FailOver { force: false });
-    assert!(matches!(response, Response::Failed(text) if text.contains("no standby")));
+    let response = test.ask(EngineRequest::FailOver { force: false });
+    assert!(matches!(response, EngineResponse::Failed(text) if text.contains("no standby")));
 }
 
 #[test]
@@ -479,8 +479,8 @@ fn a_failover_during_a_capture_hands_the_vm_over_with_its_last_epoch() {
     test.data_flows = false;
     test.capture();
     let in_flight = test.epoch;
-    let response = test.ask(Request::FailOver { force: false });
-    assert!(matches!(response, Response::Done(_)));
+    let response = test.ask(EngineRequest::FailOver { force: false });
+    assert!(matches!(response, EngineResponse::Done(_)));
     // The epoch in flight arrives, then the last one.
     let (session, after) = (SessionId(test.session), test.held);
     test.tell_standby(StandbyEvent::EpochComplete { session, epoch: in_flight, after });
@@ -500,7 +500,7 @@ fn a_failover_during_a_capture_hands_the_vm_over_with_its_last_epoch() {
 #[test]
 fn a_stop_of_the_user_kills_the_vm_once() {
     let mut test = Test::protected();
-    assert!(matches!(test.ask(Request::Stop { on_exit: None }), Response::Stopping));
+    assert!(matches!(test.ask(EngineRequest::Stop { on_exit: None }), EngineResponse::Stopping));
     test.protocol.step(None);
     let kills = test.host.calls().iter().filter(|call| **call == Call::Kill).count();
     assert_eq!(kills, 1);
@@ -531,7 +531,7 @@ fn in_state(state: PrimaryState) -> Test {
         PrimaryState::SwitchingOver => {
             test = Test::protected();
             test.captures = false;
-            test.ask(Request::FailOver { force: false });
+            test.ask(EngineRequest::FailOver { force: false });
         }
         _ => {
             test.connect(1);

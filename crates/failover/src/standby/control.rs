@@ -7,7 +7,9 @@ use keyframe_link::{Channel, Input};
 use keyframe_locks::IgnorePoison;
 use keyframe_replication::{Epoch, PeerMessage, StandbyEvent, StandbyState};
 use keyframe_session::control::server::Pending;
-use keyframe_session::control::{ReplicationState, ReplicationStatus, Request, Response};
+use keyframe_session::control::{
+    EngineRequest, EngineResponse, ReplicationState, ReplicationStatus,
+};
 use keyframe_units::error_chain;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,32 +21,32 @@ impl StandbyEngine {
     pub(super) fn answer(&mut self, pending: &Pending, interrupted: &AtomicBool) {
         let state = self.ready.as_ref().map(|ready| ready.core.state());
         let response = match pending.request {
-            Request::FailOver { force: true }
+            EngineRequest::FailOver { force: true }
                 if self.ready.as_ref().is_some_and(|ready| ready.devices.is_some()) =>
             {
                 self.handle(StandbyEvent::FailOver { force: true });
-                Response::Done("this standby takes over".into())
+                EngineResponse::Done("this standby takes over".into())
             }
-            Request::FailOver { force } => match state.filter(|_| !force) {
+            EngineRequest::FailOver { force } => match state.filter(|_| !force) {
                 Some(StandbyState::Armed | StandbyState::Following) if self.control.is_some() => {
                     self.handle(StandbyEvent::SwitchOver);
-                    Response::Done("the primary is asked to let the VM go over".into())
+                    EngineResponse::Done("the primary is asked to let the VM go over".into())
                 }
                 Some(StandbyState::Armed | StandbyState::Following) => {
                     self.handle(StandbyEvent::FailOver { force: false });
-                    Response::Done("the arbiter is asked whether this standby may take over".into())
+                    EngineResponse::Done("the arbiter is asked whether this standby may take over".into())
                 }
-                _ if self.ready.as_ref().is_some_and(|ready| ready.devices.is_some()) => Response::Failed(
+                _ if self.ready.as_ref().is_some_and(|ready| ready.devices.is_some()) => EngineResponse::Failed(
                     "the primary is silent, and no arbiter decides who takes over; if the other host is off for sure, run: keyframe failover --force"
                         .into(),
                 ),
-                _ => Response::Failed("this standby holds no whole epoch of a VM".into()),
+                _ => EngineResponse::Failed("this standby holds no whole epoch of a VM".into()),
             },
-            Request::Stop { .. } => {
+            EngineRequest::Stop { .. } => {
                 interrupted.store(true, Ordering::Relaxed);
-                Response::Stopping
+                EngineResponse::Stopping
             }
-            _ => Response::Failed("this is a standby; ask the host where the VM runs".into()),
+            _ => EngineResponse::Failed("this is a standby; ask the host where the VM runs".into()),
         };
         let _ = pending.answer.send(response);
     }

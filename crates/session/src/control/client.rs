@@ -1,6 +1,6 @@
 //! Asks a running engine.
 
-use super::{LINE_BYTES_MAX, Request, Response};
+use super::{EngineRequest, EngineResponse, LINE_BYTES_MAX};
 use crate::error::{ControlError, Error, Result};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -9,7 +9,7 @@ use std::time::Duration;
 
 /// Sends `request` to the engine whose run directory is `run_dir`, and waits up to `wait` for the
 /// answer.
-pub fn ask(run_dir: &Path, request: &Request, wait: Duration) -> Result<Response> {
+pub fn ask(run_dir: &Path, request: &EngineRequest, wait: Duration) -> Result<EngineResponse> {
     let path = run_dir.join("control.sock");
     let io = |operation| {
         let socket = path.clone();
@@ -31,7 +31,7 @@ pub fn ask(run_dir: &Path, request: &Request, wait: Duration) -> Result<Response
         return Err(ControlError::NoAnswer(path).into());
     }
     match serde_json::from_str(&answer).map_err(json("understand the answer of"))? {
-        Response::Failed(message) => Err(ControlError::Refused(message).into()),
+        EngineResponse::Failed(message) => Err(ControlError::Refused(message).into()),
         other => Ok(other),
     }
 }
@@ -42,9 +42,9 @@ const ASKED_MAX: usize = 16;
 /// Asks several engines, many at a time; the answers in their order.
 pub fn ask_all<'a>(
     run_dirs: &'a [PathBuf],
-    request: &Request,
+    request: &EngineRequest,
     wait: Duration,
-) -> Vec<(&'a Path, Result<Response>)> {
+) -> Vec<(&'a Path, Result<EngineResponse>)> {
     let mut answers = Vec::with_capacity(run_dirs.len());
     for some in run_dirs.chunks(ASKED_MAX) {
         answers.extend(std::thread::scope(|scope| {

@@ -1,7 +1,7 @@
 //! Serves the control socket: status from shared state at once, everything else through the
 //! engine's own loop.
 
-use super::{LINE_BYTES_MAX, Request, Response, Status};
+use super::{EngineRequest, EngineResponse, EngineStatus, LINE_BYTES_MAX};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -15,13 +15,13 @@ const CLIENTS_MAX: usize = 16;
 /// A request that the engine must answer itself.
 pub struct Pending {
     /// What is asked.
-    pub request: Request,
+    pub request: EngineRequest,
     /// Where the answer goes.
-    pub answer: Sender<Response>,
+    pub answer: Sender<EngineResponse>,
 }
 
 /// The status that clients are shown; the engine keeps it up to date.
-pub type SharedStatus = Arc<Mutex<Status>>;
+pub type SharedStatus = Arc<Mutex<EngineStatus>>;
 
 /// Hands a request to the engine; false where there is none any more.
 pub trait Deliver: Fn(Pending) -> bool + Clone + Send + 'static {}
@@ -68,19 +68,19 @@ fn serve(stream: &UnixStream, deliver: &impl Deliver, status: &SharedStatus) -> 
     let mut line = String::new();
     BufReader::new(stream.take(LINE_BYTES_MAX)).read_line(&mut line)?;
     let response = match serde_json::from_str(&line) {
-        Ok(Request::Status) => match status.lock() {
-            Ok(status) => Response::Status(Box::new(status.clone())),
-            Err(_) => Response::Failed("the engine has failed".into()),
+        Ok(EngineRequest::Status) => match status.lock() {
+            Ok(status) => EngineResponse::Status(Box::new(status.clone())),
+            Err(_) => EngineResponse::Failed("the engine has failed".into()),
         },
         Ok(request) => {
             let (answer, answered) = channel();
             if deliver(Pending { request, answer }) {
-                answered.recv().unwrap_or(Response::Failed("the engine has ended".into()))
+                answered.recv().unwrap_or(EngineResponse::Failed("the engine has ended".into()))
             } else {
-                Response::Failed("the engine is ending".into())
+                EngineResponse::Failed("the engine is ending".into())
             }
         }
-        Err(e) => Response::Failed(format!("not a request: {e}")),
+        Err(e) => EngineResponse::Failed(format!("not a request: {e}")),
     };
     let mut text = serde_json::to_string(&response)?;
     text.push('\n');

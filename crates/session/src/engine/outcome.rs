@@ -1,8 +1,8 @@
 //! The outcome of captures: sealed, failed, or a new run because RAM blocks were plugged.
 
 use super::{
-    Arc, CaptureError, CheckpointError, CheckpointFailure, EncodeReport, Engine, Entry, Error,
-    Event, Instant, NotCaptured, Response, Result, SAY_LATE_EVERY, Sealed, SettledReport,
+    Arc, CaptureError, CheckpointError, CheckpointFailure, EncodeReport, Engine, EngineResponse,
+    Entry, Error, Event, Instant, NotCaptured, Result, SAY_LATE_EVERY, Sealed, SettledReport,
     StoreSink, Taker, encode,
 };
 use crate::error::error_chain;
@@ -20,7 +20,7 @@ impl Engine<'_> {
                 let entry = self.succeeded(seq, &sealed);
                 match self.takers.remove(&seq) {
                     Some(Taker::Client(client)) => {
-                        let _ = client.send(Response::Taken(Box::new(entry)));
+                        let _ = client.send(EngineResponse::Taken(Box::new(entry)));
                     }
                     Some(Taker::Engine(engine)) => drop(engine.send(Ok(sealed.id))),
                     None => {}
@@ -35,7 +35,7 @@ impl Engine<'_> {
                 for taker in lost.iter().filter_map(|seq| self.takers.remove(seq)) {
                     match taker {
                         Taker::Client(client) => {
-                            let _ = client.send(Response::Failed(failure.to_string()));
+                            let _ = client.send(EngineResponse::Failed(failure.to_string()));
                         }
                         Taker::Engine(engine) => drop(engine.send(Err(failure.clone()))),
                     }

@@ -25,8 +25,8 @@
 
 use super::super::session_vm::SessionVm;
 use super::{
-    CheckpointReason, Duration, Engine, EngineMessage, Error, Event, Instant, LOOK_EVERY,
-    NotCaptured, Response, Result, Taker, channel, with_fix,
+    CheckpointReason, Duration, Engine, EngineMessage, EngineResponse, Error, Event, Instant,
+    LOOK_EVERY, NotCaptured, Result, Taker, channel, with_fix,
 };
 use crate::control::RolledBack;
 use crate::error::{CheckpointError, MachineDifference, RollbackError};
@@ -56,10 +56,10 @@ enum FailedRollback {
 
 impl Engine<'_> {
     /// Puts the VM back to the checkpoint that `name` names.
-    pub(super) fn answer_rollback(&mut self, name: &str) -> Response {
+    pub(super) fn answer_rollback(&mut self, name: &str) -> EngineResponse {
         match self.roll_back(name) {
-            Ok(done) => Response::RolledBack(done),
-            Err(error) => Response::Failed(with_fix(&error.into())),
+            Ok(done) => EngineResponse::RolledBack(done),
+            Err(error) => EngineResponse::Failed(with_fix(&error.into())),
         }
     }
 

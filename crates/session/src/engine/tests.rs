@@ -13,9 +13,9 @@ mod teardowns;
 mod vms;
 
 use super::{CheckpointReason, Engine, EngineInputs, EngineMessage, RunReport};
-use crate::Options;
+use crate::SessionOptions;
 use crate::control::server::Pending;
-use crate::control::{OnExit, Request, Response};
+use crate::control::{EngineRequest, EngineResponse, OnExit};
 use crate::disk_capture::DiskCapture;
 use crate::error::Result;
 use crate::event::{Event, EventSink};
@@ -187,7 +187,7 @@ struct Bench {
 impl Bench {
     /// A bench, and the options of its session: a checkpoint each millisecond, the VM kept at the
     /// end.
-    fn new() -> (Self, Options) {
+    fn new() -> (Self, SessionOptions) {
         let (vm, _, control) = FakeVm::new(PAGES);
         drop(vm);
         let dir = TempDir::new().unwrap();
@@ -202,7 +202,7 @@ impl Bench {
             store,
             dir,
         };
-        let mut options = Options::every(Some(Duration::from_millis(1)), OnExit::Keep);
+        let mut options = SessionOptions::every(Some(Duration::from_millis(1)), OnExit::Keep);
         options.audit = Some(bench.dir.path().join("audit"));
         (options.copy_threads, options.encode_threads) = (Some(1), Some(1));
         (options.index_memory_mib, options.encode_memory_mib) = (1, 1);
@@ -217,11 +217,15 @@ impl Bench {
         self.dir.path().join("run").join(VM)
     }
 
-    fn engine(&self, options: Options) -> Engine<'_> {
+    fn engine(&self, options: SessionOptions) -> Engine<'_> {
         self.engine_with(options, None)
     }
 
-    fn engine_with(&self, options: Options, disks: Option<Box<dyn DiskCapture>>) -> Engine<'_> {
+    fn engine_with(
+        &self,
+        options: SessionOptions,
+        disks: Option<Box<dyn DiskCapture>>,
+    ) -> Engine<'_> {
         let (mut vm, watchdog) = self.control.attach();
         let base = self.dir.path().join("run");
         std::fs::create_dir_all(&base).unwrap();
@@ -250,7 +254,7 @@ impl Bench {
     }
 
     /// An engine whose VM has checkpoint 1 already.
-    fn engine_with_checkpoint(&self, options: Options) -> Engine<'_> {
+    fn engine_with_checkpoint(&self, options: SessionOptions) -> Engine<'_> {
         let mut engine = self.engine(options);
         engine.capture(CheckpointReason::Take, None, None).unwrap();
         let idle = |engine: &mut Engine<'_>| (engine.copying.cycle.in_flight() == 0).then_some(());
@@ -259,7 +263,7 @@ impl Bench {
     }
 
     /// Runs a session with `options` to its end. Fails the test if it hangs.
-    fn run(&self, options: Options) -> Result<RunReport> {
+    fn run(&self, options: SessionOptions) -> Result<RunReport> {
         self.run_engine(self.engine(options))
     }
 
@@ -321,28 +325,28 @@ impl Client {
         Self(engine.inbox_sender.clone())
     }
 
-    fn ask(&self, request: Request) -> Receiver<Response> {
+    fn ask(&self, request: EngineRequest) -> Receiver<EngineResponse> {
         let (answer, answered) = channel();
         self.0.send(EngineMessage::Request(Pending { request, answer })).unwrap();
         answered
     }
 
-    fn take(&self, tag: &str) -> Receiver<Response> {
-        self.ask(Request::Take { tag: Some(tag.into()), strategy: None })
+    fn take(&self, tag: &str) -> Receiver<EngineResponse> {
+        self.ask(EngineRequest::Take { tag: Some(tag.into()), strategy: None })
     }
 
-    fn stop(&self, on_exit: Option<OnExit>) -> Receiver<Response> {
-        self.ask(Request::Stop { on_exit })
+    fn stop(&self, on_exit: Option<OnExit>) -> Receiver<EngineResponse> {
+        self.ask(EngineRequest::Stop { on_exit })
     }
 
-    fn roll_back(&self, checkpoint: &str) -> Receiver<Response> {
-        self.ask(Request::Rollback { checkpoint: checkpoint.into() })
+    fn roll_back(&self, checkpoint: &str) -> Receiver<EngineResponse> {
+        self.ask(EngineRequest::Rollback { checkpoint: checkpoint.into() })
     }
 }
 
-fn failed(answer: &Receiver<Response>) -> String {
+fn failed(answer: &Receiver<EngineResponse>) -> String {
     match answer.recv().unwrap() {
-        Response::Failed(text) => text,
+        EngineResponse::Failed(text) => text,
         other => panic!("answered {other:?}"),
     }
 }

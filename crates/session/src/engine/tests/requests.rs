@@ -1,7 +1,7 @@
 //! A request arrives during a capture.
 
 use super::{Bench, Client, failed, page};
-use crate::control::{OnExit, Response};
+use crate::control::{EngineResponse, OnExit};
 use crate::engine::{RunEnd, Verdict};
 use keyframe_units::PageIndex;
 use keyframe_vmm::fake::Step;
@@ -33,7 +33,7 @@ fn a_take_gets_a_checkpoint_of_its_own() {
         let report = bench.run_engine(engine).unwrap();
         bench.assert_runs();
         assert_eq!((report.sealed, report.failed, report.end), (2, 0, RunEnd::Kept), "{step:?}");
-        let (Response::Taken(first), Response::Taken(second)) =
+        let (EngineResponse::Taken(first), EngineResponse::Taken(second)) =
             (first.recv().unwrap(), taken.recv().unwrap().recv().unwrap())
         else {
             panic!("a take was not answered with its checkpoint")
@@ -58,7 +58,7 @@ fn a_stop_seals_the_capture_and_then_does_what_it_asks() {
             control.before(step, move || answers.send(client.stop(on_exit)).unwrap());
         });
         let report = bench.run_engine(engine).unwrap();
-        assert!(matches!(stopping.recv().unwrap().recv().unwrap(), Response::Stopping));
+        assert!(matches!(stopping.recv().unwrap().recv().unwrap(), EngineResponse::Stopping));
         assert_eq!((report.sealed, report.verdict()), (1, Verdict::Complete), "{step:?}");
         assert_eq!(bench.checkpoint("latest"), bench.ram());
         if on_exit == Some(OnExit::Kill) {
@@ -89,7 +89,7 @@ fn a_rollback_waits_until_the_capture_is_sealed() {
     let report = bench.run_engine(engine).unwrap();
     bench.assert_runs();
     assert_eq!((report.sealed, report.failed), (4, 0));
-    let Response::RolledBack(done) = rolled_back.recv().unwrap().recv().unwrap() else {
+    let EngineResponse::RolledBack(done) = rolled_back.recv().unwrap().recv().unwrap() else {
         panic!("the VM was not rolled back")
     };
     assert_eq!((done.checkpoint, done.before, done.now), (1, 3, Some(4)));

@@ -12,7 +12,7 @@ use std::time::Duration;
 /// A run with checkpoint 1, after which the guest writes a page, a rollback to it, and a stop.
 struct Rollback<'a> {
     bench: &'a Bench,
-    answer: Receiver<Response>,
+    answer: Receiver<EngineResponse>,
     report: RunReport,
     /// The RAM just before the rollback.
     former: Vec<u8>,
@@ -62,7 +62,7 @@ impl<'a> Rollback<'a> {
 fn a_rollback_puts_the_vm_back_and_keeps_what_was_before() {
     let (bench, _) = Bench::new();
     let done = Rollback::run(&bench, |_| ());
-    let Response::RolledBack(answer) = done.answer.recv().unwrap() else { panic!() };
+    let EngineResponse::RolledBack(answer) = done.answer.recv().unwrap() else { panic!() };
     assert_eq!((answer.before, answer.now, answer.pages, answer.runs), (2, Some(3), 1, true));
     bench.assert_runs();
     assert_eq!(bench.ram(), bench.checkpoint("1"));

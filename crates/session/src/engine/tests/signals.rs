@@ -1,7 +1,7 @@
 //! A signal asks for an end in each state of the engine.
 
 use super::{Bench, Client, page};
-use crate::control::{OnExit, Response};
+use crate::control::{EngineResponse, OnExit};
 use crate::engine::{RunEnd, Verdict};
 use crate::event::Event;
 use keyframe_units::PageIndex;
@@ -96,7 +96,7 @@ fn a_signal_during_a_rollback_lets_it_complete() {
         signal_at(&bench, step);
         let report = bench.run_engine(engine).unwrap();
         bench.assert_runs();
-        assert!(matches!(rolled_back.recv().unwrap(), Response::RolledBack(_)), "{step:?}");
+        assert!(matches!(rolled_back.recv().unwrap(), EngineResponse::RolledBack(_)), "{step:?}");
         assert_eq!((report.end, report.sealed, report.failed), (RunEnd::Kept, 3, 0), "{step:?}");
         assert_eq!(bench.ram(), bench.checkpoint("1"), "{step:?}");
     }

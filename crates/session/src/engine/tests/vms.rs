@@ -1,7 +1,7 @@
 //! The VM ends, another client pauses it, or its monitor is lost.
 
 use super::{Bench, Client};
-use crate::control::{Response, VmState};
+use crate::control::{EngineResponse, VmState};
 use crate::engine::{RunEnd, Verdict};
 use crate::event::Event;
 use keyframe_vmm::VmOrigin;
@@ -121,7 +121,7 @@ fn a_take_after_the_monitor_is_lost_is_refused_and_the_state_is_unknown() {
     bench.assert_runs();
     assert!(report.given_up);
     let answer = told.recv().unwrap().recv().unwrap();
-    assert!(matches!(answer, Response::Failed(text) if text.contains("no more checkpoints")));
+    assert!(matches!(answer, EngineResponse::Failed(text) if text.contains("no more checkpoints")));
 }
 
 #[test]
@@ -170,5 +170,5 @@ fn a_take_of_a_paused_vm_leaves_it_paused() {
     let report = bench.run_engine(engine).unwrap();
     assert!(!bench.control.runs() && !bench.control.has_ended());
     assert_eq!((report.sealed, report.failed, report.end), (1, 0, RunEnd::Kept));
-    assert!(matches!(taken.recv().unwrap(), Response::Taken(_)));
+    assert!(matches!(taken.recv().unwrap(), EngineResponse::Taken(_)));
 }
