@@ -1,7 +1,7 @@
 //! A rollback fails half way: the VM runs as it was, or it is lost and never runs.
 
 use super::{Bench, Client, failed, page};
-use crate::control::Response;
+use crate::control::EngineResponse;
 use crate::engine::{Engine, RunEnd, RunReport};
 use crate::event::Event;
 use keyframe_units::PageIndex;
