@@ -20,11 +20,11 @@ use std::time::{Duration, Instant};
 
 /// From the connection to the token.
 const GREETING_MAX: Duration = Duration::from_secs(10);
-/// A client that asks for nothing for so long may connect again.
+/// A connection without a request for this time is closed. The client may connect again.
 const IDLE_MAX: Duration = Duration::from_secs(300);
-/// A client that takes nothing for so long is gone.
+/// A client that receives nothing for this time counts as gone.
 const WRITE_MAX: Duration = Duration::from_secs(30);
-/// Whoever tries tokens shall wait.
+/// The pause after a wrong token, which slows down a search for tokens.
 const WRONG_TOKEN_PAUSE: Duration = Duration::from_secs(1);
 /// Below, compressing saves nothing.
 const COMPRESS_MIN: usize = 256;

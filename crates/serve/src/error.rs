@@ -12,9 +12,9 @@ pub enum Error {
     /// There is nothing to serve.
     #[error(transparent)]
     Store(#[from] keyframe_store::Error),
-    /// Everybody in the network could read the memory of guests.
+    /// The address is reachable from other machines, and the server has no token.
     #[error(
-        "{0} can be reached from other machines, and whoever reaches it could read the memory of the VMs"
+        "{0} can be reached from other machines, and each of them could read the memory of the VMs"
     )]
     Open(SocketAddr),
     /// A certificate or key that is none.

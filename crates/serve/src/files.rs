@@ -1,8 +1,8 @@
-//! What a server answers: files of one store, and nothing beside.
+//! Reads the files of one store for a server. No other file can be read.
 //!
-//! Packs that somebody looked at stay open for a while, so that who reads one that a prune removes
-//! gets on. Invariants: as many as [`OPEN_MAX`] are open, and answers under way take no more memory
-//! than [`MEMORY_BYTES_MAX`], but for one that is larger alone.
+//! A pack stays open for a while after a read, so that a client can read it to the end although a
+//! prune removes it. Invariants: at most [`OPEN_MAX`] packs are open. Answers in progress take at most
+//! [`MEMORY_BYTES_MAX`] of memory, except that one larger answer may be in progress alone.
 
 use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::Error;
@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 /// Files that are kept open.
 const OPEN_MAX: usize = 1024;
-/// How long one is kept open that nobody reads.
+/// How long a pack stays open after its last read.
 const OPEN_FOR: Duration = Duration::from_secs(300);
 /// For whole files that are read at the same time.
 const MEMORY_BYTES_MAX: u64 = 1 << 30;
@@ -196,8 +196,7 @@ impl Files {
         Ok(file)
     }
 
-    /// Closes files that nobody has read for a while: those that were removed take space until
-    /// then.
+    /// Closes files that were not read for a while. A removed file takes space until it is closed.
     pub fn tidy(&self) {
         let now = Instant::now();
         let mut open = self.open.lock().ignore_poison();

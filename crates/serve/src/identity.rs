@@ -22,7 +22,7 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// One that somebody has made.
+    /// The identity in these PEM files.
     pub fn of_files(certificate: &Path, key: &Path) -> Result<Self> {
         let bad = |path: &Path, problem: String| Error::Certificate {
             object: path.display().to_string(),

@@ -5,12 +5,12 @@
 //!                                                                              └─▶ Files: names that a store has ─▶ Backend
 //! ```
 //!
-//! It sends what the store's files hold, as they hold it: packs are compressed already, and what is
-//! encrypted stays so; the server needs no key. What it is asked for is described in
-//! `docs/formats/serve.md`, and read in `keyframe_store_backend::served`.
+//! The server sends the bytes of the store's files unchanged. Packs are compressed already, and
+//! encrypted files stay encrypted, so the server needs no key. `docs/formats/serve.md` describes the
+//! requests, and `keyframe_store_backend::served` parses them.
 //!
-//! Invariants: nothing is written; nobody without the token learns anything; no name leads out of
-//! the store; connections, the length of requests, the memory for answers and each wait are
+//! Invariants: the server writes nothing. A client without the token learns nothing. No name leads
+//! out of the store. Connections, the length of requests, the memory for answers and each wait are
 //! bounded.
 
 mod connection;

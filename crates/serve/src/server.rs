@@ -22,7 +22,7 @@ use zeroize::Zeroizing;
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
 /// Connections that are closed end in that time.
 const END_MAX: Duration = Duration::from_secs(5);
-/// How often files that nobody reads are closed.
+/// The time between two searches for idle open files.
 const TIDY_EVERY: Duration = Duration::from_secs(60);
 
 /// How a store is served.

@@ -337,7 +337,7 @@ impl World {
                 self.input(node, Input::Standby(StandbyEvent::FailOver { force: true }));
             }
             None if self.nodes.iter().all(|node| node.standby_state().is_some()) => {
-                self.tell("nobody has the VM any more");
+                self.tell("no host has the VM any more");
                 assert!(self.solo_death, "the VM is gone though it was protected");
                 self.came("gone");
                 self.gone = true;
