@@ -58,12 +58,13 @@ pub fn run(options: &Options) -> Result<Report, Error> {
 fn report(trace: &Trace, rounds: u16, measured: &[[Measured; 2]]) -> Report {
     let mut report = Report::new("memtrace-columns");
     let rows = trace.rows() as f64;
+    let millions = rows / 1e6;
     report.figure("rows", rows);
     report.figure("rounds", rounds.into());
     let mut totals = [(0.0, 0.0); 2];
     for (column, both) in MEMTRACE_COLUMNS.iter().zip(measured) {
         for ((encoder, measured), total) in Encoder::ALL.into_iter().zip(both).zip(&mut totals) {
-            let (ns, bytes) = (measured.ns.median() / rows, measured.bytes as f64 / rows);
+            let (ns, bytes) = (measured.ns.median() / millions, measured.bytes as f64 / millions);
             *total = (total.0 + ns, total.1 + bytes);
             add(&mut report, encoder, column.name, ns, bytes);
         }
@@ -85,29 +86,29 @@ fn chart(report: &Report) -> Figure {
         points: MEMTRACE_COLUMNS
             .iter()
             .map(|column| Point {
-                x: figure(format!("{}_{}_row_bytes", encoder.key(), column.name)),
-                y: figure(format!("{}_{}_row_time_ns", encoder.key(), column.name)),
+                x: figure(format!("{}_{}_million_rows_bytes", encoder.key(), column.name)),
+                y: figure(format!("{}_{}_million_rows_ns", encoder.key(), column.name)),
                 deviation: None,
             })
             .collect(),
     });
     let chart = Chart {
         title: "columns of memtrace.parquet".into(),
-        x: Axis::new("bytes a row", Scale::Linear),
-        y: Axis::new("median time a row, ns", Scale::Log),
+        x: Axis::new("bytes of a million rows", Scale::Linear),
+        y: Axis::new("median time for a million rows, ns", Scale::Log),
         series: series.collect(),
     };
     Figure { title: "Own column encoders and the library's".into(), charts: vec![chart] }
 }
 
 fn add(report: &mut Report, encoder: Encoder, column: &str, ns: f64, bytes: f64) {
-    report.figure(format!("{}_{column}_row_time_ns", encoder.key()), ns);
-    report.figure(format!("{}_{column}_row_bytes", encoder.key()), bytes);
+    report.figure(format!("{}_{column}_million_rows_ns", encoder.key()), ns);
+    report.figure(format!("{}_{column}_million_rows_bytes", encoder.key()), bytes);
 }
 
 /// Ratios above 1 mean that the library takes longer, or more bytes.
 fn add_ratios(report: &mut Report, column: &str) {
-    for (name, unit) in [("time", "row_time_ns"), ("bytes", "row_bytes")] {
+    for (name, unit) in [("time", "million_rows_ns"), ("bytes", "million_rows_bytes")] {
         report.ratio_of(
             format!("{column}_library_over_own_{name}"),
             &format!("library_{column}_{unit}"),

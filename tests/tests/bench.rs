@@ -70,7 +70,7 @@ fn soak_column_encoders_are_measured_beside_the_librarys() {
     let (report, _) = report(&env, &["memtrace-columns", "--rounds", "1", "--plot", "c.svg"]);
     let (figures, ratios) = (values(&report, "figures"), values(&report, "ratios"));
     for column in ["icount", "pc", "vaddr", "page", "size", "flags", "all"] {
-        for unit in ["row_time_ns", "row_bytes"] {
+        for unit in ["million_rows_ns", "million_rows_bytes"] {
             for encoder in ["own", "library"] {
                 let key = format!("{encoder}_{column}_{unit}");
                 assert!(figures[&key].as_f64() > Some(0.0), "{key}: {report}");
