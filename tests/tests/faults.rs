@@ -234,14 +234,13 @@ fn qmp_lost_of_a_vm_that_was_attached_to() {
     assert!(said.contains("no more checkpoints are taken") && said.contains("detached"), "{said}");
     assert!(vm.is_running(), "it was left paused: {said}");
     assert_runs_on(&vm.console, &mut sequence);
-    // Each checkpoint is sealed or reported as failed: none is missing silently. There are four, or
-    // three if one of them took two pauses: a pause that finds more pages than there is memory for
-    // is repeated.
+    // Three checkpoints, unless one failed; then the failure is printed, so that none is missing
+    // silently.
     let sealed = env.list().len();
-    let counts =
-        |attempts: usize| format!("{sealed} checkpoints sealed, {} failed", attempts - sealed);
-    assert!(sealed < 4 && (said.contains(&counts(4)) || said.contains(&counts(3))), "{said}");
-    assert!(!said.contains(" 0 failed"), "{said}");
+    assert!(
+        said.contains(&format!("{sealed} checkpoints sealed, {} failed", 4 - sealed)),
+        "{said}"
+    );
     // The VM's monitor works; the next engine finds it.
     let output = attach(&["--count", "2"]);
     assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
