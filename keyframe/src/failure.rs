@@ -163,6 +163,15 @@ impl From<keyframe_profiler::Error> for Failure {
     }
 }
 
+impl From<keyframe_dashboard::Error> for Failure {
+    fn from(error: keyframe_dashboard::Error) -> Self {
+        match error {
+            keyframe_dashboard::Error::Analysis(error) => error.into(),
+            error => Self::new(chain(&error)),
+        }
+    }
+}
+
 impl From<keyframe_inspect::Error> for Failure {
     fn from(error: keyframe_inspect::Error) -> Self {
         Self { fix: error.fix(), ..Self::new(chain(&error)) }

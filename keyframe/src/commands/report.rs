@@ -1,7 +1,7 @@
 //! `keyframe report`: a store or a recording as one HTML file.
 
 use super::warn_of_unreadable;
-use crate::failure::{Failure, Outcome, chain};
+use crate::failure::{Failure, Outcome};
 use crate::output;
 use keyframe_dashboard::reporting::{ReportPage, of_checkpoints, of_recording};
 use keyframe_replay::Recording;
@@ -72,23 +72,23 @@ impl Report {
             Some(recording) => {
                 let (places, sealed): (Vec<_>, Vec<_>) =
                     of_recording::checkpoints(recording, listing.sealed).into_iter().unzip();
-                of_recording::add(&mut page, recording, places).map_err(|e| failure(&e))?;
+                of_recording::add(&mut page, recording, places)?;
                 sealed
             }
             None => listing.sealed,
         };
         for out in &self.analysis {
-            of_recording::add_analysis(&mut page, out).map_err(|e| failure(&e))?;
+            of_recording::add_analysis(&mut page, out)?;
         }
         if sealed.is_empty() {
             page.line("There are no checkpoints.");
         } else {
-            of_checkpoints::add(&mut page, &sealed).map_err(|e| failure(&e))?;
+            of_checkpoints::add(&mut page, &sealed)?;
         }
         if recording.is_none() && self.vm.is_none() {
             of_checkpoints::add_store(&mut page, &store.stats().map_err(failed)?);
         }
-        page.write(&self.out).map_err(|e| failure(&e))?;
+        page.write(&self.out)?;
         output::print_line(&format!(
             "report of {} checkpoints: {}",
             sealed.len(),
@@ -104,8 +104,4 @@ impl Report {
         }
         Recording::open(&self.about).map(Some).map_err(|e| Failure::recording(&e))
     }
-}
-
-fn failure(error: &keyframe_dashboard::Error) -> Failure {
-    Failure::new(chain(error))
 }
