@@ -1,10 +1,10 @@
 //! The benchmarks by name, and the options that each of them has.
 
-use crate::error::chain;
 use crate::{
     Error, Report, evaluation, memtrace_columns, overhead, pause, replay, replication, restore,
     store,
 };
+use keyframe_units::error_chain as chain;
 use std::path::PathBuf;
 
 /// How a benchmark is run.

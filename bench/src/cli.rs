@@ -1,9 +1,9 @@
 //! The command line of `keyframe-bench`, and how the program fails.
 
 use crate::benchmark::{self, Options};
-use crate::error::chain;
 use crate::{Error, Report, store};
 use keyframe_store_keys::KeyArg;
+use keyframe_units::error_chain as chain;
 use std::fmt;
 use std::fs::OpenOptions;
 use std::io::{self, Write};

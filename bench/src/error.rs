@@ -90,17 +90,3 @@ impl Error {
         move |source| Self::Qmp { operation, source }
     }
 }
-
-/// Returns an error and its sources in one line, without repeated texts.
-pub fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(inner) = source {
-        let part = inner.to_string();
-        if !text.contains(&part) {
-            text = format!("{text}: {part}");
-        }
-        source = inner.source();
-    }
-    text
-}

@@ -118,7 +118,7 @@ pub enum Error {
     /// A message could not be written as JSON.
     #[error("encode a message")]
     EncodeMessage(#[source] serde_json::Error),
-    /// The two hosts are told different arbiters.
+    /// The two hosts were started with different arbiters.
     #[error("the primary is started {}, this standby {}", .primary.option(), .standby.option())]
     ArbitersDiffer {
         /// The primary's.
@@ -257,11 +257,7 @@ impl From<keyframe_session::error::RunDirError> for Error {
 
 /// An error and its sources in one line, with what the user can do about it on a second line.
 pub(crate) fn with_fix(error: &Error) -> String {
-    let line = keyframe_units::error_chain(error);
-    match error.fix() {
-        Some(fix) => format!("{line}\n  fix: {fix}"),
-        None => line,
-    }
+    keyframe_units::error_with_fix(error, error.fix())
 }
 
 #[cfg(test)]

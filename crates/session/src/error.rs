@@ -230,11 +230,7 @@ pub fn error_chain(error: &dyn std::error::Error) -> String {
 
 /// An error as an engine answers it to a client: its line, and the fix on a second line.
 pub(crate) fn with_fix(error: &Error) -> String {
-    let line = error_chain(error);
-    match error.fix() {
-        Some(fix) => format!("{line}\n  fix: {fix}"),
-        None => line,
-    }
+    keyframe_units::error_with_fix(error, error.fix())
 }
 
 fn listed(missing: &[(String, String)]) -> String {

@@ -12,3 +12,13 @@ pub fn error_chain(error: &dyn std::error::Error) -> String {
     }
     text
 }
+
+/// An error as users read it: [`error_chain`], and on a second line what they can do about it, if
+/// that is known.
+pub fn error_with_fix(error: &dyn std::error::Error, fix: Option<String>) -> String {
+    let line = error_chain(error);
+    match fix {
+        Some(fix) => format!("{line}\n  fix: {fix}"),
+        None => line,
+    }
+}

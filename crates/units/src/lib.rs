@@ -17,7 +17,7 @@ mod layout;
 mod pages;
 mod time;
 
-pub use error_chain::error_chain;
+pub use error_chain::{error_chain, error_with_fix};
 pub use guest::{GuestPhys, GuestRegion};
 pub use human::{human_bytes, human_duration, percentile};
 pub use layout::{BlockKind, LayoutError, RamBlock, RamLayout};

@@ -103,9 +103,5 @@ pub fn failure(error: Error) -> Failure {
 }
 
 fn with_fix(error: &Error) -> String {
-    let line = chain(error);
-    match error.fix() {
-        Some(fix) => format!("{line}\n  fix: {fix}"),
-        None => line,
-    }
+    keyframe_units::error_with_fix(error, error.fix())
 }
