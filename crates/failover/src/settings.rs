@@ -80,7 +80,7 @@ pub struct Setup {
     pub wire_bytes: usize,
     /// The standby's RAM is compared with the VM's at each epoch.
     pub verify: bool,
-    /// Is told what happens on this host.
+    /// Receives the events of this host and of its VM's session.
     pub events: SharedEventSink,
 }
 
@@ -106,7 +106,8 @@ impl Settings {
         self.quiet
     }
 
-    /// Reads the key and resolves addresses. `events` is told what happens in the VM's session.
+    /// Reads the key and resolves addresses. `events` receives the events of this host and of
+    /// its VM's session.
     pub fn resolve(&self, events: SharedEventSink) -> Result<Setup> {
         let party = self.key.party()?;
         let witness = self.witness.as_deref().map(address).transpose()?;
@@ -147,7 +148,7 @@ impl Settings {
 }
 
 impl Setup {
-    /// The arbiter, as the other host is told.
+    /// The arbiter, in the form in which the hosts exchange it.
     pub fn arbiter(&self) -> Arbiter {
         match self.arbitration {
             Arbitration::Witness => Arbiter::Witness,

@@ -66,7 +66,7 @@ pub struct WitnessServer {
 }
 
 impl WitnessServer {
-    /// Reads what the witness of `folder` knows. `events` is told of errors.
+    /// Reads the memory of the witness from `folder`. `events` receives its errors.
     pub fn open(folder: &Path, party: Party, events: SharedEventSink) -> Result<Self> {
         let path = folder.join(STATE);
         let bad = |problem| Error::WitnessState { path: path.clone(), problem };

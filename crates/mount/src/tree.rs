@@ -74,7 +74,7 @@ pub struct Tree {
     report: Report,
 }
 
-/// Is told of each different error once.
+/// A function that receives each different error once.
 pub type Report = Box<dyn Fn(&Error) + Send + Sync>;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -82,7 +82,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Tree {
-    /// Shows `store`; `report` is told of errors.
+    /// A tree of the checkpoints of `store`. `report` receives errors.
     pub fn new(store: Store, report: Report) -> Self {
         Self {
             store,

@@ -4,7 +4,7 @@
 //!   started by an engine:  the control connection is inherited; the switch ends when that
 //!                          connection has ended and no VM is connected any more
 //!   started by a user:     controllers connect to a socket, one at a time; the switch ends when
-//!                          its process is told to
+//!                          its process receives SIGINT or SIGTERM
 //!
 //!   a controller ends while the switch is held ──▶ the switch releases and goes on
 //! ```

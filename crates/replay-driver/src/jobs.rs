@@ -16,7 +16,7 @@ pub fn check_interrupted(interrupted: &AtomicBool) -> Result<()> {
     Ok(())
 }
 
-/// Returns the number of replays at a time for a user who has not given one.
+/// Returns the default number of concurrent replays: one for each core.
 pub fn core_count() -> usize {
     std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }

@@ -47,7 +47,7 @@ pub struct ProtocolParts {
     pub beating: Arc<AtomicBool>,
     /// The status that clients of the control socket see.
     pub status: SharedStatus,
-    /// Is told what happens.
+    /// Receives the events of this host.
     pub events: SharedEventSink,
     /// Set when the user wants an end.
     pub interrupted: Arc<AtomicBool>,

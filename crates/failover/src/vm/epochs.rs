@@ -92,7 +92,7 @@ impl<V: ProtectedVm> VmLoop<V> {
         }
     }
 
-    /// Runs until it is told to end, and gives the VM back.
+    /// Runs until [`VmAction::End`] arrives or `inbox` closes, and returns the VM.
     pub fn run(mut self, inbox: &Receiver<VmAction>) -> V {
         let mut wait = LOOK_EVERY;
         loop {

@@ -34,7 +34,7 @@ pub struct VmParts {
     pub policy: Box<dyn ReplicationScheduler>,
     /// The first epoch's number.
     pub first_epoch: Epoch,
-    /// Is told what goes wrong.
+    /// Receives failed resumes and other errors of the VM.
     pub events: SharedEventSink,
 }
 
@@ -52,7 +52,7 @@ pub struct CapturedParts {
     pub verify: bool,
     /// The socket of the disks' server, and the exports with their bytes.
     pub disks: Option<(PathBuf, Vec<(String, u64)>)>,
-    /// Is told what goes wrong.
+    /// Receives failed resumes and other errors of the VM.
     pub events: SharedEventSink,
 }
 
