@@ -22,6 +22,7 @@ mod exact;
 mod export;
 mod faults;
 mod forget;
+mod generated_vms;
 mod goto;
 mod graphics;
 mod group;

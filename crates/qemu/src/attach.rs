@@ -147,7 +147,7 @@ fn connect(
         }
         Monitor::Libvirt { domain, uri } => {
             running.check_domain(pid, domain)?;
-            let qmp = Qmp::connect_libvirt(domain, uri.as_deref(), &[&state.write_end])?;
+            let qmp = Qmp::connect_libvirt(domain, uri.as_deref(), &state.write_ends())?;
             Ok((qmp, Origin::Libvirt { domain: domain.clone(), uri: uri.clone() }))
         }
     }

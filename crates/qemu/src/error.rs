@@ -182,6 +182,12 @@ pub enum Error {
         #[from]
         source: keyframe_kernel::Error,
     },
+    /// The device state that QEMU is about to write cannot be read.
+    #[error("read the device state from QEMU's memory: {source}")]
+    DeviceState {
+        /// What the kernel crate says.
+        source: keyframe_kernel::Error,
+    },
     /// The VM touched a page that could not be read, and was ended.
     #[error(
         "the VM needed page {} of its RAM (block {block}, offset {offset:#x}), which could not be read, and was ended", page.0
@@ -225,7 +231,7 @@ impl Error {
             | Self::Attach { fix, .. }
             | Self::Conversion { fix, .. }
             | Self::Libvirt { fix, .. } => Some(fix.clone()),
-            Self::Memory { source } => source.fix(),
+            Self::Memory { source } | Self::DeviceState { source } => source.fix(),
             Self::Hidden { .. } => Some(
                 "give the QEMU command line of the script itself after `--`; while the script runs, this \
                  prints it: tr '\\0' ' ' < /proc/PID/cmdline"

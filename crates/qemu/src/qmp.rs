@@ -23,6 +23,7 @@ mod channel;
 mod event;
 pub(crate) mod fuzzing;
 mod lagging;
+pub(crate) mod one_command;
 mod transport;
 mod virsh;
 
@@ -425,25 +426,27 @@ impl Qmp {
                 }
                 continue;
             }
-            let ours = message.get("id").and_then(Value::as_u64) == Some(id);
-            match (message.get("return"), message.get("error")) {
-                (Some(value), None) if ours => return Ok(value.clone()),
-                // An error without an id is about a line that QEMU could not read: ours, as only
-                // one is under way.
-                (None, Some(error)) if ours || message.get("id").is_none() => {
-                    let reason =
-                        error.get("desc").and_then(Value::as_str).unwrap_or("for no reason given");
-                    return Err(Error::Refused {
-                        operation: operation.into(),
-                        reason: reason.into(),
-                    });
-                }
-                (None, None) | (Some(_), Some(_)) => {
-                    return Err(self.unexpected(operation, &message));
-                }
-                // The late answer of a command that was given up.
-                _ => {}
+            if let Some(answer) = self.match_answer(&message, id, operation) {
+                return answer;
             }
+        }
+    }
+
+    /// The answer in `message`. `None` if it is the late answer of a command that was given up.
+    fn match_answer(&self, message: &Value, id: u64, operation: &str) -> Option<Result<Value>> {
+        let ours = message.get("id").and_then(Value::as_u64) == Some(id);
+        match (message.get("return"), message.get("error")) {
+            (Some(value), None) if ours => Some(Ok(value.clone())),
+            // An error without an id is about a line that QEMU could not read: ours, as only one is
+            // under way.
+            (None, Some(error)) if ours || message.get("id").is_none() => {
+                let reason =
+                    error.get("desc").and_then(Value::as_str).unwrap_or("for no reason given");
+                let (operation, reason) = (operation.into(), reason.into());
+                Some(Err(Error::Refused { operation, reason }))
+            }
+            (None, None) | (Some(_), Some(_)) => Some(Err(self.unexpected(operation, message))),
+            _ => None,
         }
     }
 

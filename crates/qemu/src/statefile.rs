@@ -13,6 +13,7 @@
 //! that QEMU 7.2 is told to forget while the VM is paused stays in its list until a monitor closes
 //! while the VM runs.
 
+use crate::state_pipe::StatePipe;
 use crate::{Error, Qmp, Result, spawn};
 use keyframe_locks::IgnorePoison;
 use keyframe_qemu_cmdline::options::{Argument, keys, value_of};
@@ -51,6 +52,8 @@ pub(crate) struct StateFile {
     read_end: File,
     set: u32,
     number: u64,
+    /// Where QEMU writes in a one-command pause.
+    pub(crate) pipe: StatePipe,
 }
 
 impl Drop for StateFile {
@@ -80,7 +83,8 @@ impl StateFile {
                 .map_err(Error::io(operation))?;
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
         IN_USE.lock().ignore_poison().insert(number);
-        Ok(Self { write_end, read_end: File::from(fd), set, number })
+        let pipe = StatePipe::new()?;
+        Ok(Self { write_end, read_end: File::from(fd), set, number, pipe })
     }
 
     /// The arguments that give the file to a QEMU whose engine is this process.
@@ -123,8 +127,21 @@ impl StateFile {
         checked
     }
 
-    /// Has QEMU forget the file. A QEMU that does not answer is ignored.
+    /// The descriptors that QEMU is given through its monitor.
+    pub(crate) fn write_ends(&self) -> [&OwnedFd; 2] {
+        [&self.write_end, self.pipe.write_end()]
+    }
+
+    /// Gives the pipe of one-command pauses to the QEMU behind `qmp`, in a set of its own.
+    pub(crate) fn pass_pipe(&mut self, qmp: &mut Qmp) -> Result<()> {
+        let taken: Vec<u32> = sets(qmp)?.into_iter().map(|(set, _)| set).collect();
+        let mark = self.mark();
+        self.pipe.pass(qmp, first_free(&taken), &mark)
+    }
+
+    /// Has QEMU forget the file and the pipe. A QEMU that does not answer is ignored.
     pub(crate) fn take_back(&self, qmp: &mut Qmp) {
+        self.pipe.take_back(qmp);
         let _ = qmp.execute("remove-fd", Some(json!({ "fdset-id": self.set })));
     }
 
@@ -194,10 +211,13 @@ impl StateFile {
     }
 }
 
-/// Makes QEMU forget set `set` if it is one of Keyframe's: for a watchdog whose engine has ended.
+/// Makes QEMU forget set `set`, if it is one of Keyframe's, and all sets of the same engine: for a
+/// watchdog whose engine has ended.
 pub(crate) fn forget(qmp: &mut Qmp, set: u32) -> Result<()> {
-    let ours = |(number, mark): &(u32, String)| *number == set && mark.starts_with(MARK);
-    if sets(qmp)?.iter().any(ours) {
+    let all = sets(qmp)?;
+    let ours = |(number, mark): &&(u32, String)| *number == set && mark.starts_with(MARK);
+    let Some((_, engine)) = all.iter().find(ours) else { return Ok(()) };
+    for (set, _) in all.iter().filter(|(_, mark)| mark == engine) {
         qmp.execute("remove-fd", Some(json!({ "fdset-id": set })))?;
     }
     Ok(())

@@ -16,13 +16,15 @@
 //! 1. Dropping a [`Vm`] leaves the guest running; only [`Vm::kill`] ends it. A QEMU that was attached to forgets the engine.
 //! 2. A launch that fails leaves no process behind.
 
+mod one_command_pause;
+
 use crate::invocation::Invocation;
 use crate::lifetime::Lifetime;
 use crate::ramblock::{self, find_ram_blocks};
 use crate::spawn;
 use crate::statefile::StateFile;
 use crate::thread_affinity::{self, SingleCore};
-use crate::watchdog::Watched;
+use crate::watchdog::{Watched, WatchedMonitor};
 use crate::{
     AuditFinding, Error, QemuIdentity, Qmp, Result, VmExit, accelerator_check, audit, error,
     hotplug,
@@ -31,6 +33,7 @@ use keyframe_machine::HostBlock;
 use keyframe_qemu_cmdline::recording::RecordingMode;
 use keyframe_qemu_cmdline::{CommandLineError, options_added_by_wrapper};
 use keyframe_units::RamLayout;
+use one_command_pause::OneCommandPause;
 use rustix::fs::MemfdFlags;
 use serde_json::{Value, json};
 use std::any::Any;
@@ -65,6 +68,7 @@ pub struct Vm {
     lifetime: Lifetime,
     qmp: Qmp,
     state: StateFile,
+    one_command: OneCommandPause,
     user_command: Vec<String>,
     full_command: Vec<String>,
     origin: Origin,
@@ -191,6 +195,7 @@ impl Vm {
             lifetime,
             qmp,
             state,
+            one_command: OneCommandPause::default(),
             user_command,
             full_command,
             origin,
@@ -253,19 +258,24 @@ impl Vm {
         matches!(self.origin, Origin::Attached { .. } | Origin::Libvirt { .. })
     }
 
-    /// The connection that a watchdog of this VM uses: see [`crate::watchdog::Watchdog::spawn`].
+    /// What a watchdog of this VM uses: see [`crate::watchdog::Watchdog::spawn`].
     pub fn watched(&self) -> Result<Watched> {
-        match &self.origin {
-            Origin::Launched { watchdog, .. } => Ok(Watched::Monitor(watchdog.clone())),
+        let monitor = match &self.origin {
+            Origin::Launched { watchdog, .. } => WatchedMonitor::Own(watchdog.clone()),
             Origin::Libvirt { domain, uri } => {
                 let set = Some(self.state.set());
-                Ok(Watched::Libvirt { domain: domain.clone(), uri: uri.clone(), set })
+                WatchedMonitor::Libvirt { domain: domain.clone(), uri: uri.clone(), set }
             }
             Origin::Restored | Origin::Attached { .. } => match self.qmp.duplicate()? {
-                Some(socket) => Ok(Watched::Shared { socket, set: self.state.set() }),
-                None => Err(Error::Watchdog { problem: "the VM's monitor is no socket".into() }),
+                Some(socket) => WatchedMonitor::Shared { socket, set: self.state.set() },
+                None => {
+                    return Err(Error::Watchdog {
+                        problem: "the VM's monitor is no socket".into(),
+                    });
+                }
             },
-        }
+        };
+        Ok(Watched { monitor, pipe: Some(self.state.pipe.duplicate()?) })
     }
 
     pub(crate) fn origin_detail(&self) -> &Origin {
@@ -586,14 +596,4 @@ pub(crate) fn check_target(qmp: &mut Qmp, binary: &Path) -> Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_path_that_no_socket_can_have_is_refused() {
-        let long = PathBuf::from(format!("/{}", "x".repeat(120)));
-        assert!(socket_config(&[("a", long)]).is_err());
-        assert!(socket_config(&[("a", "/a\"b".into())]).is_err());
-        assert!(socket_config(&[("a", "/a,b c".into())]).unwrap().contains("path = \"/a,b c\""));
-    }
-}
+mod tests;

@@ -8,9 +8,10 @@ use crate::{Error, Event, Qmp, Result, RunStatus, Vm};
 use keyframe_machine::{HostBlock, MachineSpec, VmmKind};
 use keyframe_units::RamLayout;
 use keyframe_vmm::{
-    Ability, AuditFinding, Capabilities, LazyLoading, Lineage, PauseWatchdog, PlanOptions,
-    Residency, RestorePlan, RestoreRam, RestoreSource, RestoredVm, Restorer, Resumer,
-    RollbackTarget, RunState, StopOutcome, VmEvent, VmExit, VmOrigin, Vmm, VmmError, VmmErrorKind,
+    Ability, AuditFinding, Capabilities, ForeignOperation, LazyLoading, Lineage, PauseWatchdog,
+    PlanOptions, Residency, RestorePlan, RestoreRam, RestoreSource, RestoredVm, Restorer, Resumer,
+    RollbackTarget, RunState, SavedPause, StopOutcome, VmEvent, VmExit, VmOrigin, Vmm, VmmError,
+    VmmErrorKind,
 };
 use std::any::Any;
 use std::fs::File;
@@ -140,6 +141,27 @@ impl Vmm for Vm {
         Ok(self.qmp().cont()?)
     }
 
+    fn resume_after_stop(&mut self) -> Result<(), VmmError> {
+        // In any other state than that of our `stop`, another client has the VM: it migrates it
+        // away or dumps it, and resumes it when that is over.
+        match self.qmp().status()? {
+            RunStatus::Paused => Ok(self.qmp().cont()?),
+            _ => Ok(()),
+        }
+    }
+
+    fn foreign_operation(&mut self) -> Result<Option<ForeignOperation>, VmmError> {
+        Ok(self.qmp().foreign_operation()?)
+    }
+
+    fn pause_and_save(&mut self) -> Result<Option<SavedPause>, VmmError> {
+        Ok(self.pause_by_one_command()?)
+    }
+
+    fn end_saved_pause(&mut self) -> Result<(), VmmError> {
+        Ok(self.end_one_command_pause()?)
+    }
+
     fn resume_by_new_connection(&mut self) {
         // QEMU accepts a new client once the lost connection is closed. A launched VM has a second
         // monitor, which its watchdog uses.
@@ -203,6 +225,10 @@ impl PauseWatchdog for Watchdog {
         Ok(self.arm(limit)?)
     }
 
+    fn arm_for_saved_pause(&mut self, limit: Duration) -> Result<(), VmmError> {
+        Ok(self.arm_for_pipe(limit)?)
+    }
+
     fn disarm(&mut self) -> Result<bool, VmmError> {
         Ok(self.disarm()?.0)
     }
@@ -212,7 +238,7 @@ impl PauseWatchdog for Watchdog {
     }
 
     fn resume_now(&mut self) {
-        if self.arm(Duration::ZERO).is_ok() {
+        if self.fire_now().is_ok() {
             std::thread::sleep(RESCUE_TIME);
         }
     }

@@ -6,6 +6,7 @@
 //!
 //! ```text
 //!   engine ──▶ A<ms>   armed: a pause begins, and ends within <ms> milliseconds
+//!   engine ──▶ P<ms>   armed for a one-command pause: QEMU waits for the pipe, and resumes the VM itself
 //!   engine ──▶ D       disarmed: the pause has ended
 //!   engine ──▶ B       between: a rollback replaces the VM's state; the VM must not run
 //!   engine ──▶ E       the engine ends in good order
@@ -23,7 +24,8 @@
 //!   any ──B──▶ between ──A or D──▶ as above           between ──end of input──▶ QEMU is ended, exit with an error
 //! ```
 //!
-//! To fire means to send `cont` if the VM is paused. The `stop` of an engine that stalls or died may
+//! To fire means to send `cont` if the VM is paused. In a one-command pause it means to empty the
+//! pipe for which QEMU waits; `cont` would undo the pause of another client. The `stop` of an engine that stalls or died may
 //! still be on its way to QEMU when the deadline passes, so the watchdog keeps checking. The engine
 //! arms the watchdog only to pause a running VM. A VM that a user paused is not resumed.
 //!
@@ -37,7 +39,7 @@
 
 mod watched;
 
-pub use watched::Watched;
+pub use watched::{Watched, WatchedMonitor};
 
 use crate::{Error, Result};
 use keyframe_vmm::Resumer;
@@ -67,6 +69,7 @@ const LINE_BYTES_MAX: usize = 64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Order {
     Arm(Duration),
+    ArmPipe(Duration),
     Disarm,
     Between,
     End,
@@ -98,8 +101,9 @@ fn parse(line: &str) -> Result<Order> {
         Some(("D", "")) => Ok(Order::Disarm),
         Some(("E", "")) => Ok(Order::End),
         Some(("B", "")) => Ok(Order::Between),
-        Some(("A", ms)) => {
-            ms.parse().map(|ms| Order::Arm(Duration::from_millis(ms))).map_err(|_| bad())
+        Some((order @ ("A" | "P"), ms)) => {
+            let limit = ms.parse().map(Duration::from_millis).map_err(|_| bad())?;
+            Ok(if order == "A" { Order::Arm(limit) } else { Order::ArmPipe(limit) })
         }
         _ => Err(bad()),
     }
@@ -109,6 +113,8 @@ fn parse(line: &str) -> Result<Order> {
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Dog {
     deadline: Option<Instant>,
+    /// Whether the deadline is that of a one-command pause.
+    by_pipe: bool,
     between: bool,
 }
 
@@ -117,12 +123,13 @@ impl Dog {
     fn obey(&mut self, order: Order, now: Instant) -> bool {
         match order {
             // A deadline beyond the clock's end never comes.
-            Order::Arm(limit) => self.deadline = now.checked_add(limit),
+            Order::Arm(limit) | Order::ArmPipe(limit) => self.deadline = now.checked_add(limit),
             Order::Disarm | Order::Between => self.deadline = None,
             Order::End => {}
         }
         if order != Order::End {
             self.between = order == Order::Between;
+            self.by_pipe = matches!(order, Order::ArmPipe(_));
         }
         matches!(order, Order::Disarm | Order::Between)
     }
@@ -147,9 +154,10 @@ impl Dog {
 /// Errors: the monitor cannot be reached; an order cannot be parsed. An armed watchdog fires before
 /// it returns an error.
 pub fn run(watched: Watched, commands: impl Read + AsFd, reports: impl Write) -> Result<()> {
-    let reach = Reach::to(watched)?;
+    let reach = Reach::to(watched.monitor)?;
     let mut runner = Runner {
         reach,
+        pipe: watched.pipe,
         commands,
         reports,
         dog: Dog::default(),
@@ -172,6 +180,8 @@ pub fn run(watched: Watched, commands: impl Read + AsFd, reports: impl Write) ->
 
 struct Runner<R, W> {
     reach: Reach,
+    /// The pipe for which QEMU waits in a one-command pause.
+    pipe: Option<OwnedFd>,
     commands: R,
     reports: W,
     dog: Dog,
@@ -251,6 +261,9 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
 
     /// Resumes the VM if it is paused; true if it did.
     fn resume(&mut self) -> Result<bool> {
+        if self.dog.by_pipe {
+            return self.empty_pipe();
+        }
         match self.reach.resume(Instant::now()) {
             // QEMU is busy, perhaps with the very `stop` (it flushes disks): look again.
             Err(Error::Timeout { .. }) => Ok(false),
@@ -258,8 +271,34 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
         }
     }
 
-    /// Ends the pause of an engine that has ended, also one whose `stop` is still on its way.
+    /// Empties the pipe for which QEMU waits; true if something was in it.
+    fn empty_pipe(&self) -> Result<bool> {
+        let Some(pipe) = &self.pipe else { return Ok(false) };
+        let mut chunk = [0; 16 << 10];
+        let mut was_filled = false;
+        loop {
+            match rustix::io::read(pipe, &mut chunk[..]) {
+                Ok(0) | Err(rustix::io::Errno::AGAIN) => return Ok(was_filled),
+                Ok(_) => was_filled = true,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(e) => return Err(Error::io("empty the pipe for device state")(e)),
+            }
+        }
+    }
+
+    /// Ends the pause of an engine that has ended, also one whose command is still on its way.
     fn rescue(&mut self) -> Result<()> {
+        if self.dog.by_pipe {
+            // QEMU serves no monitor before it can write. Without a reader it could not write.
+            let until = Instant::now() + LAST_STOP;
+            while Instant::now() < until {
+                self.empty_pipe()?;
+                std::thread::sleep(LOOK_EVERY);
+            }
+            self.pipe = None;
+            self.reach.take_over()?;
+            return self.reach.forget_engine();
+        }
         self.reach.take_over()?;
         let began = Instant::now();
         let mut until = began + LAST_STOP;
@@ -320,6 +359,8 @@ pub struct Watchdog {
     stdin: Option<ChildStdin>,
     stdout: ChildStdout,
     lines: Lines,
+    /// Whether it was armed last for a one-command pause.
+    is_for_pipe: bool,
 }
 
 impl Watchdog {
@@ -355,7 +396,8 @@ impl Watchdog {
     /// The process must be in a process group of its own, so that Ctrl-C does not end it together
     /// with the engine. Error: [`Error::Watchdog`] if it ends or does not answer.
     pub fn new(child: Child, stdin: ChildStdin, stdout: ChildStdout) -> Result<Self> {
-        let mut watchdog = Self { child, stdin: Some(stdin), stdout, lines: Lines::default() };
+        let (stdin, lines) = (Some(stdin), Lines::default());
+        let mut watchdog = Self { child, stdin, stdout, lines, is_for_pipe: false };
         match watchdog.ask("D\n", CONNECT_TIMEOUT + ANSWER_TIMEOUT) {
             Ok(_) => Ok(watchdog),
             Err(e) => {
@@ -368,7 +410,20 @@ impl Watchdog {
     /// Starts watching: the watchdog resumes the VM unless it is disarmed within `limit`. Call it
     /// before `stop`.
     pub fn arm(&mut self, limit: Duration) -> Result<()> {
+        self.is_for_pipe = false;
         self.order(&format!("A{}\n", limit.as_millis()))
+    }
+
+    /// As [`Watchdog::arm`], for a one-command pause: the watchdog empties the pipe for which QEMU
+    /// waits.
+    pub fn arm_for_pipe(&mut self, limit: Duration) -> Result<()> {
+        self.is_for_pipe = true;
+        self.order(&format!("P{}\n", limit.as_millis()))
+    }
+
+    /// Has the watchdog end the pause for which it was armed last.
+    pub fn fire_now(&mut self) -> Result<()> {
+        if self.is_for_pipe { self.arm_for_pipe(Duration::ZERO) } else { self.arm(Duration::ZERO) }
     }
 
     /// Stops watching. Call it after `cont`. [`Fired`] says whether the watchdog has resumed the VM

@@ -144,7 +144,7 @@ fn the_watchdog_resumes_a_real_vm_whose_engine_is_gone() {
         let (commands, mut orders) = std::io::pipe().unwrap();
         let socket = dir.path().join("watchdog.sock");
         let dog = std::thread::spawn(move || {
-            watchdog::run(Watched::Monitor(socket), commands, std::io::sink())
+            watchdog::run(Watched::by_monitor(socket), commands, std::io::sink())
         });
         orders.write_all(b"A600000\n").unwrap();
         assert!(guest.vm.qmp().stop().unwrap().was_running);

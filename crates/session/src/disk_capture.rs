@@ -101,6 +101,11 @@ pub trait DiskCapture: Send {
         Ok(())
     }
 
+    /// Whether [`DiskCapture::cut`] sends commands to the monitors of the paused VMs.
+    fn cuts_by_monitor(&self) -> bool {
+        false
+    }
+
     /// Bytes written since the last cut, if that is known.
     fn written_bytes(&self) -> Option<u64> {
         None
@@ -311,6 +316,10 @@ impl DiskCapture for FleecedDiskCapture {
 
     fn is_busy(&self) -> bool {
         Self::is_busy(self)
+    }
+
+    fn cuts_by_monitor(&self) -> bool {
+        true
     }
 
     fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError> {

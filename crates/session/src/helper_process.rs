@@ -52,7 +52,7 @@ pub fn run_if_asked() {
 /// ends. One word alone is the path of QEMU's monitor socket.
 pub fn watch(words: &[OsString]) -> Result<()> {
     let watched = match words {
-        [path] => Watched::Monitor(path.into()),
+        [path] => Watched::by_monitor(path.into()),
         words => Watched::parse(words)?,
     };
     Ok(watchdog::run(watched, std::io::stdin(), std::io::stdout())?)

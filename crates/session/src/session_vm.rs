@@ -19,7 +19,7 @@ use keyframe_capture::{BoxError, PauseSteps, PauseVerdict, StopOutcome};
 use keyframe_qemu::Vm;
 use keyframe_store::MachineMeta;
 use keyframe_units::RamLayout;
-use keyframe_vmm::{PauseWatchdog, VmOrigin, Vmm, WatchedVm};
+use keyframe_vmm::{ForeignOperation, PauseForm, PauseWatchdog, VmOrigin, Vmm, WatchedVm};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,6 +33,18 @@ pub enum SessionVmError {
          unplug it, or start the VM with it"
     )]
     DiscardsRam,
+    /// Another client migrates or dumps the VM, which must be paused by separate commands.
+    #[error(
+        "{}, and the commands of a pause would disturb that; checkpoints go on when it is over",
+        match operation {
+            ForeignOperation::Migration => "another client migrates the VM",
+            ForeignOperation::Dump => "another client dumps the VM's memory",
+        }
+    )]
+    Busy {
+        /// What the other client has begun.
+        operation: ForeignOperation,
+    },
     /// The operation exists in QEMU alone.
     #[error("only QEMU can do this, and another VMM runs this VM")]
     NotQemu,
@@ -65,7 +77,7 @@ impl SessionVm {
         pause_limit: Duration,
         watches_discards: bool,
     ) -> Self {
-        let watched = WatchedVm::new(vm, watchdog, pause_limit);
+        let watched = WatchedVm::new(vm, watchdog, pause_limit).with_form(PauseForm::OneCommand);
         Self { watched, monitor: None, recorded: None, watches_discards }
     }
 
@@ -77,8 +89,15 @@ impl SessionVm {
 
     /// The same VM, which is recorded or replays a recording.
     #[must_use]
-    pub fn recorded(self) -> Self {
+    pub fn recorded(mut self) -> Self {
+        // In the pause, QEMU is asked for the instruction and for requests under way.
+        self.watched.set_form(PauseForm::Separate);
         Self { recorded: Some(RecordedState::default()), ..self }
+    }
+
+    /// Has the VM paused by separate commands, because its disks need others in the pause.
+    pub fn pause_by_separate_commands(&mut self) {
+        self.watched.set_form(PauseForm::Separate);
     }
 
     /// The VM.
@@ -223,6 +242,12 @@ impl SessionVm {
 
 impl PauseSteps for SessionVm {
     fn prepare_pause(&mut self) -> Result<(), BoxError> {
+        if self.watched.form() == PauseForm::Separate
+            && self.recorded.is_none()
+            && let Some(operation) = self.vm_mut().foreign_operation()?
+        {
+            return Err(SessionVmError::Busy { operation }.into());
+        }
         self.may_answer_late(false);
         self.on_queues(|queues, vm| queues.await_rest(vm.qmp())).unwrap_or(Ok(()))
     }
@@ -243,7 +268,7 @@ impl PauseSteps for SessionVm {
         if let Some(position) = position {
             let _ = position.set(self.qemu()?.qmp().icount()?);
         }
-        Ok(self.vm_mut().save_devices()?)
+        Ok(self.watched.save_devices()?)
     }
 
     fn release(&mut self, _: StopOutcome) -> Result<(), BoxError> {

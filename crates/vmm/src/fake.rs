@@ -16,7 +16,7 @@
 
 use crate::{
     AuditFinding, Capabilities, Lineage, PauseWatchdog, Resumer, RollbackTarget, RunState,
-    StopOutcome, VmEvent, VmExit, VmOrigin, Vmm, VmmError, VmmErrorKind,
+    SavedPause, StopOutcome, VmEvent, VmExit, VmOrigin, Vmm, VmmError, VmmErrorKind,
 };
 use keyframe_machine::{HostBlock, MachineSpec, VmmKind};
 use keyframe_units::{
@@ -51,6 +51,10 @@ pub enum Step {
     DrainEvents,
     /// [`Vmm::stop`].
     Stop,
+    /// [`Vmm::pause_and_save`].
+    PauseAndSave,
+    /// [`Vmm::end_saved_pause`].
+    EndSavedPause,
     /// [`Vmm::save_devices`].
     SaveDevices,
     /// [`Vmm::resume`].
@@ -115,6 +119,10 @@ struct FakeState {
     exit: Option<ExitStatus>,
     monitor_lost: bool,
     ran_meanwhile: bool,
+    /// Whether the VM can be paused by one command.
+    saves_in_pause: bool,
+    /// Whether such a command holds the VM, and whether the VM ran before.
+    saved_pause: Option<bool>,
     watchdog: WatchdogState,
     events: VecDeque<VmEvent>,
     script: BTreeMap<Step, VecDeque<Incident>>,
@@ -134,6 +142,13 @@ impl FakeState {
         if !self.runs && self.exit.is_none() {
             self.runs = true;
             self.events.push_back(VmEvent::Resumed);
+        }
+    }
+
+    /// Ends the command that holds the VM, as the VMM does by itself.
+    fn end_saved_pause(&mut self) {
+        if self.saved_pause.take() == Some(true) {
+            self.resume();
         }
     }
 
@@ -223,6 +238,8 @@ impl FakeVm {
             exit: None,
             monitor_lost: false,
             ran_meanwhile: false,
+            saves_in_pause: false,
+            saved_pause: None,
             watchdog: WatchdogState::default(),
             events: VecDeque::new(),
             script: BTreeMap::new(),
@@ -344,6 +361,26 @@ impl Vmm for FakeVm {
         })
     }
 
+    fn pause_and_save(&mut self) -> Result<Option<SavedPause>, VmmError> {
+        if !lock(&self.shared).saves_in_pause {
+            return Ok(None);
+        }
+        self.run(Step::PauseAndSave, |state| {
+            let stop = if state.runs { StopOutcome::Stopped } else { StopOutcome::AlreadyPaused };
+            state.saved_pause = Some(state.runs);
+            state.pause();
+            state.ran_meanwhile = false;
+            Ok(Some(SavedPause { stop, device_state: state.device_state.clone() }))
+        })
+    }
+
+    fn end_saved_pause(&mut self) -> Result<(), VmmError> {
+        self.run(Step::EndSavedPause, |state| {
+            state.end_saved_pause();
+            Ok(())
+        })
+    }
+
     fn resume_by_new_connection(&mut self) {
         let mut state = enter(&self.shared, Step::ResumeByNewConnection);
         if state.enter(Step::ResumeByNewConnection).is_ok() {
@@ -415,6 +452,10 @@ impl PauseWatchdog for FakeWatchdog {
         Ok(())
     }
 
+    fn arm_for_saved_pause(&mut self, limit: Duration) -> Result<(), VmmError> {
+        self.arm(limit)
+    }
+
     fn disarm(&mut self) -> Result<bool, VmmError> {
         let mut state = enter(&self.shared, Step::Disarm);
         state.enter(Step::Disarm)?;
@@ -433,7 +474,11 @@ impl PauseWatchdog for FakeWatchdog {
         let mut state = enter(&self.shared, Step::ResumeNow);
         if state.enter(Step::ResumeNow).is_ok() {
             state.watchdog.has_fired |= !state.runs;
-            state.resume();
+            if state.saved_pause.is_some() {
+                state.end_saved_pause();
+            } else {
+                state.resume();
+            }
         }
     }
 
@@ -465,6 +510,11 @@ impl FakeControl {
     /// Sets how Keyframe came to control the VM.
     pub fn set_origin(&self, origin: VmOrigin) {
         lock(&self.shared).origin = origin;
+    }
+
+    /// Has the VMM know a command that is a whole pause ([`Vmm::pause_and_save`]).
+    pub fn save_in_pause(&self) {
+        lock(&self.shared).saves_in_pause = true;
     }
 
     /// True if the VMM has ended.

@@ -40,10 +40,10 @@ pub use audit::{AuditFinding, Severity};
 pub use capabilities::{Ability, Capabilities, Support, Unsupported};
 pub use error::{VmmError, VmmErrorKind};
 pub use keyframe_machine::{HostBlock, Lineage, MachineSpec, RamSource, VmmKind};
-pub use pause::{Pause, PauseVerdict, PauseWatchdog, WatchedVm};
+pub use pause::{Pause, PauseForm, PauseVerdict, PauseWatchdog, WatchedVm};
 pub use restore::{
     LazyLoading, PlanOptions, Residency, RestorePlan, RestoreRam, RestoreSource, RestoredVm,
     Restorer, RollbackTarget, SharedRamSource,
 };
 pub use resumer::Resumer;
-pub use vm::{RunState, StopOutcome, VmEvent, VmExit, VmOrigin, Vmm};
+pub use vm::{ForeignOperation, RunState, SavedPause, StopOutcome, VmEvent, VmExit, VmOrigin, Vmm};

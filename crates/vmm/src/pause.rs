@@ -1,6 +1,15 @@
 //! The guarded pause of a VM.
+//!
+//! ```text
+//!   one command      the VMM stops the VM, saves its devices, waits for the engine, and resumes the VM
+//!   separate         stop ─▶ save the devices ─▶ resume, with other commands of the engine in between
+//! ```
+//!
+//! In a pause by one command the VMM serves no other client. In a pause by separate commands it does:
+//! if another client stops the VM between `stop` and `resume`, the VM cannot be told from one that only
+//! the engine stopped, and `resume` undoes that client's command.
 
-use crate::{StopOutcome, Vmm, VmmError};
+use crate::{SavedPause, StopOutcome, Vmm, VmmError};
 use std::time::Duration;
 
 /// How long a VM may stand still without a sign of the engine: longer than a checkpoint takes to be
@@ -15,6 +24,10 @@ pub trait PauseWatchdog: Send {
     /// resumes the VM.
     fn arm(&mut self, limit: Duration) -> Result<(), VmmError>;
 
+    /// As [`PauseWatchdog::arm`], before [`Vmm::pause_and_save`]: unless disarmed within `limit`, the
+    /// watchdog ends the VMM's command.
+    fn arm_for_saved_pause(&mut self, limit: Duration) -> Result<(), VmmError>;
+
     /// Stops watching. True if the watchdog has resumed the VM since it was armed.
     fn disarm(&mut self) -> Result<bool, VmmError>;
 
@@ -27,6 +40,15 @@ pub trait PauseWatchdog: Send {
 
     /// Disarms and ends the watchdog.
     fn end(self: Box<Self>);
+}
+
+/// The commands of a pause.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PauseForm {
+    /// One command, if the VMM has one ([`Vmm::pause_and_save`]); otherwise separate commands.
+    OneCommand,
+    /// Separate commands, so that other commands fit in between.
+    Separate,
 }
 
 /// Whether the VM stood still during a whole pause.
@@ -46,16 +68,47 @@ pub struct WatchedVm<V: Vmm + ?Sized = dyn Vmm> {
     vm: Box<V>,
     watchdog: Box<dyn PauseWatchdog>,
     limit: Duration,
+    form: PauseForm,
     /// Present between `hold` and `settle`.
-    held: Option<StopOutcome>,
+    held: Option<HeldVm>,
     /// Present during a standstill: its own stop.
     standstill: Option<StopOutcome>,
+}
+
+/// A VM between `hold` and `settle`.
+struct HeldVm {
+    stop: StopOutcome,
+    form: PauseForm,
+    /// The device state, if the VM is held by one command and the state was not fetched yet.
+    device_state: Option<Vec<u8>>,
+}
+
+impl HeldVm {
+    fn by_separate_commands(stop: StopOutcome) -> Self {
+        Self { stop, form: PauseForm::Separate, device_state: None }
+    }
 }
 
 impl<V: Vmm + ?Sized> WatchedVm<V> {
     /// Guards the pauses of `vm`: `watchdog` ends each pause after `limit`.
     pub fn new(vm: Box<V>, watchdog: Box<dyn PauseWatchdog>, limit: Duration) -> Self {
-        Self { vm, watchdog, limit, held: None, standstill: None }
+        Self { vm, watchdog, limit, form: PauseForm::Separate, held: None, standstill: None }
+    }
+
+    /// The same VM, paused by the commands of `form`.
+    #[must_use]
+    pub fn with_form(self, form: PauseForm) -> Self {
+        Self { form, ..self }
+    }
+
+    /// The commands of the next pause.
+    pub fn form(&self) -> PauseForm {
+        self.form
+    }
+
+    /// Has later pauses use the commands of `form`.
+    pub fn set_form(&mut self, form: PauseForm) {
+        self.form = form;
     }
 
     /// The VM.
@@ -84,20 +137,44 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
     ///
     /// During a standstill the VM is paused already, and the watchdog stays as it is.
     pub fn hold(&mut self) -> Result<StopOutcome, VmmError> {
-        let outcome = if self.standstill.is_some() {
-            StopOutcome::AlreadyPaused
+        let held = if self.standstill.is_some() {
+            HeldVm::by_separate_commands(StopOutcome::AlreadyPaused)
         } else {
-            self.stop_watched(self.limit)?
+            let saved = match self.form {
+                PauseForm::OneCommand => self.pause_and_save()?,
+                PauseForm::Separate => None,
+            };
+            match saved {
+                Some(SavedPause { stop, device_state }) => {
+                    let device_state = Some(device_state);
+                    HeldVm { stop, form: PauseForm::OneCommand, device_state }
+                }
+                None => HeldVm::by_separate_commands(self.stop_watched(self.limit)?),
+            }
         };
-        self.held = Some(outcome);
-        Ok(outcome)
+        let stop = held.stop;
+        self.held = Some(held);
+        Ok(stop)
+    }
+
+    /// The state of all devices of the held VM.
+    pub fn save_devices(&mut self) -> Result<Vec<u8>, VmmError> {
+        match self.held.as_mut().and_then(|held| held.device_state.take()) {
+            Some(device_state) => Ok(device_state),
+            None => self.vm.save_devices(),
+        }
     }
 
     /// Resumes the VM if [`WatchedVm::hold`] stopped it. If the monitor fails, the watchdog and a new
     /// connection resume it instead, and the error is returned.
     pub fn release(&mut self) -> Result<(), VmmError> {
-        match self.held {
-            Some(StopOutcome::Stopped) => self.resume_or_rescue(),
+        match &self.held {
+            Some(HeldVm { form: PauseForm::OneCommand, .. }) => {
+                self.vm.end_saved_pause().inspect_err(|_| self.watchdog.resume_now())
+            }
+            Some(HeldVm { stop: StopOutcome::Stopped, .. }) => {
+                self.vm.resume_after_stop().inspect_err(|_| self.rescue())
+            }
             _ => Ok(()),
         }
     }
@@ -105,16 +182,12 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
     /// Disarms the watchdog after [`WatchedVm::release`], and tells whether the VM ran during the
     /// pause.
     pub fn settle(&mut self) -> Result<PauseVerdict, VmmError> {
-        let fired = match self.held.take() {
-            Some(StopOutcome::Stopped) => self.watchdog.disarm()?,
-            _ => false,
-        };
-        let resumed_by_other = self.vm.ran_meanwhile()?;
-        Ok(if fired || resumed_by_other {
-            PauseVerdict::RanMeanwhile
-        } else {
-            PauseVerdict::Undisturbed
-        })
+        let is_armed = self.held.take().is_some_and(|held| {
+            held.form == PauseForm::OneCommand || held.stop == StopOutcome::Stopped
+        });
+        let fired = if is_armed { self.watchdog.disarm()? } else { false };
+        let ran = self.vm.ran_meanwhile()?;
+        Ok(if fired || ran { PauseVerdict::RanMeanwhile } else { PauseVerdict::Undisturbed })
     }
 
     /// Gives up a pause whose look failed: releases and settles it, and ignores errors.
@@ -175,6 +248,18 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         Ok(())
     }
 
+    /// Pauses the VM by one command. `None` if its VMM cannot do so; the VM is as it was.
+    fn pause_and_save(&mut self) -> Result<Option<SavedPause>, VmmError> {
+        self.watchdog.arm_for_saved_pause(self.limit)?;
+        // After an error the watchdog stays armed, because the command may still be on its way.
+        let saved = self.vm.pause_and_save().inspect_err(|_| self.watchdog.resume_now())?;
+        if saved.is_none() {
+            let _ = self.watchdog.disarm()?;
+            self.form = PauseForm::Separate;
+        }
+        Ok(saved)
+    }
+
     fn stop_watched(&mut self, limit: Duration) -> Result<StopOutcome, VmmError> {
         self.watchdog.arm(limit)?;
         match self.vm.stop() {
@@ -217,7 +302,7 @@ pub struct Pause<'a, V: Vmm + ?Sized = dyn Vmm> {
 impl<V: Vmm + ?Sized> Pause<'_, V> {
     /// True if the VM ran before the pause.
     pub fn was_running(&self) -> bool {
-        self.watched.held == Some(StopOutcome::Stopped)
+        self.watched.held.as_ref().is_some_and(|held| held.stop == StopOutcome::Stopped)
     }
 
     /// The paused VM.
@@ -227,7 +312,7 @@ impl<V: Vmm + ?Sized> Pause<'_, V> {
 
     /// The state of all devices.
     pub fn save_devices(&mut self) -> Result<Vec<u8>, VmmError> {
-        self.watched.vm.save_devices()
+        self.watched.save_devices()
     }
 
     /// Ends the pause, and tells whether the VM ran during it.

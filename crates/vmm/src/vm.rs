@@ -55,6 +55,24 @@ pub enum StopOutcome {
     AlreadyPaused,
 }
 
+/// An operation on the VM that another client of the VMM has begun.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ForeignOperation {
+    /// The VM is migrated to another host.
+    Migration,
+    /// Its RAM is dumped to a file.
+    Dump,
+}
+
+/// A VM that one command of its VMM holds, and its device state.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SavedPause {
+    /// Whether the VM ran before.
+    pub stop: StopOutcome,
+    /// The state of all devices, in the VMM's own format.
+    pub device_state: Vec<u8>,
+}
+
 /// How a VMM's process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VmExit {
@@ -144,12 +162,42 @@ pub trait Vmm: Send {
     /// Resumes the virtual CPUs. Does nothing if they run.
     fn resume(&mut self) -> Result<(), VmmError>;
 
+    /// Resumes the virtual CPUs after [`Vmm::stop`], if the VM is in the state in which that call left
+    /// it. Otherwise it leaves the VM alone: another client has migrated it away, for example.
+    fn resume_after_stop(&mut self) -> Result<(), VmmError> {
+        self.resume()
+    }
+
+    /// What another client has the VMM do that [`Vmm::stop`] and [`Vmm::resume`] would disturb; `None`
+    /// if there is nothing.
+    fn foreign_operation(&mut self) -> Result<Option<ForeignOperation>, VmmError> {
+        Ok(None)
+    }
+
+    /// Pauses the VM and saves its devices by one command, at the end of which the VMM resumes the VM
+    /// by itself, if it ran before. Commands of other clients are carried out after the pause.
+    /// [`Vmm::end_saved_pause`] ends the command, and so does the end of this process.
+    ///
+    /// `None` if that is not possible: the VM is as it was. On an error the command may still be
+    /// under way; the VMM ends it by itself.
+    ///
+    /// Use [`WatchedVm::hold`](crate::WatchedVm::hold) instead: it guards the pause.
+    fn pause_and_save(&mut self) -> Result<Option<SavedPause>, VmmError> {
+        Ok(None)
+    }
+
+    /// Ends the pause of [`Vmm::pause_and_save`], and waits until the VMM has resumed the VM.
+    fn end_saved_pause(&mut self) -> Result<(), VmmError> {
+        Ok(())
+    }
+
     /// Resumes the virtual CPUs another way, after [`Vmm::resume`] failed: for example over a new
     /// connection to the monitor. The default does nothing.
     fn resume_by_new_connection(&mut self) {}
 
     /// Whether another client resumed the VM between the last [`Vmm::stop`] and the
-    /// [`Vmm::resume`] after it, or until now if there was none.
+    /// [`Vmm::resume`] after it, or until now if there was none. After [`Vmm::pause_and_save`]:
+    /// whether the VM ran before [`Vmm::end_saved_pause`].
     fn ran_meanwhile(&mut self) -> Result<bool, VmmError>;
 
     /// The state of all devices, in the VMM's own format. The VM must be paused.

@@ -64,7 +64,7 @@ fn runner(path: &Path) -> (std::fs::File, BufReader<std::fs::File>, JoinHandle<R
     };
     let ((commands, orders), (answers, reports)) = (pipe(), pipe());
     let path = path.to_owned();
-    let thread = std::thread::spawn(move || run(Watched::Monitor(path), commands, reports));
+    let thread = std::thread::spawn(move || run(Watched::by_monitor(path), commands, reports));
     (orders, BufReader::new(answers), thread)
 }
 

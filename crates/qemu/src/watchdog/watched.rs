@@ -38,9 +38,18 @@ const CONT: &[u8] = b"{\"execute\": \"cont\", \"id\": \"keyframe-watchdog\"}\n";
 
 /// What a watchdog watches.
 #[derive(Debug)]
-pub enum Watched {
+pub struct Watched {
+    /// The monitor by which it resumes the VM.
+    pub monitor: WatchedMonitor,
+    /// The read end of the pipe for which QEMU waits in a one-command pause. It does not block.
+    pub pipe: Option<OwnedFd>,
+}
+
+/// The monitor of a watchdog.
+#[derive(Debug)]
+pub enum WatchedMonitor {
     /// A monitor of its own, at this socket.
-    Monitor(PathBuf),
+    Own(PathBuf),
     /// The engine's connection to its monitor.
     Shared {
         /// The connection.
@@ -59,18 +68,60 @@ pub enum Watched {
     },
 }
 
+/// The first of the words that name the pipe.
+const PIPE: &str = "pipe";
+
 impl Watched {
+    /// A VM without a pipe, whose watchdog has a monitor of its own at socket `monitor`.
+    pub fn by_monitor(monitor: PathBuf) -> Self {
+        Self { monitor: WatchedMonitor::Own(monitor), pipe: None }
+    }
+
     /// The words of a command line that [`Watched::parse`] reads in a child that has inherited
     /// [`Watched::inherited`].
     pub(super) fn words(&self) -> Vec<OsString> {
+        let pipe = self.pipe.iter().flat_map(|pipe| [PIPE.into(), number_of(pipe)]);
+        pipe.chain(self.monitor.words()).collect()
+    }
+
+    /// The same as a value of crate `vmm`, for [`super::Watchdog::spawn_resumer`].
+    pub fn into_resumer(self) -> Resumer {
+        let words = self.words();
+        let mut descriptors: Vec<OwnedFd> = self.pipe.into_iter().collect();
+        if let WatchedMonitor::Shared { socket, .. } = self.monitor {
+            descriptors.push(socket);
+        }
+        Resumer { words, descriptors }
+    }
+
+    pub(super) fn inherited(&self) -> Vec<&OwnedFd> {
+        let mut all: Vec<&OwnedFd> = self.pipe.iter().collect();
+        if let WatchedMonitor::Shared { socket, .. } = &self.monitor {
+            all.push(socket);
+        }
+        all
+    }
+
+    /// Reads the words that [`super::Watchdog::spawn`] gives a watchdog's process, in that process.
+    pub fn parse(words: &[OsString]) -> Result<Self> {
+        match words {
+            [pipe, number, monitor @ ..] if pipe == PIPE => {
+                let number = number.to_str().and_then(|n| n.parse().ok());
+                let number = number.ok_or_else(|| nothing_to_watch(words))?;
+                let monitor = WatchedMonitor::parse(monitor)?;
+                Ok(Self { monitor, pipe: Some(inherited(number)?) })
+            }
+            _ => Ok(Self { monitor: WatchedMonitor::parse(words)?, pipe: None }),
+        }
+    }
+}
+
+impl WatchedMonitor {
+    fn words(&self) -> Vec<OsString> {
         match self {
-            Self::Monitor(path) => vec!["monitor".into(), path.into()],
+            Self::Own(path) => vec!["monitor".into(), path.into()],
             Self::Shared { socket, set } => {
-                vec![
-                    "shared".into(),
-                    spawn::number(socket).to_string().into(),
-                    set.to_string().into(),
-                ]
+                vec!["shared".into(), number_of(socket), set.to_string().into()]
             }
             Self::Libvirt { domain, uri, set } => {
                 let mut words = vec!["libvirt".into(), domain.into()];
@@ -81,29 +132,11 @@ impl Watched {
         }
     }
 
-    /// The same as a value of crate `vmm`, for [`super::Watchdog::spawn_resumer`].
-    pub fn into_resumer(self) -> Resumer {
-        let words = self.words();
-        let descriptors = match self {
-            Self::Shared { socket, .. } => vec![socket],
-            _ => Vec::new(),
-        };
-        Resumer { words, descriptors }
-    }
-
-    pub(super) fn inherited(&self) -> Vec<&OwnedFd> {
-        match self {
-            Self::Shared { socket, .. } => vec![socket],
-            _ => Vec::new(),
-        }
-    }
-
-    /// Reads the words that [`super::Watchdog::spawn`] gives a watchdog's process, in that process.
-    pub fn parse(words: &[OsString]) -> Result<Self> {
-        let bad = || Error::Watchdog { problem: format!("{words:?} says nothing to watch") };
+    fn parse(words: &[OsString]) -> Result<Self> {
+        let bad = || nothing_to_watch(words);
         let text: Vec<&str> = words.iter().map(|w| w.to_str().unwrap_or_default()).collect();
         match text.as_slice() {
-            ["monitor", _] => Ok(Self::Monitor(words.get(1).ok_or_else(bad)?.into())),
+            ["monitor", _] => Ok(Self::Own(words.get(1).ok_or_else(bad)?.into())),
             ["shared", number, set] => {
                 let number = number.parse().map_err(|_| bad())?;
                 Ok(Self::Shared {
@@ -119,6 +152,14 @@ impl Watched {
             _ => Err(bad()),
         }
     }
+}
+
+fn number_of(descriptor: &OwnedFd) -> OsString {
+    spawn::number(descriptor).to_string().into()
+}
+
+fn nothing_to_watch(words: &[OsString]) -> Error {
+    Error::Watchdog { problem: format!("{words:?} says nothing to watch") }
 }
 
 /// The descriptor that this process has inherited under `number`, once more.
@@ -147,13 +188,15 @@ pub(super) struct Shared {
 }
 
 impl Reach {
-    pub fn to(watched: Watched) -> Result<Self> {
-        Ok(match watched {
-            Watched::Monitor(path) => {
+    pub fn to(monitor: WatchedMonitor) -> Result<Self> {
+        Ok(match monitor {
+            WatchedMonitor::Own(path) => {
                 Self::Own(Box::new(Qmp::connect(&path, CONNECT_TIMEOUT)?), None)
             }
-            Watched::Shared { socket, set } => Self::Shared(Shared { socket, set, sending: None }),
-            Watched::Libvirt { domain, uri, set } => {
+            WatchedMonitor::Shared { socket, set } => {
+                Self::Shared(Shared { socket, set, sending: None })
+            }
+            WatchedMonitor::Libvirt { domain, uri, set } => {
                 Self::Own(Box::new(Qmp::connect_libvirt(&domain, uri.as_deref(), &[])?), set)
             }
         })
@@ -253,27 +296,35 @@ mod tests {
 
     #[test]
     fn what_to_watch_survives_the_command_line() {
-        let monitor = Watched::Monitor("/a b".into()).words();
+        let monitor = Watched::by_monitor("/a b".into()).words();
         assert!(
-            matches!(Watched::parse(&monitor).unwrap(), Watched::Monitor(path) if path.as_os_str() == "/a b")
+            matches!(Watched::parse(&monitor).unwrap().monitor, WatchedMonitor::Own(path) if path.as_os_str() == "/a b")
         );
         for uri in [None, Some("qemu:///session".to_owned())] {
             let words =
-                Watched::Libvirt { domain: "web".into(), uri: uri.clone(), set: Some(7) }.words();
-            let Watched::Libvirt { domain, uri: read, set } = Watched::parse(&words).unwrap()
+                WatchedMonitor::Libvirt { domain: "web".into(), uri: uri.clone(), set: Some(7) }
+                    .words();
+            let WatchedMonitor::Libvirt { domain, uri: read, set } =
+                Watched::parse(&words).unwrap().monitor
             else {
                 panic!()
             };
             assert_eq!((domain.as_str(), read, set), ("web", uri, Some(7)));
         }
         let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
-        let shared = Watched::Shared { socket: socket.into(), set: 9 };
-        // The child finds it under the same number; so do we.
-        assert!(matches!(Watched::parse(&shared.words()).unwrap(), Watched::Shared { set: 9, .. }));
+        let (pipe, _writer) = std::io::pipe().unwrap();
+        let monitor = WatchedMonitor::Shared { socket: socket.into(), set: 9 };
+        let shared = Watched { monitor, pipe: Some(pipe.into()) };
+        // The child finds them under the same numbers; so do we.
+        let read = Watched::parse(&shared.words()).unwrap();
+        assert!(matches!(read.monitor, WatchedMonitor::Shared { set: 9, .. }));
+        assert!(read.pipe.is_some());
         for bad in [
             &["monitor"][..],
             &["shared", "x", "1"],
             &["shared", "99999", "1"],
+            &["pipe", "99999", "monitor", "/a"],
+            &["pipe", "x"],
             &[],
             &["libvirt", "a"],
         ] {

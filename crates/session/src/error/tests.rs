@@ -5,7 +5,7 @@ use keyframe_capture::CaptureError;
 use keyframe_qemu::Severity;
 use keyframe_store::CheckpointId;
 use keyframe_testing::{assert_golden, error_text};
-use keyframe_vmm::{VmmError, VmmErrorKind};
+use keyframe_vmm::{ForeignOperation, VmmError, VmmErrorKind};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -40,6 +40,10 @@ fn session() -> Vec<String> {
         Error::Vmm(vmm),
         Error::Vm(crate::session_vm::SessionVmError::DiscardsRam),
         Error::Vm(crate::session_vm::SessionVmError::NotQemu),
+        Error::Vm(crate::session_vm::SessionVmError::Busy {
+            operation: ForeignOperation::Migration,
+        }),
+        Error::Vm(crate::session_vm::SessionVmError::Busy { operation: ForeignOperation::Dump }),
         Error::file("make", Path::new("/run/keyframe"), denied()),
         Error::EncoderEnded.of_member("web"),
         Error::Several(vec![Error::EncoderPanicked, Error::DisksNotServed, Error::Interrupted]),

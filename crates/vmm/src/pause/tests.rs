@@ -161,3 +161,86 @@ fn a_standstill_whose_watchdog_cannot_be_extended_ends_at_once() {
     assert_eq!(error.to_string(), "the watchdog has ended");
     assert!(control.runs());
 }
+
+fn watched_by_one_command() -> (WatchedVm, FakeControl) {
+    let (vm, control) = watched();
+    control.save_in_pause();
+    (vm.with_form(PauseForm::OneCommand), control)
+}
+
+#[test]
+fn a_pause_by_one_command_sends_no_stop_and_no_resume() {
+    let (mut vm, control) = watched_by_one_command();
+    let mut pause = vm.pause().unwrap();
+    assert!(pause.was_running() && !control.runs() && control.is_watchdog_armed());
+    assert_eq!(pause.save_devices().unwrap(), b"devices");
+    assert_eq!(pause.release().unwrap(), PauseVerdict::Undisturbed);
+    assert!(control.runs() && !control.is_watchdog_armed());
+    let expected =
+        [Step::Arm, Step::PauseAndSave, Step::EndSavedPause, Step::Disarm, Step::RanMeanwhile];
+    assert_eq!(control.take_steps(), expected);
+}
+
+#[test]
+fn a_vmm_without_such_a_command_is_paused_by_separate_commands() {
+    let (vm, control) = watched();
+    let mut vm = vm.with_form(PauseForm::OneCommand);
+    for _ in 0..2 {
+        let mut pause = vm.pause().unwrap();
+        assert_eq!(pause.save_devices().unwrap(), b"devices");
+        assert_eq!(pause.release().unwrap(), PauseVerdict::Undisturbed);
+        assert!(control.runs() && !control.is_watchdog_armed());
+    }
+    let steps = control.take_steps();
+    assert!(steps.contains(&Step::Stop) && !steps.contains(&Step::PauseAndSave));
+}
+
+#[test]
+fn one_command_leaves_a_paused_vm_paused_and_disarms_the_watchdog() {
+    let (mut vm, control) = watched_by_one_command();
+    control.pause();
+    let pause = vm.pause().unwrap();
+    assert!(!pause.was_running());
+    assert_eq!(pause.release().unwrap(), PauseVerdict::Undisturbed);
+    assert!(!control.runs() && !control.is_watchdog_armed());
+}
+
+#[test]
+fn one_command_that_fails_is_ended_by_the_watchdog() {
+    for incident in [Incident::LoseAnswer, Incident::LoseMonitor] {
+        let (mut vm, control) = watched_by_one_command();
+        control.at(Step::PauseAndSave, incident);
+        assert!(vm.pause().is_err());
+        assert!(control.runs());
+        assert!(control.take_steps().ends_with(&[Step::ResumeNow]), "no client's pause is undone");
+    }
+}
+
+#[test]
+fn a_monitor_that_is_lost_in_one_command_is_reported_and_the_vm_runs() {
+    let (mut vm, control) = watched_by_one_command();
+    let pause = vm.pause().unwrap();
+    control.lose_monitor();
+    assert_eq!(pause.release().unwrap_err().kind(), VmmErrorKind::MonitorLost);
+    assert!(control.runs());
+}
+
+#[test]
+fn a_watchdog_that_ends_one_command_makes_the_pause_torn() {
+    let (mut vm, control) = watched_by_one_command();
+    let pause = vm.pause().unwrap();
+    control.at(Step::EndSavedPause, Incident::WatchdogFires);
+    assert_eq!(pause.release().unwrap(), PauseVerdict::RanMeanwhile);
+    assert!(control.runs());
+}
+
+#[test]
+fn a_standstill_is_not_paused_by_one_command() {
+    let (mut vm, control) = watched_by_one_command();
+    assert!(vm.begin_standstill().unwrap());
+    assert_eq!(vm.pause().unwrap().release().unwrap(), PauseVerdict::Undisturbed);
+    assert!(!control.runs());
+    vm.end_standstill().unwrap();
+    assert!(control.runs());
+    assert!(!control.take_steps().contains(&Step::PauseAndSave));
+}
