@@ -24,7 +24,7 @@ impl StderrWords {
     }
 }
 
-impl EventSink for StderrWords {
+impl EventSink<Event> for StderrWords {
     fn event(&self, event: &Event) {
         if let Some((importance, text)) = session::line(event) {
             self.print(importance, &text);
@@ -32,8 +32,8 @@ impl EventSink for StderrWords {
     }
 }
 
-impl keyframe_failover::EventSink for StderrWords {
-    fn failover_event(&self, event: &keyframe_failover::Event) {
+impl keyframe_failover::FailoverEventSink for StderrWords {
+    fn failover_event(&self, event: &keyframe_failover::FailoverEvent) {
         if let Some((importance, text)) = failover::line(event) {
             self.print(importance, &text);
         }

@@ -1,35 +1,34 @@
-//! What a primary, a standby and a witness tell the program that runs them, while they run.
-//!
-//! Events have typed fields and no text. The program decides which of them its user reads, and in
-//! which words.
+//! The events of a running primary, standby or witness. They have typed fields; the program that
+//! runs it turns them into text for its user.
 
 use crate::error::Error;
 use keyframe_capture::BoxError;
 use keyframe_replication::{Epoch, Notice};
 use keyframe_session::control::ReplicationRole;
+use keyframe_units::{EventSink, NoEvents};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::sync::Arc;
 
-/// Takes in the events of a protected VM and those of its session. Its methods are called from
-/// several threads, which wait for them.
-pub trait EventSink: keyframe_session::EventSink {
-    /// `event` has happened.
-    fn failover_event(&self, event: &Event);
+/// Receives the events of a protected VM and those of its session. Several threads call its methods
+/// and wait until they return.
+pub trait FailoverEventSink: EventSink<keyframe_session::Event> {
+    /// Receives an event that has just happened.
+    fn failover_event(&self, event: &FailoverEvent);
 }
 
-impl EventSink for keyframe_session::NoEvents {
-    fn failover_event(&self, _: &Event) {}
+impl FailoverEventSink for NoEvents {
+    fn failover_event(&self, _: &FailoverEvent) {}
 }
 
-/// The sink that the threads of a host share.
-pub type SharedEventSink = Arc<dyn EventSink>;
+/// The sink that the threads of a primary, a standby or a witness share.
+pub type SharedFailoverSink = Arc<dyn FailoverEventSink>;
 
-/// One thing that has happened on a host of a protected VM.
+/// An event of a primary, a standby or a witness.
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum Event {
+pub enum FailoverEvent {
     /// The protocol's core has a notice for the user; [`notice_text`](crate::notice_text) is its
     /// text.
     Notice {

@@ -24,7 +24,7 @@ use super::settings::Setup;
 use super::vm::{Gate, VmEvent, VmThread};
 use super::witness::WitnessAnswer;
 use crate::error::{Error, Result};
-use crate::event::{Event, SharedEventSink};
+use crate::event::{FailoverEvent, SharedFailoverSink};
 use host::QemuHost;
 use keyframe_replication::{Primary, PrimaryStart, ReplicationConfig};
 use keyframe_session::control::server::{self, Pending, SharedStatus};
@@ -94,7 +94,7 @@ pub struct Engine {
     vm: VmThread,
     gate: Gate,
     inbox: Inbox,
-    events: SharedEventSink,
+    events: SharedFailoverSink,
     /// Ends the threads of the links.
     ends: Arc<AtomicBool>,
     _run_dir: RunDir,
@@ -185,13 +185,13 @@ impl Engine {
         if let Some(disks) = beside.disks
             && let Some(directory) = disks.end()?
         {
-            self.events.failover_event(&Event::WritesKept(directory));
+            self.events.failover_event(&FailoverEvent::WritesKept(directory));
         }
         self.gate.end();
         self.protocol.end_guard();
         Ok(match end {
             End::Deposed { term } => {
-                self.events.failover_event(&Event::RunsElsewhere { term });
+                self.events.failover_event(&FailoverEvent::RunsElsewhere { term });
                 Ending::Elsewhere
             }
             End::Vm { has_failed: false } => Ending::Done,

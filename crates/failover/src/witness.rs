@@ -8,7 +8,7 @@
 
 use super::frames::Kind;
 use crate::error::{Error, Result};
-use crate::event::{Event, SharedEventSink};
+use crate::event::{FailoverEvent, SharedFailoverSink};
 use keyframe_link::{Channel, Input, Party};
 use keyframe_locks::IgnorePoison;
 use keyframe_replication::{Witness, WitnessReply, WitnessRequest};
@@ -62,12 +62,12 @@ pub struct WitnessServer {
     state: Mutex<Witness>,
     folder: PathBuf,
     party: Party,
-    events: SharedEventSink,
+    events: SharedFailoverSink,
 }
 
 impl WitnessServer {
     /// Reads the memory of the witness from `folder`. `events` receives its errors.
-    pub fn open(folder: &Path, party: Party, events: SharedEventSink) -> Result<Self> {
+    pub fn open(folder: &Path, party: Party, events: SharedFailoverSink) -> Result<Self> {
         let path = folder.join(STATE);
         let bad = |problem| Error::WitnessState { path: path.clone(), problem };
         std::fs::create_dir_all(folder).map_err(|e| Error::file("make", folder, e))?;
@@ -126,7 +126,7 @@ impl WitnessServer {
             let (reply, changed) = next.handle(request);
             if changed {
                 if let Err(error) = self.keep(&next) {
-                    self.events.failover_event(&Event::WitnessSilent(error));
+                    self.events.failover_event(&FailoverEvent::WitnessSilent(error));
                     return None;
                 }
                 *state = next;

@@ -1,10 +1,10 @@
-//! What can go wrong while a VM is measured, and what the user can do about it.
+//! The errors of a measurement, and what the user can do about them.
 
 use std::io;
 use std::path::PathBuf;
 
-/// What to do if the command line does not tell where the RAM is.
-const ASK_MONITOR: &str = "name its monitor, which knows: --qmp SOCKET";
+/// The fix if the command line does not tell where the RAM is.
+const ASK_MONITOR: &str = "name QEMU's monitor with --qmp SOCKET";
 
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
@@ -87,7 +87,7 @@ pub enum Error {
         /// How long it was awaited, in seconds.
         seconds: u64,
     },
-    /// QEMU does not tell about its disks.
+    /// QEMU's answer about its disks cannot be read.
     #[error("ask QEMU about its disks: {0}")]
     Disks(String),
     /// No epoch was measured.

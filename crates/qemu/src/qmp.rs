@@ -26,7 +26,7 @@ mod lagging;
 mod transport;
 mod virsh;
 
-pub use event::{Event, RunStatus};
+pub use event::{QmpEvent, RunStatus};
 
 use crate::{Error, Result};
 use channel::Channel;
@@ -92,7 +92,7 @@ pub struct Qmp {
     channel: Channel,
     timeout: Duration,
     last_id: u64,
-    events: VecDeque<Event>,
+    events: VecDeque<QmpEvent>,
     /// Events in all, for finding out whether one came.
     stops: u64,
     /// When the last of them happened.
@@ -358,7 +358,7 @@ impl Qmp {
     }
 
     /// The events since the last call, oldest first.
-    pub fn drain_events(&mut self) -> Result<Vec<Event>> {
+    pub fn drain_events(&mut self) -> Result<Vec<QmpEvent>> {
         let drained = self.drain("look for events");
         // Events that came before QEMU ended tell why it did.
         if self.events.is_empty() {
@@ -418,7 +418,7 @@ impl Qmp {
                 other => other,
             })?;
             if self.keep_event(&message) {
-                if matches!(self.events.back(), Some(Event::Shutdown { .. })) {
+                if matches!(self.events.back(), Some(QmpEvent::Shutdown { .. })) {
                     // A QEMU on its way out may never answer, and not end for that: see
                     // `Vm::finish_shutdown`.
                     deadline = deadline.min(Instant::now() + SHUTDOWN_TIMEOUT);
@@ -456,13 +456,13 @@ impl Qmp {
     }
 
     fn keep_event(&mut self, message: &Value) -> bool {
-        let Some(event) = Event::parse(message) else { return false };
+        let Some(event) = QmpEvent::parse(message) else { return false };
         match (&event, &mut self.pause) {
-            (Event::Stop, _) => {
+            (QmpEvent::Stop, _) => {
                 self.stops += 1;
                 self.stopped_us = event::timestamp_us(message);
             }
-            (Event::Resume, Some(pause)) => pause.note_resume(event::timestamp_us(message)),
+            (QmpEvent::Resume, Some(pause)) => pause.note_resume(event::timestamp_us(message)),
             _ => {}
         }
         if self.events.len() >= EVENTS_MAX {

@@ -407,7 +407,7 @@ impl Vm {
         Ok(self.lifetime.wait(timeout)?.map(|ended| ended.status()))
     }
 
-    /// Waits for QEMU's end after the guest has shut down ([`crate::Event::Shutdown`]). `None` if
+    /// Waits for QEMU's end after the guest has shut down ([`crate::QmpEvent::Shutdown`]). `None` if
     /// QEMU stays (`-no-shutdown`). The status is that of [`Vm::try_wait`].
     ///
     /// QEMU 7.2 can hang in `monitor_cleanup` if a command is in progress while the guest shuts down.

@@ -9,7 +9,7 @@ use keyframe_store_backend::Error;
 use keyframe_store_backend::layout::{READ_FOLDERS, is_file};
 use keyframe_store_backend::served::StoreState;
 use keyframe_store_backend::served::wire::{
-    self, FileStat, HEAD_BYTES, Hash, LIST_BYTES_MAX, RefusalCode, Request,
+    self, FileStat, HEAD_BYTES, KnownHash, LIST_BYTES_MAX, RefusalCode, Request,
 };
 use keyframe_store_backend::{Backend, FileStamp, ReadFile};
 use std::collections::HashMap;
@@ -130,7 +130,7 @@ impl Files {
         &self,
         name: &str,
         len_bytes_max: u64,
-        known: Option<&Hash>,
+        known: Option<&KnownHash>,
     ) -> Result<Reply, Refusal> {
         require_file(name)?;
         let file = self.backend.open(name)?;
@@ -212,7 +212,7 @@ fn require_file(name: &str) -> Result<(), Refusal> {
     if is_file(name) { Ok(()) } else { Err(strange()) }
 }
 
-fn unless_known(bytes: Vec<u8>, known: Option<&Hash>, is_packed: bool) -> Reply {
+fn unless_known(bytes: Vec<u8>, known: Option<&KnownHash>, is_packed: bool) -> Reply {
     match known {
         Some(known) if blake3::hash(&bytes) == *known => Reply::Same,
         _ => Reply::Data { bytes, is_packed },

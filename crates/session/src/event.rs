@@ -1,7 +1,5 @@
-//! What a session tells the program that runs it, while it runs.
-//!
-//! Events have typed fields and no text. The program decides which of them its user reads, and in
-//! which words.
+//! The events of a running session. They have typed fields; the program that runs the session turns
+//! them into text for its user.
 
 use crate::error::CheckpointFailure;
 use keyframe_capture::BoxError;
@@ -10,6 +8,7 @@ use keyframe_qemu::AuditFinding;
 use keyframe_scheduling::TuningReason;
 use keyframe_store::{CheckpointId, Durability, TornCheckpoint};
 use keyframe_units::PageIndex;
+pub use keyframe_units::{EventSink, NoEvents};
 use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::sync::Arc;
@@ -18,24 +17,10 @@ use std::time::Duration;
 /// An error in an event, which can be kept and sent to other threads.
 pub type SharedError = Arc<dyn std::error::Error + Send + Sync>;
 
-/// Takes events in. Its method is called from several threads, and the session waits for it.
-pub trait EventSink: Send + Sync {
-    /// `event` has happened.
-    fn event(&self, event: &Event);
-}
+/// The sink of a session's events, which its threads share.
+pub type SharedEventSink = keyframe_units::SharedEventSink<Event>;
 
-/// Ignores all events.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct NoEvents;
-
-impl EventSink for NoEvents {
-    fn event(&self, _: &Event) {}
-}
-
-/// The sink of a session, which its threads share.
-pub type SharedEventSink = Arc<dyn EventSink>;
-
-/// One thing that has happened in a session.
+/// An event of a session.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Event {
@@ -301,7 +286,7 @@ pub(crate) fn shared(error: BoxError) -> SharedError {
 
 /// Tells `events` that `step` failed, if it did.
 pub(crate) fn tell_failed<E: Into<BoxError>>(
-    events: &dyn EventSink,
+    events: &dyn EventSink<Event>,
     step: Step,
     result: Result<(), E>,
 ) {

@@ -125,7 +125,7 @@ pub fn report_loose_links(
     words: &[String],
     directory: &Path,
     lans: &[PathBuf],
-    events: &dyn EventSink,
+    events: &dyn EventSink<Event>,
 ) {
     let is_held = |link: &NetworkLink| {
         link.lan.as_ref().is_some_and(|path| lans.contains(&directory.join(path)))

@@ -244,7 +244,7 @@ fn serve_disks(
     run_dir: &Path,
     starting: &mut [(Invocation, QemuIdentity)],
     members: Option<&[String]>,
-    events: &dyn EventSink,
+    events: &dyn EventSink<Event>,
 ) -> Result<Option<ServedDisks>> {
     let socket = run_dir.join("disks.sock");
     let mut wanted = Vec::new();
@@ -478,7 +478,7 @@ pub fn require_kernel(options: &SessionOptions) -> Result<()> {
 }
 
 /// Refuses a VM that cannot be checkpointed exactly, with all the reasons at once.
-pub fn refuse(vm: &mut Vm, events: &dyn EventSink) -> Result<()> {
+pub fn refuse(vm: &mut Vm, events: &dyn EventSink<Event>) -> Result<()> {
     let found = vm.audit()?;
     let is_refused = |finding: &AuditFinding| finding.severity == Severity::Refused;
     let (refusals, warnings): (Vec<_>, Vec<_>) = found.into_iter().partition(is_refused);

@@ -11,7 +11,7 @@
 pub mod process;
 
 use super::SessionOptions;
-use super::event::EventSink;
+use super::event::{Event, EventSink};
 use super::faults::{Fault, FaultyReader, FaultyTracker};
 use super::machines::group_layout;
 use crate::control::{Strategy as Name, TrackerKind};
@@ -46,13 +46,13 @@ pub trait RamAccess: Send {
     fn reader(&self) -> Arc<dyn PageReader>;
 
     /// Begins to track writes by asynchronous write protection.
-    fn track_writes(&self, events: &dyn EventSink) -> Result<StartedTracker>;
+    fn track_writes(&self, events: &dyn EventSink<Event>) -> Result<StartedTracker>;
 
     /// Begins to track writes so that each first write waits for an answer, which copy-on-write
     /// needs.
     fn track_first_writes(
         &self,
-        events: &dyn EventSink,
+        events: &dyn EventSink<Event>,
     ) -> Result<(StartedTracker, Arc<dyn FirstWriteMonitor>)>;
 
     /// Prepares to freeze the RAM by forking the VMM.
@@ -193,7 +193,7 @@ impl Tracking {
         Ok(tracking)
     }
 
-    fn of_writes(rams: &[Box<dyn RamAccess>], events: &dyn EventSink) -> Result<Self> {
+    fn of_writes(rams: &[Box<dyn RamAccess>], events: &dyn EventSink<Event>) -> Result<Self> {
         let (mut trackers, mut stopped_ns) = (Vec::new(), None);
         for ram in rams {
             let started = ram.track_writes(events)?;
@@ -204,7 +204,7 @@ impl Tracking {
         Ok(Self { tracker, cow: None, stopped_ns })
     }
 
-    fn of_first_writes(rams: &[Box<dyn RamAccess>], events: &dyn EventSink) -> Result<Self> {
+    fn of_first_writes(rams: &[Box<dyn RamAccess>], events: &dyn EventSink<Event>) -> Result<Self> {
         let (mut trackers, mut monitors, mut stopped_ns) = (Vec::new(), Vec::new(), None);
         for ram in rams {
             let (started, monitor) = ram.track_first_writes(events)?;

@@ -93,7 +93,7 @@ impl Recompressor {
     }
 
     /// Ends it, and says what is left.
-    pub fn finish(mut self, events: &dyn EventSink) {
+    pub fn finish(mut self, events: &dyn EventSink<Event>) {
         self.end();
         let left_bytes = self.store.cold_bytes().unwrap_or(0);
         if left_bytes >= PART_BYTES {

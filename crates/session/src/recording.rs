@@ -48,7 +48,7 @@ impl RecordingOptions {
         &self,
         starting: &mut [(Invocation, QemuIdentity)],
         (directory, run_dir): (&Path, &Path),
-        events: &dyn EventSink,
+        events: &dyn EventSink<Event>,
     ) -> Result<Option<Media>> {
         let [(line, _)] = starting else { return Err(Error::GroupRecorded) };
         let media = Media::serve(&line.media(), directory, run_dir).unwrap_or_else(|error| {

@@ -6,7 +6,7 @@
 use super::PrimaryEngineEvent;
 use super::host::HostControl;
 use crate::error::with_fix;
-use crate::event::{Event, SharedEventSink};
+use crate::event::{FailoverEvent, SharedFailoverSink};
 use crate::links::{self, LinkEvent};
 use crate::notice_text::notice_text;
 use crate::sending::{Link, SharedWire};
@@ -48,7 +48,7 @@ pub struct ProtocolParts {
     /// The status that clients of the control socket see.
     pub status: SharedStatus,
     /// Receives the events of this host.
-    pub events: SharedEventSink,
+    pub events: SharedFailoverSink,
     /// Set when the user wants an end.
     pub interrupted: Arc<AtomicBool>,
     /// The clock of core and guard.
@@ -84,7 +84,7 @@ pub struct Protocol {
     acknowledged: Option<Epoch>,
     vm_stopped: bool,
     pub(super) status: SharedStatus,
-    events: SharedEventSink,
+    events: SharedFailoverSink,
     interrupted: Arc<AtomicBool>,
     clock: Clock,
     killed_at_ns: Option<u64>,
@@ -197,7 +197,7 @@ impl Protocol {
         !is_asked && self.exit.is_some_and(|exit| !exit.success())
     }
 
-    fn tell(&self, event: &Event) {
+    fn tell(&self, event: &FailoverEvent) {
         self.events.failover_event(event);
     }
 
@@ -258,7 +258,7 @@ impl Protocol {
             LinkEvent::ConnectFailed(error) => {
                 let text = with_fix(&error);
                 if self.trouble.as_ref() != Some(&text) {
-                    self.tell(&Event::ConnectFailed(error));
+                    self.tell(&FailoverEvent::ConnectFailed(error));
                     self.trouble = Some(text);
                 }
             }
@@ -279,7 +279,7 @@ impl Protocol {
             }
             VmEvent::CaptureFailed(error) => {
                 if self.core.state() != PrimaryState::Solo {
-                    self.tell(&Event::EpochFailed(error));
+                    self.tell(&FailoverEvent::EpochFailed(error));
                 }
                 self.handle(PrimaryEvent::CaptureFailed);
             }
@@ -436,7 +436,7 @@ impl Protocol {
     fn notify(&mut self, notice: Notice) {
         let role = ReplicationRole::Primary;
         let text = notice_text(role, &notice);
-        self.tell(&Event::Notice { role, notice });
+        self.tell(&FailoverEvent::Notice { role, notice });
         self.update(|status| status.note = text);
     }
 }

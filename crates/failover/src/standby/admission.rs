@@ -4,7 +4,7 @@ use super::super::frames::{Greeting, Kind, MachineFrame, Purpose, VERSION, parse
 use super::super::settings::Setup;
 use super::{Refusals, StandbyEngineEvent};
 use crate::error::{Error, Result};
-use crate::event::Event;
+use crate::event::FailoverEvent;
 use keyframe_link::{Channel, Input};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
@@ -62,7 +62,7 @@ pub fn admit(
                         drop(sender.send(event));
                     }
                     Err(error) => {
-                        refusals.tell(&*setup.events, error, Event::ConnectionRefused);
+                        refusals.tell(&*setup.events, error, FailoverEvent::ConnectionRefused);
                     }
                 }
                 drop(stranger);

@@ -1,7 +1,7 @@
 //! The standby's answers to the control socket, its status, and the primary's connections.
 
 use super::{StandbyEngine, StandbyEngineEvent};
-use crate::event::Event;
+use crate::event::FailoverEvent;
 use crate::frames::{Kind, MachineFrame, ReadyFrame, epoch_parts, text, unmarked};
 use keyframe_link::{Channel, Input};
 use keyframe_locks::IgnorePoison;
@@ -68,7 +68,11 @@ impl StandbyEngine {
             }
             Err(error) => {
                 let (problem, fix) = (error_chain(&error), error.fix());
-                self.refusals.tell(&*self.options.setup.events, error, Event::PrimaryRefused);
+                self.refusals.tell(
+                    &*self.options.setup.events,
+                    error,
+                    FailoverEvent::PrimaryRefused,
+                );
                 ReadyFrame::Refused { problem, fix }
             }
         };

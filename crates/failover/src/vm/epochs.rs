@@ -5,7 +5,7 @@
 
 use super::{CapturedEpoch, EpochReport, ProtectedVm, VmAction, VmEvent};
 use crate::error::Error;
-use crate::event::{Event, SharedEventSink};
+use crate::event::{FailoverEvent, SharedFailoverSink};
 use crate::resync::RemotePageHashes;
 use crate::sending::{SentEpoch, SharedWire};
 use keyframe_capture::EncodeReport;
@@ -28,7 +28,7 @@ pub struct LoopParts<V> {
     pub policy: Box<dyn ReplicationScheduler>,
     pub first_epoch: Epoch,
     pub events: Box<dyn Fn(VmEvent) + Send>,
-    pub sink: SharedEventSink,
+    pub sink: SharedFailoverSink,
     pub clock: Box<dyn Fn() -> u64 + Send>,
 }
 
@@ -52,7 +52,7 @@ pub struct VmLoop<V> {
     pub(super) wire: SharedWire,
     policy: Box<dyn ReplicationScheduler>,
     events: Box<dyn Fn(VmEvent) + Send>,
-    sink: SharedEventSink,
+    sink: SharedFailoverSink,
     clock: Box<dyn Fn() -> u64 + Send>,
     pub(super) next_epoch: Epoch,
     /// The policy may take epochs.
@@ -183,7 +183,7 @@ impl<V: ProtectedVm> VmLoop<V> {
                 self.tell(VmEvent::Ended(exit));
             }
             Ok(None) => {}
-            Err(error) => self.sink.failover_event(&Event::LookFailed(error)),
+            Err(error) => self.sink.failover_event(&FailoverEvent::LookFailed(error)),
         }
     }
 

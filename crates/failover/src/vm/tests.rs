@@ -3,7 +3,7 @@
 use super::epochs::{LOOK_EVERY, LoopParts, VmLoop};
 use super::*;
 use crate::error::PageHashesError;
-use crate::event::{Event, EventSink};
+use crate::event::{FailoverEvent, FailoverEventSink};
 use crate::sending::SharedWire;
 use keyframe_capture::EncodeError;
 use keyframe_scheduling::replication::{
@@ -154,13 +154,13 @@ impl ReplicationScheduler for Script {
 #[derive(Default)]
 struct FailedLooks(AtomicU64);
 
-impl keyframe_session::EventSink for FailedLooks {
+impl keyframe_session::EventSink<keyframe_session::Event> for FailedLooks {
     fn event(&self, _: &keyframe_session::Event) {}
 }
 
-impl EventSink for FailedLooks {
-    fn failover_event(&self, event: &Event) {
-        if matches!(event, Event::LookFailed(_)) {
+impl FailoverEventSink for FailedLooks {
+    fn failover_event(&self, event: &FailoverEvent) {
+        if matches!(event, FailoverEvent::LookFailed(_)) {
             self.0.fetch_add(1, Ordering::Relaxed);
         }
     }

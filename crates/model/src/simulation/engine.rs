@@ -1,7 +1,7 @@
 //! The event loop of the simulation.
 //!
 //! ```text
-//!   slot:  free ─ assigned ─▶ requesting ─ latency ─▶ fetching ─ link ─▶ simulating ─▶ freeNode
+//!   slot:  free ─ assigned ─▶ requesting ─ latency ─▶ fetching ─ link ─▶ simulating ─▶ free
 //!   node:  Down ─ demanded ─▶ Starting ─▶ Up ─ fails ─▶ Down
 //! ```
 

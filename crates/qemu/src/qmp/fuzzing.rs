@@ -1,6 +1,6 @@
 //! What the fuzzers need of the monitor's readers.
 
-use super::event::{Event, RunStatus, timestamp_us};
+use super::event::{QmpEvent, RunStatus, timestamp_us};
 use super::transport::Transport;
 use super::virsh;
 use serde_json::Value;
@@ -21,7 +21,7 @@ pub fn received(socket: OwnedFd, line: &mut dyn FnMut(&Value)) {
 
 /// One message.
 pub fn event(message: &Value) {
-    let _ = (Event::parse(message), timestamp_us(message));
+    let _ = (QmpEvent::parse(message), timestamp_us(message));
     let _ = message.get("return").and_then(|r| r.get("status")?.as_str()).map(RunStatus::parse);
 }
 

@@ -1,9 +1,9 @@
-//! What a watchdog watches, and how it reaches it.
+//! The VM that a watchdog watches, and the connection by which it reaches QEMU.
 //!
 //! | VM | way | why |
 //! |---|---|---|
-//! | launched | a monitor of its own | it was given a second one at launch |
-//! | attached, socket | the engine's own connection, inherited | a running QEMU takes no further monitor |
+//! | launched | a monitor of its own | Keyframe gave QEMU a second one at launch |
+//! | attached, socket | the engine's own connection, inherited | a running QEMU cannot add a monitor |
 //! | attached, libvirt | a virsh of its own | libvirt serves many clients |
 //!
 //! ```text
@@ -12,13 +12,14 @@
 //!                                                                 └──▶ the watchdog's, once the engine is gone
 //! ```
 //!
-//! While the engine lives, the watchdog only writes: a `cont` in one piece, with an id that no
-//! engine waits for. It cannot see whether the VM is paused, nor by whom; so it writes only a few,
-//! all within [`SEND_FOR`] behind the deadline, since a pause that is found later may be a user's.
-//! The engine sees the RESUME as one that it did not ask for.
+//! While the engine lives, the watchdog only writes to a shared connection: `cont`, in one piece,
+//! with an id that the engine does not use. It cannot read whether the VM is paused, or which
+//! client paused it. It therefore writes `cont` a few times, all within [`SEND_FOR`] after the
+//! deadline: a later pause may be a user's. The engine sees the RESUME as one that it did not
+//! request.
 //!
-//! Left out: an engine that stalls before its `stop` for longer than that, and after it a second
-//! time.
+//! Left out: an engine that stalls before its `stop` for longer than [`SEND_FOR`], and stalls again
+//! after the `stop`.
 
 use super::{CONNECT_TIMEOUT, LAST_STOP, LOOK_EVERY};
 use crate::{Error, Qmp, Result, RunStatus, spawn, statefile};
@@ -31,12 +32,12 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// For how long behind the deadline a `cont` is sent without knowing the VM's state.
+/// How long after the deadline the watchdog sends `cont` without knowing the VM's state.
 const SEND_FOR: Duration = LAST_STOP;
-/// Resumes a VM in whatever state it is paused; on one that runs it does nothing.
+/// Resumes a paused VM. QEMU ignores it if the VM runs.
 const CONT: &[u8] = b"{\"execute\": \"cont\", \"id\": \"keyframe-watchdog\"}\n";
 
-/// What a watchdog watches.
+/// The VM that a watchdog watches.
 #[derive(Debug)]
 pub enum Watched {
     /// A monitor of its own, at this socket.
@@ -45,23 +46,23 @@ pub enum Watched {
     Shared {
         /// The connection.
         socket: OwnedFd,
-        /// The descriptor set that QEMU is to forget with the engine.
+        /// The descriptor set that QEMU forgets when the engine has ended.
         set: u32,
     },
-    /// A VM of libvirt's.
+    /// A VM that libvirt manages.
     Libvirt {
         /// The domain.
         domain: String,
-        /// libvirt's URI; virsh's default without one.
+        /// The URI of libvirt's connection; `None`: virsh's default.
         uri: Option<String>,
-        /// The descriptor set that QEMU is to forget with the engine.
+        /// The descriptor set that QEMU forgets when the engine has ended, if there is one.
         set: Option<u32>,
     },
 }
 
 impl Watched {
-    /// The words of a command line that [`Watched::parse`] reads in a child that has inherited
-    /// [`Watched::inherited`].
+    /// Returns the command-line words from which [`Watched::parse`] makes this value again, in a
+    /// child that has inherited the descriptors of [`Watched::inherited`].
     pub(super) fn words(&self) -> Vec<OsString> {
         match self {
             Self::Monitor(path) => vec!["monitor".into(), path.into()],
@@ -81,7 +82,7 @@ impl Watched {
         }
     }
 
-    /// The same as a value of crate `vmm`, for [`super::Watchdog::spawn_resumer`].
+    /// Converts it to the type of crate `vmm`, for [`super::Watchdog::spawn_resumer`].
     pub fn into_resumer(self) -> Resumer {
         let words = self.words();
         let descriptors = match self {
@@ -98,7 +99,7 @@ impl Watched {
         }
     }
 
-    /// Reads the words that [`super::Watchdog::spawn`] gives a watchdog's process, in that process.
+    /// Parses the words that [`super::Watchdog::spawn`] passed to this process.
     pub fn parse(words: &[OsString]) -> Result<Self> {
         let bad = || Error::Watchdog { problem: format!("{words:?} says nothing to watch") };
         let text: Vec<&str> = words.iter().map(|w| w.to_str().unwrap_or_default()).collect();
@@ -121,7 +122,7 @@ impl Watched {
     }
 }
 
-/// The descriptor that this process has inherited under `number`, once more.
+/// Duplicates the descriptor that this process has inherited as `number`.
 fn inherited(number: i32) -> Result<OwnedFd> {
     let operation = || format!("take hold of inherited descriptor {number}");
     let ourselves = rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty())
@@ -132,17 +133,18 @@ fn inherited(number: i32) -> Result<OwnedFd> {
 
 /// How a watchdog's process reaches QEMU.
 pub(super) enum Reach {
-    /// Over a monitor of its own, and the descriptor set to forget.
+    /// By a monitor of its own, with the descriptor set that QEMU forgets when the engine has
+    /// ended.
     Own(Box<Qmp>, Option<u32>),
-    /// Over the engine's.
+    /// By the engine's monitor.
     Shared(Shared),
 }
 
-/// A connection that the engine reads.
+/// A monitor connection whose answers the engine reads.
 pub(super) struct Shared {
     socket: OwnedFd,
     set: u32,
-    /// Since when the pause is overdue, when to send next, and how long to wait then.
+    /// The beginning of the overdue time, the time of the next `cont`, and the wait after it.
     sending: Option<(Instant, Instant, Duration)>,
 }
 
@@ -159,7 +161,7 @@ impl Reach {
         })
     }
 
-    /// What to wait for: events, or on a shared connection only its end.
+    /// What to poll for: events; on a shared connection only its end.
     pub fn poll_fd(&self) -> PollFd<'_> {
         match self {
             Self::Own(qmp, _) => PollFd::new(qmp.as_ref(), PollFlags::IN),
@@ -167,7 +169,8 @@ impl Reach {
         }
     }
 
-    /// Takes in what [`Reach::poll_fd`] told of.
+    /// Drains events after [`Reach::poll_fd`] became ready. Error: [`Error::Gone`] if a shared
+    /// connection has ended.
     pub fn drain(&mut self) -> Result<()> {
         match self {
             Self::Own(qmp, _) => qmp.drain_events().map(drop),
@@ -175,14 +178,15 @@ impl Reach {
         }
     }
 
-    /// A new order has come.
+    /// Begins a new series of `cont` on a shared connection, after a new order.
     pub fn begin_anew(&mut self) {
         if let Self::Shared(shared) = self {
             shared.sending = None;
         }
     }
 
-    /// Lets the VM run where it is paused; true if it did, or where it cannot know.
+    /// Resumes the VM if it is paused. Returns true if it sent `cont`: on a shared connection, the
+    /// VM may have been running.
     pub fn resume(&mut self, now: Instant) -> Result<bool> {
         match self {
             Self::Own(qmp, _) => {
@@ -196,7 +200,7 @@ impl Reach {
         }
     }
 
-    /// The engine is gone: its connection is ours.
+    /// Takes the engine's connection for itself, after the engine has ended.
     pub fn take_over(&mut self) -> Result<()> {
         if let Self::Shared(shared) = self {
             let socket = rustix::io::fcntl_dupfd_cloexec(&shared.socket, 3)
@@ -207,7 +211,8 @@ impl Reach {
         Ok(())
     }
 
-    /// Ends QEMU, once the connection is ours. Error: [`Error::Gone`] once it has ended.
+    /// Asks QEMU to quit; does nothing while the connection is shared. Error: [`Error::Gone`] if
+    /// QEMU has ended.
     pub fn quit(&mut self) -> Result<()> {
         match self {
             Self::Own(qmp, _) => qmp.execute("quit", None).map(drop),
@@ -215,7 +220,7 @@ impl Reach {
         }
     }
 
-    /// QEMU forgets what the engine gave it.
+    /// Has QEMU close the descriptors that the engine passed to it.
     pub fn forget_engine(&mut self) -> Result<()> {
         let Self::Own(qmp, Some(set)) = self else { return Ok(()) };
         match statefile::forget(qmp, *set) {
@@ -234,8 +239,8 @@ impl Shared {
         self.sending = Some((since, now + gap, gap * 2));
         match rustix::net::send(&self.socket, CONT, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
             Ok(sent) if sent == CONT.len() => Ok(true),
-            // So little that it goes or does not: QEMU reads nothing, and the next attempt is not
-            // far.
+            // QEMU does not read at present. The line is so short that it is written whole or not
+            // at all, and the next attempt follows soon.
             Ok(_) | Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => Ok(false),
             Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => Err(gone()),
             Err(e) => Err(Error::io("write to the engine's monitor")(e)),
@@ -268,7 +273,7 @@ mod tests {
         }
         let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
         let shared = Watched::Shared { socket: socket.into(), set: 9 };
-        // The child finds it under the same number; so do we.
+        // This process has the descriptor under the number that a child would inherit.
         assert!(matches!(Watched::parse(&shared.words()).unwrap(), Watched::Shared { set: 9, .. }));
         for bad in [
             &["monitor"][..],

@@ -14,7 +14,7 @@
 
 use super::qemu_disk::{QemuDisk, require_same};
 use crate::error::{CloneObstacle, DiskError, Error, Result};
-use crate::event::{EventSink, SharedEventSink, Step, tell_failed};
+use crate::event::{Event, EventSink, SharedEventSink, Step, tell_failed};
 use crate::machines::Member;
 use keyframe_capture::BoxError;
 use keyframe_disk::ImageFormat;
@@ -215,7 +215,7 @@ impl ClonedCut {
         Self(Arc::new(OnceLock::from(Vec::new())))
     }
 
-    fn discard(&self, events: &dyn EventSink) {
+    fn discard(&self, events: &dyn EventSink<Event>) {
         self.0.get().into_iter().flatten().for_each(|made| discard(&made.path, events));
     }
 }
@@ -306,7 +306,11 @@ fn stem(image: &Path) -> String {
 }
 
 /// Removes the clones of this store beside the images that none of its checkpoints names.
-fn remove_left_over(store: &Store, sources: &[Source], events: &dyn EventSink) -> Result<()> {
+fn remove_left_over(
+    store: &Store,
+    sources: &[Source],
+    events: &dyn EventSink<Event>,
+) -> Result<()> {
     if sources.is_empty() {
         return Ok(());
     }
@@ -332,7 +336,7 @@ fn remove_left_over(store: &Store, sources: &[Source], events: &dyn EventSink) -
     Ok(())
 }
 
-fn discard(path: &Path, events: &dyn EventSink) {
+fn discard(path: &Path, events: &dyn EventSink<Event>) {
     match std::fs::remove_file(path) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => {
             tell_failed(events, Step::RemoveFile, Err(io_error("remove", path, e)));

@@ -254,7 +254,7 @@ fn readers_follow_a_run_and_what_a_prune_changes() {
         let report = reader.check(&CheckOptions { read_data: true }, &mut |_| {}).unwrap();
         assert!(report.is_clean(), "{report:#?}");
     }
-    // LoadedCheckpoint before: the packs that were removed are open at the server.
+    // Loaded before: the packs that were removed are open at the server.
     let mut pages = 0;
     let all = keyframe_units::PageRange::new(keyframe_units::PageIndex(0), images[4].len() as u64);
     held.read_pages(all, &mut |page, content| {
