@@ -28,7 +28,7 @@ pub use job::{
 };
 pub use key_value_store::{KEY_BYTES, Key, KeyValue, KeyValueAccess, KeyedStore, key_of};
 pub use measure::run;
-pub use store::{PageSink, ProgramUsage, Store, StoreReader, StoreWriter};
+pub use store::{FeedSink, ProgramUsage, Store, StoreReader, StoreWriter};
 pub use stream::{DirtySecond, Stream};
 pub use usage::stored_bytes;
 

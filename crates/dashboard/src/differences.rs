@@ -24,7 +24,8 @@ pub struct Differences {
 type Key = (String, u64, Option<u64>, u64);
 
 impl Differences {
-    /// Where in memory a checkpoint differs from its parent.
+    /// Counts the pages in which a checkpoint differs from its parent, in `pieces` equal parts of
+    /// RAM. A checkpoint without a parent counts all its pages.
     pub fn heat(&self, listed: &Listed, id: u64, pieces: u64) -> Result<HeatMap, ApiError> {
         let parent = parent_of(listed, id)?;
         let key = (listed.id().to_owned(), id, parent, pieces);
@@ -41,7 +42,8 @@ impl Differences {
         Ok(heat)
     }
 
-    /// What differs between a checkpoint and its parent.
+    /// Returns the differences between a checkpoint and its parent as JSON. Fails if the parent is
+    /// not in the store.
     pub fn diff(&self, listed: &Listed, id: u64) -> Result<Value, ApiError> {
         let parent = parent_of(listed, id)?.ok_or_else(|| {
             ApiError::Unknown(format!(

@@ -11,7 +11,7 @@ use super::{StoreFix, locked, said};
 use keyframe_inspect::entry::Entry;
 use keyframe_store::{CheckpointId, Sealed, Store};
 use keyframe_web::{
-    ApiError, CheckpointListing, CheckpointRow, PausePhases, StoreHead, StoreSizes,
+    ApiError, CheckpointListing, CheckpointRow, PauseBreakdown, StoreHead, StoreSizes,
 };
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -65,7 +65,7 @@ struct State {
 }
 
 impl Listed {
-    /// Nothing is read yet.
+    /// Makes the entry of a store, without reading its checkpoints.
     pub fn new(store: Store, fix: StoreFix) -> Self {
         let place = store.absolute_path().unwrap_or_else(|_| store.path().into());
         Self { store, place, fix, state: Mutex::default(), total: Mutex::default() }
@@ -87,12 +87,12 @@ impl Listed {
         self.store.id()
     }
 
-    /// The store.
+    /// Returns the store.
     pub fn store(&self) -> &Store {
         &self.store
     }
 
-    /// Where it is, for every process of this machine.
+    /// Returns the absolute path or the address of the store.
     pub fn place(&self) -> &Path {
         &self.place
     }
@@ -110,14 +110,15 @@ impl Listed {
         Ok(Arc::clone(&state.listing))
     }
 
-    /// Those of a recording.
+    /// Returns the checkpoints of the recording with the id `recording`.
     pub fn recorded(&self, recording: &str) -> Result<Vec<Recorded>, ApiError> {
         let mut state = locked(&self.state);
         self.renew(&mut state)?;
         Ok(state.recorded.values().filter(|one| one.recording == recording).cloned().collect())
     }
 
-    /// What a list shows.
+    /// Returns the store's entry in the list of stores. If it cannot be read, the entry holds the
+    /// problem.
     pub fn head(&self) -> StoreHead {
         let mut state = locked(&self.state);
         let failed = self.renew(&mut state).err().map(|problem| problem.to_string());
@@ -212,7 +213,7 @@ impl Listed {
         Ok(())
     }
 
-    /// What it takes.
+    /// Returns the sums over all checkpoints, and the bytes of the store's files.
     pub fn sizes(&self) -> Result<StoreSizes, ApiError> {
         let listing = self.listing()?;
         let mut sizes = StoreSizes { total_bytes: self.total_bytes()?, ..StoreSizes::default() };
@@ -308,7 +309,7 @@ fn checkpoint(entry: Entry, parent: Option<u64>, taken_ms: i64) -> CheckpointRow
         id: entry.id,
         parent,
         taken_ms,
-        pause: PausePhases {
+        pause: PauseBreakdown {
             stop: pause.stop,
             device_state: pause.device_state,
             scan: pause.scan,

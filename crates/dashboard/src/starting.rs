@@ -3,7 +3,7 @@
 
 use super::listed::Listed;
 use super::said;
-use keyframe_session::run_dir::{self, Kind};
+use keyframe_session::run_dir::{self, RunKind};
 use keyframe_store_keys as keys;
 use keyframe_units::human_duration;
 use keyframe_web::ApiError;
@@ -51,7 +51,7 @@ pub fn restore(listed: &Listed, id: u64) -> Result<String, ApiError> {
     start((listed, id), &["restore", "--quiet"], &file, &file, |pid| {
         let all = run_dir::without_engine().ok()?;
         let own =
-            |about: &run_dir::About| about.kind == Kind::Restored && about.keyframe_pid == pid;
+            |about: &run_dir::About| about.kind == RunKind::Restored && about.keyframe_pid == pid;
         let (directory, about) = all.into_iter().find(|(_, about)| own(about))?;
         let place = directory.join(CONSOLE);
         let kept = console.take().map(|console| console.persist(&place));

@@ -200,7 +200,7 @@ impl Error {
         matches!(self, Self::NoKey)
     }
 
-    /// What the user can do about it, if something is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         let text = match self {
             Self::Session(error) => return error.fix(),

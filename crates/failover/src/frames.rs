@@ -27,7 +27,7 @@ pub const JSON_BYTES_MAX: usize = 4 << 20;
 /// The kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Kind {
+pub enum FrameKind {
     Greeting = 1,
     Machine = 2,
     Ready = 3,
@@ -39,7 +39,7 @@ pub enum Kind {
     PageHashes = 9,
 }
 
-impl Kind {
+impl FrameKind {
     pub fn of(number: u8) -> Option<Self> {
         Some(match number {
             1 => Self::Greeting,
@@ -147,7 +147,7 @@ pub struct EpochHead {
     pub checks: Vec<String>,
 }
 
-/// JSON of a frame.
+/// Parses the JSON of a frame. Errors: [`Error::MessageTooLong`], [`Error::MalformedMessage`].
 pub fn parse<T: serde::de::DeserializeOwned>(payload: &[u8]) -> Result<T> {
     if payload.len() > JSON_BYTES_MAX {
         return Err(Error::MessageTooLong(payload.len()));
@@ -160,7 +160,7 @@ pub fn text(value: &impl Serialize) -> Result<Vec<u8>> {
     serde_json::to_vec(value).map_err(Error::EncodeMessage)
 }
 
-/// Session and epoch before a payload.
+/// Encodes the session and the epoch that precede a payload: 8 bytes each, little-endian.
 pub fn marked(session: u64, epoch: u64) -> [u8; 16] {
     let mut head = [0; 16];
     head[..8].copy_from_slice(&session.to_le_bytes());
@@ -168,14 +168,15 @@ pub fn marked(session: u64, epoch: u64) -> [u8; 16] {
     head
 }
 
-/// Session, epoch and the rest of a payload.
+/// Splits a payload into session, epoch and the rest. Returns `None` if it is shorter than 16
+/// bytes.
 pub fn unmarked(payload: &[u8]) -> Option<(u64, u64, &[u8])> {
     let (session, rest) = payload.split_first_chunk::<8>()?;
     let (epoch, rest) = rest.split_first_chunk::<8>()?;
     Some((u64::from_le_bytes(*session), u64::from_le_bytes(*epoch), rest))
 }
 
-/// Head and device state of an Epoch frame.
+/// Splits the rest of an Epoch frame into head and device state. Returns `None` if it is malformed.
 pub fn epoch_parts(rest: &[u8]) -> Option<(EpochHead, &[u8])> {
     let (len, rest) = rest.split_first_chunk::<4>()?;
     let (head, devices) = rest.split_at_checked(u32::from_le_bytes(*len) as usize)?;
@@ -209,7 +210,8 @@ mod tests {
         }
         assert!(unmarked(&whole[..15]).is_none());
         assert!(
-            (0..=255).filter(|n| Kind::of(*n).is_some_and(|kind| kind as u8 == *n)).count() == 9
+            (0..=255).filter(|n| FrameKind::of(*n).is_some_and(|kind| kind as u8 == *n)).count()
+                == 9
         );
     }
 }

@@ -29,7 +29,8 @@ use std::time::Duration;
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 const LINE_BYTES_MAX: usize = 64;
 
-/// This host's clock, as the guard and the protocol use it.
+/// Returns the time of this host's monotonic clock, in nanoseconds. The guard and the protocol use
+/// this clock.
 pub fn now_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     (now.tv_sec.cast_unsigned())

@@ -58,7 +58,7 @@ pub struct LaunchedVm {
 }
 
 /// The VM's run directory, its status and the channel of its engine.
-pub struct RunContext {
+pub struct PrimaryContext {
     /// The VM's name.
     pub name: String,
     /// The run directory.
@@ -104,7 +104,7 @@ pub fn protect(
     addresses: Addresses,
     setup: Setup,
     is_last: bool,
-) -> Result<primary::Engine> {
+) -> Result<primary::PrimaryEngine> {
     let options = SessionOptions::every(None, OnExit::Kill);
     sessions::require_kernel(&options)?;
     // From here on: a signal must not leave a QEMU behind that has no guard yet.
@@ -148,7 +148,7 @@ pub fn protect(
     let config = new_group(&setup, &addresses)?;
     let status = first_status(&name, vm.pid(), ReplicationRole::Primary);
     let launched = LaunchedVm { vm, identity, machine: None, directory, served, gate };
-    let context = RunContext { name, run_dir, status, interrupted, inbox: None };
+    let context = PrimaryContext { name, run_dir, status, interrupted, inbox: None };
     let start = FirstEpoch { start: PrimaryStart::First, epoch: Epoch(1) };
     start_primary(launched, context, setup, config, start, Some(addresses))
 }
@@ -221,12 +221,12 @@ pub struct FirstEpoch {
 /// Makes the engine of a VM that does not run yet, and lets the VM run. The VM ends if this fails.
 pub fn start_primary(
     launched: LaunchedVm,
-    context: RunContext,
+    context: PrimaryContext,
     setup: Setup,
     config: ReplicationConfig,
     FirstEpoch { start, epoch: first_epoch }: FirstEpoch,
     addresses: Option<Addresses>,
-) -> Result<primary::Engine> {
+) -> Result<primary::PrimaryEngine> {
     let end_on_error = EndOnError::new(&launched);
     let LaunchedVm { mut vm, identity, machine, directory, served, gate } = launched;
     refuse(&mut vm, &*setup.events)?;
@@ -270,7 +270,7 @@ pub fn start_primary(
         first_epoch,
         events: setup.events.clone(),
     };
-    let engine = primary::Engine::new(primary::EngineParts {
+    let engine = primary::PrimaryEngine::new(primary::EngineParts {
         context,
         setup,
         config,
@@ -342,7 +342,7 @@ fn run_machines(
     Ok(machines)
 }
 
-/// What is shown of a VM or a standby that nothing is known of yet.
+/// Makes the first status of a VM or a standby, with role, name and process ids only.
 pub fn first_status(name: &str, qemu_pid: u32, role: ReplicationRole) -> SharedStatus {
     let replication = ReplicationStatus { role, ..ReplicationStatus::default() };
     Arc::new(Mutex::new(EngineStatus {

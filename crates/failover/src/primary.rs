@@ -17,11 +17,11 @@ mod tests;
 
 use super::frames::MachineFrame;
 use super::guard::now_ns;
-use super::launch::RunContext;
+use super::launch::PrimaryContext;
 use super::links::{self, Addresses, LinkEvent};
 use super::sending::SharedWire;
 use super::settings::Setup;
-use super::vm::{Gate, VmEvent, VmThread};
+use super::vm::{Gate, ProtectedVmEvent, VmThread};
 use super::witness::WitnessAnswer;
 use crate::error::{Error, Result};
 use crate::event::{FailoverEvent, SharedFailoverSink};
@@ -45,7 +45,7 @@ pub enum PrimaryEngineEvent {
     /// From a connection to the standby.
     Link(LinkEvent),
     /// From the thread that captures the VM.
-    Vm(VmEvent),
+    Vm(ProtectedVmEvent),
     /// From the witness.
     Witness(WitnessAnswer),
     /// The fence hook has ended; true if it succeeded.
@@ -67,7 +67,7 @@ pub struct Inbox {
 /// What an engine is made of.
 pub struct EngineParts {
     /// The VM's run directory, its status and its inbox.
-    pub context: RunContext,
+    pub context: PrimaryContext,
     /// The settings of this host.
     pub setup: Setup,
     /// The configuration that both hosts must share.
@@ -89,7 +89,7 @@ pub struct EngineParts {
 }
 
 /// The engine of a protected VM.
-pub struct Engine {
+pub struct PrimaryEngine {
     protocol: Protocol,
     vm: VmThread,
     gate: Gate,
@@ -113,10 +113,10 @@ pub enum Ending {
     Elsewhere,
 }
 
-impl Engine {
+impl PrimaryEngine {
     /// Starts the guard, the VM's thread and the connections to the standby.
     pub fn new(parts: EngineParts) -> Result<Self> {
-        let RunContext { name, run_dir, status, interrupted, inbox } = parts.context;
+        let PrimaryContext { name, run_dir, status, interrupted, inbox } = parts.context;
         let inbox = match inbox {
             Some(inbox) => inbox,
             None => listen(&run_dir, &status)?,

@@ -11,10 +11,10 @@
 //! Invariant: the standby's pages do not change between the first hash and the session's first
 //! epoch.
 
-use super::frames::{Kind, marked};
+use super::frames::{FrameKind, marked};
 use crate::error::PageHashesError;
 use keyframe_link::Channel;
-use keyframe_transfer::Image;
+use keyframe_transfer::EpochImage;
 use keyframe_units::{Page, PageIndex, ZERO_PAGE};
 
 /// Bytes of a hash.
@@ -117,14 +117,14 @@ impl RemotePageHashes {
 /// Sends the hashes of the first `pages` pages of `image`, or that all are zeros. False if the
 /// connection broke.
 pub fn send_page_hashes(
-    image: &dyn Image,
+    image: &dyn EpochImage,
     pages: u64,
     blank: bool,
     session: u64,
     channel: &Channel,
 ) -> bool {
     let send = |first: u64, bytes: &[u8]| {
-        channel.send(Kind::PageHashes as u8, &[&marked(session, first), bytes]).is_ok()
+        channel.send(FrameKind::PageHashes as u8, &[&marked(session, first), bytes]).is_ok()
     };
     if blank {
         return send(END, &[1]);

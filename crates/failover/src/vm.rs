@@ -58,7 +58,7 @@ pub enum VmAction {
 }
 
 /// An event that the VM's thread reports to the primary.
-pub enum VmEvent {
+pub enum ProtectedVmEvent {
     /// This epoch is captured; what the guest has sent up to then has this number at the gate.
     Captured {
         epoch: Epoch,
@@ -150,7 +150,10 @@ pub struct VmThread {
 
 impl VmThread {
     /// Starts the thread, for a VM that runs.
-    pub fn start(parts: VmParts, events: impl Fn(VmEvent) + Send + 'static) -> Result<Self> {
+    pub fn start(
+        parts: VmParts,
+        events: impl Fn(ProtectedVmEvent) + Send + 'static,
+    ) -> Result<Self> {
         let (actions, inbox) = channel();
         let reports = actions.clone();
         let report = move |report| {

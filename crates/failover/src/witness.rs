@@ -6,7 +6,7 @@
 //!
 //! Invariant: an answer leaves after the state behind it is durable.
 
-use super::frames::Kind;
+use super::frames::FrameKind;
 use crate::error::{Error, Result};
 use crate::event::{FailoverEvent, SharedFailoverSink};
 use keyframe_link::{Channel, Input, Party};
@@ -47,7 +47,7 @@ pub fn ask(party: &Party, address: SocketAddr, request: WitnessRequest) -> Witne
     };
     let mut bytes = Vec::new();
     request.encode(&mut bytes);
-    if channel.send(Kind::Core as u8, &[&bytes]).is_err() {
+    if channel.send(FrameKind::Core as u8, &[&bytes]).is_err() {
         return WitnessAnswer::Lost { sent: true };
     }
     let reply = channel.receive(&mut Input::default(), TIMEOUT).ok().flatten();
@@ -135,7 +135,7 @@ impl WitnessServer {
         };
         let mut bytes = Vec::new();
         reply.encode(&mut bytes);
-        channel.send(Kind::Core as u8, &[&bytes]).ok()?;
+        channel.send(FrameKind::Core as u8, &[&bytes]).ok()?;
         // The client closes the connection after it has read the answer.
         let _ = channel.receive(&mut Input::default(), TIMEOUT);
         Some(())

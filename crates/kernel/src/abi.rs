@@ -221,7 +221,7 @@ const _: () = assert!(UFFDIO_COPY as u32 == 0xC028_AA03 && UFFDIO_ZEROPAGE as u3
 const _: () =
     assert!(UFFDIO_UNREGISTER as u32 == 0x8010_AA01 && PAGEMAP_SCAN as u32 == 0xC060_6610);
 
-/// `UFFDIO_API`: asks for `features`; gives back the features that the kernel has.
+/// Calls `UFFDIO_API` with the wanted `features`. Returns the features that the kernel has.
 pub fn uffd_api(uffd: BorrowedFd<'_>, features: u64) -> io::Result<u64> {
     let mut api = UffdApi { api: UFFD_API, features, ioctls: 0 };
     // SAFETY: the descriptor is open while borrowed; UFFDIO_API reads and writes one `uffdio_api`,
@@ -230,13 +230,13 @@ pub fn uffd_api(uffd: BorrowedFd<'_>, features: u64) -> io::Result<u64> {
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(api.features) }
 }
 
-/// `UFFDIO_REGISTER` for write protection.
+/// Calls `UFFDIO_REGISTER` for write protection.
 pub fn uffd_register(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     uffd_register_as(uffd, start, len_bytes, REGISTER_MODE_WP)
 }
 
-/// `UFFDIO_REGISTER` for missing pages: from now on a thread that
-/// touches one waits until the page is placed.
+/// Calls `UFFDIO_REGISTER` for missing pages: from now on a thread that touches one waits until the
+/// page is placed.
 pub fn uffd_register_missing(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     uffd_register_as(uffd, start, len_bytes, REGISTER_MODE_MISSING)
 }
@@ -252,7 +252,7 @@ fn uffd_register_as(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64, mode: u64)
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// `UFFDIO_COPY`: places `content` (whole pages) from `start` on, where no page is yet, and wakes
+/// Calls `UFFDIO_COPY`: places `content` (whole pages) from `start` on, where no page is yet, and wakes
 /// the threads that wait there. Returns the number of bytes placed before the first page that was
 /// present (`EEXIST` if that is the first page), or before the kernel was interrupted.
 pub fn uffd_copy(uffd: BorrowedFd<'_>, start: u64, content: &[u8]) -> io::Result<u64> {
@@ -266,7 +266,7 @@ pub fn uffd_copy(uffd: BorrowedFd<'_>, start: u64, content: &[u8]) -> io::Result
     placed(code, copy.done)
 }
 
-/// `UFFDIO_ZEROPAGE`: as [`uffd_copy`], with zeros.
+/// Calls `UFFDIO_ZEROPAGE`: places zeros as [`uffd_copy`] places content.
 pub fn uffd_zero(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<u64> {
     let mut zero = UffdZeroPage { range: UffdRange { start, len_bytes }, mode: 0, done: 0 };
     // SAFETY: the descriptor is open while borrowed; UFFDIO_ZEROPAGE reads and writes one
@@ -285,8 +285,8 @@ fn placed(code: libc::c_int, done: i64) -> io::Result<u64> {
     }
 }
 
-/// `UFFDIO_UNREGISTER`: protection ends, content stays. Threads that wait to write there are not
-/// woken.
+/// Calls `UFFDIO_UNREGISTER`: protection ends, content stays. It does not wake threads that wait to
+/// write there.
 pub fn uffd_unregister(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     let mut range = UffdRange { start, len_bytes };
     // SAFETY: the descriptor is open while borrowed; UFFDIO_UNREGISTER reads one `uffdio_range`,
@@ -295,7 +295,8 @@ pub fn uffd_unregister(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// `UFFDIO_WRITEPROTECT`: protects every page of the range, with a marker where there is none.
+/// Calls `UFFDIO_WRITEPROTECT`: protects every page of the range, with a marker if there is no
+/// page.
 pub fn uffd_write_protect(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     uffd_set_protection(uffd, start, len_bytes, WRITEPROTECT_MODE_WP)
 }
@@ -318,7 +319,7 @@ fn uffd_set_protection(
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// `UFFDIO_WAKE`: has the threads that wait in the range look again.
+/// Calls `UFFDIO_WAKE`: threads that wait in the range try their access again.
 pub fn uffd_wake(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     let mut range = UffdRange { start, len_bytes };
     // SAFETY: the descriptor is open while borrowed; UFFDIO_WAKE reads one `uffdio_range`, which
@@ -347,8 +348,8 @@ pub fn mapping_end(maps: BorrowedFd<'_>, address: u64) -> io::Result<Option<u64>
     }
 }
 
-/// `PAGEMAP_SCAN`: fills `out` from its start; gives back how many answers, and where the walk
-/// ended. `arg.size`, `arg.vec` and `arg.vec_len` are set here.
+/// Calls `PAGEMAP_SCAN`: fills `out` from its start. Returns the number of entries and the address
+/// at which the walk ended. Sets `arg.size`, `arg.vec` and `arg.vec_len`.
 pub fn pagemap_scan(
     pagemap: BorrowedFd<'_>,
     arg: ScanArg,

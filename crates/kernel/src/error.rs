@@ -306,8 +306,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// What a user can do about it, where that is known; a sentence or two, without a final full
-    /// stop.
+    /// Returns what the user can do about the error, in a sentence or two without a final full
+    /// stop; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         let denied = |source: &io::Error| source.kind() == io::ErrorKind::PermissionDenied;
         Some(match self {

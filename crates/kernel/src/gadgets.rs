@@ -40,7 +40,7 @@ pub(crate) struct Gadgets {
 }
 
 impl Gadgets {
-    /// Those of `process`. Takes a millisecond for each MiB of its C library.
+    /// Finds the gadgets of `process`. Takes a millisecond for each MiB of its C library.
     pub fn find(process: &Process) -> Result<Self> {
         let maps = maps_with_vdso(process)?;
         if !has_shadow_stack(process)?
@@ -142,7 +142,8 @@ fn address_of(gadget: &[u8], range: HostRange, code: &[u8]) -> Option<u64> {
 
 #[cfg(test)]
 impl Gadgets {
-    /// What is left where the process has no way back.
+    /// Finds the gadgets of a process that has no way back from a signal handler: those of its
+    /// vDSO.
     pub fn without_way_back(process: &Process) -> Result<Self> {
         Self::in_vdso(process, &maps_with_vdso(process)?)
     }

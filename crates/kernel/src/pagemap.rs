@@ -155,7 +155,7 @@ impl Pagemap {
         Ok(calls)
     }
 
-    /// As [`Self::scan`], by two threads, each with a buffer.
+    /// Scans as [`Self::scan`], with two threads, each with a buffer.
     pub fn scan_by_two(
         &self,
         query: PagemapQuery,

@@ -35,7 +35,7 @@ pub(crate) struct PagemapQuirks {
 }
 
 impl PagemapQuirks {
-    /// Those of this kernel, tried once.
+    /// Returns the quirks of the running kernel, which the first call finds by trial.
     pub fn of_this_kernel() -> Self {
         static FOUND: OnceLock<PagemapQuirks> = OnceLock::new();
         *FOUND.get_or_init(|| try_out().unwrap_or_default())

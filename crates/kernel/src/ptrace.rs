@@ -112,14 +112,14 @@ impl<'p> Tracee<'p> {
         Self { process, thread_bound: PhantomData }
     }
 
-    /// From here on another process that the stopped thread makes is traced too, from its first
-    /// instant; and not, when false. The seccomp filter, where it was suspended, no longer is.
+    /// Sets whether the threads and processes that the stopped thread creates are traced, too, from
+    /// their first instruction. Also ends a suspension of the seccomp filter.
     pub fn stop_at_births(&self, stop: bool) -> Result<()> {
         let births = if stop { libc::PTRACE_O_TRACECLONE as usize } else { 0 };
         self.set_options(OPTION_SYSCALL_GOOD | births)
     }
 
-    /// From here on the stopped thread's process dies with the thread that traces it.
+    /// Has the kernel kill the stopped thread's process when the thread that traces it ends.
     pub fn die_with_tracer(&self) -> Result<()> {
         self.set_options(OPTION_SYSCALL_GOOD | libc::PTRACE_O_EXITKILL as usize)
     }

@@ -216,8 +216,8 @@ fn with_marks(xsave: &[u8], layout: &XsaveLayout) -> Option<Vec<u8>> {
 pub(crate) struct XsaveLayout([usize; FEATURES]);
 
 impl XsaveLayout {
-    /// That of this processor, asked once: a virtual machine's host answers each question, which
-    /// takes its time.
+    /// Returns the layout of this processor, read once: under a hypervisor each CPUID instruction
+    /// is slow.
     pub fn of_this_processor() -> &'static Self {
         static LAYOUT: OnceLock<XsaveLayout> = OnceLock::new();
         LAYOUT.get_or_init(|| {

@@ -105,7 +105,7 @@ pub struct Port {
 }
 
 impl Port {
-    /// `stream` must not block.
+    /// Makes a port on `stream`, which must not block.
     pub fn new(stream: UnixStream) -> Self {
         let send_buffer_bytes = std::fs::read_to_string("/proc/sys/net/core/wmem_default")
             .ok()
@@ -192,8 +192,8 @@ impl Port {
         self.sending = Some((frame, from));
     }
 
-    /// How far QEMU is. Sends the probe when it is due. To be called only while no frame is
-    /// delivered. Error: why the connection must be closed.
+    /// Returns how far QEMU has read, and sends the probe when it is due. Call it only while no
+    /// frame is delivered. Error: why the connection must be closed.
     pub fn delivery(&mut self) -> Result<Delivery, String> {
         let rest = self.probe_delivery()?;
         if rest == Delivery::Complete {
@@ -246,8 +246,8 @@ impl Port {
         self.stuck = None;
     }
 
-    /// Why frames that the guest has sent since [`Self::watch`] may be missing; `None` if none can
-    /// be. To be called after all waiting bytes are read.
+    /// Returns why frames that the guest has sent since [`Self::watch`] may be missing; `None` if
+    /// none can be. Call it after all waiting bytes are read.
     pub fn torn(&self) -> Option<String> {
         if self.deframer.begun_bytes() > 0 {
             return Some("the guest's last frame is incomplete".into());

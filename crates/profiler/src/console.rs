@@ -24,12 +24,12 @@ const LINE_BYTES_MAX: usize = 16 << 10;
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// The standard output of a QEMU, passed on and searched for a text.
-pub struct Console {
+pub struct WatchedOutput {
     shown: Arc<AtomicBool>,
     ended: Option<Receiver<()>>,
 }
 
-impl Console {
+impl WatchedOutput {
     /// Returns true if the text was seen.
     pub fn has_shown(&self) -> bool {
         self.shown.load(Ordering::Relaxed)
@@ -49,10 +49,10 @@ pub fn around<T>(
     when: Option<&str>,
     to_stderr: bool,
     launch: impl FnOnce() -> Result<T>,
-) -> Result<(T, Console)> {
+) -> Result<(T, WatchedOutput)> {
     let shown = Arc::new(AtomicBool::new(false));
     if when.is_none() && !to_stderr {
-        return Ok((launch()?, Console { shown, ended: None }));
+        return Ok((launch()?, WatchedOutput { shown, ended: None }));
     }
     let failed = |e: std::io::Error| Error::io("redirect QEMU's standard output", e);
     let ours =
@@ -77,7 +77,7 @@ pub fn around<T>(
         (Some(pipe), Some(text)) => Some(watch(pipe, text, to_stderr, &shown)),
         _ => None,
     };
-    Ok((launched, Console { shown, ended }))
+    Ok((launched, WatchedOutput { shown, ended }))
 }
 
 /// Passes the output on that arrives by `pipe`, until all of its writers have closed it.

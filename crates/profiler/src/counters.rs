@@ -35,9 +35,9 @@ const CHUNK_BYTES: usize = 256 << 10;
 /// The most network backends.
 const NETDEVS_MAX: usize = 64;
 
-/// What the VM has written to all its disks since its start.
+/// The writes of the VM to all its disks since its start.
 #[derive(Clone, Copy)]
-pub struct Disks {
+pub struct DiskWrites {
     /// Sectors of 512 bytes.
     pub sectors: u64,
     /// Requests.
@@ -77,7 +77,7 @@ impl Counters {
     }
 
     /// Returns the sectors and requests written since the VM's start; `None` if they are not counted.
-    pub fn disks(&mut self, target: &mut Target) -> Result<Option<Disks>> {
+    pub fn disks(&mut self, target: &mut Target) -> Result<Option<DiskWrites>> {
         match target.qmp().filter(|_| self.disks) {
             Some(qmp) => disks(qmp).map_err(Error::Disks),
             None => Ok(None),
@@ -109,7 +109,7 @@ fn remove(qmp: &mut Qmp, dumps: &[Dump]) {
 }
 
 /// Returns the sums over all drives; `None` if there are none.
-fn disks(qmp: &mut Qmp) -> Result<Option<Disks>, String> {
+fn disks(qmp: &mut Qmp) -> Result<Option<DiskWrites>, String> {
     let answer = qmp.execute("query-blockstats", None).map_err(|e| chain(&e))?;
     let drives = answer.as_array().ok_or("query-blockstats: no list")?;
     let sum = |key: &str| {
@@ -118,7 +118,7 @@ fn disks(qmp: &mut Qmp) -> Result<Option<Disks>, String> {
     };
     match (sum("wr_bytes"), sum("wr_operations")) {
         _ if drives.is_empty() => Ok(None),
-        (Some(bytes), Some(writes)) => Ok(Some(Disks { sectors: bytes / 512, writes })),
+        (Some(bytes), Some(writes)) => Ok(Some(DiskWrites { sectors: bytes / 512, writes })),
         _ => Err("query-blockstats: a drive without wr_bytes and wr_operations".into()),
     }
 }

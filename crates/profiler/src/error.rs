@@ -98,7 +98,7 @@ pub enum Error {
     Panicked,
 }
 
-/// What this crate returns.
+/// The result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
@@ -106,7 +106,7 @@ impl Error {
         Self::Io { operation: operation.into(), source: source.into() }
     }
 
-    /// What the user can do about it, if something is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         match self {
             Self::Kernel(error) => error.fix(),

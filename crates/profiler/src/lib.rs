@@ -36,7 +36,7 @@ pub use error::{Error, Result};
 pub use event::{EventSink, NoEvents, ProfilerEvent};
 
 use keyframe_kernel::{END_SIGNALS, Interrupt};
-use keyframe_profile::{Curve, Epoch, Ladder};
+use keyframe_profile::{Curve, Ladder, MeasuredEpoch};
 use meter::{EpochOutcome, Meter};
 use serde::Serialize;
 use std::ffi::OsString;
@@ -175,7 +175,7 @@ impl Run<'_> {
     fn settle(
         &self,
         target: &mut Target,
-        console: &console::Console,
+        console: &console::WatchedOutput,
         start: &StartCondition,
     ) -> Result<bool> {
         self.events.event(&ProfilerEvent::GuestStarted);
@@ -236,7 +236,7 @@ impl Run<'_> {
     }
 
     /// Measures all epochs. Returns false with them if the VM ended, or Ctrl-C was pressed, before.
-    fn epochs(&self, target: &mut Target, samples: u32) -> Result<(Vec<Epoch>, bool)> {
+    fn epochs(&self, target: &mut Target, samples: u32) -> Result<(Vec<MeasuredEpoch>, bool)> {
         let lengths = self.options.ladder.lengths();
         let total = self.options.ladder.total() * samples;
         self.events.event(&ProfilerEvent::EpochsBegin { vcpus: target.vcpus, total });

@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::event::{EventSink, ProfilerEvent};
 use keyframe_kernel::attach::inject_userfaultfd;
 use keyframe_kernel::write_tracker::WriteTracker;
-use keyframe_profile::Epoch;
+use keyframe_profile::MeasuredEpoch;
 use keyframe_units::duration_ns;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ const EXIT_TIMEOUT: Duration = Duration::from_millis(500);
 /// The outcome of an epoch.
 pub enum EpochOutcome {
     /// It was measured.
-    Epoch(Epoch),
+    Epoch(MeasuredEpoch),
     /// The VM ended in it.
     Ended,
     /// The user pressed Ctrl-C.
@@ -109,7 +109,7 @@ impl Meter {
         let packets_after = self.counters.packets(target);
         let disks_after = self.counters.disks(target)?;
         let grown = |before: Option<u64>, after: Option<u64>| after?.checked_sub(before?);
-        Ok(EpochOutcome::Epoch(Epoch {
+        Ok(EpochOutcome::Epoch(MeasuredEpoch {
             length,
             measured_ns: duration_ns(measured),
             pages,

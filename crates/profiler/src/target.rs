@@ -1,7 +1,7 @@
 //! The VM that is measured: one that Keyframe launches, or one that runs already, with or without its
 //! monitor.
 
-use super::console::{self, Console};
+use super::console::{self, WatchedOutput};
 use super::{StartCondition, ram_discovery};
 use crate::error::{Error, Result};
 use keyframe_kernel::Process;
@@ -104,7 +104,7 @@ impl Target {
         command: Vec<OsString>,
         vcpus: Option<u32>,
         start: &StartCondition,
-    ) -> Result<(Self, Console)> {
+    ) -> Result<(Self, WatchedOutput)> {
         let invocation = Invocation::parse(command)?;
         let starts_paused = invocation.starts_paused();
         let dir = tempfile::Builder::new()

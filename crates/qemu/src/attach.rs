@@ -80,7 +80,8 @@ impl Vm {
         Ok(vm)
     }
 
-    /// Which QEMU it is, as it runs: a file that was replaced since is not it.
+    /// Returns the identity of the running QEMU's binary, even if the file at its path was replaced
+    /// since.
     pub fn identity(&mut self) -> Result<QemuIdentity> {
         if let Some(identity) = &self.identity {
             return Ok(identity.clone());
@@ -121,7 +122,7 @@ impl Vm {
         lineage_of(self.full_command())
     }
 
-    /// Where the relative paths of its line begin.
+    /// Returns the directory from which relative paths of the VM's command line start.
     pub fn working_directory(&self) -> Result<PathBuf> {
         running::directory(self.pid(), self.full_command())
     }

@@ -21,9 +21,11 @@ const MIB: u64 = 1 << 20;
 const GIB_4: u64 = 4 << 30;
 
 impl Vm {
-    /// Where main RAM and firmware lie in the guest's physical address space, rising.
+    /// Returns where main RAM and firmware lie in the guest's physical address space, in rising
+    /// order.
     ///
-    /// Errors: [`Error::GuestMap`] where the list makes no sense, or leaves main RAM out.
+    /// Errors: [`Error::GuestMap`] if QEMU's list contradicts itself or does not hold all of main
+    /// RAM.
     pub fn guest_map(&mut self) -> Result<Vec<GuestRegion>> {
         let layout = self.ram_layout()?;
         let text = self.qmp().hmp("info mtree -f")?;

@@ -52,12 +52,12 @@ impl QemuProcess {
         Self { pid }
     }
 
-    /// Its pid.
+    /// Returns the process id.
     pub fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// What it has mapped.
+    /// Reads the process's memory mappings from `/proc/PID/maps`.
     pub fn maps(&self) -> Result<Maps> {
         let path = format!("/proc/{}/maps", self.pid);
         let bytes = std::fs::read(&path).map_err(Error::io(format!("read {path}")))?;

@@ -29,7 +29,7 @@ mod virsh;
 pub use event::{QmpEvent, RunStatus};
 
 use crate::{Error, Result};
-use channel::Channel;
+use channel::QmpChannel;
 use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -89,7 +89,7 @@ impl Pause {
 
 /// A connection to a monitor.
 pub struct Qmp {
-    channel: Channel,
+    channel: QmpChannel,
     timeout: Duration,
     last_id: u64,
     events: VecDeque<QmpEvent>,
@@ -144,7 +144,8 @@ impl Qmp {
         uri: Option<&str>,
         passed: &[&OwnedFd],
     ) -> Result<Self> {
-        let mut qmp = Self::new(Channel::Libvirt(Box::new(Virsh::connect(domain, uri, passed)?)));
+        let mut qmp =
+            Self::new(QmpChannel::Libvirt(Box::new(Virsh::connect(domain, uri, passed)?)));
         // The first answer tells whether libvirt lets us.
         qmp.execute("query-version", None)?;
         Ok(qmp)
@@ -153,7 +154,7 @@ impl Qmp {
     /// Takes over the connection of an engine that has ended. Capabilities are negotiated already, and
     /// the engine may have read half a line.
     pub(crate) fn take_over(socket: OwnedFd, name: &str) -> Self {
-        let mut qmp = Self::new(Channel::Socket(Transport::taken_over(socket, name.into())));
+        let mut qmp = Self::new(QmpChannel::Socket(Transport::taken_over(socket, name.into())));
         // Not the ids of the engine, whose answers may still come.
         qmp.last_id = TAKEN_OVER_ID;
         qmp
@@ -162,12 +163,12 @@ impl Qmp {
     /// A second descriptor of the connection, for the watchdog's process; `None` with libvirt.
     pub(crate) fn duplicate(&self) -> Result<Option<OwnedFd>> {
         match &self.channel {
-            Channel::Socket(transport) => transport.duplicate().map(Some),
-            Channel::Libvirt(_) => Ok(None),
+            QmpChannel::Socket(transport) => transport.duplicate().map(Some),
+            QmpChannel::Libvirt(_) => Ok(None),
         }
     }
 
-    fn new(channel: Channel) -> Self {
+    fn new(channel: QmpChannel) -> Self {
         Self {
             channel,
             timeout: TIMEOUT,
@@ -194,7 +195,7 @@ impl Qmp {
         wait: Duration,
         alive: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Self> {
-        let mut qmp = Self::new(Channel::Socket(transport));
+        let mut qmp = Self::new(QmpChannel::Socket(transport));
         let started = Instant::now();
         let greeting = loop {
             // In slices, so that a QEMU that died is seen.

@@ -75,7 +75,7 @@ pub fn number(fd: &OwnedFd) -> i32 {
     fd.as_fd().as_raw_fd()
 }
 
-/// [`Error::Exited`] where `child` has ended.
+/// Fails with [`Error::Exited`] if `child` has ended.
 pub fn alive(child: &mut Child, when: &'static str) -> Result<()> {
     match exit_status(child)? {
         Some(status) => Err(Error::Exited { status, when }),
@@ -83,13 +83,13 @@ pub fn alive(child: &mut Child, when: &'static str) -> Result<()> {
     }
 }
 
-/// How `child` ended, if it has.
+/// Returns how `child` ended; `None` while it runs.
 pub fn exit_status(child: &mut Child) -> Result<Option<ExitStatus>> {
     child.try_wait().map_err(Error::io(format!("wait for QEMU (pid {})", child.id())))
 }
 
-/// Where `error` says that a connection to QEMU broke, and `child` has ended, [`Error::Exited`];
-/// else `error`.
+/// Returns [`Error::Exited`] if `error` says that a connection to QEMU broke and `child` has ended;
+/// otherwise returns `error`.
 pub fn exited_instead(error: Error, child: &mut Child, when: &'static str) -> Error {
     use std::io::ErrorKind::{BrokenPipe, ConnectionReset};
     let broken = match &error {

@@ -115,8 +115,8 @@ impl Vm {
         Self::launch_by(invocation, options, |_| ())
     }
 
-    /// As [`Self::launch`], but the kernel ends the VM when the thread that started it ends, and so
-    /// when this process ends.
+    /// Launches a VM as [`Self::launch`]; the kernel ends the VM when the thread that started it
+    /// ends, and so when this process ends.
     pub fn launch_mortal(invocation: &Invocation, options: &LaunchOptions) -> Result<Self> {
         Self::launch_by(invocation, options, keyframe_kernel::child_setup::kill_with_parent)
     }
@@ -226,7 +226,7 @@ impl Vm {
         self.single_core.as_ref()?.core()
     }
 
-    /// QEMU's pid.
+    /// Returns QEMU's process id.
     pub fn pid(&self) -> u32 {
         self.lifetime.pid()
     }
@@ -360,8 +360,8 @@ impl Vm {
         self.asked_for_ram(ramblock::layout)
     }
 
-    /// As [`Vm::ram_layout`], and true if the machine has a device that discards guest RAM, from its
-    /// start or plugged in since.
+    /// Returns [`Vm::ram_layout`], and true if the machine has a device that discards guest RAM,
+    /// from its start or plugged in since.
     pub fn ram_layout_and_discards(&mut self) -> Result<(RamLayout, bool)> {
         self.asked_for_ram(ramblock::layout_and_discards)
     }
@@ -395,7 +395,7 @@ impl Vm {
         self.lifetime.ended()
     }
 
-    /// As [`Vm::ended`], as an exit status. The status of an attached QEMU is known only to its
+    /// Returns [`Vm::ended`] as an exit status. The status of an attached QEMU is known only to its
     /// parent; the result is then success.
     pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
         Ok(self.ended()?.map(|ended| ended.status()))

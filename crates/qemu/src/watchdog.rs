@@ -331,7 +331,7 @@ impl Watchdog {
         Self::spawn_by(command, &watched.words(), &watched.inherited())
     }
 
-    /// As [`Watchdog::spawn`], with the arguments and descriptors of `resumer`.
+    /// Starts the watchdog as [`Watchdog::spawn`], with the arguments and descriptors of `resumer`.
     pub fn spawn_resumer(command: &mut Command, resumer: &Resumer) -> Result<Self> {
         Self::spawn_by(command, &resumer.words, &resumer.descriptors.iter().collect::<Vec<_>>())
     }

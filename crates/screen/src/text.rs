@@ -2,7 +2,7 @@
 
 use crate::memory::Memory;
 use crate::registers::{Rgb, Vga};
-use crate::screen::{Canvas, Reason};
+use crate::screen::{Canvas, PictureProblem};
 
 /// The largest number of characters that QEMU shows: 160 x 100.
 const CHARACTERS_MAX: u32 = 16_000;
@@ -36,14 +36,14 @@ struct Cursor {
 }
 
 impl Text {
-    pub fn of(vga: &Vga) -> Result<Self, Reason> {
+    pub fn of(vga: &Vga) -> Result<Self, PictureProblem> {
         let (wide, tall) = (vga.character_width(), u32::from(vga.last_character_line()) + 1);
         let (columns, lines) = (vga.columns(), vga.text_lines(tall));
         match columns * lines {
-            0 | 1 => return Err(Reason::NoMode),
+            0 | 1 => return Err(PictureProblem::NoMode),
             2..=CHARACTERS_MAX => {}
             _ => {
-                return Err(Reason::TooLarge {
+                return Err(PictureProblem::TooLarge {
                     width: (columns * wide).into(),
                     height: (lines * tall).into(),
                 });

@@ -60,7 +60,7 @@ impl From<Error> for Refusal {
 
 /// The files of one store.
 #[derive(Debug)]
-pub struct Files {
+pub struct ServedFiles {
     backend: Arc<dyn Backend>,
     store: [u8; 16],
     open: Mutex<HashMap<String, Open>>,
@@ -74,13 +74,13 @@ struct Open {
     used: Instant,
 }
 
-impl Files {
-    /// Of the store with this id on that backend.
+impl ServedFiles {
+    /// Serves the files of the store with the id `store` on `backend`.
     pub fn new(backend: Arc<dyn Backend>, store: [u8; 16]) -> Self {
         Self { backend, store, open: Mutex::default(), memory: Memory::default() }
     }
 
-    /// What a client that has shown who it is is answered.
+    /// Answers a request of a client that has shown its token.
     pub fn answer(&self, request: &Request) -> Result<Reply, Refusal> {
         let plain = |bytes| Ok(Reply::Data { bytes, is_packed: false });
         match request {

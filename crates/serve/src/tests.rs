@@ -1,7 +1,7 @@
 //! Clients that do what no client of ours does. What ours does is tested with it, in
 //! `keyframe_store_backend::served`.
 
-use crate::{Error, Identity, Options, Server};
+use crate::{Error, Server, ServerIdentity, ServerOptions};
 use keyframe_store::Store;
 use keyframe_store_backend::served::wire::{Answer, RefusalCode, Request};
 use rustls::pki_types::ServerName;
@@ -16,18 +16,18 @@ use zeroize::Zeroizing;
 
 const WAIT_MAX: Duration = Duration::from_mins(2);
 
-fn options(listen: &str, token: Option<&str>) -> Options {
+fn options(listen: &str, token: Option<&str>) -> ServerOptions {
     let token = token.map(|token| Zeroizing::new(token.as_bytes().to_vec()));
-    Options {
+    ServerOptions {
         listen: listen.parse().unwrap(),
         token,
-        identity: Identity::fresh().unwrap(),
+        identity: ServerIdentity::fresh().unwrap(),
         connections_max: 4,
     }
 }
 
 /// Serves a store while `test` runs; what it has done then.
-fn with_server(test: impl FnOnce(SocketAddr, &Arc<ClientConfig>)) -> crate::Report {
+fn with_server(test: impl FnOnce(SocketAddr, &Arc<ClientConfig>)) -> crate::ServerReport {
     let dir = tempfile::tempdir().unwrap();
     let place = dir.path().join("store");
     Store::init(&place).unwrap();

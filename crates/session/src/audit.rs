@@ -34,7 +34,7 @@ impl Audit {
         Ok(Self { dir, equal: VecDeque::new(), copy: Vec::new(), seq: None })
     }
 
-    /// In the pause: copies all of RAM, to memory: a disk may take seconds.
+    /// Copies all of RAM to memory, in the pause. A copy to a disk could take seconds.
     pub fn copy(&mut self, reader: &dyn PageReader, ram: &RamLayout) -> Result<(), BoxError> {
         self.seq = None;
         self.copy.resize(usize::try_from(ram.len_bytes())?, 0);
@@ -46,8 +46,8 @@ impl Audit {
         self.seq = Some(seq);
     }
 
-    /// After the seal: reads the checkpoint back from the store and compares it with the copy, page
-    /// by page. Returns the pages that differ.
+    /// Reads the sealed checkpoint back from the store and compares it with the copy. Returns the
+    /// pages that differ.
     pub fn compare(
         &mut self,
         store: &Store,

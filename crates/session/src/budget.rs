@@ -28,7 +28,7 @@ pub struct BudgetKeeper {
 }
 
 impl BudgetKeeper {
-    /// None where nothing was asked for.
+    /// Makes the budget of a session; `None` if the options set no limit.
     pub fn new(options: &SessionOptions) -> Result<Option<Self>> {
         let pause_ns = options.max_pause.map(duration_ns);
         let budget = Budget { pause_ns, overhead: options.max_overhead };

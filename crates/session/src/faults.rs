@@ -107,7 +107,7 @@ impl FromStr for Fault {
 }
 
 impl Fault {
-    /// Which VM suffers: its QEMU, and a descriptor of the monitor's socket.
+    /// Sets the VM that the fault hits: the process id of its QEMU, and the socket of its monitor.
     pub fn bind(&self, qemu_pid: u32, monitor: OwnedFd) {
         let _ = self.victim.set((qemu_pid, monitor));
     }

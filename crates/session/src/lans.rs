@@ -47,7 +47,8 @@ impl Lans {
         Ok(Self { remote: Remote::connect(control)?, held: false })
     }
 
-    /// Nothing is delivered from here on, and all that was sent has been taken in.
+    /// Stops the delivery of packets and waits until all sent packets have arrived at the switch.
+    /// On failure delivery goes on.
     pub fn hold(&mut self) -> Result<(), BoxError> {
         self.held = true;
         let quiet = self.remote.hold(HOLD_MAX).and_then(|()| self.remote.quiesce(QUIET_TIMEOUT));
@@ -70,9 +71,9 @@ impl Lans {
         }
     }
 
-    /// Holds, and puts the packets of a checkpoint before fresh VMs, once these are connected.
-    /// `pids`: the process ids of the recorded VMs, and of the fresh ones; `now`: where a recorded
-    /// network is.
+    /// Holds delivery and queues the packets of a checkpoint for restored VMs, once these are
+    /// connected. `pids` pairs the process id of each recorded VM with that of the restored one.
+    /// `now` returns the present socket of a recorded network.
     pub fn restore(
         &mut self,
         in_flight: &InFlight,

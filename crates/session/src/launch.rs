@@ -363,8 +363,8 @@ pub struct RefusedVms {
     pub peripherals: Peripherals,
 }
 
-/// Everything that can be refused of VMs that are there: audit, attach, the run in the store, the
-/// watchdogs. Those that are refused are given back.
+/// Does every step that may refuse a started VM: audit, attach, the run in the store, the
+/// watchdogs. An error returns the refused VMs.
 pub fn prepare(
     store: &Store,
     mut writer: Writer,

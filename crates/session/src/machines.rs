@@ -92,22 +92,22 @@ pub struct Machines {
 }
 
 impl Machines {
-    /// One VM, or with `is_group` those of a group.
+    /// Makes the machines of a run: one VM, or with `is_group` the members of a group.
     pub fn new(members: Vec<Member>, is_group: bool, peripherals: Peripherals) -> Self {
         Self { members, is_group, lans: peripherals.lans, disks: peripherals.disks }
     }
 
-    /// Each of them.
+    /// Returns the VMs.
     pub fn members(&self) -> &[Member] {
         &self.members
     }
 
-    /// Each of them.
+    /// Returns the VMs.
     pub fn members_mut(&mut self) -> &mut [Member] {
         &mut self.members
     }
 
-    /// Their disks, and the VMs whose they are.
+    /// Returns the capture of the disks and the VMs that own them; `None` if no disk is captured.
     pub fn storage(&mut self) -> Option<(&mut dyn DiskCapture, &mut [Member])> {
         let members = &mut self.members[..];
         self.disks.as_mut().map(|disks| (&mut **disks as &mut dyn DiskCapture, members))
@@ -123,7 +123,8 @@ impl Machines {
         self.members.iter().any(|m| m.vm.is_attached())
     }
 
-    /// Of a recorded VM: a place that the next pause fills with its instruction count.
+    /// Returns a place that the next pause of a recorded VM fills with the VM's instruction count;
+    /// `None` if the VM is not recorded.
     pub fn mark(&mut self) -> Option<Position> {
         self.members.first_mut()?.vm.mark()
     }

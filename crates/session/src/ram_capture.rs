@@ -246,7 +246,7 @@ impl Strategies {
         self.rams.first().map(|ram| ram.reader())
     }
 
-    /// Pre-copy leaves no more than `target_pages` to the pause, if it can.
+    /// Sets the number of pages that pre-copy may leave to the pause.
     pub fn tune(&mut self, target_pages: u64) {
         self.precopy.policy.target_pages = target_pages;
         self.auto.precopy.policy.target_pages = target_pages;

@@ -81,9 +81,8 @@ struct AlwaysBusy {
 pub struct RequestQueues(Option<VirtioQueues>);
 
 impl RequestQueues {
-    /// Waits, while the VM runs, until no request is under way, or has been for [`BUSY_MAX`].
-    ///
-    /// A stop that has to be taken back costs the guest time.
+    /// Waits, while the VM runs, until no disk or network request is under way, at most
+    /// [`BUSY_MAX`]. A stop that must be taken back costs the guest more time.
     pub fn await_rest(&mut self, qmp: &mut Qmp) -> Result<(), BoxError> {
         let began = Instant::now();
         while self.are_busy(qmp)? && began.elapsed() < BUSY_MAX {

@@ -43,7 +43,7 @@ const NAME_BYTES_MAX: u64 = 64;
 /// Where a VM without an engine comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Kind {
+pub enum RunKind {
     /// `keyframe branch`.
     Clone,
     /// `keyframe restore`.
@@ -56,7 +56,7 @@ pub struct About {
     /// Its name here.
     pub vm: String,
     /// Where it comes from.
-    pub kind: Kind,
+    pub kind: RunKind,
     /// The store, and the checkpoint in it.
     pub store: String,
     /// The checkpoint that the VM was brought back to.
@@ -103,7 +103,7 @@ impl RunDir {
     /// `keyframe status` and `stop`.
     pub fn tell(
         &self,
-        kind: Kind,
+        kind: RunKind,
         store: &Path,
         checkpoint: CheckpointId,
         qemu_pid: u32,
@@ -127,7 +127,7 @@ impl RunDir {
         std::fs::write(&path, vm).map_err(|source| io("write", &path, source))
     }
 
-    /// It has ended; what else is in the directory stays for a look.
+    /// Removes the description of the run, after its VM has ended. Other files stay for inspection.
     pub fn untell(&self) {
         let _ = std::fs::remove_file(self.path.join(ABOUT));
     }
@@ -229,7 +229,7 @@ pub fn orphans() -> Result<Vec<Orphan>, RunDirError> {
     Ok(all)
 }
 
-/// Where those that are restored have their directories.
+/// Returns the directory that holds the directories of restored VMs.
 pub fn of_restored() -> Result<PathBuf, RunDirError> {
     peripherals(RESTORED)
 }

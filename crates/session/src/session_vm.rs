@@ -147,7 +147,8 @@ impl SessionVm {
         Ok(())
     }
 
-    /// Of a recorded VM: a place that the next pause fills with its instruction count.
+    /// Returns a place that the next pause fills with the VM's instruction count; `None` if the VM
+    /// is not recorded.
     pub fn mark(&mut self) -> Option<Position> {
         let recorded = self.recorded.as_mut()?;
         let position = Position::default();
@@ -155,7 +156,7 @@ impl SessionVm {
         Some(position)
     }
 
-    /// Of a recorded VM: whether a request of a disk or network card is under way.
+    /// Returns true if the VM is recorded and a request of a disk or network card is under way.
     pub fn has_requests_under_way(&mut self) -> Result<bool, BoxError> {
         self.on_queues(|queues, vm| queues.are_busy(vm.qmp())).unwrap_or(Ok(false))
     }

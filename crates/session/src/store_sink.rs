@@ -69,7 +69,7 @@ pub struct MachineDescriptions {
 }
 
 impl MachineDescriptions {
-    /// Those of a group, or else of the one VM.
+    /// Describes the members of a group, or the one VM.
     pub fn new(mut members: Vec<MemberMeta>, is_group: bool) -> Self {
         if is_group {
             return Self { machine: MachineMeta::default(), members };
@@ -77,7 +77,7 @@ impl MachineDescriptions {
         Self { machine: members.pop().unwrap_or_default().machine, members: Vec::new() }
     }
 
-    /// That of the one VM.
+    /// Returns the description of the one VM.
     pub fn machine(&self) -> &MachineMeta {
         &self.machine
     }

@@ -12,13 +12,13 @@ pub struct StoreFiles(Arc<dyn Backend>);
 
 /// An open file: a [`ReadFile`] whose errors are those of this crate.
 #[derive(Clone, Debug)]
-pub struct OpenFile(Arc<dyn ReadFile>);
+pub struct StoreFile(Arc<dyn ReadFile>);
 
 /// A file that grows at its end: an [`AppendFile`] whose errors are those of this crate.
 #[derive(Debug)]
 pub struct NewFile(Box<dyn AppendFile>);
 
-impl OpenFile {
+impl StoreFile {
     /// A file in memory.
     pub fn of_bytes(bytes: Vec<u8>) -> Self {
         Self(Arc::new(BytesFile(bytes)))
@@ -114,8 +114,8 @@ impl StoreFiles {
         Ok(self.0.put(name, bytes)?)
     }
 
-    pub fn open(&self, name: &str) -> Result<OpenFile> {
-        Ok(OpenFile(self.0.open(name)?))
+    pub fn open(&self, name: &str) -> Result<StoreFile> {
+        Ok(StoreFile(self.0.open(name)?))
     }
 
     pub fn list(&self, folder: &str) -> Result<Vec<String>> {

@@ -67,7 +67,7 @@ impl OpenStore {
         PackFile::open(&self.backend, self.config.id, number)
     }
 
-    /// Pack `number`. It is opened once and stays open.
+    /// Returns pack `number`. It is opened once and stays open.
     pub fn pack(&self, number: u32) -> Result<Arc<PackFile>> {
         let mut packs = self.packs.lock().ignore_poison();
         if let Some(pack) = packs.get(&number) {

@@ -13,7 +13,7 @@ use keyframe_qemu::restore::lazy::Residency;
 use keyframe_qemu::restore::{self, Lineage, Plan, RamSource, RestoreOptions, Restored};
 use keyframe_qemu::{Accelerator, DiskServer};
 use keyframe_session::error::RunDirError;
-use keyframe_session::run_dir::{Kind, RunDir};
+use keyframe_session::run_dir::{RunDir, RunKind};
 use keyframe_store::{LoadedCheckpoint, MachineMeta, Meta, Store, UnmappedCheckpoint};
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
 use keyframe_vm_disks::{self as disks, ServedDisks, restored};
@@ -381,7 +381,8 @@ impl Place {
     /// The VM runs as this QEMU.
     fn tell(&self, id: CheckpointId, qemu_pid: u32) {
         let Some(directory) = &self.directory else { return };
-        let _ = directory.tell(Kind::Restored, &self.store, id, qemu_pid).inspect_err(Self::warn);
+        let _ =
+            directory.tell(RunKind::Restored, &self.store, id, qemu_pid).inspect_err(Self::warn);
     }
 
     fn warn(error: &RunDirError) {

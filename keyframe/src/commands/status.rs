@@ -7,7 +7,7 @@ use keyframe_session::control::{
     client,
 };
 use keyframe_session::run_dir;
-use keyframe_session::run_dir::{About, Kind, Orphan};
+use keyframe_session::run_dir::{About, Orphan, RunKind};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -103,11 +103,11 @@ impl Status {
 fn without_engine(about: &About, place: &Path) -> String {
     let About { vm, checkpoint, store, qemu_pid, .. } = about;
     match about.kind {
-        Kind::Clone => format!(
+        RunKind::Clone => format!(
             "{vm}: a clone of checkpoint {checkpoint} of {store} (QEMU {qemu_pid}), without checkpoints; sockets and console in {}",
             place.display()
         ),
-        Kind::Restored => {
+        RunKind::Restored => {
             format!(
                 "{vm}: restored from checkpoint {checkpoint} of {store} (QEMU {qemu_pid}), without checkpoints"
             )

@@ -5,7 +5,7 @@ use crate::output;
 use keyframe_qemu::Qmp;
 use keyframe_session::control::{EngineRequest, OnExit, client};
 use keyframe_session::run_dir;
-use keyframe_session::run_dir::{About, Kind, Orphan};
+use keyframe_session::run_dir::{About, Orphan, RunKind};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -93,13 +93,13 @@ impl Stop {
             .fix("leave --on-exit out"));
         }
         match about.kind {
-            Kind::Clone => {
+            RunKind::Clone => {
                 let monitor = place.join("qmp.sock");
                 let quit = Qmp::connect_running(&monitor, ANSWER)
                     .and_then(|mut qmp| qmp.execute("quit", None));
                 quit.map_err(|e| Failure::qemu(&e))?;
             }
-            Kind::Restored => run_dir::end_with(place, about)?,
+            RunKind::Restored => run_dir::end_with(place, about)?,
         }
         output::print_line("stopping")?;
         self.wait(|| place.join(run_dir::ABOUT).exists() && run_dir::lives(place));

@@ -320,7 +320,7 @@ fn growth(page: &mut ReportPage, sealed: &[Sealed]) -> Result<()> {
     Ok(())
 }
 
-/// What the whole store holds, and what was saved.
+/// Adds the part "Store": its sizes, and what deduplication and compression saved.
 pub fn add_store(page: &mut ReportPage, stats: &Stats) {
     let b = human_bytes;
     let times =

@@ -10,7 +10,7 @@ use crate::event::{FailoverEvent, SharedFailoverSink};
 use crate::links::{self, LinkEvent};
 use crate::notice_text::notice_text;
 use crate::sending::{Link, SharedWire};
-use crate::vm::{VmAction, VmEvent};
+use crate::vm::{ProtectedVmEvent, VmAction};
 use crate::witness::WitnessAnswer;
 use keyframe_link::Channel;
 use keyframe_replication::{
@@ -126,7 +126,7 @@ impl Protocol {
         self.check_interrupt();
     }
 
-    /// How long the core needs no call.
+    /// Returns the time until the core needs a call, if no event comes before.
     pub fn wait(&self) -> Duration {
         Duration::from_nanos(self.core.deadline_ns().saturating_sub((self.clock)()))
     }
@@ -143,7 +143,7 @@ impl Protocol {
         self.check_interrupt();
     }
 
-    /// Why the loop has ended, if it has.
+    /// Returns the reason for which the loop has ended; `None` while it runs.
     pub fn end(&self) -> Option<End> {
         self.end
     }
@@ -265,9 +265,9 @@ impl Protocol {
         }
     }
 
-    fn handle_vm_event(&mut self, event: VmEvent) {
+    fn handle_vm_event(&mut self, event: ProtectedVmEvent) {
         match event {
-            VmEvent::Captured { epoch, gate, reason } => {
+            ProtectedVmEvent::Captured { epoch, gate, reason } => {
                 if let Some(gate) = gate {
                     self.gates.insert(epoch, gate);
                 }
@@ -277,23 +277,23 @@ impl Protocol {
                 });
                 self.handle(PrimaryEvent::Captured { epoch });
             }
-            VmEvent::CaptureFailed(error) => {
+            ProtectedVmEvent::CaptureFailed(error) => {
                 if self.core.state() != PrimaryState::Solo {
                     self.tell(&FailoverEvent::EpochFailed(error));
                 }
                 self.handle(PrimaryEvent::CaptureFailed);
             }
-            VmEvent::Stopped => {
+            ProtectedVmEvent::Stopped => {
                 self.vm_stopped = true;
                 self.host.vm_paused();
                 self.handle(PrimaryEvent::VmStopped);
             }
-            VmEvent::Resumed => self.handle(PrimaryEvent::VmResumed),
-            VmEvent::Ended(exit) => {
+            ProtectedVmEvent::Resumed => self.handle(PrimaryEvent::VmResumed),
+            ProtectedVmEvent::Ended(exit) => {
                 self.exit = Some(exit);
                 self.handle(PrimaryEvent::VmEnded);
             }
-            VmEvent::EpochDone(report) => self.record_epoch(&report),
+            ProtectedVmEvent::EpochDone(report) => self.record_epoch(&report),
         }
     }
 

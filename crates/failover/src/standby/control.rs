@@ -2,7 +2,7 @@
 
 use super::{StandbyEngine, StandbyEngineEvent};
 use crate::event::FailoverEvent;
-use crate::frames::{Kind, MachineFrame, ReadyFrame, epoch_parts, text, unmarked};
+use crate::frames::{FrameKind, MachineFrame, ReadyFrame, epoch_parts, text, unmarked};
 use keyframe_link::{Channel, Input};
 use keyframe_locks::IgnorePoison;
 use keyframe_replication::{Epoch, PeerMessage, StandbyEvent, StandbyState};
@@ -76,7 +76,8 @@ impl StandbyEngine {
                 ReadyFrame::Refused { problem, fix }
             }
         };
-        let sent = text(&frame).is_ok_and(|text| channel.send(Kind::Ready as u8, &[&text]).is_ok());
+        let sent =
+            text(&frame).is_ok_and(|text| channel.send(FrameKind::Ready as u8, &[&text]).is_ok());
         if !is_ready || !sent {
             channel.close();
             return;
@@ -105,11 +106,11 @@ impl StandbyEngine {
                     Ok(Some(frame)) => frame,
                     Err(_) => break,
                 };
-                let said = match Kind::of(frame.kind) {
-                    Some(Kind::Core) => PeerMessage::decode(&frame.payload)
+                let said = match FrameKind::of(frame.kind) {
+                    Some(FrameKind::Core) => PeerMessage::decode(&frame.payload)
                         .ok()
                         .map(|message| StandbyEngineEvent::Received { path, number, message }),
-                    Some(Kind::Epoch) => {
+                    Some(FrameKind::Epoch) => {
                         unmarked(&frame.payload).and_then(|(session, epoch, rest)| {
                             let (head, devices) = epoch_parts(rest)?;
                             Some(StandbyEngineEvent::Epoch {

@@ -7,11 +7,11 @@
 //! Invariants: an epoch is decoded after the epoch before it is applied, since its patches are against
 //! that one. Data of a session that arrives before the session's start waits for it.
 
-use super::super::frames::{Kind, unmarked};
+use super::super::frames::{FrameKind, unmarked};
 use super::image::StandbyImage;
 use keyframe_link::{Channel, Input};
 use keyframe_locks::IgnorePoison;
-use keyframe_transfer::{Decoder, Epoch as EpochBuffer};
+use keyframe_transfer::{Decoder, EpochBuffer};
 use keyframe_units::{Epoch, error_chain};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -79,6 +79,7 @@ impl Streams {
         self.state.lock().ignore_poison()
     }
 
+    /// Returns the number of streams.
     pub fn len(&self) -> usize {
         self.lock().done.len()
     }
@@ -97,7 +98,7 @@ impl Streams {
         self.applied.notify_all();
     }
 
-    /// From now on only connections of this number count.
+    /// Drops received data, and accepts data only from connections with this number from now on.
     pub fn connected(&self, connection: u64) {
         self.discard();
         self.lock().connection = connection;
@@ -183,7 +184,7 @@ impl Streams {
         payload: &[u8],
         decoder: &Decoder,
     ) -> Result<Option<(u64, Epoch)>, String> {
-        let kind = Kind::of(kind).ok_or("a message that is none")?;
+        let kind = FrameKind::of(kind).ok_or("a message that is none")?;
         let (session, epoch, rest) = unmarked(payload).ok_or("a message that is cut off")?;
         let epoch = Epoch(epoch);
         let unknown = |state: &mut State| {
@@ -214,7 +215,7 @@ impl Streams {
             return Err(format!("there is no stream {stream}"));
         };
         match kind {
-            Kind::Batch => {
+            FrameKind::Batch => {
                 // Other streams need the lock meanwhile.
                 let mut own = std::mem::take(building);
                 drop(state);
@@ -228,12 +229,12 @@ impl Streams {
                 decoded.map_err(|e| error_chain(&e))?;
                 Ok(None)
             }
-            Kind::Mark => {
+            FrameKind::Mark => {
                 let buffer = std::mem::take(building);
                 *done = Some(CompleteBuffer { session, epoch, buffer });
                 Ok(Some((session, epoch)))
             }
-            Kind::Discard => {
+            FrameKind::Discard => {
                 building.clear();
                 Ok(None)
             }

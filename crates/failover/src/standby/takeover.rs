@@ -3,7 +3,7 @@
 use super::{Activation, StandbyEngine};
 use crate::error::{Error, Result};
 use crate::event::FailoverEvent;
-use crate::launch::{self, DISKS_SOCKET, FirstEpoch, LaunchedVm, RunContext};
+use crate::launch::{self, DISKS_SOCKET, FirstEpoch, LaunchedVm, PrimaryContext};
 use crate::links;
 use crate::primary::Ending;
 use keyframe_machine::MachineSpec;
@@ -67,7 +67,7 @@ impl StandbyEngine {
             served: ready.served,
             gate: ready.gate,
         };
-        let context = RunContext {
+        let context = PrimaryContext {
             name: ready.machine.name.clone(),
             run_dir: self.run_dir,
             status: self.status,

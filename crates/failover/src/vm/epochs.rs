@@ -3,14 +3,14 @@
 //! Invariants: one epoch is in flight at most; pages of an epoch that the standby does not
 //! acknowledge are owed to the next.
 
-use super::{CapturedEpoch, EpochReport, ProtectedVm, VmAction, VmEvent};
+use super::{CapturedEpoch, EpochReport, ProtectedVm, ProtectedVmEvent, VmAction};
 use crate::error::Error;
 use crate::event::{FailoverEvent, SharedFailoverSink};
 use crate::resync::RemotePageHashes;
 use crate::sending::{SentEpoch, SharedWire};
 use keyframe_capture::EncodeReport;
 use keyframe_scheduling::replication::{
-    AcknowledgedEpoch, CheckpointReason, ReplicationDecision, ReplicationScheduler, VmObservation,
+    AcknowledgedEpoch, EpochReason, ReplicationDecision, ReplicationScheduler, VmObservation,
 };
 use keyframe_units::{Epoch, PAGE_BYTES, error_chain};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -27,7 +27,7 @@ pub struct LoopParts<V> {
     pub wire: SharedWire,
     pub policy: Box<dyn ReplicationScheduler>,
     pub first_epoch: Epoch,
-    pub events: Box<dyn Fn(VmEvent) + Send>,
+    pub events: Box<dyn Fn(ProtectedVmEvent) + Send>,
     pub sink: SharedFailoverSink,
     pub clock: Box<dyn Fn() -> u64 + Send>,
 }
@@ -51,7 +51,7 @@ pub struct VmLoop<V> {
     pub(super) vm: V,
     pub(super) wire: SharedWire,
     policy: Box<dyn ReplicationScheduler>,
-    events: Box<dyn Fn(VmEvent) + Send>,
+    events: Box<dyn Fn(ProtectedVmEvent) + Send>,
     sink: SharedFailoverSink,
     clock: Box<dyn Fn() -> u64 + Send>,
     pub(super) next_epoch: Epoch,
@@ -115,7 +115,7 @@ impl<V: ProtectedVm> VmLoop<V> {
         self.look().min(LOOK_EVERY)
     }
 
-    pub(super) fn tell(&self, event: VmEvent) {
+    pub(super) fn tell(&self, event: ProtectedVmEvent) {
         (self.events)(event);
     }
 
@@ -131,7 +131,7 @@ impl<V: ProtectedVm> VmLoop<V> {
                     self.unsuspend();
                 }
             }
-            VmAction::Capture { last } => self.capture(CheckpointReason::Asked.name(), last),
+            VmAction::Capture { last } => self.capture(EpochReason::Asked.name(), last),
             VmAction::Sync { session } => {
                 self.give_up(None);
                 self.wanted_session = Some(session);
@@ -147,13 +147,13 @@ impl<V: ProtectedVm> VmLoop<V> {
             }
             VmAction::Stop => {
                 if let Err(error) = self.vm.pause() {
-                    self.tell(VmEvent::CaptureFailed(error));
+                    self.tell(ProtectedVmEvent::CaptureFailed(error));
                 }
-                self.tell(VmEvent::Stopped);
+                self.tell(ProtectedVmEvent::Stopped);
             }
             VmAction::Resume => {
                 self.resume();
-                self.tell(VmEvent::Resumed);
+                self.tell(ProtectedVmEvent::Resumed);
             }
             VmAction::Report(report) => self.reported(*report),
             // The look that follows decides.
@@ -180,7 +180,7 @@ impl<V: ProtectedVm> VmLoop<V> {
             Ok(Some(exit)) => {
                 self.ended = true;
                 self.may_capture = false;
-                self.tell(VmEvent::Ended(exit));
+                self.tell(ProtectedVmEvent::Ended(exit));
             }
             Ok(None) => {}
             Err(error) => self.sink.failover_event(&FailoverEvent::LookFailed(error)),
@@ -252,12 +252,16 @@ impl<V: ProtectedVm> VmLoop<V> {
             Ok(event) => self.tell(event),
             Err(error) => {
                 std::thread::sleep(RETRY);
-                self.tell(VmEvent::CaptureFailed(error));
+                self.tell(ProtectedVmEvent::CaptureFailed(error));
             }
         }
     }
 
-    fn record_capture(&mut self, captured: CapturedEpoch, reason: &'static str) -> VmEvent {
+    fn record_capture(
+        &mut self,
+        captured: CapturedEpoch,
+        reason: &'static str,
+    ) -> ProtectedVmEvent {
         let epoch = self.next_epoch;
         self.next_epoch = epoch.next();
         let captured_ns = self.now_ns();
@@ -265,7 +269,7 @@ impl<V: ProtectedVm> VmLoop<V> {
         let (report, acknowledged, stood_ns, seq) = (None, false, None, captured.seq);
         self.in_flight =
             Some(InFlight { epoch, report, acknowledged, captured_ns, reason, stood_ns, seq });
-        VmEvent::Captured { epoch, gate: captured.gate, reason }
+        ProtectedVmEvent::Captured { epoch, gate: captured.gate, reason }
     }
 
     fn reported(&mut self, report: EncodeReport<SentEpoch>) {
@@ -276,7 +280,7 @@ impl<V: ProtectedVm> VmLoop<V> {
             }
             self.in_flight = None;
             // If the connection broke, the protocol learns it from its reader.
-            self.tell(VmEvent::CaptureFailed(Error::NotSent(problem)));
+            self.tell(ProtectedVmEvent::CaptureFailed(Error::NotSent(problem)));
             return;
         }
         match &mut self.in_flight {
@@ -333,9 +337,9 @@ impl<V: ProtectedVm> VmLoop<V> {
             suspended_ns: self.suspended_at_ns.map_or(0, |at_ns| now_ns.saturating_sub(at_ns)),
             estimates: self.policy.describe(),
         };
-        self.tell(VmEvent::EpochDone(Box::new(report)));
+        self.tell(ProtectedVmEvent::EpochDone(Box::new(report)));
         if std::mem::take(&mut self.is_wanted) {
-            self.capture(CheckpointReason::Asked.name(), false);
+            self.capture(EpochReason::Asked.name(), false);
         }
     }
 

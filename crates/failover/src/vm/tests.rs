@@ -7,7 +7,7 @@ use crate::event::{FailoverEvent, FailoverEventSink};
 use crate::sending::SharedWire;
 use keyframe_capture::EncodeError;
 use keyframe_scheduling::replication::{
-    AcknowledgedEpoch, CheckpointReason, ReplicationDecision, ReplicationScheduler, VmObservation,
+    AcknowledgedEpoch, EpochReason, ReplicationDecision, ReplicationScheduler, VmObservation,
 };
 use std::collections::VecDeque;
 use std::os::unix::process::ExitStatusExt;
@@ -170,7 +170,7 @@ struct Test {
     vm: FakeVm,
     policy: Script,
     vm_loop: VmLoop<FakeVm>,
-    told: Receiver<VmEvent>,
+    told: Receiver<ProtectedVmEvent>,
     failed_looks: Arc<FailedLooks>,
 }
 
@@ -197,16 +197,18 @@ impl Test {
 
     /// The events so far, a word each.
     fn told(&self) -> Vec<String> {
-        let name = |event: VmEvent| match event {
-            VmEvent::Captured { epoch, gate, .. } => {
+        let name = |event: ProtectedVmEvent| match event {
+            ProtectedVmEvent::Captured { epoch, gate, .. } => {
                 assert_eq!(gate, Some(100 + epoch.0));
                 format!("captured {epoch}")
             }
-            VmEvent::CaptureFailed(error) => format!("failed: {error}"),
-            VmEvent::Stopped => "stopped".into(),
-            VmEvent::Resumed => "resumed".into(),
-            VmEvent::Ended(_) => "ended".into(),
-            VmEvent::EpochDone(report) => format!("done {}", report.acknowledged.unwrap().0),
+            ProtectedVmEvent::CaptureFailed(error) => format!("failed: {error}"),
+            ProtectedVmEvent::Stopped => "stopped".into(),
+            ProtectedVmEvent::Resumed => "resumed".into(),
+            ProtectedVmEvent::Ended(_) => "ended".into(),
+            ProtectedVmEvent::EpochDone(report) => {
+                format!("done {}", report.acknowledged.unwrap().0)
+            }
         };
         self.told.try_iter().map(name).collect()
     }
@@ -289,7 +291,7 @@ fn a_vm_that_ends_in_a_pause_is_captured_no_more() {
     assert_eq!(test.told(), ["failed: pause the VM", "ended"]);
     test.step(VmAction::MayCapture(true));
     test.step(CAPTURE);
-    test.decide(ReplicationDecision::Checkpoint(CheckpointReason::Due));
+    test.decide(ReplicationDecision::Checkpoint(EpochReason::Due));
     assert_eq!(test.vm_loop.step(None), LOOK_EVERY);
     assert!(test.told().is_empty());
     assert_eq!(test.vm.calls(), [Call::Capture(1)]);
@@ -375,7 +377,7 @@ fn a_suspended_vm_runs_again_after_the_epoch_or_when_it_may_not_be_captured() {
 #[test]
 fn the_policy_takes_epochs_only_while_it_may() {
     let mut test = Test::new();
-    test.decide(ReplicationDecision::Checkpoint(CheckpointReason::Due));
+    test.decide(ReplicationDecision::Checkpoint(EpochReason::Due));
     test.vm_loop.step(None);
     assert!(test.told().is_empty());
     test.step(VmAction::MayCapture(true));
@@ -419,7 +421,7 @@ fn disks_that_cannot_be_copied_fail_the_session() {
 fn page_hashes_without_sense_are_told() {
     let mut test = Test::new();
     test.step(VmAction::PageHashes { session: 7, first: 3, hashes: vec![0; 16] });
-    let Ok(VmEvent::CaptureFailed(Error::PageHashes(error))) = test.told.try_recv() else {
+    let Ok(ProtectedVmEvent::CaptureFailed(Error::PageHashes(error))) = test.told.try_recv() else {
         panic!("no error of the hashes")
     };
     assert_eq!(error, PageHashesError::Misplaced { hashes: 1, first: 3 });

@@ -98,7 +98,7 @@ impl State {
         self.failure.as_ref().map(|(kind, text)| io::Error::new(*kind, text.clone()))
     }
 
-    /// `range` is protected now: the next write to a page of it is a first one.
+    /// Records that `range` is write-protected: the next write to a page of it is a first write.
     pub fn note_protected(&mut self, range: HostRange) {
         for segment in &mut self.segments {
             if let Some(part) = intersection(segment.stretch.range, range) {

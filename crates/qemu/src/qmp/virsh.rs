@@ -112,7 +112,7 @@ impl Virsh {
         Ok(virsh)
     }
 
-    /// What errors call it.
+    /// Returns the name that errors use for the connection.
     pub fn name(&self) -> &str {
         &self.name
     }

@@ -19,7 +19,7 @@
 //! Left out: zero pages are not placed before they are touched; small blocks (ROMs) come with the
 //! device stream.
 
-use super::fill::{Memory, Run, check_within, pieces};
+use super::fill::{Memory, PageRun, check_within, pieces};
 use crate::{Error, Result};
 use keyframe_kernel::missing_pages::MissingPages;
 use keyframe_kernel::{Process, priority};
@@ -462,7 +462,7 @@ impl Shared {
         };
         let write =
             |offset: u64, bytes: &[u8]| self.put(PageIndex(offset / PAGE_BYTES as u64), bytes);
-        let mut run = Run::new(&write);
+        let mut run = PageRun::new(&write);
         let mut take = |page: PageIndex, content: &Page| {
             if self.stopped.load(Ordering::Relaxed) {
                 return Err(io::Error::new(io::ErrorKind::Interrupted, "the restore was given up"));

@@ -161,7 +161,7 @@ impl Reach {
         })
     }
 
-    /// What to poll for: events; on a shared connection only its end.
+    /// Returns what to poll for: events; on a shared connection only its end.
     pub fn poll_fd(&self) -> PollFd<'_> {
         match self {
             Self::Own(qmp, _) => PollFd::new(qmp.as_ref(), PollFlags::IN),

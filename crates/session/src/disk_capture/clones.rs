@@ -71,8 +71,8 @@ pub struct ClonedDiskCapture {
 }
 
 impl ClonedDiskCapture {
-    /// Over `disks`, for checkpoints of `vm` in `store`. Removes what an engine that was killed has
-    /// left.
+    /// Prepares to clone `disks` for the checkpoints of `vm` in `store`. Removes the files that a
+    /// killed engine has left.
     pub fn new(
         store: &Store,
         vm: &str,
@@ -103,7 +103,7 @@ impl ClonedDiskCapture {
         })
     }
 
-    /// What is known of the disks.
+    /// Returns the descriptions of the disks.
     pub fn metas(&self) -> &[DiskMeta] {
         &self.metas
     }
@@ -144,7 +144,7 @@ impl ClonedDiskCapture {
         current.0.set(made).map_err(|_| DiskError::CutTwice.into())
     }
 
-    /// That the images are still those that the guests write to.
+    /// Checks that the guests still write to the same images.
     pub fn require_same(&self, members: &mut [Member]) -> Result<(), BoxError> {
         require_same(&self.disks, members)
     }
@@ -220,7 +220,8 @@ impl ClonedCut {
     }
 }
 
-/// Why the image cannot be cloned, if so; `cheaply`: also where that takes long. It is tried.
+/// Tries to clone the image. Returns why it cannot be cloned; with `cheaply` also if a clone takes
+/// long.
 pub fn objection(
     image: &Path,
     format: Option<ImageFormat>,

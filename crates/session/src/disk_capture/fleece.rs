@@ -19,7 +19,7 @@ use crate::event::{SharedEventSink, Step, tell_failed};
 use crate::machines::Member;
 use keyframe_capture::BoxError;
 use keyframe_disk::nbd::client::Client;
-use keyframe_qemu::fleece::{self, Point};
+use keyframe_qemu::fleece::{self, SnapshotPoint};
 use keyframe_qemu::{Qmp, Vm};
 use keyframe_store::{DiskMeta, Run, Store};
 use std::collections::BTreeMap;
@@ -91,7 +91,7 @@ pub struct FleecedDiskCapture {
 }
 
 impl FleecedDiskCapture {
-    /// Over `disks` of `vms`, whose QEMUs are to listen in `run_dir`.
+    /// Prepares to read `disks` of `vms` from their QEMUs, which listen on sockets in `run_dir`.
     pub fn new(
         (store, run_dir): (&Store, &Path),
         disks: Vec<QemuDisk>,
@@ -131,7 +131,7 @@ impl FleecedDiskCapture {
         Ok(fleece::start_server(qmp, socket).map_err(DiskError::NbdServer)?)
     }
 
-    /// What is known of the disks.
+    /// Returns the descriptions of the disks.
     pub fn metas(&self) -> &[DiskMeta] {
         &self.metas
     }
@@ -183,10 +183,10 @@ impl FleecedDiskCapture {
         let begun = self.next;
         let pending = Pending { frozen: self.present, complete: !self.based };
         for member in 0..members.len() {
-            let points: Vec<Point<'_>> = self
+            let points: Vec<SnapshotPoint<'_>> = self
                 .captured_disks()
                 .filter(|(_, disk)| disk.member == member)
-                .map(|(number, disk)| Point {
+                .map(|(number, disk)| SnapshotPoint {
                     disk: &disk.node,
                     number,
                     frozen: pending.frozen,
@@ -335,7 +335,7 @@ impl FleecedDiskCapture {
         }
     }
 
-    /// QEMU is left without a trace of ours.
+    /// Removes everything that Keyframe has added to QEMU's block layer.
     pub fn detach(&mut self, members: &mut [Member]) {
         self.open = None;
         for member in members {

@@ -50,7 +50,8 @@ impl ExcludedDisks {
     }
 }
 
-/// What `way` comes to for the disks of VMs that are to be launched.
+/// Resolves the method `way` for the disks of VMs that are about to be launched. Fails if a disk
+/// does not allow it.
 pub fn for_launch(way: DiskMethod, drives: &[Drive]) -> Result<DiskMethod> {
     match way {
         DiskMethod::Auto | DiskMethod::Served => Ok(DiskMethod::Served),

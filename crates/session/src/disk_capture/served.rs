@@ -82,7 +82,7 @@ pub struct ServedDiskCapture {
 pub struct ServedDiskReader(Arc<Shared>);
 
 impl ServedDiskCapture {
-    /// Over disks that are served; pauses are ended by others after `pause_limit`.
+    /// Makes the capture of served disks. The disks' server ends a pause after `pause_limit`.
     pub fn new(served: ServedDisks, pause_limit: Duration, events: SharedEventSink) -> Self {
         let metas = served.metas.clone();
         let state = Mutex::new(State { served: Some(served), pausing: false });
@@ -90,18 +90,18 @@ impl ServedDiskCapture {
         Self { shared, metas, pause_limit, events, current: None, in_flight: BTreeMap::new() }
     }
 
-    /// What is known of them.
+    /// Returns the descriptions of the disks.
     pub fn metas(&self) -> &[DiskMeta] {
         &self.metas
     }
 
-    /// For the encoder.
+    /// Returns the reader of the captured blocks, for the encoder.
     pub fn for_sink(&self) -> ServedDiskReader {
         ServedDiskReader(Arc::clone(&self.shared))
     }
 
-    /// What was written until now is taken as known, while the guest runs: the next cut holds what
-    /// is written from here on.
+    /// Drops the record of what was written until now, while the guest runs: the next cut holds the
+    /// writes from here on.
     pub fn begin_anew(&mut self) -> Result<(), BoxError> {
         self.shared.ask(|disks| {
             let epochs = disks.cut()?;
@@ -109,7 +109,7 @@ impl ServedDiskCapture {
         })
     }
 
-    /// Bytes written since the last cut.
+    /// Returns the number of bytes written since the last cut.
     pub fn written_bytes(&self) -> Result<u64, BoxError> {
         let stats = self.shared.ask(keyframe_disk::Disks::stats)?;
         Ok(stats.disks.iter().map(|disk| disk.dirty_blocks * PAGE_BYTES as u64).sum())
@@ -128,7 +128,8 @@ impl ServedDiskCapture {
         Ok(cut)
     }
 
-    /// Just before the VM is stopped.
+    /// Prepares the disks just before the VM is stopped: copies what is still dirty, and has the
+    /// server acknowledge flushes at once.
     pub fn before_stop(&mut self) -> Result<(), BoxError> {
         let limit = self.pause_limit;
         self.shared.lock().pausing = true;
@@ -168,7 +169,7 @@ impl ServedDiskCapture {
         settled
     }
 
-    /// It runs again, or was never stopped.
+    /// Tells the server that the VM runs again, or was never stopped.
     pub fn resumed(&mut self) {
         // If the server does not answer, the next step that needs it fails.
         let _ = self.shared.ask(keyframe_disk::Disks::resumed);
@@ -216,7 +217,7 @@ impl ServedDiskCapture {
         self.shared.ask(keyframe_disk::Disks::exchange)
     }
 
-    /// What is served from now on comes from checkpoint `id`.
+    /// Records that the disks' content comes from checkpoint `id` from now on.
     pub fn came_from(&mut self, id: CheckpointId) -> Result<()> {
         self.served(|served| served.describe(id))
     }

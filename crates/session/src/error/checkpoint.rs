@@ -56,7 +56,7 @@ pub enum CheckpointError {
 }
 
 impl CheckpointError {
-    /// What the user can do about it, if something is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         match self {
             Self::Strategy(error) => error.fix(),
@@ -105,7 +105,7 @@ pub enum NotCaptured {
 }
 
 impl NotCaptured {
-    /// What the user can do about it, if something is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         match self {
             Self::Impossible(error) => error.fix(),

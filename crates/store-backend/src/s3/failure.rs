@@ -1,13 +1,13 @@
 //! The errors for refusals and missing answers of an S3 server, with their fixes.
 
-use super::client::{ANSWER_BYTES_MAX, Client};
+use super::client::{ANSWER_BYTES_MAX, S3Client};
 use crate::Error;
 use crate::RemoteFailure;
 use std::io;
 use ureq::Body;
 use ureq::http::{Response, StatusCode};
 
-impl Client {
+impl S3Client {
     /// The error for a refusal.
     pub(super) fn refused(
         &self,

@@ -48,7 +48,7 @@ impl Filter {
         }
     }
 
-    /// False if the hash was not inserted.
+    /// Returns false if the hash was certainly not inserted.
     pub fn may_have(&self, hash: PageHash) -> bool {
         let block = self.0.get(self.at(hash));
         block.is_some_and(|block| {
@@ -58,7 +58,7 @@ impl Filter {
         })
     }
 
-    /// Its memory, in bytes.
+    /// Returns its memory, in bytes.
     pub fn bytes(&self) -> usize {
         self.0.capacity() * BLOCK_BYTES
     }

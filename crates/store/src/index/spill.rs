@@ -152,7 +152,7 @@ impl Spill {
         &self.packs
     }
 
-    /// Its memory, in bytes.
+    /// Returns its memory, in bytes.
     pub fn bytes(&self) -> usize {
         self.fences.capacity() * 8
             + self.filter.bytes()

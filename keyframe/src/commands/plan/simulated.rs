@@ -5,7 +5,7 @@ use super::options::ClusterArgs;
 use crate::failure::Failure;
 use crate::output;
 use keyframe_model::simulation::{
-    Interval, SimulationError, SimulationOutcome, equal_intervals, simulate,
+    SimulatedInterval, SimulationError, SimulationOutcome, equal_intervals, simulate,
 };
 use keyframe_model::{Constants, Formula, Prediction, recommend};
 use serde::Serialize;
@@ -179,11 +179,15 @@ impl Simulated {
 }
 
 /// The intervals of a recording, as they were measured; what was not is on the line.
-fn of_recording(measured: &Measured, constants: &Constants, sends_all: bool) -> Vec<Interval> {
+fn of_recording(
+    measured: &Measured,
+    constants: &Constants,
+    sends_all: bool,
+) -> Vec<SimulatedInterval> {
     measured
         .pieces
         .iter()
-        .map(|piece| Interval {
+        .map(|piece| SimulatedInterval {
             ready_s: piece.ready_s,
             work_s: piece.took_s.unwrap_or_else(|| constants.simulation(piece.length_s)),
             image_bytes: if sends_all {
