@@ -9,7 +9,7 @@ use keyframe_web::ApiError;
 use std::path::Path;
 use std::time::Duration;
 
-/// How long a page waits for the engine.
+/// The longest time for which a page waits for the engine.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Rolls the running VM of checkpoint `id` back to that checkpoint. Returns the text for the user.

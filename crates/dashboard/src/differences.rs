@@ -20,7 +20,7 @@ pub struct Differences {
     diffs: Mutex<VecDeque<(Key, Value)>>,
 }
 
-/// The store, the checkpoint, the one that it is compared with, and the number of pieces.
+/// The id of the store, the checkpoint, its parent, and the number of pieces.
 type Key = (String, u64, Option<u64>, u64);
 
 impl Differences {

@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
-/// What was found is true for so long, whatever happens.
+/// The time for which a listing is used without a check of the store.
 const KEPT: Duration = Duration::from_millis(500);
 /// The same for a store that is not in a directory of this machine.
 const KEPT_REMOTE: Duration = Duration::from_secs(5);
@@ -26,11 +26,11 @@ const KEPT_REMOTE: Duration = Duration::from_secs(5);
 const SETTLED: Duration = Duration::from_millis(200);
 /// More new ones than these are read together.
 const ALONE_MAX: usize = 24;
-/// How long what a store takes on disk is kept.
+/// The time for which the size of a store's files is used.
 const SIZES_KEPT: Duration = Duration::from_secs(5);
 const SIZES_KEPT_REMOTE: Duration = Duration::from_secs(120);
 
-/// A store and what was found in it.
+/// A store and the listing of its checkpoints.
 pub struct Listed {
     store: Store,
     place: PathBuf,
@@ -39,7 +39,7 @@ pub struct Listed {
     total: Mutex<Option<(Instant, u64)>>,
 }
 
-/// Where in a recording a checkpoint is.
+/// The place of a checkpoint in a recording.
 #[derive(Clone, Debug)]
 pub struct Recorded {
     /// The checkpoint.
@@ -53,11 +53,12 @@ pub struct Recorded {
 #[derive(Default)]
 struct State {
     looked_at: Option<Instant>,
-    /// When the directories changed last; none where that cannot be relied on.
+    /// The modification times of the store's directories; `None` if the backend does not provide
+    /// them.
     stamp: Option<[SystemTime; 2]>,
     all: BTreeMap<u64, Arc<CheckpointRow>>,
     recorded: BTreeMap<u64, Recorded>,
-    /// Those that could not be read, so that they are not read again and again.
+    /// Checkpoints that could not be read, so that they are not read again.
     unreadable: BTreeSet<u64>,
     newest_of_run: HashMap<String, u64>,
     listing: Arc<CheckpointListing>,
@@ -154,7 +155,8 @@ impl Listed {
         found
     }
 
-    /// When the directories changed last, if that was a while ago.
+    /// The modification times of the store's directories; `None` if the backend does not provide
+    /// them.
     fn stamp(&self) -> Option<[SystemTime; 2]> {
         if self.store.is_remote() {
             return None;
@@ -257,7 +259,7 @@ impl Listed {
     }
 }
 
-/// Bytes of the files in a folder; one that goes meanwhile has none.
+/// Returns the bytes of the files in a folder. A file that is removed meanwhile counts nothing.
 fn bytes_in(folder: &Path) -> u64 {
     let files = std::fs::read_dir(folder).into_iter().flatten().flatten();
     files.filter_map(|file| file.metadata().ok()).map(|found| found.len()).sum()
@@ -277,7 +279,7 @@ impl State {
         self.all.insert(entry.id, Arc::new(checkpoint(entry, parent, taken_ms)));
     }
 
-    /// True where one changed.
+    /// Sets the tags of checkpoints. Returns true if one of them has changed.
     fn set_tags(&mut self, tags: &BTreeMap<CheckpointId, Vec<String>>) -> bool {
         let mut changed = false;
         for (id, one) in &mut self.all {
@@ -293,7 +295,7 @@ impl State {
     }
 }
 
-/// A checkpoint as the dashboard has it; it alone does not know what it grew from.
+/// Makes the dashboard's row of a checkpoint, without the parent.
 pub fn as_shown(sealed: &Sealed) -> CheckpointRow {
     checkpoint(
         Entry::of(sealed),

@@ -14,7 +14,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long a page waits for the VM.
+/// The longest time for which a page waits for the VM.
 const PATIENCE: Duration = Duration::from_secs(20);
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// The most bytes of the output of a VM that does not start.
@@ -22,7 +22,7 @@ const SAID_BYTES_MAX: u64 = 16 << 10;
 /// The console's file of a restored VM, in its run directory.
 const CONSOLE: &str = "console.log";
 
-/// Starts a clone of checkpoint `id`.
+/// Starts a clone of checkpoint `id`. Returns the text for the user.
 pub fn branch(listed: &Listed, id: u64) -> Result<String, ApiError> {
     let (out, err) = (tempfile::tempfile().map_err(io)?, tempfile::tempfile().map_err(io)?);
     let words = ["branch", "-n", "1", "--json", "--quiet"];

@@ -37,18 +37,20 @@ pub enum FailoverEvent {
         /// The notice.
         notice: Notice,
     },
-    /// The primary could not connect to a standby; it tries again. Repetitions are not told.
+    /// The primary could not connect to a standby; it tries again. The event is not repeated while
+    /// the error stays the same.
     ConnectFailed(Error),
     /// An epoch failed; its pages go with the next one.
     EpochFailed(Error),
-    /// The guard could not be told what the VM may do.
+    /// The guard did not take the new permit of the VM.
     GuardFailed {
         /// Why.
         error: Error,
         /// True if another guard is started now.
         restarts: bool,
     },
-    /// The gate before the VM's network did not do what it was asked: what it holds stays held.
+    /// The gate before the VM's network did not carry out a request. The packets that it holds stay
+    /// held.
     GateFailed(BoxError),
     /// The VM could not be resumed.
     ResumeFailed(Error),
@@ -56,7 +58,7 @@ pub enum FailoverEvent {
     LookFailed(Error),
     /// The fence hook could not be run.
     FenceHookFailed(std::io::Error),
-    /// What the guest has written to its disks is kept in this directory.
+    /// The guest's writes to its disks are kept in this directory.
     WritesKept(PathBuf),
     /// The VM runs on the other host.
     RunsElsewhere {
@@ -65,7 +67,7 @@ pub enum FailoverEvent {
     },
     /// A standby listens.
     StandbyListens(SocketAddr),
-    /// The standby has no standby of its own, should it take over.
+    /// The standby has no peer: after a takeover its VM will run without a standby.
     NoPeer,
     /// A note about the command line of a standby's QEMU.
     CommandLineNote(String),
@@ -78,9 +80,9 @@ pub enum FailoverEvent {
     },
     /// The QEMU that waited has ended; the primary is asked to begin again.
     WaitingQemuEnded(ExitStatus),
-    /// A connection to the standby is refused. Repetitions are not told.
+    /// The standby refused a connection. The event is not repeated while the error stays the same.
     ConnectionRefused(Error),
-    /// A primary is refused. Repetitions are not told.
+    /// The standby refused a primary. The event is not repeated while the error stays the same.
     PrimaryRefused(Error),
     /// The standby runs the VM.
     TookOver {

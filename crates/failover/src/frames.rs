@@ -82,7 +82,7 @@ pub struct ReplicatedDisk {
     pub disk_bytes: u64,
 }
 
-/// The arbiter: what decides which host runs the VM. Both hosts must be told the same.
+/// The arbiter that decides which host runs the VM. Both hosts must have the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Arbiter {
@@ -142,7 +142,7 @@ pub struct EpochHead {
     pub taken_at_ns: u64,
     pub pages: u64,
     pub wire_bytes: u64,
-    /// With `--verify`: hashes of RAM as it was in the pause.
+    /// Hashes of RAM in the pause, for `--verify`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub checks: Vec<String>,
 }

@@ -63,7 +63,8 @@ impl GuardRemote {
         Ok(guard)
     }
 
-    /// Tells the guard what the VM may do. The VM is stopped when this returns, if it has to be.
+    /// Sends the permit to the guard. If the permit forbids it, the VM is stopped when this
+    /// returns.
     pub fn set(&mut self, permit: RunPermit) -> Result<()> {
         match permit {
             RunPermit::Free => self.ask("F"),

@@ -153,7 +153,7 @@ pub fn protect(
     start_primary(launched, context, setup, config, start, Some(addresses))
 }
 
-/// Serves the images of `drives`, with what the guest writes in an overlay beneath `folder`, and has
+/// Serves the images of `drives`, with the guest's writes in an overlay beneath `folder`, and makes
 /// the command line name the server.
 fn serve_drives(
     line: &mut Invocation,

@@ -38,7 +38,8 @@ impl Link {
     }
 }
 
-/// The streams and what they know of the standby. The VM's thread and its encoder share it.
+/// The streams to the standby, and their record of the standby's pages. The VM's thread and its
+/// encoder share it.
 pub struct Wire {
     encoders: Vec<Encoder>,
     link: Option<Arc<Link>>,

@@ -50,7 +50,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// The options of a standby.
 #[derive(Clone)]
 pub struct StandbyOptions {
-    /// Where the primary connects.
+    /// The address on which the primary connects.
     pub listen: SocketAddr,
     /// The folder of the terms and votes of this host.
     pub folder: PathBuf,

@@ -33,7 +33,7 @@ use std::time::Duration;
 /// it flushes disks.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How to reach the VM's monitor.
+/// The way to reach the VM's monitor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Monitor {
     /// A QMP socket that QEMU listens at (`-qmp unix:PATH,server=on,wait=off`).
@@ -47,7 +47,7 @@ pub enum Monitor {
     },
 }
 
-/// How to attach.
+/// The options of an attach.
 #[derive(Clone, Debug)]
 pub struct AttachOptions {
     /// The monitor.
@@ -185,7 +185,8 @@ fn check_emulator(qmp: &mut Qmp, pid: u32, running: &Running) -> Result<()> {
     })
 }
 
-/// Its state is its own, and all here.
+/// Checks that the VM's state is complete in this QEMU: it is not migrating, and no migration is
+/// awaited.
 fn check_status(qmp: &mut Qmp, pid: u32) -> Result<()> {
     let status = qmp.status()?;
     let problem = match &status {

@@ -33,7 +33,7 @@ impl Vm {
     }
 }
 
-/// A line of the list: what is RAM or ROM.
+/// A line of QEMU's list that describes RAM or ROM.
 struct Row<'a> {
     start: u64,
     len_bytes: u64,
@@ -75,7 +75,7 @@ fn regions(text: &str, layout: &RamLayout) -> Result<Vec<GuestRegion>> {
     Ok(found)
 }
 
-/// `START-END (prio N, ram): NAME @OFFSET`, with the accelerator's name behind it under KVM.
+/// Parses a line `START-END (prio N, ram): NAME @OFFSET`. Under KVM the accelerator's name follows.
 fn parse(line: &str) -> Option<Row<'_>> {
     let hex = |text: &str| u64::from_str_radix(text, 16).ok();
     let (range, rest) = line.trim().split_once(" (prio ")?;

@@ -16,7 +16,7 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A QEMU process.
 pub(crate) enum Lifetime {
-    /// A child of ours.
+    /// A child of this process.
     Child(Child),
     /// A process that another program started.
     Other(Other),

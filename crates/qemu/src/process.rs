@@ -11,11 +11,11 @@ use std::os::unix::fs::FileExt;
 /// A mapping of QEMU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mapping {
-    /// Where it is.
+    /// The address range.
     pub range: HostRange,
     /// Private, readable and writable.
     pub private_data: bool,
-    /// What is mapped: empty for anonymous memory.
+    /// The path of the mapped file; empty for anonymous memory.
     pub path: String,
 }
 

@@ -26,7 +26,8 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long to look for the exit of a QEMU that closed a connection.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What the environment tells Keyframe, and is no concern of a process that a guest may break into.
+/// The environment variables with secrets of Keyframe. QEMU does not get them, because a guest may
+/// break into it.
 const SECRETS: [&str; 4] =
     ["KEYFRAME_PASSPHRASE", "KEYFRAME_KEY_FILE", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"];
 

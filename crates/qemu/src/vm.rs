@@ -52,7 +52,7 @@ const DETACH_TIMEOUT: Duration = Duration::from_secs(1);
 /// The longest path of a unix socket, without its terminating zero.
 const SOCKET_PATH_BYTES_MAX: usize = 107;
 
-/// How to launch a VM.
+/// The options of a launch.
 #[derive(Clone, Debug)]
 pub struct LaunchOptions {
     /// The directory of the monitors' sockets: `qmp.sock` for the engine, `watchdog.sock` for the
@@ -81,7 +81,7 @@ pub struct Vm {
     kept: Vec<Box<dyn Any + Send + Sync>>,
 }
 
-/// How a VM came under Keyframe.
+/// The way in which a VM came under Keyframe's control.
 pub(crate) enum Origin {
     /// Launched, with a monitor for its watchdog.
     Launched {

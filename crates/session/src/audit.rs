@@ -23,7 +23,7 @@ pub struct Audit {
     dir: PathBuf,
     equal: VecDeque<PathBuf>,
     copy: Vec<u8>,
-    /// Which capture the copy belongs to.
+    /// The number of the capture that the copy belongs to.
     seq: Option<u64>,
 }
 
@@ -41,7 +41,7 @@ impl Audit {
         reader.read(&[PageRange::new(PageIndex(0), ram.len_pages())], &mut self.copy)
     }
 
-    /// The copy is that of capture `seq`.
+    /// Records that the copy belongs to capture `seq`.
     pub fn captured(&mut self, seq: u64) {
         self.seq = Some(seq);
     }

@@ -35,7 +35,7 @@ pub enum Event {
         /// How late it began, in nanoseconds.
         backlog_ns: u64,
     },
-    /// Checkpoints failed. Repetitions of the same failure are not told.
+    /// Checkpoints failed. The event is not repeated while the failure stays the same.
     Failed {
         /// The reason, and how many.
         failure: CheckpointFailure,
@@ -77,7 +77,7 @@ pub enum Event {
         /// The reason.
         error: SharedError,
     },
-    /// The VM is what it was at a checkpoint.
+    /// The VM was rolled back to a checkpoint.
     RolledBack {
         /// The VM.
         vm: String,
@@ -123,7 +123,7 @@ pub enum Event {
     },
     /// The store cannot give the durability that was asked for, and gives a stronger one.
     DurabilityIgnored {
-        /// What was asked for.
+        /// The requested durability.
         asked: Durability,
         /// True if the store is in object storage.
         is_remote: bool,
@@ -133,7 +133,8 @@ pub enum Event {
         /// QEMU's process.
         qemu_pid: u32,
     },
-    /// A network link of a group's member is not one that checkpoints hold.
+    /// A network link of a group's member leads outside the group, so checkpoints do not hold its
+    /// packets.
     LooseLink {
         /// The member.
         vm: String,
@@ -166,14 +167,16 @@ pub enum Event {
         /// The reason.
         error: SharedError,
     },
-    /// The flight recorder's last look failed; it tries again. Repetitions are not told.
+    /// The flight recorder could not check its store; it tries again. The event is not repeated
+    /// while the failure stays the same.
     FlightRecorderFailed {
         /// The store.
         store: PathBuf,
         /// The reason.
         error: SharedError,
     },
-    /// A recompression failed; it is tried again. Repetitions are not told.
+    /// A recompression failed; it is tried again. The event is not repeated while the failure stays
+    /// the same.
     RecompressionFailed {
         /// The store.
         store: PathBuf,
@@ -234,7 +237,7 @@ pub enum Event {
     },
 }
 
-/// How a session begins.
+/// The first event of a session: its VM, store and options.
 #[derive(Clone, Debug)]
 pub struct SessionStart {
     /// The VM's name, or the group's.
@@ -249,7 +252,7 @@ pub struct SessionStart {
     pub store: PathBuf,
     /// The name and the QEMU process of each VM.
     pub vms: Vec<(String, u32)>,
-    /// How long QEMU's main thread stood still for an attach, in nanoseconds.
+    /// The time for which an attach stopped QEMU's main thread, in nanoseconds.
     pub attach_stopped_ns: Option<u64>,
 }
 

@@ -18,10 +18,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// How long the VMs get to receive the packets that were sent to them. A NIC without a listener is
-/// noticed sooner.
+/// The longest time in which VMs receive the packets that were sent to them. A network card without
+/// a listener is noticed sooner.
 const QUIET_TIMEOUT: Duration = Duration::from_secs(3);
-/// How long fresh VMs get to connect.
+/// The longest time in which restored VMs connect.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The switch of a group.
@@ -63,7 +63,7 @@ impl Lans {
         Ok(self.remote.collect()?.encode()?)
     }
 
-    /// Delivers what was held.
+    /// Delivers the held packets, and holds no more.
     pub fn release(&mut self) {
         if std::mem::take(&mut self.held) {
             // A switch that does not hear us releases by itself.

@@ -30,7 +30,7 @@ use keyframe_vmm::{VmEvent, Vmm, VmmErrorKind};
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
-/// How long a VM whose monitor fails may take to be seen as ended.
+/// The longest time from the failure of a VM's monitor to its end.
 const EXIT_WAIT: Duration = Duration::from_secs(2);
 
 /// A VM with its name.
@@ -46,7 +46,7 @@ pub struct Member {
     pub runs: bool,
     shut_down: bool,
     ended: Option<ExitStatus>,
-    /// What stopping it found, in a pause.
+    /// The result of stopping the VM, during a pause.
     stopped: Option<StopOutcome>,
 }
 
@@ -57,7 +57,7 @@ impl Member {
     }
 }
 
-/// What stands beside the VMs, and stops and goes on with them.
+/// The networks and disks of VMs, which stop and resume together with them.
 #[derive(Default)]
 pub struct Peripherals {
     /// The networks between them.
@@ -67,8 +67,8 @@ pub struct Peripherals {
 }
 
 impl Peripherals {
-    /// Ends the networks, and the disks unless the VMs run on with them (`keeps`). Returns the
-    /// directory of the guests' writes, if it is not that of the images.
+    /// Ends the networks. Also ends the disks, unless the VMs keep running with them (`keeps`).
+    /// Returns the directory of the guests' writes, if they are not in the images.
     pub fn release(self, keeps: bool) -> Result<Option<std::path::PathBuf>> {
         if let Some(lans) = self.lans {
             lans.end();
@@ -187,8 +187,8 @@ impl Machines {
         })
     }
 
-    /// Whether one of them has ended. A VM whose monitor fails may be about to end: its exit is
-    /// awaited for up to two seconds.
+    /// Returns true if a VM has ended. If a VM's monitor fails, waits up to two seconds for its
+    /// end.
     pub fn any_has_ended(&mut self) -> bool {
         self.look();
         if self.members.iter().any(|m| m.shut_down || m.ended.is_some()) {
@@ -202,7 +202,7 @@ impl Machines {
         })
     }
 
-    /// `operation` on each member; on all at once where there are several.
+    /// Applies `operation` to each member, and to all at the same time if there are several.
     fn each<T: Send>(&mut self, operation: impl Fn(&mut Member) -> T + Sync) -> Vec<T> {
         if let [member] = &mut self.members[..] {
             return vec![operation(member)];
@@ -242,7 +242,7 @@ impl Machines {
     }
 }
 
-/// The RAM blocks of a group as those of one VM.
+/// Returns the RAM blocks of all members as the layout of one VM.
 pub fn group_layout(
     members: &[(&str, RamLayout)],
 ) -> Result<RamLayout, keyframe_units::LayoutError> {

@@ -63,7 +63,7 @@ pub trait RamAccess: Send {
 pub struct StartedTracker {
     /// The tracker.
     pub tracker: Box<dyn DirtyTracker>,
-    /// How long the VMM's main thread stood still for it, in nanoseconds.
+    /// The time for which the attach stopped the VMM's main thread, in nanoseconds.
     pub stopped_ns: Option<u64>,
 }
 
@@ -75,9 +75,9 @@ pub struct RamCapture {
     pub strategies: Strategies,
     /// The RAM blocks.
     pub layout: RamLayout,
-    /// For each VM, whether discarded RAM is found.
+    /// For each VM: true if the tracker reports discarded RAM.
     pub watches_discards: Vec<bool>,
-    /// How long QEMU's main thread stood still for the attach, in nanoseconds.
+    /// The time for which the attach stopped QEMU's main thread, in nanoseconds.
     pub stopped_ns: Option<u64>,
     open: OpenRam,
 }
@@ -296,7 +296,8 @@ fn faulty(reader: Arc<dyn PageReader>, fault: Option<&Fault>) -> Arc<dyn PageRea
     }
 }
 
-/// Memory for copied pages: as large as RAM where that is at most a quarter of what is free.
+/// Returns the number of pages of memory for copies: all of RAM if that is at most a quarter of the
+/// free memory.
 fn staging_pages(options: &SessionOptions, layout: &RamLayout) -> u64 {
     const MIB_PAGES: u64 = (1 << 20) / PAGE_BYTES as u64;
     match options.staging_mib {

@@ -20,24 +20,24 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-/// How long a VM may always have requests under way before a checkpoint of it is given up.
+/// The longest time for which a checkpoint waits until no request is under way.
 const BUSY_MAX: Duration = Duration::from_secs(5);
-/// How long it runs on between two looks.
+/// The time for which the VM runs between two checks.
 const MOMENT: Duration = Duration::from_micros(500);
 
 /// The instruction of a checkpoint, from the pause to the seal.
 pub type Position = Arc<OnceLock<u64>>;
 
-/// How the VM is recorded.
+/// The options of a recorded VM.
 #[derive(Clone, Debug)]
 pub struct RecordingOptions {
     /// The recording's id.
     pub recording: String,
     /// QEMU's log.
     pub log: PathBuf,
-    /// Of a VM that replays it: the machine as the recording's own checkpoints know it.
+    /// The machine as the recording's checkpoints describe it, if the VM replays the recording.
     pub machine: Option<MachineMeta>,
-    /// Of such a VM: the checkpoint that it began with, whose disks it has.
+    /// The checkpoint with which the replay began and whose disks it has.
     pub begin: Option<CheckpointId>,
 }
 

@@ -38,7 +38,7 @@ pub enum SessionVmError {
     NotQemu,
 }
 
-/// What a recorded VM has beyond others.
+/// The further state of a recorded VM.
 #[derive(Default)]
 struct RecordedState {
     /// The queues of its disks and network cards: no checkpoint falls between a request and its
@@ -128,7 +128,7 @@ impl SessionVm {
         Ok(layout)
     }
 
-    /// The VM's tracker sees discarded RAM from here on, or does not.
+    /// Records whether the VM's tracker reports discarded RAM from now on.
     pub fn set_watches_discards(&mut self, watches_discards: bool) {
         self.watches_discards = watches_discards;
     }

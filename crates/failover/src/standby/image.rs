@@ -97,7 +97,7 @@ impl StandbyImage {
         self.disks.iter().all(|disk| disk.file.metadata().is_ok_and(|known| known.blocks() == 0))
     }
 
-    /// Makes the pages of `epochs` what is held.
+    /// Applies the pages of `epochs` to RAM and disks, as a whole or not at all.
     pub fn apply(&self, epochs: &[EpochBuffer]) -> io::Result<()> {
         let mut undo = Vec::new();
         for (page, content) in epochs.iter().flat_map(EpochBuffer::pages) {

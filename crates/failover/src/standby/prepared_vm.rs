@@ -51,7 +51,7 @@ pub struct PreparedVm {
     pub marks: Vec<Option<(u64, Epoch)>>,
     /// Epochs that are being applied.
     pub applying: u32,
-    /// No epoch was ever applied.
+    /// True if no epoch was ever applied.
     pub blank: bool,
     /// A session whose primary waits for the hashes of the pages here.
     pub resync_session: Option<u64>,

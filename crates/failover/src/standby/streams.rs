@@ -19,9 +19,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 const READ_WAIT: Duration = Duration::from_millis(200);
-/// How long the epoch before may take to be applied.
+/// The longest time until the previous epoch is applied.
 const APPLY_WAIT: Duration = Duration::from_secs(60);
-/// How long a session's start may take to arrive: it comes by another connection than its data.
+/// The longest time until a session's start arrives: it comes by another connection than its data.
 const SESSION_WAIT: Duration = Duration::from_secs(10);
 /// Sessions whose data may still be on its way.
 const PAST_MAX: usize = 64;
@@ -49,7 +49,7 @@ struct State {
     past: VecDeque<u64>,
     /// The number of the current connections.
     connection: u64,
-    /// How often received data was dropped.
+    /// The number of times that received data was dropped.
     dropped: u64,
     building: Vec<EpochBuffer>,
     done: Vec<Option<CompleteBuffer>>,

@@ -13,7 +13,7 @@ const LINE_BYTES_MAX: usize = 8 << 20;
 
 /// A QEMU's own line.
 pub struct Running {
-    /// Its words, the binary first.
+    /// The words of its command line, the binary first.
     pub words: Vec<String>,
     /// The binary.
     pub binary: PathBuf,
@@ -91,7 +91,7 @@ pub fn identity(qmp: &mut Qmp, pid: u32) -> Result<QemuIdentity> {
     QemuIdentity::hashed(Path::new(&exe), path, version)
 }
 
-/// As `--version` words it.
+/// Returns the version in the form of `--version`.
 fn version(answer: &Value) -> Option<String> {
     let part = |key: &str| answer.get("qemu")?.get(key)?.as_u64();
     let release = format!("{}.{}.{}", part("major")?, part("minor")?, part("micro")?);

@@ -236,7 +236,7 @@ fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<
     thread.map_err(Error::io(format!("start the thread {name}")))
 }
 
-/// Where QEMU has mapped `memory`: the one mapping of that file.
+/// Returns the address at which QEMU has mapped `memory`: the only mapping of that file.
 fn place(process: &Process, memory: &Memory) -> Result<Place> {
     let stat = fstat(&memory.file).map_err(Error::io("look at the VM's memory"))?;
     let maps = process.maps()?;

@@ -92,7 +92,7 @@ impl PreparedRam {
     }
 }
 
-/// No page.
+/// A source without pages.
 struct Nothing;
 
 impl RamSource for Nothing {

@@ -23,9 +23,10 @@ use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
-/// How many slots are read at once: 1 MiB.
+/// The number of slots that one read returns: 1 MiB.
 const SLOTS: u64 = 256;
-/// How long the encoder waits for a pause to end before it asks all the same.
+/// The longest time for which the encoder waits until a pause ends. It then asks the server in the
+/// pause.
 const PAUSE_WAIT: Duration = Duration::from_secs(10);
 
 /// The epochs that a capture has cut, of each disk: known once its pause has begun.
@@ -120,7 +121,7 @@ impl ServedDiskCapture {
         self.shared.ask(|disks| disks.answer_on(core))
     }
 
-    /// A capture begins: what is dirty is synced while the guest runs.
+    /// Begins a capture: the server syncs dirty blocks while the guest runs.
     pub fn begin(&mut self) -> Result<ServedCut, BoxError> {
         self.shared.ask(keyframe_disk::Disks::prepare)?;
         let cut = ServedCut::default();
@@ -149,7 +150,8 @@ impl ServedDiskCapture {
         self.shared.ask(keyframe_disk::Disks::begin_cut)
     }
 
-    /// The VM is about to run: the disks are cut, and what it was told is durable, is.
+    /// Ends the disks' part of a pause, before the VM runs: checks that the disks are cut and that
+    /// all flushes that the guest was told are complete are durable.
     pub fn settled(&mut self) -> Result<(), BoxError> {
         let mut epochs = None;
         let settled = self.shared.ask(|disks| {
@@ -211,7 +213,7 @@ impl ServedDiskCapture {
         self.served(|served| served.stage(store, id, meta))
     }
 
-    /// Serves those in place of what is served, or the other way. The VM stands, and nothing is in
+    /// Exchanges the served disks with the staged ones. The VM is paused, and no request is in
     /// flight.
     pub fn exchange(&mut self) -> Result<(), BoxError> {
         self.shared.ask(keyframe_disk::Disks::exchange)
@@ -222,7 +224,7 @@ impl ServedDiskCapture {
         self.served(|served| served.describe(id))
     }
 
-    /// Removes what is not served.
+    /// Removes the disks that are not served.
     pub fn dismiss(&mut self) -> Result<()> {
         self.served(ServedDisks::dismiss)
     }
@@ -240,14 +242,15 @@ impl ServedDiskCapture {
         tell_failed(&*self.events, Step::GiveBackBlocks, given);
     }
 
-    /// The VMs have ended: ends the server too, and tells where what they have written lies, if
-    /// anything.
+    /// Ends the server after the VMs have ended. Returns the directory of the guests' writes, if
+    /// there are any.
     pub fn end(self) -> Result<Option<PathBuf>> {
         let served = self.shared.lock().served.take();
         Ok(served.map_or(Ok(None), |served| served.end(true))?)
     }
 
-    /// The VMs run on: so does the server, until they have ended. Tells where what they write lies.
+    /// Leaves the server running with the VMs, until they end. Returns the directory of the guests'
+    /// writes.
     pub fn keep(self) -> Option<PathBuf> {
         let served = self.shared.lock().served.take();
         served.map(|served| served.directory.path().to_owned())

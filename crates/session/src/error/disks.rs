@@ -157,7 +157,7 @@ pub enum CloneObstacle {
     NotWhole {
         /// The image.
         path: PathBuf,
-        /// What is special about it.
+        /// The property that is not supported.
         reason: &'static str,
     },
     /// The file system has no clones.
