@@ -26,7 +26,8 @@ pub const FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
 pub const FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
 pub const FEATURE_WP_ASYNC: u64 = 1 << 15;
 
-/// What tracking needs of userfaultfd: the bit, its name, the kernel that brought it.
+/// The userfaultfd features that tracking needs: the bit, its name, and the kernel version that
+/// introduced it.
 pub const FEATURES_NEEDED: [(u64, &str, &str); 4] = [
     (FEATURE_PAGEFAULT_FLAG_WP, "PAGEFAULT_FLAG_WP", "5.7"),
     (FEATURE_WP_HUGETLBFS_SHMEM, "WP_HUGETLBFS_SHMEM", "5.19"),
@@ -39,7 +40,7 @@ pub fn features_needed() -> u64 {
     FEATURES_NEEDED.iter().fold(0, |all, (bit, ..)| all | bit)
 }
 
-/// What watching first writes needs of userfaultfd, in the same form.
+/// The userfaultfd features that watching first writes needs, in the same form.
 pub const FAULT_FEATURES_NEEDED: [(u64, &str, &str); 4] = [
     (FEATURE_EVENT_REMOVE, "EVENT_REMOVE", "4.11"),
     (FEATURE_PAGEFAULT_FLAG_WP, "PAGEFAULT_FLAG_WP", "5.7"),
@@ -115,19 +116,19 @@ pub const MESSAGE_BYTES: usize = 32;
 const EVENT_PAGEFAULT: u8 = 0x12;
 const EVENT_REMOVE: u8 = 0x15;
 
-/// What userfaultfd has to tell.
+/// A message of userfaultfd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Message {
     /// A thread waits, or waited, to write at this address.
     Fault { address: u64 },
     /// A thread is about to discard this range, as soon as the message is read.
     Remove { start: u64, end: u64 },
-    /// Not asked for.
+    /// An event of another kind, which Keyframe does not request.
     Other(u8),
 }
 
 impl Message {
-    /// Reads a `uffd_msg`: the event in its first byte, two words behind the first.
+    /// Parses a `uffd_msg`: the event in its first byte, and two words after the first word.
     pub fn parse(bytes: &[u8; MESSAGE_BYTES]) -> Self {
         let (words, _) = bytes.as_chunks::<8>();
         let word = |index: usize| words.get(index).map_or(0, |word| u64::from_ne_bytes(*word));
@@ -276,7 +277,7 @@ pub fn uffd_zero(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result
     placed(code, zero.done)
 }
 
-/// What became of a call that may have done a part: that part, where there is one.
+/// Returns the number of bytes that a call has placed, or its error if it has placed none.
 fn placed(code: libc::c_int, done: i64) -> io::Result<u64> {
     let error = io::Error::last_os_error();
     match u64::try_from(done) {

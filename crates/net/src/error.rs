@@ -33,7 +33,7 @@ pub enum Error {
     /// The packets in flight are not all known, so the checkpoint must be given up.
     #[error("packets in flight are not all known: {reason}")]
     Torn {
-        /// What happened to the hold or the connection.
+        /// The event that ended the hold or the connection.
         reason: String,
     },
     /// The operation needs a held switch, and this one delivers packets.
@@ -115,7 +115,7 @@ impl Error {
         }
     }
 
-    /// For `map_err`: makes [`Error::Io`] of `operation`.
+    /// Makes an [`Error::Io`] of `operation`, for `map_err`.
     pub(crate) fn io<E: Into<std::io::Error>>(
         operation: impl Into<String>,
     ) -> impl FnOnce(E) -> Self {
