@@ -54,7 +54,7 @@ impl StderrWords {
     }
 }
 
-/// Which users read a line.
+/// The importance of a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Importance {
     /// Shown only with `--verbose`.

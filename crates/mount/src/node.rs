@@ -19,7 +19,7 @@ const KIND_BITS: u32 = 8;
 pub const DISKS_MAX: usize = 128;
 const MEMBER_BITS: u32 = 16;
 
-/// A directory of files.
+/// The directory of a checkpoint, or of a member of its group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
     /// The checkpoint.

@@ -166,7 +166,7 @@ pub(crate) struct Canvas<'a> {
 }
 
 impl Canvas<'_> {
-    /// The pixels from line `y` to the end of the picture.
+    /// Returns the pixels from line `y` to the end of the picture.
     pub fn line(&mut self, y: u32) -> &mut [[u8; PIXEL_BYTES]] {
         let start = (y as usize).saturating_mul(self.line_bytes);
         let end = start.saturating_add(self.line_bytes);

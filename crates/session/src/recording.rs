@@ -42,8 +42,9 @@ pub struct RecordingOptions {
 }
 
 impl RecordingOptions {
-    /// Has the VM of `starting` recorded, whose paths hold in the first directory. Its media,
-    /// served on a socket in the second one.
+    /// Makes the command line of the only VM in `starting` record into the log, and serves its
+    /// media. Relative paths of the line start from the first directory; the media's socket is in
+    /// the second one. Returns the server of the media; `None` if there are none.
     pub fn prepare(
         &self,
         starting: &mut [(Invocation, QemuIdentity)],

@@ -35,6 +35,7 @@ pub struct DeltaBase {
 }
 
 impl DeltaBase {
+    /// Makes the base of a record with this content and payload.
     pub fn new(record: PageRef, hash: PageHash, payload_bytes: usize) -> Self {
         Self { record, hash, payload_bytes, first_bytes: 0, drift_bytes: 0 }
     }

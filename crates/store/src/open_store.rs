@@ -31,6 +31,7 @@ pub(crate) struct OpenStore {
 }
 
 impl OpenStore {
+    /// Makes an open store from its files and its configuration.
     pub fn new(backend: StoreFiles, path: PathBuf, config: Config) -> Self {
         Self { backend, path, config, packs: Arc::default() }
     }

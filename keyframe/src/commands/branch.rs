@@ -332,7 +332,7 @@ impl Branch {
         Ok(())
     }
 
-    /// What is to become of those that still run.
+    /// Ends the clones that still run, or keeps them, as the options say.
     fn end(&self, mut clones: Vec<Alive>, ended: Outcome) -> Outcome {
         if self.on_exit == OnExit::Keep {
             for mut clone in clones.into_iter().filter(|clone| !clone.ended) {

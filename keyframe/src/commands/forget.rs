@@ -85,7 +85,7 @@ struct Line {
     reasons: Vec<KeepReason>,
 }
 
-/// What `--json` prints.
+/// The output of `--json`.
 #[derive(Serialize)]
 struct Report {
     dry_run: bool,

@@ -89,7 +89,7 @@ fn report(error: &keyframe_mount::Error) {
     eprintln!("keyframe: {}", chain(error));
 }
 
-/// Takes the mount away, also from under those who still use it: they get errors.
+/// Unmounts the store, even if programs still use it: they get errors.
 fn end(session: BackgroundSession, dir: &Path) -> Outcome {
     let fail = |e: io::Error| Failure::new(format!("unmount {}: {e}", dir.display()));
     match unmount(dir, UnmountFlags::empty()) {

@@ -66,7 +66,7 @@ pub struct Serve {
     dashboard: DashboardArgs,
 }
 
-/// What clients have to know.
+/// The data that clients need: address and fingerprint.
 #[derive(Serialize)]
 struct Listening {
     /// Absent without a store, as is the next one.
@@ -80,7 +80,7 @@ struct Listening {
     http: Option<String>,
 }
 
-/// How often it is looked whether to end, where there is the dashboard alone.
+/// The time between two checks for the end, if only the dashboard runs.
 const LOOK: Duration = Duration::from_millis(100);
 
 impl Serve {

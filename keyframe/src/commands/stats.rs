@@ -35,7 +35,7 @@ pub struct Stats {
     json: bool,
 }
 
-/// What `--json` prints.
+/// The output of `--json`.
 #[derive(Serialize)]
 struct Shown {
     #[serde(flatten)]
@@ -128,7 +128,7 @@ fn of_store(s: &keyframe_store::Stats) -> Vec<String> {
     lines
 }
 
-/// What became of the sectors of disks.
+/// Returns the lines about the sectors of disks: deduplicated and stored.
 fn of_sectors(sectors: &SectorBreakdown) -> Vec<String> {
     let b = output::bytes;
     let found = |label: &str, found: &DedupSectors| {
@@ -195,7 +195,7 @@ fn hours(growth: &Growth) -> String {
     output::table(&["hour (UTC)", "checkpoints", "dirty", "added"], &rows)
 }
 
-/// What was dirty and what was added, summed up over time.
+/// Plots the dirty bytes and the stored bytes, summed over time.
 fn figure(growth: &Growth) -> Figure {
     let first = growth.checkpoints.iter().map(|added| added.taken_at).min();
     let seconds =

@@ -115,7 +115,7 @@ fn without_engine(about: &About, place: &Path) -> String {
     }
 }
 
-/// Of a protected VM, or of a standby.
+/// Returns the lines about the replication of a protected VM or a standby.
 fn replicated(s: &Shown, r: &ReplicationStatus) -> String {
     let of = r.protects.as_ref().map_or_else(String::new, |vm| format!(" of VM {vm}"));
     let peer = if r.connected { "connected" } else { "not connected" };
@@ -183,7 +183,7 @@ fn reasons(counts: &BTreeMap<String, u64>) -> String {
     all.join(", ")
 }
 
-/// For a person, some lines.
+/// Returns the status as lines for users.
 pub fn text(s: &Shown) -> String {
     let every = s
         .interval_ns

@@ -115,7 +115,8 @@ impl Stop {
         Ok(DONE)
     }
 
-    /// Until it has ended: what is in progress is sealed by then, and its name is free again.
+    /// Waits until the engine has ended: all checkpoints in progress are sealed then, and the name
+    /// is free.
     fn wait(&self, lives: impl Fn() -> bool) {
         while !self.no_wait && lives() {
             std::thread::sleep(LOOK_EVERY);
@@ -123,7 +124,7 @@ impl Stop {
     }
 }
 
-/// Which of them is not said.
+/// Makes the failure of a command without a name while several VMs run.
 fn several(others: &[(PathBuf, About)]) -> Failure {
     let names = others.iter().map(|(_, about)| about.vm.as_str()).collect::<Vec<_>>().join(", ");
     Failure::new("several VMs run").fix(format!("choose one with --name: {names}"))

@@ -99,7 +99,7 @@ impl Top {
     }
 }
 
-/// What the engines say, all asked at once.
+/// Asks all engines for their status at the same time.
 fn answers() -> Result<Vec<StatusAnswer>, Failure> {
     let engines = run_dir::all()?;
     let asked = client::ask_all(&engines, &EngineRequest::Status, ANSWER_MAX);

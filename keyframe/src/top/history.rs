@@ -32,7 +32,7 @@ impl HistoryPoint {
     }
 }
 
-/// What an engine answered, or why there was no answer, and its VM's name.
+/// The VM's name, with its engine's answer or the reason why there is none.
 pub type StatusAnswer = (String, Result<EngineStatus, String>);
 
 /// One VM.
@@ -53,7 +53,7 @@ pub struct History {
 }
 
 impl History {
-    /// Takes in what engines answered. What is not among them has ended.
+    /// Adds the answers of engines. A VM without an answer has ended.
     pub fn take(&mut self, answers: Vec<StatusAnswer>) {
         self.vms.retain(|name, _| answers.iter().any(|(answered, _)| answered == name));
         for (name, answer) in answers {

@@ -243,6 +243,7 @@ impl Entries<'_> {
         Ok(self.bucket.get(self.at).copied())
     }
 
+    /// Moves to the next entry.
     pub fn pop(&mut self) {
         self.at += 1;
     }

@@ -37,6 +37,7 @@ pub struct Copier {
 }
 
 impl Copier {
+    /// Makes a copier that has written no pack yet.
     pub fn new(inner: Arc<OpenStore>, tuning: Tuning) -> Self {
         Self { inner, tuning, packs: None, reserved: BTreeSet::new(), copied_bytes: 0 }
     }

@@ -46,7 +46,7 @@ pub struct ClusterArgs {
     seed: u64,
 }
 
-/// As `--transfer` has it.
+/// The values of `--transfer`.
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
 enum TransferArg {
     /// What the node lacks, as the store has it
@@ -55,7 +55,7 @@ enum TransferArg {
     Whole,
 }
 
-/// As `--policy` has it.
+/// The values of `--policy`.
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
 enum PolicyArg {
     /// That of which a free node lacks least

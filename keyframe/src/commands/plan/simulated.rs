@@ -10,12 +10,12 @@ use keyframe_model::simulation::{
 use keyframe_model::{Constants, Formula, Prediction, recommend};
 use serde::Serialize;
 
-/// Where nothing is asked for.
+/// The numbers of nodes without `--nodes`.
 const NODES: [u64; 5] = [1, 2, 4, 8, 16];
 /// More have more slots than are worth looking at one by one.
 const NODES_MAX: u64 = 4096;
 
-/// What `--json` says of it.
+/// The simulation in the output of `--json`.
 #[derive(Serialize)]
 pub struct Simulated {
     /// Where the intervals' times come from.
@@ -37,7 +37,7 @@ pub struct Simulated {
     pub table: Vec<Row>,
 }
 
-/// What a number of nodes makes of it.
+/// The simulated run with a number of nodes.
 #[derive(Serialize)]
 pub struct Row {
     /// Nodes.
@@ -123,7 +123,7 @@ impl Simulated {
         })
     }
 
-    /// For people.
+    /// Prints the simulation for users.
     pub fn tell(&self) -> Result<(), Failure> {
         let of = match (self.intervals, self.range_s, self.estimated) {
             (Some(intervals), Some((least, most)), Some(estimated)) => {

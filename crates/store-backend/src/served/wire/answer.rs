@@ -50,7 +50,7 @@ pub enum RefusalCode {
     Ends,
     /// The token is wrong.
     Token,
-    /// The server does not know such a request.
+    /// The request is malformed, or of an unknown kind.
     Strange,
     /// The file is longer than the client accepts.
     TooLong,
