@@ -58,7 +58,7 @@ pub struct LaunchedVm {
 }
 
 /// The VM's run directory, its status and the channel of its engine.
-pub struct PrimaryContext {
+pub struct RunContext {
     /// The VM's name.
     pub name: String,
     /// The run directory.
@@ -104,7 +104,7 @@ pub fn protect(
     addresses: Addresses,
     setup: Setup,
     is_last: bool,
-) -> Result<primary::PrimaryEngine> {
+) -> Result<primary::Engine> {
     let options = SessionOptions::every(None, OnExit::Kill);
     sessions::require_kernel(&options)?;
     // From here on: a signal must not leave a QEMU behind that has no guard yet.
@@ -148,7 +148,7 @@ pub fn protect(
     let config = new_group(&setup, &addresses)?;
     let status = first_status(&name, vm.pid(), ReplicationRole::Primary);
     let launched = LaunchedVm { vm, identity, machine: None, directory, served, gate };
-    let context = PrimaryContext { name, run_dir, status, interrupted, inbox: None };
+    let context = RunContext { name, run_dir, status, interrupted, inbox: None };
     let start = FirstEpoch { start: PrimaryStart::First, epoch: Epoch(1) };
     start_primary(launched, context, setup, config, start, Some(addresses))
 }
@@ -221,12 +221,12 @@ pub struct FirstEpoch {
 /// Makes the engine of a VM that does not run yet, and lets the VM run. The VM ends if this fails.
 pub fn start_primary(
     launched: LaunchedVm,
-    context: PrimaryContext,
+    context: RunContext,
     setup: Setup,
     config: ReplicationConfig,
     FirstEpoch { start, epoch: first_epoch }: FirstEpoch,
     addresses: Option<Addresses>,
-) -> Result<primary::PrimaryEngine> {
+) -> Result<primary::Engine> {
     let end_on_error = EndOnError::new(&launched);
     let LaunchedVm { mut vm, identity, machine, directory, served, gate } = launched;
     refuse(&mut vm, &*setup.events)?;
@@ -270,7 +270,7 @@ pub fn start_primary(
         first_epoch,
         events: setup.events.clone(),
     };
-    let engine = primary::PrimaryEngine::new(primary::EngineParts {
+    let engine = primary::Engine::new(primary::EngineParts {
         context,
         setup,
         config,

@@ -7,7 +7,7 @@
 //! ```
 
 use super::frames::{
-    FrameKind, Greeting, MachineFrame, Purpose, ReadyFrame, VERSION, parse, text, unmarked,
+    Greeting, Kind, MachineFrame, Purpose, ReadyFrame, VERSION, parse, text, unmarked,
 };
 use super::sending::Link;
 use crate::error::{Error, Result};
@@ -160,9 +160,9 @@ fn open_link(
     number: u64,
 ) -> Result<Link> {
     let control = open_channel(party, address, Purpose::Control, number)?;
-    control.send(FrameKind::Machine as u8, &[&text(machine)?])?;
+    control.send(Kind::Machine as u8, &[&text(machine)?])?;
     let ready = control.receive(&mut Input::default(), READY_TIMEOUT)?;
-    let ready = ready.filter(|frame| FrameKind::of(frame.kind) == Some(FrameKind::Ready));
+    let ready = ready.filter(|frame| Kind::of(frame.kind) == Some(Kind::Ready));
     let ready = ready.ok_or(Error::StandbySilent(address))?;
     if let ReadyFrame::Refused { problem, fix } = parse(&ready.payload)? {
         return Err(Error::StandbyRefuses { address, problem, fix });
@@ -182,7 +182,7 @@ pub fn open_channel(
 ) -> Result<Arc<Channel>> {
     let channel = party.connect(address, CONNECT_TIMEOUT)?;
     let greeting = Greeting { version: VERSION, purpose, connection };
-    channel.send(FrameKind::Greeting as u8, &[&text(&greeting)?])?;
+    channel.send(Kind::Greeting as u8, &[&text(&greeting)?])?;
     Ok(Arc::new(channel))
 }
 
@@ -201,11 +201,11 @@ pub fn read(
             match channel.receive(&mut input, READ_WAIT) {
                 Ok(None) => {}
                 Ok(Some(frame)) => {
-                    let said = match FrameKind::of(frame.kind) {
-                        Some(FrameKind::Core) => PeerMessage::decode(&frame.payload)
+                    let said = match Kind::of(frame.kind) {
+                        Some(Kind::Core) => PeerMessage::decode(&frame.payload)
                             .ok()
                             .map(|message| LinkEvent::Received { path, number, message }),
-                        Some(FrameKind::PageHashes) => {
+                        Some(Kind::PageHashes) => {
                             unmarked(&frame.payload).map(|(session, first, hashes)| {
                                 LinkEvent::PageHashes {
                                     number,
@@ -236,5 +236,5 @@ pub fn read(
 pub fn send_message(channel: &Channel, message: &PeerMessage) -> bool {
     let mut bytes = Vec::new();
     message.encode(&mut bytes);
-    channel.send(FrameKind::Core as u8, &[&bytes]).is_ok()
+    channel.send(Kind::Core as u8, &[&bytes]).is_ok()
 }

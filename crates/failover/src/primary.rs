@@ -17,14 +17,14 @@ mod tests;
 
 use super::frames::MachineFrame;
 use super::guard::now_ns;
-use super::launch::PrimaryContext;
+use super::launch::RunContext;
 use super::links::{self, Addresses, LinkEvent};
 use super::sending::SharedWire;
 use super::settings::Setup;
-use super::vm::{Gate, ProtectedVmEvent, VmThread};
+use super::vm::{Gate, VmEvent, VmThread};
 use super::witness::WitnessAnswer;
 use crate::error::{Error, Result};
-use crate::event::{FailoverEvent, SharedFailoverSink};
+use crate::event::{Event, SharedEventSink};
 use host::QemuHost;
 use keyframe_replication::{Primary, PrimaryStart, ReplicationConfig};
 use keyframe_session::control::server::{self, Pending, SharedStatus};
@@ -45,7 +45,7 @@ pub enum PrimaryEngineEvent {
     /// An event of a connection to the standby.
     Link(LinkEvent),
     /// An event of the thread that captures the VM.
-    Vm(ProtectedVmEvent),
+    Vm(VmEvent),
     /// An answer of the witness.
     Witness(WitnessAnswer),
     /// The fence hook has ended; true if it succeeded.
@@ -67,7 +67,7 @@ pub struct Inbox {
 /// The parts of an engine.
 pub struct EngineParts {
     /// The VM's run directory, its status and its inbox.
-    pub context: PrimaryContext,
+    pub context: RunContext,
     /// The settings of this host.
     pub setup: Setup,
     /// The configuration that both hosts must share.
@@ -89,12 +89,12 @@ pub struct EngineParts {
 }
 
 /// The engine of a protected VM.
-pub struct PrimaryEngine {
+pub struct Engine {
     protocol: Protocol,
     vm: VmThread,
     gate: Gate,
     inbox: Inbox,
-    events: SharedFailoverSink,
+    events: SharedEventSink,
     /// Ends the threads of the links.
     ends: Arc<AtomicBool>,
     _run_dir: RunDir,
@@ -113,10 +113,10 @@ pub enum Ending {
     Elsewhere,
 }
 
-impl PrimaryEngine {
+impl Engine {
     /// Starts the guard, the VM's thread and the connections to the standby.
     pub fn new(parts: EngineParts) -> Result<Self> {
-        let PrimaryContext { name, run_dir, status, interrupted, inbox } = parts.context;
+        let RunContext { name, run_dir, status, interrupted, inbox } = parts.context;
         let inbox = match inbox {
             Some(inbox) => inbox,
             None => listen(&run_dir, &status)?,
@@ -185,13 +185,13 @@ impl PrimaryEngine {
         if let Some(disks) = beside.disks
             && let Some(directory) = disks.end()?
         {
-            self.events.failover_event(&FailoverEvent::WritesKept(directory));
+            self.events.failover_event(&Event::WritesKept(directory));
         }
         self.gate.end();
         self.protocol.end_guard();
         Ok(match end {
             End::Deposed { term } => {
-                self.events.failover_event(&FailoverEvent::RunsElsewhere { term });
+                self.events.failover_event(&Event::RunsElsewhere { term });
                 Ending::Elsewhere
             }
             End::Vm { has_failed: false } => Ending::Done,

@@ -9,7 +9,7 @@
 //! it after an epoch that was given up and when a session begins. A send that fails fails the epoch,
 //! and its pages are owed to the next.
 
-use super::frames::{EpochHead, FrameKind, marked, text};
+use super::frames::{EpochHead, Kind, marked, text};
 use super::resync::RemotePageHashes;
 use super::verify::Checks;
 use keyframe_capture::{BoxError, CapturedCheckpoint, CheckpointSink};
@@ -187,7 +187,7 @@ impl Wire {
                 batch.clear();
                 all = all.plus(encoder.encode(part, &mut batch));
                 if !batch.is_empty() {
-                    channel.send(FrameKind::Batch as u8, &[&head, &batch])?;
+                    channel.send(Kind::Batch as u8, &[&head, &batch])?;
                 }
             }
             Ok::<Sent, keyframe_link::Error>(all)
@@ -236,7 +236,7 @@ impl Wire {
         let link = self.link()?;
         let head = marked(self.session, label.epoch.0);
         for channel in &link.data {
-            channel.send(FrameKind::Mark as u8, &[&head])?;
+            channel.send(Kind::Mark as u8, &[&head])?;
         }
         let taken_at = captured.taken_at.duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         let said = EpochHead {
@@ -253,7 +253,7 @@ impl Wire {
         };
         let json = text(&said).map_err(|e| BoxError::from(e.to_string()))?;
         let len = (json.len() as u32).to_le_bytes();
-        link.control.send(FrameKind::Epoch as u8, &[&head, &len, &json, &captured.device_state])?;
+        link.control.send(Kind::Epoch as u8, &[&head, &len, &json, &captured.device_state])?;
         let done = SentEpoch {
             sent: Sent { bytes: self.sent.bytes + captured.device_state.len() as u64, ..self.sent },
             pause_ns: captured.timeline.pause_ns,
@@ -271,7 +271,7 @@ impl Wire {
         let head = marked(self.session, 0);
         for channel in self.link.iter().flat_map(|link| &link.data) {
             // If the send fails, the connection has ended, and the standby drops the pages by itself.
-            let _ = channel.send(FrameKind::Discard as u8, &[&head]);
+            let _ = channel.send(Kind::Discard as u8, &[&head]);
         }
     }
 }

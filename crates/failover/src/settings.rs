@@ -2,7 +2,7 @@
 
 use super::frames::Arbiter;
 use crate::error::{Error, Result};
-use crate::event::{FailoverEvent, SharedFailoverSink};
+use crate::event::{Event, SharedEventSink};
 use keyframe_link::{Key, Party};
 use keyframe_replication::Arbitration;
 use keyframe_scheduling::replication::{
@@ -81,7 +81,7 @@ pub struct Setup {
     /// The standby's RAM is compared with the VM's at each epoch.
     pub verify: bool,
     /// Receives the events of this host and of its VM's session.
-    pub events: SharedFailoverSink,
+    pub events: SharedEventSink,
 }
 
 /// The key that all hosts of a protected VM share.
@@ -108,7 +108,7 @@ impl Settings {
 
     /// Reads the key and resolves addresses. `events` receives the events of this host and of
     /// its VM's session.
-    pub fn resolve(&self, events: SharedFailoverSink) -> Result<Setup> {
+    pub fn resolve(&self, events: SharedEventSink) -> Result<Setup> {
         let party = self.key.party()?;
         let witness = self.witness.as_deref().map(address).transpose()?;
         let arbitration = match (&self.witness, &self.fence_with) {
@@ -166,7 +166,7 @@ impl Setup {
         let mut child = match command.spawn() {
             Ok(child) => child,
             Err(error) => {
-                self.events.failover_event(&FailoverEvent::FenceHookFailed(error));
+                self.events.failover_event(&Event::FenceHookFailed(error));
                 return false;
             }
         };

@@ -26,7 +26,7 @@ use super::primary::{self, Ending, PrimaryEngineEvent};
 use super::settings::Setup;
 use super::witness::WitnessAnswer;
 use crate::error::{Error, Result, with_fix};
-use crate::event::{FailoverEvent, FailoverEventSink};
+use crate::event::{Event, FailoverEventSink};
 use admission::{admit, bound};
 use keyframe_link::Channel;
 use keyframe_locks::IgnorePoison;
@@ -100,9 +100,9 @@ fn stand_by(options: StandbyOptions, interrupted: &Arc<AtomicBool>) -> Result<En
     let (sender, inbox) = channel();
     let ends = Arc::new(AtomicBool::new(false));
     admit(listener, &options.setup, &sender, &ends)?;
-    options.setup.events.failover_event(&FailoverEvent::StandbyListens(address));
+    options.setup.events.failover_event(&Event::StandbyListens(address));
     if options.peer.is_none() {
-        options.setup.events.failover_event(&FailoverEvent::NoPeer);
+        options.setup.events.failover_event(&Event::NoPeer);
     }
     let mut engine = StandbyEngine {
         options,
@@ -158,12 +158,7 @@ struct StandbyEngine {
 struct Refusals(Mutex<Option<String>>);
 
 impl Refusals {
-    fn tell(
-        &self,
-        events: &dyn FailoverEventSink,
-        error: Error,
-        event: fn(Error) -> FailoverEvent,
-    ) {
+    fn tell(&self, events: &dyn FailoverEventSink, error: Error, event: fn(Error) -> Event) {
         let mut said = self.0.lock().ignore_poison();
         let text = with_fix(&error);
         if said.as_ref() != Some(&text) {
@@ -209,7 +204,7 @@ impl StandbyEngine {
     fn check_waiting_qemu(&mut self) -> Result<()> {
         let Some(ready) = &mut self.ready else { return Ok(()) };
         if let Some(exit) = ready.prepared.try_wait()? {
-            self.options.setup.events.failover_event(&FailoverEvent::WaitingQemuEnded(exit));
+            self.options.setup.events.failover_event(&Event::WaitingQemuEnded(exit));
             self.discard();
             if let Some((_, control)) = self.control.take() {
                 control.close();

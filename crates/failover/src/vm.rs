@@ -58,7 +58,7 @@ pub enum VmAction {
 }
 
 /// An event that the VM's thread reports to the primary.
-pub enum ProtectedVmEvent {
+pub enum VmEvent {
     /// This epoch is captured. At the gate, the packets that the guest has sent up to then have
     /// this number.
     Captured {
@@ -151,10 +151,7 @@ pub struct VmThread {
 
 impl VmThread {
     /// Starts the thread, for a VM that runs.
-    pub fn start(
-        parts: VmParts,
-        events: impl Fn(ProtectedVmEvent) + Send + 'static,
-    ) -> Result<Self> {
+    pub fn start(parts: VmParts, events: impl Fn(VmEvent) + Send + 'static) -> Result<Self> {
         let (actions, inbox) = channel();
         let reports = actions.clone();
         let report = move |report| {

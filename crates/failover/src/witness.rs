@@ -6,9 +6,9 @@
 //!
 //! Invariant: an answer leaves after the state behind it is durable.
 
-use super::frames::FrameKind;
+use super::frames::Kind;
 use crate::error::{Error, Result};
-use crate::event::{FailoverEvent, SharedFailoverSink};
+use crate::event::{Event, SharedEventSink};
 use keyframe_link::{Channel, Input, Party};
 use keyframe_locks::IgnorePoison;
 use keyframe_replication::{Witness, WitnessReply, WitnessRequest};
@@ -47,7 +47,7 @@ pub fn ask(party: &Party, address: SocketAddr, request: WitnessRequest) -> Witne
     };
     let mut bytes = Vec::new();
     request.encode(&mut bytes);
-    if channel.send(FrameKind::Core as u8, &[&bytes]).is_err() {
+    if channel.send(Kind::Core as u8, &[&bytes]).is_err() {
         return WitnessAnswer::Lost { sent: true };
     }
     let reply = channel.receive(&mut Input::default(), TIMEOUT).ok().flatten();
@@ -62,12 +62,12 @@ pub struct WitnessServer {
     state: Mutex<Witness>,
     folder: PathBuf,
     party: Party,
-    events: SharedFailoverSink,
+    events: SharedEventSink,
 }
 
 impl WitnessServer {
     /// Reads the memory of the witness from `folder`. `events` receives its errors.
-    pub fn open(folder: &Path, party: Party, events: SharedFailoverSink) -> Result<Self> {
+    pub fn open(folder: &Path, party: Party, events: SharedEventSink) -> Result<Self> {
         let path = folder.join(STATE);
         let bad = |problem| Error::WitnessState { path: path.clone(), problem };
         std::fs::create_dir_all(folder).map_err(|e| Error::file("make", folder, e))?;
@@ -126,7 +126,7 @@ impl WitnessServer {
             let (reply, changed) = next.handle(request);
             if changed {
                 if let Err(error) = self.keep(&next) {
-                    self.events.failover_event(&FailoverEvent::WitnessSilent(error));
+                    self.events.failover_event(&Event::WitnessSilent(error));
                     return None;
                 }
                 *state = next;
@@ -135,7 +135,7 @@ impl WitnessServer {
         };
         let mut bytes = Vec::new();
         reply.encode(&mut bytes);
-        channel.send(FrameKind::Core as u8, &[&bytes]).ok()?;
+        channel.send(Kind::Core as u8, &[&bytes]).ok()?;
         // The client closes the connection after it has read the answer.
         let _ = channel.receive(&mut Input::default(), TIMEOUT);
         Some(())

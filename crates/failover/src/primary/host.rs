@@ -4,7 +4,7 @@
 use super::PrimaryEngineEvent;
 use crate::arbitration;
 use crate::error::{Error, Result};
-use crate::event::FailoverEvent;
+use crate::event::Event;
 use crate::guard::GuardRemote;
 use crate::settings::Setup;
 use crate::vm::Gate;
@@ -66,14 +66,14 @@ impl QemuHost {
         Ok(Self { name, setup, gate, guard, qemu, qemu_pid, sender })
     }
 
-    fn tell(&self, event: &FailoverEvent) {
+    fn tell(&self, event: &Event) {
         self.setup.events.failover_event(event);
     }
 
     fn ask_gate(&self, ask: impl FnOnce(&mut GateRemote) -> keyframe_net::Result<()>) {
         if let Err(error) = self.gate.ask(ask) {
             // What is held stays held.
-            self.tell(&FailoverEvent::GateFailed(error));
+            self.tell(&Event::GateFailed(error));
         }
     }
 
@@ -85,7 +85,7 @@ impl QemuHost {
 impl HostControl for QemuHost {
     fn set_run_permit(&mut self, permit: RunPermit) {
         let Err(error) = self.ask_guard(|guard| guard.set(permit)) else { return };
-        self.tell(&FailoverEvent::GuardFailed { error, restarts: true });
+        self.tell(&Event::GuardFailed { error, restarts: true });
         match GuardRemote::spawn(self.qemu_pid) {
             Ok(mut fresh) => {
                 let set = fresh.set(permit);
@@ -94,7 +94,7 @@ impl HostControl for QemuHost {
                     return;
                 }
             }
-            Err(error) => self.tell(&FailoverEvent::GuardFailed { error, restarts: false }),
+            Err(error) => self.tell(&Event::GuardFailed { error, restarts: false }),
         }
         // No guard enforces the permit: the VM must not run.
         let _ = pidfd_send_signal(&self.qemu, Signal::STOP);
@@ -102,7 +102,7 @@ impl HostControl for QemuHost {
 
     fn vm_paused(&mut self) {
         if let Err(error) = self.ask_guard(GuardRemote::paused) {
-            self.tell(&FailoverEvent::GuardFailed { error, restarts: false });
+            self.tell(&Event::GuardFailed { error, restarts: false });
         }
     }
 

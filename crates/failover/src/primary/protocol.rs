@@ -6,11 +6,11 @@
 use super::PrimaryEngineEvent;
 use super::host::HostControl;
 use crate::error::with_fix;
-use crate::event::{FailoverEvent, SharedFailoverSink};
+use crate::event::{Event, SharedEventSink};
 use crate::links::{self, LinkEvent};
 use crate::notice_text::notice_text;
 use crate::sending::{Link, SharedWire};
-use crate::vm::{ProtectedVmEvent, VmAction};
+use crate::vm::{VmAction, VmEvent};
 use crate::witness::WitnessAnswer;
 use keyframe_link::Channel;
 use keyframe_replication::{
@@ -48,7 +48,7 @@ pub struct ProtocolParts {
     /// The status that clients of the control socket see.
     pub status: SharedStatus,
     /// Receives the events of this host.
-    pub events: SharedFailoverSink,
+    pub events: SharedEventSink,
     /// Set when the user wants an end.
     pub interrupted: Arc<AtomicBool>,
     /// The clock of core and guard.
@@ -84,7 +84,7 @@ pub struct Protocol {
     acknowledged: Option<Epoch>,
     vm_stopped: bool,
     pub(super) status: SharedStatus,
-    events: SharedFailoverSink,
+    events: SharedEventSink,
     interrupted: Arc<AtomicBool>,
     clock: Clock,
     killed_at_ns: Option<u64>,
@@ -197,7 +197,7 @@ impl Protocol {
         !is_asked && self.exit.is_some_and(|exit| !exit.success())
     }
 
-    fn tell(&self, event: &FailoverEvent) {
+    fn tell(&self, event: &Event) {
         self.events.failover_event(event);
     }
 
@@ -258,16 +258,16 @@ impl Protocol {
             LinkEvent::ConnectFailed(error) => {
                 let text = with_fix(&error);
                 if self.trouble.as_ref() != Some(&text) {
-                    self.tell(&FailoverEvent::ConnectFailed(error));
+                    self.tell(&Event::ConnectFailed(error));
                     self.trouble = Some(text);
                 }
             }
         }
     }
 
-    fn handle_vm_event(&mut self, event: ProtectedVmEvent) {
+    fn handle_vm_event(&mut self, event: VmEvent) {
         match event {
-            ProtectedVmEvent::Captured { epoch, gate, reason } => {
+            VmEvent::Captured { epoch, gate, reason } => {
                 if let Some(gate) = gate {
                     self.gates.insert(epoch, gate);
                 }
@@ -277,23 +277,23 @@ impl Protocol {
                 });
                 self.handle(PrimaryEvent::Captured { epoch });
             }
-            ProtectedVmEvent::CaptureFailed(error) => {
+            VmEvent::CaptureFailed(error) => {
                 if self.core.state() != PrimaryState::Solo {
-                    self.tell(&FailoverEvent::EpochFailed(error));
+                    self.tell(&Event::EpochFailed(error));
                 }
                 self.handle(PrimaryEvent::CaptureFailed);
             }
-            ProtectedVmEvent::Stopped => {
+            VmEvent::Stopped => {
                 self.vm_stopped = true;
                 self.host.vm_paused();
                 self.handle(PrimaryEvent::VmStopped);
             }
-            ProtectedVmEvent::Resumed => self.handle(PrimaryEvent::VmResumed),
-            ProtectedVmEvent::Ended(exit) => {
+            VmEvent::Resumed => self.handle(PrimaryEvent::VmResumed),
+            VmEvent::Ended(exit) => {
                 self.exit = Some(exit);
                 self.handle(PrimaryEvent::VmEnded);
             }
-            ProtectedVmEvent::EpochDone(report) => self.record_epoch(&report),
+            VmEvent::EpochDone(report) => self.record_epoch(&report),
         }
     }
 
@@ -436,7 +436,7 @@ impl Protocol {
     fn notify(&mut self, notice: Notice) {
         let role = ReplicationRole::Primary;
         let text = notice_text(role, &notice);
-        self.tell(&FailoverEvent::Notice { role, notice });
+        self.tell(&Event::Notice { role, notice });
         self.update(|status| status.note = text);
     }
 }

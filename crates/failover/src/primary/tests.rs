@@ -5,11 +5,11 @@ use super::PrimaryEngineEvent as EngineEvent;
 use super::host::HostControl;
 use super::protocol::{END_TIMEOUT_NS, End, Protocol, ProtocolParts};
 use crate::error::Error;
-use crate::event::{FailoverEvent, FailoverEventSink};
-use crate::frames::FrameKind;
+use crate::event::{Event, FailoverEventSink};
+use crate::frames::Kind;
 use crate::links::LinkEvent;
 use crate::sending::{Link, SharedWire};
-use crate::vm::{ProtectedVmEvent, VmAction};
+use crate::vm::{VmAction, VmEvent};
 use crate::witness::WitnessAnswer;
 use keyframe_link::{Channel, Input, Key, Party};
 use keyframe_net::GateStatus;
@@ -112,7 +112,7 @@ impl keyframe_session::EventSink<keyframe_session::Event> for Told {
 }
 
 impl FailoverEventSink for Told {
-    fn failover_event(&self, event: &FailoverEvent) {
+    fn failover_event(&self, event: &Event) {
         self.0.lock().unwrap().push(format!("{event:?}"));
     }
 }
@@ -304,11 +304,11 @@ impl Test {
             VmAction::Capture { .. } => self.capture(),
             VmAction::Stop => {
                 self.others.push("stop");
-                self.step(EngineEvent::Vm(ProtectedVmEvent::Stopped));
+                self.step(EngineEvent::Vm(VmEvent::Stopped));
             }
             VmAction::Resume => {
                 self.others.push("resume");
-                self.step(EngineEvent::Vm(ProtectedVmEvent::Resumed));
+                self.step(EngineEvent::Vm(VmEvent::Resumed));
             }
             VmAction::Owe { .. } => self.others.push("owe"),
             _ => {}
@@ -318,7 +318,7 @@ impl Test {
     fn receive(&mut self) -> Option<PeerMessage> {
         let peer = self.peer.as_mut()?;
         let frame = peer.channel.receive(&mut peer.input, FRAME_WAIT).ok()??;
-        assert_eq!(FrameKind::of(frame.kind), Some(FrameKind::Core));
+        assert_eq!(Kind::of(frame.kind), Some(Kind::Core));
         Some(PeerMessage::decode(&frame.payload).unwrap())
     }
 
@@ -329,7 +329,7 @@ impl Test {
         let after = self.held;
         self.epoch = self.epoch.next();
         let (epoch, gate) = (self.epoch, Some(100 + self.epoch.0));
-        self.step(EngineEvent::Vm(ProtectedVmEvent::Captured { epoch, gate, reason: "due" }));
+        self.step(EngineEvent::Vm(VmEvent::Captured { epoch, gate, reason: "due" }));
         if self.data_flows {
             let session = SessionId(self.session);
             self.tell_standby(StandbyEvent::EpochComplete { session, epoch, after });
@@ -384,7 +384,7 @@ impl Test {
     }
 
     fn vm_ends(&mut self, status: i32) {
-        self.step(EngineEvent::Vm(ProtectedVmEvent::Ended(ExitStatus::from_raw(status))));
+        self.step(EngineEvent::Vm(VmEvent::Ended(ExitStatus::from_raw(status))));
     }
 
     fn has_told(&self, text: &str) -> usize {
@@ -413,7 +413,7 @@ fn a_failed_capture_is_told_and_asked_for_again() {
     test.until(PrimaryState::Syncing);
     while test.pump() {}
     let error = Error::vm("copy the disks", "no room");
-    test.step(EngineEvent::Vm(ProtectedVmEvent::CaptureFailed(error)));
+    test.step(EngineEvent::Vm(VmEvent::CaptureFailed(error)));
     assert_eq!(test.has_told("EpochFailed"), 1);
     test.captures = true;
     test.until(PrimaryState::Protected);

@@ -1,10 +1,10 @@
 //! Accepts connections of hosts with the key, and reads the purpose of each.
 
-use super::super::frames::{FrameKind, Greeting, MachineFrame, Purpose, VERSION, parse};
+use super::super::frames::{Greeting, Kind, MachineFrame, Purpose, VERSION, parse};
 use super::super::settings::Setup;
 use super::{Refusals, StandbyEngineEvent};
 use crate::error::{Error, Result};
-use crate::event::FailoverEvent;
+use crate::event::Event;
 use keyframe_link::{Channel, Input};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
@@ -62,7 +62,7 @@ pub fn admit(
                         drop(sender.send(event));
                     }
                     Err(error) => {
-                        refusals.tell(&*setup.events, error, FailoverEvent::ConnectionRefused);
+                        refusals.tell(&*setup.events, error, Event::ConnectionRefused);
                     }
                 }
                 drop(stranger);
@@ -80,19 +80,19 @@ fn accepted(stream: TcpStream, setup: &Setup) -> Result<StandbyEngineEvent> {
 
 fn greeted(channel: Channel) -> Result<StandbyEngineEvent> {
     let mut input = Input::default();
-    let mut next = |what: FrameKind| {
+    let mut next = |what: Kind| {
         let frame = channel.receive(&mut input, GREETING_TIMEOUT)?;
-        let frame = frame.filter(|frame| FrameKind::of(frame.kind) == Some(what));
+        let frame = frame.filter(|frame| Kind::of(frame.kind) == Some(what));
         frame.map(|frame| frame.payload).ok_or(Error::NoPurpose)
     };
-    let greeting: Greeting = parse(&next(FrameKind::Greeting)?)?;
+    let greeting: Greeting = parse(&next(Kind::Greeting)?)?;
     if greeting.version != VERSION {
         return Err(Error::OtherVersion(greeting.version));
     }
     let number = greeting.connection;
     Ok(match greeting.purpose {
         Purpose::Control => {
-            let machine = Box::new(parse::<MachineFrame>(&next(FrameKind::Machine)?)?);
+            let machine = Box::new(parse::<MachineFrame>(&next(Kind::Machine)?)?);
             StandbyEngineEvent::Control { number, machine, channel: Arc::new(channel) }
         }
         Purpose::Beat => StandbyEngineEvent::Beat { number, channel: Arc::new(channel) },

@@ -1,8 +1,8 @@
 //! The standby's answers to the control socket, its status, and the primary's connections.
 
 use super::{StandbyEngine, StandbyEngineEvent};
-use crate::event::FailoverEvent;
-use crate::frames::{FrameKind, MachineFrame, ReadyFrame, epoch_parts, text, unmarked};
+use crate::event::Event;
+use crate::frames::{Kind, MachineFrame, ReadyFrame, epoch_parts, text, unmarked};
 use keyframe_link::{Channel, Input};
 use keyframe_locks::IgnorePoison;
 use keyframe_replication::{Epoch, PeerMessage, StandbyEvent, StandbyState};
@@ -68,16 +68,11 @@ impl StandbyEngine {
             }
             Err(error) => {
                 let (problem, fix) = (error_chain(&error), error.fix());
-                self.refusals.tell(
-                    &*self.options.setup.events,
-                    error,
-                    FailoverEvent::PrimaryRefused,
-                );
+                self.refusals.tell(&*self.options.setup.events, error, Event::PrimaryRefused);
                 ReadyFrame::Refused { problem, fix }
             }
         };
-        let sent =
-            text(&frame).is_ok_and(|text| channel.send(FrameKind::Ready as u8, &[&text]).is_ok());
+        let sent = text(&frame).is_ok_and(|text| channel.send(Kind::Ready as u8, &[&text]).is_ok());
         if !is_ready || !sent {
             channel.close();
             return;
@@ -106,11 +101,11 @@ impl StandbyEngine {
                     Ok(Some(frame)) => frame,
                     Err(_) => break,
                 };
-                let said = match FrameKind::of(frame.kind) {
-                    Some(FrameKind::Core) => PeerMessage::decode(&frame.payload)
+                let said = match Kind::of(frame.kind) {
+                    Some(Kind::Core) => PeerMessage::decode(&frame.payload)
                         .ok()
                         .map(|message| StandbyEngineEvent::Received { path, number, message }),
-                    Some(FrameKind::Epoch) => {
+                    Some(Kind::Epoch) => {
                         unmarked(&frame.payload).and_then(|(session, epoch, rest)| {
                             let (head, devices) = epoch_parts(rest)?;
                             Some(StandbyEngineEvent::Epoch {

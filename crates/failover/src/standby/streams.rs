@@ -7,7 +7,7 @@
 //! Invariants: an epoch is decoded after the epoch before it is applied, since its patches are against
 //! that one. Data of a session that arrives before the session's start waits for it.
 
-use super::super::frames::{FrameKind, unmarked};
+use super::super::frames::{Kind, unmarked};
 use super::image::StandbyImage;
 use keyframe_link::{Channel, Input};
 use keyframe_locks::IgnorePoison;
@@ -184,7 +184,7 @@ impl Streams {
         payload: &[u8],
         decoder: &Decoder,
     ) -> Result<Option<(u64, Epoch)>, String> {
-        let kind = FrameKind::of(kind).ok_or("a message that is none")?;
+        let kind = Kind::of(kind).ok_or("a message that is none")?;
         let (session, epoch, rest) = unmarked(payload).ok_or("a message that is cut off")?;
         let epoch = Epoch(epoch);
         let unknown = |state: &mut State| {
@@ -215,7 +215,7 @@ impl Streams {
             return Err(format!("there is no stream {stream}"));
         };
         match kind {
-            FrameKind::Batch => {
+            Kind::Batch => {
                 // Other streams need the lock meanwhile.
                 let mut own = std::mem::take(building);
                 drop(state);
@@ -229,12 +229,12 @@ impl Streams {
                 decoded.map_err(|e| error_chain(&e))?;
                 Ok(None)
             }
-            FrameKind::Mark => {
+            Kind::Mark => {
                 let buffer = std::mem::take(building);
                 *done = Some(CompleteBuffer { session, epoch, buffer });
                 Ok(Some((session, epoch)))
             }
-            FrameKind::Discard => {
+            Kind::Discard => {
                 building.clear();
                 Ok(None)
             }

@@ -2,8 +2,8 @@
 
 use super::{Activation, StandbyEngine};
 use crate::error::{Error, Result};
-use crate::event::FailoverEvent;
-use crate::launch::{self, DISKS_SOCKET, FirstEpoch, LaunchedVm, PrimaryContext};
+use crate::event::Event;
+use crate::launch::{self, DISKS_SOCKET, FirstEpoch, LaunchedVm, RunContext};
 use crate::links;
 use crate::primary::Ending;
 use keyframe_machine::MachineSpec;
@@ -36,7 +36,7 @@ impl StandbyEngine {
             }
         };
         let (ready_ns, mut vm) = (restored.ready_ns(), restored.into_vm());
-        self.options.setup.events.failover_event(&FailoverEvent::TookOver {
+        self.options.setup.events.failover_event(&Event::TookOver {
             vm: ready.machine.name.clone(),
             epoch,
             ready_ns,
@@ -51,7 +51,7 @@ impl StandbyEngine {
             };
         });
         if let Err(error) = self.run_dir.runs(&ready.machine.name) {
-            self.options.setup.events.failover_event(&FailoverEvent::NameNotKept(error.into()));
+            self.options.setup.events.failover_event(&Event::NameNotKept(error.into()));
         }
         if let Some((_, channel)) = &self.control {
             links::send_message(channel, &PeerMessage::TookOver { term });
@@ -67,7 +67,7 @@ impl StandbyEngine {
             served: ready.served,
             gate: ready.gate,
         };
-        let context = PrimaryContext {
+        let context = RunContext {
             name: ready.machine.name.clone(),
             run_dir: self.run_dir,
             status: self.status,

@@ -3,9 +3,9 @@
 //! Invariants: one epoch is in flight at most; pages of an epoch that the standby does not
 //! acknowledge are owed to the next.
 
-use super::{CapturedEpoch, EpochReport, ProtectedVm, ProtectedVmEvent, VmAction};
+use super::{CapturedEpoch, EpochReport, ProtectedVm, VmAction, VmEvent};
 use crate::error::Error;
-use crate::event::{FailoverEvent, SharedFailoverSink};
+use crate::event::{Event, SharedEventSink};
 use crate::resync::RemotePageHashes;
 use crate::sending::{SentEpoch, SharedWire};
 use keyframe_capture::EncodeReport;
@@ -27,8 +27,8 @@ pub struct LoopParts<V> {
     pub wire: SharedWire,
     pub policy: Box<dyn ReplicationScheduler>,
     pub first_epoch: Epoch,
-    pub events: Box<dyn Fn(ProtectedVmEvent) + Send>,
-    pub sink: SharedFailoverSink,
+    pub events: Box<dyn Fn(VmEvent) + Send>,
+    pub sink: SharedEventSink,
     pub clock: Box<dyn Fn() -> u64 + Send>,
 }
 
@@ -51,8 +51,8 @@ pub struct VmLoop<V> {
     pub(super) vm: V,
     pub(super) wire: SharedWire,
     policy: Box<dyn ReplicationScheduler>,
-    events: Box<dyn Fn(ProtectedVmEvent) + Send>,
-    sink: SharedFailoverSink,
+    events: Box<dyn Fn(VmEvent) + Send>,
+    sink: SharedEventSink,
     clock: Box<dyn Fn() -> u64 + Send>,
     pub(super) next_epoch: Epoch,
     /// The policy may take epochs.
@@ -115,7 +115,7 @@ impl<V: ProtectedVm> VmLoop<V> {
         self.look().min(LOOK_EVERY)
     }
 
-    pub(super) fn tell(&self, event: ProtectedVmEvent) {
+    pub(super) fn tell(&self, event: VmEvent) {
         (self.events)(event);
     }
 
@@ -147,13 +147,13 @@ impl<V: ProtectedVm> VmLoop<V> {
             }
             VmAction::Stop => {
                 if let Err(error) = self.vm.pause() {
-                    self.tell(ProtectedVmEvent::CaptureFailed(error));
+                    self.tell(VmEvent::CaptureFailed(error));
                 }
-                self.tell(ProtectedVmEvent::Stopped);
+                self.tell(VmEvent::Stopped);
             }
             VmAction::Resume => {
                 self.resume();
-                self.tell(ProtectedVmEvent::Resumed);
+                self.tell(VmEvent::Resumed);
             }
             VmAction::Report(report) => self.reported(*report),
             // The look that follows decides.
@@ -180,10 +180,10 @@ impl<V: ProtectedVm> VmLoop<V> {
             Ok(Some(exit)) => {
                 self.ended = true;
                 self.may_capture = false;
-                self.tell(ProtectedVmEvent::Ended(exit));
+                self.tell(VmEvent::Ended(exit));
             }
             Ok(None) => {}
-            Err(error) => self.sink.failover_event(&FailoverEvent::LookFailed(error)),
+            Err(error) => self.sink.failover_event(&Event::LookFailed(error)),
         }
     }
 
@@ -252,16 +252,12 @@ impl<V: ProtectedVm> VmLoop<V> {
             Ok(event) => self.tell(event),
             Err(error) => {
                 std::thread::sleep(RETRY);
-                self.tell(ProtectedVmEvent::CaptureFailed(error));
+                self.tell(VmEvent::CaptureFailed(error));
             }
         }
     }
 
-    fn record_capture(
-        &mut self,
-        captured: CapturedEpoch,
-        reason: &'static str,
-    ) -> ProtectedVmEvent {
+    fn record_capture(&mut self, captured: CapturedEpoch, reason: &'static str) -> VmEvent {
         let epoch = self.next_epoch;
         self.next_epoch = epoch.next();
         let captured_ns = self.now_ns();
@@ -269,7 +265,7 @@ impl<V: ProtectedVm> VmLoop<V> {
         let (report, acknowledged, stood_ns, seq) = (None, false, None, captured.seq);
         self.in_flight =
             Some(InFlight { epoch, report, acknowledged, captured_ns, reason, stood_ns, seq });
-        ProtectedVmEvent::Captured { epoch, gate: captured.gate, reason }
+        VmEvent::Captured { epoch, gate: captured.gate, reason }
     }
 
     fn reported(&mut self, report: EncodeReport<SentEpoch>) {
@@ -280,7 +276,7 @@ impl<V: ProtectedVm> VmLoop<V> {
             }
             self.in_flight = None;
             // If the connection broke, the protocol learns it from its reader.
-            self.tell(ProtectedVmEvent::CaptureFailed(Error::NotSent(problem)));
+            self.tell(VmEvent::CaptureFailed(Error::NotSent(problem)));
             return;
         }
         match &mut self.in_flight {
@@ -337,7 +333,7 @@ impl<V: ProtectedVm> VmLoop<V> {
             suspended_ns: self.suspended_at_ns.map_or(0, |at_ns| now_ns.saturating_sub(at_ns)),
             estimates: self.policy.describe(),
         };
-        self.tell(ProtectedVmEvent::EpochDone(Box::new(report)));
+        self.tell(VmEvent::EpochDone(Box::new(report)));
         if std::mem::take(&mut self.is_wanted) {
             self.capture(EpochReason::Asked.name(), false);
         }

@@ -2,7 +2,7 @@
 
 use super::{CapturedEpoch, Gate, GuestActivity, ProtectedVm};
 use crate::error::{Error, Result};
-use crate::event::{FailoverEvent, SharedFailoverSink};
+use crate::event::{Event, SharedEventSink};
 use crate::gate::GatedMachines;
 use crate::sending::{EpochLabel, SentEpoch, SharedWire, WireSink};
 use crate::vcpu_time::VcpuTime;
@@ -35,7 +35,7 @@ pub struct VmParts {
     /// The first epoch's number.
     pub first_epoch: Epoch,
     /// Receives failed resumes and other errors of the VM.
-    pub events: SharedFailoverSink,
+    pub events: SharedEventSink,
 }
 
 /// The VM with all that captures it.
@@ -53,7 +53,7 @@ pub struct CapturedParts {
     /// The socket of the disks' server, and the exports with their bytes.
     pub disks: Option<(PathBuf, Vec<(String, u64)>)>,
     /// Receives failed resumes and other errors of the VM.
-    pub events: SharedFailoverSink,
+    pub events: SharedEventSink,
 }
 
 /// The VM of QEMU, captured.
@@ -65,7 +65,7 @@ pub struct CapturedMachines {
     verify: bool,
     verifier: Verifier,
     disks: Option<(PathBuf, Vec<(String, u64)>)>,
-    events: SharedFailoverSink,
+    events: SharedEventSink,
     /// Nothing was captured yet.
     is_fresh: bool,
     disk_bytes: u64,
@@ -157,7 +157,7 @@ impl ProtectedVm for CapturedMachines {
         for member in self.gated.machines.members_mut() {
             if let Err(error) = member.vm.vm_mut().resume() {
                 let error = Error::vm("let the VM run", error);
-                self.events.failover_event(&FailoverEvent::ResumeFailed(error));
+                self.events.failover_event(&Event::ResumeFailed(error));
             }
         }
     }

@@ -1,7 +1,7 @@
 //! The start of a session with a standby: pages that it holds already are not sent.
 
 use super::epochs::VmLoop;
-use super::{ProtectedVm, ProtectedVmEvent};
+use super::{ProtectedVm, VmEvent};
 use crate::resync::RemotePageHashes;
 
 impl<V: ProtectedVm> VmLoop<V> {
@@ -14,7 +14,7 @@ impl<V: ProtectedVm> VmLoop<V> {
         let Some((_, remote)) = &mut self.remote else { return };
         if let Err(error) = remote.take_in(first, hashes, pages) {
             self.remote = None;
-            return self.tell(ProtectedVmEvent::CaptureFailed(error.into()));
+            return self.tell(VmEvent::CaptureFailed(error.into()));
         }
         self.begin_wanted_session();
     }
@@ -41,7 +41,7 @@ impl<V: ProtectedVm> VmLoop<V> {
         self.wire.begin(session, self.next_epoch, (!is_blank).then_some(remote));
         self.vm.begin_session(is_blank);
         if let Err(error) = self.vm.copy_disks() {
-            return self.tell(ProtectedVmEvent::CaptureFailed(error));
+            return self.tell(VmEvent::CaptureFailed(error));
         }
         self.capture("first", false);
     }

@@ -3,7 +3,7 @@
 use super::epochs::{LOOK_EVERY, LoopParts, VmLoop};
 use super::*;
 use crate::error::PageHashesError;
-use crate::event::{FailoverEvent, FailoverEventSink};
+use crate::event::{Event, FailoverEventSink};
 use crate::sending::SharedWire;
 use keyframe_capture::EncodeError;
 use keyframe_scheduling::replication::{
@@ -159,8 +159,8 @@ impl keyframe_session::EventSink<keyframe_session::Event> for FailedLooks {
 }
 
 impl FailoverEventSink for FailedLooks {
-    fn failover_event(&self, event: &FailoverEvent) {
-        if matches!(event, FailoverEvent::LookFailed(_)) {
+    fn failover_event(&self, event: &Event) {
+        if matches!(event, Event::LookFailed(_)) {
             self.0.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -170,7 +170,7 @@ struct Test {
     vm: FakeVm,
     policy: Script,
     vm_loop: VmLoop<FakeVm>,
-    told: Receiver<ProtectedVmEvent>,
+    told: Receiver<VmEvent>,
     failed_looks: Arc<FailedLooks>,
 }
 
@@ -197,16 +197,16 @@ impl Test {
 
     /// The events so far, a word each.
     fn told(&self) -> Vec<String> {
-        let name = |event: ProtectedVmEvent| match event {
-            ProtectedVmEvent::Captured { epoch, gate, .. } => {
+        let name = |event: VmEvent| match event {
+            VmEvent::Captured { epoch, gate, .. } => {
                 assert_eq!(gate, Some(100 + epoch.0));
                 format!("captured {epoch}")
             }
-            ProtectedVmEvent::CaptureFailed(error) => format!("failed: {error}"),
-            ProtectedVmEvent::Stopped => "stopped".into(),
-            ProtectedVmEvent::Resumed => "resumed".into(),
-            ProtectedVmEvent::Ended(_) => "ended".into(),
-            ProtectedVmEvent::EpochDone(report) => {
+            VmEvent::CaptureFailed(error) => format!("failed: {error}"),
+            VmEvent::Stopped => "stopped".into(),
+            VmEvent::Resumed => "resumed".into(),
+            VmEvent::Ended(_) => "ended".into(),
+            VmEvent::EpochDone(report) => {
                 format!("done {}", report.acknowledged.unwrap().0)
             }
         };
@@ -421,7 +421,7 @@ fn disks_that_cannot_be_copied_fail_the_session() {
 fn page_hashes_without_sense_are_told() {
     let mut test = Test::new();
     test.step(VmAction::PageHashes { session: 7, first: 3, hashes: vec![0; 16] });
-    let Ok(ProtectedVmEvent::CaptureFailed(Error::PageHashes(error))) = test.told.try_recv() else {
+    let Ok(VmEvent::CaptureFailed(Error::PageHashes(error))) = test.told.try_recv() else {
         panic!("no error of the hashes")
     };
     assert_eq!(error, PageHashesError::Misplaced { hashes: 1, first: 3 });
