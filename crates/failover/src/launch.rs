@@ -149,11 +149,11 @@ pub fn protect(
     let status = first_status(&name, vm.pid(), ReplicationRole::Primary);
     let launched = LaunchedVm { vm, identity, machine: None, directory, served, gate };
     let context = RunContext { name, run_dir, status, interrupted, inbox: None };
-    let start = FirstEpoch { start: PrimaryStart::First, epoch: Epoch(1) };
+    let start = (PrimaryStart::First, Epoch(1));
     start_primary(launched, context, setup, config, start, Some(addresses))
 }
 
-/// Serves the images of `drives`, with the guest's writes in an overlay beneath `folder`, and makes
+/// Serves the images of `drives`, with what the guest writes in an overlay beneath `folder`, and has
 /// the command line name the server.
 fn serve_drives(
     line: &mut Invocation,
@@ -210,21 +210,13 @@ impl Drop for EndOnError {
     }
 }
 
-/// How a primary begins.
-pub struct FirstEpoch {
-    /// Whether the VM is new, or was taken over.
-    pub start: PrimaryStart,
-    /// The number of its first epoch.
-    pub epoch: Epoch,
-}
-
 /// Makes the engine of a VM that does not run yet, and lets the VM run. The VM ends if this fails.
 pub fn start_primary(
     launched: LaunchedVm,
     context: RunContext,
     setup: Setup,
     config: ReplicationConfig,
-    FirstEpoch { start, epoch: first_epoch }: FirstEpoch,
+    (start, first_epoch): (PrimaryStart, Epoch),
     addresses: Option<Addresses>,
 ) -> Result<primary::Engine> {
     let end_on_error = EndOnError::new(&launched);
@@ -239,7 +231,11 @@ pub fn start_primary(
         Some(spec) => spec,
         None => machine_meta(&mut vm, &identity, &directory)?,
     };
-    let exports = exports_of(served.as_ref());
+    let exports: Vec<(String, u64)> = served
+        .iter()
+        .flat_map(|served| &served.metas)
+        .map(|disk| (disk.name.clone(), disk.disk_bytes))
+        .collect();
     let machine = machine_frame(&context.name, &setup, &config, spec, &copying.layout, &exports);
     let blocks: Vec<u64> =
         exports.iter().map(|(_, bytes)| bytes.div_ceil(PAGE_BYTES as u64)).collect();
@@ -284,12 +280,6 @@ pub fn start_primary(
     })?;
     end_on_error.disarm();
     Ok(engine)
-}
-
-/// The name and the length in bytes of each served disk.
-fn exports_of(served: Option<&ServedDisks>) -> Vec<(String, u64)> {
-    let disks = served.into_iter().flat_map(|served| &served.metas);
-    disks.map(|disk| (disk.name.clone(), disk.disk_bytes)).collect()
 }
 
 /// The description of the machine that a standby gets.
@@ -342,7 +332,7 @@ fn run_machines(
     Ok(machines)
 }
 
-/// Makes the first status of a VM or a standby, with role, name and process ids only.
+/// What is shown of a VM or a standby that nothing is known of yet.
 pub fn first_status(name: &str, qemu_pid: u32, role: ReplicationRole) -> SharedStatus {
     let replication = ReplicationStatus { role, ..ReplicationStatus::default() };
     Arc::new(Mutex::new(EngineStatus {

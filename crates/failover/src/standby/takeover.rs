@@ -3,10 +3,9 @@
 use super::{Activation, StandbyEngine};
 use crate::error::{Error, Result};
 use crate::event::Event;
-use crate::launch::{self, DISKS_SOCKET, FirstEpoch, LaunchedVm, RunContext};
+use crate::launch::{self, DISKS_SOCKET, LaunchedVm, RunContext};
 use crate::links;
 use crate::primary::Ending;
-use keyframe_machine::MachineSpec;
 use keyframe_qemu::QemuIdentity;
 use keyframe_replication::{PeerMessage, PrimaryStart};
 use keyframe_session::control::{ReplicationRole, ReplicationStatus};
@@ -59,9 +58,14 @@ impl StandbyEngine {
         if ready.served.is_some() {
             vm.mind_server(self.run_dir.path().join(DISKS_SOCKET));
         }
+        let identity = QemuIdentity {
+            path: PathBuf::from(&ready.machine.spec.binary_path),
+            version: ready.machine.spec.vmm_version.clone(),
+            blake3: ready.machine.spec.binary_blake3.clone(),
+        };
         let launched = LaunchedVm {
             vm,
-            identity: qemu_identity(&ready.machine.spec),
+            identity,
             machine: Some(ready.machine.spec.clone()),
             directory: ready.machine.spec.directory(),
             served: ready.served,
@@ -74,10 +78,7 @@ impl StandbyEngine {
             interrupted: Arc::clone(interrupted),
             inbox: Some(self.requests),
         };
-        let start = FirstEpoch {
-            start: PrimaryStart::TakenOver { term, forced },
-            epoch: Epoch(epoch.0 + EPOCH_GAP),
-        };
+        let start = (PrimaryStart::TakenOver { term, forced }, Epoch(epoch.0 + EPOCH_GAP));
         let engine = launch::start_primary(
             launched,
             context,
@@ -87,14 +88,5 @@ impl StandbyEngine {
             self.options.peer,
         )?;
         engine.run()
-    }
-}
-
-/// The QEMU binary that a machine's description names.
-fn qemu_identity(machine: &MachineSpec) -> QemuIdentity {
-    QemuIdentity {
-        path: PathBuf::from(&machine.binary_path),
-        version: machine.vmm_version.clone(),
-        blake3: machine.binary_blake3.clone(),
     }
 }
