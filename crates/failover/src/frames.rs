@@ -40,6 +40,7 @@ pub enum Kind {
 }
 
 impl Kind {
+    /// Returns the kind with this number; `None` if there is none.
     pub fn of(number: u8) -> Option<Self> {
         Some(match number {
             1 => Self::Greeting,

@@ -59,6 +59,7 @@ pub const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
 pub const REGISTER_MODE_MISSING: u64 = 1;
 pub const REGISTER_MODE_WP: u64 = 1 << 1;
 
+/// The argument of `UFFDIO_API` (`struct uffdio_api`).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct UffdApi {
@@ -67,6 +68,7 @@ pub struct UffdApi {
     pub ioctls: u64,
 }
 
+/// A range of addresses (`struct uffdio_range`).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct UffdRange {
@@ -74,6 +76,7 @@ pub struct UffdRange {
     pub len_bytes: u64,
 }
 
+/// The argument of `UFFDIO_REGISTER` (`struct uffdio_register`).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct UffdRegister {

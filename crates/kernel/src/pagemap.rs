@@ -95,6 +95,7 @@ pub(crate) struct Pagemap {
 }
 
 impl Pagemap {
+    /// Opens `/proc/PID/pagemap` of a process.
     pub fn open(process: &Process) -> Result<Self> {
         let open = |name| process.open_file(name, OFlags::RDONLY);
         Ok(Self { file: open("pagemap")?, maps: open("maps")? })

@@ -99,12 +99,14 @@ impl Linear {
         Ok(linear)
     }
 
+    /// Returns the range of display memory that the picture needs, in bytes.
     pub fn needs(&self) -> Range<u64> {
         let below = self.line_bytes * u64::from(self.height).saturating_sub(1);
         let end = self.start + below + u64::from(self.width) * self.format.pixel_bytes();
         self.start..end
     }
 
+    /// Draws the picture on `canvas`.
     pub fn draw(&self, memory: &Memory<'_>, canvas: &mut Canvas<'_>) {
         let step = self.format.pixel_bytes();
         for y in 0..self.height {

@@ -104,6 +104,7 @@ impl Planes {
         ADDRESSED_BYTES
     }
 
+    /// Draws the picture on `canvas`.
     pub fn draw(&self, memory: &Memory<'_>, canvas: &mut Canvas<'_>) {
         let (mut at, mut line, mut again) = (self.start, 0, self.repeats);
         let mut panning = self.panning;

@@ -36,6 +36,8 @@ struct Cursor {
 }
 
 impl Text {
+    /// Reads the text mode from the registers. Fails if the guest has set no mode, or if the text
+    /// has too many characters.
     pub fn of(vga: &Vga) -> Result<Self, PictureProblem> {
         let (wide, tall) = (vga.character_width(), u32::from(vga.last_character_line()) + 1);
         let (columns, lines) = (vga.columns(), vga.text_lines(tall));
@@ -69,10 +71,12 @@ impl Text {
         })
     }
 
+    /// Returns the width in pixels.
     pub fn width(&self) -> u32 {
         self.columns * self.wide
     }
 
+    /// Returns the height in pixels.
     pub fn height(&self) -> u32 {
         self.lines * self.tall
     }
@@ -86,6 +90,7 @@ impl Text {
         text.max(font)
     }
 
+    /// Draws the picture on `canvas`.
     pub fn draw(&self, memory: &Memory<'_>, canvas: &mut Canvas<'_>) {
         let mut line_at = self.start;
         for line in 0..self.lines {

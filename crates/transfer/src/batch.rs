@@ -26,6 +26,7 @@ pub enum PageEncoding {
 }
 
 impl PageEncoding {
+    /// Returns the encoding with this number; `None` if there is none.
     pub fn of(number: u64) -> Option<Self> {
         Some(match number {
             0 => Self::Zero,

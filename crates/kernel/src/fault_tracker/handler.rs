@@ -158,6 +158,7 @@ enum Answer {
 }
 
 impl Shared {
+    /// Locks the state.
     pub fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().ignore_poison()
     }

@@ -66,10 +66,12 @@ pub struct FileHeader {
 }
 
 impl FileHeader {
+    /// Makes the header of a new file of this kind, with a random salt.
     pub fn fresh(kind: FileKind) -> Result<Self> {
         Ok(Self { kind, salt: random_bytes()? })
     }
 
+    /// Encodes the header.
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut out = [0; HEADER_BYTES];
         let fields = [&MAGIC[..], &(self.kind as u32).to_le_bytes(), &[0; 4], &self.salt];
@@ -79,6 +81,7 @@ impl FileHeader {
         out
     }
 
+    /// Decodes a header. `object` names the file in errors.
     pub fn decode(bytes: &[u8; HEADER_BYTES], object: &str) -> Result<Self> {
         let mut cursor = keyframe_bytes::ByteReader::new(bytes);
         let damaged = |problem: keyframe_bytes::ReadError| Error::damaged(object, problem);
@@ -254,6 +257,7 @@ pub fn open(
 
 #[cfg(test)]
 impl EncryptedFrame {
+    /// Returns the frame's number in its file.
     pub fn counter(&self) -> u64 {
         self.counter
     }

@@ -111,6 +111,7 @@ enum Answer {
 }
 
 impl S3Client {
+    /// Makes a client of the bucket at `location`. It does not connect yet.
     pub fn new(location: S3Location) -> Self {
         // A request that is sent while the lease holds must arrive or fail before the lease ends.
         let call = (location.lease / 3).min(CALL_MAX);

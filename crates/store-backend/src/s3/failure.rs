@@ -119,6 +119,7 @@ pub fn summary(text: &str) -> String {
     said.trim_end_matches([':', ' ']).chars().filter(|c| !c.is_control()).take(300).collect()
 }
 
+/// Returns the text between `before` and `behind`; `None` if one of them is missing.
 pub fn between<'a>(text: &'a str, before: &str, behind: &str) -> Option<&'a str> {
     let rest = text.get(text.find(before)? + before.len()..)?;
     rest.get(..rest.find(behind)?)

@@ -46,6 +46,7 @@ pub struct ServeClient {
 }
 
 impl ServeClient {
+    /// Makes a client of the server at `address`. It does not connect yet.
     pub fn new(address: ServerAddress) -> Self {
         Self {
             address,

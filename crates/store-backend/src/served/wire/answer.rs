@@ -50,7 +50,7 @@ pub enum RefusalCode {
     Ends,
     /// The token is wrong.
     Token,
-    /// The request is malformed, or of an unknown kind.
+    /// The request is malformed, of an unknown kind, or names no file of a store.
     Strange,
     /// The file is longer than the client accepts.
     TooLong,
