@@ -7,7 +7,6 @@ use std::fmt;
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
-/// The kind of a VMM.
 #[serde(rename_all = "snake_case")]
 pub enum VmmKind {
     /// QEMU's system emulator.
