@@ -29,7 +29,7 @@ impl EventSink<ReplayEvent> for ReplayWords {
     fn event(&self, event: &ReplayEvent) {
         match (event, &self.bar) {
             (ReplayEvent::ReplaysBegin { instructions }, Some(bar)) => {
-                bar.set_length(*instructions)
+                bar.set_length(*instructions);
             }
             (ReplayEvent::Replayed { instructions }, Some(bar)) => bar.inc(*instructions),
             _ => {}
