@@ -4,21 +4,8 @@
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// An operation that the benchmark needs failed.
-    #[error("{operation}: {problem}")]
-    Failed {
-        /// The operation.
-        operation: String,
-        /// The cause.
-        problem: String,
-    },
-    /// A file or process operation failed.
-    #[error("{operation}: {source}")]
-    Io {
-        /// The operation.
-        operation: String,
-        /// The cause.
-        source: std::io::Error,
-    },
+    #[error(transparent)]
+    Operation(#[from] keyframe_bench_feed::Error),
     /// A command to QEMU's monitor failed.
     #[error("{operation}: {source}")]
     Qmp {
@@ -76,15 +63,18 @@ impl Error {
         }
     }
 
+    /// Makes an error of an operation from the text of its cause.
     pub fn failed(operation: impl Into<String>, problem: impl std::fmt::Display) -> Self {
-        Self::Failed { operation: operation.into(), problem: problem.to_string() }
+        keyframe_bench_feed::Error::failed(operation, problem).into()
     }
 
+    /// Makes an error of a system call, for `map_err`.
     pub fn io(operation: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
-        let operation = operation.into();
-        move |source| Self::Io { operation, source }
+        let make = keyframe_bench_feed::Error::io(operation);
+        move |source| make(source).into()
     }
 
+    /// Makes an error of a command to QEMU's monitor, for `map_err`.
     pub fn qmp(operation: impl Into<String>) -> impl FnOnce(keyframe_qemu::Error) -> Self {
         let operation = operation.into();
         move |source| Self::Qmp { operation, source }

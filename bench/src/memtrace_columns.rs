@@ -18,7 +18,7 @@ mod trace;
 use crate::guest_files::SmallGuest;
 use crate::sample::Sample;
 use crate::{Error, Options, Report};
-use encoders::{Encoder, encode};
+use encoders::{ColumnEncoder, encode};
 use keyframe_analysis::tools::MEMTRACE_COLUMNS;
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
 use trace::Trace;
@@ -45,7 +45,7 @@ pub fn run(options: &Options) -> Result<Report, Error> {
     for round in 1..=rounds {
         options.say(format!("round {round} of {rounds}: {} rows", trace.rows()));
         for (column, both) in measured.iter_mut().enumerate() {
-            for (encoder, measured) in Encoder::ALL.into_iter().zip(both) {
+            for (encoder, measured) in ColumnEncoder::ALL.into_iter().zip(both) {
                 let (ns, bytes) = encode(encoder, &trace, column, dir.path())?;
                 measured.ns.push(ns);
                 measured.bytes = bytes;
@@ -63,14 +63,16 @@ fn report(trace: &Trace, rounds: u16, measured: &[[Measured; 2]]) -> Report {
     report.figure("rounds", rounds.into());
     let mut totals = [(0.0, 0.0); 2];
     for (column, both) in MEMTRACE_COLUMNS.iter().zip(measured) {
-        for ((encoder, measured), total) in Encoder::ALL.into_iter().zip(both).zip(&mut totals) {
+        for ((encoder, measured), total) in
+            ColumnEncoder::ALL.into_iter().zip(both).zip(&mut totals)
+        {
             let (ns, bytes) = (measured.ns.median() / millions, measured.bytes as f64 / millions);
             *total = (total.0 + ns, total.1 + bytes);
             add(&mut report, encoder, column.name, ns, bytes);
         }
         add_ratios(&mut report, column.name);
     }
-    for (encoder, (ns, bytes)) in Encoder::ALL.into_iter().zip(totals) {
+    for (encoder, (ns, bytes)) in ColumnEncoder::ALL.into_iter().zip(totals) {
         add(&mut report, encoder, "all", ns, bytes);
     }
     add_ratios(&mut report, "all");
@@ -81,7 +83,7 @@ fn report(trace: &Trace, rounds: u16, measured: &[[Measured; 2]]) -> Report {
 /// Draws time and size of each column.
 fn chart(report: &Report) -> Figure {
     let figure = |key: String| report.figures.get(&key).copied().unwrap_or(f64::NAN);
-    let series = Encoder::ALL.into_iter().map(|encoder| Series {
+    let series = ColumnEncoder::ALL.into_iter().map(|encoder| Series {
         name: encoder.key().into(),
         points: MEMTRACE_COLUMNS
             .iter()
@@ -101,7 +103,7 @@ fn chart(report: &Report) -> Figure {
     Figure { title: "Own column encoders and the library's".into(), charts: vec![chart] }
 }
 
-fn add(report: &mut Report, encoder: Encoder, column: &str, ns: f64, bytes: f64) {
+fn add(report: &mut Report, encoder: ColumnEncoder, column: &str, ns: f64, bytes: f64) {
     report.figure(format!("{}_{column}_million_rows_ns", encoder.key()), ns);
     report.figure(format!("{}_{column}_million_rows_bytes", encoder.key()), bytes);
 }

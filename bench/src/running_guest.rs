@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 /// A line of a guest's console.
 #[derive(Clone, Debug)]
-pub struct ConsoleLine {
+pub struct AwaitedLine {
     /// The time at which it came.
     pub at: Instant,
     pub text: String,
@@ -23,7 +23,7 @@ pub struct TimeSpan {
     pub to: Instant,
 }
 
-type Lines = Arc<Mutex<Vec<ConsoleLine>>>;
+type Lines = Arc<Mutex<Vec<AwaitedLine>>>;
 
 /// A running guest. Dropping it ends the guest.
 pub struct RunningGuest {
@@ -56,7 +56,7 @@ impl RunningGuest {
         std::thread::spawn(move || {
             for line in BufReader::new(output).lines().map_while(Result::ok) {
                 if let Ok(mut lines) = collected.lock() {
-                    lines.push(ConsoleLine { at: Instant::now(), text: line });
+                    lines.push(AwaitedLine { at: Instant::now(), text: line });
                 }
             }
         });
@@ -111,7 +111,7 @@ impl RunningGuest {
     }
 
     /// Returns the console lines that begin with `prefix`.
-    pub fn lines(&self, prefix: &str) -> Vec<ConsoleLine> {
+    pub fn lines(&self, prefix: &str) -> Vec<AwaitedLine> {
         self.with_lines(|lines| {
             lines.iter().filter(|line| line.text.starts_with(prefix)).cloned().collect()
         })
@@ -136,7 +136,7 @@ impl RunningGuest {
         }
     }
 
-    fn with_lines<T>(&self, f: impl FnOnce(&[ConsoleLine]) -> T) -> T {
+    fn with_lines<T>(&self, f: impl FnOnce(&[AwaitedLine]) -> T) -> T {
         match self.lines.lock() {
             Ok(lines) => f(&lines),
             Err(poisoned) => f(&poisoned.into_inner()),

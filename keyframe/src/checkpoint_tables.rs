@@ -4,7 +4,7 @@ use crate::output;
 use keyframe_inspect::entry::{DiskSums, Entry, PHASES, PauseQuantiles};
 use std::collections::BTreeMap;
 
-/// What was written to each disk: in all, and in a checkpoint.
+/// Returns the table of the bytes written to each disk, in all and per checkpoint.
 pub fn disk_table(disks: &[DiskSums]) -> String {
     let rows: Vec<Vec<String>> = disks
         .iter()

@@ -66,7 +66,7 @@ pub fn exit_code(verdict: Verdict) -> u8 {
     }
 }
 
-/// Which store: on the command line, or in `KEYFRAME_STORE`.
+/// The store: from the command line, or from `KEYFRAME_STORE`.
 #[derive(clap::Args, Debug)]
 pub struct StoreArg {
     /// The store's directory, s3://BUCKET/PREFIX, or kf://HOST:PORT where `keyframe serve` runs (to

@@ -12,7 +12,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// How an image that is made is encoded.
+/// The format of a new image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum NewFormat {
     /// As it is.
@@ -40,7 +40,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Of so many bytes of `object`; `verb` is what is being done.
+    /// Makes the progress of `bytes` bytes of `object`; `verb` names the operation.
     pub fn new(verb: &str, object: &Path, bytes: u64, quiet: bool) -> Result<Self, Failure> {
         let interrupted = Interrupt::on(&[Signal::INT, Signal::TERM])
             .map_err(|e| Failure::new(format!("catch signals: {e}")))?
@@ -54,7 +54,7 @@ impl Progress {
         Ok(Self { bar, interrupted, object: object.display().to_string(), bytes, image: None })
     }
 
-    /// What is written is read from `image`, which may not change meanwhile, if it is known.
+    /// Sets the image from which the data is read. It is checked for changes, if it is known.
     #[must_use]
     pub fn reading(self, image: Option<BaseMeta>) -> Self {
         Self { image, ..self }
@@ -79,7 +79,7 @@ impl Progress {
         }
     }
 
-    /// Takes the bar away.
+    /// Removes the progress bar.
     pub fn end(&self) {
         self.bar.finish_and_clear();
     }

@@ -38,10 +38,10 @@ pub struct Failure {
     pub fix: Option<String>,
 }
 
-/// What commands return: the exit code.
+/// The result of a command: its exit code.
 pub type Outcome = Result<u8, Failure>;
 
-/// What to do where `path` is no store.
+/// Returns the fix if `path` is not a store.
 fn without_store(path: &Path) -> String {
     let shown = path.display();
     if path.join("recording.json").is_file() {

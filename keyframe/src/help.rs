@@ -77,8 +77,8 @@ fn groups(command: &Command) -> String {
     GROUPS.iter().map(group).collect::<String>().trim_end().to_owned()
 }
 
-/// Takes the line ends out of the paragraphs behind the options, so that they are wrapped to the
-/// terminal's width once.
+/// Joins the lines of the paragraphs after the options, so that they are wrapped to the terminal's
+/// width once.
 fn reflowed(mut command: Command) -> Command {
     if let Some(text) = command.get_after_help().map(StyledStr::to_string) {
         command = command.after_help(paragraphs(&text));

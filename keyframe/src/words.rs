@@ -24,7 +24,7 @@ impl StderrWords {
     }
 }
 
-impl EventSink for StderrWords {
+impl EventSink<Event> for StderrWords {
     fn event(&self, event: &Event) {
         if let Some((importance, text)) = session::line(event) {
             self.print(importance, &text);
@@ -32,7 +32,7 @@ impl EventSink for StderrWords {
     }
 }
 
-impl keyframe_failover::EventSink for StderrWords {
+impl keyframe_failover::FailoverEventSink for StderrWords {
     fn failover_event(&self, event: &keyframe_failover::Event) {
         if let Some((importance, text)) = failover::line(event) {
             self.print(importance, &text);
@@ -54,7 +54,7 @@ impl StderrWords {
     }
 }
 
-/// Which users read a line.
+/// The importance of a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Importance {
     /// Shown only with `--verbose`.

@@ -179,19 +179,19 @@ impl Block<'_> {
 pub struct Instruction<'a>(*mut RawInstruction, PhantomData<&'a ()>);
 
 impl Instruction<'_> {
-    /// Its virtual address.
+    /// Returns its virtual address.
     pub fn pc(&self) -> u64 {
         // SAFETY: the handle is valid while the block is.
         unsafe { qemu_plugin_insn_vaddr(self.0) }
     }
 
-    /// Its length in bytes.
+    /// Returns its length in bytes.
     pub fn len_bytes(&self) -> usize {
         // SAFETY: as above.
         unsafe { qemu_plugin_insn_size(self.0) }
     }
 
-    /// Its bytes, and their number.
+    /// Returns its bytes and their number.
     pub fn bytes(&self) -> ([u8; INSTRUCTION_BYTES_MAX], usize) {
         let len = self.len_bytes().min(INSTRUCTION_BYTES_MAX);
         let mut bytes = [0; INSTRUCTION_BYTES_MAX];

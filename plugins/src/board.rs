@@ -42,7 +42,7 @@ pub const RECORDS_MAX: u64 = 1 << 24;
 pub const COUNTERS_OFFSET_BYTES: usize = 4096;
 /// The longest sleep of either side.
 pub const NAP: Duration = Duration::from_millis(50);
-/// How long the plugin waits for a reader that reads nothing.
+/// The longest time for which the plugin waits for a reader.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 const PAGE_WORDS: usize = 512;

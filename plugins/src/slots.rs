@@ -18,7 +18,7 @@ pub const SLOTS_MAX: u32 = 1 << 24;
 pub struct SlotsFull;
 
 impl<K: Eq + std::hash::Hash + Copy> Slots<K> {
-    /// No keys.
+    /// Makes an empty set.
     pub fn new() -> Self {
         Self { slots: HashMap::new() }
     }

@@ -9,7 +9,7 @@
 //! XXH3 is a very fast hash and unsafe against a guest that constructs collisions. Peers therefore
 //! have an advantage.
 
-use crate::store::{PageSink, Store, StoreReader, StoreWriter};
+use crate::store::{FeedSink, Store, StoreReader, StoreWriter};
 use crate::{Error, Result};
 use keyframe_units::{Page, PageIndex, ZERO_PAGE};
 use rustc_hash::FxHashMap;
@@ -128,7 +128,7 @@ impl<D: KeyValue> StoreWriter for KeyValueAccess<D> {
 }
 
 impl<D: KeyValue> StoreReader for KeyValueAccess<D> {
-    fn image(&mut self, checkpoint: usize, sink: PageSink<'_>) -> Result<()> {
+    fn image(&mut self, checkpoint: usize, sink: FeedSink<'_>) -> Result<()> {
         let mut pages = FxHashMap::<u32, u128>::default();
         for number in 0..=checkpoint {
             let is_present = self.database.get(&key(b'M', number as u128), &mut |map| {

@@ -28,13 +28,13 @@ pub use job::{
 };
 pub use key_value_store::{KEY_BYTES, Key, KeyValue, KeyValueAccess, KeyedStore, key_of};
 pub use measure::run;
-pub use store::{PageSink, ProgramUsage, Store, StoreReader, StoreWriter};
+pub use store::{FeedSink, ProgramUsage, Store, StoreReader, StoreWriter};
 pub use stream::{DirtySecond, Stream};
 pub use usage::stored_bytes;
 
 use std::path::Path;
 
-/// Why a measurement failed.
+/// Why a benchmark's operation failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// An operation failed.
@@ -67,12 +67,12 @@ pub enum Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// Makes an error of a library.
+    /// Makes an error of an operation from the text of its cause.
     pub fn failed(operation: impl Into<String>, problem: impl std::fmt::Display) -> Self {
         Self::Failed { operation: operation.into(), problem: problem.to_string() }
     }
 
-    /// Makes an error of the system, for `map_err`.
+    /// Makes an error of a system call, for `map_err`.
     pub fn io(operation: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
         let operation = operation.into();
         move |source| Self::Io { operation, source }

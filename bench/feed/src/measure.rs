@@ -218,7 +218,7 @@ fn feed_pure(
 mod tests {
     use super::*;
     use crate::key_value_store::{Key, KeyValue, KeyedStore};
-    use crate::{ChangedWords, PageSink, StoreWriter, StreamSource};
+    use crate::{ChangedWords, FeedSink, StoreWriter, StreamSource};
     use std::path::PathBuf;
 
     /// A database that is a file for each key.
@@ -277,7 +277,7 @@ mod tests {
     struct WrongReading(Wrong, Box<dyn StoreReader>);
 
     impl StoreReader for WrongReading {
-        fn image(&mut self, checkpoint: usize, sink: PageSink<'_>) -> Result<()> {
+        fn image(&mut self, checkpoint: usize, sink: FeedSink<'_>) -> Result<()> {
             let (wrong, mut zero) = (self.0, vec![true; 1024]);
             self.1.image(checkpoint, &mut |page, content| {
                 zero[page.0 as usize] = false;

@@ -5,7 +5,7 @@ use keyframe_units::{Page, PageIndex};
 use std::path::Path;
 
 /// Receives the pages of an image.
-pub type PageSink<'a> = &'a mut dyn FnMut(PageIndex, &Page);
+pub type FeedSink<'a> = &'a mut dyn FnMut(PageIndex, &Page);
 
 /// The resources of programs that a store has run.
 #[derive(Clone, Copy, Debug)]
@@ -56,7 +56,7 @@ pub trait StoreWriter {
 pub trait StoreReader {
     /// Passes every page of a checkpoint that is not zero to `sink`, in any order. The first checkpoint
     /// has number 0.
-    fn image(&mut self, checkpoint: usize, sink: PageSink<'_>) -> Result<()>;
+    fn image(&mut self, checkpoint: usize, sink: FeedSink<'_>) -> Result<()>;
 
     /// Fills `out`, which is zero, with the image of a checkpoint.
     fn fill(&mut self, checkpoint: usize, out: &mut [Page]) -> Result<()> {

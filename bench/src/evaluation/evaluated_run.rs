@@ -24,7 +24,7 @@ pub enum RunPhase {
 
 /// Sectors of 512 bytes on all disks, by the place where their content was found.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct SectorCounts {
+pub struct RunSectorCounts {
     pub written: f64,
     pub zero: f64,
     pub unchanged: f64,
@@ -55,7 +55,7 @@ pub struct CheckpointFigures {
     pub pause_phases_ns: [f64; 5],
     pub encode_ns: f64,
     pub backlog_ns: f64,
-    pub sectors: SectorCounts,
+    pub sectors: RunSectorCounts,
 }
 
 /// The instructions of one interval.
@@ -230,8 +230,8 @@ fn checkpoint(
 }
 
 /// Returns the sectors, and the stored bytes, of all disks of a checkpoint.
-fn disks(entry: &Value) -> (SectorCounts, f64) {
-    let mut sectors = SectorCounts::default();
+fn disks(entry: &Value) -> (RunSectorCounts, f64) {
+    let mut sectors = RunSectorCounts::default();
     let mut stored_bytes = 0.0;
     for disk in entry["disks"].as_array().into_iter().flatten() {
         let dedup = &disk["dedup"];

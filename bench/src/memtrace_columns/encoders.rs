@@ -21,14 +21,14 @@ use std::time::Instant;
 
 /// An encoder of columns.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Encoder {
+pub enum ColumnEncoder {
     /// Keyframe's.
     Own,
     /// The parquet crate's.
     Library,
 }
 
-impl Encoder {
+impl ColumnEncoder {
     /// Both, in the order in which they alternate.
     pub const ALL: [Self; 2] = [Self::Own, Self::Library];
 
@@ -50,7 +50,7 @@ enum PlainValues {
 /// Writes column number `column` of all rows to a file in `dir`. Returns the time in nanoseconds, and
 /// the file's size in bytes.
 pub fn encode(
-    encoder: Encoder,
+    encoder: ColumnEncoder,
     trace: &Trace,
     column: usize,
     dir: &Path,
@@ -59,8 +59,8 @@ pub fn encode(
     let path = dir.join(format!("{}.{}.parquet", spec.name, encoder.key()));
     let operation = format!("write {}", path.display());
     let ns = match encoder {
-        Encoder::Own => own(trace, spec, &path).map_err(|e| Error::failed(operation, e))?,
-        Encoder::Library => {
+        ColumnEncoder::Own => own(trace, spec, &path).map_err(|e| Error::failed(operation, e))?,
+        ColumnEncoder::Library => {
             let plain: Vec<_> = trace.groups.iter().map(|group| plain(group, spec)).collect();
             library(&plain, spec, &path).map_err(|e| Error::failed(operation, e))?
         }

@@ -1,6 +1,6 @@
 //! Times of single restores, each started as a user would start it, from the command on.
 
-use crate::running_guest::ConsoleLine;
+use crate::running_guest::AwaitedLine;
 use crate::{Error, Options};
 use keyframe_qemu::{Qmp, RunStatus};
 use std::io::{BufRead, BufReader};
@@ -38,7 +38,7 @@ pub struct CheckpointRestores<'a> {
 }
 
 /// The lines of a process's standard error, with their times.
-type Lines = Receiver<ConsoleLine>;
+type Lines = Receiver<AwaitedLine>;
 
 /// A process that is ended when this is dropped.
 struct RunningProcess(Child);
@@ -108,7 +108,7 @@ impl CheckpointRestores<'_> {
         let (send, lines) = channel();
         std::thread::spawn(move || {
             let lines = BufReader::new(errors).lines().map_while(Result::ok);
-            let lines = lines.map(|text| ConsoleLine { at: Instant::now(), text });
+            let lines = lines.map(|text| AwaitedLine { at: Instant::now(), text });
             lines.into_iter().try_for_each(|line| send.send(line))
         });
         Ok((running, started, lines))

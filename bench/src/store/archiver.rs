@@ -8,7 +8,7 @@
 //! cache. Both sync before they end, and run on the core of this process (`taskset -c`). The time
 //! includes their reading of the whole image, but not the writing of the image.
 
-use keyframe_bench_feed::{Error, PageSink, ProgramUsage, Result, Store, StoreReader, StoreWriter};
+use keyframe_bench_feed::{Error, FeedSink, ProgramUsage, Result, Store, StoreReader, StoreWriter};
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, ZERO_PAGE};
 use nix::sys::resource::{UsageWho, getrusage};
 use std::fs::File;
@@ -243,7 +243,7 @@ struct ArchiveReader {
 }
 
 impl StoreReader for ArchiveReader {
-    fn image(&mut self, checkpoint: usize, sink: PageSink<'_>) -> Result<()> {
+    fn image(&mut self, checkpoint: usize, sink: FeedSink<'_>) -> Result<()> {
         let args = self.archiver.program.extract(checkpoint);
         let operation = format!("{} {}", self.archiver.program.name(), args.join(" "));
         let mut child = self

@@ -10,7 +10,7 @@
 //! the thesis. The flat file verifies and compresses nothing, so it is a measure and no store for
 //! checkpoints.
 
-use keyframe_bench_feed::{Error, PageSink, Result, Store, StoreReader, StoreWriter};
+use keyframe_bench_feed::{Error, FeedSink, Result, Store, StoreReader, StoreWriter};
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, ZERO_PAGE};
 use rustc_hash::FxHashMap;
 use std::fs::File;
@@ -136,7 +136,7 @@ impl FlatFileReader {
 }
 
 impl StoreReader for FlatFileReader {
-    fn image(&mut self, checkpoint: usize, sink: PageSink<'_>) -> Result<()> {
+    fn image(&mut self, checkpoint: usize, sink: FeedSink<'_>) -> Result<()> {
         while self.read.len() <= checkpoint {
             let entries = u64::from_le_bytes(self.number()?);
             let mut map = Vec::new();

@@ -1,6 +1,6 @@
 //! Keyframe's store through its API with the default settings, as in a run of a VM with one RAM block.
 
-use keyframe_bench_feed::{Error, PageSink, Result, Store, StoreReader, StoreWriter};
+use keyframe_bench_feed::{Error, FeedSink, Result, Store, StoreReader, StoreWriter};
 use keyframe_store::{LoadedCheckpoint, PruneOptions, Run, SealRequest, Writer};
 use keyframe_units::{
     BlockKind, CheckpointId, PAGE_BYTES, Page, PageIndex, PageRange, RamBlock, RamLayout,
@@ -66,7 +66,7 @@ struct KeyframeReader {
 }
 
 impl StoreReader for KeyframeReader {
-    fn image(&mut self, checkpoint: usize, sink: PageSink<'_>) -> Result<()> {
+    fn image(&mut self, checkpoint: usize, sink: FeedSink<'_>) -> Result<()> {
         let loaded = self.load(checkpoint)?;
         let all = PageRange::new(PageIndex(0), loaded.meta.ram.len_pages());
         loaded

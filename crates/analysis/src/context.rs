@@ -53,14 +53,14 @@ pub struct RamFile {
 
 /// The guest's RAM.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GuestRam {
-    /// A file for each memory backend, at most [`GuestRam::FILES_MAX`].
+pub struct ReplayRam {
+    /// A file for each memory backend, at most [`ReplayRam::FILES_MAX`].
     pub files: Vec<RamFile>,
     /// The ranges in the guest's physical address space, beginning with the one at address 0.
     pub ranges: Vec<RamRange>,
 }
 
-impl GuestRam {
+impl ReplayRam {
     /// The largest number of files.
     pub const FILES_MAX: usize = FILE_ARGUMENTS.len();
 
@@ -90,7 +90,7 @@ pub struct RunContext {
     /// The plugin file, as [`crate::plugin::install`] wrote it.
     pub plugin: PathBuf,
     /// The guest's RAM.
-    pub ram: GuestRam,
+    pub ram: ReplayRam,
     /// The existing directory for the run's parts.
     pub dir: PathBuf,
     /// The instructions that the run replays before the first interval, if that begins after its

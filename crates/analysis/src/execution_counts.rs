@@ -31,7 +31,8 @@ pub(crate) struct CodeBlock {
 }
 
 impl CodeBlock {
-    /// How many instructions the block executed.
+    /// Returns the number of instructions that the block executed: its length in instructions times
+    /// how often it ran.
     pub fn executed(&self) -> u64 {
         self.instructions.saturating_mul(self.times)
     }

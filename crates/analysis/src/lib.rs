@@ -38,7 +38,7 @@ mod third_party;
 pub mod tools;
 
 pub use context::{
-    GuestRam, Icount, IcountInterval, MergeContext, Part, RamFile, RamRange, RunContext,
+    Icount, IcountInterval, MergeContext, Part, RamFile, RamRange, ReplayRam, RunContext,
     ToolSummary,
 };
 pub use error::{Error, Result};

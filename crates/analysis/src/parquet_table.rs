@@ -151,7 +151,7 @@ impl ColumnData<'_> {
 }
 
 impl ColumnBuffer {
-    /// No values.
+    /// Makes an empty buffer for a column of this type.
     pub fn new(kind: ColumnType) -> Self {
         match kind {
             ColumnType::U64 => Self::Long(Vec::new()),

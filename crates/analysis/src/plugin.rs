@@ -23,7 +23,7 @@ impl PluginInterface {
         }
     }
 
-    /// QEMU's number of the interface.
+    /// Returns the number by which QEMU calls the interface.
     pub fn number(self) -> u32 {
         match self {
             Self::V1 => 1,

@@ -55,7 +55,7 @@ impl SymbolTable {
         Self::parse(path, &read_file(path)?, slide)
     }
 
-    /// As [`SymbolTable::read`], from the contents of the file.
+    /// Parses the contents of a symbol file, as [`SymbolTable::read`] does.
     pub fn parse(path: &Path, bytes: &[u8], slide: u64) -> Result<Self> {
         let found = if is_elf(bytes) { elf(bytes) } else { Ok(text(bytes)) };
         match found {
@@ -101,7 +101,8 @@ impl SymbolTable {
             })
     }
 
-    /// `name+0x12`, `name`, or an empty string.
+    /// Returns the name of an address: `name+0x12`, `name`, or an empty string if no symbol covers
+    /// it.
     pub fn label(&self, address: u64) -> String {
         match self.find(address) {
             Some(found) if found.address == address => found.name.to_owned(),

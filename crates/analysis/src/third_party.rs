@@ -130,7 +130,7 @@ impl ThirdPartyTool {
         Ok(Self { manifest, dir, given })
     }
 
-    /// One line about the tool.
+    /// Returns the line about the tool that help shows.
     pub fn about(&self) -> &str {
         &self.manifest.about
     }

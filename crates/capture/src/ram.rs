@@ -26,7 +26,8 @@ pub struct GuestRam {
 }
 
 impl GuestRam {
-    /// `hosts[i]` is the address of block `i` of `layout`.
+    /// Makes the RAM from its layout and the addresses of its blocks: `hosts[i]` is the address of
+    /// block `i`.
     ///
     /// # Panics
     ///

@@ -77,7 +77,7 @@ impl Error {
         move |source| Self::Io { operation, path, source }
     }
 
-    /// What the user can do about it.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         match self {
             Self::NoProgram { source, .. } if source.kind() == io::ErrorKind::NotFound => Some(

@@ -58,13 +58,13 @@ impl QueueItem {
 pub struct WorkerId(String);
 
 impl WorkerId {
-    /// `text` with all other characters replaced by `_`, at most 120 characters.
+    /// Makes a name from `text`: replaces all other characters by `_` and keeps the first 120.
     pub fn new(text: &str) -> Self {
         let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-+".contains(c);
         Self(text.chars().take(120).map(|c| if is_plain(c) { c } else { '_' }).collect())
     }
 
-    /// The name of this process.
+    /// Returns the name of a worker in this process.
     pub fn local() -> Self {
         Self::new(&format!("local.{}", std::process::id()))
     }
@@ -135,7 +135,7 @@ impl Queue {
         Ok(Self { dir: dir.to_owned() })
     }
 
-    /// Its directory.
+    /// Returns the queue's directory.
     pub fn dir(&self) -> &Path {
         &self.dir
     }

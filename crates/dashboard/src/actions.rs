@@ -9,10 +9,10 @@ use keyframe_web::ApiError;
 use std::path::Path;
 use std::time::Duration;
 
-/// How long a page waits for the engine.
+/// The longest time for which a page waits for the engine.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Puts the VM that checkpoint `id` is of, and that runs, back to it.
+/// Rolls the running VM of checkpoint `id` back to that checkpoint. Returns the text for the user.
 pub fn roll_back(listed: &Listed, id: u64) -> Result<String, ApiError> {
     let listing = listed.listing()?;
     let one =

@@ -20,11 +20,12 @@ pub struct Differences {
     diffs: Mutex<VecDeque<(Key, Value)>>,
 }
 
-/// The store, the checkpoint, the one that it is compared with, and the number of pieces.
+/// The id of the store, the checkpoint, its parent, and the number of pieces.
 type Key = (String, u64, Option<u64>, u64);
 
 impl Differences {
-    /// Where in memory a checkpoint differs from its parent.
+    /// Counts the pages in which a checkpoint differs from its parent, in `pieces` equal parts of
+    /// RAM. A checkpoint without a parent counts all its pages.
     pub fn heat(&self, listed: &Listed, id: u64, pieces: u64) -> Result<HeatMap, ApiError> {
         let parent = parent_of(listed, id)?;
         let key = (listed.id().to_owned(), id, parent, pieces);
@@ -41,7 +42,8 @@ impl Differences {
         Ok(heat)
     }
 
-    /// What differs between a checkpoint and its parent.
+    /// Returns the differences between a checkpoint and its parent as JSON. Fails if the parent is
+    /// not in the store.
     pub fn diff(&self, listed: &Listed, id: u64) -> Result<Value, ApiError> {
         let parent = parent_of(listed, id)?.ok_or_else(|| {
             ApiError::Unknown(format!(

@@ -2,7 +2,7 @@
 
 use std::io;
 
-/// What the functions of reports return.
+/// The result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of a report. The sources tell the cause.

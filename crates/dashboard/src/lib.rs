@@ -37,7 +37,7 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// What the dashboard shows.
+/// The options of the dashboard: its sources, and what its users may start.
 #[derive(Debug)]
 pub struct Shown {
     /// A store besides those that running VMs write to.
@@ -50,11 +50,11 @@ pub struct Shown {
     pub analyses: Vec<PathBuf>,
     /// Whether clones may be started.
     pub starts: bool,
-    /// What the user can do about an error of a store.
+    /// Returns the fix of a store's error.
     pub store_fix: StoreFix,
 }
 
-/// What the user can do about an error of the store at a place, if something is known.
+/// Returns what the user can do about an error of the store at a path; `None` if that is not known.
 pub type StoreFix = fn(&keyframe_store::Error, &Path) -> Option<String>;
 
 /// The source of the dashboard.

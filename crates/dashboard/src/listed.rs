@@ -11,14 +11,14 @@ use super::{StoreFix, locked, said};
 use keyframe_inspect::entry::Entry;
 use keyframe_store::{CheckpointId, Sealed, Store};
 use keyframe_web::{
-    ApiError, CheckpointListing, CheckpointRow, PausePhases, StoreHead, StoreSizes,
+    ApiError, CheckpointListing, CheckpointRow, PauseBreakdown, StoreHead, StoreSizes,
 };
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
-/// What was found is true for so long, whatever happens.
+/// The time for which a listing is used without a check of the store.
 const KEPT: Duration = Duration::from_millis(500);
 /// The same for a store that is not in a directory of this machine.
 const KEPT_REMOTE: Duration = Duration::from_secs(5);
@@ -26,11 +26,11 @@ const KEPT_REMOTE: Duration = Duration::from_secs(5);
 const SETTLED: Duration = Duration::from_millis(200);
 /// More new ones than these are read together.
 const ALONE_MAX: usize = 24;
-/// How long what a store takes on disk is kept.
+/// The time for which the size of a store's files is used.
 const SIZES_KEPT: Duration = Duration::from_secs(5);
 const SIZES_KEPT_REMOTE: Duration = Duration::from_secs(120);
 
-/// A store and what was found in it.
+/// A store and the listing of its checkpoints.
 pub struct Listed {
     store: Store,
     place: PathBuf,
@@ -39,7 +39,7 @@ pub struct Listed {
     total: Mutex<Option<(Instant, u64)>>,
 }
 
-/// Where in a recording a checkpoint is.
+/// The place of a checkpoint in a recording.
 #[derive(Clone, Debug)]
 pub struct Recorded {
     /// The checkpoint.
@@ -53,11 +53,12 @@ pub struct Recorded {
 #[derive(Default)]
 struct State {
     looked_at: Option<Instant>,
-    /// When the directories changed last; none where that cannot be relied on.
+    /// The modification times of the store's directories; `None` if the backend does not provide
+    /// them.
     stamp: Option<[SystemTime; 2]>,
     all: BTreeMap<u64, Arc<CheckpointRow>>,
     recorded: BTreeMap<u64, Recorded>,
-    /// Those that could not be read, so that they are not read again and again.
+    /// Checkpoints that could not be read, so that they are not read again.
     unreadable: BTreeSet<u64>,
     newest_of_run: HashMap<String, u64>,
     listing: Arc<CheckpointListing>,
@@ -65,7 +66,7 @@ struct State {
 }
 
 impl Listed {
-    /// Nothing is read yet.
+    /// Makes the entry of a store, without reading its checkpoints.
     pub fn new(store: Store, fix: StoreFix) -> Self {
         let place = store.absolute_path().unwrap_or_else(|_| store.path().into());
         Self { store, place, fix, state: Mutex::default(), total: Mutex::default() }
@@ -87,12 +88,12 @@ impl Listed {
         self.store.id()
     }
 
-    /// The store.
+    /// Returns the store.
     pub fn store(&self) -> &Store {
         &self.store
     }
 
-    /// Where it is, for every process of this machine.
+    /// Returns the absolute path or the address of the store.
     pub fn place(&self) -> &Path {
         &self.place
     }
@@ -110,14 +111,15 @@ impl Listed {
         Ok(Arc::clone(&state.listing))
     }
 
-    /// Those of a recording.
+    /// Returns the checkpoints of the recording with the id `recording`.
     pub fn recorded(&self, recording: &str) -> Result<Vec<Recorded>, ApiError> {
         let mut state = locked(&self.state);
         self.renew(&mut state)?;
         Ok(state.recorded.values().filter(|one| one.recording == recording).cloned().collect())
     }
 
-    /// What a list shows.
+    /// Returns the store's entry in the list of stores. If it cannot be read, the entry holds the
+    /// problem.
     pub fn head(&self) -> StoreHead {
         let mut state = locked(&self.state);
         let failed = self.renew(&mut state).err().map(|problem| problem.to_string());
@@ -153,7 +155,8 @@ impl Listed {
         found
     }
 
-    /// When the directories changed last, if that was a while ago.
+    /// The modification times of the store's directories; `None` if the backend does not provide
+    /// them.
     fn stamp(&self) -> Option<[SystemTime; 2]> {
         if self.store.is_remote() {
             return None;
@@ -212,7 +215,7 @@ impl Listed {
         Ok(())
     }
 
-    /// What it takes.
+    /// Returns the sums over all checkpoints, and the bytes of the store's files.
     pub fn sizes(&self) -> Result<StoreSizes, ApiError> {
         let listing = self.listing()?;
         let mut sizes = StoreSizes { total_bytes: self.total_bytes()?, ..StoreSizes::default() };
@@ -256,7 +259,7 @@ impl Listed {
     }
 }
 
-/// Bytes of the files in a folder; one that goes meanwhile has none.
+/// Returns the bytes of the files in a folder. A file that is removed meanwhile counts nothing.
 fn bytes_in(folder: &Path) -> u64 {
     let files = std::fs::read_dir(folder).into_iter().flatten().flatten();
     files.filter_map(|file| file.metadata().ok()).map(|found| found.len()).sum()
@@ -276,7 +279,7 @@ impl State {
         self.all.insert(entry.id, Arc::new(checkpoint(entry, parent, taken_ms)));
     }
 
-    /// True where one changed.
+    /// Sets the tags of checkpoints. Returns true if one of them has changed.
     fn set_tags(&mut self, tags: &BTreeMap<CheckpointId, Vec<String>>) -> bool {
         let mut changed = false;
         for (id, one) in &mut self.all {
@@ -292,7 +295,7 @@ impl State {
     }
 }
 
-/// A checkpoint as the dashboard has it; it alone does not know what it grew from.
+/// Makes the dashboard's row of a checkpoint, without the parent.
 pub fn as_shown(sealed: &Sealed) -> CheckpointRow {
     checkpoint(
         Entry::of(sealed),
@@ -308,7 +311,7 @@ fn checkpoint(entry: Entry, parent: Option<u64>, taken_ms: i64) -> CheckpointRow
         id: entry.id,
         parent,
         taken_ms,
-        pause: PausePhases {
+        pause: PauseBreakdown {
             stop: pause.stop,
             device_state: pause.device_state,
             scan: pause.scan,

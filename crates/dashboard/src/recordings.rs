@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// How long an answer is kept.
+/// The time for which an answer is used again.
 const KEPT: Duration = Duration::from_secs(2);
 /// The most pieces in which intervals are shown.
 const PIECES_MAX: usize = 300;

@@ -3,7 +3,7 @@
 
 use super::listed::Listed;
 use super::said;
-use keyframe_session::run_dir::{self, Kind};
+use keyframe_session::run_dir::{self, RunKind};
 use keyframe_store_keys as keys;
 use keyframe_units::human_duration;
 use keyframe_web::ApiError;
@@ -14,7 +14,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long a page waits for the VM.
+/// The longest time for which a page waits for the VM.
 const PATIENCE: Duration = Duration::from_secs(20);
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// The most bytes of the output of a VM that does not start.
@@ -22,7 +22,7 @@ const SAID_BYTES_MAX: u64 = 16 << 10;
 /// The console's file of a restored VM, in its run directory.
 const CONSOLE: &str = "console.log";
 
-/// Starts a clone of checkpoint `id`.
+/// Starts a clone of checkpoint `id`. Returns the text for the user.
 pub fn branch(listed: &Listed, id: u64) -> Result<String, ApiError> {
     let (out, err) = (tempfile::tempfile().map_err(io)?, tempfile::tempfile().map_err(io)?);
     let words = ["branch", "-n", "1", "--json", "--quiet"];
@@ -51,7 +51,7 @@ pub fn restore(listed: &Listed, id: u64) -> Result<String, ApiError> {
     start((listed, id), &["restore", "--quiet"], &file, &file, |pid| {
         let all = run_dir::without_engine().ok()?;
         let own =
-            |about: &run_dir::About| about.kind == Kind::Restored && about.keyframe_pid == pid;
+            |about: &run_dir::About| about.kind == RunKind::Restored && about.keyframe_pid == pid;
         let (directory, about) = all.into_iter().find(|(_, about)| own(about))?;
         let place = directory.join(CONSOLE);
         let kept = console.take().map(|console| console.persist(&place));

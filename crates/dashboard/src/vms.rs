@@ -9,17 +9,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// Answers are kept for so long.
+/// The time for which answers of engines are used again.
 const KEPT: Duration = Duration::from_millis(700);
 /// An engine answers in that time.
 const ANSWER_MAX: Duration = Duration::from_secs(2);
 
-/// What was found out last.
+/// The running VMs, as they last answered.
 #[derive(Default)]
 pub struct Vms(Mutex<Option<(Instant, Vec<VmState>)>>);
 
 impl Vms {
-    /// All that run, by name. `stores` gets to know where they write to.
+    /// Returns all running VMs, by name. Adds the stores to which they write to `stores`.
     pub fn all(&self, stores: &Stores) -> Vec<VmState> {
         let mut kept = locked(&self.0);
         let engines = run_dir::all().unwrap_or_default();
@@ -48,7 +48,7 @@ impl Vms {
     }
 }
 
-/// How one goes, and where its store is; none where it ended meanwhile.
+/// Returns the state of a VM, and the path of its store; `None` if it has ended meanwhile.
 fn shown(
     engine: &Path,
     answer: Result<EngineResponse, keyframe_session::Error>,

@@ -173,7 +173,7 @@ impl Base {
         read.map_err(|e| Error::io(format!("{} at {offset}", self.name), "read")(e))
     }
 
-    /// As [`Self::read`], but returns without the content if reading would, or might, wait for a
+    /// Reads as [`Self::read`], but returns without the content if the read might wait for a
     /// device.
     pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<ReadNow> {
         match &self.image {

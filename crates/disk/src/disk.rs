@@ -123,7 +123,7 @@ impl Disk {
         Ok(())
     }
 
-    /// As [`Self::read`], but returns without the content if reading would, or might, wait for a
+    /// Reads as [`Self::read`], but returns without the content if the read might wait for a
     /// device.
     pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<ReadNow> {
         let stack = self.stack();

@@ -123,7 +123,7 @@ impl Error {
         Self::Protocol { object: object.into(), problem: problem.into() }
     }
 
-    /// What the user can do about it, if that is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         match self {
             Self::Refused { fix, .. } => Some(fix.clone()).filter(|fix| !fix.is_empty()),

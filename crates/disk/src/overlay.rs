@@ -217,8 +217,8 @@ impl Overlay {
         result.map(|()| missing)
     }
 
-    /// As [`Self::read`], but returns `None` if that would wait for a device. Then the content of
-    /// `buf` is undefined.
+    /// Reads as [`Self::read`], but returns `None` if that would wait for a device. Then the
+    /// content of `buf` is undefined.
     pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<Option<Missing>> {
         let (mut missing, mut result) = (Missing::new(), Ok(true));
         let state = self.map();

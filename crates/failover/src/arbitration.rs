@@ -35,7 +35,7 @@ pub fn fence<T: Send + 'static>(
     aside("fence", inbox, wrap, false, move || setup.fence(&vm, role));
 }
 
-/// Does `work` in a thread of its own; `otherwise` is the answer if there is no thread.
+/// Runs `work` in a thread. Uses `otherwise` as the answer if the thread cannot be started.
 fn aside<T: Send + 'static, A>(
     name: &str,
     inbox: &Sender<T>,

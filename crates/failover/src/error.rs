@@ -9,7 +9,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-/// What the functions of this crate return.
+/// The result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of a VM with a standby. The sources tell the cause.
@@ -73,7 +73,7 @@ pub enum Error {
     Address {
         /// The address as the user gave it.
         text: String,
-        /// What the resolver says.
+        /// The resolver's error.
         source: io::Error,
     },
     /// A name resolves to no address.
@@ -100,7 +100,7 @@ pub enum Error {
         address: SocketAddr,
         /// Why.
         problem: String,
-        /// What the standby's user can do about it.
+        /// The fix on the standby's host.
         fix: Option<String>,
     },
     /// A peer did not tell the purpose of its connection.
@@ -143,7 +143,7 @@ pub enum Error {
     WitnessState {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
     },
     /// The process that enforces the VM's right to run has ended.
@@ -185,7 +185,7 @@ impl Error {
         Self::Io { operation: operation.into(), source: source.into() }
     }
 
-    /// The error of a file operation; `verb` is what was done to `path`.
+    /// Makes the error of a file operation: `verb` names the operation on `path`.
     pub(crate) fn file(verb: &str, path: &Path, source: impl Into<io::Error>) -> Self {
         Self::io(format!("{verb} {}", path.display()), source)
     }
@@ -200,7 +200,7 @@ impl Error {
         matches!(self, Self::NoKey)
     }
 
-    /// What the user can do about it, if something is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         let text = match self {
             Self::Session(error) => return error.fix(),

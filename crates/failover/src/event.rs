@@ -1,32 +1,31 @@
-//! What a primary, a standby and a witness tell the program that runs them, while they run.
-//!
-//! Events have typed fields and no text. The program decides which of them its user reads, and in
-//! which words.
+//! The events of a running primary, standby or witness. They have typed fields; the program that
+//! runs it turns them into text for its user.
 
 use crate::error::Error;
 use keyframe_capture::BoxError;
 use keyframe_replication::{Epoch, Notice};
 use keyframe_session::control::ReplicationRole;
+use keyframe_units::{EventSink, NoEvents};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::sync::Arc;
 
-/// Takes in the events of a protected VM and those of its session. Its methods are called from
-/// several threads, which wait for them.
-pub trait EventSink: keyframe_session::EventSink {
-    /// `event` has happened.
+/// Receives the events of a protected VM and those of its session. Several threads call its methods
+/// and wait until they return.
+pub trait FailoverEventSink: EventSink<keyframe_session::Event> {
+    /// Receives an event that has just happened.
     fn failover_event(&self, event: &Event);
 }
 
-impl EventSink for keyframe_session::NoEvents {
+impl FailoverEventSink for NoEvents {
     fn failover_event(&self, _: &Event) {}
 }
 
-/// The sink that the threads of a host share.
-pub type SharedEventSink = Arc<dyn EventSink>;
+/// The sink that the threads of a primary, a standby or a witness share.
+pub type SharedEventSink = Arc<dyn FailoverEventSink>;
 
-/// One thing that has happened on a host of a protected VM.
+/// An event of a primary, a standby or a witness.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Event {
@@ -38,18 +37,20 @@ pub enum Event {
         /// The notice.
         notice: Notice,
     },
-    /// The primary could not connect to a standby; it tries again. Repetitions are not told.
+    /// The primary could not connect to a standby; it tries again. The event is not repeated while
+    /// the error stays the same.
     ConnectFailed(Error),
     /// An epoch failed; its pages go with the next one.
     EpochFailed(Error),
-    /// The guard could not be told what the VM may do.
+    /// The guard did not take the new permit of the VM.
     GuardFailed {
         /// Why.
         error: Error,
         /// True if another guard is started now.
         restarts: bool,
     },
-    /// The gate before the VM's network did not do what it was asked: what it holds stays held.
+    /// The gate before the VM's network did not carry out a request. The packets that it holds stay
+    /// held.
     GateFailed(BoxError),
     /// The VM could not be resumed.
     ResumeFailed(Error),
@@ -57,7 +58,7 @@ pub enum Event {
     LookFailed(Error),
     /// The fence hook could not be run.
     FenceHookFailed(std::io::Error),
-    /// What the guest has written to its disks is kept in this directory.
+    /// The guest's writes to its disks are kept in this directory.
     WritesKept(PathBuf),
     /// The VM runs on the other host.
     RunsElsewhere {
@@ -66,7 +67,7 @@ pub enum Event {
     },
     /// A standby listens.
     StandbyListens(SocketAddr),
-    /// The standby has no standby of its own, should it take over.
+    /// The standby has no peer: after a takeover its VM will run without a standby.
     NoPeer,
     /// A note about the command line of a standby's QEMU.
     CommandLineNote(String),
@@ -79,9 +80,9 @@ pub enum Event {
     },
     /// The QEMU that waited has ended; the primary is asked to begin again.
     WaitingQemuEnded(ExitStatus),
-    /// A connection to the standby is refused. Repetitions are not told.
+    /// The standby refused a connection. The event is not repeated while the error stays the same.
     ConnectionRefused(Error),
-    /// A primary is refused. Repetitions are not told.
+    /// The standby refused a primary. The event is not repeated while the error stays the same.
     PrimaryRefused(Error),
     /// The standby runs the VM.
     TookOver {

@@ -40,6 +40,7 @@ pub enum Kind {
 }
 
 impl Kind {
+    /// Returns the kind with this number; `None` if there is none.
     pub fn of(number: u8) -> Option<Self> {
         Some(match number {
             1 => Self::Greeting,
@@ -82,7 +83,7 @@ pub struct ReplicatedDisk {
     pub disk_bytes: u64,
 }
 
-/// The arbiter: what decides which host runs the VM. Both hosts must be told the same.
+/// The arbiter that decides which host runs the VM. Both hosts must have the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Arbiter {
@@ -142,12 +143,12 @@ pub struct EpochHead {
     pub taken_at_ns: u64,
     pub pages: u64,
     pub wire_bytes: u64,
-    /// With `--verify`: hashes of RAM as it was in the pause.
+    /// Hashes of RAM in the pause, for `--verify`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub checks: Vec<String>,
 }
 
-/// JSON of a frame.
+/// Parses the JSON of a frame. Errors: [`Error::MessageTooLong`], [`Error::MalformedMessage`].
 pub fn parse<T: serde::de::DeserializeOwned>(payload: &[u8]) -> Result<T> {
     if payload.len() > JSON_BYTES_MAX {
         return Err(Error::MessageTooLong(payload.len()));
@@ -160,7 +161,7 @@ pub fn text(value: &impl Serialize) -> Result<Vec<u8>> {
     serde_json::to_vec(value).map_err(Error::EncodeMessage)
 }
 
-/// Session and epoch before a payload.
+/// Encodes the session and the epoch that precede a payload: 8 bytes each, little-endian.
 pub fn marked(session: u64, epoch: u64) -> [u8; 16] {
     let mut head = [0; 16];
     head[..8].copy_from_slice(&session.to_le_bytes());
@@ -168,14 +169,15 @@ pub fn marked(session: u64, epoch: u64) -> [u8; 16] {
     head
 }
 
-/// Session, epoch and the rest of a payload.
+/// Splits a payload into session, epoch and the rest. Returns `None` if it is shorter than 16
+/// bytes.
 pub fn unmarked(payload: &[u8]) -> Option<(u64, u64, &[u8])> {
     let (session, rest) = payload.split_first_chunk::<8>()?;
     let (epoch, rest) = rest.split_first_chunk::<8>()?;
     Some((u64::from_le_bytes(*session), u64::from_le_bytes(*epoch), rest))
 }
 
-/// Head and device state of an Epoch frame.
+/// Splits the rest of an Epoch frame into head and device state. Returns `None` if it is malformed.
 pub fn epoch_parts(rest: &[u8]) -> Option<(EpochHead, &[u8])> {
     let (len, rest) = rest.split_first_chunk::<4>()?;
     let (head, devices) = rest.split_at_checked(u32::from_le_bytes(*len) as usize)?;

@@ -29,7 +29,8 @@ use std::time::Duration;
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 const LINE_BYTES_MAX: usize = 64;
 
-/// This host's clock, as the guard and the protocol use it.
+/// Returns the time of this host's monotonic clock, in nanoseconds. The guard and the protocol use
+/// this clock.
 pub fn now_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     (now.tv_sec.cast_unsigned())
@@ -62,7 +63,8 @@ impl GuardRemote {
         Ok(guard)
     }
 
-    /// Tells the guard what the VM may do. The VM is stopped when this returns, if it has to be.
+    /// Sends the permit to the guard. If the permit forbids it, the VM is stopped when this
+    /// returns.
     pub fn set(&mut self, permit: RunPermit) -> Result<()> {
         match permit {
             RunPermit::Free => self.ask("F"),

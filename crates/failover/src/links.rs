@@ -18,9 +18,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// How long connecting may take.
+/// The longest time to connect.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long the standby may take to answer: it starts QEMU first.
+/// The longest time until the standby answers: it starts QEMU first.
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
 /// The wait between two attempts to connect.
 const RECONNECT: Duration = Duration::from_millis(300);
@@ -66,7 +66,7 @@ pub enum LinkEvent {
 /// The addresses of a standby.
 #[derive(Clone, Copy)]
 pub struct Addresses {
-    /// For control and data connections.
+    /// The address for control and data connections.
     pub control: SocketAddr,
     /// The second path, for heartbeats alone.
     pub beat: Option<SocketAddr>,
@@ -126,8 +126,8 @@ pub fn start(
     std::thread::Builder::new().name("beat".into()).spawn(beat).map(drop).map_err(started)
 }
 
-/// Connects control and data, and starts a thread that reads. `None` after an error, which has been
-/// told.
+/// Connects control and data, and starts a thread that reads. Returns `None` after an error, which
+/// it has emitted as an event.
 fn connect(
     party: &Party,
     address: SocketAddr,
@@ -173,7 +173,7 @@ fn open_link(
     Ok(Link { control, data })
 }
 
-/// Connects, and sends the greeting with the purpose.
+/// Connects to `address` and sends the greeting with the purpose and the connection's number.
 pub fn open_channel(
     party: &Party,
     address: SocketAddr,

@@ -37,20 +37,20 @@ use std::time::Duration;
 
 /// The longest wait for an event: the user's signal is a flag that must be looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// How long the last messages may take to leave this host.
+/// The time in which the last messages leave this host.
 const LAST_MESSAGES: Duration = Duration::from_millis(200);
 
 /// An event of the primary's engine.
 pub enum PrimaryEngineEvent {
-    /// From a connection to the standby.
+    /// An event of a connection to the standby.
     Link(LinkEvent),
-    /// From the thread that captures the VM.
+    /// An event of the thread that captures the VM.
     Vm(VmEvent),
-    /// From the witness.
+    /// An answer of the witness.
     Witness(WitnessAnswer),
     /// The fence hook has ended; true if it succeeded.
     Fenced(bool),
-    /// From a client of the control socket.
+    /// A request of a client of the control socket.
     Request(Pending),
 }
 
@@ -58,13 +58,13 @@ pub enum PrimaryEngineEvent {
 pub struct Inbox {
     /// The events.
     pub events: Receiver<PrimaryEngineEvent>,
-    /// Where further events are sent.
+    /// The sender of further events.
     pub sender: Sender<PrimaryEngineEvent>,
     /// The control socket, which lasts as long as this.
     pub socket: server::Socket,
 }
 
-/// What an engine is made of.
+/// The parts of an engine.
 pub struct EngineParts {
     /// The VM's run directory, its status and its inbox.
     pub context: RunContext,
@@ -72,7 +72,7 @@ pub struct EngineParts {
     pub setup: Setup,
     /// The configuration that both hosts must share.
     pub config: ReplicationConfig,
-    /// How this host became the primary.
+    /// The way in which this host became the primary.
     pub start: PrimaryStart,
     /// The machine, as a standby needs it.
     pub machine: MachineFrame,
@@ -100,7 +100,7 @@ pub struct Engine {
     _run_dir: RunDir,
 }
 
-/// How a host's part in the protection of a VM ended.
+/// The end of a host's part in the protection of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
     /// The VM has ended, or the user ended it.

@@ -14,7 +14,7 @@
 use super::frames::{Kind, marked};
 use crate::error::PageHashesError;
 use keyframe_link::Channel;
-use keyframe_transfer::Image;
+use keyframe_transfer::EpochImage;
 use keyframe_units::{Page, PageIndex, ZERO_PAGE};
 
 /// Bytes of a hash.
@@ -117,7 +117,7 @@ impl RemotePageHashes {
 /// Sends the hashes of the first `pages` pages of `image`, or that all are zeros. False if the
 /// connection broke.
 pub fn send_page_hashes(
-    image: &dyn Image,
+    image: &dyn EpochImage,
     pages: u64,
     blank: bool,
     session: u64,

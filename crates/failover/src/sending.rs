@@ -38,7 +38,8 @@ impl Link {
     }
 }
 
-/// The streams and what they know of the standby. The VM's thread and its encoder share it.
+/// The streams to the standby, and their record of the standby's pages. The VM's thread and its
+/// encoder share it.
 pub struct Wire {
     encoders: Vec<Encoder>,
     link: Option<Arc<Link>>,
@@ -71,8 +72,8 @@ pub struct SentEpoch {
 }
 
 impl SharedWire {
-    /// `streams` of them, with `memory_bytes` for what the standby has; RAM is `ram_pages`, then
-    /// come disks of so many blocks.
+    /// Makes `streams` streams. `memory_bytes` is the memory for the pages that the standby has.
+    /// Pages are numbered from RAM (`ram_pages` pages) on through the blocks of each disk.
     pub fn new(streams: usize, memory_bytes: usize, ram_pages: u64, disk_blocks: &[u64]) -> Self {
         let mut at = ram_pages;
         let disks = disk_blocks

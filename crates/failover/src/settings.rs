@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long the fence hook may take.
+/// The longest time of the fence hook.
 const FENCE_TIMEOUT: Duration = Duration::from_mins(2);
 
 /// Options of `protect` and `standby` alike.
@@ -66,11 +66,11 @@ pub struct Setup {
     pub witness: Option<SocketAddr>,
     /// The command that fences the other host.
     pub fence_with: Option<String>,
-    /// What decides which host runs the VM.
+    /// The arbitration that decides which host runs the VM.
     pub arbitration: Arbitration,
     /// After this long a silent host counts as failed, in nanoseconds.
     pub detection_ns: u64,
-    /// What decides when the VM is checkpointed.
+    /// The policy that decides when the VM is checkpointed.
     pub policy: ReplicationPolicy,
     /// Parameters of the adaptive policy.
     pub parameters: AdaptiveParameters,

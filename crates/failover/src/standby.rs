@@ -26,7 +26,7 @@ use super::primary::{self, Ending, PrimaryEngineEvent};
 use super::settings::Setup;
 use super::witness::WitnessAnswer;
 use crate::error::{Error, Result, with_fix};
-use crate::event::{Event, EventSink};
+use crate::event::{Event, FailoverEventSink};
 use admission::{admit, bound};
 use keyframe_link::Channel;
 use keyframe_locks::IgnorePoison;
@@ -50,7 +50,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// The options of a standby.
 #[derive(Clone)]
 pub struct StandbyOptions {
-    /// Where the primary connects.
+    /// The address on which the primary connects.
     pub listen: SocketAddr,
     /// The folder of the terms and votes of this host.
     pub folder: PathBuf,
@@ -158,7 +158,7 @@ struct StandbyEngine {
 struct Refusals(Mutex<Option<String>>);
 
 impl Refusals {
-    fn tell(&self, events: &dyn EventSink, error: Error, event: fn(Error) -> Event) {
+    fn tell(&self, events: &dyn FailoverEventSink, error: Error, event: fn(Error) -> Event) {
         let mut said = self.0.lock().ignore_poison();
         let text = with_fix(&error);
         if said.as_ref() != Some(&text) {
@@ -224,15 +224,7 @@ impl StandbyEngine {
                 self.handle(StandbyEvent::PathUp(1));
             }
             StandbyEngineEvent::Data { stream, number, channel } => {
-                if let Some(ready) = &self.ready
-                    && stream < ready.streams.len()
-                {
-                    let sender = self.sender.clone();
-                    let tell = move |from| {
-                        let _ = sender.send(StandbyEngineEvent::Stream(from));
-                    };
-                    ready.streams.read((stream, number), *channel, tell, Arc::clone(&self.ends));
-                }
+                self.read_stream(stream, number, *channel);
             }
             StandbyEngineEvent::Received { path, number, message } => {
                 if self.current(path) == Some(number) {
@@ -249,11 +241,7 @@ impl StandbyEngine {
             }
             StandbyEngineEvent::Broken { path, number } => {
                 if self.current(path) == Some(number) {
-                    match path {
-                        0 => self.control = None,
-                        _ => self.beat = None,
-                    }
-                    self.handle(StandbyEvent::PathDown(path));
+                    self.close_path(path);
                 }
             }
             StandbyEngineEvent::Stream(StreamEvent::Marked { stream, session, epoch }) => {
@@ -268,18 +256,7 @@ impl StandbyEngine {
                 self.handle(StandbyEvent::ApplyFailed { reason });
             }
             StandbyEngineEvent::Applied { epoch, devices, result } => {
-                if let Some(ready) = &mut self.ready {
-                    ready.streams.applied();
-                    ready.applying = ready.applying.saturating_sub(1);
-                    if result.is_ok() {
-                        ready.devices = Some(devices);
-                    }
-                }
-                self.handle(match result {
-                    Ok(()) => StandbyEvent::Applied { epoch },
-                    Err(reason) => StandbyEvent::ApplyFailed { reason },
-                });
-                self.send_page_hashes();
+                self.finish_epoch(epoch, devices, result);
             }
             StandbyEngineEvent::Witness(WitnessAnswer::Answered(reply)) => {
                 self.handle(StandbyEvent::Witness(reply));
@@ -291,6 +268,46 @@ impl StandbyEngine {
         }
     }
 
+    /// Reads the epochs' pages that arrive on a stream, in a thread. Without a QEMU that waits, the
+    /// connection ends.
+    fn read_stream(&self, stream: usize, number: u64, channel: Channel) {
+        let Some(ready) = &self.ready else { return };
+        if stream >= ready.streams.len() {
+            return;
+        }
+        let sender = self.sender.clone();
+        let tell = move |event| {
+            let _ = sender.send(StandbyEngineEvent::Stream(event));
+        };
+        ready.streams.read((stream, number), channel, tell, Arc::clone(&self.ends));
+    }
+
+    /// Drops a path's connection, which has failed.
+    fn close_path(&mut self, path: u8) {
+        match path {
+            0 => self.control = None,
+            _ => self.beat = None,
+        }
+        self.handle(StandbyEvent::PathDown(path));
+    }
+
+    /// Takes the result of applying an epoch. If it is applied, `devices` is its device state.
+    fn finish_epoch(&mut self, epoch: Epoch, devices: Vec<u8>, result: Result<(), String>) {
+        if let Some(ready) = &mut self.ready {
+            ready.streams.applied();
+            ready.applying = ready.applying.saturating_sub(1);
+            if result.is_ok() {
+                ready.devices = Some(devices);
+            }
+        }
+        self.handle(match result {
+            Ok(()) => StandbyEvent::Applied { epoch },
+            Err(reason) => StandbyEvent::ApplyFailed { reason },
+        });
+        self.send_page_hashes();
+    }
+
+    /// The number of a path's connection; `None` if it has none. Path 0 is the control connection.
     fn current(&self, path: u8) -> Option<u64> {
         let of = if path == 0 { &self.control } else { &self.beat };
         of.as_ref().map(|(number, _)| *number)

@@ -4,7 +4,7 @@ use keyframe_kernel::cpu_time;
 use keyframe_session::machines::{Machines, Member};
 use std::time::{Duration, Instant};
 
-/// How long a list of threads is used: virtual CPUs are plugged and unplugged.
+/// The time for which a list of threads is used: virtual CPUs are plugged and unplugged.
 const LISTED_FOR: Duration = Duration::from_secs(10);
 
 /// The threads of all virtual CPUs.

@@ -4,7 +4,7 @@
 
 use keyframe_capture::ports::CaptureObserver;
 use keyframe_capture::{BoxError, PageReader};
-use keyframe_transfer::Image;
+use keyframe_transfer::EpochImage;
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, RamLayout, ZERO_PAGE};
 use std::sync::{Arc, OnceLock};
 
@@ -44,7 +44,7 @@ impl CaptureObserver for Verifier {
 
 /// Compares the first `ram_pages` pages of `image` with `checks`. Fails with the place of the first
 /// difference.
-pub fn compare(image: &dyn Image, ram_pages: u64, checks: &[String]) -> Result<(), String> {
+pub fn compare(image: &dyn EpochImage, ram_pages: u64, checks: &[String]) -> Result<(), String> {
     if checks.len() as u64 != ram_pages.div_ceil(BATCH_PAGES) {
         return Err(format!("{} hashes for {ram_pages} pages of RAM", checks.len()));
     }

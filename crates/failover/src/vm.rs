@@ -39,7 +39,7 @@ pub enum VmAction {
     Capture { last: bool },
     /// Take a complete one for this session.
     Sync { session: u64 },
-    /// What the standby of a session that begins has already.
+    /// Hashes of the pages that the standby of a new session holds already.
     PageHashes { session: u64, first: u64, hashes: Vec<u8> },
     /// The standby has all up to this one.
     Acknowledged { epoch: Epoch },
@@ -51,7 +51,7 @@ pub enum VmAction {
     Resume,
     /// A packet is held, the first of its epoch.
     Packet,
-    /// The encoder is done with an epoch.
+    /// The encoder has encoded an epoch.
     Report(Box<EncodeReport<SentEpoch>>),
     /// Give the VM back.
     End,
@@ -59,7 +59,8 @@ pub enum VmAction {
 
 /// An event that the VM's thread reports to the primary.
 pub enum VmEvent {
-    /// This epoch is captured; what the guest has sent up to then has this number at the gate.
+    /// This epoch is captured. At the gate, the packets that the guest has sent up to then have
+    /// this number.
     Captured {
         epoch: Epoch,
         gate: Option<u64>,
@@ -87,7 +88,7 @@ pub struct EpochReport {
     pub epoch_ns: u64,
     /// Why it was taken.
     pub reason: &'static str,
-    /// How long the VM has stood since it, suspended early.
+    /// The time for which the policy has kept the VM suspended since then, in nanoseconds.
     pub suspended_ns: u64,
     pub estimates: Vec<(&'static str, f64)>,
 }
@@ -100,7 +101,7 @@ pub trait ProtectedVm: Send {
     fn resume(&mut self);
     /// Reads the monitor's events; how the VM ended, if it has.
     fn poll_end(&mut self) -> Result<Option<ExitStatus>>;
-    /// What the guest has done since the newest epoch.
+    /// The activity of the guest since the newest epoch.
     fn observe(&mut self, now_ns: u64) -> GuestActivity;
     /// Captures the VM as epoch `epoch`. Its pages go to the encoder, whose report is a
     /// [`VmAction::Report`].
@@ -108,23 +109,23 @@ pub trait ProtectedVm: Send {
     /// Books an epoch that was sent or failed. True if it was given up before, so that the report
     /// says nothing.
     fn settle(&mut self, report: EncodeReport<SentEpoch>) -> bool;
-    /// Gives up the epoch of capture `seq`: its pages are owed to the next one. `report` is what
-    /// the encoder said of it, if it has.
+    /// Gives up the epoch of capture `seq`: its pages are owed to the next one. `report` is the
+    /// encoder's report about it, if there is one.
     fn give_up(&mut self, seq: u64, report: Option<EncodeReport<SentEpoch>>);
     /// Number of pages of RAM and disks.
     fn len_pages(&self) -> u64;
-    /// Has the next epoch hold all of the VM; `is_blank` if the standby holds zeros alone.
+    /// Makes the next epoch hold all of the VM. `is_blank`: the standby holds only zeros.
     fn begin_session(&mut self, is_blank: bool);
     /// Sends the disks as they are now. What changes meanwhile goes with the next epoch.
     fn copy_disks(&mut self) -> Result<()>;
 }
 
-/// What the guest has done since the newest epoch.
+/// The activity of the guest since the newest epoch.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct GuestActivity {
     /// Pages that it wrote to.
     pub dirty_pages: u64,
-    /// What the gate holds.
+    /// The packets that the gate holds.
     pub held: GateStatus,
     /// Bytes that it wrote to its disks.
     pub disk_bytes: u64,

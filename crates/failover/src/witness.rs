@@ -32,7 +32,7 @@ pub enum WitnessAnswer {
     },
 }
 
-/// How long the witness may take for each step.
+/// The longest time of each step of a request.
 const TIMEOUT: Duration = Duration::from_secs(2);
 /// Clients that are served at once.
 const CLIENTS_MAX: usize = 64;

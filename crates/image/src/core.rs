@@ -7,7 +7,7 @@
 //!
 //! The file is 64-bit ELF, also for a guest in an older processor mode.
 
-use crate::view::Extent;
+use crate::view::GuestExtent;
 use keyframe_qemu_stream::{CpuRegisters, SegmentRegister};
 use keyframe_units::PAGE_BYTES;
 
@@ -27,7 +27,7 @@ const QEMU_BYTES: u32 = 440;
 const QEMU_VERSION: u32 = 1;
 
 /// The head, a whole number of pages, and the file offset of each extent.
-pub fn head(extents: &[Extent], cpus: &[CpuRegisters]) -> (Vec<u8>, Vec<u64>) {
+pub fn head(extents: &[GuestExtent], cpus: &[CpuRegisters]) -> (Vec<u8>, Vec<u64>) {
     let notes = notes(cpus);
     let notes_at = ELF_BYTES + PROGRAM_BYTES * (1 + extents.len() as u64);
     let head_bytes = (notes_at + notes.len() as u64).next_multiple_of(PAGE_BYTES as u64);

@@ -25,7 +25,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// What the user can do about the error; `None` if nothing is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         match self {
             Self::NoMap { .. } => {

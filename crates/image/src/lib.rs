@@ -20,4 +20,4 @@ mod view;
 
 pub use error::{Error, Result};
 pub use image::Image;
-pub use view::{Extent, GuestView};
+pub use view::{GuestExtent, GuestView};

@@ -26,7 +26,7 @@ const FLAT_BYTES_MAX: u64 = 0x8000_0000;
 
 /// Pages at adjacent guest-physical addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Extent {
+pub struct GuestExtent {
     /// The guest-physical address of the first page.
     pub start: GuestPhys,
     /// The pages.
@@ -35,7 +35,7 @@ pub struct Extent {
     pub is_ram: bool,
 }
 
-impl Extent {
+impl GuestExtent {
     /// The first address after the extent.
     pub fn end(self) -> GuestPhys {
         GuestPhys(self.start.0 + self.pages.len_bytes())
@@ -45,7 +45,7 @@ impl Extent {
 /// The guest's view of its physical memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GuestView {
-    extents: Vec<Extent>,
+    extents: Vec<GuestExtent>,
 }
 
 impl GuestView {
@@ -112,7 +112,7 @@ impl GuestView {
     }
 
     /// The extents in rising order.
-    pub fn extents(&self) -> &[Extent] {
+    pub fn extents(&self) -> &[GuestExtent] {
         &self.extents
     }
 
@@ -122,7 +122,7 @@ impl GuestView {
     }
 }
 
-fn extent(layout: &RamLayout, region: &GuestRegion) -> Result<Extent> {
+fn extent(layout: &RamLayout, region: &GuestRegion) -> Result<GuestExtent> {
     let fail =
         |problem: &str| Error::Map { problem: format!("RAM block {} {problem}", region.block) };
     let number = layout.blocks().iter().position(|b| b.name == region.block);
@@ -142,7 +142,7 @@ fn extent(layout: &RamLayout, region: &GuestRegion) -> Result<Extent> {
     }
     let first = PageIndex(pages.first.0 + region.offset_bytes / PAGE);
     let is_ram = layout.blocks().get(number).is_some_and(|b| b.kind == BlockKind::Backend);
-    Ok(Extent {
+    Ok(GuestExtent {
         start: region.start,
         pages: PageRange::new(first, region.len_bytes / PAGE),
         is_ram,
@@ -150,17 +150,17 @@ fn extent(layout: &RamLayout, region: &GuestRegion) -> Result<Extent> {
 }
 
 /// The parts of an extent below and above the addresses that shadows describe.
-fn without_shadow(extent: Extent) -> impl Iterator<Item = Extent> {
+fn without_shadow(extent: GuestExtent) -> impl Iterator<Item = GuestExtent> {
     let below = part(extent, extent.start.0, extent.end().0.min(SHADOW_START));
     let above = part(extent, extent.start.0.max(SHADOW_END), extent.end().0);
     below.into_iter().chain(above)
 }
 
 /// The part of an extent from `start` to `end`, which lie in it; `None` if it is empty.
-fn part(extent: Extent, start: u64, end: u64) -> Option<Extent> {
+fn part(extent: GuestExtent, start: u64, end: u64) -> Option<GuestExtent> {
     let len_pages = end.checked_sub(start)? / PAGE;
     let first = PageIndex(extent.pages.first.0 + (start - extent.start.0) / PAGE);
-    (len_pages > 0).then_some(Extent {
+    (len_pages > 0).then_some(GuestExtent {
         start: GuestPhys(start),
         pages: PageRange::new(first, len_pages),
         ..extent
@@ -168,14 +168,18 @@ fn part(extent: Extent, start: u64, end: u64) -> Option<Extent> {
 }
 
 /// The RAM under `shadow`, or the ROM that the guest sees there.
-fn shadow(layout: &RamLayout, low: Option<Extent>, shadow: &LowMemoryPart) -> Option<Extent> {
+fn shadow(
+    layout: &RamLayout,
+    low: Option<GuestExtent>,
+    shadow: &LowMemoryPart,
+) -> Option<GuestExtent> {
     let (start, end) = (shadow.start.0, shadow.start.0 + shadow.len_bytes);
     if shadow.is_ram {
         let low = low?;
         // The map ends main RAM at the first ROM. The RAM block continues under the ROM.
         let (number, offset) = layout.locate(low.pages.first)?;
         let whole = PageRange::new(low.pages.first, layout.pages_of(number).len_pages - offset);
-        return part(Extent { pages: whole, ..low }, start, end)
+        return part(GuestExtent { pages: whole, ..low }, start, end)
             .filter(|e| e.end().0 <= whole.len_bytes());
     }
     let rom = |name: &str| {
@@ -188,13 +192,13 @@ fn shadow(layout: &RamLayout, low: Option<Extent>, shadow: &LowMemoryPart) -> Op
         let shown = pages.len_pages.min((SHADOW_END - FIRMWARE_START) / PAGE);
         (PageRange::new(PageIndex(pages.end().0 - shown), shown), SHADOW_END - shown * PAGE)
     };
-    let whole = Extent { start: GuestPhys(origin), pages, is_ram: false };
+    let whole = GuestExtent { start: GuestPhys(origin), pages, is_ram: false };
     part(whole, start.max(origin), end.min(whole.end().0))
 }
 
 /// Joins extents that are adjacent both in the guest and in the checkpoint.
-fn merged(extents: Vec<Extent>) -> Vec<Extent> {
-    let mut all: Vec<Extent> = Vec::with_capacity(extents.len());
+fn merged(extents: Vec<GuestExtent>) -> Vec<GuestExtent> {
+    let mut all: Vec<GuestExtent> = Vec::with_capacity(extents.len());
     for extent in extents {
         match all.last_mut() {
             Some(last)

@@ -24,7 +24,7 @@ pub enum NoPicture {
 }
 
 impl NoPicture {
-    /// The same as an error; `vm` names the VM whose display it is.
+    /// Converts it to an error; `vm` names the VM whose display it is.
     pub fn into_error(self, vm: &str) -> Error {
         match self {
             Self::NoDisplay => Error::NoDisplay { vm: vm.to_owned() },

@@ -1,11 +1,12 @@
-//! A checkpoint as `list --json` prints it, and sums over many checkpoints.
+//! The entry of a checkpoint that `keyframe list --json` prints, and sums over many checkpoints.
 
 use keyframe_store::{DiskCounts, DiskMeta, PausePhases, Sealed, SectorBreakdown};
 use keyframe_units::{PAGE_BYTES, percentile};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// One entry of `list --json`. Times in nanoseconds, sizes in bytes, dirty pages of 4 KiB.
+/// The entry of a checkpoint in `keyframe list --json`. Times are in nanoseconds, sizes in bytes,
+/// pages of 4 KiB.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Entry {
     /// The number of the checkpoint in its store.
@@ -14,88 +15,88 @@ pub struct Entry {
     pub vm: String,
     /// The run that took it.
     pub run: String,
-    /// When the VM was paused for it.
+    /// The time of its pause, UTC (RFC 3339).
     pub taken_at: String,
     /// Why it was taken: `interval`, `take`, `rollback` (before one, and after it) or `import`.
     pub reason: String,
-    /// Its place in the run; 0 is the complete first one.
+    /// Its epoch in the run; 0 is the first, which holds all pages.
     pub epoch: u64,
-    /// The checkpoint that the VM had been brought back to before this one (restore, branch,
-    /// rollback).
+    /// The checkpoint from which the VM was restored, branched or rolled back before this one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restored_from: Option<u64>,
-    /// The checkpoint that it grew from: that one, or the one before in its run. Only `list` knows.
+    /// The checkpoint that it follows: `restored_from`, or the one before it in the run. Only
+    /// `keyframe list` sets it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<u64>,
-    /// Names given to it.
+    /// Its tags.
     pub tags: Vec<String>,
-    /// No rule forgets it.
+    /// True if it is pinned: no retention rule forgets it.
     #[serde(default)]
     pub pinned: bool,
-    /// How its pages were copied.
+    /// The name of the strategy that copied its pages.
     pub strategy: String,
-    /// From before the request to stop until QEMU confirmed that the VM runs.
+    /// The pause: from the request to stop until QEMU confirmed that the VM runs.
     pub pause_ns: u64,
-    /// The pause by phase.
+    /// The phases of the pause.
     pub pause: PausePhases,
-    /// Copy rounds before the pause.
+    /// The number of copy rounds before the pause.
     pub precopy_rounds: u32,
-    /// Pages that each round found.
+    /// The number of dirty pages that each round found.
     pub round_pages: Vec<u64>,
-    /// Distinct pages that it holds.
+    /// The number of pages that it holds.
     pub dirty_pages: u64,
-    /// Of these: zeros, which cost nothing.
+    /// Those of `dirty_pages` that are zero. They take no space.
     pub zero_pages: u64,
-    /// Of these: found in the store already.
+    /// Those of `dirty_pages` whose content the store held already.
     pub dedup_pages: u64,
-    /// Of the deduplicated ones: what a disk had brought into the store.
+    /// Those of `dedup_pages` whose content came from a disk.
     #[serde(default)]
     pub dedup_disk_pages: u64,
-    /// Of the dirty ones: written, but with what they held before.
+    /// Those of `dirty_pages` that the guest wrote without changing them.
     pub unchanged_pages: u64,
-    /// Of these: new, and stored.
+    /// Those of `dirty_pages` that were new, and were stored.
     pub stored_pages: u64,
-    /// Bytes that they take in the packs.
+    /// The bytes that `stored_pages` take in packs.
     pub stored_bytes: u64,
-    /// Bytes of its page map.
+    /// The bytes of its page map.
     pub map_bytes: u64,
-    /// Bytes of the device state, as QEMU gave it.
+    /// The bytes of QEMU's device state.
     pub device_bytes: u64,
-    /// Since the pause of the one before; 0 for the first of a run.
+    /// The time since the pause of the checkpoint before; 0 for the first of a run.
     pub interval_ns: u64,
-    /// How late it began, because the one before was still being encoded.
+    /// The delay of its begin, because the checkpoint before was still being encoded.
     pub backlog_ns: u64,
-    /// Hashing, compressing and storing, after the pause.
+    /// The time to hash, compress and store its pages after the pause.
     pub encode_ns: u64,
-    /// RAM of the VM, all blocks.
+    /// The bytes of all RAM blocks of the VM.
     pub ram_bytes: u64,
-    /// The disks that the guest can write to, with what it wrote since the checkpoint before.
+    /// The disks that the guest can write to, with the writes since the checkpoint before.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<DiskEntry>,
 }
 
-/// A disk in a checkpoint. Blocks of 4 KiB.
+/// A disk in a checkpoint. Blocks are of 4 KiB.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct DiskEntry {
     /// Its id or node name; in a group `MEMBER/NAME`.
     pub name: String,
-    /// Its size.
+    /// Its size in bytes.
     pub disk_bytes: u64,
-    /// The image beneath; `blank` where there is none.
+    /// The path of its image; `blank` if it has none.
     pub base: String,
-    /// It is no part of the checkpoint.
+    /// True if it is not part of the checkpoint.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub left_out: bool,
-    /// Bytes of the blocks that were written.
+    /// The bytes of the blocks that were written.
     #[serde(default)]
     pub written_bytes: u64,
     /// Its blocks in the checkpoint.
     #[serde(flatten)]
     pub counts: DiskCounts,
-    /// What deduplication did for them, in sectors of 512 bytes.
+    /// What deduplication found in the written blocks, in sectors of 512 bytes.
     #[serde(default)]
     pub dedup: SectorBreakdown,
-    /// Why it cannot be read now. Only `show` looks.
+    /// Why it cannot be read now. Only `keyframe show` sets it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unreadable: Option<String>,
 }
@@ -111,7 +112,7 @@ impl DiskEntry {
 }
 
 impl Entry {
-    /// The entry of a sealed checkpoint.
+    /// Makes the entry of a sealed checkpoint, without `parent`.
     pub fn of(sealed: &Sealed) -> Self {
         let (meta, timing, counts) = (&sealed.meta, &sealed.meta.timing, &sealed.meta.counts);
         Self {
@@ -148,35 +149,35 @@ impl Entry {
     }
 }
 
-/// What a VM has written to a disk, over many checkpoints.
+/// The writes of a VM to one disk, over many checkpoints.
 #[derive(Clone, Debug, Serialize)]
 pub struct DiskSums {
     /// The VM's name.
     pub vm: String,
-    /// The disk's; in a group `MEMBER/NAME`.
+    /// The disk's name; in a group `MEMBER/NAME`.
     pub name: String,
-    /// The checkpoints' blocks together.
+    /// The sum of the counts of all checkpoints.
     #[serde(flatten)]
     pub counts: DiskCounts,
-    /// Bytes of the blocks that were written.
+    /// The bytes of the blocks that were written.
     pub written_bytes: u64,
-    /// Each checkpoint with the disk.
+    /// The writes in each checkpoint with the disk.
     pub checkpoints: Vec<DiskWritten>,
 }
 
-/// What one checkpoint holds of a disk.
+/// The blocks of a disk in one checkpoint.
 #[derive(Clone, Debug, Serialize)]
 pub struct DiskWritten {
     /// The checkpoint.
     pub id: u64,
-    /// Bytes of the blocks written since the one before.
+    /// The bytes of the blocks written since the checkpoint before.
     pub written_bytes: u64,
-    /// Bytes appended to packs for them.
+    /// The bytes that were appended to packs for them.
     pub stored_bytes: u64,
 }
 
 impl DiskSums {
-    /// Over `entries`: one for each disk of each VM.
+    /// Sums over `entries`, with one result for each disk of each VM.
     pub fn of(entries: &[Entry]) -> Vec<Self> {
         let mut sums: BTreeMap<(&str, &str), Self> = BTreeMap::new();
         for (entry, disk) in entries.iter().flat_map(|e| e.disks.iter().map(move |disk| (e, disk)))
@@ -212,14 +213,14 @@ pub const PHASES: [(&str, PhaseOf); 6] = [
 /// Median and 99th percentile (nearest rank) of each phase over many checkpoints, in nanoseconds.
 #[derive(Clone, Debug, Serialize)]
 pub struct PauseQuantiles {
-    /// By phase; `pause` is the whole.
+    /// The median, by the name of the phase; `pause` is the whole pause.
     pub p50_ns: BTreeMap<&'static str, u64>,
-    /// By phase; `pause` is the whole.
+    /// The 99th percentile, by the name of the phase; `pause` is the whole pause.
     pub p99_ns: BTreeMap<&'static str, u64>,
 }
 
 impl PauseQuantiles {
-    /// Over `entries`.
+    /// Computes the quantiles over `entries`.
     pub fn of(entries: &[Entry]) -> Self {
         let quantile = |percent| {
             let at = |value: PhaseOf| {

@@ -1,4 +1,4 @@
-//! What can go wrong when a checkpoint is looked into, and what the user can do about it.
+//! The errors of reading a checkpoint's contents, and what the user can do about them.
 
 use keyframe_units::CheckpointId;
 
@@ -84,11 +84,11 @@ pub enum Error {
     Png(#[from] png::EncodingError),
 }
 
-/// What this crate returns.
+/// The result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
-    /// What the user can do about it, if something is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         match self {
             Self::DeviceState(error) => error.fix(),

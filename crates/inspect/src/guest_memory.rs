@@ -20,7 +20,7 @@ pub struct StoredPages<'a> {
     failed: Mutex<Option<keyframe_store::Error>>,
 }
 
-/// What has ended a read of pages early.
+/// Why a read of pages ended early.
 pub enum ReadStop {
     /// The store.
     Store(keyframe_store::Error),
@@ -113,7 +113,7 @@ impl Guest {
         }
         let contradicts = || Error::MembersContradict { checkpoint };
         let rams = meta.members_ram().ok_or_else(contradicts)?;
-        // The last state is that of the network between the members.
+        // The last state describes the network between the members.
         let states = split_device_states(&loaded.device_state)
             .filter(|states| states.len() == meta.members.len() + 1)
             .ok_or_else(contradicts)?;
@@ -169,7 +169,7 @@ impl Guest {
         Ok(Image::core(&view, &cpus))
     }
 
-    /// Where the guest sees its RAM.
+    /// The places of RAM in the guest's physical address space.
     fn view(&self) -> Result<GuestView> {
         let (ram, machine) = (&self.ram, &self.machine);
         let fail = |source| Error::Image { checkpoint: self.checkpoint, source };

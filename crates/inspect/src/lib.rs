@@ -1,4 +1,4 @@
-//! What a checkpoint holds: its entry in listings, the RAM of its VMs as images, pictures of their
+//! The contents of a checkpoint: its entry in listings, the RAM of its VMs as images, pictures of their
 //! displays.
 
 pub mod display_picture;

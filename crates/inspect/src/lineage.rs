@@ -78,7 +78,7 @@ fn row(stretch: &Stretch<'_>, prefix: &str, all: &[Entry]) -> Vec<String> {
         stretch.entries.iter().flat_map(|e| e.tags.iter().map(|tag| format!("{tag}={}", e.id)));
     let pinned = stretch.entries.iter().filter(|e| e.pinned).map(|e| format!("(pinned)={}", e.id));
     let mut tags: Vec<String> = tags.chain(pinned).collect();
-    // The parent of a branch stands at the end of the line above it, except where it is not listed.
+    // The parent of a branch is at the end of the line above it, unless the parent is not listed.
     if let Some(parent) =
         first.parent.filter(|parent| all.binary_search_by_key(parent, |e| e.id).is_err())
     {

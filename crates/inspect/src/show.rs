@@ -6,7 +6,8 @@ use keyframe_units::RamBlock;
 use keyframe_vm_disks::base_image;
 use serde::Serialize;
 
-/// What `--json` prints: the entry of `list`, the RAM blocks and the VM's definition.
+/// The output of `keyframe show --json`: the entry of `keyframe list`, the RAM blocks and the VM's
+/// definition.
 #[derive(Serialize)]
 struct Shown<'a> {
     #[serde(flatten)]
@@ -29,7 +30,7 @@ pub fn entry(sealed: &Sealed) -> Entry {
     entry
 }
 
-/// What `--json` prints of a checkpoint.
+/// Returns the value that `keyframe show --json` prints for a checkpoint.
 pub fn shown(sealed: &Sealed) -> impl Serialize + '_ {
     Shown {
         entry: entry(sealed),

@@ -26,7 +26,8 @@ pub const FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
 pub const FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
 pub const FEATURE_WP_ASYNC: u64 = 1 << 15;
 
-/// What tracking needs of userfaultfd: the bit, its name, the kernel that brought it.
+/// The userfaultfd features that tracking needs: the bit, its name, and the kernel version that
+/// introduced it.
 pub const FEATURES_NEEDED: [(u64, &str, &str); 4] = [
     (FEATURE_PAGEFAULT_FLAG_WP, "PAGEFAULT_FLAG_WP", "5.7"),
     (FEATURE_WP_HUGETLBFS_SHMEM, "WP_HUGETLBFS_SHMEM", "5.19"),
@@ -39,7 +40,7 @@ pub fn features_needed() -> u64 {
     FEATURES_NEEDED.iter().fold(0, |all, (bit, ..)| all | bit)
 }
 
-/// What watching first writes needs of userfaultfd, in the same form.
+/// The userfaultfd features that watching first writes needs, in the same form.
 pub const FAULT_FEATURES_NEEDED: [(u64, &str, &str); 4] = [
     (FEATURE_EVENT_REMOVE, "EVENT_REMOVE", "4.11"),
     (FEATURE_PAGEFAULT_FLAG_WP, "PAGEFAULT_FLAG_WP", "5.7"),
@@ -58,6 +59,7 @@ pub const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
 pub const REGISTER_MODE_MISSING: u64 = 1;
 pub const REGISTER_MODE_WP: u64 = 1 << 1;
 
+/// The argument of `UFFDIO_API` (`struct uffdio_api`).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct UffdApi {
@@ -66,6 +68,7 @@ pub struct UffdApi {
     pub ioctls: u64,
 }
 
+/// A range of addresses (`struct uffdio_range`).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct UffdRange {
@@ -73,6 +76,7 @@ pub struct UffdRange {
     pub len_bytes: u64,
 }
 
+/// The argument of `UFFDIO_REGISTER` (`struct uffdio_register`).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct UffdRegister {
@@ -115,19 +119,19 @@ pub const MESSAGE_BYTES: usize = 32;
 const EVENT_PAGEFAULT: u8 = 0x12;
 const EVENT_REMOVE: u8 = 0x15;
 
-/// What userfaultfd has to tell.
+/// A message of userfaultfd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Message {
     /// A thread waits, or waited, to write at this address.
     Fault { address: u64 },
     /// A thread is about to discard this range, as soon as the message is read.
     Remove { start: u64, end: u64 },
-    /// Not asked for.
+    /// An event of another kind, which Keyframe does not request.
     Other(u8),
 }
 
 impl Message {
-    /// Reads a `uffd_msg`: the event in its first byte, two words behind the first.
+    /// Parses a `uffd_msg`: the event in its first byte, and two words after the first word.
     pub fn parse(bytes: &[u8; MESSAGE_BYTES]) -> Self {
         let (words, _) = bytes.as_chunks::<8>();
         let word = |index: usize| words.get(index).map_or(0, |word| u64::from_ne_bytes(*word));
@@ -221,7 +225,7 @@ const _: () = assert!(UFFDIO_COPY as u32 == 0xC028_AA03 && UFFDIO_ZEROPAGE as u3
 const _: () =
     assert!(UFFDIO_UNREGISTER as u32 == 0x8010_AA01 && PAGEMAP_SCAN as u32 == 0xC060_6610);
 
-/// `UFFDIO_API`: asks for `features`; gives back the features that the kernel has.
+/// Calls `UFFDIO_API` with the wanted `features`. Returns the features that the kernel has.
 pub fn uffd_api(uffd: BorrowedFd<'_>, features: u64) -> io::Result<u64> {
     let mut api = UffdApi { api: UFFD_API, features, ioctls: 0 };
     // SAFETY: the descriptor is open while borrowed; UFFDIO_API reads and writes one `uffdio_api`,
@@ -230,13 +234,13 @@ pub fn uffd_api(uffd: BorrowedFd<'_>, features: u64) -> io::Result<u64> {
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(api.features) }
 }
 
-/// `UFFDIO_REGISTER` for write protection.
+/// Calls `UFFDIO_REGISTER` for write protection.
 pub fn uffd_register(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     uffd_register_as(uffd, start, len_bytes, REGISTER_MODE_WP)
 }
 
-/// `UFFDIO_REGISTER` for missing pages: from now on a thread that
-/// touches one waits until the page is placed.
+/// Calls `UFFDIO_REGISTER` for missing pages: from now on a thread that touches one waits until the
+/// page is placed.
 pub fn uffd_register_missing(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     uffd_register_as(uffd, start, len_bytes, REGISTER_MODE_MISSING)
 }
@@ -252,7 +256,7 @@ fn uffd_register_as(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64, mode: u64)
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// `UFFDIO_COPY`: places `content` (whole pages) from `start` on, where no page is yet, and wakes
+/// Calls `UFFDIO_COPY`: places `content` (whole pages) from `start` on, where no page is yet, and wakes
 /// the threads that wait there. Returns the number of bytes placed before the first page that was
 /// present (`EEXIST` if that is the first page), or before the kernel was interrupted.
 pub fn uffd_copy(uffd: BorrowedFd<'_>, start: u64, content: &[u8]) -> io::Result<u64> {
@@ -266,7 +270,7 @@ pub fn uffd_copy(uffd: BorrowedFd<'_>, start: u64, content: &[u8]) -> io::Result
     placed(code, copy.done)
 }
 
-/// `UFFDIO_ZEROPAGE`: as [`uffd_copy`], with zeros.
+/// Calls `UFFDIO_ZEROPAGE`: places zeros as [`uffd_copy`] places content.
 pub fn uffd_zero(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<u64> {
     let mut zero = UffdZeroPage { range: UffdRange { start, len_bytes }, mode: 0, done: 0 };
     // SAFETY: the descriptor is open while borrowed; UFFDIO_ZEROPAGE reads and writes one
@@ -276,7 +280,7 @@ pub fn uffd_zero(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result
     placed(code, zero.done)
 }
 
-/// What became of a call that may have done a part: that part, where there is one.
+/// Returns the number of bytes that a call has placed, or its error if it has placed none.
 fn placed(code: libc::c_int, done: i64) -> io::Result<u64> {
     let error = io::Error::last_os_error();
     match u64::try_from(done) {
@@ -285,8 +289,8 @@ fn placed(code: libc::c_int, done: i64) -> io::Result<u64> {
     }
 }
 
-/// `UFFDIO_UNREGISTER`: protection ends, content stays. Threads that wait to write there are not
-/// woken.
+/// Calls `UFFDIO_UNREGISTER`: protection ends, content stays. It does not wake threads that wait to
+/// write there.
 pub fn uffd_unregister(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     let mut range = UffdRange { start, len_bytes };
     // SAFETY: the descriptor is open while borrowed; UFFDIO_UNREGISTER reads one `uffdio_range`,
@@ -295,7 +299,8 @@ pub fn uffd_unregister(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// `UFFDIO_WRITEPROTECT`: protects every page of the range, with a marker where there is none.
+/// Calls `UFFDIO_WRITEPROTECT`: protects every page of the range, with a marker if there is no
+/// page.
 pub fn uffd_write_protect(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     uffd_set_protection(uffd, start, len_bytes, WRITEPROTECT_MODE_WP)
 }
@@ -318,7 +323,7 @@ fn uffd_set_protection(
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// `UFFDIO_WAKE`: has the threads that wait in the range look again.
+/// Calls `UFFDIO_WAKE`: threads that wait in the range try their access again.
 pub fn uffd_wake(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     let mut range = UffdRange { start, len_bytes };
     // SAFETY: the descriptor is open while borrowed; UFFDIO_WAKE reads one `uffdio_range`, which
@@ -347,8 +352,8 @@ pub fn mapping_end(maps: BorrowedFd<'_>, address: u64) -> io::Result<Option<u64>
     }
 }
 
-/// `PAGEMAP_SCAN`: fills `out` from its start; gives back how many answers, and where the walk
-/// ended. `arg.size`, `arg.vec` and `arg.vec_len` are set here.
+/// Calls `PAGEMAP_SCAN`: fills `out` from its start. Returns the number of entries and the address
+/// at which the walk ended. Sets `arg.size`, `arg.vec` and `arg.vec_len`.
 pub fn pagemap_scan(
     pagemap: BorrowedFd<'_>,
     arg: ScanArg,

@@ -89,7 +89,8 @@ pub fn inject_userfaultfd(process: &Process) -> Result<Attached> {
     on_a_thread(process, || run_session(process, Gadgets::find(process)?))
 }
 
-/// Runs a session on a thread of its own, whose end lets the process go whatever happens.
+/// Runs a session in a new thread. When that thread ends, the kernel releases the process, also
+/// after an error.
 fn on_a_thread<T: Send>(
     process: &Process,
     session: impl FnOnce() -> Result<T> + Send,
@@ -204,7 +205,7 @@ fn signal_frame(
     SignalFrame::new(saved, mask, &tracee.xsave().ok()?, layout, sigreturn)
 }
 
-/// What lay below a thread's stack before a session wrote there.
+/// The bytes below a thread's stack before a session wrote there.
 struct BelowStack {
     at: HostVirt,
     bytes: Vec<u8>,
@@ -235,22 +236,24 @@ pub(crate) struct Hijack<'p> {
     begun: Instant,
     deadline: Instant,
     saved: libc::user_regs_struct,
-    /// Where the frame is that gives the thread back, where there is one.
+    /// The address of the signal frame from which the thread is restored, if there is one.
     frame_at: Option<u64>,
     below_stack: Option<BelowStack>,
     mask: SignalMask,
-    /// SIGSTOP cannot be blocked: one that came meanwhile is sent again.
+    /// True if a SIGSTOP arrived meanwhile. It cannot be blocked, and is sent again.
     stop_came: bool,
-    /// The process that our system call made, where we asked to be told.
+    /// The process that the injected system call created, if that was requested.
     born: Option<u32>,
     restored: bool,
 }
 
 impl<'p> Hijack<'p> {
-    /// Stops the thread and saves what is going to be changed. It may stay stopped for `longest`.
+    /// Stops the thread and saves the state that a session changes. The thread may stay stopped for
+    /// `longest`.
     ///
-    /// A thread in a wait that only we could give back (see [`signal_frame::is_beyond_return`]) is let go
-    /// and stopped again, until it has left that, or for [`PATIENCE`].
+    /// A thread may be in a wait that only Keyframe could restore (see
+    /// [`signal_frame::is_beyond_return`]). Such a thread is released and stopped again, until it
+    /// has left the wait, for at most [`PATIENCE`].
     pub(crate) fn stop(process: &'p Process, gadgets: Gadgets, longest: Duration) -> Result<Self> {
         let patient_until = Instant::now() + PATIENCE;
         let mut pause = PAUSE_MIN;
@@ -333,7 +336,7 @@ impl<'p> Hijack<'p> {
         self.frame_at.is_some()
     }
 
-    /// What the registers are at a call, but for the call's own.
+    /// Returns the registers for a system call, without those of the call itself.
     fn base(&self) -> libc::user_regs_struct {
         libc::user_regs_struct { rsp: self.frame_at.unwrap_or(self.saved.rsp), ..self.saved }
     }
@@ -354,10 +357,12 @@ impl<'p> Hijack<'p> {
         self.call_as(name, registers)
     }
 
-    /// Makes the thread do a `clone()` with these flags, and tells which process it made: its
-    /// number for us, and for the process that is its parent. The child has no stack, so that,
-    /// should it ever run, it dies of its first instruction, which is a `ret`; or, where that is
-    /// not known, of its first access to memory, as the other registers are zero too.
+    /// Makes the thread call `clone()` with these flags. Returns the number of the new process in
+    /// this process's namespace and in that of its parent.
+    ///
+    /// The child has no stack. If it ever runs, it dies at its first instruction, a `ret`; if no
+    /// such instruction is known, at its first access to memory, because all other registers are
+    /// zero, too.
     pub(crate) fn call_clone(&mut self, flags: u64) -> Result<(u32, u64)> {
         self.tracee.stop_at_births(true)?;
         let base = if self.guarded() { self.base() } else { blank_registers(&self.saved) };
@@ -374,7 +379,7 @@ impl<'p> Hijack<'p> {
         Ok((ours, theirs))
     }
 
-    /// The process that [`Self::call_clone`] made, even where it failed.
+    /// Returns the process that [`Self::call_clone`] created, even if that failed.
     pub(crate) fn born(&self) -> Option<u32> {
         self.born.filter(|pid| *pid != 0)
     }

@@ -75,7 +75,7 @@ pub fn unbind_current_thread() {
     }
 }
 
-/// Has a thread run on `core`, and those that it starts; the calling one without a number.
+/// Binds a thread, and the threads that it starts, to `core`; `None`: the calling thread.
 fn bound(thread: Option<Pid>, core: usize) -> rustix::io::Result<()> {
     if core >= CpuSet::MAX_CPU {
         return Err(Errno::INVAL);
@@ -112,7 +112,8 @@ pub(crate) fn pid(thread: u32) -> Option<Pid> {
     i32::try_from(thread).ok().and_then(Pid::from_raw)
 }
 
-/// Where a thread ran last: the 39th field of its `stat`, the 37th behind its name.
+/// Returns the core on which a thread last ran: the 39th field of its `stat`, the 37th after its
+/// name.
 fn last(thread: u32) -> Option<usize> {
     let text = std::fs::read_to_string(format!("/proc/{thread}/stat")).ok()?;
     text.rsplit_once(')')?.1.split_whitespace().nth(36)?.parse().ok()

@@ -6,7 +6,7 @@
 use keyframe_units::{HostRange, HostVirt};
 use std::io;
 
-/// What the functions of this crate give back.
+/// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// A failed operation on a process, its memory, or the kernel's tracking of it.
@@ -18,7 +18,7 @@ pub enum Error {
     Open {
         /// The number asked for.
         pid: u32,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// The process has exited.
@@ -26,7 +26,7 @@ pub enum Error {
     Gone {
         /// Its process id.
         pid: u32,
-        /// What was under way.
+        /// The operation.
         operation: &'static str,
     },
     /// A file of `/proc/PID` could not be used.
@@ -36,9 +36,9 @@ pub enum Error {
         pid: u32,
         /// The file, under `/proc/PID`.
         file: String,
-        /// What was done with it.
+        /// The operation.
         operation: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// A line of `/proc/PID/maps` is not of the form that the kernel documents.
@@ -62,7 +62,7 @@ pub enum Error {
         at: HostVirt,
         /// Bytes that were left to transfer.
         len_bytes: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// The destination is not as long as the ranges to read into it.
@@ -79,7 +79,7 @@ pub enum Error {
         /// The range.
         range: HostRange,
     },
-    /// Two regions of a reader overlap, or one is empty or ends behind the address space.
+    /// Two regions of a reader overlap, or one is empty or ends after the address space.
     #[error("memory region {start}+{len_bytes:#x}: empty, overflowing, or overlapping another", start = .range.start, len_bytes = .range.len_bytes)]
     BadRegion {
         /// The region.
@@ -90,7 +90,7 @@ pub enum Error {
     Unmapped {
         /// Its process id.
         pid: u32,
-        /// What was asked for.
+        /// The requested operation.
         operation: &'static str,
         /// The range asked for.
         range: HostRange,
@@ -112,7 +112,7 @@ pub enum Error {
         pid: u32,
         /// The step.
         operation: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// The target did not do one step of the attachment in time.
@@ -138,7 +138,7 @@ pub enum Error {
         pid: u32,
         /// The system call.
         call: &'static str,
-        /// What it answered.
+        /// The kernel's answer.
         source: io::Error,
     },
     /// The kernel lacks a feature of userfaultfd that tracking needs.
@@ -156,7 +156,7 @@ pub enum Error {
         pid: u32,
         /// The operation.
         operation: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// The kernel refused an operation of the tracker on a range.
@@ -168,7 +168,7 @@ pub enum Error {
         operation: &'static str,
         /// The range.
         range: HostRange,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// A range is not (wholly) tracked.
@@ -176,7 +176,7 @@ pub enum Error {
     NotRegistered {
         /// Its process id.
         pid: u32,
-        /// What was asked for.
+        /// The requested operation.
         operation: &'static str,
         /// The range asked for.
         range: HostRange,
@@ -196,7 +196,7 @@ pub enum Error {
     Unaligned {
         /// Its process id.
         pid: u32,
-        /// What was asked for.
+        /// The requested operation.
         operation: &'static str,
         /// The range asked for.
         range: HostRange,
@@ -213,13 +213,13 @@ pub enum Error {
         /// Bytes in a page there.
         page_bytes: u64,
     },
-    /// This memory loses what is discarded of it unseen, and the tracker was told that it can be
+    /// Discards of this memory cannot be seen, and the tracker was told that the memory can be
     /// discarded.
     #[error("process {pid}: {operation} {start}+{len_bytes:#x}: what is discarded of private huge pages (hugetlbfs) cannot be seen", start = .range.start, len_bytes = .range.len_bytes)]
     DiscardsUnseen {
         /// Its process id.
         pid: u32,
-        /// What was asked for.
+        /// The requested operation.
         operation: &'static str,
         /// The part of the range that is so.
         range: HostRange,
@@ -232,7 +232,7 @@ pub enum Error {
         pid: u32,
         /// The whole range of the scan.
         range: HostRange,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// The process was permitted a userfaultfd for faults of user mode alone: a write by the kernel
@@ -283,14 +283,14 @@ pub enum Error {
         /// Its process id.
         pid: u32,
     },
-    /// What of a range holds data could not be found out.
+    /// The kernel did not tell which parts of a range hold data.
     #[error("process {pid}: find data in {start}+{len_bytes:#x}: {source}", start = .range.start, len_bytes = .range.len_bytes)]
     Extents {
         /// Its process id.
         pid: u32,
         /// The range.
         range: HostRange,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// Memory for a scratch buffer could not be had.
@@ -300,14 +300,14 @@ pub enum Error {
         len_bytes: u64,
         /// The step.
         operation: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
 
 impl Error {
-    /// What a user can do about it, where that is known; a sentence or two, without a final full
-    /// stop.
+    /// Returns what the user can do about the error, in a sentence or two without a final full
+    /// stop; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         let denied = |source: &io::Error| source.kind() == io::ErrorKind::PermissionDenied;
         Some(match self {

@@ -67,8 +67,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// Pages to protect that are closer than this are protected by one call: it costs as much as
-/// walking so many entries.
+/// The largest gap between two pages that one call protects together: a further call costs as much
+/// as walking over these entries.
 const PROTECT_GAP_BYTES: u64 = 32 << 10;
 /// Pages to look up that are closer than this are looked up by one walk.
 const LOOK_GAP_BYTES: u64 = 2 << 20;

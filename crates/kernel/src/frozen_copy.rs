@@ -69,7 +69,7 @@ const CLONE_FLAGS: u64 = libc::CLONE_FILES as u64;
 pub struct FrozenCopy {
     child: Process,
     stopped_ns: u64,
-    /// Its drop ends the tracing thread.
+    /// Dropping it ends the tracing thread.
     hold: Option<Sender<()>>,
     keeper: Option<JoinHandle<Result<()>>>,
 }
@@ -267,7 +267,7 @@ struct Born {
     theirs: u64,
 }
 
-/// Keeps a snapshot, on a thread of its own: a traced process belongs to the thread that traces it.
+/// Keeps a snapshot in a thread of its own: a traced process belongs to the thread that traces it.
 fn keep(
     plan: &ForkPlan,
     ready: &SyncSender<Result<(Process, u64)>>,
@@ -302,7 +302,8 @@ fn keep(
     reap(target, gadgets, born)
 }
 
-/// Has the target make the child. Returns how long the target was stopped, in nanoseconds.
+/// Makes the target create the child. Returns the time for which the target was stopped, in
+/// nanoseconds.
 fn fork_off(target: &Process, gadgets: Gadgets, hidden: &[HostRange]) -> Result<(Born, u64)> {
     let mut hijack = Hijack::stop(target, gadgets, FORK_MAX)?;
     sweep(&mut hijack);
@@ -347,8 +348,8 @@ fn clone(hijack: &mut Hijack<'_>) -> Result<Born> {
     }
 }
 
-/// Has the target reap the zombies of earlier snapshots. It waits only for children whose end sends
-/// no signal (`__WCLONE`). QEMU has no such children of its own.
+/// Makes the target reap the zombies of earlier snapshots. It waits only for children whose end
+/// sends no signal (`__WCLONE`). QEMU has no such children of its own.
 fn sweep(hijack: &mut Hijack<'_>) {
     let options = (libc::WNOHANG | libc::__WCLONE) as u64;
     for _ in 0..SWEPT_MAX {
@@ -415,7 +416,7 @@ fn bury(child: &Process, tracee: &Tracee<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Has the target reap the child.
+/// Makes the target reap the child.
 fn reap(target: &Process, gadgets: Gadgets, born: Born) -> Result<()> {
     let options = (libc::WNOHANG | libc::__WALL) as u64;
     for _ in 0..REAPS_MAX {

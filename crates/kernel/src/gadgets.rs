@@ -33,14 +33,14 @@ const SIGRETURN: [u8; 9] = [0x48, 0xc7, 0xc0, 0x0f, 0x00, 0x00, 0x00, 0x0f, 0x05
 /// Addresses in the code of a process, which stay right until it unmaps that code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Gadgets {
-    /// A `syscall` instruction; with a `ret` behind it where there is a way back.
+    /// The address of a `syscall` instruction. A `ret` follows it if the process has a way back.
     pub call: u64,
     /// Code that returns from a signal.
     pub sigreturn: Option<u64>,
 }
 
 impl Gadgets {
-    /// Those of `process`. Takes a millisecond for each MiB of its C library.
+    /// Finds the gadgets of `process`. Takes a millisecond for each MiB of its C library.
     pub fn find(process: &Process) -> Result<Self> {
         let maps = maps_with_vdso(process)?;
         if !has_shadow_stack(process)?
@@ -116,7 +116,7 @@ fn way_back(process: &Process, maps: &[Mapping]) -> Option<(u64, u64)> {
     None
 }
 
-/// `range` in pieces that overlap by so much that no gadget is cut.
+/// Splits `range` into pieces that overlap so that each gadget lies whole in one of them.
 fn pieces(range: HostRange) -> impl Iterator<Item = HostRange> {
     let starts = (range.start.0..range.end().0).step_by(PIECE_BYTES as usize);
     let end = range.end().0;
@@ -142,7 +142,8 @@ fn address_of(gadget: &[u8], range: HostRange, code: &[u8]) -> Option<u64> {
 
 #[cfg(test)]
 impl Gadgets {
-    /// What is left where the process has no way back.
+    /// Finds the gadgets of a process that has no way back from a signal handler: those of its
+    /// vDSO.
     pub fn without_way_back(process: &Process) -> Result<Self> {
         Self::in_vdso(process, &maps_with_vdso(process)?)
     }

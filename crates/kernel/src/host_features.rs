@@ -45,14 +45,14 @@ pub struct HostFeature {
     /// True if tracking requires the feature. Other features save time, or are shown for
     /// information.
     pub required: bool,
-    /// What the probe found.
+    /// The result of the probe, for users.
     pub detail: String,
-    /// How to make the feature available, if known.
+    /// The way to make the feature available, if it is known.
     pub fix: Option<String>,
 }
 
 impl HostFeature {
-    /// From what a try gave: what was found, or why not and what to do.
+    /// Makes the feature from the result of its probe: a description, or the problem and its fix.
     fn of(
         name: &'static str,
         required: bool,
@@ -188,7 +188,7 @@ impl Drop for Pages {
     }
 }
 
-/// Tracks a few pages of our own: what is written is found, once.
+/// Probes tracking on a few pages of this process: a written page must be reported once.
 fn scan_finds_written_pages() -> Tried {
     let scan = || -> io::Result<Vec<Vec<PageRegion>>> {
         let (pages, uffd) = (Pages::new()?, own_userfaultfd()?);
@@ -239,7 +239,7 @@ fn scan_finds_written_pages() -> Tried {
     }
 }
 
-/// What is tried on another process: a child that waits for its end.
+/// Probes the features that need another process: a child that waits for its end.
 fn with_child() -> Vec<HostFeature> {
     const NAMES: [&str; 4] = ["attach (ptrace)", "pidfd_getfd", "process_vm_readv", "map_files"];
     let child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
@@ -340,7 +340,7 @@ fn mapping_opened(process: &Process) -> Tried {
     }
 }
 
-/// A memfd that cannot shrink, and that it can be told of.
+/// Probes whether a memfd can be sealed against shrinking.
 fn sealed_memfd() -> Tried {
     let seal = || -> rustix::io::Result<bool> {
         let file = memfd_create("keyframe-probe", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
@@ -381,7 +381,7 @@ fn huge_pages() -> Tried {
     )
 }
 
-/// On a thread of its own, so that ours keeps its priority.
+/// Probes the priority in a new thread, so that the calling thread keeps its own.
 fn raised_priority() -> Tried {
     let raised = std::thread::Builder::new()
         .spawn(crate::priority::raise_current_thread)

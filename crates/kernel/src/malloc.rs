@@ -7,7 +7,7 @@
 /// The most that the C library allows for blocks from its heaps.
 #[cfg(target_env = "gnu")]
 const BLOCK_BYTES_MAX: libc::c_int = 32 << 20;
-/// What a heap may have free at its end.
+/// The most free bytes at the end of the heap that are kept.
 #[cfg(target_env = "gnu")]
 const FREE_BYTES_MAX: libc::c_int = 512 << 20;
 

@@ -53,7 +53,7 @@ impl Mapping {
         self.path.starts_with("/anon_hugepage") && self.page_bytes > PAGE_BYTES as u64
     }
 
-    /// Its name under `/proc/PID/map_files`.
+    /// Returns its name under `/proc/PID/map_files`.
     pub(crate) fn map_file(&self) -> String {
         format!("map_files/{:x}-{:x}", self.range.start.0, self.range.end().0)
     }
@@ -71,13 +71,13 @@ fn read_without_page_sizes(process: &Process) -> Result<Vec<Mapping>> {
     Ok(read_lines(process)?.into_iter().map(|(mapping, _)| mapping).collect())
 }
 
-/// What may be executed, by rising address, with `page_bytes` not looked up.
+/// Reads the executable mappings in rising order, without their `page_bytes`.
 pub(crate) fn read_code(process: &Process) -> Result<Vec<Mapping>> {
     let lines = read_lines(process)?.into_iter();
     Ok(lines.filter_map(|(mapping, executable)| executable.then_some(mapping)).collect())
 }
 
-/// Each mapping, with whether it may be executed.
+/// Reads all mappings, each with true if it is executable.
 fn read_lines(process: &Process) -> Result<Vec<(Mapping, bool)>> {
     let bytes = process.read_file("maps")?;
     let mut mappings = Vec::new();

@@ -24,10 +24,11 @@ use std::ptr::null_mut;
 /// How often in a row the kernel may ask to try again before that is an error.
 const AGAIN_MAX: u32 = 10_000;
 
-/// An address range of ours over a file in memory; unmapped on drop.
+/// An address range of this process that maps a file in memory. Dropping it unmaps the range.
 #[derive(Debug)]
 struct Span {
-    /// Never a pointer: nothing here reads or writes the range.
+    /// The first address. It is never used as a pointer: this module neither reads nor writes the
+    /// range.
     start: u64,
     len_bytes: u64,
 }

@@ -28,7 +28,7 @@ use data_extents::File;
 use keyframe_units::HostRange;
 use shared_mapping::SharedMapping;
 
-/// How a part of a region is read.
+/// The method that reads a part of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadMethod {
     /// Through a mapping of the same memory in this process.

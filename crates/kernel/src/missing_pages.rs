@@ -45,16 +45,16 @@ pub struct MissingPages {
     /// The number of the process's own descriptor.
     theirs: u64,
     registered: Vec<HostRange>,
-    /// What [`end_with_parent`] was given before us.
+    /// The death signal that the process had before, for [`end_with_parent`].
     death_signal: i32,
 }
 
 impl MissingPages {
-    /// Makes `process`, a child of ours, open a userfaultfd, and takes a copy of the descriptor.
-    /// From here on the kernel kills the process when the thread that started it ends.
+    /// Makes `process`, a child of this process, open a userfaultfd, and takes a copy of the
+    /// descriptor. From now on the kernel kills the process when the thread that started it ends.
     ///
     /// Errors: those of [`crate::attach::inject_userfaultfd`]; [`Error::MissingUserModeOnly`]; the
-    /// kernel lacks a feature. After an error the process runs on, with no page missing.
+    /// kernel lacks a feature. After an error the process runs on, and no page is missing.
     pub fn inject(process: &Process) -> Result<Self> {
         let (uffd, theirs, death_signal) = in_session(process, |hijack| open(process, hijack))?;
         let failed = |source| Error::Tracker {
@@ -218,8 +218,8 @@ impl MissingPages {
         }
     }
 
-    /// Ends the waiting: pages that are still missing read as zeros from here on. The caller has
-    /// placed all other pages.
+    /// Ends the handling of missing pages: a page that is still missing reads as zeros from now on.
+    /// The caller has placed all other pages.
     pub fn complete(&self) -> Result<()> {
         let pid = self.process.pid();
         for range in &self.registered {

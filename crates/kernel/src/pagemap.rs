@@ -36,8 +36,8 @@ const ENTRY_SWAP: u64 = 1 << 62;
 const MARKER_TYPE: u64 = 31;
 const MARKER_UFFD_WP: u64 = 1;
 
-/// What to look for: pages that have every category of `mask` (those in `inverted`: that lack it)
-/// and one of `any_of`.
+/// The query of a scan: pages that have every category of `mask` (for those in `inverted`: that
+/// lack it) and one of `any_of`.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct PagemapQuery {
     pub flags: u64,
@@ -51,7 +51,8 @@ impl PagemapQuery {
     /// Written pages, none-entries included.
     pub const WRITTEN: Self =
         Self { flags: 0, inverted: 0, mask: abi::PAGE_WRITTEN, any_of: 0, give: abi::PAGE_WRITTEN };
-    /// The same, and what is there instead. Not every kernel reports all none-entries so.
+    /// Written pages, with whether a page is present or on swap. Not every kernel reports all empty
+    /// entries as written.
     pub const WRITTEN_AND_KIND: Self =
         Self { give: abi::PAGE_WRITTEN | abi::PAGE_PRESENT | abi::PAGE_SWAPPED, ..Self::WRITTEN };
     /// Pages that are not in memory, and whether an entry is there for them.
@@ -79,8 +80,8 @@ impl PagemapQuery {
         give: abi::PAGE_PRESENT | abi::PAGE_SWAPPED,
     };
 
-    /// The same, and each page found is protected in the same step; an error where that is not
-    /// possible.
+    /// Returns this query with protection: the scan protects each reported page in the same step.
+    /// The scan fails if the kernel cannot.
     pub const fn protecting(self) -> Self {
         Self { flags: abi::SCAN_WP_MATCHING | abi::SCAN_CHECK_WPASYNC, ..self }
     }
@@ -94,6 +95,7 @@ pub(crate) struct Pagemap {
 }
 
 impl Pagemap {
+    /// Opens `/proc/PID/pagemap` of a process.
     pub fn open(process: &Process) -> Result<Self> {
         let open = |name| process.open_file(name, OFlags::RDONLY);
         Ok(Self { file: open("pagemap")?, maps: open("maps")? })
@@ -155,7 +157,7 @@ impl Pagemap {
         Ok(calls)
     }
 
-    /// As [`Self::scan`], by two threads, each with a buffer.
+    /// Scans as [`Self::scan`], with two threads, each with a buffer.
     pub fn scan_by_two(
         &self,
         query: PagemapQuery,
@@ -240,7 +242,8 @@ impl Pagemap {
 pub(crate) struct Entries {
     /// Nothing: no entry, or a marker of write protection.
     pub bare: Vec<HostRange>,
-    /// What we may not see (it takes `CAP_SYS_ADMIN`): a page on swap or in migration, or a marker.
+    /// Entries that this process may not see without `CAP_SYS_ADMIN`: a page on swap or in
+    /// migration, or a marker.
     pub hidden: Vec<HostRange>,
     /// A page, in memory, on swap or in migration.
     pub held: Vec<HostRange>,
@@ -253,7 +256,8 @@ enum Holds {
     Page,
 }
 
-/// What a pagemap entry holds. (Of hugetlbfs pages the kernel shows a marker as none.)
+/// Returns the kind of a pagemap entry. For hugetlbfs pages the kernel reports a marker as an empty
+/// entry.
 fn holds(entry: u64) -> Holds {
     let (kind, offset) = (entry & 0x1f, (entry >> 5) & ((1 << 50) - 1));
     match entry & (ENTRY_PRESENT | ENTRY_SWAP) {

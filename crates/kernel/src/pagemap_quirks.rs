@@ -25,17 +25,17 @@ const TABLE_BYTES: u64 = 2 << 20;
 /// Room for two tables, wherever the mapping begins.
 const TRIED_BYTES: u64 = 3 * TABLE_BYTES;
 
-/// How pages that are not there are reported, in memory other than hugetlbfs.
+/// How the kernel reports pages that are not present, in memory other than hugetlbfs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct PagemapQuirks {
     /// An empty entry of a page table counts as written though more is asked for than that.
     pub none_is_written: bool,
-    /// So does memory without a page table.
+    /// True if memory without a page table counts as written.
     pub hole_is_written: bool,
 }
 
 impl PagemapQuirks {
-    /// Those of this kernel, tried once.
+    /// Returns the quirks of the running kernel, which the first call finds by trial.
     pub fn of_this_kernel() -> Self {
         static FOUND: OnceLock<PagemapQuirks> = OnceLock::new();
         *FOUND.get_or_init(|| try_out().unwrap_or_default())

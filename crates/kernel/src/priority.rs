@@ -64,7 +64,7 @@ pub fn set_lowest_share(thread: u32, lowest: bool) -> bool {
     cpu_affinity::pid(thread).is_some_and(|thread| setpriority_process(Some(thread), nice).is_ok())
 }
 
-/// Sets the policy of a thread; of the calling one without a number.
+/// Sets the scheduling policy of a thread; `None`: of the calling thread.
 fn set_policy(thread: Option<Pid>, policy: i32, priority: i32) -> bool {
     let number = Pid::as_raw(thread);
     // The kernel's own call: musl has none behind its name. The kernel's `sched_param` is the

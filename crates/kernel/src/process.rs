@@ -83,7 +83,7 @@ impl Process {
         }
     }
 
-    /// An error that names `operation` where the process is gone.
+    /// Fails with an error that names `operation` if the process has ended.
     pub(crate) fn ensure_alive(&self, operation: &'static str) -> Result<()> {
         if self.is_alive() { Ok(()) } else { Err(Error::Gone { pid: self.pid, operation }) }
     }

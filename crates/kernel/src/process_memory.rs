@@ -37,7 +37,7 @@ pub fn write_memory(process: &Process, at: HostVirt, src: &[u8]) -> Result<()> {
     process.ensure_alive("write memory")
 }
 
-/// Reads `ranges`, one behind the other, into `dst`, whose length must be their sum.
+/// Reads `ranges`, one after the other, into `dst`, whose length must be their sum.
 pub(crate) fn gather(process: &Process, ranges: &[HostRange], dst: &mut [u8]) -> Result<()> {
     let mut remote: Vec<libc::iovec> = Vec::with_capacity(ranges.len().min(RANGES_MAX));
     let mut left = ranges.iter().copied().filter(|r| r.len_bytes > 0).peekable();

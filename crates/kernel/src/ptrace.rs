@@ -24,7 +24,7 @@ use std::mem::{MaybeUninit, size_of};
 use std::ptr::null_mut;
 use std::time::{Duration, Instant};
 
-/// What the C library takes for a request.
+/// The type of a ptrace request in the C library.
 #[cfg(target_env = "musl")]
 type Request = libc::c_int;
 #[cfg(not(target_env = "musl"))]
@@ -38,13 +38,13 @@ const CODE_SYSCALL: i32 = libc::SIGTRAP | 0x80;
 const EVENT_STOP: i32 = libc::PTRACE_EVENT_STOP;
 /// Siginfo code of the stop of a thread that has made another process, not asking for SIGCHLD.
 const CODE_BORN: i32 = libc::SIGTRAP | libc::PTRACE_EVENT_CLONE << 8;
-/// What `PTRACE_GETEVENTMSG` says at the entry of a system call.
+/// The value of `PTRACE_GETEVENTMSG` at the entry of a system call.
 const MESSAGE_ENTRY: u64 = 1;
 /// The code segment of 64-bit user code.
 const CS_USER_64: u64 = 0x33;
 /// The kernel's `NT_X86_XSTATE`: the registers that its xsave instruction saves.
 const REGISTERS_XSAVE: usize = 0x202;
-/// They take 11 KiB with the largest that there are.
+/// The most bytes of the extended registers. The largest processors need 11 KiB.
 const XSAVE_BYTES_MAX: usize = 16 << 10;
 
 /// The first polls only yield, so that a stop costs microseconds; then we sleep between them.
@@ -54,13 +54,13 @@ const POLL_SLEEP: Duration = Duration::from_micros(100);
 /// Why the thread is stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stop {
-    /// By our interrupt, or because its process is stopped as a whole.
+    /// Stopped by an interrupt of the tracer, or because the whole process is stopped.
     Event,
     /// About to make a system call.
     Entry,
     /// Back from a system call.
     Exit,
-    /// In a `clone()` that has made another process: this is its number, as we see it.
+    /// Stopped in a `clone()` that has created a process with this number, as the tracer sees it.
     Born(u32),
     /// About to take this signal.
     Signal(i32),
@@ -70,9 +70,10 @@ pub(crate) enum Stop {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SignalMask(pub u64);
 
-/// What a ptrace request may fill.
+/// A type that a ptrace request may fill.
 ///
 /// # Safety
+///
 /// Any bytes must be a value of the type.
 unsafe trait Plain: Copy {}
 // SAFETY: an integer.
@@ -112,14 +113,14 @@ impl<'p> Tracee<'p> {
         Self { process, thread_bound: PhantomData }
     }
 
-    /// From here on another process that the stopped thread makes is traced too, from its first
-    /// instant; and not, when false. The seccomp filter, where it was suspended, no longer is.
+    /// Sets whether the threads and processes that the stopped thread creates are traced, too, from
+    /// their first instruction. Also ends a suspension of the seccomp filter.
     pub fn stop_at_births(&self, stop: bool) -> Result<()> {
         let births = if stop { libc::PTRACE_O_TRACECLONE as usize } else { 0 };
         self.set_options(OPTION_SYSCALL_GOOD | births)
     }
 
-    /// From here on the stopped thread's process dies with the thread that traces it.
+    /// Has the kernel kill the stopped thread's process when the thread that traces it ends.
     pub fn die_with_tracer(&self) -> Result<()> {
         self.set_options(OPTION_SYSCALL_GOOD | libc::PTRACE_O_EXITKILL as usize)
     }
@@ -218,8 +219,8 @@ impl<'p> Tracee<'p> {
         }))
     }
 
-    /// Waits for the thread to stop, until `deadline`; an error that names `operation` where it
-    /// does not.
+    /// Waits until the thread stops, at most until `deadline`. Fails with an error that names
+    /// `operation` if it does not stop.
     pub fn wait_for_stop(&self, operation: &'static str, deadline: Instant) -> Result<Stop> {
         let begun = Instant::now();
         let mut polls = 0;

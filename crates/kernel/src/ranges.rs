@@ -9,13 +9,13 @@ pub(crate) fn between(start: u64, end: u64) -> HostRange {
     HostRange { start: HostVirt(start), len_bytes: end.saturating_sub(start) }
 }
 
-/// The part that two ranges share, where there is one.
+/// Returns the part that two ranges share; `None` if they do not overlap.
 pub(crate) fn intersection(a: HostRange, b: HostRange) -> Option<HostRange> {
     let shared = between(a.start.0.max(b.start.0), a.end().0.min(b.end().0));
     (shared.len_bytes > 0).then_some(shared)
 }
 
-/// Adds a range to the end of a list, joined to the last one where they touch or overlap.
+/// Appends a range to a list. Joins it with the last one if they touch or overlap.
 pub(crate) fn push_joined(list: &mut Vec<HostRange>, range: HostRange) {
     assert!(
         list.last().is_none_or(|tail| tail.start <= range.start),
@@ -48,7 +48,7 @@ pub(crate) fn union(lists: &[&[HostRange]]) -> Vec<HostRange> {
     }
 }
 
-/// What of `list` lies in `window`.
+/// Returns the parts of `list` that lie in `window`.
 pub(crate) fn clip(list: &[HostRange], window: HostRange) -> Vec<HostRange> {
     let first = list.partition_point(|range| range.end() <= window.start);
     let inside =
@@ -95,7 +95,7 @@ pub(crate) fn split(list: &[HostRange], by: &[HostRange], mut each: impl FnMut(H
     }
 }
 
-/// What of `list` lies in `by` (`inside`) or does not.
+/// Returns the parts of `list` that lie in `by` (`inside`), or that do not.
 pub(crate) fn select(list: &[HostRange], by: &[HostRange], inside: bool) -> Vec<HostRange> {
     let mut out = Vec::new();
     split(list, by, |range, is_inside| {

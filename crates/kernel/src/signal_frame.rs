@@ -43,7 +43,8 @@ const FRAME_WORDS: usize = 55;
 const WORD_BYTES: u64 = 8;
 /// `UC_FP_XSTATE`, `UC_SIGCONTEXT_SS`, `UC_STRICT_RESTORE_SS`.
 const CONTEXT_FLAGS: u64 = 1 | 2 | 4;
-/// No state that an alternate signal stack can have: the kernel leaves the one there is as it is.
+/// A value that is no state of an alternate signal stack: the kernel then leaves the present one
+/// unchanged.
 const SIGNAL_STACK_UNCHANGED: u64 = u32::MAX as u64;
 
 /// Of the xsave area: where what the processor's structure leaves to software begins, the bits of
@@ -158,8 +159,8 @@ fn words(
     words
 }
 
-/// The registers with which an interrupted system call is made again; the same where there was
-/// none.
+/// Returns the registers that repeat an interrupted system call; the same registers if none was
+/// interrupted.
 fn restarting(registers: &libc::user_regs_struct) -> libc::user_regs_struct {
     let interrupted = matches!(
         registers.rax.cast_signed(),
@@ -211,13 +212,14 @@ fn with_marks(xsave: &[u8], layout: &XsaveLayout) -> Option<Vec<u8>> {
     Some(out)
 }
 
-/// Where each feature's part of an xsave area in standard form ends, by the number of its bit.
+/// The end of each feature's part in an xsave area of standard form, by the number of the feature's
+/// bit.
 #[derive(Debug)]
 pub(crate) struct XsaveLayout([usize; FEATURES]);
 
 impl XsaveLayout {
-    /// That of this processor, asked once: a virtual machine's host answers each question, which
-    /// takes its time.
+    /// Returns the layout of this processor, read once: under a hypervisor each CPUID instruction
+    /// is slow.
     pub fn of_this_processor() -> &'static Self {
         static LAYOUT: OnceLock<XsaveLayout> = OnceLock::new();
         LAYOUT.get_or_init(|| {

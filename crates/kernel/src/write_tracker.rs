@@ -56,7 +56,8 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Mutex;
 
-/// From this size on a second thread, which takes 0.1 ms to start, is worth it.
+/// The size of memory, in bytes, from which on a scan uses a second thread. Starting it takes 0.1
+/// ms.
 const SHARED_BYTES: u64 = 2 << 30;
 /// Written pages closer than this are looked up by one walk: a call costs about what 2 MiB of page
 /// table do.
@@ -91,7 +92,7 @@ pub struct ScanStats {
 #[derive(Debug, Default)]
 struct Drained {
     all: Vec<HostRange>,
-    /// Those known to have had nothing there when they were protected.
+    /// Ranges that held nothing when they were protected.
     absent: Vec<HostRange>,
 }
 
@@ -100,34 +101,35 @@ struct Drained {
 struct Missing {
     /// Without an entry.
     holes: Vec<HostRange>,
-    /// With one: on swap, in migration, or a bare marker.
+    /// Ranges with an entry: on swap, in migration, or a bare marker.
     entries: Vec<HostRange>,
-    /// Where it was asked for: those of the file behind private memory, though they be in memory.
+    /// Ranges that belong to the file behind private memory, even if they are in memory; only if
+    /// requested.
     of_file: Vec<HostRange>,
 }
 
-/// Pages of memory where a discard leaves a marker.
+/// Pages of memory in which a discard leaves a marker.
 #[derive(Debug, Default)]
 struct NotOwn {
-    /// What was discarded since the last scan.
+    /// Ranges that were discarded since the last scan.
     discarded: Vec<HostRange>,
-    /// What holds nothing now.
+    /// Ranges that hold nothing now.
     bare: Vec<HostRange>,
     /// The same, and what holds the file's page.
     all: Vec<HostRange>,
 }
 
-/// What scans share; one scan at a time.
+/// Buffers that scans share. Only one scan runs at a time.
 #[derive(Debug)]
 struct Scratch {
     buffer: Vec<PageRegion>,
-    /// For the second thread.
+    /// The buffer of the second thread.
     second: Vec<PageRegion>,
     by_two: bool,
     /// Registered, never scanned.
     unscanned: Vec<HostRange>,
-    /// In memory where a discard leaves a marker: pages that held nothing of their own at the last
-    /// scan.
+    /// Pages that held nothing of their own at the last scan, in memory in which a discard leaves a
+    /// marker.
     not_own: Vec<HostRange>,
 }
 
@@ -397,7 +399,7 @@ impl WriteTracker {
         Ok(drained)
     }
 
-    /// What of `windows` is not in memory, or whatever else `query` asks for.
+    /// Returns the parts of `windows` that are not in memory, or that `query` selects otherwise.
     fn missing(
         &self,
         query: PagemapQuery,

@@ -26,7 +26,7 @@ const PART_BYTES: usize = 64 << 10;
 
 /// A frame received from the other host.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Frame {
+pub struct LinkFrame {
     /// The kind of frame, defined by the caller's protocol.
     pub kind: u8,
     /// The content of the frame.
@@ -141,7 +141,7 @@ impl Channel {
     }
 
     /// Returns the next frame, or `None` if no whole frame arrives within `timeout`.
-    pub fn receive(&self, input: &mut Input, timeout: Duration) -> Result<Option<Frame>> {
+    pub fn receive(&self, input: &mut Input, timeout: Duration) -> Result<Option<LinkFrame>> {
         let deadline = Instant::now() + timeout;
         loop {
             if let Some(frame) = input.next(&self.peer)? {
@@ -227,7 +227,7 @@ impl Input {
     }
 
     /// Removes and returns the next frame, if it is complete.
-    pub(crate) fn next(&mut self, peer: &str) -> Result<Option<Frame>> {
+    pub(crate) fn next(&mut self, peer: &str) -> Result<Option<LinkFrame>> {
         let left = self.bytes.get(self.taken..).unwrap_or_default();
         let Some(head) = left.first_chunk::<HEAD_BYTES>() else {
             self.bytes.drain(..self.taken);
@@ -246,13 +246,13 @@ impl Input {
         };
         let payload = payload.to_vec();
         self.taken += HEAD_BYTES + payload.len();
-        Ok(Some(Frame { kind, payload }))
+        Ok(Some(LinkFrame { kind, payload }))
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use crate::{Channel, Error, FRAME_BYTES_MAX, Frame, Input, Key, Party};
+    use crate::{Channel, Error, FRAME_BYTES_MAX, Input, Key, LinkFrame, Party};
     use std::net::TcpListener;
     use std::os::unix::fs::PermissionsExt;
     use std::time::Duration;
@@ -281,13 +281,13 @@ mod tests {
             meet(&party("a secret of some bytes"), &party("a secret of some bytes\n"));
         let (ours, theirs) = (ours.unwrap(), theirs.unwrap());
         let frame =
-            |n: usize| Frame { kind: n as u8, payload: vec![n as u8; n * n * 401 % 700_000] };
+            |n: usize| LinkFrame { kind: n as u8, payload: vec![n as u8; n * n * 401 % 700_000] };
         let run = |channel: &Channel| {
             let mut input = Input::default();
             std::thread::scope(|scope| {
                 scope.spawn(|| {
                     for n in 0..60 {
-                        let Frame { kind, payload } = frame(n);
+                        let LinkFrame { kind, payload } = frame(n);
                         let (a, b) = payload.split_at(payload.len() / 3);
                         channel.send(kind, &[a, b]).unwrap();
                     }

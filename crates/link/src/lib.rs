@@ -20,7 +20,7 @@ mod channel;
 pub mod fuzzing;
 mod key;
 
-pub use channel::{Channel, Frame, Input};
+pub use channel::{Channel, Input, LinkFrame};
 pub use key::{Key, Party};
 
 /// The longest frame, kind and payload, in bytes.

@@ -48,12 +48,12 @@ pub struct MachineSpec {
 }
 
 impl MachineSpec {
-    /// Path of the VMM's binary.
+    /// Returns the path of the VMM's binary.
     pub fn binary(&self) -> &Path {
         Path::new(&self.binary_path)
     }
 
-    /// Directory that relative paths of the command line start from.
+    /// Returns the directory from which relative paths of the command line start.
     pub fn directory(&self) -> PathBuf {
         PathBuf::from(&self.working_directory)
     }

@@ -34,7 +34,8 @@ mod server_link;
 mod tests;
 
 pub use cluster::{
-    Cluster, Dispatch, Failure, Failures, Interval, Network, Node, Policy, Transfer,
+    AssignmentPolicy, Cluster, ClusterNetwork, ClusterNode, Dispatch, Failures, NodeFailure,
+    SimulatedInterval, Transfer,
 };
 pub use engine::simulate;
 pub use equal_intervals::equal_intervals;

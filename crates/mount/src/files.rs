@@ -1,7 +1,7 @@
 //! The tree as FUSE asks for it.
 
 use super::disks::OpenDisk;
-use super::node::{Kind, Node, Place};
+use super::node::{MountNode, MountedFile, Place};
 use super::tree::{Denied, Look, Tree};
 use fuser::{
     Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, LockOwner,
@@ -23,23 +23,23 @@ const LISTINGS_MAX: usize = 1024;
 const DISKS_OPEN_MAX: usize = 1024;
 
 /// The file system.
-pub struct Files {
+pub struct MountedFiles {
     tree: Tree,
     /// The names of directories that are being listed, each as it was when it was opened.
-    listings: Mutex<HashMap<u64, Vec<(String, Node)>>>,
+    listings: Mutex<HashMap<u64, Vec<(String, MountNode)>>>,
     /// Disks that are open, by their handles.
     disks: Mutex<HashMap<u64, Arc<OpenDisk>>>,
     owner: (u32, u32),
 }
 
-impl Files {
-    /// Over a tree; files are the calling user's.
+impl MountedFiles {
+    /// Makes the file system of a tree. All files belong to the calling user.
     pub fn new(tree: Tree) -> Self {
         let owner = (rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw());
         Self { tree, listings: Mutex::default(), disks: Mutex::default(), owner }
     }
 
-    fn listings(&self) -> MutexGuard<'_, HashMap<u64, Vec<(String, Node)>>> {
+    fn listings(&self) -> MutexGuard<'_, HashMap<u64, Vec<(String, MountNode)>>> {
         self.listings.lock().ignore_poison()
     }
 
@@ -52,7 +52,7 @@ impl Files {
         keep(&mut self.disks(), Arc::new(opened), DISKS_OPEN_MAX)
     }
 
-    fn attributes(&self, node: Node) -> Result<(FileAttr, Duration), Errno> {
+    fn attributes(&self, node: MountNode) -> Result<(FileAttr, Duration), Errno> {
         let Look { len_bytes, time, lasts } = self.tree.look(node).map_err(errno)?;
         let (kind, perm) =
             (kind(node), if kind(node) == FileType::RegularFile { 0o400 } else { 0o500 });
@@ -76,11 +76,13 @@ impl Files {
         Ok((attributes, if lasts { TRUSTED } else { Duration::ZERO }))
     }
 
-    fn list(&self, node: Node) -> Result<u64, Errno> {
+    fn list(&self, node: MountNode) -> Result<u64, Errno> {
         let names = self.tree.list(node).map_err(errno)?;
         let above = match node {
-            Node::Directory(Place { id, member }) if member > 0 => Node::Directory(Place::of(id)),
-            _ => Node::Root,
+            MountNode::Directory(Place { id, member }) if member > 0 => {
+                MountNode::Directory(Place::of(id))
+            }
+            _ => MountNode::Root,
         };
         let around = [(".".to_owned(), node), ("..".to_owned(), above)];
         keep(&mut self.listings(), around.into_iter().chain(names).collect(), LISTINGS_MAX)
@@ -94,15 +96,15 @@ fn keep<T>(open: &mut HashMap<u64, T>, opened: T, max: usize) -> Result<u64, Err
     Ok(free)
 }
 
-fn node(number: INodeNo) -> Result<Node, Errno> {
-    Node::of(number.0).ok_or(Errno::ENOENT)
+fn node(number: INodeNo) -> Result<MountNode, Errno> {
+    MountNode::of(number.0).ok_or(Errno::ENOENT)
 }
 
-fn kind(node: Node) -> FileType {
+fn kind(node: MountNode) -> FileType {
     match node {
-        Node::Root | Node::Directory(_) => FileType::Directory,
-        Node::File(..) | Node::Disk(..) => FileType::RegularFile,
-        Node::Link(_) => FileType::Symlink,
+        MountNode::Root | MountNode::Directory(_) => FileType::Directory,
+        MountNode::File(..) | MountNode::Disk(..) => FileType::RegularFile,
+        MountNode::Link(_) => FileType::Symlink,
     }
 }
 
@@ -113,7 +115,7 @@ fn errno(denied: Denied) -> Errno {
     }
 }
 
-impl Filesystem for Files {
+impl Filesystem for MountedFiles {
     fn lookup(&self, _req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let found = node(parent).and_then(|parent| {
             let name = name.to_str().ok_or(Errno::ENOENT)?;
@@ -134,8 +136,8 @@ impl Filesystem for Files {
     }
 
     fn readlink(&self, _req: &Request, ino: INodeNo, reply: ReplyData) {
-        match Node::of(ino.0) {
-            Some(Node::Link(link)) => match self.tree.target(link) {
+        match MountNode::of(ino.0) {
+            Some(MountNode::Link(link)) => match self.tree.target(link) {
                 Ok(target) => reply.data(target.as_bytes()),
                 Err(denied) => reply.error(errno(denied)),
             },
@@ -144,13 +146,13 @@ impl Filesystem for Files {
     }
 
     fn open(&self, _req: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
-        match Node::of(ino.0) {
+        match MountNode::of(ino.0) {
             // Tags come and go, and with them its length.
-            Some(Node::File(_, Kind::Info)) => {
+            Some(MountNode::File(_, MountedFile::Info)) => {
                 reply.opened(FileHandle(0), FopenFlags::FOPEN_DIRECT_IO);
             }
-            Some(Node::File(..)) => reply.opened(FileHandle(0), FopenFlags::FOPEN_KEEP_CACHE),
-            Some(Node::Disk(place, disk)) => match self.open_disk(place, disk) {
+            Some(MountNode::File(..)) => reply.opened(FileHandle(0), FopenFlags::FOPEN_KEEP_CACHE),
+            Some(MountNode::Disk(place, disk)) => match self.open_disk(place, disk) {
                 Ok(handle) => reply.opened(FileHandle(handle), FopenFlags::empty()),
                 Err(errno) => reply.error(errno),
             },
@@ -169,14 +171,14 @@ impl Filesystem for Files {
         _lock_owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        match Node::of(ino.0) {
-            Some(Node::File(place, kind)) => {
+        match MountNode::of(ino.0) {
+            Some(MountNode::File(place, kind)) => {
                 match self.tree.read(place, kind, offset, size.min(READ_BYTES_MAX) as usize) {
                     Ok(bytes) => reply.data(&bytes),
                     Err(denied) => reply.error(errno(denied)),
                 }
             }
-            Some(Node::Disk(..)) => {
+            Some(MountNode::Disk(..)) => {
                 let disk = self.disks().get(&fh.0).cloned();
                 let len = size.min(READ_BYTES_MAX) as usize;
                 let read = disk
@@ -201,7 +203,7 @@ impl Filesystem for Files {
         _flush: bool,
         reply: ReplyEmpty,
     ) {
-        if let Some(Node::Disk(..)) = Node::of(ino.0) {
+        if let Some(MountNode::Disk(..)) = MountNode::of(ino.0) {
             self.disks().remove(&fh.0);
         }
         reply.ok();

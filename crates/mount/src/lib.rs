@@ -28,5 +28,5 @@ pub mod node;
 pub mod tree;
 
 pub use error::Error;
-pub use files::Files;
+pub use files::MountedFiles;
 pub use tree::Tree;

@@ -19,7 +19,7 @@ const KIND_BITS: u32 = 8;
 pub const DISKS_MAX: usize = 128;
 const MEMBER_BITS: u32 = 16;
 
-/// A directory of files.
+/// The directory of a checkpoint, or of a member of its group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
     /// The checkpoint.
@@ -41,7 +41,7 @@ impl Place {
 
 /// A file of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum MountedFile {
     /// `info.json`
     Info,
     /// `device.state`
@@ -54,7 +54,7 @@ pub enum Kind {
     Screen,
 }
 
-impl Kind {
+impl MountedFile {
     /// All kinds, in the order of listings. The place in it is the inode's low part, so new ones go
     /// behind.
     pub const ALL: [Self; 5] = [Self::Info, Self::Devices, Self::Raw, Self::Core, Self::Screen];
@@ -73,37 +73,37 @@ impl Kind {
 
 /// What an inode is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Node {
+pub enum MountNode {
     /// The directory of all.
     Root,
     /// A checkpoint, or a member of its group.
     Directory(Place),
     /// A file there.
-    File(Place, Kind),
+    File(Place, MountedFile),
     /// A disk there, by its number in the checkpoint.
     Disk(Place, u8),
     /// A link, by its number.
     Link(u64),
 }
 
-impl Node {
+impl MountNode {
     /// The inode's number.
     pub fn number(self) -> u64 {
         match self {
             Self::Root => ROOT,
             Self::Directory(place) => place.number(),
             Self::File(place, kind) => {
-                let at = Kind::ALL.iter().position(|k| *k == kind).unwrap_or_default();
+                let at = MountedFile::ALL.iter().position(|k| *k == kind).unwrap_or_default();
                 place.number() | (at as u64 + 1)
             }
             Self::Disk(place, disk) => {
-                place.number() | (Kind::ALL.len() as u64 + 1 + u64::from(disk))
+                place.number() | (MountedFile::ALL.len() as u64 + 1 + u64::from(disk))
             }
             Self::Link(n) => LINK | n,
         }
     }
 
-    /// What a number stands for.
+    /// Returns the node with an inode number; `None` if no node has it.
     pub fn of(number: u64) -> Option<Self> {
         if number == ROOT {
             return Some(Self::Root);
@@ -117,8 +117,8 @@ impl Node {
         match kind.checked_sub(1) {
             _ if id.0 == 0 => None,
             None => Some(Self::Directory(place)),
-            Some(k) => match k.checked_sub(Kind::ALL.len()) {
-                None => Kind::ALL.get(k).map(|kind| Self::File(place, *kind)),
+            Some(k) => match k.checked_sub(MountedFile::ALL.len()) {
+                None => MountedFile::ALL.get(k).map(|kind| Self::File(place, *kind)),
                 Some(disk) => Some(Self::Disk(place, disk as u8)).filter(|_| disk < DISKS_MAX),
             },
         }
@@ -136,16 +136,16 @@ mod tests {
 
     #[test]
     fn numbers_stand_for_one_thing_each() {
-        let mut all = vec![Node::Root, Node::Link(0), Node::Link(9)];
+        let mut all = vec![MountNode::Root, MountNode::Link(0), MountNode::Link(9)];
         for member in [0, 1, 258, u16::MAX] {
             let place = Place { id: CheckpointId(77), member };
-            all.push(Node::Directory(place));
-            all.extend(Kind::ALL.map(|k| Node::File(place, k)));
-            all.extend([0, 1, DISKS_MAX as u8 - 1].map(|disk| Node::Disk(place, disk)));
+            all.push(MountNode::Directory(place));
+            all.extend(MountedFile::ALL.map(|k| MountNode::File(place, k)));
+            all.extend([0, 1, DISKS_MAX as u8 - 1].map(|disk| MountNode::Disk(place, disk)));
         }
         for node in &all {
-            assert_eq!(Node::of(node.number()), Some(*node));
+            assert_eq!(MountNode::of(node.number()), Some(*node));
         }
-        assert_eq!([0, 2, 200, 77 << 24 | 0xf3].map(Node::of), [None; 4]);
+        assert_eq!([0, 2, 200, 77 << 24 | 0xf3].map(MountNode::of), [None; 4]);
     }
 }

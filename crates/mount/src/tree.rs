@@ -1,7 +1,7 @@
 //! The store as directories and files, without FUSE: names, sizes, bytes.
 
 use super::disks::{self, OpenDisk};
-use super::node::{Kind, Node, Place};
+use super::node::{MountNode, MountedFile, Place};
 use crate::error::Error;
 use keyframe_image::Image;
 use keyframe_inspect::display_picture::{self as screens, DrawableDisplay, NoPicture};
@@ -71,11 +71,11 @@ pub struct Tree {
     opened: Mutex<VecDeque<Arc<Opened>>>,
     links: Mutex<Vec<String>>,
     said: Mutex<BTreeSet<String>>,
-    report: Report,
+    report: ErrorReporter,
 }
 
 /// A function that receives each different error once.
-pub type Report = Box<dyn Fn(&Error) + Send + Sync>;
+pub type ErrorReporter = Box<dyn Fn(&Error) + Send + Sync>;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().ignore_poison()
@@ -83,7 +83,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Tree {
     /// A tree of the checkpoints of `store`. `report` receives errors.
-    pub fn new(store: Store, report: Report) -> Self {
+    pub fn new(store: Store, report: ErrorReporter) -> Self {
         Self {
             store,
             opened: Mutex::default(),
@@ -94,9 +94,9 @@ impl Tree {
     }
 
     /// The names in a directory.
-    pub fn list(&self, directory: Node) -> Result<Vec<(String, Node)>, Denied> {
+    pub fn list(&self, directory: MountNode) -> Result<Vec<(String, MountNode)>, Denied> {
         match directory {
-            Node::Root => {
+            MountNode::Root => {
                 let ids = self.store.ids().map_err(|e| self.denied(e))?;
                 let tags = self.store.tags().map_err(|e| self.denied(e))?;
                 let latest = ids.last().map(|_| LATEST.to_owned());
@@ -104,67 +104,69 @@ impl Tree {
                     let link = self.link(&name);
                     (name, link)
                 });
-                let numbered = ids.iter().filter(|id| Node::has_inodes(**id));
+                let numbered = ids.iter().filter(|id| MountNode::has_inodes(**id));
                 let checkpoints =
-                    numbered.map(|id| (id.to_string(), Node::Directory(Place::of(*id))));
+                    numbered.map(|id| (id.to_string(), MountNode::Directory(Place::of(*id))));
                 Ok(links.chain(checkpoints).collect())
             }
-            Node::Directory(place) => {
+            MountNode::Directory(place) => {
                 let opened = self.open(place.id)?;
-                let files = Kind::ALL.into_iter().filter(|kind| opened.has(place, *kind));
-                let files = files.map(|kind| (kind.name().to_owned(), Node::File(place, kind)));
+                let files = MountedFile::ALL.into_iter().filter(|kind| opened.has(place, *kind));
+                let files =
+                    files.map(|kind| (kind.name().to_owned(), MountNode::File(place, kind)));
                 let disks = opened
                     .disks(place)
                     .into_iter()
-                    .map(|(disk, name)| (name, Node::Disk(place, disk)));
+                    .map(|(disk, name)| (name, MountNode::Disk(place, disk)));
                 Ok(files.chain(disks).chain(opened.directories(place)).collect())
             }
-            Node::File(..) | Node::Disk(..) | Node::Link(_) => Err(Denied::Absent),
+            MountNode::File(..) | MountNode::Disk(..) | MountNode::Link(_) => Err(Denied::Absent),
         }
     }
 
-    /// What a name in a directory stands for.
-    pub fn find(&self, directory: Node, name: &str) -> Result<Node, Denied> {
+    /// Returns the node with a name in a directory. Fails with [`Denied`] if there is none or if
+    /// the store cannot be read.
+    pub fn find(&self, directory: MountNode, name: &str) -> Result<MountNode, Denied> {
         match directory {
-            Node::Root => {
+            MountNode::Root => {
                 // A link's target must exist too.
                 let id = self.store.resolve(name).map_err(|e| self.denied(e))?;
-                match Node::Directory(Place::of(id)) {
-                    _ if !Node::has_inodes(id) => Err(Denied::Absent),
+                match MountNode::Directory(Place::of(id)) {
+                    _ if !MountNode::has_inodes(id) => Err(Denied::Absent),
                     checkpoint if name == id.to_string() => Ok(checkpoint),
                     // 007 is no name of 7.
                     _ if name.bytes().all(|c| c.is_ascii_digit()) => Err(Denied::Absent),
                     _ => Ok(self.link(name)),
                 }
             }
-            Node::Directory(place) => {
+            MountNode::Directory(place) => {
                 let opened = self.open(place.id)?;
-                let Some(kind) = Kind::ALL.into_iter().find(|k| k.name() == name) else {
+                let Some(kind) = MountedFile::ALL.into_iter().find(|k| k.name() == name) else {
                     if let Some((disk, _)) =
                         opened.disks(place).into_iter().find(|(_, file)| file == name)
                     {
-                        return Ok(Node::Disk(place, disk));
+                        return Ok(MountNode::Disk(place, disk));
                     }
                     let found = opened.directories(place).find(|(directory, _)| directory == name);
                     return found.map(|(_, node)| node).ok_or(Denied::Absent);
                 };
                 if opened.has(place, kind) {
-                    Ok(Node::File(place, kind))
+                    Ok(MountNode::File(place, kind))
                 } else {
                     Err(Denied::Absent)
                 }
             }
-            Node::File(..) | Node::Disk(..) | Node::Link(_) => Err(Denied::Absent),
+            MountNode::File(..) | MountNode::Disk(..) | MountNode::Link(_) => Err(Denied::Absent),
         }
     }
 
-    /// What a node looks like.
-    pub fn look(&self, node: Node) -> Result<Look, Denied> {
+    /// Returns the size, the time and the cacheability of a node.
+    pub fn look(&self, node: MountNode) -> Result<Look, Denied> {
         match node {
-            Node::Root => {
+            MountNode::Root => {
                 Ok(Look { len_bytes: 0, time: self.store.created().into(), lasts: false })
             }
-            Node::Link(n) => {
+            MountNode::Link(n) => {
                 let target = self.target(n)?;
                 Ok(Look {
                     len_bytes: target.len() as u64,
@@ -172,9 +174,9 @@ impl Tree {
                     lasts: false,
                 })
             }
-            Node::Directory(place) => self.look_at(place, None),
-            Node::File(place, kind) => self.look_at(place, Some(kind)),
-            Node::Disk(place, disk) => {
+            MountNode::Directory(place) => self.look_at(place, None),
+            MountNode::File(place, kind) => self.look_at(place, Some(kind)),
+            MountNode::Disk(place, disk) => {
                 let look = self.look_at(place, None)?;
                 let opened = self.open(place.id)?;
                 let known = opened.loaded.meta.disks.get(usize::from(disk));
@@ -209,7 +211,7 @@ impl Tree {
         disk.read(offset, len).map_err(|error| self.unreadable(&error))
     }
 
-    fn look_at(&self, place: Place, kind: Option<Kind>) -> Result<Look, Denied> {
+    fn look_at(&self, place: Place, kind: Option<MountedFile>) -> Result<Look, Denied> {
         let id = place.id;
         // It may have been forgotten since.
         self.store.resolve(&id.to_string()).map_err(|e| self.denied(e))?;
@@ -217,27 +219,27 @@ impl Tree {
         let vm = || opened.vm(place).ok_or(Denied::Absent);
         let len_bytes = match kind {
             None => 0,
-            Some(Kind::Info) => self.info(id)?.len() as u64,
-            Some(Kind::Devices) => vm()?.guest.device_state.len() as u64,
-            Some(Kind::Screen) => self.png(&opened, vm()?)?.len() as u64,
+            Some(MountedFile::Info) => self.info(id)?.len() as u64,
+            Some(MountedFile::Devices) => vm()?.guest.device_state.len() as u64,
+            Some(MountedFile::Screen) => self.png(&opened, vm()?)?.len() as u64,
             Some(kind) => vm()?.image(kind).ok_or(Denied::Absent)?.len_bytes(),
         };
         let time = opened.loaded.meta.taken_at.into();
-        Ok(Look { len_bytes, time, lasts: kind != Some(Kind::Info) })
+        Ok(Look { len_bytes, time, lasts: kind != Some(MountedFile::Info) })
     }
 
-    /// Where a link points.
+    /// Returns the target of a link: the number of the checkpoint.
     pub fn target(&self, link: u64) -> Result<String, Denied> {
         let name = usize::try_from(link).ok().and_then(|n| lock(&self.links).get(n).cloned());
         let id = self.store.resolve(&name.ok_or(Denied::Absent)?).map_err(|e| self.denied(e))?;
         Ok(id.to_string())
     }
 
-    /// Up to `len` bytes of a file from `offset` on.
+    /// Reads up to `len` bytes of a file from `offset` on; fewer at its end.
     pub fn read(
         &self,
         place: Place,
-        kind: Kind,
+        kind: MountedFile,
         offset: u64,
         len: usize,
     ) -> Result<Vec<u8>, Denied> {
@@ -247,12 +249,12 @@ impl Tree {
             let end = start.saturating_add(len).min(bytes.len());
             bytes.get(start..end).unwrap_or_default().to_vec()
         };
-        if kind == Kind::Info {
+        if kind == MountedFile::Info {
             return Ok(part(self.info(id)?.as_bytes()));
         }
         let opened = self.open(id)?;
         let vm = opened.vm(place).ok_or(Denied::Absent)?;
-        if kind == Kind::Screen {
+        if kind == MountedFile::Screen {
             return Ok(part(&self.png(&opened, vm)?));
         }
         let Some(image) = vm.image(kind) else { return Ok(part(&vm.guest.device_state)) };
@@ -276,13 +278,13 @@ impl Tree {
         let made =
             shown.picture(&opened.loaded, &vm.guest).and_then(|picture| screens::png(&picture));
         let made = made.map_err(|source| {
-            let (checkpoint, file) = (opened.loaded.id, Kind::Screen.name());
+            let (checkpoint, file) = (opened.loaded.id, MountedFile::Screen.name());
             self.unreadable(&Error::Make { checkpoint, file, source })
         })?;
         Ok(Arc::clone(png.insert(made.into())))
     }
 
-    fn lacks(&self, id: CheckpointId, kind: Kind, source: keyframe_inspect::Error) {
+    fn lacks(&self, id: CheckpointId, kind: MountedFile, source: keyframe_inspect::Error) {
         self.tell(&Error::NoFile { checkpoint: id, file: kind.name(), source });
     }
 
@@ -305,18 +307,18 @@ impl Tree {
             }
         }
         let loaded = self.store.load(id).map_err(|e| self.denied(e))?;
-        let made = |image: keyframe_inspect::Result<Image>, kind: Kind| {
+        let made = |image: keyframe_inspect::Result<Image>, kind: MountedFile| {
             image.map_err(|e| self.lacks(id, kind, e)).ok()
         };
         let vm = |guest: Guest| OpenedVm {
             directory: guest.member.as_deref().map(directory_name),
-            raw: made(guest.raw(), Kind::Raw),
-            core: made(guest.core(), Kind::Core),
+            raw: made(guest.raw(), MountedFile::Raw),
+            core: made(guest.core(), MountedFile::Core),
             screen: match DrawableDisplay::of(&guest) {
                 Ok(shown) => Some(shown),
                 Err(NoPicture::NoDisplay | NoPicture::NotDrawn(_)) => None,
                 Err(NoPicture::Failed(e)) => {
-                    self.lacks(id, Kind::Screen, e);
+                    self.lacks(id, MountedFile::Screen, e);
                     None
                 }
             },
@@ -337,13 +339,13 @@ impl Tree {
         Ok(opened)
     }
 
-    fn link(&self, name: &str) -> Node {
+    fn link(&self, name: &str) -> MountNode {
         let mut links = lock(&self.links);
         let at = links.iter().position(|l| l == name).unwrap_or_else(|| {
             links.push(name.to_owned());
             links.len() - 1
         });
-        Node::Link(at as u64)
+        MountNode::Link(at as u64)
     }
 
     fn denied(&self, error: keyframe_store::Error) -> Denied {
@@ -378,12 +380,12 @@ impl Opened {
     }
 
     /// The directories in a place.
-    fn directories(&self, place: Place) -> impl Iterator<Item = (String, Node)> {
+    fn directories(&self, place: Place) -> impl Iterator<Item = (String, MountNode)> {
         let all = if place.member == 0 { &self.vms[..] } else { &[] };
         let named = (1..).zip(all).filter_map(|(member, vm)| Some((vm.directory.clone()?, member)));
         named
             .filter(|(name, _)| (1..=NAME_BYTES_MAX).contains(&name.len()))
-            .map(move |(name, member)| (name, Node::Directory(Place { member, ..place })))
+            .map(move |(name, member)| (name, MountNode::Directory(Place { member, ..place })))
     }
 
     /// The disks in a place: their numbers in the checkpoint, and the names of their files.
@@ -394,22 +396,24 @@ impl Opened {
             .collect()
     }
 
-    fn has(&self, place: Place, kind: Kind) -> bool {
+    fn has(&self, place: Place, kind: MountedFile) -> bool {
         match kind {
-            Kind::Info => place.member == 0,
-            Kind::Devices => self.vm(place).is_some(),
-            Kind::Screen => self.vm(place).is_some_and(|vm| vm.screen.is_some()),
-            Kind::Raw | Kind::Core => self.vm(place).is_some_and(|vm| vm.image(kind).is_some()),
+            MountedFile::Info => place.member == 0,
+            MountedFile::Devices => self.vm(place).is_some(),
+            MountedFile::Screen => self.vm(place).is_some_and(|vm| vm.screen.is_some()),
+            MountedFile::Raw | MountedFile::Core => {
+                self.vm(place).is_some_and(|vm| vm.image(kind).is_some())
+            }
         }
     }
 }
 
 impl OpenedVm {
-    fn image(&self, kind: Kind) -> Option<&Image> {
+    fn image(&self, kind: MountedFile) -> Option<&Image> {
         match kind {
-            Kind::Raw => self.raw.as_ref(),
-            Kind::Core => self.core.as_ref(),
-            Kind::Info | Kind::Devices | Kind::Screen => None,
+            MountedFile::Raw => self.raw.as_ref(),
+            MountedFile::Core => self.core.as_ref(),
+            MountedFile::Info | MountedFile::Devices | MountedFile::Screen => None,
         }
     }
 }
@@ -417,7 +421,8 @@ impl OpenedVm {
 /// Makes a directory name of a member's name: characters that no file name may hold, or that make
 /// it another file's name, become `%` and two hexadecimal digits.
 fn directory_name(member: &str) -> String {
-    let taken = member.starts_with('.') || Kind::ALL.iter().any(|kind| kind.name() == member);
+    let taken =
+        member.starts_with('.') || MountedFile::ALL.iter().any(|kind| kind.name() == member);
     disks::escaped(member, |c| c == '.' && taken)
 }
 

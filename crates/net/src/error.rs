@@ -33,7 +33,7 @@ pub enum Error {
     /// The packets in flight are not all known, so the checkpoint must be given up.
     #[error("packets in flight are not all known: {reason}")]
     Torn {
-        /// What happened to the hold or the connection.
+        /// The event that ended the hold or the connection.
         reason: String,
     },
     /// The operation needs a held switch, and this one delivers packets.
@@ -97,7 +97,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// What the user can do about it, if that is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         match self {
             Self::NotQuiet { .. } => Some(
@@ -115,7 +115,7 @@ impl Error {
         }
     }
 
-    /// For `map_err`: makes [`Error::Io`] of `operation`.
+    /// Makes an [`Error::Io`] of `operation`, for `map_err`.
     pub(crate) fn io<E: Into<std::io::Error>>(
         operation: impl Into<String>,
     ) -> impl FnOnce(E) -> Self {
@@ -132,10 +132,12 @@ impl Error {
 mod as_text {
     use serde::{Deserialize, Deserializer, Serializer};
 
+    /// Serializes an I/O error as its text.
     pub fn serialize<S: Serializer>(error: &std::io::Error, to: S) -> Result<S::Ok, S::Error> {
         to.collect_str(error)
     }
 
+    /// Deserializes an I/O error from its text.
     pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<std::io::Error, D::Error> {
         String::deserialize(from).map(std::io::Error::other)
     }

@@ -39,12 +39,12 @@ pub struct PortKey(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LanKey(pub usize);
 
-/// How many bytes of frames may wait.
+/// The limits of the frames that wait.
 #[derive(Clone, Copy, Debug)]
 pub struct SwitchLimits {
-    /// For one port, in bytes.
+    /// The most bytes for one port.
     pub port_bytes_max: usize,
-    /// For all ports together, in bytes.
+    /// The most bytes for all ports together.
     pub total_bytes_max: usize,
 }
 

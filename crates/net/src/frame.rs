@@ -31,7 +31,7 @@ impl Mac {
 pub struct Frame(Arc<[u8]>);
 
 impl Frame {
-    /// `None` if `bytes` is empty or longer than [`FRAME_BYTES_MAX`].
+    /// Makes a frame. Returns `None` if `bytes` is empty or longer than [`FRAME_BYTES_MAX`].
     pub fn new(bytes: &[u8]) -> Option<Self> {
         if bytes.is_empty() || bytes.len() > FRAME_BYTES_MAX {
             return None;

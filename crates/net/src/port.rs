@@ -34,18 +34,18 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-/// The most that one call sends. The kernel keeps so much in one piece, so a descriptor sent with
-/// it is at its end.
+/// The most bytes that one call sends. The kernel keeps that many in one piece, so a descriptor
+/// that is sent with it is at its end.
 const PIECE_BYTES: usize = 32 << 10;
 /// The capacity of QEMU's end, in bytes, if the kernel does not tell.
 const SEND_BUFFER_BYTES: usize = 212_992;
 
-/// A NIC that takes no frame for so long has no driver or is switched off.
+/// The time without a read after which a NIC counts as having no driver or being switched off.
 const DEAF_AFTER: Duration = Duration::from_secs(2);
 /// The same, for a NIC that took no frame at the previous hold.
 const STILL_DEAF_AFTER: Duration = Duration::from_millis(20);
 
-/// How far QEMU is with the frames that were sent to it.
+/// The progress of QEMU with the frames that were sent to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Delivery {
     /// The NIC has taken all frames.
@@ -56,7 +56,7 @@ pub enum Delivery {
     Unread,
     /// QEMU has read all frames but does not read on: the NIC does not take the last one.
     Waiting,
-    /// QEMU has taken nothing for so long that the NIC counts as not listening. The frames that
+    /// QEMU has read nothing for [`DEAF_AFTER`]: the NIC counts as not listening. The frames that
     /// wait there are lost, as on a cable.
     Deaf,
 }
@@ -97,7 +97,8 @@ pub struct Port {
     sending: Option<(Frame, usize)>,
     tail: Tail,
     send_buffer_bytes: usize,
-    /// The time since when QEMU has not read on during this hold, and what was unread then.
+    /// The time since which QEMU has not read during this hold, and the number of unread bytes
+    /// then.
     stuck: Option<(Instant, u64)>,
     deaf: bool,
     /// The most that QEMU's end held since [`Self::watch`], in the kernel's accounting, rounded up.
@@ -105,7 +106,7 @@ pub struct Port {
 }
 
 impl Port {
-    /// `stream` must not block.
+    /// Makes a port on `stream`, which must not block.
     pub fn new(stream: UnixStream) -> Self {
         let send_buffer_bytes = std::fs::read_to_string("/proc/sys/net/core/wmem_default")
             .ok()
@@ -192,8 +193,8 @@ impl Port {
         self.sending = Some((frame, from));
     }
 
-    /// How far QEMU is. Sends the probe when it is due. To be called only while no frame is
-    /// delivered. Error: why the connection must be closed.
+    /// Returns how far QEMU has read, and sends the probe when it is due. Call it only while no
+    /// frame is delivered. Error: why the connection must be closed.
     pub fn delivery(&mut self) -> Result<Delivery, String> {
         let rest = self.probe_delivery()?;
         if rest == Delivery::Complete {
@@ -246,8 +247,8 @@ impl Port {
         self.stuck = None;
     }
 
-    /// Why frames that the guest has sent since [`Self::watch`] may be missing; `None` if none can
-    /// be. To be called after all waiting bytes are read.
+    /// Returns why frames that the guest has sent since [`Self::watch`] may be missing; `None` if
+    /// none can be. Call it after all waiting bytes are read.
     pub fn torn(&self) -> Option<String> {
         if self.deframer.begun_bytes() > 0 {
             return Some("the guest's last frame is incomplete".into());

@@ -131,7 +131,7 @@ impl Switch {
         Self::with_limits(SwitchLimits::default())
     }
 
-    /// As [`Self::new`], with other limits of what may wait.
+    /// Makes a switch as [`Self::new`], with other limits of what may wait.
     pub fn with_limits(limits: SwitchLimits) -> Result<Self> {
         let marker = std::fs::File::open("/dev/null").map_err(Error::io("open /dev/null"))?.into();
         Ok(Self {

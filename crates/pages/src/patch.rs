@@ -1,33 +1,33 @@
-//! A page as what differs from another one.
+//! Encodes a page as its differences from another page.
 //!
 //! ```text
 //!   base      | ......AAAA..........BB............. |
 //!   page      | ......CCCC..........DD............. |
 //!   patch     gap 6, length 4, CCCC   gap 10, length 2, DD
 //!
-//!   patch     runs: a varint each: bytes since the run before that are as in the base; bytes of the run, at least 1; these
+//!   patch     runs, each: varint, equal bytes since the run before │ varint, length of the run, at least 1 │ its bytes
 //! ```
 //!
-//! Invariant: whatever a patch's bytes are, applying it ends with a page or a problem.
+//! Invariant: applying any bytes gives a page or a [`Problem`].
 
 use crate::bytes::{Cursor, Problem, put_varint};
 use keyframe_units::{PAGE_BYTES, Page};
 
-/// What is more than half of a page is better off without a base.
+/// The longest patch, in bytes. A page with a longer patch is stored without a base.
 pub const PATCH_BYTES_MAX: usize = PAGE_BYTES / 2;
-/// Equal bytes between two runs that are cheaper to write than another run.
+/// The shortest gap of equal bytes that ends a run. A shorter gap costs less than another run.
 const GAP_BYTES_MIN: usize = 3;
 const LINE_BYTES: usize = 64;
 
-/// Appends to `out` how `page` differs from `base`; false where that takes more than
-/// `len_bytes_max`.
+/// Appends the patch that makes `page` from `base` to `out`. Returns false if the patch is longer
+/// than `len_bytes_max`; `out` then holds a part of it.
 pub fn diff(base: &Page, page: &Page, len_bytes_max: usize, out: &mut Vec<u8>) -> bool {
     let end_max = out.len() + len_bytes_max;
     let mut runs = Runs { page, out, written: 0 };
     let mut run: Option<(usize, usize)> = None;
     let (old, new) = (base.as_chunks::<LINE_BYTES>().0, page.as_chunks::<LINE_BYTES>().0);
-    // Which lines differ, then which words of such a line: where these are is not to be foreseen,
-    // and a branch for each costs more than looking.
+    // Bit masks of the lines that differ, then of the words of such a line: a processor could not
+    // predict a branch for each.
     let mut lines = mask(old.iter().zip(new).map(|(old, new)| !is_same(old, new)));
     while lines != 0 {
         let line = lines.trailing_zeros() as usize;

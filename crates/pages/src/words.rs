@@ -1,24 +1,24 @@
-//! A page as its 64-bit words: what structures full of pointers, tables and counters are, several
-//! times faster than LZ4 and smaller.
+//! Encodes a page by its 64-bit words. For pages of pointers, tables and counters this is several
+//! times faster than LZ4, and the result is smaller.
 //!
 //! ```text
-//!   payload   0  8 groups of eight words (64 bytes of the page): bit g is set where group g is not zero
+//!   payload   0  8 groups of eight words (64 bytes of the page): bit g is set if group g is not zero
 //!             8 32 four bases             40 .. four bytes for each such group: a code of four bits for each word, the lowest first
 //!                                          .. bytes of the words, in their order: as many as the code says, the lowest first
 //!   code      0 zero     1, 2, 3  1, 4, 8 bytes, those above are zero
 //!             4 + b, 8 + b, 12 + b        0, 2, 3 bytes, those above are as in base b
 //! ```
 //!
-//! A base is a word whose upper 40 bits many words of the page have. The payload ends with the last
-//! byte of a word.
+//! A base is a word whose upper 40 bits occur in many words of the page. The payload ends with the
+//! last byte of a word.
 //!
-//! Invariants: no payload is longer than [`WORDS_BYTES_MAX`]; whatever its bytes are, reading it
-//! ends with a page or a problem.
+//! Invariants: no payload is longer than [`WORDS_BYTES_MAX`]; decoding any bytes gives a page or a
+//! [`Problem`].
 
 use crate::bytes::Problem;
 use keyframe_units::{PAGE_BYTES, Page};
 
-/// A page that takes more is left to LZ4, which may find more in it.
+/// The longest payload, in bytes. The caller compresses a page with a longer one by LZ4.
 pub const WORDS_BYTES_MAX: usize = PAGE_BYTES * 3 / 8;
 const GROUP_WORDS: usize = 8;
 const GROUP_BYTES: usize = GROUP_WORDS * 8;
@@ -26,22 +26,22 @@ const GROUPS: usize = PAGE_BYTES / GROUP_BYTES;
 const BASES: usize = 4;
 const HEAD_BYTES: usize = 8 + BASES * 8;
 const CODE_BYTES: usize = 4;
-/// Room for a group, and for the word that is read or written beyond its own end.
+/// Bytes of a group and of one more word, because words are read and written eight bytes at a time.
 const WINDOW_BYTES: usize = GROUP_BYTES + 8;
-/// Room for a group behind the longest payload.
+/// Bytes of the longest payload and of a group after it.
 const BUFFER_BYTES: usize = WORDS_BYTES_MAX + WINDOW_BYTES;
-/// No window that begins before these is beyond the end of a payload.
+/// Bytes at the end of a payload. A window that begins before them ends within the payload.
 const TAIL_BYTES: usize = WINDOW_BYTES;
 
-/// By code: the bytes of a word that are in the payload.
+/// The number of bytes of a word in the payload, by code.
 const LEN_BYTES: [usize; 16] = [0, 1, 4, 8, 0, 0, 0, 0, 2, 2, 2, 2, 3, 3, 3, 3];
 const MASK: [u64; 16] = masks();
-/// Where words are counted by their upper bits.
+/// The number of slots of the table that counts words by their upper bits.
 const SLOTS: usize = 64;
-/// One word, in what is counted of a slot: its number is below that.
+/// One word in a slot's count. The bits below it hold the number of the slot.
 const ONE: i16 = SLOTS as i16;
 const LOW_BITS: u32 = 24;
-/// Groups that tell which bases a page has.
+/// The number of groups that are sampled to find the bases of a page.
 const SAMPLED_GROUPS: usize = 16;
 
 const fn masks() -> [u64; 16] {
@@ -54,8 +54,8 @@ const fn masks() -> [u64; 16] {
     out
 }
 
-/// What a word takes on its own: the bytes, above the code. Chosen without a branch, as words come
-/// in no order that a processor could foresee.
+/// Returns the cost of a word without a base: the number of its bytes in the upper four bits, its
+/// code in the lower four. It has no branch, because a processor could not predict one.
 #[inline]
 fn alone(word: u64) -> u64 {
     let cost = if word < 1 << 32 { 0x42 } else { 0x83 };
@@ -63,7 +63,8 @@ fn alone(word: u64) -> u64 {
     if word == 0 { 0 } else { cost }
 }
 
-/// What it takes on base 0, by what is different; code 12 of 14 bytes is never the less.
+/// Returns the cost of a word on base 0, from the bits in which the two differ. The result for more
+/// than 24 bits is so high that it is never the smallest cost.
 #[inline]
 fn on_base(different: u64) -> u64 {
     let cost = if different < 1 << 24 { 0x3c } else { 0xec };
@@ -73,9 +74,9 @@ fn on_base(different: u64) -> u64 {
 
 type Group = [u64; GROUP_WORDS];
 
-/// Makes payloads, in memory of its own.
+/// Encodes pages. It keeps its buffers from page to page.
 pub struct WordCoder {
-    /// Of the page at hand, the groups that are not zero, and what their words take.
+    /// The groups of the current page that are not zero, and the cost of each of their words.
     words: Box<[Group; GROUPS]>,
     costs: Box<[[u8; GROUP_WORDS]; GROUPS]>,
     buffer: Box<[u8; BUFFER_BYTES]>,
@@ -88,14 +89,15 @@ impl Default for WordCoder {
 }
 
 impl WordCoder {
-    /// With memory of its own.
+    /// Makes a coder with empty memory.
     pub fn new() -> Self {
         let (words, costs) =
             (Box::new([[0; GROUP_WORDS]; GROUPS]), Box::new([[0; GROUP_WORDS]; GROUPS]));
         Self { words, costs, buffer: Box::new([0; BUFFER_BYTES]) }
     }
 
-    /// The payload of a page; none where it would be too long to be one.
+    /// Returns the payload of a page; `None` if it would exceed [`WORDS_BYTES_MAX`], or if LZ4
+    /// compresses the page better.
     pub fn encode(&mut self, page: &Page) -> Option<&[u8]> {
         let Self { words, costs, buffer } = self;
         let (mut groups, mut count) = (0u64, 0);
@@ -110,7 +112,7 @@ impl WordCoder {
         }
         let words = words.get(..count)?;
         let bases = bases(words)?;
-        // LZ4 is fast where everything comes again, and leaves next to nothing of it.
+        // LZ4 compresses repetitions fast and far better.
         if words.windows(2).filter(|pair| pair[0] == pair[1]).count() * 2 > count {
             return None;
         }
@@ -128,7 +130,7 @@ impl WordCoder {
             let (mut codes, mut len) = (0u32, 0);
             for (place, (word, cost)) in group.iter().zip(costs).enumerate() {
                 codes |= u32::from(*cost & 15) << (4 * place);
-                // Without a check for each word: eight of them end before the window does.
+                // No check is needed for each word: a window holds eight words.
                 window[len % GROUP_BYTES..][..8].copy_from_slice(&word.to_le_bytes());
                 len += usize::from(*cost >> 4);
             }
@@ -146,8 +148,8 @@ impl WordCoder {
     }
 }
 
-/// What each word takes, alone or on the base on which it takes the least. Compiled for wide
-/// processors, too, which look at several at once.
+/// Computes the smallest cost of each word, without a base or on one of the bases. It is also
+/// compiled for AVX2 and AVX-512, which process several words at a time.
 #[multiversion::multiversion(targets(
     "x86_64+avx512f+avx512bw+avx512dq+avx512vl+bmi1+bmi2+lzcnt+popcnt",
     "x86_64+avx2+bmi1+bmi2+lzcnt+popcnt"
@@ -164,19 +166,19 @@ fn price(words: &[u64], bases: &[u64; BASES], costs: &mut [u8]) {
     }
 }
 
-/// Where words with these upper bits are counted.
+/// Returns the slot that counts words with these upper bits.
 fn slot_of(high: u64) -> usize {
     (high.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58) as usize
 }
 
-/// The words that most others are like; none where too few are like any. A part of the page tells:
-/// of text and code hardly any two words have the same upper bits.
+/// Returns the bases that occur in most words of a sample of the groups; `None` if the page would
+/// become too long even with them. In text and code hardly two words have the same upper bits.
 fn bases(words: &[Group]) -> Option<[u64; BASES]> {
     let count = words.len();
     let stride = count.div_ceil(SAMPLED_GROUPS).max(1);
     let mut slots = [0u64; SLOTS];
-    // How many words are counted there, and the slot's own number below that: all are compared at
-    // once.
+    // The number of words of each slot, above the number of the slot: one comparison finds the slot
+    // with the most words.
     let mut counts: [i16; SLOTS] = std::array::from_fn(|slot| slot as i16);
     let (mut others, mut sampled) = (0, 0);
     for group in words.iter().step_by(stride) {
@@ -205,19 +207,19 @@ fn bases(words: &[Group]) -> Option<[u64; BASES]> {
         others -= best / ONE;
         counts[slot] = 0;
     }
-    // Words like none of them take eight bytes, as a rule. A page about which the part is wrong by
-    // a little is tried.
+    // A word on no base usually takes eight bytes. The limit is raised by an eighth, because the
+    // sample is not exact.
     let bytes = HEAD_BYTES + count * CODE_BYTES + others as usize * 8 * count / sampled.max(1);
     (bytes <= WORDS_BYTES_MAX * 9 / 8).then_some(found)
 }
 
-/// Restores a page from its payload.
+/// Restores a page from its payload. Fails with a [`Problem`] if the payload is malformed.
 pub fn decode(stored: &[u8], page: &mut Page) -> Result<(), Problem> {
     let len = stored.len();
     if !(HEAD_BYTES..=WORDS_BYTES_MAX).contains(&len) {
         return Err(format!("{len} bytes cannot be a page's words"));
     }
-    // The end again, with room behind it: words are read eight bytes at a time.
+    // A copy of the end with spare bytes after it, because words are read eight bytes at a time.
     let tail_at = len.saturating_sub(TAIL_BYTES);
     let mut tail = [0; TAIL_BYTES + WINDOW_BYTES];
     for (into, from) in tail.iter_mut().zip(stored.get(tail_at..).unwrap_or_default()) {

@@ -1,10 +1,10 @@
 //! Draws curves as charts, like figures 1 to 4 of Gerofi and Ishikawa (CLUSTER 2011): the mean over
 //! the length of the epoch, a line for each number of vCPUs, the deviation as error bars.
 
-use crate::{Curve, Row, Statistic};
+use crate::{Curve, CurveRow, Statistic};
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
 
-type Count = fn(&Row) -> Option<Statistic>;
+type Count = fn(&CurveRow) -> Option<Statistic>;
 
 /// Draws a chart of pages, and one each of sectors and packets if these were measured.
 pub fn figure(title: &str, curves: &[Curve]) -> Figure {
@@ -34,7 +34,7 @@ fn chart(title: &str, label: &str, count: Count, curves: &[Curve]) -> Option<Cha
     (!chart.series.is_empty()).then_some(chart)
 }
 
-fn point(row: &Row, count: Count) -> Option<Point> {
+fn point(row: &CurveRow, count: Count) -> Option<Point> {
     let value = count(row)?;
     Some(Point { x: row.epoch_ns as f64 / 1e6, y: value.mean, deviation: Some(value.deviation) })
 }
@@ -59,12 +59,12 @@ fn length(ms: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Epoch;
+    use crate::MeasuredEpoch;
     use std::time::Duration;
 
     #[test]
     fn a_count_that_was_not_measured_has_no_chart() {
-        let epoch = |ms: u64| Epoch {
+        let epoch = |ms: u64| MeasuredEpoch {
             length: Duration::from_millis(ms),
             measured_ns: ms,
             pages: ms,

@@ -27,7 +27,7 @@ pub const PLATEAU_PERCENT: f64 = 5.0;
 
 /// The counts of one epoch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Epoch {
+pub struct MeasuredEpoch {
     /// The requested length.
     pub length: Duration,
     /// The measured length, between the two scans.
@@ -44,7 +44,7 @@ pub struct Epoch {
 
 /// The statistics of all epochs of one length.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Row {
+pub struct CurveRow {
     /// The requested length.
     pub epoch_ns: u64,
     /// The number of epochs.
@@ -82,19 +82,19 @@ pub struct Curve {
     /// The number of virtual CPUs, if known.
     pub vcpus: Option<u32>,
     /// One row for each length, in rising order.
-    pub rows: Vec<Row>,
+    pub rows: Vec<CurveRow>,
     /// `None` if the pages grow up to the longest epoch, or if only one length was measured.
     pub dirty_page_set: Option<DirtyPageSet>,
 }
 
 impl Curve {
     /// Computes the curve from epochs in any order.
-    pub fn new(vcpus: Option<u32>, epochs: &[Epoch]) -> Self {
-        let mut by_length: BTreeMap<Duration, Vec<Epoch>> = BTreeMap::new();
+    pub fn new(vcpus: Option<u32>, epochs: &[MeasuredEpoch]) -> Self {
+        let mut by_length: BTreeMap<Duration, Vec<MeasuredEpoch>> = BTreeMap::new();
         for epoch in epochs {
             by_length.entry(epoch.length).or_default().push(*epoch);
         }
-        let mut rows: Vec<Row> =
+        let mut rows: Vec<CurveRow> =
             by_length.iter().filter_map(|(length, epochs)| row(*length, epochs)).collect();
         for index in 1..rows.len() {
             rows[index].growth_percent = growth_percent(&rows[index - 1], &rows[index]);
@@ -104,8 +104,8 @@ impl Curve {
     }
 }
 
-fn row(length: Duration, epochs: &[Epoch]) -> Option<Row> {
-    Some(Row {
+fn row(length: Duration, epochs: &[MeasuredEpoch]) -> Option<CurveRow> {
+    Some(CurveRow {
         epoch_ns: duration_ns(length),
         samples: epochs.len() as u64,
         measured_ns: Statistic::of_all(epochs.iter().map(|e| Some(e.measured_ns)))?,
@@ -117,7 +117,7 @@ fn row(length: Duration, epochs: &[Epoch]) -> Option<Row> {
     })
 }
 
-fn growth_percent(before: &Row, after: &Row) -> Option<f64> {
+fn growth_percent(before: &CurveRow, after: &CurveRow) -> Option<f64> {
     let doublings = (after.measured_ns.mean / before.measured_ns.mean).log2();
     let factor = after.pages.mean / before.pages.mean;
     // Two lengths with equal measured durations say nothing about growth.
@@ -127,8 +127,8 @@ fn growth_percent(before: &Row, after: &Row) -> Option<f64> {
 
 /// Finds the dirty page set. Growth must stay low up to the longest epoch: a single flat step may be
 /// chance, or a workload between two phases.
-fn dirty_page_set(rows: &[Row]) -> Option<DirtyPageSet> {
-    let flat = |row: &&Row| row.growth_percent.is_some_and(|g| g < PLATEAU_PERCENT);
+fn dirty_page_set(rows: &[CurveRow]) -> Option<DirtyPageSet> {
+    let flat = |row: &&CurveRow| row.growth_percent.is_some_and(|g| g < PLATEAU_PERCENT);
     let flat_steps = rows.iter().rev().take_while(flat).count();
     let plateau = rows.get(rows.len().checked_sub(flat_steps + 1)?..)?;
     let first = plateau.first().filter(|_| flat_steps > 0)?;
@@ -138,7 +138,7 @@ fn dirty_page_set(rows: &[Row]) -> Option<DirtyPageSet> {
 
 /// Returns the standard error of the mean number of pages, in percent of the mean; infinity for a
 /// single epoch.
-fn standard_error_percent(row: &Row) -> f64 {
+fn standard_error_percent(row: &CurveRow) -> f64 {
     if row.samples < 2 || row.pages.mean <= 0.0 {
         return f64::INFINITY;
     }
@@ -150,8 +150,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn epoch(ms: u64, pages: u64) -> Epoch {
-        Epoch {
+    fn epoch(ms: u64, pages: u64) -> MeasuredEpoch {
+        MeasuredEpoch {
             length: Duration::from_millis(ms),
             measured_ns: ms * 1_000_000,
             pages,
@@ -220,7 +220,7 @@ mod tests {
         fn any_epochs_make_a_curve(list in prop::collection::vec((1u64..3000, 0u64..1 << 30, 1u64..1 << 40), 0..60)) {
             let epochs: Vec<_> = list
                 .iter()
-                .map(|(ms, pages, ns)| Epoch { measured_ns: *ns, ..epoch(*ms, *pages) })
+                .map(|(ms, pages, ns)| MeasuredEpoch { measured_ns: *ns, ..epoch(*ms, *pages) })
                 .collect();
             let curve = Curve::new(None, &epochs);
             prop_assert!(curve.rows.windows(2).all(|w| w[0].epoch_ns < w[1].epoch_ns));

@@ -1,7 +1,7 @@
 //! Writes curves as CSV: a line for each number of vCPUs and each length of the epoch. The name of
 //! a column ends with its unit.
 
-use crate::{Curve, Error, Result, Row, Statistic};
+use crate::{Curve, CurveRow, Error, Result, Statistic};
 
 const COUNTS: [&str; 4] = ["pages", "sectors", "disk_writes", "packets"];
 
@@ -36,7 +36,7 @@ fn header() -> Vec<String> {
     header
 }
 
-fn cells(curve: &Curve, row: &Row) -> Vec<String> {
+fn cells(curve: &Curve, row: &CurveRow) -> Vec<String> {
     let is_set = curve.dirty_page_set.is_some_and(|set| set.epoch_ns == row.epoch_ns);
     let mut cells = vec![
         curve.vcpus.map_or_else(String::new, |n| n.to_string()),
@@ -67,12 +67,12 @@ fn number(value: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Epoch;
+    use crate::MeasuredEpoch;
     use std::time::Duration;
 
     #[test]
     fn each_row_is_a_line_and_an_unknown_value_is_an_empty_cell() {
-        let epoch = |ms: u64, pages| Epoch {
+        let epoch = |ms: u64, pages| MeasuredEpoch {
             length: Duration::from_millis(ms),
             measured_ns: ms * 1_000_000,
             pages,

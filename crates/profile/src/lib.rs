@@ -26,7 +26,7 @@ pub mod pcap;
 mod statistic;
 
 pub use chart::figure;
-pub use curve::{Curve, DirtyPageSet, Epoch, PLATEAU_PERCENT, Row};
+pub use curve::{Curve, CurveRow, DirtyPageSet, MeasuredEpoch, PLATEAU_PERCENT};
 pub use curve_csv::curves_to_csv;
 pub use ladder::{EPOCH_MAX, EPOCH_MIN, Ladder};
 pub use statistic::Statistic;

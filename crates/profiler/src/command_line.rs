@@ -7,7 +7,7 @@
 //! | `-machine memory-backend=ID`, `-numa node,memdev=ID` | backends are the main RAM, `-m` is their sum |
 //! | `-smp 4`, `-smp cpus=4`, `-smp sockets=2,cores=2` | vCPUs |
 //!
-//! The line only tells what to look for: the sizes must then be found among the process's mappings.
+//! The sizes are not trusted: [`super::ram_discovery`] looks for mappings of these sizes in the process.
 
 use std::ffi::OsString;
 
@@ -23,7 +23,7 @@ pub struct StatedResources {
     pub vcpus: Option<u32>,
 }
 
-/// Reads the words behind the binary's name. The error is the part that cannot be read.
+/// Reads the words after the binary's name. Error: the part of the line that cannot be read.
 pub fn read(words: &[String]) -> Result<StatedResources, String> {
     let (mut main_bytes, mut backends, mut is_main_a_backend) =
         (DEFAULT_RAM_BYTES, Vec::new(), false);
@@ -77,8 +77,8 @@ pub fn with_vcpus(command: &[OsString], count: u32) -> Vec<OsString> {
     line
 }
 
-/// Splits `a=b,c` into pairs; a part without `=` has an empty key. Splits a JSON object alike,
-/// without its nested values.
+/// Splits `a=b,c` into pairs of key and value; a part without `=` has an empty key. Splits a JSON
+/// object in the same way, without its nested values.
 fn keys(value: &str) -> Vec<(String, String)> {
     if value.trim_start().starts_with('{') {
         let object: serde_json::Map<String, serde_json::Value> =

@@ -2,12 +2,12 @@
 //! watches it for a text.
 //!
 //! ```text
-//!   nothing asked    QEMU ───────────────────────────▶ our standard output
+//!   text             QEMU ───────────────────────────▶ our standard output
 //!   JSON             QEMU ───────────────────────────▶ our standard error
-//!   --when TEXT      QEMU ──pipe──▶ thread, looks ───▶ one of these
+//!   --when TEXT      QEMU ──pipe──▶ thread searches ─▶ one of these
 //! ```
 //!
-//! QEMU inherits standard output. So standard output is exchanged during the launch.
+//! QEMU inherits the standard output of this process, which is therefore replaced during the launch.
 
 use crate::error::{Error, Result};
 use rustix::pipe::{PipeFlags, pipe_with};
@@ -18,24 +18,24 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-/// How much of a line is searched, in bytes.
+/// The number of bytes of a line that are searched, from its beginning.
 const LINE_BYTES_MAX: usize = 16 << 10;
-/// How long the last output of a QEMU that has ended may take to arrive.
+/// The longest wait for the last output of a QEMU that has ended.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// QEMU's standard output.
-pub struct Console {
+/// The standard output of a QEMU, passed on and searched for a text.
+pub struct WatchedOutput {
     shown: Arc<AtomicBool>,
     ended: Option<Receiver<()>>,
 }
 
-impl Console {
+impl WatchedOutput {
     /// Returns true if the text was seen.
     pub fn has_shown(&self) -> bool {
         self.shown.load(Ordering::Relaxed)
     }
 
-    /// Waits for the last output of a QEMU that has ended.
+    /// Waits until the last output of a QEMU that has ended is passed on, at most one second.
     pub fn finish(self) {
         if let Some(ended) = self.ended {
             let _ = ended.recv_timeout(LAST_WORDS);
@@ -43,15 +43,16 @@ impl Console {
     }
 }
 
-/// Runs `launch` with the standard output that a QEMU started in it is to inherit.
+/// Runs `launch` while the standard output of this process is the one that QEMU is to inherit.
+/// Returns the result of `launch` and the console.
 pub fn around<T>(
     when: Option<&str>,
     to_stderr: bool,
     launch: impl FnOnce() -> Result<T>,
-) -> Result<(T, Console)> {
+) -> Result<(T, WatchedOutput)> {
     let shown = Arc::new(AtomicBool::new(false));
     if when.is_none() && !to_stderr {
-        return Ok((launch()?, Console { shown, ended: None }));
+        return Ok((launch()?, WatchedOutput { shown, ended: None }));
     }
     let failed = |e: std::io::Error| Error::io("redirect QEMU's standard output", e);
     let ours =
@@ -76,10 +77,10 @@ pub fn around<T>(
         (Some(pipe), Some(text)) => Some(watch(pipe, text, to_stderr, &shown)),
         _ => None,
     };
-    Ok((launched, Console { shown, ended }))
+    Ok((launched, WatchedOutput { shown, ended }))
 }
 
-/// Passes on what comes through `pipe`, until all of its writers have gone.
+/// Passes the output on that arrives by `pipe`, until all of its writers have closed it.
 fn watch(pipe: OwnedFd, text: &str, to_stderr: bool, shown: &Arc<AtomicBool>) -> Receiver<()> {
     let (done, ended) = channel();
     let (text, shown) = (text.as_bytes().to_vec(), Arc::clone(shown));
@@ -88,7 +89,7 @@ fn watch(pipe: OwnedFd, text: &str, to_stderr: bool, shown: &Arc<AtomicBool>) ->
         let mut look = Look { text, line: Vec::new() };
         let mut bytes = [0; 4096];
         while let Ok(len @ 1..) = pipe.read(&mut bytes) {
-            // The reader of our output may have gone; the guest must not wait for it.
+            // The output's reader may be gone: an error must not stop the guest.
             if to_stderr {
                 let _ = std::io::stderr().write_all(&bytes[..len]);
             } else {
@@ -104,8 +105,8 @@ fn watch(pipe: OwnedFd, text: &str, to_stderr: bool, shown: &Arc<AtomicBool>) ->
     ended
 }
 
-/// Searches a text in lines that come in pieces. A prompt has no line end, so that each piece is
-/// searched.
+/// Searches for a text in lines that arrive in pieces. It searches each piece at once, because a
+/// prompt has no line end.
 struct Look {
     text: Vec<u8>,
     line: Vec<u8>,

@@ -1,14 +1,14 @@
-//! Counts what a VM writes besides RAM: sectors, as QEMU counts them, and packets, from a dump that
-//! QEMU makes.
+//! Counts the sectors and the packets that a VM writes: sectors as QEMU counts them, packets in a
+//! dump that QEMU makes.
 //!
 //! ```text
 //!   disks    query-blockstats ─▶ wr_bytes / 512, wr_operations, summed over all drives
-//!   packets  object-add filter-dump (one byte of each packet the guest sends) ─▶ a memfd of ours ─▶ records counted
+//!   packets  object-add filter-dump (one byte of each packet the guest sends) ─▶ a memfd ─▶ records counted
 //! ```
 //!
-//! The dump goes into a file in memory that has no name and cannot grow. If this process is killed,
-//! QEMU stops dumping when the file is full, and the next measurement removes the filter, and with
-//! it the memory. QEMU opens the file through `/proc/PID/fd` of this process.
+//! The dump is a file in memory of this process without a name and with a fixed size. QEMU opens it
+//! as `/proc/PID/fd/N`. If this process is killed, QEMU stops dumping when the file is full; the next
+//! measurement removes the filter, which frees the memory.
 //!
 //! Left out: packets that do not pass through QEMU (vhost, vDPA, a device given to the guest). QEMU
 //! refuses to dump them.
@@ -24,20 +24,20 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 
-/// How our filters' names begin; our pid and a number follow.
+/// The beginning of a filter's name; the pid of this process and a number follow.
 const FILTER: &str = "keyframe-profile-";
-/// Room for 15 million packets; only what is written takes memory.
+/// The size of a dump: 15 million packets. Only written parts take memory.
 const DUMP_BYTES: u64 = 256 << 20;
-/// A dump with less room than this counts as full.
+/// A dump with fewer free bytes than this counts as full.
 const DUMP_SPARE_BYTES: u64 = 64 << 10;
-/// What is read of a dump at once.
+/// The number of bytes that one read of a dump returns at most.
 const CHUNK_BYTES: usize = 256 << 10;
-/// Network backends at most.
+/// The most network backends.
 const NETDEVS_MAX: usize = 64;
 
-/// What the VM has written to its disks since its start.
+/// The writes of the VM to all its disks since its start.
 #[derive(Clone, Copy)]
-pub struct Disks {
+pub struct DiskWrites {
     /// Sectors of 512 bytes.
     pub sectors: u64,
     /// Requests.
@@ -59,7 +59,7 @@ struct Dump {
 }
 
 impl Counters {
-    /// Begins to count. Notes at the target what cannot be counted.
+    /// Begins to count. Adds a note to `target` for each kind that cannot be counted.
     pub fn new(target: &mut Target) -> Self {
         let Some(qmp) = target.qmp() else { return Self { disks: false, dumps: None } };
         let (disks, dumps) =
@@ -69,23 +69,23 @@ impl Counters {
         Self { disks: disks.is_ok(), dumps: dumps.ok() }
     }
 
-    /// Removes them from QEMU.
+    /// Removes the dumps from QEMU.
     pub fn remove(self, target: &mut Target) {
         if let (Some(dumps), Some(qmp)) = (self.dumps, target.qmp()) {
             remove(qmp, &dumps);
         }
     }
 
-    /// Returns what was written to disks so far; `None` if that is not counted.
-    pub fn disks(&mut self, target: &mut Target) -> Result<Option<Disks>> {
+    /// Returns the sectors and requests written since the VM's start; `None` if they are not counted.
+    pub fn disks(&mut self, target: &mut Target) -> Result<Option<DiskWrites>> {
         match target.qmp().filter(|_| self.disks) {
             Some(qmp) => disks(qmp).map_err(Error::Disks),
             None => Ok(None),
         }
     }
 
-    /// Returns the packets that the guest has sent so far; `None` if they are not counted, or not
-    /// any more.
+    /// Returns the number of packets that the guest has sent since [`Self::new`]; `None` if they are
+    /// not counted. If a dump fails or is full, counting ends with a note.
     pub fn packets(&mut self, target: &mut Target) -> Option<u64> {
         let counted: Result<u64, String> = self.dumps.as_mut()?.iter_mut().map(Dump::count).sum();
         match counted {
@@ -109,7 +109,7 @@ fn remove(qmp: &mut Qmp, dumps: &[Dump]) {
 }
 
 /// Returns the sums over all drives; `None` if there are none.
-fn disks(qmp: &mut Qmp) -> Result<Option<Disks>, String> {
+fn disks(qmp: &mut Qmp) -> Result<Option<DiskWrites>, String> {
     let answer = qmp.execute("query-blockstats", None).map_err(|e| chain(&e))?;
     let drives = answer.as_array().ok_or("query-blockstats: no list")?;
     let sum = |key: &str| {
@@ -118,13 +118,13 @@ fn disks(qmp: &mut Qmp) -> Result<Option<Disks>, String> {
     };
     match (sum("wr_bytes"), sum("wr_operations")) {
         _ if drives.is_empty() => Ok(None),
-        (Some(bytes), Some(writes)) => Ok(Some(Disks { sectors: bytes / 512, writes })),
+        (Some(bytes), Some(writes)) => Ok(Some(DiskWrites { sectors: bytes / 512, writes })),
         _ => Err("query-blockstats: a drive without wr_bytes and wr_operations".into()),
     }
 }
 
-/// Dumps the packets to every network backend. The error tells that there is none, or which one
-/// cannot be dumped; no dump is left then.
+/// Begins a dump of each network backend. Error: there is no backend, or QEMU refuses a dump; all
+/// dumps are removed then.
 fn dump_all(qmp: &mut Qmp) -> Result<Vec<Dump>, String> {
     remove_left_over(qmp);
     let backends = backends(&qmp.hmp("info network").map_err(|e| chain(&e))?);
@@ -149,7 +149,7 @@ fn dump_all(qmp: &mut Qmp) -> Result<Vec<Dump>, String> {
 
 /// Removes the filters of measurements that were killed.
 fn remove_left_over(qmp: &mut Qmp) {
-    // Without an answer, a filter too many stays in QEMU.
+    // If QEMU does not answer, the filters stay in it.
     let objects = qmp.execute("qom-list", Some(json!({ "path": "/objects" }))).unwrap_or_default();
     let names = objects.as_array().into_iter().flatten().filter_map(|o| o.get("name")?.as_str());
     for name in names {
@@ -170,13 +170,13 @@ impl Dump {
         );
         let filter = format!("{FILTER}{}-{index}", std::process::id());
         let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
-        // To a filter, what a backend receives is what the guest sends. One byte of each packet is
-        // the least.
+        // The backend receives what the guest sends. One byte of each packet is the least that a
+        // filter dumps.
         let arguments = json!({
             "qom-type": "filter-dump", "id": filter, "netdev": backend, "file": path, "maxlen": 1, "queue": "rx",
         });
         qmp.execute("object-add", Some(arguments)).map_err(|e| chain(&e))?;
-        // QEMU has emptied the file as it opened it, and writes on from its own position.
+        // QEMU truncated the file when it opened it, and writes at its own position.
         let sealed = file.set_len(DUMP_BYTES).and_then(|()| {
             Ok(rustix::fs::fcntl_add_seals(&file, SealFlags::GROW | SealFlags::SHRINK)?)
         });

@@ -1,10 +1,10 @@
-//! What can go wrong while a VM is measured, and what the user can do about it.
+//! The errors of a measurement, and what the user can do about them.
 
 use std::io;
 use std::path::PathBuf;
 
-/// What to do if the command line does not tell where the RAM is.
-const ASK_MONITOR: &str = "name its monitor, which knows: --qmp SOCKET";
+/// The fix if the command line does not tell where the RAM is.
+const ASK_MONITOR: &str = "name QEMU's monitor with --qmp SOCKET";
 
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
@@ -87,7 +87,7 @@ pub enum Error {
         /// How long it was awaited, in seconds.
         seconds: u64,
     },
-    /// QEMU does not tell about its disks.
+    /// QEMU's answer about its disks cannot be read.
     #[error("ask QEMU about its disks: {0}")]
     Disks(String),
     /// No epoch was measured.
@@ -98,7 +98,7 @@ pub enum Error {
     Panicked,
 }
 
-/// What this crate returns.
+/// The result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
@@ -106,7 +106,7 @@ impl Error {
         Self::Io { operation: operation.into(), source: source.into() }
     }
 
-    /// What the user can do about it, if something is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         match self {
             Self::Kernel(error) => error.fix(),

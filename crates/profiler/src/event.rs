@@ -1,28 +1,16 @@
-//! What a measurement tells the program that runs it, while it runs.
+//! The events of a running measurement. They have typed fields; the program that runs the
+//! measurement turns them into text for its user.
 
+pub use keyframe_units::{EventSink, NoEvents};
 use std::time::Duration;
 
-/// Takes events in. Its method is called from several threads, and the measurement waits for it.
-pub trait EventSink: Sync {
-    /// `event` has happened.
-    fn event(&self, event: &Event);
-}
-
-/// Ignores all events.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct NoEvents;
-
-impl EventSink for NoEvents {
-    fn event(&self, _: &Event) {}
-}
-
-/// One thing that has happened in a measurement.
+/// An event of a measurement.
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum Event {
-    /// A VM was started. Its measurement waits for a text on its console, or for its settling.
+pub enum ProfilerEvent {
+    /// A VM was launched. Its measurement begins later, after a text on its console or a time.
     GuestStarted,
-    /// QEMU would not have survived this process's death while its memory was attached to.
+    /// If this process had died while it attached to QEMU, QEMU would have died with it.
     UnguardedAttach {
         /// QEMU's process.
         qemu_pid: u32,

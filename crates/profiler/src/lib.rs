@@ -11,8 +11,7 @@
 //!     └ epoch: scan and protect ─▶ sleep ─▶ scan: the pages written meanwhile
 //! ```
 //!
-//! Lengths take turns, so that a workload that changes while it is measured changes all of them
-//! alike.
+//! The lengths take turns, so that a change of the workload affects all of them alike.
 //!
 //! Invariants:
 //! 1. The VM is never paused for a measurement. An attach stops QEMU's main thread, not the vCPUs,
@@ -34,10 +33,10 @@ mod ram_discovery;
 mod target;
 
 pub use error::{Error, Result};
-pub use event::{Event, EventSink, NoEvents};
+pub use event::{EventSink, NoEvents, ProfilerEvent};
 
 use keyframe_kernel::{END_SIGNALS, Interrupt};
-use keyframe_profile::{Curve, Epoch, Ladder};
+use keyframe_profile::{Curve, Ladder, MeasuredEpoch};
 use meter::{EpochOutcome, Meter};
 use serde::Serialize;
 use std::ffi::OsString;
@@ -47,7 +46,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use target::Target;
 
-/// About how long a profile takes, if the number of samples is not given.
+/// The time for which a profile measures, if the number of samples is not given.
 const BUDGET: Duration = Duration::from_secs(60);
 /// How long a guest may take to print the awaited line.
 const LINE_TIMEOUT: Duration = Duration::from_secs(600);
@@ -77,17 +76,17 @@ pub enum MeasuredVm {
 pub struct StartCondition {
     /// After its console has shown a line with this text.
     pub when: Option<String>,
-    /// So long after its start, or after that line.
+    /// After this time since its start, or since that line.
     pub settle: Duration,
     /// True if its standard output goes to standard error.
     pub quiet_stdout: bool,
 }
 
-/// How much is measured.
+/// The options of a measurement.
 pub struct MeasurementOptions {
     /// The lengths of epochs.
     pub ladder: Ladder,
-    /// Epochs of each length; `None` for as many as fit into a minute.
+    /// The number of epochs of each length; `None`: as many as fit into a minute.
     pub samples: Option<u32>,
 }
 
@@ -112,7 +111,7 @@ pub struct Profile {
 pub fn measure(
     vm: MeasuredVm,
     options: &MeasurementOptions,
-    events: &dyn EventSink,
+    events: &dyn EventSink<ProfilerEvent>,
 ) -> Result<Profile> {
     let interrupted =
         Interrupt::on(&END_SIGNALS).map_err(|e| Error::io("catch signals", e))?.into_flag();
@@ -139,7 +138,7 @@ impl Profile {
 /// A measurement in progress.
 struct Run<'a> {
     options: &'a MeasurementOptions,
-    events: &'a dyn EventSink,
+    events: &'a dyn EventSink<ProfilerEvent>,
     interrupted: Arc<AtomicBool>,
     profile: Profile,
 }
@@ -171,15 +170,15 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Waits until the measurement of a launched VM begins. Returns false if the VM has ended before,
-    /// or Ctrl-C was pressed.
+    /// Waits for the condition on which the measurement of a launched VM begins. Returns false if the VM
+    /// ends before, or if Ctrl-C is pressed.
     fn settle(
         &self,
         target: &mut Target,
-        console: &console::Console,
+        console: &console::WatchedOutput,
         start: &StartCondition,
     ) -> Result<bool> {
-        self.events.event(&Event::GuestStarted);
+        self.events.event(&ProfilerEvent::GuestStarted);
         let deadline = Instant::now() + LINE_TIMEOUT;
         while start.when.is_some() && !console.has_shown() {
             if Instant::now() > deadline {
@@ -203,7 +202,7 @@ impl Run<'_> {
         Ok(true)
     }
 
-    /// Sleeps. Returns false if the VM has ended, or Ctrl-C was pressed.
+    /// Sleeps for `time`. Returns false if the VM ends meanwhile, or if Ctrl-C is pressed.
     fn pause(&self, time: Duration, target: &mut Target) -> Result<bool> {
         std::thread::sleep(time);
         Ok(!self.interrupted.load(Ordering::Relaxed) && !target.has_ended()?)
@@ -216,8 +215,8 @@ impl Run<'_> {
             .samples
             .unwrap_or_else(|| self.options.ladder.samples_within(BUDGET / count.max(1)));
         let measured = std::thread::scope(|scope| {
-            // A thread of its own, because it raises its priority, and what is launched later must
-            // not inherit that.
+            // The thread raises its own priority, which programs that are launched later must not
+            // inherit.
             let worker = scope.spawn(|| {
                 keyframe_kernel::priority::raise_current_thread();
                 self.epochs(&mut target, samples)
@@ -228,7 +227,7 @@ impl Run<'_> {
         self.profile.ram_bytes = target.ram_bytes();
         let vcpus = target.vcpus;
         if let Err(error) = target.end() {
-            self.events.event(&Event::NotEnded { error });
+            self.events.event(&ProfilerEvent::NotEnded { error });
         }
         let (epochs, complete) = measured?;
         self.profile.complete &= complete;
@@ -237,10 +236,10 @@ impl Run<'_> {
     }
 
     /// Measures all epochs. Returns false with them if the VM ended, or Ctrl-C was pressed, before.
-    fn epochs(&self, target: &mut Target, samples: u32) -> Result<(Vec<Epoch>, bool)> {
+    fn epochs(&self, target: &mut Target, samples: u32) -> Result<(Vec<MeasuredEpoch>, bool)> {
         let lengths = self.options.ladder.lengths();
         let total = self.options.ladder.total() * samples;
-        self.events.event(&Event::EpochsBegin { vcpus: target.vcpus, total });
+        self.events.event(&ProfilerEvent::EpochsBegin { vcpus: target.vcpus, total });
         let mut meter = Meter::attach(target, self.events)?;
         let mut epochs = Vec::new();
         for length in (0..samples).flat_map(|_| lengths) {
@@ -255,7 +254,7 @@ impl Run<'_> {
                     return Err(failure);
                 }
             }
-            self.events.event(&Event::EpochMeasured { length: *length });
+            self.events.event(&ProfilerEvent::EpochMeasured { length: *length });
         }
         meter.detach(target);
         Ok((epochs, true))

@@ -1,36 +1,39 @@
-//! Measures one epoch after the other on an attached VM.
+//! Measures epochs on an attached VM, one at a time.
 
 use super::counters::Counters;
 use super::target::Target;
 use crate::error::Result;
-use crate::event::{Event, EventSink};
+use crate::event::{EventSink, ProfilerEvent};
 use keyframe_kernel::attach::inject_userfaultfd;
 use keyframe_kernel::write_tracker::WriteTracker;
-use keyframe_profile::Epoch;
+use keyframe_profile::MeasuredEpoch;
 use keyframe_units::duration_ns;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long after Ctrl-C an epoch goes on at most.
+/// The longest time from Ctrl-C to the end of an epoch.
 const SLICE: Duration = Duration::from_millis(50);
-/// How long a QEMU whose memory or monitor is gone may take to be gone itself.
+/// The longest time from the loss of QEMU's memory or monitor to the end of its process.
 const EXIT_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The outcome of an epoch.
 pub enum EpochOutcome {
     /// It was measured.
-    Epoch(Epoch),
+    Epoch(MeasuredEpoch),
     /// The VM ended in it.
     Ended,
-    /// The user asked for an end.
+    /// The user pressed Ctrl-C.
     Interrupted,
 }
 
 /// Begins to track the RAM of `target`.
-fn track(target: &Target, events: &dyn EventSink) -> Result<WriteTracker, keyframe_kernel::Error> {
+fn track(
+    target: &Target,
+    events: &dyn EventSink<ProfilerEvent>,
+) -> Result<WriteTracker, keyframe_kernel::Error> {
     let attached = inject_userfaultfd(&target.process)?;
     if !attached.guarded {
-        events.event(&Event::UnguardedAttach { qemu_pid: target.process.pid() });
+        events.event(&ProfilerEvent::UnguardedAttach { qemu_pid: target.process.pid() });
     }
     let mut tracker = WriteTracker::new(&target.process, attached.uffd)?;
     tracker.set_watch_discards(target.watch_discards);
@@ -49,7 +52,7 @@ pub struct Meter {
 impl Meter {
     /// Begins to track. Until [`Self::detach`] the VM pays a fault for the first write to each page
     /// in each epoch.
-    pub fn attach(target: &mut Target, events: &dyn EventSink) -> Result<Self> {
+    pub fn attach(target: &mut Target, events: &dyn EventSink<ProfilerEvent>) -> Result<Self> {
         let tracker = match track(target, events) {
             Err(keyframe_kernel::Error::DiscardsUnseen { .. }) => {
                 target.watch_discards = false;
@@ -65,12 +68,12 @@ impl Meter {
         Ok(Self { tracker, counters })
     }
 
-    /// Ends it: dropping the tracker ends the tracking.
+    /// Ends the tracking and removes the counters from QEMU.
     pub fn detach(self, target: &mut Target) {
         self.counters.remove(target);
     }
 
-    /// One epoch of `length`.
+    /// Measures one epoch of `length`.
     pub fn epoch(
         &mut self,
         target: &mut Target,
@@ -86,8 +89,8 @@ impl Meter {
         }
     }
 
-    /// Disks are asked about outside of the two scans, since the answer takes a millisecond;
-    /// packets, which are counted without QEMU, right at them.
+    /// Measures one epoch. Asks QEMU about disks before the first scan and after the second one,
+    /// because an answer takes a millisecond. Counts packets at the scans, without QEMU.
     fn try_epoch(
         &mut self,
         target: &mut Target,
@@ -106,7 +109,7 @@ impl Meter {
         let packets_after = self.counters.packets(target);
         let disks_after = self.counters.disks(target)?;
         let grown = |before: Option<u64>, after: Option<u64>| after?.checked_sub(before?);
-        Ok(EpochOutcome::Epoch(Epoch {
+        Ok(EpochOutcome::Epoch(MeasuredEpoch {
             length,
             measured_ns: duration_ns(measured),
             pages,
@@ -116,7 +119,7 @@ impl Meter {
         }))
     }
 
-    /// The pages written since the last scan, which are protected again.
+    /// Returns the number of pages written since the last scan, and protects them again.
     fn scan(&mut self, target: &Target) -> Result<u64> {
         let mut pages = 0;
         let mut found = Vec::new();
@@ -129,7 +132,7 @@ impl Meter {
     }
 }
 
-/// Sleeps; false where it was told to stop.
+/// Sleeps until `deadline`. Returns false if `interrupted` is set before.
 fn sleep_until(deadline: Instant, interrupted: &AtomicBool) -> bool {
     while !interrupted.load(Ordering::Relaxed) {
         let left = deadline.saturating_duration_since(Instant::now());

@@ -1,9 +1,9 @@
 //! Finds the guest RAM of a running QEMU without its monitor: the mappings of exactly the sizes that
 //! its command line names.
 //!
-//! QEMU maps each block of RAM by itself, between pages that may not be touched. If the number of
-//! writable mappings of a size is not the number of blocks of that size, this returns an error, and
-//! the user has to name the monitor.
+//! QEMU maps each RAM block on its own, between guard pages. If the number of writable mappings of a
+//! size differs from the number of blocks of that size, the search fails, and the user has to name
+//! QEMU's monitor.
 
 use super::command_line;
 use crate::error::{Error, Result};
@@ -24,6 +24,9 @@ pub struct DiscoveredRam {
 }
 
 /// Finds the guest RAM of `process`.
+///
+/// Errors: [`Error::NotQemu`]; [`Error::UnclearCommandLine`]; an error that names the sizes if the
+/// mappings do not match them; those of reading `/proc`.
 pub fn find(process: &Process) -> Result<DiscoveredRam> {
     let pid = process.pid();
     let words = words(pid)?;

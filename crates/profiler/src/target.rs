@@ -1,12 +1,12 @@
-//! The VM that is measured: launched for it, or running already; with a monitor, or seen from
-//! outside alone.
+//! The VM that is measured: one that Keyframe launches, or one that runs already, with or without its
+//! monitor.
 
-use super::console::{self, Console};
+use super::console::{self, WatchedOutput};
 use super::{StartCondition, ram_discovery};
 use crate::error::{Error, Result};
 use keyframe_kernel::Process;
 use keyframe_qemu::{
-    AuditFinding, Event, HostBlock, Invocation, LaunchOptions, Qmp, RunStatus, Severity, Vm,
+    AuditFinding, HostBlock, Invocation, LaunchOptions, Qmp, QmpEvent, RunStatus, Severity, Vm,
     find_ram_blocks,
 };
 use keyframe_units::{HostRange, PAGE_BYTES};
@@ -16,7 +16,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// How long a monitor may take to greet.
+/// The longest wait for a monitor's greeting.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A VM whose RAM is known. Dropping it ends a VM that was launched, and leaves another one alone.
@@ -58,7 +58,7 @@ impl Drop for Launched {
 }
 
 impl Target {
-    /// The VM that runs as `pid`; behind the monitor at `qmp`, if given.
+    /// Describes the VM that runs as process `pid`. Uses the monitor at the socket `qmp`, if given.
     pub fn running(pid: u32, qmp: Option<&Path>) -> Result<Self> {
         let process = Process::open(pid)?;
         let Some(path) = qmp else {
@@ -99,12 +99,12 @@ impl Target {
         target.noting_a_pause()
     }
 
-    /// Starts a VM, which runs when this returns.
+    /// Launches a VM. It runs when this returns.
     pub fn launch(
         command: Vec<OsString>,
         vcpus: Option<u32>,
         start: &StartCondition,
-    ) -> Result<(Self, Console)> {
+    ) -> Result<(Self, WatchedOutput)> {
         let invocation = Invocation::parse(command)?;
         let starts_paused = invocation.starts_paused();
         let dir = tempfile::Builder::new()
@@ -174,13 +174,13 @@ impl Target {
             Err(e) => return Err(e.into()),
         };
         let paused = "another program paused the VM for part of the time: counts are too low";
-        if events.contains(&Event::Stop) && !self.notes.iter().any(|n| n == paused) {
+        if events.contains(&QmpEvent::Stop) && !self.notes.iter().any(|n| n == paused) {
             self.notes.push(paused.into());
         }
-        Ok(events.iter().any(|e| matches!(e, Event::Shutdown { .. })))
+        Ok(events.iter().any(|e| matches!(e, QmpEvent::Shutdown { .. })))
     }
 
-    /// Waits for QEMU's end. Returns false if it did not come within `timeout`.
+    /// Waits until QEMU ends. Returns false if it still runs after `timeout`.
     pub fn ends_within(&self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
         while self.process.is_alive() {
@@ -204,7 +204,7 @@ impl Target {
         Ok(self.with_page_sizes_noted())
     }
 
-    /// Notes large pages: memory in them is tracked in units of these pages.
+    /// Adds a note if RAM lies in large pages: the kernel tracks writes in units of these pages.
     fn with_page_sizes_noted(mut self) -> Self {
         let maps = self.process.maps().unwrap_or_default();
         let is_large = |m: &&keyframe_kernel::Mapping| {
@@ -221,7 +221,7 @@ impl Target {
     }
 }
 
-/// What is known of a VM before its first instruction.
+/// A launched VM before its first instruction.
 struct Prepared {
     process: Process,
     ranges: Vec<HostRange>,
@@ -234,8 +234,8 @@ fn ranges(blocks: &[HostBlock]) -> Vec<HostRange> {
     blocks.iter().map(|b| HostRange { start: b.host, len_bytes: b.block.total_bytes }).collect()
 }
 
-/// What stands in the way of exact checkpoints mostly hides writes to RAM; disks that can be
-/// written to do not.
+/// Returns the note for an audit finding. A finding means that some writes to RAM are not counted;
+/// `None` for a finding about disks, which does not affect RAM.
 fn note(finding: &AuditFinding) -> Option<String> {
     let about_ram = finding.severity == Severity::Refused
         && !finding.reason.starts_with("disks that the guest can write");

@@ -4,7 +4,7 @@ use crate::drives::{DiskServer, Drive, drives, rewrite_drives};
 use crate::media::{Medium, media};
 use crate::net_gate::{NicSockets, net_gate};
 use crate::options::{self, Argument};
-use crate::recording::{RecordingClock, RecordingMode, RecordingOptions, recording_arguments};
+use crate::recording::{RecordingClock, RecordingLineOptions, RecordingMode, recording_arguments};
 use crate::{CommandLineError, Result};
 use jiff::Zoned;
 use std::ffi::OsString;
@@ -181,7 +181,7 @@ impl CommandLine {
             (None, Some(server)) => (rewrite_drives(&self.arguments, server)?, Vec::new()),
             (Some(recording), server) => recording_arguments(
                 &self.arguments,
-                RecordingOptions {
+                RecordingLineOptions {
                     mode: RecordingMode::Record,
                     log: &recording.log,
                     disks: server.as_ref(),

@@ -35,7 +35,7 @@ pub enum CommandLineError {
 }
 
 impl CommandLineError {
-    /// What the user can do about it, if that is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         match self {
             Self::Argument { fix, .. } | Self::Accelerator { fix, .. } => Some(fix.clone()),

@@ -95,8 +95,8 @@ pub struct RestoreLine {
     pub notes: Vec<String>,
 }
 
-/// Id of the memory backend that RAM block `name` belongs to, if one of `backends` does. QEMU names
-/// such a block after the backend, or by the backend's path.
+/// Returns the id of the memory backend that RAM block `name` belongs to, if one of `backends`
+/// does. QEMU names such a block after the backend, or by the backend's path.
 pub fn backend_id<'a>(name: &'a str, backends: &[String]) -> Option<&'a str> {
     let id = name.strip_prefix("/objects/").unwrap_or(name);
     backends.iter().any(|b| b == id).then_some(id)
@@ -162,10 +162,10 @@ pub fn plan_backends(kept: &[Argument], ram: &RamLayout) -> Result<RestoreLine> 
     Ok(RestoreLine { words, notes })
 }
 
-/// Numbers of the RAM blocks that have memory backends, in the order in which a QEMU that was
-/// restored from the line `words` (the binary first) makes them.
+/// Returns the numbers of the RAM blocks that have memory backends, in the order in which a QEMU
+/// that was restored from the line `words` (the binary first) makes them.
 ///
-/// Error: [`CommandLineError::RamLayout`] if the line does not fit the RAM blocks `ram`.
+/// Error: [`CommandLineError::RamLayout`] if the line does not fit the RAM blocks.
 pub fn backends_as_made(words: &[String], ram: &RamLayout) -> Result<Vec<usize>> {
     let kept = options::parse(words.get(1..).unwrap_or_default())?;
     let line = plan_backends(&kept, ram)?;

@@ -74,8 +74,8 @@ fn link(argument: &Argument) -> Option<NetworkLink> {
     Some(NetworkLink { kind, option: argument.display(), lan })
 }
 
-/// `words` with each link to socket `from` leading to socket `to` instead. Relative paths in
-/// `words` start from `directory`.
+/// Returns `words` with each link to socket `from` leading to socket `to` instead. Relative paths
+/// in `words` start from `directory`.
 pub fn replace_lan(words: &[String], directory: &Path, from: &Path, to: &str) -> Vec<String> {
     let key = |path: &str| format!("addr.path={}", options::escape(path));
     let json = |path: &str| Value::from(path).to_string();

@@ -178,7 +178,7 @@ pub fn is_on(keys: &[(String, String)], key: &str) -> bool {
     matches!(value_of(keys, key), Some("on" | "yes" | "true" | "y"))
 }
 
-/// `value` as it must be written in `key=value`: each comma doubled.
+/// Returns `value` as it must be written in `key=value`: each comma doubled.
 pub fn escape(value: &str) -> String {
     value.replace(',', ",,")
 }

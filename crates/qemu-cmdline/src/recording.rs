@@ -42,7 +42,7 @@ pub enum RecordingMode {
 
 /// How to record or replay.
 #[derive(Clone, Copy, Debug)]
-pub struct RecordingOptions<'a> {
+pub struct RecordingLineOptions<'a> {
     /// Record or replay.
     pub mode: RecordingMode,
     /// QEMU's log.
@@ -71,7 +71,10 @@ pub struct RecordingLine {
 /// Makes the line that records or replays, from the user's words without the binary.
 ///
 /// Error: [`CommandLineError::Argument`] for a machine that cannot be recorded exactly.
-pub fn recording_line(words: &[String], options: RecordingOptions<'_>) -> Result<RecordingLine> {
+pub fn recording_line(
+    words: &[String],
+    options: RecordingLineOptions<'_>,
+) -> Result<RecordingLine> {
     let arguments = crate::options::parse(words)?;
     let (arguments, notes) = recording_arguments(&arguments, options)?;
     Ok(RecordingLine { words: arguments.iter().flat_map(Argument::words).collect(), notes })
@@ -80,7 +83,7 @@ pub fn recording_line(words: &[String], options: RecordingOptions<'_>) -> Result
 /// As [`recording_line`], for a parsed line. Returns arguments and notes.
 pub(crate) fn recording_arguments(
     arguments: &[Argument],
-    options: RecordingOptions<'_>,
+    options: RecordingLineOptions<'_>,
 ) -> Result<(Vec<Argument>, Vec<String>)> {
     refusals::check(arguments, options.qemu_version)?;
     let mut maker =
@@ -105,7 +108,7 @@ fn option(name: &str, value: impl Into<String>) -> Argument {
 }
 
 struct LineMaker<'a> {
-    options: RecordingOptions<'a>,
+    options: RecordingLineOptions<'a>,
     notes: Vec<String>,
     /// The user's `-icount`.
     icount: Option<String>,
@@ -287,8 +290,8 @@ mod tests {
         line.split(' ').map(str::to_owned).collect()
     }
 
-    fn options(mode: RecordingMode) -> RecordingOptions<'static> {
-        RecordingOptions {
+    fn options(mode: RecordingMode) -> RecordingLineOptions<'static> {
+        RecordingLineOptions {
             mode,
             log: Path::new("/r/log,1"),
             media: None,
@@ -352,7 +355,7 @@ mod tests {
         let recorded = words("qemu -rtc base=2026-11-24T21:02:00,clock=vm");
         let replay = |user: &str| {
             let clock = RecordingClock::Same(&recorded);
-            let options = RecordingOptions { clock, ..options(RecordingMode::Replay) };
+            let options = RecordingLineOptions { clock, ..options(RecordingMode::Replay) };
             recording_line(&words(user), options).unwrap().words.join(" ")
         };
         let made = replay("-nodefaults -rtc base=localtime -m 64");
@@ -363,7 +366,7 @@ mod tests {
         let now = jiff::Zoned::now();
         let notes = |user: &str| {
             let clock = RecordingClock::StartAt(&now);
-            let options = RecordingOptions { clock, ..options(RecordingMode::Record) };
+            let options = RecordingLineOptions { clock, ..options(RecordingMode::Record) };
             recording_line(&words(user), options).unwrap().notes
         };
         assert!(notes("-nodefaults -rtc base=localtime").is_empty());

@@ -38,9 +38,9 @@ const NEEDED: [&str; 32] = [
     "incoming",
 ];
 
-/// Names of the options that a wrapper put before the words `given`, and that Keyframe must see,
-/// each once. `line` is the process's command line, with a NUL after each word. Empty if the line
-/// does not end with `given`.
+/// Returns the names of the options that a wrapper put before the words `given`, and that Keyframe
+/// must see, each once. `line` is the process's command line, with a NUL after each word. The
+/// result is empty if the line does not end with `given`.
 pub fn options_added_by_wrapper(line: &[u8], given: &[String]) -> Vec<String> {
     let words: Vec<&[u8]> =
         line.strip_suffix(b"\0").unwrap_or(line).split(|byte| *byte == 0).collect();

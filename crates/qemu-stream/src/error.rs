@@ -51,7 +51,7 @@ pub enum StreamError {
 }
 
 impl StreamError {
-    /// What the user can do about it, if that is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         match self {
             Self::Conversion { fix, .. } => Some(fix.clone()),

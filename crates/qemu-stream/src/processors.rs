@@ -126,8 +126,8 @@ const CONFIG: usize = 4;
 const SHADOW_START: u64 = 0xc_0000;
 const PART_BYTES: u64 = 0x4000;
 
-/// Which parts of the range from 768 KiB to 1 MiB are RAM, by the chip set's PAM registers. `None`
-/// for a machine without such a chip set (`microvm`).
+/// Returns which parts of the range from 768 KiB to 1 MiB are RAM, by the chip set's PAM registers;
+/// `None` for a machine without such a chip set (`microvm`).
 ///
 /// Error: [`StreamError::DeviceState`] for a malformed state.
 pub fn low_memory(state: &[u8]) -> Result<Option<Vec<LowMemoryPart>>> {

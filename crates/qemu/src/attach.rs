@@ -33,7 +33,7 @@ use std::time::Duration;
 /// it flushes disks.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How to reach the VM's monitor.
+/// The way to reach the VM's monitor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Monitor {
     /// A QMP socket that QEMU listens at (`-qmp unix:PATH,server=on,wait=off`).
@@ -47,7 +47,7 @@ pub enum Monitor {
     },
 }
 
-/// How to attach.
+/// The options of an attach.
 #[derive(Clone, Debug)]
 pub struct AttachOptions {
     /// The monitor.
@@ -80,7 +80,8 @@ impl Vm {
         Ok(vm)
     }
 
-    /// Which QEMU it is, as it runs: a file that was replaced since is not it.
+    /// Returns the identity of the running QEMU's binary, even if the file at its path was replaced
+    /// since.
     pub fn identity(&mut self) -> Result<QemuIdentity> {
         if let Some(identity) = &self.identity {
             return Ok(identity.clone());
@@ -121,7 +122,7 @@ impl Vm {
         lineage_of(self.full_command())
     }
 
-    /// Where the relative paths of its line begin.
+    /// Returns the directory from which relative paths of the VM's command line start.
     pub fn working_directory(&self) -> Result<PathBuf> {
         running::directory(self.pid(), self.full_command())
     }
@@ -184,7 +185,8 @@ fn check_emulator(qmp: &mut Qmp, pid: u32, running: &Running) -> Result<()> {
     })
 }
 
-/// Its state is its own, and all here.
+/// Checks that the VM's state is complete in this QEMU: it is not migrating, and no migration is
+/// awaited.
 fn check_status(qmp: &mut Qmp, pid: u32) -> Result<()> {
     let status = qmp.status()?;
     let problem = match &status {

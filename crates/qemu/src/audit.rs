@@ -41,7 +41,7 @@ pub(crate) enum Disks<'a> {
     Foreign,
 }
 
-/// All findings about the machine behind `qmp`, whose type is `machine_type`.
+/// Returns all findings about the machine behind `qmp`, whose type is `machine_type`.
 ///
 /// The disks behind the nodes `minded` are captured already: they cause no finding.
 pub(crate) fn audit(
@@ -67,7 +67,7 @@ pub(crate) fn audit(
     Ok(found)
 }
 
-/// What of a machine that runs already QEMU itself could not save.
+/// Returns a finding for each part of a running machine whose state QEMU cannot save.
 pub(crate) fn blockers(qmp: &mut Qmp) -> Result<Vec<AuditFinding>> {
     let answer = qmp.execute("query-migrate", None)?;
     let reasons = answer.get("blocked-reasons").and_then(Value::as_array);
@@ -95,7 +95,8 @@ fn is_discarding(child: &Value) -> bool {
     kind.is_some_and(|kind| DISCARDING.iter().any(|prefix| kind.starts_with(prefix)))
 }
 
-/// Where devices are that were named on the line, or plugged in later: with an id, and without.
+/// The QOM paths of devices that were named on the line or plugged in later: with an id, and
+/// without.
 const PLUGGED: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 
 /// The machine's devices, as `qom-list` lists them.
@@ -120,8 +121,8 @@ fn children<const N: usize>(qmp: &Qmp, answers: [Value; N]) -> Result<Vec<Value>
     Ok(all)
 }
 
-/// What `question` is answered by; and whether a device that discards guest RAM is among those that
-/// can be plugged in.
+/// Returns QEMU's answer to `question`, and whether a device that discards guest RAM is among those
+/// that can be plugged in.
 pub(crate) fn ask_with_plugged(
     qmp: &mut Qmp,
     question: (&'static str, Value),

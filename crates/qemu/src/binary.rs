@@ -13,7 +13,7 @@ const VERSION_TIMEOUT: Duration = Duration::from_secs(10);
 const VERSION_BYTES_MAX: usize = 64 << 10;
 const SAYS: &str = "QEMU emulator version ";
 
-/// Which QEMU it is.
+/// The identity of a QEMU binary.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QemuIdentity {
     /// The binary, with links followed.
@@ -52,7 +52,8 @@ impl QemuIdentity {
     }
 }
 
-/// Finds `name` as a shell would: itself where it has a slash, else in `PATH`.
+/// Finds a program as a shell does: a name with a slash is a path, any other name is looked up in
+/// `PATH`.
 pub(crate) fn find(name: &str) -> Result<PathBuf> {
     let missing = |reason: &str| Error::Binary {
         path: name.into(),
@@ -81,7 +82,7 @@ fn is_executable(path: &Path) -> bool {
     path.is_file() && rustix::fs::access(path, rustix::fs::Access::EXEC_OK).is_ok()
 }
 
-/// What `path --version` says behind "QEMU emulator version".
+/// Returns the output of `path --version` after "QEMU emulator version".
 pub(crate) fn version(path: &Path) -> Result<String> {
     let text = ask_version(path)?;
     let line = text.lines().find_map(|line| line.strip_prefix(SAYS));

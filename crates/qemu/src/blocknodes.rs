@@ -49,12 +49,12 @@ impl WritableNode {
     }
 }
 
-/// A disk that the guest can write to, and what the VM's line calls it.
+/// A disk that the guest can write to, with its drive on the VM's command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LineDisk {
-    /// As the line has it; none where the line does not make it.
+    /// Its drive on the line; `None` if the line does not define it.
     pub drive: Option<Drive>,
-    /// As QEMU has it.
+    /// QEMU's node of the disk.
     pub node: WritableNode,
 }
 

@@ -5,7 +5,7 @@ use keyframe_qemu_stream::StreamError;
 use std::path::PathBuf;
 use std::process::ExitStatus;
 
-/// What this crate's functions return.
+/// The result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of the QEMU driver. Its text names the object and the operation; [`Error::fix`] tells what
@@ -93,7 +93,7 @@ pub enum Error {
     Exited {
         /// The exit status.
         status: ExitStatus,
-        /// In which step.
+        /// The step.
         when: &'static str,
     },
     /// QEMU's list of RAM blocks is malformed.
@@ -134,7 +134,7 @@ pub enum Error {
         "the restored VM is a different machine: {what} is {found}, in the checkpoint it is {expected}"
     )]
     DifferentMachine {
-        /// What differs.
+        /// The property that differs.
         what: String,
         /// Its value in the checkpoint.
         expected: String,
@@ -144,7 +144,7 @@ pub enum Error {
     /// The checkpoint's description of its machine cannot be restored.
     #[error("the checkpoint's {what}: {problem}")]
     Source {
-        /// Which part of it.
+        /// The invalid part.
         what: String,
         /// What is wrong.
         problem: String,
@@ -178,7 +178,7 @@ pub enum Error {
     /// The kernel interfaces of a lazy restore failed.
     #[error("serve the restored VM's memory: {source}")]
     Memory {
-        /// What the kernel crate says.
+        /// The error of the kernel crate.
         #[from]
         source: keyframe_kernel::Error,
     },
@@ -222,7 +222,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// What the user can do about it, if that is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         match self {
             Self::CommandLine(error) => error.fix(),
@@ -267,7 +267,7 @@ impl Error {
         }
     }
 
-    /// For `map_err`: an I/O error of `operation`.
+    /// Makes an I/O error of `operation`, for `map_err`.
     pub(crate) fn io<E: Into<std::io::Error>>(
         operation: impl Into<String>,
     ) -> impl FnOnce(E) -> Self {

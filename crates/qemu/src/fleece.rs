@@ -31,7 +31,7 @@ const LARGE_BYTES: u64 = 1 << 40;
 
 /// One disk of a cut.
 #[derive(Clone, Copy, Debug)]
-pub struct Point<'a> {
+pub struct SnapshotPoint<'a> {
     /// The disk.
     pub disk: &'a WritableNode,
     /// The disk's number, which the names of its scratch node, job and export contain.
@@ -71,7 +71,7 @@ pub fn add_scratch(qmp: &mut Qmp, number: usize, file: &Path, disk: &WritableNod
 }
 
 /// Cuts all `points` at one instant. The VM must be paused, and each point needs its scratch node.
-pub fn cut(qmp: &mut Qmp, points: &[Point<'_>]) -> Result<()> {
+pub fn cut(qmp: &mut Qmp, points: &[SnapshotPoint<'_>]) -> Result<()> {
     let mut actions = Vec::with_capacity(points.len() * 3);
     for point in points {
         let (node, large) = (&point.disk.node, point.disk.disk_bytes > LARGE_BYTES);

@@ -21,9 +21,11 @@ const MIB: u64 = 1 << 20;
 const GIB_4: u64 = 4 << 30;
 
 impl Vm {
-    /// Where main RAM and firmware lie in the guest's physical address space, rising.
+    /// Returns where main RAM and firmware lie in the guest's physical address space, in rising
+    /// order.
     ///
-    /// Errors: [`Error::GuestMap`] where the list makes no sense, or leaves main RAM out.
+    /// Errors: [`Error::GuestMap`] if QEMU's list contradicts itself or does not hold all of main
+    /// RAM.
     pub fn guest_map(&mut self) -> Result<Vec<GuestRegion>> {
         let layout = self.ram_layout()?;
         let text = self.qmp().hmp("info mtree -f")?;
@@ -31,7 +33,7 @@ impl Vm {
     }
 }
 
-/// A line of the list: what is RAM or ROM.
+/// A line of QEMU's list that describes RAM or ROM.
 struct Row<'a> {
     start: u64,
     len_bytes: u64,
@@ -73,7 +75,7 @@ fn regions(text: &str, layout: &RamLayout) -> Result<Vec<GuestRegion>> {
     Ok(found)
 }
 
-/// `START-END (prio N, ram): NAME @OFFSET`, with the accelerator's name behind it under KVM.
+/// Parses a line `START-END (prio N, ram): NAME @OFFSET`. Under KVM the accelerator's name follows.
 fn parse(line: &str) -> Option<Row<'_>> {
     let hex = |text: &str| u64::from_str_radix(text, 16).ok();
     let (range, rest) = line.trim().split_once(" (prio ")?;

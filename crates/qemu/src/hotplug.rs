@@ -166,7 +166,7 @@ fn device_words(device: &MemoryDevice) -> Result<String> {
     Ok(format!("{driver},memdev={},node={}{id}", escape(&device.backend), device.node))
 }
 
-/// What the list does not tell: labels of an nvdimm, the place of a virtio-mem.
+/// Returns the words that QEMU's list lacks: the labels of an nvdimm, the place of a virtio-mem.
 fn more_words(qmp: &mut Qmp, device: &MemoryDevice) -> Result<String> {
     if device.kind == "dimm" {
         return Ok(String::new());
@@ -185,7 +185,7 @@ fn more_words(qmp: &mut Qmp, device: &MemoryDevice) -> Result<String> {
     Ok(format!(",bus={},addr={}", escape(bus), address.as_str().unwrap_or_default()))
 }
 
-/// A line's arguments, the binary's name left out; none where it cannot be taken apart.
+/// Returns the arguments of a line without the binary's name; none if the line cannot be parsed.
 pub(crate) fn arguments(line: &[String]) -> Vec<Argument> {
     options::parse(line.get(1..).unwrap_or_default()).unwrap_or_default()
 }

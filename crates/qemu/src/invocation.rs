@@ -28,7 +28,7 @@ impl Invocation {
         Ok(Self { binary, line, vm_name })
     }
 
-    /// Which QEMU it is.
+    /// Returns the identity of the QEMU binary: path, version and hash.
     pub fn identity(&self) -> Result<QemuIdentity> {
         QemuIdentity::of(&self.binary)
     }

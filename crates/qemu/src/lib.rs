@@ -63,7 +63,7 @@ pub use keyframe_qemu_cmdline::{
 };
 pub use keyframe_qemu_stream as stream;
 pub use keyframe_vmm::{AuditFinding, Severity, VmExit};
-pub use qmp::{Event, Qmp, RunStatus, Stopped};
+pub use qmp::{Qmp, QmpEvent, RunStatus, Stopped};
 pub use ramblock::find_ram_blocks;
 pub use virtio_queues::VirtioQueues;
 pub use vm::{LaunchOptions, Vm};

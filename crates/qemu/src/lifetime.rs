@@ -16,7 +16,7 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A QEMU process.
 pub(crate) enum Lifetime {
-    /// A child of ours.
+    /// A child of this process.
     Child(Child),
     /// A process that another program started.
     Other(Other),
@@ -66,7 +66,7 @@ impl Other {
 pub(crate) const FIND: &str = "`pgrep -a qemu` lists the QEMUs that run";
 
 impl Lifetime {
-    /// QEMU's pid.
+    /// Returns QEMU's process id.
     pub fn pid(&self) -> u32 {
         match self {
             Self::Child(child) => child.id(),
@@ -74,7 +74,7 @@ impl Lifetime {
         }
     }
 
-    /// How it ended, if it has.
+    /// Returns how QEMU ended; `None` while it runs.
     pub fn ended(&mut self) -> Result<Option<VmExit>> {
         self.wait(Duration::ZERO)
     }

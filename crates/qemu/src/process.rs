@@ -11,11 +11,11 @@ use std::os::unix::fs::FileExt;
 /// A mapping of QEMU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mapping {
-    /// Where it is.
+    /// The address range.
     pub range: HostRange,
     /// Private, readable and writable.
     pub private_data: bool,
-    /// What is mapped: empty for anonymous memory.
+    /// The path of the mapped file; empty for anonymous memory.
     pub path: String,
 }
 
@@ -52,12 +52,12 @@ impl QemuProcess {
         Self { pid }
     }
 
-    /// Its pid.
+    /// Returns the process id.
     pub fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// What it has mapped.
+    /// Reads the process's memory mappings from `/proc/PID/maps`.
     pub fn maps(&self) -> Result<Maps> {
         let path = format!("/proc/{}/maps", self.pid);
         let bytes = std::fs::read(&path).map_err(Error::io(format!("read {path}")))?;

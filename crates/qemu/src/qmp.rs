@@ -27,10 +27,10 @@ pub(crate) mod one_command;
 mod transport;
 mod virsh;
 
-pub use event::{Event, RunStatus};
+pub use event::{QmpEvent, RunStatus};
 
 use crate::{Error, Result};
-use channel::Channel;
+use channel::QmpChannel;
 use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -90,10 +90,10 @@ impl Pause {
 
 /// A connection to a monitor.
 pub struct Qmp {
-    channel: Channel,
+    channel: QmpChannel,
     timeout: Duration,
     last_id: u64,
-    events: VecDeque<Event>,
+    events: VecDeque<QmpEvent>,
     /// Events in all, for finding out whether one came.
     stops: u64,
     /// When the last of them happened.
@@ -145,7 +145,8 @@ impl Qmp {
         uri: Option<&str>,
         passed: &[&OwnedFd],
     ) -> Result<Self> {
-        let mut qmp = Self::new(Channel::Libvirt(Box::new(Virsh::connect(domain, uri, passed)?)));
+        let mut qmp =
+            Self::new(QmpChannel::Libvirt(Box::new(Virsh::connect(domain, uri, passed)?)));
         // The first answer tells whether libvirt lets us.
         qmp.execute("query-version", None)?;
         Ok(qmp)
@@ -154,7 +155,7 @@ impl Qmp {
     /// Takes over the connection of an engine that has ended. Capabilities are negotiated already, and
     /// the engine may have read half a line.
     pub(crate) fn take_over(socket: OwnedFd, name: &str) -> Self {
-        let mut qmp = Self::new(Channel::Socket(Transport::taken_over(socket, name.into())));
+        let mut qmp = Self::new(QmpChannel::Socket(Transport::taken_over(socket, name.into())));
         // Not the ids of the engine, whose answers may still come.
         qmp.last_id = TAKEN_OVER_ID;
         qmp
@@ -163,12 +164,12 @@ impl Qmp {
     /// A second descriptor of the connection, for the watchdog's process; `None` with libvirt.
     pub(crate) fn duplicate(&self) -> Result<Option<OwnedFd>> {
         match &self.channel {
-            Channel::Socket(transport) => transport.duplicate().map(Some),
-            Channel::Libvirt(_) => Ok(None),
+            QmpChannel::Socket(transport) => transport.duplicate().map(Some),
+            QmpChannel::Libvirt(_) => Ok(None),
         }
     }
 
-    fn new(channel: Channel) -> Self {
+    fn new(channel: QmpChannel) -> Self {
         Self {
             channel,
             timeout: TIMEOUT,
@@ -195,7 +196,7 @@ impl Qmp {
         wait: Duration,
         alive: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Self> {
-        let mut qmp = Self::new(Channel::Socket(transport));
+        let mut qmp = Self::new(QmpChannel::Socket(transport));
         let started = Instant::now();
         let greeting = loop {
             // In slices, so that a QEMU that died is seen.
@@ -359,7 +360,7 @@ impl Qmp {
     }
 
     /// The events since the last call, oldest first.
-    pub fn drain_events(&mut self) -> Result<Vec<Event>> {
+    pub fn drain_events(&mut self) -> Result<Vec<QmpEvent>> {
         let drained = self.drain("look for events");
         // Events that came before QEMU ended tell why it did.
         if self.events.is_empty() {
@@ -419,7 +420,7 @@ impl Qmp {
                 other => other,
             })?;
             if self.keep_event(&message) {
-                if matches!(self.events.back(), Some(Event::Shutdown { .. })) {
+                if matches!(self.events.back(), Some(QmpEvent::Shutdown { .. })) {
                     // A QEMU on its way out may never answer, and not end for that: see
                     // `Vm::finish_shutdown`.
                     deadline = deadline.min(Instant::now() + SHUTDOWN_TIMEOUT);
@@ -459,13 +460,13 @@ impl Qmp {
     }
 
     fn keep_event(&mut self, message: &Value) -> bool {
-        let Some(event) = Event::parse(message) else { return false };
+        let Some(event) = QmpEvent::parse(message) else { return false };
         match (&event, &mut self.pause) {
-            (Event::Stop, _) => {
+            (QmpEvent::Stop, _) => {
                 self.stops += 1;
                 self.stopped_us = event::timestamp_us(message);
             }
-            (Event::Resume, Some(pause)) => pause.note_resume(event::timestamp_us(message)),
+            (QmpEvent::Resume, Some(pause)) => pause.note_resume(event::timestamp_us(message)),
             _ => {}
         }
         if self.events.len() >= EVENTS_MAX {

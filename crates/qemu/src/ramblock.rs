@@ -31,7 +31,7 @@ pub(crate) struct Row {
     pub offset: u64,
     pub used_bytes: u64,
     pub total_bytes: u64,
-    /// Where QEMU tells it.
+    /// The block's address in QEMU's memory, if QEMU reports it.
     pub host: Option<HostVirt>,
 }
 

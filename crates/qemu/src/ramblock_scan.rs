@@ -25,11 +25,11 @@ use crate::ramblock::Row;
 use crate::{Error, Result};
 use keyframe_units::{HostRange, HostVirt};
 
-/// How far behind `offset` the name is looked for.
+/// The number of bytes after `offset` within which the name is searched.
 const NAME_WITHIN: usize = 300;
 /// Larger mappings are guest RAM, not heap.
 const HEAP_BYTES_MAX: u64 = 64 << 20;
-/// Where `host` lies before `offset`.
+/// The distance from `host` to `offset`, in bytes.
 const HOST_BEFORE: usize = 16;
 
 /// The address of each of `rows`, in their order.

@@ -134,7 +134,7 @@ impl Restored {
         self.filled_ns
     }
 
-    /// QEMU's pid.
+    /// Returns QEMU's process id.
     pub fn pid(&self) -> u32 {
         self.vm.pid()
     }

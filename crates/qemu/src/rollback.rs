@@ -1,20 +1,20 @@
-//! Puts a running QEMU back to a checkpoint, in place: the same process, monitors, consoles and
-//! networks.
+//! Restores a checkpoint in a running QEMU: process, monitors, consoles and networks stay the
+//! same.
 //!
 //! ```text
 //!   paused ─▶ image: [ram: differing pages │ devices]  ─ add-fd ─▶ blockdev-add ─▶ snapshot-load ─▶ blockdev-del ─▶ paused
 //!                      as an internal snapshot (qcow2)                 └ QEMU resets the machine, then reads the snapshot
 //! ```
 //!
-//! `snapshot-load` is the one way in which stock QEMU takes a machine's state without `-incoming`
-//! (`xen-load-devices-state` aborts there). The snapshot is in an image of ours, which is attached
-//! to nothing that the guest sees; the VM's own disks are not touched.
+//! `snapshot-load` is the only command by which stock QEMU loads a machine's state without
+//! `-incoming` (`xen-load-devices-state` aborts). Keyframe makes the image that holds the snapshot
+//! and attaches it to no device. The VM's own disks are not touched.
 //!
-//! Invariants: the VM stands before, and after, whatever happens. Where it fails, the machine is in
-//! an unknown state: it must be rolled back once more, to something, before it runs.
+//! Invariants: the VM is paused before and after, also if the rollback fails. After a failure the
+//! machine is in an unknown state: it must be rolled back again, to any checkpoint, before it runs.
 //!
-//! Left out: the reset may write to RAM (ROMs that lie in it) beyond the pages that are given: the
-//! caller compares.
+//! Left out: QEMU's reset may write ROMs to pages of RAM that `target` does not list. The caller
+//! compares RAM with the checkpoint.
 
 mod image;
 
@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 
 const NODE: &str = "keyframe-rollback";
 const JOB: &str = "keyframe-rollback";
-/// How long QEMU may take, and for each GiB of pages more.
+/// The longest time that QEMU may take to load a state, and the extra time for each GiB of pages.
 const LOAD_TIMEOUT: Duration = Duration::from_mins(1);
 const LOAD_TIMEOUT_GIB: Duration = Duration::from_mins(1);
 const LOOK_EVERY: Duration = Duration::from_millis(2);
@@ -35,13 +35,13 @@ const LOOK_EVERY: Duration = Duration::from_millis(2);
 pub use keyframe_vmm::RollbackTarget as Target;
 
 impl Vm {
-    /// Puts the VM, which is paused, back to `target`; it stays paused. The state passes through
-    /// `file`, which is empty and becomes as large as the pages.
+    /// Rolls the paused VM back to `target`. The VM stays paused. The state passes through `file`,
+    /// which is empty before and becomes as large as the pages.
     ///
-    /// Errors: [`Error::Rollback`] where QEMU does not take it, [`Error::Timeout`], and those of
-    /// `target` and its file.
+    /// Errors: [`Error::Rollback`] if QEMU refuses the state; [`Error::Timeout`]; errors of reading
+    /// `target` and of writing `file`.
     pub fn roll_back(&mut self, target: &Target<'_>, mut file: File) -> Result<()> {
-        // A restored VM was told neither to expect these nor to send them.
+        // A restored QEMU does not expect a configuration section: its line turns it off.
         let bare = self
             .full_command()
             .iter()
@@ -59,7 +59,7 @@ impl Vm {
     }
 }
 
-/// Gives the image to QEMU, has its snapshot loaded, and takes it back.
+/// Adds the image to QEMU, has QEMU load its snapshot, and removes the image.
 fn load(qmp: &mut Qmp, file: &File, patience: Duration) -> Result<()> {
     let answer =
         qmp.execute_passing("add-fd", json!({ "opaque": "keyframe-rollback" }), file.as_fd())?;
@@ -78,7 +78,7 @@ fn load(qmp: &mut Qmp, file: &File, patience: Duration) -> Result<()> {
     loaded.and_then(|()| removed.map(drop))
 }
 
-/// QEMU answers nothing while it loads.
+/// QEMU answers no command while it loads.
 fn run_job(qmp: &mut Qmp, patience: Duration) -> Result<()> {
     let before = qmp.set_timeout(patience);
     let loaded = start_job(qmp).and_then(|()| await_job(qmp, patience));

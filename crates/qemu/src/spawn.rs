@@ -26,7 +26,8 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long to look for the exit of a QEMU that closed a connection.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What the environment tells Keyframe, and is no concern of a process that a guest may break into.
+/// The environment variables with secrets of Keyframe. QEMU does not get them, because a guest may
+/// break into it.
 const SECRETS: [&str; 4] =
     ["KEYFRAME_PASSPHRASE", "KEYFRAME_KEY_FILE", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"];
 
@@ -75,7 +76,7 @@ pub fn number(fd: &OwnedFd) -> i32 {
     fd.as_fd().as_raw_fd()
 }
 
-/// [`Error::Exited`] where `child` has ended.
+/// Fails with [`Error::Exited`] if `child` has ended.
 pub fn alive(child: &mut Child, when: &'static str) -> Result<()> {
     match exit_status(child)? {
         Some(status) => Err(Error::Exited { status, when }),
@@ -83,13 +84,13 @@ pub fn alive(child: &mut Child, when: &'static str) -> Result<()> {
     }
 }
 
-/// How `child` ended, if it has.
+/// Returns how `child` ended; `None` while it runs.
 pub fn exit_status(child: &mut Child) -> Result<Option<ExitStatus>> {
     child.try_wait().map_err(Error::io(format!("wait for QEMU (pid {})", child.id())))
 }
 
-/// Where `error` says that a connection to QEMU broke, and `child` has ended, [`Error::Exited`];
-/// else `error`.
+/// Returns [`Error::Exited`] if `error` says that a connection to QEMU broke and `child` has ended;
+/// otherwise returns `error`.
 pub fn exited_instead(error: Error, child: &mut Child, when: &'static str) -> Error {
     use std::io::ErrorKind::{BrokenPipe, ConnectionReset};
     let broken = match &error {

@@ -55,7 +55,7 @@ const DETACH_TIMEOUT: Duration = Duration::from_secs(1);
 /// The longest path of a unix socket, without its terminating zero.
 const SOCKET_PATH_BYTES_MAX: usize = 107;
 
-/// How to launch a VM.
+/// The options of a launch.
 #[derive(Clone, Debug)]
 pub struct LaunchOptions {
     /// The directory of the monitors' sockets: `qmp.sock` for the engine, `watchdog.sock` for the
@@ -85,7 +85,7 @@ pub struct Vm {
     kept: Vec<Box<dyn Any + Send + Sync>>,
 }
 
-/// How a VM came under Keyframe.
+/// The way in which a VM came under Keyframe's control.
 pub(crate) enum Origin {
     /// Launched, with a monitor for its watchdog.
     Launched {
@@ -119,8 +119,8 @@ impl Vm {
         Self::launch_by(invocation, options, |_| ())
     }
 
-    /// As [`Self::launch`], but the kernel ends the VM when the thread that started it ends, and so
-    /// when this process ends.
+    /// Launches a VM as [`Self::launch`]; the kernel ends the VM when the thread that started it
+    /// ends, and so when this process ends.
     pub fn launch_mortal(invocation: &Invocation, options: &LaunchOptions) -> Result<Self> {
         Self::launch_by(invocation, options, keyframe_kernel::child_setup::kill_with_parent)
     }
@@ -231,7 +231,7 @@ impl Vm {
         self.single_core.as_ref()?.core()
     }
 
-    /// QEMU's pid.
+    /// Returns QEMU's process id.
     pub fn pid(&self) -> u32 {
         self.lifetime.pid()
     }
@@ -370,8 +370,8 @@ impl Vm {
         self.asked_for_ram(ramblock::layout)
     }
 
-    /// As [`Vm::ram_layout`], and true if the machine has a device that discards guest RAM, from its
-    /// start or plugged in since.
+    /// Returns [`Vm::ram_layout`], and true if the machine has a device that discards guest RAM,
+    /// from its start or plugged in since.
     pub fn ram_layout_and_discards(&mut self) -> Result<(RamLayout, bool)> {
         self.asked_for_ram(ramblock::layout_and_discards)
     }
@@ -405,7 +405,7 @@ impl Vm {
         self.lifetime.ended()
     }
 
-    /// As [`Vm::ended`], as an exit status. The status of an attached QEMU is known only to its
+    /// Returns [`Vm::ended`] as an exit status. The status of an attached QEMU is known only to its
     /// parent; the result is then success.
     pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
         Ok(self.ended()?.map(|ended| ended.status()))
@@ -417,7 +417,7 @@ impl Vm {
         Ok(self.lifetime.wait(timeout)?.map(|ended| ended.status()))
     }
 
-    /// Waits for QEMU's end after the guest has shut down ([`crate::Event::Shutdown`]). `None` if
+    /// Waits for QEMU's end after the guest has shut down ([`crate::QmpEvent::Shutdown`]). `None` if
     /// QEMU stays (`-no-shutdown`). The status is that of [`Vm::try_wait`].
     ///
     /// QEMU 7.2 can hang in `monitor_cleanup` if a command is in progress while the guest shuts down.

@@ -4,7 +4,7 @@ use crate::restore::lazy::Lazy;
 use crate::restore::{self, Plan, RestoreOptions, Restored};
 use crate::vm::Origin;
 use crate::watchdog::Watchdog;
-use crate::{Error, Event, Qmp, Result, RunStatus, Vm};
+use crate::{Error, Qmp, QmpEvent, Result, RunStatus, Vm};
 use keyframe_machine::{HostBlock, MachineSpec, VmmKind};
 use keyframe_units::RamLayout;
 use keyframe_vmm::{
@@ -211,11 +211,11 @@ impl Vmm for Vm {
     }
 }
 
-fn vm_event(event: &Event) -> Option<VmEvent> {
+fn vm_event(event: &QmpEvent) -> Option<VmEvent> {
     match event {
-        Event::Stop => Some(VmEvent::Paused),
-        Event::Resume => Some(VmEvent::Resumed),
-        Event::Shutdown { .. } => Some(VmEvent::ShutDown),
+        QmpEvent::Stop => Some(VmEvent::Paused),
+        QmpEvent::Resume => Some(VmEvent::Resumed),
+        QmpEvent::Shutdown { .. } => Some(VmEvent::ShutDown),
         _ => None,
     }
 }

@@ -11,7 +11,7 @@
 //!   engine ──▶ B       between: a rollback replaces the VM's state; the VM must not run
 //!   engine ──▶ E       the engine ends in good order
 //!   engine ◀── F       fired: the watchdog has ended the pause; its capture is torn
-//!   engine ◀── K       the answer to each D and B, behind any F
+//!   engine ◀── K       the answer to each D and B, after any F
 //!
 //!            ┌──────────── D ─────────────┐
 //!            ▼                            │
@@ -54,9 +54,9 @@ use watched::Reach;
 
 /// How long QEMU's monitor may take to answer the watchdog.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long the `stop` of an engine that died may be on its way.
+/// How long the `stop` of a dead engine may be on its way to QEMU.
 const LAST_STOP: Duration = Duration::from_secs(3);
-/// How long the watchdog keeps trying a QEMU that does not answer, after its engine has ended.
+/// How long the watchdog retries after its engine has ended, if QEMU does not answer.
 const RESCUE_MAX: Duration = Duration::from_mins(2);
 /// The time between two checks of the VM's state meanwhile.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
@@ -75,7 +75,7 @@ enum Order {
     End,
 }
 
-/// Assembles lines from the pieces that the pipe gives.
+/// Assembles lines from the pieces that a pipe delivers.
 #[derive(Default)]
 struct Lines(Vec<u8>);
 
@@ -119,7 +119,7 @@ struct Dog {
 }
 
 impl Dog {
-    /// Takes an order. True if it asks for an answer.
+    /// Handles an order. Returns true if the engine waits for an answer.
     fn obey(&mut self, order: Order, now: Instant) -> bool {
         match order {
             // A deadline beyond the clock's end never comes.
@@ -139,7 +139,8 @@ impl Dog {
         self.deadline.map(|deadline| deadline.saturating_duration_since(now))
     }
 
-    /// True if the deadline has passed. Until disarmed, the next deadline follows after one check.
+    /// Returns true if the deadline has passed. While it stays armed, the next deadline follows
+    /// one check interval later.
     fn is_due(&mut self, now: Instant) -> bool {
         let due = self.deadline.is_some_and(|deadline| now >= deadline);
         if due {
@@ -198,7 +199,7 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
                 self.report("F\n")?;
             }
             if events {
-                // Read away, or QEMU would keep them for us without end.
+                // QEMU keeps events until they are read.
                 self.reach.drain()?;
             }
             if commands && !self.take_orders()? {
@@ -207,7 +208,7 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
         }
     }
 
-    /// Acts on the end of input.
+    /// Handles the end of input.
     fn finish(&mut self) -> Result<()> {
         if self.dog.between {
             self.put_down()
@@ -221,7 +222,8 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
         }
     }
 
-    /// Waits for orders, for QEMU, or for the deadline. Returns which of orders and events there are.
+    /// Waits for orders, for QEMU or for the deadline. Returns whether orders and whether events
+    /// have arrived.
     fn wait(&self) -> Result<(bool, bool)> {
         let limit = self.dog.patience(Instant::now());
         let limit = limit.map(|d| Timespec {
@@ -250,7 +252,7 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
         for line in self.lines.push(chunk.get(..len).unwrap_or_default()) {
             let order = parse(&line)?;
             self.left = order == Order::End;
-            // Each pause is one of its own.
+            // A new pause has its own series of attempts.
             self.reach.begin_anew();
             if self.dog.obey(order, Instant::now()) {
                 self.report("K\n")?;
@@ -259,13 +261,13 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
         Ok(len > 0)
     }
 
-    /// Resumes the VM if it is paused; true if it did.
+    /// Resumes the VM if it is paused. Returns true if it resumed the VM.
     fn resume(&mut self) -> Result<bool> {
         if self.dog.by_pipe {
             return self.empty_pipe();
         }
         match self.reach.resume(Instant::now()) {
-            // QEMU is busy, perhaps with the very `stop` (it flushes disks): look again.
+            // QEMU is busy, perhaps with the `stop` itself, which flushes disks: check again later.
             Err(Error::Timeout { .. }) => Ok(false),
             other => other,
         }
@@ -305,7 +307,7 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
         while Instant::now() < until {
             match self.reach.resume(Instant::now()) {
                 Err(Error::Gone { .. }) => return Ok(()),
-                // A QEMU that is too busy to answer is as paused as before.
+                // QEMU is too busy to answer: the VM is still paused.
                 Err(Error::Timeout { .. }) => {
                     until = (Instant::now() + LAST_STOP).min(began + RESCUE_MAX);
                 }
@@ -341,7 +343,7 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
     fn report(&mut self, text: &str) -> Result<()> {
         let written = self.reports.write_all(text.as_bytes()).and_then(|()| self.reports.flush());
         match written {
-            // An engine that cannot be told is gone; the end of its orders says so too.
+            // The pipe is closed, so the engine is gone. The end of input reports that, too.
             Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
             other => other.map_err(Error::io("report to the engine")),
         }
@@ -370,7 +372,7 @@ impl Watchdog {
         Self::spawn_by(command, &watched.words(), &watched.inherited())
     }
 
-    /// As [`Watchdog::spawn`], with the arguments and descriptors of `resumer`.
+    /// Starts the watchdog as [`Watchdog::spawn`], with the arguments and descriptors of `resumer`.
     pub fn spawn_resumer(command: &mut Command, resumer: &Resumer) -> Result<Self> {
         Self::spawn_by(command, &resumer.words, &resumer.descriptors.iter().collect::<Vec<_>>())
     }
@@ -441,8 +443,7 @@ impl Watchdog {
 
     /// Disarms and ends the watchdog.
     pub fn end(mut self) {
-        // Where it does not answer, the end of its input still disarms it after its own look at the
-        // VM.
+        // If it does not answer, the end of its input disarms it after one more check of the VM.
         let _ = self.disarm();
         let _ = self.order("E\n");
         self.finish();

@@ -5,7 +5,7 @@ mod support;
 
 use keyframe_qemu::restore::{self, Plan, RestoreOptions};
 use keyframe_qemu::watchdog::{self, Fired, Watchdog, Watched};
-use keyframe_qemu::{Error, Event, RunStatus, Vm};
+use keyframe_qemu::{Error, QmpEvent, RunStatus, Vm};
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::Stdio;
@@ -101,7 +101,7 @@ fn checkpoints_and_pauses(libvirt: &Libvirt, name: &str, pid: u32, serial: &Path
         assert!(!vm.qmp().resumed_by_other().unwrap());
         libvirt.must(&["resume", name]);
         assert!(vm.qmp().resumed_by_other().unwrap());
-        assert!(vm.qmp().drain_events().unwrap().contains(&Event::Resume));
+        assert!(vm.qmp().drain_events().unwrap().contains(&QmpEvent::Resume));
         assert_eq!(state(libvirt, name), "running");
         let error = vm.qmp().execute("no-such-'command", None).unwrap_err();
         assert!(

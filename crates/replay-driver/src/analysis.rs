@@ -26,7 +26,7 @@ pub use files::{
 };
 
 use crate::error::{AnalysisError, Error, Result};
-use crate::event::{Event, EventSink};
+use crate::event::{EventSink, ReplayEvent};
 use crate::{AnalysisSubject, KnownIntervals, jobs};
 use files::{claim, finished_part};
 use keyframe_analysis::Tool;
@@ -265,11 +265,11 @@ impl<'a> Analysis<'a> {
         jobs: Option<u64>,
         tries: u32,
         interrupted: &Arc<AtomicBool>,
-        events: &dyn EventSink,
+        events: &dyn EventSink<ReplayEvent>,
     ) -> Result<()> {
         let queue = self.queue()?;
         let this = &*self;
-        events.event(&Event::Replayed { instructions: this.old_instructions() });
+        events.event(&ReplayEvent::Replayed { instructions: this.old_instructions() });
         let slots = jobs.map_or_else(jobs::core_count, |n| n as usize);
         let job = |item: QueueItem| {
             // The queue's items are intervals that this process knows.
@@ -278,14 +278,14 @@ impl<'a> Analysis<'a> {
             let mut reached = interval.from_icount;
             let mut on_progress = |icount: u64| {
                 let instructions = icount.min(interval.end_icount).saturating_sub(reached);
-                events.event(&Event::Replayed { instructions });
+                events.event(&ReplayEvent::Replayed { instructions });
                 reached = icount.max(reached);
             };
             match this.make(&interval, &maker, tries, interrupted, &mut on_progress) {
                 Ok(()) => on_progress(interval.end_icount),
                 // The part is missed when the parts are collected.
                 Err(error) if !interrupted.load(Ordering::Relaxed) => {
-                    events.event(&Event::IntervalFailed { index: item.index, error });
+                    events.event(&ReplayEvent::IntervalFailed { index: item.index, error });
                 }
                 Err(_) => {}
             }

@@ -1,7 +1,7 @@
 //! What a recorded guest wrote to its console. Replays find it out once; a file keeps it.
 
 use crate::error::{Error, Result};
-use crate::event::{Event, EventSink};
+use crate::event::{EventSink, ReplayEvent};
 use crate::{Replay, ReplayOptions, ReplayableRecording, StopReason, jobs};
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::Interval;
@@ -18,7 +18,7 @@ const CONSOLE_BYTES_MAX: u64 = 1 << 30;
 pub fn console(
     recording: &ReplayableRecording,
     jobs: Option<u64>,
-    events: &dyn EventSink,
+    events: &dyn EventSink<ReplayEvent>,
 ) -> Result<Console> {
     let path = recording.recording.console_path();
     if !path.exists() {
@@ -34,16 +34,16 @@ fn replay_all(
     recording: &ReplayableRecording,
     path: &Path,
     jobs: Option<u64>,
-    events: &dyn EventSink,
+    events: &dyn EventSink<ReplayEvent>,
 ) -> Result<()> {
     let intervals = recording.with_unambiguous_ends(&recording.intervals()?)?;
     let interrupted = jobs::interruption()?;
     let instructions = intervals.iter().map(Interval::len).sum();
-    events.event(&Event::ReplaysBegin { instructions });
+    events.event(&ReplayEvent::ReplaysBegin { instructions });
     let mut parts =
         jobs::for_each_interval(recording, &intervals, jobs, &interrupted, |interval| {
             let output = output_of(recording, interval, &interrupted);
-            events.event(&Event::Replayed { instructions: interval.len() });
+            events.event(&ReplayEvent::Replayed { instructions: interval.len() });
             (interval.index, output)
         })?;
     if interrupted.load(Ordering::Relaxed) {

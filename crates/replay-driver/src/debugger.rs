@@ -17,7 +17,7 @@ mod session;
 mod stub;
 
 use crate::error::{Error, ReplayError, Result};
-use crate::event::EventSink;
+use crate::event::{EventSink, ReplayEvent};
 use crate::{PausedReplay, ReplayableRecording};
 use keyframe_gdb::{Breakpoint, GdbConnection};
 use keyframe_replay::interval::RecordedCheckpoint;
@@ -38,7 +38,7 @@ struct DebugContext<'a> {
     checkpoints: Vec<RecordedCheckpoint>,
     /// Words for QEMU's command line.
     extra: Vec<OsString>,
-    events: &'a dyn EventSink,
+    events: &'a dyn EventSink<ReplayEvent>,
     interrupted: &'a AtomicBool,
 }
 
@@ -59,7 +59,7 @@ pub struct Debugger<'a> {
     port: u16,
     recording: &'a ReplayableRecording,
     extra: Vec<OsString>,
-    events: &'a dyn EventSink,
+    events: &'a dyn EventSink<ReplayEvent>,
 }
 
 impl<'a> Debugger<'a> {
@@ -73,7 +73,7 @@ impl<'a> Debugger<'a> {
         recording: &'a ReplayableRecording,
         port: u16,
         extra: Vec<OsString>,
-        events: &'a dyn EventSink,
+        events: &'a dyn EventSink<ReplayEvent>,
     ) -> Result<Self> {
         let failed = |source| ReplayError::Listen { port, source };
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(failed)?;

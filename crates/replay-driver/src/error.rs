@@ -127,7 +127,7 @@ impl Error {
         Self::io(format!("{verb} {}", path.display()), source)
     }
 
-    /// What the user can do about it, if something is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         let text = match self {
             Self::Qemu(error) => return error.fix(),

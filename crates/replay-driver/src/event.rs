@@ -1,33 +1,17 @@
-//! What replays and analyses tell the program that runs them, while they run.
-//!
-//! Events have typed fields and no text. The program decides which of them its user reads, and in
-//! which words.
+//! The events of running replays and analyses. They have typed fields; the program that runs a
+//! replay turns them into text for its user.
 
 use crate::Error;
+pub use keyframe_units::{EventSink, NoEvents};
 use std::path::PathBuf;
-use std::sync::Arc;
 
-/// Takes events in. Its method is called from several threads, and the caller waits for it.
-pub trait EventSink: Send + Sync {
-    /// `event` has happened.
-    fn event(&self, event: &Event);
-}
+/// The sink of a replay's events, which its threads share.
+pub type SharedEventSink = keyframe_units::SharedEventSink<ReplayEvent>;
 
-/// Ignores all events.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct NoEvents;
-
-impl EventSink for NoEvents {
-    fn event(&self, _: &Event) {}
-}
-
-/// A sink that several owners share.
-pub type SharedEventSink = Arc<dyn EventSink>;
-
-/// One thing that has happened.
+/// An event of a replay or an analysis.
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum Event {
+pub enum ReplayEvent {
     /// The process that made a recording was killed. The recording ends with the log that QEMU had
     /// written by then.
     RecorderKilled {

@@ -15,7 +15,7 @@
 
 use crate::error::{AnalysisError, Result};
 use keyframe_analysis::plugin::PluginInterface;
-use keyframe_analysis::{GuestRam, RamFile, RamRange};
+use keyframe_analysis::{RamFile, RamRange, ReplayRam};
 use keyframe_qemu::restore::{RestoreSource, backends_as_made, ram_file};
 use keyframe_units::{BlockKind, GuestRegion};
 
@@ -44,12 +44,12 @@ pub fn guest_ram(
     source: &RestoreSource,
     map: &[GuestRegion],
     interface: PluginInterface,
-) -> Result<GuestRam> {
+) -> Result<ReplayRam> {
     let blocks = source.ram.blocks();
     let of_backends: Vec<usize> =
         (0..blocks.len()).filter(|&number| blocks[number].kind == BlockKind::Backend).collect();
-    if of_backends.is_empty() || of_backends.len() > GuestRam::FILES_MAX {
-        let (count, max) = (of_backends.len(), GuestRam::FILES_MAX);
+    if of_backends.is_empty() || of_backends.len() > ReplayRam::FILES_MAX {
+        let (count, max) = (of_backends.len(), ReplayRam::FILES_MAX);
         return Err(AnalysisError::RamBackends { count, max }.into());
     }
     let has_modules = || {
@@ -88,7 +88,7 @@ pub fn guest_ram(
     });
     let mut ranges: Vec<_> = ranges.collect();
     ranges.sort_by_key(|range| range.guest.0);
-    Ok(GuestRam { files: files.collect(), ranges })
+    Ok(ReplayRam { files: files.collect(), ranges })
 }
 
 /// Returns the offset of each block among all blocks, in the order in which they are made.
@@ -143,7 +143,7 @@ mod tests {
         GuestRegion { start: GuestPhys(start), len_bytes, block: block.into(), offset_bytes }
     }
 
-    fn ranges(ram: &GuestRam) -> Vec<(u64, u64, u64)> {
+    fn ranges(ram: &ReplayRam) -> Vec<(u64, u64, u64)> {
         ram.ranges.iter().map(|range| (range.guest.0, range.number, range.len_bytes)).collect()
     }
 

@@ -15,7 +15,7 @@
 //!   JobSpec               what a worker on another node needs to know of an analysis
 //! ```
 //!
-//! The crate prints nothing: it returns [`Error`]s and sends [`Event`]s to an [`EventSink`].
+//! The crate prints nothing: it returns [`Error`]s and sends [`ReplayEvent`]s to an [`EventSink`].
 
 pub mod analysis;
 pub mod analysis_subject;
@@ -50,7 +50,7 @@ pub use console::console;
 pub use cut_source::{CompleteLogCuts, CutSource, GrowingLogCuts};
 pub use debugger::Debugger;
 pub use error::{AnalysisError, Error, ReplayError, Result};
-pub use event::{Event, EventSink, NoEvents, SharedEventSink};
+pub use event::{EventSink, NoEvents, ReplayEvent, SharedEventSink};
 pub use follower_process::FollowerProcess;
 pub use job_spec::{JobSpec, OpenedSubject, RunSelection, tool};
 pub use live_recording::LiveRecording;

@@ -18,7 +18,9 @@ use crate::error::{Error, Result};
 use crate::replay_stepper::{PATIENCE, ReplayStepper, StopReason};
 use keyframe_inspect::guest_memory::ReadStop;
 use keyframe_inspect::source_of;
-use keyframe_qemu::recording::{RecordingClock, RecordingMode, RecordingOptions, recording_line};
+use keyframe_qemu::recording::{
+    RecordingClock, RecordingLineOptions, RecordingMode, recording_line,
+};
 use keyframe_qemu::restore::{
     self, Plan, RamSource, RestoreOptions, RestoreSource, Restored, Until,
 };
@@ -252,7 +254,7 @@ fn add_replay_options(
     let (server, media) = (disks.map(ReplayDisks::server), media.map(Media::server));
     let machine = &mut source.machine;
     let words = machine.user_command.split_off(1.min(machine.user_command.len()));
-    let recording = RecordingOptions {
+    let recording = RecordingLineOptions {
         mode: RecordingMode::Replay,
         log: recording.log(),
         disks: server.as_ref(),

@@ -4,7 +4,7 @@ use crate::error::{ReplayError, Result};
 use crate::idle_watch::{IdleWatch, Idleness};
 use keyframe_kernel::open_file::OpenFile;
 use keyframe_qemu::restore::{Restored, Until};
-use keyframe_qemu::{Event, Vm};
+use keyframe_qemu::{QmpEvent, Vm};
 use keyframe_replay::{ReplayProgress, StallDetector};
 use std::path::PathBuf;
 use std::process::ExitStatus;
@@ -137,8 +137,8 @@ impl ReplayStepper {
             let Ok(events) = replay.vm().qmp().drain_events() else {
                 return self.monitor_closed(replay.vm());
             };
-            let shut_down = events.iter().any(|event| matches!(event, Event::Shutdown { .. }));
-            if shut_down || events.contains(&Event::Stop) {
+            let shut_down = events.iter().any(|event| matches!(event, QmpEvent::Shutdown { .. }));
+            if shut_down || events.contains(&QmpEvent::Stop) {
                 if !shut_down && self.is_held(replay.vm())? {
                     self.resume(replay.vm())?;
                     continue;

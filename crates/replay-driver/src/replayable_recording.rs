@@ -1,7 +1,7 @@
 //! A recording that can be replayed, with its log and its checkpoints.
 
 use crate::error::{Error, Result};
-use crate::event::{Event, EventSink};
+use crate::event::{EventSink, ReplayEvent};
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::{
     Interval, RecordedCheckpoint, intervals, with_unambiguous_ends, with_unambiguous_last_end,
@@ -37,7 +37,7 @@ impl ReplayableRecording {
         path: &Path,
         store: Option<&Path>,
         key: &KeyArg,
-        events: &dyn EventSink,
+        events: &dyn EventSink<ReplayEvent>,
     ) -> Result<Self> {
         let mut recording = Recording::open(path)?;
         if recording.meta.ending == RecordingEnding::Recording {
@@ -46,7 +46,7 @@ impl ReplayableRecording {
             }
             let duration_ns = recording.meta.duration_ns;
             recording.finish(duration_ns)?;
-            events.event(&Event::RecorderKilled { recording: path.to_owned() });
+            events.event(&ReplayEvent::RecorderKilled { recording: path.to_owned() });
         }
         let place: PathBuf = store.map_or_else(|| recording.store_path(), Path::to_owned);
         let store = key.open(&place).map_err(|e| Error::store(&place, e))?;

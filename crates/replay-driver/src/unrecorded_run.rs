@@ -21,7 +21,7 @@ use keyframe_inspect::source_of;
 use keyframe_kernel::cpu_time;
 use keyframe_qemu::restore::{self, Plan, RestoreOptions};
 use keyframe_qemu::restore::{CloneOptions, clone_line};
-use keyframe_qemu::{Accelerator, Event};
+use keyframe_qemu::{Accelerator, QmpEvent};
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use keyframe_store::{Sealed, Store};
 use keyframe_units::CheckpointId;
@@ -147,7 +147,7 @@ impl SimulatedVm {
                 return Err(ReplayError::SimulationEnded.into());
             }
             let events = self.vm.restored.vm().qmp().drain_events()?;
-            if events.iter().any(|event| matches!(event, Event::Shutdown { .. })) {
+            if events.iter().any(|event| matches!(event, QmpEvent::Shutdown { .. })) {
                 // QEMU is paused then, and the interval is over.
                 return Ok(true);
             }

@@ -1,4 +1,4 @@
-//! Where to cut a recording that has no checkpoints yet.
+//! Chooses the instructions at which a recording without checkpoints is cut.
 //!
 //! ```text
 //!   by instructions   every N-th instruction

@@ -1,4 +1,4 @@
-//! A log that QEMU is still writing, up to where it can be replayed already.
+//! Reads a log that QEMU is still writing, up to the last instruction that can be replayed.
 //!
 //! ```text
 //!   ... instructions │ events │ instructions │ ev          what QEMU has written to the file

@@ -41,7 +41,7 @@ pub struct Interval {
 }
 
 impl Interval {
-    /// Its length in instructions.
+    /// Returns the length in instructions.
     pub fn len(&self) -> u64 {
         self.end_icount.saturating_sub(self.from_icount)
     }

@@ -118,7 +118,7 @@ pub struct Primary {
     /// The first heartbeat that disarms the standby: an answer to it or to a later one with pairing
     /// 0 means that the standby can no longer take over.
     disarm_from: Option<u64>,
-    /// StandbyLossReason this node asks for the right to run alone, if it does.
+    /// Why this node asks for the right to run alone, if it does.
     asking: Option<StandbyLossReason>,
     /// The newest generation of the witness' state that this node has seen.
     generation: u64,

@@ -76,7 +76,7 @@ pub struct Standby {
     applied: Option<Epoch>,
     /// The number of epochs that are being applied.
     applying: u32,
-    /// StandbyLossReason it can take no more epochs of this session, if it cannot.
+    /// Why it can take no more epochs of this session, if it cannot.
     sick: Option<String>,
     hello_at_ns: u64,
     open_request: Option<WitnessRequest>,

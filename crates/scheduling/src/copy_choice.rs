@@ -45,7 +45,7 @@ pub enum CopyChoice {
 /// The longest copy in the pause that is cheaper than pre-copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyPolicy {
-    /// That time, in nanoseconds.
+    /// The longest copy in the pause, in nanoseconds.
     pub tolerated_copy_ns: u64,
 }
 

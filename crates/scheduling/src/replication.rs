@@ -80,7 +80,7 @@ impl VmObservation {
         self.now_ns.saturating_sub(self.since_ns)
     }
 
-    /// How long the oldest held packet has waited; 0 if none is held.
+    /// Returns how long the oldest held packet has waited, in nanoseconds; 0 if none is held.
     pub fn waited_ns(&self) -> u64 {
         self.oldest_packet_ns.map_or(0, |oldest_ns| self.now_ns.saturating_sub(oldest_ns))
     }
@@ -110,7 +110,7 @@ pub enum ReplicationDecision {
         look_in_ns: u64,
     },
     /// Take a checkpoint now. Only while none is in flight.
-    Checkpoint(CheckpointReason),
+    Checkpoint(EpochReason),
     /// Suspend the VM early: it stays paused until the checkpoint in flight is acknowledged. Only
     /// while one is in flight.
     Suspend,
@@ -130,7 +130,7 @@ impl ReplicationDecision {
 
 /// Why a checkpoint is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum CheckpointReason {
+pub enum EpochReason {
     /// The interval is over.
     Due,
     /// The dirty page set is reached: waiting longer would save no second transfer of a page.
@@ -147,7 +147,7 @@ pub enum CheckpointReason {
     Asked,
 }
 
-impl CheckpointReason {
+impl EpochReason {
     /// The reason's name for users.
     pub fn name(self) -> &'static str {
         match self {
@@ -162,7 +162,7 @@ impl CheckpointReason {
     }
 }
 
-impl fmt::Display for CheckpointReason {
+impl fmt::Display for EpochReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }

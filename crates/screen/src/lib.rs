@@ -26,4 +26,4 @@ mod tests;
 mod text;
 
 pub use registers::{Bochs, Registers, VBE_REGISTERS, Vga};
-pub use screen::{PIXELS_MAX, Picture, Reason, Screen};
+pub use screen::{PIXELS_MAX, Picture, PictureProblem, Screen};

@@ -3,7 +3,7 @@
 
 use crate::memory::Memory;
 use crate::registers::{Bochs, Rgb, Vga, vbe};
-use crate::screen::{Canvas, Reason};
+use crate::screen::{Canvas, PictureProblem};
 use std::ops::Range;
 
 /// The smallest width and height of a display without VGA.
@@ -39,7 +39,7 @@ enum Format {
 
 impl Linear {
     /// The picture of a VGA; `None` in a mode of 16 colours, whose pixels lie in planes.
-    pub fn of_vga(vga: &Vga, memory_bytes: u64) -> Result<Option<Self>, Reason> {
+    pub fn of_vga(vga: &Vga, memory_bytes: u64) -> Result<Option<Self>, PictureProblem> {
         let bits = vga.vbe[vbe::BITS];
         let format = match bits {
             4 => return Ok(None),
@@ -48,7 +48,7 @@ impl Linear {
             16 => Format::Bits16 { whole_range: true },
             24 => Format::Bits24,
             32 => Format::Bits32,
-            _ => return Err(Reason::Bits { bits }),
+            _ => return Err(PictureProblem::Bits { bits }),
         };
         let mut linear = Self {
             width: vga.vbe[vbe::WIDTH].into(),
@@ -69,17 +69,17 @@ impl Linear {
     }
 
     /// The picture of a display without VGA.
-    pub fn of_bochs(bochs: &Bochs, memory_bytes: u64) -> Result<Self, Reason> {
+    pub fn of_bochs(bochs: &Bochs, memory_bytes: u64) -> Result<Self, PictureProblem> {
         let register = |number: usize| bochs.vbe[number];
         let (width, height) = (register(vbe::WIDTH), register(vbe::HEIGHT));
         let format = match register(vbe::BITS) {
-            0 => return Err(Reason::NoMode),
+            0 => return Err(PictureProblem::NoMode),
             16 => Format::Bits16 { whole_range: true },
             32 => Format::Bits32,
-            bits => return Err(Reason::Bits { bits }),
+            bits => return Err(PictureProblem::Bits { bits }),
         };
         if width < BOCHS_SIDE_MIN || height < BOCHS_SIDE_MIN {
-            return Err(Reason::NoMode);
+            return Err(PictureProblem::NoMode);
         }
         let pixel_bytes = format.pixel_bytes();
         let line_bytes = u64::from(register(vbe::VIRTUAL_WIDTH).max(width)) * pixel_bytes;
@@ -94,17 +94,19 @@ impl Linear {
             is_big_endian: bochs.is_big_endian && pixel_bytes == 4,
         };
         if linear.start + line_bytes * u64::from(height) > memory_bytes {
-            return Err(Reason::Beyond { memory_bytes });
+            return Err(PictureProblem::Beyond { memory_bytes });
         }
         Ok(linear)
     }
 
+    /// Returns the range of display memory that the picture needs, in bytes.
     pub fn needs(&self) -> Range<u64> {
         let below = self.line_bytes * u64::from(self.height).saturating_sub(1);
         let end = self.start + below + u64::from(self.width) * self.format.pixel_bytes();
         self.start..end
     }
 
+    /// Draws the picture on `canvas`.
     pub fn draw(&self, memory: &Memory<'_>, canvas: &mut Canvas<'_>) {
         let step = self.format.pixel_bytes();
         for y in 0..self.height {

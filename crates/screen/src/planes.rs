@@ -42,7 +42,7 @@ struct Interleave {
 }
 
 impl Planes {
-    /// Width, height and mode without VBE.
+    /// Returns width and height in pixels and the mode of a display without VBE.
     pub fn of(vga: &Vga) -> (u32, u32, Mode) {
         let (width, height) = (vga.columns() * 8, vga.lines());
         let mode = vga.crtc_mode();
@@ -77,7 +77,7 @@ impl Planes {
         (width << u32::from(doubled), height, Mode::Planes(Box::new(planes)))
     }
 
-    /// Width, height and mode of a VBE mode of 16 colours.
+    /// Returns width and height in pixels and the mode of a VBE mode of 16 colours.
     pub fn with_vbe(vga: &Vga) -> (u32, u32, Mode) {
         let [width, height] = [vbe::WIDTH, vbe::HEIGHT].map(|number| u32::from(vga.vbe[number]));
         let planes = Self {
@@ -104,6 +104,7 @@ impl Planes {
         ADDRESSED_BYTES
     }
 
+    /// Draws the picture on `canvas`.
     pub fn draw(&self, memory: &Memory<'_>, canvas: &mut Canvas<'_>) {
         let (mut at, mut line, mut again) = (self.start, 0, self.repeats);
         let mut panning = self.panning;

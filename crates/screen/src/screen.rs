@@ -15,7 +15,7 @@ const PIXEL_BYTES: usize = 3;
 
 /// Why there is no picture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Reason {
+pub enum PictureProblem {
     /// The guest does not use the display yet.
     #[error("the guest has set no mode")]
     NoMode,
@@ -72,7 +72,7 @@ pub(crate) enum Mode {
 
 impl Screen {
     /// The picture that `registers` describe in a memory of `memory_bytes` bytes.
-    pub fn new(registers: &Registers, memory_bytes: u64) -> Result<Self, Reason> {
+    pub fn new(registers: &Registers, memory_bytes: u64) -> Result<Self, PictureProblem> {
         match registers {
             Registers::Bochs(bochs) => {
                 let linear = Linear::of_bochs(bochs, memory_bytes)?;
@@ -87,7 +87,7 @@ impl Screen {
         }
     }
 
-    fn of_vga(vga: &Vga, memory_bytes: u64) -> Result<Self, Reason> {
+    fn of_vga(vga: &Vga, memory_bytes: u64) -> Result<Self, PictureProblem> {
         let (width, height, mode) = if vga.vbe_is_enabled() {
             match Linear::of_vga(vga, memory_bytes)? {
                 Some(linear) => (linear.width, linear.height, Mode::Linear(Box::new(linear))),
@@ -103,13 +103,18 @@ impl Screen {
         Self::checked(width, height, memory_bytes, mode)
     }
 
-    fn checked(width: u32, height: u32, memory_bytes: u64, mode: Mode) -> Result<Self, Reason> {
+    fn checked(
+        width: u32,
+        height: u32,
+        memory_bytes: u64,
+        mode: Mode,
+    ) -> Result<Self, PictureProblem> {
         let pixels = u64::from(width) * u64::from(height);
         if pixels == 0 {
-            return Err(Reason::NoMode);
+            return Err(PictureProblem::NoMode);
         }
         if pixels > PIXELS_MAX {
-            return Err(Reason::TooLarge { width: width.into(), height: height.into() });
+            return Err(PictureProblem::TooLarge { width: width.into(), height: height.into() });
         }
         let needs = match &mode {
             Mode::Blank => 0..0,
@@ -122,12 +127,12 @@ impl Screen {
         Ok(Self { width, height, memory_bytes, needs, mode })
     }
 
-    /// In pixels.
+    /// Returns the width in pixels.
     pub fn width(&self) -> u32 {
         self.width
     }
 
-    /// In pixels.
+    /// Returns the height in pixels.
     pub fn height(&self) -> u32 {
         self.height
     }
@@ -161,7 +166,7 @@ pub(crate) struct Canvas<'a> {
 }
 
 impl Canvas<'_> {
-    /// The pixels from line `y` to the end of the picture.
+    /// Returns the pixels from line `y` to the end of the picture.
     pub fn line(&mut self, y: u32) -> &mut [[u8; PIXEL_BYTES]] {
         let start = (y as usize).saturating_mul(self.line_bytes);
         let end = start.saturating_add(self.line_bytes);

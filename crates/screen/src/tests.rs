@@ -3,7 +3,7 @@
 
 use crate::fuzzing::draw;
 use crate::registers::vbe;
-use crate::{Bochs, PIXELS_MAX, Picture, Reason, Registers, Screen, Vga};
+use crate::{Bochs, PIXELS_MAX, Picture, PictureProblem, Registers, Screen, Vga};
 use proptest::prelude::*;
 
 fn pixel(picture: &Picture, x: u32, y: u32) -> [u8; 3] {
@@ -91,7 +91,7 @@ fn each_depth_has_its_colours() {
     vga.vbe[vbe::ENABLE] |= vbe::EIGHT_BIT_PALETTE;
     assert_eq!(pixel(&shown(&vga, &memory(&[77])), 0, 0), [0x0d, 0, 1]);
     let odd = Screen::new(&Registers::Vga(Box::new(with_vbe(64, 8, 12))), 65536).unwrap_err();
-    assert_eq!(odd, Reason::Bits { bits: 12 });
+    assert_eq!(odd, PictureProblem::Bits { bits: 12 });
 }
 
 #[test]
@@ -107,13 +107,13 @@ fn a_picture_that_reaches_beyond_the_memory_begins_anew() {
 fn a_display_without_vga_is_linear_too() {
     let mut bochs = Bochs::default();
     let screen = |bochs| Screen::new(&Registers::Bochs(bochs), 1 << 20);
-    assert_eq!(screen(bochs).unwrap_err(), Reason::NoMode);
+    assert_eq!(screen(bochs).unwrap_err(), PictureProblem::NoMode);
     (bochs.vbe[vbe::WIDTH], bochs.vbe[vbe::HEIGHT], bochs.vbe[vbe::BITS]) = (64, 64, 32);
     (bochs.vbe[vbe::VIRTUAL_WIDTH], bochs.vbe[vbe::X_OFFSET], bochs.vbe[vbe::Y_OFFSET]) =
         (128, 2, 3);
     assert_eq!(screen(bochs).unwrap().needs(), 3 * 512 + 8..(3 + 63) * 512 + 8 + 256);
     bochs.vbe[vbe::Y_OFFSET] = 0xffff;
-    assert_eq!(screen(bochs).unwrap_err(), Reason::Beyond { memory_bytes: 1 << 20 });
+    assert_eq!(screen(bochs).unwrap_err(), PictureProblem::Beyond { memory_bytes: 1 << 20 });
 }
 
 #[test]
@@ -169,10 +169,10 @@ fn sixteen_colours_lie_in_planes_and_256_in_bytes() {
 fn what_cannot_be_is_refused_and_what_is_blank_is_black() {
     let too_large = with_vbe(16000, 12000, 8);
     let refused = Screen::new(&Registers::Vga(Box::new(too_large)), 16 << 20).unwrap_err();
-    assert_eq!(refused, Reason::TooLarge { width: 16000, height: 12000 });
+    assert_eq!(refused, PictureProblem::TooLarge { width: 16000, height: 12000 });
     const { assert!(16000 * 12000 > PIXELS_MAX) };
     let fresh = Screen::new(&Registers::Vga(Box::default()), 16 << 20).unwrap_err();
-    assert_eq!(fresh, Reason::NoMode);
+    assert_eq!(fresh, PictureProblem::NoMode);
     let mut blank = with_vbe(64, 64, 32);
     blank.attribute_index = 0;
     let picture = shown(&blank, &vec![0xff; 65536]);

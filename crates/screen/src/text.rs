@@ -2,7 +2,7 @@
 
 use crate::memory::Memory;
 use crate::registers::{Rgb, Vga};
-use crate::screen::{Canvas, Reason};
+use crate::screen::{Canvas, PictureProblem};
 
 /// The largest number of characters that QEMU shows: 160 x 100.
 const CHARACTERS_MAX: u32 = 16_000;
@@ -36,14 +36,16 @@ struct Cursor {
 }
 
 impl Text {
-    pub fn of(vga: &Vga) -> Result<Self, Reason> {
+    /// Reads the text mode from the registers. Fails if the guest has set no mode, or if the text
+    /// has too many characters.
+    pub fn of(vga: &Vga) -> Result<Self, PictureProblem> {
         let (wide, tall) = (vga.character_width(), u32::from(vga.last_character_line()) + 1);
         let (columns, lines) = (vga.columns(), vga.text_lines(tall));
         match columns * lines {
-            0 | 1 => return Err(Reason::NoMode),
+            0 | 1 => return Err(PictureProblem::NoMode),
             2..=CHARACTERS_MAX => {}
             _ => {
-                return Err(Reason::TooLarge {
+                return Err(PictureProblem::TooLarge {
                     width: (columns * wide).into(),
                     height: (lines * tall).into(),
                 });
@@ -69,10 +71,12 @@ impl Text {
         })
     }
 
+    /// Returns the width in pixels.
     pub fn width(&self) -> u32 {
         self.columns * self.wide
     }
 
+    /// Returns the height in pixels.
     pub fn height(&self) -> u32 {
         self.lines * self.tall
     }
@@ -86,6 +90,7 @@ impl Text {
         text.max(font)
     }
 
+    /// Draws the picture on `canvas`.
     pub fn draw(&self, memory: &Memory<'_>, canvas: &mut Canvas<'_>) {
         let mut line_at = self.start;
         for line in 0..self.lines {

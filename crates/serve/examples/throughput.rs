@@ -3,7 +3,7 @@
 //! is read over the loopback interface by 1, 4 and 16 clients, each without a cache, in one process
 //! with the server; prints bytes a second, and the processor time of all of it.
 
-use keyframe_serve::{Identity, Options, Server};
+use keyframe_serve::{Server, ServerIdentity, ServerOptions};
 use keyframe_store::Store;
 use keyframe_store_backend::{Backend, ReadFile, ServedBackend};
 use std::io::Write;
@@ -23,8 +23,8 @@ fn main() {
     Store::init(&place).expect("a store");
     noise(&place.join(PACK), mib);
     let listen = "127.0.0.1:0".parse().expect("an address");
-    let identity = Identity::fresh().expect("a certificate");
-    let options = Options { listen, token: None, identity, connections_max: 64 };
+    let identity = ServerIdentity::fresh().expect("a certificate");
+    let options = ServerOptions { listen, token: None, identity, connections_max: 64 };
     let server = Server::bind(&place, options).expect("a server");
     let url = format!("kf://{}?fingerprint={}", server.address(), server.fingerprint());
     let cores = std::thread::available_parallelism().map_or(1, usize::from);

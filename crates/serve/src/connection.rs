@@ -5,8 +5,8 @@
 //!                └─ no token: one answer that says so, after a second
 //! ```
 
-use crate::files::{Files, Refusal, Reply};
-use crate::server::Counts;
+use crate::files::{Refusal, Reply, ServedFiles};
+use crate::server::ServerCounts;
 use keyframe_store_backend::served::wire::{
     AnswerEncoding, AnswerHead, AnswerKind, HELLO_BYTES_MAX, REQUEST_BYTES_MAX, RefusalCode,
     Request,
@@ -36,13 +36,13 @@ const TLS_BUFFER_BYTES: usize = 256 << 10;
 #[derive(Debug)]
 pub struct Common {
     /// What they read.
-    pub files: Files,
+    pub files: ServedFiles,
     /// How they are encrypted.
     pub tls: Arc<ServerConfig>,
     /// What clients have to show: hashed, as hashes are compared in constant time.
     pub token: Option<blake3::Hash>,
     /// What was done.
-    pub counts: Counts,
+    pub counts: ServerCounts,
 }
 
 /// A socket that has a time until when all has to be read.

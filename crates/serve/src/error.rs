@@ -38,7 +38,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// What a person can do about it.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         Some(match self {
             Self::Open(_) => {

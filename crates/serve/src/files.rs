@@ -9,7 +9,7 @@ use keyframe_store_backend::Error;
 use keyframe_store_backend::layout::{READ_FOLDERS, is_file};
 use keyframe_store_backend::served::StoreState;
 use keyframe_store_backend::served::wire::{
-    self, FileStat, HEAD_BYTES, Hash, LIST_BYTES_MAX, RefusalCode, Request,
+    self, FileStat, HEAD_BYTES, KnownHash, LIST_BYTES_MAX, RefusalCode, Request,
 };
 use keyframe_store_backend::{Backend, FileStamp, ReadFile};
 use std::collections::HashMap;
@@ -60,7 +60,7 @@ impl From<Error> for Refusal {
 
 /// The files of one store.
 #[derive(Debug)]
-pub struct Files {
+pub struct ServedFiles {
     backend: Arc<dyn Backend>,
     store: [u8; 16],
     open: Mutex<HashMap<String, Open>>,
@@ -74,13 +74,13 @@ struct Open {
     used: Instant,
 }
 
-impl Files {
-    /// Of the store with this id on that backend.
+impl ServedFiles {
+    /// Serves the files of the store with the id `store` on `backend`.
     pub fn new(backend: Arc<dyn Backend>, store: [u8; 16]) -> Self {
         Self { backend, store, open: Mutex::default(), memory: Memory::default() }
     }
 
-    /// What a client that has shown who it is is answered.
+    /// Answers a request of a client that has shown its token.
     pub fn answer(&self, request: &Request) -> Result<Reply, Refusal> {
         let plain = |bytes| Ok(Reply::Data { bytes, is_packed: false });
         match request {
@@ -130,7 +130,7 @@ impl Files {
         &self,
         name: &str,
         len_bytes_max: u64,
-        known: Option<&Hash>,
+        known: Option<&KnownHash>,
     ) -> Result<Reply, Refusal> {
         require_file(name)?;
         let file = self.backend.open(name)?;
@@ -212,7 +212,7 @@ fn require_file(name: &str) -> Result<(), Refusal> {
     if is_file(name) { Ok(()) } else { Err(strange()) }
 }
 
-fn unless_known(bytes: Vec<u8>, known: Option<&Hash>, is_packed: bool) -> Reply {
+fn unless_known(bytes: Vec<u8>, known: Option<&KnownHash>, is_packed: bool) -> Reply {
     match known {
         Some(known) if blake3::hash(&bytes) == *known => Reply::Same,
         _ => Reply::Data { bytes, is_packed },

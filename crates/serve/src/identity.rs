@@ -15,13 +15,13 @@ const NAME: &str = "keyframe serve";
 
 /// A certificate, what it stands on, and its key.
 #[derive(Debug)]
-pub struct Identity {
+pub struct ServerIdentity {
     pub(crate) tls: keyframe_tls::Identity,
     /// It was made here, so that clients have to pin it.
     pub is_own: bool,
 }
 
-impl Identity {
+impl ServerIdentity {
     /// The identity in these PEM files.
     pub fn of_files(certificate: &Path, key: &Path) -> Result<Self> {
         let bad = |path: &Path, problem: String| Error::Certificate {
@@ -68,7 +68,7 @@ impl Identity {
         Ok(Self { is_own: true, ..Self::of_files(&path, &path)? })
     }
 
-    /// One for this process alone.
+    /// Makes a key and a certificate for this process alone.
     pub fn fresh() -> Result<Self> {
         let failed = |problem: String| Error::Certificate { object: NAME.into(), problem };
         let pem = made().map_err(|e| failed(e.to_string()))?;
@@ -79,7 +79,7 @@ impl Identity {
         Ok(Self { tls: keyframe_tls::Identity { chain, key }, is_own: true })
     }
 
-    /// What clients know it by.
+    /// Returns the SHA-256 of the certificate, by which clients know the server.
     pub fn fingerprint(&self) -> Fingerprint {
         self.tls.chain.first().map(|certificate| fingerprint(certificate)).unwrap_or_default()
     }
@@ -104,13 +104,13 @@ mod tests {
     fn one_that_was_made_is_found_again_and_is_for_its_owner_alone() {
         let dir = tempfile::tempdir().unwrap();
         let folder = dir.path().join("serve");
-        let first = Identity::kept(&folder).unwrap();
-        assert_eq!(Identity::kept(&folder).unwrap().fingerprint(), first.fingerprint());
-        assert_ne!(Identity::fresh().unwrap().fingerprint(), first.fingerprint());
+        let first = ServerIdentity::kept(&folder).unwrap();
+        assert_eq!(ServerIdentity::kept(&folder).unwrap().fingerprint(), first.fingerprint());
+        assert_ne!(ServerIdentity::fresh().unwrap().fingerprint(), first.fingerprint());
         let mode = std::fs::metadata(folder.join(KEPT)).unwrap().permissions().mode();
         assert_eq!(mode & 0o077, 0);
         std::fs::write(folder.join(KEPT), "nonsense").unwrap();
-        let error = Identity::kept(&folder).unwrap_err();
+        let error = ServerIdentity::kept(&folder).unwrap_err();
         assert!(error.to_string().contains(KEPT) && error.fix().is_some(), "{error}");
     }
 }

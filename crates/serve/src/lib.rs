@@ -22,5 +22,5 @@ mod server;
 mod tests;
 
 pub use error::{Error, Result};
-pub use identity::Identity;
-pub use server::{Options, Report, Server};
+pub use identity::ServerIdentity;
+pub use server::{Server, ServerOptions, ServerReport};

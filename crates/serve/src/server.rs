@@ -1,8 +1,8 @@
 //! The server: it listens, gives each connection a thread, and ends when it is told to.
 
 use crate::connection::Common;
-use crate::files::Files;
-use crate::{Error, Identity, Result};
+use crate::files::ServedFiles;
+use crate::{Error, Result, ServerIdentity};
 use keyframe_locks::IgnorePoison;
 use keyframe_store_backend as backend;
 use keyframe_store_backend::served::{Fingerprint, show_fingerprint};
@@ -27,20 +27,20 @@ const TIDY_EVERY: Duration = Duration::from_secs(60);
 
 /// How a store is served.
 #[derive(Debug)]
-pub struct Options {
+pub struct ServerOptions {
     /// Where to listen; port 0 for any.
     pub listen: SocketAddr,
     /// What clients have to show.
     pub token: Option<Zeroizing<Vec<u8>>>,
     /// What they know the server by.
-    pub identity: Identity,
+    pub identity: ServerIdentity,
     /// More connections are closed at once.
     pub connections_max: usize,
 }
 
 /// What a server has done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Report {
+pub struct ServerReport {
     /// Bytes of answers, without TLS around them.
     pub bytes_sent: u64,
     /// Requests that were answered, greetings among them.
@@ -53,7 +53,7 @@ pub struct Report {
 
 /// What is counted while it serves.
 #[derive(Debug, Default)]
-pub struct Counts {
+pub struct ServerCounts {
     pub bytes_sent: AtomicU64,
     pub requests: AtomicU64,
     pub connections: AtomicU64,
@@ -72,10 +72,10 @@ pub struct Server {
 }
 
 impl Server {
-    /// Listens, for the store at `place`: a directory, or in object storage. Refuses to be reached
-    /// from other machines without a token.
-    pub fn bind(place: &Path, options: Options) -> Result<Self> {
-        let Options { listen, token, identity, connections_max } = options;
+    /// Binds a server for the store at `place`: a directory, or in object storage. Error:
+    /// [`Error::Open`] if other machines could reach it without a token.
+    pub fn bind(place: &Path, options: ServerOptions) -> Result<Self> {
+        let ServerOptions { listen, token, identity, connections_max } = options;
         if !listen.ip().is_loopback() && token.is_none() {
             return Err(Error::Open(listen));
         }
@@ -91,26 +91,26 @@ impl Server {
         listener.set_nonblocking(true).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         let token = token.map(|token| blake3::hash(&token));
-        let (files, counts) = (Files::new(files, store), Counts::default());
+        let (files, counts) = (ServedFiles::new(files, store), ServerCounts::default());
         let common = Arc::new(Common { files, tls, token, counts });
         Ok(Self { listener, address, fingerprint, connections_max, common, open: Arc::default() })
     }
 
-    /// Where it listens.
+    /// Returns the address on which it listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// What clients know it by: SHA-256 of its certificate, as hexadecimal digits.
+    /// Returns the SHA-256 of its certificate in hexadecimal digits, by which clients know it.
     pub fn fingerprint(&self) -> String {
         show_fingerprint(&self.fingerprint)
     }
 
-    /// What it has done so far.
-    pub fn report(&self) -> Report {
+    /// Returns the counts so far.
+    pub fn report(&self) -> ServerReport {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let Counts { bytes_sent, requests, connections, refused } = &self.common.counts;
-        Report {
+        let ServerCounts { bytes_sent, requests, connections, refused } = &self.common.counts;
+        ServerReport {
             bytes_sent: of(bytes_sent),
             requests: of(requests),
             connections: of(connections),
@@ -119,7 +119,7 @@ impl Server {
     }
 
     /// Serves until `stop` is set; then closes all connections.
-    pub fn run(&self, stop: &AtomicBool) -> Result<Report> {
+    pub fn run(&self, stop: &AtomicBool) -> Result<ServerReport> {
         let failed = |source| Error::Io {
             object: self.address.to_string(),
             operation: "accept connections",

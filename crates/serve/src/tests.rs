@@ -1,7 +1,7 @@
 //! Clients that do what no client of ours does. What ours does is tested with it, in
 //! `keyframe_store_backend::served`.
 
-use crate::{Error, Identity, Options, Server};
+use crate::{Error, Server, ServerIdentity, ServerOptions};
 use keyframe_store::Store;
 use keyframe_store_backend::served::wire::{Answer, RefusalCode, Request};
 use rustls::pki_types::ServerName;
@@ -16,18 +16,18 @@ use zeroize::Zeroizing;
 
 const WAIT_MAX: Duration = Duration::from_mins(2);
 
-fn options(listen: &str, token: Option<&str>) -> Options {
+fn options(listen: &str, token: Option<&str>) -> ServerOptions {
     let token = token.map(|token| Zeroizing::new(token.as_bytes().to_vec()));
-    Options {
+    ServerOptions {
         listen: listen.parse().unwrap(),
         token,
-        identity: Identity::fresh().unwrap(),
+        identity: ServerIdentity::fresh().unwrap(),
         connections_max: 4,
     }
 }
 
 /// Serves a store while `test` runs; what it has done then.
-fn with_server(test: impl FnOnce(SocketAddr, &Arc<ClientConfig>)) -> crate::Report {
+fn with_server(test: impl FnOnce(SocketAddr, &Arc<ClientConfig>)) -> crate::ServerReport {
     let dir = tempfile::tempdir().unwrap();
     let place = dir.path().join("store");
     Store::init(&place).unwrap();
@@ -96,6 +96,37 @@ fn a_server_that_can_be_reached_needs_a_token() {
     assert!(matches!(error, Error::Store(keyframe_store::Error::NoStore { .. })), "{error}");
 }
 
+/// Asks for files that do not exist, or not so: each refusal is an answer, and the connection goes on.
+fn refusals_keep_the_connection(link: &mut Link) {
+    // A name that is none is an answer like others.
+    let asked = say(link, &Request::List { folder: "../..".into() });
+    assert!(matches!(asked, Answer::Refused(RefusalCode::Strange, _)), "{asked:?}");
+    let whole = Request::File { name: "store.json".into(), len_bytes_max: 1 << 16, known: None };
+    let Answer::Data(bytes) = say(link, &whole) else { panic!("no store.json") };
+    let short = Request::File { name: "store.json".into(), len_bytes_max: 5, known: None };
+    assert!(matches!(say(link, &short), Answer::Refused(RefusalCode::TooLong, _)));
+    let known = Some(*blake3::hash(&bytes).as_bytes());
+    let same = Request::File { name: "store.json".into(), len_bytes_max: 1 << 16, known };
+    assert_eq!(say(link, &same), Answer::Same);
+    let behind = Request::Range {
+        name: "store.json".into(),
+        identity: 0,
+        offset: u64::MAX - 3,
+        len_bytes: 9,
+        known: None,
+    };
+    assert!(matches!(say(link, &behind), Answer::Refused(..)));
+    let other = Request::Range {
+        name: "store.json".into(),
+        identity: 7,
+        offset: 0,
+        len_bytes: 9,
+        known: None,
+    };
+    assert!(matches!(say(link, &other), Answer::Refused(RefusalCode::NotFound, _)));
+    assert_eq!(say(link, &whole), Answer::Data(bytes));
+}
+
 #[test]
 fn what_makes_no_sense_ends_its_connection_and_no_other() {
     let report = with_server(|address, config| {
@@ -135,34 +166,7 @@ fn what_makes_no_sense_ends_its_connection_and_no_other() {
         assert!(matches!(say(&mut gone, &hello()), Answer::Data(_)));
         gone.write_all(&[9, 0, 0, 0, 1]).unwrap();
         drop(gone);
-        // A name that is none is an answer like others.
-        let asked = say(&mut good, &Request::List { folder: "../..".into() });
-        assert!(matches!(asked, Answer::Refused(RefusalCode::Strange, _)), "{asked:?}");
-        let whole =
-            Request::File { name: "store.json".into(), len_bytes_max: 1 << 16, known: None };
-        let Answer::Data(bytes) = say(&mut good, &whole) else { panic!("no store.json") };
-        let short = Request::File { name: "store.json".into(), len_bytes_max: 5, known: None };
-        assert!(matches!(say(&mut good, &short), Answer::Refused(RefusalCode::TooLong, _)));
-        let known = Some(*blake3::hash(&bytes).as_bytes());
-        let same = Request::File { name: "store.json".into(), len_bytes_max: 1 << 16, known };
-        assert_eq!(say(&mut good, &same), Answer::Same);
-        let behind = Request::Range {
-            name: "store.json".into(),
-            identity: 0,
-            offset: u64::MAX - 3,
-            len_bytes: 9,
-            known: None,
-        };
-        assert!(matches!(say(&mut good, &behind), Answer::Refused(..)));
-        let other = Request::Range {
-            name: "store.json".into(),
-            identity: 7,
-            offset: 0,
-            len_bytes: 9,
-            known: None,
-        };
-        assert!(matches!(say(&mut good, &other), Answer::Refused(RefusalCode::NotFound, _)));
-        assert_eq!(say(&mut good, &whole), Answer::Data(bytes));
+        refusals_keep_the_connection(&mut good);
     });
     assert_eq!(report.refused, 0);
 }

@@ -23,7 +23,7 @@ use std::time::Duration;
 /// Prints the checkpoints.
 struct Printer;
 
-impl EventSink for Printer {
+impl EventSink<Event> for Printer {
     fn event(&self, event: &Event) {
         match event {
             Event::Sealed(entry) => println!("checkpoint {}", entry.id),

@@ -70,7 +70,8 @@ pub fn attach(
     )
 }
 
-/// Releases the peripherals of VMs that run on. Returns `error` with those of the release.
+/// Releases the peripherals of VMs that run on. Returns `error`, together with the error of the
+/// release if that fails.
 fn release(peripherals: Peripherals, error: Error) -> Error {
     let mut teardown = Teardown::after(error);
     teardown.step(peripherals.release(true));

@@ -23,7 +23,7 @@ pub struct Audit {
     dir: PathBuf,
     equal: VecDeque<PathBuf>,
     copy: Vec<u8>,
-    /// Which capture the copy belongs to.
+    /// The number of the capture that the copy belongs to.
     seq: Option<u64>,
 }
 
@@ -34,20 +34,20 @@ impl Audit {
         Ok(Self { dir, equal: VecDeque::new(), copy: Vec::new(), seq: None })
     }
 
-    /// In the pause: copies all of RAM, to memory: a disk may take seconds.
+    /// Copies all of RAM to memory, in the pause. A copy to a disk could take seconds.
     pub fn copy(&mut self, reader: &dyn PageReader, ram: &RamLayout) -> Result<(), BoxError> {
         self.seq = None;
         self.copy.resize(usize::try_from(ram.len_bytes())?, 0);
         reader.read(&[PageRange::new(PageIndex(0), ram.len_pages())], &mut self.copy)
     }
 
-    /// The copy is that of capture `seq`.
+    /// Records that the copy belongs to capture `seq`.
     pub fn captured(&mut self, seq: u64) {
         self.seq = Some(seq);
     }
 
-    /// After the seal: reads the checkpoint back from the store and compares it with the copy, page
-    /// by page. Returns the pages that differ.
+    /// Reads the sealed checkpoint back from the store and compares it with the copy. Returns the
+    /// pages that differ.
     pub fn compare(
         &mut self,
         store: &Store,

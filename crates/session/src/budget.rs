@@ -28,7 +28,7 @@ pub struct BudgetKeeper {
 }
 
 impl BudgetKeeper {
-    /// None where nothing was asked for.
+    /// Makes the budget of a session; `None` if the options set no limit.
     pub fn new(options: &SessionOptions) -> Result<Option<Self>> {
         let pause_ns = options.max_pause.map(duration_ns);
         let budget = Budget { pause_ns, overhead: options.max_overhead };
@@ -43,8 +43,8 @@ impl BudgetKeeper {
         Ok(Some(Self { tuner, said_ns: interval_ns, said: TuningReason::AsAsked }))
     }
 
-    /// Takes in a sealed checkpoint. Returns the interval and the copying target from now on, and
-    /// whether they have changed so much that users should know.
+    /// Learns from a sealed checkpoint. Returns the interval and the copying target from now on,
+    /// and whether they have changed so much that users should know.
     pub fn learn(&mut self, entry: &Entry) -> (Tuned, bool) {
         // The complete first one says nothing of those that follow.
         if entry.epoch > 0 {

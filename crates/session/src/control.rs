@@ -20,7 +20,7 @@ use std::collections::BTreeMap;
 /// The longest line either side accepts, in bytes.
 pub const LINE_BYTES_MAX: u64 = 256 * 1024;
 
-/// What to do with a VM that still runs when `run` ends.
+/// What happens to a VM that still runs when `keyframe run` ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "snake_case")]
@@ -31,7 +31,7 @@ pub enum OnExit {
     Keep,
 }
 
-/// How pages are copied.
+/// The strategy that copies pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
@@ -53,7 +53,7 @@ pub enum Strategy {
     Fork,
 }
 
-/// How dirty pages are found.
+/// The method that finds dirty pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
@@ -130,7 +130,7 @@ pub struct RolledBack {
     pub now: Option<u64>,
     /// The number of pages that were written.
     pub pages: u64,
-    /// How long the VM was paused, in nanoseconds.
+    /// The time for which the VM was paused, in nanoseconds.
     pub stood_ns: u64,
     /// True if the VM runs.
     pub runs: bool,
@@ -152,7 +152,7 @@ pub struct EngineStatus {
     /// The interval, as given or as chosen by a budget. Absent if checkpoints are taken by command
     /// only.
     pub interval_ns: Option<u64>,
-    /// With a budget: the reason for the interval.
+    /// The reason for the interval, if the run has a budget.
     pub tuned: Option<String>,
     /// The number of checkpoints sealed in this run.
     pub sealed: u64,
@@ -259,7 +259,7 @@ pub struct ReplicationStatus {
 /// The status of a flight recorder.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecorderStatus {
-    /// How long checkpoints of the run are kept, in nanoseconds.
+    /// The time for which checkpoints of the run are kept, in nanoseconds.
     pub keep_within_ns: u64,
     /// The number of checkpoints of the run at the recorder's last look.
     pub kept: u64,

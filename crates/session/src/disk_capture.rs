@@ -32,7 +32,7 @@ use keyframe_store::{CheckpointId, DiskMeta, Meta, Run, Store};
 use served::{BlockSink, ServedDiskCapture, ServedDiskReader};
 use std::path::PathBuf;
 
-/// What a capture has cut, for the encoder.
+/// The blocks of disks that a capture has cut, for the encoder.
 #[derive(Clone)]
 pub enum DiskCut {
     /// Epochs of overlays.
@@ -54,7 +54,7 @@ impl std::fmt::Debug for DiskCut {
 }
 
 impl DiskCut {
-    /// Puts what was cut into the checkpoint in progress of `run`.
+    /// Writes the cut blocks into the checkpoint in progress of `run`.
     pub fn put(
         &self,
         run: &mut Run,
@@ -77,7 +77,7 @@ impl DiskCut {
 }
 
 impl DiskCut {
-    /// Puts what was cut from served disks elsewhere than into a run.
+    /// Writes the cut blocks of served disks to `sink`.
     pub fn put_into(&self, sink: &mut impl BlockSink) -> Result<(), BoxError> {
         match self {
             Self::Served(disks, cut) => disks.put(cut, sink, &mut || Ok(())),
@@ -96,7 +96,7 @@ pub trait DiskCapture: Send {
         false
     }
 
-    /// Takes what was written until now as known: the next cut holds only later writes.
+    /// Drops the record of the writes until now: the next cut holds only later writes.
     fn begin_anew(&mut self) -> Result<(), BoxError> {
         Ok(())
     }
@@ -111,8 +111,8 @@ pub trait DiskCapture: Send {
         None
     }
 
-    /// Has the requests of the one guest answered on processor core `core`, if that is possible:
-    /// see [`keyframe_disk::Disks::answer_on`].
+    /// Has the server answer the requests of the only guest on processor core `core`, if that is
+    /// possible: see [`keyframe_disk::Disks::answer_on`].
     fn answer_on(&self, core: u32) -> Result<(), BoxError> {
         let _ = core;
         Ok(())

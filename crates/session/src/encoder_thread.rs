@@ -36,7 +36,7 @@ impl<S: CheckpointSink + 'static> EncoderThread<S> {
         Ok(Self { queue, thread })
     }
 
-    /// Where captures are handed over.
+    /// Returns the queue through which captures reach the encoder.
     pub fn queue(&mut self) -> &mut Sender<EncoderMessage<S::Label>> {
         &mut self.queue
     }

@@ -46,15 +46,17 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// How often the engine looks whether a VM has exited or was paused, if nothing else wakes it.
+/// The interval at which the engine checks whether a VM has ended or was paused, if nothing else
+/// wakes it.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 const NO_STANDBY: &str = "this VM has no standby: start it with keyframe protect";
 
-/// How often a run that falls behind tells it. Each checkpoint's entry has its backlog in any case.
+/// The shortest time between two events about late checkpoints. Each checkpoint's entry holds its
+/// own delay.
 const SAY_LATE_EVERY: Duration = Duration::from_secs(30);
 
-/// What wakes the engine.
+/// A message to the engine's loop.
 pub enum EngineMessage {
     /// A client of the control socket.
     Request(Pending),
@@ -88,7 +90,7 @@ struct BrokenRun {
 /// Called by the encoder's thread at each phase of a checkpoint.
 type EncoderObserver = Arc<dyn Fn(CapturePhase) + Send + Sync>;
 
-/// What an engine gets from its process. Tests give their own.
+/// The inputs of an engine from its process. Tests provide their own.
 struct EngineInputs {
     /// Set by the signals that ask for an end.
     interrupted: Arc<AtomicBool>,
@@ -119,7 +121,7 @@ pub struct Engine<'a> {
     /// `None` only at the end, and between two runs.
     encoding: Option<EncoderThread<StoreSink>>,
     writer: Writer,
-    /// Present where the run forgets as it goes.
+    /// The flight recorder, if the run forgets old checkpoints.
     recorder: Option<FlightRecorder>,
     recompressor: Option<Recompressor>,
     meta: MachineDescriptions,
@@ -140,7 +142,7 @@ pub struct Engine<'a> {
     rollbacks: u64,
     interrupted: Arc<AtomicBool>,
     encoder_observer: EncoderObserver,
-    /// How long a checkpoint of a rollback may take to be sealed.
+    /// The longest time until a checkpoint of a rollback is sealed.
     seal_timeout: Duration,
     _socket: server::Socket,
     born: Instant,
@@ -149,7 +151,7 @@ pub struct Engine<'a> {
     sealed: u64,
     failed: u64,
     audited_wrong: u64,
-    /// No more checkpoints can be taken.
+    /// True if no more checkpoints can be taken.
     given_up: bool,
     /// A monitor is lost, so the engine does not know whether its VM runs.
     is_blind: bool,

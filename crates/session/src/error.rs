@@ -18,7 +18,7 @@ use keyframe_qemu::AuditFinding;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// What the functions of this crate return.
+/// The result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of a session. The sources tell the cause: [`error_chain`] prints both in one line.
@@ -51,7 +51,7 @@ pub enum Error {
     /// The process that serves disks, or an image of a disk, is at fault.
     #[error(transparent)]
     VmDisks(#[from] keyframe_vm_disks::Error),
-    /// What a checkpoint holds cannot be used.
+    /// The contents of a checkpoint cannot be used.
     #[error(transparent)]
     Inspect(#[from] keyframe_inspect::Error),
     /// A run directory is at fault.
@@ -111,7 +111,7 @@ pub enum Error {
     MissingFeatures {
         /// The name of each feature, and why it is missing.
         missing: Vec<(String, String)>,
-        /// What the user can do about the first.
+        /// The fix of the first error, if it is known.
         fix: Option<String>,
     },
     /// The VM has parts that cannot be checkpointed exactly.
@@ -138,7 +138,8 @@ pub enum Error {
     /// The process that served the disks has ended.
     #[error("the disks are not served any more")]
     DisksNotServed,
-    /// The VM's disks or media could not be told on which core to answer.
+    /// The server of the VM's disks or media did not accept the processor core on which it should
+    /// answer.
     #[error("answer the recorded VM's disk requests on its core")]
     AnswerOnCore(#[source] BoxError),
     /// The user asked for an end.
@@ -165,7 +166,7 @@ impl Error {
         Self::Io { operation: operation.into(), source }
     }
 
-    /// The error of a file operation; `verb` is what was done to `path`.
+    /// Makes the error of a file operation: `verb` names the operation on `path`.
     pub(crate) fn file(verb: &str, path: &Path, source: io::Error) -> Self {
         Self::io(format!("{verb} {}", path.display()), source)
     }
@@ -176,7 +177,7 @@ impl Error {
         Self::OfMember { vm: vm.to_owned(), source: Box::new(self) }
     }
 
-    /// What the user can do about it, if something is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         let text = match self {
             Self::Qemu(error) => return error.fix(),

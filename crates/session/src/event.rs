@@ -1,7 +1,5 @@
-//! What a session tells the program that runs it, while it runs.
-//!
-//! Events have typed fields and no text. The program decides which of them its user reads, and in
-//! which words.
+//! The events of a running session. They have typed fields; the program that runs the session turns
+//! them into text for its user.
 
 use crate::error::CheckpointFailure;
 use keyframe_capture::BoxError;
@@ -10,6 +8,7 @@ use keyframe_qemu::AuditFinding;
 use keyframe_scheduling::TuningReason;
 use keyframe_store::{CheckpointId, Durability, TornCheckpoint};
 use keyframe_units::PageIndex;
+pub use keyframe_units::{EventSink, NoEvents};
 use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::sync::Arc;
@@ -18,24 +17,10 @@ use std::time::Duration;
 /// An error in an event, which can be kept and sent to other threads.
 pub type SharedError = Arc<dyn std::error::Error + Send + Sync>;
 
-/// Takes events in. Its method is called from several threads, and the session waits for it.
-pub trait EventSink: Send + Sync {
-    /// `event` has happened.
-    fn event(&self, event: &Event);
-}
+/// The sink of a session's events, which its threads share.
+pub type SharedEventSink = keyframe_units::SharedEventSink<Event>;
 
-/// Ignores all events.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct NoEvents;
-
-impl EventSink for NoEvents {
-    fn event(&self, _: &Event) {}
-}
-
-/// The sink of a session, which its threads share.
-pub type SharedEventSink = Arc<dyn EventSink>;
-
-/// One thing that has happened in a session.
+/// An event of a session.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Event {
@@ -50,7 +35,7 @@ pub enum Event {
         /// How late it began, in nanoseconds.
         backlog_ns: u64,
     },
-    /// Checkpoints failed. Repetitions of the same failure are not told.
+    /// Checkpoints failed. The event is not repeated while the failure stays the same.
     Failed {
         /// The reason, and how many.
         failure: CheckpointFailure,
@@ -92,7 +77,7 @@ pub enum Event {
         /// The reason.
         error: SharedError,
     },
-    /// The VM is what it was at a checkpoint.
+    /// The VM was rolled back to a checkpoint.
     RolledBack {
         /// The VM.
         vm: String,
@@ -138,7 +123,7 @@ pub enum Event {
     },
     /// The store cannot give the durability that was asked for, and gives a stronger one.
     DurabilityIgnored {
-        /// What was asked for.
+        /// The requested durability.
         asked: Durability,
         /// True if the store is in object storage.
         is_remote: bool,
@@ -148,7 +133,8 @@ pub enum Event {
         /// QEMU's process.
         qemu_pid: u32,
     },
-    /// A network link of a group's member is not one that checkpoints hold.
+    /// A network link of a group's member leads outside the group, so checkpoints do not hold its
+    /// packets.
     LooseLink {
         /// The member.
         vm: String,
@@ -181,14 +167,16 @@ pub enum Event {
         /// The reason.
         error: SharedError,
     },
-    /// The flight recorder's last look failed; it tries again. Repetitions are not told.
+    /// The flight recorder could not check its store; it tries again. The event is not repeated
+    /// while the failure stays the same.
     FlightRecorderFailed {
         /// The store.
         store: PathBuf,
         /// The reason.
         error: SharedError,
     },
-    /// A recompression failed; it is tried again. Repetitions are not told.
+    /// A recompression failed; it is tried again. The event is not repeated while the failure stays
+    /// the same.
     RecompressionFailed {
         /// The store.
         store: PathBuf,
@@ -249,7 +237,7 @@ pub enum Event {
     },
 }
 
-/// How a session begins.
+/// The first event of a session: its VM, store and options.
 #[derive(Clone, Debug)]
 pub struct SessionStart {
     /// The VM's name, or the group's.
@@ -264,7 +252,7 @@ pub struct SessionStart {
     pub store: PathBuf,
     /// The name and the QEMU process of each VM.
     pub vms: Vec<(String, u32)>,
-    /// How long QEMU's main thread stood still for an attach, in nanoseconds.
+    /// The time for which an attach stopped QEMU's main thread, in nanoseconds.
     pub attach_stopped_ns: Option<u64>,
 }
 
@@ -301,7 +289,7 @@ pub(crate) fn shared(error: BoxError) -> SharedError {
 
 /// Tells `events` that `step` failed, if it did.
 pub(crate) fn tell_failed<E: Into<BoxError>>(
-    events: &dyn EventSink,
+    events: &dyn EventSink<Event>,
     step: Step,
     result: Result<(), E>,
 ) {

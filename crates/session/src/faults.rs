@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// What happens.
+/// The kind of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultKind {
     /// The engine dies, as by `kill -9`.
@@ -38,7 +38,7 @@ pub enum FaultKind {
     ScanError,
     /// Guest RAM cannot be read, once.
     ShortRead,
-    /// Each parcel of pages takes the encoder half a second more.
+    /// The encoder takes half a second longer for each batch of pages.
     SlowEncoder,
     /// Copying takes 20 us more for each page, as on a machine with slow memory.
     SlowCopy,
@@ -67,12 +67,13 @@ impl FaultKind {
     }
 }
 
-/// A fault and where it strikes. Clones share one count: the fault strikes once.
+/// A fault and the place at which it is injected. Clones share one count, so the fault is injected
+/// once.
 #[derive(Clone, Debug)]
 pub struct Fault {
     kind: FaultKind,
     phase: Option<CapturePhase>,
-    /// How many times its place is passed before it strikes.
+    /// The number of times that the place is passed before the fault is injected.
     left: Arc<AtomicU32>,
     victim: Arc<OnceLock<(u32, OwnedFd)>>,
 }
@@ -107,7 +108,7 @@ impl FromStr for Fault {
 }
 
 impl Fault {
-    /// Which VM suffers: its QEMU, and a descriptor of the monitor's socket.
+    /// Sets the VM that the fault hits: the process id of its QEMU, and the socket of its monitor.
     pub fn bind(&self, qemu_pid: u32, monitor: OwnedFd) {
         let _ = self.victim.set((qemu_pid, monitor));
     }
@@ -139,14 +140,14 @@ impl Fault {
         }
     }
 
-    /// Dies at this step of a rollback, where it is due.
+    /// Kills this process at this step of a rollback, if the fault says so and is due.
     pub fn rolling_back(&self) {
         if self.kind == FaultKind::KillRollback && self.is_due() {
             die();
         }
     }
 
-    /// The error of a call that fails, where this is the fault's kind and it is due.
+    /// Returns the error of a call that must fail, if the fault is of this kind and due.
     pub fn strike(&self, kind: FaultKind) -> Option<BoxError> {
         if self.kind != kind || !self.is_due() {
             return None;
@@ -171,8 +172,8 @@ fn die() {
     std::thread::sleep(Duration::from_secs(60));
 }
 
-/// A tracker whose scans fail on purpose: what it found is lost, as where the kernel fails half
-/// way.
+/// A tracker whose scans fail on purpose. The pages that a failed scan found are lost, as if the
+/// kernel had failed half way.
 pub struct FaultyTracker(pub Box<dyn DirtyTracker>, pub Fault);
 
 impl DirtyTracker for FaultyTracker {

@@ -34,7 +34,8 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// Packs of a run with a recorder: what is in the one that is open cannot be given back.
+/// The longest pack of a run with a recorder, in bytes. The space of an open pack cannot be
+/// reclaimed.
 pub const PACK_BYTES_MAX: u64 = 64 << 20;
 /// More copying than this is not worth the space.
 const MAX_UNUSED: f64 = 0.25;
@@ -42,7 +43,7 @@ const MAX_UNUSED: f64 = 0.25;
 const NICE: i32 = 19;
 /// Where checkpoints are further apart than this, a prune is tried again at the next look.
 const ANSWER_WAIT: Duration = Duration::from_secs(20);
-/// At the end of a run, a prune may come to its end.
+/// The time that a prune gets to complete at the end of a run.
 const END_WAIT: Duration = Duration::from_secs(3);
 
 /// A running recorder. Dropping it ends it.
@@ -53,8 +54,8 @@ pub struct FlightRecorder {
 }
 
 impl FlightRecorder {
-    /// Starts one over what the run called `vm` puts into `store` from now on, and shows it in
-    /// `status`; `None` where none was asked for.
+    /// Starts a recorder that forgets old checkpoints of the run of `vm` in `store` and shows its
+    /// state in `status`. Returns `None` if the options ask for no recorder.
     pub fn start(
         store: &Store,
         vm: &str,
@@ -106,7 +107,8 @@ impl Drop for FlightRecorder {
     }
 }
 
-/// Of the calling thread. What is not permitted, or cannot be, stays as it is.
+/// Lowers the priority of the calling thread: a little if the recorder is behind, to the lowest
+/// otherwise. Ignores errors.
 fn set_priority(is_behind: bool) {
     if is_behind {
         keyframe_kernel::priority::lower_current_thread();
@@ -115,7 +117,7 @@ fn set_priority(is_behind: bool) {
     }
 }
 
-/// What the thread has.
+/// The state of the recorder's thread.
 struct Work {
     store: Store,
     vm: String,
@@ -127,9 +129,9 @@ struct Work {
     held: Arc<Mutex<BTreeSet<CheckpointId>>>,
     schedule: PruneSchedule,
     born: Instant,
-    /// The failure that was told last, until a look succeeds.
+    /// The last reported failure; `None` after a success.
     said: Option<String>,
-    /// What `status` shows of it.
+    /// The state for `keyframe status`.
     shown: RecorderStatus,
     status: SharedStatus,
     events: SharedEventSink,
@@ -199,7 +201,8 @@ impl Work {
         Ok(())
     }
 
-    /// What may go. Only new checkpoints are read for it.
+    /// Returns the checkpoints that may be forgotten. Reads only checkpoints that are new since the
+    /// last call.
     fn old(&mut self) -> Result<BTreeSet<CheckpointId>> {
         let ids = self.store.ids().map_err(|e| self.failure(e))?;
         let there: BTreeSet<CheckpointId> =

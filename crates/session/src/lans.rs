@@ -18,10 +18,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// How long the VMs get to receive the packets that were sent to them. A NIC without a listener is
-/// noticed sooner.
+/// The longest time in which VMs receive the packets that were sent to them. A network card without
+/// a listener is noticed sooner.
 const QUIET_TIMEOUT: Duration = Duration::from_secs(3);
-/// How long fresh VMs get to connect.
+/// The longest time in which restored VMs connect.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The switch of a group.
@@ -47,7 +47,8 @@ impl Lans {
         Ok(Self { remote: Remote::connect(control)?, held: false })
     }
 
-    /// Nothing is delivered from here on, and all that was sent has been taken in.
+    /// Stops the delivery of packets and waits until all sent packets have arrived at the switch.
+    /// On failure delivery goes on.
     pub fn hold(&mut self) -> Result<(), BoxError> {
         self.held = true;
         let quiet = self.remote.hold(HOLD_MAX).and_then(|()| self.remote.quiesce(QUIET_TIMEOUT));
@@ -62,7 +63,7 @@ impl Lans {
         Ok(self.remote.collect()?.encode()?)
     }
 
-    /// Delivers what was held.
+    /// Delivers the held packets, and holds no more.
     pub fn release(&mut self) {
         if std::mem::take(&mut self.held) {
             // A switch that does not hear us releases by itself.
@@ -70,9 +71,9 @@ impl Lans {
         }
     }
 
-    /// Holds, and puts the packets of a checkpoint before fresh VMs, once these are connected.
-    /// `pids`: the process ids of the recorded VMs, and of the fresh ones; `now`: where a recorded
-    /// network is.
+    /// Holds delivery and queues the packets of a checkpoint for restored VMs, once these are
+    /// connected. `pids` pairs the process id of each recorded VM with that of the restored one.
+    /// `now` returns the present socket of a recorded network.
     pub fn restore(
         &mut self,
         in_flight: &InFlight,
@@ -125,7 +126,7 @@ pub fn report_loose_links(
     words: &[String],
     directory: &Path,
     lans: &[PathBuf],
-    events: &dyn EventSink,
+    events: &dyn EventSink<Event>,
 ) {
     let is_held = |link: &NetworkLink| {
         link.lan.as_ref().is_some_and(|path| lans.contains(&directory.join(path)))

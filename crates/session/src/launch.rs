@@ -49,11 +49,11 @@ pub struct PreparedSession {
     pub meta: MachineDescriptions,
 }
 
-/// What is to be run.
+/// The command lines of the VMs to launch.
 pub enum CommandLines {
     /// One VM's command line.
     One(Vec<OsString>),
-    /// Those of a group's members.
+    /// The command lines of a group's members.
     Group(Vec<Vec<OsString>>),
 }
 
@@ -214,7 +214,8 @@ impl Launching<'_> {
     }
 }
 
-/// Has the servers of a recorded guest's disks and media answer on the guest's core, if it has one.
+/// Has the servers of a recorded guest's disks and media answer on the guest's processor core, if
+/// the guest has a core of its own.
 fn answer_on(
     core: Option<u32>,
     disks: Option<&dyn DiskCapture>,
@@ -237,14 +238,14 @@ fn all_drives(starting: &[(Invocation, QemuIdentity)], directory: &Path) -> Resu
     Ok(all)
 }
 
-/// Has all disks that the guests can write to served, and the lines name the server.
+/// Serves all disks that the guests can write to, and makes the command lines name the server.
 fn serve_disks(
     store: &Store,
     name: &str,
     run_dir: &Path,
     starting: &mut [(Invocation, QemuIdentity)],
     members: Option<&[String]>,
-    events: &dyn EventSink,
+    events: &dyn EventSink<Event>,
 ) -> Result<Option<ServedDisks>> {
     let socket = run_dir.join("disks.sock");
     let mut wanted = Vec::new();
@@ -285,8 +286,8 @@ pub fn end(found: Vec<StartedVm>, peripherals: Peripherals, error: Error) -> Err
     teardown.into_error()
 }
 
-/// The name of the VM or the group, and those of the members, from those that the VMs have
-/// themselves.
+/// Returns the name of the VM or the group, and the names of the members, from the names on their
+/// command lines.
 pub fn names(
     wanted: &[Option<String>],
     is_group: bool,
@@ -359,12 +360,12 @@ pub struct RefusedVms {
     pub error: Error,
     /// The VMs.
     pub found: Vec<StartedVm>,
-    /// What stands beside them.
+    /// The networks and disks of the VMs.
     pub peripherals: Peripherals,
 }
 
-/// Everything that can be refused of VMs that are there: audit, attach, the run in the store, the
-/// watchdogs. Those that are refused are given back.
+/// Does every step that may refuse a started VM: audit, attach, the run in the store, the
+/// watchdogs. An error returns the refused VMs.
 pub fn prepare(
     store: &Store,
     mut writer: Writer,
@@ -478,7 +479,7 @@ pub fn require_kernel(options: &SessionOptions) -> Result<()> {
 }
 
 /// Refuses a VM that cannot be checkpointed exactly, with all the reasons at once.
-pub fn refuse(vm: &mut Vm, events: &dyn EventSink) -> Result<()> {
+pub fn refuse(vm: &mut Vm, events: &dyn EventSink<Event>) -> Result<()> {
     let found = vm.audit()?;
     let is_refused = |finding: &AuditFinding| finding.severity == Severity::Refused;
     let (refusals, warnings): (Vec<_>, Vec<_>) = found.into_iter().partition(is_refused);
@@ -488,7 +489,7 @@ pub fn refuse(vm: &mut Vm, events: &dyn EventSink) -> Result<()> {
     if refusals.is_empty() { Ok(()) } else { Err(Error::NotCheckpointable(refusals)) }
 }
 
-/// The machine as it is now, with what was plugged in since its line was written.
+/// Describes the machine as it is now, with devices that were plugged in after its start.
 pub fn machine_meta(vm: &mut Vm, identity: &QemuIdentity, directory: &Path) -> Result<MachineMeta> {
     let (user_command, full_command) = lines_now(vm)?;
     Ok(MachineMeta {
@@ -513,7 +514,7 @@ pub fn lines_now(vm: &mut Vm) -> Result<(Vec<String>, Vec<String>)> {
     Ok((with_plugged(vm.user_command()), with_plugged(vm.full_command())))
 }
 
-/// Starts the watchdog: a process of its own, so that it survives whatever ends this one.
+/// Starts the watchdog process, which outlives a crash of this one.
 pub fn spawn_watchdog(vm: &Vm) -> Result<Watchdog> {
     let watched = vm.watched()?;
     let mut command = Command::new("/proc/self/exe");

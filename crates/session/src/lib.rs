@@ -59,7 +59,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Which networks are held at a group's checkpoints.
+/// The networks that checkpoints of a group hold.
 #[derive(Clone, Debug, Default)]
 pub enum LanChoice {
     /// None.
@@ -71,7 +71,7 @@ pub enum LanChoice {
     Control(PathBuf),
 }
 
-/// How a session takes checkpoints, and what it does at its end.
+/// The options of a session.
 pub struct SessionOptions {
     /// Time between two checkpoints; `None`: checkpoints are taken by command only.
     pub interval: Option<Duration>,
@@ -81,9 +81,9 @@ pub struct SessionOptions {
     pub name: Option<String>,
     /// Whether a VM that still runs at the session's end is ended or left running.
     pub on_exit: OnExit,
-    /// How pages are copied.
+    /// The strategy that copies pages.
     pub strategy: Strategy,
-    /// How dirty pages are found.
+    /// The method that finds dirty pages.
     pub tracker: TrackerKind,
     /// The longest pause that is asked for.
     pub max_pause: Option<Duration>,
@@ -104,17 +104,17 @@ pub struct SessionOptions {
     pub durability: keyframe_store::Durability,
     /// The longest pause. The watchdog resumes a VM that stands still for longer.
     pub pause_limit: Duration,
-    /// Is told what happens in the session.
+    /// The sink for the session's events.
     pub events: SharedEventSink,
     /// Full copies for comparison.
     pub audit: Option<PathBuf>,
-    /// How disks get into checkpoints.
+    /// The method that captures disks.
     pub disk: DiskMethod,
     /// Disks that stay out of them.
     pub leave_out: ExcludedDisks,
     /// The networks between the members of a group.
     pub lans: LanChoice,
-    /// Forget what is older than this, as the run goes on.
+    /// The age after which the running session forgets checkpoints; `None`: never.
     pub keep_within: Option<Duration>,
     /// The VM is recorded.
     pub recorded: Option<RecordingOptions>,

@@ -30,7 +30,7 @@ use keyframe_vmm::{VmEvent, Vmm, VmmErrorKind};
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
-/// How long a VM whose monitor fails may take to be seen as ended.
+/// The longest time from the failure of a VM's monitor to its end.
 const EXIT_WAIT: Duration = Duration::from_secs(2);
 
 /// A VM with its name.
@@ -46,7 +46,7 @@ pub struct Member {
     pub runs: bool,
     shut_down: bool,
     ended: Option<ExitStatus>,
-    /// What stopping it found, in a pause.
+    /// The result of stopping the VM, during a pause.
     stopped: Option<StopOutcome>,
 }
 
@@ -57,7 +57,7 @@ impl Member {
     }
 }
 
-/// What stands beside the VMs, and stops and goes on with them.
+/// The networks and disks of VMs, which stop and resume together with them.
 #[derive(Default)]
 pub struct Peripherals {
     /// The networks between them.
@@ -67,8 +67,8 @@ pub struct Peripherals {
 }
 
 impl Peripherals {
-    /// Ends the networks, and the disks unless the VMs run on with them (`keeps`). Returns the
-    /// directory of the guests' writes, if it is not that of the images.
+    /// Ends the networks. Also ends the disks, unless the VMs keep running with them (`keeps`).
+    /// Returns the directory of the guests' writes, if they are not in the images.
     pub fn release(self, keeps: bool) -> Result<Option<std::path::PathBuf>> {
         if let Some(lans) = self.lans {
             lans.end();
@@ -100,17 +100,17 @@ impl Machines {
         Self { members, is_group, lans: peripherals.lans, disks: peripherals.disks }
     }
 
-    /// Each of them.
+    /// Returns the VMs.
     pub fn members(&self) -> &[Member] {
         &self.members
     }
 
-    /// Each of them.
+    /// Returns the VMs.
     pub fn members_mut(&mut self) -> &mut [Member] {
         &mut self.members
     }
 
-    /// Their disks, and the VMs whose they are.
+    /// Returns the capture of the disks and the VMs that own them; `None` if no disk is captured.
     pub fn storage(&mut self) -> Option<(&mut dyn DiskCapture, &mut [Member])> {
         let members = &mut self.members[..];
         self.disks.as_mut().map(|disks| (&mut **disks as &mut dyn DiskCapture, members))
@@ -126,7 +126,8 @@ impl Machines {
         self.members.iter().any(|m| m.vm.is_attached())
     }
 
-    /// Of a recorded VM: a place that the next pause fills with its instruction count.
+    /// Returns a place that the next pause of a recorded VM fills with the VM's instruction count;
+    /// `None` if the VM is not recorded.
     pub fn mark(&mut self) -> Option<Position> {
         self.members.first_mut()?.vm.mark()
     }
@@ -189,8 +190,8 @@ impl Machines {
         })
     }
 
-    /// Whether one of them has ended. A VM whose monitor fails may be about to end: its exit is
-    /// awaited for up to two seconds.
+    /// Returns true if a VM has ended. If a VM's monitor fails, waits up to two seconds for its
+    /// end.
     pub fn any_has_ended(&mut self) -> bool {
         self.look();
         if self.members.iter().any(|m| m.shut_down || m.ended.is_some()) {
@@ -204,7 +205,7 @@ impl Machines {
         })
     }
 
-    /// `operation` on each member; on all at once where there are several.
+    /// Applies `operation` to each member, and to all at the same time if there are several.
     fn each<T: Send>(&mut self, operation: impl Fn(&mut Member) -> T + Sync) -> Vec<T> {
         if let [member] = &mut self.members[..] {
             return vec![operation(member)];
@@ -244,7 +245,7 @@ impl Machines {
     }
 }
 
-/// The RAM blocks of a group as those of one VM.
+/// Returns the RAM blocks of all members as the layout of one VM.
 pub fn group_layout(
     members: &[(&str, RamLayout)],
 ) -> Result<RamLayout, keyframe_units::LayoutError> {

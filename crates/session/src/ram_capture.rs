@@ -11,7 +11,7 @@
 pub mod process;
 
 use super::SessionOptions;
-use super::event::EventSink;
+use super::event::{Event, EventSink};
 use super::faults::{Fault, FaultyReader, FaultyTracker};
 use super::machines::group_layout;
 use crate::control::{Strategy as Name, TrackerKind};
@@ -46,13 +46,13 @@ pub trait RamAccess: Send {
     fn reader(&self) -> Arc<dyn PageReader>;
 
     /// Begins to track writes by asynchronous write protection.
-    fn track_writes(&self, events: &dyn EventSink) -> Result<StartedTracker>;
+    fn track_writes(&self, events: &dyn EventSink<Event>) -> Result<StartedTracker>;
 
     /// Begins to track writes so that each first write waits for an answer, which copy-on-write
     /// needs.
     fn track_first_writes(
         &self,
-        events: &dyn EventSink,
+        events: &dyn EventSink<Event>,
     ) -> Result<(StartedTracker, Arc<dyn FirstWriteMonitor>)>;
 
     /// Prepares to freeze the RAM by forking the VMM.
@@ -63,7 +63,7 @@ pub trait RamAccess: Send {
 pub struct StartedTracker {
     /// The tracker.
     pub tracker: Box<dyn DirtyTracker>,
-    /// How long the VMM's main thread stood still for it, in nanoseconds.
+    /// The time for which the attach stopped the VMM's main thread, in nanoseconds.
     pub stopped_ns: Option<u64>,
 }
 
@@ -75,9 +75,9 @@ pub struct RamCapture {
     pub strategies: Strategies,
     /// The RAM blocks.
     pub layout: RamLayout,
-    /// For each VM, whether discarded RAM is found.
+    /// For each VM: true if the tracker reports discarded RAM.
     pub watches_discards: Vec<bool>,
-    /// How long QEMU's main thread stood still for the attach, in nanoseconds.
+    /// The time for which the attach stopped QEMU's main thread, in nanoseconds.
     pub stopped_ns: Option<u64>,
     open: OpenRam,
 }
@@ -193,7 +193,7 @@ impl Tracking {
         Ok(tracking)
     }
 
-    fn of_writes(rams: &[Box<dyn RamAccess>], events: &dyn EventSink) -> Result<Self> {
+    fn of_writes(rams: &[Box<dyn RamAccess>], events: &dyn EventSink<Event>) -> Result<Self> {
         let (mut trackers, mut stopped_ns) = (Vec::new(), None);
         for ram in rams {
             let started = ram.track_writes(events)?;
@@ -204,7 +204,7 @@ impl Tracking {
         Ok(Self { tracker, cow: None, stopped_ns })
     }
 
-    fn of_first_writes(rams: &[Box<dyn RamAccess>], events: &dyn EventSink) -> Result<Self> {
+    fn of_first_writes(rams: &[Box<dyn RamAccess>], events: &dyn EventSink<Event>) -> Result<Self> {
         let (mut trackers, mut monitors, mut stopped_ns) = (Vec::new(), Vec::new(), None);
         for ram in rams {
             let (started, monitor) = ram.track_first_writes(events)?;
@@ -246,7 +246,7 @@ impl Strategies {
         self.rams.first().map(|ram| ram.reader())
     }
 
-    /// Pre-copy leaves no more than `target_pages` to the pause, if it can.
+    /// Sets the number of pages that pre-copy may leave to the pause.
     pub fn tune(&mut self, target_pages: u64) {
         self.precopy.policy.target_pages = target_pages;
         self.auto.precopy.policy.target_pages = target_pages;
@@ -296,7 +296,8 @@ fn faulty(reader: Arc<dyn PageReader>, fault: Option<&Fault>) -> Arc<dyn PageRea
     }
 }
 
-/// Memory for copied pages: as large as RAM where that is at most a quarter of what is free.
+/// Returns the number of pages of memory for copies: all of RAM if that is at most a quarter of the
+/// free memory.
 fn staging_pages(options: &SessionOptions, layout: &RamLayout) -> u64 {
     const MIB_PAGES: u64 = (1 << 20) / PAGE_BYTES as u64;
     match options.staging_mib {

@@ -32,21 +32,21 @@ use std::time::{Duration, Instant};
 pub enum Recompress {
     /// While the run goes on, when there is time
     Idle,
-    /// Not by the run: keyframe prune --recompress does it
+    /// The run does not; keyframe prune --recompress does
     #[default]
     Never,
 }
 
-/// How often it is looked.
+/// The time between two checks of the store.
 const LOOK: Duration = Duration::from_secs(5);
-/// Fewer bytes are not worth a prune, which the writer has to follow. About so many are
-/// recompressed at a time.
+/// The number of bytes that are recompressed at a time. Fewer are not worth a prune, which the
+/// writer has to follow.
 const PART_BYTES: u64 = 64 << 20;
-/// It rests so many times as long as it has worked.
+/// The ratio of its rest to its work.
 const RESTS: u32 = 3;
 /// Where checkpoints are further apart than this, it is tried again later.
 const ANSWER_WAIT: Duration = Duration::from_secs(20);
-/// What was begun may come to its end when the run does.
+/// The time that the recompression in progress gets to complete at the end of a run.
 const END_WAIT: Duration = Duration::from_secs(3);
 /// Nice value of the thread.
 const NICE: i32 = 19;
@@ -92,8 +92,8 @@ impl Recompressor {
         Ok(Some(Self { store: store.clone(), stop: Some(stop), ended }))
     }
 
-    /// Ends it, and says what is left.
-    pub fn finish(mut self, events: &dyn EventSink) {
+    /// Ends the thread, and emits an event if data is left to recompress.
+    pub fn finish(mut self, events: &dyn EventSink<Event>) {
         self.end();
         let left_bytes = self.store.cold_bytes().unwrap_or(0);
         if left_bytes >= PART_BYTES {
@@ -115,7 +115,7 @@ impl Drop for Recompressor {
     }
 }
 
-/// What `status` shows of it.
+/// The state for `keyframe status`.
 struct Shown {
     status: SharedStatus,
     off: Option<String>,

@@ -20,35 +20,36 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-/// How long a VM may always have requests under way before a checkpoint of it is given up.
+/// The longest time for which a checkpoint waits until no request is under way.
 const BUSY_MAX: Duration = Duration::from_secs(5);
-/// How long it runs on between two looks.
+/// The time for which the VM runs between two checks.
 const MOMENT: Duration = Duration::from_micros(500);
 
 /// The instruction of a checkpoint, from the pause to the seal.
 pub type Position = Arc<OnceLock<u64>>;
 
-/// How the VM is recorded.
+/// The options of a recorded VM.
 #[derive(Clone, Debug)]
 pub struct RecordingOptions {
     /// The recording's id.
     pub recording: String,
     /// QEMU's log.
     pub log: PathBuf,
-    /// Of a VM that replays it: the machine as the recording's own checkpoints know it.
+    /// The machine as the recording's checkpoints describe it, if the VM replays the recording.
     pub machine: Option<MachineMeta>,
-    /// Of such a VM: the checkpoint that it began with, whose disks it has.
+    /// The checkpoint with which the replay began and whose disks it has.
     pub begin: Option<CheckpointId>,
 }
 
 impl RecordingOptions {
-    /// Has the VM of `starting` recorded, whose paths hold in the first directory. Its media,
-    /// served on a socket in the second one.
+    /// Makes the command line of the only VM in `starting` record into the log, and serves its
+    /// media. Relative paths of the line start from the first directory; the media's socket is in
+    /// the second one. Returns the server of the media; `None` if there are none.
     pub fn prepare(
         &self,
         starting: &mut [(Invocation, QemuIdentity)],
         (directory, run_dir): (&Path, &Path),
-        events: &dyn EventSink,
+        events: &dyn EventSink<Event>,
     ) -> Result<Option<Media>> {
         let [(line, _)] = starting else { return Err(Error::GroupRecorded) };
         let media = Media::serve(&line.media(), directory, run_dir).unwrap_or_else(|error| {
@@ -81,9 +82,8 @@ struct AlwaysBusy {
 pub struct RequestQueues(Option<VirtioQueues>);
 
 impl RequestQueues {
-    /// Waits, while the VM runs, until no request is under way, or has been for [`BUSY_MAX`].
-    ///
-    /// A stop that has to be taken back costs the guest time.
+    /// Waits, while the VM runs, until no disk or network request is under way, at most
+    /// [`BUSY_MAX`]. A stop that must be taken back costs the guest more time.
     pub fn await_rest(&mut self, qmp: &mut Qmp) -> Result<(), BoxError> {
         let began = Instant::now();
         while self.are_busy(qmp)? && began.elapsed() < BUSY_MAX {

@@ -28,35 +28,35 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
-/// Where VMs without an engine have theirs; no VM's name begins with a dot.
+/// The directory of the run directories of VMs without an engine. No VM's name begins with a dot.
 const CLONES: &str = ".clones";
 const RESTORED: &str = ".restored";
-/// What such a VM tells about itself.
+/// The file that describes such a VM.
 pub const ABOUT: &str = "about.json";
-/// How many VMs that were restored may have one name, told apart by numbers.
+/// The most restored VMs of one name; a number distinguishes them.
 const NAMESAKES_MAX: u32 = 99;
 const ABOUT_BYTES_MAX: u64 = 64 << 10;
 /// Whose VM a standby runs.
 const RUNS: &str = "runs";
 const NAME_BYTES_MAX: u64 = 64;
 
-/// Where a VM without an engine comes from.
+/// The origin of a VM without an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Kind {
+pub enum RunKind {
     /// `keyframe branch`.
     Clone,
     /// `keyframe restore`.
     Restored,
 }
 
-/// What a VM without an engine tells about itself.
+/// The description of a VM without an engine.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct About {
-    /// Its name here.
+    /// The name under which it runs.
     pub vm: String,
-    /// Where it comes from.
-    pub kind: Kind,
+    /// Its origin.
+    pub kind: RunKind,
     /// The store, and the checkpoint in it.
     pub store: String,
     /// The checkpoint that the VM was brought back to.
@@ -81,12 +81,13 @@ impl RunDir {
         Self::claim_in(&base()?, name)
     }
 
-    /// The same for a clone, which has no engine, and may get one of its name.
+    /// Claims the directory of a clone, which has no engine; `keyframe attach` may add one later.
     pub fn claim_clone(name: &str) -> Result<Self, RunDirError> {
         Self::claim_beside(CLONES, name)
     }
 
-    /// The same for one that is restored, which may have namesakes: `NAME`, `NAME-2`, ...
+    /// Claims the directory of a restored VM. If the name is taken, it becomes `NAME-2`, `NAME-3`,
+    /// ...
     pub fn claim_restored(name: &str) -> Result<Self, RunDirError> {
         let name = name_from(name);
         let numbered = (2..=NAMESAKES_MAX).map(|number| format!("{name}-{number}"));
@@ -99,11 +100,11 @@ impl RunDir {
         Self::claim_in(&peripherals(folder)?, name)
     }
 
-    /// Writes down what the VM without an engine is that this process has started: for
-    /// `keyframe status` and `stop`.
+    /// Writes the description of a VM without an engine that this process has started, for
+    /// `keyframe status` and `keyframe stop`.
     pub fn tell(
         &self,
-        kind: Kind,
+        kind: RunKind,
         store: &Path,
         checkpoint: CheckpointId,
         qemu_pid: u32,
@@ -121,13 +122,13 @@ impl RunDir {
         std::fs::write(&path, text).map_err(|source| io("write", &path, source))
     }
 
-    /// Writes down that this engine runs VM `vm` from here on, which it has taken over.
+    /// Writes that this engine runs VM `vm` from now on, after a takeover.
     pub fn runs(&self, vm: &str) -> Result<(), RunDirError> {
         let path = self.path.join(RUNS);
         std::fs::write(&path, vm).map_err(|source| io("write", &path, source))
     }
 
-    /// It has ended; what else is in the directory stays for a look.
+    /// Removes the description of the run, after its VM has ended. Other files stay for inspection.
     pub fn untell(&self) {
         let _ = std::fs::remove_file(self.path.join(ABOUT));
     }
@@ -192,8 +193,8 @@ pub fn all() -> Result<Vec<PathBuf>, RunDirError> {
     living_in(&base()?)
 }
 
-/// The directories of VMs without an engine whose `keyframe branch` or `restore` lives, and what
-/// they tell.
+/// Returns the directories and descriptions of VMs without an engine whose `keyframe branch` or
+/// `keyframe restore` still runs.
 pub fn without_engine() -> Result<Vec<(PathBuf, About)>, RunDirError> {
     // One that says nothing is just being made.
     let about = |dir: PathBuf| about(&dir).map(|about| (dir, about));
@@ -205,7 +206,7 @@ pub fn without_engine() -> Result<Vec<(PathBuf, About)>, RunDirError> {
 /// A VM that runs on without an engine: that has died, or left it by `--on-exit keep`.
 #[derive(Clone, Debug, Serialize)]
 pub struct Orphan {
-    /// Its name here.
+    /// The name under which it runs.
     pub vm: String,
     /// Always `orphan`.
     pub kind: &'static str,
@@ -229,12 +230,12 @@ pub fn orphans() -> Result<Vec<Orphan>, RunDirError> {
     Ok(all)
 }
 
-/// Where those that are restored have their directories.
+/// Returns the directory that holds the directories of restored VMs.
 pub fn of_restored() -> Result<PathBuf, RunDirError> {
     peripherals(RESTORED)
 }
 
-/// Has the command end that the VM of this directory ends with.
+/// Ends the command that the VM of this directory ends with.
 pub fn end_with(dir: &Path, about: &About) -> Result<(), RunDirError> {
     let fail = |e: rustix::io::Errno| RunDirError::End { vm: about.vm.clone(), source: e.into() };
     let gone = || RunDirError::Gone(about.vm.clone());
@@ -259,7 +260,7 @@ fn peripherals(folder: &str) -> Result<PathBuf, RunDirError> {
     Ok(folder)
 }
 
-/// What a directory has, which need not be there.
+/// Returns the entries of a directory; none if it does not exist.
 fn entries(base: &Path) -> Result<impl Iterator<Item = PathBuf>, RunDirError> {
     let entries = match std::fs::read_dir(base) {
         Ok(entries) => Some(entries),
@@ -287,8 +288,8 @@ fn taken_over(dir: &Path) -> Option<String> {
     Some(text)
 }
 
-/// The directory of the engine of VM `name`, or of the only one there is. A directory's own name
-/// comes before that of a VM that was taken over: both hosts may be one machine.
+/// Finds the directory of the engine of VM `name`, or of the only running engine. A directory's own
+/// name takes precedence over that of a VM that was taken over: both hosts may be one machine.
 pub fn find(name: Option<&str>) -> Result<PathBuf, RunDirError> {
     let mut live = all()?;
     let names = |live: &[PathBuf]| live.iter().map(|dir| name_of(dir)).collect();
@@ -323,7 +324,7 @@ fn base() -> Result<PathBuf, RunDirError> {
     Ok(base)
 }
 
-/// Makes a directory that only we may enter; one that is another user's is refused.
+/// Creates a directory that only its owner may enter. Refuses one that belongs to another user.
 fn make_private(path: &Path) -> Result<(), RunDirError> {
     let fail = |source| io("make", path, source);
     match DirBuilder::new().mode(0o700).create(path) {

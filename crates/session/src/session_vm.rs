@@ -50,7 +50,7 @@ pub enum SessionVmError {
     NotQemu,
 }
 
-/// What a recorded VM has beyond others.
+/// The further state of a recorded VM.
 #[derive(Default)]
 struct RecordedState {
     /// The queues of its disks and network cards: no checkpoint falls between a request and its
@@ -147,7 +147,7 @@ impl SessionVm {
         Ok(layout)
     }
 
-    /// The VM's tracker sees discarded RAM from here on, or does not.
+    /// Records whether the VM's tracker reports discarded RAM from now on.
     pub fn set_watches_discards(&mut self, watches_discards: bool) {
         self.watches_discards = watches_discards;
     }
@@ -166,7 +166,8 @@ impl SessionVm {
         Ok(())
     }
 
-    /// Of a recorded VM: a place that the next pause fills with its instruction count.
+    /// Returns a place that the next pause fills with the VM's instruction count; `None` if the VM
+    /// is not recorded.
     pub fn mark(&mut self) -> Option<Position> {
         let recorded = self.recorded.as_mut()?;
         let position = Position::default();
@@ -174,7 +175,7 @@ impl SessionVm {
         Some(position)
     }
 
-    /// Of a recorded VM: whether a request of a disk or network card is under way.
+    /// Returns true if the VM is recorded and a request of a disk or network card is under way.
     pub fn has_requests_under_way(&mut self) -> Result<bool, BoxError> {
         self.on_queues(|queues, vm| queues.are_busy(vm.qmp())).unwrap_or(Ok(false))
     }

@@ -43,21 +43,21 @@ impl CheckpointReason {
     }
 }
 
-/// What the session knows of a checkpoint beyond what the cycle captured.
+/// The session's data about a checkpoint, besides the captured pages.
 #[derive(Clone, Debug, Default)]
 pub struct CheckpointLabel {
     /// Why it is taken.
     pub reason: CheckpointReason,
-    /// How late it began.
+    /// The delay of its begin, in nanoseconds.
     pub backlog_ns: u64,
     /// A name for it.
     pub tag: Option<String>,
-    /// What its pause cut from the disks.
+    /// The disk blocks that its pause cut.
     pub cut: Option<DiskCut>,
     /// The checkpoint that the VM was brought back to since the one before, and how often it has
     /// been brought back by then.
     pub parent: Option<(CheckpointId, u64)>,
-    /// Of a VM that is recorded: its instruction.
+    /// The instruction count of a recorded VM.
     pub position: Option<Position>,
 }
 
@@ -69,7 +69,7 @@ pub struct MachineDescriptions {
 }
 
 impl MachineDescriptions {
-    /// Those of a group, or else of the one VM.
+    /// Describes the members of a group, or the one VM.
     pub fn new(mut members: Vec<MemberMeta>, is_group: bool) -> Self {
         if is_group {
             return Self { machine: MachineMeta::default(), members };
@@ -77,7 +77,7 @@ impl MachineDescriptions {
         Self { machine: members.pop().unwrap_or_default().machine, members: Vec::new() }
     }
 
-    /// That of the one VM.
+    /// Returns the description of the one VM.
     pub fn machine(&self) -> &MachineMeta {
         &self.machine
     }
@@ -106,7 +106,7 @@ pub struct StoreSink {
     origin: Option<CheckpointId>,
     /// The recording that the VM is in.
     pub recording: Option<String>,
-    /// How many rollbacks the newest sealed checkpoint knows of.
+    /// The number of rollbacks that the newest sealed checkpoint includes.
     went_back: u64,
 }
 
@@ -121,7 +121,7 @@ impl StoreSink {
         Self { run, machines, fault, origin, recording: None, went_back: 0 }
     }
 
-    /// Closes the run's pack, and tells what the last sealed checkpoint knows of the disks.
+    /// Closes the run's pack. Returns the state of the disks at the last sealed checkpoint.
     pub fn finish(mut self) -> Result<DiskState, keyframe_store::Error> {
         let disks = self.run.disk_state();
         self.run.finish()?;

@@ -23,7 +23,7 @@ use crate::layout::STORE_JSON;
 use crate::{AppendFile, Backend, LockGuard, ReadFile, UnlockOutcome};
 use crate::{Error, Result};
 use frame::{
-    BLOCK_BYTES, FileCipher, FileHeader, FileKind, Frame, FrameWriter, HEADER_BYTES,
+    BLOCK_BYTES, EncryptedFrame, FileCipher, FileHeader, FileKind, FrameWriter, HEADER_BYTES,
     PLAIN_BYTES_MAX,
 };
 use keyframe_locks::IgnorePoison;
@@ -241,7 +241,7 @@ impl EncryptedReader {
         Ok(block)
     }
 
-    fn open(&self, header: &FileHeader, block: &[u8], frame: &Frame) -> Option<Vec<u8>> {
+    fn open(&self, header: &FileHeader, block: &[u8], frame: &EncryptedFrame) -> Option<Vec<u8>> {
         frame::open(&self.cipher, header, &self.name, block, frame)
     }
 

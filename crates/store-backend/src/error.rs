@@ -55,12 +55,12 @@ pub struct RemoteFailure {
 }
 
 impl Error {
-    /// [`Error::Damaged`] of these texts.
+    /// Makes an [`Error::Damaged`] from its texts.
     pub fn damaged(object: impl Into<String>, problem: impl Into<String>) -> Self {
         Self::Damaged { object: object.into(), problem: problem.into() }
     }
 
-    /// What the user can do about it, if that is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         Some(match self {
             Self::Exists { .. } => "use it as it is, or name another place".into(),

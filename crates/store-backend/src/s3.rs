@@ -38,7 +38,7 @@ use crate::{
     AppendFile, Backend, Error, LockGuard, ReadFile, RemoteFailure, Result, UnlockOutcome,
     random_bytes,
 };
-use client::{Client, ListDepth, Precondition, PutOutcome};
+use client::{ListDepth, Precondition, S3Client, S3PutOutcome};
 use keyframe_bytes::hex::to_hex;
 use keyframe_locks::IgnorePoison;
 use lease::Lease;
@@ -63,11 +63,11 @@ pub struct S3Backend {
 /// The state that all files of one store share.
 #[derive(Debug)]
 struct Shared {
-    client: Arc<Client>,
+    client: Arc<S3Client>,
     cache: PartCache,
     leases: Mutex<Vec<Weak<Lease>>>,
     /// The packs that this process writes, by name.
-    open: Mutex<FxHashMap<String, Weak<pack::OpenPack>>>,
+    open: Mutex<FxHashMap<String, Weak<pack::UploadedPack>>>,
 }
 
 impl Shared {
@@ -80,7 +80,7 @@ impl Shared {
         held.iter().try_for_each(|lease| lease.check())
     }
 
-    fn open_pack(&self, name: &str) -> Option<Arc<pack::OpenPack>> {
+    fn open_pack(&self, name: &str) -> Option<Arc<pack::UploadedPack>> {
         self.open.lock().ignore_poison().get(name).and_then(Weak::upgrade)
     }
 }
@@ -96,10 +96,10 @@ impl S3Backend {
 
     fn at(location: S3Location, cache: Option<PathBuf>) -> Self {
         let cache = PartCache::new(cache, &format!("{} {}", location.endpoint, location.name));
-        Self::over(Client::new(location), cache)
+        Self::over(S3Client::new(location), cache)
     }
 
-    fn over(client: Client, cache: PartCache) -> Self {
+    fn over(client: S3Client, cache: PartCache) -> Self {
         let client = Arc::new(client);
         Self {
             shared: Arc::new(Shared {
@@ -153,9 +153,9 @@ impl S3Backend {
             Precondition::Matches("\"0123456789abcdef0123456789abcdef\""),
         );
         client.delete(&name)?;
-        if matches!(first?, PutOutcome::Done(_))
-            && again? == PutOutcome::Refused
-            && other? == PutOutcome::Refused
+        if matches!(first?, S3PutOutcome::Done(_))
+            && again? == S3PutOutcome::Refused
+            && other? == S3PutOutcome::Refused
         {
             return Ok(());
         }
@@ -236,8 +236,8 @@ impl Backend for S3Backend {
         let condition =
             if name == STORE_JSON { Precondition::Absent } else { Precondition::Always };
         match self.shared.client.put(name, bytes, condition)? {
-            PutOutcome::Done(_) => Ok(()),
-            PutOutcome::Refused => {
+            S3PutOutcome::Done(_) => Ok(()),
+            S3PutOutcome::Refused => {
                 let object = self.shared.client.location.name.clone();
                 Err(Error::Exists { object, problem: "a store is already here".into() })
             }
@@ -293,7 +293,7 @@ impl Backend for S3Backend {
 /// An object that was put whole.
 #[derive(Debug)]
 struct ObjectFile {
-    client: Arc<Client>,
+    client: Arc<S3Client>,
     name: String,
     head: Vec<u8>,
     len_bytes: u64,

@@ -34,7 +34,7 @@ use crate::cache::{self, CacheLimits, PieceCache, PieceKey};
 use crate::layout::{CHECKPOINTS, MAPS, PACKS, READ_FOLDERS};
 use crate::{AppendFile, Backend, Error, LockGuard, ReadFile, RemoteFailure, Result};
 use address::ServerAddress;
-use client::Client;
+use client::ServeClient;
 use file::{PackStats, ServedFile};
 use keyframe_locks::IgnorePoison;
 use rustc_hash::FxHashSet;
@@ -65,7 +65,7 @@ pub struct FetchStats {
     pub cache_misses: u64,
 }
 
-/// What this process has fetched so far.
+/// Returns what this process has fetched so far.
 pub fn fetch_stats() -> FetchStats {
     let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
     let FetchCounters { requests, bytes, hits, misses } = &FETCH_COUNTERS;
@@ -116,7 +116,7 @@ pub struct ServedBackend {
 /// The state that all files of one store share.
 #[derive(Debug)]
 struct Shared {
-    client: Client,
+    client: ServeClient,
     cache: PieceCache,
     /// Counts the reads after which packs may have grown.
     generation: AtomicU64,
@@ -136,10 +136,10 @@ impl ServedBackend {
     /// The same; `environment` looks up the variables.
     pub fn open_in(url: &Path, environment: &dyn Fn(&str) -> Option<String>) -> Result<Self> {
         let place = ServerAddress::parse(url, environment)?;
-        Ok(Self::over(Client::new(place), cache::cache_root(environment)))
+        Ok(Self::over(ServeClient::new(place), cache::cache_root(environment)))
     }
 
-    fn over(client: Client, cache: Option<PathBuf>) -> Self {
+    fn over(client: ServeClient, cache: Option<PathBuf>) -> Self {
         let limits = CacheLimits::of_environment(DISK_BYTES_MAX, MEMORY_BYTES_MAX);
         let cache = PieceCache::new(cache, FOLDER, limits);
         let shared = Shared {

@@ -33,7 +33,7 @@ pub type Sector = [u8; PART_BYTES];
 
 /// Where the content of a part comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
+pub enum PagePart {
     /// The part is zero.
     Zero,
     /// From the composed record itself.
@@ -44,7 +44,7 @@ pub enum Part {
 
 /// The eight parts of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Composition(pub [Part; PARTS]);
+pub struct Composition(pub [PagePart; PARTS]);
 
 /// The parts of a page, in order.
 pub fn sectors(page: &Page) -> &[Sector; PARTS] {
@@ -60,7 +60,8 @@ fn sectors_mut(page: &mut Page) -> std::slice::IterMut<'_, Sector> {
 impl Composition {
     /// The records that it refers to, rising, each once.
     pub fn records(&self) -> Vec<PageRef> {
-        let of = |part: &Part| if let Part::Of(record, _) = part { Some(*record) } else { None };
+        let of =
+            |part: &PagePart| if let PagePart::Of(record, _) = part { Some(*record) } else { None };
         let mut records: Vec<PageRef> = self.0.iter().filter_map(of).collect();
         records.sort_unstable();
         records.dedup();
@@ -69,13 +70,13 @@ impl Composition {
 
     /// The number of parts that are references.
     pub fn references(&self) -> usize {
-        self.0.iter().filter(|part| matches!(part, Part::Of(..))).count()
+        self.0.iter().filter(|part| matches!(part, PagePart::Of(..))).count()
     }
 
     /// Copies the parts that come from `record`, whose page is `content`, into `page`.
     pub fn fill(&self, record: PageRef, content: &Page, page: &mut Page) {
         for (part, sector) in self.0.iter().zip(sectors_mut(page)) {
-            if let Part::Of(of, number) = part
+            if let PagePart::Of(of, number) = part
                 && *of == record
                 && let Some(found) = sectors(content).get(usize::from(*number))
             {
@@ -92,9 +93,9 @@ impl Composition {
         let mut literals = Vec::with_capacity(PAGE_BYTES);
         for (at, (part, sector)) in self.0.iter().zip(sectors(page)).enumerate() {
             match part {
-                Part::Zero => zeros |= 1 << at,
-                Part::Literal => literals.extend_from_slice(sector),
-                Part::Of(record, number) => {
+                PagePart::Zero => zeros |= 1 << at,
+                PagePart::Literal => literals.extend_from_slice(sector),
+                PagePart::Of(record, number) => {
                     references |= 1 << at;
                     let place = records.iter().position(|r| r == record).unwrap_or_default();
                     places.push((place as u8) << 3 | number);
@@ -124,10 +125,10 @@ impl Composition {
         }
         let records = decode_records(&mut reader, listed, place)?;
         let mut used = vec![false; records.len()];
-        let mut parts = [Part::Literal; PARTS];
+        let mut parts = [PagePart::Literal; PARTS];
         for (at, part) in parts.iter_mut().enumerate() {
             if zeros & 1 << at != 0 {
-                *part = Part::Zero;
+                *part = PagePart::Zero;
             } else if references & 1 << at != 0 {
                 let [word] = reader.array()?;
                 let index = usize::from(word >> 3);
@@ -135,7 +136,7 @@ impl Composition {
                     .get(index)
                     .ok_or("a composed block refers to a record that it does not list")?;
                 used[index] = true;
-                *part = Part::Of(*record, word & 7);
+                *part = PagePart::Of(*record, word & 7);
             }
         }
         if used.contains(&false) {
@@ -147,16 +148,16 @@ impl Composition {
     }
 
     fn decode_literals(&self, codec: Codec, stored: &[u8], page: &mut Page) -> Result<(), Problem> {
-        let count = self.0.iter().filter(|part| **part == Part::Literal).count();
+        let count = self.0.iter().filter(|part| **part == PagePart::Literal).count();
         let mut literals = [0; PAGE_BYTES];
         let space = literals.get_mut(..count * PART_BYTES).unwrap_or_default();
         decompress_exactly(codec, stored, space)?;
         let mut literals = literals.as_chunks::<PART_BYTES>().0.iter();
         for (part, sector) in self.0.iter().zip(sectors_mut(page)) {
             match part {
-                Part::Zero => *sector = [0; PART_BYTES],
-                Part::Literal => *sector = literals.next().copied().unwrap_or([0; PART_BYTES]),
-                Part::Of(..) => {}
+                PagePart::Zero => *sector = [0; PART_BYTES],
+                PagePart::Literal => *sector = literals.next().copied().unwrap_or([0; PART_BYTES]),
+                PagePart::Of(..) => {}
             }
         }
         Ok(())
@@ -192,14 +193,14 @@ mod tests {
 
     const PLACE: PageRef = PageRef((3 << 40) + 10_000);
 
-    fn part() -> impl Strategy<Value = Part> {
+    fn part() -> impl Strategy<Value = PagePart> {
         let record = (1u64..4, 64u64..9000).prop_map(|(pack, offset)| PageRef(pack << 40 | offset));
         prop_oneof![
-            Just(Part::Zero),
-            Just(Part::Literal),
-            (record, 0u8..8).prop_map(|(record, number)| Part::Of(record, number)),
+            Just(PagePart::Zero),
+            Just(PagePart::Literal),
+            (record, 0u8..8).prop_map(|(record, number)| PagePart::Of(record, number)),
             // One record that several parts refer to.
-            (0u8..8).prop_map(|number| Part::Of(PageRef(1 << 40 | 64), number)),
+            (0u8..8).prop_map(|number| PagePart::Of(PageRef(1 << 40 | 64), number)),
         ]
     }
 
@@ -215,8 +216,8 @@ mod tests {
             let composition = Composition(parts);
             let mut page = noise(seed);
             for (part, sector) in parts.iter().zip(sectors_mut(&mut page)) {
-                if *part == Part::Zero { sector.fill(0) }
-                if *part == Part::Literal && flat { sector.fill(seed as u8) }
+                if *part == PagePart::Zero { sector.fill(0) }
+                if *part == PagePart::Literal && flat { sector.fill(seed as u8) }
             }
             let (codec, payload) = encode(&composition, &page);
             let mut back = [0xee; PAGE_BYTES];
@@ -231,7 +232,7 @@ mod tests {
             for record in composition.records() {
                 let mut content = [0x55; PAGE_BYTES];
                 for (at, part) in parts.iter().enumerate() {
-                    if let Part::Of(of, number) = part && *of == record {
+                    if let PagePart::Of(of, number) = part && *of == record {
                         let (from, to) = (usize::from(*number) * PART_BYTES, at * PART_BYTES);
                         content[from..from + PART_BYTES].copy_from_slice(&page[to..to + PART_BYTES]);
                     }
@@ -243,7 +244,7 @@ mod tests {
             for (at, part) in parts.iter().enumerate() {
                 let range = at * PART_BYTES..(at + 1) * PART_BYTES;
                 let alone = parts.iter().filter(|p| *p == part).count() == 1;
-                if !matches!(part, Part::Of(..)) || alone {
+                if !matches!(part, PagePart::Of(..)) || alone {
                     prop_assert!(back[range.clone()] == page[range]);
                 }
             }
@@ -280,8 +281,8 @@ mod tests {
     #[test]
     fn references_to_the_record_itself_later_ones_and_impossible_places_are_refused() {
         let with = |record: PageRef| {
-            let mut parts = [Part::Zero; PARTS];
-            parts[2] = Part::Of(record, 5);
+            let mut parts = [PagePart::Zero; PARTS];
+            parts[2] = PagePart::Of(record, 5);
             let (codec, payload) = encode(&Composition(parts), &[0; PAGE_BYTES]);
             Composition::decode(codec, &payload, PLACE, &mut [0; PAGE_BYTES]).map(|_| ())
         };
@@ -302,8 +303,8 @@ mod tests {
     #[test]
     fn a_shifted_block_takes_less_than_a_hundred_bytes() {
         let (a, b) = (PageRef::new(1, 64), PageRef::new(1, 4200));
-        let parts: Vec<Part> =
-            (3..8).map(|n| Part::Of(a, n)).chain((0..3).map(|n| Part::Of(b, n))).collect();
+        let parts: Vec<PagePart> =
+            (3..8).map(|n| PagePart::Of(a, n)).chain((0..3).map(|n| PagePart::Of(b, n))).collect();
         let (codec, payload) = encode(&Composition(parts.try_into().unwrap()), &noise(1));
         assert_eq!((codec, payload.len()), (Codec::Raw, 3 + 16 + 8));
     }

@@ -3,7 +3,7 @@
 //! Invariant: a derived record refers to plain records only. So reading it takes one step, even in
 //! a damaged store.
 
-use crate::composed::{Composition, Part};
+use crate::composed::{Composition, PagePart};
 use crate::delta::Delta;
 use crate::page_hash::PageHash;
 use crate::page_ref::PageRef;
@@ -49,7 +49,7 @@ impl Derivation {
         match self {
             Self::Parts(composition) => {
                 for part in &mut composition.0 {
-                    if let Part::Of(record, _) = part {
+                    if let PagePart::Of(record, _) = part {
                         place(record);
                     }
                 }

@@ -45,7 +45,7 @@ thread_local! {
 pub struct Dictionary(DDict<'static>);
 
 impl Dictionary {
-    /// From the bytes in a pack's head, which may be empty.
+    /// Makes the dictionary from the bytes in a pack's head, which may be empty.
     pub fn new(bytes: &[u8]) -> Result<Self, Problem> {
         DDict::try_create(bytes).map(Self).ok_or_else(|| "its dictionary is not one of zstd".into())
     }

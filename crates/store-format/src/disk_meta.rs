@@ -205,7 +205,7 @@ impl SectorBreakdown {
     }
 }
 
-/// Pages of RAM and blocks of all disks together. `None` if they are more than
+/// Returns the number of pages of RAM and blocks of all disks together; `None` if it exceeds
 /// [`SPACE_PAGES_MAX`].
 pub fn space_pages(ram_pages: u64, disks: &[DiskMeta]) -> Option<u64> {
     let add = |sum: u64, disk: &DiskMeta| {

@@ -104,7 +104,7 @@ pub fn trailer(data: &[u8]) {
     }
 }
 
-/// Small files, and payloads: the first byte chooses.
+/// Parses small files and payloads. The first byte chooses which.
 pub fn small(data: &[u8]) {
     let Some((kind, bytes)) = data.split_first() else { return };
     let sealed = |magic: envelope::Magic| {

@@ -63,7 +63,7 @@ pub struct MapRun {
 }
 
 impl MapRun {
-    /// From pages in rising order.
+    /// Makes the run from pages in rising order.
     pub fn new(header: MapHeader, pages: impl Iterator<Item = (PageIndex, PageRef)>) -> Self {
         let (mut extents, mut refs) = (Vec::<Extent>::new(), Vec::new());
         for (page, to) in pages {

@@ -47,8 +47,8 @@ pub struct Meta {
 }
 
 impl Meta {
-    /// For each member of a group its RAM blocks, under the member's own names, and its first page.
-    /// `None` if the list of members contradicts the list of blocks.
+    /// Returns for each member of a group its RAM blocks, under the member's own names, and its
+    /// first page; `None` if the list of members contradicts the list of blocks.
     pub fn members_ram(&self) -> Option<Vec<(RamLayout, PageIndex)>> {
         let mut all = Vec::with_capacity(self.members.len());
         let mut first_block = 0usize;
@@ -69,7 +69,8 @@ impl Meta {
         (first_block == self.ram.blocks().len()).then_some(all)
     }
 
-    /// Pages of RAM and blocks of disks together. `None` if they are more than a page space holds.
+    /// Returns the number of pages of RAM and blocks of disks together; `None` if it is larger than
+    /// a page space.
     pub fn space_pages(&self) -> Option<u64> {
         space_pages(self.ram.len_pages(), &self.disks)
     }

@@ -19,7 +19,7 @@ use crate::error::{FormatError, Result};
 use crate::identity::{FORMAT_VERSION, StoreId};
 use crate::page_hash::PageHash;
 use crate::page_ref::PACK_HEADER_BYTES;
-use crate::record::Kind;
+use crate::record::RecordKind;
 use keyframe_bytes::ByteReader;
 use keyframe_pages::bytes::Problem;
 
@@ -125,16 +125,16 @@ fn decode_pack_header(bytes: &[u8]) -> Result<PackHeader, Problem> {
 
 /// An entry of a closed pack's index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Entry {
+pub struct PackEntry {
     /// The hash of the record's content.
     pub hash: PageHash,
     /// The offset of the record, with its kind in the top byte.
     word: u64,
 }
 
-impl Entry {
+impl PackEntry {
     /// The entry of a record. The offset is below 2^40, as in every reference.
-    pub fn new(hash: PageHash, offset: u64, kind: Kind) -> Self {
+    pub fn new(hash: PageHash, offset: u64, kind: RecordKind) -> Self {
         Self { hash, word: offset | u64::from(kind.number()) << KIND_SHIFT }
     }
 
@@ -144,14 +144,14 @@ impl Entry {
     }
 
     /// The kind of the record; `None` if it is unknown.
-    fn known_kind(&self) -> Option<Kind> {
-        Kind::of_number((self.word >> KIND_SHIFT) as u8)
+    fn known_kind(&self) -> Option<RecordKind> {
+        RecordKind::of_number((self.word >> KIND_SHIFT) as u8)
     }
 
     /// The kind of the record.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> RecordKind {
         // The decoder refuses entries of an unknown kind.
-        self.known_kind().unwrap_or(Kind::Page)
+        self.known_kind().unwrap_or(RecordKind::Page)
     }
 }
 
@@ -165,7 +165,7 @@ pub struct Trailer {
 }
 
 /// The trailer of a pack with header `header` whose records end at `records_end`.
-pub fn encode_trailer(header: &[u8], entries: &[Entry], records_end: u64) -> Trailer {
+pub fn encode_trailer(header: &[u8], entries: &[PackEntry], records_end: u64) -> Trailer {
     let mut index = Vec::with_capacity(entries.len() * ENTRY_BYTES + FOOTER_BYTES);
     for entry in entries {
         index.extend_from_slice(&entry.hash.to_bytes());
@@ -222,7 +222,11 @@ pub fn seal_of(footer: &[u8; FOOTER_BYTES]) -> PackSeal {
 
 /// Checks the index and the footer of a closed pack and returns the entries. `tail` are all bytes
 /// after the records.
-pub fn decode_trailer(header: &[u8], tail: &[u8], footer: &Footer) -> Result<Vec<Entry>, Problem> {
+pub fn decode_trailer(
+    header: &[u8],
+    tail: &[u8],
+    footer: &Footer,
+) -> Result<Vec<PackEntry>, Problem> {
     let split = tail.len().checked_sub(32).ok_or("its trailer is too short")?;
     let (covered, hash) = tail.split_at(split);
     if blake3::Hasher::new().update(header).update(covered).finalize().as_bytes() != hash {
@@ -233,7 +237,8 @@ pub fn decode_trailer(header: &[u8], tail: &[u8], footer: &Footer) -> Result<Vec
         Vec::with_capacity((footer.entries as usize).min(covered.len() / ENTRY_BYTES));
     let mut least = PACK_HEADER_BYTES as u64;
     for _ in 0..footer.entries {
-        let entry = Entry { hash: PageHash::from_bytes(reader.array()?), word: reader.u64_le()? };
+        let entry =
+            PackEntry { hash: PageHash::from_bytes(reader.array()?), word: reader.u64_le()? };
         let offset = entry.offset();
         if offset < least || offset >= footer.records_end || entry.known_kind().is_none() {
             return Err(format!("its trailer lists an impossible record at offset {offset}"));
@@ -281,10 +286,10 @@ mod tests {
             );
         }
         let entries = vec![
-            Entry::new(PageHash([1, 2]), 64, Kind::Page),
-            Entry::new(PageHash([3, 4]), 100, Kind::Composed),
-            Entry::new(PageHash([5, 6]), 900, Kind::Block),
-            Entry::new(PageHash([7, 6]), 990, Kind::Delta),
+            PackEntry::new(PageHash([1, 2]), 64, RecordKind::Page),
+            PackEntry::new(PageHash([3, 4]), 100, RecordKind::Composed),
+            PackEntry::new(PageHash([5, 6]), 900, RecordKind::Block),
+            PackEntry::new(PageHash([7, 6]), 990, RecordKind::Delta),
         ];
         let Trailer { index, footer } = encode_trailer(&header, &entries, 1000);
         let tail = [&index[..], &footer].concat();

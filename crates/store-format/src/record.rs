@@ -38,7 +38,7 @@ const CHECK_BYTES: usize = 8;
 
 /// What a record is, and whether RAM or a disk brought its content into the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum RecordKind {
     /// A page of RAM.
     Page,
     /// A block of a disk.
@@ -49,7 +49,7 @@ pub enum Kind {
     Delta,
 }
 
-impl Kind {
+impl RecordKind {
     const ALL: [Self; 4] = [Self::Page, Self::Block, Self::Composed, Self::Delta];
 
     /// True if its content is made from that of other records.
@@ -97,7 +97,7 @@ pub fn append_record(
     out: &mut Vec<u8>,
     place: PageRef,
     hash: PageHash,
-    kind: Kind,
+    kind: RecordKind,
     (codec, payload): (Codec, &[u8]),
 ) {
     debug_assert!((1..=PAGE_BYTES).contains(&payload.len()));
@@ -117,7 +117,7 @@ pub struct Record<'a> {
     /// The hash of its content.
     pub hash: PageHash,
     /// What it is.
-    pub kind: Kind,
+    pub kind: RecordKind,
     place: PageRef,
     codec: Codec,
     payload: &'a [u8],
@@ -133,7 +133,7 @@ impl<'a> Record<'a> {
         let [kind, codec] = reader.array()?;
         let payload_len = usize::from(reader.u16_le()?);
         let hash = PageHash::from_bytes(reader.array()?);
-        let Some(kind) = Kind::of_letter(kind).filter(|_| payload_len <= PAGE_BYTES) else {
+        let Some(kind) = RecordKind::of_letter(kind).filter(|_| payload_len <= PAGE_BYTES) else {
             return Err("not a page record".into());
         };
         let payload = reader.take(payload_len)?;
@@ -170,8 +170,8 @@ impl<'a> Record<'a> {
         decompress_page(self.codec, self.payload, self.dictionary.as_deref(), page)
     }
 
-    /// How the content of a derived record is made. Writes the parts that are in this record itself
-    /// to `page`.
+    /// Decodes how the content of a derived record is made. Writes the parts that are in this
+    /// record itself to `page`.
     pub fn derivation(&self, page: &mut Page) -> Result<Derivation, Problem> {
         match self.delta()? {
             Some(delta) => Ok(Derivation::Delta(delta)),
@@ -180,13 +180,14 @@ impl<'a> Record<'a> {
         }
     }
 
-    /// How the content of a delta is made; `None` for any other record.
+    /// Decodes how the content of a delta is made; `None` for any other record.
     pub fn delta(&self) -> Result<Option<Delta>, Problem> {
         let decode = || Delta::decode(self.codec, self.payload, self.place);
-        (self.kind == Kind::Delta).then(decode).transpose()
+        (self.kind == RecordKind::Delta).then(decode).transpose()
     }
 
-    /// [`Self::derivation`] of a derived record. Of a plain one restores `page` and returns `None`.
+    /// Decodes a derived record as [`Self::derivation`]. Of a plain record restores `page` and
+    /// returns `None`.
     pub fn derivation_or_page(&self, page: &mut Page) -> Result<Option<Derivation>, Problem> {
         if self.kind.is_derived() {
             return self.derivation(page).map(Some);
@@ -225,7 +226,7 @@ mod tests {
             &mut out,
             place,
             PageHash::of(&KEY, page),
-            Kind::Page,
+            RecordKind::Page,
             compressor.compress(page),
         );
         out
@@ -241,7 +242,7 @@ mod tests {
         let parsed = Record::parse(&bytes, place).unwrap();
         parsed.decompress(&mut back).unwrap();
         parsed.verify(&KEY, &back).unwrap();
-        assert_eq!((back, parsed.len_bytes(), parsed.kind), (page, bytes.len(), Kind::Page));
+        assert_eq!((back, parsed.len_bytes(), parsed.kind), (page, bytes.len(), RecordKind::Page));
         assert!(Record::parse(&bytes, PageRef::new(3, 641)).is_err());
         assert!(Record::parse(&bytes, PageRef::new(2, 640)).is_err());
         for bit in 0..bytes.len() * 8 {

@@ -37,47 +37,49 @@ enum Given {
     Passphrase(Zeroizing<String>),
 }
 
-/// A passphrase opens the store. A job of the cluster cannot open it, because the passphrase cannot be
-/// passed to a job in secret.
+/// The error of a cluster job whose store is opened by a passphrase: Keyframe cannot pass a passphrase
+/// to a job in secret.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 #[error("the store is opened by a passphrase, which no job can be given in secret")]
 pub struct PassphraseInJob;
 
 impl PassphraseInJob {
-    /// What the user can do about it.
+    /// Returns what the user can do about it.
     pub fn fix(self) -> &'static str {
         "keep checkpoints for the cluster in a store with a key file: keyframe init --encrypt --key-file FILE"
     }
 }
 
-/// The secret of an encrypted store, on the command line or in the environment.
+/// The option for the secret of an encrypted store. The environment is used if the option is not given.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct KeyArg {
-    /// What an encrypted store was made with [env: KEYFRAME_KEY_FILE], where that is no passphrase
-    /// (KEYFRAME_PASSPHRASE, or asked for)
+    /// The key file of an encrypted store [env: KEYFRAME_KEY_FILE]. Without it, keyframe uses the
+    /// passphrase in KEYFRAME_PASSPHRASE, or asks for the passphrase
     #[arg(long, value_name = "FILE")]
     key_file: Option<PathBuf>,
 }
 
-/// The secret of an encrypted store that checkpoints are copied to.
+/// The option for the secret of the encrypted store that `keyframe copy` writes to.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct TargetKeyArg {
-    /// What the store that is copied to was made with, if that is encrypted
-    /// [env: KEYFRAME_TO_KEY_FILE], where that is no passphrase (KEYFRAME_TO_PASSPHRASE, or asked
-    /// for). --key-file is that of the store that is copied from
+    /// The key file of the target store, if that is encrypted [env: KEYFRAME_TO_KEY_FILE]. Without
+    /// it, keyframe uses the passphrase in KEYFRAME_TO_PASSPHRASE, or asks for the passphrase.
+    /// --key-file opens the source store
     #[arg(long, value_name = "FILE")]
     to_key_file: Option<PathBuf>,
 }
 
 impl TargetKeyArg {
-    /// Opens the store to copy to, encrypted or not.
+    /// Opens the target store, encrypted or not.
+    ///
+    /// Errors: those of [`Store::open`]; a missing, unreadable or wrong secret.
     pub fn open(&self, store: &Path) -> Result<Store, Error> {
         Keys { option: self.to_key_file.as_deref(), place: &TARGET }.open(store)
     }
 }
 
 impl KeyArg {
-    /// Uses the environment only.
+    /// Makes the option of a command that takes its secret from the environment only.
     pub fn from_environment() -> Self {
         Self::default()
     }
@@ -86,7 +88,7 @@ impl KeyArg {
         Keys { option: self.key_file.as_deref(), place: &STORE }
     }
 
-    /// Uses a key file, or the environment if it is `None`.
+    /// Makes the option with a key file; `None`: from the environment.
     pub fn of_file(key_file: Option<PathBuf>) -> Self {
         Self { key_file }
     }
@@ -97,11 +99,15 @@ impl KeyArg {
     }
 
     /// Opens a store, encrypted or not.
+    ///
+    /// Errors: those of [`Store::open`]; a missing, unreadable or wrong secret.
     pub fn open(&self, store: &Path) -> Result<Store, Error> {
         self.keys().open(store)
     }
 
-    /// Makes a store that this opens.
+    /// Creates an encrypted store that this secret opens.
+    ///
+    /// Errors: those of the store; a missing or unreadable secret.
     pub fn init(&self, store: &Path) -> Result<Store, Error> {
         self.keys().init(store)
     }
@@ -112,7 +118,7 @@ struct SecretSource {
     passphrase: &'static str,
     key_file: &'static str,
     prompt: &'static str,
-    /// Processes of ours open this one, too.
+    /// Whether child processes get the secret, too.
     passed_on: bool,
 }
 
@@ -212,7 +218,8 @@ impl Keys<'_> {
     }
 }
 
-/// Passes the secret that opened the store to a child process, in its environment.
+/// Adds the secret that opened the store to the environment of a child process. Does nothing if no
+/// secret was used.
 pub fn pass_on(command: &mut Command) {
     match OPENED_WITH.get() {
         Some(Given::File(file)) => command.env(KEY_FILE, file),
@@ -221,8 +228,11 @@ pub fn pass_on(command: &mut Command) {
     };
 }
 
-/// The key file that opened the store, for processes on other hosts. An error if it was a passphrase,
-/// which every reader of the job's script could see.
+/// Returns the absolute path of the key file that opened the store, for processes on other hosts;
+/// `None` if the store is not encrypted.
+///
+/// Error: [`PassphraseInJob`] if a passphrase opened it: every reader of the job's script could see
+/// the passphrase.
 pub fn file_for_jobs() -> Result<Option<PathBuf>, PassphraseInJob> {
     match OPENED_WITH.get() {
         None => Ok(None),
@@ -231,7 +241,8 @@ pub fn file_for_jobs() -> Result<Option<PathBuf>, PassphraseInJob> {
     }
 }
 
-/// The same about the store that checkpoints are copied to.
+/// Returns what the user can do about an error with the key of the store that `keyframe copy` writes
+/// to; `None` for other errors.
 pub fn fix_of_target(error: &Error) -> Option<String> {
     Some(match error {
         Error::KeyNeeded { kind: SecretKind::KeyFile, .. } => {
@@ -248,7 +259,7 @@ pub fn fix_of_target(error: &Error) -> Option<String> {
     })
 }
 
-/// What the user can do about an error with keys.
+/// Returns what the user can do about an error with the key of a store; `None` for other errors.
 pub fn fix(error: &Error) -> Option<String> {
     Some(match error {
         Error::KeyNeeded { kind: SecretKind::KeyFile, .. } => {

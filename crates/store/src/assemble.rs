@@ -11,7 +11,7 @@
 //! from several places. [`Waiting`] is bounded.
 
 use crate::open_store::OpenStore;
-use crate::pack_file::Content;
+use crate::pack_file::PageContent;
 use crate::{Error, Result};
 use keyframe_store_format::derived::Derivation;
 use keyframe_store_format::page_hash::{LANES, PageHash};
@@ -115,8 +115,8 @@ impl OpenStore {
     ) -> Result<(), E> {
         let mut waiting = Waiting::new();
         self.read_records(wanted, &mut |at, what, content| match content {
-            Content::Plain(page, _) => sink(what, page),
-            Content::Derived(record) => {
+            PageContent::Plain(page, _) => sink(what, page),
+            PageContent::Derived(record) => {
                 waiting.add(at, what, record).map_err(|problem| self.damaged_at(at, problem))?;
                 if waiting.is_full() { self.assemble(&mut waiting, sink) } else { Ok(()) }
             }
@@ -127,11 +127,11 @@ impl OpenStore {
     /// Reads the page of a record that must be plain.
     pub fn read_plain(&self, at: PageRef, into: &mut Page) -> Result<()> {
         self.read_records(&[(at, ())], &mut |at, (), content| match content {
-            Content::Plain(page, _) => {
+            PageContent::Plain(page, _) => {
                 *into = *page;
                 Ok(())
             }
-            Content::Derived(_) => Err(self.damaged_at(at, DERIVED_OF_DERIVED)),
+            PageContent::Derived(_) => Err(self.damaged_at(at, DERIVED_OF_DERIVED)),
         })
     }
 
@@ -153,7 +153,7 @@ impl OpenStore {
     fn read_records<T: Copy, E: From<Error>>(
         &self,
         wanted: &[(PageRef, T)],
-        sink: &mut dyn FnMut(PageRef, T, Content<'_>) -> Result<(), E>,
+        sink: &mut dyn FnMut(PageRef, T, PageContent<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
         // Memory for large reads is expensive to get, so a thread keeps its buffer.
         let mut buffer = BUFFER.take();
@@ -198,7 +198,7 @@ impl OpenStore {
         missing.sort_unstable();
         let mut made = Made::new();
         self.read_records(&missing, &mut |at, number, content| {
-            let Content::Plain(base, hash) = content else {
+            let PageContent::Plain(base, hash) = content else {
                 return Err(E::from(self.damaged_at(at, DERIVED_OF_DERIVED)));
             };
             let Some(block) = blocks.get_mut(number) else { return Ok(()) };

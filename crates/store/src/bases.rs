@@ -24,7 +24,7 @@ const DRIFT_BYTES_MAX: u32 = 2048;
 
 /// A base.
 #[derive(Clone, Copy, Debug)]
-pub struct Base {
+pub struct DeltaBase {
     pub record: PageRef,
     pub hash: PageHash,
     /// The length of its payload: about that of a plain record of a similar page.
@@ -34,7 +34,8 @@ pub struct Base {
     drift_bytes: u32,
 }
 
-impl Base {
+impl DeltaBase {
+    /// Makes the base of a record with this content and payload.
     pub fn new(record: PageRef, hash: PageHash, payload_bytes: usize) -> Self {
         Self { record, hash, payload_bytes, first_bytes: 0, drift_bytes: 0 }
     }
@@ -56,7 +57,7 @@ impl Base {
 #[derive(Clone, Copy, Debug)]
 struct Slot {
     page: PageIndex,
-    base: Base,
+    base: DeltaBase,
     /// The last batch that read it.
     batch: u64,
     /// The index of its content.
@@ -102,7 +103,7 @@ impl Bases {
 
     /// Adds the base of a page; `None` if another page of this batch uses its slot, or there is no
     /// memory.
-    pub fn insert(&mut self, page: PageIndex, base: Base, content: &Page) -> Option<At> {
+    pub fn insert(&mut self, page: PageIndex, base: DeltaBase, content: &Page) -> Option<At> {
         let (at, batch) = (self.at(page)?, self.batch);
         let before = *self.slots.get(at)?;
         if before.is_some_and(|slot| slot.batch == batch && slot.page != page) {
@@ -132,7 +133,7 @@ impl Bases {
     }
 
     /// The base and content that [`Self::find`] found in this batch.
-    pub fn get(&self, at: At) -> Option<(Base, &Page)> {
+    pub fn get(&self, at: At) -> Option<(DeltaBase, &Page)> {
         let slot = self.slots.get(at.0)?.as_ref()?;
         let chunk = self.chunks.get(slot.place / CHUNK_PAGES)?;
         Some((slot.base, chunk.as_chunks().0.get(slot.place % CHUNK_PAGES)?))
@@ -173,7 +174,7 @@ mod tests {
     fn two_pages_of_one_slot_take_turns_but_not_within_a_batch() {
         let per_slot = PAGE_BYTES + size_of::<Option<Slot>>();
         let mut bases = Bases::new(3 * per_slot + per_slot / 2);
-        let base = |n: u64| Base::new(PageRef(n), PageHash([n, n]), 4096);
+        let base = |n: u64| DeltaBase::new(PageRef(n), PageHash([n, n]), 4096);
         bases.begin_batch();
         let at = bases.insert(PageIndex(1), base(7), &[7; PAGE_BYTES]).unwrap();
         assert!(bases.insert(PageIndex(4), base(8), &[8; PAGE_BYTES]).is_none());
@@ -191,7 +192,7 @@ mod tests {
 
     #[test]
     fn a_base_is_worn_by_deltas_that_grow_and_by_no_others() {
-        let mut base = Base::new(PageRef(1), PageHash([1, 1]), 4096);
+        let mut base = DeltaBase::new(PageRef(1), PageHash([1, 1]), 4096);
         (0..10_000).for_each(|_| base.used(300));
         assert!(!base.is_worn());
         (1..14).for_each(|n| base.used(300 + n * 20));

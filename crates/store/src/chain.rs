@@ -31,7 +31,7 @@ pub struct Changes {
 }
 
 impl Changes {
-    /// No changes, for RAM of `ram_pages`.
+    /// Makes an empty set of changes, for RAM of `ram_pages` pages.
     pub fn none(ram_pages: u64) -> Self {
         Self { pages: PageSet::new(ram_pages), blocks: RangeSet::new() }
     }
@@ -78,7 +78,7 @@ pub struct Chain {
 
 /// The contents of the next map.
 #[derive(Debug)]
-pub struct Plan<'a> {
+pub struct ChainPlan<'a> {
     /// The pages to store; `None` for all pages that are not zero and all written blocks.
     pub changed: Option<Cow<'a, Changes>>,
     /// The maps below it, newest first.
@@ -93,8 +93,8 @@ impl Chain {
 
     /// The next map, if `changed` changed since the last checkpoint. `complete_pages` is the size of a
     /// complete map: the pages that are not zero, and the written blocks.
-    pub fn plan<'a>(&self, changed: &'a Changes, complete_pages: u64) -> Plan<'a> {
-        let complete = Plan { changed: None, below: Vec::new() };
+    pub fn plan<'a>(&self, changed: &'a Changes, complete_pages: u64) -> ChainPlan<'a> {
+        let complete = ChainPlan { changed: None, below: Vec::new() };
         let Some(level) = self.levels.get(self.level()).filter(|_| self.next > 0) else {
             return complete;
         };
@@ -109,7 +109,7 @@ impl Chain {
         if !pages.is_empty() && pages.len() >= complete_pages {
             return complete;
         }
-        Plan { changed: Some(pages), below: level.chain.clone() }
+        ChainPlan { changed: Some(pages), below: level.chain.clone() }
     }
 
     /// Records that the plan for `changed` was carried out. `chain` is that of the checkpoint, newest

@@ -116,6 +116,7 @@ impl Config {
         stored.id == self.id && same_keys
     }
 
+    /// Encodes `store.json`, with its checksum.
     pub fn encode(&self) -> Result<Vec<u8>> {
         let body = Body {
             format: FORMAT.into(),

@@ -92,7 +92,7 @@ impl Store {
         self.copy_tuned(target, ids, Tuning::default(), progress)
     }
 
-    /// As [`Store::copy_to`], with limits of the caller's choice for the packs that are written.
+    /// Copies as [`Store::copy_to`], with the caller's limits for the written packs.
     pub fn copy_tuned(
         &self,
         target: &Self,

@@ -66,7 +66,7 @@ pub struct Syncs {
 }
 
 impl Syncs {
-    /// `None` if the writer syncs each checkpoint.
+    /// Makes the tracker of unsynced checkpoints; `None` if the writer syncs each checkpoint.
     pub fn of(durability: Durability) -> Option<Self> {
         let every = match durability {
             Durability::Checkpoint => return None,
@@ -174,7 +174,7 @@ impl OpenStore {
         Ok(torn)
     }
 
-    /// Unfinished packs up to this number are not used.
+    /// Returns the number up to which unfinished packs are not used.
     pub fn doubted_packs(&self) -> Result<u32> {
         let bytes = match self.backend.read(UNSYNCED_PACKS, UNSYNCED_BYTES_MAX) {
             Err(e) if e.is_not_found() => return Ok(0),

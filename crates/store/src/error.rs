@@ -241,7 +241,7 @@ impl Error {
         }
     }
 
-    /// What the user can do about it, if that is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         let fix = match self {
             Self::NoStore { .. } => "make one (keyframe init), or name another place",

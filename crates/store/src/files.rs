@@ -12,36 +12,41 @@ pub struct StoreFiles(Arc<dyn Backend>);
 
 /// An open file: a [`ReadFile`] whose errors are those of this crate.
 #[derive(Clone, Debug)]
-pub struct OpenFile(Arc<dyn ReadFile>);
+pub struct StoreFile(Arc<dyn ReadFile>);
 
 /// A file that grows at its end: an [`AppendFile`] whose errors are those of this crate.
 #[derive(Debug)]
 pub struct NewFile(Box<dyn AppendFile>);
 
-impl OpenFile {
+impl StoreFile {
     /// A file in memory.
     pub fn of_bytes(bytes: Vec<u8>) -> Self {
         Self(Arc::new(BytesFile(bytes)))
     }
 
+    /// Returns the length in bytes.
     pub fn len_bytes(&self) -> Result<u64> {
         Ok(self.0.len_bytes()?)
     }
 
+    /// Fills `buffer` from `offset` on. Fails if the file ends before.
     pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
         Ok(self.0.read_at(offset, buffer)?)
     }
 
+    /// Returns true if [`Self::prefetch`] makes later reads faster.
     pub fn wants_prefetch(&self) -> bool {
         self.0.wants_prefetch()
     }
 
+    /// Begins to fetch byte ranges that will be read soon.
     pub fn prefetch(&self, ranges: &[Range<u64>]) {
         self.0.prefetch(ranges);
     }
 }
 
 impl NewFile {
+    /// Appends bytes.
     pub fn append(&mut self, bytes: &[u8]) -> Result<()> {
         Ok(self.0.append(bytes)?)
     }
@@ -50,6 +55,7 @@ impl NewFile {
         Ok(self.0.sync()?)
     }
 
+    /// Cuts the file to `len_bytes` bytes.
     pub fn truncate(&mut self, len_bytes: u64) -> Result<()> {
         Ok(self.0.truncate(len_bytes)?)
     }
@@ -62,70 +68,88 @@ impl From<Arc<dyn Backend>> for StoreFiles {
 }
 
 impl StoreFiles {
+    /// Returns the name of a file for errors: its path or address.
     pub fn describe(&self, name: &str) -> String {
         self.0.describe(name)
     }
 
+    /// Locks the store for a writer. `holder` describes this process to others.
     pub fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
         Ok(self.0.lock(holder)?)
     }
 
+    /// Locks the store for a prune. `holder` describes this process to others.
     pub fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
         Ok(self.0.lock_prune(holder)?)
     }
 
+    /// Returns the description of the process that holds the writer's lock, if there is one.
     pub fn lock_holder(&self) -> Result<Option<String>> {
         Ok(self.0.lock_holder()?)
     }
 
+    /// Removes locks of dead processes; with `force` also locks whose holder cannot be checked.
     pub fn unlock(&self, force: bool) -> Result<UnlockOutcome> {
         Ok(self.0.unlock(force)?)
     }
 
+    /// Returns true if a prune is in progress.
     pub fn is_pruning(&self) -> Result<bool> {
         Ok(self.0.is_pruning()?)
     }
 
+    /// Returns the same files, whose writes become durable by [`Self::sync_all`] only; `None` if
+    /// the backend has no such mode.
     pub fn without_syncs(&self) -> Option<Self> {
         self.0.without_syncs().map(Self)
     }
 
+    /// Makes everything durable that any process has written so far.
     pub fn sync_all(&self) -> Result<()> {
         Ok(self.0.sync_all()?)
     }
 
+    /// Returns true if later processes find the same files here.
     pub fn is_persistent(&self) -> bool {
         self.0.is_persistent()
     }
 
+    /// Returns the id of the current boot of the machine that holds the files.
     pub fn boot_id(&self) -> Result<String> {
         Ok(self.0.boot_id()?)
     }
 
+    /// Returns the encrypted files beneath; `None` if the store is not encrypted.
     pub fn ciphertext(&self) -> Option<Self> {
         self.0.ciphertext().map(Self)
     }
 
+    /// Creates a file that grows at its end.
     pub fn create(&self, name: &str) -> Result<NewFile> {
         Ok(NewFile(self.0.create(name)?))
     }
 
+    /// Writes a whole file, atomically and durably. Replaces an existing one.
     pub fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
         Ok(self.0.put(name, bytes)?)
     }
 
-    pub fn open(&self, name: &str) -> Result<OpenFile> {
-        Ok(OpenFile(self.0.open(name)?))
+    /// Opens a file for reading.
+    pub fn open(&self, name: &str) -> Result<StoreFile> {
+        Ok(StoreFile(self.0.open(name)?))
     }
 
+    /// Returns the names of the files in a folder.
     pub fn list(&self, folder: &str) -> Result<Vec<String>> {
         Ok(self.0.list(folder)?)
     }
 
+    /// Removes a file.
     pub fn remove(&self, name: &str) -> Result<()> {
         Ok(self.0.remove(name)?)
     }
 
+    /// Removes files of a folder.
     pub fn remove_all(&self, folder: &str, names: &[String]) -> Result<()> {
         Ok(self.0.remove_all(folder, names)?)
     }
@@ -134,6 +158,7 @@ impl StoreFiles {
         Ok(self.0.sync(name)?)
     }
 
+    /// Reads a whole file. Fails if it has more than `len_bytes_max` bytes.
     pub fn read(&self, name: &str, len_bytes_max: u64) -> Result<Vec<u8>> {
         Ok(self.0.read(name, len_bytes_max)?)
     }

@@ -18,7 +18,7 @@ use std::sync::Arc;
 /// The store of the golden files: the name and the bytes of each.
 pub type Files = Vec<(String, Vec<u8>)>;
 
-/// Small files, and the names of files: the first byte chooses.
+/// Parses small files and names of files. The first byte chooses which.
 pub fn small(data: &[u8]) {
     small_file(data);
     if let Some(text) = data.get(1..).and_then(|bytes| std::str::from_utf8(bytes).ok()) {
@@ -26,7 +26,7 @@ pub fn small(data: &[u8]) {
     }
 }
 
-/// `store.json` up to its checksum.
+/// Parses `store.json` up to its checksum.
 pub fn identity(text: &[u8]) {
     let _ = Config::decode(text, "x");
     let Ok(text) = std::str::from_utf8(text) else { return };

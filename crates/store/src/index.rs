@@ -31,10 +31,10 @@ mod value;
 
 pub use folder::Folder;
 use keyframe_store_format::moves::{MovedPlace, Moves};
-use keyframe_store_format::pack::{Entry, PackSeal};
+use keyframe_store_format::pack::{PackEntry, PackSeal};
 use keyframe_store_format::page_hash::PageHash;
 use keyframe_store_format::page_ref::PageRef;
-use keyframe_store_format::record::Kind;
+use keyframe_store_format::record::RecordKind;
 use merge::Source;
 use rustc_hash::{FxHashMap, FxHashSet};
 pub use spill::{Bond, MaskKey};
@@ -151,7 +151,7 @@ impl Index {
     }
 
     /// Adds a record, or replaces the one of this content.
-    pub fn insert(&mut self, hash: PageHash, place: PageRef, kind: Kind) {
+    pub fn insert(&mut self, hash: PageHash, place: PageRef, kind: RecordKind) {
         if let Some(value) = encode(place, kind) {
             self.table.insert(hash, value);
         }
@@ -163,7 +163,7 @@ impl Index {
         &mut self,
         pack: u32,
         seal: Option<PackSeal>,
-        entries: impl Iterator<Item = &'a Entry> + Clone,
+        entries: impl Iterator<Item = &'a PackEntry> + Clone,
     ) {
         let is_seen = |index: &mut Self| seal.map(|seal| index.closed(pack, seal));
         if self.table.len() + entries.clone().count() >= self.full_at() && self.folder.is_some() {
@@ -251,7 +251,7 @@ impl Index {
         self.closed.clear();
     }
 
-    /// For the next writer: spills what is in the table, if that is much.
+    /// Spills the table for the next writer, if it holds many entries.
     pub fn save(&mut self) {
         if self.folder.is_some() && self.table.len() >= SAVED_MIN.min(self.table.len_max() / 8) {
             self.make_room();

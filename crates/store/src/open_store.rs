@@ -31,6 +31,7 @@ pub(crate) struct OpenStore {
 }
 
 impl OpenStore {
+    /// Makes an open store from its files and its configuration.
     pub fn new(backend: StoreFiles, path: PathBuf, config: Config) -> Self {
         Self { backend, path, config, packs: Arc::default() }
     }
@@ -67,7 +68,7 @@ impl OpenStore {
         PackFile::open(&self.backend, self.config.id, number)
     }
 
-    /// Pack `number`. It is opened once and stays open.
+    /// Returns pack `number`. It is opened once and stays open.
     pub fn pack(&self, number: u32) -> Result<Arc<PackFile>> {
         let mut packs = self.packs.lock().ignore_poison();
         if let Some(pack) = packs.get(&number) {

@@ -6,13 +6,13 @@
 //!   unreadable   the header is damaged                    nothing of it is used
 //! ```
 
-use crate::files::{OpenFile, StoreFiles};
+use crate::files::{StoreFile, StoreFiles};
 use crate::{Error, Result};
 use keyframe_store_backend::layout;
 use keyframe_store_format::dictionary::Dictionary;
 use keyframe_store_format::identity::StoreId;
 use keyframe_store_format::pack::{
-    Entry, FOOTER_BYTES, PackSeal, check_pack_header, decode_dictionary, decode_trailer,
+    FOOTER_BYTES, PackEntry, PackSeal, check_pack_header, decode_dictionary, decode_trailer,
     parse_footer, seal_of,
 };
 use keyframe_store_format::page_hash::PageHash;
@@ -37,7 +37,7 @@ pub struct PackFile {
     pub number: u32,
     /// Its name in errors.
     pub object: String,
-    pub file: OpenFile,
+    pub file: StoreFile,
     pub header: [u8; PACK_HEADER_BYTES],
     /// The offset of the first record.
     pub first: u64,
@@ -47,9 +47,9 @@ pub struct PackFile {
 
 /// The end of a pack.
 #[derive(Debug)]
-pub enum Ending {
+pub enum PackEnding {
     /// A correct trailer: the index, and the offset at which the records end.
-    Closed { entries: Vec<Entry>, records_end: u64 },
+    Closed { entries: Vec<PackEntry>, records_end: u64 },
     /// No trailer.
     Unfinished,
     /// A damaged trailer, and what is wrong with it.
@@ -58,7 +58,7 @@ pub enum Ending {
 
 /// The content of a record.
 #[derive(Debug)]
-pub enum Content<'a> {
+pub enum PageContent<'a> {
     /// A page, and the hash in its record.
     Plain(&'a Page, PageHash),
     /// A page that has to be made from other records.
@@ -87,7 +87,7 @@ impl PackFile {
     pub fn with_header(
         number: u32,
         object: String,
-        file: OpenFile,
+        file: StoreFile,
         header: [u8; PACK_HEADER_BYTES],
         first: u64,
     ) -> Self {
@@ -117,8 +117,8 @@ impl PackFile {
     }
 
     /// Reads the trailer of a pack of `len_bytes`.
-    pub fn ending(&self, len_bytes: u64) -> Ending {
-        self.trailer(len_bytes).unwrap_or_else(Ending::Damaged)
+    pub fn ending(&self, len_bytes: u64) -> PackEnding {
+        self.trailer(len_bytes).unwrap_or_else(PackEnding::Damaged)
     }
 
     /// The checksum of its trailer; `None` if it has none. Reads the footer only.
@@ -130,20 +130,22 @@ impl PackFile {
         Ok(parse_footer(&footer, len_bytes).and_then(Result::ok).map(|_| seal_of(&footer)))
     }
 
-    fn trailer(&self, len_bytes: u64) -> Result<Ending, String> {
+    fn trailer(&self, len_bytes: u64) -> Result<PackEnding, String> {
         let Some(footer_at) =
             len_bytes.checked_sub(FOOTER_BYTES as u64).filter(|at| *at >= PACK_HEADER_BYTES as u64)
         else {
-            return Ok(Ending::Unfinished);
+            return Ok(PackEnding::Unfinished);
         };
         let mut footer = [0; FOOTER_BYTES];
         self.file.read_at(footer_at, &mut footer).map_err(|e| e.to_string())?;
-        let Some(footer) = parse_footer(&footer, len_bytes) else { return Ok(Ending::Unfinished) };
+        let Some(footer) = parse_footer(&footer, len_bytes) else {
+            return Ok(PackEnding::Unfinished);
+        };
         let footer = footer?;
         let mut tail = vec![0; (len_bytes - footer.records_end) as usize];
         self.file.read_at(footer.records_end, &mut tail).map_err(|e| e.to_string())?;
         let entries = decode_trailer(&self.header, &tail, &footer)?;
-        Ok(Ending::Closed { entries, records_end: footer.records_end })
+        Ok(PackEnding::Closed { entries, records_end: footer.records_end })
     }
 
     /// Reads the records at `wanted` in few large reads and passes each to `sink`. The references
@@ -152,22 +154,22 @@ impl PackFile {
         &self,
         wanted: &[(PageRef, T)],
         buffer: &mut Vec<u8>,
-        sink: &mut dyn FnMut(PageRef, T, Content<'_>) -> Result<(), E>,
+        sink: &mut dyn FnMut(PageRef, T, PageContent<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
         let mut page = ZERO_PAGE;
         let mut decoded = (PageRef::ZERO, PageHash([0; 2]));
         self.read_bytes(wanted, buffer, |at, bytes| {
             let Some((to, what)) = wanted.get(at) else { return Ok(()) };
             if decoded.0 == *to {
-                return sink(*to, *what, Content::Plain(&page, decoded.1));
+                return sink(*to, *what, PageContent::Plain(&page, decoded.1));
             }
             let record = self.parse(bytes, *to).map_err(|problem| self.damaged_at(*to, problem))?;
             if record.kind.is_derived() {
-                return sink(*to, *what, Content::Derived(&record));
+                return sink(*to, *what, PageContent::Derived(&record));
             }
             record.decompress(&mut page).map_err(|problem| self.damaged_at(*to, problem))?;
             decoded = (*to, record.hash);
-            sink(*to, *what, Content::Plain(&page, record.hash))
+            sink(*to, *what, PageContent::Plain(&page, record.hash))
         })
     }
 

@@ -1,9 +1,9 @@
 //! The records of a pack, and how much of it checkpoints need.
 
 use crate::open_store::OpenStore;
-use crate::pack_file::Ending;
+use crate::pack_file::PackEnding;
 use crate::{Error, Result};
-use keyframe_store_format::pack::{ENTRY_BYTES, Entry, FOOTER_BYTES};
+use keyframe_store_format::pack::{ENTRY_BYTES, FOOTER_BYTES, PackEntry};
 use keyframe_store_format::page_ref::PageRef;
 
 /// The records of a pack, and where they end.
@@ -12,7 +12,7 @@ pub struct PackShape {
     pub number: u32,
     pub len_bytes: u64,
     /// Rising.
-    pub entries: Vec<Entry>,
+    pub entries: Vec<PackEntry>,
     /// True if the pack has its trailer.
     pub closed: bool,
     /// True if the pack was recompressed.
@@ -32,10 +32,10 @@ impl PackShape {
         let len_bytes = pack.file.len_bytes()?;
         let (start, is_dense) = (pack.first, pack.is_dense());
         Ok(Some(match pack.ending(len_bytes) {
-            Ending::Closed { entries, records_end } => {
+            PackEnding::Closed { entries, records_end } => {
                 Self { number, len_bytes, entries, closed: true, start, is_dense, records_end }
             }
-            Ending::Unfinished | Ending::Damaged(_) => {
+            PackEnding::Unfinished | PackEnding::Damaged(_) => {
                 let mut entries = Vec::new();
                 let stop = pack.walk(inner, start, len_bytes, &mut |held| entries.extend(held));
                 let records_end = stop.map_or(len_bytes, |(at, _)| at);
@@ -44,9 +44,10 @@ impl PackShape {
         }))
     }
 
-    /// How much of the pack is needed if the records at the offsets `live`, which rise, are.
+    /// Returns how many bytes of the pack are needed if the records at the offsets `live`, in
+    /// rising order, are live.
     pub fn usage(&self, live: &[u64]) -> PackUsage {
-        let ends = self.entries.iter().skip(1).map(Entry::offset).chain([self.records_end]);
+        let ends = self.entries.iter().skip(1).map(PackEntry::offset).chain([self.records_end]);
         let (mut live_bytes, mut found) = (0, 0);
         // Entries and offsets both rise.
         let mut rest = live.iter().peekable();
@@ -89,7 +90,7 @@ pub struct PackUsage {
 }
 
 impl PackUsage {
-    /// Bytes that moving its live records would free.
+    /// Returns the number of bytes that moving its live records would free.
     pub fn unused_bytes(&self) -> u64 {
         // Header, dictionary, footer, and the zeros before it.
         let frame_bytes = self.head_bytes + FOOTER_BYTES as u64 * 2;

@@ -2,7 +2,7 @@
 
 use crate::open_store::OpenStore;
 use crate::pack_file::{PackFile, READ_BYTES_MAX};
-use keyframe_store_format::pack::Entry;
+use keyframe_store_format::pack::PackEntry;
 use keyframe_store_format::page_ref::PageRef;
 use keyframe_store_format::record::{RECORD_BYTES_MAX, Record};
 use keyframe_units::ZERO_PAGE;
@@ -18,7 +18,7 @@ impl PackFile {
         store: &OpenStore,
         from: u64,
         end: u64,
-        visit: &mut dyn FnMut(Result<Entry, (u64, String)>),
+        visit: &mut dyn FnMut(Result<PackEntry, (u64, String)>),
     ) -> Option<(u64, String)> {
         let mut page = ZERO_PAGE;
         let mut buffer = Vec::new();
@@ -46,7 +46,7 @@ impl PackFile {
             let restored =
                 self.parse(bytes, place).and_then(|whole| store.restore(&whole, place, &mut page));
             visit(match restored {
-                Ok(()) => Ok(Entry::new(record.hash, at, record.kind)),
+                Ok(()) => Ok(PackEntry::new(record.hash, at, record.kind)),
                 Err(problem) => Err((at, problem)),
             });
             at += record.len_bytes() as u64;

@@ -153,8 +153,8 @@ pub mod tests {
 
     pub const PAGES: u64 = 9000;
 
-    /// Noise, what compresses, what other pages have too, what changes a little from epoch to
-    /// epoch; and zeros.
+    /// Returns the content of a page in an epoch: zeros, noise, compressible text, content of other
+    /// pages, or content that changes a little from epoch to epoch.
     pub fn page_of(page: u64, epoch: u64) -> Page {
         match page % 7 {
             0 => ZERO_PAGE,

@@ -138,7 +138,7 @@ impl Store {
         self.prune_tuned(options, Tuning::default(), progress)
     }
 
-    /// As [`Store::prune`], with limits of the caller's choice for the packs that are written.
+    /// Prunes as [`Store::prune`], with the caller's limits for the written packs.
     pub fn prune_tuned(
         &self,
         options: &PruneOptions,

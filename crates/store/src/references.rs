@@ -1,7 +1,7 @@
 //! The references of derived records.
 
 use crate::open_store::OpenStore;
-use crate::pack_file::Content;
+use crate::pack_file::PageContent;
 use crate::{Error, Result};
 use keyframe_store_format::page_ref::PageRef;
 use keyframe_units::ZERO_PAGE;
@@ -15,7 +15,7 @@ impl OpenStore {
             let number = of_pack.first().map_or(0, |of| of.pack());
             let places: Vec<(PageRef, ())> = of_pack.iter().map(|of| (*of, ())).collect();
             self.pack(number)?.read_records(&places, &mut Vec::new(), &mut |at, (), content| {
-                if let Content::Derived(record) = content {
+                if let PageContent::Derived(record) = content {
                     let derivation = record
                         .derivation(&mut page)
                         .map_err(|problem| self.damaged_at(at, problem))?;

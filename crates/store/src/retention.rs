@@ -63,7 +63,7 @@ impl From<&Sealed> for Moment {
 /// Why a checkpoint is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Reason {
+pub enum KeepReason {
     /// It is the newest of its VM.
     Newest,
     /// It is one of the last.
@@ -82,11 +82,11 @@ pub enum Reason {
 
 /// The result of the rules for a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Verdict {
+pub struct RetentionVerdict {
     /// Its number.
     pub id: CheckpointId,
     /// The reasons to keep it. If there are none, it is forgotten.
-    pub kept: Vec<Reason>,
+    pub kept: Vec<KeepReason>,
 }
 
 impl Retention {
@@ -97,7 +97,11 @@ impl Retention {
 
     /// Judges all checkpoints of a store, in any order. Verdicts rise by number. `standing`: the
     /// checkpoints that overlays of disks depend on.
-    pub fn judge(&self, moments: &[Moment], standing: &BTreeSet<CheckpointId>) -> Vec<Verdict> {
+    pub fn judge(
+        &self,
+        moments: &[Moment],
+        standing: &BTreeSet<CheckpointId>,
+    ) -> Vec<RetentionVerdict> {
         let mut vms = BTreeMap::<&str, Vec<&Moment>>::new();
         for moment in moments {
             vms.entry(&moment.vm).or_default().push(moment);
@@ -113,24 +117,28 @@ impl Retention {
     }
 
     /// Judges the checkpoints of one VM, newest first.
-    fn judge_vm(&self, of_vm: &[&Moment], standing: &BTreeSet<CheckpointId>) -> Vec<Verdict> {
+    fn judge_vm(
+        &self,
+        of_vm: &[&Moment],
+        standing: &BTreeSet<CheckpointId>,
+    ) -> Vec<RetentionVerdict> {
         let newest_at = of_vm.first().map_or(Timestamp::UNIX_EPOCH, |moment| moment.taken_at);
         let mut intervals = BTreeSet::new();
         let judge = |(rank, moment): (usize, &&Moment)| {
             let interval = self.every.map(|every| interval_of(moment.taken_at, every));
             let age = newest_at.duration_since(moment.taken_at);
             let rules = [
-                (Reason::Newest, rank == 0),
-                (Reason::Last, self.last.is_some_and(|last| (rank as u64) < last)),
-                (Reason::Within, self.within.is_some_and(|within| age <= signed(within))),
-                (Reason::Every, interval.is_some_and(|interval| intervals.insert(interval))),
-                (Reason::Tagged, self.keeps_tags(&moment.tags)),
-                (Reason::Pinned, moment.pinned),
-                (Reason::Disk, standing.contains(&moment.id)),
+                (KeepReason::Newest, rank == 0),
+                (KeepReason::Last, self.last.is_some_and(|last| (rank as u64) < last)),
+                (KeepReason::Within, self.within.is_some_and(|within| age <= signed(within))),
+                (KeepReason::Every, interval.is_some_and(|interval| intervals.insert(interval))),
+                (KeepReason::Tagged, self.keeps_tags(&moment.tags)),
+                (KeepReason::Pinned, moment.pinned),
+                (KeepReason::Disk, standing.contains(&moment.id)),
             ];
             let kept =
                 rules.into_iter().filter(|(_, holds)| *holds).map(|(reason, _)| reason).collect();
-            Verdict { id: moment.id, kept }
+            RetentionVerdict { id: moment.id, kept }
         };
         of_vm.iter().enumerate().map(judge).collect()
     }
@@ -208,8 +216,8 @@ mod tests {
         assert_eq!(kept(&tags, &moments), [2, 3, 4]);
         let untagged = [moment(1, "web", 0, &[]), moment(2, "web", 1, &[])];
         let verdicts = last.judge(&untagged, &BTreeSet::from([CheckpointId(1)]));
-        assert_eq!(verdicts[0].kept, [Reason::Disk]);
-        assert_eq!(verdicts[1].kept, [Reason::Newest, Reason::Last]);
+        assert_eq!(verdicts[0].kept, [KeepReason::Disk]);
+        assert_eq!(verdicts[1].kept, [KeepReason::Newest, KeepReason::Last]);
     }
 
     fn moments() -> impl Strategy<Value = Vec<Moment>> {
@@ -244,23 +252,23 @@ mod tests {
                 let newest = newer.last().copied().unwrap_or(moment);
                 let mut expected = Vec::new();
                 if newer.is_empty() {
-                    expected.push(Reason::Newest);
+                    expected.push(KeepReason::Newest);
                 }
                 if last.is_some_and(|last| (newer.len() as u64) < last) {
-                    expected.push(Reason::Last);
+                    expected.push(KeepReason::Last);
                 }
                 if within.is_some_and(|within| at(newest) - at(moment) <= within as i64) {
-                    expected.push(Reason::Within);
+                    expected.push(KeepReason::Within);
                 }
                 if every.is_some_and(|n| newer.iter().all(|m| at(m) / n as i64 != at(moment) / n as i64)) {
-                    expected.push(Reason::Every);
+                    expected.push(KeepReason::Every);
                 }
                 let wanted = |tag: &String| tags.as_ref().is_none_or(|tags| tags.contains(tag));
                 if moment.tags.iter().any(wanted) {
-                    expected.push(Reason::Tagged);
+                    expected.push(KeepReason::Tagged);
                 }
                 if moment.pinned {
-                    expected.push(Reason::Pinned);
+                    expected.push(KeepReason::Pinned);
                 }
                 prop_assert_eq!(&verdict.kept, &expected, "checkpoint {}", moment.id);
             }

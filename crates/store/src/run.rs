@@ -18,7 +18,7 @@ mod puts;
 use crate::chain::Chain;
 use crate::open_store::OpenStore;
 use crate::pack_writer::{PageInput, Placed, PlacedBlock};
-use crate::run::progress::Progress;
+use crate::run::progress::RunProgress;
 pub use crate::run::puts::PutOutcome;
 use crate::sealed::Sealed;
 use crate::session::{Session, Slot};
@@ -99,7 +99,7 @@ pub struct Run {
     disks: Vec<DiskMeta>,
     epoch: Epoch,
     chain: Chain,
-    progress: Progress,
+    progress: RunProgress,
     /// The origin of the checkpoint in progress, if it is a copy.
     origin: Option<Origin>,
     broken: bool,
@@ -126,7 +126,7 @@ impl Run {
             disks,
             epoch: Epoch(0),
             chain: Chain::new(chain_base, ram_pages),
-            progress: Progress::new(ram_pages, state.0),
+            progress: RunProgress::new(ram_pages, state.0),
             origin: None,
             broken: false,
         }

@@ -10,7 +10,7 @@
 //! whatever a guest writes; a collision costs a read. Memory is bounded: the table doubles up to its
 //! limit and then forgets. A forgotten sector only costs space. Nothing of the index is on disk.
 
-use keyframe_store_format::composed::{Composition, PART_BYTES, PARTS, Part, Sector, sectors};
+use keyframe_store_format::composed::{Composition, PART_BYTES, PARTS, PagePart, Sector, sectors};
 use keyframe_store_format::page_hash::HashKey;
 use keyframe_store_format::page_ref::PageRef;
 use keyframe_units::{Page, ZERO_PAGE};
@@ -79,18 +79,18 @@ impl SectorFinder {
         if !enough(records.iter().flatten().count()) {
             return None;
         }
-        let mut parts = [Part::Literal; PARTS];
+        let mut parts = [PagePart::Literal; PARTS];
         for (((part, tag), record), sector) in
             parts.iter_mut().zip(tags).zip(&mut records).zip(sectors(block))
         {
             let (Some(tag), Some(record)) = (tag, record) else {
                 if tag.is_none() {
-                    *part = Part::Zero;
+                    *part = PagePart::Zero;
                 }
                 continue;
             };
             match self.number_in(*record, sector, read) {
-                Some(number) => *part = Part::Of(*record, number),
+                Some(number) => *part = PagePart::Of(*record, number),
                 None => self.table.remove(*tag),
             }
         }
@@ -316,9 +316,17 @@ mod tests {
             true
         };
         let composition = finder.compose(&block, &tags, &mut read).unwrap();
-        let of = |n| Part::Of(refs[0], n);
-        let expected =
-            [of(3), of(4), of(5), of(6), of(7), Part::Of(refs[1], 0), Part::Zero, Part::Literal];
+        let of = |n| PagePart::Of(refs[0], n);
+        let expected = [
+            of(3),
+            of(4),
+            of(5),
+            of(6),
+            of(7),
+            PagePart::Of(refs[1], 0),
+            PagePart::Zero,
+            PagePart::Literal,
+        ];
         assert_eq!((composition.0, reads), (expected, 2));
         // Records that turn out to hold something else, or cannot be read, are no match, and not
         // asked again.

@@ -133,7 +133,7 @@ impl Store {
         is_remote(self.path())
     }
 
-    /// When the store was made.
+    /// Returns when the store was made.
     pub fn created(&self) -> jiff::Timestamp {
         self.inner.config.created
     }

@@ -45,7 +45,7 @@ impl Store {
         self.lock_writer_tuned(owner, Tuning::default())
     }
 
-    /// As [`Store::lock_writer`], with limits of the caller's choice.
+    /// Locks as [`Store::lock_writer`], with the caller's limits for the written packs.
     pub fn lock_writer_tuned(&self, owner: &str, tuning: Tuning) -> Result<Writer> {
         Writer::lock(self.inner().clone(), owner, tuning)
     }
@@ -95,8 +95,8 @@ impl Writer {
         })
     }
 
-    /// When its checkpoints become durable: as requested, or with each one if the backend has no other
-    /// way.
+    /// Returns when its checkpoints become durable: as requested, or with each one if the backend
+    /// has no other way.
     pub fn durability(&self) -> Durability {
         self.tuning.durability
     }

@@ -17,7 +17,8 @@ pub fn distribution_qemu() -> Qemu {
     Qemu { label: "distribution", path: "qemu-system-x86_64".into() }
 }
 
-/// QEMU 10, if `KEYFRAME_QEMU10` names its program. The caller records a skip if there is none.
+/// Returns QEMU 10 if `KEYFRAME_QEMU10` names its program. The caller records a skip if there is
+/// none.
 pub fn qemu_10() -> Option<Qemu> {
     let path = std::env::var("KEYFRAME_QEMU10").ok().filter(|path| !path.is_empty())?;
     Some(Qemu { label: "10", path })

@@ -21,8 +21,8 @@ pub fn wait_until(what: &str, mut is_done: impl FnMut() -> bool) {
     }
 }
 
-/// How long to wait after a look that took `took`: looks that start programs must leave the
-/// processors to the programs that they look at.
+/// Returns how long to wait after a look that took `took`. Looks that start programs must leave
+/// processor time to the programs that they look at.
 pub fn pause_after(took: Duration) -> Duration {
     (took * 5).clamp(Duration::from_millis(10), Duration::from_millis(250))
 }

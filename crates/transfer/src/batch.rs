@@ -15,7 +15,7 @@
 /// How an entry encodes its page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Kind {
+pub enum PageEncoding {
     Zero = 0,
     Raw = 1,
     Lz4 = 2,
@@ -25,7 +25,8 @@ pub enum Kind {
     Like = 6,
 }
 
-impl Kind {
+impl PageEncoding {
+    /// Returns the encoding with this number; `None` if there is none.
     pub fn of(number: u64) -> Option<Self> {
         Some(match number {
             0 => Self::Zero,

@@ -1,6 +1,6 @@
 //! Decodes batches to pages, on the standby.
 
-use crate::batch::Kind;
+use crate::batch::PageEncoding;
 use crate::{Error, Result};
 use keyframe_bytes::{ByteReader, ReadError};
 use keyframe_pages::patch::{PATCH_BYTES_MAX, apply};
@@ -10,14 +10,14 @@ use lz4_flex::block::decompress_into;
 use rustc_hash::FxHashMap;
 
 /// The standby's copy of the VM's page space: RAM, then the disks.
-pub trait Image {
+pub trait EpochImage {
     /// Reads the content of `page` as of the epoch applied last.
     fn read(&self, page: PageIndex, into: &mut Page) -> std::io::Result<()>;
 }
 
 /// The pages of an epoch that is not complete yet.
 #[derive(Default)]
-pub struct Epoch {
+pub struct EpochBuffer {
     slots: FxHashMap<PageIndex, u32>,
     contents: Vec<Box<Page>>,
 }
@@ -25,7 +25,7 @@ pub struct Epoch {
 /// The slot number of a page of zeros.
 const ZERO_SLOT: u32 = u32::MAX;
 
-impl Epoch {
+impl EpochBuffer {
     /// Returns the number of pages.
     #[must_use]
     pub fn len_pages(&self) -> u64 {
@@ -92,7 +92,12 @@ impl Decoder {
     ///
     /// Errors: [`Error::Malformed`] if the batch is malformed; [`Error::Image`] if `image` cannot
     /// be read.
-    pub fn decode(&self, batch: &[u8], epoch: &mut Epoch, image: &dyn Image) -> Result<()> {
+    pub fn decode(
+        &self,
+        batch: &[u8],
+        epoch: &mut EpochBuffer,
+        image: &dyn EpochImage,
+    ) -> Result<()> {
         let mut reader = ByteReader::new(batch);
         let mut page = 0u64;
         while !reader.is_empty() {
@@ -102,8 +107,8 @@ impl Decoder {
             page = page.checked_add(head >> 3).filter(|page| *page < self.space_pages).ok_or_else(
                 || malformed(format!("a page beyond the VM's {} pages", self.space_pages)),
             )?;
-            let kind =
-                Kind::of(head & 7).ok_or_else(|| malformed(format!("no kind {}", head & 7)))?;
+            let kind = PageEncoding::of(head & 7)
+                .ok_or_else(|| malformed(format!("no kind {}", head & 7)))?;
             let mut content = ZERO_PAGE;
             self.content(kind, PageIndex(page), &mut reader, (&*epoch, image), &mut content)
                 .map_err(|problem| match problem {
@@ -117,10 +122,10 @@ impl Decoder {
 
     fn content(
         &self,
-        kind: Kind,
+        kind: PageEncoding,
         page: PageIndex,
         reader: &mut ByteReader<'_>,
-        (epoch, image): (&Epoch, &dyn Image),
+        (epoch, image): (&EpochBuffer, &dyn EpochImage),
         into: &mut Page,
     ) -> Result<(), Trouble> {
         let standing = |page: PageIndex, into: &mut Page| match epoch.get(page) {
@@ -131,16 +136,16 @@ impl Decoder {
             None => image.read(page, into).map_err(|source| Trouble::Image(page, source)),
         };
         match kind {
-            Kind::Zero => {}
-            Kind::Raw => *into = reader.array()?,
-            Kind::Lz4 => lz4(counted(reader, PAGE_BYTES)?, into)?,
-            Kind::Words => words::decode(counted(reader, PAGE_BYTES)?, into)?,
-            Kind::Patch => {
+            PageEncoding::Zero => {}
+            PageEncoding::Raw => *into = reader.array()?,
+            PageEncoding::Lz4 => lz4(counted(reader, PAGE_BYTES)?, into)?,
+            PageEncoding::Words => words::decode(counted(reader, PAGE_BYTES)?, into)?,
+            PageEncoding::Patch => {
                 let patch = counted(reader, PATCH_BYTES_MAX)?;
                 standing(page, into)?;
                 apply(patch, into)?;
             }
-            Kind::PackedPatch => {
+            PageEncoding::PackedPatch => {
                 let len = reader.varint()?;
                 let packed = counted(reader, PATCH_BYTES_MAX)?;
                 let mut patch = [0; PATCH_BYTES_MAX];
@@ -150,7 +155,7 @@ impl Decoder {
                 standing(page, into)?;
                 apply(patch, into)?;
             }
-            Kind::Like => {
+            PageEncoding::Like => {
                 let like = reader.varint()?;
                 if like >= self.space_pages {
                     return Err(Trouble::Malformed(format!(
@@ -203,7 +208,7 @@ mod tests {
 
     struct Memory(Vec<Page>);
 
-    impl Image for Memory {
+    impl EpochImage for Memory {
         fn read(&self, page: PageIndex, into: &mut Page) -> std::io::Result<()> {
             *into = self.0[page.0 as usize];
             Ok(())
@@ -256,9 +261,9 @@ mod tests {
             let mut dirty = std::collections::BTreeSet::new();
             let mut owed = dirty.clone();
             let (mut encoder, decoder) = (Encoder::new(bases * PAGE_BYTES), Decoder::new(PAGES));
-            let mut epoch = Epoch::default();
+            let mut epoch = EpochBuffer::default();
             let send = |vm: &[Page], dirty: &mut std::collections::BTreeSet<u64>, owed: &mut std::collections::BTreeSet<u64>,
-                            encoder: &mut Encoder, epoch: &mut Epoch, image: &Memory| {
+                            encoder: &mut Encoder, epoch: &mut EpochBuffer, image: &Memory| {
                 let pages: Vec<_> = dirty.iter().map(|p| (PageIndex(*p), &vm[*p as usize])).collect();
                 let mut batch = Vec::new();
                 let sent = encoder.encode(&pages, &mut batch);
@@ -297,7 +302,7 @@ mod tests {
 
         #[test]
         fn arbitrary_batches_never_panic(batch in prop::collection::vec(any::<u8>(), 0..400)) {
-            let mut epoch = Epoch::default();
+            let mut epoch = EpochBuffer::default();
             let _ = Decoder::new(PAGES).decode(&batch, &mut epoch, &Memory(vec![ZERO_PAGE; PAGES as usize]));
             prop_assert!(epoch.len_pages() <= PAGES && epoch.pages().all(|(page, _)| page.0 < PAGES));
         }

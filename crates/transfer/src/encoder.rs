@@ -1,6 +1,6 @@
 //! Encodes pages into batches, for one stream.
 
-use crate::batch::Kind;
+use crate::batch::PageEncoding;
 use keyframe_bytes::varint::put_varint;
 use keyframe_pages::patch::{PATCH_BYTES_MAX, diff};
 use keyframe_pages::words::WordCoder;
@@ -146,15 +146,15 @@ impl Encoder {
             sent.same += 1;
             return;
         }
-        let mut head = |kind: Kind, out: &mut Vec<u8>| {
+        let mut head = |kind: PageEncoding, out: &mut Vec<u8>| {
             put_varint(out, (page.0 - *last) << 3 | kind as u64);
             *last = page.0;
         };
         if *content == ZERO_PAGE {
-            head(Kind::Zero, out);
+            head(PageEncoding::Zero, out);
             sent.zero += 1;
         } else if let Some(like) = self.like(hash, content) {
-            head(Kind::Like, out);
+            head(PageEncoding::Like, out);
             put_varint(out, like.0);
             sent.like += 1;
         } else if self.patch_of(slot, content) {
@@ -166,17 +166,17 @@ impl Encoder {
                 .flatten()
                 .filter(|len| len + SAVING_BYTES_MIN <= self.patch.len());
             if let Some(bytes) = packed.and_then(|len| self.buffer.get(..len)) {
-                head(Kind::PackedPatch, out);
+                head(PageEncoding::PackedPatch, out);
                 put_varint(out, self.patch.len() as u64);
                 put_varint(out, bytes.len() as u64);
                 out.extend_from_slice(bytes);
             } else {
-                head(Kind::Patch, out);
+                head(PageEncoding::Patch, out);
                 put_varint(out, self.patch.len() as u64);
                 out.extend_from_slice(&self.patch);
             }
         } else if let Some(words) = self.words.encode(content) {
-            head(Kind::Words, out);
+            head(PageEncoding::Words, out);
             put_varint(out, words.len() as u64);
             out.extend_from_slice(words);
             sent.compressed += 1;
@@ -184,12 +184,12 @@ impl Encoder {
             let packed = compress_into_with_table(content, &mut self.buffer, &mut self.table);
             let packed = packed.ok().filter(|len| len + SAVING_BYTES_MIN <= PAGE_BYTES);
             if let Some(bytes) = packed.and_then(|len| self.buffer.get(..len)) {
-                head(Kind::Lz4, out);
+                head(PageEncoding::Lz4, out);
                 put_varint(out, bytes.len() as u64);
                 out.extend_from_slice(bytes);
                 sent.compressed += 1;
             } else {
-                head(Kind::Raw, out);
+                head(PageEncoding::Raw, out);
                 out.extend_from_slice(content);
                 sent.raw += 1;
             }

@@ -25,7 +25,7 @@ mod encoder;
 #[doc(hidden)]
 pub mod fuzzing;
 
-pub use decoder::{Decoder, Epoch, Image};
+pub use decoder::{Decoder, EpochBuffer, EpochImage};
 pub use encoder::{Encoder, Sent};
 
 use keyframe_units::PageIndex;

@@ -1,4 +1,6 @@
-/// An error and its sources as one line, each part named once and separated by `: `.
+//! The text of an error for users.
+
+/// Returns an error and its sources as one line, each part named once and separated by `: `.
 pub fn error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
@@ -13,8 +15,8 @@ pub fn error_chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// An error as users read it: [`error_chain`], and on a second line what they can do about it, if
-/// that is known.
+/// Returns the text of an error for users: [`error_chain`], and on a second line the fix, if it is
+/// known.
 pub fn error_with_fix(error: &dyn std::error::Error, fix: Option<String>) -> String {
     let line = error_chain(error);
     match fix {

@@ -1,4 +1,4 @@
-//! Where RAM blocks lie in the guest's physical address space.
+//! The places of RAM blocks in the guest's physical address space.
 //!
 //! ```text
 //!   0 ............... 0xc0000000          0xfffc0000 ... 4 GiB ...........      guest-physical

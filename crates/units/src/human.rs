@@ -1,4 +1,4 @@
-//! Numbers with units, for people.
+//! Formats numbers with units for people.
 
 /// Formats a number of bytes in binary units: `0 B`, `1023 B`, `1.5 MiB`.
 pub fn human_bytes(n: u64) -> String {
@@ -24,7 +24,8 @@ pub fn human_duration(ns: u64) -> String {
     }
 }
 
-/// The value at `percent` (0 to 100) of a sample: nearest rank. 0 for an empty one.
+/// Returns the percentile `percent` (0 to 100) of a sorted sample, by the nearest-rank method;
+/// 0 if the sample is empty.
 pub fn percentile(sorted: &[u64], percent: usize) -> u64 {
     let rank = (sorted.len() * percent).div_ceil(100).max(1);
     sorted.get(rank - 1).copied().unwrap_or(0)

@@ -54,7 +54,10 @@ impl std::fmt::Display for LayoutError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Size { name, total_bytes } => {
-                write!(f, "RAM block {name}: {total_bytes} bytes is no whole number of pages")
+                write!(
+                    f,
+                    "RAM block {name}: {total_bytes} bytes is not a multiple of the page size"
+                )
             }
             Self::Used { name } => write!(f, "RAM block {name}: uses more bytes than it reserves"),
             Self::Duplicate { name } => write!(f, "RAM block {name} is listed twice"),

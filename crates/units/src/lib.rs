@@ -1,4 +1,5 @@
-//! The types that every crate shares: addresses, pages, page sets, RAM layouts, ids, nanoseconds.
+//! The types that every crate shares: addresses, pages, page sets, RAM layouts, ids, nanoseconds,
+//! and the trait of a sink for events.
 //!
 //! A VM's RAM is one linear space of 4 KiB pages: the RAM blocks of its VMM, laid end to end.
 //!
@@ -11,6 +12,7 @@
 //! This crate does no I/O.
 
 mod error_chain;
+mod events;
 mod guest;
 mod human;
 mod layout;
@@ -18,6 +20,7 @@ mod pages;
 mod time;
 
 pub use error_chain::{error_chain, error_with_fix};
+pub use events::{EventSink, NoEvents, SharedEventSink};
 pub use guest::{GuestPhys, GuestRegion};
 pub use human::{human_bytes, human_duration, percentile};
 pub use layout::{BlockKind, LayoutError, RamBlock, RamLayout};
@@ -36,7 +39,7 @@ pub type Page = [u8; PAGE_BYTES];
 /// A page of zeros.
 pub const ZERO_PAGE: Page = [0; PAGE_BYTES];
 
-/// An address in the virtual address space of the VMM process (not ours, not the guest's).
+/// An address in the virtual address space of the VMM process (not of this process, not of the guest).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HostVirt(pub u64);
 

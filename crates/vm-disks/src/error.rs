@@ -273,7 +273,7 @@ impl Error {
         Self::Io { operation, path: path.to_owned(), source }
     }
 
-    /// What the user can do about it, if that is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         Some(match self {
             Self::Store(_)

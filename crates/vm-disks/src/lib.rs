@@ -100,7 +100,7 @@ pub fn serve(
     serve_in(OverlayDirectory::claim(store, vm)?, vm, checkpoint, disks, socket)
 }
 
-/// As [`serve`], with overlays in `directory`. After an error `directory` is removed.
+/// Serves as [`serve`], with overlays in `directory`. After an error `directory` is removed.
 pub fn serve_in(
     directory: OverlayDirectory,
     vm: &str,

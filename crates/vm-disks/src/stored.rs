@@ -24,7 +24,7 @@ pub struct StoredDisk {
 }
 
 impl StoredDisk {
-    /// Disk number `number` (from 0) of the checkpoint. `None` if it has no such disk.
+    /// Returns disk number `number` (from 0) of the checkpoint; `None` if it has no such disk.
     pub fn of(disks: Arc<LoadedDisks>, number: usize) -> Option<Self> {
         let meta = disks.meta.disks.get(number)?.clone();
         Some(Self { disks, meta, number })
@@ -135,7 +135,7 @@ impl StoredDisk {
         Ok(Below::new(image, Some(self.layer()?)))
     }
 
-    /// Checks, after reading, that the image has not changed meanwhile. Errors:
+    /// Checks, after a read, that the image has not changed meanwhile. Errors:
     /// [`Error::ImageChanged`], [`Error::ImageMissing`].
     pub fn require_unchanged(&self) -> Result<()> {
         require_unchanged(&self.meta.base)

@@ -35,12 +35,12 @@ impl VmmError {
         Self { kind, error: error.into(), fix }
     }
 
-    /// What the error means for the caller.
+    /// Returns the kind of the error, by which the caller decides how to go on.
     pub fn kind(&self) -> VmmErrorKind {
         self.kind
     }
 
-    /// What the user can do about it, if that is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<&str> {
         self.fix.as_deref()
     }

@@ -490,7 +490,7 @@ impl PauseWatchdog for FakeWatchdog {
 }
 
 impl FakeControl {
-    /// Another handle of the VM and its watchdog.
+    /// Returns another handle of the VM and its watchdog.
     pub fn attach(&self) -> (FakeVm, FakeWatchdog) {
         let shared = || Arc::clone(&self.shared);
         (FakeVm { shared: shared() }, FakeWatchdog { shared: shared() })

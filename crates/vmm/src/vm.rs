@@ -83,7 +83,7 @@ pub enum VmExit {
 }
 
 impl VmExit {
-    /// False if the process is known to have failed.
+    /// Returns false if the process is known to have failed.
     pub fn success(&self) -> bool {
         self.status().success()
     }

@@ -55,6 +55,8 @@ pub struct App {
 }
 
 impl App {
+    /// Makes the state of the API: its source of data, its access guard, its events, and the format
+    /// of its log (`None`: no log).
     pub fn new(
         source: Arc<dyn DashboardSource>,
         guard: AccessGuard,

@@ -47,6 +47,8 @@ pub struct AccessGuard {
 }
 
 impl AccessGuard {
+    /// Makes the guard of a server that listens on `listens_at`. With a token, each request must
+    /// show it.
     pub fn new(listens_at: IpAddr, token: Option<&Zeroizing<Vec<u8>>>) -> Self {
         Self {
             is_loopback: listens_at.is_loopback(),

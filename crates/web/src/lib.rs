@@ -41,6 +41,6 @@ pub use request_log::LogFormat;
 pub use server::{DashboardOptions, DashboardServer};
 pub use source::{
     ApiError, CheckpointListing, CheckpointRow, DashboardAction, DashboardSource, HeatMap,
-    HeatRegion, PausePhases, StoreHead, StoreSizes, VmState,
+    HeatRegion, PauseBreakdown, StoreHead, StoreSizes, VmState,
 };
 pub use timeline::{POINTS_MAX, Timeline, TimelineBucket, chunks};

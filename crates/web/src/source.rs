@@ -40,7 +40,7 @@ pub struct StoreHead {
 
 /// The phases of a pause, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct PausePhases {
+pub struct PauseBreakdown {
     /// The time until QEMU confirmed the stop.
     pub stop: u64,
     /// Saving the device state.
@@ -53,8 +53,8 @@ pub struct PausePhases {
     pub resume: u64,
 }
 
-impl PausePhases {
-    /// Names and durations, in the order of the phases.
+impl PauseBreakdown {
+    /// Returns the name and the duration of each phase, in their order.
     pub fn named(&self) -> [(&'static str, u64); 5] {
         [
             ("stop", self.stop),
@@ -94,7 +94,7 @@ pub struct CheckpointRow {
     /// The whole pause.
     pub pause_ns: u64,
     /// The phases of the pause.
-    pub pause: PausePhases,
+    pub pause: PauseBreakdown,
     /// The number of distinct pages that it contains.
     pub dirty_pages: u64,
     /// Of these: zero pages.

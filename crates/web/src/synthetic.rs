@@ -2,7 +2,7 @@
 
 use crate::{
     ApiError, CheckpointListing, CheckpointRow, DashboardAction, DashboardSource, HeatMap,
-    HeatRegion, PausePhases, StoreHead, StoreSizes, VmState,
+    HeatRegion, PauseBreakdown, StoreHead, StoreSizes, VmState,
 };
 use keyframe_locks::IgnorePoison;
 use serde_json::{Value, json};
@@ -61,8 +61,13 @@ pub fn name(vm: u64) -> String {
 fn checkpoint(id: u64, vms: u64) -> CheckpointRow {
     // Some pauses are long.
     let copy = if id.is_multiple_of(997) { 40_000_000 } else { 300_000 + id % 13 * 20_000 };
-    let pause =
-        PausePhases { stop: 200_000, device_state: 150_000, scan: 90_000, copy, resume: 110_000 };
+    let pause = PauseBreakdown {
+        stop: 200_000,
+        device_state: 150_000,
+        scan: 90_000,
+        copy,
+        resume: 110_000,
+    };
     let taken_at = jiff::Timestamp::from_second(1_800_000_000 + id as i64).unwrap_or_default();
     CheckpointRow {
         id,

@@ -9,7 +9,7 @@
 //! number is bounded. A bucket shows its longest pause with the phases of that pause, so that no
 //! long pause disappears in a mean.
 
-use crate::source::{CheckpointListing, CheckpointRow, PausePhases};
+use crate::source::{CheckpointListing, CheckpointRow, PauseBreakdown};
 use serde::Serialize;
 use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
@@ -37,7 +37,7 @@ pub struct TimelineBucket {
     /// The longest pause, in nanoseconds.
     pub pause_ns: u64,
     /// The phases of the longest pause.
-    pub pause: PausePhases,
+    pub pause: PauseBreakdown,
     /// The dirty pages of all checkpoints.
     pub dirty_pages: u64,
     /// The zero pages of all checkpoints.

@@ -120,7 +120,7 @@ struct Shown {
     is_old: bool,
 }
 
-/// As `--json` shows it.
+/// The output of `--json`.
 #[derive(Serialize)]
 struct Report {
     recording: String,

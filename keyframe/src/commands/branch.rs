@@ -21,7 +21,7 @@ use keyframe_qemu::DiskServer;
 use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored, SharedRam};
 use keyframe_qemu::restore::{CloneOptions, clone_line};
 use keyframe_session::control::OnExit;
-use keyframe_session::run_dir::{Kind, RunDir};
+use keyframe_session::run_dir::{RunDir, RunKind};
 use keyframe_store::{LoadedCheckpoint, Store};
 use keyframe_vm_disks::{self as disks, ServedDisks, restored};
 use serde::Serialize;
@@ -194,7 +194,7 @@ impl Branch {
         }
         let mut clones = self.start(&loaded, places, plans, &interrupted)?;
         for clone in &clones {
-            clone.place.directory.tell(Kind::Clone, store.path(), id, clone.vm.pid())?;
+            clone.place.directory.tell(RunKind::Clone, store.path(), id, clone.vm.pid())?;
         }
         self.tell(&clones, began, id)?;
         let ended = self.wait(&mut clones, &interrupted);
@@ -332,7 +332,7 @@ impl Branch {
         Ok(())
     }
 
-    /// What is to become of those that still run.
+    /// Ends the clones that still run, or keeps them, as the options say.
     fn end(&self, mut clones: Vec<Alive>, ended: Outcome) -> Outcome {
         if self.on_exit == OnExit::Keep {
             for mut clone in clones.into_iter().filter(|clone| !clone.ended) {

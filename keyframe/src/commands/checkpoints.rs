@@ -96,7 +96,7 @@ impl Checkpoints {
         self.quiet
     }
 
-    /// As the session wants them.
+    /// Converts the options to those of a session.
     pub fn options(self, on_exit: OnExit) -> SessionOptions {
         SessionOptions {
             interval: self.interval.0,

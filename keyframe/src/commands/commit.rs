@@ -94,7 +94,7 @@ struct Source {
     known: Option<DiskMeta>,
 }
 
-/// What `--dry-run --json` prints.
+/// The output of `--dry-run --json`.
 #[derive(Serialize)]
 struct Planned<'a> {
     source: &'a str,
@@ -138,7 +138,8 @@ impl Source {
         Ok(source)
     }
 
-    /// What was written to the overlay in `dir`, over `base` and what its VM was restored from.
+    /// Reads the writes in the overlay in `dir`, over `base` and the checkpoint from which its VM
+    /// was restored.
     fn of_overlay(dir: &Path, base: &Path, format: ImageFormat) -> Result<Self, Failure> {
         let overlay = Overlay::open(dir).map_err(|e| failure(&e))?;
         let dir = dir.canonicalize().unwrap_or_else(|_| dir.to_owned());
@@ -385,7 +386,7 @@ fn write_layers(source: &Source, image: &InPlace, progress: &Progress) -> Result
     image.finish()
 }
 
-/// For a mark, which is one line.
+/// Replaces control characters by `?`, for a mark, which is one line.
 fn one_line(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
 }

@@ -78,7 +78,7 @@ enum Format {
     Qcow2,
 }
 
-/// What writing goes on with.
+/// The inputs of writing one file.
 struct Job<'a> {
     pages: StoredPages<'a>,
     interrupted: Arc<AtomicBool>,

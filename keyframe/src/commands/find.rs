@@ -10,7 +10,7 @@ use keyframe_replay::interval::Interval;
 use keyframe_replay_driver::{Analysis, AnalysisHeader, AnalysisSubject, jobs};
 use serde::Serialize;
 
-/// How often an interval is tried.
+/// The number of attempts at an interval.
 const TRIES: u32 = 3;
 
 /// Find the instructions of a recording that wrote to an address
@@ -66,7 +66,7 @@ fn parse_address(text: &str) -> Result<u64, String> {
     parsed.map_err(|_| "an address is a number: 0xffffffff81000000, or decimal".into())
 }
 
-/// As `--json` shows them.
+/// The output of `--json`.
 #[derive(Serialize)]
 struct Report {
     recording: String,

@@ -12,7 +12,9 @@ use super::checkpoints::parse_duration;
 use super::{StoreArg, warn_of_unreadable};
 use crate::failure::{Failure, Outcome, WARNED, chain};
 use crate::output;
-use keyframe_store::{CheckpointId, Listing, Moment, Reason, Retention, Sealed, Store, Verdict};
+use keyframe_store::{
+    CheckpointId, KeepReason, Listing, Moment, Retention, RetentionVerdict, Sealed, Store,
+};
 use keyframe_vm_disks::forget::{checkpoints_under_overlays, clones_of, remove_clones};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -80,10 +82,10 @@ struct Line {
     tags: Vec<String>,
     /// Why it is kept.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    reasons: Vec<Reason>,
+    reasons: Vec<KeepReason>,
 }
 
-/// What `--json` prints.
+/// The output of `--json`.
 #[derive(Serialize)]
 struct Report {
     dry_run: bool,
@@ -136,7 +138,7 @@ impl Forget {
         Ok(code)
     }
 
-    fn judge(&self, listing: &Listing, standing: &BTreeSet<CheckpointId>) -> Vec<Verdict> {
+    fn judge(&self, listing: &Listing, standing: &BTreeSet<CheckpointId>) -> Vec<RetentionVerdict> {
         let tags = (!self.keep_tag.is_empty()).then(|| self.keep_tag.iter().cloned().collect());
         let rules = Retention {
             last: self.keep_last,
@@ -155,7 +157,7 @@ impl Forget {
         store: &Store,
         listing: &Listing,
         standing: &BTreeMap<CheckpointId, PathBuf>,
-    ) -> Result<Vec<Verdict>, Failure> {
+    ) -> Result<Vec<RetentionVerdict>, Failure> {
         let mut ids = BTreeSet::new();
         for name in &self.checkpoints {
             let id = store.resolve(name).map_err(|e| self.store.failure(&e))?;
@@ -177,13 +179,13 @@ impl Forget {
         if let Some((id, error)) = listing.unreadable.iter().find(is_held) {
             eprintln!("keyframe: note: checkpoint {id} cannot be read: {}", chain(error));
         }
-        Ok(ids.into_iter().map(|id| Verdict { id, kept: Vec::new() }).collect())
+        Ok(ids.into_iter().map(|id| RetentionVerdict { id, kept: Vec::new() }).collect())
     }
 }
 
-fn report(dry_run: bool, listing: &Listing, verdicts: &[Verdict]) -> Report {
+fn report(dry_run: bool, listing: &Listing, verdicts: &[RetentionVerdict]) -> Report {
     let sealed: BTreeMap<_, _> = listing.sealed.iter().map(|sealed| (sealed.id, sealed)).collect();
-    let line = |verdict: &Verdict| {
+    let line = |verdict: &RetentionVerdict| {
         let known = sealed.get(&verdict.id);
         Line {
             id: verdict.id,
@@ -231,14 +233,14 @@ fn print(report: &Report) -> Result<(), Failure> {
     output::print_line(&text)
 }
 
-fn word(reason: Reason) -> &'static str {
+fn word(reason: KeepReason) -> &'static str {
     match reason {
-        Reason::Newest => "newest",
-        Reason::Last => "last",
-        Reason::Within => "within",
-        Reason::Every => "every",
-        Reason::Tagged => "tagged",
-        Reason::Pinned => "pinned",
-        Reason::Disk => "disk",
+        KeepReason::Newest => "newest",
+        KeepReason::Last => "last",
+        KeepReason::Within => "within",
+        KeepReason::Every => "every",
+        KeepReason::Tagged => "tagged",
+        KeepReason::Pinned => "pinned",
+        KeepReason::Disk => "disk",
     }
 }

@@ -14,7 +14,7 @@ use std::ffi::OsString;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// How often it is looked whether QEMU has ended.
+/// The time between two checks whether QEMU has ended.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// Bring up a recorded VM as it was at an instruction, for gdb or to run
@@ -56,7 +56,7 @@ pub struct Goto {
     extra: Vec<OsString>,
 }
 
-/// Where to.
+/// The target of the replay.
 #[derive(clap::Args, Debug)]
 #[group(required = true, multiple = false)]
 struct To {
@@ -71,7 +71,7 @@ struct To {
     marker: Option<String>,
 }
 
-/// As `--json` shows it.
+/// The output of `--json`.
 #[derive(Serialize)]
 struct Report {
     recording: String,
@@ -204,7 +204,7 @@ impl Goto {
     }
 }
 
-/// Until the user, or a monitor's `quit`, ends it.
+/// Waits until the user presses Ctrl-C or a monitor's `quit` ends the VM.
 fn stay(replay: &mut Replay, interrupted: &AtomicBool) -> Result<(), Failure> {
     while !interrupted.load(Ordering::Relaxed) {
         if replay.restored().try_wait().map_err(|e| Failure::qemu(&e))?.is_some() {

@@ -198,7 +198,7 @@ fn another(what: &str, stream: &str, here: &str) -> Failure {
     .fix("give the command line of the QEMU that wrote the stream, and that QEMU binary")
 }
 
-/// For each block of the stream, its first page in the layout.
+/// Returns the first page in the layout of each block of the stream.
 fn first_pages(ram: &RamLayout, listed: &[MigrationBlock]) -> Result<Vec<u64>, Failure> {
     let first = |l: &MigrationBlock| {
         let number = ram.blocks().iter().position(|b| b.name == l.name);

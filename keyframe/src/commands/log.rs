@@ -33,7 +33,7 @@ pub struct Log {
     quiet: bool,
 }
 
-/// As `--json` shows them.
+/// The output of `--json`.
 #[derive(Serialize)]
 struct Report {
     recording: String,

@@ -3,7 +3,7 @@
 use super::StoreArg;
 use crate::failure::{DONE, Failure, Outcome, chain};
 use fuser::{BackgroundSession, Config, MountOption};
-use keyframe_mount::{Files, Tree};
+use keyframe_mount::{MountedFiles, Tree};
 use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
 use std::io;
@@ -26,7 +26,7 @@ const POLL: Duration = Duration::from_millis(50);
   DIR/12/MEMBER/        these files, except info.json, of each VM of a group
   DIR/latest, DIR/TAG   links
 
-Files are made while they are read, so nothing is copied in advance. New checkpoints appear while a VM runs. Only the user that ran
+MountedFiles are made while they are read, so nothing is copied in advance. New checkpoints appear while a VM runs. Only the user that ran
 this command can read them.
 
 Examples:
@@ -62,7 +62,7 @@ impl Mount {
             MountOption::DefaultPermissions,
         ];
         config.n_threads = Some(THREADS);
-        let files = Files::new(Tree::new(store, Box::new(report)));
+        let files = MountedFiles::new(Tree::new(store, Box::new(report)));
         let session =
             fuser::spawn_mount(files, &dir, &config).map_err(|e| cannot_mount(&dir, &e))?;
         if !self.quiet {
@@ -89,7 +89,7 @@ fn report(error: &keyframe_mount::Error) {
     eprintln!("keyframe: {}", chain(error));
 }
 
-/// Takes the mount away, also from under those who still use it: they get errors.
+/// Unmounts the store, even if programs still use it: they get errors.
 fn end(session: BackgroundSession, dir: &Path) -> Outcome {
     let fail = |e: io::Error| Failure::new(format!("unmount {}: {e}", dir.display()));
     match unmount(dir, UnmountFlags::empty()) {

@@ -33,7 +33,7 @@ pub struct Pin {
     json: bool,
 }
 
-/// What `--json` prints, for each.
+/// The output of `--json` for one checkpoint.
 #[derive(Serialize)]
 struct Done {
     id: u64,

@@ -86,7 +86,7 @@ pub struct Plan {
     cluster: ClusterArgs,
 }
 
-/// What `--json` prints.
+/// The output of `--json`.
 #[derive(Serialize)]
 struct Report {
     constants: Constants,
@@ -209,7 +209,7 @@ fn table(constants: &Constants, enough: u64, nodes: &[u64]) -> Vec<Prediction> {
         .collect()
 }
 
-/// At most so many of the powers.
+/// The most columns of the table.
 const COLUMNS_MAX: usize = 8;
 
 fn columns(enough: u64, nodes: &[u64]) -> Vec<u64> {

@@ -4,7 +4,7 @@ use crate::failure::{DONE, Failure, Outcome, WARNED, chain};
 use crate::output;
 use crate::words::profiler::ProfilerWords;
 use indicatif::{ProgressBar, ProgressStyle};
-use keyframe_profile::{Curve, Ladder, PLATEAU_PERCENT, Row, Statistic};
+use keyframe_profile::{Curve, CurveRow, Ladder, PLATEAU_PERCENT, Statistic};
 use keyframe_profiler::{MeasuredVm, MeasurementOptions, Profile, StartCondition, measure};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -166,7 +166,7 @@ fn text(profile: &Profile) -> String {
     lines.join("\n")
 }
 
-fn cells(curve: &Curve, row: &Row) -> Vec<String> {
+fn cells(curve: &Curve, row: &CurveRow) -> Vec<String> {
     let count = |s: Option<Statistic>| {
         s.map_or_else(|| "-".into(), |s| format!("{} +- {}", round(s.mean), round(s.deviation)))
     };

@@ -18,7 +18,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// How far apart the checkpoints of one that follows are, where nothing is said.
+/// The default interval of the checkpoints that a following replay takes.
 const FOLLOW_EVERY: Duration = Duration::from_secs(1);
 
 /// Record a VM's run: every instruction of it can be run again

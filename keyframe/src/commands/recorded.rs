@@ -8,7 +8,7 @@ use keyframe_replay_driver::{ReplayableRecording, console};
 use keyframe_store_keys::KeyArg;
 use std::path::PathBuf;
 
-/// Which recording, and how many replays at a time.
+/// The recording, and the number of replays at a time.
 #[derive(clap::Args, Debug)]
 pub struct RecordedArgs {
     /// The recording

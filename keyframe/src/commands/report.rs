@@ -97,7 +97,7 @@ impl Report {
         Ok(code)
     }
 
-    /// Where it is one.
+    /// Opens the subject as a recording; `None` if it is none.
     fn recording(&self) -> Result<Option<Recording>, Failure> {
         if !self.about.join("recording.json").is_file() {
             return Ok(None);

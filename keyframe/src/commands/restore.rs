@@ -13,7 +13,7 @@ use keyframe_qemu::restore::lazy::Residency;
 use keyframe_qemu::restore::{self, Lineage, Plan, RamSource, RestoreOptions, Restored};
 use keyframe_qemu::{Accelerator, DiskServer};
 use keyframe_session::error::RunDirError;
-use keyframe_session::run_dir::{Kind, RunDir};
+use keyframe_session::run_dir::{RunDir, RunKind};
 use keyframe_store::{LoadedCheckpoint, MachineMeta, Meta, Store, UnmappedCheckpoint};
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
 use keyframe_vm_disks::{self as disks, ServedDisks, restored};
@@ -87,7 +87,7 @@ pub struct Restore {
     extra: Vec<OsString>,
 }
 
-/// What `--accel` takes.
+/// The values of `--accel`.
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
 pub enum Accel {
     Kvm,
@@ -365,7 +365,7 @@ impl RestoredDisks {
     }
 }
 
-/// Where `keyframe status` and `stop` find the VM.
+/// The directory in which `keyframe status` and `keyframe stop` find the VM.
 struct Place {
     /// A VM runs without one, too.
     directory: Option<RunDir>,
@@ -381,7 +381,8 @@ impl Place {
     /// The VM runs as this QEMU.
     fn tell(&self, id: CheckpointId, qemu_pid: u32) {
         let Some(directory) = &self.directory else { return };
-        let _ = directory.tell(Kind::Restored, &self.store, id, qemu_pid).inspect_err(Self::warn);
+        let _ =
+            directory.tell(RunKind::Restored, &self.store, id, qemu_pid).inspect_err(Self::warn);
     }
 
     fn warn(error: &RunDirError) {
@@ -390,7 +391,7 @@ impl Place {
     }
 }
 
-/// What a plan takes from beside the machine.
+/// The inputs of a plan besides the machine.
 struct Beside<'a> {
     disks: Option<DiskServer>,
     lineage: &'a Lineage,
@@ -492,7 +493,8 @@ impl Watch<'_> {
         }
     }
 
-    /// For the next restore. It is advice: a store that cannot be written to does without.
+    /// Stores the working set for the next restore. Ignores errors, for example of a read-only
+    /// store.
     fn keep_working_set(&self) {
         if let (Some(lazy), Ok(loaded)) = (self.restored.lazy(), self.ram.loaded()) {
             let _ = loaded.keep_working_set(&lazy.touched());

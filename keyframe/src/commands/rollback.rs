@@ -6,7 +6,7 @@ use keyframe_session::control::{EngineRequest, EngineResponse, client};
 use keyframe_session::run_dir;
 use std::time::Duration;
 
-/// How long the engine may take. What fails is told sooner.
+/// The longest time of a rollback. The engine reports a failure sooner.
 const PATIENCE: Duration = Duration::from_hours(1);
 
 /// Put a running VM back to a checkpoint, in place

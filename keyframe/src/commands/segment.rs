@@ -20,7 +20,7 @@ use std::time::Duration;
 
 /// Nice value of one that follows a recording.
 const NICE: i32 = 5;
-/// How often it is looked whether a recording has begun.
+/// The time between two checks whether a recording has begun.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// Take a recording's checkpoints from a replay of it
@@ -226,14 +226,14 @@ fn follower_of(recording: &Recording) -> String {
     format!("{}-follower-{}", first(&recording.meta.vm, 40), first(&recording.meta.id, 8))
 }
 
-/// For what a recording has not begun with yet.
+/// Waits for something that a recording has not written yet.
 struct Wait<'a> {
     recording: &'a Recording,
     interrupted: &'a AtomicBool,
 }
 
 impl Wait<'_> {
-    /// Until `find` finds `what`.
+    /// Waits until `find` finds `what`.
     fn until<T>(
         &self,
         what: &str,

@@ -5,7 +5,7 @@ mod dashboard;
 use crate::failure::{DONE, Failure, Outcome, USAGE};
 use crate::output;
 use dashboard::DashboardArgs;
-use keyframe_serve::{Identity, Options, Report, Server};
+use keyframe_serve::{Server, ServerIdentity, ServerOptions, ServerReport};
 use keyframe_store::backend::served::{TOKEN_VARIABLE, read_token};
 use serde::Serialize;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -66,7 +66,7 @@ pub struct Serve {
     dashboard: DashboardArgs,
 }
 
-/// What clients have to know.
+/// The data that clients need: address and fingerprint.
 #[derive(Serialize)]
 struct Listening {
     /// Absent without a store, as is the next one.
@@ -80,7 +80,7 @@ struct Listening {
     http: Option<String>,
 }
 
-/// How often it is looked whether to end, where there is the dashboard alone.
+/// The time between two checks for the end, if only the dashboard runs.
 const LOOK: Duration = Duration::from_millis(100);
 
 impl Serve {
@@ -135,7 +135,7 @@ impl Serve {
         let is_own = identity.is_own;
         let listen = self.address()?;
         let options =
-            Options { listen, token, identity, connections_max: self.connections as usize };
+            ServerOptions { listen, token, identity, connections_max: self.connections as usize };
         let server = Server::bind(store, options).map_err(|e| failure(&e, store))?;
         Ok(OfStore { server, store, is_own })
     }
@@ -149,12 +149,12 @@ impl Serve {
         Ok(token.filter(|token| !token.is_empty()))
     }
 
-    fn identity(&self, store: &Path) -> Result<Identity, Failure> {
+    fn identity(&self, store: &Path) -> Result<ServerIdentity, Failure> {
         let made = match (&self.tls_cert, &self.tls_key) {
-            (Some(certificate), Some(key)) => Identity::of_files(certificate, key),
+            (Some(certificate), Some(key)) => ServerIdentity::of_files(certificate, key),
             _ => match keyframe_store::state_folder() {
-                Some(folder) => Identity::kept(&folder.join("serve")),
-                None => Identity::fresh(),
+                Some(folder) => ServerIdentity::kept(&folder.join("serve")),
+                None => ServerIdentity::fresh(),
             },
         };
         made.map_err(|e| failure(&e, store))
@@ -196,11 +196,11 @@ impl Serve {
         }
     }
 
-    fn tell_end(&self, report: &Report) -> Result<(), Failure> {
+    fn tell_end(&self, report: &ServerReport) -> Result<(), Failure> {
         if self.json {
             return line(report);
         }
-        let Report { bytes_sent, requests, connections, refused } = *report;
+        let ServerReport { bytes_sent, requests, connections, refused } = *report;
         output::print_line(&format!(
             "{} sent for {requests} requests on {connections} connections ({refused} refused)",
             output::bytes(bytes_sent)
@@ -219,7 +219,7 @@ struct OfStore<'a> {
 fn wait<T>(
     stop: &AtomicBool,
     shown: Option<&std::thread::JoinHandle<T>>,
-) -> Option<Result<Report, Failure>> {
+) -> Option<Result<ServerReport, Failure>> {
     while !stop.load(Ordering::Relaxed) && shown.is_some_and(|shown| !shown.is_finished()) {
         std::thread::sleep(LOOK);
     }

@@ -3,7 +3,7 @@
 use super::StoreArg;
 use crate::failure::{DONE, Outcome};
 use crate::output;
-use keyframe_inspect::entry::DiskEntry;
+use keyframe_inspect::entry::{DiskEntry, Entry};
 use keyframe_inspect::show::{entry, shown};
 use keyframe_store::{MachineMeta, Sealed};
 use keyframe_units::{BlockKind, RamBlock, RamLayout};
@@ -47,7 +47,6 @@ impl Show {
 
 fn text(sealed: &Sealed) -> String {
     let (e, members) = (entry(sealed), &sealed.meta.members);
-    let ms = output::duration;
     let mut lines = vec![
         format!(
             "checkpoint {} of {} {}, epoch {}",
@@ -64,7 +63,23 @@ fn text(sealed: &Sealed) -> String {
     if !e.tags.is_empty() {
         lines.push(format!("tags       {}", e.tags.join(", ")));
     }
-    lines.extend([
+    lines.extend(of_capture(&e));
+    lines.extend(e.disks.iter().flat_map(of_disk));
+    if members.is_empty() {
+        lines.extend(of_machine(&sealed.meta.machine));
+    }
+    for member in members {
+        lines.push(format!("member     {}", member.name));
+        lines.extend(of_machine(&member.machine));
+    }
+    lines.extend(of_ram(e.ram_bytes, &sealed.meta.ram));
+    lines.join("\n")
+}
+
+/// The lines about the pause, the copying and the pages.
+fn of_capture(e: &Entry) -> [String; 5] {
+    let ms = output::duration;
+    [
         format!(
             "pause      {}: stop {}, scan {}, copy {}, device state {}, resume {}",
             ms(e.pause_ns),
@@ -97,17 +112,7 @@ fn text(sealed: &Sealed) -> String {
             output::bytes(e.map_bytes),
             output::bytes(e.device_bytes)
         ),
-    ]);
-    lines.extend(e.disks.iter().flat_map(of_disk));
-    if members.is_empty() {
-        lines.extend(of_machine(&sealed.meta.machine));
-    }
-    for member in members {
-        lines.push(format!("member     {}", member.name));
-        lines.extend(of_machine(&member.machine));
-    }
-    lines.extend(of_ram(e.ram_bytes, &sealed.meta.ram));
-    lines.join("\n")
+    ]
 }
 
 fn of_disk(disk: &DiskEntry) -> Vec<String> {

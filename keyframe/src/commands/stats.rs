@@ -35,7 +35,7 @@ pub struct Stats {
     json: bool,
 }
 
-/// What `--json` prints.
+/// The output of `--json`.
 #[derive(Serialize)]
 struct Shown {
     #[serde(flatten)]
@@ -74,38 +74,7 @@ impl Stats {
             output::json(&Shown { store: s, pause, sharing, growth, disks })?;
             return Ok(warn_of_unreadable(&listing));
         }
-        let b = output::bytes;
-        let mut lines = vec![
-            format!("checkpoints       {} in {} runs", s.checkpoints, s.runs),
-            format!("full images       {} if each were stored whole", b(s.raw_bytes)),
-            format!("dirty pages       {} captured", b(s.dirty_bytes)),
-            format!("  zero            {} pages, free", s.zero_pages),
-            format!(
-                "  deduplicated    {} pages, {} of them against disks (and {} unchanged)",
-                s.dedup_pages, s.dedup_disk_pages, s.unchanged_pages
-            ),
-            format!("  stored          {} pages in {}", s.stored_pages, b(s.stored_bytes)),
-            format!(
-                "disks             {} written, stored in {}",
-                b(s.disk_dirty_bytes),
-                b(s.disk_stored_bytes)
-            ),
-        ];
-        if s.disk_dirty_bytes > 0 {
-            lines.extend(of_sectors(&s.disk_sectors));
-        }
-        lines.extend([
-            format!("packs             {}", b(s.pack_bytes)),
-            format!("page maps         {}", b(s.map_bytes)),
-            format!("device state etc. {}", b(s.checkpoint_file_bytes)),
-            format!("on disk           {}", b(s.total_bytes)),
-            format!(
-                "saved             {} by deduplication, {} by compression, {} against full images",
-                times(s.dedup_ratio),
-                times(s.compression_ratio),
-                times(s.reduction_ratio)
-            ),
-        ]);
+        let mut lines = of_store(&s);
         lines.extend(sharing.iter().flat_map(of_sharing));
         output::print_line(&lines.join("\n"))?;
         if let Some(growth) = &growth {
@@ -122,7 +91,44 @@ impl Stats {
     }
 }
 
-/// What became of the sectors of disks.
+/// The lines about all checkpoints and files of a store.
+fn of_store(s: &keyframe_store::Stats) -> Vec<String> {
+    let b = output::bytes;
+    let mut lines = vec![
+        format!("checkpoints       {} in {} runs", s.checkpoints, s.runs),
+        format!("full images       {} if each were stored whole", b(s.raw_bytes)),
+        format!("dirty pages       {} captured", b(s.dirty_bytes)),
+        format!("  zero            {} pages, free", s.zero_pages),
+        format!(
+            "  deduplicated    {} pages, {} of them against disks (and {} unchanged)",
+            s.dedup_pages, s.dedup_disk_pages, s.unchanged_pages
+        ),
+        format!("  stored          {} pages in {}", s.stored_pages, b(s.stored_bytes)),
+        format!(
+            "disks             {} written, stored in {}",
+            b(s.disk_dirty_bytes),
+            b(s.disk_stored_bytes)
+        ),
+    ];
+    if s.disk_dirty_bytes > 0 {
+        lines.extend(of_sectors(&s.disk_sectors));
+    }
+    lines.extend([
+        format!("packs             {}", b(s.pack_bytes)),
+        format!("page maps         {}", b(s.map_bytes)),
+        format!("device state etc. {}", b(s.checkpoint_file_bytes)),
+        format!("on disk           {}", b(s.total_bytes)),
+        format!(
+            "saved             {} by deduplication, {} by compression, {} against full images",
+            times(s.dedup_ratio),
+            times(s.compression_ratio),
+            times(s.reduction_ratio)
+        ),
+    ]);
+    lines
+}
+
+/// Returns the lines about the sectors of disks: deduplicated and stored.
 fn of_sectors(sectors: &SectorBreakdown) -> Vec<String> {
     let b = output::bytes;
     let found = |label: &str, found: &DedupSectors| {
@@ -189,7 +195,7 @@ fn hours(growth: &Growth) -> String {
     output::table(&["hour (UTC)", "checkpoints", "dirty", "added"], &rows)
 }
 
-/// What was dirty and what was added, summed up over time.
+/// Plots the dirty bytes and the stored bytes, summed over time.
 fn figure(growth: &Growth) -> Figure {
     let first = growth.checkpoints.iter().map(|added| added.taken_at).min();
     let seconds =

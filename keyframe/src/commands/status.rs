@@ -7,7 +7,7 @@ use keyframe_session::control::{
     client,
 };
 use keyframe_session::run_dir;
-use keyframe_session::run_dir::{About, Kind, Orphan};
+use keyframe_session::run_dir::{About, Orphan, RunKind};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -103,11 +103,11 @@ impl Status {
 fn without_engine(about: &About, place: &Path) -> String {
     let About { vm, checkpoint, store, qemu_pid, .. } = about;
     match about.kind {
-        Kind::Clone => format!(
+        RunKind::Clone => format!(
             "{vm}: a clone of checkpoint {checkpoint} of {store} (QEMU {qemu_pid}), without checkpoints; sockets and console in {}",
             place.display()
         ),
-        Kind::Restored => {
+        RunKind::Restored => {
             format!(
                 "{vm}: restored from checkpoint {checkpoint} of {store} (QEMU {qemu_pid}), without checkpoints"
             )
@@ -115,7 +115,7 @@ fn without_engine(about: &About, place: &Path) -> String {
     }
 }
 
-/// Of a protected VM, or of a standby.
+/// Returns the lines about the replication of a protected VM or a standby.
 fn replicated(s: &Shown, r: &ReplicationStatus) -> String {
     let of = r.protects.as_ref().map_or_else(String::new, |vm| format!(" of VM {vm}"));
     let peer = if r.connected { "connected" } else { "not connected" };
@@ -183,7 +183,7 @@ fn reasons(counts: &BTreeMap<String, u64>) -> String {
     all.join(", ")
 }
 
-/// For a person, some lines.
+/// Returns the status as lines for users.
 pub fn text(s: &Shown) -> String {
     let every = s
         .interval_ns

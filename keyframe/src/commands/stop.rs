@@ -5,7 +5,7 @@ use crate::output;
 use keyframe_qemu::Qmp;
 use keyframe_session::control::{EngineRequest, OnExit, client};
 use keyframe_session::run_dir;
-use keyframe_session::run_dir::{About, Kind, Orphan};
+use keyframe_session::run_dir::{About, Orphan, RunKind};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -93,13 +93,13 @@ impl Stop {
             .fix("leave --on-exit out"));
         }
         match about.kind {
-            Kind::Clone => {
+            RunKind::Clone => {
                 let monitor = place.join("qmp.sock");
                 let quit = Qmp::connect_running(&monitor, ANSWER)
                     .and_then(|mut qmp| qmp.execute("quit", None));
                 quit.map_err(|e| Failure::qemu(&e))?;
             }
-            Kind::Restored => run_dir::end_with(place, about)?,
+            RunKind::Restored => run_dir::end_with(place, about)?,
         }
         output::print_line("stopping")?;
         self.wait(|| place.join(run_dir::ABOUT).exists() && run_dir::lives(place));
@@ -115,7 +115,8 @@ impl Stop {
         Ok(DONE)
     }
 
-    /// Until it has ended: what is in progress is sealed by then, and its name is free again.
+    /// Waits until the engine has ended: all checkpoints in progress are sealed then, and the name
+    /// is free.
     fn wait(&self, lives: impl Fn() -> bool) {
         while !self.no_wait && lives() {
             std::thread::sleep(LOOK_EVERY);
@@ -123,7 +124,7 @@ impl Stop {
     }
 }
 
-/// Which of them is not said.
+/// Makes the failure of a command without a name while several VMs run.
 fn several(others: &[(PathBuf, About)]) -> Failure {
     let names = others.iter().map(|(_, about)| about.vm.as_str()).collect::<Vec<_>>().join(", ");
     Failure::new("several VMs run").fix(format!("choose one with --name: {names}"))

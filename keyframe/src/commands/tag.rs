@@ -32,7 +32,7 @@ pub struct Tag {
     json: bool,
 }
 
-/// What `--json` prints.
+/// The output of `--json`.
 #[derive(Serialize)]
 struct Done<'a> {
     tag: &'a str,

@@ -2,7 +2,7 @@
 
 use crate::failure::{DONE, Failure, Outcome, USAGE};
 use crate::output;
-use crate::top::history::{Answer, History};
+use crate::top::history::{History, StatusAnswer};
 use crate::top::view;
 use keyframe_session::control::{EngineRequest, EngineResponse, client};
 use keyframe_session::{error_chain, run_dir};
@@ -99,8 +99,8 @@ impl Top {
     }
 }
 
-/// What the engines say, all asked at once.
-fn answers() -> Result<Vec<Answer>, Failure> {
+/// Asks all engines for their status at the same time.
+fn answers() -> Result<Vec<StatusAnswer>, Failure> {
     let engines = run_dir::all()?;
     let asked = client::ask_all(&engines, &EngineRequest::Status, ANSWER_MAX);
     Ok(asked

@@ -30,7 +30,7 @@ pub struct Unlock {
     json: bool,
 }
 
-/// What `--json` prints.
+/// The output of `--json`.
 #[derive(Serialize)]
 struct Done {
     /// A lock was removed.

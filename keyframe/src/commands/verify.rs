@@ -83,7 +83,7 @@ struct Checked {
     wall_ns: u64,
 }
 
-/// As `--json` shows it.
+/// The output of `--json`.
 #[derive(Serialize)]
 struct Report {
     recording: String,
@@ -154,7 +154,7 @@ impl Verify {
     }
 }
 
-/// How a replay differs from what it is to be.
+/// The differences between a replay and its checkpoint.
 #[derive(Default)]
 struct Differences {
     ram: Difference,
@@ -167,7 +167,7 @@ impl Differences {
     }
 }
 
-/// What ends a replay before its target.
+/// The limits that end a replay before its target.
 #[derive(Clone, Copy)]
 struct Limits<'a> {
     /// The user wants it.

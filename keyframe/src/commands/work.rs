@@ -75,7 +75,7 @@ impl Work {
     }
 }
 
-/// What `find` finds, which may not be seen here as yet.
+/// Waits until `find` finds a file, which this host may see later than others do.
 fn patiently<T>(
     find: impl Fn() -> keyframe_replay_driver::Result<T>,
     interrupted: &AtomicBool,

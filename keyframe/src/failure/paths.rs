@@ -4,7 +4,7 @@ use super::Failure;
 use keyframe_store::backend::is_remote;
 use std::path::{Path, PathBuf};
 
-/// From the root on.
+/// Returns the absolute form of a path.
 pub fn absolute(path: &Path) -> Result<PathBuf, Failure> {
     std::path::absolute(path).map_err(|e| Failure::new(format!("resolve {}: {e}", path.display())))
 }

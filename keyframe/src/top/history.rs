@@ -9,7 +9,7 @@ pub const KEPT: usize = 240;
 
 /// A checkpoint, or an epoch of a replication.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Point {
+pub struct HistoryPoint {
     /// Its number.
     pub number: u64,
     /// How long the VM stood.
@@ -20,7 +20,7 @@ pub struct Point {
     pub bytes: u64,
 }
 
-impl Point {
+impl HistoryPoint {
     fn newest(status: &EngineStatus) -> Option<Self> {
         if let Some(of) = &status.replication {
             let (pause_ns, pages, bytes) = (of.pause_ns, of.pages, of.wire_bytes);
@@ -32,32 +32,32 @@ impl Point {
     }
 }
 
-/// What an engine answered, or why there was no answer, and its VM's name.
-pub type Answer = (String, Result<EngineStatus, String>);
+/// The VM's name, with its engine's answer or the reason why there is none.
+pub type StatusAnswer = (String, Result<EngineStatus, String>);
 
 /// One VM.
 #[derive(Debug)]
-pub struct Vm {
+pub struct VmHistory {
     /// What its engine said last.
     pub status: EngineStatus,
     /// Why it did not answer the last time.
     pub silent: Option<String>,
     /// What was seen, the oldest first.
-    pub points: VecDeque<Point>,
+    pub points: VecDeque<HistoryPoint>,
 }
 
 /// All of them.
 #[derive(Debug, Default)]
 pub struct History {
-    vms: BTreeMap<String, Vm>,
+    vms: BTreeMap<String, VmHistory>,
 }
 
 impl History {
-    /// Takes in what engines answered. What is not among them has ended.
-    pub fn take(&mut self, answers: Vec<Answer>) {
+    /// Adds the answers of engines. A VM without an answer has ended.
+    pub fn take(&mut self, answers: Vec<StatusAnswer>) {
         self.vms.retain(|name, _| answers.iter().any(|(answered, _)| answered == name));
         for (name, answer) in answers {
-            let vm = self.vms.entry(name).or_insert_with(|| Vm {
+            let vm = self.vms.entry(name).or_insert_with(|| VmHistory {
                 status: EngineStatus::default(),
                 silent: None,
                 points: VecDeque::new(),
@@ -69,7 +69,7 @@ impl History {
                     if vm.status.engine_pid != status.engine_pid {
                         vm.points.clear();
                     }
-                    let newest = Point::newest(&status);
+                    let newest = HistoryPoint::newest(&status);
                     if newest.is_some_and(|point| {
                         vm.points.back().is_none_or(|last| last.number != point.number)
                     }) {
@@ -83,7 +83,7 @@ impl History {
     }
 
     /// The VMs, by name.
-    pub fn vms(&self) -> impl ExactSizeIterator<Item = (&str, &Vm)> {
+    pub fn vms(&self) -> impl ExactSizeIterator<Item = (&str, &VmHistory)> {
         self.vms.iter().map(|(name, vm)| (name.as_str(), vm))
     }
 }

@@ -9,7 +9,7 @@
 //!   (what `keyframe status` says of it)
 //! ```
 
-use super::history::{History, Vm};
+use super::history::{History, VmHistory};
 use crate::commands::status;
 use crate::output;
 use ratatui::Frame;
@@ -20,7 +20,7 @@ use ratatui::widgets::{Block, Borders, Paragraph, Row, Sparkline, Table, TableSt
 const HEADER: [&str; 8] = ["VM", "STATE", "NUMBER", "AGE", "PAUSE", "PAGES", "STORED", "WHAT"];
 
 /// A VM's row, as `HEADER` says.
-pub fn row(name: &str, vm: &Vm) -> Vec<String> {
+pub fn row(name: &str, vm: &VmHistory) -> Vec<String> {
     let s = &vm.status;
     let none = || "-".to_owned();
     let newest = vm.points.back();
@@ -97,7 +97,7 @@ fn table_of(cells: &[Vec<String>]) -> Table<'static> {
         .row_highlight_style(Style::new().add_modifier(Modifier::REVERSED))
 }
 
-fn details(frame: &mut Frame<'_>, area: Rect, name: &str, vm: &Vm) {
+fn details(frame: &mut Frame<'_>, area: Rect, name: &str, vm: &VmHistory) {
     let block = Block::new().borders(Borders::TOP).title(format!(" {name} "));
     let inner = block.inner(area);
     frame.render_widget(block, area);
@@ -107,8 +107,9 @@ fn details(frame: &mut Frame<'_>, area: Rect, name: &str, vm: &Vm) {
     let newest = vm.points.back();
     let pause = newest.map_or_else(String::new, |point| output::duration(point.pause_ns));
     let pages = newest.map_or_else(String::new, |point| point.pages.to_string());
-    let of =
-        |get: fn(&super::history::Point) -> u64| vm.points.iter().map(get).collect::<Vec<u64>>();
+    let of = |get: fn(&super::history::HistoryPoint) -> u64| {
+        vm.points.iter().map(get).collect::<Vec<u64>>()
+    };
     curve(frame, left, &format!("pause {pause}"), &of(|point| point.pause_ns));
     curve(frame, right, &format!("pages {pages}"), &of(|point| point.pages));
     let words_of = vm.silent.clone().unwrap_or_else(|| status::text(&vm.status));

@@ -3,7 +3,7 @@
 use super::session::unguarded;
 use crate::failure::chain;
 use indicatif::ProgressBar;
-use keyframe_profiler::{Event, EventSink};
+use keyframe_profiler::{EventSink, ProfilerEvent};
 
 /// Moves a progress bar, and prints warnings above it.
 #[derive(Clone, Debug)]
@@ -12,26 +12,26 @@ pub struct ProfilerWords {
     pub bar: ProgressBar,
 }
 
-impl EventSink for ProfilerWords {
-    fn event(&self, event: &Event) {
+impl EventSink<ProfilerEvent> for ProfilerWords {
+    fn event(&self, event: &ProfilerEvent) {
         match event {
-            Event::GuestStarted => self.bar.set_message("waiting for the guest"),
-            Event::UnguardedAttach { qemu_pid } => {
+            ProfilerEvent::GuestStarted => self.bar.set_message("waiting for the guest"),
+            ProfilerEvent::UnguardedAttach { qemu_pid } => {
                 if let Some((_, text)) = unguarded(*qemu_pid) {
                     self.bar.suspend(|| eprintln!("keyframe: {text}"));
                 }
             }
-            Event::NotEnded { error } => {
+            ProfilerEvent::NotEnded { error } => {
                 self.bar.suspend(|| eprintln!("keyframe: warning: {}", chain(error)));
             }
-            Event::EpochsBegin { vcpus, total } => {
+            ProfilerEvent::EpochsBegin { vcpus, total } => {
                 self.bar.set_message(
                     vcpus.map_or_else(|| "measuring".into(), |n| format!("measuring, {n} vCPUs")),
                 );
                 self.bar.set_length(total.as_millis() as u64);
                 self.bar.set_position(0);
             }
-            Event::EpochMeasured { length } => self.bar.inc(length.as_millis() as u64),
+            ProfilerEvent::EpochMeasured { length } => self.bar.inc(length.as_millis() as u64),
             _ => {}
         }
     }

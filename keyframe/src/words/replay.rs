@@ -2,7 +2,7 @@
 
 use crate::failure::{Failure, chain};
 use indicatif::ProgressBar;
-use keyframe_replay_driver::{Event, EventSink};
+use keyframe_replay_driver::{EventSink, ReplayEvent};
 
 /// Prints events to standard error, and moves a progress bar if there is one.
 #[derive(Clone, Debug, Default)]
@@ -25,11 +25,13 @@ impl ReplayWords {
     }
 }
 
-impl EventSink for ReplayWords {
-    fn event(&self, event: &Event) {
+impl EventSink<ReplayEvent> for ReplayWords {
+    fn event(&self, event: &ReplayEvent) {
         match (event, &self.bar) {
-            (Event::ReplaysBegin { instructions }, Some(bar)) => bar.set_length(*instructions),
-            (Event::Replayed { instructions }, Some(bar)) => bar.inc(*instructions),
+            (ReplayEvent::ReplaysBegin { instructions }, Some(bar)) => {
+                bar.set_length(*instructions);
+            }
+            (ReplayEvent::Replayed { instructions }, Some(bar)) => bar.inc(*instructions),
             _ => {}
         }
         if let Some(text) = line(event) {
@@ -39,23 +41,25 @@ impl EventSink for ReplayWords {
 }
 
 /// The line for `event`; `None` if it is not worth a line.
-fn line(event: &Event) -> Option<String> {
+fn line(event: &ReplayEvent) -> Option<String> {
     Some(match event {
-        Event::RecorderKilled { recording } => format!(
+        ReplayEvent::RecorderKilled { recording } => format!(
             "{}: its recorder was killed; it ends with what QEMU had written by then",
             recording.display()
         ),
-        Event::IntervalFailed { index, error } => {
+        ReplayEvent::IntervalFailed { index, error } => {
             let fix = error.fix();
             let failure = Failure { fix, ..Failure::new(chain(error)) };
             format!("interval {index}: {failure}")
         }
-        Event::IntervalWithoutPart { index, reason } => format!("interval {index}: {reason}"),
-        Event::DebuggerLost { error } => chain(error),
-        Event::DebuggerWriteRefused => "the debugger wants to write registers or memory: what is \
+        ReplayEvent::IntervalWithoutPart { index, reason } => format!("interval {index}: {reason}"),
+        ReplayEvent::DebuggerLost { error } => chain(error),
+        ReplayEvent::DebuggerWriteRefused => {
+            "the debugger wants to write registers or memory: what is \
                                         recorded cannot be changed"
-            .into(),
-        Event::DivergedUnderDebugger { icount } => format!(
+                .into()
+        }
+        ReplayEvent::DivergedUnderDebugger { icount } => format!(
             "the replay has come off its log at instruction {icount}: go back from there, by one \
              instruction, and on"
         ),

@@ -230,7 +230,8 @@ fn sealed(entry: &Entry) -> String {
     )
 }
 
-/// Once in the life of this process: RAM that is plugged in is attached to again.
+/// Returns the warning that QEMU is not guarded, once in the life of this process: an engine
+/// attaches again when RAM is plugged in.
 pub(super) fn unguarded(qemu_pid: u32) -> Option<(Importance, String)> {
     static ONCE: Once = Once::new();
     let mut said = None;

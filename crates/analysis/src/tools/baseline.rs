@@ -5,7 +5,7 @@ use crate::context::{MergeContext, Part, RunContext, ToolSummary};
 use crate::error::Result;
 use crate::ring_reader::SharedBoard;
 
-/// What the plugin does at each memory access.
+/// The work of the plugin at each memory access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Baseline {
     /// Nothing: the plugin is loaded and registers no callback. This is the cost of the replay.

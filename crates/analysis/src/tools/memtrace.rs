@@ -169,7 +169,7 @@ fn zeros<T: Copy + Default>() -> Box<[T; GROUP_ROWS]> {
 struct TracedPage {
     vaddr: u64,
     page: u32,
-    /// Of the column `flags`.
+    /// The bits of the column `flags`.
     flags: u8,
     is_defined: bool,
     /// The row group in which `index` is valid.

@@ -85,7 +85,8 @@ impl IcountMapper {
         Some(running)
     }
 
-    /// The recording's count of the instruction that is the plugin's `count`-th to begin.
+    /// Returns the recording's instruction count at the instruction that is the plugin's `count`-th
+    /// to begin.
     #[inline]
     pub fn icount(&self, count: u64) -> u64 {
         self.base.wrapping_add(count).min(self.last)

@@ -14,7 +14,7 @@
 use keyframe_analysis::plugin::{self, PluginInterface};
 use keyframe_analysis::tools::{Tool, ToolRun};
 use keyframe_analysis::{
-    GuestRam, Icount, IcountInterval, MergeContext, Part, RamFile, RamRange, RunContext,
+    Icount, IcountInterval, MergeContext, Part, RamFile, RamRange, ReplayRam, RunContext,
     ToolSummary,
 };
 use keyframe_replay::log::LogIndex;
@@ -338,7 +338,7 @@ impl Recording {
         RunContext {
             interface: self.qemu.interface,
             plugin: plugin::install(self.dir.path(), self.qemu.interface).unwrap(),
-            ram: GuestRam { files: vec![file], ranges: vec![range] },
+            ram: ReplayRam { files: vec![file], ranges: vec![range] },
             dir: dir.to_owned(),
             warm_up: Some(warm_up),
             intervals,

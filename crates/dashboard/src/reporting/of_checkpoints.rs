@@ -122,6 +122,7 @@ fn summary(page: &mut ReportPage, sealed: &[Sealed], of_vms: &BTreeMap<&str, Vec
     }
 }
 
+/// Adds the part about one VM: its pauses, its pages and a plot of them over all its checkpoints.
 fn of_vm(
     page: &mut ReportPage,
     vm: &str,
@@ -129,6 +130,23 @@ fn of_vm(
     listing: &CheckpointListing,
 ) -> Result<()> {
     page.part(&format!("VM {vm}"));
+    add_pauses(page, entries);
+    add_pages(page, entries);
+    let late = entries.iter().filter(|entry| entry.backlog_ns > LATE_NS).count();
+    page.line(&format!(
+        "{} of {} checkpoints began more than 1 ms late, because the one before was still being encoded; {} at most.",
+        late,
+        entries.len(),
+        human_duration(entries.iter().map(|entry| entry.backlog_ns).max().unwrap_or(0))
+    ));
+    let timeline = Timeline::of(listing, Some(vm), &(0..=u64::MAX), POINTS);
+    page.figure(&plots(&timeline.buckets), &timeline_caption(&timeline))?;
+    add_longest_pauses(page, entries);
+    Ok(())
+}
+
+/// Adds the percentiles of each phase of the pause.
+fn add_pauses(page: &mut ReportPage, entries: &[&Entry]) {
     let row = |(name, value): &(&str, NumberOf)| {
         let mut sample: Vec<u64> = entries.iter().map(|entry| value(entry)).collect();
         sample.sort_unstable();
@@ -141,6 +159,10 @@ fn of_vm(
         &["Phase", "Median", "90 %", "99 %", "Longest"],
         &rows,
     );
+}
+
+/// Adds the number of pages that were dirty, and how many of them were stored.
+fn add_pages(page: &mut ReportPage, entries: &[&Entry]) {
     let sum = |value: fn(&Entry) -> u64| entries.iter().map(|entry| value(entry)).sum::<u64>();
     let pages: [(&str, NumberOf); 5] = [
         ("dirty", |e| e.dirty_pages),
@@ -162,15 +184,10 @@ fn of_vm(
         })
         .collect();
     page.table("What became of pages", &["Pages", "In all", "A checkpoint", "Bytes"], &rows);
-    let late = entries.iter().filter(|entry| entry.backlog_ns > LATE_NS).count();
-    page.line(&format!(
-        "{} of {} checkpoints began more than 1 ms late, because the one before was still being encoded; {} at most.",
-        late,
-        entries.len(),
-        human_duration(entries.iter().map(|entry| entry.backlog_ns).max().unwrap_or(0))
-    ));
-    let timeline = Timeline::of(listing, Some(vm), &(0..=u64::MAX), POINTS);
-    page.figure(&plots(&timeline.buckets), &said(&timeline))?;
+}
+
+/// Adds the five checkpoints with the longest pauses.
+fn add_longest_pauses(page: &mut ReportPage, entries: &[&Entry]) {
     let mut slow: Vec<&&Entry> = entries.iter().collect();
     slow.sort_by_key(|entry| std::cmp::Reverse(entry.pause_ns));
     let rows: Vec<_> = slow
@@ -197,10 +214,10 @@ fn of_vm(
         "Dirty pages",
     ];
     page.table("The longest pauses", &header, &rows);
-    Ok(())
 }
 
-fn said(timeline: &Timeline) -> String {
+/// The text under the plot: how many checkpoints it shows, and how they share points.
+fn timeline_caption(timeline: &Timeline) -> String {
     let (shown, buckets) = (timeline.shown, timeline.buckets.len());
     let place = if shown > buckets {
         "; where several share a point, the longest pause, and the mean of the rest"
@@ -303,7 +320,7 @@ fn growth(page: &mut ReportPage, sealed: &[Sealed]) -> Result<()> {
     Ok(())
 }
 
-/// What the whole store holds, and what was saved.
+/// Adds the part "Store": its sizes, and what deduplication and compression saved.
 pub fn add_store(page: &mut ReportPage, stats: &Stats) {
     let b = human_bytes;
     let times =

@@ -1,4 +1,4 @@
-//! What a recording tells, as a report: its intervals, instructions and sizes, and analyses of it.
+//! The parts of a report about a recording: its facts, its intervals, and analyses of it.
 
 use super::ReportPage;
 use crate::error::{Error, Result};
@@ -10,7 +10,7 @@ use keyframe_store::Sealed;
 use keyframe_units::{human_bytes, human_duration, percentile};
 use std::path::Path;
 
-/// Rows of the table of intervals; of more, the plot tells.
+/// The most rows of the table of intervals. The plot shows all intervals.
 const ROWS_MAX: usize = 200;
 
 /// The checkpoints of `recording` among `sealed`, in the order of their instructions.
@@ -28,7 +28,7 @@ pub fn checkpoints(
     all
 }
 
-/// Adds all parts about it.
+/// Adds the part "Recording": its facts and, if it has checkpoints, its intervals.
 pub fn add(
     page: &mut ReportPage,
     recording: &Recording,
@@ -39,6 +39,20 @@ pub fn add(
     let instructions =
         if meta.ending == RecordingEnding::Recording { newest } else { meta.instructions };
     let all = intervals(places, instructions);
+    page.part("Recording");
+    add_facts(page, recording, instructions, all.len());
+    if all.is_empty() {
+        page.line("It has no checkpoints, and so no intervals: keyframe segment takes them from a replay.");
+        return Ok(());
+    }
+    add_lengths(page, &all)?;
+    add_intervals(page, &all);
+    Ok(())
+}
+
+/// Adds the table of facts. `instructions` is the number of recorded instructions.
+fn add_facts(page: &mut ReportPage, recording: &Recording, instructions: u64, intervals: usize) {
+    let meta = &recording.meta;
     let ending = match meta.ending {
         RecordingEnding::Recording => "it is still being made",
         RecordingEnding::Complete => "complete",
@@ -50,7 +64,11 @@ pub fn add(
     } else {
         "-".into()
     };
-    page.part("Recording");
+    let log = format!(
+        "{} as QEMU wrote it, {} on disk",
+        human_bytes(meta.log_bytes),
+        human_bytes(recording.stored_log_bytes())
+    );
     page.facts(
         "What was recorded",
         &[
@@ -59,23 +77,16 @@ pub fn add(
             ("Took", human_duration(meta.duration_ns)),
             ("Ended", ending.into()),
             ("Instructions", format!("{instructions}, {speed}")),
-            (
-                "Log",
-                format!(
-                    "{} as QEMU wrote it, {} on disk",
-                    human_bytes(meta.log_bytes),
-                    human_bytes(recording.stored_log_bytes())
-                ),
-            ),
-            ("Intervals", all.len().to_string()),
+            ("Log", log),
+            ("Intervals", intervals.to_string()),
             ("QEMU", meta.qemu_version.clone()),
             ("Command", meta.user_command.join(" ")),
         ],
     );
-    if all.is_empty() {
-        page.line("It has no checkpoints, and so no intervals: keyframe segment takes them from a replay.");
-        return Ok(());
-    }
+}
+
+/// Adds the distribution of the intervals' lengths in instructions, as a table and as a plot.
+fn add_lengths(page: &mut ReportPage, all: &[Interval]) -> Result<()> {
     let mut lengths: Vec<u64> = all.iter().map(Interval::len).collect();
     lengths.sort_unstable();
     let at = |percent| percentile(&lengths, percent).to_string();
@@ -98,7 +109,11 @@ pub fn add(
     page.figure(
         &Figure { title: String::new(), charts: vec![chart] },
         "How much there is to replay in each interval.",
-    )?;
+    )
+}
+
+/// Adds the table of the first [`ROWS_MAX`] intervals.
+fn add_intervals(page: &mut ReportPage, all: &[Interval]) {
     let row = |one: &Interval| {
         let end = one.end.map_or_else(|| "the log's".into(), |id| id.to_string());
         vec![
@@ -116,10 +131,9 @@ pub fn add(
         &["Interval", "From checkpoint", "To", "First instruction", "Instructions"],
         &rows,
     );
-    Ok(())
 }
 
-/// Adds an analysis in `out`.
+/// Adds a part about the analysis in the directory `out`. Fails if its files cannot be read.
 pub fn add_analysis(page: &mut ReportPage, out: &Path) -> Result<()> {
     let (head, took) = previous_timings(out)?;
     page.part(&format!("Analysis {}", head.tool));
@@ -152,6 +166,12 @@ pub fn add_analysis(page: &mut ReportPage, out: &Path) -> Result<()> {
             "It is of a run that was not recorded, so what it shows need not be what happened.",
         );
     }
+    page.table("Results", &["File", "Size"], &result_files(out)?);
+    Ok(())
+}
+
+/// The name and size of each result in the analysis's directory, in the order of the names.
+fn result_files(out: &Path) -> Result<Vec<Vec<String>>> {
     let results = std::fs::read_dir(out)
         .map_err(|source| Error::Io { operation: format!("read {}", out.display()), source })?;
     let mut files: Vec<Vec<String>> = results
@@ -165,6 +185,5 @@ pub fn add_analysis(page: &mut ReportPage, out: &Path) -> Result<()> {
         .map(|(name, found)| vec![name, human_bytes(found.len())])
         .collect();
     files.sort();
-    page.table("Results", &["File", "Size"], &files);
-    Ok(())
+    Ok(files)
 }

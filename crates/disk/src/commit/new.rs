@@ -23,8 +23,8 @@ pub fn to_new_raw(disk: &dyn Readable, path: &Path) -> Result<()> {
     to_new(disk, path, ImageFormat::Raw, &mut |_| Ok(()))
 }
 
-/// As [`to_new_raw`], in either format. Calls `watch` with the number of bytes of the disk done so
-/// far.
+/// Writes a new image as [`to_new_raw`] does, in either format. Calls `watch` with the number of
+/// bytes of the disk done so far.
 pub fn to_new(
     disk: &dyn Readable,
     path: &Path,
@@ -34,7 +34,8 @@ pub fn to_new(
     to_file(disk, path, format, false, watch)
 }
 
-/// As [`to_new`]. If `replace` is true, an existing file is replaced, atomically.
+/// Writes a new image as [`to_new`] does. If `replace` is true, it replaces an existing file by a
+/// rename.
 pub fn to_file(
     disk: &dyn Readable,
     path: &Path,

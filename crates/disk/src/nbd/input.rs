@@ -19,6 +19,7 @@ fn failed(error: io::Error) -> Error {
 }
 
 impl ClientInput {
+    /// Makes a reader of requests on `stream`.
     pub fn new(stream: UnixStream) -> Self {
         Self { stream, buffer: vec![0; BUFFER_BYTES].into(), start: 0, end: 0 }
     }

@@ -94,7 +94,7 @@ pub struct NbdRequest {
 }
 
 impl NbdRequest {
-    /// `None` if the magic number is wrong.
+    /// Parses a header. Returns `None` if the magic number is wrong.
     pub fn parse(bytes: &[u8; REQUEST_BYTES]) -> Option<Self> {
         let mut reader = ByteReader::new(bytes);
         (reader.u32_be().ok()? == REQUEST).then_some(())?;

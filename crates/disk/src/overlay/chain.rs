@@ -123,7 +123,7 @@ impl EpochChain {
         });
     }
 
-    /// As [`Self::each`], for the current epoch alone.
+    /// Visits the extents of the current epoch alone, as [`Self::each`] does.
     pub fn each_current(
         &self,
         start: u64,
@@ -291,7 +291,8 @@ impl EpochChain {
         self.current.entries() + self.owed.entries() + self.settled.entries() + frozen
     }
 
-    /// Blocks written since the last cut, plus owed blocks. A block may count twice.
+    /// Returns the number of blocks written since the last cut, plus owed blocks. A block may count
+    /// twice.
     pub fn dirty_blocks(&self) -> u64 {
         self.current.blocks() + self.owed.blocks()
     }

@@ -166,7 +166,7 @@ impl Journal {
         (map.entries() as u64 * RECORD_BYTES as u64 * 4).max(self.rewrite_bytes_min)
     }
 
-    /// For tests, which need not write megabytes first.
+    /// Sets the length from which the journal is rewritten, for tests.
     #[cfg(test)]
     pub fn rewrite_from(&mut self, bytes: u64) {
         (self.rewrite_at, self.rewrite_bytes_min) = (bytes, bytes);

@@ -106,8 +106,8 @@ pub fn read_or_zero(file: &File, offset: u64, buf: &mut [u8]) -> std::io::Result
     Ok(())
 }
 
-/// As [`read_or_zero`], if all bytes are in the page cache. `false` if some are not; the kernel has
-/// begun to read them.
+/// Reads as [`read_or_zero`] if all bytes are in the page cache. Returns false if some are not; the
+/// kernel has begun to read them.
 pub fn read_now(file: &File, offset: u64, buf: &mut [u8]) -> std::io::Result<bool> {
     let mut done = 0;
     while done < buf.len() {

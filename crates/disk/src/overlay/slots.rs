@@ -101,6 +101,7 @@ impl SlotAllocator {
         self.advance();
     }
 
+    /// Returns true if no read of a slot is in progress.
     #[cfg(test)]
     pub fn has_no_reader(&self) -> bool {
         self.readers == [0, 0]

@@ -115,8 +115,10 @@ impl Disks {
         self.done(&DiskRequest::Prepare, SYNC_TIMEOUT)
     }
 
-    /// From now on, for at most `limit`, flushes are acknowledged before their sync. `limit` must
-    /// not exceed the watchdog's limit. Errors: the server has ended or does not answer.
+    /// Has the server acknowledge flushes before their sync, for at most `limit` from now on.
+    /// `limit` must not exceed the watchdog's limit.
+    ///
+    /// Errors: the server has ended or does not answer.
     pub fn pause(&mut self, limit: Duration) -> Result<()> {
         self.done(&DiskRequest::Pause { limit_ms: limit.as_millis() as u64 }, ANSWER_TIMEOUT)
     }
@@ -190,9 +192,10 @@ impl Disks {
         Pages { disks: self, index, epoch, next: Some(DiskBlock(0)), ready: Vec::new().into_iter() }
     }
 
-    /// Some thousand extents of [`Self::pages`], from `from` on, and the block at which to
-    /// continue. For a caller that shares this handle with others. Errors: no such epoch; the
-    /// server has ended or does not answer.
+    /// Returns some thousand extents of [`Self::pages`] from block `from` on, and the block at
+    /// which to continue. It is for a caller that shares this handle with others.
+    ///
+    /// Errors: no such epoch; the server has ended or does not answer.
     pub fn pages_from(
         &mut self,
         index: usize,

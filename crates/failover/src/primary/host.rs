@@ -29,7 +29,7 @@ pub trait HostControl: Send {
     fn release_output(&mut self, cut: u64);
     /// Releases all output, and holds no more.
     fn open_gate(&mut self);
-    /// What the gate holds.
+    /// Returns the packets that the gate holds.
     fn gate_status(&mut self) -> GateStatus;
     /// Asks the witness; the answer comes as an event.
     fn ask_witness(&mut self, request: WitnessRequest);

@@ -25,17 +25,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
-/// How long a VM that is to end may take to end, in nanoseconds.
+/// The longest time until a killed VM has ended, in nanoseconds.
 pub const END_TIMEOUT_NS: u64 = 10_000_000_000;
 
 /// A monotonic clock, in nanoseconds.
 pub type Clock = Box<dyn Fn() -> u64 + Send>;
 
-/// What the loop is made of.
+/// The parts of the loop.
 pub struct ProtocolParts {
     /// The protocol's core.
     pub core: Primary,
-    /// Where actions of the VM's thread are sent.
+    /// The sender of actions for the VM's thread.
     pub vm: Sender<VmAction>,
     /// The host.
     pub host: Box<dyn HostControl>,
@@ -90,7 +90,7 @@ pub struct Protocol {
     killed_at_ns: Option<u64>,
     exit: Option<ExitStatus>,
     end: Option<End>,
-    /// The error of the last connect, told already.
+    /// The error of the last attempt to connect, already emitted as an event.
     trouble: Option<String>,
 }
 
@@ -126,7 +126,7 @@ impl Protocol {
         self.check_interrupt();
     }
 
-    /// How long the core needs no call.
+    /// Returns the time until the core needs a call, if no event comes before.
     pub fn wait(&self) -> Duration {
         Duration::from_nanos(self.core.deadline_ns().saturating_sub((self.clock)()))
     }
@@ -143,7 +143,7 @@ impl Protocol {
         self.check_interrupt();
     }
 
-    /// Why the loop has ended, if it has.
+    /// Returns the reason for which the loop has ended; `None` while it runs.
     pub fn end(&self) -> Option<End> {
         self.end
     }
@@ -320,8 +320,8 @@ impl Protocol {
         let _ = pending.answer.send(response);
     }
 
-    /// Hands `input` to the core and carries out what the core asks. Inputs that follow from this
-    /// are handed to the core afterwards.
+    /// Passes `input` to the core and carries out the core's actions. Then passes the inputs that
+    /// follow from them.
     fn handle(&mut self, input: PrimaryEvent) {
         let mut inputs = VecDeque::from([input]);
         while let Some(input) = inputs.pop_front() {

@@ -5,7 +5,7 @@ use super::PrimaryEngineEvent as EngineEvent;
 use super::host::HostControl;
 use super::protocol::{END_TIMEOUT_NS, End, Protocol, ProtocolParts};
 use crate::error::Error;
-use crate::event::{Event, EventSink};
+use crate::event::{Event, FailoverEventSink};
 use crate::frames::Kind;
 use crate::links::LinkEvent;
 use crate::sending::{Link, SharedWire};
@@ -107,11 +107,11 @@ impl HostControl for FakeHost {
 #[derive(Default)]
 struct Told(Mutex<Vec<String>>);
 
-impl keyframe_session::EventSink for Told {
+impl keyframe_session::EventSink<keyframe_session::Event> for Told {
     fn event(&self, _: &keyframe_session::Event) {}
 }
 
-impl EventSink for Told {
+impl FailoverEventSink for Told {
     fn failover_event(&self, event: &Event) {
         self.0.lock().unwrap().push(format!("{event:?}"));
     }

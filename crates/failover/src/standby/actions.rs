@@ -112,7 +112,7 @@ impl StandbyEngine {
         }
     }
 
-    /// Applies a whole epoch, in a thread of its own.
+    /// Applies a whole epoch in another thread.
     fn apply(&mut self, epoch: Epoch) -> Option<StandbyEvent> {
         let failed = |reason: &str| Some(StandbyEvent::ApplyFailed { reason: reason.into() });
         let ready = self.ready.as_mut()?;

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-/// How long a host may take to send its greeting.
+/// The longest time until a host has sent its greeting.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
 /// Connections whose greeting has not come yet.
 const STRANGERS_MAX: usize = 32;
@@ -33,7 +33,7 @@ pub fn bound(address: SocketAddr) -> Result<TcpListener> {
     }
 }
 
-/// Accepts connections until `ends` is set. A thread of its own reads the greeting of each.
+/// Accepts connections until `ends` is set. Reads the greeting of each in another thread.
 pub fn admit(
     listener: TcpListener,
     setup: &Setup,

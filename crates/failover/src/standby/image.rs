@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use keyframe_locks::IgnorePoison;
 use keyframe_qemu::restore::{PreparedRam, RamSource};
 use keyframe_session::run_dir::name_from;
-use keyframe_transfer::{Epoch as EpochBuffer, Image};
+use keyframe_transfer::{EpochBuffer, EpochImage};
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, ZERO_PAGE};
 use rustix::fs::{FlockOperation, flock};
 use std::collections::HashMap;
@@ -72,7 +72,8 @@ pub fn make_disks(folder: &Path, machine: &MachineFrame) -> Result<Vec<PathBuf>>
 }
 
 impl StandbyImage {
-    /// Over a QEMU's memory and files that are there.
+    /// Makes the image of a waiting QEMU's RAM and of the existing disk files `paths`. Fails if a
+    /// file cannot be opened.
     pub fn new(ram: PreparedRam, machine: &MachineFrame, paths: &[PathBuf]) -> Result<Self> {
         let ram_pages = machine.ram.len_pages();
         let (mut at, mut disks) = (ram_pages, Vec::new());
@@ -96,12 +97,12 @@ impl StandbyImage {
         self.disks.iter().all(|disk| disk.file.metadata().is_ok_and(|known| known.blocks() == 0))
     }
 
-    /// Makes the pages of `epochs` what is held.
+    /// Applies the pages of `epochs` to RAM and disks, as a whole or not at all.
     pub fn apply(&self, epochs: &[EpochBuffer]) -> io::Result<()> {
         let mut undo = Vec::new();
         for (page, content) in epochs.iter().flat_map(EpochBuffer::pages) {
             let mut old = ZERO_PAGE;
-            let written = Image::read(self, page, &mut old).and_then(|()| {
+            let written = EpochImage::read(self, page, &mut old).and_then(|()| {
                 undo.push((page, Box::new(old)));
                 self.write(page, content)
             });
@@ -125,7 +126,7 @@ impl StandbyImage {
                 // A page that did not fit on the disk was not changed. Its old content does not fit
                 // either.
                 let mut now = ZERO_PAGE;
-                if Image::read(self, *page, &mut now).is_err() || now != **old {
+                if EpochImage::read(self, *page, &mut now).is_err() || now != **old {
                     result = Err(error);
                 }
             }
@@ -155,7 +156,7 @@ impl StandbyImage {
     }
 }
 
-impl Image for StandbyImage {
+impl EpochImage for StandbyImage {
     fn read(&self, page: PageIndex, into: &mut Page) -> io::Result<()> {
         *into = ZERO_PAGE;
         if self.ram.read_page(page, into)? {
@@ -180,7 +181,7 @@ impl RamSource for StandbyImage {
     ) -> io::Result<()> {
         let mut page = ZERO_PAGE;
         for index in range.iter() {
-            Image::read(self, index, &mut page)?;
+            EpochImage::read(self, index, &mut page)?;
             if page != ZERO_PAGE {
                 sink(index, &page)?;
             }

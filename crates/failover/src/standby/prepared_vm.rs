@@ -11,21 +11,26 @@ use crate::error::{Error, Result};
 use crate::event::Event;
 use keyframe_inspect::source_of;
 use keyframe_qemu::net_gate;
-use keyframe_qemu::restore::{Plan, Prepared, RestoreOptions, prepare};
+use keyframe_qemu::restore::{Plan, Prepared, PreparedRam, RestoreOptions, prepare};
 use keyframe_qemu::{DiskServer, Drive};
 use keyframe_replication::{
-    Epoch, GroupId, NodeId, ReplicationConfig, Standby, StandbyState, Term,
+    Arbitration, Epoch, GroupId, NodeId, ReplicationConfig, Standby, StandbyState, Term,
 };
 use keyframe_vm_disks::overlay_directory::OverlayDirectory;
 use keyframe_vm_disks::{self as disks, DiskToServe, ServedDisks};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The device state and the description of an epoch that is arriving; its pages come by the streams.
+/// The description and the device state of an epoch that is arriving. The epoch's pages arrive by
+/// the streams.
 pub struct IncomingEpoch {
+    /// The session.
     pub session: u64,
+    /// The epoch.
     pub epoch: Epoch,
+    /// Its description.
     pub head: EpochHead,
+    /// QEMU's device stream.
     pub devices: Vec<u8>,
 }
 
@@ -46,14 +51,40 @@ pub struct PreparedVm {
     pub marks: Vec<Option<(u64, Epoch)>>,
     /// Epochs that are being applied.
     pub applying: u32,
-    /// No epoch was ever applied.
+    /// True if no epoch was ever applied.
     pub blank: bool,
     /// A session whose primary waits for the hashes of the pages here.
     pub resync_session: Option<u64>,
 }
 
+/// A QEMU that has been started, and the processes that it needs.
+struct WaitingQemu {
+    prepared: Prepared,
+    memory: PreparedRam,
+    served: Option<ServedDisks>,
+    gate: Gate,
+}
+
+/// The settings of this host's standby, which follow the primary's.
+fn replication_config(
+    machine: &MachineFrame,
+    arbitration: Arbitration,
+) -> Result<ReplicationConfig> {
+    let group = u128::from_str_radix(&machine.group, 16).map_err(|_| Error::Group)?;
+    let mut config = ReplicationConfig::new(
+        NodeId(random()?),
+        random()?,
+        GroupId(group),
+        arbitration,
+        machine.detection_ns,
+    );
+    config.paths = machine.paths;
+    Ok(config)
+}
+
 impl StandbyEngine {
-    /// Starts a QEMU of this machine that waits.
+    /// Starts a QEMU that waits for the VM of this machine. A QEMU that waits for another VM ends,
+    /// unless this host may be allowed to take that VM over: then it fails.
     pub(super) fn prepare(&mut self, machine: MachineFrame) -> Result<()> {
         let setup = self.options.setup.clone();
         if machine.arbiter != setup.arbiter() {
@@ -66,50 +97,11 @@ impl StandbyEngine {
             return Err(Error::HoldsAnotherVm);
         }
         self.discard();
-        let folder = &self.options.folder;
-        let paths = make_disks(folder, &machine)?;
-        let words = machine.spec.user_command.get(1..).unwrap_or_default();
-        let gated = net_gate(words, self.run_dir.path()).map_err(keyframe_qemu::Error::from)?;
-        let gate = start_gate(&gated.nics)?;
-        let socket = self.run_dir.path().join(DISKS_SOCKET);
-        let made = self.serve(&machine, &paths, &socket).and_then(|served| {
-            let server = DiskServer { socket: socket.clone(), prefix: String::new() };
-            let disks = served.as_ref().map(|_| server);
-            let options =
-                RestoreOptions { disks, added: gated.words.clone(), ..RestoreOptions::default() };
-            let source = source_of(&machine.spec, &machine.ram);
-            let prepared =
-                Plan::new(source, self.options.extra.clone(), options).and_then(|plan| {
-                    for note in plan.notes() {
-                        setup.events.failover_event(&Event::CommandLineNote(note.clone()));
-                    }
-                    let prepared = prepare(plan)?;
-                    let memory = prepared.memory()?;
-                    Ok((prepared, memory))
-                });
-            match prepared {
-                Ok(prepared) => Ok((prepared, served)),
-                Err(error) => {
-                    if let Some(served) = served {
-                        let _ = served.end(false);
-                    }
-                    Err(error.into())
-                }
-            }
-        });
-        let ((prepared, memory), served) = made.inspect_err(|_| gate.end())?;
+        let paths = make_disks(&self.options.folder, &machine)?;
+        let WaitingQemu { prepared, memory, served, gate } = self.start_qemu(&machine, &paths)?;
         let image = Arc::new(StandbyImage::new(memory, &machine, &paths)?);
         let streams = Arc::new(Streams::new(machine.streams.clamp(1, 64), Arc::clone(&image)));
-        let group = u128::from_str_radix(&machine.group, 16).map_err(|_| Error::Group)?;
-        let arbitration = setup.arbitration;
-        let mut config = ReplicationConfig::new(
-            NodeId(random()?),
-            random()?,
-            GroupId(group),
-            arbitration,
-            machine.detection_ns,
-        );
-        config.paths = machine.paths;
+        let config = replication_config(&machine, setup.arbitration)?;
         let core = Standby::new(config, Term(0), None);
         let (marks, blank) = (vec![None; streams.len()], image.disks_are_blank());
         let (vm, qemu_pid) = (machine.name.clone(), prepared.pid());
@@ -133,6 +125,49 @@ impl StandbyEngine {
         Ok(())
     }
 
+    /// Starts the gate, the disks' server and the QEMU, in this order. If one fails, the ones
+    /// before it end.
+    fn start_qemu(&self, machine: &MachineFrame, paths: &[PathBuf]) -> Result<WaitingQemu> {
+        let words = machine.spec.user_command.get(1..).unwrap_or_default();
+        let gated = net_gate(words, self.run_dir.path()).map_err(keyframe_qemu::Error::from)?;
+        let gate = start_gate(&gated.nics)?;
+        let socket = self.run_dir.path().join(DISKS_SOCKET);
+        let started = self.serve(machine, paths, &socket).and_then(|served| {
+            let server = DiskServer { socket: socket.clone(), prefix: String::new() };
+            let disks = served.as_ref().map(|_| server);
+            let options =
+                RestoreOptions { disks, added: gated.words.clone(), ..RestoreOptions::default() };
+            match self.start_incoming(machine, options) {
+                Ok((prepared, memory)) => Ok((prepared, memory, served)),
+                Err(error) => {
+                    if let Some(served) = served {
+                        let _ = served.end(false);
+                    }
+                    Err(error.into())
+                }
+            }
+        });
+        let (prepared, memory, served) = started.inspect_err(|_| gate.end())?;
+        Ok(WaitingQemu { prepared, memory, served, gate })
+    }
+
+    /// Starts the QEMU alone, with its RAM in files that this process has mapped.
+    fn start_incoming(
+        &self,
+        machine: &MachineFrame,
+        options: RestoreOptions,
+    ) -> keyframe_qemu::Result<(Prepared, PreparedRam)> {
+        let source = source_of(&machine.spec, &machine.ram);
+        let plan = Plan::new(source, self.options.extra.clone(), options)?;
+        for note in plan.notes() {
+            self.options.setup.events.failover_event(&Event::CommandLineNote(note.clone()));
+        }
+        let prepared = prepare(plan)?;
+        let memory = prepared.memory()?;
+        Ok((prepared, memory))
+    }
+
+    /// Serves the replicated disks to the QEMU on `socket`; `None` if the VM has no disks.
     fn serve(
         &self,
         machine: &MachineFrame,

@@ -11,7 +11,7 @@ use super::super::frames::{Kind, unmarked};
 use super::image::StandbyImage;
 use keyframe_link::{Channel, Input};
 use keyframe_locks::IgnorePoison;
-use keyframe_transfer::{Decoder, Epoch as EpochBuffer};
+use keyframe_transfer::{Decoder, EpochBuffer};
 use keyframe_units::{Epoch, error_chain};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,9 +19,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 const READ_WAIT: Duration = Duration::from_millis(200);
-/// How long the epoch before may take to be applied.
+/// The longest time until the previous epoch is applied.
 const APPLY_WAIT: Duration = Duration::from_secs(60);
-/// How long a session's start may take to arrive: it comes by another connection than its data.
+/// The longest time until a session's start arrives: it comes by another connection than its data.
 const SESSION_WAIT: Duration = Duration::from_secs(10);
 /// Sessions whose data may still be on its way.
 const PAST_MAX: usize = 64;
@@ -49,7 +49,7 @@ struct State {
     past: VecDeque<u64>,
     /// The number of the current connections.
     connection: u64,
-    /// How often received data was dropped.
+    /// The number of times that received data was dropped.
     dropped: u64,
     building: Vec<EpochBuffer>,
     done: Vec<Option<CompleteBuffer>>,
@@ -79,6 +79,7 @@ impl Streams {
         self.state.lock().ignore_poison()
     }
 
+    /// Returns the number of streams.
     pub fn len(&self) -> usize {
         self.lock().done.len()
     }
@@ -97,7 +98,7 @@ impl Streams {
         self.applied.notify_all();
     }
 
-    /// From now on only connections of this number count.
+    /// Drops received data, and accepts data only from connections with this number from now on.
     pub fn connected(&self, connection: u64) {
         self.discard();
         self.lock().connection = connection;

@@ -10,18 +10,18 @@ use crate::resync::RemotePageHashes;
 use crate::sending::{SentEpoch, SharedWire};
 use keyframe_capture::EncodeReport;
 use keyframe_scheduling::replication::{
-    AcknowledgedEpoch, CheckpointReason, ReplicationDecision, ReplicationScheduler, VmObservation,
+    AcknowledgedEpoch, EpochReason, ReplicationDecision, ReplicationScheduler, VmObservation,
 };
 use keyframe_units::{Epoch, PAGE_BYTES, error_chain};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
-/// How often the VM is looked at when nothing else wakes the thread.
+/// The time between two checks of the VM, if nothing else wakes the thread.
 pub const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// The wait after a capture that failed: the protocol asks for another at once.
 const RETRY: Duration = Duration::from_millis(50);
 
-/// What the loop is made of.
+/// The parts of the loop.
 pub struct LoopParts<V> {
     pub vm: V,
     pub wire: SharedWire,
@@ -35,13 +35,13 @@ pub struct LoopParts<V> {
 /// An epoch on its way.
 struct InFlight {
     epoch: Epoch,
-    /// What the encoder said of it. It counts once the standby has acknowledged the epoch.
+    /// The encoder's report. It counts once the standby has acknowledged the epoch.
     report: Option<EncodeReport<SentEpoch>>,
     acknowledged: bool,
     captured_ns: u64,
     reason: &'static str,
-    /// How long the VM was paused for it if it was suspended before: the capture counts no pause of
-    /// its own then.
+    /// The pause of the VM, in nanoseconds, if the policy suspended it before the capture: the
+    /// capture itself then counts no pause.
     stood_ns: Option<u64>,
     seq: u64,
 }
@@ -60,7 +60,7 @@ pub struct VmLoop<V> {
     in_flight: Option<InFlight>,
     /// When the newest epoch was captured.
     since_ns: u64,
-    /// Since when the policy has the VM suspended.
+    /// The time since which the policy keeps the VM suspended.
     suspended_at_ns: Option<u64>,
     /// An epoch was asked for while another was in flight.
     is_wanted: bool,
@@ -131,7 +131,7 @@ impl<V: ProtectedVm> VmLoop<V> {
                     self.unsuspend();
                 }
             }
-            VmAction::Capture { last } => self.capture(CheckpointReason::Asked.name(), last),
+            VmAction::Capture { last } => self.capture(EpochReason::Asked.name(), last),
             VmAction::Sync { session } => {
                 self.give_up(None);
                 self.wanted_session = Some(session);
@@ -187,7 +187,7 @@ impl<V: ProtectedVm> VmLoop<V> {
         }
     }
 
-    /// Does what the policy decides; how long nothing is to be done.
+    /// Carries out the policy's decision. Returns the time until the next decision.
     fn look(&mut self) -> Duration {
         if !self.may_capture || self.ended {
             return LOOK_EVERY;
@@ -335,7 +335,7 @@ impl<V: ProtectedVm> VmLoop<V> {
         };
         self.tell(VmEvent::EpochDone(Box::new(report)));
         if std::mem::take(&mut self.is_wanted) {
-            self.capture(CheckpointReason::Asked.name(), false);
+            self.capture(EpochReason::Asked.name(), false);
         }
     }
 

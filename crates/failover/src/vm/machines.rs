@@ -19,12 +19,12 @@ use keyframe_units::{Epoch, PAGE_BYTES};
 use std::path::PathBuf;
 use std::process::ExitStatus;
 
-/// How often the disks are asked what was written to them, in nanoseconds.
+/// The time between two queries of the written disk bytes, in nanoseconds.
 const DISK_LOOK_NS: u64 = 20_000_000;
 /// NBD_STATE_ZERO of `base:allocation`.
 const ZERO: u32 = 2;
 
-/// What the VM's thread is made of.
+/// The parts of the VM's thread.
 pub struct VmParts {
     /// The VM with all that captures it.
     pub captured: CapturedParts,
@@ -105,8 +105,8 @@ impl CapturedMachines {
         self.gated.machines
     }
 
-    /// What the guest has written to its disks since the newest epoch; the disks are asked now and
-    /// then.
+    /// Returns the bytes that the guest has written to its disks since the newest epoch, as the
+    /// last query told.
     fn disk_bytes(&mut self, now_ns: u64) -> u64 {
         if now_ns.saturating_sub(self.disk_looked_ns) > DISK_LOOK_NS
             && let Some((storage, _)) = self.gated.machines.storage()

@@ -3,11 +3,11 @@
 use super::epochs::{LOOK_EVERY, LoopParts, VmLoop};
 use super::*;
 use crate::error::PageHashesError;
-use crate::event::{Event, EventSink};
+use crate::event::{Event, FailoverEventSink};
 use crate::sending::SharedWire;
 use keyframe_capture::EncodeError;
 use keyframe_scheduling::replication::{
-    AcknowledgedEpoch, CheckpointReason, ReplicationDecision, ReplicationScheduler, VmObservation,
+    AcknowledgedEpoch, EpochReason, ReplicationDecision, ReplicationScheduler, VmObservation,
 };
 use std::collections::VecDeque;
 use std::os::unix::process::ExitStatusExt;
@@ -154,11 +154,11 @@ impl ReplicationScheduler for Script {
 #[derive(Default)]
 struct FailedLooks(AtomicU64);
 
-impl keyframe_session::EventSink for FailedLooks {
+impl keyframe_session::EventSink<keyframe_session::Event> for FailedLooks {
     fn event(&self, _: &keyframe_session::Event) {}
 }
 
-impl EventSink for FailedLooks {
+impl FailoverEventSink for FailedLooks {
     fn failover_event(&self, event: &Event) {
         if matches!(event, Event::LookFailed(_)) {
             self.0.fetch_add(1, Ordering::Relaxed);
@@ -206,7 +206,9 @@ impl Test {
             VmEvent::Stopped => "stopped".into(),
             VmEvent::Resumed => "resumed".into(),
             VmEvent::Ended(_) => "ended".into(),
-            VmEvent::EpochDone(report) => format!("done {}", report.acknowledged.unwrap().0),
+            VmEvent::EpochDone(report) => {
+                format!("done {}", report.acknowledged.unwrap().0)
+            }
         };
         self.told.try_iter().map(name).collect()
     }
@@ -289,7 +291,7 @@ fn a_vm_that_ends_in_a_pause_is_captured_no_more() {
     assert_eq!(test.told(), ["failed: pause the VM", "ended"]);
     test.step(VmAction::MayCapture(true));
     test.step(CAPTURE);
-    test.decide(ReplicationDecision::Checkpoint(CheckpointReason::Due));
+    test.decide(ReplicationDecision::Checkpoint(EpochReason::Due));
     assert_eq!(test.vm_loop.step(None), LOOK_EVERY);
     assert!(test.told().is_empty());
     assert_eq!(test.vm.calls(), [Call::Capture(1)]);
@@ -375,7 +377,7 @@ fn a_suspended_vm_runs_again_after_the_epoch_or_when_it_may_not_be_captured() {
 #[test]
 fn the_policy_takes_epochs_only_while_it_may() {
     let mut test = Test::new();
-    test.decide(ReplicationDecision::Checkpoint(CheckpointReason::Due));
+    test.decide(ReplicationDecision::Checkpoint(EpochReason::Due));
     test.vm_loop.step(None);
     assert!(test.told().is_empty());
     test.step(VmAction::MayCapture(true));

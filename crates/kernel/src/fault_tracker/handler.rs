@@ -31,7 +31,7 @@ use std::time::{Duration, Instant};
 
 const MESSAGES_MAX: usize = 64;
 
-/// What the tracker and its handler share.
+/// The state that the tracker and its handler share.
 pub(super) struct Shared {
     pub process: Process,
     pub uffd: OwnedFd,
@@ -44,7 +44,7 @@ pub(super) struct State {
     pub segments: Vec<Segment>,
     /// Registered, never drained.
     pub unscanned: Vec<HostRange>,
-    /// What was ever discarded of the segments.
+    /// The ranges of the segments that were discarded at any time.
     pub discarded: Vec<HostRange>,
     /// True from the first discard on, wherever it was.
     pub has_discarded: bool,
@@ -67,8 +67,8 @@ impl Segment {
         Self { stretch, opened: vec![0; pages.div_ceil(64) as usize] }
     }
 
-    /// The part of this segment in `range`, which lies in it. What was opened is forgotten: its
-    /// pages can be told again.
+    /// Returns the part of this segment in `range`, which lies in the segment. Forgets the opened
+    /// pages, so that their first writes are reported again.
     pub fn part(&self, range: HostRange) -> Self {
         Self::new(MappedRange { range, ..self.stretch })
     }
@@ -98,7 +98,7 @@ impl State {
         self.failure.as_ref().map(|(kind, text)| io::Error::new(*kind, text.clone()))
     }
 
-    /// `range` is protected now: the next write to a page of it is a first one.
+    /// Records that `range` is write-protected: the next write to a page of it is a first write.
     pub fn note_protected(&mut self, range: HostRange) {
         for segment in &mut self.segments {
             if let Some(part) = intersection(segment.stretch.range, range) {
@@ -149,20 +149,21 @@ impl State {
     }
 }
 
-/// What became of a fault.
+/// The result of handling a fault.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Answer {
     Done,
-    /// A discard is under way, which comes first.
+    /// The fault must wait for a discard in progress.
     Later,
 }
 
 impl Shared {
+    /// Locks the state.
     pub fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().ignore_poison()
     }
 
-    /// Reads messages, where there are any; gives back how many.
+    /// Reads the messages that have arrived. Returns their number.
     fn read(&self, mut each: impl FnMut(Message)) -> io::Result<usize> {
         let mut bytes = [0; MESSAGE_BYTES * MESSAGES_MAX];
         let got = match rustix::io::read(&self.uffd, &mut bytes) {
@@ -225,7 +226,7 @@ impl Shared {
         Ok(false)
     }
 
-    /// Answers until told to end.
+    /// Handles messages until `stop` becomes readable.
     fn serve(&self, stop: &OwnedFd) -> io::Result<()> {
         let mut faults = VecDeque::new();
         let mut busy_since: Option<Instant> = None;

@@ -23,11 +23,11 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Mutex;
 
-/// The file behind a mapping, opened anew, for reading.
+/// The file of a mapping, opened again for reading.
 #[derive(Debug)]
 pub(super) struct File {
     fd: OwnedFd,
-    /// Seeking moves the one offset of `fd`.
+    /// Held while seeking, because `fd` has one offset.
     seeking: Mutex<()>,
 }
 
@@ -130,7 +130,7 @@ impl GuestReader {
     }
 }
 
-/// What the file of `part` holds of `piece`, in whole pages.
+/// Returns the parts of `piece` for which the file of `part` holds data, in whole pages.
 fn file_extents(file: &File, part: &Part, piece: HostRange) -> rustix::io::Result<Vec<HostRange>> {
     let to_offset = |at: u64| part.mapping.offset.saturating_add(at - part.mapping.range.start.0);
     let to_address = |offset: u64| offset - part.mapping.offset + part.mapping.range.start.0;

@@ -1,7 +1,7 @@
 //! The choice of the next interval and its node.
 
 use super::held_checkpoints::{HeldCheckpoints, TransferSizes};
-use super::{Interval, Policy};
+use super::{AssignmentPolicy, SimulatedInterval};
 use std::collections::BTreeSet;
 
 /// A node with a free slot.
@@ -21,8 +21,8 @@ pub struct Assignment {
 /// Chooses the next assignment. `free` is in the order of the nodes. Returns `None` if no interval
 /// waits or no node is free.
 pub fn choose(
-    policy: Policy,
-    intervals: &[Interval],
+    policy: AssignmentPolicy,
+    intervals: &[SimulatedInterval],
     sizes: &TransferSizes,
     waiting: &BTreeSet<usize>,
     free: &[FreeNode<'_>],
@@ -32,14 +32,14 @@ pub fn choose(
         free.iter().reduce(|best, one| if one.speed > best.speed { one } else { best })?;
     let first = *waiting.first()?;
     match policy {
-        Policy::InOrder => Some(Assignment { interval: first, node: fastest.node }),
-        Policy::LongestFirst => {
+        AssignmentPolicy::InOrder => Some(Assignment { interval: first, node: fastest.node }),
+        AssignmentPolicy::LongestFirst => {
             let longest = waiting.iter().copied().reduce(|best, one| {
                 if intervals[one].work_s > intervals[best].work_s { one } else { best }
             })?;
             Some(Assignment { interval: longest, node: fastest.node })
         }
-        Policy::Near => nearest(sizes, waiting, free),
+        AssignmentPolicy::Near => nearest(sizes, waiting, free),
     }
 }
 

@@ -8,7 +8,7 @@ const MOST: f64 = 1e18;
 
 /// A part of a run. The intervals of a run follow each other in the order in which they are given.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Interval {
+pub struct SimulatedInterval {
     /// The time at which it can be simulated, because its end is recorded and its checkpoint is
     /// sealed, in seconds since the recording began.
     pub ready_s: f64,
@@ -22,7 +22,7 @@ pub struct Interval {
 
 /// A machine of the cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Node {
+pub struct ClusterNode {
     /// The number of intervals that it simulates at once.
     pub slots: usize,
     /// The time from its demand, or its return after a failure, to its first interval, in seconds:
@@ -34,7 +34,7 @@ pub struct Node {
 
 /// The link of the server that holds all checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Network {
+pub struct ClusterNetwork {
     /// Its rate for all nodes together; with `None` a transfer takes no time.
     pub bits_per_s: Option<f64>,
     /// The time from a request to its first byte, in seconds.
@@ -54,7 +54,7 @@ pub enum Transfer {
 /// The rule that selects the next interval and its node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Policy {
+pub enum AssignmentPolicy {
     /// The first interval.
     InOrder,
     /// The interval that takes longest.
@@ -76,7 +76,7 @@ pub enum Dispatch {
 
 /// A failure of a node. The node loses its running intervals and its checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Failure {
+pub struct NodeFailure {
     /// The number of the node, from 0.
     pub node: usize,
     /// The time of the failure, in seconds.
@@ -89,7 +89,7 @@ pub struct Failure {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Failures {
     /// These failures. A failure of a node that is down has no effect.
-    Listed(Vec<Failure>),
+    Listed(Vec<NodeFailure>),
     /// Random failures, with exponentially distributed times between them.
     Random {
         /// The mean time between failures of each node, in seconds.
@@ -105,13 +105,13 @@ pub enum Failures {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Cluster {
     /// Its nodes.
-    pub nodes: Vec<Node>,
+    pub nodes: Vec<ClusterNode>,
     /// The network between the server and the nodes.
-    pub network: Network,
+    pub network: ClusterNetwork,
     /// The part of a checkpoint that is sent.
     pub transfer: Transfer,
     /// The rule that selects the next interval.
-    pub policy: Policy,
+    pub policy: AssignmentPolicy,
     /// The time from which intervals are assigned.
     pub dispatch: Dispatch,
     /// The failures of its nodes.
@@ -123,10 +123,10 @@ impl Cluster {
     /// and transfers take no time.
     pub fn of(count: usize) -> Self {
         Self {
-            nodes: vec![Node { slots: 1, start_s: 0.0, speed: 1.0 }; count],
-            network: Network { bits_per_s: None, latency_s: 0.0 },
+            nodes: vec![ClusterNode { slots: 1, start_s: 0.0, speed: 1.0 }; count],
+            network: ClusterNetwork { bits_per_s: None, latency_s: 0.0 },
             transfer: Transfer::Missing,
-            policy: Policy::InOrder,
+            policy: AssignmentPolicy::InOrder,
             dispatch: Dispatch::Immediate,
             failures: Failures::Listed(Vec::new()),
         }
@@ -138,7 +138,7 @@ impl Cluster {
     }
 
     /// Fails if an interval or a property of the cluster is out of bounds.
-    pub(super) fn check(&self, intervals: &[Interval]) -> Result<(), SimulationError> {
+    pub(super) fn check(&self, intervals: &[SimulatedInterval]) -> Result<(), SimulationError> {
         if intervals.is_empty() {
             return Err(SimulationError::None("interval to simulate"));
         }
@@ -174,8 +174,8 @@ impl Cluster {
         }
     }
 
-    fn check_failure(&self, failure: &Failure) -> Result<(), SimulationError> {
-        let Failure { node, at_s, back_s } = *failure;
+    fn check_failure(&self, failure: &NodeFailure) -> Result<(), SimulationError> {
+        let NodeFailure { node, at_s, back_s } = *failure;
         if node >= self.nodes.len() {
             return Err(SimulationError::NoNode { node, nodes: self.nodes.len() });
         }

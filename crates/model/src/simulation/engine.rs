@@ -1,7 +1,7 @@
 //! The event loop of the simulation.
 //!
 //! ```text
-//!   slot:  free ─ assigned ─▶ requesting ─ latency ─▶ fetching ─ link ─▶ simulating ─▶ freeNode
+//!   slot:  free ─ assigned ─▶ requesting ─ latency ─▶ fetching ─ link ─▶ simulating ─▶ free
 //!   node:  Down ─ demanded ─▶ Starting ─▶ Up ─ fails ─▶ Down
 //! ```
 
@@ -10,7 +10,7 @@ use super::failure_schedule::FailureSchedule;
 use super::held_checkpoints::{HeldCheckpoints, TransferSizes};
 use super::server_link::{ServerLink, SlotId};
 use super::{
-    Cluster, Dispatch, Failure, Interval, IntervalRun, NodeUsage, SimulationError,
+    Cluster, Dispatch, IntervalRun, NodeFailure, NodeUsage, SimulatedInterval, SimulationError,
     SimulationOutcome,
 };
 use std::cmp::Ordering;
@@ -53,7 +53,7 @@ struct NodeState {
 #[derive(Clone, Copy, Debug)]
 enum EventKind {
     Ready(usize),
-    Fails(Failure),
+    Fails(NodeFailure),
     Back(usize),
     Started { node: usize, life: u32 },
     Requested { node: usize, slot: usize, life: u32 },
@@ -61,27 +61,27 @@ enum EventKind {
 }
 
 /// A planned event. Of two events at the same time, the one that was planned first is first.
-struct Event {
+struct PlannedEvent {
     at_s: f64,
     number: u64,
     kind: EventKind,
 }
 
-impl PartialEq for Event {
+impl PartialEq for PlannedEvent {
     fn eq(&self, other: &Self) -> bool {
         self.cmp(other) == Ordering::Equal
     }
 }
 
-impl Eq for Event {}
+impl Eq for PlannedEvent {}
 
-impl PartialOrd for Event {
+impl PartialOrd for PlannedEvent {
     fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl Ord for Event {
+impl Ord for PlannedEvent {
     fn cmp(&self, other: &Self) -> Ordering {
         // The heap returns the greatest event, which must be the earliest.
         other.at_s.total_cmp(&self.at_s).then(other.number.cmp(&self.number))
@@ -90,11 +90,11 @@ impl Ord for Event {
 
 struct Simulation<'a> {
     cluster: &'a Cluster,
-    intervals: &'a [Interval],
+    intervals: &'a [SimulatedInterval],
     sizes: TransferSizes,
     link: ServerLink,
     failure_schedule: FailureSchedule,
-    events: BinaryHeap<Event>,
+    events: BinaryHeap<PlannedEvent>,
     events_planned: u64,
     machines: Vec<NodeState>,
     waiting: BTreeSet<usize>,
@@ -112,7 +112,7 @@ struct Simulation<'a> {
 ///
 /// Errors: see [`SimulationError`].
 pub fn simulate(
-    intervals: &[Interval],
+    intervals: &[SimulatedInterval],
     cluster: &Cluster,
 ) -> Result<SimulationOutcome, SimulationError> {
     cluster.check(intervals)?;
@@ -120,7 +120,7 @@ pub fn simulate(
 }
 
 impl<'a> Simulation<'a> {
-    fn new(intervals: &'a [Interval], cluster: &'a Cluster) -> Self {
+    fn new(intervals: &'a [SimulatedInterval], cluster: &'a Cluster) -> Self {
         let ready = intervals.iter().map(|interval| interval.ready_s);
         let demanded_s = match cluster.dispatch {
             Dispatch::Immediate => ready.fold(f64::INFINITY, f64::min),
@@ -157,7 +157,7 @@ impl<'a> Simulation<'a> {
 
     /// Plans an event.
     fn plan(&mut self, at_s: f64, kind: EventKind) {
-        self.events.push(Event { at_s, number: self.events_planned, kind });
+        self.events.push(PlannedEvent { at_s, number: self.events_planned, kind });
         self.events_planned += 1;
     }
 
@@ -266,8 +266,8 @@ impl<'a> Simulation<'a> {
         machine.since_s = now_s;
     }
 
-    fn node_failed(&mut self, failure: Failure) -> Result<(), SimulationError> {
-        let Failure { node, back_s, .. } = failure;
+    fn node_failed(&mut self, failure: NodeFailure) -> Result<(), SimulationError> {
+        let NodeFailure { node, back_s, .. } = failure;
         if self.machines[node].phase == Phase::Down {
             return Ok(());
         }

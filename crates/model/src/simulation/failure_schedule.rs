@@ -1,10 +1,10 @@
 //! The times at which nodes fail.
 
-use super::{Failure, Failures};
+use super::{Failures, NodeFailure};
 
 /// The future failures.
 pub enum FailureSchedule {
-    Listed(Vec<Failure>),
+    Listed(Vec<NodeFailure>),
     Random {
         mtbf_s: f64,
         repair_s: Option<f64>,
@@ -37,7 +37,7 @@ impl FailureSchedule {
 
     /// Returns all listed failures, or the first random failure of each node after the time
     /// `demanded_s`, at which the nodes are demanded.
-    pub fn begin(&mut self, demanded_s: f64) -> Vec<Failure> {
+    pub fn begin(&mut self, demanded_s: f64) -> Vec<NodeFailure> {
         match self {
             Self::Listed(failures) => std::mem::take(failures),
             Self::Random { generators, .. } => {
@@ -48,11 +48,11 @@ impl FailureSchedule {
     }
 
     /// Returns the next random failure of `node`, which came back at `from_s`.
-    pub fn after(&mut self, node: usize, from_s: f64) -> Option<Failure> {
+    pub fn after(&mut self, node: usize, from_s: f64) -> Option<NodeFailure> {
         let Self::Random { mtbf_s, repair_s, generators } = self else { return None };
         // The argument of the logarithm is more than 0, so that the result is finite.
         let up_s = -(1.0 - generators.get_mut(node)?.f64()).ln() * *mtbf_s;
         let at_s = from_s + up_s;
-        Some(Failure { node, at_s, back_s: repair_s.map(|repair_s| at_s + repair_s) })
+        Some(NodeFailure { node, at_s, back_s: repair_s.map(|repair_s| at_s + repair_s) })
     }
 }

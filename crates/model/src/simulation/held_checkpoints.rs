@@ -1,6 +1,6 @@
 //! The checkpoints that a node holds, and the bytes that it lacks of another one.
 
-use super::{Interval, Transfer};
+use super::{SimulatedInterval, Transfer};
 use std::collections::BTreeSet;
 
 /// The sizes of transfers between checkpoints.
@@ -19,7 +19,7 @@ pub struct HeldCheckpoints {
 
 impl TransferSizes {
     /// Computes the sizes of the checkpoints of `intervals`.
-    pub fn new(intervals: &[Interval], transfer: Transfer) -> Self {
+    pub fn new(intervals: &[SimulatedInterval], transfer: Transfer) -> Self {
         let mut sums = vec![0.0];
         let mut sum = 0.0;
         for interval in intervals {

@@ -1,6 +1,6 @@
 //! The link of the server, which its concurrent transfers share equally.
 
-use super::Network;
+use super::ClusterNetwork;
 
 /// A slot of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,7 +27,7 @@ pub struct ServerLink {
 
 impl ServerLink {
     /// Makes a link without transfers.
-    pub fn new(network: &Network) -> Self {
+    pub fn new(network: &ClusterNetwork) -> Self {
         let bytes_per_s = network.bits_per_s.map(|bits| bits / 8.0);
         Self { bytes_per_s, flows: Vec::new(), at_s: 0.0 }
     }

@@ -12,21 +12,21 @@ fn near(found: f64, expected: f64) {
     );
 }
 
-fn interval(ready_s: f64, work_s: f64) -> Interval {
-    Interval { ready_s, work_s, image_bytes: 0.0, new_bytes: 0.0 }
+fn interval(ready_s: f64, work_s: f64) -> SimulatedInterval {
+    SimulatedInterval { ready_s, work_s, image_bytes: 0.0, new_bytes: 0.0 }
 }
 
 /// Makes intervals that are ready at time 0, with the same sizes.
-fn sized(work_s: &[f64], image_bytes: f64, new_bytes: f64) -> Vec<Interval> {
+fn sized(work_s: &[f64], image_bytes: f64, new_bytes: f64) -> Vec<SimulatedInterval> {
     work_s
         .iter()
-        .map(|work_s| Interval { ready_s: 0.0, work_s: *work_s, image_bytes, new_bytes })
+        .map(|work_s| SimulatedInterval { ready_s: 0.0, work_s: *work_s, image_bytes, new_bytes })
         .collect()
 }
 
 /// Limits the network to 1 byte a second.
 fn slow(cluster: Cluster) -> Cluster {
-    Cluster { network: Network { bits_per_s: Some(8.0), latency_s: 0.0 }, ..cluster }
+    Cluster { network: ClusterNetwork { bits_per_s: Some(8.0), latency_s: 0.0 }, ..cluster }
 }
 
 fn ends(outcome: &SimulationOutcome) -> Vec<f64> {
@@ -110,15 +110,15 @@ fn longest_first_is_better_if_the_longest_interval_is_last() {
     let intervals = sized(&[1.0, 1.0, 1.0, 3.0], 0.0, 0.0);
     let of =
         |policy| simulate(&intervals, &Cluster { policy, ..Cluster::of(2) }).unwrap().makespan_s;
-    near(of(Policy::InOrder), 4.0);
-    near(of(Policy::LongestFirst), 3.0);
+    near(of(AssignmentPolicy::InOrder), 4.0);
+    near(of(AssignmentPolicy::LongestFirst), 3.0);
 }
 
 #[test]
 fn nodes_start_when_they_are_demanded_and_fast_ones_come_first() {
     let mut cluster = Cluster::of(2);
     cluster.nodes[0].start_s = 2.0;
-    cluster.nodes[1] = Node { slots: 2, start_s: 2.0, speed: 2.0 };
+    cluster.nodes[1] = ClusterNode { slots: 2, start_s: 2.0, speed: 2.0 };
     let intervals = [interval(5.0, 4.0), interval(5.0, 4.0), interval(5.0, 4.0)];
     let outcome = simulate(&intervals, &cluster).unwrap();
     assert_eq!((ends(&outcome), nodes(&outcome)), (vec![9.0, 9.0, 11.0], vec![1, 1, 0]));
@@ -180,7 +180,7 @@ fn near_keeps_neighbours_together() {
         let cluster = Cluster { policy, dispatch: Dispatch::Deferred, ..Cluster::of(2) };
         simulate(&intervals, &cluster).unwrap()
     };
-    let (near_by, in_order) = (of(Policy::Near), of(Policy::InOrder));
+    let (near_by, in_order) = (of(AssignmentPolicy::Near), of(AssignmentPolicy::InOrder));
     // One begins at the front, the other in the middle.
     assert_eq!(nodes(&near_by), [0, 0, 0, 0, 1, 1, 1, 1]);
     near(near_by.sent_bytes, 2.0 * 100.0 + 6.0 * 10.0);
@@ -190,7 +190,7 @@ fn near_keeps_neighbours_together() {
 
 #[test]
 fn intervals_of_a_failed_node_are_simulated_elsewhere() {
-    let fails = |back_s| Failures::Listed(vec![Failure { node: 0, at_s: 3.0, back_s }]);
+    let fails = |back_s| Failures::Listed(vec![NodeFailure { node: 0, at_s: 3.0, back_s }]);
     // Node 0 is lost in the middle of the first; node 1 has it from 4 on.
     let intervals = sized(&[5.0, 4.0], 0.0, 0.0);
     let outcome =
@@ -217,7 +217,7 @@ fn intervals_of_a_failed_node_are_simulated_elsewhere() {
 #[test]
 fn a_simulation_that_cannot_end_is_an_error() {
     let intervals = sized(&[5.0, 5.0], 0.0, 0.0);
-    let lost = |node| Failure { node, at_s: 6.0, back_s: None };
+    let lost = |node| NodeFailure { node, at_s: 6.0, back_s: None };
     let failures = Failures::Listed(vec![lost(0), lost(1)]);
     let outcome = simulate(&sized(&[5.0; 3], 0.0, 0.0), &Cluster { failures, ..Cluster::of(2) });
     assert_eq!(outcome, Err(SimulationError::Lost { at_s: 6.0, done: 2, intervals: 3 }));
@@ -229,7 +229,7 @@ fn a_simulation_that_cannot_end_is_an_error() {
 #[test]
 fn input_out_of_bounds_is_refused() {
     let good = [interval(0.0, 1.0)];
-    let refused = |intervals: &[Interval], cluster: Cluster, word: &str| {
+    let refused = |intervals: &[SimulatedInterval], cluster: Cluster, word: &str| {
         let text = simulate(intervals, &cluster).unwrap_err().to_string();
         assert!(text.contains(word), "{text}");
     };
@@ -240,13 +240,13 @@ fn input_out_of_bounds_is_refused() {
     let mut still = Cluster::of(1);
     still.nodes[0].speed = 0.0;
     refused(&good, still, "speed of node 0");
-    let nobody = Failures::Listed(vec![Failure { node: 3, at_s: 0.0, back_s: None }]);
+    let nobody = Failures::Listed(vec![NodeFailure { node: 3, at_s: 0.0, back_s: None }]);
     refused(&good, Cluster { failures: nobody, ..Cluster::of(1) }, "node 3");
 }
 
-fn intervals() -> impl Strategy<Value = Vec<Interval>> {
+fn intervals() -> impl Strategy<Value = Vec<SimulatedInterval>> {
     let one = (0.0..50.0_f64, 0.0..20.0_f64, 0.0..100.0_f64, 0.0..100.0_f64).prop_map(
-        |(ready_s, work_s, image_bytes, new_bytes)| Interval {
+        |(ready_s, work_s, image_bytes, new_bytes)| SimulatedInterval {
             ready_s,
             work_s,
             image_bytes,
@@ -257,13 +257,10 @@ fn intervals() -> impl Strategy<Value = Vec<Interval>> {
 }
 
 fn clusters() -> impl Strategy<Value = Cluster> {
-    let node = (1_usize..3, 0.0..3.0_f64, 0.5..2.0_f64).prop_map(|(slots, start_s, speed)| Node {
-        slots,
-        start_s,
-        speed,
-    });
+    let node = (1_usize..3, 0.0..3.0_f64, 0.5..2.0_f64)
+        .prop_map(|(slots, start_s, speed)| ClusterNode { slots, start_s, speed });
     let network = (prop::option::of(50.0..5e3_f64), 0.0..0.5_f64)
-        .prop_map(|(bits_per_s, latency_s)| Network { bits_per_s, latency_s });
+        .prop_map(|(bits_per_s, latency_s)| ClusterNetwork { bits_per_s, latency_s });
     let failures = prop_oneof![
         Just(Failures::Listed(Vec::new())),
         (100.0..1e3_f64, 0.0..20.0_f64, any::<u64>()).prop_map(|(mtbf_s, repair_s, seed)| {
@@ -271,7 +268,11 @@ fn clusters() -> impl Strategy<Value = Cluster> {
         }),
     ];
     let transfer = prop_oneof![Just(Transfer::Whole), Just(Transfer::Missing)];
-    let policy = prop_oneof![Just(Policy::InOrder), Just(Policy::LongestFirst), Just(Policy::Near)];
+    let policy = prop_oneof![
+        Just(AssignmentPolicy::InOrder),
+        Just(AssignmentPolicy::LongestFirst),
+        Just(AssignmentPolicy::Near)
+    ];
     let dispatch = prop_oneof![Just(Dispatch::Immediate), Just(Dispatch::Deferred)];
     (prop::collection::vec(node, 1..6), network, transfer, policy, dispatch, failures).prop_map(
         |(nodes, network, transfer, policy, dispatch, failures)| Cluster {

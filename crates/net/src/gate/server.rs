@@ -13,7 +13,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::Instant;
 
 const READ_BYTES: usize = 64 << 10;
-/// How long a controller may take to read an answer. Answers are short.
+/// The longest time until a controller has read an answer. Answers are short.
 const ANSWER_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(5);
 
 /// Runs a gate on the calling thread, for the controller at the other end of `control`. A holding
@@ -83,7 +83,7 @@ struct Gate {
     born: Instant,
 }
 
-/// Which descriptor a poll result belongs to.
+/// The descriptor of a poll result.
 #[derive(Clone, Copy)]
 enum PollSource {
     Control,

@@ -52,7 +52,7 @@ impl BlockNodes {
         self.nodes.values().filter(|keys| value_of(keys, "file") == Some(name)).all(is_read_only)
     }
 
-    /// What happens to the `-blockdev` at index `at`.
+    /// Decides whether the `-blockdev` at index `at` stays, changes or goes.
     pub fn fate(&self, at: usize, argument: &Argument) -> Result<Fate> {
         let Some(keys) = self.nodes.get(&at) else { return Ok(Fate::Kept) };
         let driver = value_of(keys, "driver").unwrap_or_default();

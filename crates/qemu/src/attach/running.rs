@@ -13,7 +13,7 @@ const LINE_BYTES_MAX: usize = 8 << 20;
 
 /// A QEMU's own line.
 pub struct Running {
-    /// Its words, the binary first.
+    /// The words of its command line, the binary first.
     pub words: Vec<String>,
     /// The binary.
     pub binary: PathBuf,
@@ -21,7 +21,7 @@ pub struct Running {
 }
 
 impl Running {
-    /// Of process `pid`.
+    /// Reads binary, command line and name of process `pid`. Error: [`Error::Attach`] with a fix.
     pub fn read(pid: u32) -> Result<Self> {
         let fail = |problem: String, fix: &str| Error::Attach { pid, problem, fix: fix.into() };
         let binary = binary(pid).map_err(|e| match e.kind() {
@@ -42,7 +42,8 @@ impl Running {
         Ok(Self { words, binary, vm_name })
     }
 
-    /// libvirt gives each QEMU its domain's name. A domain named by its UUID is known by that.
+    /// Checks that the process is the QEMU of libvirt's `domain`, a name or a UUID. Error:
+    /// [`Error::Attach`].
     pub fn check_domain(&self, pid: u32, domain: &str) -> Result<()> {
         let uuid =
             self.words.windows(2).any(|w| w[0] == "-uuid" && w[1].eq_ignore_ascii_case(domain));
@@ -80,7 +81,8 @@ pub fn is_qemu(pid: u32) -> bool {
     })
 }
 
-/// Which QEMU `pid` behind `qmp` is.
+/// Returns the identity of the binary that runs as process `pid`. The version comes from its
+/// monitor `qmp`.
 pub fn identity(qmp: &mut Qmp, pid: u32) -> Result<QemuIdentity> {
     let exe = format!("/proc/{pid}/exe");
     let path = binary(pid).map_err(Error::io(format!("look up {exe}")))?;
@@ -89,7 +91,7 @@ pub fn identity(qmp: &mut Qmp, pid: u32) -> Result<QemuIdentity> {
     QemuIdentity::hashed(Path::new(&exe), path, version)
 }
 
-/// As `--version` words it.
+/// Returns the version in the form of `--version`.
 fn version(answer: &Value) -> Option<String> {
     let part = |key: &str| answer.get("qemu")?.get(key)?.as_u64();
     let release = format!("{}.{}.{}", part("major")?, part("minor")?, part("micro")?);
@@ -99,7 +101,7 @@ fn version(answer: &Value) -> Option<String> {
     }
 }
 
-/// Where `pid`, run with `words`, was started.
+/// Returns the directory in which process `pid` was started with the words `words`.
 pub fn directory(pid: u32, words: &[String]) -> Result<PathBuf> {
     let path = format!("/proc/{pid}/cwd");
     let directory = std::fs::read_link(&path).map_err(Error::io(format!("look up {path}")))?;

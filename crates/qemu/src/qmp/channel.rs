@@ -8,14 +8,14 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
 /// A way to a monitor. Both take QMP requests, and return events and answers with the request's id.
-pub enum Channel {
+pub enum QmpChannel {
     /// The monitor's socket. Messages arrive in the order in which they were sent.
     Socket(Transport),
     /// Libvirt. Answers and events arrive over two pipes, each in its own order.
     Libvirt(Box<Virsh>),
 }
 
-impl Channel {
+impl QmpChannel {
     /// The name of the channel in errors.
     pub fn name(&self) -> &str {
         match self {
@@ -65,7 +65,7 @@ impl Channel {
     }
 }
 
-impl AsFd for Channel {
+impl AsFd for QmpChannel {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
             Self::Socket(socket) => socket.as_fd(),

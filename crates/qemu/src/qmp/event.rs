@@ -4,7 +4,7 @@ use serde_json::Value;
 
 /// Something that happened in QEMU.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Event {
+pub enum QmpEvent {
     /// The VM was paused.
     Stop,
     /// The VM was resumed.
@@ -26,7 +26,7 @@ pub enum Event {
     Other(String),
 }
 
-impl Event {
+impl QmpEvent {
     /// The event in `message`; `None` if it has none.
     pub(super) fn parse(message: &Value) -> Option<Self> {
         let name = message.get("event")?.as_str()?;

@@ -1,12 +1,12 @@
 //! What the fuzzers need of the monitor's readers.
 
-use super::event::{Event, RunStatus, timestamp_us};
+use super::event::{QmpEvent, RunStatus, timestamp_us};
 use super::transport::Transport;
 use super::virsh;
 use serde_json::Value;
 use std::os::fd::OwnedFd;
 
-/// Each line that came over a socket whose other end is closed.
+/// Parses each line that arrives on a socket whose other end is closed.
 pub fn received(socket: OwnedFd, line: &mut dyn FnMut(&Value)) {
     let mut transport = Transport::taken_over(socket, "fuzz".into());
     // A line that is no JSON does not end it: others follow.
@@ -19,13 +19,13 @@ pub fn received(socket: OwnedFd, line: &mut dyn FnMut(&Value)) {
     }
 }
 
-/// One message.
+/// Parses one message as an event.
 pub fn event(message: &Value) {
-    let _ = (Event::parse(message), timestamp_us(message));
+    let _ = (QmpEvent::parse(message), timestamp_us(message));
     let _ = message.get("return").and_then(|r| r.get("status")?.as_str()).map(RunStatus::parse);
 }
 
-/// What virsh prints.
+/// Parses the output of virsh.
 pub fn libvirt(said: &str) {
     let _ = virsh::answer(said);
     said.lines().filter_map(virsh::event).for_each(|message| event(&message));

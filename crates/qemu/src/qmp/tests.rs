@@ -67,7 +67,7 @@ fn a_stop_that_stopped_nothing_is_told_from_one_that_did() {
         let mut qmp = connect(&path);
         assert_eq!(qmp.stop().unwrap().was_running, running);
         // A STOP of an earlier pause is not this one's.
-        assert_eq!(qmp.drain_events().unwrap().contains(&Event::Stop), running);
+        assert_eq!(qmp.drain_events().unwrap().contains(&QmpEvent::Stop), running);
     }
 }
 
@@ -153,7 +153,7 @@ fn the_end_of_qemu_is_told_and_the_events_before_it_are_kept() {
     thread.join().unwrap();
     assert_eq!(
         qmp.drain_events().unwrap(),
-        [Event::Shutdown { guest: false, reason: String::new() }]
+        [QmpEvent::Shutdown { guest: false, reason: String::new() }]
     );
     assert!(matches!(qmp.drain_events(), Err(Error::Gone { .. })));
 }
@@ -210,5 +210,5 @@ fn events_that_nobody_fetches_do_not_pile_up() {
     qmp.execute("query-x", None).unwrap();
     let events = qmp.drain_events().unwrap();
     assert_eq!(events.len(), EVENTS_MAX);
-    assert_eq!(events.last(), Some(&Event::Reset));
+    assert_eq!(events.last(), Some(&QmpEvent::Reset));
 }

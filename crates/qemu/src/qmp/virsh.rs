@@ -44,7 +44,7 @@ const END_TIMEOUT: Duration = Duration::from_secs(2);
 /// Runs its arguments until its input ends.
 const UNTIL_INPUT_ENDS: &str =
     r#""$@" </dev/null & exec >&-; read -r _; kill $! 2>/dev/null; wait"#;
-/// How libvirt says that there is no VM any more.
+/// The texts with which libvirt reports that the VM has ended.
 const ENDED: &[&str] = &[
     "not running",
     "no longer running",
@@ -112,7 +112,7 @@ impl Virsh {
         Ok(virsh)
     }
 
-    /// What errors call it.
+    /// Returns the name that errors use for the connection.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -318,7 +318,7 @@ impl Pipe {
         Ok(Self { fd, bytes: Vec::new(), ended: false })
     }
 
-    /// Takes in what is there.
+    /// Reads the output that has arrived.
     fn fill(&mut self, monitor: &str) -> Result<()> {
         let mut chunk = [0u8; 16 << 10];
         while !self.ended {
@@ -341,7 +341,7 @@ impl Pipe {
         Ok(())
     }
 
-    /// What it has said since the last look, in one line, shortened.
+    /// Returns the output since the last call as one short line.
     fn text(&mut self, monitor: &str) -> String {
         // Of a complaint that cannot be read, nothing.
         let _ = self.fill(monitor);

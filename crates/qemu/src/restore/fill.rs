@@ -43,12 +43,12 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Zeroed memory for `block`.
+    /// Makes zeroed memory for `block`.
     pub fn new(block: &RamBlock, number: usize, pages: PageRange) -> Result<Self> {
         Self::with_flags(block, number, pages, MemfdFlags::CLOEXEC)
     }
 
-    /// As [`Memory::new`], with these flags of the memfd.
+    /// Makes memory as [`Memory::new`], with these flags of the memfd.
     pub fn with_flags(
         block: &RamBlock,
         number: usize,
@@ -83,7 +83,8 @@ pub fn fill(memories: &[Memory], source: &dyn RamSource, cancelled: &AtomicBool)
     Ok(filled_ns)
 }
 
-/// As [`fill`], but leaves no mapping in this process: a mapped memory cannot be sealed.
+/// Fills memory as [`fill`], but leaves no mapping in this process: a mapped memory cannot be
+/// sealed.
 pub fn fill_and_unmap(
     memories: &[Memory],
     source: &dyn RamSource,
@@ -160,7 +161,7 @@ fn is_cancellation(result: &Result<()>) -> bool {
     matches!(result, Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::Interrupted)
 }
 
-/// `pages` in pieces of `piece_pages`. The last one may be shorter.
+/// Splits `pages` into pieces of `piece_pages` pages. The last piece may be shorter.
 pub fn pieces(pages: PageRange, piece_pages: u64) -> impl Iterator<Item = PageRange> {
     (0..pages.len_pages.div_ceil(piece_pages)).map(move |k| {
         let skipped = k * piece_pages;
@@ -178,7 +179,7 @@ fn fill_piece(
     cancelled: &AtomicBool,
 ) -> io::Result<()> {
     let write = |offset: u64, bytes: &[u8]| target.put(offset, bytes);
-    let mut run = Run::new(&write);
+    let mut run = PageRun::new(&write);
     source.read(piece, &mut |page, content| {
         if cancelled.load(Ordering::Relaxed) {
             return Err(io::Error::new(io::ErrorKind::Interrupted, "the restore was given up"));
@@ -199,14 +200,14 @@ pub fn check_within(page: PageIndex, range: PageRange) -> io::Result<()> {
 }
 
 /// Collects neighbouring pages and writes them together.
-pub struct Run<'a> {
+pub struct PageRun<'a> {
     /// Writes bytes at an offset.
     write: &'a dyn Fn(u64, &[u8]) -> io::Result<()>,
     start: u64,
     bytes: Vec<u8>,
 }
 
-impl<'a> Run<'a> {
+impl<'a> PageRun<'a> {
     pub fn new(write: &'a dyn Fn(u64, &[u8]) -> io::Result<()>) -> Self {
         Self { write, start: 0, bytes: Vec::with_capacity(WRITE_BYTES_MAX) }
     }

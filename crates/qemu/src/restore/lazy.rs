@@ -19,7 +19,7 @@
 //! Left out: zero pages are not placed before they are touched; small blocks (ROMs) come with the
 //! device stream.
 
-use super::fill::{Memory, Run, check_within, pieces};
+use super::fill::{Memory, PageRun, check_within, pieces};
 use crate::{Error, Result};
 use keyframe_kernel::missing_pages::MissingPages;
 use keyframe_kernel::{Process, priority};
@@ -236,7 +236,7 @@ fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<
     thread.map_err(Error::io(format!("start the thread {name}")))
 }
 
-/// Where QEMU has mapped `memory`: the one mapping of that file.
+/// Returns the address at which QEMU has mapped `memory`: the only mapping of that file.
 fn place(process: &Process, memory: &Memory) -> Result<Place> {
     let stat = fstat(&memory.file).map_err(Error::io("look at the VM's memory"))?;
     let maps = process.maps()?;
@@ -462,7 +462,7 @@ impl Shared {
         };
         let write =
             |offset: u64, bytes: &[u8]| self.put(PageIndex(offset / PAGE_BYTES as u64), bytes);
-        let mut run = Run::new(&write);
+        let mut run = PageRun::new(&write);
         let mut take = |page: PageIndex, content: &Page| {
             if self.stopped.load(Ordering::Relaxed) {
                 return Err(io::Error::new(io::ErrorKind::Interrupted, "the restore was given up"));

@@ -82,14 +82,9 @@ impl Plan {
             Some(_) => plan_backends(&without_accelerator(&kept), &source.ram)?,
             None => plan_backends(&kept, &source.ram)?,
         };
-        let mut words = line.words;
         notes.extend(line.notes);
-        words.extend(
-            accelerator.iter().flat_map(|a| ["-accel".into(), a.to_string()]).map(LineWord::Plain),
-        );
-        let counted = icount_shift.map(|shift| ["-icount".into(), format!("shift={shift}")]);
-        words.extend(counted.into_iter().flatten().map(LineWord::Plain));
-        words.extend(added_by_user.iter().flat_map(Argument::words).map(LineWord::Plain));
+        let added_words = added_words(accelerator, icount_shift, &added_by_user);
+        let words = line.words.into_iter().chain(added_words).collect();
         let working_directory = Some(source.machine.directory()).filter(|dir| dir.is_dir());
         if working_directory.is_none() {
             notes.push(format!(
@@ -131,6 +126,20 @@ impl Plan {
     pub fn binary(&self) -> &Path {
         &self.binary
     }
+}
+
+/// The words after those of the checkpoint's line: the accelerator, the clock that counts
+/// instructions, and the user's arguments.
+fn added_words(
+    accelerator: Option<Accelerator>,
+    icount_shift: Option<u32>,
+    added_by_user: &[Argument],
+) -> Vec<LineWord> {
+    let accelerator = accelerator.map(|accelerator| ["-accel".into(), accelerator.to_string()]);
+    let counted = icount_shift.map(|shift| ["-icount".into(), format!("shift={shift}")]);
+    let of_user = added_by_user.iter().flat_map(Argument::words);
+    let first = accelerator.into_iter().chain(counted).flatten();
+    first.chain(of_user).map(LineWord::Plain).collect()
 }
 
 fn find_binary(

@@ -92,7 +92,7 @@ impl PreparedRam {
     }
 }
 
-/// No page.
+/// A source without pages.
 struct Nothing;
 
 impl RamSource for Nothing {
@@ -106,7 +106,7 @@ impl RamSource for Nothing {
 }
 
 impl Prepared {
-    /// QEMU's pid.
+    /// Returns QEMU's process id.
     pub fn pid(&self) -> u32 {
         self.child.as_ref().map_or(0, Child::id)
     }

@@ -62,8 +62,8 @@ impl SharedRam {
     }
 }
 
-/// As [`super::start`], with main RAM that the VM shares with others until it writes a page. `ram`
-/// provides the small blocks.
+/// Restores a VM as [`super::start`], with main RAM that the VM shares with others until it writes
+/// a page. `ram` provides the small blocks.
 pub fn start_shared(
     plan: Plan,
     shared: &SharedRam,

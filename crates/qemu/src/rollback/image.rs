@@ -19,7 +19,7 @@ const CLUSTER_BITS: u32 = 21;
 const CLUSTER_BYTES: u64 = 1 << CLUSTER_BITS;
 /// Clusters before the state.
 const HEAD_CLUSTERS: u64 = 7;
-/// What one L2 table reaches.
+/// The most clusters of the state: as many as one L2 table addresses.
 const STATE_CLUSTERS_MAX: u64 = CLUSTER_BYTES / 8;
 /// The snapshot's name.
 pub const SNAPSHOT: &str = "keyframe";

@@ -1,9 +1,9 @@
-//! What a watchdog watches, and how it reaches it.
+//! The VM that a watchdog watches, and the connection by which it reaches QEMU.
 //!
 //! | VM | way | why |
 //! |---|---|---|
-//! | launched | a monitor of its own | it was given a second one at launch |
-//! | attached, socket | the engine's own connection, inherited | a running QEMU takes no further monitor |
+//! | launched | a monitor of its own | Keyframe gave QEMU a second one at launch |
+//! | attached, socket | the engine's own connection, inherited | a running QEMU cannot add a monitor |
 //! | attached, libvirt | a virsh of its own | libvirt serves many clients |
 //!
 //! ```text
@@ -12,13 +12,14 @@
 //!                                                                 └──▶ the watchdog's, once the engine is gone
 //! ```
 //!
-//! While the engine lives, the watchdog only writes: a `cont` in one piece, with an id that no
-//! engine waits for. It cannot see whether the VM is paused, nor by whom; so it writes only a few,
-//! all within [`SEND_FOR`] behind the deadline, since a pause that is found later may be a user's.
-//! The engine sees the RESUME as one that it did not ask for.
+//! While the engine lives, the watchdog only writes to a shared connection: `cont`, in one piece,
+//! with an id that the engine does not use. It cannot read whether the VM is paused, or which
+//! client paused it. It therefore writes `cont` a few times, all within [`SEND_FOR`] after the
+//! deadline: a later pause may be a user's. The engine sees the RESUME as one that it did not
+//! request.
 //!
-//! Left out: an engine that stalls before its `stop` for longer than that, and after it a second
-//! time.
+//! Left out: an engine that stalls before its `stop` for longer than [`SEND_FOR`], and stalls again
+//! after the `stop`.
 
 use super::{CONNECT_TIMEOUT, LAST_STOP, LOOK_EVERY};
 use crate::{Error, Qmp, Result, RunStatus, spawn, statefile};
@@ -31,12 +32,12 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// For how long behind the deadline a `cont` is sent without knowing the VM's state.
+/// How long after the deadline the watchdog sends `cont` without knowing the VM's state.
 const SEND_FOR: Duration = LAST_STOP;
-/// Resumes a VM in whatever state it is paused; on one that runs it does nothing.
+/// Resumes a paused VM. QEMU ignores it if the VM runs.
 const CONT: &[u8] = b"{\"execute\": \"cont\", \"id\": \"keyframe-watchdog\"}\n";
 
-/// What a watchdog watches.
+/// The VM that a watchdog watches.
 #[derive(Debug)]
 pub struct Watched {
     /// The monitor by which it resumes the VM.
@@ -54,16 +55,16 @@ pub enum WatchedMonitor {
     Shared {
         /// The connection.
         socket: OwnedFd,
-        /// The descriptor set that QEMU is to forget with the engine.
+        /// The descriptor set that QEMU forgets when the engine has ended.
         set: u32,
     },
-    /// A VM of libvirt's.
+    /// A VM that libvirt manages.
     Libvirt {
         /// The domain.
         domain: String,
-        /// libvirt's URI; virsh's default without one.
+        /// The URI of libvirt's connection; `None`: virsh's default.
         uri: Option<String>,
-        /// The descriptor set that QEMU is to forget with the engine.
+        /// The descriptor set that QEMU forgets when the engine has ended, if there is one.
         set: Option<u32>,
     },
 }
@@ -173,17 +174,18 @@ fn inherited(number: i32) -> Result<OwnedFd> {
 
 /// How a watchdog's process reaches QEMU.
 pub(super) enum Reach {
-    /// Over a monitor of its own, and the descriptor set to forget.
+    /// By a monitor of its own, with the descriptor set that QEMU forgets when the engine has
+    /// ended.
     Own(Box<Qmp>, Option<u32>),
-    /// Over the engine's.
+    /// By the engine's monitor.
     Shared(Shared),
 }
 
-/// A connection that the engine reads.
+/// A monitor connection whose answers the engine reads.
 pub(super) struct Shared {
     socket: OwnedFd,
     set: u32,
-    /// Since when the pause is overdue, when to send next, and how long to wait then.
+    /// The beginning of the overdue time, the time of the next `cont`, and the wait after it.
     sending: Option<(Instant, Instant, Duration)>,
 }
 
@@ -202,7 +204,7 @@ impl Reach {
         })
     }
 
-    /// What to wait for: events, or on a shared connection only its end.
+    /// Returns what to poll for: events; on a shared connection only its end.
     pub fn poll_fd(&self) -> PollFd<'_> {
         match self {
             Self::Own(qmp, _) => PollFd::new(qmp.as_ref(), PollFlags::IN),
@@ -210,7 +212,8 @@ impl Reach {
         }
     }
 
-    /// Takes in what [`Reach::poll_fd`] told of.
+    /// Drains events after [`Reach::poll_fd`] became ready. Error: [`Error::Gone`] if a shared
+    /// connection has ended.
     pub fn drain(&mut self) -> Result<()> {
         match self {
             Self::Own(qmp, _) => qmp.drain_events().map(drop),
@@ -218,14 +221,15 @@ impl Reach {
         }
     }
 
-    /// A new order has come.
+    /// Begins a new series of `cont` on a shared connection, after a new order.
     pub fn begin_anew(&mut self) {
         if let Self::Shared(shared) = self {
             shared.sending = None;
         }
     }
 
-    /// Lets the VM run where it is paused; true if it did, or where it cannot know.
+    /// Resumes the VM if it is paused. Returns true if it sent `cont`: on a shared connection, the
+    /// VM may have been running.
     pub fn resume(&mut self, now: Instant) -> Result<bool> {
         match self {
             Self::Own(qmp, _) => {
@@ -239,7 +243,7 @@ impl Reach {
         }
     }
 
-    /// The engine is gone: its connection is ours.
+    /// Takes the engine's connection for itself, after the engine has ended.
     pub fn take_over(&mut self) -> Result<()> {
         if let Self::Shared(shared) = self {
             let socket = rustix::io::fcntl_dupfd_cloexec(&shared.socket, 3)
@@ -250,7 +254,8 @@ impl Reach {
         Ok(())
     }
 
-    /// Ends QEMU, once the connection is ours. Error: [`Error::Gone`] once it has ended.
+    /// Asks QEMU to quit; does nothing while the connection is shared. Error: [`Error::Gone`] if
+    /// QEMU has ended.
     pub fn quit(&mut self) -> Result<()> {
         match self {
             Self::Own(qmp, _) => qmp.execute("quit", None).map(drop),
@@ -258,7 +263,7 @@ impl Reach {
         }
     }
 
-    /// QEMU forgets what the engine gave it.
+    /// Has QEMU close the descriptors that the engine passed to it.
     pub fn forget_engine(&mut self) -> Result<()> {
         let Self::Own(qmp, Some(set)) = self else { return Ok(()) };
         match statefile::forget(qmp, *set) {
@@ -277,8 +282,8 @@ impl Shared {
         self.sending = Some((since, now + gap, gap * 2));
         match rustix::net::send(&self.socket, CONT, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
             Ok(sent) if sent == CONT.len() => Ok(true),
-            // So little that it goes or does not: QEMU reads nothing, and the next attempt is not
-            // far.
+            // QEMU does not read at present. The line is so short that it is written whole or not
+            // at all, and the next attempt follows soon.
             Ok(_) | Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => Ok(false),
             Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => Err(gone()),
             Err(e) => Err(Error::io("write to the engine's monitor")(e)),

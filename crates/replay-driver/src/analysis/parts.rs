@@ -8,7 +8,7 @@ use super::files::{
 use crate::error::{Error, Result};
 use crate::guest_ram::guest_ram;
 use crate::{ReplayControl, ReplayOptions};
-use keyframe_analysis::{GuestRam, Icount, IcountInterval, Part, RunContext};
+use keyframe_analysis::{Icount, IcountInterval, Part, ReplayRam, RunContext};
 use keyframe_inspect::source_of;
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use keyframe_units::{duration_ns, elapsed_ns, error_chain};
@@ -174,7 +174,7 @@ impl Analysis<'_> {
     }
 
     /// Describes the guest's RAM at a checkpoint.
-    fn ram_at(&self, checkpoint: RecordedCheckpoint) -> Result<GuestRam> {
+    fn ram_at(&self, checkpoint: RecordedCheckpoint) -> Result<ReplayRam> {
         let store = self.subject.store();
         let sealed = store.sealed(checkpoint.checkpoint);
         let meta = sealed.map_err(|e| Error::store(store.path(), e))?.meta;

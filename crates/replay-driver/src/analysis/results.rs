@@ -4,7 +4,7 @@ use super::Analysis;
 use super::files::{FAILED, FinishedPart, IntervalTiming, TIMES, empty_dir, finished_part, write};
 use crate::ReplayControl;
 use crate::error::{AnalysisError, Error, Result};
-use crate::event::{Event, EventSink};
+use crate::event::{EventSink, ReplayEvent};
 use keyframe_analysis::{MergeContext, ToolSummary};
 use keyframe_replay::interval::Interval;
 use std::sync::atomic::AtomicBool;
@@ -16,7 +16,7 @@ impl Analysis<'_> {
     ///
     /// [`AnalysisError::IntervalsFailed`] with the first interval that has no part. The others are
     /// told to `events`.
-    pub fn collect(&self, events: &dyn EventSink) -> Result<Vec<FinishedPart>> {
+    pub fn collect(&self, events: &dyn EventSink<ReplayEvent>) -> Result<Vec<FinishedPart>> {
         let (mut made, mut failures) = (Vec::new(), Vec::new());
         let intervals = self.intervals();
         for interval in &intervals {
@@ -31,7 +31,7 @@ impl Analysis<'_> {
         let mut failures = failures.into_iter();
         let Some((index, reason)) = failures.next() else { return Ok(made) };
         for (index, reason) in failures {
-            events.event(&Event::IntervalWithoutPart { index, reason });
+            events.event(&ReplayEvent::IntervalWithoutPart { index, reason });
         }
         Err(AnalysisError::IntervalsFailed { failed, count, index, reason }.into())
     }

@@ -4,7 +4,7 @@ use super::reverse::{self, ReverseMotion, ReverseStop};
 use super::stub::Stub;
 use super::{DebugContext, LOOK_EVERY, StubState};
 use crate::error::{ReplayError, Result};
-use crate::event::{Event, EventSink};
+use crate::event::{EventSink, ReplayEvent};
 use crate::{PauseOptions, PausedReplay, ReplayRoute};
 use keyframe_gdb::{GdbConnection, GdbRequest, Received, StopReply};
 use keyframe_replay::{ReplayProgress, StallDetector};
@@ -71,7 +71,7 @@ impl<'a> Session<'a> {
                 Ok(Some(Received::Packet(payload))) => payload,
                 Err(e) => {
                     // The VM stays paused for the next debugger.
-                    self.context.events.event(&Event::DebuggerLost { error: e.into() });
+                    self.context.events.event(&ReplayEvent::DebuggerLost { error: e.into() });
                     return Ok(SessionEnd::Detached);
                 }
             };
@@ -143,7 +143,7 @@ impl<'a> Session<'a> {
 
     fn refuse_write(&mut self) -> Vec<u8> {
         if !std::mem::replace(&mut self.has_refused, true) {
-            self.context.events.event(&Event::DebuggerWriteRefused);
+            self.context.events.event(&ReplayEvent::DebuggerWriteRefused);
         }
         b"E01".to_vec()
     }
@@ -254,7 +254,7 @@ impl StallWatch {
     }
 
     /// Returns true if the VM has stayed at one instruction for too long, and tells `events`.
-    fn is_stalled(&mut self, stub: &mut Stub, events: &dyn EventSink) -> Result<bool> {
+    fn is_stalled(&mut self, stub: &mut Stub, events: &dyn EventSink<ReplayEvent>) -> Result<bool> {
         if self.asked.elapsed() < ASK_EVERY {
             return Ok(false);
         }
@@ -266,7 +266,7 @@ impl StallWatch {
         else {
             return Ok(false);
         };
-        events.event(&Event::DivergedUnderDebugger { icount });
+        events.event(&ReplayEvent::DivergedUnderDebugger { icount });
         Ok(true)
     }
 }

@@ -133,7 +133,7 @@ pub enum AnalysisError {
 }
 
 impl AnalysisError {
-    /// What the user can do about it, if something is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         let text = match self {
             Self::Interrupted => "call it again: it goes on with the intervals that are missing",

@@ -99,7 +99,7 @@ pub enum ReplayError {
 }
 
 impl ReplayError {
-    /// What the user can do about it, if something is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         match self {
             Self::Listen { .. } => Some("name another port, or 0 for a free one".into()),

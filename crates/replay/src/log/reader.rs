@@ -92,7 +92,7 @@ impl<R: Read> LogReader<R> {
         }
     }
 
-    /// Byte offset of the end of the last event that was returned.
+    /// Returns the byte offset of the end of the last event that was returned.
     pub fn offset(&self) -> u64 {
         self.offset
     }

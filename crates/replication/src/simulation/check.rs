@@ -10,7 +10,7 @@
 //! 5. A term is activated once.
 //! 6. Once all faults are healed, the VM runs and is protected.
 
-use super::node::Vm;
+use super::node::WriteLogVm;
 use super::world::World;
 use crate::{Arbitration, Epoch, OwnerMode, PrimaryState, StandbyState, Term};
 
@@ -88,7 +88,7 @@ impl World {
 
     /// The VM of `node` goes with its host or engine.
     pub fn vm_dies(&mut self, node: usize) {
-        let Some(Vm { running, .. }) = self.nodes[node].vm.take() else { return };
+        let Some(WriteLogVm { running, .. }) = self.nodes[node].vm.take() else { return };
         self.solo_death |= self.is_alone(node) || !running && self.is_behind(1 - node);
         self.tell(&format!("the VM of {node} dies"));
     }

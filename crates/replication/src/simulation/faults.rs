@@ -2,8 +2,8 @@
 
 use super::Mutant;
 use super::net::{LINKS, MS, end_of};
-use super::node::{Gate, Input};
-use super::world::{Event, World};
+use super::node::{NodeInput, PacketGate};
+use super::world::{World, WorldEvent};
 use crate::{Arbitration, PrimaryEvent, PrimaryState, RunPermit, StandbyEvent};
 
 /// An operator looks at a VM that does not run for so long.
@@ -63,7 +63,7 @@ impl World {
             2 => self.cut(&[2 + node], 1000 * MS),
             _ => {}
         }
-        self.input(node, Input::Primary(PrimaryEvent::VmEnded));
+        self.input(node, NodeInput::Primary(PrimaryEvent::VmEnded));
         self.play(self.now_ns + RECOVERY_NS);
         let over = self.nodes[node].primary().is_none() && self.nodes[node].gate.held.is_empty();
         assert!(over || self.activated.len() > takeovers, "the VM has ended, its primary has not");
@@ -106,12 +106,12 @@ impl World {
                 for link in [2, 3] {
                     self.links[link].connection[1] = None;
                 }
-                self.at(for_ns, Event::WitnessBack);
+                self.at(for_ns, WorldEvent::WitnessBack);
             }
             14 => {
                 self.tell(&format!("the disk of {node} is full"));
                 self.nodes[node].disk_full = true;
-                self.at(for_ns, Event::Room { node });
+                self.at(for_ns, WorldEvent::Room { node });
             }
             15..17 => {
                 self.tell(&format!("user: switch over, at {node}"));
@@ -130,13 +130,13 @@ impl World {
                 let link = self.rng.usize(..4);
                 self.tell(&format!("link {link} is slow"));
                 self.links[link].slow_ns = self.rng.u64(20 * MS..300 * MS);
-                self.at(for_ns, Event::Fast { link });
+                self.at(for_ns, WorldEvent::Fast { link });
             }
             19 if !calm => self.delay_pairing(for_ns),
             _ => {
                 self.tell("the fence hook fails");
                 self.fence_broken = true;
-                self.at(for_ns, Event::FenceRepaired);
+                self.at(for_ns, WorldEvent::FenceRepaired);
             }
         }
     }
@@ -145,7 +145,7 @@ impl World {
     fn interrupt_switch_over(&mut self) {
         for link in [0, 1] {
             self.links[link].slow_ns = 200 * MS;
-            self.at(2000 * MS, Event::Fast { link });
+            self.at(2000 * MS, WorldEvent::Fast { link });
         }
         let until_ns = self.now_ns + self.rng.u64(400 * MS..900 * MS);
         self.play(until_ns);
@@ -178,9 +178,9 @@ impl World {
 
     fn command(&mut self, node: usize, primary: PrimaryEvent, standby: StandbyEvent) {
         let input = if self.nodes[node].primary().is_some() {
-            Input::Primary(primary)
+            NodeInput::Primary(primary)
         } else {
-            Input::Standby(standby)
+            NodeInput::Standby(standby)
         };
         self.input(node, input);
     }
@@ -193,7 +193,7 @@ impl World {
         for &link in links {
             for &direction in directions {
                 self.links[link].cut[direction] = true;
-                self.at(for_ns, Event::Heal { link, direction });
+                self.at(for_ns, WorldEvent::Heal { link, direction });
             }
             if for_ns > 300 * MS && self.chance(2) {
                 let end = self.rng.usize(..2);
@@ -209,7 +209,7 @@ impl World {
         let down_ns = self.rng.u64(20 * MS..400 * MS);
         for direction in 0..2 {
             self.links[link].cut[direction] = true;
-            self.at(down_ns, Event::Heal { link, direction });
+            self.at(down_ns, WorldEvent::Heal { link, direction });
         }
         self.close(link, 0);
     }
@@ -219,7 +219,7 @@ impl World {
             self.tell(&format!("engine {node} stalls"));
             self.came("stalled");
             self.nodes[node].stalled = true;
-            self.at(for_ns, Event::Wake { node });
+            self.at(for_ns, WorldEvent::Wake { node });
         }
     }
 
@@ -256,10 +256,10 @@ impl World {
         } else {
             self.vm_dies(node);
             self.lose_engine(node);
-            self.nodes[node].gate = Gate::default();
+            self.nodes[node].gate = PacketGate::default();
         }
         let wait_ns = self.rng.u64(100 * MS..1500 * MS);
-        self.at(wait_ns, Event::StartEngine { node, attached: lives });
+        self.at(wait_ns, WorldEvent::StartEngine { node, attached: lives });
     }
 
     pub fn power_off(&mut self, node: usize) {
@@ -270,12 +270,12 @@ impl World {
         self.came("powered off");
         self.vm_dies(node);
         self.lose_engine(node);
-        self.nodes[node].gate = Gate::default();
+        self.nodes[node].gate = PacketGate::default();
         self.nodes[node].permit = RunPermit::Stopped;
         self.nodes[node].up = false;
         self.nodes[node].insisted = false;
         let wait_ns = self.rng.u64(300 * MS..2500 * MS);
-        self.at(wait_ns, Event::Boot { node });
+        self.at(wait_ns, WorldEvent::Boot { node });
     }
 
     fn heal_all(&mut self) {
@@ -283,16 +283,16 @@ impl World {
         for link in 0..LINKS.len() {
             self.links[link].slow_ns = 0;
             for direction in 0..2 {
-                self.at(1, Event::Heal { link, direction });
+                self.at(1, WorldEvent::Heal { link, direction });
             }
         }
         self.fence_broken = false;
         for node in 0..2 {
             self.nodes[node].disk_full = false;
-            self.at(1, Event::Wake { node });
+            self.at(1, WorldEvent::Wake { node });
         }
         if !self.witness_up {
-            self.at(1, Event::WitnessBack);
+            self.at(1, WorldEvent::WitnessBack);
         }
     }
 
@@ -320,7 +320,7 @@ impl World {
         } else {
             self.tell(&format!("user: {node} goes on alone"));
             self.nodes[node].insisted = true;
-            self.input(node, Input::Primary(PrimaryEvent::GoSolo));
+            self.input(node, NodeInput::Primary(PrimaryEvent::GoSolo));
         }
     }
 
@@ -334,7 +334,7 @@ impl World {
         match best.filter(|node| newest(node).is_some()) {
             Some(node) => {
                 self.tell(&format!("user: {node} takes over, by force"));
-                self.input(node, Input::Standby(StandbyEvent::FailOver { force: true }));
+                self.input(node, NodeInput::Standby(StandbyEvent::FailOver { force: true }));
             }
             None if self.nodes.iter().all(|node| node.standby_state().is_some()) => {
                 self.tell("no host has the VM any more");

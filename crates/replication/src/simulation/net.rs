@@ -40,7 +40,7 @@ pub struct Data {
 }
 
 #[derive(Default)]
-pub struct Link {
+pub struct HostLink {
     /// From the first end to the second, and back.
     pub cut: [bool; 2],
     /// The connection as each end knows it.
@@ -51,7 +51,7 @@ pub struct Link {
     pub slow_ns: u64,
 }
 
-impl Link {
+impl HostLink {
     pub fn is_cut(&self) -> bool {
         self.cut != [false; 2]
     }

@@ -1,8 +1,8 @@
 //! Two nodes, a witness and a client, event by event, in true time.
 
 use super::driver;
-use super::net::{LINKS, Link, MS, Packet, WITNESS, end_of};
-use super::node::{Engine, Gate, Input, Node, Role, Vm};
+use super::net::{HostLink, LINKS, MS, Packet, WITNESS, end_of};
+use super::node::{NodeEngine, NodeInput, PacketGate, Role, SimulatedNode, WriteLogVm};
 use super::{Mutant, Tally};
 use crate::{
     Arbitration, Epoch, GroupId, GroupState, NodeId, OwnerMode, Primary, PrimaryEvent,
@@ -17,7 +17,7 @@ const GROUP: GroupId = GroupId(77);
 
 /// An event in true time.
 #[derive(Clone)]
-pub enum Event {
+pub enum WorldEvent {
     Request,
     Operator,
     Reconnect(usize),
@@ -31,17 +31,17 @@ pub enum Event {
     Input {
         node: usize,
         engine: u64,
-        input: Input,
+        input: NodeInput,
     },
     Tick {
         node: usize,
         engine: u64,
         local_ns: u64,
     },
-    Local {
+    Operation {
         node: usize,
         engine: u64,
-        what: Local,
+        operation: Operation,
     },
     Guard {
         node: usize,
@@ -76,7 +76,7 @@ pub enum Event {
 
 /// An operation that an engine began and that is done now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Local {
+pub enum Operation {
     Stop,
     Resume,
     Kill,
@@ -90,13 +90,13 @@ pub enum Local {
 #[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
 pub struct World {
     pub now_ns: u64,
-    events: BTreeMap<(u64, u64), Event>,
+    events: BTreeMap<(u64, u64), WorldEvent>,
     order: u64,
     pub rng: fastrand::Rng,
     pub arbitration: Arbitration,
     pub mutant: Option<Mutant>,
-    pub nodes: [Node; 2],
-    pub links: [Link; 4],
+    pub nodes: [SimulatedNode; 2],
+    pub links: [HostLink; 4],
     pub witness: Witness,
     pub persisted: Vec<u8>,
     pub witness_up: bool,
@@ -135,7 +135,7 @@ impl World {
     /// The first node runs a VM, the second is to be its standby.
     pub fn new(seed: u64, arbitration: Arbitration, mutant: Option<Mutant>) -> Self {
         let mut rng = fastrand::Rng::with_seed(seed);
-        let mut node = || Node {
+        let mut node = || SimulatedNode {
             up: true,
             offset_ns: rng.u64(0..1 << 40),
             drift_ppm: rng.i64(-10_000..=10_000),
@@ -143,7 +143,7 @@ impl World {
             stalled: false,
             backlog: std::collections::VecDeque::new(),
             vm: None,
-            gate: Gate::default(),
+            gate: PacketGate::default(),
             permit: RunPermit::Stopped,
             epoch: 0,
             term: Term(0),
@@ -160,7 +160,7 @@ impl World {
             arbitration,
             mutant,
             nodes,
-            links: std::array::from_fn(|_| Link::default()),
+            links: std::array::from_fn(|_| HostLink::default()),
             witness: Witness::default(),
             persisted: Vec::new(),
             witness_up: true,
@@ -178,7 +178,7 @@ impl World {
             tally: Tally::new(),
         };
         world.witness.encode(&mut world.persisted);
-        world.nodes[0].vm = Some(Vm { log: Vec::new(), running: true });
+        world.nodes[0].vm = Some(WriteLogVm { log: Vec::new(), running: true });
         world.nodes[0].permit = RunPermit::Free;
         world.nodes[0].term = Term::FIRST;
         let config = world.config(0);
@@ -186,10 +186,10 @@ impl World {
         let config = world.config(1);
         world.start(1, Role::Standby(Standby::new(config, Term(0), None)));
         for link in 0..LINKS.len() {
-            world.at(1, Event::Reconnect(link));
+            world.at(1, WorldEvent::Reconnect(link));
         }
-        world.at(1, Event::Request);
-        world.at(MS, Event::Operator);
+        world.at(1, WorldEvent::Request);
+        world.at(MS, WorldEvent::Operator);
         world
     }
 
@@ -226,15 +226,15 @@ impl World {
         self.story.push(format!("{ms:11.3} {what}"));
     }
 
-    pub fn at(&mut self, in_ns: u64, event: Event) {
+    pub fn at(&mut self, in_ns: u64, event: WorldEvent) {
         self.order += 1;
         self.events.insert((self.now_ns + in_ns, self.order), event);
     }
 
-    pub fn local(&mut self, node: usize, in_ns: u64, what: Local) {
+    pub fn local(&mut self, node: usize, in_ns: u64, operation: Operation) {
         if let Some(engine) = &self.nodes[node].engine {
             let engine = engine.id;
-            self.at(in_ns, Event::Local { node, engine, what });
+            self.at(in_ns, WorldEvent::Operation { node, engine, operation });
         }
     }
 
@@ -242,13 +242,13 @@ impl World {
     pub fn start(&mut self, node: usize, role: Role) {
         let id = self.number();
         self.nodes[node].backlog.clear();
-        self.nodes[node].engine = Some(Engine::new(id, role));
+        self.nodes[node].engine = Some(NodeEngine::new(id, role));
         for path in 0..2 {
             if self.links[path].is_whole() {
-                self.input(node, Input::Up(path as u8));
+                self.input(node, NodeInput::Up(path as u8));
             }
         }
-        self.input(node, Input::Tick);
+        self.input(node, NodeInput::Tick);
     }
 
     /// Plays until `until_ns` and checks the invariants after each event.
@@ -263,43 +263,43 @@ impl World {
         self.now_ns = until_ns;
     }
 
-    fn happen(&mut self, event: Event) {
+    fn happen(&mut self, event: WorldEvent) {
         match event {
-            Event::Request => self.request(),
-            Event::Operator => {
+            WorldEvent::Request => self.request(),
+            WorldEvent::Operator => {
                 self.operate();
-                self.at(200 * MS, Event::Operator);
+                self.at(200 * MS, WorldEvent::Operator);
             }
-            Event::Reconnect(link) => self.reconnect(link),
-            Event::Deliver { link, to, connection, packet } => {
+            WorldEvent::Reconnect(link) => self.reconnect(link),
+            WorldEvent::Deliver { link, to, connection, packet } => {
                 self.deliver(link, to, connection, packet);
             }
-            Event::Input { node, engine, input } => {
+            WorldEvent::Input { node, engine, input } => {
                 if self.is_engine(node, engine) {
                     self.input(node, input);
                 }
             }
-            Event::Tick { node, engine, local_ns } => {
+            WorldEvent::Tick { node, engine, local_ns } => {
                 let due = self.nodes[node].local_ns(self.now_ns) >= local_ns;
                 if self.is_engine(node, engine) && due {
-                    self.input(node, Input::Tick);
+                    self.input(node, NodeInput::Tick);
                 }
             }
-            Event::Local { node, engine, what } => {
+            WorldEvent::Operation { node, engine, operation } => {
                 if self.is_engine(node, engine) {
-                    self.input(node, Input::Done(what));
+                    self.input(node, NodeInput::Done(operation));
                 }
             }
-            Event::Guard { node } => self.guard(node),
-            Event::Boot { node } => {
+            WorldEvent::Guard { node } => self.guard(node),
+            WorldEvent::Boot { node } => {
                 self.nodes[node].up = true;
                 self.tell(&format!("host {node} is up again"));
-                self.at(50 * MS, Event::StartEngine { node, attached: false });
+                self.at(50 * MS, WorldEvent::StartEngine { node, attached: false });
             }
-            Event::StartEngine { node, attached } => self.start_engine(node, attached),
-            Event::Wake { node } => self.wake(node),
-            Event::Heal { link, direction } => self.heal(link, direction),
-            Event::Drain { link, direction } => {
+            WorldEvent::StartEngine { node, attached } => self.start_engine(node, attached),
+            WorldEvent::Wake { node } => self.wake(node),
+            WorldEvent::Heal { link, direction } => self.heal(link, direction),
+            WorldEvent::Drain { link, direction } => {
                 let cut = self.links[link].cut[direction];
                 while let Some((connection, packet)) =
                     (!cut).then(|| self.links[link].waiting[direction].pop_front()).flatten()
@@ -307,14 +307,14 @@ impl World {
                     self.arrive(link, 1 - direction, connection, packet);
                 }
             }
-            Event::Fast { link } => self.links[link].slow_ns = 0,
-            Event::Room { node } => self.nodes[node].disk_full = false,
-            Event::WitnessBack => {
+            WorldEvent::Fast { link } => self.links[link].slow_ns = 0,
+            WorldEvent::Room { node } => self.nodes[node].disk_full = false,
+            WorldEvent::WitnessBack => {
                 self.witness = Witness::decode(&self.persisted).expect("what was persisted");
                 self.witness_up = true;
                 self.tell("the witness is back");
             }
-            Event::FenceRepaired => self.fence_broken = false,
+            WorldEvent::FenceRepaired => self.fence_broken = false,
         }
     }
 
@@ -338,11 +338,11 @@ impl World {
             }
         }
         let next_ns = self.rng.u64(5 * MS..15 * MS);
-        self.at(next_ns, Event::Request);
+        self.at(next_ns, WorldEvent::Request);
     }
 
     /// Hands an input to the node's engine; a stalled engine gets it later.
-    pub fn input(&mut self, node: usize, input: Input) {
+    pub fn input(&mut self, node: usize, input: NodeInput) {
         if self.nodes[node].stalled {
             self.nodes[node].backlog.push_back(input);
         } else {
@@ -356,12 +356,12 @@ impl World {
         }
         self.tell(&format!("engine {node} goes on"));
         if self.chance(2) {
-            self.input(node, Input::Tick);
+            self.input(node, NodeInput::Tick);
         }
         while let Some(input) = self.nodes[node].backlog.pop_front() {
             self.input(node, input);
         }
-        self.input(node, Input::Tick);
+        self.input(node, NodeInput::Tick);
     }
 
     /// The guard stops a VM whose permit has ended.
@@ -376,7 +376,7 @@ impl World {
             vm.running = false;
             self.tell(&format!("guard {node} stops the VM"));
             self.came("stopped by the guard");
-            self.input(node, Input::Primary(PrimaryEvent::VmStopped));
+            self.input(node, NodeInput::Primary(PrimaryEvent::VmStopped));
         }
     }
 
@@ -407,7 +407,7 @@ impl World {
         let Some(connection) = self.links[link].connection[end] else { return };
         let at_ns = self.links[link].arrival_ns(end, self.now_ns, &mut self.rng);
         let to = 1 - end;
-        self.at(at_ns - self.now_ns, Event::Deliver { link, to, connection, packet });
+        self.at(at_ns - self.now_ns, WorldEvent::Deliver { link, to, connection, packet });
     }
 
     fn deliver(&mut self, link: usize, to: usize, connection: u64, packet: Packet) {
@@ -429,7 +429,7 @@ impl World {
                 let late_ns = self.rng.u64(..2000 * MS);
                 self.came("late question");
                 let connection = u64::MAX;
-                self.at(late_ns, Event::Deliver { link, to, connection, packet });
+                self.at(late_ns, WorldEvent::Deliver { link, to, connection, packet });
             } else if connection == u64::MAX && host == WITNESS {
                 self.witness(link, packet);
             }
@@ -437,9 +437,9 @@ impl World {
         }
         match packet {
             packet @ Packet::Ask(..) => self.witness(link, packet),
-            Packet::Message(bytes) => self.input(host, Input::Message(link as u8, bytes)),
-            Packet::Answer(id, bytes) => self.input(host, Input::Answer(id, bytes)),
-            Packet::Data(data) => self.input(host, Input::Data(data)),
+            Packet::Message(bytes) => self.input(host, NodeInput::Message(link as u8, bytes)),
+            Packet::Answer(id, bytes) => self.input(host, NodeInput::Answer(id, bytes)),
+            Packet::Data(data) => self.input(host, NodeInput::Data(data)),
         }
     }
 
@@ -508,11 +508,11 @@ impl World {
         let host = if end == 0 { LINKS[link].0 } else { LINKS[link].1 };
         if host != WITNESS && self.nodes[host].engine.is_some() {
             match link {
-                0 | 1 => self.input(host, Input::Down(link as u8)),
+                0 | 1 => self.input(host, NodeInput::Down(link as u8)),
                 _ => {
                     if let Some(id) = self.nodes[host].engine.as_ref().and_then(|engine| engine.ask)
                     {
-                        self.input(host, Input::WitnessLost(id, true));
+                        self.input(host, NodeInput::WitnessLost(id, true));
                     }
                 }
             }
@@ -529,7 +529,7 @@ impl World {
 
     fn reconnect(&mut self, link: usize) {
         let wait_ns = self.rng.u64(20 * MS..100 * MS);
-        self.at(wait_ns, Event::Reconnect(link));
+        self.at(wait_ns, WorldEvent::Reconnect(link));
         let (a, b) = LINKS[link];
         let way = &self.links[link];
         if way.is_whole() || way.is_cut() || !self.is_there(a) || !self.is_there(b) {
@@ -541,7 +541,7 @@ impl World {
         self.links[link].connection = [Some(connection); 2];
         for host in [a, b] {
             if link < 2 {
-                self.input(host, Input::Up(link as u8));
+                self.input(host, NodeInput::Up(link as u8));
             }
         }
     }
@@ -552,7 +552,7 @@ impl World {
         }
         self.tell(&format!("link {link} works again, direction {direction}"));
         let wait_ns = self.rng.u64(MS..200 * MS);
-        self.at(wait_ns, Event::Drain { link, direction });
+        self.at(wait_ns, WorldEvent::Drain { link, direction });
     }
 }
 

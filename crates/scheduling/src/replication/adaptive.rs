@@ -28,7 +28,7 @@
 use super::dirty_growth::DirtyGrowth;
 use super::link_model::LinkModel;
 use super::{
-    AcknowledgedEpoch, CheckpointReason, ExponentialMean, LOOK_NS_MIN, ReplicationDecision,
+    AcknowledgedEpoch, EpochReason, ExponentialMean, LOOK_NS_MIN, ReplicationDecision,
     ReplicationScheduler, VmObservation, WorkingSetDetector,
 };
 use std::time::Duration;
@@ -352,11 +352,11 @@ impl ReplicationScheduler for AdaptivePolicy {
         }
         let left_ns = wait_max_ns.saturating_sub(look.age_ns());
         let reason = if left_ns == 0 {
-            CheckpointReason::LongestWait
+            EpochReason::LongestWait
         } else if look.disk_bytes_held > disk_buffer_bytes {
-            CheckpointReason::DiskBuffer
+            EpochReason::DiskBuffer
         } else if look.stopped {
-            CheckpointReason::Packets
+            EpochReason::Packets
         } else if look.packets_held > 0 {
             let wait_ns = self.packets_wait_ns(look);
             if wait_ns > 0.0 {
@@ -365,11 +365,11 @@ impl ReplicationScheduler for AdaptivePolicy {
                     left_ns,
                 );
             }
-            CheckpointReason::Packets
+            EpochReason::Packets
         } else if self.transfer_is_due(look) {
-            CheckpointReason::Transfer
+            EpochReason::Transfer
         } else if set_reached && look.age_ns() as f64 >= self.cheap_from_ns(look) {
-            CheckpointReason::WorkingSet
+            EpochReason::WorkingSet
         } else {
             return ReplicationDecision::wait_within(look_every_ns, left_ns);
         };

@@ -4,7 +4,7 @@
 //! policy neither suspends early nor limits disks.
 
 use super::{
-    AcknowledgedEpoch, CheckpointReason, ReplicationDecision, ReplicationScheduler, VmObservation,
+    AcknowledgedEpoch, EpochReason, ReplicationDecision, ReplicationScheduler, VmObservation,
 };
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ impl ReplicationScheduler for FixedInterval {
         let left_ns = self.interval_ns.saturating_sub(look.age_ns());
         match (look.in_flight, left_ns) {
             (true, left_ns) => ReplicationDecision::wait(left_ns),
-            (false, 0) => ReplicationDecision::Checkpoint(CheckpointReason::Due),
+            (false, 0) => ReplicationDecision::Checkpoint(EpochReason::Due),
             (false, left_ns) => ReplicationDecision::wait_within(left_ns, left_ns),
         }
     }

@@ -30,8 +30,8 @@
 //! the disk buffer).
 
 use super::{
-    AcknowledgedEpoch, CheckpointReason, ExponentialMean, ReplicationDecision,
-    ReplicationScheduler, VmObservation, WorkingSetDetector,
+    AcknowledgedEpoch, EpochReason, ExponentialMean, ReplicationDecision, ReplicationScheduler,
+    VmObservation, WorkingSetDetector,
 };
 
 /// The time between looks while packets are held and a checkpoint is in flight.
@@ -119,13 +119,13 @@ impl ReplicationScheduler for PaperPolicy {
             };
         }
         let reason = if look.packets_held > 0 || look.stopped {
-            CheckpointReason::Packets
+            EpochReason::Packets
         } else if look.disk_bytes_held > disk_buffer_bytes {
-            CheckpointReason::DiskBuffer
+            EpochReason::DiskBuffer
         } else if look.age_ns() >= wait_max_ns {
-            CheckpointReason::LongestWait
+            EpochReason::LongestWait
         } else if set_reached {
-            CheckpointReason::WorkingSet
+            EpochReason::WorkingSet
         } else {
             return ReplicationDecision::wait_within(look_every_ns, wait_max_ns - look.age_ns());
         };

@@ -52,7 +52,7 @@ fn a_fixed_interval_is_due_when_it_is_over_and_nothing_is_in_flight() {
         "whatever is held"
     );
     assert_eq!(fixed.look(&flying(140)), ReplicationDecision::Wait { look_in_ns: LOOK_NS_MIN });
-    assert_eq!(fixed.look(&look(100)), ReplicationDecision::Checkpoint(CheckpointReason::Due));
+    assert_eq!(fixed.look(&look(100)), ReplicationDecision::Checkpoint(EpochReason::Due));
     assert_eq!(fixed.name(), "fixed 100ms");
 }
 
@@ -67,13 +67,13 @@ fn the_papers_wait_ends_for_each_reason_of_figure_6() {
     );
     assert_eq!(
         paper().look(&holding(look(1), 1, 0)),
-        ReplicationDecision::Checkpoint(CheckpointReason::Packets)
+        ReplicationDecision::Checkpoint(EpochReason::Packets)
     );
     let disk = |bytes| VmObservation { disk_bytes_held: bytes, ..look(1) };
     assert!(waits(paper().look(&disk(50 * MB))), "the limit itself is kept");
     assert_eq!(
         paper().look(&disk(50 * MB + 1)),
-        ReplicationDecision::Checkpoint(CheckpointReason::DiskBuffer)
+        ReplicationDecision::Checkpoint(EpochReason::DiskBuffer)
     );
     assert_eq!(
         paper().look(&look(1990)),
@@ -82,11 +82,11 @@ fn the_papers_wait_ends_for_each_reason_of_figure_6() {
     );
     assert_eq!(
         paper().look(&look(2000)),
-        ReplicationDecision::Checkpoint(CheckpointReason::LongestWait)
+        ReplicationDecision::Checkpoint(EpochReason::LongestWait)
     );
     assert_eq!(
         paper().look(&VmObservation { stopped: true, ..look(1) }),
-        ReplicationDecision::Checkpoint(CheckpointReason::Packets),
+        ReplicationDecision::Checkpoint(EpochReason::Packets),
         "a VM that stands after the acknowledgement stands for packets"
     );
     let ended = |pages: [u64; 3]| {
@@ -94,9 +94,7 @@ fn the_papers_wait_ends_for_each_reason_of_figure_6() {
         let looks = [50, 100, 150].into_iter().zip(pages);
         let decided: Vec<_> =
             looks.map(|(age, pages)| paper.look(&dirty(look(age), pages))).collect();
-        decided
-            .iter()
-            .position(|d| *d == ReplicationDecision::Checkpoint(CheckpointReason::WorkingSet))
+        decided.iter().position(|d| *d == ReplicationDecision::Checkpoint(EpochReason::WorkingSet))
     };
     assert_eq!(ended([1000, 1100, 1300]), None);
     assert_eq!(ended([1000, 1050, 1200]), None, "5 % is not less than 5 %");
@@ -200,16 +198,16 @@ fn a_single_packet_leaves_after_an_eighth_of_a_pause_or_at_once_if_transfers_are
     let mut adaptive = knowing(AdaptiveParameters::default());
     assert_eq!(
         adaptive.look(&holding(dirty(look(50), 100), 1, 0)),
-        ReplicationDecision::Checkpoint(CheckpointReason::Packets)
+        ReplicationDecision::Checkpoint(EpochReason::Packets)
     );
     let mut adaptive = knowing(AdaptiveParameters::default());
     let held = holding(dirty(look(50), 500), 1, 0);
     assert_eq!(adaptive.look(&held), ReplicationDecision::Wait { look_in_ns: 250_000 });
     let later = VmObservation { now_ns: held.now_ns + 250_000, ..held };
-    assert_eq!(adaptive.look(&later), ReplicationDecision::Checkpoint(CheckpointReason::Packets));
+    assert_eq!(adaptive.look(&later), ReplicationDecision::Checkpoint(EpochReason::Packets));
     assert_eq!(
         adaptive.look(&holding(dirty(look(60), 500), 9, 10)),
-        ReplicationDecision::Checkpoint(CheckpointReason::Packets),
+        ReplicationDecision::Checkpoint(EpochReason::Packets),
         "it waited in flight"
     );
 }
@@ -222,7 +220,7 @@ fn a_complete_checkpoint_is_no_debt() {
     adaptive.acknowledged(&acked(4_000_000));
     assert_eq!(
         adaptive.look(&holding(look(60), 1, 5)),
-        ReplicationDecision::Checkpoint(CheckpointReason::Packets)
+        ReplicationDecision::Checkpoint(EpochReason::Packets)
     );
 }
 
@@ -241,7 +239,7 @@ fn a_burst_goes_as_one_and_waits_for_half_a_pause_at_most() {
             decided => {
                 assert_eq!(
                     (decided, waited_ns),
-                    (ReplicationDecision::Checkpoint(CheckpointReason::Packets), MS)
+                    (ReplicationDecision::Checkpoint(EpochReason::Packets), MS)
                 );
                 break;
             }
@@ -267,7 +265,7 @@ fn endless(parameters: AdaptiveParameters, busy_percent: Option<u64>) -> u64 {
             ..VmObservation::default()
         };
         if adaptive.look(&VmObservation { busy_ns, ..held })
-            == ReplicationDecision::Checkpoint(CheckpointReason::Packets)
+            == ReplicationDecision::Checkpoint(EpochReason::Packets)
         {
             (since_ns, count) = (now_ns, count + 1);
             adaptive.acknowledged(&acked(500));
@@ -319,12 +317,12 @@ fn with_a_latency_target_the_checkpoint_waits_as_long_as_it_can() {
     assert!(waits(adaptive.look(&holding(dirty(look(1011), 500), 1, 16))));
     assert_eq!(
         adaptive.look(&holding(dirty(look(1013), 500), 1, 18)),
-        ReplicationDecision::Checkpoint(CheckpointReason::Packets)
+        ReplicationDecision::Checkpoint(EpochReason::Packets)
     );
     let mut adaptive = knowing(for_latency(5));
     assert_eq!(
         adaptive.look(&holding(dirty(look(9), 500), 1, 0)),
-        ReplicationDecision::Checkpoint(CheckpointReason::Packets),
+        ReplicationDecision::Checkpoint(EpochReason::Packets),
         "too late anyhow"
     );
 }
@@ -338,7 +336,7 @@ fn without_packets_a_set_that_is_reached_waits_until_its_checkpoint_is_cheap() {
     }
     assert_eq!(
         adaptive.look(&dirty(look(600), 1000)),
-        ReplicationDecision::Checkpoint(CheckpointReason::WorkingSet)
+        ReplicationDecision::Checkpoint(EpochReason::WorkingSet)
     );
     let mut growing = knowing(AdaptiveParameters::default());
     for age in (20..2000).step_by(20) {
@@ -346,11 +344,11 @@ fn without_packets_a_set_that_is_reached_waits_until_its_checkpoint_is_cheap() {
     }
     assert_eq!(
         growing.look(&dirty(look(2000), 4_000_000)),
-        ReplicationDecision::Checkpoint(CheckpointReason::LongestWait)
+        ReplicationDecision::Checkpoint(EpochReason::LongestWait)
     );
     let mut writing = knowing(AdaptiveParameters::default());
     let full = VmObservation { disk_bytes_held: 51 * MB, ..look(5) };
-    assert_eq!(writing.look(&full), ReplicationDecision::Checkpoint(CheckpointReason::DiskBuffer));
+    assert_eq!(writing.look(&full), ReplicationDecision::Checkpoint(EpochReason::DiskBuffer));
 }
 
 #[test]
@@ -388,7 +386,7 @@ fn a_talkative_vm_is_checkpointed_ahead_of_its_packets_if_that_lasts() {
                 dirty_pages: pages(*age),
                 ..VmObservation::default()
             };
-            adaptive.look(&at) == ReplicationDecision::Checkpoint(CheckpointReason::Transfer)
+            adaptive.look(&at) == ReplicationDecision::Checkpoint(EpochReason::Transfer)
         })
     };
     assert!(decided(true, true).is_some());
@@ -432,13 +430,13 @@ fn the_adaptive_policy_suspends_if_pages_come_much_faster_than_the_link_sends_th
 #[test]
 fn reasons_have_names_and_estimates_have_units() {
     let all = [
-        CheckpointReason::Due,
-        CheckpointReason::WorkingSet,
-        CheckpointReason::Packets,
-        CheckpointReason::DiskBuffer,
-        CheckpointReason::LongestWait,
-        CheckpointReason::Transfer,
-        CheckpointReason::Asked,
+        EpochReason::Due,
+        EpochReason::WorkingSet,
+        EpochReason::Packets,
+        EpochReason::DiskBuffer,
+        EpochReason::LongestWait,
+        EpochReason::Transfer,
+        EpochReason::Asked,
     ];
     let names: std::collections::BTreeSet<_> = all.iter().map(|reason| reason.name()).collect();
     assert_eq!(names.len(), all.len());
@@ -539,7 +537,7 @@ proptest! {
             match policy.look(&look) {
                 ReplicationDecision::Checkpoint(reason) => {
                     prop_assert!(!look.in_flight, "a second checkpoint in flight: {look:?}");
-                    prop_assert!(reason != CheckpointReason::Asked);
+                    prop_assert!(reason != EpochReason::Asked);
                 }
                 ReplicationDecision::Suspend => prop_assert!(look.in_flight && !look.stopped && look.packets_held > 0),
                 ReplicationDecision::Wait { look_in_ns } => {

@@ -14,16 +14,16 @@ const CLIENTS_MAX: usize = 16;
 
 /// A request that the engine must answer itself.
 pub struct Pending {
-    /// What is asked.
+    /// The request.
     pub request: EngineRequest,
-    /// Where the answer goes.
+    /// The channel for the answer.
     pub answer: Sender<EngineResponse>,
 }
 
 /// The status that clients are shown; the engine keeps it up to date.
 pub type SharedStatus = Arc<Mutex<EngineStatus>>;
 
-/// Hands a request to the engine; false where there is none any more.
+/// Passes a request to the engine. Returns false if the engine has ended.
 pub trait Deliver: Fn(Pending) -> bool + Clone + Send + 'static {}
 impl<F: Fn(Pending) -> bool + Clone + Send + 'static> Deliver for F {}
 

@@ -33,9 +33,9 @@ macro_rules! named_states {
 named_states! {
     /// Whether a VM runs.
     VmState {
-        /// Its virtual CPUs run, or those of a member of the group.
+        /// The VM runs, or a member of the group.
         Running = "running",
-        /// Its virtual CPUs are stopped.
+        /// The VM is paused.
         #[default]
         Paused = "paused",
         /// QEMU's monitor is lost.
@@ -80,10 +80,10 @@ named_states! {
 named_states! {
     /// The role of a host in a replication.
     ReplicationRole {
-        /// It runs the VM.
+        /// The host runs the VM.
         #[default]
         Primary = "primary",
-        /// It holds the VM's epochs, to take over.
+        /// The host holds the VM's epochs and can take over.
         Standby = "standby",
     }
 }
@@ -91,7 +91,7 @@ named_states! {
 named_states! {
     /// The state of a primary or a standby.
     ReplicationState {
-        /// It has just been started.
+        /// The engine has just been started.
         #[default]
         Starting = "starting",
         /// A primary without a standby.

@@ -14,7 +14,7 @@
 
 use super::qemu_disk::{QemuDisk, require_same};
 use crate::error::{CloneObstacle, DiskError, Error, Result};
-use crate::event::{EventSink, SharedEventSink, Step, tell_failed};
+use crate::event::{Event, EventSink, SharedEventSink, Step, tell_failed};
 use crate::machines::Member;
 use keyframe_capture::BoxError;
 use keyframe_disk::ImageFormat;
@@ -28,14 +28,14 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-/// What the name of an image may take of that of its clones.
+/// The most bytes of an image's name in the name of its clones.
 const STEM_BYTES_MAX: usize = 100;
 /// More clones than a user keeps beside an image.
 const CLONES_MAX: u64 = 1 << 32;
-/// A clone that takes longer is no cheaper than the other methods.
+/// The longest time of a cheap clone. A slower one has no advantage over the other methods.
 const CHEAP: Duration = Duration::from_millis(5);
 
-/// A clone that a capture makes of a disk.
+/// A clone of a disk in a capture.
 #[derive(Clone, Debug)]
 struct Made {
     disk: usize,
@@ -43,7 +43,7 @@ struct Made {
     format: ImageFormat,
 }
 
-/// What a capture has cloned: known once its pause has begun.
+/// The clones of a capture. They are known once its pause has begun.
 #[derive(Clone, Debug)]
 pub struct ClonedCut(Arc<OnceLock<Vec<Made>>>);
 
@@ -71,8 +71,8 @@ pub struct ClonedDiskCapture {
 }
 
 impl ClonedDiskCapture {
-    /// Over `disks`, for checkpoints of `vm` in `store`. Removes what an engine that was killed has
-    /// left.
+    /// Prepares to clone `disks` for the checkpoints of `vm` in `store`. Removes the files that a
+    /// killed engine has left.
     pub fn new(
         store: &Store,
         vm: &str,
@@ -103,7 +103,7 @@ impl ClonedDiskCapture {
         })
     }
 
-    /// What is known of the disks.
+    /// Returns the descriptions of the disks.
     pub fn metas(&self) -> &[DiskMeta] {
         &self.metas
     }
@@ -130,7 +130,7 @@ impl ClonedDiskCapture {
         Ok(())
     }
 
-    /// The VMs stand still, and QEMU has flushed what it had.
+    /// Clones the images. The VMs are paused, and QEMU has flushed its caches.
     pub fn cut(&mut self) -> Result<(), BoxError> {
         let Some(current) = &self.current else { return Ok(()) };
         for (source, (made, file)) in self.sources.iter().zip(&self.prepared) {
@@ -144,7 +144,7 @@ impl ClonedDiskCapture {
         current.0.set(made).map_err(|_| DiskError::CutTwice.into())
     }
 
-    /// That the images are still those that the guests write to.
+    /// Checks that the guests still write to the same images.
     pub fn require_same(&self, members: &mut [Member]) -> Result<(), BoxError> {
         require_same(&self.disks, members)
     }
@@ -215,12 +215,13 @@ impl ClonedCut {
         Self(Arc::new(OnceLock::from(Vec::new())))
     }
 
-    fn discard(&self, events: &dyn EventSink) {
+    fn discard(&self, events: &dyn EventSink<Event>) {
         self.0.get().into_iter().flatten().for_each(|made| discard(&made.path, events));
     }
 }
 
-/// Why the image cannot be cloned, if so; `cheaply`: also where that takes long. It is tried.
+/// Tries to clone the image. Returns why it cannot be cloned; with `cheaply` also if a clone takes
+/// long.
 pub fn objection(
     image: &Path,
     format: Option<ImageFormat>,
@@ -257,8 +258,8 @@ fn tried(image: &Path, format: Option<ImageFormat>, cheaply: bool) -> Result<(),
     Ok(())
 }
 
-/// That a clone of this qcow2 file is an image: its data are in it, and its tables are whole
-/// whenever QEMU has flushed.
+/// Checks that a clone of this qcow2 file is a complete image: the file holds all data, and its
+/// tables are consistent after each flush of QEMU.
 fn stands_alone(file: &File) -> Result<(), &'static str> {
     let mut header = [0u8; 88];
     let read = file.read_exact_at(&mut header, 0);
@@ -280,7 +281,7 @@ fn stands_alone(file: &File) -> Result<(), &'static str> {
     Ok(())
 }
 
-/// A file of its own to clone into.
+/// Creates an empty file beside the image, to clone into. Returns its path and the open file.
 fn claim(image: &Path, owner: &str, next: &mut u64) -> Result<(PathBuf, File), DiskError> {
     let folder = image.parent().unwrap_or(Path::new("/"));
     let stem = stem(image);
@@ -305,8 +306,12 @@ fn stem(image: &Path) -> String {
     name[..end].to_owned()
 }
 
-/// Removes the clones of this store beside the images that none of its checkpoints names.
-fn remove_left_over(store: &Store, sources: &[Source], events: &dyn EventSink) -> Result<()> {
+/// Removes clones of this store that no checkpoint names. They lie beside the images.
+fn remove_left_over(
+    store: &Store,
+    sources: &[Source],
+    events: &dyn EventSink<Event>,
+) -> Result<()> {
     if sources.is_empty() {
         return Ok(());
     }
@@ -332,7 +337,7 @@ fn remove_left_over(store: &Store, sources: &[Source], events: &dyn EventSink) -
     Ok(())
 }
 
-fn discard(path: &Path, events: &dyn EventSink) {
+fn discard(path: &Path, events: &dyn EventSink<Event>) {
     match std::fs::remove_file(path) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => {
             tell_failed(events, Step::RemoveFile, Err(io_error("remove", path, e)));

@@ -19,7 +19,7 @@ use crate::event::{SharedEventSink, Step, tell_failed};
 use crate::machines::Member;
 use keyframe_capture::BoxError;
 use keyframe_disk::nbd::client::Client;
-use keyframe_qemu::fleece::{self, Point};
+use keyframe_qemu::fleece::{self, SnapshotPoint};
 use keyframe_qemu::{Qmp, Vm};
 use keyframe_store::{DiskMeta, Run, Store};
 use std::collections::BTreeMap;
@@ -28,12 +28,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-/// How long the disks of the capture before may still be read.
+/// The longest time for which the disks of the previous capture may still be read.
 const READ_TIMEOUT: Duration = Duration::from_secs(120);
-/// How long QEMU may take to forget what is ours, once no more checkpoints are taken.
+/// The longest time in which QEMU removes Keyframe's nodes at the end of a run.
 const DETACH_TIMEOUT: Duration = Duration::from_secs(10);
-/// What has to be free for the scratch files: a guest's write fails where what it overwrites cannot
-/// be kept.
+/// The free bytes that scratch files need at least: a guest's write fails if QEMU cannot save the
+/// old content.
 const FREE_BYTES_MIN: u64 = 1 << 30;
 
 /// A disk that can be read as it was.
@@ -42,7 +42,7 @@ struct Export {
     disk: usize,
     socket: PathBuf,
     name: String,
-    /// The metadata context that tells what is to be read, and what its flags say then.
+    /// The NBD metadata context with the blocks to read, and the flags that mark them.
     context: String,
     wanted: fn(u32) -> bool,
     disk_bytes: u64,
@@ -54,7 +54,7 @@ struct Reading {
     done: AtomicBool,
 }
 
-/// What a capture has cut: it can be read once the VMs run again.
+/// The blocks that a capture has cut. They can be read once the VMs run again.
 #[derive(Clone, Debug)]
 pub struct FleecedCut(Arc<Reading>);
 
@@ -65,10 +65,10 @@ struct Pending {
     complete: bool,
 }
 
-/// What QEMU has open for a capture.
+/// The nodes and scratch files of a capture that QEMU has open.
 struct Open {
     cut: FleecedCut,
-    /// Once it is cut.
+    /// Set when it is cut.
     pending: Option<Pending>,
 }
 
@@ -76,11 +76,11 @@ struct Open {
 pub struct FleecedDiskCapture {
     disks: Vec<QemuDisk>,
     metas: Vec<DiskMeta>,
-    /// Where the scratch files are made.
+    /// The folder of the scratch files.
     folder: PathBuf,
-    /// Of each member.
+    /// The socket of each member's NBD server.
     sockets: Vec<PathBuf>,
-    /// The bitmap that notes what is written now; none before the first cut.
+    /// The number of the bitmap that records writes now; `None` before the first cut.
     present: Option<u64>,
     next: u64,
     /// A complete checkpoint is sealed or under way.
@@ -91,7 +91,7 @@ pub struct FleecedDiskCapture {
 }
 
 impl FleecedDiskCapture {
-    /// Over `disks` of `vms`, whose QEMUs are to listen in `run_dir`.
+    /// Prepares to read `disks` of `vms` from their QEMUs, which listen on sockets in `run_dir`.
     pub fn new(
         (store, run_dir): (&Store, &Path),
         disks: Vec<QemuDisk>,
@@ -131,7 +131,7 @@ impl FleecedDiskCapture {
         Ok(fleece::start_server(qmp, socket).map_err(DiskError::NbdServer)?)
     }
 
-    /// What is known of the disks.
+    /// Returns the descriptions of the disks.
     pub fn metas(&self) -> &[DiskMeta] {
         &self.metas
     }
@@ -155,7 +155,8 @@ impl FleecedDiskCapture {
         added.map(|()| cut)
     }
 
-    /// A guest's write fails where what it overwrites cannot be kept.
+    /// Checks that the file system has room for scratch files: a guest's write fails if QEMU cannot
+    /// save the old content.
     fn require_space(&self) -> Result<(), BoxError> {
         let stat = rustix::fs::statvfs(&self.folder)?;
         let free = stat.f_bavail.saturating_mul(stat.f_frsize);
@@ -183,10 +184,10 @@ impl FleecedDiskCapture {
         let begun = self.next;
         let pending = Pending { frozen: self.present, complete: !self.based };
         for member in 0..members.len() {
-            let points: Vec<Point<'_>> = self
+            let points: Vec<SnapshotPoint<'_>> = self
                 .captured_disks()
                 .filter(|(_, disk)| disk.member == member)
-                .map(|(number, disk)| Point {
+                .map(|(number, disk)| SnapshotPoint {
                     disk: &disk.node,
                     number,
                     frozen: pending.frozen,
@@ -211,7 +212,7 @@ impl FleecedDiskCapture {
         Ok(())
     }
 
-    /// The VMs run: what was cut can be read from now on.
+    /// Lets the encoder read the cut blocks, now that the VMs run again.
     pub fn resumed(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
         let Some(Open { cut, pending: Some(pending) }) = &self.open else { return Ok(()) };
         // A complete checkpoint reads what is allocated, whatever the bitmap says.
@@ -335,7 +336,7 @@ impl FleecedDiskCapture {
         }
     }
 
-    /// QEMU is left without a trace of ours.
+    /// Removes everything that Keyframe has added to QEMU's block layer.
     pub fn detach(&mut self, members: &mut [Member]) {
         self.open = None;
         for member in members {
@@ -368,12 +369,12 @@ fn qmp<'a>(members: &'a mut [Member], disk: &QemuDisk) -> Result<&'a mut Qmp, Bo
 }
 
 impl FleecedCut {
-    /// The encoder has done with it: read it, or dropped it.
+    /// True if the encoder has read the cut, or has dropped it.
     fn is_read(&self) -> bool {
         self.0.done.load(Ordering::Acquire) || Arc::strong_count(&self.0) == 1
     }
 
-    /// Puts the blocks of what was cut into the checkpoint in progress of `run`.
+    /// Writes the cut blocks into the checkpoint in progress of `run`.
     pub fn put(
         &self,
         run: &mut Run,

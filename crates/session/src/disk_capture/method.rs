@@ -22,19 +22,21 @@ use keyframe_vm_disks::base_image;
 use std::path::Path;
 use std::sync::Arc;
 
-/// How disks get into checkpoints.
+/// The method that captures disks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum DiskMethod {
-    /// Served under `run`; under `attach` reflink where that is cheap for all images, else bitmap.
+    /// `run` serves the disks. `attach` clones the images if that is cheap for all of them, and
+    /// uses bitmaps otherwise.
     #[default]
     Auto,
     /// Keyframe serves them, and leaves the images as they are (`run` alone).
     Served,
-    /// QEMU writes to its images; what changed is known by its dirty bitmaps, and read behind the
-    /// pause.
+    /// QEMU writes to its images. Its dirty bitmaps tell the written blocks, which are read after
+    /// the pause.
     Bitmap,
-    /// QEMU writes to its images; each checkpoint clones their files (btrfs, XFS).
+    /// QEMU writes to its images. Its dirty bitmaps tell the written blocks, which are read after
+    /// the pause.
     Reflink,
 }
 
@@ -50,7 +52,8 @@ impl ExcludedDisks {
     }
 }
 
-/// What `way` comes to for the disks of VMs that are to be launched.
+/// Resolves the method `way` for the disks of VMs that are about to be launched. Fails if a disk
+/// does not allow it.
 pub fn for_launch(way: DiskMethod, drives: &[Drive]) -> Result<DiskMethod> {
     match way {
         DiskMethod::Auto | DiskMethod::Served => Ok(DiskMethod::Served),
@@ -81,8 +84,8 @@ fn format_of(drive: &Drive) -> Option<ImageFormat> {
     }
 }
 
-/// The disks of VMs whose QEMUs have their images open, and how they are captured. None where no
-/// guest can write to a disk.
+/// Makes the capture of disks whose images QEMU itself has open. `None` if the guests can write to
+/// no disk.
 pub fn own(
     (store, name, run_dir): (&Store, &str, &Path),
     (found, is_group): (&mut [StartedVm], bool),

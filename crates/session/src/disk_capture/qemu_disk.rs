@@ -13,19 +13,19 @@ use std::path::PathBuf;
 pub struct QemuDisk {
     /// Whose it is: the number of the member.
     pub member: usize,
-    /// As QEMU has it.
+    /// QEMU's node of the disk.
     pub node: WritableNode,
-    /// What its checkpoints say of it.
+    /// The description of the disk in checkpoints.
     pub meta: DiskMeta,
     /// The image.
     pub image: PathBuf,
-    /// Its format, where it is one that we read.
+    /// Its format; `None` if Keyframe does not read that format.
     pub format: Option<ImageFormat>,
-    /// What is written is thrown away at the end: it is not in the image.
+    /// True if QEMU drops the writes at its end, so that they are not in the image.
     pub temporary: bool,
-    /// It is no file but an export, which QEMU alone reads.
+    /// True if it is an export that only QEMU reads, and not a file.
     pub remote: bool,
-    /// It is no part of checkpoints.
+    /// True if checkpoints leave it out.
     pub left_out: bool,
 }
 

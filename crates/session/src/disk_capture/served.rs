@@ -23,9 +23,10 @@ use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
-/// How many slots are read at once: 1 MiB.
+/// The number of slots that one read returns: 1 MiB.
 const SLOTS: u64 = 256;
-/// How long the encoder waits for a pause to end before it asks all the same.
+/// The longest time for which the encoder waits until a pause ends. It then asks the server in the
+/// pause.
 const PAUSE_WAIT: Duration = Duration::from_secs(10);
 
 /// The epochs that a capture has cut, of each disk: known once its pause has begun.
@@ -82,7 +83,7 @@ pub struct ServedDiskCapture {
 pub struct ServedDiskReader(Arc<Shared>);
 
 impl ServedDiskCapture {
-    /// Over disks that are served; pauses are ended by others after `pause_limit`.
+    /// Makes the capture of served disks. The disks' server ends a pause after `pause_limit`.
     pub fn new(served: ServedDisks, pause_limit: Duration, events: SharedEventSink) -> Self {
         let metas = served.metas.clone();
         let state = Mutex::new(State { served: Some(served), pausing: false });
@@ -90,18 +91,18 @@ impl ServedDiskCapture {
         Self { shared, metas, pause_limit, events, current: None, in_flight: BTreeMap::new() }
     }
 
-    /// What is known of them.
+    /// Returns the descriptions of the disks.
     pub fn metas(&self) -> &[DiskMeta] {
         &self.metas
     }
 
-    /// For the encoder.
+    /// Returns the reader of the captured blocks, for the encoder.
     pub fn for_sink(&self) -> ServedDiskReader {
         ServedDiskReader(Arc::clone(&self.shared))
     }
 
-    /// What was written until now is taken as known, while the guest runs: the next cut holds what
-    /// is written from here on.
+    /// Drops the record of what was written until now, while the guest runs: the next cut holds the
+    /// writes from here on.
     pub fn begin_anew(&mut self) -> Result<(), BoxError> {
         self.shared.ask(|disks| {
             let epochs = disks.cut()?;
@@ -109,7 +110,7 @@ impl ServedDiskCapture {
         })
     }
 
-    /// Bytes written since the last cut.
+    /// Returns the number of bytes written since the last cut.
     pub fn written_bytes(&self) -> Result<u64, BoxError> {
         let stats = self.shared.ask(keyframe_disk::Disks::stats)?;
         Ok(stats.disks.iter().map(|disk| disk.dirty_blocks * PAGE_BYTES as u64).sum())
@@ -120,7 +121,7 @@ impl ServedDiskCapture {
         self.shared.ask(|disks| disks.answer_on(core))
     }
 
-    /// A capture begins: what is dirty is synced while the guest runs.
+    /// Begins a capture: the server syncs dirty blocks while the guest runs.
     pub fn begin(&mut self) -> Result<ServedCut, BoxError> {
         self.shared.ask(keyframe_disk::Disks::prepare)?;
         let cut = ServedCut::default();
@@ -128,7 +129,8 @@ impl ServedDiskCapture {
         Ok(cut)
     }
 
-    /// Just before the VM is stopped.
+    /// Prepares the disks just before the VM is stopped: copies what is still dirty, and has the
+    /// server acknowledge flushes at once.
     pub fn before_stop(&mut self) -> Result<(), BoxError> {
         let limit = self.pause_limit;
         self.shared.lock().pausing = true;
@@ -148,7 +150,8 @@ impl ServedDiskCapture {
         self.shared.ask(keyframe_disk::Disks::begin_cut)
     }
 
-    /// The VM is about to run: the disks are cut, and what it was told is durable, is.
+    /// Ends the disks' part of a pause, before the VM runs: checks that the disks are cut and that
+    /// all flushes that the guest was told are complete are durable.
     pub fn settled(&mut self) -> Result<(), BoxError> {
         let mut epochs = None;
         let settled = self.shared.ask(|disks| {
@@ -168,7 +171,7 @@ impl ServedDiskCapture {
         settled
     }
 
-    /// It runs again, or was never stopped.
+    /// Tells the server that the VM runs again, or was never stopped.
     pub fn resumed(&mut self) {
         // If the server does not answer, the next step that needs it fails.
         let _ = self.shared.ask(keyframe_disk::Disks::resumed);
@@ -210,18 +213,18 @@ impl ServedDiskCapture {
         self.served(|served| served.stage(store, id, meta))
     }
 
-    /// Serves those in place of what is served, or the other way. The VM stands, and nothing is in
+    /// Exchanges the served disks with the staged ones. The VM is paused, and no request is in
     /// flight.
     pub fn exchange(&mut self) -> Result<(), BoxError> {
         self.shared.ask(keyframe_disk::Disks::exchange)
     }
 
-    /// What is served from now on comes from checkpoint `id`.
+    /// Records that the disks' content comes from checkpoint `id` from now on.
     pub fn came_from(&mut self, id: CheckpointId) -> Result<()> {
         self.served(|served| served.describe(id))
     }
 
-    /// Removes what is not served.
+    /// Removes the disks that are not served.
     pub fn dismiss(&mut self) -> Result<()> {
         self.served(ServedDisks::dismiss)
     }
@@ -239,14 +242,15 @@ impl ServedDiskCapture {
         tell_failed(&*self.events, Step::GiveBackBlocks, given);
     }
 
-    /// The VMs have ended: ends the server too, and tells where what they have written lies, if
-    /// anything.
+    /// Ends the server after the VMs have ended. Returns the directory of the guests' writes, if
+    /// there are any.
     pub fn end(self) -> Result<Option<PathBuf>> {
         let served = self.shared.lock().served.take();
         Ok(served.map_or(Ok(None), |served| served.end(true))?)
     }
 
-    /// The VMs run on: so does the server, until they have ended. Tells where what they write lies.
+    /// Leaves the server running with the VMs, until they end. Returns the directory of the guests'
+    /// writes.
     pub fn keep(self) -> Option<PathBuf> {
         let served = self.shared.lock().served.take();
         served.map(|served| served.directory.path().to_owned())

@@ -2,6 +2,7 @@
 
 use super::{BrokenRun, End, Engine, EngineMessage, Event, OnExit, RunEnd, RunReport, StoreSink};
 use crate::error::{Error, Result};
+use crate::event::EventSink;
 use crate::machines::NamedVm;
 use crate::run_dir::RunDir;
 use crate::teardown::Teardown;
@@ -73,18 +74,8 @@ impl Engine<'_> {
                 }
                 RunEnd::VmEnded(exit)
             }
-            End::Asked(_) if is_attached => {
-                for (vm, qemu) in vms {
-                    events.event(&Event::Detached { vm, qemu_pid: qemu.leave_running() });
-                }
-                RunEnd::Detached
-            }
-            End::Asked(OnExit::Kill) => {
-                for (_, mut vm) in vms {
-                    teardown.step(vm.end());
-                }
-                RunEnd::Killed
-            }
+            End::Asked(_) if is_attached => detach(vms, events),
+            End::Asked(OnExit::Kill) => kill(vms, &mut teardown),
             End::Asked(OnExit::Keep) => {
                 self.run_dir.keep();
                 keep(vms, is_group, &self.run_dir, |event| events.event(&event));
@@ -102,6 +93,22 @@ impl Engine<'_> {
         let (audited_wrong, given_up) = (self.audited_wrong, self.given_up);
         Ok(RunReport { end, sealed, failed, audited_wrong, given_up })
     }
+}
+
+/// Leaves attached VMs running.
+fn detach(vms: Vec<NamedVm>, events: &dyn EventSink<Event>) -> RunEnd {
+    for (vm, qemu) in vms {
+        events.event(&Event::Detached { vm, qemu_pid: qemu.leave_running() });
+    }
+    RunEnd::Detached
+}
+
+/// Ends all VMs. Errors go to `teardown`.
+fn kill(vms: Vec<NamedVm>, teardown: &mut Teardown) -> RunEnd {
+    for (_, mut vm) in vms {
+        teardown.step(vm.end());
+    }
+    RunEnd::Killed
 }
 
 /// Leaves launched VMs running.

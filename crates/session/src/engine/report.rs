@@ -2,25 +2,25 @@
 
 use std::process::ExitStatus;
 
-/// How a run ended, and what it has achieved.
+/// The result of a run.
 #[derive(Clone, Debug)]
 pub struct RunReport {
-    /// What became of the VMs.
+    /// The end of the VMs.
     pub end: RunEnd,
     /// Checkpoints that were sealed.
     pub sealed: u64,
     /// Checkpoints that failed.
     pub failed: u64,
-    /// Checkpoints that were not what the audit copied in their pauses.
+    /// The number of checkpoints that differ from the audit's copy of RAM.
     pub audited_wrong: u64,
     /// True if the run took no more checkpoints from some moment on.
     pub given_up: bool,
 }
 
-/// What became of the VMs of a run.
+/// The end of the VMs of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RunEnd {
-    /// They ended by themselves; of a group, this is the first failure, if one failed.
+    /// The VMs ended. In a group this is the first failure, if one failed.
     VmEnded(ExitStatus),
     /// The run attached to them, and they run on without it.
     Detached,
@@ -30,7 +30,7 @@ pub enum RunEnd {
     Kept,
 }
 
-/// Whether a run did what it was to do.
+/// The verdict on a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// Each checkpoint was sealed.
@@ -42,7 +42,7 @@ pub enum Verdict {
 }
 
 impl RunReport {
-    /// Whether the run did what it was to do.
+    /// Returns the verdict on the run.
     pub fn verdict(&self) -> Verdict {
         let has_vm_failed = matches!(self.end, RunEnd::VmEnded(exit) if !exit.success());
         if has_vm_failed || self.audited_wrong > 0 || self.given_up {

@@ -39,9 +39,9 @@ use keyframe_vm_disks::restored::are_same;
 use keyframe_vmm::RollbackTarget;
 use std::sync::mpsc::TryRecvError;
 
-/// How long a checkpoint may take to be sealed.
+/// The longest time until a checkpoint is sealed.
 pub(super) const SEAL_TIMEOUT: Duration = Duration::from_mins(5);
-/// How often the pages that still differ are written again.
+/// The number of attempts to write pages that still differ.
 const TRIES: u32 = 3;
 /// Pages that are compared at once: 16 MiB.
 const BATCH_PAGES: u64 = 4096;
@@ -223,8 +223,8 @@ impl Engine<'_> {
         Ok((before.id, now, pages.len() as u64))
     }
 
-    /// Declares that the VM's state is complete: if the engine dies, the VM runs. A failure of the
-    /// watchdog is told and does not fail the rollback.
+    /// Declares that the VM's state is complete: if the engine dies, the watchdog lets the VM run.
+    /// A failure of the watchdog becomes an event and does not fail the rollback.
     fn allow_running(&mut self) {
         if let Ok(allowed) = self.vm().map(SessionVm::allow_running) {
             tell_failed(&*self.options.events, Step::AllowRunning, allowed);
@@ -350,7 +350,7 @@ fn used(layout: &RamLayout, number: usize) -> PageRange {
     PageRange::new(layout.pages_of(number).first, used_bytes / PAGE_BYTES as u64)
 }
 
-/// Those of `pages` that are in use.
+/// Returns those of `pages` that lie in the used part of their RAM block.
 fn in_use(layout: &RamLayout, pages: &[PageIndex]) -> Vec<PageIndex> {
     let ranges: Vec<_> = (0..layout.blocks().len()).map(|number| used(layout, number)).collect();
     let is_used = |page: &PageIndex| ranges.iter().any(|r| r.first <= *page && *page < r.end());

@@ -12,10 +12,10 @@ use keyframe_qemu::Vm;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// How long the engine waits for a report of the encoder at a time.
+/// The time for which the engine waits for a report of the encoder at once.
 const WAIT: Duration = Duration::from_millis(50);
 
-/// How far a replay got.
+/// The result of one step of a replay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// The VM stands at the next instruction at which a checkpoint may be taken.

@@ -48,7 +48,7 @@ const RUN_MAX: Duration = Duration::from_secs(60);
 #[derive(Default)]
 struct Told(Mutex<Vec<Event>>);
 
-impl EventSink for Told {
+impl EventSink<Event> for Told {
     fn event(&self, event: &Event) {
         self.0.lock().unwrap().push(event.clone());
     }
@@ -124,14 +124,14 @@ impl RamAccess for FakeRam {
         Arc::new(FakePages(self.control.clone()))
     }
 
-    fn track_writes(&self, _: &dyn EventSink) -> Result<StartedTracker> {
+    fn track_writes(&self, _: &dyn EventSink<Event>) -> Result<StartedTracker> {
         let tracker = FakeTracker { control: self.control.clone(), has_begun: false };
         Ok(StartedTracker { tracker: Box::new(tracker), stopped_ns: None })
     }
 
     fn track_first_writes(
         &self,
-        _: &dyn EventSink,
+        _: &dyn EventSink<Event>,
     ) -> Result<(StartedTracker, Arc<dyn FirstWriteMonitor>)> {
         unimplemented!("the loop is the same for each strategy")
     }

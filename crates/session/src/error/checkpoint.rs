@@ -27,7 +27,7 @@ pub enum CheckpointError {
     /// RAM was plugged or unplugged, and no new run could begin.
     #[error("{}: {}", error_chain(capture), error_chain(restart))]
     NoNewRun {
-        /// What the cycle found.
+        /// The error of the checkpoint cycle.
         capture: CaptureError,
         /// Why the new run did not begin.
         restart: Box<Error>,
@@ -56,7 +56,7 @@ pub enum CheckpointError {
 }
 
 impl CheckpointError {
-    /// What the user can do about it, if something is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         match self {
             Self::Strategy(error) => error.fix(),
@@ -96,16 +96,16 @@ impl std::error::Error for CheckpointFailure {}
 /// Why a checkpoint was not captured.
 #[derive(Debug, thiserror::Error)]
 pub enum NotCaptured {
-    /// It was not possible. This does not count as a failed checkpoint.
+    /// A checkpoint was not possible. This does not count as a failed checkpoint.
     #[error(transparent)]
     Impossible(#[from] CheckpointError),
-    /// It failed.
+    /// A checkpoint failed.
     #[error(transparent)]
     Failed(#[from] CheckpointFailure),
 }
 
 impl NotCaptured {
-    /// What the user can do about it, if something is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         match self {
             Self::Impossible(error) => error.fix(),

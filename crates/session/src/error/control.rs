@@ -38,7 +38,7 @@ pub enum ControlError {
 }
 
 impl ControlError {
-    /// What the user can do about it, if something is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         match self {
             Self::Io { .. } | Self::Json { .. } | Self::NoAnswer(_) => {

@@ -157,7 +157,7 @@ pub enum CloneObstacle {
     NotWhole {
         /// The image.
         path: PathBuf,
-        /// What is special about it.
+        /// The property that is not supported.
         reason: &'static str,
     },
     /// The file system has no clones.
@@ -189,7 +189,7 @@ pub enum CloneObstacle {
 }
 
 impl DiskError {
-    /// What the user can do about it, if something is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         Some(match self {
             Self::NotCloneable(_) => "put the image on btrfs or XFS, or leave --disk out: another \

@@ -108,7 +108,7 @@ impl From<Error> for RollbackError {
 }
 
 impl RollbackError {
-    /// What the user can do about it, if something is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         Some(match self {
             Self::Group => "end it (keyframe stop), and restore the checkpoint: all members come \

@@ -62,7 +62,7 @@ pub enum RunDirError {
 }
 
 impl RunDirError {
-    /// What the user can do about it, if something is known.
+    /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         Some(match self {
             Self::BadName(_) => {

@@ -42,7 +42,7 @@ impl ProcessRam {
         Box::new(ProcessDirtyTracker::new(Arc::clone(&self.ram), Arc::clone(&self.memory), scan))
     }
 
-    fn attach(&self, events: &dyn EventSink) -> Result<Attached> {
+    fn attach(&self, events: &dyn EventSink<Event>) -> Result<Attached> {
         let attached = inject_userfaultfd(&self.process)?;
         if !attached.guarded {
             events.event(&Event::UnguardedAttach { qemu_pid: self.process.pid() });
@@ -64,7 +64,7 @@ impl RamAccess for ProcessRam {
         Arc::new(ProcessPageReader::new(Arc::clone(&self.ram), Arc::clone(&self.memory)))
     }
 
-    fn track_writes(&self, events: &dyn EventSink) -> Result<StartedTracker> {
+    fn track_writes(&self, events: &dyn EventSink<Event>) -> Result<StartedTracker> {
         let attached = self.attach(events)?;
         let mut tracker = WriteTracker::new(&self.process, attached.uffd)?;
         tracker.set_watch_discards(self.watches_discards);
@@ -77,7 +77,7 @@ impl RamAccess for ProcessRam {
 
     fn track_first_writes(
         &self,
-        events: &dyn EventSink,
+        events: &dyn EventSink<Event>,
     ) -> Result<(StartedTracker, Arc<dyn FirstWriteMonitor>)> {
         let attached = self.attach(events)?;
         let mut tracker = FaultTracker::new(&self.process, attached.uffd, attached.user_mode_only)?;

@@ -66,10 +66,12 @@ pub struct FileHeader {
 }
 
 impl FileHeader {
+    /// Makes the header of a new file of this kind, with a random salt.
     pub fn fresh(kind: FileKind) -> Result<Self> {
         Ok(Self { kind, salt: random_bytes()? })
     }
 
+    /// Encodes the header.
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut out = [0; HEADER_BYTES];
         let fields = [&MAGIC[..], &(self.kind as u32).to_le_bytes(), &[0; 4], &self.salt];
@@ -79,6 +81,7 @@ impl FileHeader {
         out
     }
 
+    /// Decodes a header. `object` names the file in errors.
     pub fn decode(bytes: &[u8; HEADER_BYTES], object: &str) -> Result<Self> {
         let mut cursor = keyframe_bytes::ByteReader::new(bytes);
         let damaged = |problem: keyframe_bytes::ReadError| Error::damaged(object, problem);
@@ -125,7 +128,7 @@ pub struct FrameWriter {
 }
 
 impl FrameWriter {
-    /// For an empty file. The caller writes the header.
+    /// Makes the writer of an empty file. The caller writes the header.
     pub fn new(kind: FileKind, name: &str) -> Result<Self> {
         let header = FileHeader::fresh(kind)?;
         Ok(Self { header, name: name.into(), counter: 0, plain: 0, sealed: HEADER_BYTES as u64 })
@@ -191,7 +194,7 @@ impl FrameWriter {
 
 /// A frame in a block.
 #[derive(Clone, Debug)]
-pub struct Frame {
+pub struct EncryptedFrame {
     /// Its range in the plaintext.
     pub plain: Range<u64>,
     pub is_last: bool,
@@ -202,7 +205,7 @@ pub struct Frame {
 
 /// The frames of a block, up to the first whose length makes no sense. They are not authenticated
 /// yet.
-pub fn frames(block: &[u8], number: u64) -> Vec<Frame> {
+pub fn frames(block: &[u8], number: u64) -> Vec<EncryptedFrame> {
     let mut found = Vec::new();
     let mut at = if number == 0 { HEADER_BYTES } else { 0 };
     while let Some(frame) = frame_at(block, at) {
@@ -212,7 +215,7 @@ pub fn frames(block: &[u8], number: u64) -> Vec<Frame> {
     found
 }
 
-fn frame_at(block: &[u8], at: usize) -> Option<Frame> {
+fn frame_at(block: &[u8], at: usize) -> Option<EncryptedFrame> {
     let mut cursor = keyframe_bytes::ByteReader::new(block.get(at..at + FRAME_BYTES)?);
     let (plain, len, counter) =
         (cursor.u64_le().ok()?, cursor.u32_le().ok()?, cursor.u64_le().ok()?);
@@ -220,7 +223,12 @@ fn frame_at(block: &[u8], at: usize) -> Option<Frame> {
     let inside = at..at.checked_add(FRAME_BYTES + TAG_BYTES + len as usize)?;
     let fits = inside.end <= block.len() && (len > 0 || is_last);
     fits.then(|| {
-        Some(Frame { plain: plain..plain.checked_add(u64::from(len))?, is_last, counter, inside })
+        Some(EncryptedFrame {
+            plain: plain..plain.checked_add(u64::from(len))?,
+            is_last,
+            counter,
+            inside,
+        })
     })?
 }
 
@@ -230,7 +238,7 @@ pub fn open(
     header: &FileHeader,
     name: &str,
     block: &[u8],
-    frame: &Frame,
+    frame: &EncryptedFrame,
 ) -> Option<Vec<u8>> {
     let bytes = block.get(frame.inside.clone())?;
     let (head, rest) = bytes.split_at_checked(FRAME_BYTES)?;
@@ -248,7 +256,8 @@ pub fn open(
 }
 
 #[cfg(test)]
-impl Frame {
+impl EncryptedFrame {
+    /// Returns the frame's number in its file.
     pub fn counter(&self) -> u64 {
         self.counter
     }

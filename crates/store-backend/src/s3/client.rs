@@ -43,7 +43,7 @@ const PAGES_MAX: u32 = 100_000;
 
 /// An S3 server, with the bucket of one store.
 #[derive(Debug)]
-pub struct Client {
+pub struct S3Client {
     pub location: S3Location,
     agent: Agent,
     /// The agent for requests that only read.
@@ -68,7 +68,7 @@ pub enum Precondition<'a> {
 
 /// The outcome of a put.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum PutOutcome {
+pub enum S3PutOutcome {
     /// The object is stored, with this entity tag.
     Done(String),
     /// The condition does not hold.
@@ -77,7 +77,7 @@ pub enum PutOutcome {
 
 /// An object, or a range of one.
 #[derive(Debug)]
-pub struct Object {
+pub struct ReadObject {
     pub bytes: Vec<u8>,
     /// The length of the whole object, in bytes.
     pub len_bytes: u64,
@@ -110,7 +110,8 @@ enum Answer {
     None(ureq::Error),
 }
 
-impl Client {
+impl S3Client {
+    /// Makes a client of the bucket at `location`. It does not connect yet.
     pub fn new(location: S3Location) -> Self {
         // A request that is sent while the lease holds must arrive or fail before the lease ends.
         let call = (location.lease / 3).min(CALL_MAX);
@@ -149,7 +150,12 @@ impl Client {
     }
 
     /// Puts an object, atomically and durably.
-    pub fn put(&self, name: &str, bytes: &[u8], condition: Precondition<'_>) -> Result<PutOutcome> {
+    pub fn put(
+        &self,
+        name: &str,
+        bytes: &[u8],
+        condition: Precondition<'_>,
+    ) -> Result<S3PutOutcome> {
         if bytes.len() > PIECE_BYTES && condition == Precondition::Always {
             return self.put_in_pieces(name, bytes);
         }
@@ -180,15 +186,15 @@ impl Client {
                 let there = if attempts > 1 { self.get_if_there(name)? } else { None };
                 Ok(there
                     .filter(|there| there.bytes == bytes)
-                    .map_or(PutOutcome::Refused, |there| PutOutcome::Done(there.tag)))
+                    .map_or(S3PutOutcome::Refused, |there| S3PutOutcome::Done(there.tag)))
             }
-            status if status.is_success() => Ok(PutOutcome::Done(tag_of(&answer))),
+            status if status.is_success() => Ok(S3PutOutcome::Done(tag_of(&answer))),
             _ => Err(self.refused("put", name, answer)),
         }
     }
 
     /// Uploads a large object in pieces. It appears whole when the last piece has arrived.
-    fn put_in_pieces(&self, name: &str, bytes: &[u8]) -> Result<PutOutcome> {
+    fn put_in_pieces(&self, name: &str, bytes: &[u8]) -> Result<S3PutOutcome> {
         let key = self.key(name);
         let (bucket, credentials) = (&self.location.bucket, Some(&self.location.credentials));
         let create = CreateMultipartUpload::new(bucket, credentials, &key);
@@ -219,7 +225,7 @@ impl Client {
         if done.contains("<Error>") {
             return Err(self.strange("complete the upload of", name, &summary(&done)));
         }
-        Ok(PutOutcome::Done(between(&done, "<ETag>", "</ETag>").unwrap_or_default().to_owned()))
+        Ok(S3PutOutcome::Done(between(&done, "<ETag>", "</ETag>").unwrap_or_default().to_owned()))
     }
 
     /// Reads an object, or a range of it. Fails with kind `NotFound` if it does not exist.
@@ -228,7 +234,7 @@ impl Client {
         name: &str,
         range: Option<&Range<u64>>,
         len_bytes_max: u64,
-    ) -> Result<Object> {
+    ) -> Result<ReadObject> {
         let key = self.key(name);
         let action = GetObject::new(&self.location.bucket, Some(&self.location.credentials), &key);
         let wanted = range.map(|r| format!("bytes={}-{}", r.start, r.end.saturating_sub(1)));
@@ -245,7 +251,7 @@ impl Client {
             if answer.status() == StatusCode::RANGE_NOT_SATISFIABLE
                 && range.is_some_and(|r| r.start == 0)
             {
-                return Ok(Object {
+                return Ok(ReadObject {
                     bytes: Vec::new(),
                     len_bytes: 0,
                     tag: tag_of(&answer),
@@ -272,7 +278,7 @@ impl Client {
                 }
                 Ok(bytes) => {
                     let len_bytes = total.unwrap_or(bytes.len() as u64);
-                    return Ok(Object { bytes, len_bytes, tag, age });
+                    return Ok(ReadObject { bytes, len_bytes, tag, age });
                 }
                 // The connection broke during the answer.
                 Err(_) if left > attempts => {
@@ -285,7 +291,7 @@ impl Client {
     }
 
     /// A small object; none if it does not exist.
-    pub fn get_if_there(&self, name: &str) -> Result<Option<Object>> {
+    pub fn get_if_there(&self, name: &str) -> Result<Option<ReadObject>> {
         match self.get(name, None, ANSWER_BYTES_MAX) {
             Err(error) if error.is_not_found() => Ok(None),
             other => other.map(Some),
@@ -423,8 +429,8 @@ fn age_of(answer: &Response<Body>) -> Option<Duration> {
 }
 
 #[cfg(any(test, feature = "testing"))]
-impl Client {
-    /// Fewer attempts, without pauses, for tests.
+impl S3Client {
+    /// Reduces the number of attempts and removes their pauses, for tests.
     pub fn hasten(&mut self, attempts: u32, page_keys: usize) {
         self.attempts = attempts;
         self.pause = Duration::from_millis(1);

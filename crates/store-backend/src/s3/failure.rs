@@ -1,13 +1,13 @@
 //! The errors for refusals and missing answers of an S3 server, with their fixes.
 
-use super::client::{ANSWER_BYTES_MAX, Client};
+use super::client::{ANSWER_BYTES_MAX, S3Client};
 use crate::Error;
 use crate::RemoteFailure;
 use std::io;
 use ureq::Body;
 use ureq::http::{Response, StatusCode};
 
-impl Client {
+impl S3Client {
     /// The error for a refusal.
     pub(super) fn refused(
         &self,
@@ -119,6 +119,7 @@ pub fn summary(text: &str) -> String {
     said.trim_end_matches([':', ' ']).chars().filter(|c| !c.is_control()).take(300).collect()
 }
 
+/// Returns the text between `before` and `behind`; `None` if one of them is missing.
 pub fn between<'a>(text: &'a str, before: &str, behind: &str) -> Option<&'a str> {
     let rest = text.get(text.find(before)? + before.len()..)?;
     rest.get(..rest.find(behind)?)

@@ -1,6 +1,6 @@
 //! Object storage in tests: a bucket on a server of this host, whose requests fail on command.
 
-use super::client::Client;
+use super::client::S3Client;
 use super::location::S3Location;
 use super::part_cache::PartCache;
 use super::{PRUNE_LOCK, S3Backend, lease};
@@ -114,7 +114,7 @@ pub(super) fn test_location(endpoint: &str, prefix: &str, lease_s: u64) -> S3Loc
 pub fn test_backend(endpoint: &str, prefix: &str, options: S3TestOptions) -> S3Backend {
     let location = test_location(endpoint, prefix, options.lease_s);
     let cache = PartCache::new(options.cache, &location.name);
-    let mut client = Client::new(location);
+    let mut client = S3Client::new(location);
     if let Some((attempts, page_keys)) = options.haste {
         client.hasten(attempts, page_keys);
     }

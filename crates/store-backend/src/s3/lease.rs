@@ -14,7 +14,7 @@
 //! request arrives later than a third of a lease after its sender gave it up. The holder's clock
 //! also counts while the machine sleeps.
 
-use super::client::{Client, Precondition, PutOutcome};
+use super::client::{Precondition, S3Client, S3PutOutcome};
 use crate::LockGuard;
 use crate::random_bytes;
 use crate::{Error, Result};
@@ -40,7 +40,7 @@ struct LockText {
 /// A lease that is held, or was.
 #[derive(Debug)]
 pub struct Lease {
-    client: Arc<Client>,
+    client: Arc<S3Client>,
     name: &'static str,
     lost: AtomicBool,
     /// The time of the last renewal, by this machine's clock.
@@ -60,7 +60,7 @@ impl LockGuard for LeaseGuard {}
 impl Lease {
     /// Takes the lock. Fails with [`Error::Locked`] and the holder's text if it is taken.
     pub fn take(
-        client: &Arc<Client>,
+        client: &Arc<S3Client>,
         name: &'static str,
         holder: &str,
     ) -> Result<(Arc<Self>, LeaseGuard)> {
@@ -115,11 +115,11 @@ impl Lease {
     fn renew(&self, bytes: &[u8], tag: &mut String) {
         let begun_ms = now_ms();
         match self.client.put(self.name, bytes, Precondition::Matches(tag)) {
-            Ok(PutOutcome::Done(next)) => {
+            Ok(S3PutOutcome::Done(next)) => {
                 *tag = next;
                 self.renewed_ms.store(begun_ms, Ordering::Release);
             }
-            Ok(PutOutcome::Refused) => self.lost.store(true, Ordering::Release),
+            Ok(S3PutOutcome::Refused) => self.lost.store(true, Ordering::Release),
             // The next renewal tries again, until `check` finds that the last one is too old.
             Err(_) => {}
         }
@@ -143,22 +143,22 @@ impl Drop for LeaseGuard {
 }
 
 /// The text of the process that holds a lock, if any does.
-pub fn holder(client: &Client, name: &str) -> Result<Option<String>> {
+pub fn holder(client: &S3Client, name: &str) -> Result<Option<String>> {
     let Some(object) = client.get_if_there(name)? else { return Ok(None) };
     let over = is_over(&object.bytes, object.age);
     Ok((!over).then(|| decode(&object.bytes).map_or_else(String::new, |text| text.holder)))
 }
 
 /// Removes a lock of any holder; returns the holder's text.
-pub fn break_lease(client: &Client, name: &str) -> Result<Option<String>> {
+pub fn break_lease(client: &S3Client, name: &str) -> Result<Option<String>> {
     let Some(object) = client.get_if_there(name)? else { return Ok(None) };
     client.delete(name)?;
     Ok(Some(decode(&object.bytes).map_or_else(String::new, |text| text.holder)))
 }
 
 /// Puts the lock object; returns its entity tag.
-fn take(client: &Client, name: &str, bytes: &[u8]) -> Result<String> {
-    if let PutOutcome::Done(tag) = client.put(name, bytes, Precondition::Absent)? {
+fn take(client: &S3Client, name: &str, bytes: &[u8]) -> Result<String> {
+    if let S3PutOutcome::Done(tag) = client.put(name, bytes, Precondition::Absent)? {
         return Ok(tag);
     }
     let locked =
@@ -166,16 +166,16 @@ fn take(client: &Client, name: &str, bytes: &[u8]) -> Result<String> {
     let Some(there) = client.get_if_there(name)? else {
         // The holder has just removed it: one more attempt.
         return match client.put(name, bytes, Precondition::Absent)? {
-            PutOutcome::Done(tag) => Ok(tag),
-            PutOutcome::Refused => Err(locked(b"")),
+            S3PutOutcome::Done(tag) => Ok(tag),
+            S3PutOutcome::Refused => Err(locked(b"")),
         };
     };
     if !is_over(&there.bytes, there.age) {
         return Err(locked(&there.bytes));
     }
     match client.put(name, bytes, Precondition::Matches(&there.tag))? {
-        PutOutcome::Done(tag) => Ok(tag),
-        PutOutcome::Refused => Err(locked(&there.bytes)),
+        S3PutOutcome::Done(tag) => Ok(tag),
+        S3PutOutcome::Refused => Err(locked(&there.bytes)),
     }
 }
 

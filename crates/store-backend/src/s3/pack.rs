@@ -15,7 +15,7 @@
 //! - After a failed put nothing is appended, because the failed request may still arrive.
 
 use super::Shared;
-use super::client::{ListDepth, ListedObject, Precondition, PutOutcome};
+use super::client::{ListDepth, ListedObject, Precondition, S3PutOutcome};
 use crate::random_bytes;
 use crate::{AppendFile, ReadFile};
 use crate::{Error, Result};
@@ -35,7 +35,7 @@ const LOOKS: u32 = 8;
 
 /// A pack that this process writes. Readers in this process see the bytes that are not put yet.
 #[derive(Debug)]
-pub struct OpenPack {
+pub struct UploadedPack {
     name: String,
     state: Mutex<WriteState>,
 }
@@ -71,7 +71,7 @@ impl WriteState {
     }
 }
 
-impl OpenPack {
+impl UploadedPack {
     fn state(&self) -> MutexGuard<'_, WriteState> {
         self.state.lock().ignore_poison()
     }
@@ -90,10 +90,14 @@ fn closed(pack: &str) -> String {
 }
 
 /// Creates a pack. Fails with kind `AlreadyExists` if its number is taken.
-pub fn create(shared: &Arc<Shared>, name: &str) -> Result<(Arc<OpenPack>, Box<dyn AppendFile>)> {
+pub fn create(
+    shared: &Arc<Shared>,
+    name: &str,
+) -> Result<(Arc<UploadedPack>, Box<dyn AppendFile>)> {
     let object = begun(name);
     let token = to_hex(&random_bytes::<16>()?);
-    if shared.client.put(&object, token.as_bytes(), Precondition::Absent)? == PutOutcome::Refused {
+    if shared.client.put(&object, token.as_bytes(), Precondition::Absent)? == S3PutOutcome::Refused
+    {
         let source = io::Error::from(io::ErrorKind::AlreadyExists);
         return Err(Error::Io {
             object: shared.client.describe(name),
@@ -101,7 +105,7 @@ pub fn create(shared: &Arc<Shared>, name: &str) -> Result<(Arc<OpenPack>, Box<dy
             source,
         });
     }
-    let open = Arc::new(OpenPack { name: name.into(), state: Mutex::default() });
+    let open = Arc::new(UploadedPack { name: name.into(), state: Mutex::default() });
     Ok((open.clone(), Box::new(PackWriter { shared: shared.clone(), open })))
 }
 
@@ -121,7 +125,7 @@ pub fn remove(shared: &Shared, name: &str) -> Result<()> {
 #[derive(Debug)]
 struct PackWriter {
     shared: Arc<Shared>,
-    open: Arc<OpenPack>,
+    open: Arc<UploadedPack>,
 }
 
 impl PackWriter {
@@ -137,8 +141,8 @@ impl PackWriter {
         self.shared.check_leases()?;
         let name = part_name(&self.open.name, at);
         let tag = match self.shared.client.put(&name, bytes, Precondition::Always)? {
-            PutOutcome::Done(tag) => tag,
-            PutOutcome::Refused => String::new(),
+            S3PutOutcome::Done(tag) => tag,
+            S3PutOutcome::Refused => String::new(),
         };
         let object = ListedObject { name, len_bytes: bytes.len() as u64, tag };
         Ok(PackPart { at, object })
@@ -268,7 +272,7 @@ pub struct PackReader {
     shared: Arc<Shared>,
     name: String,
     /// The pack, if this process writes it.
-    open: Option<Arc<OpenPack>>,
+    open: Option<Arc<UploadedPack>>,
     seen: Mutex<PackListing>,
 }
 
@@ -280,7 +284,7 @@ struct PackListing {
 
 impl PackReader {
     /// Opens a pack. Fails with kind `NotFound` if it does not exist.
-    pub fn new(shared: &Arc<Shared>, name: &str, open: Option<Arc<OpenPack>>) -> Result<Self> {
+    pub fn new(shared: &Arc<Shared>, name: &str, open: Option<Arc<UploadedPack>>) -> Result<Self> {
         let this = Self { shared: shared.clone(), name: name.into(), open, seen: Mutex::default() };
         this.look()?;
         Ok(this)

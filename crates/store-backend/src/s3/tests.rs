@@ -71,7 +71,7 @@ fn errors_say_what_is_wrong_and_what_to_do() {
         "{error}; {fix}"
     );
     assert!(!error.to_string().contains("wrong"), "{error}");
-    let mut client = Client::new(test_location("http://127.0.0.1:1", "p", 60));
+    let mut client = S3Client::new(test_location("http://127.0.0.1:1", "p", 60));
     client.hasten(2, 3);
     let error = S3Backend::over(client, PartCache::new(None, "")).put("tags/a", b"x").unwrap_err();
     let text = format!("{error}; {}", error.fix().unwrap_or_default());

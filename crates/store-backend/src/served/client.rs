@@ -33,7 +33,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 
 /// A checkpoint server, with the connections of this process to it.
 #[derive(Debug)]
-pub struct Client {
+pub struct ServeClient {
     pub address: ServerAddress,
     config: OnceLock<Arc<ClientConfig>>,
     idle: Mutex<Vec<Connection>>,
@@ -45,7 +45,8 @@ pub struct Client {
     patience: Duration,
 }
 
-impl Client {
+impl ServeClient {
+    /// Makes a client of the server at `address`. It does not connect yet.
     pub fn new(address: ServerAddress) -> Self {
         Self {
             address,

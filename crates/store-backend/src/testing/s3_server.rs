@@ -54,7 +54,9 @@ impl S3Server {
         Some(server)
     }
 
-    /// Its URL: `http://127.0.0.1:PORT`.
+    /// Returns its URL: `http:
+    ///
+    /// 127.0.0.1:PORT`.
     pub fn endpoint(&self) -> String {
         format!("http://127.0.0.1:{}", self.ports[6])
     }

@@ -3,9 +3,9 @@
 use crate::Error;
 use crate::check::report::explain;
 use crate::open_store::OpenStore;
-use crate::pack_file::{Ending, PackFile};
+use crate::pack_file::{PackEnding, PackFile};
 use keyframe_store_backend::layout;
-use keyframe_store_format::pack::Entry;
+use keyframe_store_format::pack::PackEntry;
 use keyframe_store_format::page_ref::PageRef;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -57,7 +57,7 @@ pub fn check_pack(
     let mut findings = Findings::default();
     let (problems, stale) = (BTreeMap::new(), BTreeSet::new());
     let mut walk = Walk { inner, pack: &pack, good: Vec::new(), problems, stale, told: 0, tell };
-    if matches!(ending, Ending::Closed { .. })
+    if matches!(ending, PackEnding::Closed { .. })
         && pack.is_dense()
         && let Err(problem) = pack.dictionary()
     {
@@ -67,14 +67,14 @@ pub fn check_pack(
     let read_data = read_data || !findings.harmless.is_empty();
     let mut expected = wanted.to_vec();
     match ending {
-        Ending::Closed { entries, records_end } if read_data => {
+        PackEnding::Closed { entries, records_end } if read_data => {
             walk.check_index(&entries, records_end, &mut expected, &mut findings);
         }
-        Ending::Closed { entries, .. } => {
+        PackEnding::Closed { entries, .. } => {
             walk.good = entries;
             walk.check_derived(wanted);
         }
-        Ending::Unfinished => {
+        PackEnding::Unfinished => {
             let skipped = walk.run(pack.first, len_bytes, wanted);
             let why = if skipped > 0 {
                 format!("; {skipped} bytes hold no readable record and nothing refers to them")
@@ -86,7 +86,7 @@ pub fn check_pack(
                 layout::pack(number)
             ));
         }
-        Ending::Damaged(problem) => {
+        PackEnding::Damaged(problem) => {
             walk.run(pack.first, len_bytes, wanted);
             let problem = format!("{problem}; the pages before it were read one by one instead");
             findings.harmless.push((pack.object.clone(), problem));
@@ -115,7 +115,7 @@ fn unreadable_pack(inner: &OpenStore, number: u32, wanted: &[u64], error: Error)
 struct Walk<'a> {
     inner: &'a OpenStore,
     pack: &'a PackFile,
-    good: Vec<Entry>,
+    good: Vec<PackEntry>,
     problems: BTreeMap<u64, String>,
     /// Of these: records whose bytes are correct.
     stale: BTreeSet<u64>,
@@ -130,7 +130,7 @@ impl Walk<'_> {
         let (mut at, mut skipped) = (start, 0);
         loop {
             let Self { good, problems, stale, told, tell, .. } = self;
-            let mut visit = |held: Result<Entry, (u64, String)>| match held {
+            let mut visit = |held: Result<PackEntry, (u64, String)>| match held {
                 Ok(entry) => {
                     good.push(entry);
                     if entry.offset() - *told > TELL_BYTES {
@@ -164,12 +164,12 @@ impl Walk<'_> {
     /// index to the `expected` offsets.
     fn check_index(
         &mut self,
-        entries: &[Entry],
+        entries: &[PackEntry],
         records_end: u64,
         expected: &mut Vec<u64>,
         findings: &mut Findings,
     ) {
-        let resume: Vec<u64> = entries.iter().map(Entry::offset).collect();
+        let resume: Vec<u64> = entries.iter().map(PackEntry::offset).collect();
         self.run(self.pack.first, records_end, &resume);
         if self.problems.is_empty() && self.good != entries {
             let problem = "its index does not list the records that it holds".into();
@@ -183,7 +183,7 @@ impl Walk<'_> {
     /// The expected records that are not correct.
     fn missing(self, mut expected: Vec<u64>) -> Vec<PackBounds> {
         let Walk { pack, good, problems, stale, .. } = self;
-        expected.retain(|at| good.binary_search_by_key(at, Entry::offset).is_err());
+        expected.retain(|at| good.binary_search_by_key(at, PackEntry::offset).is_err());
         let (whole, broken): (Vec<u64>, Vec<u64>) =
             expected.into_iter().partition(|at| stale.contains(at));
         let mut bad = group(pack, &broken, &problems, false);
@@ -194,7 +194,7 @@ impl Walk<'_> {
     /// Reads the derived ones among the `wanted` records, with their references. The index of this
     /// pack does not show whether the references exist.
     fn check_derived(&mut self, wanted: &[u64]) {
-        let is_asked = |entry: &Entry| {
+        let is_asked = |entry: &PackEntry| {
             entry.kind().is_derived() && wanted.binary_search(&entry.offset()).is_ok()
         };
         let (inner, number) = (self.inner, self.pack.number);

@@ -22,9 +22,9 @@
 //! Left out: `store.json`, whose key is nowhere else; overlays of disks; working sets, which are advice.
 
 use crate::check::report::{CheckOptions, CheckProgress, CheckReport};
-use crate::files::OpenFile;
+use crate::files::StoreFile;
 use crate::open_store::OpenStore;
-use crate::pack_file::{Ending, PackFile};
+use crate::pack_file::{PackEnding, PackFile};
 use crate::pack_shape::{PackShape, places};
 use crate::prune::{Copier, Live, rewrite_maps};
 use crate::tuning::Tuning;
@@ -34,13 +34,13 @@ use keyframe_store_backend::LockGuard;
 use keyframe_store_backend::layout;
 use keyframe_store_format::moves::Moves;
 use keyframe_store_format::pack::{
-    DICTIONARY_CHECK_BYTES, ENTRY_BYTES, Entry, FOOTER_BYTES, encode_pack_header, encode_trailer,
-    parse_footer,
+    DICTIONARY_CHECK_BYTES, ENTRY_BYTES, FOOTER_BYTES, PackEntry, encode_pack_header,
+    encode_trailer, parse_footer,
 };
 use keyframe_store_format::page_hash::PageHash;
 use keyframe_store_format::page_ref::PACK_HEADER_BYTES;
 use keyframe_store_format::page_ref::PageRef;
-use keyframe_store_format::record::{HASH_AT, Kind, RECORD_BYTES_MAX, Record};
+use keyframe_store_format::record::{HASH_AT, RECORD_BYTES_MAX, Record, RecordKind};
 use keyframe_units::{CheckpointId, Page, ZERO_PAGE};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -209,10 +209,10 @@ impl Repair<'_> {
         copier.raise()?;
         let moves = Moves { victims: damaged.keys().copied().collect(), ..Moves::default() };
         let (mut saved, mut bad) = (BTreeMap::new(), Vec::new());
-        let mut keep = |place, (hash, kind, page): (PageHash, Kind, Box<Page>)| {
+        let mut keep = |place, (hash, kind, page): (PageHash, RecordKind, Box<Page>)| {
             self.report.saved_records += 1;
             // A derived record becomes a plain one, because its references may go.
-            let kind = if kind.is_of_ram() { Kind::Page } else { Kind::Block };
+            let kind = if kind.is_of_ram() { RecordKind::Page } else { RecordKind::Block };
             saved.insert(place, copier.keep(&page, hash, kind)?);
             Ok::<_, Error>(())
         };
@@ -331,7 +331,7 @@ fn touched(
 }
 
 /// Reads one record and compares its content with its hash.
-fn read_record(inner: &OpenStore, place: PageRef) -> Result<(PageHash, Kind, Box<Page>)> {
+fn read_record(inner: &OpenStore, place: PageRef) -> Result<(PageHash, RecordKind, Box<Page>)> {
     let pack = inner.pack(place.pack())?;
     let damaged =
         |problem| Error::damaged(format!("{} at offset {}", pack.object, place.offset()), problem);
@@ -363,7 +363,7 @@ impl Twins {
             };
             let entries = shape.map_or_else(Vec::new, |shape| shape.entries);
             for place in of_pack {
-                let indexed = entries.binary_search_by_key(&place.offset(), Entry::offset).ok();
+                let indexed = entries.binary_search_by_key(&place.offset(), PackEntry::offset).ok();
                 let indexed = indexed.and_then(|at| entries.get(at)).map(|entry| entry.hash);
                 let own = inner.pack(number).ok().and_then(|pack| {
                     let mut bytes = [0; HASH_BYTES];
@@ -390,7 +390,7 @@ impl Twins {
     }
 
     /// The content of a bad record, from an intact one.
-    fn read(&self, inner: &OpenStore, bad: PageRef) -> Option<(PageHash, Kind, Box<Page>)> {
+    fn read(&self, inner: &OpenStore, bad: PageRef) -> Option<(PageHash, RecordKind, Box<Page>)> {
         let hashes = self.possible.get(&bad)?.iter();
         let others = hashes
             .flat_map(|hash| self.places.get(hash).into_iter().flatten().map(move |at| (hash, at)));
@@ -441,7 +441,7 @@ fn with_trailer(inner: &OpenStore, pack: &PackFile, end: u64, mut bytes: Vec<u8>
 
 /// The end of the records of a pack whose only damage is its trailer.
 fn records_end(inner: &OpenStore, pack: &PackFile, len_bytes: u64) -> Option<u64> {
-    if matches!(pack.ending(len_bytes), Ending::Closed { .. } | Ending::Unfinished) {
+    if matches!(pack.ending(len_bytes), PackEnding::Closed { .. } | PackEnding::Unfinished) {
         return None;
     }
     let (mut records, mut bad) = (0, false);
@@ -488,9 +488,9 @@ fn with_dense_header(inner: &OpenStore, number: u32, mut bytes: Vec<u8>) -> Opti
 }
 
 fn is_closed(number: u32, bytes: &[u8], header: [u8; PACK_HEADER_BYTES]) -> bool {
-    let file = OpenFile::of_bytes(bytes.to_vec());
+    let file = StoreFile::of_bytes(bytes.to_vec());
     let pack = PackFile::with_header(number, String::new(), file, header, PACK_HEADER_BYTES as u64);
-    matches!(pack.ending(bytes.len() as u64), Ending::Closed { .. })
+    matches!(pack.ending(bytes.len() as u64), PackEnding::Closed { .. })
 }
 
 /// The highest number of a checkpoint or a map.

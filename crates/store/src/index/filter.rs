@@ -41,6 +41,7 @@ impl Filter {
         Self(vec![Block([0; WORDS]); blocks(entries)])
     }
 
+    /// Adds a hash.
     pub fn insert(&mut self, hash: PageHash) {
         let at = self.at(hash);
         if let Some(block) = self.0.get_mut(at) {
@@ -48,7 +49,7 @@ impl Filter {
         }
     }
 
-    /// False if the hash was not inserted.
+    /// Returns false if the hash was certainly not inserted.
     pub fn may_have(&self, hash: PageHash) -> bool {
         let block = self.0.get(self.at(hash));
         block.is_some_and(|block| {
@@ -58,11 +59,12 @@ impl Filter {
         })
     }
 
-    /// Its memory, in bytes.
+    /// Returns its memory, in bytes.
     pub fn bytes(&self) -> usize {
         self.0.capacity() * BLOCK_BYTES
     }
 
+    /// Appends the filter's bytes to `out`.
     pub fn encode(&self, out: &mut Vec<u8>) {
         self.0
             .iter()
@@ -70,6 +72,7 @@ impl Filter {
             .for_each(|word| out.extend_from_slice(&word.to_le_bytes()));
     }
 
+    /// Makes the filter from bytes that [`Self::encode`] has made.
     pub fn decode(bytes: &[u8]) -> Self {
         let block = |bytes: &[u8; BLOCK_BYTES]| {
             let words = bytes.as_chunks::<4>().0;

@@ -152,7 +152,7 @@ impl Spill {
         &self.packs
     }
 
-    /// Its memory, in bytes.
+    /// Returns its memory, in bytes.
     pub fn bytes(&self) -> usize {
         self.fences.capacity() * 8
             + self.filter.bytes()
@@ -243,6 +243,7 @@ impl Entries<'_> {
         Ok(self.bucket.get(self.at).copied())
     }
 
+    /// Moves to the next entry.
     pub fn pop(&mut self) {
         self.at += 1;
     }

@@ -55,7 +55,7 @@ impl Table {
         room(self.homes_max)
     }
 
-    /// Its memory, in bytes.
+    /// Returns its memory, in bytes.
     pub fn bytes(&self) -> usize {
         self.slots.capacity() * SLOT_BYTES
     }

@@ -32,7 +32,7 @@ struct Subject {
     index: Index,
     chance: SeededRandom,
     /// Closed packs, and the one that is being written.
-    packs: BTreeMap<u32, Vec<Entry>>,
+    packs: BTreeMap<u32, Vec<PackEntry>>,
     open: u32,
     /// What the index has to know: hash and place of all that were inserted and are there.
     model: HashMap<PageHash, Found>,
@@ -92,16 +92,17 @@ impl Subject {
                     self.index.make_room();
                 }
                 let kind =
-                    [Kind::Page, Kind::Page, Kind::Delta, Kind::Block][self.below(4) as usize];
+                    [RecordKind::Page, RecordKind::Page, RecordKind::Delta, RecordKind::Block]
+                        [self.below(4) as usize];
                 self.append(hash(number), kind);
             }
         }
     }
 
-    fn append(&mut self, hash: PageHash, kind: Kind) {
+    fn append(&mut self, hash: PageHash, kind: RecordKind) {
         let entries = self.packs.get_mut(&self.open).unwrap();
         let place = PageRef::new(self.open, 64 + 40 * entries.len() as u64);
-        entries.push(Entry::new(hash, place.offset(), kind));
+        entries.push(PackEntry::new(hash, place.offset(), kind));
         if !self.seen.insert(hash) {
             self.seen_again.insert(hash);
         }
@@ -199,7 +200,7 @@ impl Subject {
                 if self.chance.next_u64().is_multiple_of(2) && moved.len() < 400 {
                     let to = PageRef::new(new, 64 + 40 * moved.len() as u64);
                     moves.to.insert(PageRef::new(*number, entry.offset()), to);
-                    moved.push(Entry::new(entry.hash, to.offset(), entry.kind()));
+                    moved.push(PackEntry::new(entry.hash, to.offset(), entry.kind()));
                 }
             }
         }
@@ -207,7 +208,7 @@ impl Subject {
         self.open = new + 1;
         self.packs.insert(self.open, Vec::new());
         // As a writer follows.
-        let plain: Vec<Entry> =
+        let plain: Vec<PackEntry> =
             moved.iter().copied().filter(|entry| !entry.kind().is_derived()).collect();
         let mut index = std::mem::replace(&mut self.index, Index::new(0, None));
         index.learn(new, Some(seal(new)), plain.iter());
@@ -306,7 +307,7 @@ fn it_answers_as_a_map_does_whatever_happens_to_packs_and_files() {
 /// An index of `n` pages, saved in one file.
 fn saved(n: u64) -> (Subject, PathBuf) {
     let mut subject = Subject::new(1, None);
-    (0..n).for_each(|number| subject.append(hash(number), Kind::Page));
+    (0..n).for_each(|number| subject.append(hash(number), RecordKind::Page));
     subject.close();
     subject.index.make_room();
     let file = std::fs::read_dir(&subject.folder.path).unwrap().next().unwrap().unwrap().path();
@@ -369,7 +370,7 @@ fn a_spill_of_another_store_or_of_packs_that_are_others_now_is_ignored() {
 fn the_places_in_a_masked_file_are_not_in_clear_and_come_back() {
     let find = |mask: Option<MaskKey>| {
         let mut subject = Subject::new(1, mask);
-        (0..500).for_each(|number| subject.append(hash(number), Kind::Page));
+        (0..500).for_each(|number| subject.append(hash(number), RecordKind::Page));
         let places: Vec<_> = subject.model.values().map(|found| found.place).collect();
         subject.close();
         subject.index.make_room();
@@ -392,7 +393,7 @@ fn what_is_too_much_is_forgotten_oldest_first() {
             subject.close();
             subject.index.make_room();
         }
-        subject.append(hash(number), Kind::Page);
+        subject.append(hash(number), RecordKind::Page);
     }
     let usage = subject.index.usage();
     assert!(
@@ -419,10 +420,10 @@ fn without_a_folder_it_forgets_and_stays_small() {
             index.make_room();
         }
         let place = PageRef::new(1, 64 + number * 40);
-        index.insert(hash(number), place, Kind::Page);
+        index.insert(hash(number), place, RecordKind::Page);
         assert_eq!(
             index.get(hash(number)),
-            Some(Found { place, kind: Kind::Page, unproven: false })
+            Some(Found { place, kind: RecordKind::Page, unproven: false })
         );
     }
     assert_eq!(index.get(hash(0)), None);

@@ -5,7 +5,7 @@
 //! ```
 
 use keyframe_store_format::page_ref::PageRef;
-use keyframe_store_format::record::Kind;
+use keyframe_store_format::record::RecordKind;
 
 const OFFSET_BITS: u32 = 36;
 /// The flag of an entry that a spill holds too.
@@ -18,13 +18,13 @@ const PACK_SHIFT: u32 = 40;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Found {
     pub place: PageRef,
-    pub kind: Kind,
+    pub kind: RecordKind,
     /// True for a derived record of an earlier writer that was not read yet.
     pub unproven: bool,
 }
 
 /// The value of a plain entry; `None` if the offset is too large for an entry.
-pub fn encode(place: PageRef, kind: Kind) -> Option<u64> {
+pub fn encode(place: PageRef, kind: RecordKind) -> Option<u64> {
     let at = u64::from(place.pack()) << PACK_SHIFT | place.offset();
     (place.offset() < 1 << OFFSET_BITS).then_some(at | u64::from(kind.number()) << KIND_SHIFT)
 }
@@ -34,8 +34,8 @@ pub fn place(value: u64) -> PageRef {
     PageRef(value >> PACK_SHIFT << PACK_SHIFT | value & ((1 << OFFSET_BITS) - 1))
 }
 
-fn kind(value: u64) -> Kind {
-    Kind::of_number((value >> KIND_SHIFT & 3) as u8).unwrap_or(Kind::Page)
+fn kind(value: u64) -> RecordKind {
+    RecordKind::of_number((value >> KIND_SHIFT & 3) as u8).unwrap_or(RecordKind::Page)
 }
 
 /// True if the record is derived.
@@ -51,5 +51,5 @@ pub fn decode(value: u64) -> Found {
 /// The value of a record that has moved to `to`; `None` if the offset is too large for an entry.
 pub fn moved(value: u64, to: PageRef) -> Option<u64> {
     let flags = value & (UNPROVEN | 3 << KIND_SHIFT);
-    Some(encode(to, Kind::Page)? | flags)
+    Some(encode(to, RecordKind::Page)? | flags)
 }

@@ -7,11 +7,11 @@ use crate::pack_writer::writer::PackWriter;
 use crate::sectors::{SectorFinder, Tags};
 use crate::tuning::Tuning;
 use keyframe_store_format::codec::{Codec, SAVING_BYTES_MIN};
-use keyframe_store_format::composed::{Composition, PART_BYTES, PARTS, Part, sectors};
+use keyframe_store_format::composed::{Composition, PART_BYTES, PARTS, PagePart, sectors};
 use keyframe_store_format::disk_meta::SectorCounts;
 use keyframe_store_format::page_hash::PageHash;
 use keyframe_store_format::page_ref::PageRef;
-use keyframe_store_format::record::{Kind, Record};
+use keyframe_store_format::record::{Record, RecordKind};
 use keyframe_units::Page;
 
 impl PackWriter {
@@ -49,12 +49,12 @@ impl PackWriter {
         let composition = tags.as_ref().and_then(|tags| self.compose(page, tags, &pack));
         let codec = composition.and_then(|composition| self.encode_composed(&composition, page));
         let (kind, payload) = match codec {
-            Some(codec) => (Kind::Composed, (codec, self.composed.as_slice())),
-            None => (Kind::Block, self.compressors[0].compress(page)),
+            Some(codec) => (RecordKind::Composed, (codec, self.composed.as_slice())),
+            None => (RecordKind::Block, self.compressors[0].compress(page)),
         };
         let len_bytes = pack.append(hash, kind, payload);
-        let composed = kind == Kind::Composed;
-        if let (Some(finder), Some(tags), Kind::Block) = (&mut self.finder, &tags, kind) {
+        let composed = kind == RecordKind::Composed;
+        if let (Some(finder), Some(tags), RecordKind::Block) = (&mut self.finder, &tags, kind) {
             finder.learn(tags, place);
         }
         let sectors = self.count_sectors(page, composition.as_ref().filter(|_| composed), &pack);
@@ -98,10 +98,10 @@ impl PackWriter {
         let mut counts = SectorCounts::default();
         for (at, sector) in sectors(page).iter().enumerate() {
             let counted = match composition.and_then(|c| c.0.get(at)) {
-                Some(Part::Of(record, _)) if self.is_of_ram(*record, pack) => {
+                Some(PagePart::Of(record, _)) if self.is_of_ram(*record, pack) => {
                     &mut counts.against_ram_part_sectors
                 }
-                Some(Part::Of(..)) => &mut counts.against_disk_part_sectors,
+                Some(PagePart::Of(..)) => &mut counts.against_disk_part_sectors,
                 _ if *sector == [0; PART_BYTES] => &mut counts.zero_sectors,
                 _ => &mut counts.not_deduplicated_sectors,
             };

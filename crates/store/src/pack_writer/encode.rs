@@ -1,13 +1,13 @@
 //! Hashing and encoding pages, many at a time on several threads.
 
-use crate::bases::{At, Base, Bases};
+use crate::bases::{At, Bases, DeltaBase};
 use crate::pack_writer::placed::{PageInput, Placed};
 use keyframe_pages::patch::{PATCH_BYTES_MAX, diff};
 use keyframe_store_format::codec::{Codec, PageCompressor};
 use keyframe_store_format::delta::{DELTA_HEADER_BYTES, Delta};
 use keyframe_store_format::page_hash::{HashKey, LANES, PageHash};
 use keyframe_store_format::page_ref::PageRef;
-use keyframe_store_format::record::Kind;
+use keyframe_store_format::record::RecordKind;
 use keyframe_units::{Page, ZERO_PAGE};
 
 /// A patch of at most this many bytes is taken without compressing the page for comparison.
@@ -23,7 +23,7 @@ pub struct Item<'a> {
     pub has_base: bool,
     /// The base of the delta.
     pub on: PageRef,
-    pub encoded: Option<(Kind, Codec)>,
+    pub encoded: Option<(RecordKind, Codec)>,
     pub scratch: Scratch,
     pub placed: Option<Placed>,
 }
@@ -49,14 +49,14 @@ impl Item<'_> {
             && (len <= DELTA_HEADER_BYTES + PATCH_BYTES_SMALL
                 || is_worth_it(len, base.payload_bytes))
         {
-            (self.encoded, self.on) = (Some((Kind::Delta, codec)), base.record);
+            (self.encoded, self.on) = (Some((RecordKind::Delta, codec)), base.record);
             return;
         }
         let alone = compressor.compress(self.input.content);
         // A plain page is read in one step, and can be a base.
         match delta {
             Some((base, codec, len)) if is_worth_it(len, alone.1.len()) => {
-                (self.encoded, self.on) = (Some((Kind::Delta, codec)), base.record);
+                (self.encoded, self.on) = (Some((RecordKind::Delta, codec)), base.record);
             }
             _ => self.take_alone(alone),
         }
@@ -68,13 +68,13 @@ impl Item<'_> {
         if codec != Codec::Raw {
             self.scratch.payload.extend_from_slice(payload);
         }
-        self.encoded = Some((Kind::Page, codec));
+        self.encoded = Some((RecordKind::Page, codec));
     }
 
     /// Makes the payload of a delta; `None` if the patch is too long.
     fn encode_delta(
         &mut self,
-        base: Base,
+        base: DeltaBase,
         content: &Page,
         compressor: &mut PageCompressor,
     ) -> Option<Codec> {
@@ -87,8 +87,8 @@ impl Item<'_> {
     }
 
     /// The payload of the new record.
-    pub fn payload(&self, codec: Codec, kind: Kind) -> &[u8] {
-        if kind == Kind::Page && codec == Codec::Raw {
+    pub fn payload(&self, codec: Codec, kind: RecordKind) -> &[u8] {
+        if kind == RecordKind::Page && codec == Codec::Raw {
             self.input.content
         } else {
             &self.scratch.payload

@@ -8,7 +8,7 @@ use keyframe_store_format::codec::{Codec, SAVING_BYTES_MIN};
 use keyframe_store_format::derived::Derivation;
 use keyframe_store_format::page_hash::PageHash;
 use keyframe_store_format::page_ref::PageRef;
-use keyframe_store_format::record::{Kind, verify};
+use keyframe_store_format::record::{RecordKind, verify};
 use keyframe_units::{PAGE_BYTES, Page};
 
 /// The words of a page may take this many bytes more than zstd, because reading them is several
@@ -18,7 +18,12 @@ const WORDS_MORE_BYTES_MAX: usize = PAGE_BYTES / 12;
 impl PackWriter {
     /// Writes a page; returns its record, and the record's length in bytes, or 0 if the writer knew
     /// the content. [`Error::Damaged`] if the page does not match `hash`.
-    pub fn keep(&mut self, page: &Page, hash: PageHash, kind: Kind) -> Result<(PageRef, u64)> {
+    pub fn keep(
+        &mut self,
+        page: &Page,
+        hash: PageHash,
+        kind: RecordKind,
+    ) -> Result<(PageRef, u64)> {
         verify(hash, &self.inner.config.key, page)
             .map_err(|problem| Error::damaged("a page", problem))?;
         match self.index.get(hash) {
@@ -56,11 +61,11 @@ impl PackWriter {
         let (kind, codec) = match derivation {
             Derivation::Parts(composition) => {
                 let codec = composition.encode(page, &mut self.compressors[0], &mut self.composed);
-                (Kind::Composed, codec)
+                (RecordKind::Composed, codec)
             }
             Derivation::Delta(delta) => {
                 delta.encode(&mut self.composed);
-                (Kind::Delta, compress_patch(&mut self.composed, &mut self.compressors[0]))
+                (RecordKind::Delta, compress_patch(&mut self.composed, &mut self.compressors[0]))
             }
         };
         let len_bytes = pack.append(hash, kind, (codec, &self.composed));
@@ -73,7 +78,7 @@ impl PackWriter {
         pack: OpenPack,
         hash: PageHash,
         place: PageRef,
-        kind: Kind,
+        kind: RecordKind,
     ) -> Result<()> {
         self.index.insert(hash, place, kind);
         self.give_back(pack)

@@ -2,12 +2,12 @@
 //! few are needed.
 
 use crate::Result;
-use crate::pack_file::{Content, Ending};
+use crate::pack_file::{PackEnding, PageContent};
 use crate::pack_writer::open_pack::OpenPack;
 use crate::pack_writer::writer::PackWriter;
-use keyframe_store_format::pack::Entry;
+use keyframe_store_format::pack::PackEntry;
 use keyframe_store_format::page_ref::PageRef;
-use keyframe_store_format::record::{KIND_AT, Kind};
+use keyframe_store_format::record::{KIND_AT, RecordKind};
 
 impl PackWriter {
     /// Removes all records that are not derived from `records`, which rise. Also removes those of a
@@ -23,12 +23,13 @@ impl PackWriter {
             }
             let Ok(pack) = self.inner.pack(first.pack()) else { continue };
             match pack.ending(pack.file.len_bytes()?) {
-                Ending::Closed { entries, .. } => derived.extend(derived_in(&entries, of_pack)),
-                Ending::Unfinished | Ending::Damaged(_) => {
+                PackEnding::Closed { entries, .. } => derived.extend(derived_in(&entries, of_pack)),
+                PackEnding::Unfinished | PackEnding::Damaged(_) => {
                     let wanted: Vec<_> = of_pack.iter().map(|at| (*at, ())).collect();
                     let read =
                         pack.read_records(&wanted, &mut Vec::new(), &mut |at, (), content| {
-                            derived.extend(matches!(content, Content::Derived(_)).then_some(at));
+                            derived
+                                .extend(matches!(content, PageContent::Derived(_)).then_some(at));
                             Ok::<_, crate::Error>(())
                         });
                     // A later read of the records reports the error.
@@ -47,21 +48,24 @@ impl PackWriter {
             _ => self.inner.pack(record.pack()).ok().and_then(|pack| {
                 let mut letter = [0];
                 pack.file.read_at(record.offset() + KIND_AT, &mut letter).ok()?;
-                Kind::of_letter(letter[0])
+                RecordKind::of_letter(letter[0])
             }),
         };
-        kind.is_none_or(Kind::is_of_ram)
+        kind.is_none_or(RecordKind::is_of_ram)
     }
 }
 
-fn kind_in(entries: &[Entry], record: PageRef) -> Option<Kind> {
-    let at = entries.binary_search_by_key(&record.offset(), Entry::offset).ok()?;
-    entries.get(at).map(Entry::kind)
+fn kind_in(entries: &[PackEntry], record: PageRef) -> Option<RecordKind> {
+    let at = entries.binary_search_by_key(&record.offset(), PackEntry::offset).ok()?;
+    entries.get(at).map(PackEntry::kind)
 }
 
 fn derived_in<'a>(
-    entries: &'a [Entry],
+    entries: &'a [PackEntry],
     records: &'a [PageRef],
 ) -> impl Iterator<Item = PageRef> + 'a {
-    records.iter().copied().filter(|record| kind_in(entries, *record).is_some_and(Kind::is_derived))
+    records
+        .iter()
+        .copied()
+        .filter(|record| kind_in(entries, *record).is_some_and(RecordKind::is_derived))
 }

@@ -2,7 +2,7 @@
 
 use crate::index::Index;
 use crate::open_store::OpenStore;
-use crate::pack_file::Ending;
+use crate::pack_file::PackEnding;
 use crate::pack_writer::writer::PackWriter;
 use crate::tuning::Tuning;
 use crate::{Error, Result};
@@ -53,11 +53,11 @@ impl PackWriter {
         };
         let len_bytes = pack.file.len_bytes()?;
         let ending = pack.ending(len_bytes);
-        let is_closed = matches!(ending, Ending::Closed { .. });
+        let is_closed = matches!(ending, PackEnding::Closed { .. });
         let entries = match ending {
-            Ending::Closed { entries, .. } => entries,
-            Ending::Unfinished | Ending::Damaged(_) if closed_only => Vec::new(),
-            Ending::Unfinished | Ending::Damaged(_) => {
+            PackEnding::Closed { entries, .. } => entries,
+            PackEnding::Unfinished | PackEnding::Damaged(_) if closed_only => Vec::new(),
+            PackEnding::Unfinished | PackEnding::Damaged(_) => {
                 let mut entries = Vec::new();
                 pack.walk(&self.inner, pack.first, len_bytes, &mut |entry| entries.extend(entry));
                 if !entries.is_empty() {

@@ -2,10 +2,10 @@
 
 use crate::files::NewFile;
 use keyframe_store_format::codec::Codec;
-use keyframe_store_format::pack::Entry;
+use keyframe_store_format::pack::PackEntry;
 use keyframe_store_format::page_hash::PageHash;
 use keyframe_store_format::page_ref::{PACK_HEADER_BYTES, PageRef};
-use keyframe_store_format::record::{Kind, append_record};
+use keyframe_store_format::record::{RecordKind, append_record};
 
 /// The pack that the writer appends to.
 #[derive(Debug)]
@@ -22,7 +22,7 @@ pub struct OpenPack {
     /// Bytes that sealed checkpoints may need, durable or not.
     pub sealed: u64,
     /// All records of the pack, rising.
-    pub entries: Vec<Entry>,
+    pub entries: Vec<PackEntry>,
 }
 
 impl OpenPack {
@@ -32,11 +32,11 @@ impl OpenPack {
     }
 
     /// Appends a record; returns its length, in bytes.
-    pub fn append(&mut self, hash: PageHash, kind: Kind, payload: (Codec, &[u8])) -> u64 {
+    pub fn append(&mut self, hash: PageHash, kind: RecordKind, payload: (Codec, &[u8])) -> u64 {
         let place = PageRef::new(self.number, self.end());
         let before = self.buffer.len();
         append_record(&mut self.buffer, place, hash, kind, payload);
-        self.entries.push(Entry::new(hash, place.offset(), kind));
+        self.entries.push(PackEntry::new(hash, place.offset(), kind));
         (self.buffer.len() - before) as u64
     }
 

@@ -13,14 +13,14 @@
 //! check and not lost since. Content that occurs twice in a batch gets one record.
 
 use crate::Result;
-use crate::bases::Base;
+use crate::bases::DeltaBase;
 use crate::pack_writer::encode::{Item, hash_items, side_by_side};
 use crate::pack_writer::placed::{PageInput, Placed};
 use crate::pack_writer::writer::PackWriter;
 use keyframe_store_format::codec::Codec;
 use keyframe_store_format::derived::Derivation;
 use keyframe_store_format::page_ref::PageRef;
-use keyframe_store_format::record::{Kind, RECORD_BYTES_MAX, RECORD_HEADER_BYTES, Record};
+use keyframe_store_format::record::{RECORD_BYTES_MAX, RECORD_HEADER_BYTES, Record, RecordKind};
 use keyframe_units::{Page, ZERO_PAGE};
 
 /// The pages of a batch if there is one thread: they stay in its cache between two steps.
@@ -114,10 +114,10 @@ impl PackWriter {
     }
 
     /// The plain record `of`, or the base of the delta `of`; `None` if it cannot be read.
-    fn read_base(&self, of: PageRef, bytes: &mut Vec<u8>, page: &mut Page) -> Option<Base> {
+    fn read_base(&self, of: PageRef, bytes: &mut Vec<u8>, page: &mut Page) -> Option<DeltaBase> {
         let record = self.read_record(of, bytes)?;
         let of = match record.kind {
-            Kind::Delta => match record.derivation(page).ok()? {
+            RecordKind::Delta => match record.derivation(page).ok()? {
                 Derivation::Delta(delta) => delta.base,
                 Derivation::Parts(_) => return None,
             },
@@ -125,7 +125,7 @@ impl PackWriter {
         };
         let record = self.read_record(of, bytes)?;
         record.decompress(page).ok()?;
-        Some(Base::new(of, record.hash, record.len_bytes() - RECORD_HEADER_BYTES))
+        Some(DeltaBase::new(of, record.hash, record.len_bytes() - RECORD_HEADER_BYTES))
     }
 
     /// Reads a record for use as a base. It may still be in the buffer of the open pack.
@@ -166,10 +166,10 @@ impl PackWriter {
             // A prune wrote the base into a later pack than the open one.
             item.take_alone(compressor.compress(item.input.content));
         }
-        let (kind, codec) = item.encoded.unwrap_or((Kind::Page, Codec::Raw));
+        let (kind, codec) = item.encoded.unwrap_or((RecordKind::Page, Codec::Raw));
         let len_bytes = pack.append(hash, kind, (codec, item.payload(codec, kind)));
         self.index.insert(hash, place, kind);
-        if kind == Kind::Page
+        if kind == RecordKind::Page
             && let Some(finder) = &mut self.finder
         {
             let tags = finder.tags(item.input.content);
@@ -177,13 +177,13 @@ impl PackWriter {
         }
         if let Some((page, _)) = item.input.home {
             match kind {
-                Kind::Delta => self.bases.used(page, len_bytes),
+                RecordKind::Delta => self.bases.used(page, len_bytes),
                 // A page gets a base in memory only when it is written for the second time.
                 _ if item.has_base => {
                     let payload_bytes = item.payload(codec, kind).len();
                     self.bases.insert(
                         page,
-                        Base::new(place, hash, payload_bytes),
+                        DeltaBase::new(place, hash, payload_bytes),
                         item.input.content,
                     );
                 }

@@ -2,7 +2,7 @@
 
 use keyframe_store_format::disk_meta::SectorCounts;
 use keyframe_store_format::page_ref::PageRef;
-use keyframe_store_format::record::Kind;
+use keyframe_store_format::record::RecordKind;
 use keyframe_units::{Page, PageIndex};
 
 /// A page to put.
@@ -17,7 +17,7 @@ pub struct PageInput<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placed {
     /// The store held the content, in a record of this kind.
-    Known(PageRef, Kind),
+    Known(PageRef, RecordKind),
     /// A new record of this length, in bytes.
     New(PageRef, u64),
 }

@@ -275,8 +275,8 @@ impl PackWriter {
         }
     }
 
-    /// With `dense`, the following packs begin with its dictionary, and their pages are compressed
-    /// with it. Without, they are compressed as a run does.
+    /// Sets how the following packs are compressed: with `dense`, they begin with its dictionary,
+    /// which compresses their pages; without it, as in a run.
     pub fn set_dense(&mut self, dense: Option<DenseCompressor>) -> Result<()> {
         self.close()?;
         self.dense = dense;

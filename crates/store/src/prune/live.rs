@@ -24,14 +24,14 @@ use crate::{Error, Result};
 use keyframe_store_backend::layout;
 use keyframe_store_format::map_run::MapRun;
 use keyframe_store_format::meta::Meta;
-use keyframe_store_format::pack::Entry;
+use keyframe_store_format::pack::PackEntry;
 use keyframe_store_format::page_ref::PageRef;
 use keyframe_units::{CheckpointId, PageIndex, PageRange};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A map that a checkpoint needs.
 #[derive(Debug)]
-pub struct Node {
+pub struct LiveMap {
     parent: Option<u64>,
     /// True if its own checkpoint exists: then all its pages are visible.
     sealed: bool,
@@ -81,7 +81,7 @@ impl Known {
         })
     }
 
-    /// `packs`, and the packs with live derived records that refer to them.
+    /// Returns `packs`, and the packs with live derived records that refer to them.
     pub fn with_dependents(&self, packs: &BTreeSet<u32>) -> BTreeSet<u32> {
         let dependents =
             self.depends.iter().filter(|(_, on)| !on.is_disjoint(packs)).map(|(of, _)| *of);
@@ -94,7 +94,7 @@ impl Known {
 pub struct Live {
     /// The packs that each map refers to, of the maps that were read.
     mentions: BTreeMap<u64, Box<[u32]>>,
-    nodes: BTreeMap<u64, Node>,
+    nodes: BTreeMap<u64, LiveMap>,
     wanted: BTreeMap<u32, Offsets>,
     /// The existing checkpoints.
     pub ids: BTreeSet<CheckpointId>,
@@ -164,7 +164,7 @@ impl Live {
     fn add(&mut self, id: CheckpointId, meta: &Meta) {
         self.ids.insert(id);
         for (at, map) in meta.map_chain.iter().enumerate() {
-            let node = self.nodes.entry(*map).or_insert_with(|| Node {
+            let node = self.nodes.entry(*map).or_insert_with(|| LiveMap {
                 parent: meta.map_chain.get(at + 1).copied(),
                 sealed: false,
                 ram_pages: meta.ram.len_pages(),
@@ -208,7 +208,8 @@ impl Live {
             .filter(|entry| live.binary_search(&entry.offset()).is_ok())
             .map(|entry| PageRef::new(shape.number, entry.offset()))
             .collect();
-        let is_listed = |at: &&u64| shape.entries.binary_search_by_key(*at, Entry::offset).is_ok();
+        let is_listed =
+            |at: &&u64| shape.entries.binary_search_by_key(*at, PackEntry::offset).is_ok();
         let missing: Vec<u64> = live.iter().filter(|at| !is_listed(at)).copied().collect();
         let mut found = inner.references_of(&wanted)?;
         for place in places(shape.number, &missing) {
@@ -236,7 +237,7 @@ impl Live {
         &self,
         inner: &OpenStore,
         is_wanted: &dyn Fn(u64) -> bool,
-        visit: &mut dyn FnMut(u64, &Node, &MapRun, &Changes) -> Result<()>,
+        visit: &mut dyn FnMut(u64, &LiveMap, &MapRun, &Changes) -> Result<()>,
     ) -> Result<()> {
         // The visible pages of a map without a checkpoint depend on the maps above it, so these are
         // read too.

@@ -7,7 +7,7 @@
 
 use super::live::{Live, shows};
 use crate::open_store::OpenStore;
-use crate::pack_file::Content;
+use crate::pack_file::PageContent;
 use crate::pack_shape::{PackShape, places};
 use crate::pack_writer::PackWriter;
 use crate::tuning::Tuning;
@@ -16,10 +16,10 @@ use keyframe_store_backend::layout;
 use keyframe_store_format::derived::Derivation;
 use keyframe_store_format::dictionary::{DenseCompressor, SAMPLES_MAX};
 use keyframe_store_format::moves::{MovedPlace, Moves};
-use keyframe_store_format::pack::Entry;
+use keyframe_store_format::pack::PackEntry;
 use keyframe_store_format::page_hash::PageHash;
 use keyframe_store_format::page_ref::PageRef;
-use keyframe_store_format::record::Kind;
+use keyframe_store_format::record::RecordKind;
 use keyframe_units::{Page, ZERO_PAGE};
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -37,6 +37,7 @@ pub struct Copier {
 }
 
 impl Copier {
+    /// Makes a copier that has written no pack yet.
     pub fn new(inner: Arc<OpenStore>, tuning: Tuning) -> Self {
         Self { inner, tuning, packs: None, reserved: BTreeSet::new(), copied_bytes: 0 }
     }
@@ -96,7 +97,7 @@ impl Copier {
         };
         let mut wanted = Vec::with_capacity(missing.len());
         for place in missing {
-            match shape.entries.binary_search_by_key(&place.offset(), Entry::offset) {
+            match shape.entries.binary_search_by_key(&place.offset(), PackEntry::offset) {
                 Ok(at) => wanted.push((place, at)),
                 Err(_) => {
                     return Ok(Err(format!(
@@ -111,7 +112,7 @@ impl Copier {
         let packs = self.packs()?;
         let mut copied_bytes = 0;
         let copied = pack.read_records(&wanted, &mut Vec::new(), &mut |place, at, content| {
-            if let (Content::Plain(page, _), Some(entry)) = (content, shape.entries.get(at)) {
+            if let (PageContent::Plain(page, _), Some(entry)) = (content, shape.entries.get(at)) {
                 let (to, bytes) =
                     packs.keep(page, entry.hash, entry.kind()).map_err(|error| match error {
                         Error::Damaged { problem, .. } => Error::damaged(
@@ -187,7 +188,7 @@ impl Copier {
             &[(place, ())],
             &mut Vec::new(),
             &mut |_, (), content| {
-                if let Content::Derived(record) = content {
+                if let PageContent::Derived(record) = content {
                     let derivation = record.derivation(&mut scratch);
                     found = Some(derivation.map_err(|problem| Error::damaged(object(), problem))?);
                 }
@@ -198,7 +199,7 @@ impl Copier {
     }
 
     /// Writes a page with `hash`; returns its record.
-    pub fn keep(&mut self, page: &Page, hash: PageHash, kind: Kind) -> Result<PageRef> {
+    pub fn keep(&mut self, page: &Page, hash: PageHash, kind: RecordKind) -> Result<PageRef> {
         Ok(self.packs()?.keep(page, hash, kind)?.0)
     }
 

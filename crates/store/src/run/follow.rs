@@ -8,7 +8,7 @@
 
 use crate::open_store::OpenStore;
 use crate::pack_writer::{PageInput, Placed};
-use crate::run::progress::Progress;
+use crate::run::progress::RunProgress;
 use crate::session::Session;
 use crate::{Error, Result};
 use keyframe_store_format::moves::{MovedPlace, Moves};
@@ -20,7 +20,7 @@ use rustc_hash::FxHashMap;
 pub fn follow_prune(
     store: &OpenStore,
     session: &mut Session,
-    progress: &mut Progress,
+    progress: &mut RunProgress,
 ) -> Result<()> {
     let seen = session.moves.as_ref().map(|moves| moves.generation);
     let moves = match store.moves(seen) {

@@ -1,8 +1,8 @@
 //! The checkpoint in progress: the maps of a run in memory, and what changed since the last seal.
 //!
-//! Invariant: the maps are those of the last seal plus the puts since. [`Progress::undo`] leads back.
+//! Invariant: the maps are those of the last seal plus the puts since. [`RunProgress::undo`] leads back.
 
-use crate::chain::{Chain, Changes, Plan};
+use crate::chain::{Chain, ChainPlan, Changes};
 use crate::run::puts::{PutOutcome, Puts};
 use keyframe_store_format::disk_map::{DiskMap, FormerRange, block_numbers};
 use keyframe_store_format::map_run::{MapHeader, MapRun};
@@ -12,7 +12,7 @@ use keyframe_units::{PageIndex, PageRange};
 
 /// The checkpoint in progress.
 #[derive(Debug)]
-pub struct Progress {
+pub struct RunProgress {
     pub map: PageMap,
     pub disk_map: DiskMap,
     pub puts: Puts,
@@ -30,7 +30,7 @@ pub struct Progress {
     has_other_disks: bool,
 }
 
-impl Progress {
+impl RunProgress {
     /// A run with zero RAM of `ram_pages` and the disks of `disk_map`.
     pub fn new(ram_pages: u64, disk_map: DiskMap) -> Self {
         Self {
@@ -135,7 +135,7 @@ impl Progress {
     ) -> (MapRun, Vec<u64>) {
         let complete_pages = self.map.nonzero_pages() + self.disk_map.known_blocks();
         let plan = if self.has_other_disks {
-            Plan { changed: None, below: Vec::new() }
+            ChainPlan { changed: None, below: Vec::new() }
         } else {
             chain.plan(&self.changed, complete_pages)
         };

@@ -32,6 +32,7 @@ pub struct Puts {
 }
 
 impl Puts {
+    /// Makes empty sets over `space_pages` pages.
     pub fn new(space_pages: u64) -> Self {
         let set = || PageSet::new(space_pages);
         Self {

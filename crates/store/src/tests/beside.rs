@@ -7,6 +7,7 @@ use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::testing::SeededRandom;
 use keyframe_store_backend::{self as backend, AppendFile, Backend, LockGuard, ReadFile};
 use std::collections::BTreeSet;
+use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -201,74 +202,87 @@ fn checkpoints_stay_intact_if_a_run_seals_and_others_are_forgotten_during_a_prun
     }
 }
 
-/// All at once on a real directory: a run that seals as fast as it can, a recompression, a forget, and
-/// a reader. Each opens the store for itself, as processes do.
-#[test]
-fn a_run_a_recompression_a_forget_and_a_reader_work_at_the_same_time() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("store");
-    let store = Store::init(&path).unwrap();
-    let known = Mutex::new(BTreeMap::<CheckpointId, Image>::new());
-    let forgotten = Mutex::new(BTreeSet::<CheckpointId>::new());
-    let ended = AtomicBool::new(false);
-    let is_on = || !ended.load(Ordering::Relaxed);
-    let (pruned, read, lost) = (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            let beside = Store::open(&path).unwrap();
-            let wait = Duration::from_secs(20);
-            let options =
-                PruneOptions { max_unused: 1.0, dry_run: false, wait, recompress_bytes: 60_000 };
-            while is_on() {
-                let report = beside.prune_tuned(&options, TINY, &mut |_| {}).unwrap();
-                assert!(report.damaged.is_empty(), "{report:#?}");
-                pruned.fetch_add(report.removed_packs + report.rewritten_packs, Ordering::Relaxed);
-            }
-        });
-        scope.spawn(|| {
-            let mut chance = SeededRandom(5);
-            while is_on() {
-                let beside = Store::open(&path).unwrap();
-                let listing = beside.checkpoints().unwrap();
-                assert!(listing.unreadable.is_empty(), "{:?}", listing.unreadable);
-                let mut ids: BTreeSet<_> = listing.sealed.iter().map(|sealed| sealed.id).collect();
-                ids.pop_last();
-                ids.retain(|_| !chance.next_u64().is_multiple_of(4));
-                // Noted before the forget, for a reader that finds the checkpoint gone.
-                forgotten.lock().unwrap().extend(&ids);
-                beside.forget(&ids).unwrap();
-                lost.fetch_add(ids.len() as u64, Ordering::Relaxed);
-            }
-        });
-        scope.spawn(|| {
-            while is_on() {
-                let beside = Store::open(&path).unwrap();
-                for id in beside.ids().unwrap() {
-                    let Some(image) = known.lock().unwrap().get(&id).cloned() else { continue };
-                    match image_is(&beside, id, &image) {
-                        Ok(same) => assert!(same, "checkpoint {id} is not what was put"),
-                        Err(Error::UnknownCheckpoint { .. }) => {
-                            assert!(
-                                forgotten.lock().unwrap().contains(&id),
-                                "checkpoint {id} is gone"
-                            );
-                        }
-                        Err(error) => panic!("checkpoint {id}: {error}"),
+/// What the threads of the test below share. Each opens the store for itself, as processes do.
+struct Concurrent {
+    path: PathBuf,
+    known: Mutex<BTreeMap<CheckpointId, Image>>,
+    forgotten: Mutex<BTreeSet<CheckpointId>>,
+    ended: AtomicBool,
+    /// Removed and rewritten packs.
+    pruned: AtomicU64,
+    /// Checkpoints that were read.
+    read: AtomicU64,
+    /// Checkpoints that were forgotten.
+    lost: AtomicU64,
+}
+
+impl Concurrent {
+    fn is_on(&self) -> bool {
+        !self.ended.load(Ordering::Relaxed)
+    }
+
+    fn counts(&self) -> [u64; 3] {
+        [&self.pruned, &self.read, &self.lost].map(|count| count.load(Ordering::Relaxed))
+    }
+
+    fn prune(&self) {
+        let store = Store::open(&self.path).unwrap();
+        let wait = Duration::from_secs(20);
+        let options =
+            PruneOptions { max_unused: 1.0, dry_run: false, wait, recompress_bytes: 60_000 };
+        while self.is_on() {
+            let report = store.prune_tuned(&options, TINY, &mut |_| {}).unwrap();
+            assert!(report.damaged.is_empty(), "{report:#?}");
+            let packs = report.removed_packs + report.rewritten_packs;
+            self.pruned.fetch_add(packs, Ordering::Relaxed);
+        }
+    }
+
+    fn forget(&self) {
+        let mut chance = SeededRandom(5);
+        while self.is_on() {
+            let store = Store::open(&self.path).unwrap();
+            let listing = store.checkpoints().unwrap();
+            assert!(listing.unreadable.is_empty(), "{:?}", listing.unreadable);
+            let mut ids: BTreeSet<_> = listing.sealed.iter().map(|sealed| sealed.id).collect();
+            ids.pop_last();
+            ids.retain(|_| !chance.next_u64().is_multiple_of(4));
+            // Noted before the forget, for a reader that finds the checkpoint gone.
+            self.forgotten.lock().unwrap().extend(&ids);
+            store.forget(&ids).unwrap();
+            self.lost.fetch_add(ids.len() as u64, Ordering::Relaxed);
+        }
+    }
+
+    fn read(&self) {
+        while self.is_on() {
+            let store = Store::open(&self.path).unwrap();
+            for id in store.ids().unwrap() {
+                let Some(image) = self.known.lock().unwrap().get(&id).cloned() else { continue };
+                match image_is(&store, id, &image) {
+                    Ok(same) => assert!(same, "checkpoint {id} is not what was put"),
+                    Err(Error::UnknownCheckpoint { .. }) => {
+                        let is_forgotten = self.forgotten.lock().unwrap().contains(&id);
+                        assert!(is_forgotten, "checkpoint {id} is gone");
                     }
-                    read.fetch_add(1, Ordering::Relaxed);
+                    Err(error) => panic!("checkpoint {id}: {error}"),
                 }
+                self.read.fetch_add(1, Ordering::Relaxed);
             }
-        });
-        let _end = End(&ended);
+        }
+    }
+
+    /// Seals at least 600 checkpoints. Goes on until each of the others has worked, for at most two
+    /// minutes.
+    fn run(&self, store: &Store) {
+        let _end = End(&self.ended);
         let mut chance = SeededRandom(6);
         let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
         let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
         let mut image = vec![0; PAGES as usize];
-        // The others may get to run late.
-        let counts = || [&pruned, &read, &lost].map(|count| count.load(Ordering::Relaxed));
         let (mut seals, deadline) = (0, Instant::now() + Duration::from_mins(2));
         while seals < 600
-            || (counts().iter().any(|count| *count <= 10) && Instant::now() < deadline)
+            || (self.counts().iter().any(|count| *count <= 10) && Instant::now() < deadline)
         {
             seals += 1;
             let old = image.clone();
@@ -279,14 +293,39 @@ fn a_run_a_recompression_a_forget_and_a_reader_work_at_the_same_time() {
             }
             put_changes(&mut run, &old, &image).unwrap();
             let id = seal(&mut run, PAGES).unwrap().id;
-            known.lock().unwrap().insert(id, image.clone());
+            self.known.lock().unwrap().insert(id, image.clone());
         }
         run.finish().unwrap();
+    }
+}
+
+/// All at once on a real directory: a run that seals as fast as it can, a recompression, a forget, and
+/// a reader.
+#[test]
+fn a_run_a_recompression_a_forget_and_a_reader_work_at_the_same_time() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("store");
+    let store = Store::init(&path).unwrap();
+    let shared = Concurrent {
+        path,
+        known: Mutex::default(),
+        forgotten: Mutex::default(),
+        ended: AtomicBool::new(false),
+        pruned: AtomicU64::new(0),
+        read: AtomicU64::new(0),
+        lost: AtomicU64::new(0),
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| shared.prune());
+        scope.spawn(|| shared.forget());
+        scope.spawn(|| shared.read());
+        shared.run(&store);
     });
-    let counts = [pruned.into_inner(), read.into_inner(), lost.into_inner()];
+    let counts = shared.counts();
     assert!(counts.iter().all(|count| *count > 10), "packs, reads, forgotten: {counts:?}");
-    let (store, known) = (Store::open(&path).unwrap(), known.into_inner().unwrap());
-    let forgotten = forgotten.into_inner().unwrap();
+    let store = Store::open(&shared.path).unwrap();
+    let (known, forgotten) =
+        (shared.known.into_inner().unwrap(), shared.forgotten.into_inner().unwrap());
     let left: BTreeSet<_> = store.ids().unwrap().into_iter().collect();
     assert!(known.keys().all(|id| left.contains(id) != forgotten.contains(id)));
     for id in left {
@@ -295,7 +334,7 @@ fn a_run_a_recompression_a_forget_and_a_reader_work_at_the_same_time() {
     assert_clean(&store);
 }
 
-/// Ends the others, also where this one fails.
+/// Ends the other threads when it is dropped, also after a failure.
 struct End<'a>(&'a AtomicBool);
 
 impl Drop for End<'_> {

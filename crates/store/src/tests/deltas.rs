@@ -5,7 +5,7 @@ use crate::open_store::OpenStore;
 use crate::{PruneOptions, PutOutcome};
 use keyframe_store_backend::layout;
 use keyframe_store_format::page_ref::PACK_HEADER_BYTES;
-use keyframe_store_format::record::Kind;
+use keyframe_store_format::record::RecordKind;
 use keyframe_units::PageSet;
 use proptest::prelude::*;
 
@@ -29,10 +29,10 @@ pub fn kinds_in(inner: &OpenStore) -> BTreeMap<char, usize> {
             // A record with a missing reference is not needed.
             let Ok(entry) = entry else { return };
             let letter = match entry.kind() {
-                Kind::Page => 'P',
-                Kind::Block => 'B',
-                Kind::Composed => 'C',
-                Kind::Delta => 'D',
+                RecordKind::Page => 'P',
+                RecordKind::Block => 'B',
+                RecordKind::Composed => 'C',
+                RecordKind::Delta => 'D',
             };
             *counts.entry(letter).or_default() += 1;
         });

@@ -7,7 +7,7 @@ use super::*;
 use crate::{BaseMeta, BlockContent, DiskMeta, DiskState, PutOutcome, SectorCounts, Writer};
 use keyframe_store_format::composed::{PART_BYTES, PARTS};
 use keyframe_store_format::page_ref::PageRef;
-use keyframe_store_format::record::{Kind, Record};
+use keyframe_store_format::record::{Record, RecordKind};
 use proptest::prelude::*;
 
 const RAM_PAGES: u64 = 12;
@@ -60,7 +60,7 @@ fn read_blocks(store: &Store, id: CheckpointId) -> Result<Vec<Option<Page>>> {
 }
 
 /// The records of the store's packs, in order.
-fn records(medium: &FaultyBackend) -> Vec<(PageRef, Kind)> {
+fn records(medium: &FaultyBackend) -> Vec<(PageRef, RecordKind)> {
     let mut found = Vec::new();
     for (name, bytes) in medium.files() {
         let Some(number) =
@@ -347,7 +347,7 @@ fn a_crash_at_any_operation_loses_no_sealed_block() {
         let ended = play(&store, 0, &mut truth, false);
         if !medium.has_crashed() {
             assert!(operation > 50 && ended.is_ok(), "{operation}: {ended:?}");
-            assert!(records(&medium).iter().any(|(_, kind)| *kind == Kind::Composed));
+            assert!(records(&medium).iter().any(|(_, kind)| *kind == RecordKind::Composed));
             break;
         }
         for seed in 0..3 {

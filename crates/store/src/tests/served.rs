@@ -5,7 +5,7 @@
 use super::crash::script;
 use super::{TINY, assert_image, layout, put_changes, run_beside, seal};
 use crate::{CheckOptions, CheckpointId, Error, Store, Tuning};
-use keyframe_serve::{Identity, Options, Report, Server};
+use keyframe_serve::{Server, ServerIdentity, ServerOptions, ServerReport};
 use keyframe_store_backend::testing::conformance::pattern;
 use keyframe_store_backend::testing::{check_backend, check_encrypted_backend};
 use keyframe_store_backend::{
@@ -29,17 +29,17 @@ struct Running {
     fingerprint: String,
     server: Arc<Server>,
     stop: Arc<AtomicBool>,
-    thread: Option<JoinHandle<Report>>,
+    thread: Option<JoinHandle<ServerReport>>,
 }
 
 impl Running {
     fn new(store: &Path) -> Self {
-        Self::at(store, "127.0.0.1:0".parse().unwrap(), Identity::fresh().unwrap())
+        Self::at(store, "127.0.0.1:0".parse().unwrap(), ServerIdentity::fresh().unwrap())
     }
 
-    fn at(store: &Path, listen: SocketAddr, identity: Identity) -> Self {
+    fn at(store: &Path, listen: SocketAddr, identity: ServerIdentity) -> Self {
         let token = Some(Zeroizing::new(SECRET.as_bytes().to_vec()));
-        let options = Options { listen, token, identity, connections_max: 64 };
+        let options = ServerOptions { listen, token, identity, connections_max: 64 };
         let server = Arc::new(Server::bind(store, options).unwrap());
         let stop = Arc::new(AtomicBool::new(false));
         let (running, until) = (server.clone(), stop.clone());
@@ -48,7 +48,7 @@ impl Running {
         Self { address: server.address(), fingerprint, server, stop, thread: Some(thread) }
     }
 
-    fn end(&mut self) -> Report {
+    fn end(&mut self) -> ServerReport {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.take().unwrap().join().unwrap()
     }
@@ -254,7 +254,7 @@ fn readers_follow_a_run_and_what_a_prune_changes() {
         let report = reader.check(&CheckOptions { read_data: true }, &mut |_| {}).unwrap();
         assert!(report.is_clean(), "{report:#?}");
     }
-    // LoadedCheckpoint before: the packs that were removed are open at the server.
+    // Loaded before: the packs that were removed are open at the server.
     let mut pages = 0;
     let all = keyframe_units::PageRange::new(keyframe_units::PageIndex(0), images[4].len() as u64);
     held.read_pages(all, &mut |page, content| {
@@ -322,7 +322,7 @@ fn reads_continue_after_a_server_restarts_and_fail_if_it_does_not() {
     assert!(error.to_string().contains("no answer from the checkpoint server"), "{error}");
     assert!(fix.contains("keyframe serve"), "{fix}");
     // A client that expects another server is refused.
-    let again = Running::at(&place, address, Identity::fresh().unwrap());
+    let again = Running::at(&place, address, ServerIdentity::fresh().unwrap());
     let error = loaded.read_page(keyframe_units::PageIndex(5990)).unwrap_err();
     assert!(error.to_string().contains("another server"), "{error}");
     let renewed = again.store(&cache);

@@ -51,7 +51,7 @@ pub struct OnArgs {
     lease: String,
 }
 
-/// How the intervals are worked off.
+/// The options for distributing the intervals.
 #[derive(Clone, Copy, Debug)]
 pub struct Effort {
     /// Replays at a time; `None` for a number that fits the machine.
@@ -60,7 +60,7 @@ pub struct Effort {
     pub tries: u32,
 }
 
-/// How far the intervals have come.
+/// The result of distributing the intervals.
 pub enum Driven {
     /// All is settled.
     Settled,
@@ -74,7 +74,8 @@ impl OnArgs {
         self.on != RunnerKind::Local
     }
 
-    /// Has all intervals of `analysis` worked off, or, where that is wanted, begun with.
+    /// Distributes all intervals of `analysis` and waits until they are settled; with `--submit`
+    /// only starts them.
     pub fn drive(
         &self,
         analysis: &mut Analysis<'_>,
@@ -202,7 +203,7 @@ impl Runner for Shown<'_> {
     }
 }
 
-/// For a person.
+/// Returns the states of the pilots as text for users.
 fn text(standing: &PilotStates) -> String {
     let running = format!("{} pilots run", standing.running);
     match (&standing.reason, standing.waiting) {

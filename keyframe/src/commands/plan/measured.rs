@@ -33,7 +33,7 @@ pub struct Piece {
     pub new_bytes: f64,
 }
 
-/// What was measured.
+/// The measurements of a recording and an analysis.
 #[derive(Clone, Debug, Serialize)]
 pub struct Measured {
     /// The recording's time without its pauses, in seconds.
@@ -52,7 +52,7 @@ pub struct Measured {
 }
 
 impl Measured {
-    /// That of the recording at `path`, and of the analysis in `analysis`.
+    /// Reads the measurements of the recording at `path` and of the analysis in `analysis`.
     pub fn of(
         path: &Path,
         store: Option<&Path>,
@@ -123,7 +123,7 @@ impl Measured {
         self.fit.is_some_and(|fit| fit.r_squared < R_SQUARED_LEAST)
     }
 
-    /// For people.
+    /// Returns the measurements as a line for users.
     pub fn line(&self) -> String {
         let pause = self.pause_s.map_or_else(String::new, |pause| {
             format!("; {} checkpoints, a pause of {:.1} ms each", self.checkpoints, pause * 1e3)

@@ -1,7 +1,9 @@
 //! What `keyframe plan --simulate` is told of the cluster.
 
 use super::super::checkpoints::parse_duration;
-use keyframe_model::simulation::{Cluster, Dispatch, Failures, Network, Node, Policy, Transfer};
+use keyframe_model::simulation::{
+    AssignmentPolicy, Cluster, ClusterNetwork, ClusterNode, Dispatch, Failures, Transfer,
+};
 use std::time::Duration;
 
 /// The cluster, as options describe it.
@@ -44,7 +46,7 @@ pub struct ClusterArgs {
     seed: u64,
 }
 
-/// As `--transfer` has it.
+/// The values of `--transfer`.
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
 enum TransferArg {
     /// What the node lacks, as the store has it
@@ -53,7 +55,7 @@ enum TransferArg {
     Whole,
 }
 
-/// As `--policy` has it.
+/// The values of `--policy`.
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
 enum PolicyArg {
     /// That of which a free node lacks least
@@ -68,8 +70,11 @@ impl ClusterArgs {
     /// The cluster with `nodes`.
     pub fn cluster(&self, nodes: u64) -> Cluster {
         let seconds = |time: Option<Duration>| time.map_or(0.0, |time| time.as_secs_f64());
-        let node =
-            Node { slots: usize::from(self.slots), start_s: seconds(self.node_start), speed: 1.0 };
+        let node = ClusterNode {
+            slots: usize::from(self.slots),
+            start_s: seconds(self.node_start),
+            speed: 1.0,
+        };
         let failures = match self.mtbf {
             None => Failures::Listed(Vec::new()),
             Some(mtbf) => Failures::Random {
@@ -80,15 +85,15 @@ impl ClusterArgs {
         };
         Cluster {
             nodes: vec![node; nodes as usize],
-            network: Network { bits_per_s: self.network, latency_s: seconds(self.latency) },
+            network: ClusterNetwork { bits_per_s: self.network, latency_s: seconds(self.latency) },
             transfer: match self.transfer {
                 TransferArg::Missing => Transfer::Missing,
                 TransferArg::Whole => Transfer::Whole,
             },
             policy: match self.policy {
-                PolicyArg::Near => Policy::Near,
-                PolicyArg::InOrder => Policy::InOrder,
-                PolicyArg::LongestFirst => Policy::LongestFirst,
+                PolicyArg::Near => AssignmentPolicy::Near,
+                PolicyArg::InOrder => AssignmentPolicy::InOrder,
+                PolicyArg::LongestFirst => AssignmentPolicy::LongestFirst,
             },
             dispatch: if self.deferred { Dispatch::Deferred } else { Dispatch::Immediate },
             failures,

@@ -5,17 +5,17 @@ use super::options::ClusterArgs;
 use crate::failure::Failure;
 use crate::output;
 use keyframe_model::simulation::{
-    Interval, SimulationError, SimulationOutcome, equal_intervals, simulate,
+    SimulatedInterval, SimulationError, SimulationOutcome, equal_intervals, simulate,
 };
 use keyframe_model::{Constants, Formula, Prediction, recommend};
 use serde::Serialize;
 
-/// Where nothing is asked for.
+/// The numbers of nodes without `--nodes`.
 const NODES: [u64; 5] = [1, 2, 4, 8, 16];
 /// More have more slots than are worth looking at one by one.
 const NODES_MAX: u64 = 4096;
 
-/// What `--json` says of it.
+/// The simulation in the output of `--json`.
 #[derive(Serialize)]
 pub struct Simulated {
     /// Where the intervals' times come from.
@@ -37,7 +37,7 @@ pub struct Simulated {
     pub table: Vec<Row>,
 }
 
-/// What a number of nodes makes of it.
+/// The simulated run with a number of nodes.
 #[derive(Serialize)]
 pub struct Row {
     /// Nodes.
@@ -123,7 +123,7 @@ impl Simulated {
         })
     }
 
-    /// For people.
+    /// Prints the simulation for users.
     pub fn tell(&self) -> Result<(), Failure> {
         let of = match (self.intervals, self.range_s, self.estimated) {
             (Some(intervals), Some((least, most)), Some(estimated)) => {
@@ -179,11 +179,15 @@ impl Simulated {
 }
 
 /// The intervals of a recording, as they were measured; what was not is on the line.
-fn of_recording(measured: &Measured, constants: &Constants, sends_all: bool) -> Vec<Interval> {
+fn of_recording(
+    measured: &Measured,
+    constants: &Constants,
+    sends_all: bool,
+) -> Vec<SimulatedInterval> {
     measured
         .pieces
         .iter()
-        .map(|piece| Interval {
+        .map(|piece| SimulatedInterval {
             ready_s: piece.ready_s,
             work_s: piece.took_s.unwrap_or_else(|| constants.simulation(piece.length_s)),
             image_bytes: if sends_all {

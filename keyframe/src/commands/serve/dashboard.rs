@@ -11,9 +11,9 @@ use std::sync::atomic::AtomicBool;
 use std::thread::JoinHandle;
 use zeroize::Zeroizing;
 
-/// Where it is unless it is said.
+/// The default address.
 const DEFAULT: &str = "127.0.0.1:7421";
-/// For none at all.
+/// The value for no dashboard.
 const NONE: &str = "none";
 /// Connections at the same time; more wait.
 const CONNECTIONS_MAX: usize = 256;
@@ -130,7 +130,7 @@ impl DashboardArgs {
 }
 
 impl Dashboard {
-    /// What to open in a browser.
+    /// Returns the address to open in a browser.
     pub fn url(&self) -> String {
         format!("http://{}/", self.server.address())
     }

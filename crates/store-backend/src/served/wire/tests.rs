@@ -2,6 +2,7 @@
 
 use super::*;
 use proptest::prelude::*;
+use std::io;
 
 fn requests() -> Vec<Request> {
     let name = || "packs/00000001.pack".to_owned();

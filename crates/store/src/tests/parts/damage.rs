@@ -2,7 +2,7 @@
 
 use super::*;
 use keyframe_store_format::codec::PageCompressor;
-use keyframe_store_format::composed::{Composition, Part};
+use keyframe_store_format::composed::{Composition, PagePart};
 use keyframe_store_format::derived::Derivation;
 use keyframe_store_format::record::append_record;
 use std::collections::BTreeSet;
@@ -91,8 +91,8 @@ fn assert_found(
 #[test]
 fn a_check_finds_every_flipped_bit_of_composed_records_and_names_the_right_checkpoints() {
     let (medium, truth) = subject();
-    let kinds: Vec<Kind> = records(&medium).iter().map(|(_, kind)| *kind).collect();
-    assert_eq!(kinds.iter().filter(|kind| **kind == Kind::Composed).count(), 4, "{kinds:?}");
+    let kinds: Vec<RecordKind> = records(&medium).iter().map(|(_, kind)| *kind).collect();
+    assert_eq!(kinds.iter().filter(|kind| **kind == RecordKind::Composed).count(), 4, "{kinds:?}");
     assert!(lost(&medium, &truth).is_empty());
     let baseline = check(&on(&medium).unwrap());
     assert!(baseline.is_clean(), "{baseline:#?}");
@@ -124,7 +124,7 @@ fn a_check_finds_every_flipped_bit_of_composed_records_and_names_the_right_check
 
 /// Writes another composition in the place of that of the record at `at`, as a writer would that
 /// errs: all checks hold.
-fn recompose(medium: &FaultyBackend, at: PageRef, change: impl FnOnce(&mut [Part; PARTS])) {
+fn recompose(medium: &FaultyBackend, at: PageRef, change: impl FnOnce(&mut [PagePart; PARTS])) {
     let name = keyframe_store_backend::layout::pack(at.pack());
     let mut bytes = medium.files()[&name].clone();
     let offset = at.offset() as usize;
@@ -138,18 +138,18 @@ fn recompose(medium: &FaultyBackend, at: PageRef, change: impl FnOnce(&mut [Part
     let codec = Composition(parts).encode(&page, &mut PageCompressor::new(), &mut payload);
     let (hash, len) = (record.hash, record.len_bytes());
     let mut new = Vec::new();
-    append_record(&mut new, at, hash, Kind::Composed, (codec, &payload));
+    append_record(&mut new, at, hash, RecordKind::Composed, (codec, &payload));
     assert_eq!(new.len(), len, "the records behind it stay where they are");
     bytes[offset..offset + len].copy_from_slice(&new);
     medium.overwrite(&name, Some(bytes));
 }
 
 /// All references of the record go to other records, in the same order.
-fn refer_to(parts: &mut [Part; PARTS], to: [PageRef; 2]) {
+fn refer_to(parts: &mut [PagePart; PARTS], to: [PageRef; 2]) {
     let old = Composition(*parts).records();
     assert_eq!(old.len(), 2);
     for part in parts {
-        if let Part::Of(record, _) = part {
+        if let PagePart::Of(record, _) = part {
             *record = to[usize::from(*record == old[1])];
         }
     }
@@ -160,9 +160,9 @@ fn chains_circles_and_references_to_nowhere_are_reported_as_damage() {
     let (medium, truth) = subject();
     let all = records(&medium);
     let composed: Vec<PageRef> =
-        all.iter().filter(|(_, k)| *k == Kind::Composed).map(|(at, _)| *at).collect();
+        all.iter().filter(|(_, k)| *k == RecordKind::Composed).map(|(at, _)| *at).collect();
     let plain: Vec<PageRef> =
-        all.iter().filter(|(_, k)| *k == Kind::Page).map(|(at, _)| *at).collect();
+        all.iter().filter(|(_, k)| *k == RecordKind::Page).map(|(at, _)| *at).collect();
     let files = medium.files();
     let beyond = PageRef::new(plain[0].pack(), (1 << 39) - 1);
     // One in the pack that is closed, one in that which is not.
@@ -227,7 +227,7 @@ fn a_check_without_pages_finds_missing_references_of_composed_blocks() {
     run.finish().unwrap();
     drop(writer);
     let first_composed =
-        records(&medium).into_iter().find(|(_, kind)| *kind == Kind::Composed).unwrap().0;
+        records(&medium).into_iter().find(|(_, kind)| *kind == RecordKind::Composed).unwrap().0;
     assert!(first_composed.pack() > 1);
     let quick = |medium: &FaultyBackend| {
         let report = on(medium).unwrap().check(&CheckOptions::default(), &mut |_| {}).unwrap();

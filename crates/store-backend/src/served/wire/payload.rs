@@ -1,0 +1,91 @@
+//! The bytes of answers with data: the welcome, names of files and states of files.
+
+use super::name::{put_name, read_name};
+use super::{HEAD_BYTES, MAGIC, VERSION};
+use keyframe_bytes::ByteReader;
+
+/// The present state of a file.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FileStat {
+    /// See [`crate::FileStamp::identity`].
+    pub identity: u64,
+    /// See [`crate::FileStamp::modified`].
+    pub modified: u64,
+    /// The length, in bytes.
+    pub len_bytes: u64,
+    /// The first [`HEAD_BYTES`] bytes, or all if there are fewer.
+    pub head: Vec<u8>,
+}
+
+/// Encodes the answer to a greeting: the id of the served store.
+pub fn encode_welcome(store: [u8; 16]) -> Vec<u8> {
+    [&MAGIC[..], &VERSION.to_le_bytes(), &store].concat()
+}
+
+/// Decodes the answer to a greeting.
+pub fn decode_welcome(bytes: &[u8]) -> Result<[u8; 16], String> {
+    let mut reader = ByteReader::new(bytes);
+    if reader.array::<8>()? != MAGIC {
+        return Err("not a checkpoint server".into());
+    }
+    match reader.u16_le()? {
+        VERSION => Ok(reader.array()?),
+        other => Err(format!("protocol version {other}; this side speaks version {VERSION}")),
+    }
+}
+
+/// Encodes states of files, in the order of the request.
+pub fn encode_stats(stats: &[Option<FileStat>]) -> Vec<u8> {
+    let mut out = Vec::new();
+    for stat in stats {
+        let Some(stat) = stat else {
+            out.push(0);
+            continue;
+        };
+        out.push(1);
+        for number in [stat.identity, stat.modified, stat.len_bytes] {
+            out.extend(number.to_le_bytes());
+        }
+        let head = stat.head.get(..stat.head.len().min(HEAD_BYTES)).unwrap_or_default();
+        out.push(head.len() as u8);
+        out.extend(head);
+    }
+    out
+}
+
+/// Decodes the states of `count` files.
+pub fn decode_stats(bytes: &[u8], count: usize) -> Result<Vec<Option<FileStat>>, String> {
+    let mut reader = ByteReader::new(bytes);
+    let mut stats = Vec::new();
+    for _ in 0..count {
+        if reader.array::<1>()? == [0] {
+            stats.push(None);
+            continue;
+        }
+        let (identity, modified, len_bytes) =
+            (reader.u64_le()?, reader.u64_le()?, reader.u64_le()?);
+        let [len] = reader.array::<1>()?;
+        let head = reader.take(usize::from(len))?.to_vec();
+        stats.push(Some(FileStat { identity, modified, len_bytes, head }));
+    }
+    if reader.is_empty() { Ok(stats) } else { Err("more file states than requested".into()) }
+}
+
+/// Encodes file names, each after its length.
+pub fn encode_names<'a>(names: impl IntoIterator<Item = &'a str>) -> Vec<u8> {
+    let mut out = Vec::new();
+    for name in names {
+        put_name(&mut out, name);
+    }
+    out
+}
+
+/// Decodes file names.
+pub fn decode_names(bytes: &[u8]) -> Result<Vec<String>, String> {
+    let mut reader = ByteReader::new(bytes);
+    let mut names = Vec::new();
+    while !reader.is_empty() {
+        names.push(read_name(&mut reader)?);
+    }
+    Ok(names)
+}

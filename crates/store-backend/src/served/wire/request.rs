@@ -1,0 +1,190 @@
+//! The requests of a client and their encoding.
+
+use super::name::{put_name, read_name};
+use super::{
+    HEAD_BYTES, KnownHash, LIST_BYTES_MAX, MAGIC, RANGE_BYTES_MAX, STATS_MAX, TOKEN_BYTES_MAX,
+    VERSION,
+};
+use keyframe_bytes::ByteReader;
+
+/// A request of a client.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Request {
+    /// The greeting: always the first request.
+    Hello {
+        /// Proves the client's right to read; empty if the server needs none.
+        token: Vec<u8>,
+    },
+    /// The names of the files in a folder.
+    List {
+        /// The folder.
+        folder: String,
+    },
+    /// A whole file.
+    File {
+        /// The name of the file.
+        name: String,
+        /// The server refuses a longer file.
+        len_bytes_max: u64,
+        /// The hash of the client's copy, if it has one.
+        known: Option<KnownHash>,
+    },
+    /// The present state of files: whether they exist, their lengths and identities.
+    Stat {
+        /// The names of the files.
+        names: Vec<String>,
+    },
+    /// A range of a file.
+    Range {
+        /// The name of the file.
+        name: String,
+        /// The identity of the file that is meant, in case another file has its name now; 0 for
+        /// any.
+        identity: u64,
+        /// Where the range begins, in bytes.
+        offset: u64,
+        /// The length of the range, in bytes.
+        len_bytes: u32,
+        /// The hash of the client's copy, if it has one.
+        known: Option<KnownHash>,
+    },
+    /// Which processes write and prune, and the boot id of the server's machine.
+    State,
+}
+
+const HELLO: u8 = 1;
+const LIST: u8 = 2;
+const FILE: u8 = 3;
+const STAT: u8 = 4;
+const RANGE: u8 = 5;
+const STATE: u8 = 6;
+
+impl Request {
+    /// Appends the encoded request, with its length first.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        let start = out.len();
+        out.extend([0; 4]);
+        match self {
+            Self::Hello { token } => {
+                out.push(HELLO);
+                out.extend(MAGIC);
+                out.extend(VERSION.to_le_bytes());
+                out.extend((token.len() as u16).to_le_bytes());
+                out.extend(token);
+            }
+            Self::List { folder } => {
+                out.push(LIST);
+                put_name(out, folder);
+            }
+            Self::File { name, len_bytes_max, known } => {
+                out.push(FILE);
+                put_name(out, name);
+                out.extend(len_bytes_max.to_le_bytes());
+                put_known(out, known.as_ref());
+            }
+            Self::Stat { names } => {
+                out.push(STAT);
+                out.extend((names.len() as u16).to_le_bytes());
+                for name in names {
+                    put_name(out, name);
+                }
+            }
+            Self::Range { name, identity, offset, len_bytes, known } => {
+                out.push(RANGE);
+                put_name(out, name);
+                out.extend(identity.to_le_bytes());
+                out.extend(offset.to_le_bytes());
+                out.extend(len_bytes.to_le_bytes());
+                put_known(out, known.as_ref());
+            }
+            Self::State => out.push(STATE),
+        }
+        let len = (out.len() - start - 4) as u32;
+        if let Some(place) = out.get_mut(start..start + 4) {
+            place.copy_from_slice(&len.to_le_bytes());
+        }
+    }
+
+    /// Decodes a request, without its length field.
+    pub fn decode(bytes: &[u8]) -> Result<Self, String> {
+        let mut reader = ByteReader::new(bytes);
+        let request =
+            Self::parse(&mut reader).map_err(|problem| format!("invalid request: {problem}"))?;
+        if reader.is_empty() {
+            Ok(request)
+        } else {
+            Err("a request with bytes after its end".into())
+        }
+    }
+
+    fn parse(reader: &mut ByteReader<'_>) -> Result<Self, String> {
+        Ok(match reader.array::<1>()? {
+            [HELLO] => {
+                if reader.array::<8>()? != MAGIC {
+                    return Err("not a greeting of this protocol".into());
+                }
+                let version = reader.u16_le()?;
+                if version != VERSION {
+                    return Err(format!(
+                        "protocol version {version}; this side speaks version {VERSION}"
+                    ));
+                }
+                let len = usize::from(reader.u16_le()?);
+                if len > TOKEN_BYTES_MAX {
+                    return Err(format!("a token of {len} bytes"));
+                }
+                Self::Hello { token: reader.take(len)?.to_vec() }
+            }
+            [LIST] => Self::List { folder: read_name(reader)? },
+            [FILE] => {
+                let name = read_name(reader)?;
+                Self::File { name, len_bytes_max: reader.u64_le()?, known: known(reader)? }
+            }
+            [STAT] => {
+                let count = usize::from(reader.u16_le()?);
+                if count > STATS_MAX {
+                    return Err(format!("a request for {count} files"));
+                }
+                Self::Stat {
+                    names: (0..count).map(|_| read_name(reader)).collect::<Result<_, _>>()?,
+                }
+            }
+            [RANGE] => {
+                let name = read_name(reader)?;
+                let (identity, offset) = (reader.u64_le()?, reader.u64_le()?);
+                let len_bytes = reader.u32_le()?;
+                if len_bytes > RANGE_BYTES_MAX {
+                    return Err(format!("a range of {len_bytes} bytes"));
+                }
+                Self::Range { name, identity, offset, len_bytes, known: known(reader)? }
+            }
+            [STATE] => Self::State,
+            [kind] => return Err(format!("kind {kind}")),
+        })
+    }
+
+    /// The longest answer to this request that a client accepts, in bytes after decoding.
+    pub fn answer_bytes_max(&self) -> u64 {
+        match self {
+            Self::Hello { .. } | Self::List { .. } | Self::State => LIST_BYTES_MAX,
+            Self::File { len_bytes_max, .. } => *len_bytes_max,
+            Self::Stat { names } => names.len() as u64 * (32 + HEAD_BYTES as u64),
+            Self::Range { len_bytes, .. } => u64::from(*len_bytes),
+        }
+    }
+}
+
+/// Appends the hash of the client's copy, or that it has none.
+fn put_known(out: &mut Vec<u8>, known: Option<&KnownHash>) {
+    out.push(u8::from(known.is_some()));
+    out.extend(known.into_iter().flatten());
+}
+
+/// Reads what [`put_known`] appends.
+fn known(reader: &mut ByteReader<'_>) -> Result<Option<KnownHash>, String> {
+    match reader.array::<1>()? {
+        [0] => Ok(None),
+        [1] => Ok(Some(reader.array()?)),
+        [other] => Err(format!("hash flag {other}")),
+    }
+}
