@@ -21,7 +21,7 @@
 //! time.
 
 use super::{CONNECT_TIMEOUT, LAST_STOP, LOOK_EVERY};
-use crate::{Error, Qmp, Result, RunStatus, spawn, statefile};
+use crate::{Error, Qmp, Result, RunStatus, fleece, spawn, statefile};
 use keyframe_vmm::Resumer;
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::SendFlags;
@@ -215,10 +215,17 @@ impl Reach {
         }
     }
 
-    /// QEMU forgets what the engine gave it.
+    /// QEMU forgets what the engine gave it, and what it had of the VM's disks: a job of its would
+    /// fill the disk of its scratch file.
     pub fn forget_engine(&mut self) -> Result<()> {
-        let Self::Own(qmp, Some(set)) = self else { return Ok(()) };
-        match statefile::forget(qmp, *set) {
+        let Self::Own(qmp, set) = self else { return Ok(()) };
+        let swept = match statefile::has_engine(qmp) {
+            Ok(true) => Ok(()),
+            Ok(false) => fleece::sweep(qmp).map(drop),
+            Err(error) => Err(error),
+        };
+        let forgot = set.map_or(Ok(()), |set| statefile::forget(qmp, set));
+        match swept.and(forgot) {
             Err(Error::Gone { .. }) => Ok(()),
             other => other,
         }
