@@ -46,6 +46,7 @@ pub mod rollback;
 mod spawn;
 mod statefile;
 mod thread_affinity;
+mod unsavable;
 mod virtio_queues;
 mod vm;
 mod vmm;

@@ -223,6 +223,9 @@ impl SessionVm {
 
 impl PauseSteps for SessionVm {
     fn prepare_pause(&mut self) -> Result<(), BoxError> {
+        if let Ok(vm) = self.qemu() {
+            vm.require_savable()?;
+        }
         self.may_answer_late(false);
         self.on_queues(|queues, vm| queues.await_rest(vm.qmp())).unwrap_or(Ok(()))
     }
