@@ -18,6 +18,7 @@ mod huge;
 mod journal;
 pub mod journaling;
 mod kvm;
+mod memory_cgroup;
 mod orphan;
 mod payload;
 mod process;
@@ -56,6 +57,7 @@ pub use keyframe_testing::{
     qemus, record_skip, seed, skip, small_guest, variants, wait_until,
 };
 pub use kvm::missing_kvm;
+pub use memory_cgroup::MemoryCgroup;
 pub use orphan::{Orphan, is_gone};
 pub use payload::{PassLine, PassSequence, pass_lines};
 pub use process::{Process, children};
