@@ -1,8 +1,8 @@
 //! Devices with which QEMU ends when its device state is saved. A checkpoint of a VM that has one
 //! would end the VM.
 //!
-//! QEMU does not say so before: `-only-migratable` accepts them, and they block no migration. So
-//! `scripts/unsavable-devices` finds them with real QEMUs, and `unsavable_devices.tsv` lists them.
+//! `-only-migratable` accepts some of them, and an attached QEMU takes all of them by `device_add`.
+//! So `scripts/unsavable-devices` finds them with real QEMUs, and `unsavable_devices.tsv` lists them.
 //! A listed device is refused on every version of QEMU: versions between the tested ones are not
 //! known to be better.
 
