@@ -136,7 +136,7 @@ mod tests {
         let asked = SessionOptions {
             encode_memory_mib: 1,
             index_memory_mib: 2,
-            ..SessionOptions::default()
+            ..SessionOptions::every(None, crate::control::OnExit::Keep)
         };
         assert_eq!(cache_bytes(&asked, &[]), (1 << 20, 2 << 20), "a small cache always fits");
     }
