@@ -19,6 +19,7 @@ mod journal;
 pub mod journaling;
 mod kvm;
 mod machine_line;
+mod memory_cgroup;
 mod orphan;
 mod payload;
 mod process;
@@ -58,6 +59,7 @@ pub use keyframe_testing::{
 };
 pub use kvm::missing_kvm;
 pub use machine_line::{Choices, MachineLine};
+pub use memory_cgroup::MemoryCgroup;
 pub use orphan::{Orphan, is_gone};
 pub use payload::{PassLine, PassSequence, pass_lines};
 pub use process::{Process, children};

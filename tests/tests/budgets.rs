@@ -2,7 +2,7 @@
 //! them, and that it prints why. The tests compare decisions, never times, which depend on the
 //! machine.
 
-use keyframe_tests::{Boot, Process, TestEnv, number};
+use keyframe_tests::{Boot, MemoryCgroup, Process, TestEnv, number};
 use serde_json::Value;
 
 const MS: u64 = 1_000_000;
@@ -147,4 +147,28 @@ fn budgets_that_make_no_sense_are_refused() {
     // If the engine cannot start, no VM stays behind: it would hold standard error open.
     refused(&["--audit", "/proc/no/where"], 1, &["/proc/no/where"]);
     assert!(env.list().is_empty());
+}
+
+#[test]
+fn in_a_memory_cgroup_a_run_uses_what_its_vm_leaves_and_is_the_first_to_be_ended() {
+    let mut boot = Boot::new("dirty kf.dirty.rate=40000 kf.dirty.mib=160");
+    boot.mem_mib = 256;
+    let Some(cgroup) = MemoryCgroup::new((256 + 256) << 20) else { return };
+    let env = TestEnv::exclusive();
+    let store = env.store();
+    let line = boot.command();
+    let mut args = vec!["run", "--store", &store, "--name", "guest", "--interval", "1s", "--"];
+    args.extend(line.iter().map(String::as_str));
+    let mut run = Process::start(cgroup.wrap(&env.command(&args)));
+    run.wait_for_error("of its memory cgroup's limit");
+    let status = wait_for_status(&env, &mut run, "12 checkpoints", |s| number(s, "sealed") >= 12);
+    let victim = |pid: u64| {
+        let score = std::fs::read_to_string(format!("/proc/{pid}/oom_score_adj"));
+        score.expect("the score of a process that lives").trim().parse::<i32>().expect("a number")
+    };
+    assert_eq!(victim(number(&status, "engine_pid")), 1000);
+    assert_eq!(victim(number(&status, "qemu_pid")), victim(std::process::id().into()));
+    stop(&env, &mut run);
+    assert_eq!(cgroup.ended_by_kernel(), 0, "{}", run.report());
+    assert!(run.errors().contains(", 0 failed"), "{}", run.report());
 }

@@ -239,3 +239,21 @@ fn a_dimm_that_is_unplugged_is_in_no_further_checkpoint() {
     assert!(!vm.run.errors().contains("AUDIT"), "{}", vm.run.report());
     assert_restores_exactly(&vm.env, &newest(&vm.env.list()));
 }
+
+#[test]
+fn a_device_with_which_qemu_dies_at_a_save_can_be_plugged_in_without_harm() {
+    let mut plugged = Plugged::start(&[]);
+    plugged.more(2);
+    for id in ["c1", "c2"] {
+        let backend = json!({ "type": "null", "data": {} });
+        plugged.must("chardev-add", json!({ "id": id, "backend": backend }));
+    }
+    let device =
+        json!({ "driver": "pci-serial-2x", "id": "ser0", "chardev1": "c1", "chardev2": "c2" });
+    plugged.must("device_add", device);
+    plugged.run.wait_for_error("device ser0 (pci-serial-2x)");
+    let taken = plugged.env.run(&["take", "--name", "guest"]);
+    assert!(!taken.status.success(), "a checkpoint of such a device: {}", plugged.run.report());
+    assert!(String::from_utf8_lossy(&taken.stderr).contains("until it is unplugged"), "{taken:?}");
+    assert_eq!(plugged.qmp().status().unwrap(), RunStatus::Running);
+}

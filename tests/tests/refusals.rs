@@ -1,7 +1,9 @@
 //! Tests wrong input and failing environments: each gets an error that names the fix and the right
 //! exit code, and loses no data.
 
-use keyframe_tests::{Boot, NO_QEMU_10, Scope, TestEnv, qemu_10, record_skip, small_guest};
+use keyframe_tests::{
+    Boot, ExternalVm, NO_QEMU_10, Scope, TestEnv, chosen_qemus, qemu_10, record_skip, small_guest,
+};
 use std::process::Command;
 
 /// Asserts that `keyframe run` of `boot` fails with `code` and an error that contains each of
@@ -295,4 +297,27 @@ fn a_user_without_the_right_to_trace_is_told_what_is_missing() {
         .all(|i| i["available"] == true || i["required"] == false);
     assert_eq!(report["ready"] == true, all);
     assert_eq!(output.status.success(), all);
+}
+
+#[test]
+fn devices_with_which_qemu_dies_at_a_save_are_refused_and_the_vm_is_left_alone() {
+    let serial = ["-chardev", "null,id=c1", "-chardev", "null,id=c2", "-device"];
+    let serial = [&serial[..], &["pci-serial-2x,chardev1=c1,chardev2=c2,id=ser0"]].concat();
+    let bridge = vec!["-device", "vmbus-bridge"];
+    for qemu in chosen_qemus(0) {
+        for (words, kind) in [(&serial, "pci-serial-2x"), (&bridge, "vmbus-bridge")] {
+            let env = TestEnv::new();
+            let mut boot = small().with(words);
+            boot.qemu.clone_from(&qemu.path);
+            run_refused(&env, &boot, 1, &[kind, "QEMU ends when it saves", "fix:"]);
+            let mut vm = ExternalVm::start(&env, &boot);
+            vm.console.wait_for("KF READY");
+            let monitor = vm.socket("a");
+            let args = env.attach_args(&["--qmp", &monitor], vm.console.pid(), &[]);
+            let args: Vec<&str> = args.iter().map(String::as_str).collect();
+            env.refused(&args, 1, &[kind, "QEMU ends when it saves", "fix:"]);
+            assert!(vm.is_running(), "QEMU {}: {kind}", qemu.label);
+            assert!(env.list().is_empty());
+        }
+    }
 }

@@ -4,12 +4,15 @@
 //!   free chunks       lent to staged pages         free again when these are dropped
 //!   ┌────┐┌────┐      ┌────┐┌────┐┌────┐
 //!   │4MiB││4MiB│ ───▶ │4MiB││4MiB││4MiB│ ───────────────▶ free
-//!   └────┘└────┘      └────┘└────┘└────┘     free + lent chunks never exceed the capacity
+//!   └────┘└────┘      └────┘└────┘└────┘     free + lent chunks do not exceed the capacity
 //! ```
 //!
 //! [`StagingPool::reserve`] allocates chunks and faults them in before the pause. Freed chunks stay
 //! allocated for the next checkpoint. Several checkpoints may hold chunks at the same time, so this
 //! memory bounds the queue before the encoder.
+//!
+//! [`StagingPool::set_limit`] lowers the capacity while memory is short: free chunks are given back
+//! to the system at once, lent ones when they come back.
 
 use keyframe_kernel::memory::PrefaultedBuffer;
 use keyframe_locks::IgnorePoison;
@@ -19,8 +22,11 @@ use std::time::{Duration, Instant};
 
 /// Pages per chunk: 4 MiB.
 const CHUNK_PAGES: u64 = 1024;
-/// Fewer chunks would not hold one checkpoint that is captured and one that is encoded.
+/// Fewer chunks would not hold one checkpoint that is captured and one that is encoded. A pool for
+/// less has smaller chunks.
 const CHUNKS_MIN: u64 = 16;
+/// The fewest pages per chunk: 256 KiB.
+const CHUNK_PAGES_MIN: u64 = 64;
 
 /// The kernel refused the memory for a chunk.
 #[derive(Debug, thiserror::Error)]
@@ -43,10 +49,18 @@ struct Shared {
     chunk_pages: u64,
 }
 
-#[derive(Default)]
 struct State {
     free: Vec<PrefaultedBuffer>,
     made: u64,
+    /// The capacity now: at most that of the pool.
+    limit_chunks: u64,
+}
+
+impl State {
+    /// The number of chunks that can be taken.
+    fn free_chunks(&self) -> u64 {
+        self.limit_chunks.saturating_sub(self.made) + self.free.len() as u64
+    }
 }
 
 impl Shared {
@@ -56,15 +70,16 @@ impl Shared {
 }
 
 impl StagingPool {
-    /// Creates a pool of at most `capacity_pages` pages, and at least 16 chunks.
+    /// Creates a pool of at most `capacity_pages` pages, and at least 4 MiB.
     pub fn new(capacity_pages: u64) -> Self {
-        Self::of_chunks(capacity_pages.div_ceil(CHUNK_PAGES).max(CHUNKS_MIN), CHUNK_PAGES)
+        let chunk_pages = (capacity_pages / CHUNKS_MIN).clamp(CHUNK_PAGES_MIN, CHUNK_PAGES);
+        Self::of_chunks(capacity_pages.div_ceil(chunk_pages).max(CHUNKS_MIN), chunk_pages)
     }
 
     /// Creates a pool of `capacity_chunks` chunks of `chunk_pages` pages each.
     pub(crate) fn of_chunks(capacity_chunks: u64, chunk_pages: u64) -> Self {
         Self(Arc::new(Shared {
-            state: Mutex::default(),
+            state: Mutex::new(State { free: Vec::new(), made: 0, limit_chunks: capacity_chunks }),
             freed: Condvar::new(),
             capacity_chunks,
             chunk_pages,
@@ -76,15 +91,42 @@ impl StagingPool {
         self.0.chunk_pages
     }
 
-    /// The number of pages that the pool holds at most.
+    /// The number of pages that the pool holds at most, under its present limit.
     pub fn capacity_pages(&self) -> u64 {
+        self.0.state().limit_chunks * self.0.chunk_pages
+    }
+
+    /// The number of pages that the pool was made for.
+    pub fn capacity_max_pages(&self) -> u64 {
         self.0.capacity_chunks * self.0.chunk_pages
+    }
+
+    /// The number of pages for which the pool has memory.
+    pub fn held_pages(&self) -> u64 {
+        self.0.state().made * self.0.chunk_pages
+    }
+
+    /// Limits the pool to `pages` pages, but not to less than 16 chunks or more than it was made
+    /// for. Gives free chunks above the limit back to the system.
+    pub fn set_limit(&self, pages: u64) {
+        let least = CHUNKS_MIN.min(self.0.capacity_chunks);
+        let surplus = {
+            let mut state = self.0.state();
+            state.limit_chunks = (pages / self.0.chunk_pages).clamp(least, self.0.capacity_chunks);
+            let over = state.made.saturating_sub(state.limit_chunks);
+            let kept = state.free.len().saturating_sub(over as usize);
+            let surplus = state.free.split_off(kept);
+            state.made -= surplus.len() as u64;
+            surplus
+        };
+        // Unmapped without the lock.
+        drop(surplus);
+        self.0.freed.notify_all();
     }
 
     /// The number of pages that can be taken now.
     pub fn free_pages(&self) -> u64 {
-        let state = self.0.state();
-        (self.0.capacity_chunks - state.made + state.free.len() as u64) * self.0.chunk_pages
+        self.0.state().free_chunks() * self.0.chunk_pages
     }
 
     /// Allocates chunks until `pages` pages are free and faulted in, or until the limit is reached.
@@ -94,7 +136,7 @@ impl StagingPool {
         loop {
             {
                 let mut state = self.0.state();
-                if state.free.len() as u64 >= wanted || state.made >= self.0.capacity_chunks {
+                if state.free.len() as u64 >= wanted || state.made >= state.limit_chunks {
                     return Ok(());
                 }
                 state.made += 1;
@@ -110,7 +152,7 @@ impl StagingPool {
             let mut state = self.0.state();
             match state.free.pop() {
                 Some(arena) => Some(arena),
-                None if state.made < self.0.capacity_chunks => {
+                None if state.made < state.limit_chunks => {
                     state.made += 1;
                     None
                 }
@@ -127,9 +169,9 @@ impl StagingPool {
     /// Waits until `pages` pages can be taken. Returns false if they cannot within `timeout`.
     pub fn wait_free(&self, pages: u64, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
-        let wanted = pages.div_ceil(self.0.chunk_pages).min(self.0.capacity_chunks);
+        let wanted = pages.div_ceil(self.0.chunk_pages);
         let mut state = self.0.state();
-        while self.0.capacity_chunks - state.made + (state.free.len() as u64) < wanted {
+        while state.free_chunks() < wanted.min(state.limit_chunks) {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return false;
@@ -173,7 +215,15 @@ impl StagingChunk {
 impl Drop for StagingChunk {
     fn drop(&mut self) {
         if let Some(arena) = self.arena.take() {
-            self.home.state().free.push(arena);
+            let mut state = self.home.state();
+            if state.made > state.limit_chunks {
+                state.made -= 1;
+                drop(state);
+                drop(arena);
+            } else {
+                state.free.push(arena);
+                drop(state);
+            }
             self.home.freed.notify_all();
         }
     }
@@ -196,5 +246,22 @@ mod tests {
         drop(taken);
         assert!(waiter.join().unwrap());
         assert_eq!(pool.take().unwrap().unwrap().pages().len(), 8);
+    }
+    #[test]
+    fn a_limit_gives_memory_back_and_can_be_lifted() {
+        let pool = StagingPool::of_chunks(32, 8);
+        pool.reserve(256).unwrap();
+        let mut taken: Vec<_> = (0..20).map(|_| pool.take().unwrap().unwrap()).collect();
+        pool.set_limit(0);
+        assert_eq!((pool.capacity_pages(), pool.held_pages(), pool.free_pages()), (128, 160, 0));
+        assert!(pool.take().unwrap().is_none());
+        taken.truncate(10);
+        assert_eq!((pool.held_pages(), pool.free_pages()), (128, 48));
+        pool.set_limit(u64::MAX);
+        assert_eq!((pool.capacity_pages(), pool.held_pages(), pool.free_pages()), (256, 128, 176));
+        drop(taken);
+        assert_eq!(pool.free_pages(), 256);
+        assert_eq!(StagingPool::new(0).capacity_pages(), 1024);
+        assert_eq!(StagingPool::new(1 << 20).chunk_pages(), CHUNK_PAGES);
     }
 }

@@ -6,12 +6,13 @@
 //! | direct disk I/O | the kernel writes into pinned guest pages and no write protection sees it |
 //! | vhost-user, vDPA, VFIO, ivshmem | another process or a device writes into guest RAM unseen |
 //! | balloon or virtio-mem over shared memory | a hole punched into shared memory is not reported as a write |
+//! | a device of `unsavable_devices.tsv` | QEMU ends when it saves the device, and with it the VM |
 //!
 //! All of them are reported at once. Devices that QEMU itself calls non-migratable need no entry:
 //! at launch `-only-migratable` makes QEMU refuse them, and a QEMU that runs already says what
 //! blocks a migration of it.
 
-use crate::{Qmp, Result};
+use crate::{Error, Qmp, Result, unsavable};
 use keyframe_qemu_cmdline::is_served;
 use keyframe_vmm::{AuditFinding, Severity};
 use serde_json::{Value, json};
@@ -200,12 +201,35 @@ fn drive(block: &Value, (disks, minded): (Disks<'_>, &[String]), found: &mut Vec
     }
 }
 
-fn device(child: &Value, shared: bool, found: &mut Vec<AuditFinding>) {
+/// Name and type of a child that `qom-list` lists, if it is an object.
+fn name_and_kind(child: &Value) -> Option<(&str, &str)> {
     let text = |key: &str| child.get(key).and_then(Value::as_str).unwrap_or_default();
-    let Some(kind) = text("type").strip_prefix("child<").and_then(|t| t.strip_suffix('>')) else {
-        return;
+    Some((text("name"), text("type").strip_prefix("child<")?.strip_suffix('>')?))
+}
+
+/// Refuses a device that was plugged in and with which QEMU ends when it saves its state.
+///
+/// Error: [`Error::Unsavable`].
+pub(crate) fn require_savable(qmp: &mut Qmp) -> Result<()> {
+    let answers = qmp.ask_all(PLUGGED.map(children_of))?;
+    let plugged = children(qmp, answers)?;
+    let unsavable = |(name, kind): (&str, &'_ str)| {
+        let how = unsavable::how_qemu_ends(kind)?;
+        Some(Error::Unsavable { name: name.into(), kind: kind.into(), how: how.into() })
     };
-    let what = format!("device {} ({kind})", text("name"));
+    plugged.iter().filter_map(name_and_kind).find_map(unsavable).map_or(Ok(()), Err)
+}
+
+fn device(child: &Value, shared: bool, found: &mut Vec<AuditFinding>) {
+    let Some((name, kind)) = name_and_kind(child) else { return };
+    let what = format!("device {name} ({kind})");
+    if let Some(how) = unsavable::how_qemu_ends(kind) {
+        found.push(refused(
+            &what,
+            format!("QEMU ends when it saves the state of such a device ({how})"),
+            "unplug it, or start the VM without it",
+        ));
+    }
     if let Some((_, reason)) = FOREIGN.iter().find(|(prefix, _)| kind.starts_with(prefix)) {
         found.push(refused(
             &what,
@@ -291,6 +315,14 @@ mod tests {
         assert_eq!(of(|f| device(&child("virtio-balloon-pci"), true, f)).len(), 1);
         assert_eq!(of(|f| device(&child("virtio-net-pci"), true, f)), []);
         assert_eq!(of(|f| device(&json!({"name": "type", "type": "string"}), true, f)), []);
+    }
+
+    #[test]
+    fn a_device_that_ends_qemu_at_a_save_is_refused() {
+        let child = |kind: &str| json!({"name": "ser0", "type": format!("child<{kind}>")});
+        let found = of(|f| device(&child("pci-serial-2x"), false, f));
+        assert!(found[0].subject.contains("ser0") && found[0].severity == Severity::Refused);
+        assert_eq!(of(|f| device(&child("pci-serial-4x"), false, f)), []);
     }
 
     #[test]

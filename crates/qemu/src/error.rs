@@ -208,6 +208,19 @@ pub enum Error {
         /// QEMU's message.
         problem: String,
     },
+    /// A device was plugged in with which QEMU ends when it saves its state.
+    #[error(
+        "device {name} ({kind}) was plugged in, and QEMU ends when it saves the state of such a \
+         device ({how}); no checkpoint is taken until it is unplugged"
+    )]
+    Unsavable {
+        /// The device's name in its container.
+        name: String,
+        /// Its type.
+        kind: String,
+        /// How QEMU ends.
+        how: String,
+    },
     /// The watchdog process has ended or does not answer.
     #[error("the watchdog: {problem}")]
     Watchdog {
@@ -255,6 +268,7 @@ impl Error {
                  cannot be checkpointed, because keyframe adds -only-migratable"
                     .into(),
             ),
+            Self::Unsavable { .. } => Some("unplug it (device_del); the VM runs on meanwhile".into()),
             Self::PutDown => Some(
                 "restore the newest checkpoint, which is the state before the rollback: keyframe restore latest"
                     .into(),
@@ -344,6 +358,11 @@ mod tests {
                 domain: "web".into(),
                 problem: "it does not run".into(),
                 fix: "start it".into(),
+            },
+            Error::Unsavable {
+                name: "ser0".into(),
+                kind: "pci-serial-2x".into(),
+                how: "segmentation fault".into(),
             },
             Error::PageLost {
                 page: keyframe_units::PageIndex(12),

@@ -9,14 +9,20 @@
 //!     ─▶ export, job, scratch removed ─▶ frozen bitmap removed, or merged into the present one if the checkpoint failed
 //! ```
 //!
-//! Invariants: every object made here has a name that begins with `keyframe-`, by which [`sweep`]
-//! finds the leftovers of a killed engine. One transaction freezes a bitmap and starts its
-//! successor, so no write falls between them.
+//! Invariants:
+//! 1. Every object made here has a name that begins with `keyframe-`, by which [`sweep`] finds the
+//!    leftovers of a killed engine.
+//! 2. One transaction freezes a bitmap and starts its successor, so no write falls between them.
+//! 3. No reader's end closes its connection: QEMU has the reader's socket open too
+//!    ([`hold_connection`]), and closes it after the export has been removed. QEMU up to 8.2 aborts
+//!    if the connection to a disk in an iothread is closed otherwise, as by the end of a killed
+//!    engine. While a connection is negotiated, it is not in the iothread yet.
 //!
 //! Left out: reading the exports (the disk crate), and the file beneath the scratch node.
 
 use crate::{Error, Qmp, Result, WritableNode};
 use serde_json::{Value, json};
+use std::os::fd::BorrowedFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -28,6 +34,11 @@ const GONE_TIMEOUT: Duration = Duration::from_secs(30);
 const GRANULARITY_BYTES: u64 = 4096;
 const GRANULARITY_LARGE_BYTES: u64 = 64 << 10;
 const LARGE_BYTES: u64 = 1 << 40;
+
+/// The beginning of the file name of each socket at which QEMU listens for an engine.
+const SOCKET_PREFIX: &str = "kf-nbd-";
+/// The flag of a listening socket in `/proc/net/unix`.
+const ACCEPTS: u64 = 1 << 16;
 
 /// One disk of a cut.
 #[derive(Clone, Copy, Debug)]
@@ -56,11 +67,56 @@ pub fn export_name(number: usize) -> String {
     name(number)
 }
 
-/// Has QEMU listen for readers at `socket`. Error: [`Error::Refused`], also if QEMU
-/// listens for another program already.
-pub fn start_server(qmp: &mut Qmp, socket: &Path) -> Result<()> {
+/// The file name of the socket at which the QEMU of member `member` listens.
+pub fn socket_name(member: usize) -> String {
+    format!("{SOCKET_PREFIX}{member}.sock")
+}
+
+/// Bytes for each bit of a bitmap of `disk`.
+pub fn granularity_bytes(disk: &WritableNode) -> u64 {
+    if disk.disk_bytes > LARGE_BYTES { GRANULARITY_LARGE_BYTES } else { GRANULARITY_BYTES }
+}
+
+/// Has QEMU, process `pid`, listen for readers at `socket`, whose name is a [`socket_name`], also if
+/// it listens for a killed engine. Error: [`Error::Refused`], also if QEMU listens for another
+/// program already.
+pub fn start_server(qmp: &mut Qmp, pid: u32, socket: &Path) -> Result<()> {
     let address = json!({ "type": "unix", "data": { "path": socket } });
-    qmp.execute("nbd-server-start", Some(json!({ "addr": address }))).map(drop)
+    let arguments = json!({ "addr": address });
+    match qmp.execute("nbd-server-start", Some(arguments.clone())) {
+        Err(Error::Refused { .. }) if listens_for_an_engine(pid) => {
+            stop_server(qmp)?;
+            qmp.execute("nbd-server-start", Some(arguments)).map(drop)
+        }
+        other => other.map(drop),
+    }
+}
+
+/// True if process `pid` listens at a socket that an engine has named.
+fn listens_for_an_engine(pid: u32) -> bool {
+    let sockets = std::fs::read_to_string(format!("/proc/{pid}/net/unix")).unwrap_or_default();
+    let named: Vec<String> = sockets.lines().filter_map(engines_listener).collect();
+    let opened = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    opened
+        .filter_map(|fd| std::fs::read_link(fd.path()).ok())
+        .any(|file| named.iter().any(|socket| file.as_os_str() == socket.as_str()))
+}
+
+/// What `/proc/PID/fd` calls the socket of this line of `/proc/net/unix`, if it listens under a name
+/// of an engine.
+fn engines_listener(line: &str) -> Option<String> {
+    let mut fields = line.split_whitespace();
+    let flags = u64::from_str_radix(fields.nth(3)?, 16).ok()?;
+    let (inode, path) = (fields.nth(2)?, fields.next()?);
+    let is_named = Path::new(path).file_name()?.to_str()?.starts_with(SOCKET_PREFIX);
+    (flags & ACCEPTS != 0 && is_named).then(|| format!("socket:[{inode}]"))
+}
+
+/// Has QEMU keep `connection`, a reader's to the export of disk `number`, open until
+/// [`take_away`]. To be called before the reader negotiates: see the invariants.
+pub fn hold_connection(qmp: &mut Qmp, number: usize, connection: BorrowedFd<'_>) -> Result<()> {
+    let arguments = json!({ "fdname": export_name(number) });
+    qmp.execute_passing("getfd", arguments, connection).map(drop)
 }
 
 /// Adds a scratch node of disk `number` over the empty qcow2 image `file`, which QEMU keeps open.
@@ -74,8 +130,7 @@ pub fn add_scratch(qmp: &mut Qmp, number: usize, file: &Path, disk: &WritableNod
 pub fn cut(qmp: &mut Qmp, points: &[SnapshotPoint<'_>]) -> Result<()> {
     let mut actions = Vec::with_capacity(points.len() * 3);
     for point in points {
-        let (node, large) = (&point.disk.node, point.disk.disk_bytes > LARGE_BYTES);
-        let granularity = if large { GRANULARITY_LARGE_BYTES } else { GRANULARITY_BYTES };
+        let (node, granularity) = (&point.disk.node, granularity_bytes(point.disk));
         let begun = bitmap_name(point.begun);
         let begun =
             json!({ "node": node, "name": begun, "granularity": granularity, "persistent": false });
@@ -116,10 +171,16 @@ pub fn give_back(qmp: &mut Qmp, disk: &WritableNode, frozen: u64, present: u64) 
 
 /// Removes all exports, jobs and scratch nodes of Keyframe.
 pub fn take_away(qmp: &mut Qmp) -> Result<()> {
-    for id in named(qmp, "query-block-exports", None, "id")? {
+    let exports = named(qmp, "query-block-exports", None, "id")?;
+    for id in &exports {
         qmp.execute("block-export-del", Some(json!({ "id": id, "mode": "hard" })))?;
     }
     gone(qmp, "query-block-exports", "id")?;
+    for id in exports {
+        // It has none if the engine ended before its reader was connected, and none that this
+        // monitor could close if the engine had another one.
+        let _ = qmp.execute("closefd", Some(json!({ "fdname": id })));
+    }
     for id in named(qmp, "query-jobs", None, "id")? {
         // One that is on its way out takes no more orders.
         let _ = qmp.execute("job-cancel", Some(json!({ "id": id })));
@@ -198,5 +259,26 @@ fn gone(qmp: &mut Qmp, query: &str, key: &str) -> Result<()> {
             });
         }
         std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixListener;
+
+    #[test]
+    fn a_server_of_an_engine_is_known_by_its_sockets_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let pid = std::process::id();
+        let other = UnixListener::bind(folder.path().join("nbd-0.sock")).unwrap();
+        assert!(!listens_for_an_engine(pid), "another program's: {other:?}");
+        let ours = UnixListener::bind(folder.path().join(socket_name(3))).unwrap();
+        assert!(listens_for_an_engine(pid));
+        let path = folder.path().join(socket_name(3));
+        let connected = std::os::unix::net::UnixStream::connect(path).unwrap();
+        let accepted = ours.accept().unwrap();
+        drop(ours);
+        assert!(!listens_for_an_engine(pid), "connections alone: {connected:?}, {accepted:?}");
     }
 }

@@ -3,9 +3,13 @@
 use crate::Result;
 use crate::binary::{self, QemuIdentity};
 use jiff::Zoned;
+use keyframe_qemu_cmdline::options::{keys, value_of};
 use keyframe_qemu_cmdline::{Argument, CommandLine, DiskServer, Drive, Medium, NicSockets};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+
+/// The size of RAM without `-m`.
+const RAM_BYTES_DEFAULT: u64 = 128 << 20;
 
 /// A QEMU command line as the user gave it, whose binary exists.
 #[derive(Clone, Debug)]
@@ -86,6 +90,14 @@ impl Invocation {
         Ok(self.line.record(log, &version, Zoned::now())?)
     }
 
+    /// The size of the guest's RAM at its start as `-m` gives it, or QEMU's default, in bytes.
+    pub fn ram_bytes(&self) -> u64 {
+        let given = self.arguments().iter().rev().find(|a| a.name() == "m");
+        let size =
+            given.and_then(|a| value_of(&keys(a.value(), "size"), "size").and_then(size_bytes));
+        size.unwrap_or(RAM_BYTES_DEFAULT)
+    }
+
     /// The words as the user gave them.
     pub fn words(&self) -> &[String] {
         self.line.words()
@@ -96,10 +108,35 @@ impl Invocation {
     }
 }
 
+/// A size of `-m`: MiB unless a unit follows.
+fn size_bytes(text: &str) -> Option<u64> {
+    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let shift = match unit.to_ascii_lowercase().as_str() {
+        "" | "m" => 20,
+        "b" => 0,
+        "k" => 10,
+        "g" => 30,
+        "t" => 40,
+        _ => return None,
+    };
+    Some((number.parse::<f64>().ok()? * (1u64 << shift) as f64) as u64)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::Error;
+
+    #[test]
+    fn the_size_of_ram_is_read_in_each_form() {
+        let of = |line: &str| parse(&format!("qemu-system-x86_64 {line}")).unwrap().ram_bytes();
+        assert_eq!(of("-m 512"), 512 << 20);
+        assert_eq!(of("-m size=1.5G,slots=2,maxmem=4G"), 3 << 29);
+        assert_eq!(of("-m 256 -m 64M"), 64 << 20);
+        assert_eq!(of("-smp 2"), 128 << 20);
+        assert_eq!(of("-m lots"), 128 << 20);
+    }
 
     fn parse(line: &str) -> Result<Invocation> {
         Invocation::parse(line.split(' ').map(OsString::from).collect())

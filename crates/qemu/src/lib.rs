@@ -47,6 +47,7 @@ mod spawn;
 mod state_pipe;
 mod statefile;
 mod thread_affinity;
+mod unsavable;
 mod virtio_queues;
 mod vm;
 mod vmm;

@@ -223,6 +223,11 @@ pub(crate) fn forget(qmp: &mut Qmp, set: u32) -> Result<()> {
     Ok(())
 }
 
+/// True if an engine that lives has given a file to this QEMU.
+pub(crate) fn has_engine(qmp: &mut Qmp) -> Result<bool> {
+    Ok(sets(qmp)?.iter().any(|(_, mark)| living(mark).is_some()))
+}
+
 /// Makes QEMU forget the sets of engines that have ended. Returns the numbers of all sets. Fails if
 /// an engine lives.
 fn claims(qmp: &mut Qmp, pid: u32) -> Result<Vec<u32>> {

@@ -315,6 +315,12 @@ impl Vm {
         Ok(found)
     }
 
+    /// Fails with [`Error::Unsavable`] if a device was plugged in with which QEMU would end in
+    /// [`Vm::save_devices`]. [`Vm::audit`] finds those that were there before.
+    pub fn require_savable(&mut self) -> Result<()> {
+        audit::require_savable(&mut self.qmp)
+    }
+
     /// Declares that the caller serves the disks of this restored VM at `socket`.
     pub fn mind_server(&mut self, socket: PathBuf) {
         self.server = Some(socket);

@@ -40,7 +40,7 @@ pub fn segment(
     };
     let name = options.name.clone().unwrap_or_else(|| recording.recording.meta.vm.clone());
     let run_dir = RunDir::claim(&name).map_err(keyframe_session::Error::from)?;
-    let writer = launch::lock(&recording.store, "segment", &name, &options)?;
+    let writer = launch::lock(&recording.store, "segment", (&name, &[]), &options)?;
     let at_cut = replay_to(recording, from, first, &interrupted, on_progress)?;
     let AtFirstCut { vm, disks, stepper, machine } = at_cut;
     let (disks, _folder) =

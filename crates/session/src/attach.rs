@@ -7,11 +7,13 @@ use super::launch::{
     PreparedSession, RefusedVms, StartedVm, lock, names, open_lans, prepare, require_kernel,
 };
 use super::machines::Peripherals;
+use super::memory_guard::GuestMemory;
 use crate::error::{Error, Result};
 use crate::run_dir::RunDir;
 use crate::teardown::Teardown;
 use keyframe_qemu::{AttachOptions, Monitor, Vm};
 use keyframe_store::Store;
+use keyframe_units::PAGE_BYTES;
 
 /// Attaches to the QEMUs with those process ids, each with the way to its monitor; several are a
 /// group.
@@ -35,7 +37,12 @@ pub fn attach(
     let wanted: Vec<_> = attached.iter_mut().map(|(vm, _)| Some(own(vm))).collect();
     let (name, members) = names(&wanted, is_group, options)?;
     let run_dir = RunDir::claim(&name)?;
-    let writer = lock(store, "attach", &name, options)?;
+    let mut guests = Vec::with_capacity(vms.len());
+    for (vm, _) in &mut attached {
+        let ram_bytes = vm.ram_layout()?.len_pages() * PAGE_BYTES as u64;
+        guests.push(GuestMemory { pid: Some(vm.pid()), ram_bytes });
+    }
+    let writer = lock(store, "attach", (&name, &guests), options)?;
     let mut peripherals = Peripherals { lans: open_lans(options)?, disks: None };
     let mut found = Vec::with_capacity(vms.len());
     let look = || -> Result<()> {

@@ -20,10 +20,11 @@ use super::audit::Audit;
 use super::budget::BudgetKeeper;
 use super::cycle_observer::CycleObserver;
 use super::encoder_thread::EncoderThread;
-use super::event::{Event, SessionStart};
+use super::event::{self, Event, SessionStart, tell_failed};
 use super::flight_recorder::FlightRecorder;
 use super::launch::PreparedSession;
 use super::machines::{Machines, Member};
+use super::memory_limits;
 use super::ram_capture::RamCapture;
 use super::recompressor::Recompressor;
 use super::store_sink::{CheckpointLabel, CheckpointReason, MachineDescriptions, StoreSink};
@@ -163,6 +164,9 @@ impl<'a> Engine<'a> {
     /// An engine over a VM that is ready to run.
     pub fn new(store: &'a Store, parts: PreparedSession, options: SessionOptions) -> Result<Self> {
         let inputs = EngineInputs::of_process(&options)?;
+        // All that the VM needs has been started: it does not inherit this.
+        let volunteered = memory_limits::volunteer_as_victim();
+        tell_failed(&*options.events, event::Step::VolunteerAsVictim, volunteered);
         Self::assemble(store, parts, options, inputs)
     }
 
@@ -412,6 +416,9 @@ impl<'a> Engine<'a> {
             }
             (None, _) => 0,
         };
+        if let Some(shortage) = self.copying.memory.limit(self.copying.cycle.pool()) {
+            self.tell(&Event::MemoryShort(shortage));
+        }
         let cut = self.machines.storage().map(|(disks, vms)| disks.begin(vms)).transpose();
         let cut = cut.map_err(|e| self.failed(CheckpointError::Disks(e), 1, false))?;
         let copying = &mut self.copying;

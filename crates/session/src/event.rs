@@ -2,6 +2,7 @@
 //! them into text for its user.
 
 use crate::error::CheckpointFailure;
+use crate::memory_guard::MemoryShortage;
 use keyframe_capture::BoxError;
 use keyframe_inspect::entry::Entry;
 use keyframe_qemu::AuditFinding;
@@ -49,6 +50,8 @@ pub enum Event {
         /// Why it changed.
         why: TuningReason,
     },
+    /// Memory is short, so checkpoints use less of it, and may take longer. Told once.
+    MemoryShort(MemoryShortage),
     /// RAM was plugged or unplugged: a new run has begun.
     NewRun,
     /// A member of a group has ended, so no more checkpoints of the group are taken.
@@ -280,6 +283,8 @@ pub enum Step {
     DescribeDisks,
     /// Tell the watchdog that the VM may run.
     AllowRunning,
+    /// Have the kernel end this process first if memory runs out.
+    VolunteerAsVictim,
 }
 
 /// Makes an error that events can hold.

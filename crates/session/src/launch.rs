@@ -4,6 +4,7 @@ use super::disk_capture::served::ServedDiskCapture;
 use super::disk_capture::{self, DiskCapture, DiskMethod};
 use super::flight_recorder;
 use super::machines::{Machines, Member, Peripherals};
+use super::memory_guard::{self, GuestMemory};
 use super::ram_capture::RamCapture;
 use super::session_vm::SessionVm;
 use super::store_sink::{MachineDescriptions, StoreSink};
@@ -96,7 +97,11 @@ pub fn launch(
         starting.iter().map(|(line, _)| line.vm_name().map(str::to_owned)).collect();
     let (name, members) = names(&wanted, is_group, options)?;
     let run_dir = RunDir::claim(&name)?;
-    let writer = lock(store, "run", &name, options)?;
+    let guests: Vec<_> = starting
+        .iter()
+        .map(|(line, _)| GuestMemory { pid: None, ram_bytes: line.ram_bytes() })
+        .collect();
+    let writer = lock(store, "run", (&name, &guests), options)?;
     let mut launching = Launching {
         store,
         name: &name,
@@ -311,13 +316,19 @@ pub fn names(
     Ok((options.name.clone().unwrap_or_else(|| "group".into()), members))
 }
 
-/// The right to write into `store`.
-pub fn lock(store: &Store, command: &str, name: &str, options: &SessionOptions) -> Result<Writer> {
+/// The right to write into `store`, for the VM or group of that name.
+pub fn lock(
+    store: &Store,
+    command: &str,
+    (name, guests): (&str, &[GuestMemory]),
+    options: &SessionOptions,
+) -> Result<Writer> {
+    let (encode_bytes, index_bytes) = memory_guard::cache_bytes(options, guests);
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let mut tuning = Tuning {
         encode_threads: options.encode_threads.unwrap_or((cores / 4).clamp(1, 8)),
-        base_bytes: (options.encode_memory_mib as usize) << 20,
-        index_bytes: (options.index_memory_mib as usize) << 20,
+        base_bytes: encode_bytes as usize,
+        index_bytes: index_bytes as usize,
         durability: options.durability,
         ..Tuning::default()
     };

@@ -33,6 +33,8 @@ pub mod interrupt;
 pub mod lans;
 pub mod launch;
 pub mod machines;
+pub mod memory_guard;
+pub mod memory_limits;
 pub mod ram_capture;
 pub mod recompressor;
 pub mod recording;

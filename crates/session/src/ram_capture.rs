@@ -14,6 +14,7 @@ use super::SessionOptions;
 use super::event::{Event, EventSink};
 use super::faults::{Fault, FaultyReader, FaultyTracker};
 use super::machines::group_layout;
+use super::memory_guard::{GuestMemory, MemoryGuard};
 use crate::control::{Strategy as Name, TrackerKind};
 use crate::error::{Error, Result};
 use keyframe_capture::compare::CompareTracker;
@@ -79,6 +80,8 @@ pub struct RamCapture {
     pub watches_discards: Vec<bool>,
     /// The time for which the attach stopped QEMU's main thread, in nanoseconds.
     pub stopped_ns: Option<u64>,
+    /// Limits the memory of the capture.
+    pub memory: MemoryGuard,
     open: OpenRam,
 }
 
@@ -115,7 +118,12 @@ impl RamCapture {
         let watches_discards = rams.iter().map(|ram| ram.watches_discards()).collect();
         let reader = reader(&rams, options)?;
         let tracking = Tracking::start(&rams, &reader, &layout, options)?;
-        let pool = StagingPool::new(staging_pages(options, &layout));
+        let guests = vms.iter().zip(&rams).map(|((_, vm), ram)| GuestMemory {
+            pid: Some(vm.pid()),
+            ram_bytes: ram.layout().len_pages() * PAGE_BYTES as u64,
+        });
+        let memory = MemoryGuard::new(guests.collect());
+        let pool = StagingPool::new(staging_pages(options, &layout, memory.left_bytes()));
         let cycle = CaptureCycle::new(layout.clone(), tracking.tracker, reader, pool);
         let mut strategies = Strategies {
             auto: AutoStrategy::default(),
@@ -129,7 +137,7 @@ impl RamCapture {
         // A strategy that this VM does not allow is refused here: a launched guest has not run yet.
         strategies.get(options.strategy)?;
         let stopped_ns = tracking.stopped_ns;
-        Ok(Self { cycle, strategies, layout, watches_discards, stopped_ns, open })
+        Ok(Self { cycle, strategies, layout, watches_discards, stopped_ns, memory, open })
     }
 
     /// Begins anew with the RAM that `vms` have now, opened in the same way.
@@ -297,25 +305,13 @@ fn faulty(reader: Arc<dyn PageReader>, fault: Option<&Fault>) -> Arc<dyn PageRea
 }
 
 /// Returns the number of pages of memory for copies: all of RAM if that is at most a quarter of the
-/// free memory.
-fn staging_pages(options: &SessionOptions, layout: &RamLayout) -> u64 {
+/// `left_bytes` that the VMs leave.
+fn staging_pages(options: &SessionOptions, layout: &RamLayout, left_bytes: u64) -> u64 {
     const MIB_PAGES: u64 = (1 << 20) / PAGE_BYTES as u64;
     match options.staging_mib {
         Some(mib) => mib.saturating_mul(MIB_PAGES),
-        None => layout
-            .len_pages()
-            .min(available_memory_bytes() / 4 / PAGE_BYTES as u64)
-            .max(64 * MIB_PAGES),
+        None => layout.len_pages().min(left_bytes / 4 / PAGE_BYTES as u64).max(16 * MIB_PAGES),
     }
-}
-
-fn available_memory_bytes() -> u64 {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    text.lines()
-        .find_map(|l| {
-            l.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()
-        })
-        .map_or(1 << 30, |kib| kib.saturating_mul(1024))
 }
 
 fn random_key() -> Result<[u8; 32]> {

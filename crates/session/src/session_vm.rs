@@ -243,6 +243,9 @@ impl SessionVm {
 
 impl PauseSteps for SessionVm {
     fn prepare_pause(&mut self) -> Result<(), BoxError> {
+        if let Ok(vm) = self.qemu() {
+            vm.require_savable()?;
+        }
         if self.watched.form() == PauseForm::Separate
             && self.recorded.is_none()
             && let Some(operation) = self.vm_mut().foreign_operation()?

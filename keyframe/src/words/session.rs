@@ -53,6 +53,15 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
         Event::RolledBack { vm, checkpoint } => {
             (Usual, format!("VM {vm} is back at checkpoint {checkpoint}"))
         }
+        Event::MemoryShort(short) => {
+            let whose = if short.is_limited { "of its memory cgroup's limit" } else { "of memory" };
+            let (left, staging) = (short.left_bytes >> 20, short.staging_bytes >> 20);
+            let text = format!(
+                "warning: the VM leaves {left} MiB {whose}, so copied pages get {staging} MiB, \
+                 and checkpoints may take longer; a larger limit helps"
+            );
+            (Always, text)
+        }
         Event::RightsKept { error } => {
             (Always, format!("warning: keeps more rights than it needs: {}", chain(&**error)))
         }
@@ -264,6 +273,7 @@ fn step_name(step: Step) -> &'static str {
         Step::RestartDisks => "begin a complete capture of the VM's disks",
         Step::DropBitmap => "drop the bitmap of a sealed checkpoint",
         Step::CloseExports => "remove the exports by which a disk was read",
+        Step::VolunteerAsVictim => "have the kernel end keyframe first if memory runs out",
         Step::DetachDisks => "remove from QEMU what captured the VM's disks",
         Step::RemoveFile => "remove a file",
         Step::RemoveFormerDisks => "remove what was written to the disks before",

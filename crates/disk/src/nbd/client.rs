@@ -5,7 +5,8 @@
 //! ```
 //!
 //! Invariants: one request is under way at a time. Every wait ends. The client allocates memory
-//! only for what it asked for, and checks all answers.
+//! only for what it asked for, and checks all answers. A patient client ([`Client::patient`]) asks
+//! for no more than the server's socket can hold: the server never waits for it to read.
 //!
 //! Left out: writing, encryption, concurrent requests, extended headers.
 
@@ -18,6 +19,7 @@ use super::wire::{
 use crate::{BLOCK, BLOCK_BYTES, Block, Error, Result};
 use keyframe_bytes::ByteReader;
 use std::io::{self, Read, Write};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
@@ -38,8 +40,10 @@ const CHUNK_IS_ERROR: u16 = 0x8000;
 /// The longest range whose status the client asks for. It is a multiple of every block size.
 const STATUS_BYTES_MAX: u64 = 1 << 30;
 
-/// The number of blocks in one read: 1 MiB.
-const BLOCKS_AT_ONCE: usize = (1 << 20) / BLOCK_BYTES;
+/// The longest read: 1 MiB.
+const READ_BYTES_MAX: usize = 1 << 20;
+/// The bytes that one range takes in a status.
+const STATUS_PART_BYTES: u64 = 8;
 
 /// Receives flags, type and content of a chunk of a reply. Returns `None` if the chunk is invalid.
 type Take<'a> = &'a mut dyn FnMut(u16, u16, &[u8]) -> Option<()>;
@@ -63,6 +67,12 @@ pub struct Client {
     len_bytes: u64,
     context: u32,
     cookie: u64,
+    /// The longest read in bytes.
+    read_bytes: usize,
+    /// The longest range whose status is asked for, in bytes.
+    status_bytes: u64,
+    /// Whether the client announces its end, upon which the server closes the connection.
+    takes_leave: bool,
 }
 
 impl Client {
@@ -71,11 +81,57 @@ impl Client {
     pub fn connect(socket: &Path, export: &str, context: &str) -> Result<Self> {
         let name = format!("export {export} at {}", socket.display());
         let stream = UnixStream::connect(socket).map_err(Error::io(&name, "connect to"))?;
-        let timed = stream
+        let client = Self {
+            stream,
+            name,
+            len_bytes: 0,
+            context: 0,
+            cookie: 0,
+            read_bytes: READ_BYTES_MAX,
+            status_bytes: STATUS_BYTES_MAX,
+            takes_leave: true,
+        };
+        client.negotiate(export, context)
+    }
+
+    /// A client over `stream`, which is connected to the server and which another process keeps
+    /// open. Its end does not close the connection: that is left to the server. At no time does the
+    /// server wait for this client to read, so that it can close the connection at any time.
+    ///
+    /// `part_bytes` is the shortest range that the metadata context tells apart. Errors: as
+    /// [`Self::connect`].
+    pub fn patient(
+        stream: UnixStream,
+        export: &str,
+        context: &str,
+        part_bytes: u64,
+    ) -> Result<Self> {
+        let name = format!("export {export}");
+        let buffer_bytes = rustix::net::sockopt::socket_send_buffer_size(stream.as_fd())
+            .map_err(Error::io(&name, "ask for the size of the buffer of"))?;
+        // The kernel counts up to twice a message's length, and its own records.
+        let reply_bytes = (buffer_bytes / 4).clamp(BLOCK_BYTES, READ_BYTES_MAX);
+        let parts = reply_bytes as u64 / STATUS_PART_BYTES - 1;
+        let client = Self {
+            stream,
+            name,
+            len_bytes: 0,
+            context: 0,
+            cookie: 0,
+            read_bytes: reply_bytes / BLOCK_BYTES * BLOCK_BYTES,
+            status_bytes: (parts * part_bytes).min(STATUS_BYTES_MAX),
+            takes_leave: false,
+        };
+        client.negotiate(export, context)
+    }
+
+    fn negotiate(self, export: &str, context: &str) -> Result<Self> {
+        let mut client = self;
+        let timed = client
+            .stream
             .set_read_timeout(Some(TIMEOUT))
-            .and_then(|()| stream.set_write_timeout(Some(TIMEOUT)));
-        timed.map_err(Error::io(&name, "set the timeouts of"))?;
-        let mut client = Self { stream, name, len_bytes: 0, context: 0, cookie: 0 };
+            .and_then(|()| client.stream.set_write_timeout(Some(TIMEOUT)));
+        timed.map_err(Error::io(&client.name, "set the timeouts of"))?;
         client.greet()?;
         client.option(OPT_STRUCTURED_REPLY, &[])?;
         let mut asked = string(export);
@@ -106,7 +162,7 @@ impl Client {
     /// The consecutive parts from `offset` on: at least one, perhaps not up to the end of the disk.
     /// Errors: the server does not answer or breaks the protocol.
     pub fn status(&mut self, offset: u64) -> Result<Vec<RangeStatus>> {
-        let len = self.len_bytes.saturating_sub(offset).min(STATUS_BYTES_MAX);
+        let len = self.len_bytes.saturating_sub(offset).min(self.status_bytes);
         let mut found = Vec::new();
         self.request(CMD_BLOCK_STATUS, offset, len as u32)?;
         let (context, end) = (self.context, offset + len);
@@ -178,15 +234,15 @@ impl Client {
     }
 
     /// Calls `take` with every block that has a part whose flags are `wanted`. Blocks are whole,
-    /// rising, each given once, at most [`BLOCKS_AT_ONCE`] in one call, with the number of the
-    /// first. The server's parts need not begin or end at a block. If the disk ends within its last
+    /// rising, each given once, at most 1 MiB in one call, with the number of the first. The server's parts need not begin or end at a block. If the disk ends within its last
     /// block, zeros follow.
     pub fn each_block<E: From<Error>>(
         &mut self,
         wanted: fn(u32) -> bool,
         mut take: impl FnMut(u64, &[Block]) -> std::result::Result<(), E>,
     ) -> std::result::Result<(), E> {
-        let mut buffer = vec![[0; BLOCK_BYTES]; BLOCKS_AT_ONCE];
+        let blocks_at_once = self.read_bytes / BLOCK_BYTES;
+        let mut buffer = vec![[0; BLOCK_BYTES]; blocks_at_once];
         // Blocks before `next` are done.
         let (mut at, mut next) = (0, 0);
         while at < self.len_bytes {
@@ -197,7 +253,7 @@ impl Client {
                 }
                 next = next.max(offset / BLOCK);
                 while next < at.div_ceil(BLOCK) {
-                    let count = (at.div_ceil(BLOCK) - next).min(BLOCKS_AT_ONCE as u64) as usize;
+                    let count = (at.div_ceil(BLOCK) - next).min(blocks_at_once as u64) as usize;
                     let blocks = &mut buffer[..count];
                     let bytes = blocks.as_flattened_mut();
                     let inside = (self.len_bytes - next * BLOCK).min(bytes.len() as u64) as usize;
@@ -322,7 +378,9 @@ impl Client {
 
 impl Drop for Client {
     fn drop(&mut self) {
-        let _ = self.request(CMD_DISC, 0, 0);
+        if self.takes_leave {
+            let _ = self.request(CMD_DISC, 0, 0);
+        }
     }
 }
 

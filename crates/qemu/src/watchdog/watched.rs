@@ -22,7 +22,7 @@
 //! after the `stop`.
 
 use super::{CONNECT_TIMEOUT, LAST_STOP, LOOK_EVERY};
-use crate::{Error, Qmp, Result, RunStatus, spawn, statefile};
+use crate::{Error, Qmp, Result, RunStatus, fleece, spawn, statefile};
 use keyframe_vmm::Resumer;
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::SendFlags;
@@ -263,10 +263,17 @@ impl Reach {
         }
     }
 
-    /// Has QEMU close the descriptors that the engine passed to it.
+    /// Has QEMU close the descriptors that the engine passed to it, and removes what the engine left
+    /// on the VM's disks: a job of its would fill the disk of its scratch file.
     pub fn forget_engine(&mut self) -> Result<()> {
-        let Self::Own(qmp, Some(set)) = self else { return Ok(()) };
-        match statefile::forget(qmp, *set) {
+        let Self::Own(qmp, set) = self else { return Ok(()) };
+        let swept = match statefile::has_engine(qmp) {
+            Ok(true) => Ok(()),
+            Ok(false) => fleece::sweep(qmp).map(drop),
+            Err(error) => Err(error),
+        };
+        let forgot = set.map_or(Ok(()), |set| statefile::forget(qmp, set));
+        match swept.and(forgot) {
             Err(Error::Gone { .. }) => Ok(()),
             other => other,
         }

@@ -19,13 +19,16 @@ use crate::event::{SharedEventSink, Step, tell_failed};
 use crate::machines::Member;
 use keyframe_capture::BoxError;
 use keyframe_disk::nbd::client::Client;
+use keyframe_locks::IgnorePoison;
 use keyframe_qemu::fleece::{self, SnapshotPoint};
 use keyframe_qemu::{Qmp, Vm};
 use keyframe_store::{DiskMeta, Run, Store};
 use std::collections::BTreeMap;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 /// The longest time for which the disks of the previous capture may still be read.
@@ -36,14 +39,17 @@ const DETACH_TIMEOUT: Duration = Duration::from_secs(10);
 /// old content.
 const FREE_BYTES_MIN: u64 = 1 << 30;
 
+/// The shortest range that QEMU tells apart by allocation: the smallest cluster of an image.
+const ALLOCATED_BYTES_MIN: u64 = 512;
+
 /// A disk that can be read as it was.
 #[derive(Debug)]
 struct Export {
     disk: usize,
-    socket: PathBuf,
     name: String,
-    /// The NBD metadata context with the blocks to read, and the flags that mark them.
-    context: String,
+    /// Until it is read.
+    reader: Mutex<Option<Client>>,
+    /// The flags of the metadata context that mark a range to read.
     wanted: fn(u32) -> bool,
     disk_bytes: u64,
 }
@@ -101,9 +107,9 @@ impl FleecedDiskCapture {
         let folder = store.local_folder().map_err(|e| Error::store(store.path(), e))?.join("disks");
         std::fs::create_dir_all(&folder).map_err(|e| Error::file("make", &folder, e))?;
         let sockets: Vec<PathBuf> =
-            (0..vms.len()).map(|n| run_dir.join(format!("nbd-{n}.sock"))).collect();
+            (0..vms.len()).map(|n| run_dir.join(fleece::socket_name(n))).collect();
         for (number, socket) in sockets.iter().enumerate() {
-            let started = Self::start(vms[number].qmp(), socket);
+            let started = Self::start(vms[number], socket);
             if started.is_err() {
                 for vm in &mut vms[..number] {
                     let _ = fleece::stop_server(vm.qmp());
@@ -127,8 +133,9 @@ impl FleecedDiskCapture {
         })
     }
 
-    fn start(qmp: &mut Qmp, socket: &Path) -> Result<()> {
-        Ok(fleece::start_server(qmp, socket).map_err(DiskError::NbdServer)?)
+    fn start(vm: &mut Vm, socket: &Path) -> Result<()> {
+        let pid = vm.pid();
+        Ok(fleece::start_server(vm.qmp(), pid, socket).map_err(DiskError::NbdServer)?)
     }
 
     /// Returns the descriptions of the disks.
@@ -219,24 +226,8 @@ impl FleecedDiskCapture {
         let bitmap = pending.frozen.filter(|_| !pending.complete);
         let mut exports = Vec::new();
         for (number, disk) in self.captured_disks() {
-            fleece::export(qmp(members, disk)?, number, bitmap)?;
-            let (context, wanted): (_, fn(u32) -> bool) = match bitmap {
-                Some(bitmap) => {
-                    (format!("qemu:dirty-bitmap:{}", fleece::bitmap_name(bitmap)), |flags| {
-                        flags & 1 != 0
-                    })
-                }
-                None => ("base:allocation".into(), |flags| flags & 2 == 0),
-            };
-            let (socket, name) = (self.sockets[disk.member].clone(), fleece::export_name(number));
-            exports.push(Export {
-                disk: number,
-                socket,
-                name,
-                context,
-                wanted,
-                disk_bytes: disk.node.disk_bytes,
-            });
+            let socket = &self.sockets[disk.member];
+            exports.push(Export::open(qmp(members, disk)?, socket, (number, disk), bitmap)?);
         }
         cut.0.exports.set(exports).map_err(|_| DiskError::CutTwice.into())
     }
@@ -304,9 +295,10 @@ impl FleecedDiskCapture {
         self.present = None;
         for (number, member) in members.iter_mut().enumerate() {
             let Ok(vm) = member.vm.qemu() else { continue };
+            let pid = vm.pid();
             let qmp = vm.qmp();
             let swept = fleece::sweep(qmp).and_then(|found| {
-                if found { fleece::start_server(qmp, &self.sockets[number]) } else { Ok(()) }
+                if found { fleece::start_server(qmp, pid, &self.sockets[number]) } else { Ok(()) }
             });
             tell_failed(&*self.events, Step::RestartDisks, swept);
         }
@@ -381,28 +373,55 @@ impl FleecedCut {
         fault: &mut dyn FnMut() -> Result<(), BoxError>,
     ) -> Result<(), BoxError> {
         let exports = self.0.exports.get().ok_or(DiskError::NotCut)?;
-        let put = exports.iter().try_for_each(|export| put_export(export, run, fault));
+        let put = exports.iter().try_for_each(|export| export.put(run, fault));
         self.0.done.store(true, Ordering::Release);
         put
     }
 }
 
-fn put_export(
-    export: &Export,
-    run: &mut Run,
-    fault: &mut dyn FnMut() -> Result<(), BoxError>,
-) -> Result<(), BoxError> {
-    let mut client = Client::connect(&export.socket, &export.name, &export.context)?;
-    if client.len_bytes() != export.disk_bytes {
-        let (now_bytes, then_bytes) = (client.len_bytes(), export.disk_bytes);
-        let name = export.name.clone();
-        return Err(DiskError::Resized { name, now_bytes, then_bytes }.into());
+impl Export {
+    /// Exports disk `number` as it was cut, with bitmap `bitmap` or its allocation, and connects to
+    /// the export at `socket`.
+    fn open(
+        qmp: &mut Qmp,
+        socket: &Path,
+        (number, disk): (usize, &QemuDisk),
+        bitmap: Option<u64>,
+    ) -> Result<Self, BoxError> {
+        fleece::export(qmp, number, bitmap)?;
+        let (context, wanted, part_bytes): (_, fn(u32) -> bool, _) = match bitmap {
+            Some(bitmap) => (
+                format!("qemu:dirty-bitmap:{}", fleece::bitmap_name(bitmap)),
+                |flags| flags & 1 != 0,
+                fleece::granularity_bytes(&disk.node),
+            ),
+            None => ("base:allocation".into(), |flags| flags & 2 == 0, ALLOCATED_BYTES_MIN),
+        };
+        let name = fleece::export_name(number);
+        let stream = UnixStream::connect(socket)?;
+        fleece::hold_connection(qmp, number, stream.as_fd())?;
+        let reader = Client::patient(stream, &name, &context, part_bytes)?;
+        let disk_bytes = disk.node.disk_bytes;
+        Ok(Self { disk: number, name, reader: Mutex::new(Some(reader)), wanted, disk_bytes })
     }
-    client.each_block(export.wanted, |first, blocks| {
-        for (block, page) in (first..).zip(blocks) {
-            fault()?;
-            run.put_block(export.disk, block, page)?;
+
+    fn put(
+        &self,
+        run: &mut Run,
+        fault: &mut dyn FnMut() -> Result<(), BoxError>,
+    ) -> Result<(), BoxError> {
+        let mut reader = self.reader.lock().ignore_poison().take().ok_or(DiskError::NotCut)?;
+        if reader.len_bytes() != self.disk_bytes {
+            let (now_bytes, then_bytes) = (reader.len_bytes(), self.disk_bytes);
+            let name = self.name.clone();
+            return Err(DiskError::Resized { name, now_bytes, then_bytes }.into());
         }
-        Ok(())
-    })
+        reader.each_block(self.wanted, |first, blocks| {
+            for (block, page) in (first..).zip(blocks) {
+                fault()?;
+                run.put_block(self.disk, block, page)?;
+            }
+            Ok(())
+        })
+    }
 }
