@@ -45,6 +45,7 @@ mod refusals;
 mod report;
 mod rollback;
 mod rollback_disks;
+mod rollback_flash;
 mod s3;
 mod screens;
 mod sectors;

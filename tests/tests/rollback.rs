@@ -53,6 +53,7 @@ fn a_vm_under_load_rolls_back_repeatedly_in_the_same_qemu() {
         let target_id = number(env.list().last().unwrap(), "id");
         let good = target_id.to_string();
         let (pid, _) = pid_and_state(&env);
+        let settings = switch_on_migration_capabilities(&monitor);
         let mut rollbacks = Vec::new();
         for _ in 0..3 {
             grow(&mut run, 12);
@@ -63,6 +64,7 @@ fn a_vm_under_load_rolls_back_repeatedly_in_the_same_qemu() {
         }
         grow(&mut run, 6);
         assert_eq!(pid_and_state(&env), (pid, "running".into()), "the same QEMU");
+        assert_eq!(migration_capabilities(&monitor), settings, "the user's settings");
 
         a_paused_vm_is_exactly_the_target(&env, &monitor, pid as u32, &good);
         grow(&mut run, 4);
@@ -74,6 +76,27 @@ fn a_vm_under_load_rolls_back_repeatedly_in_the_same_qemu() {
         the_lineage_has_all_checkpoints(&env, target_id, &rollbacks);
         env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
     }
+}
+
+/// The settings of the migration, as the user's monitor tells them.
+fn migration_capabilities(monitor: &Path) -> serde_json::Value {
+    let mut own = keyframe_qemu::Qmp::connect(monitor, PATIENCE).unwrap();
+    own.execute("query-migrate-capabilities", None).unwrap()
+}
+
+/// Switches on those with which QEMU cannot load a snapshot, and returns all settings.
+fn switch_on_migration_capabilities(monitor: &Path) -> serde_json::Value {
+    let known = migration_capabilities(monitor).to_string();
+    let wanted = ["multifd", "x-ignore-shared", "mapped-ram", "validate-uuid"];
+    let wanted = wanted.iter().filter(|name| known.contains(&format!("\"{name}\"")));
+    let on: Vec<_> =
+        wanted.map(|name| serde_json::json!({ "capability": name, "state": true })).collect();
+    assert!(on.len() >= 3, "{known}");
+    let mut own = keyframe_qemu::Qmp::connect(monitor, PATIENCE).unwrap();
+    let arguments = serde_json::json!({ "capabilities": on });
+    own.execute("migrate-set-capabilities", Some(arguments)).unwrap();
+    drop(own);
+    migration_capabilities(monitor)
 }
 
 /// Pauses the VM and rolls it back: devices and RAM equal the target to the last byte.
@@ -163,7 +186,7 @@ fn a_rollback_that_fails_half_way_leaves_the_vm_as_it_was() {
 #[test]
 fn what_cannot_be_is_refused_before_the_vm_is_touched() {
     let env = TestEnv::new();
-    let (boot, _) = hashing(&env, &distribution_qemu());
+    let (boot, monitor) = hashing(&env, &distribution_qemu());
     let mut small = boot.clone();
     small.mem_mib = 112;
     small.append = "kf.work=idle".into();
@@ -184,7 +207,24 @@ fn what_cannot_be_is_refused_before_the_vm_is_touched() {
     );
     env.refused(&["rollback", "77"], 1, &["77"]);
     assert_eq!(env.list().len(), before, "nothing was taken for a rollback that could not be");
+    a_migration_is_not_disturbed(&env, &monitor);
     grow(&mut run, 3);
     env.ok(&["stop", "--name", "guest"]);
     assert!(run.wait().success(), "{}", run.report());
+}
+
+/// A rollback beside a migration is refused; the migration and the VM go on.
+fn a_migration_is_not_disturbed(env: &TestEnv, monitor: &Path) {
+    let mut own = keyframe_qemu::Qmp::connect(monitor, PATIENCE).unwrap();
+    let slow = serde_json::json!({ "max-bandwidth": 1 << 20 });
+    own.execute("migrate-set-parameters", Some(slow)).unwrap();
+    let target = serde_json::json!({ "uri": "exec:cat > /dev/null" });
+    own.execute("migrate", Some(target)).unwrap();
+    env.ok(&["take", "--name", "guest", "--tag", "beside"]);
+    let before = env.list().len();
+    env.refused(&["rollback", "beside"], 1, &["migration is under way", "migrate_cancel"]);
+    let answer = own.execute("query-migrate", None).unwrap();
+    assert_eq!(answer["status"], "active");
+    own.execute("migrate_cancel", None).unwrap();
+    assert_eq!(env.list().len(), before, "nothing was taken for it");
 }

@@ -15,7 +15,9 @@ use keyframe_kernel::fault_tracker::{self, FaultTracker, MemoryEvent};
 use keyframe_kernel::frozen_copy::{ForkPlan, FrozenCopy};
 use keyframe_kernel::memory::GuestReader;
 use keyframe_kernel::write_tracker::{WriteTracker, WrittenPages};
-use keyframe_units::{HostRange, HostVirt, PAGE_BYTES, PageIndex, PageRange, PageSet, RamLayout};
+use keyframe_units::{
+    HostRange, HostVirt, PAGE_BYTES, Page, PageIndex, PageRange, PageSet, RamLayout,
+};
 use std::sync::{Arc, OnceLock};
 
 /// The addresses of the RAM blocks in the VMM process.
@@ -50,6 +52,22 @@ impl GuestRam {
     /// The addresses of every block, in page order.
     pub fn ranges(&self) -> Vec<HostRange> {
         (0..self.hosts.len()).map(|block| self.block_range(block)).collect()
+    }
+
+    /// Writes `content` to `page` through the page tables of `process`, which is the VMM. So every
+    /// tracker of its writes reports the page.
+    pub fn write_page(
+        &self,
+        process: &Process,
+        page: PageIndex,
+        content: &Page,
+    ) -> Result<(), BoxError> {
+        let mut at = Vec::with_capacity(1);
+        self.host_ranges(PageRange::new(page, 1), &mut at)?;
+        for range in at {
+            keyframe_kernel::write_memory(process, range.start, content)?;
+        }
+        Ok(())
     }
 
     /// Adds the addresses of the pages of `range` to `out`: one range per block.

@@ -11,6 +11,7 @@
 //! | `-netdev` given as a descriptor | the guest would silently have no network | see below |
 //! | `-chardev`, `-netdev` whose id the added words give again | the added words win | removed |
 //! | `-serial`, `-parallel`, if the added words give as many | the same | removed |
+//! | `-global migration.…` | with it QEMU would not load the checkpoint | removed, with a note |
 //! | `-add-fd` | the descriptor belonged to the first starter | removed |
 //! | a disk or other file in `/dev/fdset` | its contents are unknown | refused |
 //! | `-readconfig` from a descriptor | the same; Keyframe's own is removed | refused |
@@ -103,6 +104,11 @@ impl KeptLine<'_> {
             "chardev" if by_descriptor(argument) => Ok(self.chardev(argument)),
             "chardev" if of_gone_clone(argument) => Ok(self.console(argument)),
             "netdev" if by_descriptor(argument) => self.netdev(argument),
+            "global" if sets_migration(argument) => Ok(Fate::Removed(Some(format!(
+                "{} is removed: with it QEMU would not load the checkpoint (set the capability in \
+                 QEMU's monitor: migrate_set_capability)",
+                argument.display()
+            )))),
             "readconfig" => self.config(argument),
             "object" => self.object(argument),
             "no-shutdown" if self.is_libvirts() => {
@@ -235,6 +241,12 @@ impl KeptLine<'_> {
     }
 }
 
+/// True for a default of QEMU's migration, which holds for the load of a checkpoint too.
+fn sets_migration(global: &Argument) -> bool {
+    let driver = options::keys(global.value(), "driver");
+    global.value().starts_with("migration.") || value_of(&driver, "driver") == Some("migration")
+}
+
 fn refused(argument: &Argument, reason: &str, fix: &str) -> CommandLineError {
     CommandLineError::Argument {
         argument: argument.display(),
@@ -357,6 +369,16 @@ mod tests {
         let (text, notes) = restorable(kept, "").unwrap();
         assert_eq!(text, "-m 64 -no-shutdown");
         assert_eq!(notes.len(), 2, "{notes:?}");
+    }
+
+    #[test]
+    fn defaults_of_the_migration_are_removed() {
+        let kept = "-global kvm-pit.lost_tick_policy=discard -global migration.x-multifd=on \
+                    -global driver=migration,property=x-ignore-shared,value=on";
+        let (text, notes) = restorable(kept, "").unwrap();
+        assert_eq!(text, "-global kvm-pit.lost_tick_policy=discard");
+        assert_eq!(notes.len(), 2, "{notes:?}");
+        assert!(notes[0].starts_with("-global migration.x-multifd=on is removed"), "{notes:?}");
     }
 
     #[test]

@@ -19,6 +19,7 @@
 //! | `migration_reader` | reads a whole stream that QEMU wrote |
 //! | `sections`, `section_bodies` | find a device's section, and the fields of the known ones |
 //! | `processors`, `display` | registers of the processors and of the display |
+//! | `flash`, `run_state` | the flash chips of a state; whether its VM stands still |
 //! | `accelerator_conversion`, `icount_conversion` | convert a device state: KVM, TCG, `-icount` |
 //!
 //! Invariant: bytes from QEMU or from a store are checked before they are used, and are passed on
@@ -33,12 +34,14 @@ mod delta_stream;
 mod display;
 mod error;
 mod export;
+mod flash;
 mod format;
 #[doc(hidden)]
 pub mod fuzzing;
 mod icount_conversion;
 mod migration_reader;
 mod processors;
+mod run_state;
 mod section_bodies;
 mod sections;
 mod writer;
@@ -48,10 +51,12 @@ pub use delta_stream::{DeltaPages, write_delta};
 pub use display::{Display, display};
 pub use error::{Result, StreamError};
 pub use export::export;
+pub use flash::{FlashActivity, flash_activity, without_flash};
 pub use format::check;
 pub use icount_conversion::count_instructions;
 pub use migration_reader::{MigrationBlock, MigrationPageSink, MigrationReader};
 pub use processors::{CpuRegisters, LowMemoryPart, SegmentRegister, cpu_registers, low_memory};
+pub use run_state::{run_state, with_run_state};
 pub use writer::{MigrationHead, PageSink, StreamBlock, splice_ram, write_migration};
 
 #[cfg(test)]

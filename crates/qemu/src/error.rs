@@ -1,5 +1,6 @@
 //! Errors of the QEMU driver.
 
+use crate::rollback::RollbackObstacle;
 use keyframe_qemu_cmdline::CommandLineError;
 use keyframe_qemu_stream::StreamError;
 use std::path::PathBuf;
@@ -221,6 +222,12 @@ pub enum Error {
         /// How QEMU ends.
         how: String,
     },
+    /// An operation of the VM's user is in the way of a rollback.
+    #[error("the VM cannot be rolled back now: {obstacle}")]
+    RollbackObstacle {
+        /// The operation.
+        obstacle: RollbackObstacle,
+    },
     /// The watchdog process has ended or does not answer.
     #[error("the watchdog: {problem}")]
     Watchdog {
@@ -245,6 +252,7 @@ impl Error {
             | Self::Conversion { fix, .. }
             | Self::Libvirt { fix, .. } => Some(fix.clone()),
             Self::Memory { source } | Self::DeviceState { source } => source.fix(),
+            Self::RollbackObstacle { obstacle } => Some(obstacle.fix()),
             Self::Hidden { .. } => Some(
                 "give the QEMU command line of the script itself after `--`; while the script runs, this \
                  prints it: tr '\\0' ' ' < /proc/PID/cmdline"
@@ -373,9 +381,22 @@ mod tests {
         ]
     }
 
+    fn obstacles() -> Vec<Error> {
+        let all = [
+            RollbackObstacle::Migration,
+            RollbackObstacle::NotHere { state: "postmigrate".into() },
+            RollbackObstacle::NeedsReset { state: "shutdown".into() },
+            RollbackObstacle::TargetStands { state: "io-error".into() },
+            RollbackObstacle::Dump,
+            RollbackObstacle::Job { id: "backup-1".into(), kind: "mirror".into() },
+            RollbackObstacle::Flash,
+        ];
+        all.into_iter().map(|obstacle| Error::RollbackObstacle { obstacle }).collect()
+    }
+
     #[test]
     fn error_texts_are_golden() {
-        let errors = monitor_errors().into_iter().chain(process_errors());
+        let errors = monitor_errors().into_iter().chain(process_errors()).chain(obstacles());
         let texts: Vec<_> = errors.map(|error| error_text(&error, error.fix())).collect();
         assert_golden("tests/golden/errors.txt", &texts.concat());
     }

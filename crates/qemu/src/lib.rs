@@ -44,6 +44,7 @@ mod ramblock_scan;
 pub mod restore;
 pub mod rollback;
 mod spawn;
+mod standstill;
 mod state_pipe;
 mod statefile;
 mod thread_affinity;

@@ -72,6 +72,8 @@ struct Pause {
     stop_us: Option<u64>,
     /// True once the RESUME event of our own `cont` has arrived.
     resumed_by_us: bool,
+    /// True if our `stop` stopped the VM.
+    was_running: bool,
 }
 
 impl Pause {
@@ -98,6 +100,8 @@ pub struct Qmp {
     stops: u64,
     /// When the last of them happened.
     stopped_us: Option<u64>,
+    /// True from a load of a state by Keyframe until the VM runs.
+    stands_since_load: bool,
     pause: Option<Pause>,
 }
 
@@ -177,6 +181,7 @@ impl Qmp {
             events: VecDeque::new(),
             stops: 0,
             stopped_us: None,
+            stands_since_load: false,
             pause: None,
         }
     }
@@ -280,7 +285,11 @@ impl Qmp {
         self.pause = Some(Pause::default());
         self.execute("stop", None)?;
         // QEMU sends the event before the answer.
-        Ok(Stopped { was_running: self.stops > stops })
+        let was_running = self.stops > stops;
+        if let Some(pause) = &mut self.pause {
+            pause.was_running = was_running;
+        }
+        Ok(Stopped { was_running })
     }
 
     /// Resumes the VM.
@@ -317,6 +326,21 @@ impl Qmp {
         // again QEMU aborts.
         let id = self.send(operation, Some(json!({ "filename": target, "live": false })), None)?;
         self.answer(id, operation, self.timeout.max(SAVE_TIMEOUT)).map(drop)
+    }
+
+    /// Notes that Keyframe loads a state into the VM, which stands still.
+    pub(crate) fn note_load(&mut self) {
+        self.stands_since_load = true;
+    }
+
+    /// True if Keyframe loaded a state into the VM, and the VM has not run since.
+    pub(crate) fn stands_since_load(&self) -> bool {
+        self.stands_since_load
+    }
+
+    /// True if our last [`Qmp::stop`] stopped the VM. False if another client had paused it before.
+    pub(crate) fn stopped_by_us(&self) -> bool {
+        self.pause.as_ref().is_some_and(|pause| pause.was_running)
     }
 
     /// The run state of the VM.
@@ -461,6 +485,7 @@ impl Qmp {
 
     fn keep_event(&mut self, message: &Value) -> bool {
         let Some(event) = QmpEvent::parse(message) else { return false };
+        self.stands_since_load &= event != QmpEvent::Resume;
         match (&event, &mut self.pause) {
             (QmpEvent::Stop, _) => {
                 self.stops += 1;

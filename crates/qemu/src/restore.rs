@@ -424,8 +424,9 @@ impl Starting {
             lazy.settle()?;
         }
         loaded?;
+        qmp.note_load();
         if !plan.paused && plan.replays.is_none() {
-            qmp.cont()?;
+            qmp.start_loaded()?;
         }
         let ready_ns = elapsed_ns(self.started);
         if let Some(lazy) = &mut lazy {

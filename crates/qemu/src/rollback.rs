@@ -2,8 +2,8 @@
 //! same.
 //!
 //! ```text
-//!   paused ─▶ image: [ram: differing pages │ devices]  ─ add-fd ─▶ blockdev-add ─▶ snapshot-load ─▶ blockdev-del ─▶ paused
-//!                      as an internal snapshot (qcow2)                 └ QEMU resets the machine, then reads the snapshot
+//!   check ─▶ ... ─▶ paused ─▶ image: [ram: differing pages │ devices] ─ add-fd ─▶ blockdev-add ─▶ snapshot-load ─▶ blockdev-del ─▶ paused
+//!                                     as an internal snapshot (qcow2)                 └ QEMU resets the machine, then reads the snapshot
 //! ```
 //!
 //! `snapshot-load` is the only command by which stock QEMU loads a machine's state without
@@ -13,14 +13,29 @@
 //! Invariants: the VM is paused before and after, also if the rollback fails. After a failure the
 //! machine is in an unknown state: it must be rolled back again, to any checkpoint, before it runs.
 //!
+//! After a load QEMU has forgotten the code that TCG had translated. So the caller may write further
+//! pages of the paused VM's RAM directly.
+//!
+//! A second load while the VM stands still crashes QEMU as the VM goes on, if the VM has a writable
+//! flash chip (`pflash_cfi01`): each load leaves a handler for the first instant of running, which
+//! frees the other one. So a later load leaves the chips out. The reset has put them into the state
+//! that most chips are in; the caller restores their contents, which are RAM blocks.
+//!
 //! Left out: QEMU's reset may write ROMs to pages of RAM that `target` does not list. The caller
 //! compares RAM with the checkpoint.
 
 mod image;
+mod migration_settings;
+mod obstacle;
 
-use crate::stream::{self, DeltaPages, MigrationHead};
+pub use obstacle::RollbackObstacle;
+
+use crate::standstill::stood_still;
+use crate::stream::{self, DeltaPages, FlashActivity, MigrationHead};
 use crate::{Error, Qmp, Result, Vm};
+use migration_settings::SuspendedSettings;
 use serde_json::{Value, json};
+use std::borrow::Cow;
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -35,6 +50,25 @@ const LOOK_EVERY: Duration = Duration::from_millis(2);
 pub use keyframe_vmm::RollbackTarget as Target;
 
 impl Vm {
+    /// Checks that the VM can be rolled back to a checkpoint with `device_state` now. Changes
+    /// nothing.
+    ///
+    /// Error: [`Error::RollbackObstacle`] if an operation of the VM's user is in the way.
+    pub fn check_rollback(&mut self, device_state: &[u8]) -> Result<()> {
+        if let Some(obstacle) = RollbackObstacle::find(self.qmp())? {
+            return Err(obstacle.refuse());
+        }
+        if let Some(state) = stood_still(device_state) {
+            return Err(RollbackObstacle::TargetStands { state }.refuse());
+        }
+        if self.qmp().stands_since_load()
+            && stream::flash_activity(device_state)? != FlashActivity::Reset
+        {
+            return Err(RollbackObstacle::Flash.refuse());
+        }
+        Ok(())
+    }
+
     /// Rolls the paused VM back to `target`. The VM stays paused. The state passes through `file`,
     /// which is empty before and becomes as large as the pages.
     ///
@@ -48,14 +82,34 @@ impl Vm {
             .any(|word| word.contains("migration.send-configuration=off"));
         let head = MigrationHead { machine_type: target.machine_type };
         let head = (!bare).then_some(&head);
+        let devices = self.loadable(target.device_state)?;
         image::write(&mut file, |out| {
             let delta = DeltaPages { layout: target.layout, pages: target.pages, ram: target.ram };
-            Ok(stream::write_delta(head, target.device_state, delta, out)?)
+            Ok(stream::write_delta(head, &devices, delta, out)?)
         })?;
         let gib = target.pages.len() as u64 >> 18;
         let patience = LOAD_TIMEOUT
             + LOAD_TIMEOUT_GIB * u32::try_from(gib).unwrap_or(u32::MAX / 2).min(1 << 16);
-        load(self.qmp(), &file, patience)
+        self.qmp().note_load();
+        let settings = SuspendedSettings::suspend(self.qmp())?;
+        let loaded = load(self.qmp(), &file, patience);
+        let resumed = settings.resume(self.qmp());
+        loaded.and(resumed)
+    }
+
+    /// The part of `device_state` that QEMU may load now.
+    fn loadable<'a>(&mut self, device_state: &'a [u8]) -> Result<Cow<'a, [u8]>> {
+        let is_cut = if self.qmp().stands_since_load() {
+            if stream::flash_activity(device_state)? == FlashActivity::Busy {
+                return Err(RollbackObstacle::Flash.refuse());
+            }
+            true
+        } else {
+            // The VM's user, who paused it, may have loaded a snapshot since.
+            !self.qmp().stopped_by_us()
+                && stream::flash_activity(device_state).is_ok_and(|a| a == FlashActivity::Reset)
+        };
+        Ok(if is_cut { stream::without_flash(device_state)?.into() } else { device_state.into() })
     }
 }
 

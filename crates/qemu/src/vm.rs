@@ -403,7 +403,7 @@ impl Vm {
         self.qmp.save_devices(&self.state.target())?;
         let state = self.state.read()?;
         crate::stream::check(&state)?;
-        Ok(state)
+        self.note_standstill(state)
     }
 
     /// The end of QEMU; `None` if it runs.

@@ -182,6 +182,10 @@ impl Vmm for Vm {
         Ok(self.watched()?.into_resumer())
     }
 
+    fn check_rollback(&mut self, device_state: &[u8]) -> Result<(), VmmError> {
+        Ok(self.check_rollback(device_state)?)
+    }
+
     fn roll_back(&mut self, target: &RollbackTarget<'_>, scratch: File) -> Result<(), VmmError> {
         Ok(self.roll_back(target, scratch)?)
     }

@@ -349,7 +349,7 @@ impl<'a> Engine<'a> {
         let state = match (self.is_blind, self.machines.run()) {
             (true, _) => VmState::Unknown,
             (_, true) => VmState::Running,
-            (_, false) => VmState::Paused,
+            (_, false) => VmState::of_standing(self.machines.standing()),
         };
         self.update(|status| status.state = state);
     }

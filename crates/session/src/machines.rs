@@ -26,7 +26,7 @@ use keyframe_capture::{
     BoxError, CaptureError, Machine, PauseRecord, PauseSteps, PauseVerdict, PauseWork, StopOutcome,
 };
 use keyframe_units::{RamBlock, RamLayout};
-use keyframe_vmm::{VmEvent, Vmm, VmmErrorKind};
+use keyframe_vmm::{RunState, VmEvent, Vmm, VmmErrorKind};
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
@@ -44,6 +44,8 @@ pub struct Member {
     pub vm: SessionVm,
     /// Whether its guest runs, or is to.
     pub runs: bool,
+    /// In which state it stands still. `None` if that is not known yet.
+    standing: Option<RunState>,
     shut_down: bool,
     ended: Option<ExitStatus>,
     /// The result of stopping the VM, during a pause.
@@ -53,7 +55,7 @@ pub struct Member {
 impl Member {
     /// A VM that has not ended.
     pub fn new(name: String, vm: SessionVm, runs: bool) -> Self {
-        Self { name, vm, runs, shut_down: false, ended: None, stopped: None }
+        Self { name, vm, runs, standing: None, shut_down: false, ended: None, stopped: None }
     }
 }
 
@@ -137,6 +139,12 @@ impl Machines {
         self.members.iter().any(|m| m.runs)
     }
 
+    /// In which state the first of them that does not run stands still.
+    pub fn standing(&self) -> &RunState {
+        let standing = self.members.iter().find(|m| !m.runs).and_then(|m| m.standing.as_ref());
+        standing.unwrap_or(&RunState::Paused)
+    }
+
     /// Resumes the launched VMs that are to run.
     pub fn start(&mut self) -> Result<()> {
         for member in self.members.iter_mut().filter(|m| m.runs && !m.vm.is_attached()) {
@@ -149,12 +157,20 @@ impl Machines {
     pub fn look(&mut self) {
         for member in &mut self.members {
             let Ok(events) = member.vm.vm_mut().drain_events() else { continue };
+            if !events.is_empty() {
+                member.standing = None;
+            }
             for event in events {
                 match event {
                     VmEvent::Paused => member.runs = false,
                     VmEvent::ShutDown => (member.runs, member.shut_down) = (false, true),
                     VmEvent::Resumed => member.runs = true,
                 }
+            }
+            if !member.runs && member.standing.is_none() && member.ended.is_none() {
+                // Asked once: a VM that does not answer is not to be waited for at each look.
+                let state = member.vm.vm_mut().run_state();
+                member.standing = Some(state.unwrap_or(RunState::Paused));
             }
         }
     }

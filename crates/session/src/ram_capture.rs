@@ -25,9 +25,9 @@ use keyframe_capture::strategy::{
     PrescanStrategy, StopCopyStrategy,
 };
 use keyframe_capture::{
-    CaptureCycle, DirtyTracker, FirstWriteMonitor, PageReader, RamFreezer, StagingPool,
+    BoxError, CaptureCycle, DirtyTracker, FirstWriteMonitor, PageReader, RamFreezer, StagingPool,
 };
-use keyframe_units::{PAGE_BYTES, RamLayout};
+use keyframe_units::{PAGE_BYTES, Page, PageIndex, RamLayout};
 use keyframe_vmm::Vmm;
 use process::ProcessRam;
 use std::sync::Arc;
@@ -45,6 +45,9 @@ pub trait RamAccess: Send {
 
     /// A reader of the RAM as it is at each read.
     fn reader(&self) -> Arc<dyn PageReader>;
+
+    /// Writes `content` to `page` of the paused VM's RAM. The tracker reports the page afterwards.
+    fn write_page(&self, page: PageIndex, content: &Page) -> Result<(), BoxError>;
 
     /// Begins to track writes by asynchronous write protection.
     fn track_writes(&self, events: &dyn EventSink<Event>) -> Result<StartedTracker>;
@@ -252,6 +255,13 @@ impl Strategies {
     /// A reader of the first VM's RAM as it is at each read.
     pub fn ram(&self) -> Option<Arc<dyn PageReader>> {
         self.rams.first().map(|ram| ram.reader())
+    }
+
+    /// Writes a page of the first VM's RAM, while the VM is paused. The tracker reports the page
+    /// afterwards.
+    pub fn write_page(&self, page: PageIndex, content: &Page) -> Result<(), BoxError> {
+        let ram = self.rams.first().ok_or(Error::NoVm)?;
+        ram.write_page(page, content)
     }
 
     /// Sets the number of pages that pre-copy may leave to the pause.

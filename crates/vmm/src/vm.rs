@@ -206,6 +206,13 @@ pub trait Vmm: Send {
     /// How another process can resume the VM.
     fn resumer(&self) -> Result<Resumer, VmmError>;
 
+    /// Checks that the VM can be rolled back to a checkpoint with `device_state` now: no operation of
+    /// the VM's user is in the way. Changes nothing.
+    fn check_rollback(&mut self, device_state: &[u8]) -> Result<(), VmmError> {
+        let _ = device_state;
+        Ok(())
+    }
+
     /// Puts the paused VM back to `target`; it stays paused. `scratch` is an empty file that may
     /// grow as large as the pages.
     ///

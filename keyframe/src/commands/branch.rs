@@ -289,7 +289,7 @@ impl Branch {
         }
         rights::trace_only();
         if started.is_ok() && !self.paused {
-            let ran = clones.iter_mut().try_for_each(|clone| clone.vm.vm().qmp().cont());
+            let ran = clones.iter_mut().try_for_each(|clone| clone.vm.vm().qmp().start_loaded());
             started = ran.map_err(|e| Failure::qemu(&e));
         }
         if let Err(error) = started {

@@ -234,11 +234,12 @@ impl Restore {
         } else {
             restore::start(plan, &**ram, device_state)
         };
-        let restored = started.map_err(|e| self.failure(&e, ram, under_kvm))?;
+        let mut restored = started.map_err(|e| self.failure(&e, ram, under_kvm))?;
         ram.bar.finish_and_clear();
         place.tell(id, restored.pid());
         self.say(|| {
-            let state = if self.paused { "paused" } else { "running" };
+            let state = restored.vm().qmp().status();
+            let state = state.as_ref().map_or("running", keyframe_qemu::RunStatus::name);
             let after = output::duration(before_ns + restored.ready_ns());
             let qemu = restored.pid();
             let filled = restored.filled_ns().map(output::duration);

@@ -172,6 +172,7 @@ impl Prepared {
         send(&UnixStream::from(incoming), &self.plan, small, device_state)
             .map_err(|e| spawn::exited_instead(e, child, WHILE_LOADING))?;
         wait_until_loaded(qmp, child)?;
-        if self.plan.paused { Ok(()) } else { qmp.cont() }
+        qmp.note_load();
+        if self.plan.paused { Ok(()) } else { qmp.start_loaded() }
     }
 }

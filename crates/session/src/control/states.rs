@@ -1,6 +1,7 @@
 //! The states that a status shows. Their JSON names are part of the control protocol.
 
 use keyframe_capture::CapturePhase as Phase;
+use keyframe_vmm::RunState;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -38,8 +39,32 @@ named_states! {
         /// The VM is paused.
         #[default]
         Paused = "paused",
+        /// The guest has shut down, and QEMU is still there.
+        Shutdown = "shutdown",
+        /// A disk failed.
+        IoError = "io-error",
+        /// QEMU or KVM failed.
+        InternalError = "internal-error",
+        /// The guest's watchdog expired.
+        Watchdog = "watchdog",
+        /// The guest panicked.
+        GuestPanicked = "guest-panicked",
         /// QEMU's monitor is lost.
         Unknown = "unknown",
+    }
+}
+
+impl VmState {
+    /// The state of a VM that stands still in `state`.
+    pub(crate) fn of_standing(state: &RunState) -> Self {
+        let named = [Self::IoError, Self::InternalError, Self::Watchdog, Self::GuestPanicked];
+        match state {
+            RunState::ShutDown => Self::Shutdown,
+            RunState::Other(name) => {
+                named.into_iter().find(|state| state.name() == name).unwrap_or(Self::Paused)
+            }
+            RunState::Running | RunState::Paused => Self::Paused,
+        }
     }
 }
 

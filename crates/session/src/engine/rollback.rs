@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   runs ─▶ stands ─▶ checkpoint "before" ─▶ disks, RAM, devices of the target ─▶ RAM compared ─▶ checkpoint "after" ─▶ runs
-//!             │ fails: runs on                  │ fails                             │ differs: those pages once more
+//!             │ fails: runs on                  │ fails                             │ differs: those pages are written
 //!             ▼                                 ▼
 //!           as it was ◀── runs on ─── disks, RAM and devices of "before"
 //!
@@ -14,8 +14,10 @@
 //! itself: its NBD client caches none. What was written before is removed only when the VM runs
 //! again.
 //!
-//! Only pages in which "before" and the target differ are written. QEMU resets the machine on the
-//! way, which may write to RAM too, so all of RAM is compared with the target before the VM runs.
+//! QEMU loads only pages in which "before" and the target differ. It resets the machine on the way,
+//! which may write to RAM too, so all of RAM is compared with the target before the VM runs. Pages
+//! that still differ are written into QEMU's memory: a second load while the VM stands still can
+//! crash QEMU. RAM is then compared once more.
 //!
 //! Invariants: the VM runs only as exactly the target, or as exactly what it was. The run goes on:
 //! "after" is one more of its checkpoints, with the target as its parent, and holds what was
@@ -41,8 +43,8 @@ use std::sync::mpsc::TryRecvError;
 
 /// The longest time until a checkpoint is sealed.
 pub(super) const SEAL_TIMEOUT: Duration = Duration::from_mins(5);
-/// The number of attempts to write pages that still differ.
-const TRIES: u32 = 3;
+/// How often RAM is compared at most. The last comparison finds no difference.
+const COMPARISONS: u32 = 3;
 /// Pages that are compared at once: 16 MiB.
 const BATCH_PAGES: u64 = 4096;
 
@@ -93,6 +95,7 @@ impl Engine<'_> {
         name: &str,
     ) -> Result<RolledBack, RollbackError> {
         let began = Instant::now();
+        self.check_vm(target)?;
         let was_running = self.vm()?.begin_standstill().map_err(step("pause the VM"))?;
         self.step();
         let gone = self.go_back(target);
@@ -124,6 +127,12 @@ impl Engine<'_> {
     fn vm(&mut self) -> Result<&mut SessionVm> {
         let first = self.machines.members_mut().first_mut();
         first.map(|member| &mut member.vm).ok_or(Error::NoVm)
+    }
+
+    /// Fails if an operation of the VM's user is in the way of a rollback.
+    fn check_vm(&mut self, target: &LoadedCheckpoint) -> Result<(), RollbackError> {
+        let checked = self.vm()?.vm_mut().check_rollback(&target.device_state);
+        Ok(checked.map_err(Error::from)?)
     }
 
     /// Lets a test's fault kill the engine at this step.
@@ -185,6 +194,8 @@ impl Engine<'_> {
         let load_failed = |e| FailedRollback::Unharmed(Error::store(self.store.path(), e).into());
         let before = self.store.load(before).map_err(load_failed)?;
         let mut pages = differing(&before, target);
+        // Its user may have begun something since the first look.
+        self.check_vm(target).map_err(FailedRollback::Unharmed)?;
         let forbidden = self.vm().map_err(RollbackError::from);
         let forbidden =
             forbidden.and_then(|vm| vm.forbid_running().map_err(step("tell the watchdog")));
@@ -272,43 +283,43 @@ impl Engine<'_> {
         result
     }
 
-    /// Loads the devices and `pages` of `to`, and all further pages that then differ. Adds these to
-    /// `pages`.
+    /// Loads the devices and `pages` of `to`, and writes all further pages that then differ. Adds
+    /// these to `pages`.
     fn become_checkpoint(
         &mut self,
         to: &LoadedCheckpoint,
         pages: &mut Vec<PageIndex>,
     ) -> Result<(), RollbackError> {
+        let guest = Guest::choose(to, None).map_err(Error::from)?;
+        let source = StoredPages::new(to, &guest);
+        let target = RollbackTarget {
+            machine_type: &to.meta.machine.machine_type,
+            layout: &to.meta.ram,
+            ram: &source,
+            pages: &in_use(&to.meta.ram, pages),
+            device_state: &to.device_state,
+        };
+        let directory =
+            self.store.local_folder().map_err(|e| Error::store(self.store.path(), e))?;
+        let file = tempfile::tempfile_in(&directory)
+            .map_err(|e| Error::file("make a temporary file in", &directory, e))?;
+        self.vm()?.vm_mut().roll_back(&target, file).map_err(Error::from)?;
         let mut wrong = 0;
-        for _ in 0..TRIES {
-            let guest = Guest::choose(to, None).map_err(Error::from)?;
-            let source = StoredPages::new(to, &guest);
-            let target = RollbackTarget {
-                machine_type: &to.meta.machine.machine_type,
-                layout: &to.meta.ram,
-                ram: &source,
-                pages: &in_use(&to.meta.ram, pages),
-                device_state: &to.device_state,
-            };
-            let directory =
-                self.store.local_folder().map_err(|e| Error::store(self.store.path(), e))?;
-            let file = tempfile::tempfile_in(&directory)
-                .map_err(|e| Error::file("make a temporary file in", &directory, e))?;
-            self.vm()?.vm_mut().roll_back(&target, file).map_err(Error::from)?;
-            let others = self.wrong_pages(to)?;
+        for _ in 0..COMPARISONS {
+            let others = self.write_wrong_pages(to)?;
             if others.is_empty() {
+                pages.sort_unstable();
+                pages.dedup();
                 return Ok(());
             }
             wrong = others.len() as u64;
             pages.extend(others);
-            pages.sort_unstable();
-            pages.dedup();
         }
         Err(RollbackError::PagesDiffer { pages: wrong, checkpoint: to.id })
     }
 
-    /// The pages in which the paused VM differs from `to`.
-    fn wrong_pages(&self, to: &LoadedCheckpoint) -> Result<Vec<PageIndex>, RollbackError> {
+    /// Writes the pages in which the paused VM differs from `to`, and returns them.
+    fn write_wrong_pages(&self, to: &LoadedCheckpoint) -> Result<Vec<PageIndex>, RollbackError> {
         let reader = self.copying.strategies.ram().ok_or(Error::NoVm)?;
         let layout = &to.meta.ram;
         let mut wrong = Vec::new();
@@ -325,10 +336,12 @@ impl Engine<'_> {
                 reader.read(&[range], &mut here).map_err(step("read the VM's RAM"))?;
                 let pages = there.as_chunks_mut::<PAGE_BYTES>().0;
                 to.read_into(range.first, pages).map_err(|e| Error::store(self.store.path(), e))?;
-                let pairs = here.chunks_exact(PAGE_BYTES).zip(there.chunks_exact(PAGE_BYTES));
-                wrong.extend(
-                    range.iter().zip(pairs).filter(|(_, (a, b))| a != b).map(|(page, _)| page),
-                );
+                let pairs = here.as_chunks().0.iter().zip(there.as_chunks().0);
+                for (page, (_, right)) in range.iter().zip(pairs).filter(|(_, (a, b))| a != b) {
+                    let written = self.copying.strategies.write_page(page, right);
+                    written.map_err(step("write the VM's RAM"))?;
+                    wrong.push(page);
+                }
             }
         }
         Ok(wrong)

@@ -124,6 +124,11 @@ impl RamAccess for FakeRam {
         Arc::new(FakePages(self.control.clone()))
     }
 
+    fn write_page(&self, page: PageIndex, content: &Page) -> Result<(), BoxError> {
+        self.control.write_page(page, content);
+        Ok(())
+    }
+
     fn track_writes(&self, _: &dyn EventSink<Event>) -> Result<StartedTracker> {
         let tracker = FakeTracker { control: self.control.clone(), has_begun: false };
         Ok(StartedTracker { tracker: Box::new(tracker), stopped_ns: None })

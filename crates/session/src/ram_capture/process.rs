@@ -7,13 +7,13 @@ use keyframe_capture::ram::{
     ForkFreezer, GuestRam, ProcessDirtyTracker, ProcessFirstWriteMonitor, ProcessPageReader,
     WriteScanner,
 };
-use keyframe_capture::{DirtyTracker, FirstWriteMonitor, PageReader, RamFreezer};
+use keyframe_capture::{BoxError, DirtyTracker, FirstWriteMonitor, PageReader, RamFreezer};
 use keyframe_kernel::Process;
 use keyframe_kernel::attach::{Attached, inject_userfaultfd};
 use keyframe_kernel::fault_tracker::FaultTracker;
 use keyframe_kernel::memory::GuestReader;
 use keyframe_kernel::write_tracker::WriteTracker;
-use keyframe_units::RamLayout;
+use keyframe_units::{Page, PageIndex, RamLayout};
 use keyframe_vmm::Vmm;
 use std::sync::Arc;
 
@@ -62,6 +62,10 @@ impl RamAccess for ProcessRam {
 
     fn reader(&self) -> Arc<dyn PageReader> {
         Arc::new(ProcessPageReader::new(Arc::clone(&self.ram), Arc::clone(&self.memory)))
+    }
+
+    fn write_page(&self, page: PageIndex, content: &Page) -> Result<(), BoxError> {
+        Ok(self.ram.write_page(&self.process, page, content)?)
     }
 
     fn track_writes(&self, events: &dyn EventSink<Event>) -> Result<StartedTracker> {

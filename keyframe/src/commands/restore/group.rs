@@ -139,7 +139,7 @@ pub fn restore(command: &Restore, group: &Kept<'_>, interrupted: &AtomicBool) ->
 }
 
 fn run_all(restored: &mut [Restored]) -> Result<(), Failure> {
-    restored.iter_mut().try_for_each(|m| m.vm().qmp().cont()).map_err(|e| Failure::qemu(&e))
+    restored.iter_mut().try_for_each(|m| m.vm().qmp().start_loaded()).map_err(|e| Failure::qemu(&e))
 }
 
 /// The networks that were recorded, empty, at the places that `moves` has for them.

@@ -72,6 +72,50 @@ fn a_rollback_puts_the_vm_back_and_keeps_what_was_before() {
 }
 
 #[test]
+fn a_page_that_differs_after_the_load_is_written_and_captured() {
+    let (bench, _) = Bench::new();
+    let done = Rollback::run(&bench, |bench| {
+        let control = bench.control.clone();
+        // As the reset of a machine writes its ROMs.
+        bench.control.before(Step::RollBack, move || {
+            control.write_page(PageIndex(7), &page(99));
+            drop(control.take_dirty());
+        });
+    });
+    let EngineResponse::RolledBack(answer) = done.answer.recv().unwrap() else { panic!() };
+    assert_eq!(answer.pages, 2);
+    assert_eq!(bench.ram(), bench.checkpoint("1"));
+    assert_eq!(bench.checkpoint("3"), bench.checkpoint("1"));
+    let loads = bench.control.take_steps().into_iter().filter(|step| *step == Step::RollBack);
+    assert_eq!(loads.count(), 1, "a second load can crash the VMM");
+}
+
+#[test]
+fn a_rollback_that_an_operation_of_the_user_forbids_touches_nothing() {
+    let (bench, _) = Bench::new();
+    let done = Rollback::run(&bench, |bench| {
+        bench.control.take_steps();
+        bench.control.at(Step::CheckRollback, Incident::Fail("it migrates".into()));
+    });
+    done.assert_unharmed("it migrates");
+    assert_eq!(bench.checkpoints(), 1);
+    assert!(!bench.control.take_steps().contains(&Step::Stop));
+}
+
+#[test]
+fn an_operation_that_the_user_begins_during_a_rollback_goes_on() {
+    let (bench, _) = Bench::new();
+    let done = Rollback::run(&bench, |bench| {
+        let control = bench.control.clone();
+        bench.control.before(Step::SaveDevices, move || {
+            control.at(Step::CheckRollback, Incident::Fail("it migrates".into()));
+        });
+    });
+    done.assert_unharmed("it migrates; the VM is as it was");
+    assert!(!bench.control.take_steps().contains(&Step::RollBack));
+}
+
+#[test]
 fn a_vm_that_cannot_be_paused_is_not_rolled_back() {
     for step in [Step::Arm, Step::Stop] {
         let (bench, _) = Bench::new();
