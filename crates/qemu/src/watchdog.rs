@@ -384,6 +384,17 @@ impl Watchdog {
         self.ask("B\n", ANSWER_TIMEOUT)
     }
 
+    /// The id of the process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Ends the process at once. It resumes no VM any more.
+    pub fn kill(mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
     /// Disarms and ends the watchdog.
     pub fn end(mut self) {
         // Where it does not answer, the end of its input still disarms it after its own look at the

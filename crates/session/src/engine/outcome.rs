@@ -127,6 +127,10 @@ impl Engine<'_> {
             (self.given_up, self.is_blind) = (true, true);
             return self.failed(CheckpointError::MonitorLost { pid }, 1, true).into();
         }
+        if self.machines.have_lost_watchdog() {
+            self.given_up = true;
+            return self.failed(CheckpointError::NoWatchdog(error), 1, true).into();
+        }
         self.failed(error.into(), 1, false).into()
     }
 
