@@ -358,7 +358,9 @@ impl<'a> Engine<'a> {
         if !self.given_up
             && let Some(name) = self.machines.lost()
         {
+            let text = format!("VM {name} has ended{}", outcome::NO_MORE);
             self.tell(&Event::MemberLost { vm: name.to_owned() });
+            self.update(|status| status.last_error = Some(text));
             self.given_up = true;
         }
     }

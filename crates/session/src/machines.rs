@@ -207,6 +207,11 @@ impl Machines {
         self.members.iter().any(|m| m.ended.is_none()).then_some(&*lost.name)
     }
 
+    /// True if the networks between the members are dead.
+    pub fn have_lost_network(&mut self) -> bool {
+        self.lans.as_mut().is_some_and(Lans::is_lost)
+    }
+
     /// True if a member has no watchdog, and none can be started.
     pub fn have_lost_watchdog(&self) -> bool {
         self.members.iter().any(|member| member.watchdog.is_lost())

@@ -199,6 +199,12 @@ impl Supervisor {
             let (specs, staged) = (state.specs.clone(), state.staged.clone());
             (specs, staged, state.core, state.void_epochs())
         };
+        if !self.socket.exists() {
+            // A process that panics removes it.
+            let bound = UnixListener::bind(&self.socket);
+            let name = self.socket.display().to_string();
+            self.listener = bound.map_err(Error::io(name, "listen on"))?;
+        }
         let place = (&*self.socket, &self.listener);
         let (mut new, _) = Connection::start(&mut self.command, place, &specs, epochs_after)?;
         let again = || {

@@ -73,6 +73,7 @@ fn checkpoint() -> Vec<String> {
         CheckpointError::NoNewRun { capture: CaptureError::OtherRam, restart },
         CheckpointError::MonitorLost { pid: 4711 },
         CheckpointError::NoWatchdog(CaptureError::Torn),
+        CheckpointError::NoNetwork(CaptureError::Torn),
         CheckpointError::GivenUp,
         CheckpointError::Ending,
     ];
