@@ -9,7 +9,7 @@
 //! after some seconds, and see errors. While QEMU waits for its disks it answers no monitor; the
 //! processors stand still nevertheless.
 
-use super::{Engine, Event};
+use super::{Engine, Event, VmState};
 
 impl Engine<'_> {
     /// Pauses the VMs while no process serves their disks, and lets them run on afterwards.
@@ -18,10 +18,14 @@ impl Engine<'_> {
         match outage {
             Some(why) if !self.waits_for_disks && self.machines.run() => {
                 self.waits_for_disks = true;
-                self.machines.suspend();
                 let text = format!("{why}; the VM is paused until its disks are served again");
-                self.update(|status| status.last_error = Some(text));
+                // First: QEMU may answer late.
+                self.update(|status| {
+                    status.state = VmState::Paused;
+                    status.last_error = Some(text);
+                });
                 self.tell(&Event::PausedForDisks);
+                self.machines.suspend();
             }
             None if self.waits_for_disks => {
                 self.waits_for_disks = false;
