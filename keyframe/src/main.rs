@@ -2,13 +2,16 @@
 //!
 //! Wiring only: each command is a file in `commands`, the work is done by the crates.
 
+// First: the other modules use its macros.
+#[macro_use]
+mod output;
+
 mod checkpoint_tables;
 mod commands;
 mod disk_writing;
 mod failure;
 mod fetched;
 mod help;
-mod output;
 mod progress;
 mod rights;
 mod top;

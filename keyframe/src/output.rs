@@ -1,5 +1,22 @@
 //! Prints results: tables with aligned columns, and JSON.
 
+/// As the standard macro, which panics if standard error cannot be written (a terminal that has
+/// gone, a full disk). A message that cannot be written is dropped: it ends no command.
+macro_rules! eprintln {
+    ($($words:tt)*) => {{
+        use std::io::Write;
+        let _ = writeln!(std::io::stderr().lock(), $($words)*);
+    }};
+}
+
+/// As [`eprintln`], without the line end.
+macro_rules! eprint {
+    ($($words:tt)*) => {{
+        use std::io::Write;
+        let _ = write!(std::io::stderr().lock(), $($words)*);
+    }};
+}
+
 use crate::failure::Failure;
 pub use keyframe_units::{human_bytes as bytes, human_duration as duration, percentile};
 use serde::Serialize;

@@ -4,6 +4,7 @@
 //! Each test has a [`TestEnv`]: a temporary directory with its own run directory and store, so that
 //! tests do not interfere. A test that fails prints the commands that it ran.
 
+pub mod attach_soak;
 mod boot;
 mod browser;
 mod debugger;
@@ -13,6 +14,7 @@ mod exact;
 mod external_vm;
 pub mod fault_trial;
 mod hash;
+pub mod helpers;
 mod http;
 mod huge;
 mod journal;

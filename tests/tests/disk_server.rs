@@ -2,7 +2,9 @@
 //! guest's `journal` checks the disk against its RAM; the test checks the image on the host against
 //! the guest's reports.
 
-use keyframe_disk::{Base, Disk, DiskSpec, Disks, ImageFormat, Overlay, Slot, SlotFile, commit};
+use keyframe_disk::{
+    Base, Disk, DiskSpec, Disks, ImageFormat, Overlay, ServerEvent, Slot, SlotFile, commit,
+};
 use keyframe_tests::{
     Boot, ExternalVm, JournalImage, Process, Qemu, TestEnv, assert_no_errors, chosen_qemus,
     distribution_qemu, journal_counter, wait_until,
@@ -11,6 +13,7 @@ use rustix::process::Signal;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 const MIB: u64 = 8;
@@ -80,7 +83,7 @@ impl Bed {
         // A killed server leaves its socket.
         let _ = std::fs::remove_file(self.path("nbd"));
         let spec = [self.spec()];
-        Disks::spawn(&mut self.env.command(&["__disks"]), &self.path("nbd"), &spec)
+        Disks::spawn(self.env.command(&["__disks"]), &self.path("nbd"), &spec)
             .expect("serve the disk")
     }
 
@@ -112,9 +115,51 @@ impl Bed {
     }
 }
 
+/// Kills a process, which may have ended with its VM.
 fn kill(pid: u32) {
     let pid = rustix::process::Pid::from_raw(pid.cast_signed()).expect("a pid");
-    rustix::process::kill_process(pid, Signal::KILL).expect("kill it");
+    let _ = rustix::process::kill_process(pid, Signal::KILL);
+}
+
+/// Lets the engine of a server end, and returns the server's process.
+fn abandoned(disks: Disks) -> u32 {
+    let pid = disks.pid();
+    drop(disks);
+    pid
+}
+
+/// A disk server whose process is killed is started again, and QEMU sends the guest's requests to
+/// it: no write that the guest was told of is lost, whether it was flushed or not.
+#[test]
+fn a_killed_server_is_started_again_under_each_bus() {
+    for qemu in chosen_qemus(1) {
+        for (bus, how) in BUSES.iter().zip(["direct", "fsync", "dsync", "fsync"]) {
+            let context = format!("{} on QEMU {}, {how}", bus.name, qemu.label);
+            let bed = Bed::new();
+            let mut disks = bed.serve();
+            let (tell, restarted) = std::sync::mpsc::channel();
+            disks.observe(Arc::new(move |event| drop(tell.send(event))));
+            let kernel = format!("kf.rate=0 kf.trim=1 kf.how={how}");
+            let mut guest = bed.boot(&qemu, bus, &kernel, ",reconnect-delay=600");
+            for round in 0..3 {
+                written(&mut guest.console, 0, 300);
+                // A cut makes the next writes go to new slots.
+                let cut = disks.cut().expect("cut the disk");
+                disks.release(&cut).expect("release the cut");
+                kill(disks.pid());
+                let event = restarted.recv_timeout(Duration::from_mins(1)).expect("an event");
+                assert!(matches!(event, ServerEvent::Restarted { .. }), "{context}: {event:?}");
+                println!("{context}: round {round}");
+            }
+            written(&mut guest.console, 0, 300);
+            guest.console.type_line("poweroff");
+            guest.console.wait();
+            assert_no_errors(&guest.console);
+            let synced = synced(&guest.console);
+            disks.end().expect("end the server");
+            JournalImage::read(&bed.image(), MIB).assert_whole_to(synced, &context);
+        }
+    }
 }
 
 /// Waits until the guest has written `records` records since line `from` of the console.
@@ -179,13 +224,13 @@ fn what_was_flushed_survives_the_end_of_everything() {
                 "{context}: {found}, {before} were synced"
             );
             written(&mut guest.console, 0, 800);
-            // The engine's end of the socket is this test's; it drops it with the processes.
+            // The engine is this test: it ends first, so that no server is started again.
+            let pids = [abandoned(disks), guest.console.pid()];
             match round % 2 {
-                0 => [disks.pid(), guest.console.pid()].map(kill),
-                _ => [guest.console.pid(), disks.pid()].map(kill),
-            };
+                0 => pids.into_iter().for_each(kill),
+                _ => pids.into_iter().rev().for_each(kill),
+            }
             guest.console.wait();
-            drop(disks);
             before = synced(&guest.console);
             assert_no_errors(&guest.console);
             // The lock ends with the last thread of the killed process.
@@ -312,10 +357,9 @@ fn epochs_cut_in_a_pause_add_up_to_the_disk_of_that_instant() {
     }
 }
 
-/// Without `reconnect-delay` QEMU does not reconnect, so that no guest sees a disk that lost
-/// unflushed writes.
+/// With its engine gone, no server is started again. A QEMU without `reconnect-delay` stops the VM.
 #[test]
-fn a_killed_server_stops_the_vm_and_tells_it_nothing_wrong() {
+fn a_server_that_is_killed_after_its_engine_tells_the_guest_nothing_wrong() {
     for qemu in chosen_qemus(1) {
         let bed = Bed::new();
         let disks = bed.serve();
@@ -326,8 +370,7 @@ fn a_killed_server_stops_the_vm_and_tells_it_nothing_wrong() {
         let mut guest = bed.boot(&qemu, &stopping, "kf.rate=0", "");
         written(&mut guest.console, 0, 300);
         let mut qmp = guest.monitor();
-        kill(disks.pid());
-        drop(disks);
+        kill(abandoned(disks));
         wait_until("QEMU stops the VM", || {
             let status = qmp.execute("query-status", None).expect("query-status");
             status["status"] == "io-error"
@@ -352,10 +395,8 @@ fn what_a_killed_vm_wrote_is_committed_and_never_by_surprise() {
         (bed.path("overlay").display().to_string(), bed.path("base.raw").display().to_string());
     let from = ["commit", "--overlay", &overlay, "--base", &base];
     bed.env.refused(&more(&from, &["--in-place", "--yes"]), 1, &["in use"]);
-    let pids = [disks.pid(), guest.console.pid()];
-    pids.into_iter().for_each(kill);
+    [abandoned(disks), guest.console.pid()].into_iter().for_each(kill);
     guest.console.wait();
-    drop(disks);
     let synced = synced(&guest.console);
     wait_until("the overlay is free", || Overlay::open(&bed.path("overlay")).is_ok());
     // No server answers.

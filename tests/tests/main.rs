@@ -28,6 +28,7 @@ mod graphics;
 mod group;
 mod guide;
 mod hotplug;
+mod killed_helpers;
 mod kvm;
 mod lazy;
 mod main_job;

@@ -123,7 +123,8 @@ fn measure_keyframe(options: &Options, dir: &Path, rates: &mut [Sample]) -> Resu
         temporary: false,
     };
     let mut command = Command::new(&options.keyframe);
-    let mut disks = Disks::spawn(command.arg("__disks"), &socket, &[spec]).map_err(failed)?;
+    command.arg("__disks");
+    let mut disks = Disks::spawn(command, &socket, &[spec]).map_err(failed)?;
     for (number, (load, rate)) in LOADS.iter().zip(rates).enumerate() {
         if number == 2 {
             // As in a run with checkpoints, the next writes need new blocks.

@@ -76,6 +76,13 @@ pub enum Error {
         /// The error's fix.
         fix: Option<String>,
     },
+    /// The process that serves the disks has ended, or does not answer and is ended. Its supervisor
+    /// starts a new one.
+    #[error("the process that serves the disks has ended; it is started again")]
+    ServerEnded,
+    /// The cut is of a server that has ended. The next cut covers its blocks.
+    #[error("the process that serves the disks has ended since this cut")]
+    CutLost,
     /// The process that serves the disks has no space left. A retry can succeed once there is
     /// space.
     #[error("the process that serves the disks: {problem}")]
@@ -172,6 +179,8 @@ mod tests {
             Error::Limit { object: object(), problem: "64 epochs are in flight".into() },
             Error::protocol("an NBD client", "a request with a wrong magic number"),
             Error::Server { problem: "it has ended".into(), fix: None },
+            Error::ServerEnded,
+            Error::CutLost,
             Error::ServerFull { problem: "/store: write: no space".into() },
             Error::io(object(), "read")(io::ErrorKind::PermissionDenied),
             Error::io(object(), "write")(io::ErrorKind::StorageFull),

@@ -10,11 +10,12 @@
 //!                              Base     ── the image, raw or qcow2, never written
 //!
 //!   engine ──Disks, socket pair──▶ process::serve    a process of its own: if the engine dies,
-//!                                                    the guest keeps its disk
+//!                                                    the guest keeps its disk; if this one dies,
+//!                                                    the engine starts another
 //! ```
 //!
-//! Invariants: the base is opened read-only. Data survives `kill -9` and power loss once a flush
-//! has acknowledged it. Input from clients and files is checked before it is used, and bounded
+//! Invariants: the base is opened read-only. Acknowledged data survives `kill -9`, and power loss
+//! once a flush has acknowledged it. Input from clients and files is checked before it is used, and bounded
 //! before memory is allocated for it. `docs/formats/disk-overlay.md` describes the bytes on disk.
 //!
 //! Left out: when checkpoints are taken, and how a store keeps blocks.
@@ -39,7 +40,7 @@ pub use disk::Disk;
 pub use error::{Error, Result};
 pub use layers::{Below, Content, DiskRange, Layer, Readable};
 pub use overlay::{Extent, Lasting, Overlay, SlotFile};
-pub use process::{DiskSpec, DiskStats, Disks, serve};
+pub use process::{DiskSpec, DiskStats, Disks, ServerEvent, ServerObserver, serve};
 
 use serde::{Deserialize, Serialize};
 use std::fmt;

@@ -92,8 +92,15 @@ impl NbdServer {
     /// Serves `exports` on a new unix socket at `path`. Errors: the socket or the thread cannot be
     /// created.
     pub fn start(path: &Path, exports: Vec<NbdExport>) -> Result<Self> {
+        let listener = UnixListener::bind(path);
+        let listener = listener.map_err(Error::io(path.display().to_string(), "listen on"))?;
+        Self::serve(path, listener, exports)
+    }
+
+    /// As [`Self::start`], on a socket at `path` that is bound already. Its file is removed at the
+    /// end.
+    pub fn serve(path: &Path, listener: UnixListener, exports: Vec<NbdExport>) -> Result<Self> {
         let name = path.display().to_string();
-        let listener = UnixListener::bind(path).map_err(Error::io(&name, "listen on"))?;
         listener.set_nonblocking(true).map_err(Error::io(&name, "listen on"))?;
         let shared = Arc::new(Shared::new(exports));
         let for_thread = Arc::clone(&shared);

@@ -3,12 +3,13 @@
 //! ```text
 //!   DIR/data       slots of 4 KiB
 //!   DIR/journal    block -> slot or zero, appended by each sync
+//!   DIR/recent.*   the same since the last sync, appended by each write, never synced
 //!
 //!   write ──▶ same block, same epoch? ──yes──▶ overwrite its slot
 //!                    │no
 //!                    ▼
 //!              a free slot ──data written──▶ map, and a waiting record
-//!                                              ──sync──▶ data synced, then the journal
+//!                    in DIR/recent.* before      ──sync──▶ data synced, then the journal
 //! ```
 //!
 //! Invariants:
@@ -19,7 +20,9 @@
 //!    released or given back.
 //! 3. After a sync failed for another reason than lack of space, the overlay accepts no write: the
 //!    kernel may have dropped written data.
-//! 4. A slot that is being read is not reused for another block: a reader holds the map, if it need
+//! 4. A write that was acknowledged survives the process, because its data and its record are in the
+//!    page cache; whatever the journal does not hold is read back from `recent`.
+//! 5. A slot that is being read is not reused for another block: a reader holds the map, if it need
 //!    not wait for a device, or has entered a generation of slots.
 //!
 //! Memory: at most 50 bytes for each extent (consecutive blocks are one), in each epoch in flight
@@ -30,6 +33,8 @@ mod chain;
 pub(crate) mod fuzzing;
 mod journal;
 pub(crate) mod medium;
+mod recent;
+mod recovery;
 mod slot_file;
 mod slots;
 #[cfg(test)]
@@ -37,13 +42,14 @@ mod tests;
 
 pub use chain::{EPOCHS_MAX, Extent};
 
-use crate::extents::ExtentMap;
 use crate::{BLOCK, BLOCK_BYTES, DiskBlock, DiskEpoch, Error, Result, Slot};
 use chain::{BlockPlace, EpochChain};
 use journal::{Journal, JournalRecord};
 use keyframe_locks::IgnorePoison;
 pub use medium::Lasting;
 use medium::{OverlayFile, OverlayFolder, RealFolder};
+use recent::RecentLog;
+use recovery::recover;
 pub use slot_file::SlotFile;
 use slots::SlotAllocator;
 use std::path::Path;
@@ -76,6 +82,7 @@ struct State {
     slots: SlotAllocator,
     /// Records for the next sync.
     records: Vec<JournalRecord>,
+    recent: RecentLog,
 }
 
 struct Syncing {
@@ -135,27 +142,17 @@ impl Overlay {
         let name = folder.name();
         let data = folder.open(DATA)?;
         let (journal, recovered) = Journal::open(Arc::clone(&folder), disk_bytes)?;
-        let used: Vec<(u32, u32)> = recovered
-            .map
-            .iter()
-            .filter_map(|(_, n, place)| match place {
-                BlockPlace::Slot(slot) => Some((slot, n as u32)),
-                BlockPlace::Zero => None,
-            })
-            .collect();
-        disjoint(&name, &used)?;
-        let tail = used.iter().map(|(slot, n)| slot + n).max().unwrap_or(0);
+        let (recent, left) = RecentLog::open(&*folder, recovered.covered)?;
+        // Who opens an overlay to commit it needs only what is certain.
+        let is_served = disk_bytes.is_some();
+        let state = recover(&name, recovered.map, left, recent, recovered.disk_bytes, is_served)?;
+        let tail = state.slots.tail();
         if data.len_bytes()? < u64::from(tail) * BLOCK {
             return Err(Error::damaged(
                 format!("{name}/{DATA}"),
                 format!("the journal names slots up to {tail}, but the file is shorter"),
             ));
         }
-        let state = State {
-            chain: EpochChain::recovered(recovered.map),
-            slots: SlotAllocator::recovered(tail, used.into_iter()),
-            records: Vec::new(),
-        };
         Ok(Self {
             name,
             data,
@@ -330,7 +327,10 @@ impl Overlay {
                 self.map_mut().slots.put_back(slot, count);
                 return Err(error);
             }
-            self.publish(block, count.into(), BlockPlace::Slot(slot));
+            if let Err(error) = self.publish(block, count.into(), BlockPlace::Slot(slot)) {
+                self.map_mut().slots.put_back(slot, count);
+                return Err(error);
+            }
             block += u64::from(count);
             rest = after;
         }
@@ -344,9 +344,10 @@ impl Overlay {
         written
     }
 
-    fn publish(&self, block: u64, blocks: u64, place: BlockPlace) {
+    fn publish(&self, block: u64, blocks: u64, place: BlockPlace) -> Result<()> {
         let mut state = self.map_mut();
-        let State { chain, slots, records } = &mut *state;
+        let State { chain, slots, records, recent } = &mut *state;
+        recent.append(JournalRecord { block, blocks, place })?;
         chain.write(block, blocks, place, &mut |slot, n| slots.supersede(slot, n));
         match records.last_mut() {
             Some(last)
@@ -357,6 +358,7 @@ impl Overlay {
             }
             _ => records.push(JournalRecord { block, blocks, place }),
         }
+        Ok(())
     }
 
     /// Makes `len` bytes from `offset` on zero. Errors: as [`Self::write`].
@@ -377,7 +379,7 @@ impl Overlay {
                 part
             } else {
                 let blocks = (end - at) / BLOCK;
-                self.publish(at / BLOCK, blocks, BlockPlace::Zero);
+                self.publish(at / BLOCK, blocks, BlockPlace::Zero)?;
                 blocks * BLOCK
             };
             at += part;
@@ -396,7 +398,7 @@ impl Overlay {
         let end = if last == self.disk_bytes { last.div_ceil(BLOCK) } else { last / BLOCK };
         let first = offset.div_ceil(BLOCK);
         if first < end {
-            self.publish(first, end - first, BlockPlace::Zero);
+            self.publish(first, end - first, BlockPlace::Zero)?;
         }
         drop(alone);
         self.relieve()
@@ -418,9 +420,10 @@ impl Overlay {
         }
         self.require_sound()?;
         let covered = self.asked.load(Ordering::Acquire);
-        let (records, waiting) = {
+        let (last, records, waiting) = {
             let mut state = self.map_mut();
-            (std::mem::take(&mut state.records), state.slots.take_waiting())
+            let last = state.recent.begin_sync();
+            (last, std::mem::take(&mut state.records), state.slots.take_waiting())
         };
         if self.data_dirty.swap(false, Ordering::AcqRel)
             && let Err(error) = self.data.sync()
@@ -428,7 +431,7 @@ impl Overlay {
             return Err(self.break_down(error));
         }
         if !records.is_empty()
-            && let Err(failed) = syncing.journal.append(&records)
+            && let Err(failed) = syncing.journal.append(&records, last)
         {
             if !failed.retry {
                 return Err(self.break_down(failed.error));
@@ -438,7 +441,13 @@ impl Overlay {
             state.slots.wait_again(waiting);
             return Err(failed.error);
         }
-        self.map_mut().slots.set_free(waiting);
+        {
+            let mut state = self.map_mut();
+            state.slots.set_free(waiting);
+            if !records.is_empty() {
+                state.recent.set_covered(last);
+            }
+        }
         syncing.done = covered;
         syncing.count += 1;
         if syncing.journal.is_long()
@@ -451,8 +460,15 @@ impl Overlay {
     }
 
     fn break_down(&self, error: Error) -> Error {
-        self.broken.store(true, Ordering::Release);
+        if !self.broken.swap(true, Ordering::AcqRel) {
+            self.map_mut().recent.mark_broken();
+        }
         error
+    }
+
+    /// Numbers the epochs from `after` on, so that they differ from those of an earlier process.
+    pub(crate) fn number_epochs_after(&self, after: DiskEpoch) {
+        self.map_mut().chain.number_epochs_after(after);
     }
 
     /// Ends the current epoch, in constant time. [`Self::pages`] returns the blocks that were
@@ -540,7 +556,8 @@ impl Overlay {
     /// cannot be written.
     pub fn clear(self) -> Result<()> {
         self.require_sound()?;
-        locked(&self.syncing).journal.clear()?;
+        let last = self.map().recent.last();
+        locked(&self.syncing).journal.clear(last)?;
         self.data.set_len(0)
     }
 
@@ -564,20 +581,4 @@ pub type ReadBelow<'a> = &'a dyn Fn(u64, &mut [u8]) -> Result<()>;
 
 fn extents_continue(place: BlockPlace, blocks: u64, next: BlockPlace) -> bool {
     crate::extents::ExtentValue::continues(place, blocks, next)
-}
-
-/// Checks that no slot belongs to two blocks.
-fn disjoint(name: &str, used: &[(u32, u32)]) -> Result<()> {
-    let mut seen = ExtentMap::default();
-    let mut twice = None;
-    for &(slot, n) in used {
-        seen.insert(slot.into(), n.into(), (), &mut |slot, _, ()| twice = Some(slot));
-    }
-    match twice {
-        Some(slot) => Err(Error::damaged(
-            format!("{name}/journal"),
-            format!("slot {slot} belongs to two blocks"),
-        )),
-        None => Ok(()),
-    }
 }

@@ -13,18 +13,30 @@
 //!
 //! It is a process of its own, so that the guest keeps its disk if the engine dies.
 //!
+//! ```text
+//!   server dies ──▶ supervisor: a new one over the same overlays, on the same listening socket
+//!                     └─ QEMU holds the guest's requests meanwhile, and sends them again
+//! ```
+//!
+//! Each acknowledged write is in the page cache, so the new server goes on exactly. The cuts of the
+//! old one are lost: all blocks of the overlays count as written since the last cut.
+//!
 //! Invariants: the content of a request is bounded and checked. Each request has one response, in
 //! order. A server without an engine holds no epoch, so that its overlay does not grow, and
 //! acknowledges no flush before its sync.
 //!
-//! Left out: a new engine cannot take over a server whose engine died.
+//! Left out: a new engine cannot take over a server whose engine died, and nothing starts a server
+//! again whose engine has gone.
 
 mod client;
+mod connection;
 mod frame;
 mod server;
+mod supervisor;
 
 pub use client::Disks;
 pub use server::serve;
+pub use supervisor::{ServerEvent, ServerObserver};
 
 use crate::overlay::Lasting;
 use crate::{DiskBlock, DiskEpoch, Extent, ImageFormat};
@@ -104,10 +116,12 @@ pub struct ServerStats {
 /// A request of the engine. `disk` is an index into the specs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum DiskRequest {
-    /// The first request: open these disks, and listen.
+    /// The first request: open these disks, and serve them on the listening socket that follows.
     Open {
         socket: PathBuf,
         specs: Vec<DiskSpec>,
+        /// The epochs have higher numbers than this one.
+        epochs_after: DiskEpoch,
     },
     Prepare,
     Pause {

@@ -4,10 +4,13 @@ mod client;
 mod commit;
 mod raw;
 
-use crate::process::{DiskSpec, Disks};
-use crate::{BLOCK_BYTES, Base, Content, Disk, DiskBlock, ImageFormat, Lasting, Layer, Result};
+use crate::process::{DiskSpec, Disks, ServerEvent};
+use crate::{
+    BLOCK_BYTES, Base, Content, Disk, DiskBlock, Error, Extent, ImageFormat, Lasting, Layer, Result,
+};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
 const CHILD: &str = "KEYFRAME_TEST_DISKS";
@@ -81,7 +84,7 @@ impl Bed {
         command
             .args(["tests::child", "--ignored", "--exact", "--nocapture", "--test-threads=1"])
             .env(CHILD, "1");
-        Disks::spawn(&mut command, &self.path("s"), std::slice::from_ref(spec)).unwrap()
+        Disks::spawn(command, &self.path("s"), std::slice::from_ref(spec)).unwrap()
     }
 
     /// An image in which each block holds its number.
@@ -294,7 +297,7 @@ fn a_cut_that_the_engine_does_not_wait_for_is_answered() {
 }
 
 #[test]
-fn data_that_a_flush_acknowledged_survives_kill() {
+fn a_killed_server_is_started_again_with_all_that_it_acknowledged() {
     let bed = Bed::new();
     let mut image = bed.raw("base.raw", 2 << 20);
     for round in 1..12u8 {
@@ -305,7 +308,9 @@ fn data_that_a_flush_acknowledged_survives_kill() {
             "flush",
             &format!("write -f -P {} 0 512", 100 + round),
         ]);
-        disks.cut().unwrap();
+        let old = disks.cut().unwrap();
+        let (tell, restarted) = std::sync::mpsc::channel();
+        disks.observe(Arc::new(move |event| drop(tell.send(event))));
         fill(&mut image, at, 20_000, round);
         fill(&mut image, 0, 512, 100 + round);
         rustix::process::kill_process(
@@ -313,14 +318,18 @@ fn data_that_a_flush_acknowledged_survives_kill() {
             rustix::process::Signal::KILL,
         )
         .unwrap();
-        let deadline = std::time::Instant::now() + Duration::from_mins(2);
-        while disks.is_alive() && std::time::Instant::now() < deadline {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        assert!(disks.cut().is_err(), "a dead server answers nothing");
-        drop(disks);
-        let disks = bed.start(&bed.spec("base.raw", ImageFormat::Raw));
+        let event = restarted.recv_timeout(Duration::from_mins(2)).unwrap();
+        assert!(matches!(event, ServerEvent::Restarted { .. }), "{event:?}");
         assert!(bed.image() == image, "after kill {round}");
+        // The epochs of the old server are void, and the next cut covers all blocks.
+        assert!(matches!(disks.require_current(&old), Err(Error::CutLost)));
+        assert!(disks.pages_from(0, old[0], DiskBlock(0)).is_err());
+        disks.give_back(&old).unwrap();
+        let new = disks.cut().unwrap();
+        let blocks = |extent: Result<Extent>| extent.unwrap().blocks;
+        let covered: u64 = disks.pages(0, new[0]).map(blocks).sum();
+        assert_eq!(covered, 6 * u64::from(round) + 1, "block 0, and six of each round");
+        disks.require_current(&new).unwrap();
         disks.end().unwrap();
     }
 }
@@ -396,7 +405,7 @@ fn disks_are_exchanged_under_a_client_and_come_back() {
     disk.write(8192, &[2; BLOCK_BYTES]).unwrap();
     let other =
         crate::disk::Stack::create(&bed.path("second"), base(), None, Lasting::Durable).unwrap();
-    let mut other = std::sync::Arc::new(other);
+    let mut other = Arc::new(other);
     disk.exchange(&mut other);
     assert_eq!(block(), 1);
     disk.write(8192, &[3; BLOCK_BYTES]).unwrap();

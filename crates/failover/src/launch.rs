@@ -316,7 +316,7 @@ fn run_machines(
     watches_discards: bool,
     options: &SessionOptions,
 ) -> Result<Machines> {
-    let watchdog = sessions::spawn_watchdog(&vm)?;
+    let watchdog = sessions::spawn_watchdog(&vm, &options.events)?;
     let disks = served.map(|served| {
         let events = Arc::clone(&options.events);
         Box::new(ServedDiskCapture::new(served, options.pause_limit, events))

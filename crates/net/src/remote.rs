@@ -72,6 +72,13 @@ impl Remote {
         Ok(remote)
     }
 
+    /// True if the switch does not answer any more, and will not: its process has ended, or an
+    /// answer is missing.
+    pub fn is_lost(&mut self) -> bool {
+        let has_ended = |child: &mut Child| !matches!(child.try_wait(), Ok(None));
+        self.lost || self.child.as_mut().is_some_and(has_ended)
+    }
+
     /// The id of the switch's process, if [`Self::spawn`] started it.
     pub fn pid(&self) -> Option<u32> {
         self.child.as_ref().map(Child::id)

@@ -115,8 +115,13 @@ pub(crate) fn export_keys(prefix: &str, server: &DiskServer, name: &str) -> Resu
         fix: "choose another run directory".into(),
     })?;
     let export = format!("{}{name}", server.prefix);
-    let keys =
-        [("driver", "nbd"), ("server.type", "unix"), ("server.path", socket), ("export", &export)];
+    let keys = [
+        ("driver", "nbd"),
+        ("server.type", "unix"),
+        ("server.path", socket),
+        ("export", &export),
+        ("reconnect-delay", HOLD_SECONDS),
+    ];
     Ok(keys.map(|(key, value)| (format!("{prefix}{key}"), value.into())).to_vec())
 }
 
@@ -155,6 +160,10 @@ pub(crate) fn is_read_only(keys: &DriveKeys) -> bool {
 pub(crate) fn is_one_of(key: &str, whole: &[&str], prefixes: &[&str]) -> bool {
     whole.contains(&key) || prefixes.iter().any(|prefix| key.starts_with(prefix))
 }
+
+/// For how long QEMU holds the guest's requests while no server answers: a day. The engine starts a
+/// server that has ended again, and until then the guest must get no errors.
+pub(crate) const HOLD_SECONDS: &str = "86400";
 
 /// The driver of exports that QEMU reaches by NBD.
 const NBD: &str = "nbd";

@@ -146,8 +146,8 @@ mod tests {
                 "-m 64 -drive file=a,,b,format=raw,readonly=on,aio=native,cache=none,if=none,id=r -cdrom c.iso"
             ),
             format!(
-                "-m 64 -drive format=raw,{nbd},file.export=medium-1,read-only=on,if=none,id=r \
-                 -drive format=raw,{nbd},file.export=medium-2,read-only=on,index=2,media=cdrom"
+                "-m 64 -drive format=raw,{nbd},file.export=medium-1,file.reconnect-delay=86400,read-only=on,if=none,id=r \
+                 -drive format=raw,{nbd},file.export=medium-2,file.reconnect-delay=86400,read-only=on,index=2,media=cdrom"
             )
         );
         let found =

@@ -4,7 +4,8 @@
 //! QEMU stays in our process group, because `-serial stdio` needs the terminal, which belongs to
 //! the group. The terminal's Ctrl-C would thus reach QEMU too and end the guest before we can bring
 //! the run to an orderly end, so QEMU starts with SIGINT blocked: a child inherits the mask of the
-//! thread that starts it, and QEMU's own handler is then never run.
+//! thread that starts it, and QEMU's own handler is then never run. The same holds for SIGQUIT
+//! (Ctrl-\).
 //!
 //! Descriptors are made with close-on-exec. Those meant for QEMU lose it for the moment of the
 //! start, under a lock, so that no other QEMU started by us inherits them.
@@ -32,9 +33,9 @@ const SECRETS: [&str; 4] =
     ["KEYFRAME_PASSPHRASE", "KEYFRAME_KEY_FILE", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"];
 
 /// The signals that a terminal sends to a whole process group at a key press.
-const TERMINAL_KEYS: [Signal; 1] = [Signal::SIGINT];
+const TERMINAL_KEYS: [Signal; 2] = [Signal::SIGINT, Signal::SIGQUIT];
 
-/// Starts `command`, which inherits `descriptors` under their own numbers and has Ctrl-C blocked.
+/// Starts `command`, which inherits `descriptors` under their own numbers and has Ctrl-C and Ctrl-\ blocked.
 pub fn start(command: &mut Command, descriptors: &[&OwnedFd]) -> Result<Child> {
     for secret in SECRETS {
         command.env_remove(secret);

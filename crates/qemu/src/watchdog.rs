@@ -441,6 +441,17 @@ impl Watchdog {
         self.ask("B\n", ANSWER_TIMEOUT)
     }
 
+    /// The id of the process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Ends the process at once. It resumes no VM any more.
+    pub fn kill(mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
     /// Disarms and ends the watchdog.
     pub fn end(mut self) {
         // If it does not answer, the end of its input disarms it after one more check of the VM.

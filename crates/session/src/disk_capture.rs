@@ -118,6 +118,11 @@ pub trait DiskCapture: Send {
         Ok(())
     }
 
+    /// Why no process serves the disks, if one could not be started at once.
+    fn outage(&self) -> Option<String> {
+        None
+    }
+
     /// Begins a capture, while the guests run.
     fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError>;
 
@@ -215,6 +220,10 @@ impl DiskCapture for ServedDiskCapture {
 
     fn answer_on(&self, core: u32) -> Result<(), BoxError> {
         Self::answer_on(self, core)
+    }
+
+    fn outage(&self) -> Option<String> {
+        Self::outage(self)
     }
 
     fn begin(&mut self, _: &mut [Member]) -> Result<DiskCut, BoxError> {

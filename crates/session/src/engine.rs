@@ -4,6 +4,7 @@
 //! A due checkpoint is captured while earlier ones are still being encoded, if there is memory for
 //! its pages, so intervals stay uniform. If memory is short, the checkpoint waits and is late.
 
+mod disk_outage;
 mod ending;
 mod outcome;
 mod report;
@@ -156,6 +157,8 @@ pub struct Engine<'a> {
     given_up: bool,
     /// A monitor is lost, so the engine does not know whether its VM runs.
     is_blind: bool,
+    /// The VMs are paused because no process serves their disks.
+    waits_for_disks: bool,
     sealed_at: Option<Instant>,
     said_late: Option<Instant>,
 }
@@ -225,6 +228,7 @@ impl<'a> Engine<'a> {
             audited_wrong: 0,
             given_up: false,
             is_blind: false,
+            waits_for_disks: false,
             sealed_at: None,
             said_late: None,
             options,
@@ -346,6 +350,7 @@ impl<'a> Engine<'a> {
     /// Drains monitor events and updates the run state.
     fn look(&mut self) {
         self.machines.look();
+        self.look_at_disks();
         let state = match (self.is_blind, self.machines.run()) {
             (true, _) => VmState::Unknown,
             (_, true) => VmState::Running,
@@ -359,7 +364,9 @@ impl<'a> Engine<'a> {
         if !self.given_up
             && let Some(name) = self.machines.lost()
         {
+            let text = format!("VM {name} has ended{}", outcome::NO_MORE);
             self.tell(&Event::MemberLost { vm: name.to_owned() });
+            self.update(|status| status.last_error = Some(text));
             self.given_up = true;
         }
     }

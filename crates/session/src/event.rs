@@ -54,6 +54,26 @@ pub enum Event {
     MemoryShort(MemoryShortage),
     /// RAM was plugged or unplugged: a new run has begun.
     NewRun,
+    /// A helper process has ended without an order, and was started again.
+    HelperRestarted {
+        /// Which.
+        helper: Helper,
+        /// The new process.
+        pid: u32,
+    },
+    /// A helper process has ended without an order, and could not be started again. It is tried
+    /// again. Repetitions of the same failure are not told.
+    HelperNotRestarted {
+        /// Which.
+        helper: Helper,
+        /// Why.
+        error: SharedError,
+    },
+    /// No process serves the disks, so the VM was paused: its requests would wait for so long that
+    /// the guest gives them up.
+    PausedForDisks,
+    /// The disks are served again, and the VM runs on.
+    ResumedWithDisks,
     /// A member of a group has ended, so no more checkpoints of the group are taken.
     MemberLost {
         /// The member.
@@ -257,6 +277,16 @@ pub struct SessionStart {
     pub vms: Vec<(String, u32)>,
     /// The time for which an attach stopped QEMU's main thread, in nanoseconds.
     pub attach_stopped_ns: Option<u64>,
+}
+
+/// A process that a session starts beside itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Helper {
+    /// It resumes the VM if the session dies in a pause.
+    Watchdog,
+    /// It serves the disks.
+    DiskServer,
 }
 
 /// A step without which a session goes on.

@@ -15,6 +15,7 @@ use keyframe_confine::{Keep, capabilities_but, no_programs};
 use keyframe_qemu::watchdog::{self, Watched};
 use keyframe_vm_disks::layer::Layers;
 use std::ffi::OsString;
+use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::process::exit;
@@ -42,7 +43,8 @@ pub fn run_if_asked() {
     match ended {
         Ok(()) => exit(0),
         Err(error) => {
-            eprintln!("{}: {}", first.display(), error_chain(&error));
+            // The terminal may have gone.
+            let _ = writeln!(std::io::stderr(), "{}: {}", first.display(), error_chain(&error));
             exit(1);
         }
     }

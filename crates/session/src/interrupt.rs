@@ -11,9 +11,14 @@ pub fn interruption() -> Result<Arc<AtomicBool>> {
     flag_on(&[Signal::INT, Signal::TERM])
 }
 
-/// Returns a flag that SIGINT, SIGTERM and SIGHUP set.
+/// Signals whose default action ends a process at once. An engine that ended so would leave bitmaps
+/// and exports in QEMU.
+const OTHER_END_SIGNALS: [Signal; 5] =
+    [Signal::QUIT, Signal::USR1, Signal::USR2, Signal::ALARM, Signal::VTALARM];
+
+/// Returns a flag that SIGINT, SIGTERM, SIGHUP, SIGQUIT and the signals without a use here set.
 pub fn interruption_or_hangup() -> Result<Arc<AtomicBool>> {
-    flag_on(&END_SIGNALS)
+    flag_on(&[&END_SIGNALS[..], &OTHER_END_SIGNALS].concat())
 }
 
 fn flag_on(signals: &[Signal]) -> Result<Arc<AtomicBool>> {

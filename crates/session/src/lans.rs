@@ -58,6 +58,11 @@ impl Lans {
         Ok(quiet?)
     }
 
+    /// True if the switch has ended, or does not answer any more: its networks are dead.
+    pub fn is_lost(&mut self) -> bool {
+        self.remote.is_lost()
+    }
+
     /// The packets on their way, once all VMs stand still.
     pub fn collect(&mut self) -> Result<Vec<u8>, BoxError> {
         Ok(self.remote.collect()?.encode()?)

@@ -11,11 +11,12 @@ use super::store_sink::{MachineDescriptions, StoreSink};
 use super::{LanChoice, SessionOptions};
 use crate::control::TrackerKind;
 use crate::error::{Error, Result};
-use crate::event::{Event, EventSink};
+use crate::event::{Event, EventSink, SharedEventSink};
 use crate::lans::{self, Lans};
 use crate::rights;
 use crate::run_dir::{self, RunDir};
 use crate::teardown::Teardown;
+use crate::watchdog_keeper::WatchdogKeeper;
 use keyframe_qemu::watchdog::Watchdog;
 use keyframe_qemu::{
     AuditFinding, DiskServer, Drive, Invocation, LaunchOptions, QemuIdentity, Severity, Vm,
@@ -392,12 +393,13 @@ pub fn prepare(
     match prepare_parts(store, &mut writer, (&name, is_group), (&mut found, disks), options) {
         Ok((copying, sink, meta, watchdogs)) => {
             let guarded = found.into_iter().zip(watchdogs).zip(&copying.watches_discards);
-            let member = |((found, watchdog), watches): ((StartedVm, Watchdog), &bool)| {
+            let member = |((found, watchdog), watches): ((StartedVm, WatchdogKeeper), &bool)| {
                 let limit = options.pause_limit;
+                let health = watchdog.health();
                 let vm = SessionVm::new(Box::new(found.vm), Box::new(watchdog), limit, *watches)
                     .with_monitor(found.monitor);
                 let vm = if options.recorded.is_some() { vm.recorded() } else { vm };
-                Member::new(found.name, vm, found.runs)
+                Member::new(found.name, vm, found.runs).watched_by(health)
             };
             let machines = Machines::new(guarded.map(member).collect(), is_group, peripherals);
             Ok(PreparedSession { name, run_dir, machines, copying, sink, writer, meta })
@@ -430,7 +432,7 @@ fn prepare_parts(
     (name, is_group): (&str, bool),
     (found, disks): (&mut [StartedVm], Option<&dyn DiskCapture>),
     options: &SessionOptions,
-) -> Result<(RamCapture, StoreSink, MachineDescriptions, Vec<Watchdog>)> {
+) -> Result<(RamCapture, StoreSink, MachineDescriptions, Vec<WatchdogKeeper>)> {
     for one in found.iter_mut() {
         refuse(&mut one.vm, &*options.events)
             .map_err(|error| if is_group { error.of_member(&one.name) } else { error })?;
@@ -471,7 +473,8 @@ fn prepare_parts(
             monitor.map_err(|e| Error::io("copy the descriptor of QEMU's monitor", e))?,
         );
     }
-    let watchdogs = found.iter().map(|one| spawn_watchdog(&one.vm)).collect::<Result<_, _>>()?;
+    let watchdogs = found.iter().map(|one| spawn_watchdog(&one.vm, &options.events));
+    let watchdogs = watchdogs.collect::<Result<_, _>>()?;
     Ok((copying, sink, meta, watchdogs))
 }
 
@@ -525,10 +528,14 @@ pub fn lines_now(vm: &mut Vm) -> Result<(Vec<String>, Vec<String>)> {
     Ok((with_plugged(vm.user_command()), with_plugged(vm.full_command())))
 }
 
-/// Starts the watchdog process, which outlives a crash of this one.
-pub fn spawn_watchdog(vm: &Vm) -> Result<Watchdog> {
+/// Starts the watchdog: a process of its own, which outlives a crash of this one. If it ends,
+/// another one is started.
+pub fn spawn_watchdog(vm: &Vm, events: &SharedEventSink) -> Result<WatchdogKeeper> {
     let watched = vm.watched()?;
-    let mut command = Command::new("/proc/self/exe");
-    command.arg0("keyframe").arg("__watchdog");
-    Ok(Watchdog::spawn(&mut command, &watched)?)
+    let start = move || {
+        let mut command = Command::new("/proc/self/exe");
+        command.arg0("keyframe").arg("__watchdog");
+        Watchdog::spawn(&mut command, &watched)
+    };
+    Ok(WatchdogKeeper::start(Box::new(start), Arc::clone(events))?)
 }

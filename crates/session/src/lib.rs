@@ -43,6 +43,7 @@ pub mod run_dir;
 pub mod session_vm;
 pub mod store_sink;
 pub mod teardown;
+pub mod watchdog_keeper;
 
 pub use disk_capture::served::BlockSink;
 pub use disk_capture::{DiskCut, DiskMethod, ExcludedDisks};

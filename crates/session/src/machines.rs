@@ -20,6 +20,7 @@ use super::recording::Position;
 use super::session_vm::SessionVm;
 use crate::error::{Result, error_chain};
 use crate::lans::Lans;
+use crate::watchdog_keeper::WatchdogHealth;
 use keyframe_capture::group::join_device_states;
 use keyframe_capture::machine::pause_in_steps;
 use keyframe_capture::{
@@ -50,12 +51,31 @@ pub struct Member {
     ended: Option<ExitStatus>,
     /// The result of stopping the VM, during a pause.
     stopped: Option<StopOutcome>,
+    watchdog: WatchdogHealth,
+    /// Paused by [`Machines::suspend`].
+    is_suspended: bool,
 }
 
 impl Member {
     /// A VM that has not ended.
     pub fn new(name: String, vm: SessionVm, runs: bool) -> Self {
-        Self { name, vm, runs, standing: None, shut_down: false, ended: None, stopped: None }
+        Self {
+            name,
+            vm,
+            runs,
+            standing: None,
+            shut_down: false,
+            ended: None,
+            stopped: None,
+            watchdog: WatchdogHealth::default(),
+            is_suspended: false,
+        }
+    }
+
+    /// The same VM, with the health of its watchdog.
+    #[must_use]
+    pub fn watched_by(self, watchdog: WatchdogHealth) -> Self {
+        Self { watchdog, ..self }
     }
 }
 
@@ -153,6 +173,24 @@ impl Machines {
         Ok(())
     }
 
+    /// Pauses the VMs that run. A VM whose QEMU does not answer in time is paused too: QEMU pauses
+    /// first, and then waits for its disks.
+    pub fn suspend(&mut self) {
+        for member in self.members.iter_mut().filter(|m| m.runs && m.ended.is_none()) {
+            member.is_suspended = true;
+            let _ = member.vm.vm_mut().stop();
+            member.runs = false;
+        }
+    }
+
+    /// Resumes the VMs that [`Machines::suspend`] paused.
+    pub fn go_on(&mut self) {
+        for member in self.members.iter_mut().filter(|m| m.is_suspended && m.ended.is_none()) {
+            member.is_suspended = false;
+            member.runs = member.vm.vm_mut().resume().is_ok();
+        }
+    }
+
     /// Drains the events of their monitors and updates their run states.
     pub fn look(&mut self) {
         for member in &mut self.members {
@@ -195,6 +233,16 @@ impl Machines {
     pub fn lost(&self) -> Option<&str> {
         let lost = self.members.iter().find(|m| m.ended.is_some())?;
         self.members.iter().any(|m| m.ended.is_none()).then_some(&*lost.name)
+    }
+
+    /// True if the networks between the members are dead.
+    pub fn have_lost_network(&mut self) -> bool {
+        self.lans.as_mut().is_some_and(Lans::is_lost)
+    }
+
+    /// True if a member has no watchdog, and none can be started.
+    pub fn have_lost_watchdog(&self) -> bool {
+        self.members.iter().any(|member| member.watchdog.is_lost())
     }
 
     /// The process id of a VMM that runs and has closed its monitor.

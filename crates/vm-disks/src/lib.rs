@@ -143,7 +143,7 @@ fn start(
     }
     let mut command = server();
     keys::pass_on(&mut command);
-    let served = Disks::spawn(&mut command, socket, &specs)?;
+    let served = Disks::spawn(command, socket, &specs)?;
     let temporary = disks.iter().map(|disk| disk.temporary).collect();
     let sized = |(disk, bytes): (DiskToServe, &u64)| DiskMeta { disk_bytes: *bytes, ..disk.meta };
     let metas: Vec<DiskMeta> = disks.into_iter().zip(served.disk_bytes()).map(sized).collect();

@@ -32,7 +32,7 @@ impl Media {
         let spec = |medium| spec(medium, directory, folder.path());
         let specs = media.iter().map(spec).collect::<Result<Vec<_>, _>>()?;
         let socket = folder.path().join(SOCKET);
-        let disks = Disks::spawn(&mut super::server(), &socket, &specs)?;
+        let disks = Disks::spawn(super::server(), &socket, &specs)?;
         Ok(Some(Self { disks: Some(disks), folder }))
     }
 

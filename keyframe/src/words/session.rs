@@ -6,7 +6,7 @@ use crate::output;
 use Importance::{Always, Detail, Usual};
 use keyframe_inspect::entry::Entry;
 use keyframe_session::Event;
-use keyframe_session::event::{SessionStart, Step};
+use keyframe_session::event::{Helper, SessionStart, Step};
 use std::sync::Once;
 
 /// The line for `event`, and its importance. `None` if the event has no line.
@@ -31,6 +31,24 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
             let text = "RAM was plugged or unplugged: a new run begins with a complete checkpoint";
             (Usual, text.into())
         }
+        Event::HelperRestarted { helper, pid } => (
+            Always,
+            format!("{} had ended and was started again (pid {pid})", helper_name(*helper)),
+        ),
+        Event::HelperNotRestarted { helper, error } => {
+            let text = format!(
+                "{} has ended and cannot be started again; it is tried again: {}",
+                helper_name(*helper),
+                chain(&**error)
+            );
+            (Always, text)
+        }
+        Event::PausedForDisks => {
+            let text = "no process serves the VM's disks: the VM is paused until one does, so that \
+                        its guest gets no errors";
+            (Always, text.into())
+        }
+        Event::ResumedWithDisks => (Always, "the VM's disks are served again: it runs on".into()),
         Event::MemberLost { vm } => {
             let text = format!(
                 "VM {vm} has ended: no more checkpoints of the group are taken; the others run on"
@@ -204,6 +222,14 @@ fn end(event: &Event) -> Option<(Importance, String)> {
         _ => return None,
     };
     Some(said)
+}
+
+fn helper_name(helper: Helper) -> &'static str {
+    match helper {
+        Helper::Watchdog => "the watchdog process",
+        Helper::DiskServer => "the process that serves the disks",
+        _ => "a helper process",
+    }
 }
 
 fn greeting(start: &SessionStart) -> String {

@@ -96,6 +96,11 @@ impl EpochChain {
         chain
     }
 
+    /// Numbers the epochs from `after` on.
+    pub fn number_epochs_after(&mut self, after: DiskEpoch) {
+        self.last = self.last.max(after.0);
+    }
+
     /// Calls `show` with the current place of each part of a range of blocks. `None` is below the
     /// overlay.
     pub fn each(&self, start: u64, len: u64, show: &mut dyn FnMut(u64, u64, Option<BlockPlace>)) {

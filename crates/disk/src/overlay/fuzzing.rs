@@ -48,6 +48,10 @@ impl OverlayFolder for MemoryFolder {
     fn sync(&self) -> Result<()> {
         Ok(())
     }
+
+    fn boot_seed(&self) -> Result<u64> {
+        Ok(1)
+    }
 }
 
 impl OverlayFile for File {

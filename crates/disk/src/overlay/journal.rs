@@ -3,13 +3,13 @@
 //! ```text
 //!   | header 64 | batch | batch | ... | batch | torn tail |
 //!
-//!   header:  magic 8 | version 4 | block bytes 4 | disk bytes 8 | salt 8 | zero 24 | check 8
-//!   batch:   magic 4 | records 4 | number 8 | check 8 | records
+//!   header:  magic 8 | version 4 | block bytes 4 | disk bytes 8 | salt 8 | covered 8 | zero 16 | check 8
+//!   batch:   magic 4 | records 4 | number 8 | covered 8 | check 8 | records
 //!   record:  block 8 | blocks 8 | slot 4 | kind 4     (kind 0: slots from `slot` on, 1: zero)
 //! ```
 //!
-//! Integers are little-endian. Checksums are XXH3-64; those of batches are seeded with salt and
-//! number.
+//! Integers are little-endian. Checksums are XXH3-64; those of batches are seeded with salt, number
+//! and `covered`: the number of the last record in [`super::recent`] that the journal holds.
 //!
 //! Invariants: a batch is written after its data was synced, and before the next batch. So an
 //! invalid batch at the end is the last one that was begun, and no flush has acknowledged it. If a
@@ -27,7 +27,7 @@ const MAGIC: [u8; 8] = *b"KFDISK\r\n";
 const VERSION: u32 = 1;
 pub const HEADER_BYTES: usize = 64;
 const BATCH_MAGIC: u32 = 0x3142_464b;
-const BATCH_HEADER_BYTES: usize = 24;
+const BATCH_HEADER_BYTES: usize = 32;
 const RECORD_BYTES: usize = 24;
 /// The largest number of records in one batch: 24 MiB.
 const BATCH_RECORDS_MAX: usize = 1 << 20;
@@ -44,10 +44,38 @@ pub struct JournalRecord {
     pub place: BlockPlace,
 }
 
+impl JournalRecord {
+    /// Whether a disk of `disk_bytes` bytes can have this record.
+    pub fn is_possible(&self, disk_bytes: u64) -> bool {
+        let end = self.block.checked_add(self.blocks);
+        let has_slots = match self.place {
+            BlockPlace::Slot(slot) => self.blocks < u64::from(u32::MAX - slot),
+            BlockPlace::Zero => true,
+        };
+        self.blocks > 0 && has_slots && end.is_some_and(|end| end <= disk_bytes.div_ceil(BLOCK))
+    }
+}
+
+/// A valid batch.
+struct Batch {
+    number: u64,
+    covered: u64,
+    body: Vec<u8>,
+}
+
+/// What a journal's header says.
+struct ParsedHeader {
+    disk_bytes: u64,
+    salt: u64,
+    covered: u64,
+}
+
 /// The content of a journal.
 pub struct Recovered {
     pub disk_bytes: u64,
     pub map: ExtentMap<BlockPlace>,
+    /// The journal holds all recent records up to this number.
+    pub covered: u64,
 }
 
 /// An open journal.
@@ -57,6 +85,8 @@ pub struct Journal {
     disk_bytes: u64,
     salt: u64,
     next_batch: u64,
+    /// All recent records up to this number are in the journal.
+    covered: u64,
     end: u64,
     /// The length at which the journal is rewritten.
     rewrite_at: u64,
@@ -64,11 +94,11 @@ pub struct Journal {
     rewrite_bytes_min: u64,
 }
 
-fn le32(bytes: &[u8], at: usize) -> u32 {
+pub fn le32(bytes: &[u8], at: usize) -> u32 {
     bytes.get(at..at + 4).and_then(|b| b.try_into().ok()).map_or(0, u32::from_le_bytes)
 }
 
-fn le64(bytes: &[u8], at: usize) -> u64 {
+pub fn le64(bytes: &[u8], at: usize) -> u64 {
     bytes.get(at..at + 8).and_then(|b| b.try_into().ok()).map_or(0, u64::from_le_bytes)
 }
 
@@ -88,10 +118,10 @@ impl Journal {
         match disk_bytes {
             // The first header is synced before any flush is acknowledged, so a journal without a
             // complete header holds no data.
-            Some(disk_bytes) if blank => Self::begin(folder, file, disk_bytes),
+            Some(disk_bytes) if blank => Self::begin(folder, file, disk_bytes, 0),
             None if blank => Err(Error::damaged(name, "it holds no overlay")),
             wanted => {
-                let (disk_bytes, salt) = parse_header(&header, &name)?;
+                let ParsedHeader { disk_bytes, salt, covered } = parse_header(&header, &name)?;
                 if let Some(wanted) = wanted.filter(|wanted| *wanted != disk_bytes) {
                     let problem = format!(
                         "it is of a disk of {disk_bytes} bytes, but the image has {wanted}"
@@ -102,7 +132,7 @@ impl Journal {
                         "use the image that it was created for, or another directory",
                     ));
                 }
-                Self::recover(folder, file, disk_bytes, salt, len)
+                Self::recover(folder, file, ParsedHeader { disk_bytes, salt, covered }, len)
             }
         }
     }
@@ -111,10 +141,11 @@ impl Journal {
         folder: Arc<dyn OverlayFolder>,
         file: Arc<dyn OverlayFile>,
         disk_bytes: u64,
+        covered: u64,
     ) -> Result<(Self, Recovered)> {
         let salt = fresh_salt();
         file.set_len(0)?;
-        file.write(0, &header(disk_bytes, salt))?;
+        file.write(0, &header(disk_bytes, salt, covered))?;
         file.sync()?;
         folder.sync()?;
         let end = HEADER_BYTES as u64;
@@ -125,18 +156,18 @@ impl Journal {
             disk_bytes,
             salt,
             next_batch: 1,
+            covered,
             end,
             rewrite_at,
             rewrite_bytes_min,
         };
-        Ok((journal, Recovered { disk_bytes, map: ExtentMap::default() }))
+        Ok((journal, Recovered { disk_bytes, map: ExtentMap::default(), covered }))
     }
 
     fn recover(
         folder: Arc<dyn OverlayFolder>,
         file: Arc<dyn OverlayFile>,
-        disk_bytes: u64,
-        salt: u64,
+        ParsedHeader { disk_bytes, salt, covered }: ParsedHeader,
         len: u64,
     ) -> Result<(Self, Recovered)> {
         let (end, rewrite_bytes_min) = (HEADER_BYTES as u64, REWRITE_BYTES_MIN);
@@ -146,6 +177,7 @@ impl Journal {
             disk_bytes,
             salt,
             next_batch: 1,
+            covered,
             end,
             rewrite_at: 0,
             rewrite_bytes_min,
@@ -159,7 +191,8 @@ impl Journal {
         // The bytes that were read may be in memory alone.
         this.file.sync()?;
         this.rewrite_at = this.rewrite_threshold(&map);
-        Ok((this, Recovered { disk_bytes, map }))
+        let covered = this.covered;
+        Ok((this, Recovered { disk_bytes, map, covered }))
     }
 
     fn rewrite_threshold(&self, map: &ExtentMap<BlockPlace>) -> u64 {
@@ -175,22 +208,23 @@ impl Journal {
     /// Reads batches up to the first invalid one.
     fn replay(&mut self, len: u64) -> Result<ExtentMap<BlockPlace>> {
         let mut map = ExtentMap::default();
-        while let Some(body) =
-            self.batch_at(self.end, len)?.filter(|(number, _)| *number == self.next_batch)
+        while let Some(batch) =
+            self.batch_at(self.end, len)?.filter(|batch| batch.number == self.next_batch)
         {
-            for record in body.1.chunks_exact(RECORD_BYTES) {
+            for record in batch.body.chunks_exact(RECORD_BYTES) {
                 let record = self.parse_record(record)?;
                 map.insert(record.block, record.blocks, record.place, &mut |_, _, _| {});
             }
-            self.end += (BATCH_HEADER_BYTES + body.1.len()) as u64;
+            self.end += (BATCH_HEADER_BYTES + batch.body.len()) as u64;
             self.next_batch += 1;
+            self.covered = batch.covered;
         }
         self.nothing_good_behind(len)?;
         Ok(map)
     }
 
-    /// The number and the records of the batch at `at`, if it is valid.
-    fn batch_at(&self, at: u64, len: u64) -> Result<Option<(u64, Vec<u8>)>> {
+    /// The batch at `at`, if it is valid.
+    fn batch_at(&self, at: u64, len: u64) -> Result<Option<Batch>> {
         let left = len.saturating_sub(at);
         if left < BATCH_HEADER_BYTES as u64 {
             return Ok(None);
@@ -198,6 +232,7 @@ impl Journal {
         let mut header = [0u8; BATCH_HEADER_BYTES];
         self.file.read(at, &mut header)?;
         let (count, number) = (le32(&header, 4) as usize, le64(&header, 8));
+        let covered = le64(&header, 16);
         let bytes = count.saturating_mul(RECORD_BYTES);
         if le32(&header, 0) != BATCH_MAGIC
             || count > BATCH_RECORDS_MAX
@@ -207,29 +242,22 @@ impl Journal {
         }
         let mut body = vec![0; bytes];
         self.file.read(at + BATCH_HEADER_BYTES as u64, &mut body)?;
-        Ok((self.check(number, &body) == le64(&header, 16)).then_some((number, body)))
-    }
-
-    fn check(&self, number: u64, records: &[u8]) -> u64 {
-        check_of(self.salt, number, records)
+        let is_valid = check_of(self.salt, number, covered, &body) == le64(&header, 24);
+        Ok(is_valid.then_some(Batch { number, covered, body }))
     }
 
     fn parse_record(&self, bytes: &[u8]) -> Result<JournalRecord> {
         let (block, blocks, slot) = (le64(bytes, 0), le64(bytes, 8), le32(bytes, 16));
         let place = match le32(bytes, 20) {
-            0 => Some(BlockPlace::Slot(slot)).filter(|_| blocks < u64::from(u32::MAX - slot)),
+            0 => Some(BlockPlace::Slot(slot)),
             1 => Some(BlockPlace::Zero),
             _ => None,
         };
-        let inside =
-            block.checked_add(blocks).is_some_and(|end| end <= self.disk_bytes.div_ceil(BLOCK));
-        match place.filter(|_| inside && blocks > 0) {
-            Some(place) => Ok(JournalRecord { block, blocks, place }),
-            None => Err(Error::damaged(
-                self.name(),
-                format!("a record names {blocks} blocks at {block}, slot {slot}"),
-            )),
-        }
+        let record = place.map(|place| JournalRecord { block, blocks, place });
+        record.filter(|record| record.is_possible(self.disk_bytes)).ok_or_else(|| {
+            let problem = format!("a record names {blocks} blocks at {block}, slot {slot}");
+            Error::damaged(self.name(), problem)
+        })
     }
 
     /// Fails if a valid batch follows: it proves that a flush has acknowledged the invalid one.
@@ -245,7 +273,7 @@ impl Journal {
                     continue;
                 }
                 let good = self.batch_at(at + place as u64, len)?;
-                if good.is_some_and(|(number, _)| number > self.next_batch) {
+                if good.is_some_and(|batch| batch.number > self.next_batch) {
                     let problem = format!(
                         "batch {} at {} is invalid, and later ones are valid",
                         self.next_batch, self.end
@@ -262,10 +290,14 @@ impl Journal {
         format!("{}/{NAME}", self.folder.name())
     }
 
-    /// Appends records and makes them durable. The error says whether a retry is possible.
-    pub fn append(&mut self, records: &[JournalRecord]) -> Result<(), AppendError> {
-        for records in records.chunks(BATCH_RECORDS_MAX) {
-            let bytes = self.encode(self.next_batch, records);
+    /// Appends records and makes them durable: with them, the journal holds all recent records up to
+    /// number `covered`. The error says whether a retry is possible.
+    pub fn append(&mut self, records: &[JournalRecord], covered: u64) -> Result<(), AppendError> {
+        let mut chunks = records.chunks(BATCH_RECORDS_MAX).peekable();
+        while let Some(records) = chunks.next() {
+            // The recent records are complete with the last batch.
+            let covered = if chunks.peek().is_none() { covered } else { self.covered };
+            let bytes = self.encode(self.next_batch, covered, records);
             if let Err(error) = self.file.write(self.end, &bytes) {
                 // Cutting the partly written batch restores the file.
                 let retry = self.file.set_len(self.end).is_ok();
@@ -274,15 +306,17 @@ impl Journal {
             self.file.sync().map_err(|error| AppendError { error, retry: false })?;
             self.end += bytes.len() as u64;
             self.next_batch += 1;
+            self.covered = covered;
         }
         Ok(())
     }
 
-    fn encode(&self, number: u64, records: &[JournalRecord]) -> Vec<u8> {
+    fn encode(&self, number: u64, covered: u64, records: &[JournalRecord]) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(BATCH_HEADER_BYTES + records.len() * RECORD_BYTES);
         bytes.extend(BATCH_MAGIC.to_le_bytes());
         bytes.extend((records.len() as u32).to_le_bytes());
         bytes.extend(number.to_le_bytes());
+        bytes.extend(covered.to_le_bytes());
         bytes.extend([0; 8]);
         for record in records {
             let (slot, kind) = match record.place {
@@ -294,8 +328,8 @@ impl Journal {
             bytes.extend(slot.to_le_bytes());
             bytes.extend(kind.to_le_bytes());
         }
-        let check = self.check(number, &bytes[BATCH_HEADER_BYTES..]);
-        bytes[16..BATCH_HEADER_BYTES].copy_from_slice(&check.to_le_bytes());
+        let check = check_of(self.salt, number, covered, &bytes[BATCH_HEADER_BYTES..]);
+        bytes[24..BATCH_HEADER_BYTES].copy_from_slice(&check.to_le_bytes());
         bytes
     }
 
@@ -320,8 +354,9 @@ impl Journal {
         self.replace(&map)
     }
 
-    /// Replaces the journal with an empty one.
-    pub fn clear(&mut self) -> Result<()> {
+    /// Replaces the journal with an empty one. Recent records up to number `covered` are void.
+    pub fn clear(&mut self, covered: u64) -> Result<()> {
+        self.covered = covered;
         self.replace(&ExtentMap::default()).map_err(|e| e.error)
     }
 
@@ -336,12 +371,13 @@ impl Journal {
 
     fn write_aside(&self, map: &ExtentMap<BlockPlace>) -> Result<Self> {
         let file = self.folder.open(ASIDE)?;
-        let (mut new, _) = Self::begin(Arc::clone(&self.folder), file, self.disk_bytes)?;
+        let (mut new, _) =
+            Self::begin(Arc::clone(&self.folder), file, self.disk_bytes, self.covered)?;
         let records: Vec<JournalRecord> = map
             .iter()
             .map(|(block, blocks, place)| JournalRecord { block, blocks, place })
             .collect();
-        new.append(&records).map_err(|e| e.error)?;
+        new.append(&records, self.covered).map_err(|e| e.error)?;
         new.rewrite_bytes_min = self.rewrite_bytes_min;
         new.rewrite_at = new.rewrite_threshold(map);
         Ok(new)
@@ -355,19 +391,20 @@ pub struct AppendError {
     pub retry: bool,
 }
 
-fn header(disk_bytes: u64, salt: u64) -> [u8; HEADER_BYTES] {
+fn header(disk_bytes: u64, salt: u64, covered: u64) -> [u8; HEADER_BYTES] {
     let mut header = [0u8; HEADER_BYTES];
     header[..8].copy_from_slice(&MAGIC);
     header[8..12].copy_from_slice(&VERSION.to_le_bytes());
     header[12..16].copy_from_slice(&(BLOCK_BYTES as u32).to_le_bytes());
     header[16..24].copy_from_slice(&disk_bytes.to_le_bytes());
     header[24..32].copy_from_slice(&salt.to_le_bytes());
+    header[32..40].copy_from_slice(&covered.to_le_bytes());
     let check = xxh3_64(&header[..56]);
     header[56..].copy_from_slice(&check.to_le_bytes());
     header
 }
 
-fn parse_header(header: &[u8; HEADER_BYTES], name: &str) -> Result<(u64, u64)> {
+fn parse_header(header: &[u8; HEADER_BYTES], name: &str) -> Result<ParsedHeader> {
     if header[..8] != MAGIC {
         return Err(Error::damaged(
             name,
@@ -383,7 +420,8 @@ fn parse_header(header: &[u8; HEADER_BYTES], name: &str) -> Result<(u64, u64)> {
     if xxh3_64(&header[..56]) != le64(header, 56) || le32(header, 12) as usize != BLOCK_BYTES {
         return Err(Error::damaged(name, "its header does not match its checksum"));
     }
-    Ok((le64(header, 16), le64(header, 24)))
+    let (disk_bytes, salt, covered) = (le64(header, 16), le64(header, 24), le64(header, 32));
+    Ok(ParsedHeader { disk_bytes, salt, covered })
 }
 
 /// Writes the correct checksums into a journal, up to the last complete batch.
@@ -396,15 +434,16 @@ pub fn mend(bytes: &mut [u8]) {
         let count = le32(batch, 4) as usize;
         let end = BATCH_HEADER_BYTES.saturating_add(count.saturating_mul(RECORD_BYTES));
         let Some(records) = batch.get(BATCH_HEADER_BYTES..end) else { return };
-        let check = check_of(salt, le64(batch, 8), records);
-        batch[16..BATCH_HEADER_BYTES].copy_from_slice(&check.to_le_bytes());
+        let check = check_of(salt, le64(batch, 8), le64(batch, 16), records);
+        batch[24..BATCH_HEADER_BYTES].copy_from_slice(&check.to_le_bytes());
         at += end;
     }
 }
 
-fn check_of(salt: u64, number: u64, records: &[u8]) -> u64 {
+fn check_of(salt: u64, number: u64, covered: u64, records: &[u8]) -> u64 {
     let count = (records.len() / RECORD_BYTES) as u64;
-    xxh3_64_with_seed(records, salt ^ number.rotate_left(17) ^ count.rotate_left(47))
+    let of_header = number.rotate_left(17) ^ count.rotate_left(47) ^ covered.rotate_left(32);
+    xxh3_64_with_seed(records, salt ^ of_header)
 }
 
 /// Not a secret: the salt makes batches that an older journal left on the medium invalid in this

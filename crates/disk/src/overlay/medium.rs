@@ -41,6 +41,9 @@ pub trait OverlayFolder: Send + Sync {
     fn replace(&self, from: &str, to: &str) -> Result<()>;
     /// Makes the directory's entries durable.
     fn sync(&self) -> Result<()>;
+    /// A number that differs for each boot of the machine, so that unsynced data of an earlier boot
+    /// is not taken for complete.
+    fn boot_seed(&self) -> Result<u64>;
 }
 
 /// Whether written data must survive a crash of the host.
@@ -202,7 +205,15 @@ impl OverlayFolder for RealFolder {
             Lasting::Temporary => Ok(()),
         }
     }
+
+    fn boot_seed(&self) -> Result<u64> {
+        let boot = std::fs::read(BOOT_ID).map_err(Error::io(BOOT_ID, "read"))?;
+        Ok(xxhash_rust::xxh3::xxh3_64(&boot))
+    }
 }
+
+/// The kernel's random name of this boot.
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 #[cfg(test)]
 mod tests {

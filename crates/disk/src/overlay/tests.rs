@@ -63,6 +63,7 @@ struct SimFolder {
     budget: Arc<Mutex<Option<u64>>>,
     /// If true, a failure is a full disk, and the next operation succeeds.
     full: Arc<Mutex<bool>>,
+    boot: u64,
 }
 
 struct SimHandle {
@@ -161,6 +162,10 @@ impl OverlayFolder for SimFolder {
         *locked(&self.before) = None;
         Ok(())
     }
+
+    fn boot_seed(&self) -> Result<u64> {
+        Ok(self.boot)
+    }
 }
 
 impl SimFolder {
@@ -168,7 +173,7 @@ impl SimFolder {
         let before = locked(&self.before).clone().filter(|_| keep());
         let files = before.unwrap_or_else(|| locked(&self.files).clone());
         let files = files.iter().map(|(name, file)| (name.clone(), file.crash(keep))).collect();
-        Arc::new(Self { files: Mutex::new(files), ..Self::default() })
+        Arc::new(Self { files: Mutex::new(files), boot: self.boot + 1, ..Self::default() })
     }
 }
 
@@ -348,7 +353,7 @@ proptest! {
         let (folder, mut overlay, mut naive) = fresh_short();
         for step in steps {
             if matches!(step, Step::Reopen) {
-                overlay.sync().unwrap();
+                // As after `kill -9`: nothing is synced before.
                 drop(overlay);
                 overlay = Overlay::on(folder.clone(), Some(BYTES)).unwrap();
                 all_dirty(&overlay, &mut naive);

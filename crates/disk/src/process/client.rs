@@ -1,16 +1,16 @@
 //! The engine's handle to the process that serves the disks.
 
-use super::{DiskRequest, DiskResponse, DiskSpec, ServerStats, frame};
+use super::connection::{Connection, OPEN_TIMEOUT, is_done, unexpected};
+use super::supervisor::{ServerObserver, Shared, Supervisor};
+use super::{DiskRequest, DiskResponse, DiskSpec, ServerStats};
 use crate::{DiskBlock, DiskEpoch, Error, Extent, Result, SlotFile};
-use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
+use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// The time limit of opening: a long journal is read as a whole.
-const OPEN_TIMEOUT: Duration = Duration::from_mins(2);
 /// The time limit of responses that wait for the medium.
 const SYNC_TIMEOUT: Duration = Duration::from_mins(2);
 /// The time limit of all other responses.
@@ -21,6 +21,10 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 /// The engine's handle to the process that serves its disks. If it is dropped without
 /// [`Self::end`], the guest keeps its disks: the server goes on until its last client has
 /// disconnected.
+///
+/// If the server ends without an order, it is started again on a thread of this handle. Until then
+/// requests fail with [`Error::ServerEnded`], and the guest's requests wait. The epochs of the old
+/// server are void: the next cut covers all blocks of the overlays.
 ///
 /// The order of a checkpoint:
 ///
@@ -36,62 +40,49 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 ///   release() or give_back()   the checkpoint is sealed, or has failed
 /// ```
 pub struct Disks {
-    child: Child,
-    control: UnixStream,
+    shared: Arc<Shared>,
     specs: Vec<DiskSpec>,
-    /// The disks that are open but not served.
-    staged: Vec<DiskSpec>,
     disk_bytes: Vec<u64>,
-    begun: CutRequest,
-}
-
-/// The state of a cut that was requested without waiting for it.
-enum CutRequest {
-    Nothing,
-    Sent,
-    /// Another request had to wait for the responses first.
-    Answered(CutAnswers),
+    /// The other end of the supervisor's `until`, and its thread.
+    supervisor: Option<(UnixStream, JoinHandle<()>)>,
 }
 
 /// The epochs of all disks, and whether all acknowledged data is durable.
-type CutAnswers = (Result<Vec<DiskEpoch>>, Result<()>);
+pub(super) type CutAnswers = (Result<Vec<DiskEpoch>>, Result<()>);
 
 impl Disks {
     /// Starts the server as `command`, which must call [`serve`](super::serve) with its standard
-    /// input. Waits until it listens on `socket`.
+    /// input, and starts it again whenever it ends without an order. Waits until it listens on
+    /// `socket`.
     ///
     /// Errors: the process cannot be started; a disk cannot be opened.
-    pub fn spawn(command: &mut Command, socket: &Path, specs: &[DiskSpec]) -> Result<Self> {
-        let name = || command_name(command);
-        let (control, theirs) =
-            UnixStream::pair().map_err(Error::io(name(), "make a connection to"))?;
-        let failed = Error::io(name(), "start");
-        // Ctrl-C must not end the server together with the engine.
-        command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).process_group(0);
-        let child = command.spawn().map_err(failed)?;
-        // `command` holds a copy of the server's end. It must be closed, so that the engine sees
-        // the server end.
-        command.stdin(Stdio::null());
-        let (staged, disk_bytes, begun) = (Vec::new(), Vec::new(), CutRequest::Nothing);
-        let mut disks = Self { child, control, specs: specs.to_vec(), staged, disk_bytes, begun };
-        let request = DiskRequest::Open { socket: socket.into(), specs: specs.to_vec() };
-        match disks.ask(&request, OPEN_TIMEOUT) {
-            Ok(DiskResponse::Opened { disk_bytes }) if disk_bytes.len() == specs.len() => {
-                disks.disk_bytes = disk_bytes;
-                Ok(disks)
-            }
-            other => {
-                let error = other.map_or_else(|error| error, |response| unexpected(&response));
-                let _ = disks.child.kill();
-                let _ = disks.child.wait();
-                Err(error)
-            }
-        }
+    pub fn spawn(mut command: Command, socket: &Path, specs: &[DiskSpec]) -> Result<Self> {
+        let name = socket.display().to_string();
+        let listener = UnixListener::bind(socket).map_err(Error::io(&name, "listen on"))?;
+        let place = (socket, &listener);
+        let started = Connection::start(&mut command, place, specs, DiskEpoch(0));
+        let (connection, disk_bytes) = started.inspect_err(|_| {
+            let _ = std::fs::remove_file(socket);
+        })?;
+        let shared = Arc::new(Shared::new(connection, specs.to_vec()));
+        let (ours, until) = UnixStream::pair().map_err(Error::io(&name, "watch the server of"))?;
+        let (socket, for_thread) = (socket.into(), Arc::clone(&shared));
+        let supervisor = Supervisor { shared: for_thread, command, socket, listener, until };
+        let thread = std::thread::Builder::new()
+            .name("disk-supervisor".into())
+            .spawn(move || supervisor.run())
+            .map_err(Error::io(name, "watch the server of"))?;
+        Ok(Self { shared, specs: specs.to_vec(), disk_bytes, supervisor: Some((ours, thread)) })
+    }
+
+    /// Has `observer` called when the server has ended without an order.
+    pub fn observe(&self, observer: ServerObserver) {
+        self.shared.lock().observer = Some(observer);
     }
 
     /// The id of the process.
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.shared.lock().pid
     }
 
     /// The disks, in the order of all epochs.
@@ -102,11 +93,6 @@ impl Disks {
     /// The size of each disk in bytes.
     pub fn disk_bytes(&self) -> &[u64] {
         &self.disk_bytes
-    }
-
-    /// True if the process has not ended.
-    pub fn is_alive(&mut self) -> bool {
-        matches!(self.child.try_wait(), Ok(None))
     }
 
     /// Syncs dirty data while the guest runs, so that the pause has little to sync. Errors: a sync
@@ -126,15 +112,10 @@ impl Disks {
     /// Cuts all disks. To be called after `stop`. Returns the epoch of each disk, in the order of
     /// the specs. Errors: too many epochs are in flight; the server has ended or does not answer.
     pub fn cut(&mut self) -> Result<Vec<DiskEpoch>> {
-        let response = self.ask(&DiskRequest::Cut, ANSWER_TIMEOUT)?;
-        self.epochs(response)
-    }
-
-    fn epochs(&self, response: DiskResponse) -> Result<Vec<DiskEpoch>> {
-        match response {
-            DiskResponse::Cut { epochs } if epochs.len() == self.specs.len() => Ok(epochs),
-            other => Err(unexpected(&other)),
-        }
+        let mut state = self.shared.lock();
+        let connection = state.connection()?;
+        let response = connection.ask(&DiskRequest::Cut, ANSWER_TIMEOUT)?;
+        connection.epochs(response)
     }
 
     /// Requests [`Self::cut`] and [`Self::settled`] without waiting for them. The server is done
@@ -144,27 +125,18 @@ impl Disks {
             // The caller did not take these epochs, so the new cut covers their blocks.
             self.give_back(&epochs)?;
         }
-        self.send(&DiskRequest::Cut, ANSWER_TIMEOUT)?;
-        self.begun = CutRequest::Sent;
-        self.send(&DiskRequest::Settled, SYNC_TIMEOUT)
+        let mut state = self.shared.lock();
+        let connection = state.connection()?;
+        connection.send(&DiskRequest::Cut, ANSWER_TIMEOUT)?;
+        connection.set_cut_begun();
+        connection.send(&DiskRequest::Settled, SYNC_TIMEOUT)
     }
 
     /// The results of [`Self::begin_cut`]: the epochs, and whether the VM may run. `None` if it was
     /// not called.
     pub fn finish_cut(&mut self) -> Option<CutAnswers> {
-        self.wait_for_cut();
-        match std::mem::replace(&mut self.begun, CutRequest::Nothing) {
-            CutRequest::Answered(answers) => Some(answers),
-            CutRequest::Nothing | CutRequest::Sent => None,
-        }
-    }
-
-    fn wait_for_cut(&mut self) {
-        if matches!(self.begun, CutRequest::Sent) {
-            let epochs = self.receive().and_then(|response| self.epochs(response));
-            let settled = self.receive().and_then(is_done);
-            self.begun = CutRequest::Answered((epochs, settled));
-        }
+        // A server that has ended meanwhile has no answers.
+        self.shared.lock().connection().ok()?.take_cut()
     }
 
     /// Waits until all data that was acknowledged since [`Self::pause`] is durable, and ends the
@@ -183,7 +155,9 @@ impl Disks {
     /// Requests that are answered on `core`, where the guest's threads run, before the guest runs
     /// on. See the server's module `affinity`. Errors: the server has ended or does not answer.
     pub fn answer_on(&mut self, core: u32) -> Result<()> {
-        self.done(&DiskRequest::AnswerOn { core }, ANSWER_TIMEOUT)
+        self.done(&DiskRequest::AnswerOn { core }, ANSWER_TIMEOUT)?;
+        self.shared.lock().core = Some(core);
+        Ok(())
     }
 
     /// All blocks that `epoch` of the disk at `index` covers, rising: the blocks written since the
@@ -202,6 +176,7 @@ impl Disks {
         epoch: DiskEpoch,
         from: DiskBlock,
     ) -> Result<(Vec<Extent>, Option<DiskBlock>)> {
+        self.require_current(&[epoch])?;
         match self.ask(&DiskRequest::Pages { disk: index, epoch, from }, ANSWER_TIMEOUT)? {
             // A server that goes backwards would never end.
             DiskResponse::Pages { extents, next } if next.is_none_or(|next| next > from) => {
@@ -221,23 +196,41 @@ impl Disks {
         SlotFile::open(&spec.overlay)
     }
 
+    /// Checks that the server that cut these epochs still serves the disks. To be called after the
+    /// slots of an epoch have been read: another server may have reused them. Error:
+    /// [`Error::CutLost`].
+    pub fn require_current(&self, epochs: &[DiskEpoch]) -> Result<()> {
+        if self.shared.lock().are_void(epochs) { Err(Error::CutLost) } else { Ok(()) }
+    }
+
     /// Releases the epochs (one of each disk) of a sealed checkpoint. Errors: no such epochs; the
     /// server has ended or does not answer.
     pub fn release(&mut self, epochs: &[DiskEpoch]) -> Result<()> {
-        self.done(&DiskRequest::Release { epochs: epochs.into() }, ANSWER_TIMEOUT)
+        self.unless_void(epochs, DiskRequest::Release { epochs: epochs.into() })
     }
 
     /// Gives back the epochs (one of each disk) of a failed checkpoint: the next cut covers their
     /// blocks too. Errors: no such epochs; the server has ended or does not answer.
     pub fn give_back(&mut self, epochs: &[DiskEpoch]) -> Result<()> {
-        self.done(&DiskRequest::GiveBack { epochs: epochs.into() }, ANSWER_TIMEOUT)
+        self.unless_void(epochs, DiskRequest::GiveBack { epochs: epochs.into() })
+    }
+
+    /// A server that has ended has no epochs, and the next cut covers all blocks.
+    fn unless_void(&mut self, epochs: &[DiskEpoch], request: DiskRequest) -> Result<()> {
+        if self.shared.lock().are_void(epochs) {
+            return Ok(());
+        }
+        match self.done(&request, ANSWER_TIMEOUT) {
+            Err(Error::ServerEnded) => Ok(()),
+            other => other,
+        }
     }
 
     /// Opens `specs`, which must have the same exports and sizes, without serving them. Errors: a
     /// disk cannot be opened; the server has ended or does not answer.
     pub fn stage(&mut self, specs: &[DiskSpec]) -> Result<()> {
         self.done(&DiskRequest::Stage { specs: specs.to_vec() }, OPEN_TIMEOUT)?;
-        self.staged = specs.to_vec();
+        self.shared.lock().staged = specs.to_vec();
         Ok(())
     }
 
@@ -246,7 +239,10 @@ impl Disks {
     /// disk is exchanged.
     pub fn exchange(&mut self) -> Result<()> {
         self.done(&DiskRequest::Exchange, ANSWER_TIMEOUT)?;
-        std::mem::swap(&mut self.specs, &mut self.staged);
+        let mut state = self.shared.lock();
+        let state = &mut *state;
+        std::mem::swap(&mut state.specs, &mut state.staged);
+        self.specs.clone_from(&state.specs);
         Ok(())
     }
 
@@ -254,7 +250,7 @@ impl Disks {
     /// server has ended or does not answer.
     pub fn dismiss(&mut self) -> Result<Vec<DiskSpec>> {
         self.done(&DiskRequest::Dismiss, ANSWER_TIMEOUT)?;
-        Ok(std::mem::take(&mut self.staged))
+        Ok(std::mem::take(&mut self.shared.lock().staged))
     }
 
     /// The state of the server. Errors: the server has ended or does not answer.
@@ -266,20 +262,30 @@ impl Disks {
     }
 
     /// Ends the server: disconnects the remaining clients and syncs all data. Then the overlays are
-    /// unlocked. Errors: a sync failed; the server does not answer.
+    /// unlocked. Errors: a sync failed; the server does not answer; [`Error::ServerEnded`].
     pub fn end(mut self) -> Result<()> {
+        self.end_supervision();
         let ended = self.done(&DiskRequest::End, SYNC_TIMEOUT);
+        let mut state = self.shared.lock();
+        let child = &mut state.connection()?.child;
         let deadline = Instant::now() + EXIT_TIMEOUT;
         while Instant::now() < deadline {
-            if !self.is_alive() {
+            if !matches!(child.try_wait(), Ok(None)) {
                 return ended;
             }
             std::thread::sleep(Duration::from_millis(2));
         }
         // The server has synced, or failed to. Killing it loses no data.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        let _ = child.kill();
+        let _ = child.wait();
         ended
+    }
+
+    fn end_supervision(&mut self) {
+        if let Some((until, thread)) = self.supervisor.take() {
+            drop(until);
+            let _ = thread.join();
+        }
     }
 
     fn done(&mut self, request: &DiskRequest, timeout: Duration) -> Result<()> {
@@ -287,55 +293,8 @@ impl Disks {
     }
 
     fn ask(&mut self, request: &DiskRequest, timeout: Duration) -> Result<DiskResponse> {
-        self.wait_for_cut();
-        self.send(request, timeout)?;
-        self.receive()
+        self.shared.lock().connection()?.ask(request, timeout)
     }
-
-    /// Sends a request and sets the time limit of its response.
-    fn send(&mut self, request: &DiskRequest, timeout: Duration) -> Result<()> {
-        let limit = |e| Error::io("the process that serves the disks", "bound the wait for")(e);
-        self.control.set_read_timeout(Some(timeout)).map_err(limit)?;
-        self.control.set_write_timeout(Some(timeout)).map_err(limit)?;
-        frame::send(&self.control, request).map_err(|error| self.lost(error))
-    }
-
-    fn receive(&mut self) -> Result<DiskResponse> {
-        match frame::receive(&self.control) {
-            Ok(Some(DiskResponse::Failed { problem, disk_full: true, .. })) => {
-                Err(Error::ServerFull { problem })
-            }
-            Ok(Some(DiskResponse::Failed { problem, fix, disk_full: false })) => {
-                Err(Error::Server { problem, fix })
-            }
-            Ok(Some(response)) => Ok(response),
-            Ok(None) => Err(Error::Server { problem: "it has ended".into(), fix: None }),
-            Err(error) => Err(self.lost(error)),
-        }
-    }
-
-    /// A late response would be taken for the response to the next request, so the connection ends.
-    fn lost(&self, error: Error) -> Error {
-        let _ = self.control.shutdown(std::net::Shutdown::Both);
-        error
-    }
-}
-
-fn is_done(response: DiskResponse) -> Result<()> {
-    match response {
-        DiskResponse::Done => Ok(()),
-        other => Err(unexpected(&other)),
-    }
-}
-
-fn command_name(command: &Command) -> String {
-    command.get_program().to_string_lossy().into_owned()
-}
-
-fn unexpected(response: &DiskResponse) -> Error {
-    let mut response = format!("{response:?}");
-    response.truncate(response.floor_char_boundary(100));
-    Error::protocol("the process that serves the disks", format!("it answered {response}"))
 }
 
 /// The extents of an epoch, fetched some thousand at a time.

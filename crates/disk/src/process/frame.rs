@@ -1,10 +1,16 @@
 //! Framing of requests and responses: a 32-bit length, then JSON.
 
 use crate::{Error, Result};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use std::io::{self, Read, Write};
-use std::os::unix::net::UnixStream;
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::AsFd;
+use std::os::unix::net::{UnixListener, UnixStream};
 
 /// The longest message in bytes: some thousand extents, or the paths of 64 disks.
 const MESSAGE_BYTES_MAX: u32 = 4 << 20;
@@ -44,4 +50,32 @@ pub fn receive<T: DeserializeOwned>(mut stream: &UnixStream) -> Result<Option<T>
     let mut bytes = vec![0; len as usize];
     stream.read_exact(&mut bytes).map_err(Error::io(OBJECT, "read from"))?;
     serde_json::from_slice(&bytes).map(Some).map_err(|e| Error::protocol(OBJECT, e.to_string()))
+}
+
+/// Sends a listening socket, in a message of one byte.
+pub fn send_listener(stream: &UnixStream, listener: &UnixListener) -> Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let descriptors = [listener.as_fd()];
+    control.push(SendAncillaryMessage::ScmRights(&descriptors));
+    let byte = [IoSlice::new(&[0])];
+    rustix::net::sendmsg(stream, &byte, &mut control, SendFlags::NOSIGNAL)
+        .map(drop)
+        .map_err(Error::io(OBJECT, "write to"))
+}
+
+/// Receives the socket of [`send_listener`].
+pub fn receive_listener(stream: &UnixStream) -> Result<UnixListener> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0];
+    let mut parts = [IoSliceMut::new(&mut byte)];
+    rustix::net::recvmsg(stream, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC)
+        .map_err(Error::io(OBJECT, "read from"))?;
+    let listener = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
+        _ => None,
+    });
+    let listener = listener.ok_or_else(|| Error::protocol(OBJECT, "no listening socket came"))?;
+    Ok(UnixListener::from(listener))
 }

@@ -34,11 +34,15 @@ pub fn serve(
 ) -> Result<()> {
     let Some(request) = frame::receive(control)? else { return Ok(()) };
     let opened = match request {
-        DiskRequest::Open { socket, specs } => {
-            open(&specs, &open_layer).and_then(|(exports, locks)| {
-                Ok((NbdServer::start(&socket, exports.clone())?, exports, locks))
-            })
-        }
+        DiskRequest::Open { socket, specs, epochs_after } => frame::receive_listener(control)
+            .and_then(|listener| {
+                let (exports, locks) = open(&specs, &open_layer)?;
+                let number = |disk: &Disk| disk.stack().overlay.number_epochs_after(epochs_after);
+                exports.iter().for_each(|export| number(&export.disk));
+                let server = NbdServer::serve(&socket, listener, exports.clone())?;
+                sync_recovered(&exports)?;
+                Ok((server, exports, locks))
+            }),
         _ => Err(Error::protocol("the engine", "its first request does not open the disks")),
     };
     match opened {
@@ -53,6 +57,20 @@ pub fn serve(
             Err(error)
         }
     }
+}
+
+/// Makes durable what the process before has acknowledged, on a thread, because the guest waits for
+/// its disks. Only a flush that was acknowledged in a pause may not be durable yet.
+fn sync_recovered(exports: &[NbdExport]) -> Result<()> {
+    let exports = exports.to_vec();
+    let sync = move || {
+        for export in exports {
+            // If this fails, the guest's next flush fails too.
+            let _ = export.disk.sync();
+        }
+    };
+    let thread = std::thread::Builder::new().name("disk-sync".into()).spawn(sync);
+    thread.map(drop).map_err(Error::io("the recovered disks", "start the syncing thread of"))
 }
 
 fn open(

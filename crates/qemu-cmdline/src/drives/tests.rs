@@ -23,7 +23,7 @@ fn a_drive_keeps_the_keys_that_the_guest_sees() {
         rewritten(&["-drive", "file=a,,b.img,format=qcow2,if=none,id=d,cache=none,aio=native"]);
     assert_eq!(
         text,
-        "-drive format=raw,file.driver=nbd,file.server.type=unix,file.server.path=/run/d.sock,file.export=a/d,\
+        "-drive format=raw,file.driver=nbd,file.server.type=unix,file.server.path=/run/d.sock,file.export=a/d,file.reconnect-delay=86400,\
          discard=unmap,if=none,id=d,cache.writeback=on,cache.no-flush=off"
     );
     let drive = &drives(&line(&["-drive", "file=a,,b.img,format=qcow2,id=d"])).unwrap()[0];
@@ -48,7 +48,7 @@ fn nodes_are_served_in_each_of_their_forms() {
         "-blockdev",
         "qcow2,node-name=n,file=f",
     ];
-    let nbd = "-blockdev driver=nbd,server.type=unix,server.path=/run/d.sock,export=a/n,discard=unmap,node-name=n";
+    let nbd = "-blockdev driver=nbd,server.type=unix,server.path=/run/d.sock,export=a/n,reconnect-delay=86400,discard=unmap,node-name=n";
     assert_eq!(rewritten(&two), nbd);
     let json = r#"{"driver":"raw","node-name":"n","file":{"driver":"file","filename":"a"}}"#;
     assert_eq!(rewritten(&["-blockdev", json]), nbd);

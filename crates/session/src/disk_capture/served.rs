@@ -10,10 +10,10 @@
 //! between `before_stop` and `resumed` the encoder asks the server nothing, so that
 //! the pause does not wait for it.
 
-use crate::error::{DiskError, Error, Result};
-use crate::event::{SharedEventSink, Step, tell_failed};
+use crate::error::{DiskError, Error, Result, error_chain};
+use crate::event::{Event, Helper, SharedEventSink, Step, tell_failed};
 use keyframe_capture::BoxError;
-use keyframe_disk::{DiskBlock, DiskEpoch, Extent};
+use keyframe_disk::{DiskBlock, DiskEpoch, Extent, ServerEvent, ServerObserver};
 use keyframe_locks::IgnorePoison;
 use keyframe_store::{DiskMeta, Meta, Run, Store};
 use keyframe_units::{CheckpointId, PAGE_BYTES, Page};
@@ -35,6 +35,8 @@ pub type ServedCut = Arc<OnceLock<Vec<DiskEpoch>>>;
 struct Shared {
     state: Mutex<State>,
     idle: Condvar,
+    /// Why no process serves the disks.
+    outage: Mutex<Option<String>>,
 }
 
 struct State {
@@ -87,7 +89,10 @@ impl ServedDiskCapture {
     pub fn new(served: ServedDisks, pause_limit: Duration, events: SharedEventSink) -> Self {
         let metas = served.metas.clone();
         let state = Mutex::new(State { served: Some(served), pausing: false });
-        let shared = Arc::new(Shared { state, idle: Condvar::new() });
+        let shared = Arc::new(Shared { state, idle: Condvar::new(), outage: Mutex::default() });
+        if let Some(served) = &shared.lock().served {
+            served.disks.observe(observer(&shared, &events));
+        }
         Self { shared, metas, pause_limit, events, current: None, in_flight: BTreeMap::new() }
     }
 
@@ -119,6 +124,11 @@ impl ServedDiskCapture {
     /// Requests are answered on `core`, on which the one guest runs alone, before it runs on.
     pub fn answer_on(&self, core: u32) -> Result<(), BoxError> {
         self.shared.ask(|disks| disks.answer_on(core))
+    }
+
+    /// Why no process serves the disks, if one could not be started at once.
+    pub fn outage(&self) -> Option<String> {
+        self.shared.outage.lock().ignore_poison().clone()
     }
 
     /// Begins a capture: the server syncs dirty blocks while the guest runs.
@@ -257,6 +267,29 @@ impl ServedDiskCapture {
     }
 }
 
+/// Notes and tells what happens to the process that serves the disks.
+fn observer(shared: &Arc<Shared>, events: &SharedEventSink) -> ServerObserver {
+    let (shared, events) = (Arc::downgrade(shared), Arc::clone(events));
+    Arc::new(move |event| {
+        let Some(shared) = shared.upgrade() else { return };
+        let helper = Helper::DiskServer;
+        match event {
+            ServerEvent::Restarted { pid, .. } => {
+                *shared.outage.lock().ignore_poison() = None;
+                events.event(&Event::HelperRestarted { helper, pid });
+            }
+            ServerEvent::NotRestarted { error, .. } => {
+                let text = error_chain(&error);
+                let before = shared.outage.lock().ignore_poison().replace(text.clone());
+                if before.is_none_or(|before| before != text) {
+                    let error = Arc::new(error);
+                    events.event(&Event::HelperNotRestarted { helper, error });
+                }
+            }
+        }
+    })
+}
+
 /// Takes blocks of disks in.
 pub trait BlockSink {
     /// A block of disk number `disk`.
@@ -297,7 +330,8 @@ impl ServedDiskReader {
                 from = next;
             }
         }
-        Ok(())
+        // A server that was started meanwhile may have written other blocks to these slots.
+        Ok(self.0.ask_idle(|disks| disks.require_current(epochs))?)
     }
 }
 

@@ -9,6 +9,9 @@ use crate::error::error_chain;
 use crate::event::shared;
 use keyframe_units::duration_ns;
 
+/// The end of the error that a status shows, if it is the last one.
+pub(super) const NO_MORE: &str = "; no more checkpoints are taken";
+
 impl Engine<'_> {
     /// Handles a report of the encoder.
     pub(super) fn settle(&mut self, report: EncodeReport<Sealed>) {
@@ -127,6 +130,16 @@ impl Engine<'_> {
             (self.given_up, self.is_blind) = (true, true);
             return self.failed(CheckpointError::MonitorLost { pid }, 1, true).into();
         }
+        let is_final = self.machines.have_lost_watchdog() || self.machines.have_lost_network();
+        if is_final {
+            self.given_up = true;
+            let final_error = if self.machines.have_lost_watchdog() {
+                CheckpointError::NoWatchdog(error)
+            } else {
+                CheckpointError::NoNetwork(error)
+            };
+            return self.failed(final_error, 1, true).into();
+        }
         self.failed(error.into(), 1, false).into()
     }
 
@@ -171,7 +184,7 @@ impl Engine<'_> {
         is_final: bool,
     ) -> CheckpointFailure {
         self.failed += lost;
-        let text = error_chain(&error);
+        let text = error_chain(&error) + if is_final { NO_MORE } else { "" };
         let failure = CheckpointFailure { error: Arc::new(error), lost, is_final };
         let (failed, owed_pages) = (self.failed, self.copying.cycle.owed_pages());
         let mut is_repeated = false;

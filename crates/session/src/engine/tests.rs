@@ -6,6 +6,7 @@
 
 mod captures;
 mod encoder;
+mod outages;
 mod requests;
 mod rollbacks;
 mod signals;
@@ -25,13 +26,14 @@ use crate::ram_capture::{RamAccess, RamCapture, StartedTracker};
 use crate::run_dir::RunDir;
 use crate::session_vm::SessionVm;
 use crate::store_sink::{MachineDescriptions, StoreSink};
+use crate::watchdog_keeper::WatchdogKeeper;
 use keyframe_capture::{
     BoxError, CapturePhase, DirtyTracker, FirstWriteMonitor, PageReader, RamFreezer,
 };
 use keyframe_store::{DiskState, MemberMeta, Store, Tuning};
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, PageSet, RamLayout};
-use keyframe_vmm::Vmm;
 use keyframe_vmm::fake::{FakeControl, FakeVm};
+use keyframe_vmm::{PauseWatchdog, Vmm};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -231,7 +233,26 @@ impl Bench {
         options: SessionOptions,
         disks: Option<Box<dyn DiskCapture>>,
     ) -> Engine<'_> {
-        let (mut vm, watchdog) = self.control.attach();
+        let (vm, watchdog) = self.control.attach();
+        let member = |vm| Member::new(VM.into(), vm, true);
+        self.engine_of((vm, Box::new(watchdog)), member, options, disks)
+    }
+
+    /// An engine whose pauses `keeper` watches.
+    fn engine_watched_by(&self, options: SessionOptions, keeper: WatchdogKeeper) -> Engine<'_> {
+        let (vm, _) = self.control.attach();
+        let health = keeper.health();
+        let member = |vm| Member::new(VM.into(), vm, true).watched_by(health);
+        self.engine_of((vm, Box::new(keeper)), member, options, None)
+    }
+
+    fn engine_of(
+        &self,
+        (mut vm, watchdog): (FakeVm, Box<dyn PauseWatchdog>),
+        member: impl FnOnce(SessionVm) -> Member,
+        options: SessionOptions,
+        disks: Option<Box<dyn DiskCapture>>,
+    ) -> Engine<'_> {
         let base = self.dir.path().join("run");
         std::fs::create_dir_all(&base).unwrap();
         let run_dir = RunDir::claim_in(&base, VM).unwrap();
@@ -239,12 +260,12 @@ impl Bench {
         let (machine, pid) = (vm.spec().unwrap(), vm.pid());
         let copying =
             RamCapture::start_with(FakeRam::open, &mut [(VM, &mut vm)], false, &options).unwrap();
-        let member = MemberMeta { name: VM.into(), pid, ram_blocks: 1, machine };
-        let meta = MachineDescriptions::new(vec![member], false);
+        let member_meta = MemberMeta { name: VM.into(), pid, ram_blocks: 1, machine };
+        let meta = MachineDescriptions::new(vec![member_meta], false);
         let run = writer.begin_run_with(VM, &copying.layout, Vec::new(), DiskState::default());
         let sink = StoreSink::new(run.unwrap(), meta.clone(), options.fault.clone(), None);
-        let vm = SessionVm::new(Box::new(vm), Box::new(watchdog), options.pause_limit, false);
-        let members = vec![Member::new(VM.into(), vm, true)];
+        let vm = SessionVm::new(Box::new(vm), watchdog, options.pause_limit, false);
+        let members = vec![member(vm)];
         let machines = Machines::new(members, false, Peripherals { lans: None, disks });
         let name = VM.into();
         let parts = PreparedSession { name, run_dir, machines, copying, sink, writer, meta };

@@ -41,6 +41,13 @@ pub enum CheckpointError {
         /// QEMU's process.
         pid: u32,
     },
+    /// The watchdog has ended, and no other one could be started. Without one, a VM stays paused if
+    /// the engine ends in a pause.
+    #[error("{}; without a watchdog the VM would stay paused if this process ended in a pause", error_chain(.0))]
+    NoWatchdog(CaptureError),
+    /// The process that connects the members of a group has ended. QEMU does not connect again.
+    #[error("{}; the network between the VMs is dead until they are started again", error_chain(.0))]
+    NoNetwork(CaptureError),
     /// The encoder or the store failed.
     #[error(transparent)]
     Encode(keyframe_capture::EncodeError),

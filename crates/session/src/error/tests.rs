@@ -76,6 +76,8 @@ fn checkpoint() -> Vec<String> {
         CheckpointError::OtherRam(CaptureError::OtherRam),
         CheckpointError::NoNewRun { capture: CaptureError::OtherRam, restart },
         CheckpointError::MonitorLost { pid: 4711 },
+        CheckpointError::NoWatchdog(CaptureError::Torn),
+        CheckpointError::NoNetwork(CaptureError::Torn),
         CheckpointError::GivenUp,
         CheckpointError::Ending,
     ];

@@ -56,6 +56,10 @@ impl OverlayFolder for SlowFolder {
     fn sync(&self) -> Result<()> {
         self.folder.sync()
     }
+
+    fn boot_seed(&self) -> Result<u64> {
+        Ok(0)
+    }
 }
 
 /// Other operations go on meanwhile. The slot that is read is not reused, although no map names it

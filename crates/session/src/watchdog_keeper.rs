@@ -1,0 +1,132 @@
+//! A watchdog that is started again if its process ends.
+//!
+//! ```text
+//!   arm ──▶ there? ──yes──▶ armed
+//!              └──no──▶ started again? ──yes──▶ armed
+//!                            └──no──▶ the checkpoint fails; tried again later, a few times ──▶ lost
+//! ```
+//!
+//! Invariants: no VM is paused for a checkpoint without an armed watchdog. If a watchdog's process
+//! ends while the VM is paused, the checkpoint of this pause fails, because nothing tells whether
+//! the watchdog has resumed the VM.
+
+use crate::event::{Event, Helper, SharedEventSink};
+use keyframe_qemu::watchdog::Watchdog;
+use keyframe_qemu::{Error, Result};
+use keyframe_vmm::{PauseWatchdog, VmmError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// How many starts may fail, one after the other.
+const TRIES_MAX: u32 = 5;
+/// The wait after the first failed start. It doubles with each further one.
+const WAIT_MIN: Duration = Duration::from_millis(500);
+
+/// Whether a VM has a watchdog.
+#[derive(Clone, Debug, Default)]
+pub struct WatchdogHealth(Arc<AtomicBool>);
+
+impl WatchdogHealth {
+    /// True if it has none, and none can be started.
+    pub fn is_lost(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+}
+
+/// Starts a watchdog.
+pub type StartWatchdog = Box<dyn FnMut() -> Result<Watchdog> + Send>;
+
+/// A watchdog that is started again if its process ends.
+pub struct WatchdogKeeper {
+    start: StartWatchdog,
+    events: SharedEventSink,
+    current: Option<Watchdog>,
+    health: WatchdogHealth,
+    /// Failed starts since the last good one, and when the next one may be tried.
+    failed: u32,
+    not_before: Instant,
+}
+
+impl WatchdogKeeper {
+    /// Starts the first watchdog. Error: it cannot be started.
+    pub fn start(mut start: StartWatchdog, events: SharedEventSink) -> Result<Self> {
+        let current = Some(start()?);
+        let (health, not_before) = (WatchdogHealth::default(), Instant::now());
+        Ok(Self { start, events, current, health, failed: 0, not_before })
+    }
+
+    /// Tells later whether there is a watchdog.
+    pub fn health(&self) -> WatchdogHealth {
+        self.health.clone()
+    }
+
+    /// Calls `order`. If that fails, the process has ended or does not answer; then it is ended, and
+    /// the next pause gets another one.
+    fn order<T>(&mut self, order: impl FnOnce(&mut Watchdog) -> Result<T>) -> Result<T> {
+        let current = self.current.as_mut().ok_or_else(ended)?;
+        let done = order(current);
+        if done.is_err()
+            && let Some(current) = self.current.take()
+        {
+            current.kill();
+        }
+        done
+    }
+
+    fn replace(&mut self) -> Result<&mut Watchdog> {
+        if self.health.is_lost() || Instant::now() < self.not_before {
+            return Err(ended());
+        }
+        match (self.start)() {
+            Ok(new) => {
+                self.failed = 0;
+                let pid = new.pid();
+                self.events.event(&Event::HelperRestarted { helper: Helper::Watchdog, pid });
+                Ok(self.current.insert(new))
+            }
+            Err(error) => {
+                self.failed += 1;
+                self.not_before = Instant::now() + WAIT_MIN * (1 << self.failed.min(8));
+                if self.failed >= TRIES_MAX {
+                    self.health.0.store(true, Ordering::Release);
+                }
+                Err(error)
+            }
+        }
+    }
+}
+
+fn ended() -> Error {
+    Error::Watchdog { problem: "it has ended, and no other one has been started".into() }
+}
+
+impl PauseWatchdog for WatchdogKeeper {
+    fn arm(&mut self, limit: Duration) -> Result<(), VmmError> {
+        if self.current.is_some() && self.order(|watchdog| watchdog.arm(limit)).is_ok() {
+            return Ok(());
+        }
+        self.replace()?;
+        Ok(self.order(|watchdog| watchdog.arm(limit))?)
+    }
+
+    fn disarm(&mut self) -> Result<bool, VmmError> {
+        Ok(self.order(Watchdog::disarm)?.0)
+    }
+
+    fn forbid_running(&mut self) -> Result<bool, VmmError> {
+        Ok(self.order(Watchdog::between)?.0)
+    }
+
+    fn resume_now(&mut self) {
+        if let Some(watchdog) = &mut self.current {
+            PauseWatchdog::resume_now(watchdog);
+        }
+    }
+
+    fn end(self: Box<Self>) {
+        if let Some(watchdog) = self.current {
+            watchdog.end();
+        }
+    }
+}
