@@ -40,7 +40,7 @@ pub enum Event {
     },
     /// The primary could not connect to a standby; it tries again. Repetitions are not told.
     ConnectFailed(Error),
-    /// An epoch failed; its pages go with the next one.
+    /// An epoch failed; its pages go with the next one. Repetitions are not told.
     EpochFailed(Error),
     /// The guard could not be told what the VM may do.
     GuardFailed {

@@ -19,6 +19,7 @@ pub mod event;
 mod frames;
 mod gate;
 pub mod guard;
+mod late_watchdog;
 pub mod launch;
 pub mod links;
 mod notice_text;

@@ -15,7 +15,7 @@ use crate::lans::{self, Lans};
 use crate::rights;
 use crate::run_dir::{self, RunDir};
 use crate::teardown::Teardown;
-use keyframe_qemu::watchdog::Watchdog;
+use keyframe_qemu::watchdog::{Watchdog, Watched};
 use keyframe_qemu::{
     AuditFinding, DiskServer, Drive, Invocation, LaunchOptions, QemuIdentity, Severity, Vm,
 };
@@ -515,8 +515,12 @@ pub fn lines_now(vm: &mut Vm) -> Result<(Vec<String>, Vec<String>)> {
 
 /// Starts the watchdog: a process of its own, so that it survives whatever ends this one.
 pub fn spawn_watchdog(vm: &Vm) -> Result<Watchdog> {
-    let watched = vm.watched()?;
+    Ok(start_watchdog(&vm.watched()?)?)
+}
+
+/// As [`spawn_watchdog`], for a VM that is known by its connection.
+pub fn start_watchdog(watched: &Watched) -> keyframe_qemu::Result<Watchdog> {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("keyframe").arg("__watchdog");
-    Ok(Watchdog::spawn(&mut command, &watched)?)
+    Watchdog::spawn(&mut command, watched)
 }

@@ -83,19 +83,24 @@ impl StandbyEngine {
                     for note in plan.notes() {
                         setup.events.failover_event(&Event::CommandLineNote(note.clone()));
                     }
-                    let prepared = prepare(plan)?;
+                    let mut prepared = prepare(plan)?;
                     let memory = prepared.memory()?;
-                    Ok((prepared, memory))
+                    // Once the VM runs here, a refusal would come too late.
+                    let disks = served.as_ref().map(|_| &*socket);
+                    let refused = prepared.refusals(disks)?;
+                    Ok((prepared, memory, refused))
                 });
-            match prepared {
-                Ok(prepared) => Ok((prepared, served)),
-                Err(error) => {
-                    if let Some(served) = served {
-                        let _ = served.end(false);
-                    }
-                    Err(error.into())
+            let problem = match prepared {
+                Ok((prepared, memory, refused)) if refused.is_empty() => {
+                    return Ok(((prepared, memory), served));
                 }
+                Ok((.., refused)) => keyframe_session::Error::NotCheckpointable(refused).into(),
+                Err(error) => error.into(),
+            };
+            if let Some(served) = served {
+                let _ = served.end(false);
             }
+            Err(problem)
         });
         let ((prepared, memory), served) = made.inspect_err(|_| gate.end())?;
         let image = Arc::new(StandbyImage::new(memory, &machine, &paths)?);
