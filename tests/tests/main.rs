@@ -38,6 +38,7 @@ mod pacemaker;
 mod profile;
 mod protect;
 mod protect_faults;
+mod protect_plugged;
 mod protect_servers;
 mod record;
 mod recordings;

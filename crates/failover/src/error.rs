@@ -4,6 +4,7 @@
 use crate::frames::{Arbiter, VERSION};
 use keyframe_capture::{BoxError, CaptureError};
 use keyframe_link::Error as LinkError;
+use keyframe_qemu::MachineChange;
 use keyframe_scheduling::replication::ReplicationPolicy;
 use std::io;
 use std::net::SocketAddr;
@@ -37,6 +38,15 @@ pub enum Error {
     /// The VM could not be captured.
     #[error(transparent)]
     Capture(#[from] CaptureError),
+    /// The machine was changed in a way that the standby's machine cannot follow.
+    #[error("{}", joined(changes))]
+    MachineChanged {
+        /// The changes.
+        changes: Vec<MachineChange>,
+    },
+    /// The capture of the VM has not begun.
+    #[error("the VM's capture has not begun")]
+    NotCaptured,
     /// A captured epoch could not be sent; the text is the reason.
     #[error("{0}")]
     NotSent(String),
@@ -210,6 +220,7 @@ impl Error {
             Self::VmDisks(error) => return error.fix(),
             Self::Link(error) => return error.fix(),
             Self::StandbyRefuses { fix, .. } => return fix.clone(),
+            Self::MachineChanged { changes } => return changes.first().map(|c| c.fix().into()),
             Self::NoKey => {
                 "make one, copy it to each host, and name it with --key KEY or KEYFRAME_KEY: \
                  (umask 077; head -c 32 /dev/urandom | base64 > KEY)"
@@ -226,6 +237,7 @@ impl Error {
                  back, or remove it while no VM is protected"
             }
             Self::Capture(_)
+            | Self::NotCaptured
             | Self::NotSent(_)
             | Self::PageHashes(_)
             | Self::Io { .. }
@@ -255,6 +267,10 @@ impl From<keyframe_session::error::RunDirError> for Error {
     }
 }
 
+fn joined(changes: &[MachineChange]) -> String {
+    changes.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+}
+
 /// An error and its sources in one line, with what the user can do about it on a second line.
 pub(crate) fn with_fix(error: &Error) -> String {
     keyframe_units::error_with_fix(error, error.fix())
@@ -276,6 +292,13 @@ mod tests {
             Error::file("lock", Path::new("D/lock"), denied()),
             Error::vm("pause the VM", denied()),
             Error::NotSent("no standby is connected".into()),
+            Error::NotCaptured,
+            Error::MachineChanged {
+                changes: vec![
+                    MachineChange::Plugged { device: "b1".into(), kind: "nvme".into() },
+                    MachineChange::Unplugged { device: "r0".into(), kind: "usb-kbd".into() },
+                ],
+            },
             Error::NoKey,
             Error::Detection,
             Error::NotAdaptive(ReplicationPolicy::Paper),

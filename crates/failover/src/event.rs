@@ -40,7 +40,7 @@ pub enum Event {
     /// The primary could not connect to a standby; it tries again. The event is not repeated while
     /// the error stays the same.
     ConnectFailed(Error),
-    /// An epoch failed; its pages go with the next one.
+    /// An epoch failed; its pages go with the next one. Repetitions are not told.
     EpochFailed(Error),
     /// The guard did not take the new permit of the VM.
     GuardFailed {

@@ -1,12 +1,14 @@
 //! The VM with the gate before its network, as the capture's machine: what the guest has sent is
 //! cut into epochs as it is paused.
 
+use crate::error::Error;
 use keyframe_capture::machine::pause_in_steps;
 use keyframe_capture::{
     BoxError, CaptureError, Machine, PauseRecord, PauseSteps, PauseVerdict, PauseWork, StopOutcome,
 };
 use keyframe_locks::IgnorePoison;
 use keyframe_net::GateRemote;
+use keyframe_qemu::{MachineChange, MachineShape};
 use keyframe_session::machines::Machines;
 use keyframe_units::RamLayout;
 use std::sync::{Arc, Mutex};
@@ -43,10 +45,30 @@ pub struct GatedMachines {
     pub gate: Gate,
     /// The gate's cut at the newest pause.
     pub cut: Option<u64>,
+    /// The devices and media that the standby's machine has; `None` before the first capture.
+    pub expected: Option<MachineShape>,
+    /// The changes from them that the newest look has found.
+    pub changes: Vec<MachineChange>,
+}
+
+impl GatedMachines {
+    /// Fails if the machine has other devices or media than the standby's.
+    pub fn check_shape(&mut self) -> Result<(), BoxError> {
+        let Some(expected) = &self.expected else { return Ok(()) };
+        let Some(member) = self.machines.members_mut().first_mut() else { return Ok(()) };
+        self.changes = member.vm.qemu()?.shape()?.changes_since(expected);
+        match &self.changes[..] {
+            [] => Ok(()),
+            changes => Err(Error::MachineChanged { changes: changes.to_vec() }.into()),
+        }
+    }
 }
 
 impl Machine for GatedMachines {
+    /// The cycle asks after each pause, before the epoch is sealed: no epoch of a changed machine
+    /// gets to a standby that could not load it.
     fn ram_layout(&mut self) -> Result<RamLayout, BoxError> {
+        self.check_shape()?;
         self.machines.ram_layout()
     }
 

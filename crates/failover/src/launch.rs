@@ -6,11 +6,13 @@ use super::links::Addresses;
 use super::primary;
 use super::sending::SharedWire;
 use super::settings::{Setup, random};
-use super::vm::{self, Gate};
+use super::vm::{self, Gate, MachineDescription};
 use crate::error::{Error, Result};
+use keyframe_inspect::source_of;
 use keyframe_net::{GateNic, GateRemote};
-use keyframe_qemu::NicSockets;
+use keyframe_qemu::restore::{Plan, RestoreOptions};
 use keyframe_qemu::{DiskServer, Drive, Invocation, LaunchOptions, QemuIdentity, Vm};
+use keyframe_qemu::{MachineShape, NicSockets};
 use keyframe_replication::{GroupId, NodeId, PrimaryStart, ReplicationConfig};
 use keyframe_session::control::server::SharedStatus;
 use keyframe_session::control::{
@@ -26,10 +28,10 @@ use keyframe_session::rights;
 use keyframe_session::run_dir::RunDir;
 use keyframe_session::session_vm::SessionVm;
 use keyframe_session::{SessionOptions, machine_meta, refuse};
-use keyframe_store::MachineMeta;
-use keyframe_units::{Epoch, PAGE_BYTES, RamLayout};
+use keyframe_units::{Epoch, PAGE_BYTES};
 use keyframe_vm_disks::overlay_directory::OverlayDirectory;
 use keyframe_vm_disks::{self as disks, DiskToServe, ServedDisks};
+use keyframe_vmm::PauseWatchdog;
 use rustix::process::{Signal, pidfd_send_signal};
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
@@ -41,14 +43,15 @@ use std::sync::{Arc, Mutex};
 /// The socket of the disks' server, in the run directory.
 pub const DISKS_SOCKET: &str = "disks.sock";
 
-/// A VM that has not run its first instruction yet, and what stands beside it.
+/// A VM that has not run its first instruction yet or that was just taken over, and what stands
+/// beside it.
 pub struct LaunchedVm {
     /// The VM.
     pub vm: Vm,
     /// Its QEMU binary.
     pub identity: QemuIdentity,
     /// The description of the machine, if it was taken over from another host.
-    pub machine: Option<MachineMeta>,
+    pub machine: Option<MachineDescription>,
     /// The working directory of its command line.
     pub directory: PathBuf,
     /// Its disks; `None` if it has none.
@@ -149,8 +152,7 @@ pub fn protect(
     let status = first_status(&name, vm.pid(), ReplicationRole::Primary);
     let launched = LaunchedVm { vm, identity, machine: None, directory, served, gate };
     let context = RunContext { name, run_dir, status, interrupted, inbox: None };
-    let start = (PrimaryStart::First, Epoch(1));
-    start_primary(launched, context, setup, config, start, Some(addresses))
+    start_first(launched, context, setup, config, addresses)
 }
 
 /// Serves the images of `drives`, with what the guest writes in an overlay beneath `folder`, and has
@@ -211,54 +213,134 @@ impl Drop for EndOnError {
 }
 
 /// Makes the engine of a VM that does not run yet, and lets the VM run. The VM ends if this fails.
-pub fn start_primary(
+fn start_first(
     launched: LaunchedVm,
     context: RunContext,
     setup: Setup,
     config: ReplicationConfig,
-    (start, first_epoch): (PrimaryStart, Epoch),
-    addresses: Option<Addresses>,
+    addresses: Addresses,
 ) -> Result<primary::Engine> {
     let end_on_error = EndOnError::new(&launched);
-    let LaunchedVm { mut vm, identity, machine, directory, served, gate } = launched;
+    let LaunchedVm { mut vm, identity, directory, served, gate, .. } = launched;
     refuse(&mut vm, &*setup.events)?;
-    let options = SessionOptions {
-        events: setup.events.clone(),
-        ..SessionOptions::every(None, OnExit::Kill)
+    let options = session_options(&setup);
+    let ram = RamCapture::start(&mut [(&*context.name, &mut vm)], false, &options)?;
+    let spec = machine_meta(&mut vm, &identity, &directory)?;
+    let description = MachineDescription { spec, ram: ram.layout.clone() };
+    refuse_unrestorable(&description, served.is_some())?;
+    let shape = Some(vm.shape()?);
+    let watchdog = Box::new(sessions::spawn_watchdog(&vm, &options.events)?);
+    vm.qmp().cont()?;
+    let parts = ProtectedParts {
+        vm,
+        watchdog,
+        served,
+        gate,
+        description,
+        shape,
+        ram: Some(ram),
+        start: (PrimaryStart::First, Epoch(1)),
     };
-    let copying = RamCapture::start(&mut [(&*context.name, &mut vm)], false, &options)?;
-    let spec = match machine {
-        Some(spec) => spec,
-        None => machine_meta(&mut vm, &identity, &directory)?,
-    };
+    let engine = make_engine(parts, options, context, setup, config, Some(addresses))?;
+    end_on_error.disarm();
+    Ok(engine)
+}
+
+/// Makes the engine of a VM that was taken over and runs. After an error the VM runs on.
+///
+/// What can fail of its checkpoints is done by the engine, which tries it again: see
+/// [`ProtectedVm::renew`](crate::vm::ProtectedVm::renew).
+pub fn start_taken_over(
+    launched: LaunchedVm,
+    context: RunContext,
+    setup: Setup,
+    config: ReplicationConfig,
+    start: (PrimaryStart, Epoch),
+    addresses: Option<Addresses>,
+) -> Result<primary::Engine> {
+    let LaunchedVm { mut vm, machine, served, gate, .. } = launched;
+    let description = machine.ok_or(Error::NothingHeld)?;
+    let options = session_options(&setup);
+    let watchdog = Box::new(sessions::late_watchdog(&vm, &options.events)?);
+    // The engine takes it if this look fails.
+    let shape = vm.shape().ok();
+    let parts = ProtectedParts { vm, watchdog, served, gate, description, shape, ram: None, start };
+    make_engine(parts, options, context, setup, config, addresses)
+}
+
+fn session_options(setup: &Setup) -> SessionOptions {
+    SessionOptions { events: setup.events.clone(), ..SessionOptions::every(None, OnExit::Kill) }
+}
+
+/// Refuses a machine that a standby on a host like this one could not make.
+fn refuse_unrestorable(machine: &MachineDescription, has_disks: bool) -> Result<()> {
+    let server = DiskServer { socket: DISKS_SOCKET.into(), prefix: String::new() };
+    let disks = has_disks.then_some(server);
+    let options = RestoreOptions { disks, ..RestoreOptions::default() };
+    Ok(Plan::new(source_of(&machine.spec, &machine.ram), Vec::new(), options).map(drop)?)
+}
+
+/// A VM that runs, and all that an engine needs of it.
+struct ProtectedParts {
+    vm: Vm,
+    watchdog: Box<dyn PauseWatchdog>,
+    served: Option<ServedDisks>,
+    gate: Gate,
+    description: MachineDescription,
+    /// The devices and media that its command line makes, if that is known.
+    shape: Option<MachineShape>,
+    /// The capture of its RAM, if it has begun.
+    ram: Option<RamCapture>,
+    start: (PrimaryStart, Epoch),
+}
+
+fn make_engine(
+    parts: ProtectedParts,
+    options: SessionOptions,
+    context: RunContext,
+    setup: Setup,
+    config: ReplicationConfig,
+    addresses: Option<Addresses>,
+) -> Result<primary::Engine> {
+    let ProtectedParts { vm, watchdog, served, gate, description, shape, ram, start } = parts;
     let exports: Vec<(String, u64)> = served
         .iter()
         .flat_map(|served| &served.metas)
         .map(|disk| (disk.name.clone(), disk.disk_bytes))
         .collect();
-    let machine = machine_frame(&context.name, &setup, &config, spec, &copying.layout, &exports);
+    let machine = machine_frame(&context.name, &setup, &config, description.clone(), &exports);
     let blocks: Vec<u64> =
         exports.iter().map(|(_, bytes)| bytes.div_ceil(PAGE_BYTES as u64)).collect();
-    let wire =
-        SharedWire::new(setup.streams, setup.wire_bytes, copying.layout.len_pages(), &blocks);
+    let pages = description.ram.len_pages();
+    let wire = SharedWire::new(setup.streams, setup.wire_bytes, pages, &blocks);
     let qemu = vm.pid();
     let socket = context.run_dir.path().join(DISKS_SOCKET);
     let disks = served.is_some().then_some((socket, exports));
-    let watches_discards = copying.watches_discards.first().copied().unwrap_or(false);
-    let machines = run_machines(&context.name, vm, served, watches_discards, &options)?;
+    let watches_discards = ram.as_ref().and_then(|ram| ram.watches_discards.first().copied());
+    let vm = SessionVm::new(
+        Box::new(vm),
+        watchdog,
+        options.pause_limit,
+        watches_discards.unwrap_or(false),
+    );
+    let machines = machines_of(&context.name, vm, served, &options);
     if let Ok(mut status) = context.status.lock() {
         status.qemu_pid = qemu;
         status.state = VmState::Running;
     }
     let captured = vm::CapturedParts {
         machines,
-        ram: copying,
+        ram,
+        description,
+        shape,
+        options,
         gate: gate.clone(),
         wire: wire.clone(),
         verify: setup.verify,
         disks,
         events: setup.events.clone(),
     };
+    let (start, first_epoch) = start;
     let vm = vm::VmParts {
         captured,
         wire: wire.clone(),
@@ -266,7 +348,7 @@ pub fn start_primary(
         first_epoch,
         events: setup.events.clone(),
     };
-    let engine = primary::Engine::new(primary::EngineParts {
+    primary::Engine::new(primary::EngineParts {
         context,
         setup,
         config,
@@ -277,9 +359,7 @@ pub fn start_primary(
         gate,
         wire,
         qemu,
-    })?;
-    end_on_error.disarm();
-    Ok(engine)
+    })
 }
 
 /// The description of the machine that a standby gets.
@@ -287,8 +367,7 @@ fn machine_frame(
     name: &str,
     setup: &Setup,
     config: &ReplicationConfig,
-    spec: MachineMeta,
-    ram: &RamLayout,
+    description: MachineDescription,
     exports: &[(String, u64)],
 ) -> MachineFrame {
     let disk = |(name, disk_bytes): &(String, u64)| ReplicatedDisk {
@@ -302,34 +381,26 @@ fn machine_frame(
         detection_ns: config.detection_ns,
         paths: config.paths,
         streams: setup.streams,
-        spec,
-        ram: ram.clone(),
+        spec: description.spec,
+        ram: description.ram,
         disks: exports.iter().map(disk).collect(),
     }
 }
 
-/// Puts a watchdog beside the VM and its disks, and lets it run.
-fn run_machines(
+/// The VM with its disks, as the machine that is captured.
+fn machines_of(
     name: &str,
-    vm: Vm,
+    vm: SessionVm,
     served: Option<ServedDisks>,
-    watches_discards: bool,
     options: &SessionOptions,
-) -> Result<Machines> {
-    let watchdog = sessions::spawn_watchdog(&vm, &options.events)?;
+) -> Machines {
     let disks = served.map(|served| {
         let events = Arc::clone(&options.events);
         Box::new(ServedDiskCapture::new(served, options.pause_limit, events))
             as Box<dyn DiskCapture>
     });
-    let machine =
-        SessionVm::new(Box::new(vm), Box::new(watchdog), options.pause_limit, watches_discards);
-    let member = Member::new(name.to_owned(), machine, true);
-    let mut machines = Machines::new(vec![member], false, Peripherals { lans: None, disks });
-    for member in machines.members_mut() {
-        member.vm.vm_mut().resume().map_err(keyframe_session::Error::from)?;
-    }
-    Ok(machines)
+    let member = Member::new(name.to_owned(), vm, true);
+    Machines::new(vec![member], false, Peripherals { lans: None, disks })
 }
 
 /// What is shown of a VM or a standby that nothing is known of yet.

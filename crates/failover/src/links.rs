@@ -12,10 +12,11 @@ use super::frames::{
 use super::sending::Link;
 use crate::error::{Error, Result};
 use keyframe_link::{Channel, Input, Party};
+use keyframe_locks::IgnorePoison;
 use keyframe_replication::PeerMessage;
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// The longest time to connect.
@@ -72,17 +73,20 @@ pub struct Addresses {
     pub beat: Option<SocketAddr>,
 }
 
+/// The machine as the primary describes it at the next connect.
+pub type SharedMachineFrame = Arc<Mutex<MachineFrame>>;
+
 /// Starts the threads that connect. They connect again whenever `linked` or `beating` is false.
 pub fn start(
     party: &Party,
     addresses: Addresses,
-    machine: &MachineFrame,
+    machine: &SharedMachineFrame,
     tell: impl Fn(LinkEvent) + Clone + Send + 'static,
     (linked, beating): (&Arc<AtomicBool>, &Arc<AtomicBool>),
     ends: &Arc<AtomicBool>,
 ) -> Result<()> {
     let started = |e| Error::io("start a thread", e);
-    let (own_party, machine, tell_control) = (party.clone(), machine.clone(), tell.clone());
+    let (own_party, machine, tell_control) = (party.clone(), Arc::clone(machine), tell.clone());
     let (linked, ending) = (Arc::clone(linked), Arc::clone(ends));
     let control = move || {
         let mut number = 0;
@@ -91,6 +95,7 @@ pub fn start(
                 number += 1;
                 // Set before the event: the receiver of a break clears it.
                 linked.store(true, Ordering::Relaxed);
+                let machine = machine.lock().ignore_poison().clone();
                 let made = connect(
                     &own_party,
                     addresses.control,

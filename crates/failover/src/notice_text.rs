@@ -9,7 +9,13 @@ pub fn notice_text(role: ReplicationRole, notice: &Notice) -> String {
         Notice::Joined(_) if role == ReplicationRole::Standby => "joined".into(),
         Notice::Joined(node) => format!("standby {node} has joined and gets the whole VM"),
         Notice::Protected => "protected: a failure of this host loses nothing".into(),
+        Notice::Unprotected(reason @ StandbyLossReason::NotCapturable(_)) => {
+            format!("not protected: {}", loss(reason))
+        }
         Notice::Unprotected(reason) => format!("the VM runs unprotected: {}", loss(reason)),
+        Notice::StandbyLost(reason @ StandbyLossReason::NotCapturable(_)) => {
+            format!("not protected: {}; may the VM run without its standby?", loss(reason))
+        }
         Notice::StandbyLost(reason) => {
             format!("the standby is lost ({}); may the VM run without?", loss(reason))
         }
@@ -75,6 +81,8 @@ fn loss(reason: &StandbyLossReason) -> String {
         StandbyLossReason::Sick(reason) => format!("it says: {reason}"),
         StandbyLossReason::Restarted => "it was started again".into(),
         StandbyLossReason::HandOver => "it was to take over, and is silent".into(),
+        StandbyLossReason::NotCapturable(reason) => reason.clone(),
+        StandbyLossReason::FailedEpochs => "epochs fail".into(),
         StandbyLossReason::Command => "as was asked for".into(),
     }
 }

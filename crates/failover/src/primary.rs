@@ -18,7 +18,7 @@ mod tests;
 use super::frames::MachineFrame;
 use super::guard::now_ns;
 use super::launch::RunContext;
-use super::links::{self, Addresses, LinkEvent};
+use super::links::{self, Addresses, LinkEvent, SharedMachineFrame};
 use super::sending::SharedWire;
 use super::settings::Setup;
 use super::vm::{Gate, VmEvent, VmThread};
@@ -30,9 +30,9 @@ use keyframe_replication::{Primary, PrimaryStart, ReplicationConfig};
 use keyframe_session::control::server::{self, Pending, SharedStatus};
 use keyframe_session::run_dir::RunDir;
 use protocol::{End, Protocol, ProtocolParts};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// The longest wait for an event: the user's signal is a flag that must be looked at.
@@ -123,6 +123,7 @@ impl Engine {
         };
         let sender = inbox.sender.clone();
         let (setup, gate) = (parts.setup, parts.gate);
+        let machine: SharedMachineFrame = Arc::new(Mutex::new(parts.machine));
         let host = QemuHost::new(parts.qemu, name, gate.clone(), setup.clone(), sender.clone())?;
         let events = sender.clone();
         let vm = VmThread::start(parts.vm, move |event| {
@@ -136,13 +137,14 @@ impl Engine {
                 let _ = sender.send(PrimaryEngineEvent::Link(event));
             };
             let party = &setup.party;
-            links::start(party, addresses, &parts.machine, tell, (&linked, &beating), &ends)?;
+            links::start(party, addresses, &machine, tell, (&linked, &beating), &ends)?;
         }
         let protocol = Protocol::new(ProtocolParts {
             core: Primary::new(parts.config, parts.start),
             vm: vm.actions.clone(),
             host: Box::new(host),
             wire: parts.wire,
+            machine,
             linked,
             beating,
             status,

@@ -75,14 +75,7 @@ impl SharedWire {
     /// Makes `streams` streams. `memory_bytes` is the memory for the pages that the standby has.
     /// Pages are numbered from RAM (`ram_pages` pages) on through the blocks of each disk.
     pub fn new(streams: usize, memory_bytes: usize, ram_pages: u64, disk_blocks: &[u64]) -> Self {
-        let mut at = ram_pages;
-        let disks = disk_blocks
-            .iter()
-            .map(|blocks| {
-                at += blocks;
-                at - blocks
-            })
-            .collect();
+        let disks = first_pages(ram_pages, disk_blocks);
         let encoders = (0..streams).map(|_| Encoder::new(memory_bytes / streams.max(1))).collect();
         Self(Arc::new(Mutex::new(Wire {
             encoders,
@@ -100,6 +93,17 @@ impl SharedWire {
 
     fn lock(&self) -> MutexGuard<'_, Wire> {
         self.0.lock().ignore_poison()
+    }
+
+    /// Sends another VM's pages from now on: RAM is `ram_pages`, then come disks of so many blocks.
+    /// Nothing may be sent before the next [`SharedWire::begin`].
+    pub fn reshape(&self, ram_pages: u64, disk_blocks: &[u64]) {
+        let mut wire = self.lock();
+        wire.disks = first_pages(ram_pages, disk_blocks);
+        wire.encoders.iter_mut().for_each(Encoder::forget);
+        (wire.base, wire.remote) = (None, None);
+        (wire.sent, wire.refused) = (Sent::default(), false);
+        wire.blocks.clear();
     }
 
     /// Sends epochs by `link` from now on; by none if it is `None`.
@@ -159,6 +163,16 @@ impl SharedWire {
         }
         wire.flush_blocks()
     }
+}
+
+/// The first page of each disk, in a page space that begins with `ram_pages` of RAM.
+fn first_pages(ram_pages: u64, disk_blocks: &[u64]) -> Vec<u64> {
+    let mut at = ram_pages;
+    let next = |blocks: &u64| {
+        at += blocks;
+        at - blocks
+    };
+    disk_blocks.iter().map(next).collect()
 }
 
 impl Wire {

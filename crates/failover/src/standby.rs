@@ -31,9 +31,11 @@ use admission::{admit, bound};
 use keyframe_link::Channel;
 use keyframe_locks::IgnorePoison;
 use keyframe_replication::{Epoch, PeerMessage, StandbyEvent, Term};
-use keyframe_session::control::ReplicationRole;
+use keyframe_session::SessionOptions;
 use keyframe_session::control::server::SharedStatus;
+use keyframe_session::control::{OnExit, ReplicationRole};
 use keyframe_session::interrupt;
+use keyframe_session::launch::require_kernel;
 use keyframe_session::run_dir::RunDir;
 use prepared_vm::{IncomingEpoch, PreparedVm};
 use std::ffi::OsString;
@@ -82,6 +84,8 @@ enum StandbyEngineEvent {
 /// the other host, this host becomes its standby again.
 pub fn run(options: &StandbyOptions) -> Result<Ending> {
     let interrupted = interrupt::interruption_or_hangup()?;
+    // It has to take checkpoints of the VM once that runs here.
+    require_kernel(&SessionOptions::every(None, OnExit::Kill))?;
     let _owned = image::own(&options.folder)?;
     loop {
         match stand_by(options.clone(), &interrupted)? {

@@ -21,9 +21,10 @@ use super::sending::SentEpoch;
 use crate::error::{Error, Result};
 use epochs::VmLoop;
 use keyframe_capture::EncodeReport;
+use keyframe_machine::MachineSpec;
 use keyframe_net::GateStatus;
 use keyframe_session::machines::Machines;
-use keyframe_units::Epoch;
+use keyframe_units::{Epoch, RamLayout};
 use machines::CapturedMachines;
 pub use machines::{CapturedParts, VmParts};
 use std::io::{ErrorKind, PipeReader, Read};
@@ -67,6 +68,12 @@ pub enum VmEvent {
         reason: &'static str,
     },
     CaptureFailed(Error),
+    /// No capture can succeed before [`VmEvent::CaptureUnblocked`].
+    CaptureBlocked {
+        reason: String,
+    },
+    /// Captures can succeed again, of the machine as it was described, or of this one.
+    CaptureUnblocked(Option<Box<MachineDescription>>),
     /// The VM is paused, as [`VmAction::Stop`] asked.
     Stopped,
     Resumed,
@@ -74,6 +81,13 @@ pub enum VmEvent {
     Ended(ExitStatus),
     /// The standby has acknowledged an epoch.
     EpochDone(Box<EpochReport>),
+}
+
+/// The machine that a standby has to make.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MachineDescription {
+    pub spec: MachineSpec,
+    pub ram: RamLayout,
 }
 
 /// An acknowledged epoch as it is shown to users.
@@ -112,6 +126,13 @@ pub trait ProtectedVm: Send {
     /// Gives up the epoch of capture `seq`: its pages are owed to the next one. `report` is the
     /// encoder's report about it, if there is one.
     fn give_up(&mut self, seq: u64, report: Option<EncodeReport<SentEpoch>>);
+    /// Fails if the machine is not the one that was described to the standby.
+    fn check_machine(&mut self) -> Result<()>;
+    /// Why no capture can succeed before [`ProtectedVm::renew`], if that is so.
+    fn outdated(&self) -> Option<String>;
+    /// Begins to capture the machine as it is now. Returns its description if it is not the one
+    /// before. An epoch in flight must be given up before.
+    fn renew(&mut self) -> Result<Option<MachineDescription>>;
     /// Number of pages of RAM and disks.
     fn len_pages(&self) -> u64;
     /// Makes the next epoch hold all of the VM. `is_blank`: the standby holds only zeros.
@@ -158,10 +179,11 @@ impl VmThread {
             let _ = reports.send(VmAction::Report(Box::new(report)));
         };
         if let Ok(Some(bell)) = parts.captured.gate.ask(|gate| gate.bell()) {
-            listen(bell, actions.clone())?;
+            // Without that thread a packet waits for the next look.
+            let _ = listen(bell, actions.clone());
         }
         let vm_loop = VmLoop::new(epochs::LoopParts {
-            vm: CapturedMachines::new(parts.captured, report)?,
+            vm: CapturedMachines::new(parts.captured, report),
             wire: parts.wire,
             policy: parts.policy,
             first_epoch: parts.first_epoch,

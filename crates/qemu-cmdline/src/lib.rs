@@ -46,7 +46,8 @@ pub use error::{CommandLineError, Result};
 pub use lineage::{lineage_mark, lineage_of};
 pub use media::{Medium, media, media_of};
 pub use memory_backends::{
-    LineWord, RestoreLine, backend_id, backend_object, backends_as_made, check_added, plan_backends,
+    LineWord, RestoreLine, backend_id, backend_object, backends_as_made, check_added,
+    plan_backends, private_backend_object,
 };
 pub use net_gate::{NetGate, NicSockets, net_gate};
 pub use network::{NetworkLink, network_links, packet_holders, replace_lan};

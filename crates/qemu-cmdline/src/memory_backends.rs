@@ -216,16 +216,22 @@ fn note_dropped(object: &Object, notes: &mut Vec<String>) {
 /// The value of `-object` for a backend whose memory is the file at `path`. With `is_shared`, the
 /// guest's writes reach the file.
 pub fn backend_object(block: &RamBlock, path: &str, is_shared: bool) -> String {
+    let share = if is_shared { "on" } else { "off" };
+    let memory = format!(",mem-path={},share={share}", escape(path));
+    object_of_block("memory-backend-file", block, &memory)
+}
+
+/// The value of `-object` for a backend with private memory of QEMU's own.
+pub fn private_backend_object(block: &RamBlock) -> String {
+    object_of_block("memory-backend-ram", block, ",share=off")
+}
+
+fn object_of_block(kind: &str, block: &RamBlock, memory: &str) -> String {
     let id = block.name.strip_prefix("/objects/");
     // A block whose name is the id alone must be named so again.
     let naming = if id.is_some() { "" } else { ",x-use-canonical-path-for-ramblock-id=off" };
-    format!(
-        "memory-backend-file,id={},size={},mem-path={},share={}{naming}",
-        escape(id.unwrap_or(&block.name)),
-        block.total_bytes,
-        escape(path),
-        if is_shared { "on" } else { "off" }
-    )
+    let id = escape(id.unwrap_or(&block.name));
+    format!("{kind},id={id},size={}{memory}{naming}", block.total_bytes)
 }
 
 #[cfg(test)]

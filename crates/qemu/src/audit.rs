@@ -42,6 +42,13 @@ pub(crate) enum Disks<'a> {
     Foreign,
 }
 
+impl<'a> Disks<'a> {
+    /// Keyframe serves them at `socket`, if it serves any.
+    pub(crate) fn of_server(socket: Option<&'a Path>) -> Self {
+        socket.map_or(Self::Foreign, |socket| Self::Launched(Some(socket)))
+    }
+}
+
 /// Returns all findings about the machine behind `qmp`, whose type is `machine_type`.
 ///
 /// The disks behind the nodes `minded` are captured already: they cause no finding.
@@ -98,7 +105,7 @@ fn is_discarding(child: &Value) -> bool {
 
 /// The QOM paths of devices that were named on the line or plugged in later: with an id, and
 /// without.
-const PLUGGED: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
+pub(crate) const PLUGGED: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 
 /// The machine's devices, as `qom-list` lists them.
 fn devices(qmp: &mut Qmp) -> Result<Vec<Value>> {

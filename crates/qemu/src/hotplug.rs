@@ -73,13 +73,15 @@ pub(crate) fn refusals(qmp: &mut Qmp, line: &[Argument]) -> Result<Vec<AuditFind
     }
     let answer = qmp.execute("qom-list", Some(json!({ "path": "/machine/peripheral" })))?;
     let Some(children) = answer.as_array() else { return Err(qmp.unexpected("qom-list", &answer)) };
-    let child = |value: &Value| {
-        let text = |key: &str| value.get(key).and_then(Value::as_str);
-        let kind = text("type")?.strip_prefix("child<")?.strip_suffix('>')?;
-        Some((text("name")?.to_owned(), kind.to_owned()))
-    };
-    let present: Vec<(String, String)> = children.iter().filter_map(child).collect();
+    let present: Vec<(String, String)> = children.iter().filter_map(text_of_child).collect();
     Ok(compare(&present, &named_devices(line)))
+}
+
+/// Name and type of a child that `qom-list` lists.
+pub(crate) fn text_of_child(value: &Value) -> Option<(String, String)> {
+    let text = |key: &str| value.get(key).and_then(Value::as_str);
+    let kind = text("type")?.strip_prefix("child<")?.strip_suffix('>')?;
+    Some((text("name")?.to_owned(), kind.to_owned()))
 }
 
 fn compare(present: &[(String, String)], named: &[String]) -> Vec<AuditFinding> {

@@ -37,6 +37,7 @@ mod guestmap;
 mod hotplug;
 mod invocation;
 mod lifetime;
+mod machine_shape;
 mod process;
 pub mod qmp;
 mod ramblock;
@@ -65,6 +66,7 @@ pub use keyframe_qemu_cmdline::{
 };
 pub use keyframe_qemu_stream as stream;
 pub use keyframe_vmm::{AuditFinding, Severity, VmExit};
+pub use machine_shape::{MachineChange, MachineShape};
 pub use qmp::{Qmp, QmpEvent, RunStatus, Stopped};
 pub use ramblock::find_ram_blocks;
 pub use virtio_queues::VirtioQueues;

@@ -43,6 +43,7 @@ use keyframe_machine::read_ascending;
 use keyframe_qemu_cmdline::recording::RecordingMode;
 use keyframe_qemu_cmdline::{
     LineWord, backend_object, check_accelerator_line, lineage_mark, machine_defaults,
+    private_backend_object,
 };
 use keyframe_units::elapsed_ns;
 use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageRange};
@@ -198,6 +199,8 @@ enum Ram<'a> {
     Eager(&'a dyn RamSource),
     Shared(&'a SharedRam, &'a dyn RamSource),
     Lazy(SharedSource),
+    /// QEMU's own private memory, which stays all zeros.
+    Private,
 }
 
 impl Ram<'_> {
@@ -205,6 +208,7 @@ impl Ram<'_> {
         match self {
             Self::Eager(source) | Self::Shared(_, source) => *source,
             Self::Lazy(source) => &**source,
+            Self::Private => &prepared::Nothing,
         }
     }
 }
@@ -282,6 +286,7 @@ struct Loaded {
 
 /// The resources of a restore until the VM runs.
 struct Starting {
+    /// Empty if QEMU has private memory of its own.
     memories: Vec<Memory>,
     /// True if QEMU maps the memories shared: its writes go to them.
     is_shared: bool,
@@ -297,6 +302,7 @@ impl Starting {
             layout.blocks().iter().enumerate().filter(|(_, b)| b.kind == BlockKind::Backend);
         let memories = match ram {
             Ram::Shared(shared, _) => shared.memories(plan)?,
+            Ram::Private => Vec::new(),
             Ram::Eager(_) | Ram::Lazy(_) => of_backend
                 .map(|(number, block)| Memory::new(block, number, layout.pages_of(number)))
                 .collect::<Result<Vec<_>>>()?,
@@ -397,7 +403,7 @@ impl Starting {
                 let (qmp, filled_ns) = self.fill(plan, child, *source, crossing)?;
                 (qmp, None, Some(filled_ns))
             }
-            Ram::Shared(..) => (self.meet(plan, child, crossing)?, None, None),
+            Ram::Shared(..) | Ram::Private => (self.meet(plan, child, crossing)?, None, None),
             Ram::Lazy(source) => {
                 let qmp = self.meet(plan, child, crossing)?;
                 // Before anything is loaded: devices touch RAM as they come to life.
@@ -487,6 +493,9 @@ fn backend_words(
     match (block, memory) {
         (Some(block), Some((_, fd))) => {
             Ok(["-object".into(), backend_object(block, &inherited_path(fd), is_shared)])
+        }
+        (Some(block), None) if memories.is_empty() => {
+            Ok(["-object".into(), private_backend_object(block)])
         }
         _ => Err(Error::Source {
             what: "RAM layout".into(),

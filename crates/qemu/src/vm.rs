@@ -302,8 +302,7 @@ impl Vm {
         let machine_type = self.machine_type()?;
         let disks = match (&self.origin, &self.server) {
             (Origin::Launched { disks, .. }, _) => audit::Disks::Launched(disks.as_deref()),
-            (_, Some(server)) => audit::Disks::Launched(Some(server)),
-            _ => audit::Disks::Foreign,
+            (_, server) => audit::Disks::of_server(server.as_deref()),
         };
         let mut found = audit::audit(&mut self.qmp, &machine_type, (disks, &self.minded))?;
         if self.is_attached() {

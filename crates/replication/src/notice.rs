@@ -17,6 +17,10 @@ pub enum StandbyLossReason {
     HandOver,
     /// A user asked for it.
     Command,
+    /// The VM cannot be captured for a standby as it is now; the text is the reason.
+    NotCapturable(String),
+    /// No epoch has succeeded for too long.
+    FailedEpochs,
 }
 
 /// A notice for users.

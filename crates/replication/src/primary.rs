@@ -142,6 +142,10 @@ pub struct Primary {
     holding: bool,
     may_capture: bool,
     vm_ended: bool,
+    /// No capture can succeed.
+    capture_blocked: bool,
+    /// When the first of the failed captures began that no acknowledged epoch has followed.
+    failing_since_ns: Option<u64>,
     out: Vec<PrimaryAction>,
 }
 
@@ -183,6 +187,8 @@ impl Primary {
             holding: false,
             may_capture: false,
             vm_ended: false,
+            capture_blocked: false,
+            failing_since_ns: None,
             out: Vec::new(),
         }
     }
@@ -202,7 +208,12 @@ impl Primary {
             PrimaryEvent::Witness(reply) => self.handle_witness_reply(reply),
             PrimaryEvent::WitnessLost { sent } => self.handle_witness_loss(sent),
             PrimaryEvent::Captured { epoch } => self.record_capture(epoch),
-            PrimaryEvent::CaptureFailed => self.retry_capture(),
+            PrimaryEvent::CaptureFailed => {
+                self.failing_since_ns.get_or_insert(self.now_ns);
+                self.retry_capture();
+            }
+            PrimaryEvent::CaptureBlocked(reason) => self.block_capture(reason),
+            PrimaryEvent::CaptureUnblocked => self.capture_blocked = false,
             PrimaryEvent::VmStopped => self.handle_vm_stop(),
             PrimaryEvent::Fenced(off) => self.handle_fence_result(off),
             PrimaryEvent::SwitchOver => self.begin_switch_over(),
@@ -267,6 +278,11 @@ impl Primary {
             Phase::Pairing => PrimaryState::Pairing,
             Phase::Protected => PrimaryState::Protected,
         }
+    }
+
+    /// True if this node asks for the right to run the VM without its standby.
+    pub fn is_leaving_standby(&self) -> bool {
+        self.asking.is_some()
     }
 
     /// The term in which this node runs the VM.
@@ -380,6 +396,7 @@ impl Primary {
             return;
         }
         peer.acked = Some(epoch);
+        self.failing_since_ns = None;
         let session = peer.session;
         if self.holding {
             self.out.push(PrimaryAction::Release { epoch });
@@ -397,6 +414,16 @@ impl Primary {
                 self.broadcast(&PeerMessage::HandOver { session, epoch: last });
             }
             _ => {}
+        }
+    }
+
+    /// Gives the standby up, because it would get no further epoch.
+    fn block_capture(&mut self, reason: String) {
+        self.capture_blocked = true;
+        let why = StandbyLossReason::NotCapturable(reason);
+        match &self.peer {
+            Some(_) => self.lose_standby(why),
+            None => self.notify(Notice::Unprotected(why)),
         }
     }
 

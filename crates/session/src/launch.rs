@@ -16,7 +16,7 @@ use crate::lans::{self, Lans};
 use crate::rights;
 use crate::run_dir::{self, RunDir};
 use crate::teardown::Teardown;
-use crate::watchdog_keeper::WatchdogKeeper;
+use crate::watchdog_keeper::{StartWatchdog, WatchdogKeeper};
 use keyframe_qemu::watchdog::Watchdog;
 use keyframe_qemu::{
     AuditFinding, DiskServer, Drive, Invocation, LaunchOptions, QemuIdentity, Severity, Vm,
@@ -531,11 +531,20 @@ pub fn lines_now(vm: &mut Vm) -> Result<(Vec<String>, Vec<String>)> {
 /// Starts the watchdog: a process of its own, which outlives a crash of this one. If it ends,
 /// another one is started.
 pub fn spawn_watchdog(vm: &Vm, events: &SharedEventSink) -> Result<WatchdogKeeper> {
+    Ok(WatchdogKeeper::start(watchdog_starter(vm)?, Arc::clone(events))?)
+}
+
+/// As [`spawn_watchdog`], for a VM that runs already: the watchdog is started before the first
+/// pause, so that a host without room for one more process does not end the VM.
+pub fn late_watchdog(vm: &Vm, events: &SharedEventSink) -> Result<WatchdogKeeper> {
+    Ok(WatchdogKeeper::later(watchdog_starter(vm)?, Arc::clone(events)))
+}
+
+fn watchdog_starter(vm: &Vm) -> Result<StartWatchdog> {
     let watched = vm.watched()?;
-    let start = move || {
+    Ok(Box::new(move || {
         let mut command = Command::new("/proc/self/exe");
         command.arg0("keyframe").arg("__watchdog");
         Watchdog::spawn(&mut command, &watched)
-    };
-    Ok(WatchdogKeeper::start(Box::new(start), Arc::clone(events))?)
+    }))
 }

@@ -42,6 +42,8 @@ pub struct WatchdogKeeper {
     start: StartWatchdog,
     events: SharedEventSink,
     current: Option<Watchdog>,
+    /// Whether there has been one.
+    has_started: bool,
     health: WatchdogHealth,
     /// Failed starts since the last good one, and when the next one may be tried.
     failed: u32,
@@ -52,8 +54,14 @@ impl WatchdogKeeper {
     /// Starts the first watchdog. Error: it cannot be started.
     pub fn start(mut start: StartWatchdog, events: SharedEventSink) -> Result<Self> {
         let current = Some(start()?);
+        Ok(Self { current, has_started: true, ..Self::later(start, events) })
+    }
+
+    /// Starts the first watchdog before the first pause.
+    pub fn later(start: StartWatchdog, events: SharedEventSink) -> Self {
         let (health, not_before) = (WatchdogHealth::default(), Instant::now());
-        Ok(Self { start, events, current, health, failed: 0, not_before })
+        let (current, has_started) = (None, false);
+        Self { start, events, current, has_started, health, failed: 0, not_before }
     }
 
     /// Tells later whether there is a watchdog.
@@ -74,6 +82,15 @@ impl WatchdogKeeper {
         done
     }
 
+    /// Arms the watchdog, or another one if its process has ended.
+    fn arm_by(&mut self, arm: impl Fn(&mut Watchdog) -> Result<()>) -> Result<(), VmmError> {
+        if self.current.is_some() && self.order(&arm).is_ok() {
+            return Ok(());
+        }
+        self.replace()?;
+        Ok(self.order(arm)?)
+    }
+
     fn replace(&mut self) -> Result<&mut Watchdog> {
         if self.health.is_lost() || Instant::now() < self.not_before {
             return Err(ended());
@@ -82,7 +99,9 @@ impl WatchdogKeeper {
             Ok(new) => {
                 self.failed = 0;
                 let pid = new.pid();
-                self.events.event(&Event::HelperRestarted { helper: Helper::Watchdog, pid });
+                if std::mem::replace(&mut self.has_started, true) {
+                    self.events.event(&Event::HelperRestarted { helper: Helper::Watchdog, pid });
+                }
                 Ok(self.current.insert(new))
             }
             Err(error) => {
@@ -103,11 +122,11 @@ fn ended() -> Error {
 
 impl PauseWatchdog for WatchdogKeeper {
     fn arm(&mut self, limit: Duration) -> Result<(), VmmError> {
-        if self.current.is_some() && self.order(|watchdog| watchdog.arm(limit)).is_ok() {
-            return Ok(());
-        }
-        self.replace()?;
-        Ok(self.order(|watchdog| watchdog.arm(limit))?)
+        self.arm_by(|watchdog| watchdog.arm(limit))
+    }
+
+    fn arm_for_saved_pause(&mut self, limit: Duration) -> Result<(), VmmError> {
+        self.arm_by(|watchdog| watchdog.arm_for_pipe(limit))
     }
 
     fn disarm(&mut self) -> Result<bool, VmmError> {

@@ -255,7 +255,6 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         let saved = self.vm.pause_and_save().inspect_err(|_| self.watchdog.resume_now())?;
         if saved.is_none() {
             let _ = self.watchdog.disarm()?;
-            self.form = PauseForm::Separate;
         }
         Ok(saved)
     }

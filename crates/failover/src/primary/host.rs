@@ -59,7 +59,14 @@ impl QemuHost {
         setup: Setup,
         sender: Sender<PrimaryEngineEvent>,
     ) -> Result<Self> {
-        let guard = Some(GuardRemote::spawn(qemu_pid)?);
+        let guard = match GuardRemote::spawn(qemu_pid) {
+            Ok(guard) => Some(guard),
+            Err(error) => {
+                // The VM is free at first. Another guard is started as soon as it is not.
+                setup.events.failover_event(&Event::GuardFailed { error, restarts: false });
+                None
+            }
+        };
         let process = keyframe_kernel::Process::open(qemu_pid)?;
         let qemu = rustix::io::dup(process.pidfd());
         let qemu = qemu.map_err(|e| Error::io("take hold of QEMU", e))?;

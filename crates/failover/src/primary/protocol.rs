@@ -7,12 +7,13 @@ use super::PrimaryEngineEvent;
 use super::host::HostControl;
 use crate::error::with_fix;
 use crate::event::{Event, SharedEventSink};
-use crate::links::{self, LinkEvent};
+use crate::links::{self, LinkEvent, SharedMachineFrame};
 use crate::notice_text::notice_text;
 use crate::sending::{Link, SharedWire};
-use crate::vm::{VmAction, VmEvent};
+use crate::vm::{MachineDescription, VmAction, VmEvent};
 use crate::witness::WitnessAnswer;
 use keyframe_link::Channel;
+use keyframe_locks::IgnorePoison;
 use keyframe_replication::{
     Epoch, Notice, PeerMessage, Primary, PrimaryAction, PrimaryEvent, PrimaryState, RunPermit,
 };
@@ -28,6 +29,9 @@ use std::time::Duration;
 /// The longest time until a killed VM has ended, in nanoseconds.
 pub const END_TIMEOUT_NS: u64 = 10_000_000_000;
 
+/// The time that a standby has to learn that the VM goes on without it, in nanoseconds.
+const LEAVE_NS: u64 = 100_000_000;
+
 /// A monotonic clock, in nanoseconds.
 pub type Clock = Box<dyn Fn() -> u64 + Send>;
 
@@ -41,6 +45,8 @@ pub struct ProtocolParts {
     pub host: Box<dyn HostControl>,
     /// The data connections to the standby.
     pub wire: SharedWire,
+    /// The machine as it is described to a standby.
+    pub machine: SharedMachineFrame,
     /// True while the control connection stands; false has it made again.
     pub linked: Arc<AtomicBool>,
     /// The same for the second path.
@@ -77,6 +83,7 @@ pub struct Protocol {
     wire: SharedWire,
     pub(super) link: Option<(u64, Arc<Link>)>,
     beat: Option<(u64, Arc<Channel>)>,
+    machine: SharedMachineFrame,
     linked: Arc<AtomicBool>,
     beating: Arc<AtomicBool>,
     /// The gate's cut at each captured epoch.
@@ -92,6 +99,17 @@ pub struct Protocol {
     end: Option<End>,
     /// The error of the last attempt to connect, already emitted as an event.
     trouble: Option<String>,
+    /// Why the newest epoch failed, told already.
+    pub(super) failed_epoch: Option<String>,
+    /// A machine that standbys do not know yet.
+    changed: Option<ChangedMachine>,
+}
+
+/// A machine that standbys are to be told.
+struct ChangedMachine {
+    machine: Box<MachineDescription>,
+    /// Since when the VM has no standby.
+    alone_since_ns: Option<u64>,
 }
 
 impl Protocol {
@@ -103,6 +121,7 @@ impl Protocol {
             wire: parts.wire,
             link: None,
             beat: None,
+            machine: parts.machine,
             linked: parts.linked,
             beating: parts.beating,
             gates: BTreeMap::new(),
@@ -116,6 +135,8 @@ impl Protocol {
             exit: None,
             end: None,
             trouble: None,
+            failed_epoch: None,
+            changed: None,
         }
     }
 
@@ -139,6 +160,7 @@ impl Protocol {
         if (self.clock)() >= self.core.deadline_ns() {
             self.handle(PrimaryEvent::Tick);
         }
+        self.describe_changed_machine();
         self.show();
         self.check_interrupt();
     }
@@ -278,10 +300,20 @@ impl Protocol {
                 self.handle(PrimaryEvent::Captured { epoch });
             }
             VmEvent::CaptureFailed(error) => {
-                if self.core.state() != PrimaryState::Solo {
+                let text = with_fix(&error);
+                if self.core.state() != PrimaryState::Solo
+                    && self.failed_epoch.as_ref() != Some(&text)
+                {
                     self.tell(&Event::EpochFailed(error));
+                    self.update(|status| status.note = format!("an epoch failed: {text}"));
+                    self.failed_epoch = Some(text);
                 }
                 self.handle(PrimaryEvent::CaptureFailed);
+            }
+            VmEvent::CaptureBlocked { reason } => self.handle(PrimaryEvent::CaptureBlocked(reason)),
+            VmEvent::CaptureUnblocked(None) => self.handle(PrimaryEvent::CaptureUnblocked),
+            VmEvent::CaptureUnblocked(Some(machine)) => {
+                self.changed = Some(ChangedMachine { machine, alone_since_ns: None });
             }
             VmEvent::Stopped => {
                 self.vm_stopped = true;
@@ -295,6 +327,33 @@ impl Protocol {
             }
             VmEvent::EpochDone(report) => self.record_epoch(&report),
         }
+    }
+
+    /// Once the standby of the machine before has left, has the next connection describe the
+    /// changed machine.
+    fn describe_changed_machine(&mut self) {
+        let now_ns = (self.clock)();
+        let has_session = self.core.session().is_some();
+        let Some(changed) = &mut self.changed else { return };
+        if has_session {
+            changed.alone_since_ns = None;
+            return;
+        }
+        let since_ns = *changed.alone_since_ns.get_or_insert(now_ns);
+        if now_ns.saturating_sub(since_ns) < LEAVE_NS {
+            return;
+        }
+        if let Some(ChangedMachine { machine, .. }) = self.changed.take() {
+            let mut frame = self.machine.lock().ignore_poison();
+            (frame.spec, frame.ram) = (machine.spec, machine.ram);
+        }
+        if let Some((_, link)) = self.link.take() {
+            link.close();
+            self.wire.connect(None);
+            self.handle(PrimaryEvent::PathDown(0));
+            self.linked.store(false, Ordering::Relaxed);
+        }
+        self.handle(PrimaryEvent::CaptureUnblocked);
     }
 
     fn answer(&mut self, pending: &Pending) {

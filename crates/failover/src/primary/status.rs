@@ -8,6 +8,9 @@ use keyframe_session::control::{ReplicationState, ReplicationStatus};
 
 impl Protocol {
     pub(super) fn record_epoch(&mut self, report: &EpochReport) {
+        if self.failed_epoch.take().is_some() {
+            self.update(|status| status.note = "epochs reach the standby again".into());
+        }
         self.update(|status| {
             status.acknowledged = report.acknowledged.map(|epoch| epoch.0);
             status.epochs += 1;
@@ -32,7 +35,13 @@ impl Protocol {
         let state = self.core.state();
         let held = self.host.gate_status();
         let (term, linked) = (self.core.term().0, self.link.is_some());
-        let name = shown_state(state);
+        let name = match shown_state(state) {
+            // Its standby will get no epoch more.
+            ReplicationState::Protected if self.core.is_leaving_standby() => {
+                ReplicationState::Unprotected
+            }
+            name => name,
+        };
         self.update(|status| {
             status.state = name;
             status.term = term;

@@ -1,13 +1,15 @@
 //! The protocol's loop with the real cores of a standby and a witness at the other end, on a host,
 //! a VM and a clock that exist only here. Links are connections of this process with itself.
 
+mod captures;
+
 use super::PrimaryEngineEvent as EngineEvent;
 use super::host::HostControl;
 use super::protocol::{END_TIMEOUT_NS, End, Protocol, ProtocolParts};
 use crate::error::Error;
 use crate::event::{Event, FailoverEventSink};
 use crate::frames::Kind;
-use crate::links::LinkEvent;
+use crate::links::{LinkEvent, SharedMachineFrame};
 use crate::sending::{Link, SharedWire};
 use crate::vm::{VmAction, VmEvent};
 use crate::witness::WitnessAnswer;
@@ -18,7 +20,7 @@ use keyframe_replication::{
     ReplicationConfig, RunPermit, SessionId, Standby, StandbyAction, StandbyEvent, Term, Witness,
     WitnessRequest,
 };
-use keyframe_session::control::server::Pending;
+use keyframe_session::control::server::{Pending, SharedStatus};
 use keyframe_session::control::{EngineRequest, EngineResponse};
 use std::net::TcpListener;
 use std::os::unix::process::ExitStatusExt;
@@ -133,6 +135,8 @@ struct Test {
     actions: Receiver<VmAction>,
     interrupted: Arc<AtomicBool>,
     linked: Arc<AtomicBool>,
+    machine: SharedMachineFrame,
+    status: SharedStatus,
     witness: Option<Witness>,
     standby: Standby,
     peer: Option<Peer>,
@@ -163,6 +167,8 @@ impl Test {
         let (host, told) = (FakeHost::default(), Arc::<Told>::default());
         let clock = Arc::new(AtomicU64::new(1_000 * MS));
         let (interrupted, linked) = (Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
+        let (machine, status) =
+            (Arc::new(Mutex::new(captures::machine())), SharedStatus::default());
         let now = Arc::clone(&clock);
         let mut protocol = Protocol::new(ProtocolParts {
             core: Primary::new(config(1), PrimaryStart::First),
@@ -171,8 +177,9 @@ impl Test {
             wire: SharedWire::new(1, 1 << 20, 4, &[]),
             linked: Arc::clone(&linked),
             beating: Arc::default(),
-            status: Arc::default(),
+            status: Arc::clone(&status),
             events: told.clone(),
+            machine: Arc::clone(&machine),
             interrupted: Arc::clone(&interrupted),
             clock: Box::new(move || now.load(Ordering::Relaxed)),
         });
@@ -186,6 +193,8 @@ impl Test {
             actions,
             interrupted,
             linked,
+            machine,
+            status,
             witness: Some(Witness::default()),
             standby: Standby::new(config(2), Term(0), None),
             peer: None,
@@ -403,20 +412,6 @@ fn output_leaves_after_the_epoch_that_sent_it() {
     test.tell_standby(StandbyEvent::EpochComplete { session, epoch, after });
     while test.pump() {}
     assert!(test.host.calls().contains(&Call::Release(100 + epoch.0)));
-}
-
-#[test]
-fn a_failed_capture_is_told_and_asked_for_again() {
-    let mut test = Test::new();
-    test.captures = false;
-    test.connect(1);
-    test.until(PrimaryState::Syncing);
-    while test.pump() {}
-    let error = Error::vm("copy the disks", "no room");
-    test.step(EngineEvent::Vm(VmEvent::CaptureFailed(error)));
-    assert_eq!(test.has_told("EpochFailed"), 1);
-    test.captures = true;
-    test.until(PrimaryState::Protected);
 }
 
 #[test]

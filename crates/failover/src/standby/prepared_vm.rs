@@ -137,13 +137,22 @@ impl StandbyEngine {
             let disks = served.as_ref().map(|_| server);
             let options =
                 RestoreOptions { disks, added: gated.words.clone(), ..RestoreOptions::default() };
-            match self.start_incoming(machine, options) {
+            let started = self.start_incoming(machine, options).map_err(Error::from);
+            let checked = started.and_then(|(mut prepared, memory)| {
+                // Once the VM runs here, a refusal would come too late.
+                let refused = prepared.refusals(served.as_ref().map(|_| &*socket))?;
+                if refused.is_empty() {
+                    return Ok((prepared, memory));
+                }
+                Err(keyframe_session::Error::NotCheckpointable(refused).into())
+            });
+            match checked {
                 Ok((prepared, memory)) => Ok((prepared, memory, served)),
                 Err(error) => {
                     if let Some(served) = served {
                         let _ = served.end(false);
                     }
-                    Err(error.into())
+                    Err(error)
                 }
             }
         });
@@ -162,7 +171,7 @@ impl StandbyEngine {
         for note in plan.notes() {
             self.options.setup.events.failover_event(&Event::CommandLineNote(note.clone()));
         }
-        let prepared = prepare(plan)?;
+        let mut prepared = prepare(plan)?;
         let memory = prepared.memory()?;
         Ok((prepared, memory))
     }

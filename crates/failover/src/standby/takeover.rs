@@ -6,6 +6,7 @@ use crate::event::Event;
 use crate::launch::{self, DISKS_SOCKET, LaunchedVm, RunContext};
 use crate::links;
 use crate::primary::Ending;
+use crate::vm::MachineDescription;
 use keyframe_qemu::QemuIdentity;
 use keyframe_replication::{PeerMessage, PrimaryStart};
 use keyframe_session::control::{ReplicationRole, ReplicationStatus};
@@ -66,7 +67,10 @@ impl StandbyEngine {
         let launched = LaunchedVm {
             vm,
             identity,
-            machine: Some(ready.machine.spec.clone()),
+            machine: Some(MachineDescription {
+                spec: ready.machine.spec.clone(),
+                ram: ready.machine.ram.clone(),
+            }),
             directory: ready.machine.spec.directory(),
             served: ready.served,
             gate: ready.gate,
@@ -79,7 +83,7 @@ impl StandbyEngine {
             inbox: Some(self.requests),
         };
         let start = (PrimaryStart::TakenOver { term, forced }, Epoch(epoch.0 + EPOCH_GAP));
-        let engine = launch::start_primary(
+        let engine = launch::start_taken_over(
             launched,
             context,
             self.options.setup,

@@ -3,8 +3,8 @@
 //! Invariants: one epoch is in flight at most; pages of an epoch that the standby does not
 //! acknowledge are owed to the next.
 
-use super::{CapturedEpoch, EpochReport, ProtectedVm, VmAction, VmEvent};
-use crate::error::Error;
+use super::{CapturedEpoch, EpochReport, MachineDescription, ProtectedVm, VmAction, VmEvent};
+use crate::error::{Error, with_fix};
 use crate::event::{Event, SharedEventSink};
 use crate::resync::RemotePageHashes;
 use crate::sending::{SentEpoch, SharedWire};
@@ -20,6 +20,10 @@ use std::time::Duration;
 pub const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// The wait after a capture that failed: the protocol asks for another at once.
 const RETRY: Duration = Duration::from_millis(50);
+/// The wait doubles with each further failure, up to this.
+const RETRY_MAX: Duration = Duration::from_millis(800);
+/// How often a VM that cannot be captured is looked at, in nanoseconds.
+const RENEW_EVERY_NS: u64 = 1_000_000_000;
 
 /// The parts of the loop.
 pub struct LoopParts<V> {
@@ -67,12 +71,27 @@ pub struct VmLoop<V> {
     /// A session that is to begin, and the pages that its standby holds.
     pub(super) wanted_session: Option<u64>,
     pub(super) remote: Option<(u64, RemotePageHashes)>,
+    /// Why no capture can succeed now, and when that is looked at again.
+    blocked: Option<Blocked>,
+    /// The machine is not that of the session's standby: nothing is captured before the next
+    /// session.
+    pub(super) is_session_void: bool,
+    /// The number of captures that have failed since the last one that did not.
+    failures: u32,
     ended: bool,
+}
+
+/// Why no capture can succeed.
+struct Blocked {
+    /// The reason that was told.
+    told: Option<String>,
+    look_at_ns: u64,
 }
 
 impl<V: ProtectedVm> VmLoop<V> {
     pub fn new(parts: LoopParts<V>) -> Self {
         let since_ns = (parts.clock)();
+        let is_blocked = parts.vm.outdated().is_some();
         Self {
             vm: parts.vm,
             wire: parts.wire,
@@ -88,6 +107,9 @@ impl<V: ProtectedVm> VmLoop<V> {
             is_wanted: false,
             wanted_session: None,
             remote: None,
+            blocked: is_blocked.then_some(Blocked { told: None, look_at_ns: since_ns }),
+            is_session_void: false,
+            failures: 0,
             ended: false,
         }
     }
@@ -112,6 +134,7 @@ impl<V: ProtectedVm> VmLoop<V> {
             self.handle_action(action);
         }
         self.poll_end();
+        self.renew_if_due();
         self.look().min(LOOK_EVERY)
     }
 
@@ -189,7 +212,7 @@ impl<V: ProtectedVm> VmLoop<V> {
 
     /// Carries out the policy's decision. Returns the time until the next decision.
     fn look(&mut self) -> Duration {
-        if !self.may_capture || self.ended {
+        if !self.may_capture || self.ended || self.is_blocked() || self.is_session_void {
             return LOOK_EVERY;
         }
         let now_ns = self.now_ns();
@@ -230,7 +253,7 @@ impl<V: ProtectedVm> VmLoop<V> {
     /// Takes an epoch. With `last` the VM is paused and stays so; else an epoch that is in flight
     /// comes first.
     pub(super) fn capture(&mut self, reason: &'static str, last: bool) {
-        if self.ended {
+        if self.ended || self.is_blocked() || self.is_session_void {
             return;
         }
         if self.in_flight.is_some() && !last {
@@ -249,12 +272,75 @@ impl<V: ProtectedVm> VmLoop<V> {
             }
         }
         match event {
-            Ok(event) => self.tell(event),
-            Err(error) => {
-                std::thread::sleep(RETRY);
-                self.tell(VmEvent::CaptureFailed(error));
+            Ok(event) => {
+                self.failures = 0;
+                self.tell(event);
             }
+            Err(error) => self.capture_failed(error),
         }
+    }
+
+    /// Handles a capture that failed, or could not begin.
+    pub(super) fn capture_failed(&mut self, error: Error) {
+        if let Some(reason) = self.vm.outdated() {
+            return self.block(reason);
+        }
+        std::thread::sleep(RETRY.saturating_mul(1 << self.failures.min(4)).min(RETRY_MAX));
+        self.failures += 1;
+        self.tell(VmEvent::CaptureFailed(error));
+    }
+
+    /// True if no capture can succeed now.
+    pub(super) fn is_blocked(&self) -> bool {
+        self.blocked.is_some()
+    }
+
+    /// Gives up the session with the standby for `reason`, and begins to capture the VM anew.
+    fn block(&mut self, reason: String) {
+        self.give_up(None);
+        self.unsuspend();
+        self.wanted_session = None;
+        self.blocked = Some(Blocked { told: None, look_at_ns: self.now_ns() });
+        match self.vm.renew() {
+            Ok(machine) => {
+                self.tell(VmEvent::CaptureBlocked {
+                    reason: format!("{reason}; a standby gets the whole VM as it is now"),
+                });
+                self.unblock(machine);
+            }
+            Err(error) => self.stay_blocked(&error),
+        }
+    }
+
+    fn renew_if_due(&mut self) {
+        let now_ns = self.now_ns();
+        if self.ended || self.blocked.as_ref().is_none_or(|blocked| blocked.look_at_ns > now_ns) {
+            return;
+        }
+        match self.vm.renew() {
+            Ok(machine) => self.unblock(machine),
+            Err(error) => self.stay_blocked(&error),
+        }
+    }
+
+    fn unblock(&mut self, machine: Option<MachineDescription>) {
+        self.blocked = None;
+        if machine.is_some() {
+            // Its standby has another machine.
+            (self.wanted_session, self.remote, self.is_session_void) = (None, None, true);
+        }
+        self.tell(VmEvent::CaptureUnblocked(machine.map(Box::new)));
+        self.begin_wanted_session();
+    }
+
+    /// Tells why no capture can succeed, unless that was told.
+    fn stay_blocked(&mut self, error: &Error) {
+        let (reason, look_at_ns) = (with_fix(error), self.now_ns() + RENEW_EVERY_NS);
+        let told = self.blocked.take().and_then(|blocked| blocked.told);
+        if told.as_ref() != Some(&reason) {
+            self.tell(VmEvent::CaptureBlocked { reason: reason.clone() });
+        }
+        self.blocked = Some(Blocked { told: Some(reason), look_at_ns });
     }
 
     fn record_capture(&mut self, captured: CapturedEpoch, reason: &'static str) -> VmEvent {

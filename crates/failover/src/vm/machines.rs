@@ -1,26 +1,32 @@
 //! The VM of QEMU with its disks, its gate, its capture and its encoder.
 
-use super::{CapturedEpoch, Gate, GuestActivity, ProtectedVm};
+use super::{CapturedEpoch, Gate, GuestActivity, MachineDescription, ProtectedVm};
 use crate::error::{Error, Result};
 use crate::event::{Event, SharedEventSink};
 use crate::gate::GatedMachines;
 use crate::sending::{EpochLabel, SentEpoch, SharedWire, WireSink};
 use crate::vcpu_time::VcpuTime;
 use crate::verify::{Checks, Verifier};
-use keyframe_capture::{BoxError, EncodeError, EncodeReport, SettledReport};
+use keyframe_capture::{BoxError, CaptureError, EncodeError, EncodeReport, SettledReport};
 use keyframe_disk::nbd::client::Client;
+use keyframe_machine::MachineSpec;
 use keyframe_net::GateRemote;
+use keyframe_qemu::{MachineShape, Vm};
 use keyframe_scheduling::replication::ReplicationScheduler;
 use keyframe_session::control::Strategy;
 use keyframe_session::encoder_thread::EncoderThread;
 use keyframe_session::machines::Machines;
 use keyframe_session::ram_capture::RamCapture;
+use keyframe_session::{SessionOptions, refuse};
 use keyframe_units::{Epoch, PAGE_BYTES};
 use std::path::PathBuf;
 use std::process::ExitStatus;
+use std::sync::Arc;
 
 /// The time between two queries of the written disk bytes, in nanoseconds.
 const DISK_LOOK_NS: u64 = 20_000_000;
+/// The bits of a report's generation that the cycle itself counts.
+const GENERATION_BITS: u32 = 32;
 /// NBD_STATE_ZERO of `base:allocation`.
 const ZERO: u32 = 2;
 
@@ -42,8 +48,14 @@ pub struct VmParts {
 pub struct CapturedParts {
     /// The VM.
     pub machines: Machines,
-    /// The capture of its RAM.
-    pub ram: RamCapture,
+    /// The capture of its RAM; `None` if it is yet to begin.
+    pub ram: Option<RamCapture>,
+    /// The machine as it is described to standbys.
+    pub description: MachineDescription,
+    /// The devices and media that its command line makes, if that is known.
+    pub shape: Option<MachineShape>,
+    /// Options of captures.
+    pub options: SessionOptions,
     /// The gate before its network.
     pub gate: Gate,
     /// The connections to the standby.
@@ -56,11 +68,43 @@ pub struct CapturedParts {
     pub events: SharedEventSink,
 }
 
+/// A capture and its encoder.
+struct Capturing {
+    ram: RamCapture,
+    encoding: EncoderThread<WireSink>,
+}
+
+impl Capturing {
+    fn end(mut self) {
+        self.ram.strategies.untrack();
+        self.ram.cycle.untrack();
+        let _ = self.encoding.finish();
+    }
+}
+
+/// Receives the encoder's result for each epoch.
+type ReportSink = Arc<dyn Fn(EncodeReport<SentEpoch>) + Send + Sync>;
+
 /// The VM of QEMU, captured.
 pub struct CapturedMachines {
     gated: GatedMachines,
-    ram: RamCapture,
-    encoding: EncoderThread<WireSink>,
+    /// `None` until [`ProtectedVm::renew`] succeeds.
+    capturing: Option<Capturing>,
+    /// A capture that was made already, until its encoder is started.
+    first: Option<RamCapture>,
+    /// The machine at its start.
+    original: MachineSpec,
+    description: MachineDescription,
+    /// The devices and media that the original command line makes.
+    base: Option<MachineShape>,
+    /// The words after the original command line that the description has.
+    words: Vec<String>,
+    /// The RAM blocks are not those that are tracked.
+    has_other_ram: bool,
+    options: SessionOptions,
+    report: ReportSink,
+    /// The number of captures begun. Reports of earlier ones are stale.
+    renewals: u64,
     wire: SharedWire,
     verify: bool,
     verifier: Verifier,
@@ -74,17 +118,31 @@ pub struct CapturedMachines {
 }
 
 impl CapturedMachines {
-    /// Starts the encoder; `report` gets its result for each epoch.
+    /// A VM whose capture begins with the first [`ProtectedVm::renew`]. `report` gets the encoder's
+    /// result for each epoch.
     pub fn new(
         parts: CapturedParts,
-        report: impl FnMut(EncodeReport<SentEpoch>) + Send + 'static,
-    ) -> Result<Self> {
-        let space = parts.ram.layout.len_pages();
-        let sink = WireSink(parts.wire.clone());
-        Ok(Self {
-            gated: GatedMachines { machines: parts.machines, gate: parts.gate, cut: None },
-            ram: parts.ram,
-            encoding: EncoderThread::start(sink, space, Box::new(|_| ()), report)?,
+        report: impl Fn(EncodeReport<SentEpoch>) + Send + Sync + 'static,
+    ) -> Self {
+        let gated = GatedMachines {
+            machines: parts.machines,
+            gate: parts.gate,
+            cut: None,
+            expected: None,
+            changes: Vec::new(),
+        };
+        Self {
+            gated,
+            capturing: None,
+            first: parts.ram,
+            original: parts.description.spec.clone(),
+            description: parts.description,
+            base: parts.shape,
+            words: Vec::new(),
+            has_other_ram: false,
+            options: parts.options,
+            report: Arc::new(report),
+            renewals: 0,
             wire: parts.wire,
             verify: parts.verify,
             verifier: Verifier::default(),
@@ -94,15 +152,72 @@ impl CapturedMachines {
             disk_bytes: 0,
             disk_looked_ns: 0,
             vcpu_time: VcpuTime::default(),
-        })
+        }
     }
 
     /// Ends the capture and gives the VM back.
-    pub fn end(mut self) -> Machines {
-        self.ram.strategies.untrack();
-        self.ram.cycle.untrack();
-        let _ = self.encoding.finish();
+    pub fn end(self) -> Machines {
+        if let Some(capturing) = self.capturing {
+            capturing.end();
+        }
         self.gated.machines
+    }
+
+    fn vm(&mut self) -> Result<&mut Vm> {
+        let member = self.gated.machines.members_mut().first_mut();
+        let member = member.ok_or(keyframe_session::Error::NoVm)?;
+        member.vm.qemu().map_err(|e| Error::vm("look at the machine", e))
+    }
+
+    /// Begins the capture of the RAM as it is now.
+    fn begin_capture(&mut self) -> Result<()> {
+        if let Some(before) = self.capturing.take() {
+            before.end();
+        }
+        let ram = match self.first.take() {
+            Some(ram) => ram,
+            None => {
+                let events = Arc::clone(&self.options.events);
+                refuse(self.vm()?, &*events)?;
+                let members = self.gated.machines.members_mut().iter_mut();
+                let mut vms: Vec<_> = members.map(|m| (&*m.name, m.vm.vm_mut())).collect();
+                RamCapture::start(&mut vms, false, &self.options)?
+            }
+        };
+        for (member, watches) in
+            self.gated.machines.members_mut().iter_mut().zip(&ram.watches_discards)
+        {
+            member.vm.set_watches_discards(*watches);
+        }
+        let space = ram.layout.len_pages();
+        self.wire.reshape(space, &self.disk_blocks());
+        self.renewals += 1;
+        let (sink, generation) = (WireSink(self.wire.clone()), self.renewals << GENERATION_BITS);
+        let report = Arc::clone(&self.report);
+        let report = move |said: EncodeReport<SentEpoch>| {
+            report(EncodeReport { generation: said.generation + generation, ..said });
+        };
+        let encoding = EncoderThread::start(sink, space, Box::new(|_| ()), report)?;
+        self.capturing = Some(Capturing { ram, encoding });
+        (self.is_fresh, self.has_other_ram) = (true, false);
+        Ok(())
+    }
+
+    /// Returns the machine of the original command line followed by `words`.
+    fn spec_with(&mut self, words: &[String]) -> Result<MachineSpec> {
+        let mut spec = self.original.clone();
+        if !words.is_empty() {
+            spec.user_command.extend_from_slice(words);
+            spec.full_command.extend_from_slice(words);
+            let vm = self.vm()?;
+            (spec.vcpus, spec.guest_map) = (vm.cpus()?, Some(vm.guest_map()?));
+        }
+        Ok(spec)
+    }
+
+    fn disk_blocks(&self) -> Vec<u64> {
+        let disks = self.disks.iter().flat_map(|(_, disks)| disks);
+        disks.map(|(_, bytes)| bytes.div_ceil(PAGE_BYTES as u64)).collect()
     }
 
     /// Returns the bytes that the guest has written to its disks since the newest epoch, as the
@@ -170,24 +285,29 @@ impl ProtectedVm for CapturedMachines {
     fn observe(&mut self, now_ns: u64) -> GuestActivity {
         GuestActivity {
             held: self.gated.gate.ask(GateRemote::status).ok().flatten().unwrap_or_default(),
-            dirty_pages: self.ram.cycle.estimate_pages().unwrap_or(0),
+            dirty_pages: self
+                .capturing
+                .as_mut()
+                .and_then(|capturing| capturing.ram.cycle.estimate_pages())
+                .unwrap_or(0),
             disk_bytes: self.disk_bytes(now_ns),
             busy_ns: self.vcpu_time.total_ns(&mut self.gated.machines),
         }
     }
 
     fn capture(&mut self, epoch: Epoch, reason: &'static str) -> Result<CapturedEpoch> {
+        let Capturing { ram, encoding } = self.capturing.as_mut().ok_or(Error::NotCaptured)?;
         let cut = self.gated.machines.storage().map(|(disks, vms)| disks.begin(vms)).transpose();
         let cut = cut.map_err(|e| Error::vm("prepare the VM's disks", e))?;
         let checks = self.verify.then(Checks::default);
         self.verifier.checks.clone_from(&checks);
         let label = EpochLabel { epoch, reason, cut, checks };
-        let strategy = self.ram.strategies.get(Strategy::Auto)?;
-        let captured = self.ram.cycle.capture(
+        let strategy = ram.strategies.get(Strategy::Auto)?;
+        let captured = ram.cycle.capture(
             &mut self.gated,
             &mut self.verifier,
             strategy,
-            self.encoding.queue(),
+            encoding.queue(),
             label,
         );
         keyframe_kernel::priority::lower_current_thread();
@@ -195,13 +315,18 @@ impl ProtectedVm for CapturedMachines {
         if let Some((disks, vms)) = self.gated.machines.storage() {
             disks.captured(seq, vms);
         }
-        let seq = captured?;
+        let seq = captured.inspect_err(|error| {
+            self.has_other_ram |= matches!(error, CaptureError::OtherRam);
+        })?;
         (self.is_fresh, self.disk_bytes) = (false, 0);
         Ok(CapturedEpoch { seq, gate: self.gated.cut })
     }
 
     fn settle(&mut self, report: EncodeReport<SentEpoch>) -> bool {
-        match self.ram.cycle.settle(report) {
+        let Some(Capturing { ram, .. }) = &mut self.capturing else { return true };
+        let own = self.renewals << GENERATION_BITS;
+        let Some(generation) = report.generation.checked_sub(own) else { return true };
+        match ram.cycle.settle(EncodeReport { generation, ..report }) {
             SettledReport::Sealed { seq, .. } => {
                 if let Some((disks, vms)) = self.gated.machines.storage() {
                     disks.sealed(seq, vms);
@@ -218,28 +343,60 @@ impl ProtectedVm for CapturedMachines {
     }
 
     fn give_up(&mut self, seq: u64, report: Option<EncodeReport<SentEpoch>>) {
-        match report {
-            Some(report) => {
+        match (report, &mut self.capturing) {
+            (Some(report), _) => {
                 self.settle(EncodeReport { outcome: Err(EncodeError::Behind), ..report });
             }
             // The encoder's report comes later, and is stale then.
-            None => self.ram.cycle.give_back(),
+            (None, Some(capturing)) => capturing.ram.cycle.give_back(),
+            (None, None) => {}
         }
         if let Some((disks, vms)) = self.gated.machines.storage() {
             disks.failed(&[seq], vms);
         }
     }
 
+    fn check_machine(&mut self) -> Result<()> {
+        self.gated.check_shape().map_err(|e| Error::vm("look at the machine", e))
+    }
+
+    fn outdated(&self) -> Option<String> {
+        match &self.gated.changes[..] {
+            _ if self.capturing.is_none() => Some(Error::NotCaptured.to_string()),
+            [] if self.has_other_ram => Some(CaptureError::OtherRam.to_string()),
+            [] => None,
+            changes => Some(Error::MachineChanged { changes: changes.to_vec() }.to_string()),
+        }
+    }
+
+    fn renew(&mut self) -> Result<Option<MachineDescription>> {
+        let now = self.vm()?.shape()?;
+        let base = self.base.get_or_insert_with(|| now.clone()).clone();
+        let words = match self.vm()?.words_of_changes(&base, &now)? {
+            Ok(words) => words,
+            Err(changes) => return Err(Error::MachineChanged { changes }),
+        };
+        if self.capturing.is_none() || words != self.words || self.has_other_ram {
+            self.begin_capture()?;
+        }
+        let ram = self.capturing.as_ref().map(|capturing| capturing.ram.layout.clone());
+        let ram = ram.ok_or(Error::NotCaptured)?;
+        let description = MachineDescription { spec: self.spec_with(&words)?, ram };
+        (self.gated.expected, self.gated.changes) = (Some(now), Vec::new());
+        let is_new = words != self.words || description.ram != self.description.ram;
+        (self.words, self.description) = (words, description);
+        Ok(is_new.then(|| self.description.clone()))
+    }
+
     fn len_pages(&self) -> u64 {
-        let disks = self.disks.iter().flat_map(|(_, disks)| disks);
-        let blocks: u64 = disks.map(|(_, bytes)| bytes.div_ceil(PAGE_BYTES as u64)).sum();
-        self.ram.layout.len_pages() + blocks
+        self.description.ram.len_pages() + self.disk_blocks().iter().sum::<u64>()
     }
 
     fn begin_session(&mut self, is_blank: bool) {
+        let Some(capturing) = &mut self.capturing else { return };
         // A fresh tracker reports all pages that are not zeros.
         if !(std::mem::take(&mut self.is_fresh) && is_blank) {
-            self.ram.cycle.restart();
+            capturing.ram.cycle.restart();
         }
     }
 

@@ -24,7 +24,8 @@ impl<V: ProtectedVm> VmLoop<V> {
         let is_known = |(session, remote): &(u64, RemotePageHashes)| {
             self.wanted_session == Some(*session) && remote.is_complete()
         };
-        if self.remote.as_ref().is_some_and(is_known)
+        if !self.is_blocked()
+            && self.remote.as_ref().is_some_and(is_known)
             && let Some((session, remote)) = self.remote.clone()
         {
             // The hashes are kept: the standby's pages do not change before its first epoch, and
@@ -37,11 +38,15 @@ impl<V: ProtectedVm> VmLoop<V> {
     /// Sends all of the VM that the standby does not hold: first the disks as they are, then, with
     /// the epoch, RAM and what changed meanwhile.
     fn begin_session(&mut self, session: u64, remote: RemotePageHashes) {
+        if let Err(error) = self.vm.check_machine() {
+            return self.capture_failed(error);
+        }
+        self.is_session_void = false;
         let is_blank = remote.is_blank();
         self.wire.begin(session, self.next_epoch, (!is_blank).then_some(remote));
         self.vm.begin_session(is_blank);
         if let Err(error) = self.vm.copy_disks() {
-            return self.tell(VmEvent::CaptureFailed(error));
+            return self.capture_failed(error);
         }
         self.capture("first", false);
     }

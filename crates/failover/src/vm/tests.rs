@@ -25,6 +25,7 @@ enum Call {
     GiveUp { seq: u64, is_reported: bool },
     BeginSession { is_blank: bool },
     CopyDisks,
+    Renew,
 }
 
 /// What a capture comes to.
@@ -49,6 +50,12 @@ struct State {
     captures: u64,
     /// Captures up to this one were given up: their reports are stale.
     given_up: u64,
+    /// The machine is not the one that was described, or its capture cannot begin.
+    outdated: Option<&'static str>,
+    /// The machine can be captured anew as this one.
+    changed: Option<MachineDescription>,
+    /// Nothing can be captured.
+    fails_renewal: Option<&'static str>,
 }
 
 #[derive(Clone, Default)]
@@ -93,7 +100,7 @@ impl ProtectedVm for FakeVm {
         if state.capture == CaptureResult::Ended {
             state.exit = Some(ExitStatus::from_raw(0));
         }
-        if state.capture != CaptureResult::Captured {
+        if state.capture != CaptureResult::Captured || state.outdated.is_some() {
             return Err(lost());
         }
         state.captures += 1;
@@ -113,6 +120,24 @@ impl ProtectedVm for FakeVm {
         let mut state = self.state();
         state.given_up = seq;
         state.calls.push(Call::GiveUp { seq, is_reported: report.is_some() });
+    }
+
+    fn check_machine(&mut self) -> Result<()> {
+        self.state().outdated.map_or(Ok(()), |_| Err(lost()))
+    }
+
+    fn outdated(&self) -> Option<String> {
+        self.state().outdated.map(str::to_owned)
+    }
+
+    fn renew(&mut self) -> Result<Option<MachineDescription>> {
+        let mut state = self.state();
+        state.calls.push(Call::Renew);
+        if let Some(problem) = state.fails_renewal {
+            return Err(Error::NotSent(problem.into()));
+        }
+        state.outdated = None;
+        Ok(state.changed.take())
     }
 
     fn len_pages(&self) -> u64 {
@@ -167,6 +192,7 @@ impl FailoverEventSink for FailedLooks {
 }
 
 struct Test {
+    clock: Arc<AtomicU64>,
     vm: FakeVm,
     policy: Script,
     vm_loop: VmLoop<FakeVm>,
@@ -176,9 +202,14 @@ struct Test {
 
 impl Test {
     fn new() -> Self {
-        let (vm, policy, failed_looks) =
-            (FakeVm::default(), Script::default(), Arc::<FailedLooks>::default());
+        Self::of(FakeVm::default())
+    }
+
+    fn of(vm: FakeVm) -> Self {
+        let (policy, failed_looks) = (Script::default(), Arc::<FailedLooks>::default());
         let (sender, told) = channel();
+        let clock = Arc::<AtomicU64>::default();
+        let now = Arc::clone(&clock);
         let vm_loop = VmLoop::new(LoopParts {
             vm: vm.clone(),
             wire: SharedWire::new(1, 1 << 20, 4, &[]),
@@ -186,9 +217,9 @@ impl Test {
             first_epoch: Epoch(1),
             events: Box::new(move |event| sender.send(event).unwrap()),
             sink: failed_looks.clone(),
-            clock: Box::new(|| 0),
+            clock: Box::new(move || now.load(Ordering::Relaxed)),
         });
-        Self { vm, policy, vm_loop, told, failed_looks }
+        Self { clock, vm, policy, vm_loop, told, failed_looks }
     }
 
     fn step(&mut self, action: VmAction) {
@@ -203,6 +234,10 @@ impl Test {
                 format!("captured {epoch}")
             }
             VmEvent::CaptureFailed(error) => format!("failed: {error}"),
+            VmEvent::CaptureBlocked { reason } => format!("blocked: {reason}"),
+            VmEvent::CaptureUnblocked(machine) => {
+                format!("unblocked{}", if machine.is_some() { ", changed" } else { "" })
+            }
             VmEvent::Stopped => "stopped".into(),
             VmEvent::Resumed => "resumed".into(),
             VmEvent::Ended(_) => "ended".into(),
@@ -436,4 +471,78 @@ fn the_thread_gives_the_vm_back_at_its_end() {
     let back = vm_loop.run(&inbox);
     assert!(Arc::ptr_eq(&back.0, &vm.0));
     assert_eq!(vm.calls(), [Call::Pause]);
+}
+
+/// Lets a blocked VM be looked at again.
+fn pass_a_look(test: &mut Test) {
+    test.clock.fetch_add(2_000_000_000, Ordering::Relaxed);
+    test.vm_loop.step(None);
+}
+
+#[test]
+fn a_vm_whose_capture_cannot_begin_runs_on_and_is_tried_again() {
+    let vm = FakeVm::default();
+    vm.state().outdated = Some("not begun");
+    vm.state().fails_renewal = Some("no process can be started");
+    let mut test = Test::of(vm);
+    test.vm_loop.step(None);
+    assert_eq!(test.told(), ["blocked: no process can be started"]);
+    pass_a_look(&mut test);
+    assert!(test.told().is_empty(), "told once");
+    // What a standby wants waits.
+    test.step(VmAction::PageHashes { session: 7, first: u64::MAX, hashes: vec![1] });
+    test.step(VmAction::Sync { session: 7 });
+    test.step(VmAction::MayCapture(true));
+    test.step(CAPTURE);
+    assert_eq!(test.vm.calls(), [Call::Renew, Call::Renew]);
+    test.vm.state().fails_renewal = None;
+    pass_a_look(&mut test);
+    assert_eq!(test.told(), ["unblocked", "captured 1"]);
+    let begin = [Call::BeginSession { is_blank: true }, Call::CopyDisks, Call::Capture(1)];
+    assert_eq!(test.vm.calls(), [&[Call::Renew][..], &begin].concat());
+}
+
+#[test]
+fn a_changed_machine_ends_its_session_and_is_captured_anew() {
+    let mut test = Test::new();
+    test.step(VmAction::MayCapture(true));
+    test.step(CAPTURE);
+    test.step(sent(1));
+    test.vm.state().outdated = Some("r1 was plugged in");
+    let spec = MachineSpec::default();
+    let ram = RamLayout::new(Vec::new()).unwrap();
+    test.vm.state().changed = Some(MachineDescription { spec, ram });
+    test.step(VmAction::Acknowledged { epoch: Epoch(1) });
+    test.vm.calls();
+    test.step(CAPTURE);
+    let told = test.told();
+    assert_eq!(told[..2], ["captured 1", "done 1"]);
+    assert!(told[2].starts_with("blocked: r1 was plugged in"), "{told:?}");
+    assert_eq!(told[3], "unblocked, changed");
+    assert_eq!(test.vm.calls(), [Call::Capture(2), Call::Renew]);
+    // Nothing of it gets to the standby of the machine before.
+    test.decide(ReplicationDecision::Checkpoint(EpochReason::Due));
+    test.step(VmAction::Owe { after: None });
+    test.step(CAPTURE);
+    assert!(test.told().is_empty());
+    test.step(VmAction::PageHashes { session: 8, first: u64::MAX, hashes: vec![1] });
+    test.step(VmAction::Sync { session: 8 });
+    assert_eq!(test.told(), ["captured 2"]);
+}
+
+#[test]
+fn a_change_that_no_standby_can_follow_blocks_captures_until_it_is_undone() {
+    let mut test = Test::new();
+    test.vm.state().outdated = Some("b1 was plugged in");
+    test.vm.state().fails_renewal = Some("b1 was plugged in; unplug it");
+    test.step(CAPTURE);
+    assert_eq!(test.told(), ["blocked: b1 was plugged in; unplug it"]);
+    test.step(CAPTURE);
+    test.decide(ReplicationDecision::Checkpoint(EpochReason::Due));
+    test.step(VmAction::MayCapture(true));
+    assert!(test.told().is_empty());
+    assert_eq!(test.vm.calls(), [Call::Capture(1), Call::Renew]);
+    test.vm.state().fails_renewal = None;
+    pass_a_look(&mut test);
+    assert_eq!(test.told()[0], "unblocked");
 }

@@ -5,6 +5,10 @@
 //!   prepare(plan) ─▶ QEMU -S -incoming, RAM in memfds that both map ─▶ write pages, epoch after epoch ─▶ activate(devices) ─▶ runs
 //! ```
 //!
+//! A machine with a device that discards RAM (balloon, virtio-mem) gets private RAM, which this
+//! process writes through `/proc/PID/mem`: a discard of shared memory could not be tracked once the
+//! guest runs here.
+//!
 //! Invariant: dropping it ends QEMU; nothing but [`Prepared::activate`] lets the guest run.
 
 use super::{
@@ -13,20 +17,24 @@ use super::{
 use crate::lifetime::Lifetime;
 use crate::spawn;
 use crate::statefile::StateFile;
+use crate::vm::machine_type;
 use crate::vm::{Origin, Vm};
-use crate::{Error, Qmp, Result, stream};
+use crate::{Error, Qmp, Result, audit, find_ram_blocks, stream};
 use keyframe_units::elapsed_ns;
-use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange};
+use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange};
+use keyframe_vmm::{AuditFinding, Severity};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::process::Child;
 use std::time::Instant;
 
 /// A QEMU that waits for its device state.
 pub struct Prepared {
-    plan: Plan,
+    /// `None` once it is given back.
+    plan: Option<Plan>,
     starting: Starting,
     state: Option<StateFile>,
     /// `None` once the VM owns it.
@@ -47,36 +55,56 @@ impl Drop for Prepared {
 ///
 /// Errors: those of [`super::start`]. After an error no process is left.
 pub fn prepare(plan: Plan) -> Result<Prepared> {
-    let no_ram = Nothing;
-    let mut starting = Starting::new(&plan, &Ram::Eager(&no_ram), Instant::now())?;
+    let mut prepared = start_waiting(plan, &Ram::Eager(&Nothing))?;
+    let discards = match &mut prepared.qmp {
+        Some(qmp) => audit::discards(qmp)?,
+        None => false,
+    };
+    if !discards {
+        return Ok(prepared);
+    }
+    start_waiting(prepared.into_plan()?, &Ram::Private)
+}
+
+fn start_waiting(plan: Plan, ram: &Ram<'_>) -> Result<Prepared> {
+    let mut starting = Starting::new(&plan, ram, Instant::now())?;
     let state = StateFile::new(&plan.arguments)?;
     let (child, full_command) = starting.spawn(&plan, &state, None)?;
     let mut prepared = Prepared {
-        plan,
+        plan: Some(plan),
         starting,
         state: Some(state),
         child: Some(child),
         qmp: None,
         full_command,
     };
-    if let Some(child) = &mut prepared.child {
-        prepared.qmp = Some(prepared.starting.meet(&prepared.plan, child, None)?);
+    if let (Some(child), Some(plan)) = (&mut prepared.child, &prepared.plan) {
+        prepared.qmp = Some(prepared.starting.meet(plan, child, None)?);
     }
     Ok(prepared)
 }
 
 /// The main RAM of a QEMU that waits.
 pub struct PreparedRam {
-    parts: Vec<(PageRange, File)>,
+    parts: Vec<RamPart>,
+}
+
+/// The memory of one block of main RAM.
+struct RamPart {
+    pages: PageRange,
+    /// The block's memfd, or QEMU's whole memory.
+    file: File,
+    /// The offset of the block's first page in `file`.
+    offset: u64,
 }
 
 impl PreparedRam {
     /// The location of `page` of the layout; `None` if it is in a small block, which comes with the
     /// devices.
     fn place(&self, page: PageIndex) -> Option<(&File, u64)> {
-        let (pages, file) =
-            self.parts.iter().find(|(pages, _)| (pages.first..pages.end()).contains(&page))?;
-        Some((file, (page.0 - pages.first.0) * PAGE_BYTES as u64))
+        let is_within = |part: &&RamPart| (part.pages.first..part.pages.end()).contains(&page);
+        let part = self.parts.iter().find(is_within)?;
+        Some((&part.file, part.offset + (page.0 - part.pages.first.0) * PAGE_BYTES as u64))
     }
 
     /// Writes a page of main RAM; false if `page` is not in main RAM.
@@ -93,7 +121,7 @@ impl PreparedRam {
 }
 
 /// A source without pages.
-struct Nothing;
+pub(super) struct Nothing;
 
 impl RamSource for Nothing {
     fn read(
@@ -117,13 +145,62 @@ impl Prepared {
         child.try_wait().map_err(Error::io("wait for QEMU"))
     }
 
+    /// Ends QEMU and returns its plan.
+    fn into_plan(mut self) -> Result<Plan> {
+        self.plan.take().ok_or_else(activated_twice)
+    }
+
+    /// The properties of the waiting machine for which it could not be checkpointed once it runs
+    /// here. `disks` is the socket of the server of its disks.
+    pub fn refusals(&mut self, disks: Option<&Path>) -> Result<Vec<AuditFinding>> {
+        let qmp = self.qmp.as_mut().ok_or_else(activated_twice)?;
+        let machine_type = machine_type(qmp)?;
+        let disks = audit::Disks::of_server(disks);
+        let mut found = audit::audit(qmp, &machine_type, (disks, &[]))?;
+        found.retain(|finding| finding.severity == Severity::Refused);
+        Ok(found)
+    }
+
     /// The main RAM, which any thread can read and write.
-    pub fn memory(&self) -> Result<PreparedRam> {
-        let copy = |memory: &Memory| Ok((memory.pages, memory.file.try_clone()?));
+    pub fn memory(&mut self) -> Result<PreparedRam> {
+        if self.starting.memories.is_empty() {
+            return self.process_memory();
+        }
+        let copy = |memory: &Memory| {
+            Ok(RamPart { pages: memory.pages, file: memory.file.try_clone()?, offset: 0 })
+        };
         let parts = self.starting.memories.iter().map(copy).collect::<io::Result<_>>();
         parts
             .map(|parts| PreparedRam { parts })
             .map_err(Error::io("duplicate a descriptor of the VM's memory"))
+    }
+
+    /// The same for a QEMU with private RAM.
+    fn process_memory(&mut self) -> Result<PreparedRam> {
+        let pid = self.pid();
+        let (Some(qmp), Some(plan)) = (&mut self.qmp, &self.plan) else {
+            return Err(activated_twice());
+        };
+        let path = format!("/proc/{pid}/mem");
+        let failed = Error::io(format!("open {path}"));
+        let memory = File::options().read(true).write(true).open(&path).map_err(failed)?;
+        let found = find_ram_blocks(qmp, pid)?;
+        let layout = &plan.source.ram;
+        let mut parts = Vec::new();
+        for (number, block) in layout.blocks().iter().enumerate() {
+            if block.kind != BlockKind::Backend {
+                continue;
+            }
+            let host = found.iter().find(|known| known.block.name == block.name);
+            let host = host.ok_or_else(|| Error::RamAddress {
+                block: block.name.clone(),
+                pid,
+                problem: "the QEMU that waits does not have it".into(),
+            })?;
+            let file = memory.try_clone().map_err(Error::io(format!("duplicate {path}")))?;
+            parts.push(RamPart { pages: layout.pages_of(number), file, offset: host.host.0 });
+        }
+        Ok(PreparedRam { parts })
     }
 
     /// Loads the device state, and from `small` the blocks outside main RAM. Then resumes the VM,
@@ -133,18 +210,16 @@ impl Prepared {
     pub fn activate(mut self, small: &dyn RamSource, device_state: &[u8]) -> Result<Restored> {
         stream::check(device_state)?;
         let started = Instant::now();
-        let (Some(mut child), Some(mut qmp), Some(state)) =
-            (self.child.take(), self.qmp.take(), self.state.take())
+        let (Some(mut child), Some(mut qmp), Some(state), Some(plan)) =
+            (self.child.take(), self.qmp.take(), self.state.take(), self.plan.take())
         else {
-            return Err(Error::io("activate a VM")(io::Error::other("it was activated already")));
+            return Err(activated_twice());
         };
-        match self.load(&mut qmp, &mut child, small, device_state) {
+        match self.load(&plan, (&mut qmp, &mut child), small, device_state) {
             Ok(()) => {
                 let ready_ns = elapsed_ns(started);
-                let lines = (
-                    self.plan.source.machine.user_command.clone(),
-                    std::mem::take(&mut self.full_command),
-                );
+                let lines =
+                    (plan.source.machine.user_command, std::mem::take(&mut self.full_command));
                 let vm =
                     Vm::from_parts(Lifetime::Child(child), qmp, state, lines, Origin::Restored);
                 Ok(Restored { vm, lazy: None, ready_ns, filled_ns: None })
@@ -158,8 +233,8 @@ impl Prepared {
 
     fn load(
         &self,
-        qmp: &mut Qmp,
-        child: &mut Child,
+        plan: &Plan,
+        (qmp, child): (&mut Qmp, &mut Child),
         small: &dyn RamSource,
         device_state: &[u8],
     ) -> Result<()> {
@@ -169,10 +244,14 @@ impl Prepared {
             .ours
             .try_clone()
             .map_err(Error::io("duplicate a socket to QEMU"))?;
-        send(&UnixStream::from(incoming), &self.plan, small, device_state)
+        send(&UnixStream::from(incoming), plan, small, device_state)
             .map_err(|e| spawn::exited_instead(e, child, WHILE_LOADING))?;
         wait_until_loaded(qmp, child)?;
         qmp.note_load();
-        if self.plan.paused { Ok(()) } else { qmp.start_loaded() }
+        if plan.paused { Ok(()) } else { qmp.start_loaded() }
     }
+}
+
+fn activated_twice() -> Error {
+    Error::io("activate a VM")(io::Error::other("it was activated already"))
 }

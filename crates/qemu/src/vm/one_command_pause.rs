@@ -69,14 +69,21 @@ struct Observed {
 }
 
 impl Vm {
-    /// Pauses the VM and saves its devices by one command. `None` if this QEMU cannot do so: the VM
-    /// is as it was, and has to be paused by `stop`.
+    /// Pauses the VM and saves its devices by one command. `None` if this QEMU cannot do so, or if
+    /// another client has paused the VM: the VM is as it was, and has to be paused by `stop`.
     pub(crate) fn pause_by_one_command(&mut self) -> Result<Option<SavedPause>> {
         if self.one_command.is_impossible {
             return Ok(None);
         }
         for _ in 0..ATTEMPTS {
             match self.attempt_pause() {
+                Ok(Attempt::Held(held)) if held.stop == StopOutcome::AlreadyPaused => {
+                    // Its run state belongs into the device state, and can be asked for only
+                    // between separate commands.
+                    self.one_command.held = Some(held);
+                    self.end_one_command_pause()?;
+                    return Ok(None);
+                }
                 Ok(Attempt::Held(held)) => {
                     let saved = SavedPause { stop: held.stop, device_state: held.state.clone() };
                     self.one_command.held = Some(held);

@@ -39,7 +39,17 @@ impl Primary {
             self.lose_standby(StandbyLossReason::Silence);
         } else if no_data {
             self.lose_standby(StandbyLossReason::NoData);
+        } else if self.have_epochs_failed() {
+            self.lose_standby(StandbyLossReason::FailedEpochs);
         }
+    }
+
+    /// True if output has been held for too long because no epoch succeeds.
+    fn have_epochs_failed(&self) -> bool {
+        let is_held =
+            matches!(self.phase, Phase::Closing { .. } | Phase::Pairing | Phase::Protected);
+        let too_long = |since| self.now_ns.saturating_sub(since) >= self.config.data_ns;
+        is_held && self.failing_since_ns.is_some_and(too_long)
     }
 
     /// Gives the standby up: becomes solo at once, or asks for the right to.
@@ -84,6 +94,7 @@ impl Primary {
         self.exposure = Exposure { is_exposed: false, solo_sent: false, ..self.exposure };
         self.lease_until_ns = 0;
         self.fence_failed = 0;
+        self.failing_since_ns = None;
         self.heartbeat_at_ns = self.now_ns;
         self.notify(Notice::Unprotected(why));
         if self.vm_ended {

@@ -63,6 +63,11 @@ pub enum PrimaryEvent {
     },
     /// The capture failed.
     CaptureFailed,
+    /// No capture can succeed before [`PrimaryEvent::CaptureUnblocked`]; the text is the reason. The
+    /// VM goes on alone.
+    CaptureBlocked(String),
+    /// Captures can succeed again: a standby may join.
+    CaptureUnblocked,
     /// The VM is paused, by [`PrimaryAction::StopVm`] or by the guard.
     VmStopped,
     /// The VM runs.

@@ -184,8 +184,11 @@ impl Primary {
         if path != DATA_PATH {
             return;
         }
-        let free =
-            self.phase == Phase::Solo && !self.unsettled && !self.unrecorded && !self.vm_ended;
+        let free = self.phase == Phase::Solo
+            && !self.unsettled
+            && !self.unrecorded
+            && !self.vm_ended
+            && !self.capture_blocked;
         if free {
             self.accept_standby(hello);
         } else {

@@ -273,3 +273,52 @@ fn without_arbiter_the_vm_never_stops() {
     );
     assert_eq!(test.primary.state(), PrimaryState::Solo);
 }
+
+#[test]
+fn a_vm_that_cannot_be_captured_leaves_its_standby_and_takes_none_before_it_can() {
+    for arbitration in [Arbitration::Witness, Arbitration::Fencing, Arbitration::Manual] {
+        let mut test = Test::protect(arbitration);
+        let outputs = test.after(1, PrimaryEvent::CaptureBlocked("a device".into()));
+        // It goes on running until it may run alone.
+        assert!(!outputs.contains(&PrimaryAction::StopVm), "{outputs:?}");
+        match arbitration {
+            Arbitration::Witness => {
+                assert!(test.primary.is_leaving_standby());
+                test.reply(2, 1, ME, OwnerMode::Solo);
+            }
+            Arbitration::Fencing => drop(test.answer(0, Some(2))),
+            Arbitration::Manual => {}
+        }
+        assert_eq!(test.primary.state(), PrimaryState::Solo, "{arbitration:?}");
+        let outputs = test.greet(None, None);
+        assert!(outputs.iter().any(|action| matches!(
+            action,
+            PrimaryAction::Send { message: PeerMessage::Refused(crate::PeerRefusal::Busy), .. }
+        )));
+        test.after(1, PrimaryEvent::CaptureUnblocked);
+        test.greet(None, None);
+        assert_eq!(test.primary.state(), PrimaryState::Syncing, "{arbitration:?}");
+    }
+}
+
+#[test]
+fn epochs_that_fail_for_too_long_end_the_protection() {
+    let mut test = Test::protect(Arbitration::Manual);
+    let limit_ms = test.primary.config.data_ns / MS;
+    let fail = |test: &mut Test, ms: u64| {
+        for _ in 0..ms / 100 {
+            test.after(99, PrimaryEvent::CaptureFailed);
+            // The standby lives.
+            test.answer(1, Some(2));
+        }
+    };
+    fail(&mut test, limit_ms - 200);
+    assert_eq!(test.primary.state(), PrimaryState::Protected);
+    // An epoch that arrives begins the time anew.
+    test.after(1, PrimaryEvent::Captured { epoch: Epoch(3) });
+    test.answer(1, Some(3));
+    fail(&mut test, limit_ms - 200);
+    assert_eq!(test.primary.state(), PrimaryState::Protected);
+    test.after(400, PrimaryEvent::CaptureFailed);
+    assert_eq!(test.primary.state(), PrimaryState::Solo);
+}
