@@ -78,7 +78,7 @@ fn talk(commands: &[Value]) -> std::io::Result<()> {
     Ok(())
 }
 
-fn plug(arguments: Value) -> Value {
+fn plug(arguments: &Value) -> Value {
     json!({ "execute": "device_add", "arguments": arguments })
 }
 
@@ -89,7 +89,7 @@ fn a_plugged_device_gets_to_the_standby_and_the_vm_goes_on_there() {
     // The balloon takes RAM while the VM is protected.
     let inflate = json!({ "execute": "balloon", "arguments": { "value": 100 << 20 } });
     let rng =
-        plug(json!({ "driver": "virtio-rng-pci", "id": "r1", "max-bytes": 1024, "period": 1000 }));
+        plug(&json!({ "driver": "virtio-rng-pci", "id": "r1", "max-bytes": 1024, "period": 1000 }));
     pair.command("a", &[inflate, rng]);
     let told = pair.a.wait_until(|a| {
         let errors = a.errors();
@@ -115,7 +115,7 @@ fn a_plugged_device_gets_to_the_standby_and_the_vm_goes_on_there() {
 fn a_device_that_no_standby_can_follow_is_named_until_it_is_gone() {
     let mut pair = Pair::new();
     let port = json!({ "driver": "virtserialport", "id": "p1", "name": "org.example" });
-    pair.command("a", &[plug(port)]);
+    pair.command("a", &[plug(&port)]);
     wait_until("the device is named", || {
         let (state, note) = pair.shown();
         state == "unprotected" && note.contains("device p1 (virtserialport) was plugged in")

@@ -238,13 +238,13 @@ fn device_words(
     let Some(properties) = properties.as_array() else {
         return Err(qmp.unexpected("device-list-properties", &properties));
     };
-    let mut text = kind.to_owned();
+    let mut parts = vec![kind.to_owned()];
     if !is_path {
-        text += &format!(",id={}", escape(device));
+        parts.push(format!("id={}", escape(device)));
     }
     let bus = get(qmp, &path, "parent_bus")?;
     let bus = bus.as_str().and_then(|path| path.rsplit('/').next()).unwrap_or_default();
-    text += &format!(",bus={}", escape(bus));
+    parts.push(format!("bus={}", escape(bus)));
     for property in properties {
         let part = |key: &str| property.get(key).and_then(Value::as_str).unwrap_or_default();
         let (name, of) = (part("name"), part("type"));
@@ -261,11 +261,11 @@ fn device_words(
         };
         match word {
             PropertyWord::Default => {}
-            PropertyWord::Text(word) => text += &format!(",{name}={}", escape(&word)),
+            PropertyWord::Text(word) => parts.push(format!("{name}={}", escape(&word))),
             PropertyWord::Foreign => return Ok(None),
         }
     }
-    Ok(Some(text))
+    Ok(Some(parts.join(",")))
 }
 
 fn get(qmp: &mut Qmp, path: &str, property: &str) -> Result<Value> {
@@ -317,14 +317,14 @@ mod tests {
 
     fn shape(devices: &[(&str, &str)], media: &[(&str, Option<&str>)]) -> MachineShape {
         let path = |id: &str| format!("/machine/peripheral/{id}");
-        let medium = |image: &Option<&str>| Medium {
+        let medium = |image: Option<&str>| Medium {
             image: image.map(str::to_owned),
             is_read_only: true,
             len_bytes: 7,
         };
         MachineShape {
             devices: devices.iter().map(|(id, kind)| (path(id), (*kind).into())).collect(),
-            media: media.iter().map(|(drive, image)| ((*drive).into(), medium(image))).collect(),
+            media: media.iter().map(|(drive, image)| ((*drive).into(), medium(*image))).collect(),
         }
     }
 

@@ -51,6 +51,7 @@ struct InFlight {
 }
 
 /// The loop's state.
+#[expect(clippy::struct_excessive_bools, reason = "they are independent of each other")]
 pub struct VmLoop<V> {
     pub(super) vm: V,
     pub(super) wire: SharedWire,
@@ -283,7 +284,7 @@ impl<V: ProtectedVm> VmLoop<V> {
     /// Handles a capture that failed, or could not begin.
     pub(super) fn capture_failed(&mut self, error: Error) {
         if let Some(reason) = self.vm.outdated() {
-            return self.block(reason);
+            return self.block(&reason);
         }
         std::thread::sleep(RETRY.saturating_mul(1 << self.failures.min(4)).min(RETRY_MAX));
         self.failures += 1;
@@ -296,7 +297,7 @@ impl<V: ProtectedVm> VmLoop<V> {
     }
 
     /// Gives up the session with the standby for `reason`, and begins to capture the VM anew.
-    fn block(&mut self, reason: String) {
+    fn block(&mut self, reason: &str) {
         self.give_up(None);
         self.unsuspend();
         self.wanted_session = None;

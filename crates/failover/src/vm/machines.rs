@@ -174,15 +174,14 @@ impl CapturedMachines {
         if let Some(before) = self.capturing.take() {
             before.end();
         }
-        let ram = match self.first.take() {
-            Some(ram) => ram,
-            None => {
-                let events = Arc::clone(&self.options.events);
-                refuse(self.vm()?, &*events)?;
-                let members = self.gated.machines.members_mut().iter_mut();
-                let mut vms: Vec<_> = members.map(|m| (&*m.name, m.vm.vm_mut())).collect();
-                RamCapture::start(&mut vms, false, &self.options)?
-            }
+        let ram = if let Some(ram) = self.first.take() {
+            ram
+        } else {
+            let events = Arc::clone(&self.options.events);
+            refuse(self.vm()?, &*events)?;
+            let members = self.gated.machines.members_mut().iter_mut();
+            let mut vms: Vec<_> = members.map(|m| (&*m.name, m.vm.vm_mut())).collect();
+            RamCapture::start(&mut vms, false, &self.options)?
         };
         for (member, watches) in
             self.gated.machines.members_mut().iter_mut().zip(&ram.watches_discards)
