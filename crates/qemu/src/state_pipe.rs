@@ -16,7 +16,7 @@
 use crate::{Error, Qmp, Result};
 use keyframe_kernel::{Process, read_memory};
 use keyframe_units::HostVirt;
-use rustix::fs::Mode;
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, tee};
 use serde_json::{Value, json};
@@ -42,8 +42,11 @@ const WRITEV: u64 = 20;
 pub(crate) struct StatePipe {
     /// Does not block. The watchdog's process has it too.
     read_end: OwnedFd,
-    /// Does not block, and keeps each write in a slot of its own.
+    /// The end that QEMU is given. QEMU makes each descriptor that it gets block.
     write_end: OwnedFd,
+    /// The same end as another open file, which does not block and keeps each write in a slot of
+    /// its own.
+    filler_end: OwnedFd,
     /// A second pipe, for reading what the first one holds without emptying it.
     copy: (OwnedFd, OwnedFd),
     /// The device and inode number of the pipe.
@@ -72,12 +75,16 @@ impl StatePipe {
         let flags = PipeFlags::CLOEXEC | PipeFlags::NONBLOCK | PipeFlags::DIRECT;
         let (read_end, write_end) = pipe_with(flags).map_err(Error::io(operation))?;
         let copy = pipe_with(flags).map_err(Error::io(operation))?;
+        let path = format!("/proc/self/fd/{}", crate::spawn::number(&write_end));
+        let modes = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::DIRECT | OFlags::CLOEXEC;
+        let filler_end =
+            rustix::fs::open(path, modes, Mode::empty()).map_err(Error::io(operation))?;
         // QEMU opens its end once more by its name in /proc, perhaps as another user.
         rustix::fs::fchmod(&write_end, Mode::from_raw_mode(0o622)).map_err(Error::io(operation))?;
         let stat = rustix::fs::fstat(&write_end).map_err(Error::io(operation))?;
         let inode = (stat.st_dev, stat.st_ino);
-        let copy = (copy.0, copy.1);
-        Ok(Self { read_end, write_end, copy, inode, passed: None, full_pages: 0, fillers: 0 })
+        let (passed, full_pages, fillers) = (None, 0, 0);
+        Ok(Self { read_end, write_end, filler_end, copy, inode, passed, full_pages, fillers })
     }
 
     /// The end that QEMU is given.
@@ -143,7 +150,7 @@ impl StatePipe {
         let _ = fcntl_setpipe_size(&self.copy.1, slots * SLOT_BYTES);
         self.fillers = 0;
         loop {
-            match rustix::io::write(&self.write_end, &[0]) {
+            match rustix::io::write(&self.filler_end, &[0]) {
                 Ok(_) => self.fillers += 1,
                 Err(Errno::AGAIN) => break,
                 Err(Errno::INTR) => {}
