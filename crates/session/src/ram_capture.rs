@@ -318,9 +318,12 @@ fn faulty(reader: Arc<dyn PageReader>, fault: Option<&Fault>) -> Arc<dyn PageRea
 /// `left_bytes` that the VMs leave.
 fn staging_pages(options: &SessionOptions, layout: &RamLayout, left_bytes: u64) -> u64 {
     const MIB_PAGES: u64 = (1 << 20) / PAGE_BYTES as u64;
+    let share = left_bytes / 4 / PAGE_BYTES as u64;
+    // A pause may find many more pages than the RAM of a small guest suggests.
+    let least = share.clamp(16 * MIB_PAGES, 64 * MIB_PAGES);
     match options.staging_mib {
         Some(mib) => mib.saturating_mul(MIB_PAGES),
-        None => layout.len_pages().min(left_bytes / 4 / PAGE_BYTES as u64).max(16 * MIB_PAGES),
+        None => layout.len_pages().min(share).max(least),
     }
 }
 
