@@ -76,9 +76,12 @@ impl StatePipe {
         let (read_end, write_end) = pipe_with(flags).map_err(Error::io(operation))?;
         let copy = pipe_with(flags).map_err(Error::io(operation))?;
         let path = format!("/proc/self/fd/{}", crate::spawn::number(&write_end));
-        let modes = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::DIRECT | OFlags::CLOEXEC;
+        let modes = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let filler_end =
             rustix::fs::open(path, modes, Mode::empty()).map_err(Error::io(operation))?;
+        // The kernel refuses this mode in `open`.
+        rustix::fs::fcntl_setfl(&filler_end, OFlags::NONBLOCK | OFlags::DIRECT)
+            .map_err(Error::io(operation))?;
         // QEMU opens its end once more by its name in /proc, perhaps as another user.
         rustix::fs::fchmod(&write_end, Mode::from_raw_mode(0o622)).map_err(Error::io(operation))?;
         let stat = rustix::fs::fstat(&write_end).map_err(Error::io(operation))?;

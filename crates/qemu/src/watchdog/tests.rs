@@ -44,8 +44,12 @@ fn monitor() -> (tempfile::TempDir, PathBuf, Shared) {
                     machine.conts += 1;
                     json!({})
                 }
-                "query-fdsets" | "query-named-block-nodes" | "query-block-jobs"
-                | "query-block-exports" | "query-jobs" | "query-block" => json!([]),
+                "query-fdsets"
+                | "query-named-block-nodes"
+                | "query-block-jobs"
+                | "query-block-exports"
+                | "query-jobs"
+                | "query-block" => json!([]),
                 "quit" => {
                     machine.quits += 1;
                     return;
