@@ -102,7 +102,8 @@ fn folders(cgroup: &str, mountinfo: &str) -> Vec<PathBuf> {
         for (root, mount) in mountinfo.lines().filter_map(|line| mounted(line, kind)) {
             // The mount may show a part of the tree alone, as in a container.
             let inside = Path::new(path).strip_prefix(root).unwrap_or(Path::new(""));
-            let own = Path::new(mount).join(inside);
+            // Collected anew, because a join with nothing ends in a slash.
+            let own: PathBuf = Path::new(mount).join(inside).components().collect();
             let within = own.ancestors().take_while(|folder| folder.starts_with(mount));
             folders.extend(within.map(Path::to_path_buf));
         }
