@@ -276,8 +276,11 @@ fn killed_engines_leave_the_vm_alive(cycles: u64) {
         let options = ["--name", "guest", "--disk", "bitmap", "--interval", "40ms"];
         let args = env.attach_args(&["--qmp", &monitor], vm.console.pid(), &options);
         let mut attached = Process::start(env.command(&as_strs(&args)));
-        // Steps of a number that is prime to their number: near and far moments take turns.
-        std::thread::sleep(Duration::from_millis(60 + cycle * 617 % 1500));
+        // Every other one begins its checkpoints; the step of the moments is prime to their number.
+        if cycle % 2 == 0 {
+            attached.wait_for_error("VM guest");
+        }
+        std::thread::sleep(Duration::from_millis(60 + cycle * 617 % 1000));
         attached.signal(rustix::process::Signal::KILL);
         attached.wait();
         wait_until(&format!("the guest runs after cycle {cycle}"), || vm.is_running());
