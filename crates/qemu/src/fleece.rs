@@ -35,6 +35,8 @@ const GRANULARITY_BYTES: u64 = 4096;
 const GRANULARITY_LARGE_BYTES: u64 = 64 << 10;
 const LARGE_BYTES: u64 = 1 << 40;
 
+/// The first major version of QEMU without the locks of iothreads.
+const SAFE_MAJOR: u64 = 9;
 /// The beginning of the file name of each socket at which QEMU listens for an engine.
 const SOCKET_PREFIX: &str = "kf-nbd-";
 /// The flag of a listening socket in `/proc/net/unix`.
@@ -238,6 +240,43 @@ pub fn other_job(qmp: &mut Qmp) -> Result<Option<String>> {
     Ok(names.filter(|name| !name.starts_with(OURS)).map(str::to_owned).next())
 }
 
+/// The first of `nodes` whose disk QEMU throttles and serves in an iothread, if this QEMU does not
+/// survive a pause of such a disk with a backup job: before version 9.0, `cont` moves the disk to its
+/// iothread and waits for throttled requests with a lock that it does not have.
+pub fn fragile_disk(qmp: &mut Qmp, nodes: &[&str]) -> Result<Option<String>> {
+    let version = qmp.execute("query-version", None)?;
+    let major = version.get("qemu").and_then(|qemu| qemu.get("major")).and_then(Value::as_u64);
+    if major.is_some_and(|major| major >= SAFE_MAJOR) {
+        return Ok(None);
+    }
+    let blocks = qmp.execute("query-block", None)?;
+    let Some(blocks) = blocks.as_array() else {
+        return Err(qmp.unexpected("query-block", &blocks));
+    };
+    for block in blocks {
+        let Some((node, device)) = throttled(block).filter(|(node, _)| nodes.contains(node)) else {
+            continue;
+        };
+        // Only virtio-blk has an iothread of its own.
+        let asked = json!({ "path": device, "property": "iothread" });
+        if let Ok(Value::String(iothread)) = qmp.execute("qom-get", Some(asked))
+            && !iothread.is_empty()
+        {
+            return Ok(Some(node.to_owned()));
+        }
+    }
+    Ok(None)
+}
+
+/// The node and the device of a disk of `query-block`, if its backend is throttled.
+fn throttled(block: &Value) -> Option<(&str, &str)> {
+    let inserted = block.get("inserted")?;
+    let limits = ["bps", "bps_rd", "bps_wr", "iops", "iops_rd", "iops_wr"];
+    let is_limited = |key: &&str| inserted.get(*key).and_then(Value::as_u64).is_some_and(|n| n > 0);
+    limits.iter().find(|key| is_limited(key))?;
+    Some((inserted.get("node-name")?.as_str()?, block.get("qdev")?.as_str()?))
+}
+
 /// The names with Keyframe's prefix that `query` lists.
 fn named(qmp: &mut Qmp, query: &str, arguments: Option<Value>, key: &str) -> Result<Vec<String>> {
     let answer = qmp.execute(query, arguments)?;
@@ -266,6 +305,14 @@ fn gone(qmp: &mut Qmp, query: &str, key: &str) -> Result<()> {
 mod tests {
     use super::*;
     use std::os::unix::net::UnixListener;
+
+    #[test]
+    fn a_disk_is_throttled_if_any_limit_is_set() {
+        let block = |limit: u64| json!({ "qdev": "/d", "inserted": { "node-name": "n", "bps": 0, "iops_wr": limit } });
+        assert_eq!(throttled(&block(300)), Some(("n", "/d")));
+        assert_eq!(throttled(&block(0)), None);
+        assert_eq!(throttled(&json!({ "qdev": "/d" })), None, "an empty drive");
+    }
 
     #[test]
     fn a_server_of_an_engine_is_known_by_its_sockets_name() {

@@ -117,7 +117,9 @@ impl Machines {
     /// One VM, or with `is_group` those of a group.
     pub fn new(mut members: Vec<Member>, is_group: bool, peripherals: Peripherals) -> Self {
         if peripherals.disks.as_ref().is_some_and(|disks| disks.cuts_by_monitor()) {
-            members.iter_mut().for_each(|member| member.vm.pause_by_separate_commands());
+            for member in &mut members {
+                member.vm.pause_by_separate_commands();
+            }
         }
         Self { members, is_group, lans: peripherals.lans, disks: peripherals.disks }
     }

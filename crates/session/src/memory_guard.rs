@@ -71,13 +71,15 @@ pub fn cache_bytes(options: &SessionOptions, guests: &[GuestMemory]) -> (u64, u6
 /// Limits the staging memory of a run.
 pub struct MemoryGuard {
     guests: Vec<GuestMemory>,
+    /// What a pool without limits would hold.
+    wanted_pages: u64,
     has_told: bool,
 }
 
 impl MemoryGuard {
-    /// Guards the memory that `guests` need.
-    pub fn new(guests: Vec<GuestMemory>) -> Self {
-        Self { guests, has_told: false }
+    /// Guards the memory that `guests` need, where a pool without limits would hold `wanted_pages`.
+    pub fn new(guests: Vec<GuestMemory>, wanted_pages: u64) -> Self {
+        Self { guests, wanted_pages, has_told: false }
     }
 
     /// What the VMs leave now, in bytes.
@@ -86,12 +88,15 @@ impl MemoryGuard {
     }
 
     /// Limits `pool` to what is left now. Returns the shortage the first time that this is less
-    /// than half of what the pool was made for.
+    /// than half of what the pool was made for, or if a memory cgroup is the limit, of what it
+    /// would hold without.
     pub fn limit(&mut self, pool: &StagingPool) -> Option<MemoryShortage> {
         let left = remaining(&self.guests);
         let held_bytes = pool.held_pages() * PAGE_BYTES as u64;
         pool.set_limit(staging_bytes(left.bytes, held_bytes) / PAGE_BYTES as u64);
-        let is_short = pool.capacity_pages() < pool.capacity_max_pages() / 2;
+        let enough_pages =
+            if left.is_limited { self.wanted_pages } else { pool.capacity_max_pages() };
+        let is_short = pool.capacity_pages() < enough_pages / 2;
         if !is_short || self.has_told {
             return None;
         }
@@ -127,7 +132,7 @@ mod tests {
         let pool = StagingPool::new(1 << 14);
         pool.reserve(1 << 14).unwrap();
         // The host's own memory is limited by no reservation, so this host has enough.
-        let mut guard = MemoryGuard::new(Vec::new());
+        let mut guard = MemoryGuard::new(Vec::new(), 1 << 14);
         let first = guard.limit(&pool);
         let second = guard.limit(&pool);
         assert!(second.is_none());

@@ -32,6 +32,9 @@ use keyframe_vmm::Vmm;
 use process::ProcessRam;
 use std::sync::Arc;
 
+/// Pages of one MiB.
+const MIB_PAGES: u64 = (1 << 20) / PAGE_BYTES as u64;
+
 /// Opens the RAM of a VM.
 pub type OpenRam = fn(&mut dyn Vmm) -> Result<Box<dyn RamAccess>>;
 
@@ -125,8 +128,10 @@ impl RamCapture {
             pid: Some(vm.pid()),
             ram_bytes: ram.layout().len_pages() * PAGE_BYTES as u64,
         });
-        let memory = MemoryGuard::new(guests.collect());
-        let pool = StagingPool::new(staging_pages(options, &layout, memory.left_bytes()));
+        let wanted =
+            options.staging_mib.map_or(layout.len_pages(), |mib| mib.saturating_mul(MIB_PAGES));
+        let memory = MemoryGuard::new(guests.collect(), wanted);
+        let pool = StagingPool::new(staging_pages(options, wanted, memory.left_bytes()));
         let cycle = CaptureCycle::new(layout.clone(), tracking.tracker, reader, pool);
         let mut strategies = Strategies {
             auto: AutoStrategy::default(),
@@ -314,17 +319,16 @@ fn faulty(reader: Arc<dyn PageReader>, fault: Option<&Fault>) -> Arc<dyn PageRea
     }
 }
 
-/// Returns the number of pages of memory for copies: all of RAM if that is at most a quarter of the
-/// `left_bytes` that the VMs leave.
-fn staging_pages(options: &SessionOptions, layout: &RamLayout, left_bytes: u64) -> u64 {
-    const MIB_PAGES: u64 = (1 << 20) / PAGE_BYTES as u64;
+/// Memory for copied pages: what `options` ask for; without that as large as RAM (`wanted` pages), if
+/// that is at most a quarter of the `left_bytes` that the VMs leave.
+fn staging_pages(options: &SessionOptions, wanted: u64, left_bytes: u64) -> u64 {
+    if options.staging_mib.is_some() {
+        return wanted;
+    }
     let share = left_bytes / 4 / PAGE_BYTES as u64;
     // A pause may find many more pages than the RAM of a small guest suggests.
     let least = share.clamp(16 * MIB_PAGES, 64 * MIB_PAGES);
-    match options.staging_mib {
-        Some(mib) => mib.saturating_mul(MIB_PAGES),
-        None => layout.len_pages().min(share).max(least),
-    }
+    wanted.min(share).max(least)
 }
 
 fn random_key() -> Result<[u8; 32]> {

@@ -63,8 +63,6 @@ pub enum Step {
     ResumeByNewConnection,
     /// [`Vmm::ran_meanwhile`].
     RanMeanwhile,
-    /// [`Vmm::check_rollback`].
-    CheckRollback,
     /// [`Vmm::roll_back`].
     RollBack,
     /// [`Vmm::exit`], [`Vmm::wait_exit`] and [`Vmm::finish_shutdown`].
@@ -115,16 +113,24 @@ struct WatchdogState {
     running_forbidden: bool,
 }
 
+/// The command that is a whole pause ([`Vmm::pause_and_save`]).
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum OneCommand {
+    /// The VMM does not have it.
+    Missing,
+    /// It can be given.
+    Ready,
+    /// It holds the VM, which ran before or did not.
+    Holds { ran: bool },
+}
+
 /// The state that the VM, its watchdog and the test share.
 struct FakeState {
     runs: bool,
     exit: Option<ExitStatus>,
     monitor_lost: bool,
     ran_meanwhile: bool,
-    /// Whether the VM can be paused by one command.
-    saves_in_pause: bool,
-    /// Whether such a command holds the VM, and whether the VM ran before.
-    saved_pause: Option<bool>,
+    one_command: OneCommand,
     watchdog: WatchdogState,
     events: VecDeque<VmEvent>,
     script: BTreeMap<Step, VecDeque<Incident>>,
@@ -149,8 +155,11 @@ impl FakeState {
 
     /// Ends the command that holds the VM, as the VMM does by itself.
     fn end_saved_pause(&mut self) {
-        if self.saved_pause.take() == Some(true) {
-            self.resume();
+        if let OneCommand::Holds { ran } = self.one_command {
+            self.one_command = OneCommand::Ready;
+            if ran {
+                self.resume();
+            }
         }
     }
 
@@ -240,8 +249,7 @@ impl FakeVm {
             exit: None,
             monitor_lost: false,
             ran_meanwhile: false,
-            saves_in_pause: false,
-            saved_pause: None,
+            one_command: OneCommand::Missing,
             watchdog: WatchdogState::default(),
             events: VecDeque::new(),
             script: BTreeMap::new(),
@@ -364,12 +372,12 @@ impl Vmm for FakeVm {
     }
 
     fn pause_and_save(&mut self) -> Result<Option<SavedPause>, VmmError> {
-        if !lock(&self.shared).saves_in_pause {
+        if lock(&self.shared).one_command == OneCommand::Missing {
             return Ok(None);
         }
         self.run(Step::PauseAndSave, |state| {
             let stop = if state.runs { StopOutcome::Stopped } else { StopOutcome::AlreadyPaused };
-            state.saved_pause = Some(state.runs);
+            state.one_command = OneCommand::Holds { ran: state.runs };
             state.pause();
             state.ran_meanwhile = false;
             Ok(Some(SavedPause { stop, device_state: state.device_state.clone() }))
@@ -400,10 +408,6 @@ impl Vmm for FakeVm {
 
     fn resumer(&self) -> Result<Resumer, VmmError> {
         Ok(Resumer::default())
-    }
-
-    fn check_rollback(&mut self, _: &[u8]) -> Result<(), VmmError> {
-        self.run(Step::CheckRollback, |_| Ok(()))
     }
 
     fn roll_back(&mut self, target: &RollbackTarget<'_>, _: File) -> Result<(), VmmError> {
@@ -480,7 +484,7 @@ impl PauseWatchdog for FakeWatchdog {
         let mut state = enter(&self.shared, Step::ResumeNow);
         if state.enter(Step::ResumeNow).is_ok() {
             state.watchdog.has_fired |= !state.runs;
-            if state.saved_pause.is_some() {
+            if matches!(state.one_command, OneCommand::Holds { .. }) {
                 state.end_saved_pause();
             } else {
                 state.resume();
@@ -520,7 +524,7 @@ impl FakeControl {
 
     /// Has the VMM know a command that is a whole pause ([`Vmm::pause_and_save`]).
     pub fn save_in_pause(&self) {
-        lock(&self.shared).saves_in_pause = true;
+        lock(&self.shared).one_command = OneCommand::Ready;
     }
 
     /// True if the VMM has ended.

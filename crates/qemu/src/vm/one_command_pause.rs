@@ -139,9 +139,10 @@ impl Vm {
                     if early.is_some() {
                         return Ok(Attempt::Missed);
                     }
-                    let stop = match self.qmp.has_stopped(command) {
-                        true => StopOutcome::Stopped,
-                        false => StopOutcome::AlreadyPaused,
+                    let stop = if self.qmp.has_stopped(command) {
+                        StopOutcome::Stopped
+                    } else {
+                        StopOutcome::AlreadyPaused
                     };
                     return Ok(Attempt::Held(HeldByPipe { command, stop, state, read_bytes }));
                 }

@@ -54,6 +54,8 @@ fn monitor() -> (tempfile::TempDir, PathBuf, Shared) {
                     machine.quits += 1;
                     return;
                 }
+                // It has no exports, jobs, nodes or descriptor sets.
+                list if list.starts_with("query-") => json!([]),
                 _ => json!({}),
             };
             writeln!(out, "{}", json!({ "return": answer, "id": message["id"] })).unwrap();

@@ -39,6 +39,8 @@ const DETACH_TIMEOUT: Duration = Duration::from_secs(10);
 /// old content.
 const FREE_BYTES_MIN: u64 = 1 << 30;
 
+/// The beginning of the names of the folders of scratch files.
+const SCRATCH_PREFIX: &str = ".fleece-";
 /// The shortest range that QEMU tells apart by allocation: the smallest cluster of an image.
 const ALLOCATED_BYTES_MIN: u64 = 512;
 
@@ -106,6 +108,7 @@ impl FleecedDiskCapture {
     ) -> Result<Self> {
         let folder = store.local_folder().map_err(|e| Error::store(store.path(), e))?.join("disks");
         std::fs::create_dir_all(&folder).map_err(|e| Error::file("make", &folder, e))?;
+        remove_left_over(&folder);
         let sockets: Vec<PathBuf> =
             (0..vms.len()).map(|n| run_dir.join(fleece::socket_name(n))).collect();
         for (number, socket) in sockets.iter().enumerate() {
@@ -177,7 +180,7 @@ impl FleecedDiskCapture {
 
     fn add_scratch(&self, members: &mut [Member]) -> Result<(), BoxError> {
         for (number, disk) in self.captured_disks() {
-            let file = tempfile::Builder::new().prefix(".fleece-").tempdir_in(&self.folder)?;
+            let file = tempfile::Builder::new().prefix(SCRATCH_PREFIX).tempdir_in(&self.folder)?;
             let path = file.path().join("scratch.qcow2");
             keyframe_disk::commit::empty_qcow2(&path, disk.node.disk_bytes)?;
             // QEMU keeps the file open, so it is gone when QEMU closes it or ends.
@@ -352,6 +355,16 @@ impl FleecedDiskCapture {
 
     fn captured_disks(&self) -> impl Iterator<Item = (usize, &QemuDisk)> {
         self.disks.iter().enumerate().filter(|(_, disk)| !disk.left_out)
+    }
+}
+
+/// Removes folders of scratch files that a killed engine has left in `folder`. This engine is the
+/// only one that has the store's lock, and QEMU keeps the files open that it uses.
+fn remove_left_over(folder: &Path) {
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        if entry.file_name().to_string_lossy().starts_with(SCRATCH_PREFIX) {
+            let _ = std::fs::remove_dir_all(entry.path());
+        }
     }
 }
 

@@ -158,6 +158,15 @@ fn fleeced(
     if let Some(disk) = kept.filter(|disk| found.get(disk.member).is_some_and(through_libvirt)) {
         return Err(DiskError::ThroughLibvirt(disk.meta.name.clone()).into());
     }
+    for (member, one) in found.iter_mut().enumerate() {
+        let kept = disks.iter().filter(|disk| !disk.left_out && disk.member == member);
+        let nodes: Vec<&str> = kept.map(|disk| disk.node.node.as_str()).collect();
+        if let Some(node) = fleece::fragile_disk(one.vm.qmp(), &nodes)? {
+            let disk = disks.iter().find(|disk| disk.node.node == node);
+            let name = disk.map_or(node.clone(), |disk| disk.meta.name.clone());
+            return Err(DiskError::ThrottledInIothread(name).into());
+        }
+    }
     let mut vms: Vec<&mut Vm> = found.iter_mut().map(|one| &mut one.vm).collect();
     let fleeced = FleecedDiskCapture::new((store, run_dir), disks, &mut vms, Arc::clone(events))?;
     Ok(Box::new(fleeced))

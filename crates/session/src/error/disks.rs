@@ -99,6 +99,12 @@ pub enum DiskError {
         /// The disk's size in bytes when its checkpoints began.
         then_bytes: u64,
     },
+    /// A disk is throttled and has an iothread, with which QEMU before 9.0 aborts.
+    #[error(
+        "disk {0} is throttled and has an iothread: QEMU before 9.0 aborts in a checkpoint of \
+         such a disk by dirty bitmaps"
+    )]
+    ThrottledInIothread(String),
     /// Disks that QEMU opens itself cannot be sent to a standby.
     #[error("only disks that Keyframe serves can be replicated")]
     NotReplicable,
@@ -208,6 +214,11 @@ impl DiskError {
                                    --leave-out-disk"
                     .into()
             }
+            Self::ThrottledInIothread(_) => "take the limits off (block_set_io_throttle), put the \
+                                             image on btrfs or XFS (--disk reflink), leave the \
+                                             disk out (--leave-out-disk NAME), or start the VM \
+                                             with `keyframe run`"
+                .into(),
             Self::UnknownDisk { disks, .. } => format!("its disks are {}", disks.join(", ")),
             _ => return None,
         })

@@ -143,6 +143,7 @@ fn disks() -> Vec<String> {
         DiskError::CutTwice,
         DiskError::NotCut,
         DiskError::Resized { name: "a".into(), now_bytes: 2, then_bytes: 1 },
+        DiskError::ThrottledInIothread(disk()),
         DiskError::NotReplicable,
         DiskError::TooManyClones { folder: "/images".into(), image: image() },
         DiskError::Clone { image: image(), clone: "/images/.a".into(), source: denied() },
