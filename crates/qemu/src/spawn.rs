@@ -11,6 +11,7 @@
 
 use crate::{Error, Result};
 use keyframe_locks::IgnorePoison;
+use keyframe_qemu_stream::StreamError;
 use nix::sys::signal::{SigSet, Signal};
 use rustix::io::FdFlags;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -95,7 +96,9 @@ pub fn exited_instead(error: Error, child: &mut Child, when: &'static str) -> Er
     use std::io::ErrorKind::{BrokenPipe, ConnectionReset};
     let broken = match &error {
         Error::Gone { .. } => true,
-        Error::Io { source, .. } => matches!(source.kind(), BrokenPipe | ConnectionReset),
+        Error::Io { source, .. } | Error::Stream(StreamError::Io { source, .. }) => {
+            matches!(source.kind(), BrokenPipe | ConnectionReset)
+        }
         _ => false,
     };
     if !broken {
