@@ -26,7 +26,7 @@ const POLL: Duration = Duration::from_millis(50);
   DIR/12/MEMBER/        these files, except info.json, of each VM of a group
   DIR/latest, DIR/TAG   links
 
-MountedFiles are made while they are read, so nothing is copied in advance. New checkpoints appear while a VM runs. Only the user that ran
+Files are made while they are read, so nothing is copied in advance. New checkpoints appear while a VM runs. Only the user that ran
 this command can read them.
 
 Examples:
