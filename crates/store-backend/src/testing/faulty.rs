@@ -60,6 +60,8 @@ struct State {
     live: BTreeMap<String, usize>,
     durable: BTreeMap<String, usize>,
     pending: Vec<NameChange>,
+    /// The name of each file that was created to grow, in order.
+    created: Vec<String>,
     operations: u64,
     crash_at: Option<u64>,
     syncs: u64,
@@ -182,6 +184,11 @@ impl FaultyBackend {
             ..State::default()
         };
         Self { state: Arc::new(Mutex::new(fresh)), relaxed: false, lives: self.lives }
+    }
+
+    /// The names of all files that [`Backend::create`] has made, in order.
+    pub fn created(&self) -> Vec<String> {
+        self.state().created.clone()
     }
 
     /// All files and their bytes.
@@ -418,6 +425,7 @@ impl Backend for FaultyBackend {
     fn create(&self, name: &str) -> Result<Box<dyn AppendFile>> {
         let mut state = self.state();
         let inode = state.create(name)?;
+        state.created.push(name.into());
         if !self.relaxed {
             state.sync_folder(name)?;
         }

@@ -90,8 +90,9 @@ impl PackWriter {
         // lie after those that have moved.
         self.close()?;
         self.learn_others(moves)?;
-        let newest = moves.to.values().map(|to| to.pack()).max().unwrap_or(0);
-        self.next_pack = self.next_pack.max(newest + 1);
+        // The packs that go exist until this writer has confirmed. So no number of theirs, and of no
+        // other pack that the prune has written, is used again.
+        self.next_pack = self.next_pack.max(self.inner.newest_pack()? + 1);
         // The records that a derived one refers to may go.
         self.index.follow(moves);
         self.bases.clear();

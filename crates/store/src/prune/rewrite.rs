@@ -220,8 +220,12 @@ impl Copier {
         Ok(())
     }
 
-    /// Removes the packs of [`Self::reserve`], except the newest pack.
+    /// Removes the packs of [`Self::reserve`], except the newest pack. Leaves them to the next prune
+    /// if a writer is at work, whose next pack could get one of their numbers.
     pub fn tidy(&mut self) -> Result<()> {
+        if self.inner.lock_holder()?.is_some() {
+            return Ok(());
+        }
         let newest = self.inner.pack_numbers()?.last().copied();
         self.reserved.retain(|number| Some(*number) != newest);
         self.inner.remove_packs(&std::mem::take(&mut self.reserved))

@@ -202,6 +202,38 @@ fn checkpoints_stay_intact_if_a_run_seals_and_others_are_forgotten_during_a_prun
     }
 }
 
+/// A reader may have a removed pack open under its number, so no other pack may get it. Prunes write
+/// packs that the run does not see: copies that the run does not confirm, and packs without records.
+#[test]
+fn a_run_gives_no_pack_the_number_of_a_removed_one() {
+    let medium = FaultyBackend::default();
+    init_on(&medium).unwrap();
+    let store = on(&medium).unwrap();
+    let mut guest = Guest::begin(&medium, 4);
+    let mut removed = 0;
+    for (wait, max_unused) in [(0, 0.0), (60, 1.0), (60, 0.0)].repeat(8) {
+        for _ in 0..4 {
+            guest.seal();
+        }
+        guest.forget(&store);
+        let wait = Duration::from_secs(wait);
+        let options = PruneOptions { max_unused, dry_run: false, wait, recompress_bytes: 0 };
+        let report = store.prune_tuned(&options, TINY, &mut |progress| {
+            if progress.step == PruneStep::Waiting {
+                guest.seal();
+            }
+        });
+        removed += report.unwrap().removed_packs;
+    }
+    assert!(removed > 8, "only {removed} packs were removed");
+    for (id, image) in &guest.end() {
+        assert!(image_is(&store, *id, image).unwrap(), "{id} is not what was put");
+    }
+    let created = medium.created();
+    let numbers: BTreeSet<_> = created.iter().collect();
+    assert_eq!(numbers.len(), created.len(), "{created:?}");
+}
+
 /// What the threads of the test below share. Each opens the store for itself, as processes do.
 struct Concurrent {
     path: PathBuf,
