@@ -16,9 +16,12 @@
 use crate::{Error, Qmp, Result};
 use keyframe_kernel::{Process, read_memory};
 use keyframe_units::HostVirt;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
-use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, tee};
+use rustix::pipe::{
+    PipeFlags, SpliceFlags, fcntl_getpipe_size, fcntl_setpipe_size, pipe_with, tee,
+};
 use serde_json::{Value, json};
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -151,6 +154,14 @@ impl StatePipe {
         // A smaller pipe serves too, with more waits.
         let _ = fcntl_setpipe_size(&self.write_end, slots * SLOT_BYTES);
         let _ = fcntl_setpipe_size(&self.copy.1, slots * SLOT_BYTES);
+        let size = |end: &OwnedFd| fcntl_getpipe_size(end).unwrap_or(0);
+        let has = size(&self.write_end);
+        if has < SLOTS_MIN * SLOT_BYTES || size(&self.copy.1) < has {
+            return Err(Error::Refused {
+                operation: operation.into(),
+                reason: "the pipes of this user have reached fs.pipe-user-pages-soft".into(),
+            });
+        }
         self.fillers = 0;
         loop {
             match rustix::io::write(&self.filler_end, &[0]) {
@@ -238,9 +249,24 @@ impl StatePipe {
         self.expect(state_bytes, last_bytes);
     }
 
-    /// The write into this pipe for which the main thread of `process` waits; `None` if it runs or
-    /// waits for something else.
+    fn is_full(&self) -> Result<bool> {
+        let mut ends = [PollFd::new(&self.filler_end, PollFlags::OUT)];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        match poll(&mut ends, Some(&now)) {
+            Ok(ready) => Ok(ready == 0),
+            Err(Errno::INTR) => Ok(false),
+            Err(error) => Err(Error::io("look at the pipe for device state")(error)),
+        }
+    }
+
+    /// The write into this pipe for which the main thread of `process` waits, and of which the pipe
+    /// holds nothing; `None` if it runs or waits for something else.
     pub fn blocked_write(&self, process: &Process, call: &File) -> Result<Option<BlockedWrite>> {
+        // A thread that a read has just woken still counts as waiting, with the write that has room
+        // now. When the pipe is full again, that write is complete, and the thread waits with another.
+        if !self.is_full()? {
+            return Ok(None);
+        }
         let mut text = [0; 256];
         let operation = || format!("read the system call of process {}", process.pid());
         let len = call.read_at(&mut text, 0).map_err(Error::io(operation()))?;
