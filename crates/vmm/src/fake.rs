@@ -63,6 +63,8 @@ pub enum Step {
     ResumeByNewConnection,
     /// [`Vmm::ran_meanwhile`].
     RanMeanwhile,
+    /// [`Vmm::check_rollback`].
+    CheckRollback,
     /// [`Vmm::roll_back`].
     RollBack,
     /// [`Vmm::exit`], [`Vmm::wait_exit`] and [`Vmm::finish_shutdown`].
@@ -408,6 +410,10 @@ impl Vmm for FakeVm {
 
     fn resumer(&self) -> Result<Resumer, VmmError> {
         Ok(Resumer::default())
+    }
+
+    fn check_rollback(&mut self, _: &[u8]) -> Result<(), VmmError> {
+        self.run(Step::CheckRollback, |_| Ok(()))
     }
 
     fn roll_back(&mut self, target: &RollbackTarget<'_>, _: File) -> Result<(), VmmError> {

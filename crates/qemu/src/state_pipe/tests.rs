@@ -35,9 +35,17 @@ fn wait_for_end(child: &mut Child) -> bool {
     false
 }
 
+/// `None` if it has ended.
+fn process_of(child: &Child) -> Option<Process> {
+    match Process::open(child.id()) {
+        Err(keyframe_kernel::Error::Gone { .. }) => None,
+        process => Some(process.unwrap()),
+    }
+}
+
 /// The write of `child` into the pipe for which it waits; `None` if it ends.
 fn next_write(pipe: &StatePipe, child: &mut Child) -> Option<BlockedWrite> {
-    let process = Process::open(child.id()).unwrap();
+    let process = process_of(child)?;
     let call = File::open(format!("/proc/{0}/task/{0}/syscall", child.id())).unwrap();
     let deadline = Instant::now() + Duration::from_secs(20);
     while Instant::now() < deadline {
@@ -59,7 +67,7 @@ fn state_of(len: usize) -> Vec<u8> {
 /// Takes the state while its writer waits with the last piece. Returns it, and how many pieces the
 /// writer waited with.
 fn hold(pipe: &mut StatePipe, child: &mut Child, len: usize) -> Option<(Vec<u8>, usize, usize)> {
-    let process = Process::open(child.id()).unwrap();
+    let process = process_of(child)?;
     let (mut state, mut waits) = (Vec::new(), 0);
     loop {
         let piece = next_write(pipe, child)?.content(&process).unwrap();
