@@ -147,7 +147,12 @@ fn a_killed_server_is_started_again_under_each_bus() {
                 let cut = disks.cut().expect("cut the disk");
                 disks.release(&cut).expect("release the cut");
                 kill(disks.pid());
-                let event = restarted.recv_timeout(Duration::from_mins(1)).expect("an event");
+                let next = || restarted.recv_timeout(Duration::from_mins(1)).expect("an event");
+                let mut event = next();
+                // One that is killed soon after its start is started again after a wait.
+                if let ServerEvent::NotRestarted { error: keyframe_disk::Error::ServerEnded, .. } = event {
+                    event = next();
+                }
                 assert!(matches!(event, ServerEvent::Restarted { .. }), "{context}: {event:?}");
                 println!("{context}: round {round}");
             }

@@ -305,7 +305,8 @@ pub fn uffd_write_protect(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> i
     uffd_set_protection(uffd, start, len_bytes, WRITEPROTECT_MODE_WP)
 }
 
-/// The opposite, which wakes the threads that wait to write there.
+/// Calls `UFFDIO_WRITEPROTECT`: removes the protection of every page of the range, and wakes the
+/// threads that wait to write there.
 pub fn uffd_remove_protection(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     uffd_set_protection(uffd, start, len_bytes, 0)
 }

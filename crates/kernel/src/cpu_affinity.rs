@@ -11,7 +11,7 @@ use std::fmt::Display;
 use std::fs::File;
 use std::path::Path;
 
-/// The most listings of the threads of a process that keeps starting threads.
+/// The most listings of the threads of a process whose threads keep ending.
 const LISTINGS_MAX: u32 = 10;
 
 /// A claim on one core. Dropping it ends the claim.
@@ -88,19 +88,21 @@ fn bound(thread: Option<Pid>, core: usize) -> rustix::io::Result<()> {
 /// Returns the present threads of process `process` (a pid, or `self`), or an empty list if there
 /// is no such process.
 ///
-/// If a thread ends during a listing, the kernel can leave out another one. So the function lists
-/// until it finds no new thread.
+/// If a thread ends during a listing, the kernel can leave out others. So the function lists until
+/// all listed threads still exist after the listing.
 pub fn threads_of(process: impl Display) -> Vec<u32> {
+    let folder = format!("/proc/{process}/task");
     let list = || -> Vec<u32> {
-        let tasks =
-            std::fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
+        let tasks = std::fs::read_dir(&folder).into_iter().flatten().flatten();
         tasks.filter_map(|task| task.file_name().to_str()?.parse().ok()).collect()
     };
+    let exists = |thread: &u32| Path::new(&format!("{folder}/{thread}")).exists();
     let mut threads = BTreeSet::new();
     for _ in 0..LISTINGS_MAX {
-        let before = threads.len();
-        threads.extend(list());
-        if threads.len() == before {
+        let listed = list();
+        let is_complete = listed.iter().all(exists);
+        threads.extend(listed);
+        if is_complete {
             break;
         }
     }
