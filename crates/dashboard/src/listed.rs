@@ -72,7 +72,7 @@ impl Listed {
         Self { store, place, fix, state: Mutex::default(), total: Mutex::default() }
     }
 
-    /// An error of this store, as an answer.
+    /// Converts an error of this store into the dashboard's answer, with a text for the user.
     pub fn error(&self, error: &keyframe_store::Error) -> ApiError {
         use keyframe_store::Error;
         let text = said(error, (self.fix)(error, &self.place));
@@ -83,7 +83,7 @@ impl Listed {
         }
     }
 
-    /// The store's id.
+    /// Returns the store's id.
     pub fn id(&self) -> &str {
         self.store.id()
     }
@@ -98,20 +98,22 @@ impl Listed {
         &self.place
     }
 
-    /// Forgets how long ago it was that it looked: something was changed from here.
+    /// Has the next call list the store again. Called after the dashboard has changed the store.
     pub fn look_again(&self) {
         let mut state = locked(&self.state);
         (state.looked_at, state.stamp) = (None, None);
     }
 
-    /// The checkpoints.
+    /// Returns the listing of the store's checkpoints. Reads the store again if it may have
+    /// changed. Error: the store cannot be listed.
     pub fn listing(&self) -> Result<Arc<CheckpointListing>, ApiError> {
         let mut state = locked(&self.state);
         self.renew(&mut state)?;
         Ok(Arc::clone(&state.listing))
     }
 
-    /// Returns the checkpoints of the recording with the id `recording`.
+    /// Returns the checkpoints of the recording with the id `recording`, in the order of their
+    /// numbers. Error: the store cannot be listed.
     pub fn recorded(&self, recording: &str) -> Result<Vec<Recorded>, ApiError> {
         let mut state = locked(&self.state);
         self.renew(&mut state)?;
@@ -215,7 +217,8 @@ impl Listed {
         Ok(())
     }
 
-    /// Returns the sums over all checkpoints, and the bytes of the store's files.
+    /// Returns the sums over all checkpoints, and the bytes of the store's files. Errors: the store
+    /// cannot be listed; its files cannot be counted.
     pub fn sizes(&self) -> Result<StoreSizes, ApiError> {
         let listing = self.listing()?;
         let mut sizes = StoreSizes { total_bytes: self.total_bytes()?, ..StoreSizes::default() };
@@ -266,7 +269,7 @@ fn bytes_in(folder: &Path) -> u64 {
 }
 
 impl State {
-    /// One that is new; they come in rising order.
+    /// Adds a checkpoint that the listing does not hold yet. Callers add them in rising order.
     fn add(&mut self, sealed: &Sealed) {
         let entry = Entry::of(sealed);
         let before = self.newest_of_run.insert(entry.run.clone(), entry.id);

@@ -23,7 +23,9 @@ pub struct Screens {
 type Key = (String, u64, Option<String>);
 
 impl Screens {
-    /// The picture as a PNG.
+    /// Returns the picture of the display of checkpoint `id`, as a PNG file. `member` names a VM if
+    /// the checkpoint is of a group. Errors: there is no such checkpoint or VM; the VM has no
+    /// display; Keyframe cannot draw the display; the store cannot be read.
     pub fn of(
         &self,
         listed: &Listed,

@@ -41,7 +41,9 @@ fn told(clones: &[Value], pid: u32) -> String {
     said.collect::<Vec<_>>().join("; ")
 }
 
-/// Brings checkpoint `id` to life as it was.
+/// Starts the VM of checkpoint `id` with `keyframe restore`, and waits until it runs. Returns a
+/// text for the user. If the VM does not run after 20 s, the text says that it is still being
+/// started. Errors: the command cannot be started; it has ended, and the error holds its output.
 pub fn restore(listed: &Listed, id: u64) -> Result<String, ApiError> {
     let folder = run_dir::of_restored().map_err(|e| ApiError::Failed(said(&e, e.fix())))?;
     // The VM's directory does not exist yet.

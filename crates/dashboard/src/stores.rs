@@ -19,7 +19,7 @@ const AGAIN: Duration = Duration::from_secs(10);
 /// The most stores that are kept: runs that make a store each would fill the page.
 const STORES_MAX: usize = 64;
 
-/// All of them.
+/// All stores that the dashboard shows.
 pub struct Stores {
     key: KeyArg,
     known: Mutex<BTreeMap<PathBuf, Known>>,

@@ -403,7 +403,8 @@ fn machines_of(
     Machines::new(vec![member], false, Peripherals { lans: None, disks })
 }
 
-/// What is shown of a VM or a standby that nothing is known of yet.
+/// Makes the first status of the VM `name` on a host in the role `role`. Fields that are not known
+/// yet have their default values.
 pub fn first_status(name: &str, qemu_pid: u32, role: ReplicationRole) -> SharedStatus {
     let replication = ReplicationStatus { role, ..ReplicationStatus::default() };
     Arc::new(Mutex::new(EngineStatus {

@@ -36,9 +36,9 @@ use std::thread::JoinHandle;
 pub enum VmAction {
     /// Whether the policy may take epochs.
     MayCapture(bool),
-    /// Take one now; with `last` the VM stands, and stays so.
+    /// Capture an epoch now. With `last` the VM is paused already, and stays paused.
     Capture { last: bool },
-    /// Take a complete one for this session.
+    /// Begin this session with a standby: give up the epoch in flight, and capture a complete one.
     Sync { session: u64 },
     /// Hashes of the pages that the standby of a new session holds already.
     PageHashes { session: u64, first: u64, hashes: Vec<u8> },

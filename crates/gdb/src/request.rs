@@ -38,12 +38,13 @@ pub enum GdbRequest {
 pub struct Breakpoint(Vec<u8>);
 
 impl Breakpoint {
-    /// True if it watches memory, false if it stops at an instruction.
+    /// True for a watchpoint, which stops the target when it accesses memory. False for a
+    /// breakpoint, which stops the target at an instruction.
     pub fn is_watch(&self) -> bool {
         matches!(self.0.first(), Some(b'2'..=b'4'))
     }
 
-    /// The payload of the packet that sets it.
+    /// Returns the payload of the packet with which GDB sets this breakpoint: `ZTYPE,ADDRESS,KIND`.
     pub fn packet(&self) -> Vec<u8> {
         [b"Z", &self.0[..]].concat()
     }
@@ -108,7 +109,8 @@ impl StopReply {
         Some(Self { signal, watch: field(&["watch:", "rwatch:", "awatch:"]), thread })
     }
 
-    /// The payload of the packet. `reason` precedes the thread, such as `replaylog:begin;`.
+    /// Returns the payload of the packet with this stop reply. `reason` is a further field, such as
+    /// `replaylog:begin;`, or empty. It is placed before the thread.
     pub fn packet(&self, reason: &str) -> Vec<u8> {
         let watch = self.watch.as_deref().unwrap_or_default();
         format!("T{:02x}{watch}{reason}{}", self.signal, self.thread).into_bytes()

@@ -15,7 +15,7 @@ use keyframe_units::CheckpointId;
 pub const ROOT: u64 = 1;
 const LINK: u64 = 1 << 63;
 const KIND_BITS: u32 = 8;
-/// Disks of a checkpoint that have inodes.
+/// The largest number of disks of a checkpoint that are shown. Further disks have no inodes.
 pub const DISKS_MAX: usize = 128;
 const MEMBER_BITS: u32 = 16;
 
@@ -29,7 +29,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// A checkpoint's own.
+    /// Returns the directory of checkpoint `id` itself.
     pub fn of(id: CheckpointId) -> Self {
         Self { id, member: 0 }
     }
@@ -55,8 +55,8 @@ pub enum MountedFile {
 }
 
 impl MountedFile {
-    /// All kinds, in the order of listings. The place in it is the inode's low part, so new ones go
-    /// behind.
+    /// All kinds, in the order of listings. The inode number depends on the position of a kind, so
+    /// new kinds must be added at the end.
     pub const ALL: [Self; 5] = [Self::Info, Self::Devices, Self::Raw, Self::Core, Self::Screen];
 
     /// The file's name.
@@ -71,23 +71,23 @@ impl MountedFile {
     }
 }
 
-/// What an inode is.
+/// The object that an inode number stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MountNode {
-    /// The directory of all.
+    /// The root directory, which lists the checkpoints and the tags.
     Root,
-    /// A checkpoint, or a member of its group.
+    /// The directory of a checkpoint, or of a member of its group.
     Directory(Place),
-    /// A file there.
+    /// A file in the directory of a checkpoint or member.
     File(Place, MountedFile),
-    /// A disk there, by its number in the checkpoint.
+    /// A disk in the directory of a checkpoint or member, with the disk's number in the checkpoint.
     Disk(Place, u8),
-    /// A link, by its number.
+    /// The symbolic link with this number. Links lead from tags and from `latest` to checkpoints.
     Link(u64),
 }
 
 impl MountNode {
-    /// The inode's number.
+    /// Returns the inode number of this node.
     pub fn number(self) -> u64 {
         match self {
             Self::Root => ROOT,
@@ -124,7 +124,7 @@ impl MountNode {
         }
     }
 
-    /// True for a checkpoint's number that has inodes.
+    /// True if checkpoint `id` can be mounted: its number is not 0 and fits into inode numbers.
     pub fn has_inodes(id: CheckpointId) -> bool {
         id.0 > 0 && id.0 < 1 << (63 - MEMBER_BITS - KIND_BITS)
     }

@@ -121,8 +121,10 @@ impl GateQueue {
         Self { open: true, nics: (0..nics).map(|_| VecDeque::new()).collect(), ..Self::default() }
     }
 
-    /// Adds a frame that the guest sent on NIC number `nic` at `at_ns`. True if it is the first
-    /// held frame of its epoch.
+    /// Adds a frame that the guest sent on NIC number `nic`. `at_ns` is the time of the frame, in
+    /// nanoseconds of the clock of [`Self::status`]. Drops the frame if the gate would hold more
+    /// than [`HELD_BYTES_MAX`], or if there is no such NIC. Returns true if the frame is the first
+    /// held one of its epoch.
     pub fn push(&mut self, nic: usize, frame: Frame, at_ns: u64) -> bool {
         let bytes = frame.wire().len();
         if self.held_bytes + bytes > HELD_BYTES_MAX {

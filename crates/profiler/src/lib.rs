@@ -53,21 +53,21 @@ const LINE_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// The VM to measure.
 pub enum MeasuredVm {
-    /// A VM that runs already. It is left as it was.
+    /// A VM that runs already. It runs on after the measurement.
     Running {
         /// QEMU's process id.
         pid: u32,
         /// The socket of its QMP monitor. Without one, RAM alone is measured.
         qmp: Option<PathBuf>,
     },
-    /// A VM that is started and ended: once for each number of vCPUs, or once as it is if there is
-    /// none.
+    /// A VM that the measurement starts and ends: once for each number in `vcpus`. If `vcpus` is
+    /// empty, the VM runs once, with the number of vCPUs that its command line gives.
     Launched {
         /// QEMU's command line.
         command: Vec<OsString>,
-        /// Numbers of vCPUs.
+        /// The numbers of vCPUs to measure the VM with, one after the other.
         vcpus: Vec<u32>,
-        /// When its measurement begins.
+        /// The condition on which the measurement begins.
         start: StartCondition,
     },
 }

@@ -28,7 +28,8 @@ const QUEUES_MAX: u64 = 1024;
 pub struct VirtioQueues(Vec<(String, u64)>);
 
 impl VirtioQueues {
-    /// Finds them.
+    /// Asks QEMU for the queues of the VM's virtio disks and network cards that carry requests of
+    /// the guest. Error: the monitor fails, or its answer has an unknown form.
     pub fn find(qmp: &mut Qmp) -> Result<Self> {
         let devices = match qmp.execute("x-query-virtio", None) {
             Ok(devices) => devices,

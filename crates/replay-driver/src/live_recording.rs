@@ -60,7 +60,8 @@ impl LiveRecording {
         }))
     }
 
-    /// Returns what of it can be replayed now.
+    /// Returns the part of the recording that can be replayed now: all of it if the recording is
+    /// complete. Error: the recording or its store cannot be read.
     pub fn now(&self) -> Result<Arc<ReplayableRecording>> {
         if let Some(recording) = self.ended()? {
             return Ok(recording);

@@ -17,25 +17,26 @@ use std::io::ErrorKind;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-/// Files that are kept open.
+/// The largest number of files that are kept open.
 const OPEN_MAX: usize = 1024;
 /// How long a pack stays open after its last read.
 const OPEN_FOR: Duration = Duration::from_secs(300);
-/// For whole files that are read at the same time.
+/// The most bytes of whole files that are read at the same time.
 const MEMORY_BYTES_MAX: u64 = 1 << 30;
-/// A request waits no longer for memory.
+/// The longest time for which a request waits for memory.
 const WAIT_MAX: Duration = Duration::from_secs(15);
 
-/// What is sent for a request.
+/// The answer to a request that was not refused.
 #[derive(Debug)]
 pub enum Reply {
-    /// Bytes, which may be worth compressing.
+    /// The requested bytes. `is_packed`: they are part of a pack, which is compressed already, so
+    /// the server sends them without compression.
     Data { bytes: Vec<u8>, is_packed: bool },
-    /// The client has it.
+    /// The client holds these bytes already: their hash is the one that it sent.
     Same,
 }
 
-/// Why nothing is.
+/// The refusal of a request: a code for the client's program, and a text for its user.
 #[derive(Debug)]
 pub struct Refusal(pub RefusalCode, pub String);
 
@@ -80,7 +81,9 @@ impl ServedFiles {
         Self { backend, store, open: Mutex::default(), memory: Memory::default() }
     }
 
-    /// Answers a request of a client that has shown its token.
+    /// Answers a request of a client whose token was checked. Refuses a request for a name that no
+    /// file of a store has, for a file that is missing, was replaced or is too long, and for one
+    /// that the backend cannot read.
     pub fn answer(&self, request: &Request) -> Result<Reply, Refusal> {
         let plain = |bytes| Ok(Reply::Data { bytes, is_packed: false });
         match request {
@@ -147,7 +150,8 @@ impl ServedFiles {
         Ok(unless_known(bytes, known, false))
     }
 
-    /// What a file is now, whatever was known of its name.
+    /// Returns the present state of a file, also if an older file of that name is open; `None` if
+    /// the file does not exist.
     fn stat(&self, name: &str) -> Result<Option<FileStat>, Refusal> {
         require_file(name)?;
         let file = match self.backend.open(name) {
@@ -178,7 +182,7 @@ impl ServedFiles {
         open.insert(name.to_owned(), Open { identity, file, used: now });
     }
 
-    /// The file of that name; the one that is meant, where the client says which.
+    /// Opens the file `name`. Refuses if its identity is not `identity`; 0 accepts any file.
     fn file(&self, name: &str, identity: u64) -> Result<Arc<dyn ReadFile>, Refusal> {
         require_file(name)?;
         let mut open = self.open.lock().ignore_poison();

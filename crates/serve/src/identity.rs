@@ -1,6 +1,7 @@
-//! What a server is known by: its certificate, given or made by itself.
+//! The certificate by which clients recognize a server: the user gives it, or the server makes it.
 //!
-//! One that it made is kept, so that who has pinned its fingerprint knows it again after a restart.
+//! A server keeps a certificate that it made in a file. So a client that has pinned the fingerprint
+//! recognizes the server after a restart.
 
 use crate::{Error, Result};
 use keyframe_store_backend::served::{Fingerprint, fingerprint};
@@ -13,11 +14,11 @@ use std::path::Path;
 const KEPT: &str = "identity.pem";
 const NAME: &str = "keyframe serve";
 
-/// A certificate, what it stands on, and its key.
+/// The certificate of a server, with the chain of its signers, and its key.
 #[derive(Debug)]
 pub struct ServerIdentity {
     pub(crate) tls: keyframe_tls::Identity,
-    /// It was made here, so that clients have to pin it.
+    /// True if Keyframe made the certificate. No authority signed it, so clients must pin it.
     pub is_own: bool,
 }
 
@@ -38,7 +39,9 @@ impl ServerIdentity {
         Ok(Self { tls: keyframe_tls::Identity { chain, key }, is_own: false })
     }
 
-    /// The one that is kept in `folder`; made where there is none.
+    /// Reads the identity that a server keeps in the directory `folder`. Makes a new one if there
+    /// is none. Errors: [`Error::Io`] if it cannot be written; [`Error::Certificate`] if it cannot
+    /// be read.
     pub fn kept(folder: &Path) -> Result<Self> {
         let path = folder.join(KEPT);
         let failed = |operation| {

@@ -25,38 +25,43 @@ const END_MAX: Duration = Duration::from_secs(5);
 /// The time between two searches for idle open files.
 const TIDY_EVERY: Duration = Duration::from_secs(60);
 
-/// How a store is served.
+/// The options of a server.
 #[derive(Debug)]
 pub struct ServerOptions {
-    /// Where to listen; port 0 for any.
+    /// The address to listen on. With port 0 the system chooses a free port.
     pub listen: SocketAddr,
-    /// What clients have to show.
+    /// The token that clients must send. `None`: any client may read the store.
     pub token: Option<Zeroizing<Vec<u8>>>,
-    /// What they know the server by.
+    /// The certificate by which clients recognize the server, and its key.
     pub identity: ServerIdentity,
-    /// More connections are closed at once.
+    /// The largest number of open connections. The server closes further ones at once.
     pub connections_max: usize,
 }
 
-/// What a server has done.
+/// The counts of a server since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct ServerReport {
     /// Bytes of answers, without TLS around them.
     pub bytes_sent: u64,
     /// Requests that were answered, greetings among them.
     pub requests: u64,
-    /// Connections that were made.
+    /// Connections that clients made, refused ones included.
     pub connections: u64,
-    /// Those that showed another token, or were too many.
+    /// Connections that the server refused: the client's token was wrong, too many connections were
+    /// open, or the host lacked the resources for one more.
     pub refused: u64,
 }
 
-/// What is counted while it serves.
+/// The counters that all connections of a server share. [`ServerReport`] describes each of them.
 #[derive(Debug, Default)]
 pub struct ServerCounts {
+    /// See [`ServerReport::bytes_sent`].
     pub bytes_sent: AtomicU64,
+    /// See [`ServerReport::requests`].
     pub requests: AtomicU64,
+    /// See [`ServerReport::connections`].
     pub connections: AtomicU64,
+    /// See [`ServerReport::refused`].
     pub refused: AtomicU64,
 }
 
@@ -72,8 +77,10 @@ pub struct Server {
 }
 
 impl Server {
-    /// Binds a server for the store at `place`: a directory, or in object storage. Error:
-    /// [`Error::Open`] if other machines could reach it without a token.
+    /// Binds a server for the store at `place`: a directory, or in object storage.
+    ///
+    /// Errors: [`Error::Open`] if other machines could reach the server without a token;
+    /// [`Error::Store`] if there is no store; [`Error::Certificate`]; [`Error::Io`].
     pub fn bind(place: &Path, options: ServerOptions) -> Result<Self> {
         let ServerOptions { listen, token, identity, connections_max } = options;
         if !listen.ip().is_loopback() && token.is_none() {
@@ -96,12 +103,13 @@ impl Server {
         Ok(Self { listener, address, fingerprint, connections_max, common, open: Arc::default() })
     }
 
-    /// Returns the address on which it listens.
+    /// Returns the address on which the server listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Returns the SHA-256 of its certificate in hexadecimal digits, by which clients know it.
+    /// Returns the SHA-256 of the server's certificate, in hexadecimal digits. A client can
+    /// recognize the server by it.
     pub fn fingerprint(&self) -> String {
         show_fingerprint(&self.fingerprint)
     }
@@ -118,7 +126,8 @@ impl Server {
         }
     }
 
-    /// Serves until `stop` is set; then closes all connections.
+    /// Serves clients until `stop` is true. Then closes all connections and returns the counts.
+    /// Error: [`Error::Io`] if the listening socket cannot be polled.
     pub fn run(&self, stop: &AtomicBool) -> Result<ServerReport> {
         let failed = |source| Error::Io {
             object: self.address.to_string(),

@@ -18,7 +18,7 @@ const BATCH_PAGES: u64 = 4096;
 /// Copies that are kept although their checkpoints equalled them.
 const KEPT: usize = 8;
 
-/// Copies and compares.
+/// Copies RAM in the pause of a checkpoint, and compares the copy with the sealed checkpoint.
 pub struct Audit {
     dir: PathBuf,
     equal: VecDeque<PathBuf>,

@@ -10,8 +10,8 @@ use keyframe_units::duration_ns;
 /// A change of the interval smaller than this, in percent, is not worth a message.
 const SAY_PERCENT: u64 = 25;
 
-/// Refuses budgets that nothing could keep, before a VM is there that would have to be ended for
-/// it.
+/// Checks that a session with a budget has an interval, by which the budget is kept. Called before
+/// the VM is launched. Error: [`Error::BudgetWithoutInterval`].
 pub fn check(options: &SessionOptions) -> Result<()> {
     if options.interval.is_some() || (options.max_pause.is_none() && options.max_overhead.is_none())
     {
@@ -20,7 +20,7 @@ pub fn check(options: &SessionOptions) -> Result<()> {
     Err(Error::BudgetWithoutInterval)
 }
 
-/// Keeps budgets.
+/// Adjusts the interval and the pre-copying of a session so that its budgets are kept.
 pub struct BudgetKeeper {
     tuner: Tuner,
     said_ns: u64,

@@ -63,7 +63,8 @@ impl Lans {
         self.remote.is_lost()
     }
 
-    /// The packets on their way, once all VMs stand still.
+    /// Returns the packets in flight, encoded for the checkpoint. All VMs must be paused. Errors:
+    /// the switch does not answer; the packets cannot be encoded.
     pub fn collect(&mut self) -> Result<Vec<u8>, BoxError> {
         Ok(self.remote.collect()?.encode()?)
     }
@@ -118,7 +119,8 @@ impl Lans {
         Ok(lans)
     }
 
-    /// Lets go of it. One of our own ends once its last VM has gone.
+    /// Releases held packets and gives up the control of the switch. A switch that
+    /// [`Self::start`] started ends when its last VM has disconnected.
     pub fn end(mut self) {
         self.release();
         let _ = self.remote.end();

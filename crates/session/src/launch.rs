@@ -521,7 +521,9 @@ pub fn machine_meta(vm: &mut Vm, identity: &QemuIdentity, directory: &Path) -> R
     })
 }
 
-/// The user's line and the whole one, as they would have to read to make the machine as it is now.
+/// Returns the command line of the user and the full command line. Both end with options for the
+/// memory that was plugged in since the launch, so that they describe the machine as it is now.
+/// Error: the monitor fails.
 pub fn lines_now(vm: &mut Vm) -> Result<(Vec<String>, Vec<String>)> {
     let plugged = vm.plugged_memory()?;
     let with_plugged = |line: &[String]| line.iter().chain(&plugged).cloned().collect();

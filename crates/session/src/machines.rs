@@ -161,7 +161,8 @@ impl Machines {
         self.members.iter().any(|m| m.runs)
     }
 
-    /// In which state the first of them that does not run stands still.
+    /// Returns the run state of the first VM that does not run; [`RunState::Paused`] if all VMs run
+    /// or if that state is not known yet.
     pub fn standing(&self) -> &RunState {
         let standing = self.members.iter().find(|m| !m.runs).and_then(|m| m.standing.as_ref());
         standing.unwrap_or(&RunState::Paused)

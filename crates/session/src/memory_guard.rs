@@ -87,9 +87,10 @@ impl MemoryGuard {
         remaining(&self.guests).bytes
     }
 
-    /// Limits `pool` to what is left now. Returns the shortage the first time that this is less
-    /// than half of what the pool was made for, or if a memory cgroup is the limit, of what it
-    /// would hold without.
+    /// Limits `pool` to the memory that the VMs leave now. Returns a shortage the first time that
+    /// the limit is too small. If the host's memory is the limit, that is less than half of the
+    /// pool's largest capacity. If a memory cgroup is the limit, that is less than half of the
+    /// pages that a pool without limits would hold.
     pub fn limit(&mut self, pool: &StagingPool) -> Option<MemoryShortage> {
         let left = remaining(&self.guests);
         let held_bytes = pool.held_pages() * PAGE_BYTES as u64;

@@ -59,9 +59,10 @@ pub struct Recompressor {
 }
 
 impl Recompressor {
-    /// Starts it over `store`, unless that was not asked for, or is not worth it: what a flight
-    /// recorder keeps is soon gone, and over a network the old packs would have to be read again.
-    /// `status` shows it.
+    /// Starts the recompression of `store` on a thread. Returns `None` if the options forbid it, if
+    /// the session is a flight recorder, whose packs are soon removed, or if the store is remote,
+    /// so that all old packs would have to be read over the network. `status` shows the progress,
+    /// or why the recompression is off. Error: the thread cannot be started.
     pub fn start(
         store: &Store,
         options: &SessionOptions,

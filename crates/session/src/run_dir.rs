@@ -216,7 +216,8 @@ pub struct Orphan {
     pub qmp: PathBuf,
 }
 
-/// All of them.
+/// Returns all VMs that run without an engine, sorted by name. Error: the directory of the run
+/// directories cannot be read.
 pub fn orphans() -> Result<Vec<Orphan>, RunDirError> {
     let of = |dir: PathBuf| {
         let qmp = dir.join("qmp.sock");

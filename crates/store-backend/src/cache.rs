@@ -46,7 +46,8 @@ pub struct CacheLimits {
 }
 
 impl CacheLimits {
-    /// The given limits; `KEYFRAME_CACHE_BYTES` replaces the limit of the files.
+    /// Makes limits from the given numbers of bytes. The environment variable
+    /// `KEYFRAME_CACHE_BYTES` replaces `disk_bytes_max`, which is raised to at least 1 MiB.
     pub fn of_environment(disk_bytes_max: u64, memory_bytes_max: usize) -> Self {
         let asked = std::env::var(BYTES_VARIABLE).ok().and_then(|text| text.parse::<u64>().ok());
         let disk_bytes_max = asked.unwrap_or(disk_bytes_max).max(DISK_BYTES_MIN);
@@ -54,7 +55,9 @@ impl CacheLimits {
     }
 }
 
-/// The root directory of caches, as the environment names it; none if it names none.
+/// Returns the root directory of all caches: `$KEYFRAME_CACHE`, else `$XDG_CACHE_HOME/keyframe`,
+/// else `$HOME/.cache/keyframe`. `environment` returns the value of a variable. Ignores relative
+/// paths. Returns `None` if no variable gives a directory.
 pub fn cache_root(environment: &dyn Fn(&str) -> Option<String>) -> Option<PathBuf> {
     let variable = |name| environment(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let own = variable(FOLDER_VARIABLE);
@@ -67,7 +70,8 @@ pub fn cache_root(environment: &dyn Fn(&str) -> Option<String>) -> Option<PathBu
 pub struct PieceKey([u8; 32]);
 
 impl PieceKey {
-    /// The key of a piece that these words identify together.
+    /// Returns the key of the piece that the byte strings `words` identify together. The same bytes
+    /// divided into other words give another key.
     pub fn of(words: &[&[u8]]) -> Self {
         let mut hasher = blake3::Hasher::new();
         for word in words {
@@ -109,7 +113,8 @@ impl MemoryCache {
 }
 
 impl PieceCache {
-    /// A cache in the folder `folder` of `root`, which is created.
+    /// Creates a cache in the directory `folder` below `place`, and the directory if it is missing.
+    /// If `place` is `None` or the directory cannot be created, the cache is in memory alone.
     pub fn new(place: Option<PathBuf>, folder: &str, limits: CacheLimits) -> Self {
         let folder = place
             .map(|place| place.join(folder))
@@ -120,7 +125,7 @@ impl PieceCache {
         Self { folder, limits, memory: Mutex::default(), added_bytes }
     }
 
-    /// The piece with this key, if it is cached.
+    /// Returns the piece with this key; `None` if the cache does not hold it.
     pub fn get(&self, key: PieceKey) -> Option<Arc<Vec<u8>>> {
         let mut memory = self.memory.lock().ignore_poison();
         if let Some(bytes) = memory.take(key) {

@@ -67,7 +67,7 @@ struct Slot {
 /// The contents in one chunk of memory: a huge page.
 const CHUNK_PAGES: usize = (2 << 20) / PAGE_BYTES;
 
-/// The bases.
+/// The bases of deltas, by page. The memory for their contents is bounded.
 pub struct Bases {
     slots: Vec<Option<Slot>>,
     /// [`CHUNK_PAGES`] each, the last one of those that the budget allows may be shorter.

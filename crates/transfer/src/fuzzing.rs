@@ -16,7 +16,12 @@ impl EpochImage for Numbered {
     }
 }
 
-/// A batch of pages: any bytes are pages within the space, or an error.
+/// Decodes `bytes` as a batch of pages. Decoding must end with an error, or with at most as many
+/// pages as the page space has, all of them inside it.
+///
+/// # Panics
+///
+/// If the decoder accepts a page outside the page space.
 pub fn batch(bytes: &[u8]) {
     let mut epoch = EpochBuffer::default();
     let _ = Decoder::new(PAGES).decode(bytes, &mut epoch, &Numbered);

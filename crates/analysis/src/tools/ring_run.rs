@@ -6,7 +6,7 @@ use crate::context::{IcountInterval, Part, RunContext};
 use crate::error::Result;
 use crate::ring_reader::RingReader;
 
-/// A run whose plugin sends records.
+/// A run whose plugin sends records through the ring. A [`RingReader`] takes them.
 pub(super) struct RingRun {
     context: RunContext,
     reader: RingReader,
@@ -16,6 +16,8 @@ pub(super) struct RingRun {
 }
 
 impl RingRun {
+    /// Creates the run. `reader` reads the ring, and `arguments` are the names and values of the
+    /// plugin's options.
     pub fn new(
         run: &RunContext,
         reader: RingReader,
@@ -76,7 +78,8 @@ impl IcountMapper {
         Self { pending: all.into_iter(), base: 0, last: 0 }
     }
 
-    /// Goes to the next interval. `begun` is the plugin's count before it.
+    /// Moves to the next interval and returns it; `None` after the last one. `begun` is the number
+    /// of instructions that the plugin has counted before the interval.
     pub fn next_interval(&mut self, begun: u64) -> Option<RunningInterval> {
         let running = self.pending.next()?;
         let IcountInterval { start, end, .. } = running.interval;
@@ -85,8 +88,8 @@ impl IcountMapper {
         Some(running)
     }
 
-    /// Returns the recording's instruction count at the instruction that is the plugin's `count`-th
-    /// to begin.
+    /// Converts an instruction count of the plugin into one of the recording. `count` includes the
+    /// instruction itself. The result is at most the last instruction of the present interval.
     #[inline]
     pub fn icount(&self, count: u64) -> u64 {
         self.base.wrapping_add(count).min(self.last)

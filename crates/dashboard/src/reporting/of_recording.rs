@@ -13,7 +13,8 @@ use std::path::Path;
 /// The most rows of the table of intervals. The plot shows all intervals.
 const ROWS_MAX: usize = 200;
 
-/// The checkpoints of `recording` among `sealed`, in the order of their instructions.
+/// Returns those checkpoints of `sealed` that belong to `recording`, each with its instruction
+/// count, in the order of these counts.
 pub fn checkpoints(
     recording: &Recording,
     sealed: Vec<Sealed>,
@@ -28,7 +29,10 @@ pub fn checkpoints(
     all
 }
 
-/// Adds the part "Recording": its facts and, if it has checkpoints, its intervals.
+/// Adds to `page` the part "Recording": a table of facts about `recording` and, if it has
+/// checkpoints, its intervals as a plot and a table. `places` are the recording's checkpoints.
+///
+/// Error: the plot cannot be drawn.
 pub fn add(
     page: &mut ReportPage,
     recording: &Recording,

@@ -36,8 +36,8 @@ pub struct SlotAllocator {
 pub struct ReaderGeneration(usize);
 
 impl SlotAllocator {
-    /// All slots below `tail` are free except those in `used` (start and count, in any order,
-    /// disjoint).
+    /// Creates the allocator of an existing overlay. All slots below `tail` are free except those
+    /// in `used`: pairs of first slot and count, in any order, disjoint.
     pub fn recovered(tail: u32, used: impl Iterator<Item = (u32, u32)>) -> Self {
         let mut free = ExtentMap::default();
         free.insert(0, tail.into(), (), &mut |_, _, ()| {});
@@ -47,7 +47,8 @@ impl SlotAllocator {
         Self { free, tail, ..Self::default() }
     }
 
-    /// Takes up to `count` consecutive slots. `None` if all slots are used.
+    /// Takes up to `count` consecutive slots. Returns the first slot and the number of slots, or
+    /// `None` if all slots are used.
     pub fn take(&mut self, count: u64) -> Option<(u32, u32)> {
         let count = u32::try_from(count).unwrap_or(u32::MAX);
         if let Some((start, len, ())) = self.free.next(0) {
@@ -61,7 +62,7 @@ impl SlotAllocator {
         (taken > 0).then_some((start, taken))
     }
 
-    /// Returns slots that no map and no journal has ever named.
+    /// Frees `len` slots from `start` on at once. No map and no journal may ever have named them.
     pub fn put_back(&mut self, start: u32, len: u32) {
         self.free.insert(start.into(), len.into(), (), &mut |_, _, ()| {});
     }
@@ -76,25 +77,28 @@ impl SlotAllocator {
         std::mem::take(&mut self.waiting)
     }
 
-    /// Returns these slots after a sync that failed and may be repeated.
+    /// Puts `slots` of [`Self::take_waiting`] back, because the sync failed and may be repeated.
     pub fn wait_again(&mut self, slots: Vec<(u32, u32)>) {
         self.waiting.extend(slots);
     }
 
-    /// Frees these slots after a successful sync.
+    /// Frees `slots` of [`Self::take_waiting`] after a successful sync. Slots that a reader may
+    /// still read become free after it has left.
     pub fn set_free(&mut self, slots: Vec<(u32, u32)>) {
         self.parked[self.newest()].extend(slots);
         self.advance();
     }
 
-    /// Registers a reader of slots that maps name now.
+    /// Registers a reader of slots that maps name now. These slots are not taken again before
+    /// [`Self::leave`].
     pub fn enter(&mut self) -> ReaderGeneration {
         let newest = self.newest();
         self.readers[newest] += 1;
         ReaderGeneration(newest)
     }
 
-    /// Ends a read.
+    /// Unregisters a reader that [`Self::enter`] registered. Frees the parked slots that no other
+    /// reader may still read.
     #[expect(clippy::needless_pass_by_value, reason = "a reader leaves once")]
     pub fn leave(&mut self, entered: ReaderGeneration) {
         self.readers[entered.0] -= 1;

@@ -75,22 +75,22 @@ impl Disks {
         Ok(Self { shared, specs: specs.to_vec(), disk_bytes, supervisor: Some((ours, thread)) })
     }
 
-    /// Has `observer` called when the server has ended without an order.
+    /// Registers `observer`, which is called when the server has ended without an order.
     pub fn observe(&self, observer: ServerObserver) {
         self.shared.lock().observer = Some(observer);
     }
 
-    /// The id of the process.
+    /// Returns the process id of the server. A server that is started again has another one.
     pub fn pid(&self) -> u32 {
         self.shared.lock().pid
     }
 
-    /// The disks, in the order of all epochs.
+    /// Returns the specs of the disks. Lists of epochs and of sizes have the same order.
     pub fn specs(&self) -> &[DiskSpec] {
         &self.specs
     }
 
-    /// The size of each disk in bytes.
+    /// Returns the size of each disk in bytes, in the order of [`Self::specs`].
     pub fn disk_bytes(&self) -> &[u64] {
         &self.disk_bytes
     }
@@ -118,8 +118,9 @@ impl Disks {
         connection.epochs(response)
     }
 
-    /// Requests [`Self::cut`] and [`Self::settled`] without waiting for them. The server is done
-    /// before the rest of the pause is. Errors: the server has ended.
+    /// Sends the requests of [`Self::cut`] and [`Self::settled`] without waiting for the responses,
+    /// so that the server works while the engine reads device state and RAM. [`Self::finish_cut`]
+    /// returns the responses. Errors: the server has ended or does not answer.
     pub fn begin_cut(&mut self) -> Result<()> {
         if let Some((Ok(epochs), _)) = self.finish_cut() {
             // The caller did not take these epochs, so the new cut covers their blocks.
@@ -132,8 +133,9 @@ impl Disks {
         connection.send(&DiskRequest::Settled, SYNC_TIMEOUT)
     }
 
-    /// The results of [`Self::begin_cut`]: the epochs, and whether the VM may run. `None` if it was
-    /// not called.
+    /// Waits for the responses to [`Self::begin_cut`] and returns both: the epochs of the disks,
+    /// and the result of the sync. If the sync failed, the VM must not run. Returns `None` if there
+    /// was no [`Self::begin_cut`], or if its server has ended.
     pub fn finish_cut(&mut self) -> Option<CutAnswers> {
         // A server that has ended meanwhile has no answers.
         self.shared.lock().connection().ok()?.take_cut()
@@ -152,8 +154,10 @@ impl Disks {
         self.done(&DiskRequest::Resumed, ANSWER_TIMEOUT)
     }
 
-    /// Requests that are answered on `core`, where the guest's threads run, before the guest runs
-    /// on. See the server's module `affinity`. Errors: the server has ended or does not answer.
+    /// Has the server answer the guest's requests on processor core `core`, on which all threads of
+    /// QEMU run. The server's threads have a higher priority there, so an answer is complete before
+    /// the guest runs again. See the module `nbd::affinity`. Errors: the server has ended or does
+    /// not answer.
     pub fn answer_on(&mut self, core: u32) -> Result<()> {
         self.done(&DiskRequest::AnswerOn { core }, ANSWER_TIMEOUT)?;
         self.shared.lock().core = Some(core);

@@ -6,20 +6,27 @@ use std::collections::BTreeSet;
 
 /// A node with a free slot.
 pub struct FreeNode<'a> {
+    /// The number of the node.
     pub node: usize,
+    /// The speed of the node. A higher number is faster.
     pub speed: f64,
+    /// The checkpoints that the node holds.
     pub held: &'a HeldCheckpoints,
 }
 
 /// An interval and the node that simulates it.
 #[derive(Clone, Copy, Debug)]
 pub struct Assignment {
+    /// The index of the interval.
     pub interval: usize,
+    /// The number of the node.
     pub node: usize,
 }
 
-/// Chooses the next assignment. `free` is in the order of the nodes. Returns `None` if no interval
-/// waits or no node is free.
+/// Chooses by `policy` which interval is simulated next, and on which node. `waiting` holds the
+/// indices in `intervals` of the intervals that no node has begun; `sizes` gives the bytes that a
+/// node lacks of each. `free` lists the nodes with a free slot, in the order of their numbers.
+/// Returns `None` if no interval waits or no node is free.
 pub fn choose(
     policy: AssignmentPolicy,
     intervals: &[SimulatedInterval],

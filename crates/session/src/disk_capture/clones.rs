@@ -56,7 +56,8 @@ struct Source {
     format: ImageFormat,
 }
 
-/// The engine's side.
+/// Captures disks by cloning their image files in the pause, for the engine's thread. The encoder
+/// takes the clones through a [`ClonedCut`].
 pub struct ClonedDiskCapture {
     disks: Vec<QemuDisk>,
     metas: Vec<DiskMeta>,

@@ -80,7 +80,8 @@ struct Open {
     pending: Option<Pending>,
 }
 
-/// The engine's side.
+/// Captures disks whose images QEMU opens itself, for the engine's thread: dirty bitmaps record the
+/// writes, and the encoder reads the blocks through a [`FleecedCut`].
 pub struct FleecedDiskCapture {
     disks: Vec<QemuDisk>,
     metas: Vec<DiskMeta>,
@@ -146,7 +147,7 @@ impl FleecedDiskCapture {
         &self.metas
     }
 
-    /// The disks of the capture before are still being read.
+    /// Returns true while the encoder still reads the disks of the previous capture.
     pub fn is_busy(&self) -> bool {
         self.open.as_ref().is_some_and(|open| !open.cut.is_read())
     }
@@ -189,7 +190,9 @@ impl FleecedDiskCapture {
         Ok(())
     }
 
-    /// The VMs stand still.
+    /// Cuts the disks, while all VMs are paused: begins new dirty bitmaps, and has QEMU save old
+    /// content before the guests overwrite it. Error: a monitor fails; then the next checkpoint is
+    /// complete.
     pub fn cut(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
         let begun = self.next;
         let pending = Pending { frozen: self.present, complete: !self.based };

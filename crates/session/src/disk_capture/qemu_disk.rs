@@ -8,10 +8,10 @@ use keyframe_qemu::WritableNode;
 use keyframe_store::DiskMeta;
 use std::path::PathBuf;
 
-/// One of them.
+/// A disk whose image QEMU opens itself.
 #[derive(Clone, Debug)]
 pub struct QemuDisk {
-    /// Whose it is: the number of the member.
+    /// The number of the member that owns the disk.
     pub member: usize,
     /// QEMU's node of the disk.
     pub node: WritableNode,

@@ -70,7 +70,8 @@ impl Shared {
     }
 }
 
-/// The engine's side.
+/// Captures the disks that Keyframe's server serves, for the engine's thread. It sends the server
+/// the requests of each checkpoint.
 pub struct ServedDiskCapture {
     shared: Arc<Shared>,
     metas: Vec<DiskMeta>,
@@ -80,7 +81,7 @@ pub struct ServedDiskCapture {
     in_flight: BTreeMap<u64, Vec<DiskEpoch>>,
 }
 
-/// The encoder's side.
+/// Reads the captured blocks of served disks, for the encoder's thread.
 #[derive(Clone)]
 pub struct ServedDiskReader(Arc<Shared>);
 
@@ -152,7 +153,8 @@ impl ServedDiskCapture {
         ready
     }
 
-    /// The VM stands still. The server cuts while its devices are saved.
+    /// Has the server cut the disks, while the VM is paused. Returns without waiting for the
+    /// server, which cuts while the engine saves the device state. Error: the server has ended.
     pub fn cut(&mut self) -> Result<(), BoxError> {
         if self.current.is_none() {
             return Ok(());

@@ -22,7 +22,8 @@ pub fn encode_welcome(store: [u8; 16]) -> Vec<u8> {
     [&MAGIC[..], &VERSION.to_le_bytes(), &store].concat()
 }
 
-/// Decodes the answer to a greeting.
+/// Decodes the answer to a greeting and returns the id of the served store. Fails with the problem
+/// as text if the peer is no checkpoint server or speaks another version of the protocol.
 pub fn decode_welcome(bytes: &[u8]) -> Result<[u8; 16], String> {
     let mut reader = ByteReader::new(bytes);
     if reader.array::<8>()? != MAGIC {
@@ -34,7 +35,7 @@ pub fn decode_welcome(bytes: &[u8]) -> Result<[u8; 16], String> {
     }
 }
 
-/// Encodes states of files, in the order of the request.
+/// Encodes states of files, in the order of the request; `None` for a file that does not exist.
 pub fn encode_stats(stats: &[Option<FileStat>]) -> Vec<u8> {
     let mut out = Vec::new();
     for stat in stats {
@@ -53,7 +54,8 @@ pub fn encode_stats(stats: &[Option<FileStat>]) -> Vec<u8> {
     out
 }
 
-/// Decodes the states of `count` files.
+/// Decodes the states of `count` files, in the order of the request; `None` for a file that does
+/// not exist. Fails with the problem as text if the bytes end early or are too many.
 pub fn decode_stats(bytes: &[u8], count: usize) -> Result<Vec<Option<FileStat>>, String> {
     let mut reader = ByteReader::new(bytes);
     let mut stats = Vec::new();
@@ -71,7 +73,7 @@ pub fn decode_stats(bytes: &[u8], count: usize) -> Result<Vec<Option<FileStat>>,
     if reader.is_empty() { Ok(stats) } else { Err("more file states than requested".into()) }
 }
 
-/// Encodes file names, each after its length.
+/// Encodes file names, each after its length in one byte. Cuts a name of more than 255 bytes.
 pub fn encode_names<'a>(names: impl IntoIterator<Item = &'a str>) -> Vec<u8> {
     let mut out = Vec::new();
     for name in names {
@@ -80,7 +82,8 @@ pub fn encode_names<'a>(names: impl IntoIterator<Item = &'a str>) -> Vec<u8> {
     out
 }
 
-/// Decodes file names.
+/// Decodes the file names that [`encode_names`] encoded. Fails with the problem as text if a name
+/// ends early or is not UTF-8.
 pub fn decode_names(bytes: &[u8]) -> Result<Vec<String>, String> {
     let mut reader = ByteReader::new(bytes);
     let mut names = Vec::new();
