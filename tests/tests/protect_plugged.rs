@@ -40,6 +40,8 @@ impl Pair {
             "chardev=own,mode=control",
         ]);
         let mut a = hosts.protect(&env, &[], &boot);
+        let protected = a.wait_until(|a| a.errors().contains("loses nothing").then_some(()));
+        assert!(protected.is_some(), "{}; the standby: {}", a.report(), b.report());
         hosts.wait_until_protected(&env, "a", &mut a);
         let client = hosts.client();
         Self { client, a, b, _witness: witness, hosts, env }
