@@ -128,7 +128,9 @@ impl MovedLans {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use keyframe_units::PAGE_BYTES;
+    use keyframe_capture::group::join_device_states;
+    use keyframe_store::{Counts, Timing};
+    use keyframe_units::{BlockKind, Epoch, PAGE_BYTES, RamBlock};
 
     /// Ten pages: each begins with its number.
     struct Numbered;
@@ -180,5 +182,59 @@ mod tests {
             ..MachineMeta::default()
         };
         assert_eq!(moved.line(&machine), link("/run/new"));
+    }
+
+    /// The checkpoint of a group of `a`, with two RAM blocks, and `b`, with one.
+    fn of_group() -> Meta {
+        let block = |name: &str, pages: u64| RamBlock {
+            name: name.into(),
+            kind: BlockKind::Backend,
+            used_bytes: 4096 * pages,
+            total_bytes: 4096 * pages,
+        };
+        let blocks = [block("a/pc.ram", 3), block("a/pc.bios", 2), block("b/pc.ram", 5)];
+        let member = |name: &str, ram_blocks| MemberMeta {
+            name: name.into(),
+            ram_blocks,
+            ..MemberMeta::default()
+        };
+        Meta {
+            vm: "group".into(),
+            run: String::new(),
+            epoch: Epoch(0),
+            parent: None,
+            taken_at: jiff::Timestamp::UNIX_EPOCH,
+            reason: "take".into(),
+            ram: RamLayout::new(blocks.to_vec()).unwrap(),
+            disks: Vec::new(),
+            machine: MachineMeta::default(),
+            members: vec![member("a", 2), member("b", 1)],
+            timing: Timing::default(),
+            counts: Counts::default(),
+            origin: None,
+            map_chain: vec![7],
+        }
+    }
+
+    #[test]
+    fn a_group_is_split_into_its_members_and_one_that_contradicts_itself_is_refused() {
+        let (id, ram): (_, SharedSource) = (CheckpointId(7), Arc::new(Numbered));
+        let mut meta = of_group();
+        let states = [b"first".to_vec(), b"second".to_vec(), Vec::new()];
+        let joined = join_device_states(&states);
+        let (found, in_flight) = members(id, &meta, &joined, &ram).unwrap();
+        let shown: Vec<_> =
+            found.iter().map(|m| (&*m.meta.name, m.ram.len_pages(), m.device_state)).collect();
+        assert_eq!(shown, [("a", 5, &b"first"[..]), ("b", 5, &b"second"[..])]);
+        assert_eq!(found[1].source.wanted_first(), [4, 2].map(PageIndex));
+        assert!(in_flight.ports.is_empty());
+        let refused = |meta: &Meta, states: &[Vec<u8>]| {
+            members(id, meta, &join_device_states(states), &ram).err().unwrap().to_string()
+        };
+        assert!(refused(&meta, &states[..2]).contains("contradicts itself"));
+        let damaged = [b"first".to_vec(), b"second".to_vec(), b"junk".to_vec()];
+        assert!(refused(&meta, &damaged).starts_with("checkpoint 7: "));
+        meta.members.pop();
+        assert!(refused(&meta, &states).contains("contradicts itself"));
     }
 }
