@@ -29,6 +29,7 @@ mod error;
 mod failure_schedule;
 mod held_checkpoints;
 mod outcome;
+mod planned_run;
 mod server_link;
 #[cfg(test)]
 mod tests;
@@ -41,3 +42,4 @@ pub use engine::simulate;
 pub use equal_intervals::equal_intervals;
 pub use error::SimulationError;
 pub use outcome::{IntervalRun, NodeUsage, SimulationOutcome};
+pub use planned_run::{ClusterRun, PlannedRun};

@@ -13,6 +13,8 @@
 //!   segment               takes checkpoints of a replay, at the cuts of a CutSource
 //!   Analysis              a tool's plugin in the QEMU of each interval ─▶ parts ─▶ results
 //!   JobSpec               what a worker on another node needs to know of an analysis
+//!   RecordingMeasurements what the speed-up model needs to know of a recording and an analysis
+//!   check_interval        replays an interval and compares its end with the next checkpoint
 //! ```
 //!
 //! The crate prints nothing: it returns [`Error`]s and sends [`ReplayEvent`]s to an [`EventSink`].
@@ -31,12 +33,14 @@ pub mod idle_watch;
 pub mod job_spec;
 pub mod jobs;
 pub mod live_recording;
+pub mod measurements;
 pub mod paused_replay;
 pub mod replay;
 pub mod replay_stepper;
 pub mod replayable_recording;
 pub mod segment;
 pub mod unrecorded_run;
+pub mod verification;
 
 pub use analysis::{
     Analysis, AnalysisHeader, FinishedPart, IntervalState, interval_states, median_dispatch_ns,
@@ -54,6 +58,7 @@ pub use event::{EventSink, NoEvents, ReplayEvent, SharedEventSink};
 pub use follower_process::FollowerProcess;
 pub use job_spec::{JobSpec, OpenedSubject, RunSelection, tool};
 pub use live_recording::LiveRecording;
+pub use measurements::{MeasuredInterval, RecordingMeasurements};
 pub use paused_replay::{PauseOptions, PausedReplay, ReplayRoute};
 pub use replay::{Replay, ReplayOptions};
 pub use replay_stepper::{ReplayStepper, StopReason};
@@ -62,3 +67,4 @@ pub use replayable_recording::{
     sealed_checkpoints_in,
 };
 pub use unrecorded_run::{SimulatedVm, UnrecordedRun};
+pub use verification::{CheckLimits, IntervalCheck, check_interval};

@@ -15,6 +15,7 @@ pub use run_dir::RunDirError;
 
 use keyframe_capture::BoxError;
 use keyframe_qemu::AuditFinding;
+use keyframe_units::CheckpointId;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -129,6 +130,17 @@ pub enum Error {
         /// The port that stayed free.
         port: String,
     },
+    /// A group's checkpoint has members that do not fit its RAM blocks or device states.
+    #[error("checkpoint {0}: what it says of its members contradicts itself")]
+    MembersContradict(CheckpointId),
+    /// The packets between the members of a group's checkpoint cannot be read.
+    #[error("checkpoint {checkpoint}: {source}")]
+    InFlightPackets {
+        /// The checkpoint.
+        checkpoint: CheckpointId,
+        /// Why they cannot be read.
+        source: keyframe_net::Error,
+    },
     /// The encoder's thread panicked.
     #[error("the encoder's thread has failed")]
     EncoderPanicked,
@@ -214,6 +226,8 @@ impl Error {
             | Self::RamLayout(_)
             | Self::CopyThreads(_)
             | Self::NotConnected { .. }
+            | Self::MembersContradict(_)
+            | Self::InFlightPackets { .. }
             | Self::EncoderPanicked
             | Self::EncoderEnded
             | Self::DisksNotServed

@@ -28,6 +28,7 @@ pub mod error;
 pub mod event;
 pub mod faults;
 pub mod flight_recorder;
+pub mod group_restore;
 pub mod helper_process;
 pub mod interrupt;
 pub mod lans;

@@ -208,6 +208,33 @@ pub enum Error {
         /// The VMs, separated by commas.
         vms: String,
     },
+    /// An overlay lies over a checkpoint whose store cannot be opened.
+    #[error("{overlay} lies over checkpoint {checkpoint}: {source}")]
+    OverlayWithoutStore {
+        /// The overlay, as a commit names it.
+        overlay: String,
+        /// The checkpoint.
+        checkpoint: CheckpointId,
+        /// Why the store cannot be opened.
+        source: keyframe_store::Error,
+    },
+    /// The description of an overlay directory does not name this overlay.
+    #[error("{0}: what is said beside it does not name it")]
+    OverlayNotDescribed(String),
+    /// A commit's image has another size than its disk.
+    #[error(
+        "{}: a disk of {image_bytes} bytes, {commit} is of one of {disk_bytes}", path.display()
+    )]
+    OtherImage {
+        /// The image.
+        path: PathBuf,
+        /// The image's size as a disk.
+        image_bytes: u64,
+        /// The source of the commit.
+        commit: String,
+        /// The size of its disk.
+        disk_bytes: u64,
+    },
 }
 
 /// An error of a store, with the store's place.
@@ -285,7 +312,8 @@ impl Error {
             | Self::DisksLeftOut { .. }
             | Self::DiskLeftOut { .. }
             | Self::NoDisks { .. }
-            | Self::DisksTooLarge(_) => return None,
+            | Self::DisksTooLarge(_)
+            | Self::OverlayNotDescribed(_) => return None,
             Self::Disk(error) => return error.fix(),
             Self::ImageMissing { .. } => {
                 "the checkpoint's disk needs this image: put it back where it was".into()
@@ -332,6 +360,10 @@ impl Error {
             Self::ImageInUse { .. } => {
                 "stop that VM first (keyframe stop), or write a new image with -o FILE".into()
             }
+            Self::OverlayWithoutStore { .. } => {
+                "put it back into the disks/ directory of its store".into()
+            }
+            Self::OtherImage { .. } => "name the image that the VM ran on".into(),
         })
     }
 }
@@ -387,6 +419,18 @@ mod tests {
                 disk_bytes: 8192,
             },
             Error::ImageInUse { image: image(), vms: "db".into() },
+            Error::OverlayWithoutStore {
+                overlay: "overlay /x/0-d".into(),
+                checkpoint,
+                source: keyframe_store::Error::NoStore { object: "/x".into() },
+            },
+            Error::OverlayNotDescribed("overlay /x/0-d".into()),
+            Error::OtherImage {
+                path: image(),
+                image_bytes: 4096,
+                commit: "overlay /x/0-d".into(),
+                disk_bytes: 8192,
+            },
         ];
         let texts: Vec<_> = errors.iter().map(|error| error_text(error, error.fix())).collect();
         assert_golden("tests/golden/errors.txt", &texts.concat());

@@ -7,9 +7,11 @@
 //!                                                              └──▶ overlay in STORE/disks/NAME.1/
 //!
 //!   commit, export, mount      StoredDisk ──▶ checkpoint's blocks over a.img, read-only
+//!   commit                     CommitSource ─▶ the layers of a disk, into an image
 //! ```
 
 pub mod base_image;
+pub mod commit_source;
 pub mod dependents;
 mod error;
 pub mod forget;

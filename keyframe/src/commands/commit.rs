@@ -3,19 +3,14 @@
 use crate::disk_writing::{NewFormat, Progress, failure};
 use crate::failure::{DONE, Failure, Outcome, chain};
 use crate::output;
+use keyframe_disk::ImageFormat;
 use keyframe_disk::commit::{self, Amount, InPlace};
-use keyframe_disk::{Base, Below, Disk, Error, ImageFormat, Layer, Overlay, Readable};
-use keyframe_store::{DiskMeta, Store};
 use keyframe_store_keys::KeyArg;
-use keyframe_units::CheckpointId;
-use keyframe_vm_disks::base_image;
+use keyframe_vm_disks::commit_source::CommitSource;
 use keyframe_vm_disks::dependents::ImageDependents;
-use keyframe_vm_disks::overlay_directory;
-use keyframe_vm_disks::stored::StoredDisk;
 use serde::Serialize;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 /// Write a disk back to an image: a checkpoint's, or a VM's own
 #[expect(clippy::struct_excessive_bools, reason = "each is a word of the command line")]
@@ -79,21 +74,6 @@ pub struct Commit {
     quiet: bool,
 }
 
-/// A disk, as layers over its image.
-struct Source {
-    /// For messages, and the mark of an interrupted commit.
-    name: String,
-    base: PathBuf,
-    format: ImageFormat,
-    layer: Option<Box<dyn Layer>>,
-    overlay: Option<(Overlay, PathBuf)>,
-    disk_bytes: u64,
-    /// Where others that stand on the image may be.
-    store: Option<Store>,
-    /// The required identity of the image, if a checkpoint records it.
-    known: Option<DiskMeta>,
-}
-
 /// The output of `--dry-run --json`.
 #[derive(Serialize)]
 struct Planned<'a> {
@@ -113,137 +93,6 @@ struct Planned<'a> {
     dependents: Option<ImageDependents>,
 }
 
-impl Source {
-    /// Disk `name` of a checkpoint.
-    fn of_checkpoint(store: Store, id: CheckpointId, name: Option<&str>) -> Result<Self, Failure> {
-        let disks = store.load_disks(id).map_err(|e| Failure::store(&e, store.path()))?;
-        let disk = StoredDisk::choose(Arc::new(disks), None, name)?;
-        let meta = disk.meta().clone();
-        let source = Self {
-            // The store's path may change until an interrupted commit goes on, its id does not.
-            name: one_line(&format!(
-                "disk {} of checkpoint {id} of store {}",
-                meta.name,
-                store.id()
-            )),
-            base: disk.image(),
-            format: disk.format()?,
-            layer: Some(disk.layer()?),
-            overlay: None,
-            disk_bytes: meta.disk_bytes,
-            known: Some(meta),
-            store: Some(store),
-        };
-        source.require_base()?;
-        Ok(source)
-    }
-
-    /// Reads the writes in the overlay in `dir`, over `base` and the checkpoint from which its VM
-    /// was restored.
-    fn of_overlay(dir: &Path, base: &Path, format: ImageFormat) -> Result<Self, Failure> {
-        let overlay = Overlay::open(dir).map_err(|e| failure(&e))?;
-        let dir = dir.canonicalize().unwrap_or_else(|_| dir.to_owned());
-        let mut source = Self {
-            name: one_line(&format!("overlay {}", dir.display())),
-            base: base.to_owned(),
-            format,
-            layer: None,
-            disk_bytes: overlay.disk_bytes(),
-            overlay: Some((overlay, dir.clone())),
-            store: None,
-            known: None,
-        };
-        let Some((path, info)) = overlay_directory::of_overlay(&dir) else { return Ok(source) };
-        let store = KeyArg::from_environment().open(&path);
-        if let Some(id) = info.checkpoint {
-            let store = store.as_ref().map_err(|e| {
-                let problem = format!("{} lies over checkpoint {id}: {}", source.name, chain(e));
-                Failure::new(problem).fix("put it back into the disks/ directory of its store")
-            })?;
-            let own = |(_, overlay): &&(DiskMeta, String)| {
-                Path::new(overlay).file_name() == dir.file_name()
-            };
-            let own = info.disks.iter().find(own).ok_or_else(|| {
-                Failure::new(format!("{}: what is said beside it does not name it", source.name))
-            })?;
-            let disks =
-                store.load_disks(CheckpointId(id)).map_err(|e| Failure::store(&e, &path))?;
-            let disk = StoredDisk::choose(Arc::new(disks), None, Some(&own.0.name))?;
-            source.layer = Some(disk.layer()?);
-            let is_named = disk.image().canonicalize().ok() == base.canonicalize().ok();
-            source.known = is_named.then(|| disk.meta().clone());
-        }
-        source.store = store.ok();
-        source.require_base()?;
-        Ok(source)
-    }
-
-    /// Refuses another image than the one that the blocks lie over. After an interrupted commit it
-    /// cannot be what it was: then its backing files have to be.
-    fn require_base(&self) -> Result<(), Failure> {
-        let Some(DiskMeta { base: known, .. }) = &self.known else { return Ok(()) };
-        if !self.was_interrupted() {
-            return Ok(base_image::require_unchanged(known)?);
-        }
-        let mut beneath = known.clone();
-        beneath.files.drain(..beneath.files.len().min(1));
-        Ok(base_image::require_unchanged(&beneath)?)
-    }
-
-    /// True if this commit was interrupted before: its blocks are written again.
-    fn was_interrupted(&self) -> bool {
-        commit::interrupted(&self.base).is_some_and(|source| source == self.name)
-    }
-
-    /// Lowest first.
-    fn layers(&self) -> impl Iterator<Item = &dyn Layer> {
-        let overlay = self.overlay.as_ref().map(|(overlay, _)| overlay as &dyn Layer);
-        self.layer.as_deref().into_iter().map(|layer| layer as &dyn Layer).chain(overlay)
-    }
-
-    fn amount(&self) -> Result<Amount, Failure> {
-        self.layers().try_fold(Amount::default(), |sum, layer| {
-            let one = commit::measure(layer).map_err(|e| failure(&e))?;
-            let data_bytes = sum.data_bytes + one.data_bytes;
-            Ok(Amount { data_bytes, zero_bytes: sum.zero_bytes + one.zero_bytes })
-        })
-    }
-
-    fn dependents(&self) -> Result<Option<ImageDependents>, Failure> {
-        let own = self.overlay.as_ref().map(|(_, dir)| dir.as_path());
-        let on = |store| ImageDependents::on(&self.base, store, own);
-        Ok(self.store.as_ref().map(on).transpose()?)
-    }
-
-    /// True if the checkpoint holds all of the disk.
-    fn is_whole(&self) -> bool {
-        self.known.as_ref().is_some_and(|disk| disk.base.is_blank())
-    }
-
-    /// The disk, to be read.
-    fn open(self) -> Result<Box<dyn Readable>, Failure> {
-        let base = if self.is_whole() {
-            Base::blank(self.disk_bytes)
-        } else {
-            Base::open(&self.base, self.format)
-        };
-        let base = base.map_err(|e| failure(&e))?;
-        if base.disk_bytes() != self.disk_bytes {
-            let (image, disk) = (base.disk_bytes(), self.disk_bytes);
-            return Err(Failure::new(format!(
-                "{}: a disk of {image} bytes, {} is of one of {disk}",
-                self.base.display(),
-                self.name
-            ))
-            .fix("name the image that the VM ran on"));
-        }
-        Ok(match self.overlay {
-            Some((overlay, _)) => Box::new(Disk::new(overlay, base, self.layer)),
-            None => Box::new(Below::new(base, self.layer)),
-        })
-    }
-}
-
 impl Commit {
     /// Writes it.
     pub fn run(&self) -> Outcome {
@@ -257,23 +106,23 @@ impl Commit {
         }
     }
 
-    fn source(&self) -> Result<Source, Failure> {
+    fn source(&self) -> Result<CommitSource, Failure> {
         if let (Some(dir), Some(base)) = (&self.overlay, &self.base) {
             let format = match self.base_format {
                 Some(format) => format.into(),
                 None => ImageFormat::probe(base).map_err(|e| failure(&e))?,
             };
-            return Source::of_overlay(dir, base, format);
+            return Ok(CommitSource::of_overlay(dir, base, format)?);
         }
         let (Some(checkpoint), Some(path)) = (&self.checkpoint, &self.store) else {
             return Err(Failure::new("neither a checkpoint of a store nor an overlay is named"));
         };
         let store = self.key.open(path).map_err(|e| Failure::store(&e, path))?;
         let id = store.resolve(checkpoint).map_err(|e| Failure::store(&e, path))?;
-        Source::of_checkpoint(store, id, self.disk.as_deref())
+        Ok(CommitSource::of_checkpoint(store, id, self.disk.as_deref())?)
     }
 
-    fn say_amount(&self, source: &Source) -> Outcome {
+    fn say_amount(&self, source: &CommitSource) -> Outcome {
         let Amount { data_bytes, zero_bytes } = source.amount()?;
         let dependents = if self.in_place { source.dependents()? } else { None };
         let interrupted = source.was_interrupted();
@@ -318,7 +167,7 @@ impl Commit {
         Ok(DONE)
     }
 
-    fn to_new(&self, source: Source, path: &Path) -> Outcome {
+    fn to_new(&self, source: CommitSource, path: &Path) -> Outcome {
         let (name, known) = (source.name.clone(), source.known.clone());
         let disk = source.open()?;
         let progress = Progress::new("committing", path, disk.disk_bytes(), self.quiet)?;
@@ -331,7 +180,7 @@ impl Commit {
         Ok(DONE)
     }
 
-    fn in_place(&self, source: Source) -> Outcome {
+    fn in_place(&self, source: CommitSource) -> Outcome {
         if source.is_whole() {
             let problem =
                 format!("{} has no image beneath: the checkpoint holds all of it", source.name);
@@ -353,19 +202,18 @@ impl Commit {
         )?;
         let image = InPlace::begin(&source.base, source.format, source.disk_bytes, &source.name);
         let image = image.map_err(|e| failure(&e))?;
-        let written = write_layers(&source, &image, &progress);
+        let written = source.write_into(&image, &mut |done| progress.reached(done));
         progress.end();
         written.map_err(|e| {
             let again =
                 "run the same command again: the image cannot be used until it has finished";
             Failure::new(chain(&e)).fix(again)
         })?;
-        if let Some((overlay, _)) = source.overlay {
-            overlay.clear().map_err(|e| failure(&e))?;
-        }
-        image.unmark().map_err(|e| failure(&e))?;
         let size = output::bytes(amount.data_bytes + amount.zero_bytes);
-        self.say(&format!("{} is in {} ({size})", source.name, source.base.display()));
+        let told = format!("{} is in {} ({size})", source.name, source.base.display());
+        source.clear_overlay()?;
+        image.unmark().map_err(|e| failure(&e))?;
+        self.say(&told);
         Ok(DONE)
     }
 
@@ -376,24 +224,9 @@ impl Commit {
     }
 }
 
-fn write_layers(source: &Source, image: &InPlace, progress: &Progress) -> Result<(), Error> {
-    let mut before = 0;
-    for layer in source.layers() {
-        let mut told = |done| progress.reached(before + done);
-        let done = image.write(layer, source.disk_bytes, &mut told)?;
-        before += done.data_bytes + done.zero_bytes;
-    }
-    image.finish()
-}
-
-/// Replaces control characters by `?`, for a mark, which is one line.
-fn one_line(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
-}
-
 /// Asks the user at the terminal.
 fn agreed(
-    source: &Source,
+    source: &CommitSource,
     amount: Amount,
     dependents: Option<&ImageDependents>,
 ) -> Result<(), Failure> {

@@ -7,9 +7,10 @@ mod simulated;
 
 use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
+use crate::words::replay::ReplayWords;
 use keyframe_model::{Constants, Formula, Prediction, Recommendation, recommend, recommend_nodes};
+use keyframe_replay_driver::RecordingMeasurements;
 use keyframe_store_keys::KeyArg;
-use measured::Measured;
 use options::ClusterArgs;
 use serde::Serialize;
 use simulated::Simulated;
@@ -91,7 +92,7 @@ pub struct Plan {
 struct Report {
     constants: Constants,
     #[serde(skip_serializing_if = "Option::is_none")]
-    measured: Option<Measured>,
+    measured: Option<RecordingMeasurements>,
     /// Nodes with which no interval waits.
     n_opt: u64,
     /// The best length for the nodes that there are, or for these.
@@ -157,12 +158,14 @@ impl Plan {
         Ok(DONE)
     }
 
-    fn measured(&self) -> Result<Option<Measured>, Failure> {
+    fn measured(&self) -> Result<Option<RecordingMeasurements>, Failure> {
         let Some(from) = &self.from else { return Ok(None) };
-        Measured::of(from, self.store.as_deref(), &self.key, self.analysis.as_deref()).map(Some)
+        let (store, analysis) = (self.store.as_deref(), self.analysis.as_deref());
+        let events = ReplayWords::default();
+        Ok(Some(RecordingMeasurements::read(from, store, &self.key, analysis, &events)?))
     }
 
-    fn constants(&self, measured: Option<&Measured>) -> Result<Constants, Failure> {
+    fn constants(&self, measured: Option<&RecordingMeasurements>) -> Result<Constants, Failure> {
         let fit = measured.and_then(|measured| measured.fit);
         let missing = |name: &str, from: &str| {
             Failure::new(format!("--{name} is not given, and {from} does not tell"))
@@ -242,7 +245,7 @@ fn why(plan: &Recommendation) -> String {
 fn tell(report: &Report) -> Result<(), Failure> {
     let Constants { t_vm, s_sim, s_log, t_c, t_i, s_cp } = report.constants;
     if let Some(measured) = &report.measured {
-        output::print_line(&measured.line())?;
+        output::print_line(&measured::line(measured))?;
     }
     let given = s_cp.map_or_else(|| "1 + t_c/L".into(), |factor| factor.to_string());
     output::print_line(&format!(

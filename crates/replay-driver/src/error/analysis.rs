@@ -27,6 +27,12 @@ pub enum AnalysisError {
         /// What was to be analysed.
         subject: PathBuf,
     },
+    /// The directory holds an analysis of another recording than the one to measure.
+    #[error("{} is an analysis of another recording", .0.display())]
+    AnotherRecording(PathBuf),
+    /// An analysis from which times are to be measured has no interval that is done.
+    #[error("{} has no interval that is done", .0.display())]
+    NoIntervalDone(PathBuf),
     /// The directory holds another analysis.
     #[error("{} holds another analysis", .0.display())]
     OtherAnalysis(PathBuf),
@@ -140,6 +146,8 @@ impl AnalysisError {
             Self::OtherRecording { .. } | Self::NotEmpty(_) => {
                 "name a directory that does not exist yet"
             }
+            Self::AnotherRecording(_) => "name one that keyframe analyze has made of this one",
+            Self::NoIntervalDone(_) => "let keyframe analyze do some first",
             Self::OtherAnalysis(_) => {
                 "name a directory that does not exist yet, or the same recording, tool and \
                  arguments to go on"

@@ -69,6 +69,8 @@ fn of_analyses() -> Vec<Error> {
         AnalysisError::Interrupted,
         AnalysisError::Json { path: path.clone(), source: json },
         AnalysisError::OtherRecording { out: out(), found: "5f1c".into(), subject: "R".into() },
+        AnalysisError::AnotherRecording(out()),
+        AnalysisError::NoIntervalDone(out()),
         AnalysisError::OtherAnalysis(out()),
         AnalysisError::NotEmpty(out()),
         AnalysisError::Busy(out()),

@@ -58,6 +58,8 @@ fn session() -> Vec<String> {
         Error::MemberNamedTwice("web".into()),
         Error::GroupRecorded,
         Error::NotConnected { port: "port 3".into() },
+        Error::MembersContradict(CheckpointId(7)),
+        Error::InFlightPackets { checkpoint: CheckpointId(7), source: keyframe_net::Error::Busy },
         Error::AnswerOnCore(boxed("no such core")),
         Error::Interrupted,
         Error::Machine { operation: "ask for requests", source: boxed("no answer") },

@@ -1,7 +1,7 @@
 //! Speed-up over nodes, each with its best intervals, and over interval length.
 
 use super::columns;
-use super::simulated::Row;
+use keyframe_model::simulation::ClusterRun;
 use keyframe_model::{Constants, Prediction, recommend};
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
 
@@ -9,7 +9,12 @@ use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
 const STEPS: u32 = 60;
 
 /// The chart; `simulated` is drawn beside the formulas if there is any.
-pub fn figure(constants: &Constants, enough: u64, nodes: &[u64], simulated: &[Row]) -> Figure {
+pub fn figure(
+    constants: &Constants,
+    enough: u64,
+    nodes: &[u64],
+    simulated: &[ClusterRun],
+) -> Figure {
     let most = nodes.iter().copied().chain([enough, 2]).fold(0, u64::max);
     let point = |x: f64, y: f64| Point { x, y, deviation: None };
     let mut counts: Vec<u64> =

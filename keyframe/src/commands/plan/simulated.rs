@@ -1,13 +1,11 @@
 //! A simulated cluster beside the formulas: with intervals as they were measured, or equal ones.
 
-use super::measured::Measured;
 use super::options::ClusterArgs;
 use crate::failure::Failure;
 use crate::output;
-use keyframe_model::simulation::{
-    SimulatedInterval, SimulationError, SimulationOutcome, equal_intervals, simulate,
-};
-use keyframe_model::{Constants, Formula, Prediction, recommend};
+use keyframe_model::simulation::{ClusterRun, PlannedRun, SimulationError};
+use keyframe_model::{Constants, Formula};
+use keyframe_replay_driver::RecordingMeasurements;
 use serde::Serialize;
 
 /// The numbers of nodes without `--nodes`.
@@ -34,25 +32,7 @@ pub struct Simulated {
     /// Slots of each node.
     slots: usize,
     /// One for each number of nodes.
-    pub table: Vec<Row>,
-}
-
-/// The simulated run with a number of nodes.
-#[derive(Serialize)]
-pub struct Row {
-    /// Nodes.
-    pub nodes: u64,
-    /// From the recording's begin to the last interval's end, in seconds.
-    makespan_s: f64,
-    /// Over one simulation of all.
-    pub speed_up: f64,
-    /// Of that, for each slot.
-    efficiency: f64,
-    /// What the formulas say of equal intervals of the mean length, on a cluster without a network
-    /// and failures.
-    closed_form: Prediction,
-    /// What happened.
-    outcome: SimulationOutcome,
+    pub table: Vec<ClusterRun>,
 }
 
 impl Simulated {
@@ -60,7 +40,7 @@ impl Simulated {
     pub fn of(
         args: &ClusterArgs,
         constants: &Constants,
-        measured: Option<&Measured>,
+        measured: Option<&RecordingMeasurements>,
         nodes: &[u64],
     ) -> Result<Self, Failure> {
         let nodes = if nodes.is_empty() { &NODES[..] } else { nodes };
@@ -68,58 +48,29 @@ impl Simulated {
             return Err(Failure::new(format!("{most} nodes cannot be simulated: at most {NODES_MAX} can"))
                 .fix("ask for fewer with --nodes, or leave --simulate out: the formulas know of no limit"));
         }
-        let given = measured.map(|measured| of_recording(measured, constants, args.sends_all()));
-        let sequential_s = match &given {
-            Some(intervals) => {
-                // All begin; one simulation of all begins once.
-                let all_s: f64 = intervals.iter().map(|interval| interval.work_s).sum();
-                (all_s - (intervals.len() as f64 - 1.0) * constants.t_i).max(f64::MIN_POSITIVE)
+        let run = match measured {
+            Some(measured) => {
+                let intervals = measured.simulated_intervals(constants, args.sends_all());
+                PlannedRun::of_intervals(constants, intervals, measured.length_s())
             }
-            None => constants.s_sim * constants.t_vm,
+            None => PlannedRun::of_equal_intervals(constants),
         };
-        // The formulas are asked about as much of the run as is simulated.
-        let of_part =
-            |measured: &Measured| measured.pieces.iter().map(|piece| piece.length_s).sum::<f64>();
-        let constants = match measured.map(of_part).filter(|part_s| *part_s > 0.0) {
-            Some(part_s) => &Constants { t_vm: part_s / constants.s_log, ..*constants },
-            None => constants,
+        let on = |count: &u64| {
+            run.on(*count, &args.cluster(*count)).map_err(|e| failed(&e, *count, args))
         };
-        let mut table = Vec::with_capacity(nodes.len());
-        for count in nodes {
-            let cluster = args.cluster(*count);
-            let slots = cluster.slots();
-            let length = match &given {
-                Some(intervals) => constants.s_log * constants.t_vm / intervals.len() as f64,
-                None => recommend(constants, slots as u64).best.length_s,
-            };
-            let own = given.is_none().then(|| equal_intervals(constants, length));
-            let intervals = given.as_ref().or(own.as_ref()).map_or(&[][..], Vec::as_slice);
-            let outcome = simulate(intervals, &cluster).map_err(|e| failed(&e, *count, args))?;
-            table.push(Row {
-                nodes: *count,
-                makespan_s: outcome.makespan_s,
-                speed_up: outcome.speed_up(sequential_s),
-                efficiency: outcome.efficiency(sequential_s, slots),
-                closed_form: Prediction::at(constants, slots as u64, length),
-                outcome,
-            });
-        }
-        let works = || given.iter().flatten().map(|interval| interval.work_s);
+        let intervals = run.intervals().map(|all| all.len() as u64);
         let estimated = measured.map(|measured| {
             measured.pieces.iter().filter(|one| one.took_s.is_none()).count() as u64
         });
-        let are_measured =
-            given.is_some() && estimated < given.as_ref().map(|all| all.len() as u64);
+        let are_measured = estimated < intervals;
         Ok(Self {
             times: if are_measured { "measured interval times" } else { "constants" },
-            intervals: given.as_ref().map(|all| all.len() as u64),
+            intervals,
             estimated,
-            range_s: given
-                .as_ref()
-                .map(|_| (works().fold(f64::INFINITY, f64::min), works().fold(0.0, f64::max))),
-            sequential_s,
+            range_s: run.range_s(),
+            sequential_s: run.sequential_s(),
             slots: args.cluster(1).slots(),
-            table,
+            table: nodes.iter().map(on).collect::<Result<_, _>>()?,
         })
     }
 
@@ -159,8 +110,8 @@ impl Simulated {
         )
     }
 
-    fn row(&self, row: &Row) -> Vec<String> {
-        let Row { nodes, makespan_s, speed_up, efficiency, closed_form, outcome } = row;
+    fn row(&self, row: &ClusterRun) -> Vec<String> {
+        let ClusterRun { nodes, makespan_s, speed_up, efficiency, closed_form, outcome } = row;
         let busy_s: f64 = outcome.nodes.iter().map(|node| node.busy_s).sum();
         let all_s = makespan_s * (*nodes as f64) * self.slots as f64;
         let mark = if closed_form.formula == Formula::Enough { "*" } else { " " };
@@ -176,28 +127,6 @@ impl Simulated {
             format!("{:.1} s", closed_form.run_time_s),
         ]
     }
-}
-
-/// The intervals of a recording, as they were measured; what was not is on the line.
-fn of_recording(
-    measured: &Measured,
-    constants: &Constants,
-    sends_all: bool,
-) -> Vec<SimulatedInterval> {
-    measured
-        .pieces
-        .iter()
-        .map(|piece| SimulatedInterval {
-            ready_s: piece.ready_s,
-            work_s: piece.took_s.unwrap_or_else(|| constants.simulation(piece.length_s)),
-            image_bytes: if sends_all {
-                piece.ram_bytes
-            } else {
-                piece.stored_bytes.min(piece.ram_bytes)
-            },
-            new_bytes: piece.new_bytes,
-        })
-        .collect()
 }
 
 fn failed(error: &SimulationError, nodes: u64, args: &ClusterArgs) -> Failure {

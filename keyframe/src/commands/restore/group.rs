@@ -3,16 +3,16 @@
 
 use super::{Beside, Place, Restore, RestoredDisks, StoredRam};
 use crate::failure::paths;
-use crate::failure::{DONE, FAILED, Failure, Outcome, chain};
+use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
 use crate::rights;
-use keyframe_capture::group::split_device_states;
 use keyframe_net::InFlight;
-use keyframe_qemu::cmdline::replace_lan;
-use keyframe_qemu::restore::{self, Lineage, Plan, RamSource, Restored};
+use keyframe_qemu::restore::lazy::SharedSource;
+use keyframe_qemu::restore::{self, Lineage, Plan, Restored};
+use keyframe_session::group_restore::{GroupMember, MovedLans, members};
 use keyframe_session::lans::Lans;
-use keyframe_store::{MachineMeta, MemberMeta, Meta};
-use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
+use keyframe_store::{MachineMeta, Meta};
+use keyframe_units::CheckpointId;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -39,63 +39,16 @@ pub struct Kept<'a> {
     pub began: Instant,
 }
 
-/// A member as it is in the checkpoint.
-struct Member<'a> {
-    meta: &'a MemberMeta,
-    ram: RamLayout,
-    source: Arc<MemberRam>,
-    device_state: &'a [u8],
-    extra: Vec<OsString>,
-}
-
-/// A member's RAM out of the group's.
-struct MemberRam {
-    group: Arc<StoredRam>,
-    first: u64,
-    len_pages: u64,
-}
-
-impl MemberRam {
-    fn of_member(&self, page: PageIndex) -> Option<PageIndex> {
-        page.0.checked_sub(self.first).filter(|own| *own < self.len_pages).map(PageIndex)
-    }
-}
-
-impl RamSource for MemberRam {
-    fn read(
-        &self,
-        range: PageRange,
-        sink: &mut dyn FnMut(PageIndex, &Page) -> std::io::Result<()>,
-    ) -> std::io::Result<()> {
-        let of_group = PageRange::new(PageIndex(self.first + range.first.0), range.len_pages);
-        self.group
-            .read(of_group, &mut |page, content| sink(PageIndex(page.0 - self.first), content))
-    }
-
-    fn read_some(
-        &self,
-        pages: &[PageIndex],
-        sink: &mut dyn FnMut(PageIndex, &Page) -> std::io::Result<()>,
-    ) -> std::io::Result<()> {
-        let of_group: Vec<PageIndex> =
-            pages.iter().map(|page| PageIndex(self.first + page.0)).collect();
-        self.group.read_some(&of_group, &mut |page, content| {
-            sink(PageIndex(page.0 - self.first), content)
-        })
-    }
-
-    fn wanted_first(&self) -> Vec<PageIndex> {
-        self.group.wanted_first().into_iter().filter_map(|page| self.of_member(page)).collect()
-    }
-}
-
 /// Restores all members of `group` and waits for their ends.
 pub fn restore(command: &Restore, group: &Kept<'_>, interrupted: &AtomicBool) -> Outcome {
-    let (members, in_flight) = members(command, group)?;
-    let moves = Moves::of(command)?;
+    let ram: SharedSource = Arc::clone(group.ram) as _;
+    let (members, in_flight) = members(group.id, group.meta, group.device_state, &ram)?;
+    let extra = extra_of_each(command, members.len())?;
+    let moves = moved_lans(command)?;
     let plans = members
         .iter()
-        .map(|member| plan(command, group, member, &moves))
+        .zip(extra)
+        .map(|(member, extra)| plan(command, group, member, extra, &moves))
         .collect::<Result<Vec<_>, _>>()?;
     // Before the VMs: they connect as they start.
     let mut lans = network(&in_flight, &moves)?;
@@ -143,7 +96,7 @@ fn run_all(restored: &mut [Restored]) -> Result<(), Failure> {
 }
 
 /// The networks that were recorded, empty, at the places that `moves` has for them.
-fn network(in_flight: &InFlight, moves: &Moves) -> Result<Option<Lans>, Failure> {
+fn network(in_flight: &InFlight, moves: &MovedLans) -> Result<Option<Lans>, Failure> {
     let mut paths: Vec<PathBuf> =
         in_flight.ports.iter().map(|p| moves.now(&p.port.lan).into()).collect();
     paths.dedup();
@@ -158,49 +111,19 @@ fn network(in_flight: &InFlight, moves: &Moves) -> Result<Option<Lans>, Failure>
     started.map(Some)
 }
 
-/// Networks that are to be elsewhere than they were.
-struct Moves(Vec<(PathBuf, PathBuf)>);
-
-impl Moves {
-    fn of(command: &Restore) -> Result<Self, Failure> {
-        let parse = |text: &String| {
-            let (from, to) = text.split_once('=').ok_or_else(|| {
-                Failure::new(format!("--lan {text}: no socket and its new place"))
-                    .fix("write --lan OLD=NEW")
-            })?;
-            Ok((paths::absolute(Path::new(from))?, paths::absolute(Path::new(to))?))
-        };
-        command.lan.iter().map(parse).collect::<Result<_, Failure>>().map(Self)
-    }
-
-    fn now(&self, lan: &str) -> String {
-        let moved = self.0.iter().find(|(from, _)| from == Path::new(lan));
-        moved.map_or_else(|| lan.to_owned(), |(_, to)| to.display().to_string())
-    }
-
-    /// The line with its links led there.
-    fn line(&self, machine: &MachineMeta) -> Vec<String> {
-        let directory = Path::new(&machine.working_directory);
-        let lead = |line: Vec<String>, (from, to): &(PathBuf, PathBuf)| {
-            replace_lan(&line, directory, from, &to.display().to_string())
-        };
-        self.0.iter().fold(machine.user_command.clone(), lead)
-    }
-}
-
 /// Starts all members, paused.
 fn start(
     command: &Restore,
     group: &Kept<'_>,
-    members: &[Member<'_>],
+    members: &[GroupMember<'_>],
     plans: Vec<Plan>,
 ) -> Vec<Result<Restored, Failure>> {
-    let failure = |error: &keyframe_qemu::Error, member: &Member<'_>| {
+    let failure = |error: &keyframe_qemu::Error, member: &GroupMember<'_>| {
         command.failure(error, group.ram, false).about(&member.meta.name)
     };
     if command.lazy {
         // A VM whose RAM is not there yet ends with the thread that started it.
-        let lazily = |(member, plan): (&Member<'_>, Plan)| {
+        let lazily = |(member, plan): (&GroupMember<'_>, Plan)| {
             let source = Arc::clone(&member.source);
             restore::start_lazy(plan, source, member.device_state).map_err(|e| failure(&e, member))
         };
@@ -268,55 +191,39 @@ fn kill(members: &mut [Restored]) {
     }
 }
 
-/// The members as they are in the checkpoint, each with its share of the extra arguments.
-fn members<'a>(
-    command: &Restore,
-    group: &Kept<'a>,
-) -> Result<(Vec<Member<'a>>, InFlight), Failure> {
-    let contradicts = || {
-        Failure::new(format!(
-            "checkpoint {}: what it says of its members contradicts itself",
-            group.id
-        ))
-    };
-    let members = &group.meta.members;
-    let rams = group.meta.members_ram().ok_or_else(contradicts)?;
-    let states = split_device_states(group.device_state)
-        .filter(|states| states.len() == members.len() + 1)
-        .ok_or_else(contradicts)?;
-    let in_flight = match states.last() {
-        Some(bytes) if !bytes.is_empty() => InFlight::decode(bytes)
-            .map_err(|e| Failure::new(format!("checkpoint {}: {}", group.id, chain(&e))))?,
-        _ => InFlight::default(),
-    };
+/// The extra arguments of each of `count` members.
+fn extra_of_each(command: &Restore, count: usize) -> Result<Vec<Vec<OsString>>, Failure> {
     let mut extra: Vec<Vec<OsString>> =
         command.extra.split(|word| word == "--").map(<[_]>::to_vec).collect();
-    if extra.len() > 1 && extra.len() != members.len() {
-        let text = format!(
-            "extra arguments for {} VMs, where the group has {}",
-            extra.len(),
-            members.len()
-        );
+    if extra.len() > 1 && extra.len() != count {
+        let text = format!("extra arguments for {} VMs, where the group has {count}", extra.len());
         return Err(Failure::new(text)
             .fix("give them in the order of the members (keyframe show), separated by --"));
     }
     // Without a separator they are for all.
     let for_all = extra.first().cloned().unwrap_or_default();
-    extra.resize(members.len(), for_all);
-    let member =
-        |(((meta, (ram, first)), device_state), extra): (((_, (RamLayout, PageIndex)), _), _)| {
-            let group = Arc::clone(group.ram);
-            let source = Arc::new(MemberRam { group, first: first.0, len_pages: ram.len_pages() });
-            Member { meta, ram, source, device_state, extra }
-        };
-    Ok((members.iter().zip(rams).zip(states).zip(extra).map(member).collect(), in_flight))
+    extra.resize(count, for_all);
+    Ok(extra)
+}
+
+/// The networks that `--lan` names.
+fn moved_lans(command: &Restore) -> Result<MovedLans, Failure> {
+    let parse = |text: &String| {
+        let (from, to) = text.split_once('=').ok_or_else(|| {
+            Failure::new(format!("--lan {text}: no socket and its new place"))
+                .fix("write --lan OLD=NEW")
+        })?;
+        Ok((paths::absolute(Path::new(from))?, paths::absolute(Path::new(to))?))
+    };
+    command.lan.iter().map(parse).collect::<Result<_, Failure>>().map(MovedLans::new)
 }
 
 fn plan(
     command: &Restore,
     group: &Kept<'_>,
-    member: &Member<'_>,
-    moves: &Moves,
+    member: &GroupMember<'_>,
+    extra: Vec<OsString>,
+    moves: &MovedLans,
 ) -> Result<Plan, Failure> {
     let disks = group.disks.server(&format!("{}/", member.meta.name));
     // Lazily, one thread starts them all.
@@ -325,6 +232,6 @@ fn plan(
     let machine = &member.meta.machine;
     let machine = MachineMeta { user_command: moves.line(machine), ..machine.clone() };
     command
-        .plan(&machine, &member.ram, member.extra.clone(), true, beside)
+        .plan(&machine, &member.ram, extra, true, beside)
         .map_err(|failure| failure.about(&member.meta.name))
 }

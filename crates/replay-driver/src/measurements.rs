@@ -1,0 +1,213 @@
+//! The constants of the speed-up model, from a recording and an analysis of it.
+//!
+//! ```text
+//!   recording's checkpoints ──▶ pauses, ready times, bytes ─┐
+//!                                                           ├─▶ RecordingMeasurements ─▶ the model
+//!   analysis' parts ──────────▶ times of simulations, fit ──┘
+//! ```
+
+use crate::analysis::IntervalTiming;
+use crate::error::{AnalysisError, Result};
+use crate::event::{EventSink, ReplayEvent};
+use crate::{ReplayableRecording, previous_timings, sealed_checkpoints_in};
+use keyframe_model::simulation::SimulatedInterval;
+use keyframe_model::{Constants, Fit, fit_slowdown};
+use keyframe_replay::RecordingMeta;
+use keyframe_replay::interval::{Interval, RecordedCheckpoint};
+use keyframe_store::Sealed;
+use keyframe_store_keys::KeyArg;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Below that, the length of an interval says little about how long its simulation takes.
+const R_SQUARED_MIN: f64 = 0.5;
+
+/// An interval, as a cluster would get it.
+#[derive(Clone, Debug)]
+pub struct MeasuredInterval {
+    /// When it could be simulated, in seconds since the recording began: its end's checkpoint is
+    /// sealed. If that was taken later, from a replay: its end is recorded, by its instructions.
+    pub ready_s: f64,
+    /// Its part of the recorded time, by its instructions, in seconds.
+    pub length_s: f64,
+    /// The time of its simulation, in seconds; `None` if it is not done yet.
+    pub took_s: Option<f64>,
+    /// All of the RAM.
+    pub ram_bytes: f64,
+    /// The bytes in the store for its checkpoint and those before it.
+    pub stored_bytes: f64,
+    /// The bytes that the store got since the checkpoint of the interval before.
+    pub new_bytes: f64,
+}
+
+/// The measurements of a recording and an analysis.
+#[derive(Clone, Debug, Serialize)]
+pub struct RecordingMeasurements {
+    /// The recording's time without its pauses, in seconds.
+    pub recorded_s: f64,
+    /// Checkpoints that were taken while it was recorded.
+    pub checkpoints: u64,
+    /// Their mean pause, in seconds.
+    pub pause_s: Option<f64>,
+    /// Intervals of the analysis.
+    pub intervals: u64,
+    /// The line through them.
+    pub fit: Option<Fit>,
+    /// All of them, and those that are not done.
+    #[serde(skip)]
+    pub pieces: Vec<MeasuredInterval>,
+}
+
+impl RecordingMeasurements {
+    /// Reads the measurements of the recording at `path` and of the analysis in `analysis`. If its
+    /// recorder was killed, this completes the recording, and tells `events`.
+    ///
+    /// # Errors
+    ///
+    /// [`AnalysisError::AnotherRecording`], [`AnalysisError::NoIntervalDone`], and the errors of
+    /// reading the recording, its store or the analysis.
+    pub fn read(
+        path: &Path,
+        store: Option<&Path>,
+        key: &KeyArg,
+        analysis: Option<&Path>,
+        events: &dyn EventSink<ReplayEvent>,
+    ) -> Result<Self> {
+        let source = ReplayableRecording::open(path, store, key, events)?;
+        let checkpoints = sealed_checkpoints_in(&source.store, &source.recording)?;
+        let meta = &source.recording.meta;
+        let pauses_s = pauses_s(&checkpoints);
+        let paused_s: f64 = pauses_s.iter().sum();
+        let recorded_s = meta.duration_ns as f64 / 1e9 - paused_s;
+        let mut measurements = Self {
+            recorded_s,
+            checkpoints: pauses_s.len() as u64,
+            pause_s: (!pauses_s.is_empty()).then(|| paused_s / pauses_s.len() as f64),
+            intervals: 0,
+            fit: None,
+            pieces: Vec::new(),
+        };
+        let each_s = recorded_s / meta.instructions.max(1) as f64;
+        let (mut all, mut took_s) = (Vec::new(), BTreeMap::new());
+        if let Some(dir) = analysis {
+            let (head, done) = previous_timings(dir)?;
+            if head.recording != meta.id {
+                return Err(AnalysisError::AnotherRecording(dir.to_owned()).into());
+            }
+            let pairs = timed_pairs(&head.intervals, &done, each_s);
+            measurements.intervals = pairs.len() as u64;
+            let fit = fit_slowdown(&pairs);
+            measurements.fit =
+                Some(fit.ok_or_else(|| AnalysisError::NoIntervalDone(dir.to_owned()))?);
+            took_s = done.iter().map(|one| (one.index, one.wall_ns as f64 / 1e9)).collect();
+            all = head.intervals;
+        }
+        if all.is_empty() {
+            // A recording that has not been cut yet is one interval, or none.
+            all = source.intervals().unwrap_or_default();
+        }
+        measurements.pieces = pieces(meta, &checkpoints, &all, (&took_s, each_s));
+        Ok(measurements)
+    }
+
+    /// Returns true if the line through the intervals says little about them.
+    pub fn fits_badly(&self) -> bool {
+        self.fit.is_some_and(|fit| fit.r_squared < R_SQUARED_MIN)
+    }
+
+    /// Returns the recorded time of all intervals, in seconds.
+    pub fn length_s(&self) -> f64 {
+        self.pieces.iter().map(|piece| piece.length_s).sum()
+    }
+
+    /// Returns the intervals for a simulated cluster. Those that are not done take as long as
+    /// `constants` say. If `sends_all`, a node gets the whole RAM with its first checkpoint,
+    /// otherwise the stored bytes.
+    pub fn simulated_intervals(
+        &self,
+        constants: &Constants,
+        sends_all: bool,
+    ) -> Vec<SimulatedInterval> {
+        let interval = |piece: &MeasuredInterval| SimulatedInterval {
+            ready_s: piece.ready_s,
+            work_s: piece.took_s.unwrap_or_else(|| constants.simulation(piece.length_s)),
+            image_bytes: if sends_all {
+                piece.ram_bytes
+            } else {
+                piece.stored_bytes.min(piece.ram_bytes)
+            },
+            new_bytes: piece.new_bytes,
+        };
+        self.pieces.iter().map(interval).collect()
+    }
+}
+
+/// The pauses of the recorded VM, in seconds. The pauses of a replay do not delay the recording, and
+/// the first checkpoint is taken before the VM runs.
+fn pauses_s(checkpoints: &[(RecordedCheckpoint, Sealed)]) -> Vec<f64> {
+    let delayed = |(place, sealed): &&(RecordedCheckpoint, Sealed)| {
+        sealed.meta.reason != "segment" && place.icount > 0
+    };
+    let paused = checkpoints.iter().filter(delayed);
+    paused.map(|(_, sealed)| sealed.meta.timing.pause_ns as f64 / 1e9).collect()
+}
+
+/// The recorded time and the time of the simulation of each interval that is done, in seconds.
+fn timed_pairs(intervals: &[Interval], done: &[IntervalTiming], each_s: f64) -> Vec<(f64, f64)> {
+    let length = |index: u32| intervals.iter().find(|i| i.index == index).map(Interval::len);
+    let pair =
+        |one: &IntervalTiming| Some((length(one.index)? as f64 * each_s, one.wall_ns as f64 / 1e9));
+    done.iter().filter_map(pair).collect()
+}
+
+fn pieces(
+    meta: &RecordingMeta,
+    checkpoints: &[(RecordedCheckpoint, Sealed)],
+    all: &[Interval],
+    (took_s, each_s): (&BTreeMap<u32, f64>, f64),
+) -> Vec<MeasuredInterval> {
+    let duration_s = meta.duration_ns as f64 / 1e9;
+    let ready_s = |interval: &Interval| {
+        let end = checkpoints.iter().find(|(place, _)| Some(place.checkpoint) == interval.end);
+        match end {
+            Some((_, sealed)) if sealed.meta.reason != "segment" => {
+                let timing = &sealed.meta.timing;
+                let taken_s = sealed.meta.taken_at.duration_since(meta.began_at).as_secs_f64();
+                (taken_s + (timing.pause_ns + timing.encode_ns) as f64 / 1e9).max(0.0)
+            }
+            _ => duration_s * interval.end_icount as f64 / meta.instructions.max(1) as f64,
+        }
+    };
+    let sums = byte_sums(checkpoints);
+    let mut before = 0.0;
+    all.iter()
+        .map(|interval| {
+            let (stored_bytes, ram_bytes) = sums.get(&interval.begin).copied().unwrap_or_default();
+            let new_bytes = (stored_bytes - before).max(0.0);
+            before = stored_bytes;
+            MeasuredInterval {
+                ready_s: ready_s(interval),
+                length_s: interval.len() as f64 * each_s,
+                took_s: took_s.get(&interval.index).copied(),
+                ram_bytes,
+                stored_bytes,
+                new_bytes,
+            }
+        })
+        .collect()
+}
+
+/// For each checkpoint, the bytes in the store for it and those before it, and the bytes of its RAM.
+fn byte_sums(
+    checkpoints: &[(RecordedCheckpoint, Sealed)],
+) -> BTreeMap<RecordedCheckpoint, (f64, f64)> {
+    let mut sum = 0.0;
+    let add = |(place, sealed): &(RecordedCheckpoint, Sealed)| {
+        let counts = &sealed.meta.counts;
+        let of_disks: u64 = sealed.meta.disks.iter().map(|disk| disk.counts.stored_bytes).sum();
+        sum += (counts.stored_bytes + counts.map_bytes + counts.device_bytes + of_disks) as f64;
+        (*place, (sum, sealed.meta.ram.len_bytes() as f64))
+    };
+    checkpoints.iter().map(add).collect()
+}

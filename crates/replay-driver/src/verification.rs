@@ -1,0 +1,254 @@
+//! Checks that an interval replays exactly: its replay ends in the state of the next checkpoint.
+//!
+//! ```text
+//!   checkpoint ─▶ replay ─▶ the interval's end ─┬─ equals the next checkpoint ──▶ exact
+//!                              │ came off       └─ differs ─▶ both replay on to an instruction
+//!                              ▼                              without an event ─▶ compared there
+//!                         tried again
+//! ```
+
+use crate::compare::{
+    ComparedDisks, Difference, compare_disks, compare_ram, compare_ram_with_checkpoint,
+};
+use crate::error::{Error, Result};
+use crate::{Replay, ReplayOptions, ReplayableRecording, StopReason};
+use keyframe_qemu::restore::Until;
+use keyframe_replay::interval::{Interval, RecordedCheckpoint};
+use keyframe_units::{CheckpointId, error_chain};
+use keyframe_vm_disks::ServedDisks;
+use serde::Serialize;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// The result of an interval's check.
+#[derive(Clone, Debug, Serialize)]
+pub struct IntervalCheck {
+    /// The interval's number.
+    pub index: u32,
+    /// The checkpoint at its begin.
+    pub checkpoint: u64,
+    /// The instruction at its begin.
+    pub begin: u64,
+    /// The instruction at its end.
+    pub end: u64,
+    /// The checkpoint that its end was compared with; `None` at the end of the log.
+    pub compared_with: Option<u64>,
+    /// The instruction of the comparison, if that is not the interval's end: at some ends something
+    /// else happens at the same instruction, so that several states are right.
+    pub compared_at: Option<u64>,
+    /// True if the replay got to the interval's end and nothing differed.
+    pub exact: bool,
+    /// Number of pages of RAM that differ.
+    pub differing_pages: u64,
+    /// The first of them: RAM block, offset in it in bytes.
+    pub first_differing: Vec<(String, u64)>,
+    /// Number of blocks of 4096 bytes of disks that differ.
+    pub differing_blocks: u64,
+    /// The first of them: disk, offset in it in bytes.
+    pub first_differing_blocks: Vec<(String, u64)>,
+    /// Why the replay did not get to the interval's end, at its last try.
+    pub error: Option<String>,
+    /// How often it was tried.
+    pub tries: u32,
+    /// Why the tries before the last did not get to the interval's end.
+    pub failed_tries: Vec<String>,
+    /// From QEMU's start to its end, of all tries.
+    pub wall_ns: u64,
+}
+
+/// The limits that end a replay before its target.
+#[derive(Clone, Copy, Debug)]
+pub struct CheckLimits<'a> {
+    /// True once the user wants an end.
+    pub interrupted: &'a AtomicBool,
+    /// How long a replay may stand still.
+    pub patience: Duration,
+    /// How often an interval is tried whose replay does not get to its end.
+    pub tries: u32,
+}
+
+/// Replays `interval` and compares its end with the next checkpoint. Tells `progress` the number of
+/// instructions that it has replayed since the last call. Errors are in the result.
+pub fn check_interval(
+    source: &ReplayableRecording,
+    interval: &Interval,
+    limits: CheckLimits<'_>,
+    progress: &dyn Fn(u64),
+) -> IntervalCheck {
+    let began = Instant::now();
+    let mut failed_tries = Vec::new();
+    let found = loop {
+        match replayed(source, interval, limits, progress) {
+            Err(error)
+                if failed_tries.len() + 1 < limits.tries as usize
+                    && !limits.interrupted.load(Ordering::Relaxed) =>
+            {
+                failed_tries.push(error_chain(&error));
+            }
+            found => break found,
+        }
+    };
+    let (difference, compared_at, error) = match found {
+        Ok((difference, compared_at)) => (difference, compared_at, None),
+        Err(error) => (VmDifference::default(), None, Some(error_chain(&error))),
+    };
+    IntervalCheck {
+        index: interval.index,
+        checkpoint: interval.begin.checkpoint.0,
+        begin: interval.begin.icount,
+        end: interval.end_icount,
+        compared_with: interval.end.map(|id| id.0),
+        compared_at,
+        exact: error.is_none() && difference.is_none(),
+        differing_pages: difference.ram.count,
+        first_differing: difference.ram.first,
+        differing_blocks: difference.disks.count,
+        first_differing_blocks: difference.disks.first,
+        error,
+        tries: failed_tries.len() as u32 + 1,
+        failed_tries,
+        wall_ns: keyframe_units::elapsed_ns(began),
+    }
+}
+
+/// The differences between a replay and its checkpoint.
+#[derive(Default)]
+struct VmDifference {
+    ram: Difference,
+    disks: Difference,
+}
+
+impl VmDifference {
+    fn is_none(&self) -> bool {
+        self.ram.count == 0 && self.disks.count == 0
+    }
+}
+
+fn replayed(
+    source: &ReplayableRecording,
+    interval: &Interval,
+    limits: CheckLimits<'_>,
+    progress: &dyn Fn(u64),
+) -> Result<(VmDifference, Option<u64>)> {
+    let with = ReplayOptions { patience: limits.patience, ..ReplayOptions::default() };
+    let interrupted = limits.interrupted;
+    let mut replay =
+        Replay::start(source, interval.begin, source.until(interval.end_icount)?, &with)?;
+    let mut told = interval.begin.icount;
+    let mut tell = |icount: u64| {
+        progress(icount.saturating_sub(told));
+        told = icount.max(told);
+    };
+    let reached = replay.arrive(interrupted, &mut tell)?;
+    tell(interval.end_icount);
+    let difference = match (reached, interval.end) {
+        (StopReason::Interrupted, _) => return Err(Error::Interrupted),
+        (_, Some(end)) => differing_from(source, &mut replay, interval.begin.checkpoint, end)?,
+        (_, None) => VmDifference::default(),
+    };
+    replay.end()?;
+    match interval.end {
+        Some(end) if !difference.is_none() => {
+            let (difference, at) = compare_after_end(source, interval, end, &with, interrupted)?;
+            Ok((difference, Some(at)))
+        }
+        _ => Ok((difference, None)),
+    }
+}
+
+/// Compares after an end at whose instruction the log has an event: an interrupt, a disk's answer.
+/// The checkpoint may lie before that event and the replay's stop after it, or the other way. So one
+/// replay from the interval's beginning and one from the checkpoint at its end run to the next
+/// instruction without an event, without a stop before it, and are compared there.
+fn compare_after_end(
+    source: &ReplayableRecording,
+    interval: &Interval,
+    end: CheckpointId,
+    with: &ReplayOptions,
+    interrupted: &AtomicBool,
+) -> Result<(VmDifference, u64)> {
+    let Some(at) = source.log_index()?.next_unambiguous(interval.end_icount) else {
+        return compare_at_log_end(source, interval, end, with, interrupted);
+    };
+    let place = RecordedCheckpoint { icount: interval.end_icount, checkpoint: end };
+    let until = Until::Instruction(at);
+    let mut one = Replay::start(source, interval.begin, until, with)?;
+    let mut other = Replay::start(source, place, until, with)?;
+    let both = [one.arrive(interrupted, &mut |_| ())?, other.arrive(interrupted, &mut |_| ())?];
+    if both != [StopReason::Target; 2] {
+        return Err(Error::Interrupted);
+    }
+    let layout = other.loaded.meta.ram.clone();
+    let ram = compare_ram(one.restored(), other.restored(), &layout)?;
+    let disks = disks_difference(
+        source,
+        DisksOf { checkpoint: interval.begin.checkpoint, served: one.served() },
+        DisksOf { checkpoint: end, served: other.served() },
+    )?;
+    let difference = VmDifference { ram, disks };
+    one.end().and(other.end())?;
+    Ok((difference, at))
+}
+
+/// Compares at the log's end, for an interval without a later instruction that has no event. All
+/// events of the last instruction have happened there.
+fn compare_at_log_end(
+    source: &ReplayableRecording,
+    interval: &Interval,
+    end: CheckpointId,
+    with: &ReplayOptions,
+    interrupted: &AtomicBool,
+) -> Result<(VmDifference, u64)> {
+    let mut replay = Replay::start(source, interval.begin, Until::LogEnd, with)?;
+    if replay.arrive(interrupted, &mut |_| ())? == StopReason::Interrupted {
+        return Err(Error::Interrupted);
+    }
+    let difference = differing_from(source, &mut replay, interval.begin.checkpoint, end)?;
+    replay.end()?;
+    Ok((difference, source.last_stop()?))
+}
+
+/// Compares `replay`, which began at checkpoint `begin`, with checkpoint `end`.
+fn differing_from(
+    source: &ReplayableRecording,
+    replay: &mut Replay,
+    begin: CheckpointId,
+    end: CheckpointId,
+) -> Result<VmDifference> {
+    let expected = source.store.load(end).map_err(|e| Error::store(source.store.path(), e))?;
+    let ram = compare_ram_with_checkpoint(replay.restored(), &expected)?;
+    let disks = disks_difference(
+        source,
+        DisksOf { checkpoint: begin, served: replay.served() },
+        DisksOf { checkpoint: end, served: None },
+    )?;
+    Ok(VmDifference { ram, disks })
+}
+
+/// One side of a comparison of disks.
+struct DisksOf<'a> {
+    /// The checkpoint, or the one that the replay began with.
+    checkpoint: CheckpointId,
+    /// The disks of the replay; `None` for a checkpoint.
+    served: Option<&'a mut ServedDisks>,
+}
+
+fn disks_difference(
+    source: &ReplayableRecording,
+    one: DisksOf<'_>,
+    other: DisksOf<'_>,
+) -> Result<Difference> {
+    // A replay's disks are served; without any, no maps need be read.
+    if one.served.is_none() {
+        return Ok(Difference::default());
+    }
+    let disks_of = |id| {
+        let loaded = source.store.load_disks(id);
+        loaded.map(Arc::new).map_err(|e| Error::store(source.store.path(), e))
+    };
+    compare_disks(
+        &mut ComparedDisks::new(disks_of(one.checkpoint)?, one.served),
+        &mut ComparedDisks::new(disks_of(other.checkpoint)?, other.served),
+    )
+}
