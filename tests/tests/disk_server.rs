@@ -150,7 +150,10 @@ fn a_killed_server_is_started_again_under_each_bus() {
                 let next = || restarted.recv_timeout(Duration::from_mins(1)).expect("an event");
                 let mut event = next();
                 // One that is killed soon after its start is started again after a wait.
-                if let ServerEvent::NotRestarted { error: keyframe_disk::Error::ServerEnded, .. } = event {
+                if let ServerEvent::NotRestarted {
+                    error: keyframe_disk::Error::ServerEnded, ..
+                } = event
+                {
                     event = next();
                 }
                 assert!(matches!(event, ServerEvent::Restarted { .. }), "{context}: {event:?}");

@@ -16,6 +16,7 @@
 //! 1. Dropping a [`Vm`] leaves the guest running; only [`Vm::kill`] ends it. A QEMU that was attached to forgets the engine.
 //! 2. A launch that fails leaves no process behind.
 
+mod monitor_sockets;
 mod one_command_pause;
 
 use crate::invocation::Invocation;
@@ -30,19 +31,22 @@ use crate::{
     hotplug,
 };
 use keyframe_machine::HostBlock;
+use keyframe_qemu_cmdline::options_added_by_wrapper;
 use keyframe_qemu_cmdline::recording::RecordingMode;
-use keyframe_qemu_cmdline::{CommandLineError, options_added_by_wrapper};
 use keyframe_units::RamLayout;
+use monitor_sockets::prepare_sockets;
 use one_command_pause::OneCommandPause;
 use rustix::fs::MemfdFlags;
 use serde_json::{Value, json};
 use std::any::Any;
 use std::fs::File;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{DirBuilderExt, FileExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus};
 use std::time::{Duration, Instant};
+
+pub(crate) use monitor_sockets::{monitor_config, socket_config};
 
 /// How long a fresh QEMU may take to answer.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
@@ -52,9 +56,6 @@ const QUIT_TIMEOUT: Duration = Duration::from_secs(5);
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long an attached QEMU may take to forget the engine.
 const DETACH_TIMEOUT: Duration = Duration::from_secs(1);
-/// The longest path of a unix socket, without its terminating zero.
-const SOCKET_PATH_BYTES_MAX: usize = 107;
-
 /// The options of a launch.
 #[derive(Clone, Debug)]
 pub struct LaunchOptions {
@@ -508,63 +509,6 @@ pub(crate) fn memfd(name: &str, content: impl AsRef<[u8]>) -> Result<OwnedFd> {
 /// The path by which a child that inherits `fd` opens it anew.
 pub(crate) fn inherited_path(fd: &OwnedFd) -> String {
     format!("/proc/self/fd/{}", spawn::number(fd))
-}
-
-/// A QMP monitor over the chardev with `properties`, in the form that `-readconfig` reads.
-pub(crate) fn monitor_config(id: &str, properties: &[(&str, &str)]) -> String {
-    let mut lines = vec![format!("[chardev \"{id}\"]"), "  backend = \"socket\"".into()];
-    lines.extend(properties.iter().map(|(key, value)| format!("  {key} = \"{value}\"")));
-    lines.extend([
-        format!("[mon \"{id}\"]"),
-        "  mode = \"control\"".into(),
-        format!("  chardev = \"{id}\"\n"),
-    ]);
-    lines.join("\n")
-}
-
-/// Ids and sockets of the two monitors, in a directory of the engine's own, after old sockets there
-/// were removed.
-fn prepare_sockets(run_dir: &Path) -> Result<[(&'static str, PathBuf); 2]> {
-    let run_dir = std::path::absolute(run_dir)
-        .map_err(Error::io(format!("resolve {}", run_dir.display())))?;
-    std::fs::DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(&run_dir)
-        .map_err(Error::io(format!("make the run directory {}", run_dir.display())))?;
-    let monitors = [
-        ("keyframe-qmp", run_dir.join("qmp.sock")),
-        ("keyframe-watchdog", run_dir.join("watchdog.sock")),
-    ];
-    for (_, path) in &monitors {
-        match std::fs::remove_file(path) {
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-                return Err(Error::io(format!("remove the old socket {}", path.display()))(e));
-            }
-            _ => {}
-        }
-    }
-    Ok(monitors)
-}
-
-pub(crate) fn socket_config(monitors: &[(&str, PathBuf)]) -> Result<String> {
-    let mut config = String::new();
-    for (id, path) in monitors {
-        let text =
-            path.to_str().filter(|p| !p.contains(['"', '\n']) && p.len() <= SOCKET_PATH_BYTES_MAX);
-        let Some(text) = text else {
-            return Err(CommandLineError::Argument {
-                argument: path.display().to_string(),
-                reason: format!(
-                    "no socket can be made there: paths of sockets are UTF-8, at most {SOCKET_PATH_BYTES_MAX} bytes long, and have no quotation mark"
-                ),
-                fix: "choose another run directory".into(),
-            }
-            .into());
-        };
-        config += &monitor_config(id, &[("path", text), ("server", "on"), ("wait", "off")]);
-    }
-    Ok(config)
 }
 
 fn connect(child: &mut Child, path: &Path) -> Result<Qmp> {

@@ -14,14 +14,15 @@
 //! assert!(control.runs());
 //! ```
 
+mod control;
+
 use crate::{
     AuditFinding, Capabilities, Lineage, PauseWatchdog, Resumer, RollbackTarget, RunState,
     SavedPause, StopOutcome, VmEvent, VmExit, VmOrigin, Vmm, VmmError, VmmErrorKind,
 };
 use keyframe_machine::{HostBlock, MachineSpec, VmmKind};
 use keyframe_units::{
-    BlockKind, HostVirt, PAGE_BYTES, Page, PageIndex, PageRange, PageSet, RamBlock, RamLayout,
-    ZERO_PAGE,
+    BlockKind, HostVirt, PAGE_BYTES, Page, PageIndex, PageSet, RamBlock, RamLayout, ZERO_PAGE,
 };
 use std::any::Any;
 use std::collections::{BTreeMap, VecDeque};
@@ -30,6 +31,8 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+
+pub use control::FakeControl;
 
 /// Process id of every fake.
 const PID: u32 = 4_000_001;
@@ -221,12 +224,6 @@ pub struct FakeVm {
 /// The watchdog of a [`FakeVm`]. It resumes the VM only when the test or the engine says so: it has
 /// no clock.
 pub struct FakeWatchdog {
-    shared: Arc<Mutex<FakeState>>,
-}
-
-/// The test's view of a [`FakeVm`].
-#[derive(Clone)]
-pub struct FakeControl {
     shared: Arc<Mutex<FakeState>>,
 }
 
@@ -502,125 +499,6 @@ impl PauseWatchdog for FakeWatchdog {
         let mut state = enter(&self.shared, Step::EndWatchdog);
         let _ = state.enter(Step::EndWatchdog);
         state.watchdog.is_armed = false;
-    }
-}
-
-impl FakeControl {
-    /// Returns another handle of the VM and its watchdog.
-    pub fn attach(&self) -> (FakeVm, FakeWatchdog) {
-        let shared = || Arc::clone(&self.shared);
-        (FakeVm { shared: shared() }, FakeWatchdog { shared: shared() })
-    }
-
-    /// Has `incident` happen at the next call of `step` that has none yet.
-    pub fn at(&self, step: Step, incident: Incident) {
-        lock(&self.shared).script.entry(step).or_default().push_back(incident);
-    }
-
-    /// Has `hook` run just before the next call of `step` that has no hook yet. The hook may use
-    /// this control.
-    pub fn before(&self, step: Step, hook: impl FnOnce() + Send + 'static) {
-        lock(&self.shared).hooks.entry(step).or_default().push_back(Box::new(hook));
-    }
-
-    /// Sets how Keyframe came to control the VM.
-    pub fn set_origin(&self, origin: VmOrigin) {
-        lock(&self.shared).origin = origin;
-    }
-
-    /// Has the VMM know a command that is a whole pause ([`Vmm::pause_and_save`]).
-    pub fn save_in_pause(&self) {
-        lock(&self.shared).one_command = OneCommand::Ready;
-    }
-
-    /// True if the VMM has ended.
-    pub fn has_ended(&self) -> bool {
-        lock(&self.shared).exit.is_some()
-    }
-
-    /// The steps so far, in order; forgets them.
-    pub fn take_steps(&self) -> Vec<Step> {
-        std::mem::take(&mut lock(&self.shared).steps)
-    }
-
-    /// Whether the guest runs.
-    pub fn runs(&self) -> bool {
-        lock(&self.shared).runs
-    }
-
-    /// Pauses the guest, as another client would.
-    pub fn pause(&self) {
-        lock(&self.shared).pause();
-    }
-
-    /// Ends the VMM with this exit code.
-    pub fn end(&self, code: i32) {
-        lock(&self.shared).end(code);
-    }
-
-    /// Has all operations on the monitor fail from here on; the guest runs on.
-    pub fn lose_monitor(&self) {
-        lock(&self.shared).monitor_lost = true;
-    }
-
-    /// Whether a watchdog is armed.
-    pub fn is_watchdog_armed(&self) -> bool {
-        lock(&self.shared).watchdog.is_armed
-    }
-
-    /// Whether the VM must not run ([`PauseWatchdog::forbid_running`]).
-    pub fn is_running_forbidden(&self) -> bool {
-        lock(&self.shared).watchdog.running_forbidden
-    }
-
-    /// Sets the audit's findings.
-    pub fn set_findings(&self, findings: Vec<AuditFinding>) {
-        lock(&self.shared).findings = findings;
-    }
-
-    /// Sets the machine's description.
-    pub fn set_spec(&self, spec: MachineSpec) {
-        lock(&self.shared).spec = spec;
-    }
-
-    /// Sets the VM's abilities.
-    pub fn set_capabilities(&self, capabilities: Capabilities) {
-        lock(&self.shared).capabilities = capabilities;
-    }
-
-    /// Sets the state of all devices.
-    pub fn set_device_state(&self, device_state: Vec<u8>) {
-        lock(&self.shared).device_state = device_state;
-    }
-
-    /// Writes a page of guest RAM, as the guest would, and notes it as dirty.
-    pub fn write_page(&self, page: PageIndex, content: &Page) {
-        set_page(&mut lock(&self.shared), page, content);
-    }
-
-    /// The pages written since the last call.
-    pub fn take_dirty(&self) -> PageSet {
-        let mut state = lock(&self.shared);
-        let clean = PageSet::new(state.ram.len() as u64);
-        std::mem::replace(&mut state.dirty, clean)
-    }
-
-    /// Number of pages of guest RAM.
-    pub fn len_pages(&self) -> u64 {
-        lock(&self.shared).ram.len() as u64
-    }
-
-    /// Copies the pages of `ranges`, one after the other, into `dst`.
-    ///
-    /// # Panics
-    ///
-    /// If a range lies outside guest RAM, or `dst` is shorter than the ranges.
-    pub fn read_pages(&self, ranges: &[PageRange], dst: &mut [u8]) {
-        let state = lock(&self.shared);
-        let pages = ranges.iter().flat_map(|range| range.iter());
-        for (page, out) in pages.zip(dst.chunks_exact_mut(PAGE_BYTES)) {
-            out.copy_from_slice(&state.ram[page.0 as usize]);
-        }
     }
 }
 
