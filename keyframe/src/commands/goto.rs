@@ -192,13 +192,12 @@ impl Goto {
         {
             eprintln!("keyframe: {line}");
         }
-        match report.gdb {
-            Some(port) => {
-                eprintln!(
-                    "keyframe: attach to it: gdb VMLINUX -ex 'target remote :{port}'; Ctrl-C ends it"
-                );
-            }
-            None => eprintln!("keyframe: Ctrl-C ends it"),
+        if let Some(port) = report.gdb {
+            eprintln!(
+                "keyframe: attach to it: gdb VMLINUX -ex 'target remote :{port}'; Ctrl-C ends it"
+            );
+        } else {
+            eprintln!("keyframe: Ctrl-C ends it");
         }
         Ok(())
     }

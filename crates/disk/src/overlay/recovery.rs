@@ -38,11 +38,15 @@ pub(super) fn recover(
     let mut used = disjoint_slots(name, &map)?;
     used.iter().for_each(|(slot, n, ())| waiting.remove(slot, n, &mut |_, _, ()| {}));
     let superseded: Vec<(u64, u64)> = waiting.iter().map(|(slot, n, ())| (slot, n)).collect();
-    superseded.iter().for_each(|(slot, n)| used.insert(*slot, *n, (), &mut |_, _, ()| {}));
+    for (slot, n) in &superseded {
+        used.insert(*slot, *n, (), &mut |_, _, ()| {});
+    }
     let used: Vec<(u32, u32)> = used.iter().map(|(slot, n, ())| (slot as u32, n as u32)).collect();
     let tail = used.iter().map(|(slot, n)| slot + n).max().unwrap_or(0);
     let mut slots = SlotAllocator::recovered(tail, used.into_iter());
-    superseded.iter().for_each(|(slot, n)| slots.supersede(*slot as u32, *n as u32));
+    for (slot, n) in superseded {
+        slots.supersede(slot as u32, n as u32);
+    }
     Ok(State { chain: EpochChain::recovered(map), slots, records, recent })
 }
 

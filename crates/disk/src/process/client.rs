@@ -210,21 +210,21 @@ impl Disks {
     /// Releases the epochs (one of each disk) of a sealed checkpoint. Errors: no such epochs; the
     /// server has ended or does not answer.
     pub fn release(&mut self, epochs: &[DiskEpoch]) -> Result<()> {
-        self.unless_void(epochs, DiskRequest::Release { epochs: epochs.into() })
+        self.unless_void(epochs, &DiskRequest::Release { epochs: epochs.into() })
     }
 
     /// Gives back the epochs (one of each disk) of a failed checkpoint: the next cut covers their
     /// blocks too. Errors: no such epochs; the server has ended or does not answer.
     pub fn give_back(&mut self, epochs: &[DiskEpoch]) -> Result<()> {
-        self.unless_void(epochs, DiskRequest::GiveBack { epochs: epochs.into() })
+        self.unless_void(epochs, &DiskRequest::GiveBack { epochs: epochs.into() })
     }
 
     /// A server that has ended has no epochs, and the next cut covers all blocks.
-    fn unless_void(&mut self, epochs: &[DiskEpoch], request: DiskRequest) -> Result<()> {
+    fn unless_void(&mut self, epochs: &[DiskEpoch], request: &DiskRequest) -> Result<()> {
         if self.shared.lock().are_void(epochs) {
             return Ok(());
         }
-        match self.done(&request, ANSWER_TIMEOUT) {
+        match self.done(request, ANSWER_TIMEOUT) {
             Err(Error::ServerEnded) => Ok(()),
             other => other,
         }

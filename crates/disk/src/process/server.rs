@@ -38,7 +38,9 @@ pub fn serve(
             .and_then(|listener| {
                 let (exports, locks) = open(&specs, &open_layer)?;
                 let number = |disk: &Disk| disk.stack().overlay.number_epochs_after(epochs_after);
-                exports.iter().for_each(|export| number(&export.disk));
+                for export in &exports {
+                    number(&export.disk);
+                }
                 let server = NbdServer::serve(&socket, listener, exports.clone())?;
                 sync_recovered(&exports)?;
                 Ok((server, exports, locks))

@@ -333,7 +333,7 @@ impl ServedDiskReader {
             }
         }
         // A server that was started meanwhile may have written other blocks to these slots.
-        Ok(self.0.ask_idle(|disks| disks.require_current(epochs))?)
+        self.0.ask_idle(|disks| disks.require_current(epochs))
     }
 }
 

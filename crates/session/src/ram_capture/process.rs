@@ -65,7 +65,7 @@ impl RamAccess for ProcessRam {
     }
 
     fn write_page(&self, page: PageIndex, content: &Page) -> Result<(), BoxError> {
-        Ok(self.ram.write_page(&self.process, page, content)?)
+        self.ram.write_page(&self.process, page, content)
     }
 
     fn track_writes(&self, events: &dyn EventSink<Event>) -> Result<StartedTracker> {
