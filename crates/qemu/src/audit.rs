@@ -14,6 +14,7 @@
 
 use crate::{Error, Qmp, Result, unsavable};
 use keyframe_qemu_cmdline::is_served;
+use keyframe_qemu_cmdline::options::{Argument, properties, value_of};
 use keyframe_vmm::{AuditFinding, Severity};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -98,9 +99,22 @@ pub(crate) fn discards(qmp: &mut Qmp) -> Result<bool> {
     Ok(devices(qmp)?.iter().any(is_discarding))
 }
 
+/// Whether `line` names a device that discards guest RAM. A file of `-readconfig` is not read.
+pub(crate) fn line_discards(line: &[Argument]) -> bool {
+    let mut devices = line.iter().filter(|argument| argument.name() == "device");
+    devices.any(|device| {
+        let keys = properties(device.value(), "driver").unwrap_or_default();
+        value_of(&keys, "driver").is_some_and(discards_ram)
+    })
+}
+
 fn is_discarding(child: &Value) -> bool {
     let kind = child.get("type").and_then(Value::as_str).and_then(|t| t.strip_prefix("child<"));
-    kind.is_some_and(|kind| DISCARDING.iter().any(|prefix| kind.starts_with(prefix)))
+    kind.is_some_and(discards_ram)
+}
+
+fn discards_ram(driver: &str) -> bool {
+    DISCARDING.iter().any(|prefix| driver.starts_with(prefix))
 }
 
 /// The QOM paths of devices that were named on the line or plugged in later: with an id, and
@@ -277,6 +291,17 @@ mod tests {
         let mut found = Vec::new();
         run(&mut found);
         found
+    }
+
+    #[test]
+    fn a_line_tells_whether_its_devices_discard_ram() {
+        let line = |words: &str| {
+            let words: Vec<_> = words.split_whitespace().map(str::to_owned).collect();
+            line_discards(&crate::hotplug::arguments(&words))
+        };
+        assert!(line("qemu -device virtio-balloon-pci,id=b"));
+        assert!(line(r#"qemu -m 1G -device {"driver":"virtio-mem-pci","id":"m"}"#));
+        assert!(!line("qemu -m 1G -device virtio-rng-pci,id=virtio-balloon-pci"));
     }
 
     #[test]

@@ -55,6 +55,10 @@ impl Drop for Prepared {
 ///
 /// Errors: those of [`super::start`]. After an error no process is left.
 pub fn prepare(plan: Plan) -> Result<Prepared> {
+    // A second start would find the gate before the network taken: it serves one QEMU.
+    if audit::line_discards(&plan.arguments) {
+        return start_waiting(plan, &Ram::Private);
+    }
     let mut prepared = start_waiting(plan, &Ram::Eager(&Nothing))?;
     let discards = match &mut prepared.qmp {
         Some(qmp) => audit::discards(qmp)?,
