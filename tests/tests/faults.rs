@@ -234,13 +234,11 @@ fn qmp_lost_of_a_vm_that_was_attached_to() {
     assert!(said.contains("no more checkpoints are taken") && said.contains("detached"), "{said}");
     assert!(vm.is_running(), "it was left paused: {said}");
     assert_runs_on(&vm.console, &mut sequence);
-    // Three checkpoints, unless one failed; then the failure is printed, so that none is missing
-    // silently.
-    let sealed = env.list().len();
-    assert!(
-        said.contains(&format!("{sealed} checkpoints sealed, {} failed", 4 - sealed)),
-        "{said}"
-    );
+    // Three checkpoints; fewer if one failed or a pause was repeated, as on a busy machine. Each
+    // failure is printed, so that none is missing silently.
+    let (sealed, failed) = (env.list().len(), said.matches("checkpoint failed").count());
+    assert!((1..=3).contains(&sealed) && sealed + failed <= 4, "{said}");
+    assert!(said.contains(&format!("{sealed} checkpoints sealed, {failed} failed")), "{said}");
     // The VM's monitor works; the next engine finds it.
     let output = attach(&["--count", "2"]);
     assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));

@@ -89,24 +89,34 @@ fn bound(thread: Option<Pid>, core: usize) -> rustix::io::Result<()> {
 /// is no such process.
 ///
 /// If a thread ends during a listing, the kernel can leave out others. So the function lists until
-/// all listed threads still exist after the listing.
+/// a listing has as many living threads as the kernel counts afterwards.
 pub fn threads_of(process: impl Display) -> Vec<u32> {
     let folder = format!("/proc/{process}/task");
     let list = || -> Vec<u32> {
         let tasks = std::fs::read_dir(&folder).into_iter().flatten().flatten();
         tasks.filter_map(|task| task.file_name().to_str()?.parse().ok()).collect()
     };
-    let exists = |thread: &u32| Path::new(&format!("{folder}/{thread}")).exists();
     let mut threads = BTreeSet::new();
     for _ in 0..LISTINGS_MAX {
         let listed = list();
-        let is_complete = listed.iter().all(exists);
+        // Counted before the look at each, so that a thread that ends in between leads to one more
+        // listing.
+        let count = count_of_threads(&process);
+        let lives = |thread: &&u32| Path::new(&format!("{folder}/{thread}")).exists();
+        let is_complete = count.is_none_or(|count| listed.iter().filter(lives).count() >= count);
         threads.extend(listed);
         if is_complete {
             break;
         }
     }
     threads.into_iter().collect()
+}
+
+/// Returns the number of threads of process `process` by its `status`; `None` if there is no such
+/// process.
+fn count_of_threads(process: &impl Display) -> Option<usize> {
+    let status = std::fs::read_to_string(format!("/proc/{process}/status")).ok()?;
+    status.lines().find_map(|line| line.strip_prefix("Threads:"))?.trim().parse().ok()
 }
 
 /// A thread's number as the calls take it.
