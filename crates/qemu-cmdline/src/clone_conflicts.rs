@@ -21,7 +21,7 @@
 //! and would not receive packets for another one (separate networks keep clones apart); disks,
 //! because each clone has a disk server of its own.
 
-use crate::options::{self, Argument, escape, properties, value_of};
+use crate::options::{self, Argument, devices, escape, properties, value_of};
 use crate::{CommandLineError, Result};
 use std::path::Path;
 
@@ -259,13 +259,8 @@ impl CloneLineMaker<'_> {
     }
 
     fn note_randomness(&mut self, kept: &[Argument]) {
-        let drivers: Vec<_> = kept
-            .iter()
-            .filter(|a| a.name() == "device")
-            .filter_map(|a| {
-                value_of(&properties(a.value(), "driver")?, "driver").map(str::to_owned)
-            })
-            .collect();
+        let drivers: Vec<_> =
+            devices(kept).filter_map(|keys| value_of(&keys, "driver").map(str::to_owned)).collect();
         let has = |prefix: &str| drivers.iter().any(|driver| driver.starts_with(prefix));
         if !self.clone.exact && !has("vmgenid") {
             let rng = if has("virtio-rng") {

@@ -168,6 +168,12 @@ pub fn properties(value: &str, implied: &str) -> Option<Vec<(String, String)>> {
     Some(object.into_iter().map(|(k, v)| (k, text(v))).collect())
 }
 
+/// The keys and values of each `-device` of `line`, in its order. Leaves out malformed ones.
+pub fn devices(line: &[Argument]) -> impl Iterator<Item = Vec<(String, String)>> + '_ {
+    let devices = line.iter().filter(|argument| argument.name() == "device");
+    devices.filter_map(|device| properties(device.value(), "driver"))
+}
+
 /// The value of the last entry `key`.
 pub fn value_of<'a>(keys: &'a [(String, String)], key: &str) -> Option<&'a str> {
     keys.iter().rev().find(|(k, _)| k == key).map(|(_, v)| v.as_str())

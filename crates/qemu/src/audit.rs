@@ -14,7 +14,7 @@
 
 use crate::{Error, Qmp, Result, unsavable};
 use keyframe_qemu_cmdline::is_served;
-use keyframe_qemu_cmdline::options::{Argument, properties, value_of};
+use keyframe_qemu_cmdline::options::{Argument, devices as devices_of_line, value_of};
 use keyframe_vmm::{AuditFinding, Severity};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -101,16 +101,11 @@ pub(crate) fn discards(qmp: &mut Qmp) -> Result<bool> {
 
 /// Whether `line` names a device that discards guest RAM. A file of `-readconfig` is not read.
 pub(crate) fn line_discards(line: &[Argument]) -> bool {
-    let mut devices = line.iter().filter(|argument| argument.name() == "device");
-    devices.any(|device| {
-        let keys = properties(device.value(), "driver").unwrap_or_default();
-        value_of(&keys, "driver").is_some_and(discards_ram)
-    })
+    devices_of_line(line).any(|keys| value_of(&keys, "driver").is_some_and(discards_ram))
 }
 
 fn is_discarding(child: &Value) -> bool {
-    let kind = child.get("type").and_then(Value::as_str).and_then(|t| t.strip_prefix("child<"));
-    kind.is_some_and(discards_ram)
+    name_and_kind(child).is_some_and(|(_, kind)| discards_ram(kind))
 }
 
 fn discards_ram(driver: &str) -> bool {
@@ -223,7 +218,7 @@ fn drive(block: &Value, (disks, minded): (Disks<'_>, &[String]), found: &mut Vec
 }
 
 /// Name and type of a child that `qom-list` lists, if it is an object.
-fn name_and_kind(child: &Value) -> Option<(&str, &str)> {
+pub(crate) fn name_and_kind(child: &Value) -> Option<(&str, &str)> {
     let text = |key: &str| child.get(key).and_then(Value::as_str).unwrap_or_default();
     Some((text("name"), text("type").strip_prefix("child<")?.strip_suffix('>')?))
 }

@@ -13,8 +13,9 @@
 //! machine makes itself; media that were changed; configuration files of the line's, whose devices
 //! are not looked up.
 
+use crate::audit::name_and_kind;
 use crate::{Error, Qmp, Result};
-use keyframe_qemu_cmdline::options::{self, Argument, Object, escape, properties, value_of};
+use keyframe_qemu_cmdline::options::{self, Argument, Object, escape, value_of};
 use keyframe_vmm::{AuditFinding, Severity};
 use serde_json::{Value, json};
 
@@ -73,33 +74,30 @@ pub(crate) fn refusals(qmp: &mut Qmp, line: &[Argument]) -> Result<Vec<AuditFind
     }
     let answer = qmp.execute("qom-list", Some(json!({ "path": "/machine/peripheral" })))?;
     let Some(children) = answer.as_array() else { return Err(qmp.unexpected("qom-list", &answer)) };
-    let present: Vec<(String, String)> = children.iter().filter_map(text_of_child).collect();
+    let present: Vec<(&str, &str)> = children.iter().filter_map(name_and_kind).collect();
     Ok(compare(&present, &named_devices(line)))
 }
 
-/// Name and type of a child that `qom-list` lists.
-pub(crate) fn text_of_child(value: &Value) -> Option<(String, String)> {
-    let text = |key: &str| value.get(key).and_then(Value::as_str);
-    let kind = text("type")?.strip_prefix("child<")?.strip_suffix('>')?;
-    Some((text("name")?.to_owned(), kind.to_owned()))
+/// True for a type of memory device.
+pub(crate) fn is_memory(kind: &str) -> bool {
+    ["pc-dimm", "nvdimm"].contains(&kind) || kind.starts_with("virtio-mem")
 }
 
-fn compare(present: &[(String, String)], named: &[String]) -> Vec<AuditFinding> {
+fn compare(present: &[(&str, &str)], named: &[String]) -> Vec<AuditFinding> {
     let refused = |what: String, reason: &str, fix: &str| AuditFinding {
         subject: what,
         reason: reason.into(),
         fix: fix.into(),
         severity: Severity::Refused,
     };
-    let is_memory =
-        |kind: &str| ["pc-dimm", "nvdimm"].contains(&kind) || kind.starts_with("virtio-mem");
+    let is_named = |id: &str| named.iter().any(|name| name == id);
     let plugged =
-        present.iter().filter(|(id, kind)| !named.contains(id) && !is_memory(kind)).map(|(id, kind)| {
+        present.iter().filter(|(id, kind)| !is_named(id) && !is_memory(kind)).map(|(id, kind)| {
             let reason =
                 "it was plugged in after the VM's start, and a VM restored from the line would lack it";
             refused(format!("device {id} ({kind})"), reason, "unplug it, or start the VM with it")
         });
-    let unplugged = named.iter().filter(|id| !present.iter().any(|(p, _)| p == *id)).map(|id| {
+    let unplugged = named.iter().filter(|id| !present.iter().any(|(p, _)| p == id)).map(|id| {
         let reason =
             "it was unplugged after the VM's start, and a VM restored from the line would have it";
         refused(format!("device {id}"), reason, "plug it in again, or start the VM without it")
@@ -108,19 +106,14 @@ fn compare(present: &[(String, String)], named: &[String]) -> Vec<AuditFinding> 
 }
 
 fn named_devices(line: &[Argument]) -> Vec<String> {
-    let devices = line.iter().filter(|a| a.name() == "device");
-    devices
-        .filter_map(|a| value_of(&properties(a.value(), "driver")?, "id").map(str::to_owned))
+    options::devices(line)
+        .filter_map(|keys| value_of(&keys, "id").map(str::to_owned))
         .filter(|id| !id.is_empty())
         .collect()
 }
 
 fn is_named(device: &MemoryDevice, line: &[Argument]) -> bool {
-    let of_backend = |a: &Argument| {
-        let keys = properties(a.value(), "driver").unwrap_or_default();
-        value_of(&keys, "memdev") == Some(device.backend.as_str())
-    };
-    line.iter().any(|a| a.name() == "device" && of_backend(a))
+    options::devices(line).any(|keys| value_of(&keys, "memdev") == Some(device.backend.as_str()))
 }
 
 fn has_object(line: &[Argument], id: &str) -> bool {
@@ -244,10 +237,7 @@ mod tests {
 
     #[test]
     fn devices_that_came_and_went_are_refused_and_memory_is_not() {
-        let present: Vec<_> =
-            [("net0", "virtio-net-pci"), ("dimm1", "pc-dimm"), ("usb7", "usb-storage")]
-                .map(|(id, kind)| (id.to_owned(), kind.to_owned()))
-                .into();
+        let present = [("net0", "virtio-net-pci"), ("dimm1", "pc-dimm"), ("usb7", "usb-storage")];
         let named = named_devices(&line(
             r#"-device virtio-net-pci,id=net0 -device {"driver":"nvme","id":"n0"} -device e1000"#,
         ));

@@ -10,8 +10,9 @@
 //!
 //! Left out: backends that no device uses; they are not part of the machine.
 
-use crate::hotplug::{self, text_of_child};
-use crate::{Qmp, Result, Vm, audit};
+use crate::audit::{self, name_and_kind};
+use crate::hotplug::{self, is_memory};
+use crate::{Qmp, Result, Vm};
 use keyframe_qemu_cmdline::options::{Argument, Object, escape};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -20,8 +21,6 @@ use std::fmt;
 /// Types of devices without a disk, a network, a console or another resource of the host.
 const SELF_CONTAINED: &[&str] =
     &["virtio-rng-", "virtio-balloon-", "virtio-keyboard-", "virtio-mouse-", "virtio-tablet-"];
-/// Types of memory devices.
-const MEMORY: &[&str] = &["pc-dimm", "nvdimm", "virtio-mem-"];
 
 /// The devices and media of a machine at one time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -112,8 +111,8 @@ impl MachineShape {
         let mut shape = Self::default();
         for (folder, answer) in audit::PLUGGED.iter().zip([with_id, without_id]) {
             let children = answer.as_array().ok_or_else(|| qmp.unexpected("qom-list", answer))?;
-            for (name, kind) in children.iter().filter_map(text_of_child) {
-                shape.devices.insert(format!("{folder}/{name}"), kind);
+            for (name, kind) in children.iter().filter_map(name_and_kind) {
+                shape.devices.insert(format!("{folder}/{name}"), kind.to_owned());
             }
         }
         let blocks = blocks.as_array().ok_or_else(|| qmp.unexpected("query-block", blocks))?;
@@ -182,8 +181,8 @@ fn medium(block: &Value) -> (String, Medium) {
     (drive.unwrap_or_else(|| text(inserted, "node-name")), medium)
 }
 
-fn is_of(kind: &str, prefixes: &[&str]) -> bool {
-    prefixes.iter().any(|prefix| kind.starts_with(prefix))
+fn is_self_contained(kind: &str) -> bool {
+    SELF_CONTAINED.iter().any(|prefix| kind.starts_with(prefix))
 }
 
 impl Vm {
@@ -202,9 +201,7 @@ impl Vm {
     ) -> Result<Result<Vec<String>, Vec<MachineChange>>> {
         let changes = now.changes_since(before);
         let can_be_made = |change: &MachineChange| match change {
-            MachineChange::Plugged { kind, .. } => {
-                is_of(kind, SELF_CONTAINED) || is_of(kind, MEMORY)
-            }
+            MachineChange::Plugged { kind, .. } => is_self_contained(kind) || is_memory(kind),
             MachineChange::Unplugged { .. } | MachineChange::Medium { .. } => false,
         };
         let (made, mut other): (Vec<_>, Vec<_>) = changes.into_iter().partition(can_be_made);
@@ -212,7 +209,7 @@ impl Vm {
         let line = hotplug::arguments(self.user_command());
         for change in made {
             let MachineChange::Plugged { device, kind } = &change else { continue };
-            if is_of(kind, MEMORY) {
+            if is_memory(kind) {
                 continue;
             }
             match device_words(self.qmp(), device, kind, &line)? {

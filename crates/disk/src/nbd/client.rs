@@ -81,17 +81,7 @@ impl Client {
     pub fn connect(socket: &Path, export: &str, context: &str) -> Result<Self> {
         let name = format!("export {export} at {}", socket.display());
         let stream = UnixStream::connect(socket).map_err(Error::io(&name, "connect to"))?;
-        let client = Self {
-            stream,
-            name,
-            len_bytes: 0,
-            context: 0,
-            cookie: 0,
-            read_bytes: READ_BYTES_MAX,
-            status_bytes: STATUS_BYTES_MAX,
-            takes_leave: true,
-        };
-        client.negotiate(export, context)
+        Self::unnegotiated(stream, name).negotiate(export, context)
     }
 
     /// A client over `stream`, which is connected to the server and which another process keeps
@@ -112,17 +102,24 @@ impl Client {
         // The kernel counts up to twice a message's length, and its own records.
         let reply_bytes = (buffer_bytes / 4).clamp(BLOCK_BYTES, READ_BYTES_MAX);
         let parts = reply_bytes as u64 / STATUS_PART_BYTES - 1;
-        let client = Self {
+        let mut client = Self::unnegotiated(stream, name);
+        client.read_bytes = reply_bytes / BLOCK_BYTES * BLOCK_BYTES;
+        client.status_bytes = (parts * part_bytes).min(STATUS_BYTES_MAX);
+        client.takes_leave = false;
+        client.negotiate(export, context)
+    }
+
+    fn unnegotiated(stream: UnixStream, name: String) -> Self {
+        Self {
             stream,
             name,
             len_bytes: 0,
             context: 0,
             cookie: 0,
-            read_bytes: reply_bytes / BLOCK_BYTES * BLOCK_BYTES,
-            status_bytes: (parts * part_bytes).min(STATUS_BYTES_MAX),
-            takes_leave: false,
-        };
-        client.negotiate(export, context)
+            read_bytes: READ_BYTES_MAX,
+            status_bytes: STATUS_BYTES_MAX,
+            takes_leave: true,
+        }
     }
 
     fn negotiate(self, export: &str, context: &str) -> Result<Self> {
