@@ -14,8 +14,11 @@
 //!
 //! Not handled here: opening images, and guessing a format that the line does not name.
 
+mod backing;
 mod block_nodes;
 mod drive_option;
+
+pub use backing::{Backing, BackingImage};
 
 use crate::options::{self, Argument, is_on, value_of};
 use crate::{CommandLineError, Result};
@@ -36,6 +39,21 @@ pub struct Drive {
     pub temporary: bool,
     /// True if `image` is the address of an NBD export. Only QEMU can read it.
     pub remote: bool,
+    /// What the line says of the images beneath `image`.
+    pub backing: Backing,
+}
+
+impl Drive {
+    /// The drive with its files as absolute paths, if its relative ones begin at `directory`.
+    pub fn at(mut self, directory: &Path) -> Self {
+        if !self.remote {
+            self.image = directory.join(&self.image);
+            for below in &mut self.backing.images {
+                below.image = directory.join(&below.image);
+            }
+        }
+        self
+    }
 }
 
 /// A server of disks.
@@ -51,8 +69,19 @@ pub struct DiskServer {
 enum Fate {
     Kept,
     Removed,
-    /// Served, with these keys kept.
-    Served(Drive, DriveKeys),
+    /// Served, with these keys kept, by keys at this place.
+    Served(Drive, DriveKeys, Place),
+}
+
+/// Where the keys that lead to the disk server stand in an argument.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Place {
+    /// `-drive`: they are those of its file.
+    Drive,
+    /// `-blockdev`: the node itself.
+    Node,
+    /// `-blockdev` of a filter: the node inside it.
+    InFilter,
 }
 
 type DriveKeys = Vec<(String, String)>;
@@ -65,7 +94,7 @@ pub fn drives(arguments: &[Argument]) -> Result<Vec<Drive>> {
     Ok(fates
         .into_iter()
         .filter_map(|fate| match fate {
-            Fate::Served(drive, _) => Some(drive),
+            Fate::Served(drive, ..) => Some(drive),
             _ => None,
         })
         .collect())
@@ -80,27 +109,28 @@ pub fn rewrite_drives(arguments: &[Argument], server: &DiskServer) -> Result<Vec
         match fate {
             Fate::Kept => line.push(argument.clone()),
             Fate::Removed => {}
-            Fate::Served(drive, kept) => line.push(served(argument, &drive, kept, server)?),
+            Fate::Served(drive, kept, place) => line.push(served(&drive, kept, place, server)?),
         }
     }
     Ok(line)
 }
 
-fn served(
-    argument: &Argument,
-    drive: &Drive,
-    kept: DriveKeys,
-    server: &DiskServer,
-) -> Result<Argument> {
-    let is_node = argument.name() == "blockdev";
-    let (option, prefix) = if is_node { ("blockdev", "") } else { ("drive", "file.") };
+fn served(drive: &Drive, kept: DriveKeys, place: Place, server: &DiskServer) -> Result<Argument> {
+    let (option, prefix) = match place {
+        Place::Drive => ("drive", "file."),
+        Place::Node => ("blockdev", ""),
+        Place::InFilter => ("blockdev", "file."),
+    };
     let mut keys: DriveKeys = Vec::new();
-    if !is_node {
+    if place == Place::Drive {
         keys.push(("format".into(), "raw".into()));
     }
     keys.extend(export_keys(prefix, server, &drive.name)?);
+    // The overlay learns which blocks the guest discards.
+    if place == Place::InFilter {
+        keys.push(("file.discard".into(), "unmap".into()));
+    }
     if value_of(&kept, "discard").is_none() {
-        // The overlay learns which blocks the guest discards.
         keys.push(("discard".into(), "unmap".into()));
     }
     keys.extend(kept);
@@ -137,7 +167,7 @@ fn fates(arguments: &[Argument]) -> Result<Vec<Fate>> {
                 let index = name.bytes().last().map_or(0, |letter| letter - b'a');
                 drive_on_index(argument.value(), index, snapshot, &mut names)
             }
-            (_, "drive") => drive_fate(argument, snapshot, &mut names)?,
+            (_, "drive") => drive_fate(argument, snapshot, &nodes, &mut names)?,
             (_, "blockdev") => nodes.fate(at, argument)?,
             // It would put an overlay of QEMU above the served disk.
             (_, "snapshot") => Fate::Removed,

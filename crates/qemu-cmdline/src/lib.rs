@@ -41,7 +41,7 @@ pub use accelerator::{
 };
 pub use clone_conflicts::{CloneLine, CloneOptions, clone_line};
 pub use command_line::{CommandLine, RunWords, vm_name, word_text};
-pub use drives::{DiskServer, Drive, drives, is_served, rewrite_drives};
+pub use drives::{Backing, BackingImage, DiskServer, Drive, drives, is_served, rewrite_drives};
 pub use error::{CommandLineError, Result};
 pub use lineage::{lineage_mark, lineage_of};
 pub use media::{Medium, media, media_of};

@@ -27,6 +27,8 @@ pub struct WritableNode {
     pub driver: String,
     /// Bytes of the disk.
     pub disk_bytes: u64,
+    /// True if the image has internal snapshots, to which the VM's user can go back (`loadvm`).
+    pub has_snapshots: bool,
 }
 
 impl WritableNode {
@@ -45,6 +47,7 @@ impl WritableNode {
             file: text(inserted, "file"),
             driver: text(inserted, "drv"),
             disk_bytes: inserted.get("image")?.get("virtual-size")?.as_u64()?,
+            has_snapshots: inserted.pointer("/image/snapshots/0").is_some(),
         })
     }
 }
@@ -100,10 +103,8 @@ fn matched(mut drives: Vec<Drive>, nodes: Vec<WritableNode>, directory: &Path) -
         };
         disk.drive = drives.iter().position(same).map(|at| drives.remove(at));
     }
-    for drive in
-        disks.iter_mut().filter_map(|disk| disk.drive.as_mut()).filter(|drive| !drive.remote)
-    {
-        drive.image = directory.join(&drive.image);
+    for disk in &mut disks {
+        disk.drive = disk.drive.take().map(|drive| drive.at(directory));
     }
     disks
 }
@@ -116,6 +117,7 @@ fn same_file(a: &PathBuf, b: &PathBuf) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use keyframe_qemu_cmdline::Backing;
     use serde_json::json;
 
     fn node(device: &str, file: &str) -> WritableNode {
@@ -131,6 +133,7 @@ mod tests {
             format: None,
             temporary: false,
             remote: false,
+            backing: Backing::default(),
         }
     }
 

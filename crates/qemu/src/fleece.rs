@@ -51,8 +51,8 @@ pub struct SnapshotPoint<'a> {
     pub number: usize,
     /// The number of the bitmap to freeze; `None` at the first cut.
     pub frozen: Option<u64>,
-    /// The number of the bitmap to start.
-    pub begun: u64,
+    /// The number of the bitmap to start; `None` for none.
+    pub begun: Option<u64>,
 }
 
 fn name(number: usize) -> String {
@@ -133,10 +133,10 @@ pub fn cut(qmp: &mut Qmp, points: &[SnapshotPoint<'_>]) -> Result<()> {
     let mut actions = Vec::with_capacity(points.len() * 3);
     for point in points {
         let (node, granularity) = (&point.disk.node, granularity_bytes(point.disk));
-        let begun = bitmap_name(point.begun);
-        let begun =
-            json!({ "node": node, "name": begun, "granularity": granularity, "persistent": false });
-        actions.push(json!({ "type": "block-dirty-bitmap-add", "data": begun }));
+        if let Some(begun) = point.begun.map(bitmap_name) {
+            let begun = json!({ "node": node, "name": begun, "granularity": granularity, "persistent": false });
+            actions.push(json!({ "type": "block-dirty-bitmap-add", "data": begun }));
+        }
         if let Some(frozen) = point.frozen.map(bitmap_name) {
             let frozen = json!({ "node": node, "name": frozen });
             actions.push(json!({ "type": "block-dirty-bitmap-disable", "data": frozen }));

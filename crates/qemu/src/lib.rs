@@ -62,7 +62,8 @@ pub use error::{Error, Result};
 pub use invocation::Invocation;
 pub use keyframe_machine::{Accelerator, HostBlock};
 pub use keyframe_qemu_cmdline::{
-    self as cmdline, DiskServer, Drive, Medium, NicSockets, media_of, net_gate, recording,
+    self as cmdline, Backing, BackingImage, DiskServer, Drive, Medium, NicSockets, media_of,
+    net_gate, recording,
 };
 pub use keyframe_qemu_stream as stream;
 pub use keyframe_vmm::{AuditFinding, Severity, VmExit};

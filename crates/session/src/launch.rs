@@ -237,9 +237,7 @@ fn all_drives(starting: &[(Invocation, QemuIdentity)], directory: &Path) -> Resu
     let mut all = Vec::new();
     for (line, _) in starting {
         let drives = line.drives()?;
-        all.extend(
-            drives.into_iter().map(|drive| Drive { image: directory.join(&drive.image), ..drive }),
-        );
+        all.extend(drives.into_iter().map(|drive| drive.at(directory)));
     }
     Ok(all)
 }

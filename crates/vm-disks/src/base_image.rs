@@ -6,6 +6,7 @@
 
 use crate::error::{Error, ImageChange, Result};
 use keyframe_disk::{ImageFormat, commit};
+use keyframe_qemu::{Backing, BackingImage};
 use keyframe_store::{BaseFile, BaseMeta};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -40,6 +41,40 @@ pub fn describe(path: &Path, format: ImageFormat) -> Result<BaseMeta> {
         });
     }
     Ok(BaseMeta { path: text(&path)?, format: format.to_string(), files })
+}
+
+/// Checks that the line's `stated` images beneath the image at `path` are those that the image
+/// names, which are the ones that are served.
+///
+/// Errors: [`Error::BackingDiffers`]; a file cannot be read.
+pub fn require_chain(path: &Path, format: ImageFormat, stated: &Backing) -> Result<()> {
+    if *stated == Backing::default() {
+        return Ok(());
+    }
+    let found = chain(path, format)?.split_off(1);
+    let is_named = |(below, file): (&BackingImage, &PathBuf)| {
+        let same = match (std::fs::metadata(&below.image), std::fs::metadata(file)) {
+            (Ok(a), Ok(b)) => (a.dev(), a.ino()) == (b.dev(), b.ino()),
+            _ => false,
+        };
+        // A raw image whose first bytes are those of qcow2 would be served as qcow2.
+        let served = ImageFormat::probe(file).map(|format| format.to_string());
+        let stated = below.format.as_ref();
+        same && served.is_ok_and(|served| stated.is_none_or(|stated| *stated == served))
+    };
+    let same_length = if stated.complete {
+        stated.images.len() == found.len()
+    } else {
+        stated.images.len() <= found.len()
+    };
+    if same_length && stated.images.iter().zip(&found).all(is_named) {
+        return Ok(());
+    }
+    Err(Error::BackingDiffers {
+        path: path.to_owned(),
+        stated: stated.images.iter().map(|below| below.image.clone()).collect(),
+        found,
+    })
 }
 
 /// Checks that the image and its backing files are those that `base` describes.
@@ -163,16 +198,54 @@ mod tests {
         assert!(require_unchanged(&base).unwrap_err().to_string().contains("a.img"));
     }
 
+    fn qcow2_over(dir: &Path, below: &str) -> PathBuf {
+        let mut header = vec![0u8; 4096];
+        header[..8].copy_from_slice(b"QFI\xfb\0\0\0\x03");
+        header[8..16].copy_from_slice(&1000u64.to_be_bytes());
+        header[16..20].copy_from_slice(&(below.len() as u32).to_be_bytes());
+        header[1000..1000 + below.len()].copy_from_slice(below.as_bytes());
+        let path = dir.join("a.qcow2");
+        std::fs::write(&path, header).unwrap();
+        path
+    }
+
+    #[test]
+    fn the_line_must_name_the_images_that_the_image_names() {
+        let dir = tempfile::tempdir().unwrap();
+        let (below, other) = (dir.path().join("below.raw"), dir.path().join("other.raw"));
+        std::fs::write(&below, [1u8; 4096]).unwrap();
+        std::fs::write(&other, [2u8; 4096]).unwrap();
+        let path = qcow2_over(dir.path(), "below.raw");
+        let check = |images: &[(&Path, &str)], complete| {
+            let image = |(path, format): &(&Path, &str)| BackingImage {
+                image: path.to_path_buf(),
+                format: Some((*format).into()),
+            };
+            let stated = Backing { images: images.iter().map(image).collect(), complete };
+            require_chain(&path, ImageFormat::Qcow2, &stated)
+        };
+        for complete in [false, true] {
+            check(&[(&below, "raw")], complete).unwrap();
+            for wrong in
+                [&[(&*other, "raw")][..], &[(&below, "qcow2")], &[(&below, "raw"), (&other, "raw")]]
+            {
+                assert!(
+                    matches!(check(wrong, complete), Err(Error::BackingDiffers { .. })),
+                    "{wrong:?}"
+                );
+            }
+        }
+        check(&[], false).unwrap();
+        let hidden = check(&[], true).unwrap_err();
+        assert!(hidden.to_string().contains("below.raw"), "{hidden}");
+        assert!(hidden.fix().unwrap().contains("qemu-img rebase"), "{hidden}");
+    }
+
     #[test]
     fn a_changed_backing_file_is_refused_too() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("below.raw"), [1u8; 4096]).unwrap();
-        let mut header = vec![0u8; 4096];
-        header[..8].copy_from_slice(b"QFI\xfb\0\0\0\x03");
-        header[8..16].copy_from_slice(&1000u64.to_be_bytes());
-        header[16..20].copy_from_slice(&9u32.to_be_bytes());
-        header[1000..1009].copy_from_slice(b"below.raw");
-        std::fs::write(dir.path().join("a.qcow2"), header).unwrap();
+        qcow2_over(dir.path(), "below.raw");
         let base = describe(&dir.path().join("a.qcow2"), ImageFormat::Qcow2).unwrap();
         assert_eq!(base.files.len(), 2);
         std::fs::write(dir.path().join("below.raw"), [1u8; 8192]).unwrap();

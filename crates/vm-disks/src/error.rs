@@ -66,6 +66,22 @@ pub enum Error {
         /// The longest chain that is accepted.
         max: usize,
     },
+    /// A command line names other images beneath a disk than the disk's own image.
+    #[error(
+        "{}: the command line names {} beneath it, and the image itself names {}; Keyframe serves \
+         the images that the image names",
+        path.display(),
+        paths(stated),
+        paths(found)
+    )]
+    BackingDiffers {
+        /// The disk's own image.
+        path: PathBuf,
+        /// The images beneath it on the command line.
+        stated: Vec<PathBuf>,
+        /// The images beneath it by the headers of the images.
+        found: Vec<PathBuf>,
+    },
     /// A drive is a network export, not a file.
     #[error(
         "drive {name}: the guest can write to it, and it is an export ({address}); Keyframe \
@@ -290,6 +306,14 @@ impl std::fmt::Display for ImageChange {
 /// The result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
+/// The paths in one line of text.
+fn paths(paths: &[PathBuf]) -> String {
+    if paths.is_empty() {
+        return "no image".into();
+    }
+    paths.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
+}
+
 fn of_member(member: Option<&str>) -> String {
     member.map(|member| format!(" of member {member}")).unwrap_or_default()
 }
@@ -335,6 +359,14 @@ impl Error {
             Self::BackingChainTooLong { .. } => {
                 "convert it to one image: qemu-img convert -O qcow2".into()
             }
+            Self::BackingDiffers { path, stated, .. } => format!(
+                "make the image name them (qemu-img rebase -u -b {} {}), or let QEMU open the disk \
+                 (--disk bitmap)",
+                stated
+                    .first()
+                    .map_or_else(|| "''".into(), |below| format!("{} -F FORMAT", below.display())),
+                path.display()
+            ),
             Self::RemoteDrive { .. } => {
                 "let QEMU tell what the guest writes to it (--disk bitmap), copy it to a file \
                  (qemu-img convert), or make the drive read-only (readonly=on)"
@@ -391,6 +423,11 @@ mod tests {
             Error::CommitInterrupted { path: image(), commit: "checkpoint 7".into() },
             Error::PathNotUtf8(image()),
             Error::BackingChainTooLong { path: image(), max: 64 },
+            Error::BackingDiffers {
+                path: image(),
+                stated: vec!["/images/base".into()],
+                found: vec![],
+            },
             Error::RemoteDrive { name: "d".into(), address: "nbd:localhost:10809".into() },
             Error::FormatNotServed { name: "d".into(), format: "vmdk".into(), image: image() },
             Error::UnknownFormat { disk: "d".into(), format: "vmdk".into() },

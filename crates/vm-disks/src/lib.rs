@@ -47,7 +47,8 @@ pub struct DiskToServe {
 impl DiskToServe {
     /// The disk of a `-drive` or `-blockdev` on a command line. `prefix` is put before its name.
     ///
-    /// Errors: the drive is a network export, or its image has a format that is not served.
+    /// Errors: the drive is a network export; its image has a format that is not served; the line
+    /// names other images beneath it than the image itself ([`Error::BackingDiffers`]).
     pub fn of_drive(drive: &Drive, prefix: &str) -> Result<Self> {
         if drive.remote {
             let address = drive.image.display().to_string();
@@ -61,6 +62,7 @@ impl DiskToServe {
             })?,
             None => ImageFormat::probe(&drive.image)?,
         };
+        base_image::require_chain(&drive.image, format, &drive.backing)?;
         let meta = DiskMeta {
             name: format!("{prefix}{}", drive.name),
             base: base_image::describe(&drive.image, format)?,

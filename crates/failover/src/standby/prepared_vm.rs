@@ -12,7 +12,7 @@ use crate::event::Event;
 use keyframe_inspect::source_of;
 use keyframe_qemu::net_gate;
 use keyframe_qemu::restore::{Plan, Prepared, PreparedRam, RestoreOptions, prepare};
-use keyframe_qemu::{DiskServer, Drive};
+use keyframe_qemu::{Backing, DiskServer, Drive};
 use keyframe_replication::{
     Arbitration, Epoch, GroupId, NodeId, ReplicationConfig, Standby, StandbyState, Term,
 };
@@ -193,6 +193,7 @@ impl StandbyEngine {
                 format: Some("raw".into()),
                 temporary: false,
                 remote: false,
+                backing: Backing { complete: true, ..Backing::default() },
             };
             DiskToServe::of_drive(&drive, "")
         };

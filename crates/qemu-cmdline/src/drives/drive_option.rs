@@ -1,9 +1,11 @@
 //! `-drive` and its short forms: which disk the argument defines, and which of its keys stay for
 //! the guest.
 
+use super::backing::{Backing, backing_of};
+use super::block_nodes::{BlockNodes, NodeKeys, flattened_keys, malformed_json_error};
 use super::{
-    DriveKeys, Fate, NBD, export_address, is_local, is_one_of, is_read_only_drive, local_path,
-    remote_drive_error, unknown_key_error,
+    DriveKeys, Fate, NBD, Place, export_address, is_local, is_one_of, is_read_only_drive,
+    local_path, remote_drive_error, unknown_key_error,
 };
 use crate::Result;
 use crate::drives::Drive;
@@ -73,8 +75,10 @@ pub(super) fn drive_on_index(
     names: &mut GeneratedNames,
 ) -> Fate {
     let name = names.next("hd");
-    let drive = Drive { name, image: path.into(), format: None, temporary, remote: false };
-    Fate::Served(drive, vec![("index".into(), index.to_string()), ("media".into(), "disk".into())])
+    let backing = Backing::default();
+    let drive = Drive { name, image: path.into(), format: None, temporary, remote: false, backing };
+    let kept = vec![("index".into(), index.to_string()), ("media".into(), "disk".into())];
+    Fate::Served(drive, kept, Place::Drive)
 }
 
 /// What happens to a `-drive`. `snapshot` is true if the line has `-snapshot`.
@@ -84,9 +88,10 @@ pub(super) fn drive_on_index(
 pub(super) fn drive_fate(
     argument: &Argument,
     snapshot: bool,
+    nodes: &BlockNodes,
     names: &mut GeneratedNames,
 ) -> Result<Fate> {
-    let mut keys = options::keys(argument.value(), "file");
+    let mut keys = drive_keys(argument)?;
     if is_read_only_drive(&keys) {
         return Ok(Fate::Kept);
     }
@@ -100,6 +105,7 @@ pub(super) fn drive_fate(
     if let Some(protocol) = value_of(&keys, "file.driver").filter(|d| !remote && !is_local(d)) {
         return Err(remote_drive_error(argument, protocol));
     }
+    let backing = backing_of(argument, nodes, NodeKeys::whole(&keys))?;
     let temporary = snapshot || is_on(&keys, "snapshot");
     let format = value_of(&keys, "format").or_else(|| value_of(&keys, "driver")).map(str::to_owned);
     if let Some(writeback) = cache(argument, &keys)? {
@@ -111,12 +117,31 @@ pub(super) fn drive_fate(
     for (key, value) in keys {
         if is_one_of(&key, KEPT, KEPT_PREFIXES) {
             kept.push((key, value));
-        } else if !is_one_of(&key, OPENING, OPENING_PREFIXES) {
+        } else if !is_one_of(&key, OPENING, OPENING_PREFIXES)
+            // The disk's server opens the images beneath it.
+            && !is_one_of(&key, &["backing"], &["backing."])
+        {
             return Err(unknown_key_error(argument, &key));
         }
     }
     let name = id.unwrap_or_else(|| names.next(&kind));
-    Ok(Fate::Served(Drive { name, image, format, temporary, remote }, kept))
+    let drive = Drive { name, image, format, temporary, remote, backing };
+    Ok(Fate::Served(drive, kept, Place::Drive))
+}
+
+/// The keys of a `-drive`; those in `file=json:{...}` as if they stood beside it.
+fn drive_keys(argument: &Argument) -> Result<DriveKeys> {
+    let mut keys = options::keys(argument.value(), "file");
+    let json = value_of(&keys, "file").and_then(|file| file.strip_prefix("json:"));
+    let Some(json) = json.map(str::to_owned) else { return Ok(keys) };
+    let inner = flattened_keys(&json).ok_or_else(|| malformed_json_error(argument))?;
+    if value_of(&inner, "file.filename").is_none() {
+        return Err(remote_drive_error(argument, "json"));
+    }
+    keys.retain(|(key, _)| key != "file");
+    // What stands beside it wins.
+    keys.splice(0..0, inner);
+    Ok(keys)
 }
 
 /// The keys that `cache=` stands for and that the guest sees.

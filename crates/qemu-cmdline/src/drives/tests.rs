@@ -122,6 +122,67 @@ fn disks_that_cannot_be_served_are_refused_with_a_fix() {
     }
 }
 
+#[test]
+fn images_beneath_a_disk_are_those_that_the_line_names() {
+    let storage = r#"{"driver":"file","filename":"/i/top","node-name":"s1","auto-read-only":true}"#;
+    let top = r#"{"node-name":"d","read-only":false,"driver":"qcow2","file":"s1","backing":"f2"}"#;
+    let below_storage = r#"{"driver":"file","filename":"/i/base","node-name":"s2"}"#;
+    let below =
+        r#"{"node-name":"f2","read-only":true,"driver":"qcow2","file":"s2","backing":null}"#;
+    let words = |device: &'static str| {
+        let nodes = [below_storage, below, storage, top].map(|node| ["-blockdev", node]).concat();
+        [nodes, vec!["-device", device]].concat()
+    };
+    let image =
+        |path: &str, format: &str| BackingImage { image: path.into(), format: Some(format.into()) };
+    let found = drives(&line(&words("virtio-blk,drive=d"))).unwrap();
+    assert_eq!(found.len(), 1);
+    assert_eq!((found[0].name.as_str(), found[0].image.to_str()), ("d", Some("/i/top")));
+    assert_eq!(
+        found[0].backing,
+        Backing { images: vec![image("/i/base", "qcow2")], complete: true }
+    );
+    // Nodes that nothing else uses go with the disk.
+    let text = rewritten(&words("virtio-blk,drive=d"));
+    assert!(!text.contains("s1") && !text.contains("f2") && !text.contains("s2"), "{text}");
+    let text = rewritten(&words("virtio-blk,drive=f2"));
+    assert!(!text.contains("s1") && text.contains("f2") && text.contains("s2"), "{text}");
+
+    for (text, expected) in [
+        ("qcow2,node-name=d,file.driver=file,file.filename=a", Backing::default()),
+        (
+            r#"{"driver":"qcow2","node-name":"d","file":{"driver":"file","filename":"a"},"backing":null}"#,
+            Backing { images: vec![], complete: true },
+        ),
+        (
+            "qcow2,node-name=d,file.driver=file,file.filename=a,backing.driver=raw,backing.file.driver=file,backing.file.filename=b",
+            Backing { images: vec![image("b", "raw")], complete: false },
+        ),
+    ] {
+        assert_eq!(drives(&line(&["-blockdev", text])).unwrap()[0].backing, expected, "{text}");
+    }
+    let drive = &drives(&line(&["-drive", "file=a,id=d,backing.file.filename=b"])).unwrap()[0];
+    assert_eq!(drive.backing.images, [BackingImage { image: "b".into(), format: None }]);
+    let drive = "file=a,format=qcow2,backing.driver=qcow2,backing.file.filename=b,id=d";
+    let drive = &drives(&line(&["-drive", drive])).unwrap()[0];
+    assert_eq!(drive.backing, Backing { images: vec![image("b", "qcow2")], complete: false });
+}
+
+#[test]
+fn a_disk_inside_a_filter_or_inside_json_is_served() {
+    let filter = r#"{"driver":"throttle","node-name":"d","throttle-group":"g","file":{"driver":"qcow2","file":{"driver":"file","filename":"a"}}}"#;
+    let found = drives(&line(&["-blockdev", filter])).unwrap();
+    assert_eq!((found[0].name.as_str(), found[0].format.as_deref()), ("d", Some("qcow2")));
+    let text = rewritten(&["-blockdev", filter]);
+    assert!(text.contains("driver=throttle") && text.contains("file.driver=nbd"), "{text}");
+    assert!(!text.contains("filename"), "{text}");
+    let drive =
+        r#"file=json:{"driver":"qcow2",,"file":{"driver":"file",,"filename":"a"}},if=none,id=d"#;
+    let found = drives(&line(&["-drive", drive])).unwrap();
+    assert_eq!((found[0].image.to_str(), found[0].format.as_deref()), (Some("a"), Some("qcow2")));
+    assert!(!rewritten(&["-drive", drive]).contains("filename"));
+}
+
 proptest! {
     #[test]
     fn no_line_panics(values in prop::collection::vec("(file=|id=|if=|a|,|=|\\{|\\}|\"|driver|:|raw){0,8}", 0..5)) {

@@ -147,7 +147,7 @@ impl ClonedDiskCapture {
 
     /// Checks that the guests still write to the same images.
     pub fn require_same(&self, members: &mut [Member]) -> Result<(), BoxError> {
-        require_same(&self.disks, members)
+        require_same(&self.disks, members).map(drop)
     }
 
     /// The capture came to an end: it has number `seq`, or failed.

@@ -10,6 +10,9 @@
 //! blank. Each further one has what was written since. One capture's disks are read at a time, as
 //! QEMU has one such job for each disk: the next waits.
 //!
+//! QEMU goes back to no internal snapshot (`loadvm`) of a disk that has a bitmap, and leaves the VM
+//! paused. So a disk with such snapshots has none: each of its checkpoints is complete.
+//!
 //! Invariants: a bitmap is dropped only once the checkpoint that has its blocks is sealed; with no
 //! complete checkpoint sealed or under way, the next one is complete.
 
@@ -23,6 +26,7 @@ use keyframe_locks::IgnorePoison;
 use keyframe_qemu::fleece::{self, SnapshotPoint};
 use keyframe_qemu::{Qmp, Vm};
 use keyframe_store::{DiskMeta, Run, Store};
+use keyframe_units::PAGE_BYTES;
 use std::collections::BTreeMap;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -53,6 +57,8 @@ struct Export {
     reader: Mutex<Option<Client>>,
     /// The flags of the metadata context that mark a range to read.
     wanted: fn(u32) -> bool,
+    /// True if the other ranges are zero and may have had another content at an earlier checkpoint.
+    zeroes_rest: bool,
     disk_bytes: u64,
 }
 
@@ -94,6 +100,10 @@ pub struct FleecedDiskCapture {
     next: u64,
     /// A complete checkpoint is sealed or under way.
     based: bool,
+    /// True if a disk has internal snapshots, to which its user can go back.
+    has_snapshots: bool,
+    /// True if a checkpoint was captured in this run.
+    has_captured: bool,
     open: Option<Open>,
     in_flight: BTreeMap<u64, Pending>,
     events: SharedEventSink,
@@ -131,6 +141,8 @@ impl FleecedDiskCapture {
             present: None,
             next: 1,
             based: false,
+            has_snapshots: false,
+            has_captured: false,
             open: None,
             in_flight,
             events,
@@ -155,7 +167,7 @@ impl FleecedDiskCapture {
     /// A capture begins: scratch files, and nodes over them.
     pub fn begin(&mut self, members: &mut [Member]) -> Result<FleecedCut, BoxError> {
         self.close_when_read(members)?;
-        require_same(&self.disks, members)?;
+        self.has_snapshots = require_same(&self.disks, members)?;
         self.require_space()?;
         let cut = FleecedCut(Arc::default());
         self.open = Some(Open { cut: cut.clone(), pending: None });
@@ -194,8 +206,9 @@ impl FleecedDiskCapture {
     /// content before the guests overwrite it. Error: a monitor fails; then the next checkpoint is
     /// complete.
     pub fn cut(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
-        let begun = self.next;
-        let pending = Pending { frozen: self.present, complete: !self.based };
+        let begun = (!self.has_snapshots).then_some(self.next);
+        let complete = !self.based || self.present.is_none();
+        let pending = Pending { frozen: self.present, complete };
         for member in 0..members.len() {
             let points: Vec<SnapshotPoint<'_>> = self
                 .captured_disks()
@@ -218,7 +231,7 @@ impl FleecedDiskCapture {
             }
         }
         self.next += 1;
-        self.present = Some(begun);
+        self.present = begun;
         if let Some(open) = &mut self.open {
             open.pending = Some(pending);
         }
@@ -233,7 +246,9 @@ impl FleecedDiskCapture {
         let mut exports = Vec::new();
         for (number, disk) in self.captured_disks() {
             let socket = &self.sockets[disk.member];
-            exports.push(Export::open(qmp(members, disk)?, socket, (number, disk), bitmap)?);
+            let export = Export::open(qmp(members, disk)?, socket, (number, disk), bitmap)?;
+            let zeroes_rest = bitmap.is_none() && self.has_captured;
+            exports.push(Export { zeroes_rest, ..export });
         }
         cut.0.exports.set(exports).map_err(|_| DiskError::CutTwice.into())
     }
@@ -243,7 +258,7 @@ impl FleecedDiskCapture {
         let pending = self.open.as_ref().and_then(|open| open.pending);
         match (seq, pending) {
             (Some(seq), Some(pending)) => {
-                self.based = true;
+                (self.based, self.has_captured) = (true, true);
                 self.in_flight.insert(seq, pending);
             }
             (_, pending) => {
@@ -283,10 +298,14 @@ impl FleecedDiskCapture {
         if pending.complete {
             self.based = false;
         }
-        let (Some(frozen), Some(present)) = (pending.frozen, self.present) else { return };
+        let Some(frozen) = pending.frozen else { return };
         for (_, disk) in self.disks.iter().enumerate().filter(|(_, disk)| !disk.left_out) {
-            let given = qmp(members, disk)
-                .and_then(|qmp| Ok(fleece::give_back(qmp, &disk.node, frozen, present)?));
+            let given = qmp(members, disk).and_then(|qmp| {
+                Ok(match self.present {
+                    Some(present) => fleece::give_back(qmp, &disk.node, frozen, present)?,
+                    None => fleece::forget(qmp, &disk.node, frozen)?,
+                })
+            });
             if given.is_err() {
                 // Then all of it.
                 self.based = false;
@@ -418,7 +437,8 @@ impl Export {
         fleece::hold_connection(qmp, number, stream.as_fd())?;
         let reader = Client::patient(stream, &name, &context, part_bytes)?;
         let disk_bytes = disk.node.disk_bytes;
-        Ok(Self { disk: number, name, reader: Mutex::new(Some(reader)), wanted, disk_bytes })
+        let reader = Mutex::new(Some(reader));
+        Ok(Self { disk: number, name, reader, wanted, zeroes_rest: false, disk_bytes })
     }
 
     fn put(
@@ -432,12 +452,22 @@ impl Export {
             let name = self.name.clone();
             return Err(DiskError::Resized { name, now_bytes, then_bytes }.into());
         }
-        reader.each_block(self.wanted, |first, blocks| {
+        let mut next = 0;
+        reader.each_block::<BoxError>(self.wanted, |first, blocks| {
+            if self.zeroes_rest && first > next {
+                run.put_zero_blocks(self.disk, next, first - next)?;
+            }
             for (block, page) in (first..).zip(blocks) {
                 fault()?;
                 run.put_block(self.disk, block, page)?;
             }
+            next = first + blocks.len() as u64;
             Ok(())
-        })
+        })?;
+        let all = self.disk_bytes.div_ceil(PAGE_BYTES as u64);
+        if self.zeroes_rest && next < all {
+            run.put_zero_blocks(self.disk, next, all - next)?;
+        }
+        Ok(())
     }
 }

@@ -31,10 +31,17 @@ pub struct QemuDisk {
 
 /// Requires that each VM has the writable disks that it had, on the same nodes over the same
 /// images. If another client plugged a disk in or put a snapshot above one, the captured disks would
-/// not be those that the guest sees.
-pub fn require_same(disks: &[QemuDisk], members: &mut [Member]) -> Result<(), BoxError> {
+/// not be those that the guest sees. True if one that is captured has internal snapshots now.
+pub fn require_same(disks: &[QemuDisk], members: &mut [Member]) -> Result<bool, BoxError> {
+    let mut has_snapshots = false;
     for (number, member) in members.iter_mut().enumerate() {
         let nodes = member.vm.qemu()?.writable_nodes()?;
+        let captured = |node: &&WritableNode| {
+            disks
+                .iter()
+                .any(|disk| disk.member == number && !disk.left_out && disk.node.node == node.node)
+        };
+        has_snapshots |= nodes.iter().filter(captured).any(|node| node.has_snapshots);
         let mut known = disks.iter().filter(|disk| disk.member == number).map(|disk| &disk.node);
         let same = |node: &WritableNode| {
             // A filter of QEMU's own, as of a job, stands above the node for a while.
@@ -52,5 +59,5 @@ pub fn require_same(disks: &[QemuDisk], members: &mut [Member]) -> Result<(), Bo
             return Err(DiskError::Unplugged { disk, file }.into());
         }
     }
-    Ok(())
+    Ok(has_snapshots)
 }
