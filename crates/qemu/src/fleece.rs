@@ -22,7 +22,9 @@
 
 use crate::{Error, Qmp, Result, WritableNode};
 use serde_json::{Value, json};
-use std::os::fd::BorrowedFd;
+use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -37,6 +39,8 @@ const LARGE_BYTES: u64 = 1 << 40;
 
 /// The first major version of QEMU without the locks of iothreads.
 const SAFE_MAJOR: u64 = 9;
+/// What QEMU calls the listening socket while it is passed.
+const LISTENER: &str = "keyframe-listener";
 /// The beginning of the file name of each socket at which QEMU listens for an engine.
 const SOCKET_PREFIX: &str = "kf-nbd-";
 /// The flag of a listening socket in `/proc/net/unix`.
@@ -80,18 +84,33 @@ pub fn granularity_bytes(disk: &WritableNode) -> u64 {
 }
 
 /// Has QEMU, process `pid`, listen for readers at `socket`, whose name is a [`socket_name`], also if
-/// it listens for a killed engine. Error: [`Error::Refused`], also if QEMU listens for another
-/// program already.
+/// it listens for a killed engine. Keyframe makes the socket and passes it, as a confined QEMU could
+/// make none there. Errors: the socket cannot be made; [`Error::Refused`], also if QEMU listens for
+/// another program already.
 pub fn start_server(qmp: &mut Qmp, pid: u32, socket: &Path) -> Result<()> {
-    let address = json!({ "type": "unix", "data": { "path": socket } });
-    let arguments = json!({ "addr": address });
-    match qmp.execute("nbd-server-start", Some(arguments.clone())) {
+    match listen(qmp, socket) {
         Err(Error::Refused { .. }) if listens_for_an_engine(pid) => {
             stop_server(qmp)?;
-            qmp.execute("nbd-server-start", Some(arguments)).map(drop)
+            listen(qmp, socket)
         }
-        other => other.map(drop),
+        other => other,
     }
+}
+
+fn listen(qmp: &mut Qmp, socket: &Path) -> Result<()> {
+    let failed = |operation: &str| Error::io(format!("{operation} {}", socket.display()));
+    match std::fs::remove_file(socket) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(failed("remove")(e)),
+        _ => {}
+    }
+    let listener = UnixListener::bind(socket).map_err(failed("listen at"))?;
+    qmp.execute_passing("getfd", json!({ "fdname": LISTENER }), listener.as_fd())?;
+    let address = json!({ "type": "fd", "data": { "str": LISTENER } });
+    let started = qmp.execute("nbd-server-start", Some(json!({ "addr": address })));
+    if started.is_err() {
+        let _ = qmp.execute("closefd", Some(json!({ "fdname": LISTENER })));
+    }
+    started.map(drop)
 }
 
 /// True if process `pid` listens at a socket that an engine has named.
@@ -121,11 +140,20 @@ pub fn hold_connection(qmp: &mut Qmp, number: usize, connection: BorrowedFd<'_>)
     qmp.execute_passing("getfd", arguments, connection).map(drop)
 }
 
-/// Adds a scratch node of disk `number` over the empty qcow2 image `file`, which QEMU keeps open.
+/// Adds a scratch node of disk `number` over the empty qcow2 image `file`. QEMU gets the open file,
+/// as a confined QEMU could not open it, and keeps it open.
 pub fn add_scratch(qmp: &mut Qmp, number: usize, file: &Path, disk: &WritableNode) -> Result<()> {
-    let below = json!({ "driver": "file", "filename": file });
+    let open = File::options().read(true).write(true).open(file);
+    let open = open.map_err(Error::io(format!("open {}", file.display())))?;
+    let answer = qmp.execute_passing("add-fd", json!({ "opaque": name(number) }), open.as_fd())?;
+    let Some(set) = answer.get("fdset-id").and_then(Value::as_u64) else {
+        return Err(qmp.unexpected("add-fd", &answer));
+    };
+    let below = json!({ "driver": "file", "filename": format!("/dev/fdset/{set}") });
     let node = json!({ "driver": "qcow2", "node-name": name(number), "file": below, "backing": disk.node });
-    qmp.execute("blockdev-add", Some(node)).map(drop)
+    let added = qmp.execute("blockdev-add", Some(node));
+    let removed = qmp.execute("remove-fd", Some(json!({ "fdset-id": set })));
+    added.and(removed).map(drop)
 }
 
 /// Cuts all `points` at one instant. The VM must be paused, and each point needs its scratch node.
@@ -304,7 +332,6 @@ fn gone(qmp: &mut Qmp, query: &str, key: &str) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::unix::net::UnixListener;
 
     #[test]
     fn a_disk_is_throttled_if_any_limit_is_set() {

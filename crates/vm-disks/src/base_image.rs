@@ -59,8 +59,9 @@ pub fn require_chain(path: &Path, format: ImageFormat, stated: &Backing) -> Resu
         };
         // A raw image whose first bytes are those of qcow2 would be served as qcow2.
         let served = ImageFormat::probe(file).map(|format| format.to_string());
-        let stated = below.format.as_ref();
-        same && served.is_ok_and(|served| stated.is_none_or(|stated| *stated == served))
+        let is_stated =
+            |served: String| below.format.as_ref().is_none_or(|stated| *stated == served);
+        same && served.is_ok_and(is_stated)
     };
     let same_length = if stated.complete {
         stated.images.len() == found.len()

@@ -30,7 +30,7 @@ use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::hash::{BuildHasher, Hasher};
 use std::io::Write;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -72,7 +72,10 @@ struct Pipe {
 pub struct Virsh {
     name: String,
     domain: String,
+    uri: Option<String>,
     shell: Piped,
+    /// The descriptors that `shell` has.
+    inherited: Vec<RawFd>,
     events: Piped,
     token: u64,
     /// The ids of requests under way, by their mark.
@@ -83,7 +86,7 @@ pub struct Virsh {
 
 impl Virsh {
     /// Connects to `domain` (its name or UUID) at libvirt's `uri`, or at virsh's default. `passed`
-    /// are the descriptors that requests may pass later.
+    /// are the descriptors that requests pass without a virsh of their own.
     pub fn connect(domain: &str, uri: Option<&str>, passed: &[&OwnedFd]) -> Result<Self> {
         if domain.is_empty() || domain.contains(['\'', '\\']) || domain.contains(char::is_control) {
             return Err(refused(
@@ -101,7 +104,9 @@ impl Virsh {
         let mut virsh = Self {
             name: format!("of libvirt's domain {domain}"),
             domain: domain.into(),
+            uri: uri.map(str::to_owned),
             shell,
+            inherited: passed.iter().map(|fd| fd.as_raw_fd()).collect(),
             events,
             token: std::hash::RandomState::new().build_hasher().finish(),
             asked: VecDeque::new(),
@@ -117,7 +122,8 @@ impl Virsh {
         &self.name
     }
 
-    /// Sends a request, and `passed` along with it.
+    /// Sends a request, and `passed` along with it. A descriptor that is not among those of
+    /// [`Self::connect`] needs a virsh of its own, which takes some tens of milliseconds.
     pub fn send(
         &mut self,
         message: &Value,
@@ -130,6 +136,11 @@ impl Virsh {
             .and_then(|o| o.remove("id"))
             .and_then(|id| id.as_u64())
             .unwrap_or(0);
+        if let Some(fd) = passed.filter(|fd| !self.inherited.contains(&fd.as_raw_fd())) {
+            let answer = self.send_alone(&request, fd, operation)?;
+            self.ready.push_back(with_id(answer, id));
+            return Ok(());
+        }
         self.marks += 1;
         let mark = self.marks;
         let passed = passed.map_or(String::new(), |fd| format!("--pass-fds {} ", fd.as_raw_fd()));
@@ -153,6 +164,41 @@ impl Virsh {
             Err(e) => {
                 Err(Error::io(format!("write to virsh for {} ({operation})", self.domain))(e))
             }
+        }
+    }
+
+    /// Sends a request with a descriptor by a virsh of its own, and waits for the answer.
+    fn send_alone(
+        &self,
+        request: &Value,
+        passed: BorrowedFd<'_>,
+        operation: &str,
+    ) -> Result<serde_json::Map<String, Value>> {
+        let passed = passed.try_clone_to_owned().map_err(Error::io("duplicate a descriptor"))?;
+        let mut command = virsh(self.uri.as_deref());
+        command.args(["qemu-monitor-command", "--pass-fds", &passed.as_raw_fd().to_string()]);
+        command.args(["--domain", &self.domain, &plain(&request.to_string())]);
+        let mut alone = Piped::start(&mut command, &[&passed], &self.domain)?;
+        alone.stdin = None;
+        let deadline = Instant::now() + CONNECT_TIMEOUT;
+        while !alone.out.ended {
+            if Instant::now() >= deadline {
+                return Err(Error::Timeout {
+                    monitor: self.name.clone(),
+                    operation: operation.into(),
+                    waited_ms: u64::try_from(CONNECT_TIMEOUT.as_millis()).unwrap_or(u64::MAX),
+                });
+            }
+            wait_until(&[&alone.out.fd], deadline, &self.name)?;
+            alone.out.fill(&self.name)?;
+        }
+        let complaint = alone.errors.text(&self.name);
+        match answer(&String::from_utf8_lossy(&alone.out.bytes)) {
+            Some(answer) => Ok(answer),
+            None if ENDED.iter().any(|words| complaint.contains(words)) => {
+                Err(Error::Gone { monitor: self.name.clone(), operation: operation.into() })
+            }
+            None => Ok([("error".into(), json!({ "desc": complaint }))].into_iter().collect()),
         }
     }
 
@@ -212,10 +258,7 @@ impl Virsh {
             let said: Vec<u8> = self.shell.out.bytes.drain(..at + end.len()).collect();
             let complaint = self.shell.errors.text(&self.name);
             match answer(&String::from_utf8_lossy(&said)) {
-                Some(mut answer) => {
-                    answer.insert("id".into(), id.into());
-                    self.ready.push_back(Value::Object(answer));
-                }
+                Some(answer) => self.ready.push_back(with_id(answer, id)),
                 None if ENDED.iter().any(|words| complaint.contains(words)) => {
                     return Err(Error::Gone {
                         monitor: self.name.clone(),
@@ -259,6 +302,11 @@ impl Virsh {
             fix: "attach again; the VM runs on without checkpoints".into(),
         }
     }
+}
+
+fn with_id(mut answer: serde_json::Map<String, Value>, id: u64) -> Value {
+    answer.insert("id".into(), id.into());
+    Value::Object(answer)
 }
 
 fn refused(domain: &str, problem: &str, fix: &str) -> Error {

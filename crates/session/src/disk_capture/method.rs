@@ -153,11 +153,6 @@ fn fleeced(
     found: &mut [StartedVm],
     events: &SharedEventSink,
 ) -> Result<Box<dyn DiskCapture>> {
-    let through_libvirt = |one: &StartedVm| one.vm.is_attached() && one.monitor.is_none();
-    let kept = disks.iter().find(|disk| !disk.left_out);
-    if let Some(disk) = kept.filter(|disk| found.get(disk.member).is_some_and(through_libvirt)) {
-        return Err(DiskError::ThroughLibvirt(disk.meta.name.clone()).into());
-    }
     for (member, one) in found.iter_mut().enumerate() {
         let kept = disks.iter().filter(|disk| !disk.left_out && disk.member == member);
         let nodes: Vec<&str> = kept.map(|disk| disk.node.node.as_str()).collect();

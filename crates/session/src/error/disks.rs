@@ -27,12 +27,6 @@ pub enum DiskError {
     /// Another block job works on a disk.
     #[error("a job works on the VM's disk {0} (a backup, a mirror, a commit)")]
     OtherJob(String),
-    /// libvirt confines its QEMU, so the disk cannot be read through it.
-    #[error(
-        "disk {0}: libvirt keeps its QEMU from files and sockets of others, so its disks cannot \
-         be read through QEMU"
-    )]
-    ThroughLibvirt(String),
     /// QEMU's NBD server could not be started.
     #[error("the VM's disks cannot be read")]
     NbdServer(#[source] keyframe_qemu::Error),
@@ -203,15 +197,10 @@ impl DiskError {
                 .into(),
             Self::AlreadyOpen => "leave --disk out, or start the VM with `keyframe run`".into(),
             Self::OtherJob(_) => "wait until it ends, or cancel it (block-job-cancel)".into(),
-            Self::ThroughLibvirt(_) => "put the image on btrfs or XFS (--disk reflink), leave the \
-                                        disk out (--leave-out-disk NAME), or give the domain a \
-                                        QMP socket of its own and attach by --qmp"
-                .into(),
             Self::NbdServer(_) => {
                 "QEMU has one NBD server. If it serves another client (a backup, \
-                                   a migration), wait until that ends. If QEMU may not make a \
-                                   socket there, run keyframe as QEMU's user, or use \
-                                   --leave-out-disk"
+                                   a migration), wait until that ends, or leave the disk out \
+                                   (--leave-out-disk)"
                     .into()
             }
             Self::ThrottledInIothread(_) => "take the limits off (block_set_io_throttle), put the \

@@ -135,7 +135,6 @@ fn disks() -> Vec<String> {
         cloned(CloneObstacle::Io { operation: "sync", path: image(), source: denied() }),
         DiskError::AlreadyOpen,
         DiskError::OtherJob(disk()),
-        DiskError::ThroughLibvirt(disk()),
         DiskError::UnknownDisk { name: "vdb".into(), disks: vec![disk(), "virtio1".into()] },
         DiskError::UnknownFormat(disk()),
         DiskError::Changed { disk: disk(), file: "a.qcow2".into() },
