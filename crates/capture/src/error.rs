@@ -9,7 +9,7 @@ pub enum CaptureError {
     /// The VMM failed to carry out an operation.
     #[error("{operation}: {source}")]
     Machine {
-        /// The operation.
+        /// The operation, such as "pause the VM".
         operation: &'static str,
         /// The VMM's error.
         source: BoxError,
@@ -23,7 +23,7 @@ pub enum CaptureError {
     /// The encoder did not take the pages or the checkpoint.
     #[error("{operation}: {source}")]
     Sink {
-        /// The operation.
+        /// The operation, such as "hand pages over".
         operation: &'static str,
         /// The encoder's error.
         source: BoxError,

@@ -67,7 +67,8 @@ fn to_member(place: PageRange, range: PageRange) -> Option<PageRange> {
 pub struct GroupReader(Members<Arc<dyn PageReader>>);
 
 impl GroupReader {
-    /// Creates a reader from each member's number of pages and reader.
+    /// Creates a reader from the members in the order of their pages: each with its number of pages
+    /// and the reader of its RAM.
     pub fn new(members: Vec<(u64, Arc<dyn PageReader>)>) -> Self {
         Self(Members::new(members))
     }
@@ -115,7 +116,8 @@ impl PageReader for GroupReader {
 pub struct GroupTracker(Members<Box<dyn DirtyTracker>>);
 
 impl GroupTracker {
-    /// Creates a tracker from each member's number of pages and tracker.
+    /// Creates a tracker from the members in the order of their pages: each with its number of
+    /// pages and its tracker.
     pub fn new(members: Vec<(u64, Box<dyn DirtyTracker>)>) -> Self {
         Self(Members::new(members))
     }
@@ -153,7 +155,8 @@ impl DirtyTracker for GroupTracker {
 pub struct GroupFirstWriteMonitor(Members<Arc<dyn FirstWriteMonitor>>);
 
 impl GroupFirstWriteMonitor {
-    /// Creates a monitor from each member's number of pages and monitor.
+    /// Creates a monitor from the members in the order of their pages: each with its number of
+    /// pages and its monitor.
     pub fn new(members: Vec<(u64, Arc<dyn FirstWriteMonitor>)>) -> Self {
         Self(Members::new(members))
     }
@@ -184,7 +187,8 @@ impl FirstWriteMonitor for GroupFirstWriteMonitor {
 pub struct GroupFreezer(Vec<(u64, Box<dyn RamFreezer>)>);
 
 impl GroupFreezer {
-    /// Creates a freezer from each member's number of pages and freezer.
+    /// Creates a freezer from the members in the order of their pages: each with its number of
+    /// pages and its freezer.
     pub fn new(members: Vec<(u64, Box<dyn RamFreezer>)>) -> Self {
         Self(members)
     }

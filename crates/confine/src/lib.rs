@@ -23,7 +23,7 @@ use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch, apply_fi
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// Which right could not be given up, and why.
+/// The reason why rights could not be given up.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A system call on this process's own rights failed.

@@ -13,6 +13,7 @@ use std::time::Duration;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Rolls the running VM of checkpoint `id` back to that checkpoint. Returns the text for the user.
+/// Errors: there is no such checkpoint; its VM does not run, or refuses the rollback.
 pub fn roll_back(listed: &Listed, id: u64) -> Result<String, ApiError> {
     let listing = listed.listing()?;
     let one =

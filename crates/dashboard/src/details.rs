@@ -8,8 +8,9 @@ use keyframe_web::ApiError;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
-/// The details of checkpoint `id`. `running` are the VMs that run; `starts` is true if the server
-/// starts VMs.
+/// Returns all data of checkpoint `id` as a JSON object, with the commands that a user can give for
+/// it. `running` holds the names of the VMs that run; `starts` is true if the server may start VMs.
+/// Errors: there is no such checkpoint; the store cannot be read.
 pub fn of(
     listed: &Listed,
     id: u64,
@@ -67,7 +68,7 @@ pub fn of(
     Ok(all)
 }
 
-/// Quotes a word for a shell.
+/// Returns `word` as a shell reads it: in quotes if it needs them.
 pub fn quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "/._-:=@,+".contains(c);
     if !word.is_empty() && word.chars().all(is_plain) {

@@ -13,7 +13,7 @@ use std::sync::Mutex;
 /// Answers that are kept.
 const KEPT_MAX: usize = 32;
 
-/// The last few answers.
+/// Computes differences between checkpoints, and keeps the last few answers.
 #[derive(Default)]
 pub struct Differences {
     heats: Mutex<VecDeque<(Key, HeatMap)>>,
@@ -24,8 +24,9 @@ pub struct Differences {
 type Key = (String, u64, Option<u64>, u64);
 
 impl Differences {
-    /// Counts the pages in which a checkpoint differs from its parent, in `pieces` equal parts of
-    /// RAM. A checkpoint without a parent counts all its pages.
+    /// Counts in each of `pieces` equal parts of RAM the pages in which checkpoint `id` differs
+    /// from its parent. For a checkpoint without a parent, counts all its pages. Errors: there is
+    /// no such checkpoint; the store cannot be read.
     pub fn heat(&self, listed: &Listed, id: u64, pieces: u64) -> Result<HeatMap, ApiError> {
         let parent = parent_of(listed, id)?;
         let key = (listed.id().to_owned(), id, parent, pieces);

@@ -42,11 +42,11 @@ pub struct Listed {
 /// The place of a checkpoint in a recording.
 #[derive(Clone, Debug)]
 pub struct Recorded {
-    /// The checkpoint.
+    /// The number of the checkpoint in its store.
     pub checkpoint: u64,
     /// The recording's id.
     pub recording: String,
-    /// Instructions before the checkpoint.
+    /// The number of instructions that the VM had executed at the checkpoint.
     pub icount: u64,
 }
 
@@ -98,7 +98,8 @@ impl Listed {
         &self.place
     }
 
-    /// Has the next call list the store again. Called after the dashboard has changed the store.
+    /// Makes the next call of [`Listed::listing`] read the store again. Called after the dashboard
+    /// has changed the store.
     pub fn look_again(&self) {
         let mut state = locked(&self.state);
         (state.looked_at, state.stamp) = (None, None);
@@ -298,7 +299,7 @@ impl State {
     }
 }
 
-/// Makes the dashboard's row of a checkpoint, without the parent.
+/// Makes the dashboard's row of a checkpoint. The caller adds the parent.
 pub fn as_shown(sealed: &Sealed) -> CheckpointRow {
     checkpoint(
         Entry::of(sealed),

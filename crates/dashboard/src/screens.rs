@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 /// Pictures that are kept.
 const KEPT_MAX: usize = 16;
 
-/// The last few pictures.
+/// Draws the displays of checkpoints, and keeps the last few pictures.
 #[derive(Default)]
 pub struct Screens {
     kept: Mutex<VecDeque<(Key, Arc<[u8]>)>>,

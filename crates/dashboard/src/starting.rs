@@ -22,7 +22,8 @@ const SAID_BYTES_MAX: u64 = 16 << 10;
 /// The console's file of a restored VM, in its run directory.
 const CONSOLE: &str = "console.log";
 
-/// Starts a clone of checkpoint `id`. Returns the text for the user.
+/// Starts a clone of checkpoint `id` with `keyframe branch`. Returns a text for the user. Errors:
+/// the command cannot be started; it has ended, and the error holds its output.
 pub fn branch(listed: &Listed, id: u64) -> Result<String, ApiError> {
     let (out, err) = (tempfile::tempfile().map_err(io)?, tempfile::tempfile().map_err(io)?);
     let words = ["branch", "-n", "1", "--json", "--quiet"];
@@ -69,8 +70,8 @@ pub fn restore(listed: &Listed, id: u64) -> Result<String, ApiError> {
     })
 }
 
-/// Runs `keyframe WORDS --store STORE ID` until `runs` returns a text: the VM runs. Its output goes to
-/// `out` and `err`.
+/// Runs `keyframe WORDS --store STORE ID` until `runs` returns a text: the VM runs. Its output goes
+/// to `out` and `err`.
 fn start(
     (listed, id): (&Listed, u64),
     words: &[&str],

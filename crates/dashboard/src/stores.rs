@@ -32,7 +32,8 @@ enum Known {
 }
 
 impl Stores {
-    /// Shows the store that was named, if any.
+    /// Creates the list with the store `named`, if there is one. `key` opens encrypted stores;
+    /// `fix` finds the fix for an error.
     pub fn new(named: Option<PathBuf>, key: KeyArg, fix: StoreFix) -> Self {
         let stores = Self { key, known: Mutex::default(), fix };
         if let Some(place) = named {
@@ -41,7 +42,8 @@ impl Stores {
         stores
     }
 
-    /// Adds the stores at `places`. Returns the ids of those that could be opened.
+    /// Adds the stores at the paths or addresses `places`. Returns the id of each that could be
+    /// opened.
     pub fn name(&self, places: BTreeSet<PathBuf>) -> BTreeMap<PathBuf, String> {
         let mut known = locked(&self.known);
         let mut ids = BTreeMap::new();
@@ -76,7 +78,7 @@ impl Stores {
         }
     }
 
-    /// The store with this id.
+    /// Returns the store with this id; `None` if the dashboard does not show such a store.
     pub fn get(&self, id: &str) -> Option<Arc<Listed>> {
         let known = locked(&self.known);
         known.values().find_map(|one| match one {
@@ -85,7 +87,7 @@ impl Stores {
         })
     }
 
-    /// The heads of all stores: each store once, even if several paths lead to it.
+    /// Returns the heads of all stores: each store once, even if several paths lead to it.
     pub fn heads(&self) -> Vec<StoreHead> {
         let mut open = BTreeMap::<String, Arc<Listed>>::new();
         let mut heads = Vec::new();

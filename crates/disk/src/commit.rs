@@ -55,7 +55,7 @@ impl Layer for Overlay {
     }
 }
 
-/// The amount that writing `layer` would write. Error: the layer cannot be read.
+/// Returns the amount that writing `layer` would write. Error: the layer cannot be read.
 pub fn measure(layer: &dyn Layer) -> Result<Amount> {
     let mut amount = Amount::default();
     let mut block = [0; crate::BLOCK_BYTES];

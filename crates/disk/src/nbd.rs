@@ -97,8 +97,8 @@ impl NbdServer {
         Self::serve(path, listener, exports)
     }
 
-    /// As [`Self::start`], on a socket at `path` that is bound already. Its file is removed at the
-    /// end.
+    /// Starts a server as [`Self::start`], on a socket at `path` that is bound already. The
+    /// socket's file is removed at the end. Errors: those of [`Self::start`].
     pub fn serve(path: &Path, listener: UnixListener, exports: Vec<NbdExport>) -> Result<Self> {
         let name = path.display().to_string();
         listener.set_nonblocking(true).map_err(Error::io(&name, "listen on"))?;
@@ -111,12 +111,12 @@ impl NbdServer {
         Ok(Self { path: path.into(), shared, listener: Some(thread) })
     }
 
-    /// The counters of all connections.
+    /// Returns the counters of all connections.
     pub fn traffic(&self) -> &Traffic {
         &self.shared.traffic
     }
 
-    /// The core on which requests are answered.
+    /// Returns the core on which requests are answered.
     pub fn affinity(&self) -> &Affinity {
         &self.shared.affinity
     }

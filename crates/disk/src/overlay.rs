@@ -167,7 +167,7 @@ impl Overlay {
         })
     }
 
-    /// The size of the disk in bytes.
+    /// Returns the size of the disk in bytes.
     pub fn disk_bytes(&self) -> u64 {
         self.disk_bytes
     }
@@ -215,7 +215,7 @@ impl Overlay {
     }
 
     /// Reads as [`Self::read`], but returns `None` if that would wait for a device. Then the
-    /// content of `buf` is undefined.
+    /// content of `buf` is undefined. Errors: those of [`Self::read`].
     pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<Option<Missing>> {
         let (mut missing, mut result) = (Missing::new(), Ok(true));
         let state = self.map();
@@ -483,8 +483,8 @@ impl Overlay {
         })
     }
 
-    /// The extents of an epoch in flight from `from` on: rising, about `max` of them, and the block
-    /// at which to continue. Error: [`Error::NoEpoch`].
+    /// Returns the extents of an epoch in flight from `from` on: rising, about `max` of them, and
+    /// the block at which to continue. Error: [`Error::NoEpoch`].
     pub fn pages(
         &self,
         epoch: DiskEpoch,
@@ -546,8 +546,8 @@ impl Overlay {
         self.data.read(u64::from(slot.0) * BLOCK, buf)
     }
 
-    /// The first block at or after `from` that the overlay holds, and the number of consecutive
-    /// blocks.
+    /// Returns the first block at or after `from` that the overlay holds, and the number of
+    /// consecutive blocks.
     pub fn next(&self, from: DiskBlock) -> Option<(DiskBlock, u64)> {
         self.map().chain.next(from.0).map(|(block, blocks)| (DiskBlock(block), blocks))
     }
@@ -561,7 +561,7 @@ impl Overlay {
         self.data.set_len(0)
     }
 
-    /// The size of the overlay.
+    /// Returns the size of the overlay.
     pub fn size(&self) -> Size {
         let syncs = locked(&self.syncing).count;
         let state = self.map();

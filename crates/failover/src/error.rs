@@ -205,7 +205,7 @@ impl Error {
         Self::Vm { operation, source: source.into() }
     }
 
-    /// True if the command line, and not this host or the other one, is at fault.
+    /// Returns true if the command line, and not this host or the other one, is at fault.
     pub fn is_usage(&self) -> bool {
         matches!(self, Self::NoKey)
     }

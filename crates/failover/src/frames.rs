@@ -156,7 +156,7 @@ pub fn parse<T: serde::de::DeserializeOwned>(payload: &[u8]) -> Result<T> {
     serde_json::from_slice(payload).map_err(Error::MalformedMessage)
 }
 
-/// A frame's JSON.
+/// Returns a frame's JSON. Error: the value cannot be encoded.
 pub fn text(value: &impl Serialize) -> Result<Vec<u8>> {
     serde_json::to_vec(value).map_err(Error::EncodeMessage)
 }

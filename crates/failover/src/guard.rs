@@ -47,7 +47,8 @@ pub struct GuardRemote {
 }
 
 impl GuardRemote {
-    /// Starts a guard of the QEMU with this pid, which is free at first.
+    /// Starts a guard of the QEMU with this pid, which is free at first. Error: the process cannot
+    /// be started.
     pub fn spawn(qemu: u32) -> Result<Self> {
         let failed = |e| Error::io("start the guard", e);
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
@@ -64,7 +65,7 @@ impl GuardRemote {
     }
 
     /// Sends the permit to the guard. If the permit forbids it, the VM is stopped when this
-    /// returns.
+    /// returns. Error: the guard has ended.
     pub fn set(&mut self, permit: RunPermit) -> Result<()> {
         match permit {
             RunPermit::Free => self.ask("F"),
@@ -74,6 +75,7 @@ impl GuardRemote {
     }
 
     /// Tells the guard that the VM is paused by its monitor, and has to go on answering there.
+    /// Error: the guard has ended.
     pub fn paused(&mut self) -> Result<()> {
         self.ask("P")
     }
@@ -99,7 +101,8 @@ impl GuardRemote {
     }
 }
 
-/// Runs the guard's process, with its orders from `orders`.
+/// Runs the guard's process, with its orders from `orders`. Error: QEMU cannot be signalled, or the
+/// orders cannot be read.
 pub fn guard(qemu: u32, orders: UnixStream) -> Result<()> {
     let pid = i32::try_from(qemu).ok().and_then(Pid::from_raw);
     let pid = pid.ok_or(Error::NoProcess(qemu))?;

@@ -74,7 +74,8 @@ pub struct RunContext {
     pub inbox: Option<primary::Inbox>,
 }
 
-/// Starts the gate of a VM's network; none for a VM without.
+/// Starts the gate of a VM's network; none for a VM without. Error: the gate's process cannot be
+/// started.
 pub fn start_gate(nics: &[NicSockets]) -> Result<Gate> {
     if nics.is_empty() {
         return Ok(Gate::new(None));
@@ -100,6 +101,9 @@ pub fn start_gate(nics: &[NicSockets]) -> Result<Gate> {
 
 /// Launches the VM of `command`, with its network behind a gate and its disks served, and protects
 /// it. `is_last`: this process starts no other program later, and gives up the right to.
+///
+/// Errors: the command line or the VM cannot be protected; the standby's key cannot be read; a
+/// process cannot be started.
 pub fn protect(
     command: Vec<OsString>,
     name: Option<String>,
@@ -155,8 +159,8 @@ pub fn protect(
     start_first(launched, context, setup, config, addresses)
 }
 
-/// Serves the images of `drives`, with what the guest writes in an overlay beneath `folder`, and has
-/// the command line name the server.
+/// Serves the images of `drives`, with what the guest writes in an overlay beneath `folder`, and
+/// has the command line name the server.
 fn serve_drives(
     line: &mut Invocation,
     drives: &[Drive],

@@ -77,6 +77,7 @@ pub struct Addresses {
 pub type SharedMachineFrame = Arc<Mutex<MachineFrame>>;
 
 /// Starts the threads that connect. They connect again whenever `linked` or `beating` is false.
+/// Error: a thread cannot be started.
 pub fn start(
     party: &Party,
     addresses: Addresses,
@@ -179,6 +180,7 @@ fn open_link(
 }
 
 /// Connects to `address` and sends the greeting with the purpose and the connection's number.
+/// Errors: no connection; the other host does not know the key.
 pub fn open_channel(
     party: &Party,
     address: SocketAddr,

@@ -114,7 +114,8 @@ pub enum Ending {
 }
 
 impl Engine {
-    /// Starts the guard, the VM's thread and the connections to the standby.
+    /// Starts the guard, the VM's thread and the connections to the standby. Errors: the guard, a
+    /// thread or a connection cannot be started.
     pub fn new(parts: EngineParts) -> Result<Self> {
         let RunContext { name, run_dir, status, interrupted, inbox } = parts.context;
         let inbox = match inbox {
@@ -156,7 +157,8 @@ impl Engine {
         Ok(Self { protocol, vm, gate, inbox, events, ends, _run_dir: run_dir })
     }
 
-    /// Runs until the VM has ended, or runs elsewhere.
+    /// Runs until the VM has ended, or runs elsewhere. Errors: those that end the protected VM; a
+    /// failed teardown.
     pub fn run(mut self) -> Result<Ending> {
         self.protocol.begin();
         while self.protocol.end().is_none() {
@@ -203,7 +205,8 @@ impl Engine {
     }
 }
 
-/// Makes an inbox, and a control socket that delivers to it.
+/// Makes an inbox, and a control socket that delivers to it. Error: the control socket cannot be
+/// made.
 pub fn listen(run_dir: &RunDir, status: &SharedStatus) -> Result<Inbox> {
     let (sender, events) = channel();
     let requests = sender.clone();

@@ -122,7 +122,7 @@ impl SharedWire {
         wire.blocks.clear();
     }
 
-    /// The standby holds all epochs up to this one.
+    /// Records that the standby holds all epochs up to `epoch`.
     pub fn acknowledged(&self, epoch: Epoch) {
         let mut wire = self.lock();
         wire.encoders.iter_mut().for_each(Encoder::finish);
@@ -130,8 +130,8 @@ impl SharedWire {
         wire.base = Some(epoch);
     }
 
-    /// The standby holds the acknowledged epochs and nothing else; the next epoch will have this
-    /// number.
+    /// Lets the transfer begin anew with epoch `first_epoch`: the standby holds the acknowledged
+    /// epochs and nothing else.
     pub fn resume(&self, first_epoch: Epoch) {
         let mut wire = self.lock();
         wire.first_epoch = first_epoch;

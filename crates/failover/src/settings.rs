@@ -93,7 +93,8 @@ pub struct HostKey {
 }
 
 impl HostKey {
-    /// Reads the key, and makes the identity that proves it to the other hosts.
+    /// Reads the key, and makes the identity that proves it to the other hosts. Error: the key
+    /// cannot be read.
     pub fn party(&self) -> Result<Party> {
         let path = self.key.as_ref().ok_or(Error::NoKey)?;
         Ok(Party::new(&Key::read(path)?)?)
@@ -101,13 +102,13 @@ impl HostKey {
 }
 
 impl Settings {
-    /// True if the user wants to read errors only.
+    /// Returns true if the user wants to read errors only.
     pub fn is_quiet(&self) -> bool {
         self.quiet
     }
 
-    /// Reads the key and resolves addresses. `events` receives the events of this host and of
-    /// its VM's session.
+    /// Reads the key and resolves addresses. `events` receives the events of this host and of its
+    /// VM's session. Errors: the key cannot be read; an address does not exist.
     pub fn resolve(&self, events: SharedEventSink) -> Result<Setup> {
         let party = self.key.party()?;
         let witness = self.witness.as_deref().map(address).transpose()?;
@@ -148,7 +149,7 @@ impl Settings {
 }
 
 impl Setup {
-    /// The arbiter, in the form in which the hosts exchange it.
+    /// Returns the arbiter, in the form in which the hosts exchange it.
     pub fn arbiter(&self) -> Arbiter {
         match self.arbitration {
             Arbitration::Witness => Arbiter::Witness,
@@ -187,14 +188,14 @@ impl Setup {
     }
 }
 
-/// Resolves a host and a port.
+/// Resolves a host and a port. Error: no address of that name.
 pub fn address(text: &str) -> Result<SocketAddr> {
     let bad = |source| Error::Address { text: text.to_owned(), source };
     let mut found = text.to_socket_addrs().map_err(bad)?;
     found.next().ok_or_else(|| Error::NoAddress(text.to_owned()))
 }
 
-/// Returns a random number other than 0.
+/// Returns a random number other than 0. Error: the kernel's random number generator fails.
 pub fn random() -> Result<u64> {
     Ok(getrandom::u64().map_err(Error::Random)?.max(1))
 }

@@ -82,6 +82,9 @@ enum StandbyEngineEvent {
 
 /// Runs a standby until the VM has run here to its end, or a signal comes. When the VM goes over to
 /// the other host, this host becomes its standby again.
+///
+/// Errors: the options name what this host does not have; the state's directory cannot be used; the
+/// VM could not be started.
 pub fn run(options: &StandbyOptions) -> Result<Ending> {
     let interrupted = interrupt::interruption_or_hangup()?;
     // It has to take checkpoints of the VM once that runs here.

@@ -115,7 +115,7 @@ pub trait ProtectedVm: Send {
     fn resume(&mut self);
     /// Reads the monitor's events; how the VM ended, if it has.
     fn poll_end(&mut self) -> Result<Option<ExitStatus>>;
-    /// The activity of the guest since the newest epoch.
+    /// Returns the activity of the guest since the newest epoch.
     fn observe(&mut self, now_ns: u64) -> GuestActivity;
     /// Captures the VM as epoch `epoch`. Its pages go to the encoder, whose report is a
     /// [`VmAction::Report`].
@@ -128,12 +128,12 @@ pub trait ProtectedVm: Send {
     fn give_up(&mut self, seq: u64, report: Option<EncodeReport<SentEpoch>>);
     /// Fails if the machine is not the one that was described to the standby.
     fn check_machine(&mut self) -> Result<()>;
-    /// Why no capture can succeed before [`ProtectedVm::renew`], if that is so.
+    /// Returns why no capture can succeed before [`ProtectedVm::renew`], if that is so.
     fn outdated(&self) -> Option<String>;
     /// Begins to capture the machine as it is now. Returns its description if it is not the one
     /// before. An epoch in flight must be given up before.
     fn renew(&mut self) -> Result<Option<MachineDescription>>;
-    /// Number of pages of RAM and disks.
+    /// Returns the number of pages of RAM and disks.
     fn len_pages(&self) -> u64;
     /// Makes the next epoch hold all of the VM. `is_blank`: the standby holds only zeros.
     fn begin_session(&mut self, is_blank: bool);

@@ -83,12 +83,12 @@ impl WitnessServer {
         Ok(Self { state: Mutex::new(state), folder: folder.to_owned(), party, events })
     }
 
-    /// The number of VMs that it knows.
+    /// Returns the number of VMs that it knows.
     pub fn groups(&self) -> usize {
         self.state.lock().ignore_poison().groups().count()
     }
 
-    /// Answers until `stop` is set.
+    /// Answers until `stop` is set. Error: a connection cannot be accepted.
     pub fn serve(self: &Arc<Self>, listener: &TcpListener, stop: &AtomicBool) -> Result<()> {
         let clients = Arc::new(AtomicUsize::new(0));
         listener.set_nonblocking(true).map_err(|e| Error::io("listen", e))?;

@@ -44,7 +44,7 @@ impl From<ReadStop> for io::Error {
 }
 
 impl<'a> StoredPages<'a> {
-    /// The pages of `guest` in `loaded`.
+    /// Returns the pages of `guest` in `loaded`.
     pub fn new(loaded: &'a LoadedCheckpoint, guest: &Guest) -> Self {
         Self { loaded, first: guest.first, failed: Mutex::default() }
     }
@@ -96,7 +96,7 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// The VMs of a checkpoint: one, or the members of a group in their order.
+    /// Returns the VMs of a checkpoint: one, or the members of a group in their order.
     ///
     /// Error: [`Error::MembersContradict`].
     pub fn all(loaded: &LoadedCheckpoint) -> Result<Vec<Self>> {
@@ -129,7 +129,8 @@ impl Guest {
         Ok(guests.collect())
     }
 
-    /// The VM called `member` in a group, or the only VM.
+    /// Returns the VM called `member` in a group, or the only VM. Errors: there is no such VM;
+    /// several VMs and no name.
     pub fn choose(loaded: &LoadedCheckpoint, member: Option<&str>) -> Result<Self> {
         let (checkpoint, vm) = (loaded.id, &loaded.meta.vm);
         let mut all = Self::all(loaded)?;
@@ -157,12 +158,14 @@ impl Guest {
         Ok(all.swap_remove(number))
     }
 
-    /// The VM's RAM as a raw image, addressed as the guest sees it.
+    /// Returns the VM's RAM as a raw image, addressed as the guest sees it. Errors: the guest map
+    /// is unknown or contradicts the RAM blocks.
     pub fn raw(&self) -> Result<Image> {
         Ok(Image::raw(&self.view()?))
     }
 
-    /// The VM's RAM and registers as an ELF core file.
+    /// Returns the VM's RAM and registers as an ELF core file. Errors: those of [`Self::raw`]; the
+    /// device state holds no readable registers.
     pub fn core(&self) -> Result<Image> {
         let view = self.view()?;
         let cpus = stream::cpu_registers(&self.device_state)?;

@@ -14,7 +14,7 @@ use keyframe_qemu::restore::RestoreSource;
 use keyframe_store::MachineMeta;
 use keyframe_units::RamLayout;
 
-/// The machine of a checkpoint, as a restore needs it.
+/// Returns the machine of a checkpoint, as a restore needs it.
 pub fn source_of(machine: &MachineMeta, ram: &RamLayout) -> RestoreSource {
     RestoreSource { machine: machine.clone(), ram: ram.clone() }
 }

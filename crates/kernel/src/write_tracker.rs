@@ -269,7 +269,8 @@ impl WriteTracker {
     }
 
     /// Scans as [`Self::scan_and_protect`] does, with a second thread if the range is large. That
-    /// pays if the process is stopped and has written little.
+    /// pays if the process is stopped and has written little. Errors: those of
+    /// [`Self::scan_and_protect`].
     pub fn scan_and_protect_by_two(
         &self,
         range: HostRange,

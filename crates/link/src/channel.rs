@@ -140,7 +140,8 @@ impl Channel {
         Ok(true)
     }
 
-    /// Returns the next frame, or `None` if no whole frame arrives within `timeout`.
+    /// Returns the next frame, or `None` if no whole frame arrives within `timeout`. Errors: the
+    /// connection has ended, or its bytes are not frames.
     pub fn receive(&self, input: &mut Input, timeout: Duration) -> Result<Option<LinkFrame>> {
         let deadline = Instant::now() + timeout;
         loop {

@@ -2,8 +2,8 @@
 
 use crate::Input;
 
-/// A party's decrypted stream. The first byte of `data` is the size of the pieces in which it
-/// arrives.
+/// Parses a party's decrypted stream. The first byte of `data` is the size of the pieces in which
+/// the rest arrives.
 pub fn frames(data: &[u8]) {
     let Some((piece, bytes)) = data.split_first() else { return };
     let mut input = Input::default();

@@ -67,7 +67,8 @@ pub struct Party {
 }
 
 impl Party {
-    /// Creates the certificate that this process uses until it ends.
+    /// Creates the certificate that this process uses until it ends. Error: the certificate cannot
+    /// be made.
     pub fn new(key: &Key) -> Result<Self> {
         Self::made(key).map_err(|problem| Error::Tls { peer: "this host".into(), problem })
     }

@@ -41,7 +41,7 @@ impl OpenDisk {
     }
 }
 
-/// The disks of `member`, or of the only VM: their numbers, and the names of their files.
+/// Returns the disks of `member`, or of the only VM: their numbers, and the names of their files.
 pub fn files<'a>(
     all: &'a [DiskMeta],
     member: Option<&str>,

@@ -59,7 +59,7 @@ impl MountedFile {
     /// new kinds must be added at the end.
     pub const ALL: [Self; 5] = [Self::Info, Self::Devices, Self::Raw, Self::Core, Self::Screen];
 
-    /// The file's name.
+    /// Returns the file's name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Info => "info.json",
@@ -124,7 +124,8 @@ impl MountNode {
         }
     }
 
-    /// True if checkpoint `id` can be mounted: its number is not 0 and fits into inode numbers.
+    /// Returns true if checkpoint `id` can be mounted: its number is not 0 and fits into inode
+    /// numbers.
     pub fn has_inodes(id: CheckpointId) -> bool {
         id.0 > 0 && id.0 < 1 << (63 - MEMBER_BITS - KIND_BITS)
     }

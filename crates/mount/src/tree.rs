@@ -82,7 +82,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Tree {
-    /// A tree of the checkpoints of `store`. `report` receives errors.
+    /// Creates a tree of the checkpoints of `store`. `report` receives errors.
     pub fn new(store: Store, report: ErrorReporter) -> Self {
         Self {
             store,
@@ -93,7 +93,8 @@ impl Tree {
         }
     }
 
-    /// The names in a directory.
+    /// Returns the names in a directory. Error: the node does not exist any more, or the store
+    /// cannot be read.
     pub fn list(&self, directory: MountNode) -> Result<Vec<(String, MountNode)>, Denied> {
         match directory {
             MountNode::Root => {
@@ -160,7 +161,8 @@ impl Tree {
         }
     }
 
-    /// Returns the size, the time and the cacheability of a node.
+    /// Returns the size, the time and the cacheability of a node. Error: the node does not exist
+    /// any more, or the store cannot be read.
     pub fn look(&self, node: MountNode) -> Result<Look, Denied> {
         match node {
             MountNode::Root => {
@@ -185,7 +187,7 @@ impl Tree {
         }
     }
 
-    /// Opens a disk.
+    /// Opens a disk. Error: the node does not exist any more, or the store cannot be read.
     pub fn open_disk(&self, place: Place, disk: u8) -> Result<OpenDisk, Denied> {
         let opened = self.open(place.id)?;
         let (_, name) = opened
@@ -206,7 +208,8 @@ impl Tree {
             .map_err(|error| self.unreadable(&error))
     }
 
-    /// Reads up to `len` bytes of a disk from `offset` on.
+    /// Reads up to `len` bytes of a disk from `offset` on. Error: the node does not exist any more,
+    /// or the store cannot be read.
     pub fn read_disk(&self, disk: &OpenDisk, offset: u64, len: usize) -> Result<Vec<u8>, Denied> {
         disk.read(offset, len).map_err(|error| self.unreadable(&error))
     }
@@ -228,14 +231,16 @@ impl Tree {
         Ok(Look { len_bytes, time, lasts: kind != Some(MountedFile::Info) })
     }
 
-    /// Returns the target of a link: the number of the checkpoint.
+    /// Returns the target of a link: the number of the checkpoint. Error: the link does not exist
+    /// any more.
     pub fn target(&self, link: u64) -> Result<String, Denied> {
         let name = usize::try_from(link).ok().and_then(|n| lock(&self.links).get(n).cloned());
         let id = self.store.resolve(&name.ok_or(Denied::Absent)?).map_err(|e| self.denied(e))?;
         Ok(id.to_string())
     }
 
-    /// Reads up to `len` bytes of a file from `offset` on; fewer at its end.
+    /// Reads up to `len` bytes of a file from `offset` on; fewer at its end. Error: the node does
+    /// not exist any more, or the store cannot be read.
     pub fn read(
         &self,
         place: Place,

@@ -82,7 +82,7 @@ pub struct Fabric {
 }
 
 impl Fabric {
-    /// A fabric without a LAN.
+    /// Creates a fabric without a LAN.
     pub fn new(limits: SwitchLimits) -> Self {
         Self {
             limits,
@@ -194,7 +194,7 @@ impl Fabric {
         Some(frame)
     }
 
-    /// True if frames from `port` may be read now.
+    /// Returns true if frames from `port` may be read now.
     pub fn may_read(&self, port: PortKey) -> bool {
         self.held || !self.stalled.contains_key(&port)
     }
@@ -209,7 +209,7 @@ impl Fabric {
         self.held = false;
     }
 
-    /// The frames that wait for `port`, in order.
+    /// Returns the frames that wait for `port`, in order.
     pub fn pending(&self, port: PortKey) -> impl ExactSizeIterator<Item = &Frame> {
         const NONE: &VecDeque<Frame> = &VecDeque::new();
         self.queues.get(&port).map_or(NONE, |queue| &queue.frames).iter()
@@ -221,7 +221,7 @@ impl Fabric {
         let _ = self.push(port, frame);
     }
 
-    /// The number of frames that were dropped for `port`.
+    /// Returns the number of frames that were dropped for `port`.
     pub fn dropped(&self, port: PortKey) -> u64 {
         self.queues.get(&port).map_or(0, |queue| queue.dropped)
     }

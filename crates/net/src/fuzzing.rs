@@ -19,7 +19,8 @@ pub fn in_flight(covered: &[u8]) {
     }
 }
 
-/// A VM's stream of frames. The first byte is the size of the pieces in which it arrives.
+/// Parses a VM's stream of frames. The first byte of `data` is the size of the pieces in which the
+/// rest arrives.
 pub fn frames(data: &[u8]) {
     let Some((piece, bytes)) = data.split_first() else { return };
     let (mut deframer, mut found) = (Deframer::default(), Vec::new());

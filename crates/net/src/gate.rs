@@ -116,7 +116,7 @@ pub(crate) struct GateQueue {
 }
 
 impl GateQueue {
-    /// An open queue for `nics` NICs.
+    /// Creates an open queue for `nics` NICs.
     pub fn new(nics: usize) -> Self {
         Self { open: true, nics: (0..nics).map(|_| VecDeque::new()).collect(), ..Self::default() }
     }
@@ -170,7 +170,7 @@ impl GateQueue {
         self.open = true;
     }
 
-    /// True if all frames pass.
+    /// Returns true if all frames pass.
     pub fn is_open(&self) -> bool {
         self.open
     }
@@ -184,7 +184,7 @@ impl GateQueue {
         Ok(())
     }
 
-    /// The state at the time `now_ns`.
+    /// Returns the state at the time `now_ns`.
     pub fn status(&self, now_ns: u64) -> GateStatus {
         let all = || self.nics.iter().flatten();
         let fresh = || all().filter(|waiting| !self.open && waiting.epoch == self.epoch);

@@ -66,7 +66,7 @@ pub struct InFlight {
 }
 
 impl InFlight {
-    /// The number of frames of all ports.
+    /// Returns the number of frames of all ports.
     pub fn frames(&self) -> usize {
         self.ports.iter().map(|port| port.frames.len()).sum()
     }

@@ -72,19 +72,20 @@ impl Remote {
         Ok(remote)
     }
 
-    /// True if the switch does not answer any more, and will not: its process has ended, or an
-    /// answer is missing.
+    /// Returns true if the switch does not answer any more, and will not: its process has ended, or
+    /// an answer is missing.
     pub fn is_lost(&mut self) -> bool {
         let has_ended = |child: &mut Child| !matches!(child.try_wait(), Ok(None));
         self.lost || self.child.as_mut().is_some_and(has_ended)
     }
 
-    /// The id of the switch's process, if [`Self::spawn`] started it.
+    /// Returns the id of the switch's process, if [`Self::spawn`] started it.
     pub fn pid(&self) -> Option<u32> {
         self.child.as_ref().map(Child::id)
     }
 
-    /// Adds a LAN: see [`crate::Switch::listen`].
+    /// Adds a LAN: see [`crate::Switch::listen`]. Errors: those of that function; the switch does
+    /// not answer.
     pub fn listen(&mut self, path: &Path) -> Result<()> {
         let text = path.to_str().ok_or_else(|| Error::Listen {
             path: path.display().to_string(),
@@ -93,18 +94,21 @@ impl Remote {
         self.done(&SwitchRequest::Listen { path: text.into() }, &[], ANSWER_TIMEOUT)
     }
 
-    /// Holds the LANs: see [`crate::Switch::hold`].
+    /// Holds the LANs: see [`crate::Switch::hold`]. Errors: those of that function; the switch does
+    /// not answer.
     pub fn hold(&mut self, limit: Duration) -> Result<()> {
         self.done(&SwitchRequest::Hold { limit_ms: limit.as_millis() as u64 }, &[], ANSWER_TIMEOUT)
     }
 
-    /// Waits until all packets are taken: see [`crate::Switch::quiesce`].
+    /// Waits until all packets are taken: see [`crate::Switch::quiesce`]. Errors: those of that
+    /// function; the switch does not answer.
     pub fn quiesce(&mut self, timeout: Duration) -> Result<()> {
         let request = SwitchRequest::Quiesce { timeout_ms: timeout.as_millis() as u64 };
         self.done(&request, &[], ANSWER_TIMEOUT.saturating_add(timeout))
     }
 
-    /// Collects the packets in flight: see [`crate::Switch::collect`].
+    /// Collects the packets in flight: see [`crate::Switch::collect`]. Errors: those of that
+    /// function; the switch does not answer.
     pub fn collect(&mut self) -> Result<InFlight> {
         match self.ask(&SwitchRequest::Collect, &[], ANSWER_TIMEOUT)? {
             (SwitchResponse::InFlight, bytes) => InFlight::decode(&bytes),
@@ -112,19 +116,21 @@ impl Remote {
         }
     }
 
-    /// Ends the hold: see [`crate::Switch::release`].
+    /// Ends the hold: see [`crate::Switch::release`]. Errors: those of that function; the switch
+    /// does not answer.
     pub fn release(&mut self) -> Result<()> {
         self.done(&SwitchRequest::Release, &[], ANSWER_TIMEOUT)
     }
 
     /// Queues recorded packets: see [`crate::Switch::restore`]. `stand_ins` pairs each recorded
-    /// port with a port of this switch.
+    /// port with a port of this switch. Errors: those of that function; the switch does not answer.
     pub fn restore(&mut self, in_flight: &InFlight, stand_ins: &[(PortId, PortId)]) -> Result<()> {
         let request = SwitchRequest::Restore { stand_ins: stand_ins.to_vec() };
         self.done(&request, &in_flight.encode()?, ANSWER_TIMEOUT)
     }
 
-    /// The connections: see [`crate::Switch::ports`].
+    /// Returns the connections: see [`crate::Switch::ports`]. Errors: those of that function; the
+    /// switch does not answer.
     pub fn ports(&mut self) -> Result<Ports> {
         match self.ask(&SwitchRequest::Ports, &[], ANSWER_TIMEOUT)? {
             (SwitchResponse::Ports(ports), _) => Ok(ports),
@@ -133,7 +139,8 @@ impl Remote {
     }
 
     /// Closes the control connection. A switch that [`Self::spawn`] started ends as soon as no VM
-    /// is connected; this function waits briefly for that. True if the switch has ended.
+    /// is connected; this function waits briefly for that. True if the switch has ended. Error: the
+    /// switch does not answer.
     pub fn end(self) -> Result<bool> {
         drop(self.stream);
         let Some(mut child) = self.child else { return Ok(false) };

@@ -125,13 +125,14 @@ pub struct Switch {
 }
 
 impl Switch {
-    /// A switch without a LAN, with the default limits. Errors: epoll or /dev/null cannot be
-    /// opened.
+    /// Creates a switch without a LAN, with the default limits. Errors: epoll or /dev/null cannot
+    /// be opened.
     pub fn new() -> Result<Self> {
         Self::with_limits(SwitchLimits::default())
     }
 
-    /// Makes a switch as [`Self::new`], with other limits of what may wait.
+    /// Makes a switch as [`Self::new`], with other limits of what may wait. Errors: those of
+    /// [`Self::new`].
     pub fn with_limits(limits: SwitchLimits) -> Result<Self> {
         let marker = std::fs::File::open("/dev/null").map_err(Error::io("open /dev/null"))?.into();
         Ok(Self {
@@ -183,7 +184,7 @@ impl Switch {
         epoll::modify(&self.epoll, fd, data, flags).map_err(Error::io("watch a socket"))
     }
 
-    /// True if no VM is connected.
+    /// Returns true if no VM is connected.
     pub fn is_empty(&self) -> bool {
         self.connections.is_empty()
     }
@@ -334,7 +335,7 @@ impl Switch {
         Ok(())
     }
 
-    /// The connections.
+    /// Returns the connections.
     pub fn ports(&self) -> Ports {
         let status = |(key, connection): (&PortKey, &Connection)| PortStatus {
             port: connection.id.clone(),

@@ -49,7 +49,7 @@ pub enum SwitchResponse {
     Failed(Error),
 }
 
-/// The bytes of `message`, followed by `bytes`. Error: they are too long.
+/// Returns the bytes of `message`, followed by `bytes`. Error: they are too long.
 pub fn encode(message: &impl Serialize, bytes: &[u8]) -> Result<Vec<u8>> {
     let json = serde_json::to_vec(message)
         .map_err(|e| Error::control(format!("encode a message: {e}")))?;
@@ -70,7 +70,7 @@ impl Messages {
         self.0.extend_from_slice(bytes);
     }
 
-    /// True if more bytes wait than the longest message has.
+    /// Returns true if more bytes wait than the longest message has.
     pub fn is_too_much(&self) -> bool {
         self.0.len() > LENGTHS_BYTES + JSON_BYTES_MAX + IN_FLIGHT_BYTES_MAX
     }

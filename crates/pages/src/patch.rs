@@ -88,7 +88,7 @@ impl Runs<'_> {
     }
 }
 
-/// Writes the runs of a patch over a page.
+/// Writes the runs of a patch over a page. Error: the patch is malformed, or leads out of the page.
 pub fn apply(patch: &[u8], page: &mut Page) -> Result<(), Problem> {
     let mut cursor = Cursor::new(patch);
     let mut at = 0usize;

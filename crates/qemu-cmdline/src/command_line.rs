@@ -84,32 +84,32 @@ impl CommandLine {
         })
     }
 
-    /// The name of the binary, as the user gave it; empty for an empty line.
+    /// Returns the name of the binary, as the user gave it; empty for an empty line.
     pub fn binary_name(&self) -> &str {
         self.words.first().map_or("", String::as_str)
     }
 
-    /// The words as the user gave them.
+    /// Returns the words as the user gave them.
     pub fn words(&self) -> &[String] {
         &self.words
     }
 
-    /// The arguments as the user gave them.
+    /// Returns the arguments as the user gave them.
     pub fn arguments(&self) -> &[Argument] {
         &self.arguments
     }
 
-    /// The VM's name from `-name`.
+    /// Returns the VM's name from `-name`.
     pub fn vm_name(&self) -> Option<String> {
         vm_name(&self.arguments)
     }
 
-    /// True if the user wants the VM to start paused (`-S`).
+    /// Returns true if the user wants the VM to start paused (`-S`).
     pub fn starts_paused(&self) -> bool {
         self.arguments.iter().any(|a| a.name() == "S")
     }
 
-    /// The disks that the guest can write to.
+    /// Returns the disks that the guest can write to.
     ///
     /// Error: [`CommandLineError::Argument`] for a disk that cannot be served.
     pub fn drives(&self) -> Result<Vec<Drive>> {
@@ -125,12 +125,12 @@ impl CommandLine {
         Ok(())
     }
 
-    /// The server of the disks, after [`CommandLine::serve_drives`].
+    /// Returns the server of the disks, after [`CommandLine::serve_drives`].
     pub fn disk_server(&self) -> Option<&DiskServer> {
         self.disk_server.as_ref()
     }
 
-    /// The media that the guest can only read and that a server can serve.
+    /// Returns the media that the guest can only read and that a server can serve.
     pub fn media(&self) -> Vec<Medium> {
         media(&self.arguments)
     }
@@ -164,12 +164,12 @@ impl CommandLine {
         Ok(self.run_words()?.notes)
     }
 
-    /// True after [`CommandLine::record`].
+    /// Returns true after [`CommandLine::record`].
     pub fn is_recorded(&self) -> bool {
         self.recording.is_some()
     }
 
-    /// The words to run.
+    /// Returns the words to run.
     ///
     /// Error: [`CommandLineError::Argument`] for a machine that cannot be recorded exactly.
     pub fn run_words(&self) -> Result<RunWords> {
@@ -208,7 +208,7 @@ fn refuse(argument: &Argument) -> Result<()> {
     }
 }
 
-/// A word as text.
+/// Returns a word as text.
 ///
 /// Error: [`CommandLineError::Argument`] for a word that is not UTF-8.
 pub fn word_text(word: OsString) -> Result<String> {
@@ -221,7 +221,7 @@ pub fn word_text(word: OsString) -> Result<String> {
     })
 }
 
-/// The guest's name, from the last `-name` that has one.
+/// Returns the guest's name, from the last `-name` that has one.
 pub fn vm_name(arguments: &[Argument]) -> Option<String> {
     let names = arguments.iter().rev().filter(|a| a.name() == "name");
     names

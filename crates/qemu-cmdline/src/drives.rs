@@ -57,7 +57,7 @@ enum Fate {
 
 type DriveKeys = Vec<(String, String)>;
 
-/// The disks of a line that the guest can write to.
+/// Returns the disks of a line that the guest can write to.
 ///
 /// Error: [`CommandLineError::Argument`] for a disk that cannot be served.
 pub fn drives(arguments: &[Argument]) -> Result<Vec<Drive>> {
@@ -71,7 +71,7 @@ pub fn drives(arguments: &[Argument]) -> Result<Vec<Drive>> {
         .collect())
 }
 
-/// The line with its writable disks served by `server`.
+/// Returns the line with its writable disks served by `server`.
 ///
 /// Error: [`CommandLineError::Argument`] for a disk that cannot be served.
 pub fn rewrite_drives(arguments: &[Argument], server: &DiskServer) -> Result<Vec<Argument>> {
@@ -221,7 +221,7 @@ fn unknown_key_error(argument: &Argument, key: &str) -> CommandLineError {
     }
 }
 
-/// True if `file`, QEMU's description of an open image, is served at `socket`.
+/// Returns true if `file`, QEMU's description of an open image, is served at `socket`.
 pub fn is_served(file: &str, socket: &Path) -> bool {
     let text = socket.to_string_lossy();
     file.contains(&*text) || file.contains(&text.replace('/', "%2F"))

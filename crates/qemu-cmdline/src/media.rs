@@ -58,12 +58,13 @@ const THROTTLING: &[&str] = &["throttling", "bps", "iops"];
 
 type Keys = Vec<(String, String)>;
 
-/// The read-only media of the line `words`, without the binary.
+/// Returns the read-only media of the line `words`, without the binary. Error: the line is
+/// malformed.
 pub fn media_of(words: &[String]) -> Result<Vec<Medium>> {
     Ok(media(&options::parse(words)?))
 }
 
-/// The read-only media of a parsed line.
+/// Returns the read-only media of a parsed line.
 pub fn media(arguments: &[Argument]) -> Vec<Medium> {
     found_media(arguments).into_iter().flatten().map(|(medium, _)| medium).collect()
 }

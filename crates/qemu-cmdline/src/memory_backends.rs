@@ -213,15 +213,15 @@ fn note_dropped(object: &Object, notes: &mut Vec<String>) {
     }
 }
 
-/// The value of `-object` for a backend whose memory is the file at `path`. With `is_shared`, the
-/// guest's writes reach the file.
+/// Returns the value of `-object` for a backend whose memory is the file at `path`. With
+/// `is_shared`, the guest's writes reach the file.
 pub fn backend_object(block: &RamBlock, path: &str, is_shared: bool) -> String {
     let share = if is_shared { "on" } else { "off" };
     let memory = format!(",mem-path={},share={share}", escape(path));
     object_of_block("memory-backend-file", block, &memory)
 }
 
-/// The value of `-object` for a backend with private memory of QEMU's own.
+/// Returns the value of `-object` for a backend with private memory of QEMU's own.
 pub fn private_backend_object(block: &RamBlock) -> String {
     object_of_block("memory-backend-ram", block, ",share=off")
 }

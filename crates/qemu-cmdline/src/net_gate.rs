@@ -41,7 +41,8 @@ pub struct NetGate {
     pub nics: Vec<NicSockets>,
 }
 
-/// The addition to the line `words` (without the binary) for a gate with its sockets in `folder`.
+/// Returns the addition to the line `words` (without the binary) for a gate with its sockets in
+/// `folder`.
 ///
 /// Error: [`CommandLineError::Argument`] if frames of the guest could leave another way.
 pub fn net_gate(words: &[String], folder: &Path) -> Result<NetGate> {

@@ -18,18 +18,19 @@ pub struct NetworkLink {
 }
 
 impl NetworkLink {
-    /// True if the link may lead to another VM of a group. QEMU's user network does not.
+    /// Returns true if the link may lead to another VM of a group. QEMU's user network does not.
     pub fn may_meet_others(&self) -> bool {
         !matches!(self.kind.as_str(), "none" | "user" | "nic" | "hubport")
     }
 }
 
-/// The network links of the machine that `words`, without the binary, describe.
+/// Returns the network links of the machine that `words`, without the binary, describe.
 pub fn network_links(words: &[String]) -> Vec<NetworkLink> {
     options::parse(words).unwrap_or_default().iter().filter_map(link).collect()
 }
 
-/// The options that keep packets inside QEMU on their way: filters that hold or redirect, and hubs.
+/// Returns the options that keep packets inside QEMU on their way: filters that hold or redirect,
+/// and hubs.
 pub fn packet_holders(words: &[String]) -> Vec<String> {
     let is_holder = |argument: &&Argument| {
         let key = if argument.name() == "object" { "qom-type" } else { "type" };

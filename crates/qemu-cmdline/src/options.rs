@@ -74,7 +74,7 @@ pub enum Argument {
 }
 
 impl Argument {
-    /// The option's name without dashes; empty for an image.
+    /// Returns the option's name without dashes; empty for an image.
     pub fn name(&self) -> &str {
         match self {
             Self::Flag(name) | Self::Option(name, _) => name,
@@ -82,7 +82,7 @@ impl Argument {
         }
     }
 
-    /// The option's value; an image's path; empty for a flag.
+    /// Returns the option's value; an image's path; empty for a flag.
     pub fn value(&self) -> &str {
         match self {
             Self::Flag(_) => "",
@@ -90,12 +90,12 @@ impl Argument {
         }
     }
 
-    /// The argument in one line of text.
+    /// Returns the argument in one line of text.
     pub fn display(&self) -> String {
         self.words().join(" ")
     }
 
-    /// The words that make this argument.
+    /// Returns the words that make this argument.
     pub fn words(&self) -> Vec<String> {
         match self {
             Self::Flag(name) => vec![format!("-{name}")],
@@ -168,18 +168,19 @@ pub fn properties(value: &str, implied: &str) -> Option<Vec<(String, String)>> {
     Some(object.into_iter().map(|(k, v)| (k, text(v))).collect())
 }
 
-/// The keys and values of each `-device` of `line`, in its order. Leaves out malformed ones.
+/// Returns the keys and values of each `-device` of `line`, in its order. Leaves out malformed
+/// ones.
 pub fn devices(line: &[Argument]) -> impl Iterator<Item = Vec<(String, String)>> + '_ {
     let devices = line.iter().filter(|argument| argument.name() == "device");
     devices.filter_map(|device| properties(device.value(), "driver"))
 }
 
-/// The value of the last entry `key`.
+/// Returns the value of the last entry `key`.
 pub fn value_of<'a>(keys: &'a [(String, String)], key: &str) -> Option<&'a str> {
     keys.iter().rev().find(|(k, _)| k == key).map(|(_, v)| v.as_str())
 }
 
-/// True if `key` is set to any of QEMU's words for on.
+/// Returns true if `key` is set to any of QEMU's words for on.
 pub fn is_on(keys: &[(String, String)], key: &str) -> bool {
     matches!(value_of(keys, key), Some("on" | "yes" | "true" | "y"))
 }

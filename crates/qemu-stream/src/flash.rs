@@ -27,7 +27,7 @@ pub enum FlashActivity {
     Busy,
 }
 
-/// The activity of the flash chips of `state`. [`crate::check`] must have accepted `state`.
+/// Returns the activity of the flash chips of `state`. [`crate::check`] must have accepted `state`.
 ///
 /// Error: [`crate::StreamError::DeviceState`] for a malformed state.
 pub fn flash_activity(state: &[u8]) -> Result<FlashActivity> {

@@ -112,18 +112,19 @@ impl<R: Read> MigrationReader<R> {
         Ok(Self { input, machine_type, section, blocks })
     }
 
-    /// The machine type, if the stream names it.
+    /// Returns the machine type, if the stream names it.
     pub fn machine_type(&self) -> Option<&str> {
         self.machine_type.as_deref()
     }
 
-    /// The RAM blocks.
+    /// Returns the RAM blocks.
     pub fn blocks(&self) -> &[MigrationBlock] {
         &self.blocks
     }
 
     /// Gives each page to `sink` in the stream's order. Returns the device state in the form that
-    /// `xen-save-devices-state` writes.
+    /// `xen-save-devices-state` writes. Errors: the stream is malformed or ends early; those of
+    /// `sink`.
     pub fn finish(mut self, sink: MigrationPageSink<'_>) -> Result<Vec<u8>> {
         let pages: u64 = self.blocks.iter().map(|b| b.used_bytes / PAGE_BYTES as u64).sum();
         let mut words_left = pages.saturating_mul(ROUNDS_MAX).saturating_add(1 << 20);

@@ -63,7 +63,7 @@ pub struct CpuRegisters {
     pub kernel_gs_base: u64,
 }
 
-/// The registers of all virtual CPUs in the device state `state`, ordered by index.
+/// Returns the registers of all virtual CPUs in the device state `state`, ordered by index.
 ///
 /// Errors: [`StreamError::DeviceState`] for a malformed state, or one without a processor.
 pub fn cpu_registers(state: &[u8]) -> Result<Vec<CpuRegisters>> {

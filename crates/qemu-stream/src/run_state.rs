@@ -16,8 +16,8 @@ const GLOBAL_STATE: &str = "globalstate";
 /// Length of the name's field.
 const NAME_BYTES: usize = 100;
 
-/// The run state in `state`, by QEMU's name. `None` if it has none. [`crate::check`] must have
-/// accepted `state`.
+/// Returns the run state in `state`, by QEMU's name. `None` if it has none. [`crate::check`] must
+/// have accepted `state`.
 ///
 /// Error: [`crate::StreamError::DeviceState`] for a malformed state.
 pub fn run_state(state: &[u8]) -> Result<Option<String>> {

@@ -81,7 +81,7 @@ impl Vm {
     }
 
     /// Returns the identity of the running QEMU's binary, even if the file at its path was replaced
-    /// since.
+    /// since. Error: the binary cannot be read.
     pub fn identity(&mut self) -> Result<QemuIdentity> {
         if let Some(identity) = &self.identity {
             return Ok(identity.clone());
@@ -96,7 +96,8 @@ impl Vm {
         self.identity = Some(identity);
     }
 
-    /// The machine as it is now, with the memory that was plugged in since its line was written.
+    /// Returns the machine as it is now, with the memory that was plugged in since its line was
+    /// written. Error: QEMU does not answer.
     pub fn spec(&mut self) -> Result<MachineSpec> {
         let identity = self.identity()?;
         let plugged = self.plugged_memory()?;
@@ -117,17 +118,18 @@ impl Vm {
         })
     }
 
-    /// The checkpoint that the VM was restored from, by its command line.
+    /// Returns the checkpoint that the VM was restored from, by its command line.
     pub fn lineage(&self) -> Option<Lineage> {
         lineage_of(self.full_command())
     }
 
-    /// Returns the directory from which relative paths of the VM's command line start.
+    /// Returns the directory from which relative paths of the VM's command line start. Error: the
+    /// process has ended, or this user may not inspect it.
     pub fn working_directory(&self) -> Result<PathBuf> {
         running::directory(self.pid(), self.full_command())
     }
 
-    /// The VM's name from `-name`.
+    /// Returns the VM's name from `-name`.
     pub fn vm_name(&self) -> Option<String> {
         let arguments = options::parse(self.user_command().get(1..).unwrap_or_default()).ok()?;
         keyframe_qemu_cmdline::vm_name(&arguments)

@@ -25,7 +25,7 @@ pub struct QemuIdentity {
 }
 
 impl QemuIdentity {
-    /// Asks the binary at `path`.
+    /// Asks the binary at `path`. Error: the binary cannot be run, or does not answer as a QEMU.
     pub fn of(path: &Path) -> Result<Self> {
         let version = version(path)?;
         let real = std::fs::canonicalize(path)

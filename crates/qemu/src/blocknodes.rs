@@ -66,13 +66,13 @@ pub(crate) fn writable(qmp: &mut Qmp) -> Result<Vec<WritableNode>> {
 }
 
 impl Vm {
-    /// The disks that the guest can write to now.
+    /// Returns the disks that the guest can write to now. Error: QEMU does not answer.
     pub fn writable_nodes(&mut self) -> Result<Vec<WritableNode>> {
         writable(self.qmp())
     }
 
-    /// The disks that the guest can write to, each with its drive of the line, whose relative paths
-    /// begin at `directory`.
+    /// Returns the disks that the guest can write to, each with its drive of the line, whose
+    /// relative paths begin at `directory`.
     ///
     /// Error: [`crate::Error::CommandLine`] where the line has one that no restore could serve.
     pub fn line_disks(&mut self, directory: &Path) -> Result<Vec<LineDisk>> {

@@ -61,8 +61,8 @@ impl VirtioQueues {
         Ok(Self(queues))
     }
 
-    /// Whether a request is under way in one of them; of a VM that runs, whether one was a moment
-    /// ago.
+    /// Returns whether a request is under way in one of them; of a VM that runs, whether one was a
+    /// moment ago. Error: QEMU does not answer.
     pub fn are_busy(&self, qmp: &mut Qmp) -> Result<bool> {
         for (path, queue) in &self.0 {
             let status = qmp.execute(

@@ -35,7 +35,7 @@ impl From<Error> for VmmError {
     }
 }
 
-/// The abilities of a VM that Keyframe starts under QEMU.
+/// Returns the abilities of a VM that Keyframe starts under QEMU.
 pub fn capabilities() -> Capabilities {
     Capabilities::all(VmmKind::Qemu)
 }

@@ -76,7 +76,8 @@ impl<'a> Analysis<'a> {
     ///
     /// # Errors
     ///
-    /// The range is empty, `out` holds something else or is locked, or QEMU's version has no plugin.
+    /// The range is empty, `out` holds something else or is locked, or QEMU's version has no
+    /// plugin.
     pub fn new(
         subject: AnalysisSubject<'a>,
         tool: &'a dyn Tool,
@@ -97,7 +98,8 @@ impl<'a> Analysis<'a> {
         Ok(Self { _lock: Some(lock), ..this })
     }
 
-    /// Joins the analysis that another process has begun in `out`, which is absolute.
+    /// Joins the analysis that another process has begun in `out`, which is absolute. Errors: the
+    /// directory is of another analysis, or cannot be read.
     pub fn join(
         subject: AnalysisSubject<'a>,
         tool: &'a dyn Tool,
@@ -159,7 +161,7 @@ impl<'a> Analysis<'a> {
         self.intervals().iter().filter(|one| self.is_old(one.index)).map(Interval::len).sum()
     }
 
-    /// Returns the size of the VM's RAM.
+    /// Returns the size of the VM's RAM. Error: the checkpoint cannot be read.
     pub fn ram_bytes(&self) -> Result<u64> {
         let store = self.subject.store();
         let first = self.intervals().first().map(|one| one.begin.checkpoint);
@@ -168,7 +170,8 @@ impl<'a> Analysis<'a> {
         Ok(sealed.map_or(0, |sealed| sealed.meta.ram.len_bytes()))
     }
 
-    /// Returns interval `index`. Looks for new intervals if it is not known yet.
+    /// Returns interval `index`. Looks for new intervals if it is not known yet. Errors: there is
+    /// no such interval; the recording cannot be read.
     pub fn interval(&self, index: u32) -> Result<Interval> {
         let find = || {
             let progress = self.progress();

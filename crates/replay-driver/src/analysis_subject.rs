@@ -70,6 +70,7 @@ impl<'a> AnalysisSubject<'a> {
     }
 
     /// Returns its intervals. If `needs_exact_ends`, each ends where a replay can stop and go on.
+    /// Error: the recording or its log cannot be read.
     pub fn intervals(self, needs_exact_ends: bool) -> Result<KnownIntervals> {
         match self {
             Self::Recorded(recording) => {
@@ -83,7 +84,8 @@ impl<'a> AnalysisSubject<'a> {
         }
     }
 
-    /// Returns for each of `intervals` how much work its replay is, in instructions.
+    /// Returns for each of `intervals` how much work its replay is, in instructions. Error: the
+    /// recording or its log cannot be read.
     pub fn efforts(self, intervals: &[Interval]) -> Result<Vec<u64>> {
         match self {
             Self::Recorded(recording) => recording.efforts(intervals),

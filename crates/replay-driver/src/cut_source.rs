@@ -16,11 +16,11 @@ const CHECK_EVERY: Duration = Duration::from_millis(500);
 /// Tells a replay its next cut. All instructions are counted from the recording's beginning.
 pub trait CutSource {
     /// Returns the next cut behind `icount`. Returns `None` if the log ends before it, or if
-    /// `interrupted` became true during the wait for it.
+    /// `interrupted` became true during the wait for it. Error: the log cannot be read.
     fn next_cut(&mut self, icount: u64, interrupted: &AtomicBool) -> Result<Option<u64>>;
 
     /// Returns the first instruction behind the next answer of a disk at which a replay can stop;
-    /// `None` as above.
+    /// `None` as above. Error: the log cannot be read.
     fn next_after_disk_answer(
         &mut self,
         icount: u64,

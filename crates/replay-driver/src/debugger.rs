@@ -88,7 +88,7 @@ impl<'a> Debugger<'a> {
     }
 
     /// Serves one debugger after the other. Returns when one kills the VM, QEMU ends, or
-    /// `interrupted` becomes true.
+    /// `interrupted` becomes true. Errors: the socket fails; the replay fails.
     pub fn serve(self, paused: PausedReplay, interrupted: &AtomicBool) -> Result<()> {
         let context = DebugContext {
             recording: self.recording,

@@ -112,7 +112,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// An error of `store`.
+    /// Creates an error of `store`.
     pub fn store(store: &Path, source: keyframe_store::Error) -> Self {
         Self::Store { store: store.to_owned(), source }
     }

@@ -19,7 +19,8 @@ pub struct FollowerProcess {
 }
 
 impl FollowerProcess {
-    /// Starts the process, which takes a checkpoint `every` so often into `store`.
+    /// Starts the process, which takes a checkpoint `every` so often into `store`. Error: the
+    /// process cannot be started.
     pub fn start(recording: &Path, every: Duration, store: &Path) -> Result<Self> {
         let mut command = Command::new("/proc/self/exe");
         let every = humantime::format_duration(every).to_string();
@@ -39,7 +40,7 @@ impl FollowerProcess {
     }
 
     /// Waits until it has followed a recording that has ended. Ends it when `interrupted` becomes
-    /// true. Returns true if it has reached the recording's end.
+    /// true. Returns true if it has reached the recording's end. Error: the process has failed.
     pub fn finish(mut self, interrupted: &AtomicBool) -> Result<bool> {
         let mut is_signalled = false;
         loop {

@@ -63,7 +63,8 @@ impl OpenedSubject {
 }
 
 /// Returns the tool with this name. A name that ends with `.toml` is the path of the manifest of a
-/// third party's tool.
+/// third party's tool. Errors: there is no such tool; it does not take the arguments; the manifest
+/// cannot be read.
 pub fn tool(name: &str, arguments: &[String]) -> Result<Box<dyn Tool>> {
     let is_manifest = Path::new(name).extension().is_some_and(|extension| extension == "toml");
     let tool = if is_manifest {
@@ -98,14 +99,15 @@ impl JobSpec {
         }
     }
 
-    /// Writes it into the directory `out` of its analysis.
+    /// Writes it into the directory `out` of its analysis. Error: the file cannot be written.
     pub fn write(&self, out: &Path) -> Result<()> {
         let path = out.join("order.json");
         let text = serde_json::to_string_pretty(self).unwrap_or_default();
         std::fs::write(&path, text).map_err(|e| Error::file("write", &path, e))
     }
 
-    /// Reads the one in the directory `out` of an analysis.
+    /// Reads the one in the directory `out` of an analysis. Error: the file cannot be read, or is
+    /// not a job specification.
     pub fn read(out: &Path) -> Result<Self> {
         read_json(&out.join("order.json"))
     }

@@ -26,6 +26,8 @@ pub fn core_count() -> usize {
 /// `interrupted` became true. Intervals with the most work begin first, so that all jobs end at
 /// about the same time (longest processing time first: Graham, Bounds on multiprocessing timing
 /// anomalies, 1969).
+///
+/// Error: the recording's log cannot be read.
 pub fn for_each_interval<T: Send>(
     recording: &ReplayableRecording,
     intervals: &[Interval],

@@ -36,7 +36,8 @@ pub struct LiveRecording {
 
 impl LiveRecording {
     /// Opens the recording at `path` with the store that it names, or with `store`. Returns `None`
-    /// if the recording has just begun, and the store that it names does not exist yet.
+    /// if the recording has just begun, and the store that it names does not exist yet. Errors: the
+    /// recording or the store cannot be opened.
     pub fn open(
         path: &Path,
         store: Option<&Path>,
@@ -86,7 +87,7 @@ impl LiveRecording {
     }
 
     /// Returns its complete intervals. If `needs_exact_ends`, each ends where a replay can stop and
-    /// go on.
+    /// go on. Error: the log or the store cannot be read.
     pub fn intervals(&self, needs_exact_ends: bool) -> Result<KnownIntervals> {
         if let Some(recording) = self.ended()? {
             let intervals = recording.intervals_for_tool(needs_exact_ends)?;
@@ -108,7 +109,7 @@ impl LiveRecording {
     }
 
     /// Returns for each of `intervals`, which are complete, how much work its replay is
-    /// ([`Interval::effort`]).
+    /// ([`Interval::effort`]). Error: the log cannot be read.
     pub fn efforts(&self, intervals: &[Interval]) -> Result<Vec<u64>> {
         if let Some(recording) = self.ended()? {
             return recording.efforts(intervals);

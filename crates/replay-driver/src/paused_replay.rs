@@ -73,7 +73,8 @@ const STUB_SOCKET: &str = "gdb.sock";
 
 impl PausedReplay {
     /// Replays `route`, and calls `on_progress` now and then with the instruction that QEMU has
-    /// reached. Returns `None` if `interrupted` became true.
+    /// reached. Returns `None` if `interrupted` became true. Errors: those of [`Replay::start`] and
+    /// [`Replay::arrive`].
     pub fn at(
         recording: &ReplayableRecording,
         route: ReplayRoute,
@@ -100,7 +101,7 @@ impl PausedReplay {
         }
     }
 
-    /// Returns the instruction before which it has stopped.
+    /// Returns the instruction before which it has stopped. Error: QEMU does not answer.
     pub fn icount(&mut self) -> Result<u64> {
         let qmp = self.replay.restored().vm().qmp();
         // No other code takes these events.

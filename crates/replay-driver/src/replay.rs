@@ -71,7 +71,8 @@ pub struct Replay {
 }
 
 impl Replay {
-    /// Starts QEMU at `checkpoint`, and lets it run to `until`.
+    /// Starts QEMU at `checkpoint`, and lets it run to `until`. Errors: the checkpoint or the log
+    /// cannot be read; QEMU cannot be started, or refuses the state.
     pub fn start(
         recording: &ReplayableRecording,
         checkpoint: RecordedCheckpoint,
@@ -100,7 +101,8 @@ impl Replay {
         self.vm.disks.as_mut().map(|disks| &mut disks.served)
     }
 
-    /// Waits until it has reached its target ([`ReplayStepper::arrive`]).
+    /// Waits until it has reached its target ([`ReplayStepper::arrive`]). Errors: the replay
+    /// departs from the recording; QEMU ends early or does not answer.
     pub fn arrive(
         &mut self,
         interrupted: &AtomicBool,
@@ -109,7 +111,8 @@ impl Replay {
         self.stepper.arrive(&mut self.vm.restored, interrupted, on_progress)
     }
 
-    /// Lets it run on to `until`, and waits until it is there ([`ReplayStepper::go_on`]).
+    /// Lets it run on to `until`, and waits until it is there ([`ReplayStepper::go_on`]). Errors:
+    /// the replay departs from the recording; QEMU ends early or does not answer.
     pub fn go_on(
         &mut self,
         until: Until,
@@ -119,7 +122,8 @@ impl Replay {
         self.stepper.go_on(&mut self.vm.restored, until, interrupted, on_progress)
     }
 
-    /// Ends QEMU in good order, so that a plugin writes its results.
+    /// Ends QEMU in good order, so that a plugin writes its results. Error: QEMU or the process of
+    /// its disks does not end in good order.
     pub fn end(self) -> Result<()> {
         self.vm.end()
     }
@@ -180,7 +184,8 @@ pub(crate) struct RunningVm {
 }
 
 impl RunningVm {
-    /// Ends QEMU in good order, then the process of its disks.
+    /// Ends QEMU in good order, then the process of its disks. Error: QEMU or the process of its
+    /// disks does not end in good order.
     pub fn end(mut self) -> Result<()> {
         let killed = self.restored.kill().map_err(Error::from);
         let closed = self.disks.take().map_or(Ok(()), |disks| disks.served.end(false).map(drop));

@@ -36,7 +36,7 @@ pub enum StopReason {
 
 /// A QEMU that replays.
 pub trait ReplayingVm {
-    /// Returns how it ended; `None` while it runs.
+    /// Returns how it ended; `None` while it runs. Error: the kernel does not tell.
     fn ended(&mut self) -> keyframe_qemu::Result<Option<ExitStatus>>;
     /// Returns the handle of its VM.
     fn vm(&mut self) -> &mut Vm;
@@ -92,7 +92,7 @@ impl ReplayStepper {
     }
 
     /// Lets a paused replay run on to `until`, and waits until it is there, as
-    /// [`ReplayStepper::arrive`] does.
+    /// [`ReplayStepper::arrive`] does. Errors: those of [`ReplayStepper::arrive`].
     pub fn go_on(
         &mut self,
         replay: &mut impl ReplayingVm,

@@ -83,7 +83,8 @@ impl UnrecordedRun {
         Ok(Self { store, run, qemu_version, intervals })
     }
 
-    /// Starts a paused VM at `checkpoint`.
+    /// Starts a paused VM at `checkpoint`. Errors: the checkpoint cannot be read; QEMU cannot be
+    /// started, or refuses the state.
     pub fn start(&self, checkpoint: CheckpointId, options: ReplayOptions) -> Result<SimulatedVm> {
         // A guest that shuts down leaves QEMU paused, so that the tool can write its results.
         let mut extra = options.extra;
@@ -177,7 +178,8 @@ impl SimulatedVm {
         threads.first().copied().ok_or(Error::Replay(ReplayError::NoCpuThread))
     }
 
-    /// Ends QEMU in good order, so that a plugin writes what it has.
+    /// Ends QEMU in good order, so that a plugin writes what it has. Error: QEMU does not end in
+    /// good order.
     pub fn end(self) -> Result<()> {
         self.vm.end()
     }

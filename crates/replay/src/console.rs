@@ -86,7 +86,7 @@ impl Console {
         }
     }
 
-    /// The first line that contains `marker`.
+    /// Returns the first line that contains `marker`.
     pub fn find(&self, marker: &str) -> Option<&ConsoleLine> {
         self.lines.iter().find(|line| line.text.contains(marker))
     }

@@ -137,7 +137,7 @@ impl CutFinder {
         Self { spacing, pending, count: 0, last_cut: None, last_reading: None, due_ns: 0 }
     }
 
-    /// Whether cut points depend on the log's times.
+    /// Returns whether cut points depend on the log's times.
     pub fn is_by_time(&self) -> bool {
         matches!(self.spacing, CutSpacing::Time(_))
     }

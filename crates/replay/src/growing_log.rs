@@ -159,12 +159,12 @@ impl GrowingLog {
         self.icount
     }
 
-    /// The last instruction at which a replay may stop so far.
+    /// Returns the last instruction at which a replay may stop so far.
     pub fn last_stop(&self) -> u64 {
         self.index.end().saturating_sub(1)
     }
 
-    /// The index of the events so far. Instructions that are unambiguous in it remain so.
+    /// Returns the index of the events so far. Instructions that are unambiguous in it remain so.
     pub fn index(&self) -> &LogIndex {
         &self.index
     }
@@ -174,7 +174,7 @@ impl GrowingLog {
         self.cut_finder.next_cut(&self.index)
     }
 
-    /// Whether QEMU has written its end event.
+    /// Returns whether QEMU has written its end event.
     pub fn is_complete(&self) -> bool {
         self.is_complete
     }

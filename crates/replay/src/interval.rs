@@ -46,14 +46,14 @@ impl Interval {
         self.end_icount.saturating_sub(self.from_icount)
     }
 
-    /// The expected time of its replay, in instructions without an event. `log` is the index of the
-    /// recording's log.
+    /// Returns the expected time of its replay, in instructions without an event. `log` is the
+    /// index of the recording's log.
     pub fn effort(&self, log: &LogIndex) -> u64 {
         let events = log.count(self.from_icount..self.end_icount);
         self.len().saturating_add(events.saturating_mul(EVENT_EFFORT))
     }
 
-    /// Whether it has no instruction. The functions of this module return no such interval.
+    /// Returns whether it has no instruction. The functions of this module return no such interval.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

@@ -65,7 +65,7 @@ impl Term {
     /// The term of the first primary.
     pub const FIRST: Self = Self(1);
 
-    /// The term of the node that takes over from this term's primary.
+    /// Returns the term of the node that takes over from this term's primary.
     #[must_use]
     pub fn next(self) -> Self {
         Self(self.0.saturating_add(1))

@@ -265,7 +265,7 @@ impl Primary {
         if at <= self.now_ns { self.now_ns.saturating_add(self.config.heartbeat_ns) } else { at }
     }
 
-    /// The state, as users see it.
+    /// Returns the state, as users see it.
     pub fn state(&self) -> PrimaryState {
         match self.phase {
             Phase::Ended => PrimaryState::Ended,
@@ -280,22 +280,22 @@ impl Primary {
         }
     }
 
-    /// True if this node asks for the right to run the VM without its standby.
+    /// Returns true if this node asks for the right to run the VM without its standby.
     pub fn is_leaving_standby(&self) -> bool {
         self.asking.is_some()
     }
 
-    /// The term in which this node runs the VM.
+    /// Returns the term in which this node runs the VM.
     pub fn term(&self) -> Term {
         self.term
     }
 
-    /// The session with a standby, if there is one.
+    /// Returns the session with a standby, if there is one.
     pub fn session(&self) -> Option<SessionId> {
         self.peer.as_ref().map(|peer| peer.session)
     }
 
-    /// The newest epoch of this session that the standby has acknowledged.
+    /// Returns the newest epoch of this session that the standby has acknowledged.
     pub fn acknowledged(&self) -> Option<Epoch> {
         self.peer.as_ref().and_then(|peer| peer.acked)
     }

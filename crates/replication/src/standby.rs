@@ -185,7 +185,7 @@ impl Standby {
         if at <= self.now_ns { self.now_ns.saturating_add(self.config.heartbeat_ns) } else { at }
     }
 
-    /// The state, as users see it.
+    /// Returns the state, as users see it.
     pub fn state(&self) -> StandbyState {
         match self.phase {
             Phase::Alone => StandbyState::Alone,
@@ -197,17 +197,17 @@ impl Standby {
         }
     }
 
-    /// The newest term that it knows. The driver keeps it for the next start.
+    /// Returns the newest term that it knows. The driver keeps it for the next start.
     pub fn term(&self) -> Term {
         self.term
     }
 
-    /// The session with a primary, if there is one.
+    /// Returns the session with a primary, if there is one.
     pub fn session(&self) -> Option<SessionId> {
         self.session
     }
 
-    /// The newest applied epoch.
+    /// Returns the newest applied epoch.
     pub fn held(&self) -> Option<Epoch> {
         self.held
     }

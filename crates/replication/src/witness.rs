@@ -196,7 +196,8 @@ impl Witness {
         }
     }
 
-    /// Decodes a persisted state, which must be all of `bytes`.
+    /// Decodes a persisted state, which must be all of `bytes`. Error: the bytes are malformed, or
+    /// of another version.
     pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
         let mut reader = ByteReader::new(bytes);
         read_version(&mut reader, STATE_VERSION)?;
@@ -241,7 +242,7 @@ impl GroupState {
 }
 
 impl WitnessRequest {
-    /// The VM of the request.
+    /// Returns the VM of the request.
     pub fn group(&self) -> GroupId {
         match self {
             Self::Solo { group, .. }
@@ -276,7 +277,8 @@ impl WitnessRequest {
         }
     }
 
-    /// Decodes one request, which must be all of `bytes`.
+    /// Decodes one request, which must be all of `bytes`. Error: the bytes are malformed, or of
+    /// another version.
     pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
         let mut reader = ByteReader::new(bytes);
         read_version(&mut reader, PROTOCOL_VERSION)?;
@@ -327,7 +329,8 @@ impl WitnessReply {
         }
     }
 
-    /// Decodes one reply, which must be all of `bytes`.
+    /// Decodes one reply, which must be all of `bytes`. Error: the bytes are malformed, or of
+    /// another version.
     pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
         let mut reader = ByteReader::new(bytes);
         read_version(&mut reader, PROTOCOL_VERSION)?;

@@ -41,7 +41,7 @@ impl Default for PrecopyPolicy {
 }
 
 impl PrecopyPolicy {
-    /// The policy without rounds: the pause copies everything.
+    /// Returns the policy without rounds: the pause copies everything.
     pub fn stop_copy() -> Self {
         Self { rounds_max: 0, ..Self::default() }
     }

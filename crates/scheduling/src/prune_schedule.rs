@@ -38,7 +38,7 @@ impl PruneSchedule {
         Self { look_ns, forgotten: None, rest_until_ns: 0 }
     }
 
-    /// The time between two looks, in nanoseconds.
+    /// Returns the time between two looks, in nanoseconds.
     pub fn look_ns(&self) -> u64 {
         self.look_ns
     }
@@ -56,8 +56,8 @@ impl PruneSchedule {
         (is_first || enough) && now_ns >= self.rest_until_ns
     }
 
-    /// True if prunes are too slow: twice as many checkpoints wait for a prune as should, next to
-    /// `kept` others.
+    /// Returns true if prunes are too slow: twice as many checkpoints wait for a prune as should,
+    /// next to `kept` others.
     pub fn is_behind(&self, kept: u64) -> bool {
         self.forgotten.is_some_and(|sum| {
             sum >= FORGOTTEN_MIN * 2

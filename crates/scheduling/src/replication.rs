@@ -74,8 +74,8 @@ pub struct VmObservation {
 }
 
 impl VmObservation {
-    /// The age of the epoch: the paper's `wait_time`, which also counts while a checkpoint is in
-    /// flight.
+    /// Returns the age of the epoch: the paper's `wait_time`, which also counts while a checkpoint
+    /// is in flight.
     pub fn age_ns(&self) -> u64 {
         self.now_ns.saturating_sub(self.since_ns)
     }
@@ -148,7 +148,7 @@ pub enum EpochReason {
 }
 
 impl EpochReason {
-    /// The reason's name for users.
+    /// Returns the reason's name for users.
     pub fn name(self) -> &'static str {
         match self {
             Self::Due => "due",
@@ -170,13 +170,13 @@ impl fmt::Display for EpochReason {
 
 /// Decides when a protected VM is checkpointed.
 pub trait ReplicationScheduler: Send {
-    /// The policy's name with its parameters, for users.
+    /// Returns the policy's name with its parameters, for users.
     fn name(&self) -> String;
     /// Decides at an observation. Observations must come in the order of time.
     fn look(&mut self, look: &VmObservation) -> ReplicationDecision;
     /// Learns from a checkpoint that was just acknowledged. The caller looks again at once.
     fn acknowledged(&mut self, acked: &AcknowledgedEpoch);
-    /// The current estimates for users: names with units, and values.
+    /// Returns the current estimates for users: names with units, and values.
     fn describe(&self) -> Vec<(&'static str, f64)>;
 }
 

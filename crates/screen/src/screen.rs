@@ -71,7 +71,8 @@ pub(crate) enum Mode {
 }
 
 impl Screen {
-    /// The picture that `registers` describe in a memory of `memory_bytes` bytes.
+    /// Returns the picture that `registers` describe in a memory of `memory_bytes` bytes. Error:
+    /// the registers describe a mode that cannot be drawn, or one that the memory cannot hold.
     pub fn new(registers: &Registers, memory_bytes: u64) -> Result<Self, PictureProblem> {
         match registers {
             Registers::Bochs(bochs) => {
@@ -137,7 +138,7 @@ impl Screen {
         self.height
     }
 
-    /// The range of the display's memory that [`Self::draw`] needs.
+    /// Returns the range of the display's memory that [`Self::draw`] needs.
     pub fn needs(&self) -> Range<u64> {
         self.needs.clone()
     }

@@ -16,7 +16,8 @@ use keyframe_store::Store;
 use keyframe_units::PAGE_BYTES;
 
 /// Attaches to the QEMUs with those process ids, each with the way to its monitor; several are a
-/// group.
+/// group. Errors: [`Error::Qemu`] if a process is no QEMU or its monitor cannot be reached; a
+/// refused machine; the store is in use.
 pub fn attach(
     store: &Store,
     vms: &[(u32, AttachOptions)],

@@ -28,7 +28,8 @@ pub struct BudgetKeeper {
 }
 
 impl BudgetKeeper {
-    /// Makes the budget of a session; `None` if the options set no limit.
+    /// Makes the budget of a session; `None` if the options set no limit. Errors: limits that
+    /// contradict each other; the kernel cannot measure the cost of its write protection.
     pub fn new(options: &SessionOptions) -> Result<Option<Self>> {
         let pause_ns = options.max_pause.map(duration_ns);
         let budget = Budget { pause_ns, overhead: options.max_overhead };

@@ -19,7 +19,7 @@ pub struct EncoderThread<S: CheckpointSink> {
 
 impl<S: CheckpointSink + 'static> EncoderThread<S> {
     /// Starts an encoder that feeds `sink`. It calls `watch` at each phase, and `report` with the
-    /// outcome of each capture.
+    /// outcome of each capture. Error: the thread cannot be started.
     pub fn start(
         sink: S,
         space_pages: u64,
@@ -42,7 +42,7 @@ impl<S: CheckpointSink + 'static> EncoderThread<S> {
     }
 
     /// Closes the queue, waits until it is worked off, and gives the sink back. Its reports have
-    /// been given.
+    /// been given. Error: the thread has panicked.
     pub fn finish(self) -> Result<S> {
         drop(self.queue);
         self.thread.join().map_err(|_| Error::EncoderPanicked)

@@ -164,7 +164,8 @@ pub struct Engine<'a> {
 }
 
 impl<'a> Engine<'a> {
-    /// An engine over a VM that is ready to run.
+    /// Creates an engine over a VM that is ready to run. Errors: the run cannot be begun in the
+    /// store; a thread cannot be started.
     pub fn new(store: &'a Store, parts: PreparedSession, options: SessionOptions) -> Result<Self> {
         let inputs = EngineInputs::of_process(&options)?;
         // All that the VM needs has been started: it does not inherit this.
@@ -235,7 +236,8 @@ impl<'a> Engine<'a> {
         })
     }
 
-    /// Runs the VM to its end, or until the run is ended.
+    /// Runs the VM to its end, or until the run is ended. Errors: what ended the run; a failed
+    /// teardown. All is released in either case.
     pub fn run(mut self) -> Result<RunReport> {
         self.tell(&Event::Started(self.greeting()));
         if let Err(error) = self.begin() {

@@ -168,7 +168,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// An error of `store`.
+    /// Creates an error of `store`.
     pub fn store(store: &Path, source: keyframe_store::Error) -> Self {
         Self::Store { store: store.to_owned(), source }
     }
@@ -238,7 +238,8 @@ impl Error {
     }
 }
 
-/// An error and its sources in one line. A source whose text the line has already is left out.
+/// Returns an error and its sources in one line. A source whose text the line has already is left
+/// out.
 pub fn error_chain(error: &dyn std::error::Error) -> String {
     keyframe_units::error_chain(error)
 }

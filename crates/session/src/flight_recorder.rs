@@ -55,7 +55,8 @@ pub struct FlightRecorder {
 
 impl FlightRecorder {
     /// Starts a recorder that forgets old checkpoints of the run of `vm` in `store` and shows its
-    /// state in `status`. Returns `None` if the options ask for no recorder.
+    /// state in `status`. Returns `None` if the options ask for no recorder. Error: the thread
+    /// cannot be started.
     pub fn start(
         store: &Store,
         vm: &str,

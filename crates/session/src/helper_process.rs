@@ -50,8 +50,9 @@ pub fn run_if_asked() {
     }
 }
 
-/// Watches the VM that `words` describe, until the session at the other end of standard input
-/// ends. One word alone is the path of QEMU's monitor socket.
+/// Watches the VM that `words` describe, until the session at the other end of standard input ends.
+/// One word alone is the path of QEMU's monitor socket. Error: the words are invalid, or the VM
+/// cannot be resumed.
 pub fn watch(words: &[OsString]) -> Result<()> {
     let watched = match words {
         [path] => Watched::by_monitor(path.into()),
@@ -61,7 +62,7 @@ pub fn watch(words: &[OsString]) -> Result<()> {
 }
 
 /// Serves disks for the session at the other end of standard input, until that orders the end or
-/// its VM is gone.
+/// its VM is gone. Error: the requests cannot be read.
 pub fn serve_disks() -> Result<()> {
     let control = UnixStream::from(standard_input()?);
     let layers = Layers::default();
@@ -69,8 +70,8 @@ pub fn serve_disks() -> Result<()> {
         .map_err(|e| Error::VmDisks(keyframe_vm_disks::Error::Disk(e)))
 }
 
-/// Switches packets for the session at the other end of standard input, until that has ended and
-/// no VM is connected.
+/// Switches packets for the session at the other end of standard input, until that has ended and no
+/// VM is connected. Error: the requests cannot be read.
 pub fn switch() -> Result<()> {
     Ok(keyframe_net::serve(UnixStream::from(standard_input()?))?)
 }

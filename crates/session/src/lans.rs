@@ -31,7 +31,8 @@ pub struct Lans {
 }
 
 impl Lans {
-    /// A switch of our own that listens at `paths`.
+    /// Creates a switch of our own that listens at `paths`. Error: the process cannot be started,
+    /// or a socket cannot be made.
     pub fn start(paths: &[PathBuf]) -> Result<Self> {
         let mut command = Command::new("/proc/self/exe");
         command.arg0("keyframe").arg("__switch");
@@ -42,7 +43,8 @@ impl Lans {
         Ok(Self { remote, held: false })
     }
 
-    /// The switch of the user's (`keyframe switch`) with that control socket.
+    /// Returns the switch of the user's (`keyframe switch`) with that control socket. Error: no
+    /// switch answers there.
     pub fn connect(control: &Path) -> Result<Self> {
         Ok(Self { remote: Remote::connect(control)?, held: false })
     }
@@ -58,7 +60,7 @@ impl Lans {
         Ok(quiet?)
     }
 
-    /// True if the switch has ended, or does not answer any more: its networks are dead.
+    /// Returns true if the switch has ended, or does not answer any more: its networks are dead.
     pub fn is_lost(&mut self) -> bool {
         self.remote.is_lost()
     }
@@ -80,6 +82,8 @@ impl Lans {
     /// Holds delivery and queues the packets of a checkpoint for restored VMs, once these are
     /// connected. `pids` pairs the process id of each recorded VM with that of the restored one.
     /// `now` returns the present socket of a recorded network.
+    ///
+    /// Error: the switch does not answer, or a recorded port has no VM.
     pub fn restore(
         &mut self,
         in_flight: &InFlight,
@@ -110,7 +114,8 @@ impl Lans {
         Ok(self.remote.restore(in_flight, &ports)?)
     }
 
-    /// The sockets of its networks, as far as VMs are connected to them.
+    /// Returns the sockets of its networks, as far as VMs are connected to them. Error: the switch
+    /// does not answer.
     pub fn connected(&mut self) -> Result<Vec<PathBuf>> {
         let ports = self.remote.ports()?.ports;
         let mut lans: Vec<PathBuf> =

@@ -75,7 +75,8 @@ pub struct StartedVm {
     pub runs: bool,
 }
 
-/// Brings VMs up to just before their first instruction.
+/// Brings VMs up to just before their first instruction. Errors: a refused machine or option; QEMU
+/// does not start; the store is in use. VMs that were started are ended.
 pub fn launch(
     store: &Store,
     commands: CommandLines,
@@ -293,7 +294,7 @@ pub fn end(found: Vec<StartedVm>, peripherals: Peripherals, error: Error) -> Err
 }
 
 /// Returns the name of the VM or the group, and the names of the members, from the names on their
-/// command lines.
+/// command lines. Errors: a name that cannot be one; two members with one name.
 pub fn names(
     wanted: &[Option<String>],
     is_group: bool,
@@ -317,7 +318,8 @@ pub fn names(
     Ok((options.name.clone().unwrap_or_else(|| "group".into()), members))
 }
 
-/// The right to write into `store`, for the VM or group of that name.
+/// Returns the right to write into `store`, for the VM or group of that name. Errors: the store is
+/// in use, or cannot be written.
 pub fn lock(
     store: &Store,
     command: &str,
@@ -357,7 +359,7 @@ pub fn lock(
     Ok(writer)
 }
 
-/// The networks that `options` name.
+/// Returns the networks that `options` name. Error: the switch cannot be started or reached.
 pub fn open_lans(options: &SessionOptions) -> Result<Option<Lans>> {
     match &options.lans {
         LanChoice::None => Ok(None),
@@ -503,7 +505,8 @@ pub fn refuse(vm: &mut Vm, events: &dyn EventSink<Event>) -> Result<()> {
     if refusals.is_empty() { Ok(()) } else { Err(Error::NotCheckpointable(refusals)) }
 }
 
-/// Describes the machine as it is now, with devices that were plugged in after its start.
+/// Describes the machine as it is now, with devices that were plugged in after its start. Error:
+/// QEMU does not answer.
 pub fn machine_meta(vm: &mut Vm, identity: &QemuIdentity, directory: &Path) -> Result<MachineMeta> {
     let (user_command, full_command) = lines_now(vm)?;
     Ok(MachineMeta {
@@ -531,13 +534,14 @@ pub fn lines_now(vm: &mut Vm) -> Result<(Vec<String>, Vec<String>)> {
 }
 
 /// Starts the watchdog: a process of its own, which outlives a crash of this one. If it ends,
-/// another one is started.
+/// another one is started. Error: the process cannot be started.
 pub fn spawn_watchdog(vm: &Vm, events: &SharedEventSink) -> Result<WatchdogKeeper> {
     Ok(WatchdogKeeper::start(watchdog_starter(vm)?, Arc::clone(events))?)
 }
 
 /// As [`spawn_watchdog`], for a VM that runs already: the watchdog is started before the first
-/// pause, so that a host without room for one more process does not end the VM.
+/// pause, so that a host without room for one more process does not end the VM. Error: the VM's
+/// monitor cannot be handed on.
 pub fn late_watchdog(vm: &Vm, events: &SharedEventSink) -> Result<WatchdogKeeper> {
     Ok(WatchdogKeeper::later(watchdog_starter(vm)?, Arc::clone(events)))
 }

@@ -129,8 +129,8 @@ pub struct SessionOptions {
 }
 
 impl SessionOptions {
-    /// The options of a session that takes a checkpoint each `interval`, with the defaults of
-    /// `keyframe run` for all else, and without an event sink.
+    /// Returns the options of a session that takes a checkpoint each `interval`, with the defaults
+    /// of `keyframe run` for all else, and without an event sink.
     pub fn every(interval: Option<Duration>, on_exit: OnExit) -> Self {
         Self {
             interval,
@@ -160,7 +160,8 @@ impl SessionOptions {
         }
     }
 
-    /// The tracker that the strategy needs, or an objection.
+    /// Returns the tracker that the strategy needs, or an objection. Error:
+    /// [`Error::CopyOnWriteTracker`] if copy-on-write is asked for with another tracker.
     pub fn tracker_kind(&self) -> Result<TrackerKind> {
         match (self.tracker, self.strategy) {
             (TrackerKind::Auto, Strategy::Cow) => Ok(TrackerKind::Sync),
@@ -173,7 +174,8 @@ impl SessionOptions {
     }
 }
 
-/// Runs the VMs of `commands` under checkpoints into `store`, to their end.
+/// Runs the VMs of `commands` under checkpoints into `store`, to their end. Errors: those of the
+/// launch; what ended the run; a failed teardown.
 pub fn run(store: &Store, commands: CommandLines, options: SessionOptions) -> Result<RunReport> {
     budget::check(&options)?;
     let parts = launch::launch(store, commands, &options)?;
@@ -197,7 +199,8 @@ pub fn engine_over(
 }
 
 /// Takes checkpoints of the running QEMUs with those process ids into `store`, until asked to end
-/// or the VMs end. Several are a group.
+/// or the VMs end. Several are a group. Errors: those of the attachment; what ended the run; a
+/// failed teardown.
 pub fn attach(
     store: &Store,
     vms: &[(u32, AttachOptions)],

@@ -57,7 +57,7 @@ pub struct Member {
 }
 
 impl Member {
-    /// A VM that has not ended.
+    /// Creates a VM that has not ended.
     pub fn new(name: String, vm: SessionVm, runs: bool) -> Self {
         Self {
             name,
@@ -72,7 +72,7 @@ impl Member {
         }
     }
 
-    /// The same VM, with the health of its watchdog.
+    /// Returns the same VM, with the health of its watchdog.
     #[must_use]
     pub fn watched_by(self, watchdog: WatchdogHealth) -> Self {
         Self { watchdog, ..self }
@@ -90,7 +90,8 @@ pub struct Peripherals {
 
 impl Peripherals {
     /// Ends the networks. Also ends the disks, unless the VMs keep running with them (`keeps`).
-    /// Returns the directory of the guests' writes, if they are not in the images.
+    /// Returns the directory of the guests' writes, if they are not in the images. Error: the disks
+    /// or the networks do not end in good order.
     pub fn release(self, keeps: bool) -> Result<Option<std::path::PathBuf>> {
         if let Some(lans) = self.lans {
             lans.end();
@@ -114,7 +115,7 @@ pub struct Machines {
 }
 
 impl Machines {
-    /// One VM, or with `is_group` those of a group.
+    /// Makes the machines of a session from `members`: one VM, or with `is_group` those of a group.
     pub fn new(mut members: Vec<Member>, is_group: bool, peripherals: Peripherals) -> Self {
         if peripherals.disks.as_ref().is_some_and(|disks| disks.cuts_by_monitor()) {
             for member in &mut members {
@@ -140,12 +141,12 @@ impl Machines {
         self.disks.as_mut().map(|disks| (&mut **disks as &mut dyn DiskCapture, members))
     }
 
-    /// Whether they are a group.
+    /// Returns whether they are a group.
     pub fn is_group(&self) -> bool {
         self.is_group
     }
 
-    /// True if another program started them.
+    /// Returns true if another program started them.
     pub fn is_attached(&self) -> bool {
         self.members.iter().any(|m| m.vm.is_attached())
     }
@@ -156,7 +157,7 @@ impl Machines {
         self.members.first_mut()?.vm.mark()
     }
 
-    /// Whether any of them runs.
+    /// Returns whether any of them runs.
     pub fn run(&self) -> bool {
         self.members.iter().any(|m| m.runs)
     }
@@ -168,7 +169,7 @@ impl Machines {
         standing.unwrap_or(&RunState::Paused)
     }
 
-    /// Resumes the launched VMs that are to run.
+    /// Resumes the launched VMs that are to run. Error: a VM does not answer.
     pub fn start(&mut self) -> Result<()> {
         for member in self.members.iter_mut().filter(|m| m.runs && !m.vm.is_attached()) {
             member.vm.vm_mut().resume()?;
@@ -216,7 +217,7 @@ impl Machines {
         }
     }
 
-    /// The exit status of the VMs once all have ended: the first failure, if one failed.
+    /// Returns the exit status of the VMs once all have ended: the first failure, if one failed.
     pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
         for member in self.members.iter_mut().filter(|m| m.ended.is_none()) {
             let vm = member.vm.vm_mut();
@@ -232,23 +233,23 @@ impl Machines {
         Ok(ends.and_then(|ends| ends.iter().find(|e| !e.success()).or(ends.first()).copied()))
     }
 
-    /// A member that has ended while others have not.
+    /// Returns a member that has ended while others have not.
     pub fn lost(&self) -> Option<&str> {
         let lost = self.members.iter().find(|m| m.ended.is_some())?;
         self.members.iter().any(|m| m.ended.is_none()).then_some(&*lost.name)
     }
 
-    /// True if the networks between the members are dead.
+    /// Returns true if the networks between the members are dead.
     pub fn have_lost_network(&mut self) -> bool {
         self.lans.as_mut().is_some_and(Lans::is_lost)
     }
 
-    /// True if a member has no watchdog, and none can be started.
+    /// Returns true if a member has no watchdog, and none can be started.
     pub fn have_lost_watchdog(&self) -> bool {
         self.members.iter().any(|member| member.watchdog.is_lost())
     }
 
-    /// The process id of a VMM that runs and has closed its monitor.
+    /// Returns the process id of a VMM that runs and has closed its monitor.
     pub fn without_monitor(&mut self) -> Option<u32> {
         self.members.iter_mut().filter(|m| m.ended.is_none()).find_map(|member| {
             let state = member.vm.vm_mut().run_state();
@@ -312,7 +313,8 @@ impl Machines {
     }
 }
 
-/// Returns the RAM blocks of all members as the layout of one VM.
+/// Returns the RAM blocks of all members as the layout of one VM. Error: the layouts together are
+/// too large, or two RAM blocks have one name.
 pub fn group_layout(
     members: &[(&str, RamLayout)],
 ) -> Result<RamLayout, keyframe_units::LayoutError> {

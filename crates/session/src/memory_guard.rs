@@ -59,8 +59,8 @@ fn remaining(guests: &[GuestMemory]) -> RemainingMemory {
     memory_limits::remaining(&growth)
 }
 
-/// The sizes in bytes of the encoder's cache of pages and of the index: as `options` ask, or what
-/// `guests` leave for them.
+/// Returns the sizes in bytes of the encoder's cache of pages and of the index: as `options` ask,
+/// or what `guests` leave for them.
 pub fn cache_bytes(options: &SessionOptions, guests: &[GuestMemory]) -> (u64, u64) {
     let asked = (options.encode_memory_mib << 20, options.index_memory_mib << 20);
     let share_bytes = remaining(guests).bytes.saturating_sub(RESERVE_BYTES) / 4;
@@ -82,7 +82,7 @@ impl MemoryGuard {
         Self { guests, wanted_pages, has_told: false }
     }
 
-    /// What the VMs leave now, in bytes.
+    /// Returns the memory that the VMs leave now, in bytes.
     pub fn left_bytes(&self) -> u64 {
         remaining(&self.guests).bytes
     }

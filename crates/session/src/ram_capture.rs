@@ -40,29 +40,32 @@ pub type OpenRam = fn(&mut dyn Vmm) -> Result<Box<dyn RamAccess>>;
 
 /// The RAM of one VM.
 pub trait RamAccess: Send {
-    /// The RAM blocks.
+    /// Returns the RAM blocks.
     fn layout(&self) -> &RamLayout;
 
-    /// True if devices of the VM can discard RAM, and the tracker sees that.
+    /// Returns true if devices of the VM can discard RAM, and the tracker sees that.
     fn watches_discards(&self) -> bool;
 
-    /// A reader of the RAM as it is at each read.
+    /// Returns a reader of the RAM as it is at each read.
     fn reader(&self) -> Arc<dyn PageReader>;
 
     /// Writes `content` to `page` of the paused VM's RAM. The tracker reports the page afterwards.
+    /// Error: the VM has ended, or its memory cannot be written.
     fn write_page(&self, page: PageIndex, content: &Page) -> Result<(), BoxError>;
 
-    /// Begins to track writes by asynchronous write protection.
+    /// Begins to track writes by asynchronous write protection. Error: the kernel cannot track the
+    /// VM's memory.
     fn track_writes(&self, events: &dyn EventSink<Event>) -> Result<StartedTracker>;
 
     /// Begins to track writes so that each first write waits for an answer, which copy-on-write
-    /// needs.
+    /// needs. Error: the kernel cannot track the VM's memory.
     fn track_first_writes(
         &self,
         events: &dyn EventSink<Event>,
     ) -> Result<(StartedTracker, Arc<dyn FirstWriteMonitor>)>;
 
-    /// Prepares to freeze the RAM by forking the VMM.
+    /// Prepares to freeze the RAM by forking the VMM. Error: the VM's memory cannot be frozen by a
+    /// fork.
     fn freezer(&self) -> Result<Box<dyn RamFreezer>>;
 }
 
@@ -93,7 +96,8 @@ pub struct RamCapture {
 
 impl RamCapture {
     /// Finds the RAM of `vms`, which are processes on this host, and begins to track it. Each VM
-    /// comes with its name; with `is_group`, the names tell the RAM blocks of a group apart.
+    /// comes with its name; with `is_group`, the names tell the RAM blocks of a group apart. Error:
+    /// the kernel cannot track a VM's memory.
     pub fn start(
         vms: &mut [(&str, &mut dyn Vmm)],
         is_group: bool,
@@ -102,7 +106,8 @@ impl RamCapture {
         Self::start_with(ProcessRam::open, vms, is_group, options)
     }
 
-    /// The same for VMs whose RAM `open` opens.
+    /// Begins to track the RAM of `vms` as [`Self::start`] does, with RAM that `open` opens.
+    /// Errors: those of [`Self::start`].
     pub fn start_with(
         open: OpenRam,
         vms: &mut [(&str, &mut dyn Vmm)],
@@ -148,7 +153,8 @@ impl RamCapture {
         Ok(Self { cycle, strategies, layout, watches_discards, stopped_ns, memory, open })
     }
 
-    /// Begins anew with the RAM that `vms` have now, opened in the same way.
+    /// Begins anew with the RAM that `vms` have now, opened in the same way. Errors: those of
+    /// [`Self::start`].
     pub fn restart(
         &self,
         vms: &mut [(&str, &mut dyn Vmm)],
@@ -257,13 +263,13 @@ pub struct Strategies {
 }
 
 impl Strategies {
-    /// A reader of the first VM's RAM as it is at each read.
+    /// Returns a reader of the first VM's RAM as it is at each read.
     pub fn ram(&self) -> Option<Arc<dyn PageReader>> {
         self.rams.first().map(|ram| ram.reader())
     }
 
     /// Writes a page of the first VM's RAM, while the VM is paused. The tracker reports the page
-    /// afterwards.
+    /// afterwards. Error: the VM has ended, or its memory cannot be written.
     pub fn write_page(&self, page: PageIndex, content: &Page) -> Result<(), BoxError> {
         let ram = self.rams.first().ok_or(Error::NoVm)?;
         ram.write_page(page, content)
@@ -280,7 +286,7 @@ impl Strategies {
         (self.cow, self.fork) = (None, None);
     }
 
-    /// The strategy of that name, or why this VM does not allow it.
+    /// Returns the strategy of that name, or why this VM does not allow it.
     pub fn get(&mut self, name: Name) -> Result<&mut dyn CopyStrategy> {
         Ok(match name {
             Name::Auto => &mut self.auto,
@@ -319,8 +325,8 @@ fn faulty(reader: Arc<dyn PageReader>, fault: Option<&Fault>) -> Arc<dyn PageRea
     }
 }
 
-/// Memory for copied pages: what `options` ask for; without that as large as RAM (`wanted` pages), if
-/// that is at most a quarter of the `left_bytes` that the VMs leave.
+/// Memory for copied pages: what `options` ask for; without that as large as RAM (`wanted` pages),
+/// if that is at most a quarter of the `left_bytes` that the VMs leave.
 fn staging_pages(options: &SessionOptions, wanted: u64, left_bytes: u64) -> u64 {
     if options.staging_mib.is_some() {
         return wanted;

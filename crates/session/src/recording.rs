@@ -45,6 +45,9 @@ impl RecordingOptions {
     /// Makes the command line of the only VM in `starting` record into the log, and serves its
     /// media. Relative paths of the line start from the first directory; the media's socket is in
     /// the second one. Returns the server of the media; `None` if there are none.
+    ///
+    /// Errors: a machine that cannot be recorded exactly; the server of its media cannot be
+    /// started.
     pub fn prepare(
         &self,
         starting: &mut [(Invocation, QemuIdentity)],
@@ -83,7 +86,8 @@ pub struct RequestQueues(Option<VirtioQueues>);
 
 impl RequestQueues {
     /// Waits, while the VM runs, until no disk or network request is under way, at most
-    /// [`BUSY_MAX`]. A stop that must be taken back costs the guest more time.
+    /// [`BUSY_MAX`]. A stop that must be taken back costs the guest more time. Error: QEMU does not
+    /// answer.
     pub fn await_rest(&mut self, qmp: &mut Qmp) -> Result<(), BoxError> {
         let began = Instant::now();
         while self.are_busy(qmp)? && began.elapsed() < BUSY_MAX {
@@ -93,6 +97,7 @@ impl RequestQueues {
     }
 
     /// Lets a VM that has just been stopped run on until no request is under way as it stands.
+    /// Error: QEMU does not answer.
     pub fn settle(&mut self, qmp: &mut Qmp) -> Result<(), BoxError> {
         let began = Instant::now();
         while self.are_busy(qmp)? {
@@ -107,7 +112,7 @@ impl RequestQueues {
         Ok(())
     }
 
-    /// Whether a request is under way.
+    /// Returns whether a request is under way. Error: QEMU does not answer.
     pub fn are_busy(&mut self, qmp: &mut Qmp) -> Result<bool, BoxError> {
         let queues = match &mut self.0 {
             Some(queues) => queues,

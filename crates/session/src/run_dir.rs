@@ -82,12 +82,13 @@ impl RunDir {
     }
 
     /// Claims the directory of a clone, which has no engine; `keyframe attach` may add one later.
+    /// Error: the name is taken, or the directory cannot be made.
     pub fn claim_clone(name: &str) -> Result<Self, RunDirError> {
         Self::claim_beside(CLONES, name)
     }
 
     /// Claims the directory of a restored VM. If the name is taken, it becomes `NAME-2`, `NAME-3`,
-    /// ...
+    /// ... Error: the directory cannot be made.
     pub fn claim_restored(name: &str) -> Result<Self, RunDirError> {
         let name = name_from(name);
         let numbered = (2..=NAMESAKES_MAX).map(|number| format!("{name}-{number}"));
@@ -101,7 +102,7 @@ impl RunDir {
     }
 
     /// Writes the description of a VM without an engine that this process has started, for
-    /// `keyframe status` and `keyframe stop`.
+    /// `keyframe status` and `keyframe stop`. Error: the file cannot be written.
     pub fn tell(
         &self,
         kind: RunKind,
@@ -122,7 +123,8 @@ impl RunDir {
         std::fs::write(&path, text).map_err(|source| io("write", &path, source))
     }
 
-    /// Writes that this engine runs VM `vm` from now on, after a takeover.
+    /// Writes that this engine runs VM `vm` from now on, after a takeover. Error: the file cannot
+    /// be written.
     pub fn runs(&self, vm: &str) -> Result<(), RunDirError> {
         let path = self.path.join(RUNS);
         std::fs::write(&path, vm).map_err(|source| io("write", &path, source))
@@ -168,7 +170,7 @@ impl RunDir {
         Ok(Self { path, _pid: pid, keep: false })
     }
 
-    /// The directory.
+    /// Returns the directory.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -188,13 +190,14 @@ impl Drop for RunDir {
     }
 }
 
-/// The directories of engines that live.
+/// Returns the directories of engines that live. Error: the directory of the run directories cannot
+/// be read.
 pub fn all() -> Result<Vec<PathBuf>, RunDirError> {
     living_in(&base()?)
 }
 
 /// Returns the directories and descriptions of VMs without an engine whose `keyframe branch` or
-/// `keyframe restore` still runs.
+/// `keyframe restore` still runs. Error: the directory of the run directories cannot be read.
 pub fn without_engine() -> Result<Vec<(PathBuf, About)>, RunDirError> {
     // One that says nothing is just being made.
     let about = |dir: PathBuf| about(&dir).map(|about| (dir, about));
@@ -231,12 +234,13 @@ pub fn orphans() -> Result<Vec<Orphan>, RunDirError> {
     Ok(all)
 }
 
-/// Returns the directory that holds the directories of restored VMs.
+/// Returns the directory that holds the directories of restored VMs. Error: the environment names
+/// no directory for it.
 pub fn of_restored() -> Result<PathBuf, RunDirError> {
     peripherals(RESTORED)
 }
 
-/// Ends the command that the VM of this directory ends with.
+/// Ends the command that the VM of this directory ends with. Error: the command does not end.
 pub fn end_with(dir: &Path, about: &About) -> Result<(), RunDirError> {
     let fail = |e: rustix::io::Errno| RunDirError::End { vm: about.vm.clone(), source: e.into() };
     let gone = || RunDirError::Gone(about.vm.clone());
@@ -277,7 +281,7 @@ fn living_in(base: &Path) -> Result<Vec<PathBuf>, RunDirError> {
     Ok(live)
 }
 
-/// The name of the VM whose engine has this directory.
+/// Returns the name of the VM whose engine has this directory.
 pub fn name_of(run_dir: &Path) -> String {
     run_dir.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned())
 }
@@ -291,6 +295,8 @@ fn taken_over(dir: &Path) -> Option<String> {
 
 /// Finds the directory of the engine of VM `name`, or of the only running engine. A directory's own
 /// name takes precedence over that of a VM that was taken over: both hosts may be one machine.
+///
+/// Errors: no engine of that name; several engines and no name.
 pub fn find(name: Option<&str>) -> Result<PathBuf, RunDirError> {
     let mut live = all()?;
     let names = |live: &[PathBuf]| live.iter().map(|dir| name_of(dir)).collect();
@@ -307,7 +313,7 @@ pub fn find(name: Option<&str>) -> Result<PathBuf, RunDirError> {
     }
 }
 
-/// Whether its command lives.
+/// Returns whether its command lives.
 pub fn lives(dir: &Path) -> bool {
     File::open(dir.join("engine.pid"))
         .is_ok_and(|pid| flock(&pid, FlockOperation::NonBlockingLockShared).is_err())

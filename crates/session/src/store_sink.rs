@@ -30,7 +30,7 @@ pub enum CheckpointReason {
 }
 
 impl CheckpointReason {
-    /// The name in a checkpoint's metadata.
+    /// Returns the name in a checkpoint's metadata.
     pub fn name(self) -> &'static str {
         match self {
             Self::Interval => "interval",
@@ -82,7 +82,7 @@ impl MachineDescriptions {
         &self.machine
     }
 
-    /// Brings their command lines and RAM blocks up to date.
+    /// Brings their command lines and RAM blocks up to date. Error: a VMM does not answer.
     pub fn refresh<'a>(&mut self, vms: impl Iterator<Item = &'a mut SessionVm>) -> Result<()> {
         if self.members.is_empty() {
             for vm in vms {
@@ -111,7 +111,7 @@ pub struct StoreSink {
 }
 
 impl StoreSink {
-    /// A sink into `run`, whose VM came from checkpoint `origin`.
+    /// Creates a sink into `run`, whose VM came from checkpoint `origin`.
     pub fn new(
         run: Run,
         machines: MachineDescriptions,
@@ -121,7 +121,8 @@ impl StoreSink {
         Self { run, machines, fault, origin, recording: None, went_back: 0 }
     }
 
-    /// Closes the run's pack. Returns the state of the disks at the last sealed checkpoint.
+    /// Closes the run's pack. Returns the state of the disks at the last sealed checkpoint. Error:
+    /// the pack cannot be written.
     pub fn finish(mut self) -> Result<DiskState, keyframe_store::Error> {
         let disks = self.run.disk_state();
         self.run.finish()?;

@@ -10,7 +10,7 @@ pub struct Teardown {
 }
 
 impl Teardown {
-    /// A teardown whose cause is `error`, which its result reports first.
+    /// Creates a teardown whose cause is `error`, which its result reports first.
     pub fn after(error: Error) -> Self {
         Self { errors: vec![error] }
     }
@@ -30,7 +30,8 @@ impl Teardown {
         }
     }
 
-    /// The errors as one. [`Error::NoVm`] stands for none, which cannot happen after a cause.
+    /// Returns the errors as one. [`Error::NoVm`] stands for none, which cannot happen after a
+    /// cause.
     pub fn into_error(self) -> Error {
         self.finish().err().unwrap_or(Error::NoVm)
     }

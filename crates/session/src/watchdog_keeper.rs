@@ -28,7 +28,7 @@ const WAIT_MIN: Duration = Duration::from_millis(500);
 pub struct WatchdogHealth(Arc<AtomicBool>);
 
 impl WatchdogHealth {
-    /// True if it has none, and none can be started.
+    /// Returns true if it has none, and none can be started.
     pub fn is_lost(&self) -> bool {
         self.0.load(Ordering::Acquire)
     }
@@ -69,8 +69,8 @@ impl WatchdogKeeper {
         self.health.clone()
     }
 
-    /// Calls `order`. If that fails, the process has ended or does not answer; then it is ended, and
-    /// the next pause gets another one.
+    /// Calls `order`. If that fails, the process has ended or does not answer; then it is ended,
+    /// and the next pause gets another one.
     fn order<T>(&mut self, order: impl FnOnce(&mut Watchdog) -> Result<T>) -> Result<T> {
         let current = self.current.as_mut().ok_or_else(ended)?;
         let done = order(current);

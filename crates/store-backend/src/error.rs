@@ -74,7 +74,7 @@ impl Error {
         })
     }
 
-    /// The kind of the I/O error, if this is one.
+    /// Returns the kind of the I/O error, if this is one.
     pub fn io_kind(&self) -> Option<io::ErrorKind> {
         match self {
             Self::Io { source, .. } => Some(source.kind()),
@@ -82,18 +82,18 @@ impl Error {
         }
     }
 
-    /// True if the name is taken already.
+    /// Returns true if the name is taken already.
     pub fn is_already_exists(&self) -> bool {
         self.io_kind() == Some(io::ErrorKind::AlreadyExists)
     }
 
-    /// True if there is no such file.
+    /// Returns true if there is no such file.
     pub fn is_not_found(&self) -> bool {
         self.io_kind() == Some(io::ErrorKind::NotFound)
     }
 }
 
-/// The fix that a [`RemoteFailure`] inside an I/O error names.
+/// Returns the fix that a [`RemoteFailure`] inside an I/O error names.
 pub fn fix_of(source: &io::Error) -> Option<String> {
     source.get_ref()?.downcast_ref::<RemoteFailure>()?.fix.clone()
 }

@@ -32,33 +32,33 @@ pub const PIN_PREFIX: &str = "pin.";
 pub const LATEST: &str = "latest";
 const TAG_CHARS_MAX: usize = 64;
 
-/// The name of pack `number`.
+/// Returns the name of pack `number`.
 pub fn pack(number: u32) -> String {
     format!("{PACKS}/{}", pack_file(number))
 }
 
-/// The name of map `id`.
+/// Returns the name of map `id`.
 pub fn map(id: u64) -> String {
     format!("{MAPS}/{}", map_file(id))
 }
 
-/// The name of checkpoint `id`.
+/// Returns the name of checkpoint `id`.
 pub fn checkpoint(id: CheckpointId) -> String {
     format!("{CHECKPOINTS}/{}", checkpoint_file(id.0))
 }
 
-/// The name of the working set of checkpoint `id`.
+/// Returns the name of the working set of checkpoint `id`.
 pub fn workset(id: CheckpointId) -> String {
     format!("{WORKSETS}/{:010}.wset", id.0)
 }
 
-/// The checkpoint in the file name of a working set; none if it is no such name.
+/// Returns the checkpoint in the file name of a working set; none if it is no such name.
 pub fn parse_workset(file: &str) -> Option<CheckpointId> {
     let id = CheckpointId(file.strip_suffix(".wset")?.parse().ok()?);
     (workset(id).strip_prefix(WORKSETS)?.strip_prefix('/')? == file).then_some(id)
 }
 
-/// The name of the file of tag `tag`.
+/// Returns the name of the file of tag `tag`.
 pub fn tag(tag: &str) -> String {
     format!("{TAGS}/{tag}")
 }
@@ -75,26 +75,26 @@ fn checkpoint_file(id: u64) -> String {
     format!("{id:010}.ckpt")
 }
 
-/// The number in the file name of a pack; none if it is no such name.
+/// Returns the number in the file name of a pack; none if it is no such name.
 pub fn parse_pack(file: &str) -> Option<u32> {
     let number = file.strip_suffix(".pack")?.parse().ok()?;
     (number > 0 && pack_file(number) == file).then_some(number)
 }
 
-/// The number in the file name of a map; none if it is no such name.
+/// Returns the number in the file name of a map; none if it is no such name.
 pub fn parse_map(file: &str) -> Option<u64> {
     let id = file.strip_suffix(".map")?.parse().ok()?;
     (id > 0 && map_file(id) == file).then_some(id)
 }
 
-/// The number in the file name of a checkpoint; none if it is no such name.
+/// Returns the number in the file name of a checkpoint; none if it is no such name.
 pub fn parse_checkpoint(file: &str) -> Option<CheckpointId> {
     let id = file.strip_suffix(".ckpt")?.parse().ok()?;
     (id > 0 && checkpoint_file(id) == file).then_some(CheckpointId(id))
 }
 
-/// True if `name` is `store.json` or a file of [`READ_FOLDERS`]. No such name leads out of the
-/// store.
+/// Returns true if `name` is `store.json` or a file of [`READ_FOLDERS`]. No such name leads out of
+/// the store.
 pub fn is_file(name: &str) -> bool {
     match name.split_once('/') {
         None => name == STORE_JSON,
@@ -107,8 +107,8 @@ pub fn is_file(name: &str) -> bool {
     }
 }
 
-/// True if `text` can be a tag: 1 to 64 letters, digits, dots, dashes or underscores, but neither a
-/// number, nor dots alone, nor `latest`.
+/// Returns true if `text` can be a tag: 1 to 64 letters, digits, dots, dashes or underscores, but
+/// neither a number, nor dots alone, nor `latest`.
 pub fn is_tag(text: &str) -> bool {
     let chars_fit = text.bytes().all(|c| c.is_ascii_alphanumeric() || b"._-".contains(&c));
     let dots = text.bytes().all(|c| c == b'.');
@@ -116,7 +116,7 @@ pub fn is_tag(text: &str) -> bool {
     (1..=TAG_CHARS_MAX).contains(&text.len()) && chars_fit && !dots && !digits && text != LATEST
 }
 
-/// The tag that pins a checkpoint.
+/// Returns the tag that pins a checkpoint.
 pub fn pin(id: CheckpointId) -> String {
     format!("{PIN_PREFIX}{id}")
 }

@@ -127,13 +127,14 @@ struct Shared {
 }
 
 impl ServedBackend {
-    /// The store at `url`. The environment names the token, the trusted certificate and the cache.
-    /// Sends no request yet.
+    /// Returns the store at `url`. The environment names the token, the trusted certificate and the
+    /// cache. Sends no request yet. Errors: the URL is malformed; the certificate cannot be read.
     pub fn open(url: &Path) -> Result<Self> {
         Self::open_in(url, &|name| std::env::var(name).ok())
     }
 
-    /// The same; `environment` looks up the variables.
+    /// Returns the store at `url` as [`Self::open`] does, with `environment` to look up the
+    /// variables. Errors: those of [`Self::open`].
     pub fn open_in(url: &Path, environment: &dyn Fn(&str) -> Option<String>) -> Result<Self> {
         let place = ServerAddress::parse(url, environment)?;
         Ok(Self::over(ServeClient::new(place), cache::cache_root(environment)))
@@ -302,7 +303,7 @@ impl ServedBackend {
         self.shared.bump_generation();
     }
 
-    /// Asks the server for any folder.
+    /// Asks the server for any folder. Errors: the server does not answer, or denies it.
     pub fn list_unchecked(&self, folder: &str) -> Result<()> {
         let request = Request::List { folder: folder.to_owned() };
         self.shared.client.ask("list", folder, request).map(drop)

@@ -47,13 +47,13 @@ impl<'a> DeviceSection<'a> {
         self.coded.as_deref().unwrap_or(self.raw)
     }
 
-    /// The length in the file, in bytes.
+    /// Returns the length in the file, in bytes.
     pub fn stored_bytes(&self) -> u64 {
         self.stored().len() as u64
     }
 }
 
-/// The bytes of the file of checkpoint `id`.
+/// Returns the bytes of the file of checkpoint `id`. Error: the description is too long.
 pub fn encode(id: u64, store: StoreId, meta: &Meta, device: &DeviceSection<'_>) -> Result<Vec<u8>> {
     let meta = serde_json::to_vec(meta).map_err(|e| {
         FormatError::damaged(format!("checkpoint {id}"), format!("cannot be written as JSON: {e}"))

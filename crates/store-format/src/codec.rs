@@ -38,7 +38,7 @@ impl Codec {
         }
     }
 
-    /// The codec of a number in a record; `None` for an unknown number.
+    /// Returns the codec of a number in a record; `None` for an unknown number.
     pub fn of_number(number: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|codec| codec.number() == number)
     }
@@ -70,13 +70,13 @@ impl Default for PageCompressor {
 }
 
 impl PageCompressor {
-    /// A compressor with empty buffers.
+    /// Creates a compressor with empty buffers.
     pub fn new() -> Self {
         let buffer = vec![0; get_maximum_output_size(PAGE_BYTES)];
         Self { words: WordCoder::new(), buffer }
     }
 
-    /// The payload of a page, and its codec.
+    /// Returns the payload of a page, and its codec.
     pub fn compress<'a>(&'a mut self, page: &'a Page) -> (Codec, &'a [u8]) {
         if looks_like_noise(page) {
             return (Codec::Raw, page);
@@ -93,12 +93,12 @@ impl PageCompressor {
         (Codec::Raw, page)
     }
 
-    /// The words of a page; `None` if they are many.
+    /// Returns the words of a page; `None` if they are many.
     pub fn compress_words(&mut self, page: &Page) -> Option<&[u8]> {
         self.words.encode(page)
     }
 
-    /// The payload of less than a page, and its codec.
+    /// Returns the payload of less than a page, and its codec.
     pub fn compress_part<'a>(&'a mut self, bytes: &'a [u8]) -> (Codec, &'a [u8]) {
         if let Ok(len) = compress_to_buffer(bytes, FAST, false, &mut self.buffer)
             && len + SAVING_BYTES_MIN <= bytes.len()
@@ -116,7 +116,7 @@ impl std::fmt::Debug for PageCompressor {
     }
 }
 
-/// Restores a page from its payload.
+/// Restores a page from its payload. Error: the payload is malformed or has another length.
 pub fn decompress_page(
     codec: Codec,
     payload: &[u8],
@@ -130,7 +130,8 @@ pub fn decompress_page(
     }
 }
 
-/// Restores `out` from its payload, which must fill it exactly.
+/// Restores `out` from its payload, which must fill it exactly. Error: the payload is malformed or
+/// has another length.
 pub fn decompress_exactly(codec: Codec, stored: &[u8], out: &mut [u8]) -> Result<(), Problem> {
     match codec {
         Codec::Raw if stored.len() == out.len() => out.copy_from_slice(stored),
@@ -148,7 +149,8 @@ pub fn decompress_exactly(codec: Codec, stored: &[u8], out: &mut [u8]) -> Result
     Ok(())
 }
 
-/// Restores a patch of at most `len_bytes_max` bytes.
+/// Restores a patch of at most `len_bytes_max` bytes. Error: the payload is malformed or has
+/// another length.
 pub fn decompress_patch(
     codec: Codec,
     stored: &[u8],

@@ -20,7 +20,7 @@ pub enum Derivation {
 }
 
 impl Derivation {
-    /// The records that it refers to, rising, each once.
+    /// Returns the records that it refers to, rising, each once.
     pub fn records(&self) -> Vec<PageRef> {
         match self {
             Self::Parts(composition) => composition.records(),
@@ -28,7 +28,8 @@ impl Derivation {
         }
     }
 
-    /// Adds to `page` what comes from `record`, which has `content` and `hash`.
+    /// Adds to `page` what comes from `record`, which has `content` and `hash`. Error: the payload
+    /// contradicts `content` or `hash`.
     pub fn fill(
         &self,
         record: PageRef,

@@ -27,7 +27,7 @@ pub struct DiskMeta {
 }
 
 impl DiskMeta {
-    /// The number of its blocks. The last one may be partial.
+    /// Returns the number of its blocks. The last one may be partial.
     pub fn blocks(&self) -> u64 {
         self.disk_bytes.div_ceil(PAGE_BYTES as u64)
     }
@@ -48,12 +48,12 @@ pub struct BaseMeta {
 pub const BLANK: &str = "blank";
 
 impl BaseMeta {
-    /// A base without an image: all zeros.
+    /// Creates a base without an image: all zeros.
     pub fn blank() -> Self {
         Self { format: BLANK.into(), ..Self::default() }
     }
 
-    /// True if there is no image, and all is zero.
+    /// Returns true if there is no image, and all is zero.
     pub fn is_blank(&self) -> bool {
         self.format == BLANK
     }
@@ -186,7 +186,7 @@ impl From<u64> for SectorTotal {
 }
 
 impl SectorBreakdown {
-    /// The breakdown of `counts`.
+    /// Returns the breakdown of `counts`.
     pub fn of(counts: &DiskCounts) -> Self {
         let c = &counts.sectors;
         let found = |whole: u64, parts: u64| {
@@ -214,7 +214,7 @@ pub fn space_pages(ram_pages: u64, disks: &[DiskMeta]) -> Option<u64> {
     disks.iter().try_fold(ram_pages, add)
 }
 
-/// The numbers of the blocks of disk `index`, which follow the pages of RAM.
+/// Returns the numbers of the blocks of disk `index`, which follow the pages of RAM.
 pub fn blocks_of(ram_pages: u64, disks: &[DiskMeta], index: usize) -> Option<PageRange> {
     let first = space_pages(ram_pages, disks.get(..index)?)?;
     Some(PageRange::new(PageIndex(first), disks.get(index)?.blocks()))

@@ -15,7 +15,7 @@ pub type Magic = [u8; 8];
 
 const CHECK_BYTES: usize = 32;
 
-/// The head of a file. The caller appends the content.
+/// Returns the head of a file. The caller appends the content.
 pub fn begin(magic: Magic) -> Vec<u8> {
     let mut bytes = magic.to_vec();
     bytes.extend_from_slice(&FORMAT_VERSION.to_le_bytes());

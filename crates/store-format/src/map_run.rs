@@ -95,17 +95,17 @@ impl MapRun {
         }
     }
 
-    /// The references to records.
+    /// Returns the references to records.
     pub fn refs(&self) -> &[PageRef] {
         &self.refs
     }
 
-    /// The ranges of pages that are in it, rising.
+    /// Returns the ranges of pages that are in it, rising.
     pub fn ranges(&self) -> impl Iterator<Item = PageRange> + '_ {
         self.extents.iter().map(|extent| extent.range)
     }
 
-    /// The pages that have records, rising, with these.
+    /// Returns the pages that have records, rising, with these.
     pub fn records(&self) -> impl Iterator<Item = (PageIndex, PageRef)> + '_ {
         let pages = self
             .extents
@@ -115,8 +115,8 @@ impl MapRun {
         pages.zip(self.refs.iter().copied())
     }
 
-    /// The same map with records moved: `place` returns the new place of each. A page for which it
-    /// returns `None` is not in the new map.
+    /// Returns the same map with records moved: `place` returns the new place of each. A page for
+    /// which it returns `None` is not in the new map.
     #[must_use]
     pub fn moved(&self, place: &mut dyn FnMut(PageIndex, PageRef) -> Option<PageRef>) -> Self {
         let mut moved = Self { header: self.header, extents: Vec::new(), refs: Vec::new() };
@@ -135,13 +135,13 @@ impl MapRun {
         moved
     }
 
-    /// The pages that are in it, rising.
+    /// Returns the pages that are in it, rising.
     pub fn pages(&self) -> impl Iterator<Item = PageIndex> + '_ {
         self.extents.iter().flat_map(|extent| extent.range.iter())
     }
 
-    /// Applies the map to the result of the older ones: pages below `ram_pages` to `ram`, all blocks
-    /// after them to `disks`.
+    /// Applies the map to the result of the older ones: pages below `ram_pages` to `ram`, all
+    /// blocks after them to `disks`.
     pub fn apply(&self, ram_pages: u64, ram: &mut PageMap, disks: &mut DiskMap) {
         let mut refs = &self.refs[..];
         let ranges = self.extents.iter().map(|extent| {
@@ -172,7 +172,7 @@ impl MapRun {
         ram.set_ranges(of_ram);
     }
 
-    /// The bytes of the map's file.
+    /// Returns the bytes of the map's file.
     pub fn encode(&self, store: StoreId) -> Vec<u8> {
         let mut body = Vec::with_capacity(self.extents.len() * 3 + self.refs.len() * 2);
         let mut end = 0;

@@ -75,7 +75,7 @@ impl Meta {
         space_pages(self.ram.len_pages(), &self.disks)
     }
 
-    /// The numbers of the blocks of disk `index`, which follow the pages of RAM.
+    /// Returns the numbers of the blocks of disk `index`, which follow the pages of RAM.
     pub fn blocks_of(&self, index: usize) -> Option<PageRange> {
         blocks_of(self.ram.len_pages(), &self.disks, index)
     }

@@ -50,7 +50,7 @@ pub enum MovedPlace {
 }
 
 impl Moves {
-    /// The place of a record after the prune.
+    /// Returns the place of a record after the prune.
     pub fn place(&self, of: PageRef) -> MovedPlace {
         match self.to.get(&of) {
             Some(to) => MovedPlace::Moved(*to),
@@ -59,7 +59,7 @@ impl Moves {
         }
     }
 
-    /// The bytes of the file.
+    /// Returns the bytes of the file.
     pub fn encode(&self, store: StoreId) -> Vec<u8> {
         let mut out = envelope::begin(MAGIC);
         out.extend_from_slice(&store.0);

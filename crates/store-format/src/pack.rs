@@ -39,8 +39,8 @@ const KIND_SHIFT: u32 = 56;
 /// The checksum of a closed pack's trailer, shortened. It identifies the pack as it was closed.
 pub type PackSeal = [u8; 16];
 
-/// The header of pack `number`. `dictionary_bytes` is the length of its dictionary; `None` for a
-/// pack that was not recompressed.
+/// Returns the header of pack `number`. `dictionary_bytes` is the length of its dictionary; `None`
+/// for a pack that was not recompressed.
 pub fn encode_pack_header(
     id: StoreId,
     number: u32,
@@ -60,13 +60,13 @@ pub fn encode_pack_header(
     out
 }
 
-/// The bytes between the header and the records of a pack with this dictionary.
+/// Returns the bytes between the header and the records of a pack with this dictionary.
 pub fn encode_dictionary(dictionary: &[u8]) -> Vec<u8> {
     let hash = blake3::hash(dictionary);
     [hash.as_bytes().get(..DICTIONARY_CHECK_BYTES).unwrap_or_default(), dictionary].concat()
 }
 
-/// The dictionary in the bytes that [`encode_dictionary`] made.
+/// Returns the dictionary in the bytes that [`encode_dictionary`] made. Error: they are malformed.
 pub fn decode_dictionary(bytes: &[u8]) -> Result<&[u8], Problem> {
     let (check, dictionary) =
         bytes.split_at_checked(DICTIONARY_CHECK_BYTES).ok_or("has no dictionary")?;
@@ -133,12 +133,12 @@ pub struct PackEntry {
 }
 
 impl PackEntry {
-    /// The entry of a record. The offset is below 2^40, as in every reference.
+    /// Returns the entry of a record. The offset is below 2^40, as in every reference.
     pub fn new(hash: PageHash, offset: u64, kind: RecordKind) -> Self {
         Self { hash, word: offset | u64::from(kind.number()) << KIND_SHIFT }
     }
 
-    /// The offset of the record in its pack, in bytes.
+    /// Returns the offset of the record in its pack, in bytes.
     pub fn offset(&self) -> u64 {
         self.word & ((1 << KIND_SHIFT) - 1)
     }
@@ -148,7 +148,7 @@ impl PackEntry {
         RecordKind::of_number((self.word >> KIND_SHIFT) as u8)
     }
 
-    /// The kind of the record.
+    /// Returns the kind of the record.
     pub fn kind(&self) -> RecordKind {
         // The decoder refuses entries of an unknown kind.
         self.known_kind().unwrap_or(RecordKind::Page)
@@ -164,7 +164,7 @@ pub struct Trailer {
     pub footer: [u8; FOOTER_BYTES],
 }
 
-/// The trailer of a pack with header `header` whose records end at `records_end`.
+/// Returns the trailer of a pack with header `header` whose records end at `records_end`.
 pub fn encode_trailer(header: &[u8], entries: &[PackEntry], records_end: u64) -> Trailer {
     let mut index = Vec::with_capacity(entries.len() * ENTRY_BYTES + FOOTER_BYTES);
     for entry in entries {
@@ -215,13 +215,13 @@ pub fn parse_footer(bytes: &[u8], pack_len: u64) -> Option<Result<Footer, Proble
     })
 }
 
-/// The checksum by which an index knows a pack with this footer.
+/// Returns the checksum by which an index knows a pack with this footer.
 pub fn seal_of(footer: &[u8; FOOTER_BYTES]) -> PackSeal {
     footer[32..].first_chunk().copied().unwrap_or_default()
 }
 
 /// Checks the index and the footer of a closed pack and returns the entries. `tail` are all bytes
-/// after the records.
+/// after the records. Error: a checksum or a field is wrong.
 pub fn decode_trailer(
     header: &[u8],
     tail: &[u8],

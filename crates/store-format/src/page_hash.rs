@@ -29,13 +29,13 @@ const ROOT: u8 = 8;
 const KEYED: u8 = 16;
 
 impl PageHash {
-    /// The hash of a page under the store's key.
+    /// Returns the hash of a page under the store's key.
     pub fn of(key: &HashKey, page: &Page) -> Self {
         Self::first_of(blake3::keyed_hash(&key.0, page).as_bytes())
     }
 
-    /// The hashes of up to [`LANES`] pages, in their order. Elements beyond the number of pages
-    /// have no meaning.
+    /// Returns the hashes of up to [`LANES`] pages, in their order. Elements beyond the number of
+    /// pages have no meaning.
     ///
     /// One page has four chunks, which leaves most SIMD lanes of a wide processor empty. So this
     /// hashes the same chunk of all pages side by side, then their parents. `blake3` has no public
@@ -103,7 +103,7 @@ impl PageHash {
         Self::from_bytes(*value.first_chunk().unwrap_or(&[0; 16]))
     }
 
-    /// The 16 bytes that files hold.
+    /// Returns the 16 bytes that files hold.
     pub fn to_bytes(self) -> [u8; 16] {
         let mut out = [0; 16];
         let (low, high) = out.split_at_mut(8);
@@ -112,7 +112,7 @@ impl PageHash {
         out
     }
 
-    /// The inverse of [`Self::to_bytes`].
+    /// Returns the inverse of [`Self::to_bytes`].
     pub fn from_bytes(bytes: [u8; 16]) -> Self {
         let both = u128::from_le_bytes(bytes);
         Self([both as u64, (both >> 64) as u64])

@@ -18,7 +18,7 @@ pub const WORKING_SET_PAGES_MAX: usize = 1 << 20;
 /// The longest file that is read, in bytes. A page takes ten bytes at most.
 pub const WORKING_SET_BYTES_MAX: u64 = 128 + 10 * WORKING_SET_PAGES_MAX as u64;
 
-/// The bytes of the file with the working set `pages` of checkpoint `id`.
+/// Returns the bytes of the file with the working set `pages` of checkpoint `id`.
 pub fn encode(store: StoreId, id: CheckpointId, space_pages: u64, pages: &[PageIndex]) -> Vec<u8> {
     let mut out = envelope::begin(MAGIC);
     out.extend_from_slice(&id.0.to_le_bytes());
@@ -34,8 +34,8 @@ pub fn encode(store: StoreId, id: CheckpointId, space_pages: u64, pages: &[PageI
     envelope::finish(out)
 }
 
-/// The pages of the working set of checkpoint `id`; `None` if the file is damaged, or belongs to
-/// another checkpoint, store or size of RAM.
+/// Returns the pages of the working set of checkpoint `id`; `None` if the file is damaged, or
+/// belongs to another checkpoint, store or size of RAM.
 pub fn decode(
     bytes: &[u8],
     store: StoreId,

@@ -37,8 +37,8 @@ enum Given {
     Passphrase(Zeroizing<String>),
 }
 
-/// The error of a cluster job whose store is opened by a passphrase: Keyframe cannot pass a passphrase
-/// to a job in secret.
+/// The error of a cluster job whose store is opened by a passphrase: Keyframe cannot pass a
+/// passphrase to a job in secret.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 #[error("the store is opened by a passphrase, which no job can be given in secret")]
 pub struct PassphraseInJob;
@@ -50,7 +50,8 @@ impl PassphraseInJob {
     }
 }
 
-/// The option for the secret of an encrypted store. The environment is used if the option is not given.
+/// The option for the secret of an encrypted store. The environment is used if the option is not
+/// given.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct KeyArg {
     /// The key file of an encrypted store [env: KEYFRAME_KEY_FILE]. Without it, keyframe uses the
@@ -93,7 +94,7 @@ impl KeyArg {
         Self { key_file }
     }
 
-    /// True if the user gave a secret, needed or not.
+    /// Returns true if the user gave a secret, needed or not.
     pub fn is_given(&self) -> bool {
         self.keys().is_given()
     }
@@ -241,8 +242,8 @@ pub fn file_for_jobs() -> Result<Option<PathBuf>, PassphraseInJob> {
     }
 }
 
-/// Returns what the user can do about an error with the key of the store that `keyframe copy` writes
-/// to; `None` for other errors.
+/// Returns what the user can do about an error with the key of the store that `keyframe copy`
+/// writes to; `None` for other errors.
 pub fn fix_of_target(error: &Error) -> Option<String> {
     Some(match error {
         Error::KeyNeeded { kind: SecretKind::KeyFile, .. } => {

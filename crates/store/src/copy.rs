@@ -92,7 +92,8 @@ impl Store {
         self.copy_tuned(target, ids, Tuning::default(), progress)
     }
 
-    /// Copies as [`Store::copy_to`], with the caller's limits for the written packs.
+    /// Copies as [`Store::copy_to`], with the caller's limits for the written packs. Errors as
+    /// there.
     pub fn copy_tuned(
         &self,
         target: &Self,
@@ -143,8 +144,8 @@ struct Open {
     disks: LoadedDisks,
 }
 
-/// The checkpoints of the target, by origin and time. The time is needed because power loss may take
-/// a checkpoint, whose number is then used again.
+/// The checkpoints of the target, by origin and time. The time is needed because power loss may
+/// take a checkpoint, whose number is then used again.
 #[derive(Default)]
 struct There(BTreeMap<Origin, BTreeMap<Timestamp, CheckpointId>>);
 

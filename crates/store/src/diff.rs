@@ -44,7 +44,8 @@ pub struct RegionDiff {
     pub only_second_pages: u64,
     /// Blocks of a disk that only one of the two leaves to the image beneath: not compared.
     pub unknown_pages: u64,
-    /// The two have different images beneath. Blocks that both leave to the image were not compared.
+    /// The two have different images beneath. Blocks that both leave to the image were not
+    /// compared.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub other_image: bool,
 }
@@ -88,8 +89,9 @@ impl RegionDiff {
 }
 
 impl Store {
-    /// The differences between two checkpoints, also of different VMs. Calls `progress` with the
-    /// number of compared pages of RAM, and of all.
+    /// Returns the differences between two checkpoints, also of different VMs. Calls `progress`
+    /// with the number of compared pages of RAM, and of all. Error: a checkpoint does not exist, or
+    /// cannot be read.
     pub fn diff(
         &self,
         first: CheckpointId,

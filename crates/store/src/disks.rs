@@ -22,8 +22,8 @@ pub enum BlockContent {
     Data,
 }
 
-/// The disks of a sealed checkpoint, with the map of their blocks in memory. Each block is read from
-/// the store on request. Several threads may read at once.
+/// The disks of a sealed checkpoint, with the map of their blocks in memory. Each block is read
+/// from the store on request. Several threads may read at once.
 #[derive(Debug)]
 pub struct LoadedDisks {
     /// The number of the checkpoint.
@@ -37,7 +37,8 @@ pub struct LoadedDisks {
 }
 
 impl Store {
-    /// Loads the map of a checkpoint's disks.
+    /// Loads the map of a checkpoint's disks. Error: the checkpoint does not exist, or its map
+    /// cannot be read.
     pub fn load_disks(&self, id: CheckpointId) -> Result<LoadedDisks> {
         let inner = Arc::clone(self.inner());
         let CheckpointFile { meta, .. } = inner.read_checkpoint(id)?;
@@ -47,7 +48,8 @@ impl Store {
 }
 
 impl LoadedDisks {
-    /// Reads a block, numbered as [`Meta::blocks_of`] does.
+    /// Reads a block, numbered as [`Meta::blocks_of`] does. Error: its record cannot be read, or is
+    /// damaged.
     pub fn read_block(&self, block: PageIndex, into: &mut Page) -> Result<BlockContent> {
         match self.map.get(block) {
             None => Ok(BlockContent::Base),
@@ -74,13 +76,13 @@ impl LoadedDisks {
         self.map.each(range.first.0..range.end().0, show);
     }
 
-    /// The first block at or after `from` that was written.
+    /// Returns the first block at or after `from` that was written.
     pub fn next_block(&self, from: PageIndex) -> Option<PageIndex> {
         self.map.next(from)
     }
 
-    /// The first block at or after `from` whose record differs from the one in `other`, another
-    /// checkpoint of the same VM. Its content may differ.
+    /// Returns the first block at or after `from` whose record differs from the one in `other`,
+    /// another checkpoint of the same VM. Its content may differ.
     pub fn next_differing(&self, other: &Self, mut from: PageIndex) -> Option<PageIndex> {
         loop {
             let next = self.next_block(from).into_iter().chain(other.next_block(from)).min()?;
@@ -91,7 +93,7 @@ impl LoadedDisks {
         }
     }
 
-    /// The number of written blocks of all disks.
+    /// Returns the number of written blocks of all disks.
     pub fn known_blocks(&self) -> u64 {
         self.map.known_blocks()
     }

@@ -227,7 +227,8 @@ impl Error {
         Self::Damaged { object: object.into(), problem: problem.into() }
     }
 
-    /// True if the medium is full or a quota is used up. A retry can work when there is space.
+    /// Returns true if the medium is full or a quota is used up. A retry can work when there is
+    /// space.
     pub fn is_disk_full(&self) -> bool {
         match self {
             Self::Io { source, .. } => matches!(
@@ -293,7 +294,7 @@ impl Error {
         })
     }
 
-    /// The kind of the I/O error, if this is one.
+    /// Returns the kind of the I/O error, if this is one.
     pub fn io_kind(&self) -> Option<io::ErrorKind> {
         match self {
             Self::Io { source, .. } => Some(source.kind()),

@@ -53,8 +53,8 @@ pub struct PruneOptions {
     pub dry_run: bool,
     /// How long to wait for a run at work, which confirms with its next checkpoint.
     pub wait: Duration,
-    /// Recompress packs of about this size in all, the oldest first: 0 for none, [`u64::MAX`] for all
-    /// that were not recompressed yet. Any other number recompresses at least one.
+    /// Recompress packs of about this size in all, the oldest first: 0 for none, [`u64::MAX`] for
+    /// all that were not recompressed yet. Any other number recompresses at least one.
     pub recompress_bytes: u64,
 }
 
@@ -127,9 +127,9 @@ pub struct PruneReport {
 impl Store {
     /// Frees what no checkpoint needs. The process may be killed at any instant.
     ///
-    /// Errors: [`crate::Error::Locked`] if another prune is at work; [`crate::Error::Unreadable`] if a
-    /// checkpoint cannot be read; [`crate::Error::Damaged`] if a needed map cannot. Then nothing is
-    /// removed.
+    /// Errors: [`crate::Error::Locked`] if another prune is at work; [`crate::Error::Unreadable`]
+    /// if a checkpoint cannot be read; [`crate::Error::Damaged`] if a needed map cannot. Then
+    /// nothing is removed.
     pub fn prune(
         &self,
         options: &PruneOptions,
@@ -138,7 +138,8 @@ impl Store {
         self.prune_tuned(options, Tuning::default(), progress)
     }
 
-    /// Prunes as [`Store::prune`], with the caller's limits for the written packs.
+    /// Prunes as [`Store::prune`], with the caller's limits for the written packs. Errors: those of
+    /// [`Store::prune`].
     pub fn prune_tuned(
         &self,
         options: &PruneOptions,

@@ -90,7 +90,7 @@ pub struct RetentionVerdict {
 }
 
 impl Retention {
-    /// True if there is no rule.
+    /// Returns true if there is no rule.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }

@@ -64,7 +64,8 @@ pub struct SealRequest<'a> {
 }
 
 impl SealRequest<'_> {
-    /// A request for a checkpoint of pages only, taken now: without machine, devices, times and tag.
+    /// Creates a request for a checkpoint of pages only, taken now: without machine, devices, times
+    /// and tag.
     pub fn of_pages(ram: &RamLayout, reason: &str) -> Self {
         Self {
             taken_at: Timestamp::now(),
@@ -137,12 +138,12 @@ impl Run {
         self.origin = Some(origin);
     }
 
-    /// The id of the run: 32 hexadecimal digits.
+    /// Returns the id of the run: 32 hexadecimal digits.
     pub fn id(&self) -> String {
         to_hex(&self.id)
     }
 
-    /// The epoch that the next seal will have.
+    /// Returns the epoch that the next seal will have.
     pub fn epoch(&self) -> Epoch {
         self.epoch
     }
@@ -156,7 +157,7 @@ impl Run {
     }
 
     /// Puts many pages, each once, and calls `became` with the outcome of each. Uses all threads of
-    /// the writer.
+    /// the writer. Error: the store cannot be written.
     pub fn put_pages(
         &mut self,
         pages: &[(PageIndex, &Page)],
@@ -187,7 +188,8 @@ impl Run {
         Ok(())
     }
 
-    /// Puts a page of zeros.
+    /// Puts a page of zeros. Error: the page is outside the RAM, or an earlier put of the run has
+    /// failed ([`Error::Broken`]).
     pub fn put_zero(&mut self, page: PageIndex) -> Result<PutOutcome> {
         self.admit(page)?;
         self.progress.set_page(page, PageRef::ZERO, PutOutcome::Zero, false);
@@ -234,7 +236,8 @@ impl Run {
         Ok(put)
     }
 
-    /// Puts `blocks` blocks of zeros, from `block` on.
+    /// Puts `blocks` blocks of zeros, from `block` on. Error: there is no such disk or block, or an
+    /// earlier put of the run has failed ([`Error::Broken`]).
     pub fn put_zero_blocks(&mut self, disk: usize, block: u64, blocks: u64) -> Result<()> {
         let range = self.admit_blocks(disk, block, blocks)?;
         self.progress.set_zero_blocks(range);
@@ -246,8 +249,8 @@ impl Run {
         Ok(())
     }
 
-    /// Gives the checkpoint in progress the disks of checkpoint `id` of this store. Later puts change
-    /// them. The next map is a complete one.
+    /// Gives the checkpoint in progress the disks of checkpoint `id` of this store. Later puts
+    /// change them. The next map is a complete one.
     ///
     /// Error: [`Error::LayoutChanged`] if that checkpoint has other RAM blocks or disks.
     pub fn put_disks_of(&mut self, id: CheckpointId) -> Result<()> {
@@ -273,8 +276,9 @@ impl Run {
         Ok(())
     }
 
-    /// Sets the image beneath a disk from the checkpoint in progress on. Sealed checkpoints keep the
-    /// former one.
+    /// Sets the image beneath a disk from the checkpoint in progress on. Sealed checkpoints keep
+    /// the former one. Error: there is no such disk, or an earlier put of the run has failed
+    /// ([`Error::Broken`]).
     pub fn set_base(&mut self, disk: usize, base: BaseMeta) -> Result<()> {
         self.admit_blocks(disk, 0, 0)?;
         if let Some(disk) = self.disks.get_mut(disk) {
@@ -340,20 +344,21 @@ impl Run {
         self.begin_next();
     }
 
-    /// The disks of the last sealed checkpoint, for another run with the same disks. Forgets the
-    /// puts since.
+    /// Returns the disks of the last sealed checkpoint, for another run with the same disks.
+    /// Forgets the puts since.
     pub fn disk_state(&mut self) -> DiskState {
         self.abandon();
         DiskState(self.progress.disk_map.clone())
     }
 
-    /// The size of the writer's deduplication index.
+    /// Returns the size of the writer's deduplication index. Error: [`Error::RunOpen`], only while
+    /// the run is being dropped.
     pub fn index_use(&mut self) -> Result<IndexUse> {
         Ok(self.session()?.packs.index_use())
     }
 
-    /// Ends the run: closes the pack with its trailer and returns the session to the writer. Forgets
-    /// the puts since the last seal. After an error all sealed checkpoints are unharmed.
+    /// Ends the run: closes the pack with its trailer and returns the session to the writer.
+    /// Forgets the puts since the last seal. After an error all sealed checkpoints are unharmed.
     pub fn finish(mut self) -> Result<()> {
         self.session()?.packs.close()?;
         self.session()?.packs.save_index();

@@ -17,7 +17,7 @@ pub struct Sealed {
 }
 
 impl Sealed {
-    /// True if it is pinned: no retention rule removes it.
+    /// Returns true if it is pinned: no retention rule removes it.
     pub fn is_pinned(&self) -> bool {
         self.tags.contains(&layout::pin(self.id))
     }
@@ -28,7 +28,7 @@ impl Sealed {
         (tags.iter().filter(|tag| **tag != pin).cloned().collect(), tags.contains(&pin))
     }
 
-    /// The tags that the user gave.
+    /// Returns the tags that the user gave.
     pub fn names(&self) -> impl Iterator<Item = &String> {
         let pin = layout::pin(self.id);
         self.tags.iter().filter(move |tag| **tag != pin)

@@ -47,7 +47,7 @@ impl std::fmt::Debug for Secret {
 }
 
 impl Secret {
-    /// The kind of the secret.
+    /// Returns the kind of the secret.
     pub fn kind(&self) -> SecretKind {
         match self {
             Self::Passphrase(_) => SecretKind::Passphrase,
@@ -109,13 +109,13 @@ impl Lock {
         Ok(lock)
     }
 
-    /// The kind of secret that opens it.
+    /// Returns the kind of secret that opens it.
     pub fn kind(&self) -> SecretKind {
         self.with
     }
 
-    /// The keys; [`Error::WrongKey`] if the secret is another, or the lock was changed. `object` names
-    /// the file in errors.
+    /// Returns the keys; [`Error::WrongKey`] if the secret is another, or the lock was changed.
+    /// `object` names the file in errors.
     pub fn open(
         &self,
         secret: &Secret,

@@ -56,14 +56,15 @@ pub struct Stats {
     pub total_bytes: u64,
     /// Pages put that are not zero, per page stored; absent if none was stored.
     pub dedup_ratio: Option<f64>,
-    /// Bytes of the stored pages, uncompressed, per byte appended to packs; absent if none was stored.
+    /// Bytes of the stored pages, uncompressed, per byte appended to packs; absent if none was
+    /// stored.
     pub compression_ratio: Option<f64>,
     /// `raw_bytes` per byte of `total_bytes`; absent if the store is empty.
     pub reduction_ratio: Option<f64>,
 }
 
 impl Store {
-    /// Counts what the store holds.
+    /// Counts what the store holds. Error: a file of the store cannot be read.
     pub fn stats(&self) -> Result<Stats> {
         let listing = self.checkpoints()?;
         let mut stats = Stats { unreadable: listing.unreadable.len() as u64, ..Stats::default() };

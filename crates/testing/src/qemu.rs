@@ -12,7 +12,7 @@ pub struct Qemu {
     pub path: String,
 }
 
-/// The distribution's QEMU, in `PATH`.
+/// Returns the distribution's QEMU, in `PATH`.
 pub fn distribution_qemu() -> Qemu {
     Qemu { label: "distribution", path: "qemu-system-x86_64".into() }
 }
@@ -28,8 +28,8 @@ pub fn qemu_10() -> Option<Qemu> {
 pub const NO_QEMU_10: &str =
     "QEMU 10: KEYFRAME_QEMU10 names no program (guests/build qemu10 builds one)";
 
-/// The distribution's QEMU and QEMU 10. If there is no QEMU 10, that part of the running test is
-/// recorded as skipped.
+/// Returns the distribution's QEMU and QEMU 10. If there is no QEMU 10, that part of the running
+/// test is recorded as skipped.
 pub fn qemus() -> Vec<Qemu> {
     let ten = qemu_10();
     if ten.is_none() {

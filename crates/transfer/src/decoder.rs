@@ -11,7 +11,7 @@ use rustc_hash::FxHashMap;
 
 /// The standby's copy of the VM's page space: RAM, then the disks.
 pub trait EpochImage {
-    /// Reads the content of `page` as of the epoch applied last.
+    /// Reads the content of `page` as of the epoch applied last. Error: the image cannot be read.
     fn read(&self, page: PageIndex, into: &mut Page) -> std::io::Result<()>;
 }
 

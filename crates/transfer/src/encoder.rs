@@ -36,7 +36,7 @@ pub struct Sent {
 }
 
 impl Sent {
-    /// The sum of both.
+    /// Returns the sum of both.
     #[must_use]
     pub fn plus(self, other: Self) -> Self {
         Self {
@@ -61,7 +61,8 @@ struct Base {
     content: Box<Page>,
 }
 
-/// Encodes the pages of one stream. It keeps the standby's versions of the pages sent last as bases.
+/// Encodes the pages of one stream. It keeps the standby's versions of the pages sent last as
+/// bases.
 pub struct Encoder {
     bases: Vec<Base>,
     of_page: FxHashMap<PageIndex, u32>,
@@ -77,7 +78,7 @@ pub struct Encoder {
 }
 
 impl Encoder {
-    /// An encoder that keeps up to `memory_bytes` of the standby's pages as bases.
+    /// Creates an encoder that keeps up to `memory_bytes` of the standby's pages as bases.
     #[must_use]
     pub fn new(memory_bytes: usize) -> Self {
         Self {
@@ -205,8 +206,8 @@ impl Encoder {
         Some(base.page)
     }
 
-    /// Writes the difference from the base in `slot` to `patch`. False if the difference is too large,
-    /// or if there is no base.
+    /// Writes the difference from the base in `slot` to `patch`. False if the difference is too
+    /// large, or if there is no base.
     fn patch_of(&mut self, slot: Option<u32>, content: &Page) -> bool {
         self.patch.clear();
         let base = slot.and_then(|slot| self.bases.get(slot as usize));

@@ -33,7 +33,7 @@ use keyframe_units::PageIndex;
 /// The number of neighbouring pages that one stream carries.
 const STREAM_PAGES: u64 = 512;
 
-/// The number of the stream, of `streams`, that carries a page.
+/// Returns the number of the stream, of `streams`, that carries a page.
 #[must_use]
 pub fn stream_of(page: PageIndex, streams: usize) -> usize {
     (page.0 / STREAM_PAGES % (streams.max(1) as u64)) as usize

@@ -66,7 +66,7 @@ impl ImageDependents {
         Err(Error::ImageInUse { image: image.to_owned(), vms: self.running.join(", ") })
     }
 
-    /// The losses that a write to the image would cause, one sentence for each kind.
+    /// Returns the losses that a write to the image would cause, one sentence for each kind.
     pub fn losses(&self) -> Vec<String> {
         let mut lines = Vec::new();
         if !self.checkpoints.is_empty() {

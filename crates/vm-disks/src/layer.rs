@@ -61,7 +61,7 @@ pub struct StoredLayer {
 }
 
 impl StoredLayer {
-    /// The blocks of disk number `disk`; `None` if the checkpoint has no such disk.
+    /// Returns the blocks of disk number `disk`; `None` if the checkpoint has no such disk.
     pub fn of(disks: Arc<LoadedDisks>, disk: usize) -> Option<Self> {
         let blocks = disks.meta.blocks_of(disk)?;
         Some(Self { disks, blocks })

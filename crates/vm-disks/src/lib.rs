@@ -45,7 +45,8 @@ pub struct DiskToServe {
 }
 
 impl DiskToServe {
-    /// The disk of a `-drive` or `-blockdev` on a command line. `prefix` is put before its name.
+    /// Returns the disk of a `-drive` or `-blockdev` on a command line. `prefix` is put before its
+    /// name.
     ///
     /// Errors: the drive is a network export, or its image has a format that is not served.
     pub fn of_drive(drive: &Drive, prefix: &str) -> Result<Self> {

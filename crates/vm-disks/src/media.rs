@@ -36,13 +36,13 @@ impl Media {
         Ok(Some(Self { disks: Some(disks), folder }))
     }
 
-    /// The address of the server, for QEMU's command line.
+    /// Returns the address of the server, for QEMU's command line.
     pub fn server(&self) -> DiskServer {
         DiskServer { socket: self.folder.path().join(SOCKET), prefix: String::new() }
     }
 
     /// Makes the server answer on CPU `core`, which the guest's thread uses too, so that an answer
-    /// comes before the guest runs on.
+    /// comes before the guest runs on. Error: the server does not answer.
     pub fn answer_on(&mut self, core: u32) -> Result<()> {
         Ok(self.disks.as_mut().map_or(Ok(()), |disks| disks.answer_on(core))?)
     }

@@ -100,12 +100,12 @@ pub struct Capabilities {
 }
 
 impl Capabilities {
-    /// All abilities.
+    /// Returns all abilities.
     pub fn all(vmm: VmmKind) -> Self {
         Self { vmm, missing: BTreeMap::new() }
     }
 
-    /// The same without `ability`: `reason` says why, `fix` what the user can do instead.
+    /// Returns the same without `ability`: `reason` says why, `fix` what the user can do instead.
     #[must_use]
     pub fn without(
         mut self,
@@ -117,12 +117,12 @@ impl Capabilities {
         self
     }
 
-    /// The VMM.
+    /// Returns the VMM.
     pub fn vmm(&self) -> VmmKind {
         self.vmm
     }
 
-    /// Whether `ability` is there.
+    /// Returns whether `ability` is there.
     pub fn support(&self, ability: Ability) -> Support {
         match self.missing.get(&ability) {
             Some((reason, fix)) => {

@@ -45,7 +45,7 @@ impl VmmError {
         self.fix.as_deref()
     }
 
-    /// The driver's error, for example to downcast it to the driver's own type.
+    /// Returns the driver's error, for example to downcast it to the driver's own type.
     pub fn driver_error(&self) -> &(dyn Error + Send + Sync + 'static) {
         &*self.error
     }

@@ -241,7 +241,8 @@ fn lock(shared: &Mutex<FakeState>) -> MutexGuard<'_, FakeState> {
 }
 
 impl FakeVm {
-    /// A running VM with `len_pages` pages of zeros, its watchdog, and the test's view of both.
+    /// Returns a running VM with `len_pages` pages of zeros, its watchdog, and the test's view of
+    /// both.
     pub fn new(len_pages: usize) -> (Self, FakeWatchdog, FakeControl) {
         let state = FakeState {
             runs: true,
@@ -267,7 +268,7 @@ impl FakeVm {
         (Self { shared: Arc::clone(&shared) }, watchdog, FakeControl { shared })
     }
 
-    /// The test's view of this VM.
+    /// Returns the test's view of this VM.
     pub fn control(&self) -> FakeControl {
         FakeControl { shared: Arc::clone(&self.shared) }
     }

@@ -21,18 +21,20 @@ const STANDSTILL_MAX: Duration = Duration::from_mins(10);
 /// Dropping the value while it is armed counts as the engine's death.
 pub trait PauseWatchdog: Send {
     /// Starts watching: unless [`PauseWatchdog::disarm`] follows within `limit`, the watchdog
-    /// resumes the VM.
+    /// resumes the VM. Error: the watchdog has ended or does not answer.
     fn arm(&mut self, limit: Duration) -> Result<(), VmmError>;
 
-    /// As [`PauseWatchdog::arm`], before [`Vmm::pause_and_save`]: unless disarmed within `limit`, the
-    /// watchdog ends the VMM's command.
+    /// Starts watching before [`Vmm::pause_and_save`]: unless disarmed within `limit`, the watchdog
+    /// ends the VMM's command. Error: the watchdog has ended or does not answer.
     fn arm_for_saved_pause(&mut self, limit: Duration) -> Result<(), VmmError>;
 
-    /// Stops watching. True if the watchdog has resumed the VM since it was armed.
+    /// Stops watching. True if the watchdog has resumed the VM since it was armed. Error: the
+    /// watchdog has ended or does not answer.
     fn disarm(&mut self) -> Result<bool, VmmError>;
 
     /// Forbids the VM to run until the next call of another method: if the engine dies meanwhile,
-    /// the watchdog ends the VM. True if it has resumed the VM since it was armed.
+    /// the watchdog ends the VM. True if it has resumed the VM since it was armed. Error: the
+    /// watchdog has ended or does not answer.
     fn forbid_running(&mut self) -> Result<bool, VmmError>;
 
     /// Has the watchdog resume the VM now, and waits a moment for it.
@@ -95,13 +97,13 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         Self { vm, watchdog, limit, form: PauseForm::Separate, held: None, standstill: None }
     }
 
-    /// The same VM, paused by the commands of `form`.
+    /// Returns the same VM, paused by the commands of `form`.
     #[must_use]
     pub fn with_form(self, form: PauseForm) -> Self {
         Self { form, ..self }
     }
 
-    /// The commands of the next pause.
+    /// Returns the commands of the next pause.
     pub fn form(&self) -> PauseForm {
         self.form
     }
@@ -111,12 +113,12 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         self.form = form;
     }
 
-    /// The VM.
+    /// Returns the VM.
     pub fn vm(&self) -> &V {
         &self.vm
     }
 
-    /// The VM.
+    /// Returns the VM.
     pub fn vm_mut(&mut self) -> &mut V {
         &mut self.vm
     }
@@ -127,7 +129,8 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         self.vm
     }
 
-    /// Pauses the VM. The pause ends when the guard is released or dropped.
+    /// Pauses the VM. The pause ends when the guard is released or dropped. Error: the watchdog or
+    /// the VMM does not answer. The VM is then as it was.
     pub fn pause(&mut self) -> Result<Pause<'_, V>, VmmError> {
         self.hold()?;
         Ok(Pause { watched: self })
@@ -157,7 +160,7 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         Ok(stop)
     }
 
-    /// The state of all devices of the held VM.
+    /// Returns the state of all devices of the held VM. Error: the VMM refuses or does not answer.
     pub fn save_devices(&mut self) -> Result<Vec<u8>, VmmError> {
         match self.held.as_mut().and_then(|held| held.device_state.take()) {
             Some(device_state) => Ok(device_state),
@@ -165,8 +168,8 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         }
     }
 
-    /// Resumes the VM if [`WatchedVm::hold`] stopped it. If the monitor fails, the watchdog and a new
-    /// connection resume it instead, and the error is returned.
+    /// Resumes the VM if [`WatchedVm::hold`] stopped it. If the monitor fails, the watchdog and a
+    /// new connection resume it instead, and the error is returned.
     pub fn release(&mut self) -> Result<(), VmmError> {
         match &self.held {
             Some(HeldVm { form: PauseForm::OneCommand, .. }) => {
@@ -180,7 +183,7 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
     }
 
     /// Disarms the watchdog after [`WatchedVm::release`], and tells whether the VM ran during the
-    /// pause.
+    /// pause. Error: the VMM or the watchdog does not answer.
     pub fn settle(&mut self) -> Result<PauseVerdict, VmmError> {
         let is_armed = self.held.take().is_some_and(|held| {
             held.form == PauseForm::OneCommand || held.stop == StopOutcome::Stopped
@@ -229,7 +232,8 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         Ok(())
     }
 
-    /// Declares that the VM's state is complete again and may run.
+    /// Declares that the VM's state is complete again and may run. Error: the VMM or the watchdog
+    /// does not answer.
     pub fn allow_running(&mut self) -> Result<(), VmmError> {
         match self.standstill {
             Some(StopOutcome::Stopped) => self.watchdog.arm(STANDSTILL_MAX),
@@ -237,7 +241,8 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         }
     }
 
-    /// Ends the standstill: resumes the VM if it ran before.
+    /// Ends the standstill: resumes the VM if it ran before. Error: the VMM or the watchdog does
+    /// not answer.
     pub fn end_standstill(&mut self) -> Result<(), VmmError> {
         if self.standstill.take() != Some(StopOutcome::Stopped) {
             return Ok(());
@@ -299,22 +304,23 @@ pub struct Pause<'a, V: Vmm + ?Sized = dyn Vmm> {
 }
 
 impl<V: Vmm + ?Sized> Pause<'_, V> {
-    /// True if the VM ran before the pause.
+    /// Returns true if the VM ran before the pause.
     pub fn was_running(&self) -> bool {
         self.watched.held.as_ref().is_some_and(|held| held.stop == StopOutcome::Stopped)
     }
 
-    /// The paused VM.
+    /// Returns the paused VM.
     pub fn vm(&mut self) -> &mut V {
         &mut self.watched.vm
     }
 
-    /// The state of all devices.
+    /// Returns the state of all devices. Error: the VMM refuses or does not answer.
     pub fn save_devices(&mut self) -> Result<Vec<u8>, VmmError> {
         self.watched.save_devices()
     }
 
-    /// Ends the pause, and tells whether the VM ran during it.
+    /// Ends the pause, and tells whether the VM ran during it. Error: the VMM or the watchdog does
+    /// not answer.
     pub fn release(self) -> Result<PauseVerdict, VmmError> {
         let released = self.watched.release();
         let verdict = self.watched.settle();

@@ -44,10 +44,11 @@ pub struct PlanOptions {
 
 /// Starts VMs from checkpoints.
 pub trait Restorer {
-    /// The abilities of the VMs that it starts.
+    /// Returns the abilities of the VMs that it starts.
     fn capabilities(&self) -> Capabilities;
 
     /// Checks that `source` can be restored on this host and plans the restore. Starts nothing.
+    /// Error: why it cannot be restored here.
     fn plan(
         &self,
         source: RestoreSource,
@@ -57,7 +58,7 @@ pub trait Restorer {
 
 /// A restore that is ready to start.
 pub trait RestorePlan {
-    /// The VMM's binary.
+    /// Returns the VMM's binary.
     fn binary(&self) -> &Path;
 
     /// Differences between the restored VM and the checkpoint's that the user should know.
@@ -89,7 +90,7 @@ pub struct RestoredVm {
 
 /// The loading of RAM after the VM has started.
 pub trait LazyLoading: Send {
-    /// How far the loading is.
+    /// Returns how far the loading is.
     fn residency(&self) -> Residency;
 
     /// Separates the VM from this process once all RAM is loaded. To be called repeatedly until

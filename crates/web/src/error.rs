@@ -47,7 +47,7 @@ impl Error {
         }
     }
 
-    /// Whether another process uses the address.
+    /// Returns whether another process uses the address.
     pub fn is_taken(&self) -> bool {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::AddrInUse)
     }

@@ -61,7 +61,7 @@ impl DashboardServer {
         Ok(Self { listener, address, options })
     }
 
-    /// The address at which the server listens.
+    /// Returns the address at which the server listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }

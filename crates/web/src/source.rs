@@ -124,14 +124,14 @@ pub struct CheckpointRow {
 /// The checkpoints of a store at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct CheckpointListing {
-    /// As [`StoreHead::generation`].
+    /// The generation of the store's checkpoints: see [`StoreHead::generation`].
     pub generation: u64,
     /// The checkpoints, rising by number.
     pub checkpoints: Vec<Arc<CheckpointRow>>,
 }
 
 impl CheckpointListing {
-    /// The checkpoint with the number `id`.
+    /// Returns the checkpoint with the number `id`.
     pub fn get(&self, id: u64) -> Option<&Arc<CheckpointRow>> {
         let at = self.checkpoints.binary_search_by_key(&id, |one| one.id).ok()?;
         self.checkpoints.get(at)
@@ -238,25 +238,29 @@ pub enum ApiError {
 /// The source of the dashboard's data. Several threads call it at once, and its functions may
 /// block. It should keep results for as long as they are valid.
 pub trait DashboardSource: Send + Sync + 'static {
-    /// The running VMs, by name.
+    /// Returns the running VMs, by name.
     fn vms(&self) -> Vec<VmState>;
-    /// The stores on the command line, and those to which VMs write.
+    /// Returns the stores on the command line, and those to which VMs write.
     fn stores(&self) -> Vec<StoreHead>;
-    /// The checkpoints of a store. Error: the store is unknown or cannot be read.
+    /// Returns the checkpoints of a store. Error: the store is unknown or cannot be read.
     fn listing(&self, store: &str) -> Result<Arc<CheckpointListing>, ApiError>;
-    /// All data of a checkpoint, with the commands for it, as a JSON object.
+    /// Returns all data of a checkpoint, with the commands for it, as a JSON object. Errors: the
+    /// store or the checkpoint is unknown; the store cannot be read.
     fn checkpoint(&self, store: &str, id: u64) -> Result<Value, ApiError>;
-    /// The places in memory where a checkpoint differs from its parent, in about `pieces` pieces.
+    /// Returns the places in memory where a checkpoint differs from its parent, in about `pieces`
+    /// pieces. Errors: the store or the checkpoint is unknown; the store cannot be read.
     fn heat(&self, store: &str, id: u64, pieces: u64) -> Result<HeatMap, ApiError>;
-    /// The differences between a checkpoint and its parent (pages, sectors, bytes) as a JSON
-    /// object.
+    /// Returns the differences between a checkpoint and its parent (pages, sectors, bytes) as a
+    /// JSON object. Errors: the store or the checkpoint is unknown; the store cannot be read.
     fn diff(&self, store: &str, id: u64) -> Result<Value, ApiError>;
-    /// The display of a checkpoint's VM, or of the group's member `member`, as PNG.
+    /// Returns the display of a checkpoint's VM, or of the group's member `member`, as PNG. Errors:
+    /// the store or the checkpoint is unknown; the store cannot be read.
     fn screen(&self, store: &str, id: u64, member: Option<&str>) -> Result<Arc<[u8]>, ApiError>;
-    /// The sizes of a store.
+    /// Returns the sizes of a store. Errors: the store is unknown or cannot be read.
     fn sizes(&self, store: &str) -> Result<StoreSizes, ApiError>;
-    /// The recordings with their intervals, and the progress of analyses, as a JSON object.
+    /// Returns the recordings with their intervals, and the progress of analyses, as a JSON object.
     fn recordings(&self) -> Value;
-    /// Performs an action and returns a message for the user.
+    /// Performs an action and returns a message for the user. Errors: the action is not allowed, or
+    /// has failed; the error has a text for the user.
     fn act(&self, store: &str, action: &DashboardAction) -> Result<String, ApiError>;
 }

@@ -29,7 +29,7 @@ pub struct SyntheticSource {
 }
 
 impl SyntheticSource {
-    /// A source with `vms` VMs and `checkpoints` checkpoints.
+    /// Creates a source with `vms` VMs and `checkpoints` checkpoints.
     pub fn new(vms: usize, checkpoints: u64) -> Self {
         let checkpoints =
             (1..=checkpoints).map(|id| Arc::new(checkpoint(id, vms as u64))).collect();
@@ -53,7 +53,7 @@ impl SyntheticSource {
     }
 }
 
-/// The name of a VM, by its number.
+/// Returns the name of a VM, by its number.
 pub fn name(vm: u64) -> String {
     if vm == 0 { HOSTILE.into() } else { format!("vm-{vm}") }
 }

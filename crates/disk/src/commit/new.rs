@@ -24,7 +24,7 @@ pub fn to_new_raw(disk: &dyn Readable, path: &Path) -> Result<()> {
 }
 
 /// Writes a new image as [`to_new_raw`] does, in either format. Calls `watch` with the number of
-/// bytes of the disk done so far.
+/// bytes of the disk done so far. Errors: those of [`to_new_raw`].
 pub fn to_new(
     disk: &dyn Readable,
     path: &Path,
@@ -35,7 +35,7 @@ pub fn to_new(
 }
 
 /// Writes a new image as [`to_new`] does. If `replace` is true, it replaces an existing file by a
-/// rename.
+/// rename. Errors: those of [`to_new`].
 pub fn to_file(
     disk: &dyn Readable,
     path: &Path,

@@ -77,7 +77,7 @@ pub(super) struct State {
 }
 
 impl State {
-    /// The connection. Error: [`Error::ServerEnded`].
+    /// Returns the connection. Error: [`Error::ServerEnded`].
     pub fn connection(&mut self) -> Result<&mut Connection> {
         self.connection.as_mut().ok_or(Error::ServerEnded)
     }
@@ -87,7 +87,7 @@ impl State {
         DiskEpoch(self.restarts * EPOCHS_OF_PROCESS)
     }
 
-    /// True if all of these epochs are of a process that has ended.
+    /// Returns true if all of these epochs are of a process that has ended.
     pub fn are_void(&self, epochs: &[DiskEpoch]) -> bool {
         epochs.iter().all(|epoch| epoch.0 <= self.void_epochs().0)
     }

@@ -170,7 +170,7 @@ impl Protocol {
         self.end
     }
 
-    /// True if the standby is connected.
+    /// Returns true if the standby is connected.
     pub fn is_linked(&self) -> bool {
         self.link.is_some()
     }

@@ -114,7 +114,7 @@ impl Streams {
         self.applied.notify_all();
     }
 
-    /// The pages of an epoch that has arrived on all streams; `None` if it has not.
+    /// Returns the pages of an epoch that has arrived on all streams; `None` if it has not.
     pub fn take(&self, session: u64, epoch: Epoch) -> Option<Vec<EpochBuffer>> {
         let mut state = self.lock();
         let is = |done: &Option<CompleteBuffer>| {
@@ -130,7 +130,7 @@ impl Streams {
         Some(state.done.iter_mut().map(take).collect())
     }
 
-    /// The taken epoch is applied; the next one may be decoded.
+    /// Records that the taken epoch is applied, so that the next one may be decoded.
     pub fn applied(&self) {
         self.lock().done.iter_mut().for_each(|done| *done = None);
         self.applied.notify_all();

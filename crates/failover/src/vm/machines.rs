@@ -118,8 +118,8 @@ pub struct CapturedMachines {
 }
 
 impl CapturedMachines {
-    /// A VM whose capture begins with the first [`ProtectedVm::renew`]. `report` gets the encoder's
-    /// result for each epoch.
+    /// Creates a VM whose capture begins with the first [`ProtectedVm::renew`]. `report` gets the
+    /// encoder's result for each epoch.
     pub fn new(
         parts: CapturedParts,
         report: impl Fn(EncodeReport<SentEpoch>) + Send + Sync + 'static,

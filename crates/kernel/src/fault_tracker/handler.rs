@@ -93,7 +93,7 @@ impl Segment {
 }
 
 impl State {
-    /// The error that ended the tracking.
+    /// Returns the error that ended the tracking.
     pub fn broken(&self) -> Option<io::Error> {
         self.failure.as_ref().map(|(kind, text)| io::Error::new(*kind, text.clone()))
     }

@@ -88,7 +88,7 @@ impl RunStatus {
         }
     }
 
-    /// True if the virtual CPUs run.
+    /// Returns true if the virtual CPUs run.
     pub fn is_running(&self) -> bool {
         *self == Self::Running
     }

@@ -117,12 +117,12 @@ impl Plan {
         &self.notes
     }
 
-    /// The accelerator, if the command line leaves QEMU no choice.
+    /// Returns the accelerator, if the command line leaves QEMU no choice.
     pub fn named_accelerator(&self) -> Option<Accelerator> {
         self.accelerator.or_else(|| named_accelerator(&self.arguments))
     }
 
-    /// The QEMU binary.
+    /// Returns the QEMU binary.
     pub fn binary(&self) -> &Path {
         &self.binary
     }
@@ -197,8 +197,8 @@ fn release(version: &str) -> &str {
     version.split_whitespace().next().unwrap_or_default()
 }
 
-/// The numbers of the RAM blocks with a memory backend, in the order in which a restored QEMU makes
-/// them. Error: [`Error::CommandLine`] if the command line does not fit the RAM blocks.
+/// Returns the numbers of the RAM blocks with a memory backend, in the order in which a restored
+/// QEMU makes them. Error: [`Error::CommandLine`] if the command line does not fit the RAM blocks.
 pub fn backends_as_made(source: &RestoreSource) -> Result<Vec<usize>> {
     Ok(keyframe_qemu_cmdline::backends_as_made(&source.machine.user_command, &source.ram)?)
 }

@@ -156,7 +156,7 @@ impl SimulatedNode {
             + (i128::from(now_ns) * i128::from(1_000_000 + self.drift_ppm) / 1_000_000) as u64
     }
 
-    /// The first true time at which this node's clock shows `local_ns`.
+    /// Returns the first true time at which this node's clock shows `local_ns`.
     pub fn true_ns(&self, local_ns: u64) -> u64 {
         let since = i128::from(local_ns.saturating_sub(self.offset_ns));
         (since * 1_000_000 / i128::from(1_000_000 + self.drift_ppm)) as u64 + 1

@@ -84,8 +84,8 @@ impl PaperPolicy {
         }
     }
 
-    /// The paper's `vm_stop_threshold` in pages. `None` until a checkpoint that moved bytes has
-    /// been acknowledged; the VM is not suspended before.
+    /// Returns the paper's `vm_stop_threshold` in pages. `None` until a checkpoint that moved bytes
+    /// has been acknowledged; the VM is not suspended before.
     pub fn vm_stop_threshold_pages(&self) -> Option<u64> {
         let pages =
             self.bandwidth_bytes_per_ns.0? * self.pause_ns.0? / self.bytes_per_page.0?.max(1.0);

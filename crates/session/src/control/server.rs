@@ -27,7 +27,8 @@ pub type SharedStatus = Arc<Mutex<EngineStatus>>;
 pub trait Deliver: Fn(Pending) -> bool + Clone + Send + 'static {}
 impl<F: Fn(Pending) -> bool + Clone + Send + 'static> Deliver for F {}
 
-/// Listens until the process ends. Requests that change something go through `deliver`.
+/// Listens until the process ends. Requests that change something go through `deliver`. Error: the
+/// socket cannot be made.
 pub fn listen(run_dir: &Path, status: &SharedStatus, deliver: impl Deliver) -> io::Result<Socket> {
     let path = run_dir.join("control.sock");
     let listener = UnixListener::bind(&path)?;

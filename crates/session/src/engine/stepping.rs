@@ -31,12 +31,14 @@ pub trait ReplaySteps {
     /// Why a step fails.
     type Error: From<Error>;
 
-    /// Whether a checkpoint of the instruction at which the VM stands exists already.
+    /// Returns whether a checkpoint of the instruction at which the VM stands exists already.
     fn is_captured(&self) -> bool;
 
     /// Lets `vm` run to the next instruction at which a checkpoint may be taken. `is_busy`: a
     /// request of a disk is under way at the present one, so the next one is the instruction after
     /// the request's answer.
+    ///
+    /// Error: the VM has ended, or departs from the recording.
     fn advance(
         &mut self,
         vm: &mut Vm,

@@ -26,7 +26,7 @@ pub struct ProcessRam {
 }
 
 impl ProcessRam {
-    /// Opens the RAM of `vm`.
+    /// Opens the RAM of `vm`. Error: the VM does not answer, or its memory cannot be inspected.
     pub fn open(vm: &mut dyn Vmm) -> Result<Box<dyn RamAccess>> {
         let watches_discards = vm.discards_ram()?;
         let blocks = vm.ram_blocks()?;

@@ -86,8 +86,8 @@ impl Default for S3TestOptions {
     }
 }
 
-/// A server that all running tests share; it ends with the last of them. None if this host has no
-/// S3 server.
+/// Returns a server that all running tests share; it ends with the last of them. None if this host
+/// has no S3 server.
 pub fn running_server() -> Option<Arc<S3Server>> {
     static RUNNING: Mutex<Weak<S3Server>> = Mutex::new(Weak::new());
     let mut running = RUNNING.lock().ignore_poison();
@@ -110,7 +110,7 @@ pub(super) fn test_location(endpoint: &str, prefix: &str, lease_s: u64) -> S3Loc
     S3Location::parse(Path::new(&url), &environment).expect("a URL of the test's own")
 }
 
-/// A backend at `prefix` in the test bucket.
+/// Returns a backend at `prefix` in the test bucket.
 pub fn test_backend(endpoint: &str, prefix: &str, options: S3TestOptions) -> S3Backend {
     let location = test_location(endpoint, prefix, options.lease_s);
     let cache = PartCache::new(options.cache, &location.name);
@@ -122,12 +122,13 @@ pub fn test_backend(endpoint: &str, prefix: &str, options: S3TestOptions) -> S3B
 }
 
 impl S3Backend {
-    /// The faults of this backend's requests.
+    /// Returns the faults of this backend's requests.
     pub fn faults(&self) -> &S3Faults {
         &self.shared.client.faults
     }
 
-    /// Removes the locks of a dead writer and of a dead prune before their leases end.
+    /// Removes the locks of a dead writer and of a dead prune before their leases end. Error: the
+    /// server does not answer.
     pub fn break_locks(&self) -> Result<()> {
         self.break_lock()?;
         lease::break_lease(&self.shared.client, PRUNE_LOCK)?;

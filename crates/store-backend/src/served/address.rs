@@ -52,7 +52,7 @@ impl fmt::Debug for ServerAddress {
     }
 }
 
-/// True for the URL of a checkpoint server.
+/// Returns true for the URL of a checkpoint server.
 pub fn is_url(path: &Path) -> bool {
     crate::backend::has_scheme(path, SCHEME)
 }
@@ -133,7 +133,7 @@ pub fn parse_fingerprint(text: &str) -> Option<Fingerprint> {
     Some(out)
 }
 
-/// A fingerprint as messages show it: 64 hexadecimal digits.
+/// Returns a fingerprint as messages show it: 64 hexadecimal digits.
 pub fn show_fingerprint(fingerprint: &Fingerprint) -> String {
     keyframe_bytes::hex::to_hex(fingerprint)
 }

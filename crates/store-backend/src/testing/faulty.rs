@@ -89,7 +89,7 @@ impl FaultyBackend {
         self.state.lock().ignore_poison()
     }
 
-    /// The number of syncs so far, of files and of directories.
+    /// Returns the number of syncs so far, of files and of directories.
     pub fn syncs(&self) -> u64 {
         self.state().syncs
     }
@@ -116,12 +116,12 @@ impl FaultyBackend {
         state.fail_read_at = Some(state.reads + reads);
     }
 
-    /// The number of reads so far.
+    /// Returns the number of reads so far.
     pub fn reads(&self) -> u64 {
         self.state().reads
     }
 
-    /// The number of operations so far.
+    /// Returns the number of operations so far.
     pub fn operations(&self) -> u64 {
         self.state().operations
     }
@@ -142,8 +142,8 @@ impl FaultyBackend {
         self.state().used_bytes()
     }
 
-    /// The medium as the machine finds it after a power failure now. `seed` decides which of the
-    /// bytes and names that are not durable survive.
+    /// Returns the medium as the machine finds it after a power failure now. `seed` decides which
+    /// of the bytes and names that are not durable survive.
     #[must_use]
     pub fn after_power_loss(&self, seed: u64) -> Self {
         let state = self.state();
@@ -159,7 +159,7 @@ impl FaultyBackend {
         Self { state: Arc::new(Mutex::new(fresh)), relaxed: false, lives: self.lives + 1 }
     }
 
-    /// A copy of the live files, all of them durable.
+    /// Creates a copy of the live files, all of them durable.
     #[must_use]
     pub fn copy(&self) -> Self {
         let mut fresh = State::default();
@@ -171,8 +171,8 @@ impl FaultyBackend {
         Self { state: Arc::new(Mutex::new(fresh)), relaxed: false, lives: self.lives }
     }
 
-    /// The medium as the next process finds it after this process died: live and durable state are
-    /// kept.
+    /// Returns the medium as the next process finds it after this process died: live and durable
+    /// state are kept.
     #[must_use]
     pub fn copy_with_same_durability(&self) -> Self {
         let state = self.state();
@@ -186,12 +186,12 @@ impl FaultyBackend {
         Self { state: Arc::new(Mutex::new(fresh)), relaxed: false, lives: self.lives }
     }
 
-    /// The names of all files that [`Backend::create`] has made, in order.
+    /// Returns the names of all files that [`Backend::create`] has made, in order.
     pub fn created(&self) -> Vec<String> {
         self.state().created.clone()
     }
 
-    /// All files and their bytes.
+    /// Returns all files and their bytes.
     pub fn files(&self) -> BTreeMap<String, Vec<u8>> {
         let state = self.state();
         state

@@ -44,12 +44,12 @@ pub struct CheckReport {
 }
 
 impl CheckReport {
-    /// True if nothing is damaged.
+    /// Returns true if nothing is damaged.
     pub fn is_clean(&self) -> bool {
         self.damages.is_empty()
     }
 
-    /// The checkpoints that some damage affects.
+    /// Returns the checkpoints that some damage affects.
     pub fn hurt_checkpoints(&self) -> BTreeSet<CheckpointId> {
         self.damages.iter().flat_map(|d| d.checkpoints.iter().copied()).collect()
     }
@@ -66,7 +66,7 @@ pub struct Damage {
     pub checkpoints: Vec<CheckpointId>,
 }
 
-/// The object and the problem of an error that occurred while reading `name`.
+/// Returns the object and the problem of an error that occurred while reading `name`.
 pub fn explain(inner: &OpenStore, name: &str, error: Error) -> (String, String) {
     match error {
         Error::Damaged { object, problem } => (object, problem),

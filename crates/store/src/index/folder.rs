@@ -25,8 +25,8 @@ pub struct Folder {
 }
 
 impl Folder {
-    /// The spills, those of the newest packs first. Their fences and filters take at most `bytes_max`:
-    /// older files that do not fit are removed.
+    /// Returns the spills, those of the newest packs first. Their fences and filters take at most
+    /// `bytes_max`: older files that do not fit are removed.
     pub fn spills(&self, mut bytes_max: usize) -> Vec<(PathBuf, Spill)> {
         let Ok(entries) = std::fs::read_dir(&self.path) else { return Vec::new() };
         let mut files: Vec<_> = entries
@@ -54,12 +54,12 @@ impl Folder {
         spills
     }
 
-    /// Begins a spill of at most this number of entries.
+    /// Begins a spill of at most this number of entries. Error: the file cannot be written.
     pub fn begin(&self, entries_max: usize) -> io::Result<SpillWriter> {
         SpillWriter::new(&self.path, &self.bond, entries_max)
     }
 
-    /// Completes a spill and gives it its name.
+    /// Completes a spill and gives it its name. Error: the file cannot be written.
     pub fn finish(
         &self,
         writer: SpillWriter,

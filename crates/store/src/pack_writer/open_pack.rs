@@ -26,7 +26,7 @@ pub struct OpenPack {
 }
 
 impl OpenPack {
-    /// The offset of the next record.
+    /// Returns the offset of the next record.
     pub fn end(&self) -> u64 {
         self.flushed + self.buffer.len() as u64
     }
@@ -40,7 +40,7 @@ impl OpenPack {
         (self.buffer.len() - before) as u64
     }
 
-    /// The buffered bytes from the record at `at` on; `None` if the record is in the file.
+    /// Returns the buffered bytes from the record at `at` on; `None` if the record is in the file.
     pub fn unflushed(&self, at: PageRef) -> Option<&[u8]> {
         let at = at.offset().checked_sub(self.flushed)?;
         self.buffer.get(at as usize..)

@@ -50,7 +50,7 @@ pub struct Growth {
 }
 
 impl Growth {
-    /// The growth by checkpoints in rising order.
+    /// Returns the growth by checkpoints in rising order.
     pub fn of(sealed: &[Sealed]) -> Self {
         let mut growth = Self::default();
         let mut hours = BTreeMap::<i64, HourGrowth>::new();

@@ -40,17 +40,17 @@ impl FakeControl {
         lock(&self.shared).one_command = OneCommand::Ready;
     }
 
-    /// True if the VMM has ended.
+    /// Returns true if the VMM has ended.
     pub fn has_ended(&self) -> bool {
         lock(&self.shared).exit.is_some()
     }
 
-    /// The steps so far, in order; forgets them.
+    /// Returns the steps so far, in order; forgets them.
     pub fn take_steps(&self) -> Vec<Step> {
         std::mem::take(&mut lock(&self.shared).steps)
     }
 
-    /// Whether the guest runs.
+    /// Returns whether the guest runs.
     pub fn runs(&self) -> bool {
         lock(&self.shared).runs
     }
@@ -70,12 +70,12 @@ impl FakeControl {
         lock(&self.shared).monitor_lost = true;
     }
 
-    /// Whether a watchdog is armed.
+    /// Returns whether a watchdog is armed.
     pub fn is_watchdog_armed(&self) -> bool {
         lock(&self.shared).watchdog.is_armed
     }
 
-    /// Whether the VM must not run ([`PauseWatchdog::forbid_running`]).
+    /// Returns whether the VM must not run ([`PauseWatchdog::forbid_running`]).
     pub fn is_running_forbidden(&self) -> bool {
         lock(&self.shared).watchdog.running_forbidden
     }
@@ -105,14 +105,14 @@ impl FakeControl {
         set_page(&mut lock(&self.shared), page, content);
     }
 
-    /// The pages written since the last call.
+    /// Returns the pages written since the last call.
     pub fn take_dirty(&self) -> PageSet {
         let mut state = lock(&self.shared);
         let clean = PageSet::new(state.ram.len() as u64);
         std::mem::replace(&mut state.dirty, clean)
     }
 
-    /// Number of pages of guest RAM.
+    /// Returns the number of pages of guest RAM.
     pub fn len_pages(&self) -> u64 {
         lock(&self.shared).ram.len() as u64
     }

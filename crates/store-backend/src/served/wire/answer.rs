@@ -80,7 +80,7 @@ impl RefusalCode {
 }
 
 impl AnswerHead {
-    /// The encoded head.
+    /// Returns the encoded head.
     pub fn encode(&self) -> [u8; ANSWER_HEAD_BYTES] {
         let mut out = [0; ANSWER_HEAD_BYTES];
         let (kind, encoding) = (self.kind as u8, self.encoding as u8);
@@ -97,7 +97,7 @@ impl AnswerHead {
         out
     }
 
-    /// Decodes a head.
+    /// Decodes a head. Error: what is malformed.
     pub fn decode(bytes: &[u8; ANSWER_HEAD_BYTES]) -> Result<Self, String> {
         let mut reader = ByteReader::new(bytes);
         let kind = match reader.array::<1>()? {
@@ -130,6 +130,9 @@ pub enum Answer {
 impl Answer {
     /// Reads an answer of at most `len_bytes_max` bytes after decoding; returns it with the number
     /// of bytes read. Memory grows with the bytes that arrive.
+    ///
+    /// Errors: the connection fails; [`io::ErrorKind::InvalidData`] for a malformed or too long
+    /// answer.
     pub fn read(from: &mut dyn Read, len_bytes_max: u64) -> io::Result<(Self, u64)> {
         let mut head = [0; ANSWER_HEAD_BYTES];
         from.read_exact(&mut head)?;

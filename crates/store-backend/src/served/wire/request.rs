@@ -105,7 +105,7 @@ impl Request {
         }
     }
 
-    /// Decodes a request, without its length field.
+    /// Decodes a request, without its length field. Error: what is malformed.
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
         let mut reader = ByteReader::new(bytes);
         let request =
@@ -163,7 +163,7 @@ impl Request {
         })
     }
 
-    /// The longest answer to this request that a client accepts, in bytes after decoding.
+    /// Returns the longest answer to this request that a client accepts, in bytes after decoding.
     pub fn answer_bytes_max(&self) -> u64 {
         match self {
             Self::Hello { .. } | Self::List { .. } | Self::State => LIST_BYTES_MAX,
