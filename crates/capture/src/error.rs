@@ -3,7 +3,7 @@
 use crate::ports::BoxError;
 use crate::staged_pages::StagingError;
 
-/// Why no checkpoint was captured. No page is lost: the next checkpoint copies them all.
+/// The reason why no checkpoint was captured. No page is lost: the next checkpoint copies them all.
 #[derive(Debug, thiserror::Error)]
 pub enum CaptureError {
     /// The VMM failed to carry out an operation.

@@ -13,7 +13,7 @@ use crate::ports::{BoxError, PageReader};
 use crate::staging_pool::{StagingChunk, StagingPool, StagingPoolError};
 use keyframe_units::{Page, PageIndex, PageRange, PageSet};
 
-/// Why pages could not be copied into staging memory.
+/// The reason why pages could not be copied into staging memory.
 #[derive(Debug, thiserror::Error)]
 pub enum StagingError {
     /// The pages exceed the memory limit.

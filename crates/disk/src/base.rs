@@ -160,8 +160,8 @@ impl Base {
         self.disk_bytes
     }
 
-    /// Fills `buf` from byte `offset` on. Bytes past the end are zero. Error: the image cannot be
-    /// read.
+    /// Fills `buf` from byte `offset` of the disk on. Bytes past the end are zero. Error: the image
+    /// cannot be read.
     pub fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let read = match &self.image {
             Image::Raw(file) => read_or_zero(file, offset, buf),
@@ -189,7 +189,7 @@ impl Base {
         }
     }
 
-    /// Returns the number of bytes from `offset` on (1 to `len`) that have one status, and whether
+    /// Returns the number of bytes from `offset` on (1 to `len`) that have one status, and true if
     /// they are known to be zero. Error: the image cannot be queried.
     pub fn status(&self, offset: u64, len: u64) -> Result<(u64, bool)> {
         let status = match &self.image {

@@ -47,7 +47,7 @@ impl Stack {
     }
 }
 
-/// A disk: its content can be read, written and exchanged by several threads at once.
+/// A disk whose content several threads can read, write and exchange at once.
 pub struct Disk {
     stack: RwLock<Arc<Stack>>,
     pause: Mutex<Pause>,
@@ -89,7 +89,8 @@ impl Disk {
         Stack::create(dir, base, layer, lasting).map(Self::of)
     }
 
-    /// Creates a disk of an open overlay.
+    /// Creates a disk whose writes go to `overlay`, above the blocks of `layer`, which lie above
+    /// `base`.
     pub fn new(overlay: Overlay, base: Base, layer: Option<Box<dyn Layer>>) -> Self {
         Self::of(Stack { overlay, below: Below::new(base, layer), lasting: Lasting::Durable })
     }
@@ -211,8 +212,8 @@ impl Disk {
         }
     }
 
-    /// Handles a client's flush if that needs no wait, because the overlay is temporary. `false` if
-    /// it is not. Error: the sync failed.
+    /// Handles a client's flush if the overlay is temporary, so that the flush needs no wait.
+    /// Returns `false`, and does nothing, if it is not. Error: the sync failed.
     pub fn flush_now(&self) -> Result<bool> {
         let is_temporary = self.stack().lasting == Lasting::Temporary;
         if is_temporary {

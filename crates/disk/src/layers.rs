@@ -3,7 +3,7 @@
 
 use crate::{BLOCK, BLOCK_BYTES, Base, Block, DiskBlock, Result};
 
-/// A layer's answer about a block.
+/// The result of reading a block from a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
     /// The layer wrote the block's content to the buffer.
@@ -125,7 +125,7 @@ impl Below {
         Ok(())
     }
 
-    /// Returns the number of bytes from `offset` on (1 to `len`) that have one status, and whether
+    /// Returns the number of bytes from `offset` on (1 to `len`) that have one status, and true if
     /// they are known to be zero. Error: the image cannot be queried.
     pub fn status(&self, offset: u64, len: u64) -> Result<(u64, bool)> {
         let Some(layer) = &self.layer else { return self.base.status(offset, len) };

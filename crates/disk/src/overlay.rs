@@ -125,7 +125,8 @@ impl Overlay {
         Self::on(Arc::new(RealFolder::create(dir, lasting)?), Some(disk_bytes))
     }
 
-    /// Opens an existing overlay. Errors: as [`Self::create`]; [`Error::Refused`] if there is none.
+    /// Opens an existing overlay in the directory `dir`. Errors: those of [`Self::create`];
+    /// [`Error::Refused`] if there is none.
     pub fn open(dir: &Path) -> Result<Self> {
         if !dir.join("journal").exists() {
             return Err(Error::refused(
@@ -231,8 +232,9 @@ impl Overlay {
         Ok(result?.then_some(missing))
     }
 
-    /// Calls `show` with each part of a range of blocks: `Some(true)` zero, `Some(false)` data,
-    /// `None` not in the overlay.
+    /// Calls `show` with each part of the range of `blocks` blocks from `block` on: its first
+    /// block, its number of blocks, and `Some(true)` if it is zero, `Some(false)` if it has data,
+    /// `None` if the overlay does not hold it.
     pub fn status(
         &self,
         block: DiskBlock,
@@ -361,7 +363,7 @@ impl Overlay {
         Ok(())
     }
 
-    /// Makes `len` bytes from `offset` on zero. Errors: as [`Self::write`].
+    /// Makes `len` bytes from `offset` on zero. Errors: those of [`Self::write`].
     pub fn zero(&self, offset: u64, len: u64, read_below: ReadBelow<'_>) -> Result<()> {
         let alone = locked(&self.writing);
         self.require_sound()?;
@@ -388,8 +390,8 @@ impl Overlay {
         self.relieve()
     }
 
-    /// Discards a range: the whole blocks in it become zero. Partial blocks at its ends are
-    /// unchanged. Errors: as [`Self::write`].
+    /// Discards `len` bytes from `offset` on: the whole blocks in this range become zero. Partial
+    /// blocks at its ends are unchanged. Errors: those of [`Self::write`].
     pub fn discard(&self, offset: u64, len: u64) -> Result<()> {
         let alone = locked(&self.writing);
         self.require_sound()?;
@@ -483,8 +485,9 @@ impl Overlay {
         })
     }
 
-    /// Returns the extents of an epoch in flight from `from` on: rising, about `max` of them, and
-    /// the block at which to continue. Error: [`Error::NoEpoch`].
+    /// Returns extents of the epoch in flight `epoch` from block `from` on: about `max` of them, in
+    /// rising order, and the block at which to continue; `None` after the last one. Error:
+    /// [`Error::NoEpoch`].
     pub fn pages(
         &self,
         epoch: DiskEpoch,
@@ -576,7 +579,7 @@ impl Overlay {
     }
 }
 
-/// Reads the content below the overlay, from this byte on.
+/// Reads the content below the overlay: fills the buffer from this byte offset of the disk on.
 pub type ReadBelow<'a> = &'a dyn Fn(u64, &mut [u8]) -> Result<()>;
 
 fn extents_continue(place: BlockPlace, blocks: u64, next: BlockPlace) -> bool {

@@ -108,7 +108,7 @@ pub enum Error {
     StandbyRefuses {
         /// The standby's address.
         address: SocketAddr,
-        /// Why.
+        /// The reason.
         problem: String,
         /// The fix on the standby's host.
         fix: Option<String>,
@@ -167,7 +167,7 @@ pub enum Error {
     VmThreadPanicked,
 }
 
-/// Why a standby's list of page hashes makes no sense.
+/// The reason why a standby's list of page hashes makes no sense.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PageHashesError {

@@ -44,7 +44,7 @@ pub enum Event {
     EpochFailed(Error),
     /// The guard did not take the new permit of the VM.
     GuardFailed {
-        /// Why.
+        /// The reason.
         error: Error,
         /// True if another guard is started now.
         restarts: bool,

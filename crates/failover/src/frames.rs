@@ -137,7 +137,7 @@ pub enum ReadyFrame {
 pub struct EpochHead {
     /// The epoch that it builds upon; `None` if it holds all of the VM.
     pub after: Option<Epoch>,
-    /// Why it was taken.
+    /// The reason why it was taken.
     pub reason: String,
     /// When the VM was paused, on the primary's wall clock, in nanoseconds since 1970.
     pub taken_at_ns: u64,

@@ -43,14 +43,14 @@ use std::sync::{Arc, Mutex};
 /// The socket of the disks' server, in the run directory.
 pub const DISKS_SOCKET: &str = "disks.sock";
 
-/// A VM that has not run its first instruction yet or that was just taken over, and what stands
-/// beside it.
+/// A VM that has not run its first instruction yet or that was just taken over, with the processes
+/// that serve it.
 pub struct LaunchedVm {
     /// The VM.
     pub vm: Vm,
     /// Its QEMU binary.
     pub identity: QemuIdentity,
-    /// The description of the machine, if it was taken over from another host.
+    /// The description of the machine if it was taken over from another host; `None` otherwise.
     pub machine: Option<MachineDescription>,
     /// The working directory of its command line.
     pub directory: PathBuf,
@@ -74,8 +74,8 @@ pub struct RunContext {
     pub inbox: Option<primary::Inbox>,
 }
 
-/// Starts the gate of a VM's network; none for a VM without. Error: the gate's process cannot be
-/// started.
+/// Starts the gate of a VM's network. For a VM without NICs it starts none, and returns a gate that
+/// does nothing. Error: the gate's process cannot be started.
 pub fn start_gate(nics: &[NicSockets]) -> Result<Gate> {
     if nics.is_empty() {
         return Ok(Gate::new(None));

@@ -76,8 +76,9 @@ pub struct Addresses {
 /// The machine as the primary describes it at the next connect.
 pub type SharedMachineFrame = Arc<Mutex<MachineFrame>>;
 
-/// Starts the threads that connect. They connect again whenever `linked` or `beating` is false.
-/// Error: a thread cannot be started.
+/// Starts the threads that connect to the standby. They connect whenever `linked` (control and
+/// data) or `beating` (heartbeats) is false, until `ends` is set, and give events to `tell`.
+/// `machine` is described to the standby at each connect. Error: a thread cannot be started.
 pub fn start(
     party: &Party,
     addresses: Addresses,
@@ -193,7 +194,8 @@ pub fn open_channel(
     Ok(Arc::new(channel))
 }
 
-/// Reads messages of the protocol until the connection breaks.
+/// Reads messages of the protocol and gives them to `tell` until the connection breaks or `ends` is
+/// set. Calls `broken` at the end.
 pub fn read(
     channel: Arc<Channel>,
     path: u8,
@@ -239,7 +241,7 @@ pub fn read(
     let _ = std::thread::Builder::new().name("link".into()).spawn(work);
 }
 
-/// Sends a message of the protocol; false if the connection is broken.
+/// Sends a message of the protocol. Returns false if the connection is broken.
 pub fn send_message(channel: &Channel, message: &PeerMessage) -> bool {
     let mut bytes = Vec::new();
     message.encode(&mut bytes);

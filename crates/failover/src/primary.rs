@@ -40,7 +40,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// The time in which the last messages leave this host.
 const LAST_MESSAGES: Duration = Duration::from_millis(200);
 
-/// An event of the primary's engine.
+/// An event that the primary's engine handles.
 pub enum PrimaryEngineEvent {
     /// An event of a connection to the standby.
     Link(LinkEvent),
@@ -72,7 +72,7 @@ pub struct EngineParts {
     pub setup: Setup,
     /// The configuration that both hosts must share.
     pub config: ReplicationConfig,
-    /// The way in which this host became the primary.
+    /// How this host became the primary.
     pub start: PrimaryStart,
     /// The machine, as a standby needs it.
     pub machine: MachineFrame,
@@ -100,7 +100,7 @@ pub struct Engine {
     _run_dir: RunDir,
 }
 
-/// The end of a host's part in the protection of a VM.
+/// How a host's part in the protection of a VM ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
     /// The VM has ended, or the user ended it.

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 /// The longest time of the fence hook.
 const FENCE_TIMEOUT: Duration = Duration::from_mins(2);
 
-/// Options of `protect` and `standby` alike.
+/// The options that `keyframe protect` and `keyframe standby` share, as the user gives them.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Settings {
     #[command(flatten)]
@@ -57,10 +57,10 @@ pub struct Settings {
     quiet: bool,
 }
 
-/// The settings after names are resolved and the key is read.
+/// The settings of this host after names are resolved and the key is read.
 #[derive(Clone)]
 pub struct Setup {
-    /// The hosts that share a key.
+    /// This host's key and certificate, with which it connects to hosts that share the key.
     pub party: Party,
     /// The witness's address.
     pub witness: Option<SocketAddr>,
@@ -74,11 +74,11 @@ pub struct Setup {
     pub policy: ReplicationPolicy,
     /// Parameters of the adaptive policy.
     pub parameters: AdaptiveParameters,
-    /// Number of data connections.
+    /// The number of data connections.
     pub streams: usize,
-    /// Bytes that may be on their way to the standby.
+    /// The largest number of bytes that may be on their way to the standby.
     pub wire_bytes: usize,
-    /// The standby's RAM is compared with the VM's at each epoch.
+    /// True if the standby's RAM is compared with the VM's at each epoch.
     pub verify: bool,
     /// Receives the events of this host and of its VM's session.
     pub events: SharedEventSink,
@@ -158,7 +158,8 @@ impl Setup {
         }
     }
 
-    /// Runs the fence hook; true if the other host is off.
+    /// Runs the fence hook for the VM `vm`; `role` is this host's. Returns true if the hook reports
+    /// that the other host is off.
     pub fn fence(&self, vm: &str, role: &str) -> bool {
         let Some(text) = &self.fence_with else { return false };
         let mut command = Command::new("/bin/sh");
@@ -188,7 +189,7 @@ impl Setup {
     }
 }
 
-/// Resolves a host and a port. Error: no address of that name.
+/// Resolves `text`, a host and a port. Error: there is no such address.
 pub fn address(text: &str) -> Result<SocketAddr> {
     let bad = |source| Error::Address { text: text.to_owned(), source };
     let mut found = text.to_socket_addrs().map_err(bad)?;

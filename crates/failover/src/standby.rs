@@ -54,13 +54,13 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 pub struct StandbyOptions {
     /// The address on which the primary connects.
     pub listen: SocketAddr,
-    /// The folder of the terms and votes of this host.
+    /// The directory in which this host keeps its terms and votes.
     pub folder: PathBuf,
     /// The standby's name.
     pub name: String,
-    /// Arguments added to QEMU's command line here.
+    /// Arguments that are added to QEMU's command line on this host.
     pub extra: Vec<OsString>,
-    /// The standby of the VM once it runs here.
+    /// The addresses of the standby of the VM once the VM runs here; `None` for no standby.
     pub peer: Option<Addresses>,
     /// The settings of this host.
     pub setup: Setup,

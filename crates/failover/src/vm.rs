@@ -100,7 +100,7 @@ pub struct EpochReport {
     pub pause_ns: u64,
     pub transfer_ns: u64,
     pub epoch_ns: u64,
-    /// Why it was taken.
+    /// The reason why it was taken.
     pub reason: &'static str,
     /// The time for which the policy has kept the VM suspended since then, in nanoseconds.
     pub suspended_ns: u64,

@@ -27,7 +27,7 @@ pub enum WitnessAnswer {
     Answered(WitnessReply),
     /// No answer came; `sent` is true if the request may have arrived.
     Lost {
-        /// The request may have arrived.
+        /// True if the request may have arrived.
         sent: bool,
     },
 }
@@ -40,7 +40,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 const STATE: &str = "witness.state";
 const STATE_BYTES_MAX: u64 = 16 << 20;
 
-/// Asks the witness, and waits for its answer.
+/// Sends `request` to the witness at `address`, and waits for its answer.
 pub fn ask(party: &Party, address: SocketAddr, request: WitnessRequest) -> WitnessAnswer {
     let Ok(channel) = party.connect(address, TIMEOUT) else {
         return WitnessAnswer::Lost { sent: false };
@@ -66,7 +66,8 @@ pub struct WitnessServer {
 }
 
 impl WitnessServer {
-    /// Reads the memory of the witness from `folder`. `events` receives its errors.
+    /// Makes a witness that keeps its state in the directory `folder`, and reads that state.
+    /// `events` receives its errors. Errors: the directory cannot be used; its state is damaged.
     pub fn open(folder: &Path, party: Party, events: SharedEventSink) -> Result<Self> {
         let path = folder.join(STATE);
         let bad = |problem| Error::WitnessState { path: path.clone(), problem };
@@ -88,7 +89,8 @@ impl WitnessServer {
         self.state.lock().ignore_poison().groups().count()
     }
 
-    /// Answers until `stop` is set. Error: a connection cannot be accepted.
+    /// Answers the requests that arrive at `listener` until `stop` is set. Error: a connection
+    /// cannot be accepted.
     pub fn serve(self: &Arc<Self>, listener: &TcpListener, stop: &AtomicBool) -> Result<()> {
         let clients = Arc::new(AtomicUsize::new(0));
         listener.set_nonblocking(true).map_err(|e| Error::io("listen", e))?;

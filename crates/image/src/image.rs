@@ -94,8 +94,9 @@ impl Image {
         Ok(len)
     }
 
-    /// Returns the offset and length of each stretch that is not a hole, in rising order. The rest
-    /// of the file is zeros. A stretch has at most `bytes_max` bytes, but at least one page.
+    /// Returns the offset and the length, both in bytes, of each stretch that is not a hole, in
+    /// rising order. The rest of the file is zeros. A stretch has at most `bytes_max` bytes, but at
+    /// least one page.
     pub fn stretches(&self, bytes_max: u64) -> impl Iterator<Item = (u64, u64)> + '_ {
         let bytes_max = bytes_max.max(PAGE);
         let head = Some((0, self.head.len() as u64)).filter(|(_, len)| *len > 0);

@@ -42,7 +42,7 @@ impl GuestExtent {
     }
 }
 
-/// The guest's view of its physical memory.
+/// The memory of a checkpoint as the guest sees it: which page is at which guest-physical address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GuestView {
     extents: Vec<GuestExtent>,

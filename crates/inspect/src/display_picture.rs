@@ -13,7 +13,7 @@ use std::ops::Range;
 /// The ends of the names of displays' RAM blocks.
 const DISPLAY_BLOCKS: [&str; 2] = ["vga.vram", "bochs-display-vram"];
 
-/// Why there is no picture.
+/// The reason why there is no picture.
 pub enum NoPicture {
     /// The VM has no display.
     NoDisplay,
@@ -42,7 +42,7 @@ pub struct DrawableDisplay {
 }
 
 impl DrawableDisplay {
-    /// Finds the display of `guest` in its device state. Reads no RAM. Error: the VM has no
+    /// Finds the display of `guest` in its device state. Reads no RAM. Errors: the VM has no
     /// display, or one that cannot be drawn.
     pub fn of(guest: &Guest) -> Result<Self, NoPicture> {
         let display =

@@ -11,7 +11,7 @@ use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
 use std::io;
 use std::sync::Mutex;
 
-/// Reads the pages of one VM in a checkpoint, numbered from 0.
+/// A [`RamSource`] over the pages of one VM in a checkpoint, which it numbers from 0.
 pub struct StoredPages<'a> {
     loaded: &'a LoadedCheckpoint,
     /// The VM's first page among the pages of its group.
@@ -20,11 +20,11 @@ pub struct StoredPages<'a> {
     failed: Mutex<Option<keyframe_store::Error>>,
 }
 
-/// Why a read of pages ended early.
+/// The error that ended a read of pages.
 pub enum ReadStop {
-    /// The store.
+    /// The store could not be read.
     Store(keyframe_store::Error),
-    /// The receiver.
+    /// The receiver of the pages failed.
     Receiver(io::Error),
 }
 
@@ -44,12 +44,12 @@ impl From<ReadStop> for io::Error {
 }
 
 impl<'a> StoredPages<'a> {
-    /// Returns the pages of `guest` in `loaded`.
+    /// Makes the source of the pages of `guest`, one of the VMs in `loaded`.
     pub fn new(loaded: &'a LoadedCheckpoint, guest: &Guest) -> Self {
         Self { loaded, first: guest.first, failed: Mutex::default() }
     }
 
-    /// Takes the store's error of the last read that failed.
+    /// Takes the store's error of the last read that failed; `None` if there is none.
     pub fn failed(&self) -> Option<keyframe_store::Error> {
         self.failed.lock().ok().and_then(|mut failed| failed.take())
     }

@@ -13,7 +13,7 @@
 use crate::entry::Entry;
 use std::collections::{BTreeMap, HashMap};
 
-/// The columns of [`tree`].
+/// The titles of the columns of [`tree`].
 pub const TREE_COLUMNS: [&str; 5] = ["checkpoints", "vm", "count", "taken (UTC)", "tags"];
 
 /// Sets the parent of each entry: the checkpoint that its VM was restored from, or else the

@@ -66,7 +66,7 @@ const NO_STACK: u64 = 8;
 pub struct Attached {
     /// The descriptor, not used yet, non-blocking, closed on exec.
     pub uffd: OwnedFd,
-    /// How long the process's main thread was stopped, in nanoseconds.
+    /// The time for which the process's main thread was stopped, in nanoseconds.
     pub stopped_ns: u64,
     /// True if the process may only have a userfaultfd for user-mode faults. Asynchronous write
     /// protection tracks writes by the kernel all the same.

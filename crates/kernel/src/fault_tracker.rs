@@ -89,9 +89,9 @@ pub enum MemoryEvent {
     Discard(HostRange),
 }
 
-/// The function that the handler's thread calls for each event. The writing thread waits until it
-/// returns. It may read the process's memory; it must not call the tracker. A page can come more
-/// than once while it is unchanged.
+/// Called on the handler's thread for each event; the writing thread waits until it returns. It may
+/// read the process's memory; it must not call the tracker. A page can come more than once while it
+/// is unchanged.
 pub type FirstWriteHook = Arc<dyn Fn(MemoryEvent) + Send + Sync>;
 
 /// Tracks first writes to registered ranges of one process. Dropping it ends the tracking and

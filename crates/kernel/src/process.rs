@@ -16,7 +16,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 /// The most bytes read of a file of `/proc/PID`. A process with more mappings is refused.
 const PROC_FILE_BYTES_MAX: u64 = 256 << 20;
 
-/// A running process.
+/// A handle to a running process, which stays valid when its process id is used again.
 #[derive(Debug)]
 pub struct Process {
     pid: u32,

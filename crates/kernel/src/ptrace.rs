@@ -51,7 +51,7 @@ const XSAVE_BYTES_MAX: usize = 16 << 10;
 const POLLS_YIELDING: u32 = 200;
 const POLL_SLEEP: Duration = Duration::from_micros(100);
 
-/// Why the thread is stopped.
+/// The reason why the thread is stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stop {
     /// Stopped by an interrupt of the tracer, or because the whole process is stopped.

@@ -78,13 +78,13 @@ pub struct WrittenPages {
 /// Statistics of one scan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ScanStats {
-    /// The pages reported, in 4 KiB.
+    /// The number of pages reported, in 4 KiB.
     pub written_pages: u64,
-    /// The reported pages that are not present, in 4 KiB.
+    /// The number of reported pages that are not present, in 4 KiB.
     pub absent_pages: u64,
-    /// The runs added to the output.
+    /// The number of runs added to the output.
     pub runs: u64,
-    /// The calls of `PAGEMAP_SCAN`.
+    /// The number of calls of `PAGEMAP_SCAN`.
     pub calls: u64,
 }
 

@@ -33,7 +33,8 @@ pub struct LinkFrame {
     pub payload: Vec<u8>,
 }
 
-/// Received bytes that do not form a whole frame yet. Each receiving thread owns one.
+/// The received bytes of a channel that do not form a whole frame yet. Each receiving thread owns
+/// one.
 #[derive(Debug, Default)]
 pub struct Input {
     bytes: Vec<u8>,
@@ -140,8 +141,8 @@ impl Channel {
         Ok(true)
     }
 
-    /// Returns the next frame, or `None` if no whole frame arrives within `timeout`. Errors: the
-    /// connection has ended, or its bytes are not frames.
+    /// Returns the next frame, or `None` if no whole frame arrives within `timeout`. `input` keeps
+    /// what has arrived of it. Errors: the connection has ended, or its bytes are not frames.
     pub fn receive(&self, input: &mut Input, timeout: Duration) -> Result<Option<LinkFrame>> {
         let deadline = Instant::now() + timeout;
         loop {

@@ -6,7 +6,7 @@ use std::io;
 /// Pages that [`read_ascending`] holds in memory at once: 4 MiB.
 const BATCH_PAGES: u64 = 1024;
 
-/// Reads the RAM pages of a checkpoint.
+/// A source of the RAM pages of a checkpoint.
 pub trait RamSource: Sync {
     /// Gives `sink` each page of `range` that is not all zeros, exactly once, in any order. An
     /// error of `sink` ends the reading and is returned.

@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A line through measured simulations: the time of a simulation over the recorded time of its
-/// interval.
+/// A line through measured simulations: the time of a simulation as a function of the recorded time
+/// of its interval.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Fit {
     /// The time to initialise a simulation, in seconds.

@@ -22,7 +22,7 @@ const LISTINGS_MAX: usize = 1024;
 /// Files of disks that are open at once.
 const DISKS_OPEN_MAX: usize = 1024;
 
-/// The file system.
+/// The FUSE file system that shows a [`Tree`].
 pub struct MountedFiles {
     tree: Tree,
     /// The names of directories that are being listed, each as it was when it was opened.

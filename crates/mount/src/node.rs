@@ -19,12 +19,12 @@ const KIND_BITS: u32 = 8;
 pub const DISKS_MAX: usize = 128;
 const MEMBER_BITS: u32 = 16;
 
-/// The directory of a checkpoint, or of a member of its group.
+/// Identifies the directory of a checkpoint, or of a member of its group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
     /// The checkpoint.
     pub id: CheckpointId,
-    /// A member of its group, counted from 1 on; 0 is the checkpoint itself.
+    /// The member of its group, counted from 1 on; 0 for the directory of the checkpoint itself.
     pub member: u16,
 }
 

@@ -14,7 +14,8 @@ use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::SystemTime;
 
-/// Checkpoints that are held loaded; further ones push out the one unused for longest.
+/// The largest number of checkpoints that are kept loaded. A further one replaces the one that was
+/// unused for longest.
 pub const LOADED_MAX: usize = 8;
 /// Different errors that are reported.
 const MESSAGES_MAX: usize = 1000;
@@ -24,7 +25,7 @@ const MEMBERS_MAX: usize = u16::MAX as usize;
 const NAME_BYTES_MAX: usize = 255;
 const LATEST: &str = "latest";
 
-/// Why a node cannot be shown.
+/// The reason why a node cannot be shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Denied {
     /// It does not exist, or no longer.
@@ -33,14 +34,14 @@ pub enum Denied {
     Unreadable,
 }
 
-/// What a node looks like from outside.
+/// The attributes of a node.
 #[derive(Clone, Copy, Debug)]
 pub struct Look {
-    /// Bytes, or those of a link's target.
+    /// The length of the file, or of the link's target, in bytes.
     pub len_bytes: u64,
-    /// When the checkpoint was taken, or the store made.
+    /// The time at which the checkpoint was taken, or the store was made.
     pub time: SystemTime,
-    /// False if it may change.
+    /// True if the node never changes, so that it may be cached.
     pub lasts: bool,
 }
 
@@ -65,7 +66,7 @@ struct OpenedVm {
     png: Mutex<Option<Arc<[u8]>>>,
 }
 
-/// The store.
+/// The checkpoints and tags of a store as a tree of directories and files.
 pub struct Tree {
     store: Store,
     opened: Mutex<VecDeque<Arc<Opened>>>,
@@ -82,7 +83,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Tree {
-    /// Creates a tree of the checkpoints of `store`. `report` receives errors.
+    /// Creates the tree of the checkpoints of `store`. `report` receives the error behind each
+    /// [`Denied::Unreadable`].
     pub fn new(store: Store, report: ErrorReporter) -> Self {
         Self {
             store,
@@ -93,8 +95,8 @@ impl Tree {
         }
     }
 
-    /// Returns the names in a directory. Error: the node does not exist any more, or the store
-    /// cannot be read.
+    /// Returns the names in a directory, each with its node. Error: the node does not exist any
+    /// more, or the store cannot be read.
     pub fn list(&self, directory: MountNode) -> Result<Vec<(String, MountNode)>, Denied> {
         match directory {
             MountNode::Root => {

@@ -42,9 +42,9 @@ pub struct LanKey(pub usize);
 /// The limits of the frames that wait.
 #[derive(Clone, Copy, Debug)]
 pub struct SwitchLimits {
-    /// The most bytes for one port.
+    /// The largest number of bytes that wait for one port.
     pub port_bytes_max: usize,
-    /// The most bytes for all ports together.
+    /// The largest number of bytes that wait for all ports together.
     pub total_bytes_max: usize,
 }
 
@@ -54,7 +54,7 @@ impl Default for SwitchLimits {
     }
 }
 
-/// The queue of this port is full while the switch is held, so the hold must end.
+/// Reports that the queue of this port is full while the switch is held, so that the hold must end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Overflow(pub PortKey);
@@ -69,7 +69,7 @@ struct Queue {
     dropped: u64,
 }
 
-/// All LANs, and the queues of their ports.
+/// Forwards frames: all LANs of a switch, and the queues of their ports. It does no I/O.
 pub struct Fabric {
     limits: SwitchLimits,
     tables: Vec<MacTable>,

@@ -34,7 +34,7 @@ use std::path::PathBuf;
 
 /// The largest number of NICs of one VM.
 pub const NICS_MAX: usize = 32;
-/// The largest number of bytes that a gate holds.
+/// The largest number of bytes that a gate holds. Frames that do not fit are dropped.
 pub const HELD_BYTES_MAX: usize = 256 << 20;
 
 /// The unix sockets of one NIC's filters.
@@ -79,17 +79,17 @@ pub(crate) enum GateResponse {
 pub struct GateStatus {
     /// True if all frames pass.
     pub open: bool,
-    /// Held frames of the current epoch, which no cut has ended yet.
+    /// The number of held frames of the current epoch, which no cut has ended yet.
     pub fresh_frames: u64,
     /// The age of the oldest of these, in nanoseconds.
     pub oldest_ns: Option<u64>,
-    /// All held frames.
+    /// The number of all held frames.
     pub held_frames: u64,
-    /// The bytes of all held frames.
+    /// The number of bytes of all held frames.
     pub held_bytes: u64,
-    /// Frames that have passed.
+    /// The number of frames that have passed.
     pub passed_frames: u64,
-    /// Frames that were dropped because they did not fit in memory.
+    /// The number of frames that were dropped because they did not fit in memory.
     pub dropped_frames: u64,
 }
 

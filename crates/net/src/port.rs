@@ -68,7 +68,7 @@ enum Tail {
     Probed,
 }
 
-/// Why sending ended.
+/// The reason why sending ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SendOutcome {
     /// No frame is left to send.

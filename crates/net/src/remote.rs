@@ -139,8 +139,8 @@ impl Remote {
     }
 
     /// Closes the control connection. A switch that [`Self::spawn`] started ends as soon as no VM
-    /// is connected; this function waits briefly for that. True if the switch has ended. Error: the
-    /// switch does not answer.
+    /// is connected; this function waits briefly for that. Returns true if the switch has ended.
+    /// Error: the switch does not answer.
     pub fn end(self) -> Result<bool> {
         drop(self.stream);
         let Some(mut child) = self.child else { return Ok(false) };

@@ -60,9 +60,9 @@ pub(crate) const FOREIGN_TOKENS: u64 = 1 << 63;
 pub struct PortStatus {
     /// The port.
     pub port: PortId,
-    /// Frames that wait for it.
+    /// The number of frames that wait for it.
     pub pending: usize,
-    /// Flooded frames that were dropped because its queue was full.
+    /// The number of flooded frames that were dropped because its queue was full.
     pub dropped: u64,
 }
 
@@ -71,7 +71,7 @@ pub struct PortStatus {
 pub struct ClosedPort {
     /// The port.
     pub port: PortId,
-    /// Why it ended.
+    /// The reason why it ended.
     pub reason: String,
 }
 
@@ -335,7 +335,7 @@ impl Switch {
         Ok(())
     }
 
-    /// Returns the connections.
+    /// Returns the open connections and the most recently ended ones.
     pub fn ports(&self) -> Ports {
         let status = |(key, connection): (&PortKey, &Connection)| PortStatus {
             port: connection.id.clone(),

@@ -97,7 +97,7 @@ pub enum Format {
     Png,
 }
 
-/// Why a figure was not drawn or written.
+/// The reason why a figure was not drawn or written.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -112,7 +112,7 @@ pub enum Error {
     Draw {
         /// The title of the figure.
         title: String,
-        /// The cause.
+        /// What is wrong.
         problem: String,
     },
     /// The file could not be written.

@@ -59,7 +59,7 @@ struct Recording {
 pub struct RunWords {
     /// The words.
     pub words: Vec<String>,
-    /// Differences from the user's machine that the user should know.
+    /// The differences from the user's machine that the user should know, a text each.
     pub notes: Vec<String>,
 }
 
@@ -99,7 +99,7 @@ impl CommandLine {
         &self.arguments
     }
 
-    /// Returns the VM's name from `-name`.
+    /// Returns the VM's name from `-name`; `None` if the line has none.
     pub fn vm_name(&self) -> Option<String> {
         vm_name(&self.arguments)
     }
@@ -125,7 +125,7 @@ impl CommandLine {
         Ok(())
     }
 
-    /// Returns the server of the disks, after [`CommandLine::serve_drives`].
+    /// Returns the server of the disks; `None` before [`CommandLine::serve_drives`].
     pub fn disk_server(&self) -> Option<&DiskServer> {
         self.disk_server.as_ref()
     }
@@ -140,7 +140,8 @@ impl CommandLine {
         self.media_server = Some(server.clone());
     }
 
-    /// Has the VM's packets pass a gate with its sockets in `folder`. Returns the sockets.
+    /// Makes the VM's packets pass a gate with its sockets in the directory `folder`. Returns the
+    /// sockets of each NIC.
     ///
     /// Error: [`CommandLineError::Argument`] if packets could leave another way.
     pub fn add_net_gate(&mut self, folder: &Path) -> Result<Vec<NicSockets>> {
@@ -149,8 +150,9 @@ impl CommandLine {
         Ok(gate.nics)
     }
 
-    /// Has QEMU, of version `qemu_version`, record the VM into `log`. The guest's real-time clock
-    /// begins at `started`. Returns the differences from the user's machine.
+    /// Has QEMU, of version `qemu_version`, record the VM into the file `log`. The guest's
+    /// real-time clock begins at `started`. Returns the differences from the user's machine, as
+    /// texts for the user.
     ///
     /// Error: [`CommandLineError::Argument`] for a machine that cannot be recorded exactly.
     pub fn record(
@@ -164,12 +166,12 @@ impl CommandLine {
         Ok(self.run_words()?.notes)
     }
 
-    /// Returns true after [`CommandLine::record`].
+    /// Returns true if [`CommandLine::record`] has been called.
     pub fn is_recorded(&self) -> bool {
         self.recording.is_some()
     }
 
-    /// Returns the words to run.
+    /// Makes the words to run: the user's, with the changes that were asked for.
     ///
     /// Error: [`CommandLineError::Argument`] for a machine that cannot be recorded exactly.
     pub fn run_words(&self) -> Result<RunWords> {
@@ -221,7 +223,7 @@ pub fn word_text(word: OsString) -> Result<String> {
     })
 }
 
-/// Returns the guest's name, from the last `-name` that has one.
+/// Returns the guest's name, from the last `-name` that has one; `None` if no `-name` has one.
 pub fn vm_name(arguments: &[Argument]) -> Option<String> {
     let names = arguments.iter().rev().filter(|a| a.name() == "name");
     names

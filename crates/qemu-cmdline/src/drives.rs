@@ -30,7 +30,7 @@ pub struct Drive {
     pub name: String,
     /// The image, as the line names it.
     pub image: PathBuf,
-    /// Image format, if the line names it.
+    /// The image's format; `None` if the line does not name it.
     pub format: Option<String>,
     /// True if the line discards the guest's writes at the end (`-snapshot`).
     pub temporary: bool,
@@ -41,9 +41,9 @@ pub struct Drive {
 /// A server of disks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskServer {
-    /// The server's unix socket.
+    /// The path of the server's unix socket.
     pub socket: PathBuf,
-    /// Prefix of each export's name; the disk's name follows.
+    /// The prefix of each export's name; the disk's name follows.
     pub prefix: String,
 }
 
@@ -71,7 +71,7 @@ pub fn drives(arguments: &[Argument]) -> Result<Vec<Drive>> {
         .collect())
 }
 
-/// Returns the line with its writable disks served by `server`.
+/// Returns the line `arguments` with its writable disks served by `server`.
 ///
 /// Error: [`CommandLineError::Argument`] for a disk that cannot be served.
 pub fn rewrite_drives(arguments: &[Argument], server: &DiskServer) -> Result<Vec<Argument>> {

@@ -24,11 +24,11 @@ use std::path::PathBuf;
 /// A medium that the guest can only read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Medium {
-    /// Name, unique in the line.
+    /// The medium's name, unique in the line.
     pub name: String,
     /// The image, as the line names it.
     pub image: PathBuf,
-    /// Image format, if the line names it.
+    /// The image's format; `None` if the line does not name it.
     pub format: Option<String>,
 }
 

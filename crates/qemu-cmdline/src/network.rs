@@ -10,10 +10,10 @@ use std::path::Path;
 pub struct NetworkLink {
     /// QEMU's name of the backend (`user`, `tap`, `stream`).
     pub kind: String,
-    /// The option in one line of text.
+    /// The whole option, as one line of text.
     pub option: String,
-    /// The unix socket that the backend connects to as a client, if it does. Each frame there
-    /// follows its length.
+    /// The unix socket that the backend connects to as a client; `None` if it does not connect to
+    /// one. On this socket each frame follows its length.
     pub lan: Option<String>,
 }
 

@@ -62,12 +62,12 @@ const FLAGS: &[&str] = &[
     "xen-domid-restrict",
 ];
 
-/// An argument of a command line, with its value if it takes one.
+/// An argument of a QEMU command line, with its value if it takes one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Argument {
-    /// `-name`, without its dashes.
+    /// An option without a value, as its name without dashes.
     Flag(String),
-    /// `-name value`.
+    /// An option with a value: its name without dashes, and the value.
     Option(String, String),
     /// A word that is no option: the image of the first disk.
     Image(String),
@@ -82,7 +82,7 @@ impl Argument {
         }
     }
 
-    /// Returns the option's value; an image's path; empty for a flag.
+    /// Returns the option's value, or an image's path; empty for a flag.
     pub fn value(&self) -> &str {
         match self {
             Self::Flag(_) => "",
@@ -135,8 +135,9 @@ pub fn parse(words: &[String]) -> Result<Vec<Argument>> {
     Ok(arguments)
 }
 
-/// Keys and values of `first,a=b,c=d`. A first part without `=` is the value of the key `implied`;
-/// `,,` stands for a comma. A key without a value is `on`, or with a leading `no`, `off`.
+/// Splits `first,a=b,c=d` into keys and values. A first part without `=` is the value of the key
+/// `implied`; `,,` stands for a comma. A key without a value is `on`, or with a leading `no`,
+/// `off`.
 pub fn keys(text: &str, implied: &str) -> Vec<(String, String)> {
     split(text)
         .into_iter()
@@ -153,8 +154,9 @@ pub fn keys(text: &str, implied: &str) -> Vec<(String, String)> {
         .collect()
 }
 
-/// Keys and values of an option that takes JSON too (`-object`, `-device`, `-netdev`, `-blockdev`).
-/// A nested JSON value becomes its text. `None` if the value begins like JSON and is malformed.
+/// Splits the value of an option that takes JSON too (`-object`, `-device`, `-netdev`, `-blockdev`)
+/// into keys and values. A nested JSON value becomes its text. Returns `None` if the value begins
+/// like JSON and is malformed.
 pub fn properties(value: &str, implied: &str) -> Option<Vec<(String, String)>> {
     if !value.trim_start().starts_with('{') {
         return Some(keys(value, implied));
@@ -175,12 +177,12 @@ pub fn devices(line: &[Argument]) -> impl Iterator<Item = Vec<(String, String)>>
     devices.filter_map(|device| properties(device.value(), "driver"))
 }
 
-/// Returns the value of the last entry `key`.
+/// Returns the value of the last entry whose key is `key`; `None` if there is none.
 pub fn value_of<'a>(keys: &'a [(String, String)], key: &str) -> Option<&'a str> {
     keys.iter().rev().find(|(k, _)| k == key).map(|(_, v)| v.as_str())
 }
 
-/// Returns true if `key` is set to any of QEMU's words for on.
+/// Returns true if the value of `key` is one of QEMU's words for on.
 pub fn is_on(keys: &[(String, String)], key: &str) -> bool {
     matches!(value_of(keys, key), Some("on" | "yes" | "true" | "y"))
 }
@@ -212,17 +214,17 @@ fn split(text: &str) -> Vec<String> {
 /// An object that `-object` defines.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Object {
-    /// The type (`memory-backend-memfd`, `iothread`, ...).
+    /// The object's type (`memory-backend-memfd`, `iothread`, ...).
     pub qom_type: String,
-    /// The id.
+    /// The object's id.
     pub id: String,
     /// The other keys and values; a nested JSON value as its text.
     pub properties: Vec<(String, String)>,
 }
 
 impl Object {
-    /// Reads `type,id=X,...` or `{"qom-type": "type", "id": "X", ...}`; `None` if it is
-    /// neither.
+    /// Reads an option's value `type,id=X,...` or `{"qom-type": "type", "id": "X", ...}`; `None` if
+    /// it is neither.
     pub fn parse(value: &str) -> Option<Self> {
         let mut all = properties(value, "qom-type")?;
         let mut take = |key: &str| {

@@ -43,7 +43,7 @@ pub enum Display {
     Unsupported {
         /// The device's name on QEMU's command line.
         kind: &'static str,
-        /// Why not.
+        /// The reason why not.
         reason: &'static str,
     },
 }

@@ -31,8 +31,8 @@ pub fn run_state(state: &[u8]) -> Result<Option<String>> {
     }))
 }
 
-/// `state` with the run state `name`. Unchanged if it has no run state. [`crate::check`] must have
-/// accepted `state`.
+/// Returns `state` with the run state `name`; unchanged if it has no run state. [`crate::check`]
+/// must have accepted `state`.
 ///
 /// Error: [`crate::StreamError::DeviceState`] for a malformed state.
 pub fn with_run_state(state: &[u8], name: &str) -> Result<Vec<u8>> {

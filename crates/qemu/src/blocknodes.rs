@@ -19,13 +19,13 @@ use std::path::{Path, PathBuf};
 pub struct WritableNode {
     /// The name of its block backend; empty if it has none.
     pub device: String,
-    /// Its topmost node.
+    /// The name of its topmost node.
     pub node: String,
-    /// The image, as QEMU opened it.
+    /// The image's name, as QEMU opened it.
     pub file: String,
     /// Its driver: `raw`, `qcow2`, ...
     pub driver: String,
-    /// Bytes of the disk.
+    /// The size of the disk in bytes.
     pub disk_bytes: u64,
 }
 
@@ -71,10 +71,10 @@ impl Vm {
         writable(self.qmp())
     }
 
-    /// Returns the disks that the guest can write to, each with its drive of the line, whose
-    /// relative paths begin at `directory`.
+    /// Returns the disks that the guest can write to, each with its drive on the VM's command line,
+    /// whose relative paths begin at `directory`.
     ///
-    /// Error: [`crate::Error::CommandLine`] where the line has one that no restore could serve.
+    /// Error: [`crate::Error::CommandLine`] if the line has a disk that no restore could serve.
     pub fn line_disks(&mut self, directory: &Path) -> Result<Vec<LineDisk>> {
         let nodes = writable(self.qmp())?;
         if nodes.is_empty() {

@@ -42,7 +42,7 @@ const SOCKET_PREFIX: &str = "kf-nbd-";
 /// The flag of a listening socket in `/proc/net/unix`.
 const ACCEPTS: u64 = 1 << 16;
 
-/// One disk of a cut.
+/// What a cut does for one disk.
 #[derive(Clone, Copy, Debug)]
 pub struct SnapshotPoint<'a> {
     /// The disk.
@@ -79,9 +79,9 @@ pub fn granularity_bytes(disk: &WritableNode) -> u64 {
     if disk.disk_bytes > LARGE_BYTES { GRANULARITY_LARGE_BYTES } else { GRANULARITY_BYTES }
 }
 
-/// Has QEMU, process `pid`, listen for readers at `socket`, whose name is a [`socket_name`], also
-/// if it listens for a killed engine. Error: [`Error::Refused`], also if QEMU listens for another
-/// program already.
+/// Has QEMU, process `pid`, listen for readers at `socket`, whose name is a [`socket_name`]. Also
+/// takes over a listener of a killed engine. Error: [`Error::Refused`], also if QEMU listens for
+/// another program already.
 pub fn start_server(qmp: &mut Qmp, pid: u32, socket: &Path) -> Result<()> {
     let address = json!({ "type": "unix", "data": { "path": socket } });
     let arguments = json!({ "addr": address });
@@ -114,8 +114,8 @@ fn engines_listener(line: &str) -> Option<String> {
     (flags & ACCEPTS != 0 && is_named).then(|| format!("socket:[{inode}]"))
 }
 
-/// Has QEMU keep `connection`, a reader's to the export of disk `number`, open until [`take_away`].
-/// To be called before the reader negotiates: see the invariants. Error: QEMU refuses or does not
+/// Has QEMU keep `connection`, a reader's connection to the export of disk `number`, open until
+/// [`take_away`]. To be called before the reader negotiates. Error: QEMU refuses or does not
 /// answer.
 pub fn hold_connection(qmp: &mut Qmp, number: usize, connection: BorrowedFd<'_>) -> Result<()> {
     let arguments = json!({ "fdname": export_name(number) });
@@ -169,7 +169,8 @@ pub fn forget(qmp: &mut Qmp, disk: &WritableNode, frozen: u64) -> Result<()> {
     qmp.execute("block-dirty-bitmap-remove", Some(bitmap)).map(drop)
 }
 
-/// Merges bitmap `frozen` into `present` after the checkpoint has failed.
+/// Merges bitmap `frozen` of `disk` into bitmap `present` after the checkpoint has failed. Error:
+/// QEMU refuses or does not answer.
 pub fn give_back(qmp: &mut Qmp, disk: &WritableNode, frozen: u64, present: u64) -> Result<()> {
     let merge = json!({ "node": disk.node, "target": bitmap_name(present), "bitmaps": [bitmap_name(frozen)] });
     qmp.execute("block-dirty-bitmap-merge", Some(merge))?;
@@ -206,8 +207,8 @@ pub fn take_away(qmp: &mut Qmp) -> Result<()> {
     Ok(())
 }
 
-/// Removes all objects of Keyframe, also those of a killed engine. True if there were any. Error:
-/// QEMU refuses or does not answer.
+/// Removes all objects of Keyframe from QEMU, also those of a killed engine. Returns true if there
+/// were any. Error: QEMU refuses or does not answer.
 pub fn sweep(qmp: &mut Qmp) -> Result<bool> {
     take_away(qmp)?;
     let nodes = qmp.execute("query-named-block-nodes", Some(json!({ "flat": true })))?;
@@ -239,8 +240,8 @@ pub fn stop_server(qmp: &mut Qmp) -> Result<()> {
     }
 }
 
-/// Returns the name of a job on the VM's disks that another program started. Error: QEMU refuses or
-/// does not answer.
+/// Returns the name of a job on the VM's disks that another program started; `None` if there is
+/// none. Error: QEMU refuses or does not answer.
 pub fn other_job(qmp: &mut Qmp) -> Result<Option<String>> {
     let jobs = qmp.execute("query-block-jobs", None)?;
     let names = jobs.as_array().into_iter().flatten().filter_map(|job| job.get("device")?.as_str());

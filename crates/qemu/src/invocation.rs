@@ -38,7 +38,7 @@ impl Invocation {
         QemuIdentity::of(&self.binary)
     }
 
-    /// Returns the binary that will be run.
+    /// Returns the path of the binary that will be run.
     pub fn binary(&self) -> &Path {
         &self.binary
     }
@@ -48,7 +48,7 @@ impl Invocation {
         &self.line
     }
 
-    /// Returns the VM's name from `-name`.
+    /// Returns the VM's name from `-name`; `None` if the line has none.
     pub fn vm_name(&self) -> Option<&str> {
         self.vm_name.as_deref()
     }
@@ -58,12 +58,13 @@ impl Invocation {
         self.line.starts_paused()
     }
 
-    /// Returns the disks that the guest can write to. Errors: [`CommandLine::drives`].
+    /// Returns the disks that the guest can write to. Errors: those of [`CommandLine::drives`].
     pub fn drives(&self) -> Result<Vec<Drive>> {
         Ok(self.line.drives()?)
     }
 
-    /// Has `server` serve these disks. Errors: [`CommandLine::serve_drives`].
+    /// Has `server` serve the disks that the guest can write to. Errors: those of
+    /// [`CommandLine::serve_drives`].
     pub fn serve_drives(&mut self, server: &DiskServer) -> Result<()> {
         Ok(self.line.serve_drives(server)?)
     }
@@ -78,14 +79,14 @@ impl Invocation {
         self.line.serve_media(server);
     }
 
-    /// Has the VM's packets pass a gate with its sockets in `folder`. Returns the sockets. Errors:
-    /// [`CommandLine::add_net_gate`].
+    /// Makes the VM's packets pass a gate with its sockets in the directory `folder`. Returns the
+    /// sockets of each NIC. Errors: those of [`CommandLine::add_net_gate`].
     pub fn gate(&mut self, folder: &Path) -> Result<Vec<NicSockets>> {
         Ok(self.line.add_net_gate(folder)?)
     }
 
-    /// Has QEMU record the VM into `log`. Returns the differences from the user's machine. Errors:
-    /// [`CommandLine::record`].
+    /// Has QEMU record the VM into the file `log`. Returns the differences from the user's machine,
+    /// as texts for the user. Errors: those of [`CommandLine::record`].
     pub fn record(&mut self, log: &Path) -> Result<Vec<String>> {
         let version = binary::version(&self.binary)?;
         Ok(self.line.record(log, &version, Zoned::now())?)

@@ -192,8 +192,8 @@ impl Vm {
     }
 
     /// Returns the words that, after [`Vm::user_command`], make the machine as it is now. `now` is
-    /// its shape, and `before` the shape that the command made. `Err` inside: the changes that no
-    /// word can make.
+    /// its shape, and `before` the shape that the command made. The inner `Err` holds the changes
+    /// that no word can make. Error: QEMU does not answer.
     pub fn words_of_changes(
         &mut self,
         before: &MachineShape,

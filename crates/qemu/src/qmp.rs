@@ -52,10 +52,10 @@ const TAKEN_OVER_ID: u64 = 1 << 40;
 /// How long an answer may take after the guest has shut down.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The effect of our `stop`.
+/// The effect of a `stop` command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stopped {
-    /// True if our `stop` stopped the VM. If false, another client had paused the VM, and that
+    /// True if the command stopped the VM. If false, another client had paused the VM, and that
     /// client must resume it.
     pub was_running: bool,
 }
@@ -90,7 +90,7 @@ impl Pause {
     }
 }
 
-/// A connection to a monitor.
+/// A connection to a QEMU monitor that speaks the QEMU Monitor Protocol.
 pub struct Qmp {
     channel: QmpChannel,
     timeout: Duration,
@@ -127,7 +127,8 @@ impl Qmp {
         )
     }
 
-    /// Connects to an existing monitor. Error: [`Error::MonitorBusy`] if it serves another client.
+    /// Connects to the monitor at `path`, which exists, within `wait`. Error:
+    /// [`Error::MonitorBusy`] if it serves another client.
     pub fn connect_running(path: &Path, wait: Duration) -> Result<Self> {
         let busy = || Error::MonitorBusy { monitor: path.display().to_string() };
         let connected = Transport::connect(path, Duration::ZERO, &mut || Ok(()));
@@ -230,13 +231,13 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// Sets how long an answer may take from now on. Returns the previous value.
+    /// Sets the time that an answer may take from now on. Returns the previous value.
     pub fn set_timeout(&mut self, timeout: Duration) -> Duration {
         std::mem::replace(&mut self.timeout, timeout)
     }
 
-    /// Executes a command. Returns its `return` value. Error: QEMU refuses the command or does not
-    /// answer.
+    /// Executes the command `command` with `arguments`, and returns the `return` value of QEMU's
+    /// answer. Error: QEMU refuses the command or does not answer.
     pub fn execute(&mut self, command: &str, arguments: Option<Value>) -> Result<Value> {
         let id = self.send(command, arguments, None)?;
         self.answer(id, command, self.timeout)
@@ -302,16 +303,16 @@ impl Qmp {
         self.execute("cont", None).map(drop)
     }
 
-    /// Resumes the VM after our [`Qmp::stop`]. True if another client resumed it in between: the
-    /// capture is then torn. Error: QEMU refuses the command or does not answer.
+    /// Resumes the VM after [`Qmp::stop`]. Returns true if another client resumed it in between:
+    /// the capture is then torn. Error: QEMU refuses the command or does not answer.
     pub fn cont_after_stop(&mut self) -> Result<bool> {
         self.cont()?;
         self.resumed_by_other()
     }
 
-    /// Returns true if another client (a user's monitor, the watchdog) resumed the VM after our
-    /// last [`Qmp::stop`] and before our `cont`, or before now if there was no `cont` yet. Error:
-    /// QEMU refuses the command or does not answer.
+    /// Returns true if another client (a user's monitor, the watchdog) resumed the VM after the
+    /// last [`Qmp::stop`] and before [`Qmp::cont`], or before now if there was no `cont` yet.
+    /// Error: QEMU refuses the command or does not answer.
     pub fn resumed_by_other(&mut self) -> Result<bool> {
         self.drain("look for events")?;
         if self.channel.events_lag() {
@@ -398,8 +399,8 @@ impl Qmp {
         Ok(self.events.drain(..).collect())
     }
 
-    /// Executes a line of the human monitor. Returns its output. Error: QEMU refuses the command or
-    /// does not answer.
+    /// Executes a line of the human monitor, QEMU's textual command language. Returns its output.
+    /// Error: QEMU refuses the command or does not answer.
     pub fn hmp(&mut self, line: &str) -> Result<String> {
         let answer =
             self.execute("human-monitor-command", Some(json!({ "command-line": line })))?;
@@ -409,7 +410,7 @@ impl Qmp {
         }
     }
 
-    /// Ends QEMU. Error: QEMU refuses the command or does not answer.
+    /// Asks QEMU to end. Error: QEMU refuses the command or does not answer.
     pub fn quit(&mut self) -> Result<()> {
         match self.execute("quit", None) {
             // It may be gone before its answer is.

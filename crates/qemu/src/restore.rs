@@ -74,34 +74,36 @@ pub fn ram_file(backend: usize) -> String {
     format!("/keyframe-ram-{backend}.")
 }
 
-/// Options of a restore.
+/// The options of a restore.
 #[derive(Clone, Debug, Default)]
 pub struct RestoreOptions {
-    /// A binary other than the checkpoint's, of the same version.
+    /// A binary other than the checkpoint's, of the same version; `None` for the checkpoint's.
     pub qemu: Option<PathBuf>,
-    /// Leave the VM paused at the instant of the checkpoint.
+    /// True to leave the VM paused at the instant of the checkpoint.
     pub paused: bool,
-    /// Replay a recording up to there. QEMU learns the end before it loads its devices: a replay
-    /// that waits at its checkpoint could already consume events of the log that come after it.
+    /// The end of a replay: the restored QEMU replays a recording up to there. `None` for no
+    /// replay. QEMU learns the end before it loads its devices, because a replay that waits at its
+    /// checkpoint could already consume events of the log that come after it.
     pub replays: Option<Until>,
-    /// Count instructions, each of which takes two to this power nanoseconds of guest time
-    /// (`-icount shift=N`). Under TCG only.
+    /// Makes QEMU count instructions, each of which takes two to this power nanoseconds of guest
+    /// time (`-icount shift=N`). Under TCG only.
     pub icount_shift: Option<u32>,
-    /// An accelerator other than the command line's. The device state is converted.
+    /// An accelerator other than the command line's, for which the device state is converted.
     pub accelerator: Option<Accelerator>,
-    /// The server of the disks that the guest can write to.
+    /// The server of the disks that the guest can write to; `None` if there is none.
     pub disks: Option<DiskServer>,
-    /// The checkpoint's name for the VM's next engine ([`Vm::lineage`]).
+    /// The checkpoint's identity, for the VM's next engine ([`Vm::lineage`]).
     pub lineage: Option<Lineage>,
-    /// The path at which to make the socket of one more monitor.
+    /// The path at which QEMU makes the socket of one more monitor.
     pub monitor: Option<PathBuf>,
     /// The file to which QEMU's standard error is appended. `None` for this process's standard
     /// error.
     pub log: Option<PathBuf>,
-    /// Arguments after all others that do not change the machine, such as those of a packet gate.
+    /// Arguments that come after all others and do not change the machine, such as those of a
+    /// packet gate.
     pub added: Vec<String>,
-    /// Called as soon as QEMU is started, in the calling thread. A caller that needs its rights
-    /// only for the start gives them up here.
+    /// A function that is called in the calling thread as soon as QEMU is started. A caller that
+    /// needs its rights only for the start gives them up there.
     pub spawned: Option<fn()>,
 }
 
@@ -156,12 +158,12 @@ impl Restored {
         self.lazy.as_ref()
     }
 
-    /// Ends QEMU. Error: the kernel refuses the signal.
+    /// Kills QEMU and waits for its end. Error: the kernel refuses the signal.
     pub fn kill(&mut self) -> Result<()> {
         self.vm.kill()
     }
 
-    /// Returns the VM.
+    /// Returns the handle of the VM.
     pub fn vm(&mut self) -> &mut Vm {
         &mut self.vm
     }
@@ -171,7 +173,8 @@ impl Restored {
         (self.vm, self.lazy)
     }
 
-    /// Returns the VM alone. Do not call this for a lazy restore before all of its RAM is there.
+    /// Returns the handle of the VM, and drops the rest. Do not call this for a lazy restore before
+    /// all of its RAM is there.
     pub fn into_vm(self) -> Vm {
         self.vm
     }
@@ -187,9 +190,9 @@ pub fn start(plan: Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<Res
     start_with(plan, &Ram::Eager(ram), device_state)
 }
 
-/// As [`start`], but the VM runs before its RAM is there, and waits for each missing page that it
-/// touches. The calling thread must live until all pages are there ([`lazy::Residency`]): until
-/// then the kernel ends QEMU together with the thread.
+/// Starts QEMU as [`start`] does, but the VM runs before its RAM is there, and waits for each
+/// missing page that it touches. The calling thread must live until all pages are there
+/// ([`lazy::Residency`]): until then the kernel ends QEMU together with the thread.
 ///
 /// Errors: those of [`start`]; [`Error::Memory`] if the kernel does not let this process serve
 /// QEMU's memory.

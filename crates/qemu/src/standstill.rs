@@ -30,8 +30,8 @@ pub(crate) fn stood_still(device_state: &[u8]) -> Option<String> {
 }
 
 impl Qmp {
-    /// Resumes a VM whose state was loaded from a checkpoint, unless it stood still in the
-    /// checkpoint although no client had paused it. Error: QEMU does not answer.
+    /// Resumes a VM whose state was loaded from a checkpoint. Leaves it paused if it stood still in
+    /// the checkpoint although no client had paused it. Error: QEMU does not answer.
     pub fn start_loaded(&mut self) -> Result<()> {
         match self.status()? {
             status if STATES.contains(&status.name()) => Ok(()),

@@ -64,7 +64,7 @@ pub struct LaunchOptions {
     pub run_dir: PathBuf,
 }
 
-/// A QEMU, started here or attached to.
+/// A QEMU that Keyframe has started or attached to.
 pub struct Vm {
     lifetime: Lifetime,
     qmp: Qmp,
@@ -214,7 +214,7 @@ impl Vm {
         self.single_core = single_core;
     }
 
-    /// Keeps `what` alive as long as the VM.
+    /// Keeps `what` alive for as long as this handle of the VM.
     pub fn accompany(&mut self, what: impl Any + Send + Sync) {
         self.kept.push(Box::new(what));
     }
@@ -255,7 +255,7 @@ impl Vm {
         }
     }
 
-    /// Returns true if another program started it.
+    /// Returns true if another program started this QEMU.
     pub fn is_attached(&self) -> bool {
         matches!(self.origin, Origin::Attached { .. } | Origin::Libvirt { .. })
     }
@@ -285,7 +285,7 @@ impl Vm {
         &self.origin
     }
 
-    /// Returns the monitor.
+    /// Returns the connection to QEMU's monitor.
     pub fn qmp(&mut self) -> &mut Qmp {
         &mut self.qmp
     }
@@ -324,13 +324,14 @@ impl Vm {
         audit::require_savable(&mut self.qmp)
     }
 
-    /// Declares that the caller serves the disks of this restored VM at `socket`.
+    /// Tells the audit that the caller serves the disks of this restored VM at the socket `socket`,
+    /// so that it does not report them.
     pub fn mind_server(&mut self, socket: PathBuf) {
         self.server = Some(socket);
     }
 
-    /// Declares that the caller captures the disks behind these nodes, or that the user left them
-    /// out. The audit does not report them.
+    /// Tells the audit that the caller captures the disks behind the block nodes `nodes`, or that
+    /// the user left them out, so that it does not report them.
     pub fn mind_nodes(&mut self, nodes: Vec<String>) {
         self.minded = nodes;
     }
@@ -378,8 +379,8 @@ impl Vm {
         find_ram_blocks(&mut self.qmp, pid)
     }
 
-    /// Returns the RAM blocks as they are now, in the same order, without their addresses. Error:
-    /// QEMU does not answer.
+    /// Returns the RAM blocks as they are now, in the order of [`Vm::ram_blocks`], without their
+    /// addresses. Error: QEMU does not answer.
     pub fn ram_layout(&mut self) -> Result<RamLayout> {
         self.asked_for_ram(ramblock::layout)
     }
@@ -415,25 +416,25 @@ impl Vm {
         self.note_standstill(state)
     }
 
-    /// Returns the end of QEMU; `None` if it runs. Error: the kernel does not tell.
+    /// Returns how QEMU has ended; `None` if it runs. Error: the kernel does not tell.
     pub fn ended(&mut self) -> Result<Option<VmExit>> {
         self.lifetime.ended()
     }
 
-    /// Returns [`Vm::ended`] as an exit status. The status of an attached QEMU is known only to its
-    /// parent; the result is then success. Error: the kernel does not tell.
+    /// Returns QEMU's exit status; `None` if it runs. The status of an attached QEMU is known only
+    /// to its parent; the result is then success. Error: the kernel does not tell.
     pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
         Ok(self.ended()?.map(|ended| ended.status()))
     }
 
-    /// Waits at most `timeout` for QEMU's end; `None` if it still runs then. The status is that of
-    /// [`Vm::try_wait`]. Error: the kernel does not tell.
+    /// Waits at most `timeout` for QEMU's end, and returns the status as [`Vm::try_wait`] does;
+    /// `None` if QEMU still runs then. Error: the kernel does not tell.
     pub fn wait(&mut self, timeout: Duration) -> Result<Option<ExitStatus>> {
         Ok(self.lifetime.wait(timeout)?.map(|ended| ended.status()))
     }
 
-    /// Waits for QEMU's end after the guest has shut down ([`crate::QmpEvent::Shutdown`]). `None`
-    /// if QEMU stays (`-no-shutdown`). The status is that of [`Vm::try_wait`].
+    /// Waits for QEMU's end after the guest has shut down ([`crate::QmpEvent::Shutdown`]), and
+    /// returns the status as [`Vm::try_wait`] does; `None` if QEMU stays (`-no-shutdown`).
     ///
     /// QEMU 7.2 can hang in `monitor_cleanup` if a command is in progress while the guest shuts
     /// down. Its disks are flushed and closed by then. This function kills such a QEMU and returns
@@ -460,7 +461,7 @@ impl Vm {
     }
 
     /// Ends QEMU. It first asks QEMU to quit, so that QEMU resets the terminal. If that fails, it
-    /// kills a QEMU that Keyframe started.
+    /// kills a QEMU that Keyframe started. Error: QEMU does not end.
     pub fn kill(&mut self) -> Result<()> {
         if self.ended()?.is_some() {
             return Ok(());
@@ -481,7 +482,8 @@ impl Vm {
         self.lifetime.kill().map(drop)
     }
 
-    /// Leaves the guest running, with everything that it needs. Returns QEMU's pid.
+    /// Drops this handle and leaves the guest running, with everything that it needs. Returns
+    /// QEMU's process id.
     pub fn keep(mut self) -> u32 {
         // Not dropped, so that nothing of it is ended.
         std::mem::take(&mut self.kept).into_iter().for_each(std::mem::forget);

@@ -252,10 +252,10 @@ impl PauseWatchdog for Watchdog {
     }
 }
 
-/// Restores checkpoints under QEMU.
+/// Restores checkpoints under QEMU: the [`Restorer`] of this crate.
 #[derive(Clone, Debug, Default)]
 pub struct QemuRestorer {
-    /// Choices that only QEMU has. Those that are in [`PlanOptions`] too are ignored.
+    /// The options that only QEMU has. Those that are in [`PlanOptions`] too are ignored.
     pub options: RestoreOptions,
 }
 

@@ -150,7 +150,8 @@ impl Dog {
     }
 }
 
-/// Runs the watchdog process: watches the VM until `commands` or QEMU end.
+/// Runs the watchdog process: watches the VM until `commands`, the orders of the engine, or QEMU
+/// end. Writes answers to `reports`.
 ///
 /// Errors: the monitor cannot be reached; an order cannot be parsed. An armed watchdog fires before
 /// it returns an error.
@@ -350,12 +351,12 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
     }
 }
 
-/// True if the watchdog has ended the pause.
+/// Whether the watchdog has ended the pause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Fired(pub bool);
 
-/// The engine's handle of its watchdog.
+/// The engine's handle to its watchdog process.
 pub struct Watchdog {
     child: Child,
     stdin: Option<ChildStdin>,
@@ -430,33 +431,33 @@ impl Watchdog {
         if self.is_for_pipe { self.arm_for_pipe(Duration::ZERO) } else { self.arm(Duration::ZERO) }
     }
 
-    /// Stops watching. Call it after `cont`. [`Fired`] says whether the watchdog has resumed the VM
-    /// since it was armed. Error: the watchdog has ended or does not answer.
+    /// Stops watching. Call it after `cont`. Returns whether the watchdog has resumed the VM since
+    /// it was armed. Error: the watchdog has ended or does not answer.
     pub fn disarm(&mut self) -> Result<Fired> {
         self.ask("D\n", ANSWER_TIMEOUT)
     }
 
     /// Forbids the paused VM to run until the watchdog is armed or disarmed: if the engine ends
-    /// meanwhile, the watchdog ends QEMU. [`Fired`] says whether the watchdog has resumed the VM
-    /// since it was armed.
+    /// meanwhile, the watchdog ends QEMU. Returns whether the watchdog has resumed the VM since it
+    /// was armed.
     ///
     /// Error: the watchdog has ended or does not answer.
     pub fn between(&mut self) -> Result<Fired> {
         self.ask("B\n", ANSWER_TIMEOUT)
     }
 
-    /// Returns the id of the process.
+    /// Returns the process id of the watchdog.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Ends the process at once. It resumes no VM any more.
+    /// Ends the watchdog's process at once. It resumes no VM any more.
     pub fn kill(mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 
-    /// Disarms and ends the watchdog.
+    /// Disarms the watchdog and ends its process.
     pub fn end(mut self) {
         // If it does not answer, the end of its input disarms it after one more check of the VM.
         let _ = self.disarm();

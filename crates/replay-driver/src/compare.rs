@@ -9,10 +9,10 @@ pub use ram::{compare_ram, compare_ram_with_checkpoint};
 /// How many differing pages or blocks are listed.
 const LISTED_MAX: usize = 16;
 
-/// How two RAMs, or the disks of two VMs, differ.
+/// The difference of two RAMs, or of the disks of two VMs.
 #[derive(Clone, Debug, Default)]
 pub struct Difference {
-    /// Number of pages of RAM, or of blocks of 4096 bytes of disks, that differ.
+    /// The number of pages of RAM, or of blocks of 4096 bytes of disks, that differ.
     pub count: u64,
     /// The first 16 of them: the RAM block's or disk's name, and the offset in it in bytes.
     pub first: Vec<(String, u64)>,

@@ -53,7 +53,7 @@ struct StubState {
     points: BTreeSet<Breakpoint>,
 }
 
-/// Waits for debuggers at a TCP port.
+/// Serves debuggers that connect to a TCP port.
 pub struct Debugger<'a> {
     listener: TcpListener,
     port: u16,
@@ -82,7 +82,7 @@ impl<'a> Debugger<'a> {
         Ok(Self { listener, port, recording, extra, events })
     }
 
-    /// Returns the port.
+    /// Returns the number of the port at which it listens.
     pub fn port(&self) -> u16 {
         self.port
     }

@@ -10,7 +10,7 @@ pub use qemu::ReplayError;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// What the functions of this crate return.
+/// The result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of a replay or of an analysis. The sources tell the cause;

@@ -8,7 +8,8 @@ use std::cmp::Reverse;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// Returns an error if the user has asked for an end of an analysis, which can be continued later.
+/// Returns an error if the user has asked for an end of an analysis, which can be continued later:
+/// [`AnalysisError::Interrupted`].
 pub fn check_interrupted(interrupted: &AtomicBool) -> Result<()> {
     if interrupted.load(Ordering::Relaxed) {
         return Err(AnalysisError::Interrupted.into());

@@ -20,7 +20,7 @@ use keyframe_store_keys::KeyArg;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock};
 
-/// A recording that may still be made.
+/// A recording that may still be in progress.
 pub struct LiveRecording {
     /// The recording, as it was when it was opened.
     pub recording: Recording,
@@ -86,8 +86,8 @@ impl LiveRecording {
         Ok(Some(Arc::clone(self.ended.get_or_init(|| Arc::new(recording)))))
     }
 
-    /// Returns its complete intervals. If `needs_exact_ends`, each ends where a replay can stop and
-    /// go on. Error: the log or the store cannot be read.
+    /// Returns the recording's complete intervals. If `needs_exact_ends`, each ends where a replay
+    /// can stop and go on. Error: the log or the store cannot be read.
     pub fn intervals(&self, needs_exact_ends: bool) -> Result<KnownIntervals> {
         if let Some(recording) = self.ended()? {
             let intervals = recording.intervals_for_tool(needs_exact_ends)?;
@@ -108,7 +108,7 @@ impl LiveRecording {
         Ok(KnownIntervals { intervals, is_complete: false })
     }
 
-    /// Returns for each of `intervals`, which are complete, how much work its replay is
+    /// Returns the work of the replay of each of `intervals`, which are complete, in instructions
     /// ([`Interval::effort`]). Error: the log cannot be read.
     pub fn efforts(&self, intervals: &[Interval]) -> Result<Vec<u64>> {
         if let Some(recording) = self.ended()? {

@@ -59,7 +59,7 @@ impl ReplayableRecording {
         Ok(Self { recording, store, log, log_index: OnceLock::new(), holds: OnceLock::new() })
     }
 
-    /// Makes one of a recording that is still being made. `store` is for its checkpoints.
+    /// Makes the value for a recording that is still being made. Its checkpoints go to `store`.
     pub fn growing(recording: &Recording, store: Store) -> Self {
         let log = recording.live_log();
         Self {
@@ -71,8 +71,8 @@ impl ReplayableRecording {
         }
     }
 
-    /// Makes one of a recording that takes its checkpoints while it is being made. `log_index` is
-    /// the index of its log so far.
+    /// Makes the value for a recording that takes its checkpoints while it is being made.
+    /// `log_index` is the index of its log so far.
     pub fn so_far(recording: &Recording, store: Store, log_index: LogIndex) -> Self {
         let (log, holds) = (recording.live_log(), Arc::<[u64]>::from(log_index.holds()));
         let (log_index, holds) = (OnceLock::from(log_index), OnceLock::from(holds));
@@ -84,7 +84,7 @@ impl ReplayableRecording {
         self.log.path()
     }
 
-    /// Returns the index of the log. The first call reads the log. Error: the log cannot be read.
+    /// Returns the index of the log, which the first call reads. Error: the log cannot be read.
     pub fn log_index(&self) -> Result<&LogIndex> {
         if let Some(log_index) = self.log_index.get() {
             return Ok(log_index);
@@ -93,8 +93,8 @@ impl ReplayableRecording {
         Ok(self.log_index.get_or_init(|| read))
     }
 
-    /// Returns for each of `intervals` how much work its replay is ([`Interval::effort`]). Error:
-    /// the log cannot be read.
+    /// Returns the work of the replay of each of `intervals`, in instructions
+    /// ([`Interval::effort`]). Error: the log cannot be read.
     pub fn efforts(&self, intervals: &[Interval]) -> Result<Vec<u64>> {
         let log_index = self.log_index()?;
         Ok(intervals.iter().map(|interval| interval.effort(log_index)).collect())
@@ -115,9 +115,9 @@ impl ReplayableRecording {
         Ok(Arc::clone(self.holds.get_or_init(|| found)))
     }
 
-    /// Returns true if a replay to its end runs until QEMU ends with the log. If false, the replay
-    /// stops before the last instruction at which it can: where the machine was asked to shut
-    /// down, before the log breaks off, or before an instruction during which QEMU ended.
+    /// Returns true if a replay to the recording's end runs until QEMU ends with the log. If false,
+    /// the replay stops before the last instruction at which it can: where the machine was asked to
+    /// shut down, before the log breaks off, or before an instruction during which QEMU ended.
     ///
     /// Error: the log cannot be read.
     pub fn ends_with_log(&self) -> Result<bool> {
@@ -138,13 +138,14 @@ impl ReplayableRecording {
         Ok(self.log_index()?.end().min(end))
     }
 
-    /// Returns the target of a replay to `icount`. Error: the log cannot be read.
+    /// Returns the target of a replay to instruction `icount`, in the form that QEMU needs. Error:
+    /// the log cannot be read.
     pub fn until(&self, icount: u64) -> Result<Until> {
         let is_end = icount >= self.last_stop()? && self.ends_with_log()?;
         Ok(if is_end { Until::LogEnd } else { Until::Instruction(icount) })
     }
 
-    /// Returns its checkpoints, by instruction.
+    /// Returns the recording's checkpoints, by instruction.
     ///
     /// # Errors
     ///
@@ -160,7 +161,7 @@ impl ReplayableRecording {
         Ok(checkpoints)
     }
 
-    /// Returns its intervals.
+    /// Returns the recording's intervals.
     ///
     /// # Errors
     ///
@@ -178,9 +179,9 @@ impl ReplayableRecording {
         Ok(all)
     }
 
-    /// Returns its intervals for a tool, with ends at which each replay shows the tool the same. If
-    /// `needs_exact_ends`, each ends where a replay can stop and go on. Error: the log cannot be
-    /// read.
+    /// Returns the recording's intervals for a tool, with ends at which each replay shows the tool
+    /// the same. If `needs_exact_ends`, each ends where a replay can stop and go on. Error: the log
+    /// cannot be read.
     pub fn intervals_for_tool(&self, needs_exact_ends: bool) -> Result<Vec<Interval>> {
         let all = self.intervals()?;
         let all = if self.ends_with_log()? {
@@ -223,8 +224,8 @@ pub fn sealed_checkpoints_in(
     Ok(all)
 }
 
-/// Copies checkpoints to another store. Those that it has already are left as they are. Errors: a
-/// checkpoint cannot be read; `to` cannot be written or is in use.
+/// Copies `checkpoints` from the store `from` to the store `to`. Those that it has already are left
+/// as they are. Errors: a checkpoint cannot be read; `to` cannot be written or is in use.
 pub fn copy_checkpoints(
     from: &Store,
     checkpoints: &[RecordedCheckpoint],

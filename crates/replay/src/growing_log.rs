@@ -86,12 +86,12 @@ impl GrowingLog {
         }))
     }
 
-    /// Tells that nothing more will be written, so the whole file can be read.
+    /// Declares that nothing more will be written, so that the whole file can be read.
     pub fn end(&mut self) {
         self.has_ended = true;
     }
 
-    /// Reads the events that QEMU has written since the last call. Returns whether there were any.
+    /// Reads the events that QEMU has written since the last call. Returns true if there were any.
     ///
     /// Errors: [`Error::Io`]; [`Error::Damaged`]; [`Error::TooManyCuts`].
     pub fn refresh(&mut self) -> Result<bool> {
@@ -154,12 +154,12 @@ impl GrowingLog {
         Ok(len >= until || self.has_ended)
     }
 
-    /// Instructions that have been read so far.
+    /// Returns the number of instructions in the events that have been read so far.
     pub fn icount(&self) -> u64 {
         self.icount
     }
 
-    /// Returns the last instruction at which a replay may stop so far.
+    /// Returns the last instruction at which a replay of the events so far may stop.
     pub fn last_stop(&self) -> u64 {
         self.index.end().saturating_sub(1)
     }

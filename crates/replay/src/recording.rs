@@ -35,7 +35,7 @@ const META: &str = "recording.json";
 /// The longest `recording.json` that is read, in bytes.
 const META_BYTES_MAX: u64 = 16 << 20;
 
-/// A recording.
+/// The directory of a recording.
 #[derive(Clone, Debug)]
 pub struct Recording {
     path: PathBuf,
@@ -134,12 +134,12 @@ impl Recording {
         self.path.join("replay.log")
     }
 
-    /// Returns the path of the log's times.
+    /// Returns the path of the file with the log's times.
     pub fn times_path(&self) -> PathBuf {
         self.path.join("times")
     }
 
-    /// Returns the path of the console's output.
+    /// Returns the path of the file with the console's output.
     pub fn console_path(&self) -> PathBuf {
         self.path.join("console.log")
     }
@@ -225,8 +225,9 @@ impl Recording {
     }
 
     /// Calls [`Recording::end`] for a QEMU that did not fail, then [`Recording::pack`].
+    /// `duration_ns` is the recording's duration in nanoseconds.
     ///
-    /// Errors: theirs.
+    /// Errors: those of both.
     pub fn finish(&mut self, duration_ns: u64) -> Result<LogSummary> {
         let summary = self.end(duration_ns, false)?;
         self.pack()?;
@@ -239,7 +240,7 @@ impl Recording {
         len(self.packed_path()).or_else(|_| len(self.log_path())).unwrap_or(0)
     }
 
-    /// Returns the log while QEMU writes it.
+    /// Returns the log as QEMU writes it, for a reader that follows it.
     pub fn live_log(&self) -> ReadableLog {
         ReadableLog { path: self.log_path(), _unpacked: None }
     }

@@ -3,7 +3,7 @@
 use keyframe_bytes::{ByteReader, ReadError};
 use thiserror::Error;
 
-/// Why bytes are not a message.
+/// The reason why bytes are not a valid message.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum DecodeError {
     /// The message is too short or too long.
@@ -71,14 +71,14 @@ pub fn unknown_value(reader: &ByteReader<'_>, field: &'static str, value: u8) ->
     DecodeError::UnknownValue { field, value, at: reader.position().saturating_sub(1) }
 }
 
-/// Appends `numbers`.
+/// Appends each of `numbers` in 8 bytes, little-endian.
 pub fn put(out: &mut Vec<u8>, numbers: &[u64]) {
     for number in numbers {
         out.extend_from_slice(&number.to_le_bytes());
     }
 }
 
-/// Appends the form that [`read_optional`] reads.
+/// Appends `number` in the form that [`read_optional`] reads.
 pub fn put_optional(out: &mut Vec<u8>, number: Option<u64>) {
     out.push(u8::from(number.is_some()));
     put(out, number.as_slice());

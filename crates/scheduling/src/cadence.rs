@@ -19,7 +19,8 @@ impl Cadence {
         Self { interval_ns, due_ns: now_ns }
     }
 
-    /// Returns the time at which the next checkpoint is due.
+    /// Returns the time at which the next checkpoint is due, in nanoseconds on the clock of
+    /// [`Cadence`].
     pub fn due_ns(&self) -> u64 {
         self.due_ns
     }

@@ -23,8 +23,8 @@ pub struct ServerIdentity {
 }
 
 impl ServerIdentity {
-    /// Returns the identity in these PEM files. Errors: a file cannot be read, or is not PEM; the
-    /// key is not the certificate's.
+    /// Reads the identity from PEM files: the certificate with its chain, and the key. Errors: a
+    /// file cannot be read, or is not PEM; the key is not the certificate's.
     pub fn of_files(certificate: &Path, key: &Path) -> Result<Self> {
         let bad = |path: &Path, problem: String| Error::Certificate {
             object: path.display().to_string(),

@@ -138,7 +138,7 @@ pub enum Error {
     InFlightPackets {
         /// The checkpoint.
         checkpoint: CheckpointId,
-        /// Why they cannot be read.
+        /// The reason why they cannot be read.
         source: keyframe_net::Error,
     },
     /// The encoder's thread panicked.

@@ -47,7 +47,7 @@ pub enum Event {
     IntervalTuned {
         /// The new interval in nanoseconds.
         interval_ns: u64,
-        /// Why it changed.
+        /// The reason why it changed.
         why: TuningReason,
     },
     /// Memory is short, so checkpoints use less of it, and may take longer. Told once.
@@ -66,7 +66,7 @@ pub enum Event {
     HelperNotRestarted {
         /// Which.
         helper: Helper,
-        /// Why.
+        /// The reason.
         error: SharedError,
     },
     /// No process serves the disks, so the VM was paused: its requests would wait for so long that
@@ -180,7 +180,7 @@ pub enum Event {
     RecordingNote(String),
     /// The process keeps more rights than it needs.
     RightsKept {
-        /// Why they could not be given up.
+        /// The reason why they could not be given up.
         error: SharedError,
     },
     /// The flight recorder could not remove a clone of a forgotten checkpoint.

@@ -370,7 +370,7 @@ pub fn open_lans(options: &SessionOptions) -> Result<Option<Lans>> {
 
 /// VMs that were refused, and why.
 pub struct RefusedVms {
-    /// Why.
+    /// The reason.
     pub error: Error,
     /// The VMs.
     pub found: Vec<StartedVm>,

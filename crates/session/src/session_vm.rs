@@ -24,7 +24,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Why the engine cannot capture or use a VM, although its VMM answers.
+/// The reason why the engine cannot capture or use a VM, although its VMM answers.
 #[derive(Debug, thiserror::Error)]
 pub enum SessionVmError {
     /// A device that discards RAM was plugged in, and this run's tracker cannot see that.

@@ -11,7 +11,7 @@ use keyframe_store::{
 };
 use keyframe_units::{CheckpointId, Epoch, Page, PageIndex};
 
-/// Why a checkpoint is taken.
+/// The reason why a checkpoint is taken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CheckpointReason {
     /// The interval has passed.
@@ -46,7 +46,7 @@ impl CheckpointReason {
 /// The session's data about a checkpoint, besides the captured pages.
 #[derive(Clone, Debug, Default)]
 pub struct CheckpointLabel {
-    /// Why it is taken.
+    /// The reason why it is taken.
     pub reason: CheckpointReason,
     /// The delay of its begin, in nanoseconds.
     pub backlog_ns: u64,

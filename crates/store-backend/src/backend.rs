@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 /// The storage of one store's files.
 pub trait Backend: Send + Sync + fmt::Debug {
-    /// Returns how messages name the file `name`: its path or URL.
+    /// Returns the name of the file `name` in messages: its path or URL.
     fn describe(&self, name: &str) -> String;
 
     /// Takes the writer's lock until the guard is dropped, stores `holder` where other processes
@@ -34,8 +34,8 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// [`Error::Locked`] if another prune has it.
     fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>>;
 
-    /// Returns the text of the process that holds the writer's lock, if any does. Error: the lock
-    /// cannot be read.
+    /// Returns the text with which the holder of the writer's lock describes itself; `None` if no
+    /// process has the lock. Error: the lock cannot be read.
     fn lock_holder(&self) -> Result<Option<String>>;
 
     /// Removes locks of dead processes; with `force` also locks whose holder cannot be checked. By
@@ -51,9 +51,9 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Returns true while a process holds the lock of a prune. Error: the lock cannot be read.
     fn is_pruning(&self) -> Result<bool>;
 
-    /// Returns the same files through a backend whose `put`, `create` and `remove` return before
-    /// they are durable; [`Backend::sync_all`] makes them durable. None if this backend has no such
-    /// mode.
+    /// Returns a backend for the same files whose `put`, `create` and `remove` return before they
+    /// are durable; [`Backend::sync_all`] makes them durable. Returns `None` if this backend has no
+    /// such mode.
     fn without_syncs(&self) -> Option<Arc<dyn Backend>> {
         None
     }
@@ -78,8 +78,8 @@ pub trait Backend: Send + Sync + fmt::Debug {
         text.map_err(|source| Error::Io { object: BOOT_ID.into(), operation: "read", source })
     }
 
-    /// Returns the backend beneath an encrypting one, which shows the encrypted bytes. None if this
-    /// backend does not encrypt.
+    /// Returns the backend beneath an encrypting one, which shows the encrypted bytes; `None` if
+    /// this backend does not encrypt.
     fn ciphertext(&self) -> Option<Arc<dyn Backend>> {
         None
     }
@@ -98,7 +98,8 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// folder that does not exist is empty. Error: the medium fails.
     fn list(&self, folder: &str) -> Result<Vec<String>>;
 
-    /// Removes a file durably. It is no error if the file does not exist.
+    /// Removes a file durably. It is no error if the file does not exist. After an error it may
+    /// still exist.
     fn remove(&self, name: &str) -> Result<()>;
 
     /// Removes files of one folder durably, in any order. It is no error if some of them do not
@@ -123,7 +124,8 @@ pub trait LockGuard: Send + Sync + fmt::Debug {}
 
 /// A file that grows at its end.
 pub trait AppendFile: Send + fmt::Debug {
-    /// Appends bytes. After an error the length is unknown until [`AppendFile::truncate`] succeeds.
+    /// Appends `bytes` to the file. After an error the length is unknown until
+    /// [`AppendFile::truncate`] succeeds.
     fn append(&mut self, bytes: &[u8]) -> Result<()>;
     /// Makes everything appended so far durable. After an error, bytes appended since the last
     /// successful sync may be lost even if they can still be read.
@@ -139,7 +141,7 @@ pub trait ReadFile: Send + Sync + fmt::Debug {
     /// Fills `buffer` from `offset` on. Fails with kind `UnexpectedEof` if the file is too short.
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()>;
 
-    /// Identifies this file and its present contents. None if the backend cannot tell. Error: the
+    /// Identifies this file and its present contents; `None` if the backend cannot tell. Error: the
     /// medium fails.
     fn stamp(&self) -> Result<Option<FileStamp>> {
         Ok(None)
@@ -159,24 +161,26 @@ pub trait ReadFile: Send + Sync + fmt::Debug {
 /// Identifies a file and its contents, so that a reader notices a replaced or changed file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FileStamp {
-    /// The same as long as it is the same file, whatever it contains; 0 if unknown.
+    /// A number that stays the same as long as it is the same file, whatever it contains; 0 if
+    /// unknown.
     pub identity: u64,
     /// Another number after each change of the contents; 0 if unknown.
     pub modified: u64,
 }
 
-/// What [`Backend::unlock`] did.
+/// The effect of [`Backend::unlock`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum UnlockOutcome {
     /// There was no lock.
     Nothing,
-    /// A lock was removed; the text of its holder.
+    /// A lock was removed. The text describes its holder.
     Removed(String),
-    /// The holder lives, or may live, and keeps its lock; its text.
+    /// The holder lives, or may live, and keeps its lock. The text describes it.
     Held(String),
 }
 
-/// Reads all bytes of a file; `object` names it in errors.
+/// Reads all bytes of a file; `object` names it in errors. Fails with [`Error::Damaged`] if it is
+/// longer than `len_bytes_max`.
 pub fn read_whole(file: &dyn ReadFile, object: &str, len_bytes_max: u64) -> Result<Vec<u8>> {
     let len = file.len_bytes()?;
     if len > len_bytes_max {
@@ -188,7 +192,7 @@ pub fn read_whole(file: &dyn ReadFile, object: &str, len_bytes_max: u64) -> Resu
     Ok(bytes)
 }
 
-/// Returns whether `place` begins with `scheme`.
+/// Returns true if `place` begins with the URL scheme `scheme`.
 pub fn has_scheme(place: &Path, scheme: &str) -> bool {
     place.to_str().is_some_and(|text| text.starts_with(scheme))
 }
@@ -204,7 +208,8 @@ pub fn is_read_only(place: &Path) -> bool {
 }
 
 /// Returns the backend of an existing store: a directory, `s3://BUCKET/PREFIX`, or
-/// `kf://HOST:PORT`. Contacts no server yet. Errors: there is no such file; the medium fails.
+/// `kf://HOST:PORT`. Contacts no server yet. Errors: the URL is malformed; the environment lacks
+/// what it needs.
 pub fn open(place: &Path) -> Result<Arc<dyn Backend>> {
     Ok(if s3::is_url(place) {
         Arc::new(S3Backend::open(place)?)

@@ -24,7 +24,7 @@ pub enum Error {
     /// Another process holds the lock.
     #[error("the store is locked: {holder} writes to it")]
     Locked {
-        /// How the holder describes itself.
+        /// The text with which the holder describes itself.
         holder: String,
     },
     /// The operating system or a remote service refused an operation. In the second case `source`
@@ -43,8 +43,8 @@ pub enum Error {
 /// A result of a backend.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a remote service (object storage, a checkpoint server) refused a request or did not answer.
-/// Found in the source of [`Error::Io`].
+/// The reason why a remote service (object storage, a checkpoint server) refused a request or did
+/// not answer. Found in the source of [`Error::Io`].
 #[derive(Debug, thiserror::Error)]
 #[error("{problem}")]
 pub struct RemoteFailure {

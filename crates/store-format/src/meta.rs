@@ -21,7 +21,7 @@ pub struct Meta {
     pub parent: Option<CheckpointId>,
     /// When the pause of the checkpoint began.
     pub taken_at: Timestamp,
-    /// Why it was taken: `interval`, `take`, ...
+    /// The reason why it was taken: `interval`, `take`, ...
     pub reason: String,
     /// The RAM blocks, in page order.
     pub ram: RamLayout,

@@ -106,7 +106,7 @@ pub enum Error {
     Unreadable {
         /// The checkpoint.
         id: CheckpointId,
-        /// Why.
+        /// The reason.
         source: Box<Error>,
     },
     /// No checkpoint has this number, tag or word.
@@ -150,7 +150,7 @@ pub enum Error {
         id: CheckpointId,
         /// The missing tag.
         tag: String,
-        /// Why.
+        /// The reason.
         source: Box<Error>,
     },
     /// The page is outside the RAM layout of the run.

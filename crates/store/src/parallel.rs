@@ -43,7 +43,7 @@ pub fn threads() -> usize {
 
 type Batch<T> = Vec<(T, Page)>;
 
-/// Why a thread ends early.
+/// The reason why a thread ends early.
 enum Stop {
     /// The caller takes no more batches.
     Gone,

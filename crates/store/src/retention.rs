@@ -60,7 +60,7 @@ impl From<&Sealed> for Moment {
     }
 }
 
-/// Why a checkpoint is kept.
+/// The reason why a checkpoint is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KeepReason {

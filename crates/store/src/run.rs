@@ -44,7 +44,7 @@ use std::sync::Arc;
 pub struct SealRequest<'a> {
     /// When the pause began.
     pub taken_at: Timestamp,
-    /// Why the checkpoint was taken.
+    /// The reason why the checkpoint was taken.
     pub reason: String,
     /// See [`Meta::parent`].
     pub parent: Option<CheckpointId>,

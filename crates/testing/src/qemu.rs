@@ -24,7 +24,7 @@ pub fn qemu_10() -> Option<Qemu> {
     Some(Qemu { label: "10", path })
 }
 
-/// Why a test runs without QEMU 10.
+/// The reason why a test runs without QEMU 10.
 pub const NO_QEMU_10: &str =
     "QEMU 10: KEYFRAME_QEMU10 names no program (guests/build qemu10 builds one)";
 

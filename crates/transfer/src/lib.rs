@@ -39,7 +39,7 @@ pub fn stream_of(page: PageIndex, streams: usize) -> usize {
     (page.0 / STREAM_PAGES % (streams.max(1) as u64)) as usize
 }
 
-/// Why a batch cannot be decoded.
+/// The reason why a batch cannot be decoded.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The batch is malformed.

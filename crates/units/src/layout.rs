@@ -26,7 +26,7 @@ pub struct RamBlock {
     pub total_bytes: u64,
 }
 
-/// Why a list of RAM blocks is not a layout.
+/// The reason why a list of RAM blocks is not a layout.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LayoutError {
     /// A block's reserved size is zero or not a multiple of [`PAGE_BYTES`].

@@ -215,7 +215,7 @@ pub enum Error {
         overlay: String,
         /// The checkpoint.
         checkpoint: CheckpointId,
-        /// Why the store cannot be opened.
+        /// The reason why the store cannot be opened.
         source: keyframe_store::Error,
     },
     /// The description of an overlay directory does not name this overlay.

@@ -14,7 +14,7 @@ pub enum Severity {
 pub struct AuditFinding {
     /// The device, drive or option.
     pub subject: String,
-    /// Why it is a problem.
+    /// The reason why it is a problem.
     pub reason: String,
     /// What the user can do about it.
     pub fix: String,

@@ -70,7 +70,7 @@ pub enum Support {
     Supported,
     /// It does not have the ability.
     Unsupported {
-        /// Why not.
+        /// The reason why not.
         reason: String,
         /// What the user can do instead.
         fix: String,
@@ -85,7 +85,7 @@ pub struct Unsupported {
     pub vmm: VmmKind,
     /// The missing ability.
     pub ability: Ability,
-    /// Why the VMM lacks it.
+    /// The reason why the VMM lacks it.
     pub reason: String,
     /// What the user can do instead.
     pub fix: String,

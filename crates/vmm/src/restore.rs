@@ -117,8 +117,8 @@ pub struct Residency {
     pub prefetched: bool,
     /// True once the VM no longer needs this process.
     pub settled: bool,
-    /// Why the VM is not separated from this process although all pages are loaded. Another attempt
-    /// follows.
+    /// The reason why the VM is not separated from this process although all pages are loaded.
+    /// Another attempt follows.
     pub held_by: Option<String>,
 }
 

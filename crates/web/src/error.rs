@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 /// The result of the server's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why the dashboard cannot be served.
+/// The reason why the dashboard cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Other machines could reach the dashboard without a token.

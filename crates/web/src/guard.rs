@@ -31,7 +31,7 @@ pub const HEADERS: [(HeaderName, HeaderValue); 6] = [
     (header::CACHE_CONTROL, HeaderValue::from_static("no-store")),
 ];
 
-/// Why a request is refused: the status, the reason and the fix.
+/// The reason why a request is refused: the status, the reason and the fix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AccessRefusal {
     pub status: StatusCode,

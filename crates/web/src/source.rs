@@ -11,7 +11,7 @@ pub struct VmState {
     pub name: String,
     /// The id of the store that it writes to, if that could be opened.
     pub store: Option<String>,
-    /// Why its engine did not answer, if it did not.
+    /// The reason why its engine did not answer, if it did not.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
     /// The VM's object of `keyframe status --json`; null if its engine did not answer.
@@ -33,7 +33,7 @@ pub struct StoreHead {
     pub vms: Vec<String>,
     /// Rises with each change of its checkpoints or their tags.
     pub generation: u64,
-    /// Why the store, or a part of it, cannot be read.
+    /// The reason why the store, or a part of it, cannot be read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
 }
@@ -83,7 +83,7 @@ pub struct CheckpointRow {
     pub taken_at: String,
     /// The same time in milliseconds since 1970.
     pub taken_ms: i64,
-    /// Why it was taken.
+    /// The reason why it was taken.
     pub reason: String,
     /// Its tags.
     pub tags: Vec<String>,
@@ -215,7 +215,7 @@ pub enum DashboardAction {
     Restore(u64),
 }
 
-/// Why a request cannot be answered.
+/// The reason why a request cannot be answered.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ApiError {
     /// The requested object does not exist.

@@ -17,8 +17,8 @@ const RANGES_MAX: usize = 1024;
 /// Writes `disk` to a new raw image at `path`, with holes for zeros. The image is complete and
 /// durable, or does not exist.
 ///
-/// Errors: a file exists at `path`; the disk cannot be read or the image not written.
-/// Error: also where something is at `path` already.
+/// Errors: something exists at `path` already; the disk cannot be read; the image cannot be
+/// written.
 pub fn to_new_raw(disk: &dyn Readable, path: &Path) -> Result<()> {
     to_new(disk, path, ImageFormat::Raw, &mut |_| Ok(()))
 }

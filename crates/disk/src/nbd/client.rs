@@ -85,12 +85,12 @@ impl Client {
     }
 
     /// Creates a client over `stream`, which is connected to the server and which another process
-    /// keeps open. Its end does not close the connection: that is left to the server. At no time
-    /// does the server wait for this client to read, so that it can close the connection at any
-    /// time.
+    /// keeps open. The end of the client does not close the connection: that is left to the server.
+    /// At no time does the server wait for this client to read, so that it can close the connection
+    /// at any time.
     ///
-    /// `part_bytes` is the shortest range that the metadata context tells apart. Errors: as
-    /// [`Self::connect`].
+    /// `part_bytes` is the length in bytes of the shortest range that the metadata context tells
+    /// apart. Errors: those of [`Self::connect`].
     pub fn patient(
         stream: UnixStream,
         export: &str,

@@ -384,7 +384,7 @@ impl Journal {
     }
 }
 
-/// Why records could not be appended.
+/// The reason why records could not be appended.
 pub struct AppendError {
     pub error: Error,
     /// True if the journal is unchanged, so that a retry is possible.

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A file.
+/// A file of an overlay: a real one, or one of a test.
 pub trait OverlayFile: Send + Sync {
     /// Fills `buf` from `offset` on. Bytes past the end are zero.
     fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
@@ -31,7 +31,7 @@ pub trait OverlayFile: Send + Sync {
     fn set_len(&self, len_bytes: u64) -> Result<()>;
 }
 
-/// A directory.
+/// The directory of an overlay: a real one, or one of a test.
 pub trait OverlayFolder: Send + Sync {
     /// Returns the path, for messages.
     fn name(&self) -> String;
@@ -148,7 +148,7 @@ pub fn flock(file: impl AsFd, operation: FlockOperation) -> rustix::io::Result<(
 const LOCK_TRIES: u32 = 20;
 const LOCK_EVERY: Duration = Duration::from_millis(10);
 
-/// A real directory. One process at a time holds it.
+/// A directory of the file system. One process at a time can have it open.
 pub struct RealFolder {
     path: PathBuf,
     folder: File,

@@ -301,7 +301,7 @@ impl Disks {
     }
 }
 
-/// The extents of an epoch, fetched some thousand at a time.
+/// An iterator over the extents of an epoch, which are fetched some thousand at a time.
 pub struct Pages<'a> {
     disks: &'a mut Disks,
     index: usize,

@@ -41,20 +41,21 @@ pub enum ServerEvent {
     Restarted {
         /// The new process.
         pid: u32,
-        /// For how long no process served the disks.
+        /// The time for which no process served the disks.
         down: Duration,
     },
     /// A process has ended without an order, and no new one could be started. The guest's requests
     /// wait. It is tried again.
     NotRestarted {
-        /// Why.
+        /// The reason why none could be started.
         error: Error,
-        /// When it is tried again.
+        /// The time until it is tried again.
         again: Duration,
     },
 }
 
-/// Called on the supervisor's thread.
+/// Receives each event of the server. It is called on the supervisor's thread, which waits until it
+/// returns.
 pub type ServerObserver = Arc<dyn Fn(ServerEvent) + Send + Sync>;
 
 /// What the engine's handle and the supervisor share.

@@ -61,7 +61,7 @@ pub struct ProtocolParts {
     pub clock: Clock,
 }
 
-/// Why the loop ended.
+/// The reason why the loop ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
     /// The VM has ended.
@@ -99,7 +99,7 @@ pub struct Protocol {
     end: Option<End>,
     /// The error of the last attempt to connect, already emitted as an event.
     trouble: Option<String>,
-    /// Why the newest epoch failed, told already.
+    /// The reason why the newest epoch failed, told already.
     pub(super) failed_epoch: Option<String>,
     /// A machine that standbys do not know yet.
     changed: Option<ChangedMachine>,

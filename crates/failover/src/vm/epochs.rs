@@ -72,7 +72,7 @@ pub struct VmLoop<V> {
     /// A session that is to begin, and the pages that its standby holds.
     pub(super) wanted_session: Option<u64>,
     pub(super) remote: Option<(u64, RemotePageHashes)>,
-    /// Why no capture can succeed now, and when that is looked at again.
+    /// The reason why no capture can succeed now, and when that is looked at again.
     blocked: Option<Blocked>,
     /// The machine is not that of the session's standby: nothing is captured before the next
     /// session.
@@ -82,7 +82,7 @@ pub struct VmLoop<V> {
     ended: bool,
 }
 
-/// Why no capture can succeed.
+/// The reason why no capture can succeed.
 struct Blocked {
     /// The reason that was told.
     told: Option<String>,

@@ -38,7 +38,7 @@ pub struct VmParts {
     pub wire: SharedWire,
     /// Decides when epochs are taken.
     pub policy: Box<dyn ReplicationScheduler>,
-    /// The first epoch's number.
+    /// The number of the first epoch.
     pub first_epoch: Epoch,
     /// Receives failed resumes and other errors of the VM.
     pub events: SharedEventSink,
@@ -60,9 +60,10 @@ pub struct CapturedParts {
     pub gate: Gate,
     /// The connections to the standby.
     pub wire: SharedWire,
-    /// RAM is compared with the standby's at each epoch.
+    /// True if RAM is compared with the standby's at each epoch.
     pub verify: bool,
-    /// The socket of the disks' server, and the exports with their bytes.
+    /// The socket of the disks' server, and each export with its size in bytes; `None` if the VM
+    /// has no disks.
     pub disks: Option<(PathBuf, Vec<(String, u64)>)>,
     /// Receives failed resumes and other errors of the VM.
     pub events: SharedEventSink,

@@ -49,7 +49,7 @@ pub(super) struct State {
     /// True from the first discard on, wherever it was.
     pub has_discarded: bool,
     pub hook: Option<FirstWriteHook>,
-    /// Why nothing is tracked any more.
+    /// The reason why nothing is tracked any more.
     failure: Option<(io::ErrorKind, String)>,
 }
 

@@ -97,7 +97,7 @@ impl GateRemote {
         }
     }
 
-    /// Closes the control connection and waits briefly for the gate's end.
+    /// Closes the control connection, and waits briefly for the end of the gate's process.
     pub fn end(self) {
         let Self { stream, mut child, .. } = self;
         drop(stream);

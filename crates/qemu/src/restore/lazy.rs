@@ -206,7 +206,7 @@ impl Lazy {
         Ok(())
     }
 
-    /// Returns the number of pages that are there, and of all pages.
+    /// Returns how many pages are there, and how many pages the VM has.
     pub fn residency(&self) -> Residency {
         self.shared.state().residency.clone()
     }

@@ -31,7 +31,7 @@ use std::path::Path;
 use std::process::Child;
 use std::time::Instant;
 
-/// A QEMU that waits for its device state.
+/// A restored QEMU that has its machine and waits for its device state.
 pub struct Prepared {
     /// `None` once it is given back.
     plan: Option<Plan>,
@@ -111,15 +111,15 @@ impl PreparedRam {
         Some((&part.file, part.offset + (page.0 - part.pages.first.0) * PAGE_BYTES as u64))
     }
 
-    /// Writes a page of main RAM; false if `page` is not in main RAM. Error: its file cannot be
-    /// written.
+    /// Writes a page of main RAM. Returns false, and writes nothing, if `page` is not in main RAM.
+    /// Error: its file cannot be written.
     pub fn write_page(&self, page: PageIndex, content: &Page) -> io::Result<bool> {
         let Some((file, offset)) = self.place(page) else { return Ok(false) };
         file.write_all_at(content, offset).map(|()| true)
     }
 
-    /// Reads a page of main RAM; false if `page` is not in main RAM. Error: its file cannot be
-    /// read.
+    /// Reads a page of main RAM into `into`. Returns false, and reads nothing, if `page` is not in
+    /// main RAM. Error: its file cannot be read.
     pub fn read_page(&self, page: PageIndex, into: &mut Page) -> io::Result<bool> {
         let Some((file, offset)) = self.place(page) else { return Ok(false) };
         file.read_exact_at(into, offset).map(|()| true)

@@ -17,7 +17,7 @@ use keyframe_units::{BlockKind, RamLayout};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals};
 use std::sync::atomic::AtomicBool;
 
-/// The main RAM of a checkpoint, for any number of VMs.
+/// The main RAM of a checkpoint, which any number of VMs share.
 pub struct SharedRam {
     memories: Vec<Memory>,
     layout: RamLayout,

@@ -39,7 +39,7 @@ struct Reader {
 }
 
 impl<'a> ComparedDisks<'a> {
-    /// Makes the disks of `checkpoint`. `served` serves them to the replay that writes to them;
+    /// Makes the disks of `checkpoint`. `served` serves them to a replay, which writes to them;
     /// `None` if there is no replay.
     pub fn new(checkpoint: Arc<LoadedDisks>, served: Option<&'a mut ServedDisks>) -> Self {
         Self { checkpoint, served }

@@ -65,7 +65,7 @@ impl LogIndex {
         Ok(index)
     }
 
-    /// Adds the log's next event.
+    /// Adds the log's next event to the index.
     pub fn add(&mut self, event: PositionedEvent) {
         self.shutdown.add(event);
         let instructions = match event.event {
@@ -127,7 +127,7 @@ impl LogIndex {
         before(range.end).saturating_sub(before(range.start)) as u64
     }
 
-    /// Returns the last unambiguous instruction that is not after `icount`; 0 if there is none.
+    /// Returns the last unambiguous instruction that is at or before `icount`; 0 if there is none.
     pub fn last_unambiguous(&self, icount: u64) -> u64 {
         let upto = self.events.partition_point(|event| *event <= icount);
         let mut candidate = icount;
@@ -154,7 +154,7 @@ impl LogIndex {
     }
 
     /// Returns the first unambiguous instruction after the next answer of a disk at or after
-    /// `icount`.
+    /// `icount`; `None` if there is none.
     pub fn next_unambiguous_after_disk_answer(&self, icount: u64) -> Option<u64> {
         let next = self.disk_answers.partition_point(|answer| *answer < icount);
         self.next_unambiguous(*self.disk_answers.get(next)?)

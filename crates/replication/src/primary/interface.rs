@@ -2,7 +2,8 @@
 
 use crate::{Epoch, Notice, PeerMessage, SessionId, Term, WitnessReply, WitnessRequest};
 
-/// How a node becomes primary. In each case its VM exists, and runs or is about to run.
+/// The way in which a node becomes primary. In each case its VM exists, and runs or is about to
+/// run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PrimaryStart {
     /// The VM is protected for the first time: no other node knows its group.

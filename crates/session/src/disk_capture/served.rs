@@ -35,7 +35,7 @@ pub type ServedCut = Arc<OnceLock<Vec<DiskEpoch>>>;
 struct Shared {
     state: Mutex<State>,
     idle: Condvar,
-    /// Why no process serves the disks.
+    /// The reason why no process serves the disks.
     outage: Mutex<Option<String>>,
 }
 

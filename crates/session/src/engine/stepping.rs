@@ -28,7 +28,7 @@ pub enum Step {
 
 /// Brings a VM that replays a recording from one instruction to the next.
 pub trait ReplaySteps {
-    /// Why a step fails.
+    /// The reason why a step fails.
     type Error: From<Error>;
 
     /// Returns whether a checkpoint of the instruction at which the VM stands exists already.

@@ -137,12 +137,12 @@ pub enum DiskError {
     Server {
         /// The operation.
         operation: &'static str,
-        /// Why.
+        /// The reason.
         source: BoxError,
     },
 }
 
-/// Why an image cannot be cloned by its file system.
+/// The reason why an image cannot be cloned by its file system.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CloneObstacle {

@@ -4,7 +4,7 @@ use super::{Error, NotCaptured, error_chain};
 use keyframe_capture::BoxError;
 use keyframe_store::CheckpointId;
 
-/// Why a VM was not put back to a checkpoint.
+/// The reason why a VM was not put back to a checkpoint.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RollbackError {
@@ -39,7 +39,7 @@ pub enum RollbackError {
     Step {
         /// The step.
         operation: &'static str,
-        /// Why.
+        /// The reason.
         source: BoxError,
     },
     /// Pages of RAM differ from the checkpoint although they were loaded.
@@ -59,9 +59,9 @@ pub enum RollbackError {
          checkpoints are taken", error_chain(&**why), error_chain(&**again)
     )]
     Lost {
-        /// Why the rollback failed.
+        /// The reason why the rollback failed.
         why: Box<Self>,
-        /// Why the former state could not be restored.
+        /// The reason why the former state could not be restored.
         again: Box<Self>,
         /// The checkpoint as the user named it.
         checkpoint: String,

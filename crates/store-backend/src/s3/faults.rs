@@ -15,7 +15,7 @@ use ureq::http::Response;
 
 pub use crate::testing::s3_server::BUCKET;
 
-/// Requests that fail on command.
+/// Makes requests fail on command, for tests.
 #[derive(Debug, Default)]
 pub struct S3Faults {
     sent: AtomicU64,
@@ -69,14 +69,15 @@ impl S3Faults {
     }
 }
 
-/// How a test's backend differs from an ordinary one.
+/// The differences of a test's backend from an ordinary one.
 #[derive(Clone, Debug)]
 pub struct S3TestOptions {
-    /// Seconds for which a lock holds unless it is renewed.
+    /// The number of seconds for which a lock holds unless it is renewed.
     pub lease_s: u64,
-    /// Attempts of a request and keys in a page of a listing; none: as in ordinary use.
+    /// The number of attempts of a request, and of keys in a page of a listing; `None` for those of
+    /// ordinary use.
     pub haste: Option<(u32, usize)>,
-    /// The directory of the cache, if any.
+    /// The directory of the cache; `None` for no cache.
     pub cache: Option<PathBuf>,
 }
 
@@ -86,8 +87,8 @@ impl Default for S3TestOptions {
     }
 }
 
-/// Returns a server that all running tests share; it ends with the last of them. None if this host
-/// has no S3 server.
+/// Returns a server that all running tests share; it ends with the last of them. `None` if this
+/// host has no S3 server.
 pub fn running_server() -> Option<Arc<S3Server>> {
     static RUNNING: Mutex<Weak<S3Server>> = Mutex::new(Weak::new());
     let mut running = RUNNING.lock().ignore_poison();

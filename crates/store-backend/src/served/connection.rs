@@ -32,7 +32,7 @@ impl std::fmt::Debug for Connection {
     }
 }
 
-/// Why a connection failed.
+/// The reason why a connection failed.
 #[derive(Debug)]
 pub enum ConnectionError {
     /// Another attempt may succeed.

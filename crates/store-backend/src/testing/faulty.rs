@@ -74,7 +74,7 @@ struct State {
     pruned: bool,
 }
 
-/// A backend whose medium fails on command. Clones share the medium.
+/// A backend in memory whose medium fails on command. Clones share the medium.
 #[derive(Clone, Debug, Default)]
 pub struct FaultyBackend {
     state: Arc<Mutex<State>>,
@@ -94,23 +94,24 @@ impl FaultyBackend {
         self.state().syncs
     }
 
-    /// Makes this operation and all after it fail.
+    /// Makes operation number `operation` and all after it fail.
     pub fn crash_at(&self, operation: u64) {
         self.state().crash_at = Some(operation);
     }
 
+    /// Returns true after a planned crash has happened.
     pub fn has_crashed(&self) -> bool {
         let state = self.state();
         state.crash_at.is_some_and(|at| state.operations >= at)
     }
 
-    /// Makes this sync fail.
+    /// Makes sync number `sync` fail.
     pub fn fail_sync_at(&self, sync: u64) {
         self.state().fail_sync_at = Some(sync);
     }
 
-    /// Makes the read after this many reads return too few bytes. The same read succeeds when
-    /// repeated.
+    /// Makes the read after the next `reads` reads return too few bytes. The same read succeeds
+    /// when repeated.
     pub fn fail_read_in(&self, reads: u64) {
         let mut state = self.state();
         state.fail_read_at = Some(state.reads + reads);
@@ -133,11 +134,12 @@ impl FaultyBackend {
         state.crash_at = state.crash_at.filter(|at| state.operations >= *at);
     }
 
-    /// Limits the medium to this many bytes.
+    /// Limits the medium to `capacity_bytes` bytes; `None` for no limit.
     pub fn limit(&self, capacity_bytes: Option<usize>) {
         self.state().capacity_bytes = capacity_bytes;
     }
 
+    /// Returns the number of bytes that the files on the medium take.
     pub fn used_bytes(&self) -> usize {
         self.state().used_bytes()
     }
@@ -201,7 +203,7 @@ impl FaultyBackend {
             .collect()
     }
 
-    /// Replaces or removes a file, without the store's knowledge.
+    /// Replaces the file `name`, or removes it if `bytes` is `None`, without the store's knowledge.
     pub fn overwrite(&self, name: &str, bytes: Option<Vec<u8>>) {
         let mut state = self.state();
         match bytes {

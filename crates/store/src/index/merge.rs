@@ -35,7 +35,7 @@ impl Source {
     }
 }
 
-/// Why a merge failed.
+/// The reason why a merge failed.
 #[derive(Debug)]
 pub enum Failed {
     /// The source with this index cannot be read.

@@ -7,19 +7,19 @@ use std::io::{self, Read};
 /// The head of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AnswerHead {
-    /// What the answer is.
+    /// The kind of the answer.
     pub kind: AnswerKind,
-    /// How its bytes are encoded.
+    /// The encoding of its bytes.
     pub encoding: AnswerEncoding,
-    /// Why the request is refused, if it is.
+    /// The reason why the request is refused; [`RefusalCode::None`] if it is not.
     pub code: RefusalCode,
-    /// Bytes that follow the head.
+    /// The number of bytes that follow the head.
     pub wire_bytes: u64,
-    /// Bytes after decoding.
+    /// The number of bytes after decoding.
     pub len_bytes: u64,
 }
 
-/// What an answer is.
+/// The kind of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AnswerKind {
     /// The requested bytes.
@@ -30,7 +30,7 @@ pub enum AnswerKind {
     Refused,
 }
 
-/// How the bytes of an answer are encoded.
+/// The encoding of the bytes of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AnswerEncoding {
     /// Not compressed.
@@ -39,7 +39,7 @@ pub enum AnswerEncoding {
     Zstd,
 }
 
-/// Why a request is refused.
+/// The reason why a request is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RefusalCode {
     /// It is not refused.
@@ -97,7 +97,7 @@ impl AnswerHead {
         out
     }
 
-    /// Decodes a head. Error: what is malformed.
+    /// Decodes a head. Error: what is malformed, as text.
     pub fn decode(bytes: &[u8; ANSWER_HEAD_BYTES]) -> Result<Self, String> {
         let mut reader = ByteReader::new(bytes);
         let kind = match reader.array::<1>()? {
