@@ -37,7 +37,7 @@ const KIND_ENUM64: u32 = 19;
 /// Where a kernel keeps the running task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TaskLayout {
-    /// Address of the per-CPU variable that points to the running task.
+    /// The address of the per-CPU variable that points to the running task.
     pub current: u64,
     /// Offset of the thread id in `struct task_struct`, in bytes.
     pub pid: u64,

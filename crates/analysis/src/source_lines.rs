@@ -39,7 +39,7 @@ struct LineRange {
 /// A line of a source file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct SourceLine {
-    /// Index into [`SourceLines::files`].
+    /// The index into [`SourceLines::files`].
     pub file: u32,
     /// The line, from 1 on.
     pub line: u32,

@@ -11,7 +11,7 @@ pub enum ReadError {
     Truncated {
         /// Offset of the field's first byte.
         at: usize,
-        /// Length of the whole field in bytes.
+        /// The length of the whole field in bytes.
         wanted: usize,
     },
     /// Bytes follow the last field.

@@ -55,19 +55,19 @@ pub struct NbdExport {
 /// Counters of all connections.
 #[derive(Debug, Default)]
 pub struct Traffic {
-    /// Clients that are connected now.
+    /// The number of clients that are connected now.
     pub clients: AtomicUsize,
-    /// Clients that have chosen an export since the start.
+    /// The number of clients that have chosen an export since the start.
     pub served: AtomicU64,
-    /// Requests that were answered.
+    /// The number of requests that were answered.
     pub requests: AtomicU64,
-    /// Bytes that clients have read.
+    /// The number of bytes that clients have read.
     pub read_bytes: AtomicU64,
-    /// Bytes that clients have written.
+    /// The number of bytes that clients have written.
     pub written_bytes: AtomicU64,
-    /// Bytes that clients have made zero.
+    /// The number of bytes that clients have made zero.
     pub zeroed_bytes: AtomicU64,
-    /// Bytes that clients have discarded.
+    /// The number of bytes that clients have discarded.
     pub discarded_bytes: AtomicU64,
     /// Flushes, including FUA writes.
     pub flushes: AtomicU64,

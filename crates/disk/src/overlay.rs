@@ -95,17 +95,17 @@ struct Syncing {
 /// The size of an overlay.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Size {
-    /// Bytes of the data file.
+    /// The number of bytes of the data file.
     pub data_bytes: u64,
-    /// Bytes in it that are free.
+    /// The number of bytes in it that are free.
     pub free_bytes: u64,
-    /// Entries of all maps.
+    /// The number of entries of all maps.
     pub entries: usize,
-    /// Blocks written since the last cut.
+    /// The number of blocks written since the last cut.
     pub dirty_blocks: u64,
     /// The number of epochs in flight.
     pub in_flight: usize,
-    /// Syncs since the overlay was opened.
+    /// The number of syncs since the overlay was opened.
     pub syncs: u64,
 }
 

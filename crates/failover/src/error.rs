@@ -174,9 +174,9 @@ pub enum PageHashesError {
     /// The list ended before its last page.
     #[error("hashes of {listed} pages of {pages}")]
     Incomplete {
-        /// Pages in the list.
+        /// The number of pages in the list.
         listed: u64,
-        /// Pages of the VM.
+        /// The number of pages of the VM.
         pages: u64,
     },
     /// A frame does not continue the list.

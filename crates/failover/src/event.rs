@@ -90,7 +90,7 @@ pub enum Event {
         vm: String,
         /// The epoch from which it goes on.
         epoch: Epoch,
-        /// Nanoseconds from the right to run it until it was ready.
+        /// The number of nanoseconds from the right to run it until it was ready.
         ready_ns: u64,
     },
     /// After a takeover the VM is found by the standby's name alone.

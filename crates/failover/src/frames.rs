@@ -139,7 +139,7 @@ pub struct EpochHead {
     pub after: Option<Epoch>,
     /// The reason why it was taken.
     pub reason: String,
-    /// When the VM was paused, on the primary's wall clock, in nanoseconds since 1970.
+    /// The time at which the VM was paused, on the primary's wall clock, in nanoseconds since 1970.
     pub taken_at_ns: u64,
     pub pages: u64,
     pub wire_bytes: u64,

@@ -144,14 +144,14 @@ pub trait ProtectedVm: Send {
 /// The activity of the guest since the newest epoch.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct GuestActivity {
-    /// Pages that it wrote to.
+    /// The number of pages that it wrote to.
     pub dirty_pages: u64,
     /// The packets that the gate holds.
     pub held: GateStatus,
-    /// Bytes that it wrote to its disks.
+    /// The number of bytes that it wrote to its disks.
     pub disk_bytes: u64,
-    /// Nanoseconds in which its virtual CPUs ran or waited for a core, since any fixed time; `None`
-    /// if that is unknown.
+    /// The number of nanoseconds in which its virtual CPUs ran or waited for a core, since any
+    /// fixed time; `None` if that is unknown.
     pub busy_ns: Option<u64>,
 }
 

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 pub struct Fit {
     /// The time to initialise a simulation, in seconds.
     pub t_i: f64,
-    /// Seconds of simulation for each second of the interval: `s_sim / s_log`.
+    /// The number of seconds of simulation for each second of the interval: `s_sim / s_log`.
     pub slowdown: f64,
     /// The part of the variance that the line explains, from 0 to 1.
     pub r_squared: f64,

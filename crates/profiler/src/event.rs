@@ -19,7 +19,7 @@ pub enum ProfilerEvent {
     EpochsBegin {
         /// The number of its vCPUs, if known.
         vcpus: Option<u32>,
-        /// How long all of its epochs take.
+        /// The time for which all of its epochs take.
         total: Duration,
     },
     /// A VM that was launched could not be ended.

@@ -37,7 +37,7 @@ pub enum Error {
         monitor: String,
         /// The request.
         operation: String,
-        /// How long Keyframe waited, in ms.
+        /// The time for which Keyframe waited, in ms.
         waited_ms: u64,
     },
     /// QEMU's answer is malformed.

@@ -158,7 +158,7 @@ impl Restored {
         self.lazy.as_ref()
     }
 
-    /// Kills QEMU and waits for its end. Error: the kernel refuses the signal.
+    /// Ends QEMU as [`Vm::kill`] does. Errors: those of [`Vm::kill`].
     pub fn kill(&mut self) -> Result<()> {
         self.vm.kill()
     }

@@ -35,11 +35,11 @@ use std::path::PathBuf;
 /// The blocks of disks that a capture has cut, for the encoder.
 #[derive(Clone)]
 pub enum DiskCut {
-    /// Epochs of overlays.
+    /// The epochs of overlays that Keyframe serves.
     Served(ServedDiskReader, served::ServedCut),
-    /// Clones of images.
+    /// The clones of images.
     Cloned(ClonedCut),
-    /// Exports of QEMU.
+    /// The exports of QEMU.
     Fleeced(FleecedCut),
 }
 
@@ -54,8 +54,9 @@ impl std::fmt::Debug for DiskCut {
 }
 
 impl DiskCut {
-    /// Writes the cut blocks into the checkpoint in progress of `run`. Error: the blocks cannot be
-    /// read, or the store cannot be written.
+    /// Writes the cut blocks into the checkpoint in progress of `run`. Calls `fault` before each
+    /// batch, for tests; its error fails the write. Errors: the blocks cannot be read; the store
+    /// cannot be written.
     pub fn put(
         &self,
         run: &mut Run,
@@ -110,7 +111,7 @@ pub trait DiskCapture: Send {
         false
     }
 
-    /// Returns the number of bytes written since the last cut, if that is known.
+    /// Returns the number of bytes written since the last cut; `None` if it is unknown.
     fn written_bytes(&self) -> Option<u64> {
         None
     }
@@ -123,7 +124,8 @@ pub trait DiskCapture: Send {
         Ok(())
     }
 
-    /// Returns why no process serves the disks, if one could not be started at once.
+    /// Returns the reason why no process serves the disks, if one could not be started at once;
+    /// `None` if the disks are served.
     fn outage(&self) -> Option<String> {
         None
     }
@@ -213,7 +215,8 @@ pub trait DiskCapture: Send {
         Ok(None)
     }
 
-    /// Leaves the disks to VMs that run on. Returns the same directory.
+    /// Leaves the disks to VMs that run on. Returns the directory of the guests' writes, if they
+    /// are not in the images.
     fn keep(self: Box<Self>) -> Option<PathBuf> {
         None
     }

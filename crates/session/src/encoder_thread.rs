@@ -11,7 +11,7 @@ use keyframe_capture::{
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
-/// A running encoder.
+/// An encoder on a thread of its own.
 pub struct EncoderThread<S: CheckpointSink> {
     queue: Sender<EncoderMessage<S::Label>>,
     thread: JoinHandle<S>,
@@ -41,8 +41,8 @@ impl<S: CheckpointSink + 'static> EncoderThread<S> {
         &mut self.queue
     }
 
-    /// Closes the queue, waits until it is worked off, and gives the sink back. Its reports have
-    /// been given. Error: the thread has panicked.
+    /// Closes the queue, waits until the encoder has worked it off, and returns the sink. All
+    /// reports have been given by then. Error: the thread has panicked.
     pub fn finish(self) -> Result<S> {
         drop(self.queue);
         self.thread.join().map_err(|_| Error::EncoderPanicked)

@@ -60,9 +60,9 @@ const SAY_LATE_EVERY: Duration = Duration::from_secs(30);
 
 /// A message to the engine's loop.
 pub enum EngineMessage {
-    /// A client of the control socket.
+    /// A request of a client of the control socket.
     Request(Pending),
-    /// The encoder.
+    /// A report of the encoder.
     Report(Box<EncodeReport<Sealed>>),
 }
 
@@ -113,7 +113,7 @@ impl EngineInputs {
     }
 }
 
-/// A running engine.
+/// The engine of a run: takes the checkpoints of its VMs, and answers requests.
 pub struct Engine<'a> {
     store: &'a Store,
     name: String,
@@ -237,7 +237,7 @@ impl<'a> Engine<'a> {
     }
 
     /// Runs the VM to its end, or until the run is ended. Errors: what ended the run; a failed
-    /// teardown. All is released in either case.
+    /// teardown. In either case everything is released.
     pub fn run(mut self) -> Result<RunReport> {
         self.tell(&Event::Started(self.greeting()));
         if let Err(error) = self.begin() {

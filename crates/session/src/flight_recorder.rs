@@ -46,7 +46,7 @@ const ANSWER_WAIT: Duration = Duration::from_secs(20);
 /// The time that a prune gets to complete at the end of a run.
 const END_WAIT: Duration = Duration::from_secs(3);
 
-/// A running recorder. Dropping it ends it.
+/// A flight recorder at work, on a thread of its own. Dropping it ends the thread.
 pub struct FlightRecorder {
     stop: Option<Sender<()>>,
     ended: Receiver<()>,
@@ -93,8 +93,8 @@ impl FlightRecorder {
         Ok(Some(Self { stop: Some(stop), ended, held }))
     }
 
-    /// Keeps a checkpoint for this run: a rollback goes to it, and the next checkpoint stands on
-    /// it.
+    /// Keeps checkpoint `id` for the rest of this run: a rollback goes to it, and the next
+    /// checkpoint builds on it.
     pub fn hold(&self, id: CheckpointId) {
         self.held.lock().ignore_poison().insert(id);
     }

@@ -20,7 +20,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::process::exit;
 
-/// Runs a helper process and exits if the program was started as one. Returns otherwise.
+/// Runs a helper process and exits, if this program was started as one. Returns otherwise.
 pub fn run_if_asked() {
     let mut arguments = std::env::args_os().skip(1);
     let Some(first) = arguments.next() else { return };

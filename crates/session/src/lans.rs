@@ -24,14 +24,14 @@ const QUIET_TIMEOUT: Duration = Duration::from_secs(3);
 /// The longest time in which restored VMs connect.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The switch of a group.
+/// The handle to the switch that connects the VMs of a group.
 pub struct Lans {
     remote: Remote,
     held: bool,
 }
 
 impl Lans {
-    /// Creates a switch of our own that listens at `paths`. Error: the process cannot be started,
+    /// Starts a switch that listens at the sockets `paths`. Error: the process cannot be started,
     /// or a socket cannot be made.
     pub fn start(paths: &[PathBuf]) -> Result<Self> {
         let mut command = Command::new("/proc/self/exe");
@@ -43,14 +43,14 @@ impl Lans {
         Ok(Self { remote, held: false })
     }
 
-    /// Returns the switch of the user's (`keyframe switch`) with that control socket. Error: no
-    /// switch answers there.
+    /// Takes control of the user's switch (`keyframe switch`) through its control socket `control`.
+    /// Error: no switch answers there.
     pub fn connect(control: &Path) -> Result<Self> {
         Ok(Self { remote: Remote::connect(control)?, held: false })
     }
 
     /// Stops the delivery of packets and waits until all sent packets have arrived at the switch.
-    /// On failure delivery goes on.
+    /// After an error delivery goes on.
     pub fn hold(&mut self) -> Result<(), BoxError> {
         self.held = true;
         let quiet = self.remote.hold(HOLD_MAX).and_then(|()| self.remote.quiesce(QUIET_TIMEOUT));
@@ -114,7 +114,7 @@ impl Lans {
         Ok(self.remote.restore(in_flight, &ports)?)
     }
 
-    /// Returns the sockets of its networks, as far as VMs are connected to them. Error: the switch
+    /// Returns the sockets of the switch's networks to which VMs are connected. Error: the switch
     /// does not answer.
     pub fn connected(&mut self) -> Result<Vec<PathBuf>> {
         let ports = self.remote.ports()?.ports;

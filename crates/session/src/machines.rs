@@ -43,7 +43,7 @@ pub struct Member {
     pub name: String,
     /// The VM and the watchdog of its pauses.
     pub vm: SessionVm,
-    /// Whether its guest runs, or is to.
+    /// True if its guest runs, or is to run.
     pub runs: bool,
     /// In which state it stands still. `None` if that is not known yet.
     standing: Option<RunState>,
@@ -57,7 +57,8 @@ pub struct Member {
 }
 
 impl Member {
-    /// Creates a VM that has not ended.
+    /// Makes the member `name` of a session from a VM that has not ended. `runs` is true if its
+    /// guest runs, or is to run.
     pub fn new(name: String, vm: SessionVm, runs: bool) -> Self {
         Self {
             name,
@@ -72,14 +73,14 @@ impl Member {
         }
     }
 
-    /// Returns the same VM, with the health of its watchdog.
+    /// Returns the same member, with the health of its watchdog.
     #[must_use]
     pub fn watched_by(self, watchdog: WatchdogHealth) -> Self {
         Self { watchdog, ..self }
     }
 }
 
-/// The networks and disks of VMs, which stop and resume together with them.
+/// The networks and disks of VMs, which are paused and resumed together with them.
 #[derive(Default)]
 pub struct Peripherals {
     /// The networks between them.
@@ -110,7 +111,7 @@ pub struct Machines {
     is_group: bool,
     /// The networks between them.
     lans: Option<Lans>,
-    /// Their disks.
+    /// The capture of the VMs' disks; `None` if no disk is captured.
     pub disks: Option<Box<dyn DiskCapture>>,
 }
 
@@ -141,12 +142,12 @@ impl Machines {
         self.disks.as_mut().map(|disks| (&mut **disks as &mut dyn DiskCapture, members))
     }
 
-    /// Returns whether they are a group.
+    /// Returns whether the VMs are a group.
     pub fn is_group(&self) -> bool {
         self.is_group
     }
 
-    /// Returns true if another program started them.
+    /// Returns true if another program started the VMs.
     pub fn is_attached(&self) -> bool {
         self.members.iter().any(|m| m.vm.is_attached())
     }
@@ -157,7 +158,7 @@ impl Machines {
         self.members.first_mut()?.vm.mark()
     }
 
-    /// Returns whether any of them runs.
+    /// Returns whether any of the VMs runs.
     pub fn run(&self) -> bool {
         self.members.iter().any(|m| m.runs)
     }
@@ -195,7 +196,7 @@ impl Machines {
         }
     }
 
-    /// Drains the events of their monitors and updates their run states.
+    /// Drains the events of the VMs' monitors and updates their run states.
     pub fn look(&mut self) {
         for member in &mut self.members {
             let Ok(events) = member.vm.vm_mut().drain_events() else { continue };
@@ -217,7 +218,8 @@ impl Machines {
         }
     }
 
-    /// Returns the exit status of the VMs once all have ended: the first failure, if one failed.
+    /// Returns the exit status of the VMs once all have ended: the first failure, if one failed;
+    /// `None` while one runs. Error: the kernel does not tell.
     pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
         for member in self.members.iter_mut().filter(|m| m.ended.is_none()) {
             let vm = member.vm.vm_mut();
@@ -233,7 +235,7 @@ impl Machines {
         Ok(ends.and_then(|ends| ends.iter().find(|e| !e.success()).or(ends.first()).copied()))
     }
 
-    /// Returns a member that has ended while others have not.
+    /// Returns the name of a member that has ended while others have not; `None` if there is none.
     pub fn lost(&self) -> Option<&str> {
         let lost = self.members.iter().find(|m| m.ended.is_some())?;
         self.members.iter().any(|m| m.ended.is_none()).then_some(&*lost.name)
@@ -249,7 +251,8 @@ impl Machines {
         self.members.iter().any(|member| member.watchdog.is_lost())
     }
 
-    /// Returns the process id of a VMM that runs and has closed its monitor.
+    /// Returns the process id of a VMM that runs and has closed its monitor; `None` if there is
+    /// none.
     pub fn without_monitor(&mut self) -> Option<u32> {
         self.members.iter_mut().filter(|m| m.ended.is_none()).find_map(|member| {
             let state = member.vm.vm_mut().run_state();
@@ -300,7 +303,7 @@ impl Machines {
         results.into_iter().zip(&self.members).map(named).collect()
     }
 
-    /// Ends the watchdogs and returns the VMs with their names, and what stands beside them.
+    /// Ends the watchdogs. Returns the VMs with their names, and their networks and disks.
     pub fn into_vms(self) -> (Vec<NamedVm>, Peripherals) {
         let peripherals = Peripherals { lans: self.lans, disks: self.disks };
         (self.members.into_iter().map(|m| (m.name, m.vm.into_vm())).collect(), peripherals)

@@ -42,12 +42,12 @@ impl GuestMemory {
     }
 }
 
-/// Memory is too short for what was asked for.
+/// Memory that is too short for what was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryShortage {
-    /// What the VMs leave, in bytes.
+    /// The memory that the VMs leave, in bytes.
     pub left_bytes: u64,
-    /// What remains for copied pages, in bytes.
+    /// The memory that remains for copied pages, in bytes.
     pub staging_bytes: u64,
     /// True if a memory cgroup is the limit, and not the host.
     pub is_limited: bool,
@@ -77,7 +77,8 @@ pub struct MemoryGuard {
 }
 
 impl MemoryGuard {
-    /// Guards the memory that `guests` need, where a pool without limits would hold `wanted_pages`.
+    /// Guards the memory that `guests` need, if a pool without limits would hold `wanted_pages`
+    /// pages.
     pub fn new(guests: Vec<GuestMemory>, wanted_pages: u64) -> Self {
         Self { guests, wanted_pages, has_told: false }
     }
@@ -88,9 +89,9 @@ impl MemoryGuard {
     }
 
     /// Limits `pool` to the memory that the VMs leave now. Returns a shortage the first time that
-    /// the limit is too small. If the host's memory is the limit, that is less than half of the
-    /// pool's largest capacity. If a memory cgroup is the limit, that is less than half of the
-    /// pages that a pool without limits would hold.
+    /// the limit is too small, and `None` otherwise. If the host's memory is the limit, too small
+    /// is less than half of the pool's largest capacity. If a memory cgroup is the limit, it is
+    /// less than half of the pages that a pool without limits would hold.
     pub fn limit(&mut self, pool: &StagingPool) -> Option<MemoryShortage> {
         let left = remaining(&self.guests);
         let held_bytes = pool.held_pages() * PAGE_BYTES as u64;

@@ -23,21 +23,21 @@ const UNKNOWN_BYTES: u64 = 1 << 30;
 pub struct ExpectedGrowth {
     /// The process.
     pub pid: u32,
-    /// How much more memory than now it is going to use, in bytes.
+    /// The number of bytes that it is going to use in addition to the present ones.
     pub bytes: u64,
 }
 
 /// Memory that this process may still use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemainingMemory {
-    /// In bytes.
+    /// The memory in bytes.
     pub bytes: u64,
     /// True if a memory cgroup leaves less than the host has.
     pub is_limited: bool,
 }
 
-/// Returns the memory that is left for this process. A cgroup with a limit keeps `growth` for those
-/// of its processes.
+/// Returns the memory that is left for this process. From a cgroup with a limit it subtracts
+/// `growth` of those processes that belong to that cgroup.
 pub fn remaining(growth: &[ExpectedGrowth]) -> RemainingMemory {
     let host = available(&read_to_string("/proc/meminfo").unwrap_or_default());
     let own = cgroups_of("self");

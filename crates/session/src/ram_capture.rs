@@ -35,12 +35,12 @@ use std::sync::Arc;
 /// Pages of one MiB.
 const MIB_PAGES: u64 = (1 << 20) / PAGE_BYTES as u64;
 
-/// Opens the RAM of a VM.
+/// Opens the RAM of a VM. Error: the VM does not answer, or its memory cannot be inspected.
 pub type OpenRam = fn(&mut dyn Vmm) -> Result<Box<dyn RamAccess>>;
 
-/// The RAM of one VM.
+/// The opened RAM of one VM.
 pub trait RamAccess: Send {
-    /// Returns the RAM blocks.
+    /// Returns the layout of the VM's RAM blocks.
     fn layout(&self) -> &RamLayout;
 
     /// Returns true if devices of the VM can discard RAM, and the tracker sees that.
@@ -69,7 +69,7 @@ pub trait RamAccess: Send {
     fn freezer(&self) -> Result<Box<dyn RamFreezer>>;
 }
 
-/// A tracker that has begun.
+/// A tracker that has begun to track.
 pub struct StartedTracker {
     /// The tracker.
     pub tracker: Box<dyn DirtyTracker>,
@@ -79,9 +79,9 @@ pub struct StartedTracker {
 
 /// The capture of the RAM of a session's VMs.
 pub struct RamCapture {
-    /// The capture.
+    /// The checkpoint cycle.
     pub cycle: CaptureCycle,
-    /// The ways to copy.
+    /// The strategies that these VMs allow.
     pub strategies: Strategies,
     /// The RAM blocks.
     pub layout: RamLayout,
@@ -249,7 +249,7 @@ fn one<T>(mut members: Vec<(u64, T)>, group: impl FnOnce(Vec<(u64, T)>) -> T) ->
     }
 }
 
-/// The ways to copy that this VM allows.
+/// The strategies to copy pages that a VM allows.
 pub struct Strategies {
     auto: AutoStrategy,
     precopy: PrecopyStrategy,
@@ -263,7 +263,8 @@ pub struct Strategies {
 }
 
 impl Strategies {
-    /// Returns a reader of the first VM's RAM as it is at each read.
+    /// Returns a reader of the first VM's RAM as it is at each read; `None` after the trackers have
+    /// ended.
     pub fn ram(&self) -> Option<Arc<dyn PageReader>> {
         self.rams.first().map(|ram| ram.reader())
     }
@@ -281,12 +282,12 @@ impl Strategies {
         self.auto.precopy.policy.target_pages = target_pages;
     }
 
-    /// Ends the trackers: the same RAM can have only one.
+    /// Ends the trackers, because the same RAM can have only one.
     pub fn untrack(&mut self) {
         (self.cow, self.fork) = (None, None);
     }
 
-    /// Returns the strategy of that name, or why this VM does not allow it.
+    /// Returns the strategy with the name `name`. Error: the reason why this VM does not allow it.
     pub fn get(&mut self, name: Name) -> Result<&mut dyn CopyStrategy> {
         Ok(match name {
             Name::Auto => &mut self.auto,

@@ -42,7 +42,7 @@ pub enum SessionVmError {
         }
     )]
     Busy {
-        /// What the other client has begun.
+        /// The operation that the other client has begun.
         operation: ForeignOperation,
     },
     /// The operation exists in QEMU alone.
@@ -69,8 +69,8 @@ pub struct SessionVm {
 }
 
 impl SessionVm {
-    /// Creates a VM whose pauses `watchdog` ends after `pause_limit`. `watches_discards`: its
-    /// tracker sees discarded RAM.
+    /// Joins a VM and its watchdog, which ends each pause after `pause_limit`. `watches_discards`
+    /// is true if the VM's tracker sees discarded RAM.
     pub fn new(
         vm: Box<dyn Vmm>,
         watchdog: Box<dyn PauseWatchdog>,
@@ -81,13 +81,14 @@ impl SessionVm {
         Self { watched, monitor: None, recorded: None, watches_discards }
     }
 
-    /// Returns the same VM, whose monitor the user has at socket `monitor`, if at any.
+    /// Returns the same VM, with the socket `monitor` at which the user has its monitor, if there
+    /// is one.
     #[must_use]
     pub fn with_monitor(self, monitor: Option<PathBuf>) -> Self {
         Self { monitor, ..self }
     }
 
-    /// Returns the same VM, which is recorded or replays a recording.
+    /// Returns the same VM, marked as one that is recorded or replays a recording.
     #[must_use]
     pub fn recorded(mut self) -> Self {
         // In the pause, QEMU is asked for the instruction and for requests under way.
@@ -100,12 +101,12 @@ impl SessionVm {
         self.watched.set_form(PauseForm::Separate);
     }
 
-    /// Returns the VM.
+    /// Returns the VM without its watchdog.
     pub fn vm(&self) -> &dyn Vmm {
         self.watched.vm()
     }
 
-    /// Returns the VM.
+    /// Returns the VM without its watchdog.
     pub fn vm_mut(&mut self) -> &mut dyn Vmm {
         self.watched.vm_mut()
     }
@@ -126,7 +127,8 @@ impl SessionVm {
         self.vm().origin() == VmOrigin::Attached
     }
 
-    /// Returns the socket of the VM's monitor, if Keyframe attached to the VM through one.
+    /// Returns the socket of the VM's monitor; `None` unless Keyframe attached to the VM through
+    /// one.
     pub fn monitor(&self) -> Option<&PathBuf> {
         self.monitor.as_ref()
     }
@@ -182,8 +184,8 @@ impl SessionVm {
     }
 
     /// Pauses the VM until [`SessionVm::end_standstill`], so that several checkpoints can be taken
-    /// of one instant. True if the VM ran. If the engine dies, the watchdog resumes the VM. Error:
-    /// the VMM or the watchdog does not answer.
+    /// of one instant. Returns true if the VM ran. If the engine dies, the watchdog resumes the VM.
+    /// Error: the VMM or the watchdog does not answer.
     pub fn begin_standstill(&mut self) -> Result<bool, BoxError> {
         let ran = self.watched.begin_standstill()?;
         if ran && let Err(error) = self.settle_queues() {

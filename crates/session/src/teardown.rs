@@ -2,8 +2,8 @@
 
 use crate::error::{Error, Result};
 
-/// Collects the errors of the steps of a teardown. Each step is carried out, whatever the ones
-/// before it returned.
+/// Collects the errors of the steps of a teardown. The caller carries out each step, whatever the
+/// steps before it returned.
 #[derive(Debug, Default)]
 pub struct Teardown {
     errors: Vec<Error>,

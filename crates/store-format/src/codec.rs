@@ -12,7 +12,7 @@ use keyframe_units::{PAGE_BYTES, Page};
 use lz4::block::{CompressionMode, compress_to_buffer, decompress_to_buffer};
 use lz4_flex::block::{compress_into, decompress_into, get_maximum_output_size};
 
-/// How a payload is coded.
+/// The encoding of a record's payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Codec {
     /// The page itself.
@@ -76,7 +76,7 @@ impl PageCompressor {
         Self { words: WordCoder::new(), buffer }
     }
 
-    /// Returns the payload of a page, and its codec.
+    /// Compresses a page. Returns its payload, and the codec of the payload.
     pub fn compress<'a>(&'a mut self, page: &'a Page) -> (Codec, &'a [u8]) {
         if looks_like_noise(page) {
             return (Codec::Raw, page);
@@ -93,12 +93,13 @@ impl PageCompressor {
         (Codec::Raw, page)
     }
 
-    /// Returns the words of a page; `None` if they are many.
+    /// Encodes a page as its words. Returns the payload; `None` if it would not be shorter by
+    /// enough.
     pub fn compress_words(&mut self, page: &Page) -> Option<&[u8]> {
         self.words.encode(page)
     }
 
-    /// Returns the payload of less than a page, and its codec.
+    /// Compresses less than a page. Returns the payload and its codec.
     pub fn compress_part<'a>(&'a mut self, bytes: &'a [u8]) -> (Codec, &'a [u8]) {
         if let Ok(len) = compress_to_buffer(bytes, FAST, false, &mut self.buffer)
             && len + SAVING_BYTES_MIN <= bytes.len()
@@ -188,7 +189,7 @@ fn looks_like_noise(page: &Page) -> bool {
     seen.iter().map(|seen| u32::from(*seen)).sum::<u32>() >= DISTINCT_MIN
 }
 
-/// Compresses a section of any length; `None` if that does not make it smaller.
+/// Compresses a section of any length. Returns `None` if that does not make it smaller.
 pub fn compress_section(bytes: &[u8]) -> Option<Vec<u8>> {
     let mut out = vec![0; get_maximum_output_size(bytes.len())];
     let len = compress_into(bytes, &mut out).ok()?;

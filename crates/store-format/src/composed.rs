@@ -31,14 +31,14 @@ pub const PART_BYTES: usize = PAGE_BYTES / PARTS;
 /// The content of a sector.
 pub type Sector = [u8; PART_BYTES];
 
-/// Where the content of a part comes from.
+/// The origin of the content of a part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PagePart {
     /// The part is zero.
     Zero,
-    /// From the composed record itself.
+    /// The part is in the composed record itself.
     Literal,
-    /// From the part with this number of the page in another record.
+    /// The part is the one with this number in the page of another record.
     Of(PageRef, u8),
 }
 
@@ -58,7 +58,7 @@ fn sectors_mut(page: &mut Page) -> std::slice::IterMut<'_, Sector> {
 }
 
 impl Composition {
-    /// Returns the records that it refers to, rising, each once.
+    /// Returns the records that it refers to, in rising order, each once.
     pub fn records(&self) -> Vec<PageRef> {
         let of =
             |part: &PagePart| if let PagePart::Of(record, _) = part { Some(*record) } else { None };

@@ -25,7 +25,7 @@ use keyframe_units::Page;
 /// The length of the payload before the patch, in bytes.
 pub const DELTA_HEADER_BYTES: usize = 12;
 
-/// A page as a patch of another one.
+/// A page as a patch over the page of another record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Delta {
     /// The record that holds the other page.
@@ -42,7 +42,7 @@ impl Delta {
         out.extend_from_slice(&check_of(hash));
     }
 
-    /// Writes the payload to `out`, with the patch not compressed.
+    /// Writes the payload to `out`, with an uncompressed patch.
     pub fn encode(&self, out: &mut Vec<u8>) {
         out.clear();
         out.extend_from_slice(&self.base.0.to_le_bytes());

@@ -21,7 +21,7 @@ use zstd::zstd_safe::{
 
 /// The longest dictionary, in bytes.
 pub const DICTIONARY_BYTES_MAX: usize = 64 << 10;
-/// The most pages that train one dictionary.
+/// The largest number of pages that train one dictionary.
 pub const SAMPLES_MAX: usize = 1600;
 /// The fewest samples that are worth a dictionary.
 const SAMPLES_MIN: usize = 64;
@@ -119,12 +119,12 @@ impl DenseCompressor {
         Self { bytes, dictionary, context: CCtx::create(), buffer }
     }
 
-    /// Returns the dictionary, for the head of the pack.
+    /// Returns the bytes of the dictionary, for the head of the pack.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// Returns the compressed page; `None` if zstd fails.
+    /// Compresses a page with the dictionary. Returns the payload; `None` if zstd fails.
     pub fn compress(&mut self, page: &Page) -> Option<&[u8]> {
         let (context, buffer) = (&mut self.context, self.buffer.as_mut_slice());
         let len = match &self.dictionary {

@@ -35,7 +35,7 @@ pub struct FormerRange {
 }
 
 impl FormerRange {
-    /// Does what [`DiskMap::repoint`] does.
+    /// Calls `place` for every record of a block in the range. It may replace the record.
     pub fn repoint(&mut self, place: &mut dyn FnMut(&mut PageRef)) {
         self.records
             .iter_mut()
@@ -65,7 +65,7 @@ impl DiskMap {
         }
     }
 
-    /// Returns the first block at or after `from` that was written.
+    /// Returns the first block at or after `from` that was written; `None` if there is none.
     pub fn next(&self, from: PageIndex) -> Option<PageIndex> {
         if from.0 >= SPACE_PAGES_MAX {
             return None;
@@ -107,7 +107,7 @@ impl DiskMap {
         self.records.repoint(place);
     }
 
-    /// Returns the content of a range, for [`Self::put_back`].
+    /// Returns the present content of a range, for [`Self::put_back`].
     pub fn former(&self, range: PageRange) -> FormerRange {
         let numbers = block_numbers(range);
         let clip = |r: &Range<u64>| r.start.max(numbers.start)..r.end.min(numbers.end);

@@ -16,7 +16,7 @@ use keyframe_units::Page;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageHash(pub [u64; 2]);
 
-/// The most pages that [`PageHash::of_many`] hashes at once.
+/// The largest number of pages that [`PageHash::of_many`] hashes at once.
 pub const LANES: usize = 16;
 /// A page is four chunks of BLAKE3. Their chaining values are the leaves of a tree.
 const CHUNKS: usize = 4;
@@ -29,7 +29,7 @@ const ROOT: u8 = 8;
 const KEYED: u8 = 16;
 
 impl PageHash {
-    /// Returns the hash of a page under the store's key.
+    /// Computes the hash of a page under the store's key.
     pub fn of(key: &HashKey, page: &Page) -> Self {
         Self::first_of(blake3::keyed_hash(&key.0, page).as_bytes())
     }
@@ -112,14 +112,14 @@ impl PageHash {
         out
     }
 
-    /// Returns the inverse of [`Self::to_bytes`].
+    /// Makes the hash from its 16 bytes: the inverse of [`Self::to_bytes`].
     pub fn from_bytes(bytes: [u8; 16]) -> Self {
         let both = u128::from_le_bytes(bytes);
         Self([both as u64, (both >> 64) as u64])
     }
 }
 
-/// The store's secret key. Its `Debug` form does not show it.
+/// The store's secret key, with which page hashes are keyed. Its `Debug` form does not show it.
 #[derive(Clone)]
 pub struct HashKey(pub [u8; 32]);
 

@@ -36,7 +36,8 @@ pub const KIND_AT: u64 = 8;
 pub const HASH_AT: u64 = 12;
 const CHECK_BYTES: usize = 8;
 
-/// What a record is, and whether RAM or a disk brought its content into the store.
+/// The kind of a record: how its content is stored, and whether RAM or a disk brought the content
+/// into the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordKind {
     /// A page of RAM.
@@ -62,7 +63,7 @@ impl RecordKind {
         matches!(self, Self::Page | Self::Delta)
     }
 
-    /// Returns the number that an index entry has for it.
+    /// Returns the number that stands for this kind in an index entry.
     pub fn number(self) -> u8 {
         match self {
             Self::Page => 0,
@@ -72,7 +73,7 @@ impl RecordKind {
         }
     }
 
-    /// Returns the kind of a number in an index entry; `None` for an unknown number.
+    /// Returns the kind for which a number in an index entry stands; `None` for an unknown number.
     pub fn of_number(number: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.number() == number)
     }
@@ -86,13 +87,15 @@ impl RecordKind {
         }
     }
 
-    /// Returns the kind of a letter in a record's header; `None` for an unknown letter.
+    /// Returns the kind for which a letter in a record's header stands; `None` for an unknown
+    /// letter.
     pub fn of_letter(letter: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.letter() == letter)
     }
 }
 
-/// Appends to `out` the record that will lie at `place`.
+/// Appends to `out` the record that will lie at `place`, with `hash` as the hash of its content and
+/// the encoded payload.
 pub fn append_record(
     out: &mut Vec<u8>,
     place: PageRef,
@@ -111,12 +114,12 @@ pub fn append_record(
     out[start..start + CHECK_BYTES].copy_from_slice(&check.to_le_bytes());
 }
 
-/// A record whose check matches.
+/// A record whose checksum matches.
 #[derive(Clone, Debug)]
 pub struct Record<'a> {
     /// The hash of its content.
     pub hash: PageHash,
-    /// What it is.
+    /// The kind of the record.
     pub kind: RecordKind,
     place: PageRef,
     codec: Codec,
@@ -146,12 +149,12 @@ impl<'a> Record<'a> {
         Ok(Self { hash, kind, place, codec, payload, dictionary: None })
     }
 
-    /// Returns true if it cannot be read without the dictionary of its pack.
+    /// Returns true if the record cannot be read without the dictionary of its pack.
     pub fn is_dense(&self) -> bool {
         self.codec == Codec::Dense
     }
 
-    /// Adds the dictionary of its pack.
+    /// Adds the dictionary of the record's pack, with which dense records are decompressed.
     #[must_use]
     pub fn with_dictionary(self, dictionary: Arc<Dictionary>) -> Self {
         Self { dictionary: Some(dictionary), ..self }
@@ -162,8 +165,8 @@ impl<'a> Record<'a> {
         RECORD_HEADER_BYTES + self.payload.len()
     }
 
-    /// Restores the page of a plain record. The check has shown that its bytes are those that were
-    /// written. Error: the payload is malformed.
+    /// Restores the page of a plain record. The checksum has shown that its bytes are those that
+    /// were written. Error: the payload is malformed.
     pub fn decompress(&self, page: &mut Page) -> Result<(), Problem> {
         if self.kind.is_derived() {
             return Err("a composed block or a delta where only a plain record can be".into());
@@ -171,7 +174,7 @@ impl<'a> Record<'a> {
         decompress_page(self.codec, self.payload, self.dictionary.as_deref(), page)
     }
 
-    /// Decodes how the content of a derived record is made. Writes the parts that are in this
+    /// Decodes how the content of a derived record is made, and writes the parts that are in this
     /// record itself to `page`. Error: the payload is malformed.
     pub fn derivation(&self, page: &mut Page) -> Result<Derivation, Problem> {
         match self.delta()? {
@@ -188,7 +191,7 @@ impl<'a> Record<'a> {
         (self.kind == RecordKind::Delta).then(decode).transpose()
     }
 
-    /// Decodes a derived record as [`Self::derivation`]. Of a plain record restores `page` and
+    /// Decodes a derived record as [`Self::derivation`]. For a plain record restores `page` and
     /// returns `None`. Error: the payload is malformed.
     pub fn derivation_or_page(&self, page: &mut Page) -> Result<Option<Derivation>, Problem> {
         if self.kind.is_derived() {
@@ -203,7 +206,7 @@ impl<'a> Record<'a> {
     }
 }
 
-/// Checks a page against the hash in its record. Error: the hashes differ.
+/// Checks a page against `hash`, the hash in its record. Error: the hashes differ.
 pub fn verify(hash: PageHash, key: &HashKey, page: &Page) -> Result<(), Problem> {
     if PageHash::of(key, page) == hash {
         Ok(())

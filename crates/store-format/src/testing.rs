@@ -2,7 +2,7 @@
 
 use keyframe_units::{PAGE_BYTES, Page, ZERO_PAGE};
 
-/// Returns a page of noise from a seed.
+/// Returns a page of random bytes, which `seed` determines.
 pub fn noise(seed: u64) -> Page {
     let mut page = [0; PAGE_BYTES];
     blake3::Hasher::new().update(&seed.to_le_bytes()).finalize_xof().fill(&mut page);

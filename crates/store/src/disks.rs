@@ -11,10 +11,10 @@ use keyframe_store_format::page_ref::PageRef;
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange};
 use std::sync::Arc;
 
-/// What a checkpoint holds of a block of a disk.
+/// The content of a block of a disk in a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockContent {
-    /// Nothing: the image beneath holds the block. The buffer is unchanged.
+    /// The checkpoint holds nothing: the image beneath holds the block. The buffer is unchanged.
     Base,
     /// The block is zero. The buffer is unchanged.
     Zero,
@@ -48,8 +48,8 @@ impl Store {
 }
 
 impl LoadedDisks {
-    /// Reads a block, numbered as [`Meta::blocks_of`] does. Error: its record cannot be read, or is
-    /// damaged.
+    /// Reads a block, numbered as [`Meta::blocks_of`] does, into `into`. Error: its record cannot
+    /// be read, or is damaged.
     pub fn read_block(&self, block: PageIndex, into: &mut Page) -> Result<BlockContent> {
         match self.map.get(block) {
             None => Ok(BlockContent::Base),
@@ -76,13 +76,14 @@ impl LoadedDisks {
         self.map.each(range.first.0..range.end().0, show);
     }
 
-    /// Returns the first block at or after `from` that was written.
+    /// Returns the first block at or after `from` that was written; `None` if there is none.
     pub fn next_block(&self, from: PageIndex) -> Option<PageIndex> {
         self.map.next(from)
     }
 
     /// Returns the first block at or after `from` whose record differs from the one in `other`,
-    /// another checkpoint of the same VM. Its content may differ.
+    /// another checkpoint of the same VM; `None` if there is none. The contents of such blocks may
+    /// still be equal.
     pub fn next_differing(&self, other: &Self, mut from: PageIndex) -> Option<PageIndex> {
         loop {
             let next = self.next_block(from).into_iter().chain(other.next_block(from)).min()?;

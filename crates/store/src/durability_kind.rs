@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-/// When checkpoints become durable. A backend that makes every write durable (object storage) always
-/// has [`Durability::Checkpoint`].
+/// The time at which checkpoints become durable. A backend that makes every write durable (object
+/// storage) always has [`Durability::Checkpoint`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Durability {
     /// Before a seal returns.

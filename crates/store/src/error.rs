@@ -114,7 +114,7 @@ pub enum Error {
     UnknownCheckpoint {
         /// The number, tag or word.
         name: String,
-        /// The newest checkpoint of the store.
+        /// The newest checkpoint of the store; `None` if it has none.
         newest: Option<CheckpointId>,
     },
     /// The store has no tag of this name.
@@ -158,13 +158,13 @@ pub enum Error {
     PageOutside {
         /// The page.
         page: PageIndex,
-        /// The pages of the layout.
+        /// The number of pages of the layout.
         space_pages: u64,
     },
     /// The VM has more RAM than a run can hold.
     #[error("RAM of {space_pages} pages is more than a run can hold (2^32 pages, 16 TiB)")]
     TooLarge {
-        /// The pages of the RAM.
+        /// The number of pages of the RAM.
         space_pages: u64,
     },
     /// The blocks are outside the disk.

@@ -60,9 +60,9 @@ const SAVED_MIN: usize = 1 << 16;
 /// The size of a deduplication index.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IndexUse {
-    /// Entries in its table in memory.
+    /// The number of entries in its table in memory.
     pub entries: u64,
-    /// Entries in files.
+    /// The number of entries in files.
     pub spilled_entries: u64,
     /// The number of these files.
     pub spills: u64,

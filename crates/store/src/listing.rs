@@ -10,15 +10,15 @@ use std::collections::BTreeMap;
 /// The checkpoints of a store.
 #[derive(Debug, Default)]
 pub struct Listing {
-    /// Those that can be read, in rising order.
+    /// The checkpoints that can be read, in rising order.
     pub sealed: Vec<Sealed>,
-    /// Those whose file cannot be read, and why.
+    /// The checkpoints whose file cannot be read, each with the reason.
     pub unreadable: Vec<(CheckpointId, Error)>,
 }
 
 impl Store {
-    /// Returns the sealed checkpoints, in rising order. A damaged one hides no other. Error: a
-    /// folder of the store cannot be listed.
+    /// Returns all sealed checkpoints, in rising order. A damaged one hides no other: it is in
+    /// [`Listing::unreadable`]. Error: a folder of the store cannot be listed.
     pub fn checkpoints(&self) -> Result<Listing> {
         let tags = self.tags_of_checkpoints()?;
         let mut listing = Listing::default();
@@ -37,8 +37,8 @@ impl Store {
         Ok(listing)
     }
 
-    /// Returns the numbers of the sealed checkpoints, rising. Does not read them. Error: a folder
-    /// of the store cannot be listed.
+    /// Returns the numbers of the sealed checkpoints, in rising order, without reading the
+    /// checkpoints. Error: a folder of the store cannot be listed.
     pub fn ids(&self) -> Result<Vec<CheckpointId>> {
         self.inner().checkpoint_ids()
     }
@@ -52,7 +52,8 @@ impl Store {
         Ok(Sealed { id, meta, tags })
     }
 
-    /// Returns the checkpoint that a number, a tag or `latest` names. Error: nothing has this name.
+    /// Returns the checkpoint that `name` names: a number, a tag or `latest`. Error: nothing has
+    /// this name.
     pub fn resolve(&self, name: &str) -> Result<CheckpointId> {
         let ids = self.inner().checkpoint_ids()?;
         let newest = ids.last().copied();

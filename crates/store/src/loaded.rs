@@ -84,7 +84,7 @@ impl LoadedCheckpoint {
         self.map.get(page).0
     }
 
-    /// Passes every page of `range` that is not zero to `sink`, mostly in the order of the store.
+    /// Gives `sink` every page of `range` that is not zero, mostly in the order of the store.
     /// Verifies the checksum of each record, not the page hash, which `check` compares
     /// (docs/design/restore.md). Ends with the first error, also one of the sink.
     pub fn read_pages<E: From<Error>>(
@@ -106,8 +106,8 @@ impl LoadedCheckpoint {
         self.inner.read_many(&self.wanted(range), sink)
     }
 
-    /// Fills `out` with the image from page `first` on, including zeros, on all cores. Verifies
-    /// pages as [`Self::read_pages`] does. After an error `out` has any content.
+    /// Fills `out` with the RAM from page `first` on, zeros included, on all cores. Verifies pages
+    /// as [`Self::read_pages`] does. After an error the content of `out` is undefined.
     pub fn read_into(&self, first: PageIndex, out: &mut [Page]) -> Result<()> {
         let range = PageRange::new(first, out.len() as u64);
         let mut wanted = Vec::with_capacity(out.len());
@@ -148,8 +148,8 @@ impl LoadedCheckpoint {
         self.inner.read_pages(&wanted, sink)
     }
 
-    /// Reads one page. A page outside the RAM layout is zero. Error: its record cannot be read, or
-    /// is damaged.
+    /// Returns the content of one page. A page outside the RAM layout is zero. Error: its record
+    /// cannot be read, or is damaged.
     pub fn read_page(&self, page: PageIndex) -> Result<Page> {
         let mut out = ZERO_PAGE;
         self.read_pages(PageRange::new(page, 1), &mut |_, content| {

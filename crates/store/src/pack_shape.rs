@@ -76,10 +76,10 @@ impl PackShape {
 pub struct PackUsage {
     pub number: u32,
     pub len_bytes: u64,
-    /// Bytes of the needed records and of their index entries.
+    /// The number of bytes of the needed records and of their index entries.
     pub live_bytes: u64,
     pub live_records: usize,
-    /// Bytes before its records.
+    /// The number of bytes before its records.
     pub head_bytes: u64,
     /// True if the pack was recompressed.
     pub is_dense: bool,

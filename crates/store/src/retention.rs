@@ -23,28 +23,29 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// The rules.
+/// The rules that decide which checkpoints a forget keeps.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Retention {
-    /// Keep this number of the newest.
+    /// Keeps this number of the newest checkpoints; `None` for no such rule.
     pub last: Option<u64>,
-    /// Keep those taken no longer than this before the newest of their VM. So a VM that has ended
-    /// loses none as time passes.
+    /// Keeps the checkpoints that were taken no longer than this before the newest of their VM. So
+    /// a VM that has ended loses none as time passes.
     pub within: Option<Duration>,
-    /// Keep the newest of each such interval, counted from 1970 on.
+    /// Keeps the newest checkpoint of each such interval, counted from 1970 on.
     pub every: Option<Duration>,
-    /// Of the tagged ones, keep only those with one of these tags. `None` keeps all tagged ones.
+    /// Of the tagged checkpoints, keeps only those with one of these tags; `None` keeps all tagged
+    /// ones.
     pub tags: Option<BTreeSet<String>>,
 }
 
-/// The properties of a checkpoint that rules use.
+/// The properties of a checkpoint that retention rules use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Moment {
     /// Its number.
     pub id: CheckpointId,
     /// The VM, or the group.
     pub vm: String,
-    /// When its pause began.
+    /// The time at which its pause began.
     pub taken_at: Timestamp,
     /// Its tags, pins left out.
     pub tags: Vec<String>,
@@ -95,8 +96,8 @@ impl Retention {
         *self == Self::default()
     }
 
-    /// Judges all checkpoints of a store, in any order. Verdicts rise by number. `standing`: the
-    /// checkpoints that overlays of disks depend on.
+    /// Judges all checkpoints of a store, which may be in any order. The verdicts rise by number.
+    /// `standing` holds the checkpoints that overlays of disks depend on.
     pub fn judge(
         &self,
         moments: &[Moment],

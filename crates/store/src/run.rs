@@ -39,27 +39,27 @@ use keyframe_store_format::page_ref::PageRef;
 use keyframe_units::{CheckpointId, Epoch, Page, PageIndex, PageRange, RamLayout, ZERO_PAGE};
 use std::sync::Arc;
 
-/// What a seal needs in addition to the pages.
+/// The data that a seal needs in addition to the pages.
 #[derive(Clone, Debug)]
 pub struct SealRequest<'a> {
-    /// When the pause began.
+    /// The time at which the pause began.
     pub taken_at: Timestamp,
     /// The reason why the checkpoint was taken.
     pub reason: String,
-    /// See [`Meta::parent`].
+    /// The parent of the checkpoint: see [`Meta::parent`].
     pub parent: Option<CheckpointId>,
     /// The RAM blocks as they are now. Their page space must be that of
     /// [`crate::Writer::begin_run`]; the bytes in use may differ.
     pub ram: RamLayout,
-    /// The machine; the default for a group.
+    /// The machine; the default value for a group.
     pub machine: MachineMeta,
-    /// The members of a group; none for one VM.
+    /// The members of a group; empty for one VM.
     pub members: Vec<MemberMeta>,
-    /// Durations of the steps.
+    /// The durations of the steps.
     pub timing: Timing,
     /// The device state as QEMU gave it.
     pub device_state: &'a [u8],
-    /// A tag to point to the new checkpoint.
+    /// A tag that will point to the new checkpoint; `None` for no tag.
     pub tag: Option<&'a str>,
 }
 
@@ -81,7 +81,7 @@ impl SealRequest<'_> {
     }
 }
 
-/// The known content of the disks of a run.
+/// The known content of the disks of a run, to go on with in another run.
 #[derive(Clone, Debug, Default)]
 pub struct DiskState(pub(crate) DiskMap);
 
@@ -143,13 +143,14 @@ impl Run {
         to_hex(&self.id)
     }
 
-    /// Returns the epoch that the next seal will have.
+    /// Returns the epoch that the next sealed checkpoint will have.
     pub fn epoch(&self) -> Epoch {
         self.epoch
     }
 
     /// Puts the content of a page into the checkpoint in progress; the last put of a page wins.
-    /// Pages never put in a run are zero. After an error, [`Run::abandon`].
+    /// Pages never put in a run are zero. Returns the outcome. After an error, call
+    /// [`Run::abandon`].
     pub fn put_page(&mut self, page: PageIndex, content: &Page) -> Result<PutOutcome> {
         let mut became = PutOutcome::Zero;
         self.put_pages(&[(page, content)], &mut |_, put| became = put)?;
@@ -196,9 +197,9 @@ impl Run {
         Ok(PutOutcome::Zero)
     }
 
-    /// Puts the content of a block of disk `disk` into the checkpoint in progress, each block once.
-    /// The disk's image holds the blocks that are never put in a run. After an error,
-    /// [`Run::abandon`].
+    /// Puts the content of block number `block` of disk number `disk` into the checkpoint in
+    /// progress, each block once. The disk's image holds the blocks that are never put in a run.
+    /// Returns the outcome. After an error, call [`Run::abandon`].
     pub fn put_block(&mut self, disk: usize, block: u64, content: &Page) -> Result<PutOutcome> {
         if *content == ZERO_PAGE {
             self.put_zero_blocks(disk, block, 1)?;
@@ -236,8 +237,8 @@ impl Run {
         Ok(put)
     }
 
-    /// Puts `blocks` blocks of zeros, from `block` on. Error: there is no such disk or block, or an
-    /// earlier put of the run has failed ([`Error::Broken`]).
+    /// Puts `blocks` blocks of zeros of disk number `disk`, from block number `block` on. Error:
+    /// there is no such disk or block, or an earlier put of the run has failed ([`Error::Broken`]).
     pub fn put_zero_blocks(&mut self, disk: usize, block: u64, blocks: u64) -> Result<()> {
         let range = self.admit_blocks(disk, block, blocks)?;
         self.progress.set_zero_blocks(range);
@@ -344,8 +345,8 @@ impl Run {
         self.begin_next();
     }
 
-    /// Returns the disks of the last sealed checkpoint, for another run with the same disks.
-    /// Forgets the puts since.
+    /// Returns the known content of the disks at the last sealed checkpoint, for another run with
+    /// the same disks. Forgets the puts since then.
     pub fn disk_state(&mut self) -> DiskState {
         self.abandon();
         DiskState(self.progress.disk_map.clone())

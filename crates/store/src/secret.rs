@@ -34,9 +34,9 @@ const ARGON_MAX: Argon = Argon { memory_kib: 1 << 20, passes: 64, lanes: 64 };
 /// The secret that opens an encrypted store. Its `Debug` form does not show it.
 #[derive(Clone)]
 pub enum Secret {
-    /// Words of a person; at least 8 bytes.
+    /// A passphrase of at least 8 bytes.
     Passphrase(Zeroizing<String>),
-    /// The contents of a file; at least 32 bytes.
+    /// The contents of a key file of at least 32 bytes.
     KeyFile(Zeroizing<Vec<u8>>),
 }
 

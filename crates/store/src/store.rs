@@ -27,8 +27,8 @@ impl Store {
         Self::init_with(path, None)
     }
 
-    /// Makes an empty store. With `secret` it is encrypted, and needs that secret to open. Errors:
-    /// the directory is not empty, or cannot be written.
+    /// Makes an empty store in the directory `path`. With `secret` it is encrypted, and needs that
+    /// secret to open. Errors: the directory is not empty, or cannot be written.
     pub fn init_with(path: &Path, secret: Option<&Secret>) -> Result<Self> {
         // Refuses a weak secret before it makes anything.
         let config = Config::fresh(secret)?;
@@ -111,8 +111,9 @@ impl Store {
     }
 
     /// Returns the directory on this host for data that belongs to the store but cannot be in it.
-    /// This is the store's directory. For a remote store, and for an encrypted one, because this
-    /// data is not encrypted, it is a directory of the user, which is made.
+    /// For a store in a directory it is the store's own. For a remote store it is a directory of
+    /// the user, which is made. So it is for an encrypted store, because this data is not
+    /// encrypted.
     ///
     /// Error: it cannot be made, or the environment names no place for it.
     pub fn local_folder(&self) -> Result<PathBuf> {
@@ -139,7 +140,7 @@ impl Store {
         is_remote(self.path())
     }
 
-    /// Returns when the store was made.
+    /// Returns the time at which the store was made.
     pub fn created(&self) -> jiff::Timestamp {
         self.inner.config.created
     }

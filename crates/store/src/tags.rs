@@ -85,8 +85,7 @@ impl Store {
         self.point(&layout::pin(id), id)
     }
 
-    /// Removes a pin; false if there was none. Error: the checkpoint does not exist, or the tag
-    /// cannot be written.
+    /// Removes a pin. Returns false if there was none. Error: the pin cannot be removed.
     pub fn unpin(&self, id: CheckpointId) -> Result<bool> {
         let tag = layout::pin(id);
         // A damaged pin is removed too.

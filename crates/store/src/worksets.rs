@@ -33,8 +33,8 @@ impl LoadedCheckpoint {
         decode(&bytes, self.inner.config.id, self.id, self.meta.ram.len_pages())
     }
 
-    /// Appends `touched` to the working set, for the next restore. Error: the file cannot be
-    /// written.
+    /// Appends the pages `touched` to the checkpoint's working set, for the next restore. Error:
+    /// the file cannot be written.
     pub fn keep_working_set(&self, touched: &[PageIndex]) -> Result<()> {
         let space_pages = self.meta.ram.len_pages();
         let mut pages = self.working_set().unwrap_or_default();

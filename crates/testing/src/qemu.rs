@@ -6,9 +6,9 @@ use crate::{Scope, record_skip};
 /// A QEMU to test with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Qemu {
-    /// `distribution` or `10`.
+    /// The QEMU's name in test output: `distribution` or `10`.
     pub label: &'static str,
-    /// Its program: a path, or a name that `PATH` resolves.
+    /// The QEMU's program: a path, or a name that `PATH` resolves.
     pub path: String,
 }
 
@@ -17,8 +17,8 @@ pub fn distribution_qemu() -> Qemu {
     Qemu { label: "distribution", path: "qemu-system-x86_64".into() }
 }
 
-/// Returns QEMU 10 if `KEYFRAME_QEMU10` names its program. The caller records a skip if there is
-/// none.
+/// Returns QEMU 10 if `KEYFRAME_QEMU10` names its program; `None` if not, and then the caller
+/// records a skip.
 pub fn qemu_10() -> Option<Qemu> {
     let path = std::env::var("KEYFRAME_QEMU10").ok().filter(|path| !path.is_empty())?;
     Some(Qemu { label: "10", path })

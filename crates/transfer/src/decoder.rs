@@ -11,7 +11,8 @@ use rustc_hash::FxHashMap;
 
 /// The standby's copy of the VM's page space: RAM, then the disks.
 pub trait EpochImage {
-    /// Reads the content of `page` as of the epoch applied last. Error: the image cannot be read.
+    /// Reads into `into` the content of `page` as of the epoch that was applied last. Error: the
+    /// image cannot be read.
     fn read(&self, page: PageIndex, into: &mut Page) -> std::io::Result<()>;
 }
 
@@ -38,7 +39,7 @@ impl EpochBuffer {
         self.slots.is_empty()
     }
 
-    /// Returns the pages and their contents, rising.
+    /// Returns the pages and their contents, in rising order.
     pub fn pages(&self) -> impl Iterator<Item = (PageIndex, &Page)> {
         let mut pages: Vec<_> = self.slots.iter().map(|(page, slot)| (*page, *slot)).collect();
         pages.sort_unstable();
@@ -74,7 +75,7 @@ impl EpochBuffer {
     }
 }
 
-/// Decodes the batches of one stream.
+/// Decodes the batches of one stream of a VM's pages.
 #[derive(Debug)]
 pub struct Decoder {
     space_pages: u64,
@@ -87,8 +88,8 @@ impl Decoder {
         Self { space_pages }
     }
 
-    /// Adds the pages of `batch` to `epoch`. Differences are applied to the page in `epoch`, or
-    /// else in `image`.
+    /// Adds the pages of `batch` to `epoch`. Applies a difference to the page in `epoch`, or else
+    /// to the one in `image`.
     ///
     /// Errors: [`Error::Malformed`] if the batch is malformed; [`Error::Image`] if `image` cannot
     /// be read.

@@ -19,24 +19,24 @@ const SAVING_BYTES_MIN: usize = 64;
 pub struct Sent {
     /// The number of pages.
     pub pages: u64,
-    /// Pages of zeros.
+    /// The number of pages of zeros.
     pub zero: u64,
-    /// Pages sent as a copy of another page at the standby.
+    /// The number of pages sent as a copy of another page at the standby.
     pub like: u64,
-    /// Pages sent as a difference from the standby's version.
+    /// The number of pages sent as a difference from the standby's version.
     pub patched: u64,
-    /// Pages sent compressed.
+    /// The number of pages sent compressed.
     pub compressed: u64,
-    /// Pages sent raw.
+    /// The number of pages sent as they are.
     pub raw: u64,
-    /// Pages that equal the standby's version and were not sent.
+    /// The number of pages that equal the standby's version and were not sent.
     pub same: u64,
     /// The size of the batches in bytes.
     pub bytes: u64,
 }
 
 impl Sent {
-    /// Returns the sum of both.
+    /// Returns the sums of both statistics.
     #[must_use]
     pub fn plus(self, other: Self) -> Self {
         Self {
@@ -95,7 +95,7 @@ impl Encoder {
         }
     }
 
-    /// Appends a batch of `pages`, in rising order, to `out`.
+    /// Appends a batch of `pages`, in rising order, to `out`. Returns its statistics.
     pub fn encode(&mut self, pages: &[(PageIndex, &Page)], out: &mut Vec<u8>) -> Sent {
         let (mut sent, before) = (Sent::default(), out.len());
         let mut last = 0;

@@ -33,7 +33,7 @@ use keyframe_units::PageIndex;
 /// The number of neighbouring pages that one stream carries.
 const STREAM_PAGES: u64 = 512;
 
-/// Returns the number of the stream, of `streams`, that carries a page.
+/// Returns the number, from 0, of the stream that carries a page, if there are `streams` streams.
 #[must_use]
 pub fn stream_of(page: PageIndex, streams: usize) -> usize {
     (page.0 / STREAM_PAGES % (streams.max(1) as u64)) as usize
@@ -45,7 +45,7 @@ pub enum Error {
     /// The batch is malformed.
     #[error("a batch of pages, byte {at}: {problem}")]
     Malformed {
-        /// The offset in the batch.
+        /// The offset of the problem in the batch, in bytes.
         at: usize,
         /// The problem.
         problem: String,
@@ -53,7 +53,7 @@ pub enum Error {
     /// The base of a difference could not be read.
     #[error("read page {page} of the standby's image")]
     Image {
-        /// The page.
+        /// The number of the page.
         page: u64,
         /// The reason.
         source: std::io::Error,

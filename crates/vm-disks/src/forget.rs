@@ -33,7 +33,7 @@ pub fn checkpoints_under_overlays(store: &Store) -> Result<BTreeMap<CheckpointId
     Ok(overlay_directory::all(store).into_iter().filter_map(on).collect())
 }
 
-/// Returns the clones of images that only `forgotten` checkpoints name. True as the second value if
+/// Returns the clones of images that only `forgotten` checkpoints name. The second value is true if
 /// there are such clones and a checkpoint that cannot be read may name them too; then the list is
 /// empty.
 pub fn clones_of(

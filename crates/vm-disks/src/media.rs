@@ -19,8 +19,8 @@ pub struct Media {
 }
 
 impl Media {
-    /// Starts a server for `media`, with a folder of its own in `place`. Relative paths of images
-    /// begin in `directory`. `None` if `media` is empty.
+    /// Starts a server for `media`, with a directory of its own in `place`. Relative paths of
+    /// images begin in `directory`. Returns `None` if `media` is empty.
     ///
     /// Error: a medium cannot be served. QEMU can still read it itself.
     pub fn serve(media: &[Medium], directory: &Path, place: &Path) -> Result<Option<Self>> {

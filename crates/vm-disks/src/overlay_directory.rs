@@ -27,14 +27,15 @@ const INFO_BYTES_MAX: u64 = 4 << 20;
 /// The content of `disks.json`: the owner of the overlays in a directory.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct OverlayInfo {
-    /// The VM, or the group.
+    /// The name of the VM, or of the group.
     pub vm: String,
-    /// The time of its start.
+    /// The time at which the VM was started.
     pub began: jiff::Timestamp,
-    /// The checkpoint that it was restored from: its blocks lie between overlay and image.
+    /// The checkpoint that the VM was restored from, whose blocks lie between overlay and image;
+    /// `None` if it was not restored.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub checkpoint: Option<u64>,
-    /// The disks and the directories of their overlays.
+    /// The description of each disk, and the directory of its overlay.
     pub disks: Vec<(DiskMeta, String)>,
 }
 
@@ -70,7 +71,7 @@ impl OverlayDirectory {
         Err(Error::TooManyOverlays { folder: folder.to_owned(), vm: vm.to_owned() })
     }
 
-    /// Returns the directory.
+    /// Returns the path of the directory.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -95,7 +96,7 @@ impl OverlayDirectory {
     }
 }
 
-/// Reads the description of the overlay directory at `path`. `None` if there is no readable one.
+/// Reads the description of the overlay directory at `path`; `None` if there is no readable one.
 pub fn info(path: &Path) -> Option<OverlayInfo> {
     let file = path.join(INFO);
     let known = std::fs::metadata(&file).ok().filter(|meta| meta.len() <= INFO_BYTES_MAX)?;

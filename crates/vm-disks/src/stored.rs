@@ -30,7 +30,7 @@ impl StoredDisk {
         Some(Self { disks, meta, number })
     }
 
-    /// Returns the disk with the name `name`. In a checkpoint of a group, the name is
+    /// Chooses the disk with the name `name`. In a checkpoint of a group, the name is
     /// `MEMBER/NAME`, or `NAME` if `member` is given. If there is only one disk, `name` may be
     /// `None`. Errors: [`Error::NoDisk`], [`Error::NoDisks`], [`Error::NoMember`],
     /// [`Error::SeveralDisks`].
@@ -77,12 +77,12 @@ impl StoredDisk {
         &self.meta
     }
 
-    /// Returns the path of the image.
+    /// Returns the path of the image below the disk.
     pub fn image(&self) -> PathBuf {
         PathBuf::from(&self.meta.base.path)
     }
 
-    /// Returns the format of the image. Error: [`Error::UnknownFormat`].
+    /// Returns the format of the image below the disk. Error: [`Error::UnknownFormat`].
     pub fn format(&self) -> Result<ImageFormat> {
         let DiskMeta { name, base, .. } = &self.meta;
         let format =
@@ -91,7 +91,7 @@ impl StoredDisk {
             .ok_or_else(|| Error::UnknownFormat { disk: name.clone(), format: base.format.clone() })
     }
 
-    /// Returns the blocks of the disk that the checkpoint holds.
+    /// Returns the blocks of the disk that the checkpoint holds, as a layer over the image.
     ///
     /// Error: [`Error::DiskLeftOut`].
     pub fn layer(&self) -> Result<Box<dyn Layer>> {

@@ -1,6 +1,6 @@
 //! Findings of an audit: properties of a machine that prevent exact checkpoints.
 
-/// How serious a finding is.
+/// The severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Severity {
     /// The VM cannot be checkpointed exactly; Keyframe refuses it.
@@ -18,6 +18,6 @@ pub struct AuditFinding {
     pub reason: String,
     /// What the user can do about it.
     pub fix: String,
-    /// How serious it is.
+    /// The severity of the finding.
     pub severity: Severity,
 }

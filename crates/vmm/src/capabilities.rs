@@ -100,12 +100,13 @@ pub struct Capabilities {
 }
 
 impl Capabilities {
-    /// Returns all abilities.
+    /// Returns the capabilities of a VMM that has all abilities.
     pub fn all(vmm: VmmKind) -> Self {
         Self { vmm, missing: BTreeMap::new() }
     }
 
-    /// Returns the same without `ability`: `reason` says why, `fix` what the user can do instead.
+    /// Returns the same capabilities without `ability`: `reason` says why the VMM lacks it, and
+    /// `fix` what the user can do instead.
     #[must_use]
     pub fn without(
         mut self,
@@ -117,12 +118,12 @@ impl Capabilities {
         self
     }
 
-    /// Returns the VMM.
+    /// Returns the kind of the VMM.
     pub fn vmm(&self) -> VmmKind {
         self.vmm
     }
 
-    /// Returns whether `ability` is there.
+    /// Returns whether the VMM has `ability`, and if not, the reason and the fix.
     pub fn support(&self, ability: Ability) -> Support {
         match self.missing.get(&ability) {
             Some((reason, fix)) => {

@@ -28,13 +28,13 @@ pub trait PauseWatchdog: Send {
     /// ends the VMM's command. Error: the watchdog has ended or does not answer.
     fn arm_for_saved_pause(&mut self, limit: Duration) -> Result<(), VmmError>;
 
-    /// Stops watching. True if the watchdog has resumed the VM since it was armed. Error: the
-    /// watchdog has ended or does not answer.
+    /// Stops watching. Returns true if the watchdog has resumed the VM since it was armed. Error:
+    /// the watchdog has ended or does not answer.
     fn disarm(&mut self) -> Result<bool, VmmError>;
 
     /// Forbids the VM to run until the next call of another method: if the engine dies meanwhile,
-    /// the watchdog ends the VM. True if it has resumed the VM since it was armed. Error: the
-    /// watchdog has ended or does not answer.
+    /// the watchdog ends the VM. Returns true if it has resumed the VM since it was armed. Error:
+    /// the watchdog has ended or does not answer.
     fn forbid_running(&mut self) -> Result<bool, VmmError>;
 
     /// Has the watchdog resume the VM now, and waits a moment for it.
@@ -44,7 +44,7 @@ pub trait PauseWatchdog: Send {
     fn end(self: Box<Self>);
 }
 
-/// The commands of a pause.
+/// The kind of commands by which a VM is paused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PauseForm {
     /// One command, if the VMM has one ([`Vmm::pause_and_save`]); otherwise separate commands.
@@ -103,22 +103,22 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         Self { form, ..self }
     }
 
-    /// Returns the commands of the next pause.
+    /// Returns the kind of commands of the next pause.
     pub fn form(&self) -> PauseForm {
         self.form
     }
 
-    /// Has later pauses use the commands of `form`.
+    /// Sets the kind of commands of later pauses.
     pub fn set_form(&mut self, form: PauseForm) {
         self.form = form;
     }
 
-    /// Returns the VM.
+    /// Returns the VM without its watchdog.
     pub fn vm(&self) -> &V {
         &self.vm
     }
 
-    /// Returns the VM.
+    /// Returns the VM without its watchdog.
     pub fn vm_mut(&mut self) -> &mut V {
         &mut self.vm
     }
@@ -136,7 +136,8 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         Ok(Pause { watched: self })
     }
 
-    /// Pauses the VM with the watchdog armed. If that fails, the VM runs again.
+    /// Pauses the VM with the watchdog armed. Returns whether the VM ran before. After an error the
+    /// VM runs again.
     ///
     /// During a standstill the VM is paused already, and the watchdog stays as it is.
     pub fn hold(&mut self) -> Result<StopOutcome, VmmError> {
@@ -202,8 +203,8 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
     }
 
     /// Pauses the VM until [`WatchedVm::end_standstill`], so that several checkpoints can be taken
-    /// of one instant. True if the VM ran. If the engine dies, the watchdog resumes the VM. If this
-    /// method fails, the VM runs again.
+    /// of one instant. Returns true if the VM ran. If the engine dies, the watchdog resumes the VM.
+    /// After an error the VM runs again.
     pub fn begin_standstill(&mut self) -> Result<bool, VmmError> {
         let outcome = self.stop_watched(self.limit)?;
         self.standstill = Some(outcome);

@@ -11,7 +11,7 @@ use std::fs::File;
 use std::process::ExitStatus;
 use std::time::Duration;
 
-/// How Keyframe came to control a VM.
+/// The way in which Keyframe came to control a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VmOrigin {
     /// Keyframe started it.
@@ -22,12 +22,12 @@ pub enum VmOrigin {
     Attached,
 }
 
-/// Whether a VM's virtual CPUs run.
+/// The run state of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RunState {
-    /// They run.
+    /// The virtual CPUs run.
     Running,
-    /// They are stopped, and can run again.
+    /// The virtual CPUs are stopped, and can run again.
     Paused,
     /// The guest has shut down; the VMM is still there.
     ShutDown,
@@ -49,7 +49,7 @@ pub enum VmEvent {
 /// The VM's state before [`Vmm::stop`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StopOutcome {
-    /// It ran, and this call stopped it.
+    /// The VM ran, and this call stopped it.
     Stopped,
     /// Another client had paused it. That client must resume it.
     AlreadyPaused,
@@ -73,10 +73,10 @@ pub struct SavedPause {
     pub device_state: Vec<u8>,
 }
 
-/// How a VMM's process ended.
+/// The way in which a VMM's process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VmExit {
-    /// With this status; the process was Keyframe's child.
+    /// It ended with this status; the process was Keyframe's child.
     Status(ExitStatus),
     /// Another program started the process, and only its parent learns the status.
     Unknown,
@@ -88,7 +88,7 @@ impl VmExit {
         self.status().success()
     }
 
-    /// Returns the status; success if it is unknown.
+    /// Returns the exit status; success if the status is unknown.
     pub fn status(&self) -> ExitStatus {
         match self {
             Self::Status(status) => *status,
@@ -113,7 +113,7 @@ pub trait Vmm: Send {
     /// Returns the process id of the VMM.
     fn pid(&self) -> u32;
 
-    /// Returns how Keyframe came to control the VM.
+    /// Returns the way in which Keyframe came to control the VM.
     fn origin(&self) -> VmOrigin;
 
     /// Returns the kind of VMM.
@@ -128,7 +128,7 @@ pub trait Vmm: Send {
     /// start. Error: the VMM refuses or does not answer.
     fn spec(&mut self) -> Result<MachineSpec, VmmError>;
 
-    /// Returns the checkpoint that the VM was restored from, if it was.
+    /// Returns the checkpoint that the VM was restored from; `None` if it was not restored.
     fn lineage(&self) -> Option<Lineage>;
 
     /// Returns everything about the machine that prevents exact checkpoints, or may do so. Error:
@@ -139,8 +139,8 @@ pub trait Vmm: Send {
     /// VMM refuses or does not answer.
     fn ram_blocks(&mut self) -> Result<Vec<HostBlock>, VmmError>;
 
-    /// Returns the RAM blocks with their present sizes, in the same order. Error: the VMM refuses
-    /// or does not answer.
+    /// Returns the RAM blocks with their present sizes, in the order of [`Vmm::ram_blocks`]. Error:
+    /// the VMM refuses or does not answer.
     fn ram_layout(&mut self) -> Result<RamLayout, VmmError>;
 
     /// Returns whether a device can discard guest RAM (balloon, virtio-mem). Discarded pages become
@@ -160,7 +160,8 @@ pub trait Vmm: Send {
     /// or does not answer.
     fn drain_events(&mut self) -> Result<Vec<VmEvent>, VmmError>;
 
-    /// Stops the virtual CPUs. On an error the VM may be stopped or about to stop.
+    /// Stops the virtual CPUs. Returns whether the VM ran before. After an error the VM may be
+    /// stopped or about to stop.
     ///
     /// Use [`WatchedVm::hold`](crate::WatchedVm::hold) instead: it guards the pause.
     fn stop(&mut self) -> Result<StopOutcome, VmmError>;
@@ -200,13 +201,13 @@ pub trait Vmm: Send {
         Ok(())
     }
 
-    /// Resumes the virtual CPUs another way, after [`Vmm::resume`] failed: for example over a new
-    /// connection to the monitor. The default does nothing.
+    /// Resumes the virtual CPUs in another way, after [`Vmm::resume`] failed: for example over a
+    /// new connection to the monitor. The default does nothing.
     fn resume_by_new_connection(&mut self) {}
 
-    /// Returns whether another client resumed the VM between the last [`Vmm::stop`] and the
-    /// [`Vmm::resume`] after it, or until now if there was none. After [`Vmm::pause_and_save`]:
-    /// whether the VM ran before [`Vmm::end_saved_pause`].
+    /// Returns true if another client resumed the VM between the last [`Vmm::stop`] and the
+    /// [`Vmm::resume`] after it, or until now if there was none. After [`Vmm::pause_and_save`],
+    /// returns true if the VM ran before [`Vmm::end_saved_pause`].
     ///
     /// Error: the VMM refuses or does not answer.
     fn ran_meanwhile(&mut self) -> Result<bool, VmmError>;
@@ -215,11 +216,12 @@ pub trait Vmm: Send {
     /// VMM refuses or does not answer.
     fn save_devices(&mut self) -> Result<Vec<u8>, VmmError>;
 
-    /// Returns how another process can resume the VM. Error: a descriptor cannot be copied.
+    /// Returns the instructions with which another process can resume the VM. Error: a descriptor
+    /// cannot be copied.
     fn resumer(&self) -> Result<Resumer, VmmError>;
 
     /// Checks that the VM can be rolled back to a checkpoint with `device_state` now: no operation
-    /// of the VM's user is in the way. Changes nothing. Error: why it cannot.
+    /// of the VM's user is in the way. Changes nothing. Error: the reason why it cannot.
     fn check_rollback(&mut self, device_state: &[u8]) -> Result<(), VmmError> {
         let _ = device_state;
         Ok(())
@@ -245,7 +247,8 @@ pub trait Vmm: Send {
     /// not tell.
     fn exit(&mut self) -> Result<Option<VmExit>, VmmError>;
 
-    /// Waits at most `timeout` for the VMM's end. Error: the kernel does not tell.
+    /// Waits at most `timeout` for the VMM's end. Returns how it ended; `None` if it still runs.
+    /// Error: the kernel does not tell.
     fn wait_exit(&mut self, timeout: Duration) -> Result<Option<VmExit>, VmmError>;
 
     /// Waits for the VMM's end after [`VmEvent::ShutDown`], and ends a VMM that hangs in its own

@@ -17,7 +17,7 @@ pub enum Error {
     Io {
         /// The address, or the runtime.
         object: String,
-        /// The operation that failed, a verb.
+        /// The operation that failed, as a verb such as "listen".
         operation: &'static str,
         /// The cause.
         source: io::Error,
@@ -47,7 +47,7 @@ impl Error {
         }
     }
 
-    /// Returns whether another process uses the address.
+    /// Returns true if the error is that another process uses the address.
     pub fn is_taken(&self) -> bool {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::AddrInUse)
     }

@@ -118,7 +118,7 @@ pub struct ImageMeta {
     pub path: String,
     /// The image's length, in bytes.
     pub bytes: u64,
-    /// When the image was last modified, in nanoseconds since 1970.
+    /// The time at which the image was last modified, in nanoseconds since 1970.
     pub modified_ns: i64,
 }
 

@@ -84,7 +84,7 @@ pub struct NodeEngine {
     pub partial: Option<(u64, u8)>,
     /// Standby: the last pieces of complete epochs, which stand for the whole epochs.
     pub whole: VecDeque<Data>,
-    /// When the last operation on the VM ends.
+    /// The time at which the last operation on the VM ends.
     pub vm_at_ns: u64,
     /// Standby: when the last epoch to apply is applied.
     pub apply_at_ns: u64,

@@ -39,8 +39,9 @@ pub fn ask(run_dir: &Path, request: &EngineRequest, wait: Duration) -> Result<En
 /// Engines that are asked at the same time.
 const ASKED_MAX: usize = 16;
 
-/// Asks several engines, many at a time; the answers in their order. Error: no engine answers in
-/// time, or it has refused the request.
+/// Sends `request` to several engines, many at a time, and waits up to `wait` for each answer.
+/// Returns the answers in the order of `run_dirs`. Error: no engine answers in time, or it has
+/// refused the request.
 pub fn ask_all<'a>(
     run_dirs: &'a [PathBuf],
     request: &EngineRequest,

@@ -124,8 +124,8 @@ impl ClonedDiskCapture {
         Ok(cut)
     }
 
-    /// Flushes the images, so that little is left to. Error: a file cannot be made, or QEMU does
-    /// not answer.
+    /// Flushes the images, so that little is left to flush in the pause. Error: an image cannot be
+    /// flushed.
     pub fn sync(&self) -> Result<(), BoxError> {
         for source in &self.sources {
             source.file.sync_data().map_err(|e| io_error("sync", &source.image, e))?;
@@ -133,8 +133,8 @@ impl ClonedDiskCapture {
         Ok(())
     }
 
-    /// Clones the images. The VMs are paused, and QEMU has flushed its caches. Error: a file cannot
-    /// be made, or QEMU does not answer.
+    /// Clones the images. Called while the VMs are paused and QEMU has flushed its caches. Error:
+    /// an image cannot be cloned.
     pub fn cut(&mut self) -> Result<(), BoxError> {
         let Some(current) = &self.current else { return Ok(()) };
         for (source, (made, file)) in self.sources.iter().zip(&self.prepared) {
@@ -225,8 +225,8 @@ impl ClonedCut {
     }
 }
 
-/// Tries to clone the image. Returns why it cannot be cloned; with `cheaply` also if a clone takes
-/// long.
+/// Tries to clone the image. Returns the reason why it cannot be cloned, or `None`; with `cheaply`,
+/// a clone that takes long is a reason too.
 pub fn objection(
     image: &Path,
     format: Option<ImageFormat>,

@@ -129,7 +129,8 @@ impl ServedDiskCapture {
         self.shared.ask(|disks| disks.answer_on(core))
     }
 
-    /// Returns why no process serves the disks, if one could not be started at once.
+    /// Returns the reason why no process serves the disks, if one could not be started at once;
+    /// `None` if the disks are served.
     pub fn outage(&self) -> Option<String> {
         self.shared.outage.lock().ignore_poison().clone()
     }
@@ -300,7 +301,7 @@ fn observer(shared: &Arc<Shared>, events: &SharedEventSink) -> ServerObserver {
     })
 }
 
-/// Takes blocks of disks in.
+/// Receives the blocks of disks: a checkpoint in a store, or the connection to a standby.
 pub trait BlockSink {
     /// Puts the content of block number `block` of disk number `disk`. Error: the store or the
     /// connection cannot be written.
@@ -321,8 +322,9 @@ impl BlockSink for Run {
 }
 
 impl ServedDiskReader {
-    /// Puts the blocks that `cut` covers into the checkpoint in progress of `run`. Error: the
-    /// server of the disks has ended or does not answer.
+    /// Puts the blocks that `cut` covers into the checkpoint in progress of `run`. Calls `fault`
+    /// before each batch, for tests; its error fails the write. Error: the server of the disks has
+    /// ended or does not answer.
     pub fn put(
         &self,
         cut: &ServedCut,

@@ -28,15 +28,15 @@ pub enum Step {
 
 /// Brings a VM that replays a recording from one instruction to the next.
 pub trait ReplaySteps {
-    /// The reason why a step fails.
+    /// The error of a step.
     type Error: From<Error>;
 
     /// Returns whether a checkpoint of the instruction at which the VM stands exists already.
     fn is_captured(&self) -> bool;
 
-    /// Lets `vm` run to the next instruction at which a checkpoint may be taken. `is_busy`: a
-    /// request of a disk is under way at the present one, so the next one is the instruction after
-    /// the request's answer.
+    /// Lets `vm` run to the next instruction at which a checkpoint may be taken, or until
+    /// `interrupted` is set. `is_busy` is true if a request of a disk is under way at the present
+    /// one: then the next one is the instruction after the request's answer.
     ///
     /// Error: the VM has ended, or departs from the recording.
     fn advance(

@@ -77,7 +77,7 @@ impl CheckpointError {
 pub struct CheckpointFailure {
     /// The reason why the first of them failed.
     pub error: Arc<CheckpointError>,
-    /// Number of checkpoints that failed; at least 1.
+    /// The number of checkpoints that failed; at least 1.
     pub lost: u64,
     /// True if the run takes no more checkpoints.
     pub is_final: bool,

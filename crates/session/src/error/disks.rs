@@ -74,13 +74,13 @@ pub enum DiskError {
     NoScratchSpace {
         /// The directory of the scratch files.
         folder: PathBuf,
-        /// Bytes that are free there.
+        /// The number of bytes that are free there.
         free_bytes: u64,
     },
     /// The encoder has not read the disks of the checkpoint before.
     #[error("the disks of the checkpoint before are not read after {seconds} s")]
     ReadTimeout {
-        /// Seconds that were waited.
+        /// The number of seconds that were waited.
         seconds: u64,
     },
     /// The disks of a checkpoint were cut twice.
@@ -179,7 +179,7 @@ pub enum CloneObstacle {
     Slow {
         /// The image.
         path: PathBuf,
-        /// Milliseconds that a clone took.
+        /// The number of milliseconds that a clone took.
         took_ms: u64,
     },
     /// The file system refused an operation.

@@ -45,7 +45,7 @@ pub enum RollbackError {
     /// Pages of RAM differ from the checkpoint although they were loaded.
     #[error("{pages} pages of its RAM are not those of checkpoint {checkpoint}")]
     PagesDiffer {
-        /// Number of pages.
+        /// The number of pages that differ.
         pages: u64,
         /// The checkpoint.
         checkpoint: CheckpointId,
@@ -78,9 +78,9 @@ pub enum MachineDifference {
     Property {
         /// The property.
         property: &'static str,
-        /// The VM's.
+        /// The property's value in the VM.
         here: String,
-        /// The checkpoint's.
+        /// The property's value in the checkpoint.
         there: String,
     },
     /// The RAM blocks differ.

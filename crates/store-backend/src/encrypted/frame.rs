@@ -121,9 +121,9 @@ pub struct FrameWriter {
     pub header: FileHeader,
     name: String,
     counter: u64,
-    /// Bytes of the plaintext so far.
+    /// The number of bytes of the plaintext so far.
     pub plain: u64,
-    /// Bytes of the encrypted file so far.
+    /// The number of bytes of the encrypted file so far.
     pub sealed: u64,
 }
 

@@ -79,9 +79,9 @@ pub struct RepairReport {
     pub found: CheckReport,
     /// Packs with intact records whose header or trailer was written again.
     pub rebuilt: Vec<String>,
-    /// Records that were copied out of damaged packs.
+    /// The number of records that were copied out of damaged packs.
     pub saved_records: u64,
-    /// Of these: bad ones whose content another record had.
+    /// The number of bad records among them whose content another record had.
     pub relinked_records: u64,
     /// Files that were moved to the quarantine.
     pub set_aside: Vec<QuarantinedFile>,

@@ -21,6 +21,7 @@ const SUFFIX: &str = ".index";
 pub struct Folder {
     /// It is made for the first spill.
     pub path: PathBuf,
+    /// The store that the spills belong to, and the key of their masks.
     pub bond: Bond,
 }
 

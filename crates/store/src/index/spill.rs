@@ -33,6 +33,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 const MAGIC: &[u8; 8] = b"KF:IDX\r\n";
 const VERSION: u32 = 1;
+/// The size of a bucket in bytes.
 pub const BUCKET_BYTES: usize = 512;
 const ENTRY_BYTES: usize = 24;
 const BUCKET_ENTRIES: usize = (BUCKET_BYTES - CHECK_BYTES) / ENTRY_BYTES;
@@ -46,6 +47,7 @@ type Bucket = [u8; BUCKET_BYTES];
 /// The store of a spill, and the key that masks its values.
 #[derive(Clone, Debug)]
 pub struct Bond {
+    /// The id of the store.
     pub store: [u8; 16],
     /// Present in an encrypted store, where places are not written in plain text.
     pub mask: Option<MaskKey>,

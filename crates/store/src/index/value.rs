@@ -17,7 +17,9 @@ const PACK_SHIFT: u32 = 40;
 /// A record that the index knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Found {
+    /// The place of the record.
     pub place: PageRef,
+    /// The kind of the record.
     pub kind: RecordKind,
     /// True for a derived record of an earlier writer that was not read yet.
     pub unproven: bool,

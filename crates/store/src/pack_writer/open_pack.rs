@@ -15,11 +15,11 @@ pub struct OpenPack {
     pub header: [u8; PACK_HEADER_BYTES],
     /// Records that are not in the file yet. The first one belongs at the offset `flushed`.
     pub buffer: Vec<u8>,
-    /// Bytes that were written to the file.
+    /// The number of bytes that were written to the file.
     pub flushed: u64,
-    /// Bytes that are durable.
+    /// The number of bytes that are durable.
     pub synced: u64,
-    /// Bytes that sealed checkpoints may need, durable or not.
+    /// The number of bytes that sealed checkpoints may need, durable or not.
     pub sealed: u64,
     /// All records of the pack, rising.
     pub entries: Vec<PackEntry>,

@@ -6,7 +6,7 @@ use keyframe_machine::MachineSpec;
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, PageSet};
 use std::sync::{Arc, Mutex};
 
-/// The test's view of a [`FakeVm`].
+/// The test's handle to a [`FakeVm`] and its watchdog.
 #[derive(Clone)]
 pub struct FakeControl {
     pub(super) shared: Arc<Mutex<FakeState>>,
@@ -19,13 +19,13 @@ impl FakeControl {
         (FakeVm { shared: shared() }, FakeWatchdog { shared: shared() })
     }
 
-    /// Has `incident` happen at the next call of `step` that has none yet.
+    /// Plans that `incident` happens at the next call of `step` for which none is planned yet.
     pub fn at(&self, step: Step, incident: Incident) {
         lock(&self.shared).script.entry(step).or_default().push_back(incident);
     }
 
-    /// Has `hook` run just before the next call of `step` that has no hook yet. The hook may use
-    /// this control.
+    /// Plans that `hook` runs just before the next call of `step` for which no hook is planned yet.
+    /// The hook may use this control.
     pub fn before(&self, step: Step, hook: impl FnOnce() + Send + 'static) {
         lock(&self.shared).hooks.entry(step).or_default().push_back(Box::new(hook));
     }
@@ -35,7 +35,7 @@ impl FakeControl {
         lock(&self.shared).origin = origin;
     }
 
-    /// Has the VMM know a command that is a whole pause ([`Vmm::pause_and_save`]).
+    /// Lets the VMM know a command that is a whole pause ([`Vmm::pause_and_save`]).
     pub fn save_in_pause(&self) {
         lock(&self.shared).one_command = OneCommand::Ready;
     }
@@ -45,7 +45,7 @@ impl FakeControl {
         lock(&self.shared).exit.is_some()
     }
 
-    /// Returns the steps so far, in order; forgets them.
+    /// Returns the steps since the last call, in order.
     pub fn take_steps(&self) -> Vec<Step> {
         std::mem::take(&mut lock(&self.shared).steps)
     }
@@ -60,12 +60,12 @@ impl FakeControl {
         lock(&self.shared).pause();
     }
 
-    /// Ends the VMM with this exit code.
+    /// Ends the VMM with the exit code `code`.
     pub fn end(&self, code: i32) {
         lock(&self.shared).end(code);
     }
 
-    /// Has all operations on the monitor fail from here on; the guest runs on.
+    /// Makes all operations on the monitor fail from here on; the guest runs on.
     pub fn lose_monitor(&self) {
         lock(&self.shared).monitor_lost = true;
     }
