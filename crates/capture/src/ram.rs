@@ -267,7 +267,7 @@ impl ProcessFirstWriteMonitor {
 impl FirstWriteMonitor for ProcessFirstWriteMonitor {
     fn set_hook(&self, hook: Option<FirstWriteHook>) {
         let ram = Arc::clone(&self.ram);
-        self.tracker.set_hook(hook.map(|hook| -> fault_tracker::FirstWriteHook {
+        self.tracker.set_hook(hook.map(|hook| -> fault_tracker::MemoryEventHook {
             Arc::new(move |touch| {
                 // A page that is being discarded may be lost already; `pages_with_lost_protection` reports it.
                 let (MemoryEvent::Write(range) | MemoryEvent::Discard(range)) = touch;

@@ -1,6 +1,6 @@
 //! One checkpoint in full, with its neighbours and the commands that use it.
 
-use super::listed::Listed;
+use super::listed::ListedStore;
 use keyframe_inspect::display_picture as screens;
 use keyframe_inspect::show;
 use keyframe_store::CheckpointId;
@@ -12,7 +12,7 @@ use std::collections::BTreeSet;
 /// it. `running` holds the names of the VMs that run; `starts` is true if the server may start VMs.
 /// Errors: there is no such checkpoint; the store cannot be read.
 pub fn of(
-    listed: &Listed,
+    listed: &ListedStore,
     id: u64,
     running: &BTreeSet<String>,
     starts: bool,

@@ -1,7 +1,7 @@
 //! Where and how much a checkpoint differs from its parent. This reads page maps and pages, so the
 //! last few answers are kept.
 
-use super::listed::Listed;
+use super::listed::ListedStore;
 use super::locked;
 use keyframe_store::{CheckpointId, LoadedCheckpoint};
 use keyframe_units::PageIndex;
@@ -27,7 +27,7 @@ impl Differences {
     /// Counts in each of `pieces` equal parts of RAM the pages in which checkpoint `id` differs
     /// from its parent. For a checkpoint without a parent, counts all its pages. Errors: there is
     /// no such checkpoint; the store cannot be read.
-    pub fn heat(&self, listed: &Listed, id: u64, pieces: u64) -> Result<HeatMap, ApiError> {
+    pub fn heat(&self, listed: &ListedStore, id: u64, pieces: u64) -> Result<HeatMap, ApiError> {
         let parent = parent_of(listed, id)?;
         let key = (listed.id().to_owned(), id, parent, pieces);
         if let Some(kept) = find(&self.heats, &key) {
@@ -45,7 +45,7 @@ impl Differences {
 
     /// Returns the differences between a checkpoint and its parent as JSON. Fails if the parent is
     /// not in the store.
-    pub fn diff(&self, listed: &Listed, id: u64) -> Result<Value, ApiError> {
+    pub fn diff(&self, listed: &ListedStore, id: u64) -> Result<Value, ApiError> {
         let parent = parent_of(listed, id)?.ok_or_else(|| {
             ApiError::Unknown(format!(
                 "checkpoint {id} has no parent in the store: it is the first, or that one was forgotten"
@@ -66,7 +66,7 @@ impl Differences {
     }
 }
 
-fn parent_of(listed: &Listed, id: u64) -> Result<Option<u64>, ApiError> {
+fn parent_of(listed: &ListedStore, id: u64) -> Result<Option<u64>, ApiError> {
     let listing = listed.listing()?;
     let one =
         listing.get(id).ok_or_else(|| ApiError::Unknown(format!("there is no checkpoint {id}")))?;

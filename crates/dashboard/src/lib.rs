@@ -39,7 +39,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 /// The options of the dashboard: what it shows, and what its users may start.
 #[derive(Debug)]
-pub struct Shown {
+pub struct DashboardSources {
     /// A store to show besides those that running VMs write to; `None` for no other.
     pub store: Option<PathBuf>,
     /// The key of encrypted stores.
@@ -59,7 +59,7 @@ pub type StoreFix = fn(&keyframe_store::Error, &Path) -> Option<String>;
 
 /// The data of the dashboard: a [`DashboardSource`] over running VMs, stores, recordings and
 /// analyses.
-pub struct Served {
+pub struct DashboardData {
     vms: vms::Vms,
     stores: stores::Stores,
     recordings: recordings::Recordings,
@@ -68,10 +68,10 @@ pub struct Served {
     starts: bool,
 }
 
-impl Served {
+impl DashboardData {
     /// Creates the data source of a dashboard that shows what `shown` names. Reads nothing yet.
-    pub fn new(shown: Shown) -> Self {
-        let Shown { store, key, recordings, analyses, starts, store_fix } = shown;
+    pub fn new(shown: DashboardSources) -> Self {
+        let DashboardSources { store, key, recordings, analyses, starts, store_fix } = shown;
         Self {
             vms: vms::Vms::default(),
             stores: stores::Stores::new(store, key, store_fix),
@@ -83,7 +83,7 @@ impl Served {
     }
 
     /// The shown store with this id.
-    fn store(&self, id: &str) -> Result<Arc<listed::Listed>, ApiError> {
+    fn store(&self, id: &str) -> Result<Arc<listed::ListedStore>, ApiError> {
         // A VM may have begun to write to it since the last look.
         self.stores
             .get(id)
@@ -95,7 +95,7 @@ impl Served {
     }
 }
 
-impl DashboardSource for Served {
+impl DashboardSource for DashboardData {
     fn vms(&self) -> Vec<VmState> {
         self.vms.all(&self.stores)
     }

@@ -31,7 +31,7 @@ const SIZES_KEPT: Duration = Duration::from_secs(5);
 const SIZES_KEPT_REMOTE: Duration = Duration::from_secs(120);
 
 /// A store and the listing of its checkpoints.
-pub struct Listed {
+pub struct ListedStore {
     store: Store,
     place: PathBuf,
     fix: StoreFix,
@@ -41,7 +41,7 @@ pub struct Listed {
 
 /// The place of a checkpoint in a recording.
 #[derive(Clone, Debug)]
-pub struct Recorded {
+pub struct RecordedEntry {
     /// The number of the checkpoint in its store.
     pub checkpoint: u64,
     /// The recording's id.
@@ -57,7 +57,7 @@ struct State {
     /// them.
     stamp: Option<[SystemTime; 2]>,
     all: BTreeMap<u64, Arc<CheckpointRow>>,
-    recorded: BTreeMap<u64, Recorded>,
+    recorded: BTreeMap<u64, RecordedEntry>,
     /// Checkpoints that could not be read, so that they are not read again.
     unreadable: BTreeSet<u64>,
     newest_of_run: HashMap<String, u64>,
@@ -65,7 +65,7 @@ struct State {
     problem: Option<String>,
 }
 
-impl Listed {
+impl ListedStore {
     /// Makes the entry of a store, without reading its checkpoints.
     pub fn new(store: Store, fix: StoreFix) -> Self {
         let place = store.absolute_path().unwrap_or_else(|_| store.path().into());
@@ -98,7 +98,7 @@ impl Listed {
         &self.place
     }
 
-    /// Makes the next call of [`Listed::listing`] read the store again. Called after the dashboard
+    /// Makes the next call of [`ListedStore::listing`] read the store again. Called after the dashboard
     /// has changed the store.
     pub fn look_again(&self) {
         let mut state = locked(&self.state);
@@ -115,7 +115,7 @@ impl Listed {
 
     /// Returns the checkpoints of the recording with the id `recording`, in the order of their
     /// numbers. Error: the store cannot be listed.
-    pub fn recorded(&self, recording: &str) -> Result<Vec<Recorded>, ApiError> {
+    pub fn recorded(&self, recording: &str) -> Result<Vec<RecordedEntry>, ApiError> {
         let mut state = locked(&self.state);
         self.renew(&mut state)?;
         Ok(state.recorded.values().filter(|one| one.recording == recording).cloned().collect())
@@ -276,7 +276,8 @@ impl State {
         let before = self.newest_of_run.insert(entry.run.clone(), entry.id);
         if let Some(recorded) = &sealed.meta.machine.recorded {
             let (recording, icount) = (recorded.recording.clone(), recorded.icount);
-            self.recorded.insert(entry.id, Recorded { checkpoint: entry.id, recording, icount });
+            self.recorded
+                .insert(entry.id, RecordedEntry { checkpoint: entry.id, recording, icount });
         }
         let parent = entry.restored_from.or(before);
         let taken_ms = sealed.meta.taken_at.as_millisecond();

@@ -91,7 +91,7 @@ fn recording(place: &Path, stores: &Stores) -> Value {
     let listed = id.as_deref().and_then(|id| stores.get(id));
     let recorded =
         listed.map(|listed| listed.recorded(&meta.id)).and_then(Result::ok).unwrap_or_default();
-    let place = |one: &super::listed::Recorded| RecordedCheckpoint {
+    let place = |one: &super::listed::RecordedEntry| RecordedCheckpoint {
         icount: one.icount,
         checkpoint: CheckpointId(one.checkpoint),
     };

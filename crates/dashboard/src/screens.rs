@@ -1,7 +1,7 @@
 //! Pictures of displays. This reads a page map, a device state and a display's memory, so the last
 //! few pictures are kept.
 
-use super::listed::Listed;
+use super::listed::ListedStore;
 use super::{locked, said};
 use keyframe_inspect::display_picture::{self as screens, NoPicture};
 use keyframe_inspect::guest_memory::Guest;
@@ -28,7 +28,7 @@ impl Screens {
     /// display; Keyframe cannot draw the display; the store cannot be read.
     pub fn of(
         &self,
-        listed: &Listed,
+        listed: &ListedStore,
         id: u64,
         member: Option<&str>,
     ) -> Result<Arc<[u8]>, ApiError> {

@@ -4,7 +4,7 @@
 //! A store that was shown once stays: its checkpoints outlive the VM. A store that cannot be opened
 //! is tried again after a while.
 
-use super::listed::Listed;
+use super::listed::ListedStore;
 use super::{StoreFix, locked, said};
 use keyframe_store::{Error, Store};
 use keyframe_store_keys::KeyArg;
@@ -27,7 +27,7 @@ pub struct Stores {
 }
 
 enum Known {
-    Open(Arc<Listed>),
+    Open(Arc<ListedStore>),
     Closed { tried_at: Instant, why: String },
 }
 
@@ -55,7 +55,7 @@ impl Stores {
             };
             if again {
                 let opened = match self.open(&place) {
-                    Ok(store) => Known::Open(Arc::new(Listed::new(store, self.fix))),
+                    Ok(store) => Known::Open(Arc::new(ListedStore::new(store, self.fix))),
                     Err(e) => Known::Closed {
                         tried_at: Instant::now(),
                         why: said(&e, (self.fix)(&e, &place)),
@@ -79,7 +79,7 @@ impl Stores {
     }
 
     /// Returns the store with this id; `None` if the dashboard does not show such a store.
-    pub fn get(&self, id: &str) -> Option<Arc<Listed>> {
+    pub fn get(&self, id: &str) -> Option<Arc<ListedStore>> {
         let known = locked(&self.known);
         known.values().find_map(|one| match one {
             Known::Open(listed) if listed.id() == id => Some(Arc::clone(listed)),
@@ -89,7 +89,7 @@ impl Stores {
 
     /// Returns the heads of all stores: each store once, even if several paths lead to it.
     pub fn heads(&self) -> Vec<StoreHead> {
-        let mut open = BTreeMap::<String, Arc<Listed>>::new();
+        let mut open = BTreeMap::<String, Arc<ListedStore>>::new();
         let mut heads = Vec::new();
         for (place, one) in &*locked(&self.known) {
             match one {

@@ -27,7 +27,7 @@ pub const JSON_BYTES_MAX: usize = 4 << 20;
 /// The kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Kind {
+pub enum FrameKind {
     Greeting = 1,
     Machine = 2,
     Ready = 3,
@@ -39,7 +39,7 @@ pub enum Kind {
     PageHashes = 9,
 }
 
-impl Kind {
+impl FrameKind {
     /// Returns the kind with this number; `None` if there is none.
     pub fn of(number: u8) -> Option<Self> {
         Some(match number {
@@ -211,7 +211,8 @@ mod tests {
         }
         assert!(unmarked(&whole[..15]).is_none());
         assert!(
-            (0..=255).filter(|n| Kind::of(*n).is_some_and(|kind| kind as u8 == *n)).count() == 9
+            (0..=255).filter(|n| FrameKind::of(*n).is_some_and(|kind| kind as u8 == *n)).count()
+                == 9
         );
     }
 }

@@ -11,7 +11,7 @@
 //! Invariant: the standby's pages do not change between the first hash and the session's first
 //! epoch.
 
-use super::frames::{Kind, marked};
+use super::frames::{FrameKind, marked};
 use crate::error::PageHashesError;
 use keyframe_link::Channel;
 use keyframe_transfer::EpochImage;
@@ -124,7 +124,7 @@ pub fn send_page_hashes(
     channel: &Channel,
 ) -> bool {
     let send = |first: u64, bytes: &[u8]| {
-        channel.send(Kind::PageHashes as u8, &[&marked(session, first), bytes]).is_ok()
+        channel.send(FrameKind::PageHashes as u8, &[&marked(session, first), bytes]).is_ok()
     };
     if blank {
         return send(END, &[1]);

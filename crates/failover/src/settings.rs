@@ -2,8 +2,8 @@
 
 use super::frames::Arbiter;
 use crate::error::{Error, Result};
-use crate::event::{Event, SharedEventSink};
-use keyframe_link::{Key, Party};
+use crate::event::{FailoverEvent, SharedFailoverEventSink};
+use keyframe_link::{Party, SharedKey};
 use keyframe_replication::Arbitration;
 use keyframe_scheduling::replication::{
     AdaptiveParameters, LatencyTarget, OverheadTarget, ReplicationPolicy,
@@ -19,7 +19,7 @@ const FENCE_TIMEOUT: Duration = Duration::from_mins(2);
 
 /// The options that `keyframe protect` and `keyframe standby` share, as the user gives them.
 #[derive(clap::Args, Clone, Debug)]
-pub struct Settings {
+pub struct FailoverSettings {
     #[command(flatten)]
     key: HostKey,
     /// The witness (keyframe witness), which lets at most one host run the VM: failover is
@@ -59,7 +59,7 @@ pub struct Settings {
 
 /// The settings of this host after names are resolved and the key is read.
 #[derive(Clone)]
-pub struct Setup {
+pub struct FailoverSetup {
     /// This host's key and certificate, with which it connects to hosts that share the key.
     pub party: Party,
     /// The witness's address.
@@ -81,7 +81,7 @@ pub struct Setup {
     /// True if the standby's RAM is compared with the VM's at each epoch.
     pub verify: bool,
     /// Receives the events of this host and of its VM's session.
-    pub events: SharedEventSink,
+    pub events: SharedFailoverEventSink,
 }
 
 /// The key that all hosts of a protected VM share.
@@ -97,11 +97,11 @@ impl HostKey {
     /// cannot be read.
     pub fn party(&self) -> Result<Party> {
         let path = self.key.as_ref().ok_or(Error::NoKey)?;
-        Ok(Party::new(&Key::read(path)?)?)
+        Ok(Party::new(&SharedKey::read(path)?)?)
     }
 }
 
-impl Settings {
+impl FailoverSettings {
     /// Returns true if the user wants to read errors only.
     pub fn is_quiet(&self) -> bool {
         self.quiet
@@ -109,7 +109,7 @@ impl Settings {
 
     /// Reads the key and resolves addresses. `events` receives the events of this host and of its
     /// VM's session. Errors: the key cannot be read; an address does not exist.
-    pub fn resolve(&self, events: SharedEventSink) -> Result<Setup> {
+    pub fn resolve(&self, events: SharedFailoverEventSink) -> Result<FailoverSetup> {
         let party = self.key.party()?;
         let witness = self.witness.as_deref().map(address).transpose()?;
         let arbitration = match (&self.witness, &self.fence_with) {
@@ -132,7 +132,7 @@ impl Settings {
         if let Some(percent) = self.overhead {
             parameters.overhead = Some(OverheadTarget { percent: f64::from(percent) });
         }
-        Ok(Setup {
+        Ok(FailoverSetup {
             party,
             witness,
             fence_with: self.fence_with.clone(),
@@ -148,7 +148,7 @@ impl Settings {
     }
 }
 
-impl Setup {
+impl FailoverSetup {
     /// Returns the arbiter, in the form in which the hosts exchange it.
     pub fn arbiter(&self) -> Arbiter {
         match self.arbitration {
@@ -168,7 +168,7 @@ impl Setup {
         let mut child = match command.spawn() {
             Ok(child) => child,
             Err(error) => {
-                self.events.failover_event(&Event::FenceHookFailed(error));
+                self.events.failover_event(&FailoverEvent::FenceHookFailed(error));
                 return false;
             }
         };

@@ -26,7 +26,7 @@ use keyframe_net::GateStatus;
 use keyframe_session::machines::Machines;
 use keyframe_units::{Epoch, RamLayout};
 use machines::CapturedMachines;
-pub use machines::{CapturedParts, VmParts};
+pub use machines::{CapturedParts, DiskExport, DiskExports, VmParts};
 use std::io::{ErrorKind, PipeReader, Read};
 use std::process::ExitStatus;
 use std::sync::mpsc::{Sender, channel};
@@ -59,7 +59,7 @@ pub enum VmAction {
 }
 
 /// An event that the VM's thread reports to the primary.
-pub enum VmEvent {
+pub enum ProtectedVmEvent {
     /// This epoch is captured. At the gate, the packets that the guest has sent up to then have
     /// this number.
     Captured {
@@ -68,7 +68,7 @@ pub enum VmEvent {
         reason: &'static str,
     },
     CaptureFailed(Error),
-    /// No capture can succeed before [`VmEvent::CaptureUnblocked`].
+    /// No capture can succeed before [`ProtectedVmEvent::CaptureUnblocked`].
     CaptureBlocked {
         reason: String,
     },
@@ -172,7 +172,10 @@ pub struct VmThread {
 
 impl VmThread {
     /// Starts the thread, for a VM that runs.
-    pub fn start(parts: VmParts, events: impl Fn(VmEvent) + Send + 'static) -> Result<Self> {
+    pub fn start(
+        parts: VmParts,
+        events: impl Fn(ProtectedVmEvent) + Send + 'static,
+    ) -> Result<Self> {
         let (actions, inbox) = channel();
         let reports = actions.clone();
         let report = move |report| {

@@ -20,8 +20,8 @@ mod channel;
 pub mod fuzzing;
 mod key;
 
-pub use channel::{Channel, Input, LinkFrame};
-pub use key::{Key, Party};
+pub use channel::{Channel, FrameBuffer, LinkFrame};
+pub use key::{Party, SharedKey};
 
 /// The longest frame, kind and payload, in bytes.
 pub const FRAME_BYTES_MAX: usize = 32 << 20;

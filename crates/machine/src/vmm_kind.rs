@@ -3,10 +3,9 @@
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The program that runs a VM.
+/// The kind of program that runs a VM.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
-/// The kind of program that runs a VM.
 )]
 #[serde(rename_all = "snake_case")]
 pub enum VmmKind {

@@ -1,6 +1,6 @@
 //! The controller's handle to a switch that runs in another process.
 
-use crate::in_flight::{InFlight, PortId};
+use crate::in_flight::{InFlight, StandInPort};
 use crate::switch::Ports;
 use crate::wire::{Messages, SwitchRequest, SwitchResponse, encode};
 use crate::{Error, Result};
@@ -22,7 +22,7 @@ const END_TIMEOUT: Duration = Duration::from_secs(2);
 /// Controls a switch in another process. If the handle is dropped while the switch is held, the
 /// switch releases by itself. A switch that [`Self::spawn`] started goes on until its last VM
 /// disconnects.
-pub struct Remote {
+pub struct SwitchRemote {
     stream: UnixStream,
     input: Messages,
     child: Option<Child>,
@@ -30,7 +30,7 @@ pub struct Remote {
     lost: bool,
 }
 
-impl Remote {
+impl SwitchRemote {
     /// Starts a switch as `command`, which must call [`crate::serve`] with its standard input.
     /// Waits until the switch answers. Errors: the process cannot be started or does not answer in
     /// time.
@@ -122,9 +122,9 @@ impl Remote {
         self.done(&SwitchRequest::Release, &[], ANSWER_TIMEOUT)
     }
 
-    /// Queues recorded packets: see [`crate::Switch::restore`]. `stand_ins` pairs each recorded
-    /// port with a port of this switch. Errors: those of that function; the switch does not answer.
-    pub fn restore(&mut self, in_flight: &InFlight, stand_ins: &[(PortId, PortId)]) -> Result<()> {
+    /// Queues recorded packets: see [`crate::Switch::restore`]. `stand_ins` names the
+    /// present port of each recorded one. Errors: those of that function; the switch does not answer.
+    pub fn restore(&mut self, in_flight: &InFlight, stand_ins: &[StandInPort]) -> Result<()> {
         let request = SwitchRequest::Restore { stand_ins: stand_ins.to_vec() };
         self.done(&request, &in_flight.encode()?, ANSWER_TIMEOUT)
     }

@@ -23,7 +23,7 @@
 
 use crate::fabric::{Fabric, LanKey, Overflow, PortKey, SwitchLimits};
 use crate::frame::Frame;
-use crate::in_flight::{InFlight, PORTS_MAX, PortId, PortInFlight};
+use crate::in_flight::{InFlight, PORTS_MAX, PortId, PortInFlight, StandInPort};
 use crate::listener::{LanListener, peer_pid};
 use crate::port::{Delivery, Port, ReadOutcome, SendOutcome};
 use crate::{Error, Result};
@@ -307,18 +307,19 @@ impl Switch {
         self.deliver();
     }
 
-    /// Queues recorded packets for ports of this switch. `stand_ins` pairs each recorded port with
-    /// the port that stands for it. Errors: [`Error::NotHeld`], [`Error::UnknownPort`],
+    /// Queues recorded packets for ports of this switch. `stand_ins` names the present port
+    /// of each recorded one. Errors: [`Error::NotHeld`], [`Error::UnknownPort`],
     /// [`Error::Unmapped`]. After an error nothing is queued.
-    pub fn restore(&mut self, in_flight: &InFlight, stand_ins: &[(PortId, PortId)]) -> Result<()> {
+    pub fn restore(&mut self, in_flight: &InFlight, stand_ins: &[StandInPort]) -> Result<()> {
         let operation = "restore packets in flight";
         self.check_held(operation)?;
         let mut placed = Vec::new();
         for recorded in in_flight.ports.iter().filter(|port| !port.frames.is_empty()) {
-            let (_, now) =
-                stand_ins.iter().find(|(then, _)| *then == recorded.port).ok_or_else(|| {
+            let stand_in =
+                stand_ins.iter().find(|port| port.recorded == recorded.port).ok_or_else(|| {
                     Error::Unmapped { port: recorded.port.clone(), frames: recorded.frames.len() }
                 })?;
+            let now = &stand_in.present;
             let key = self
                 .connections
                 .iter()

@@ -16,7 +16,7 @@
 //!
 //! The controller sends one request at a time. Each has one answer.
 
-use crate::in_flight::{IN_FLIGHT_BYTES_MAX, PortId};
+use crate::in_flight::{IN_FLIGHT_BYTES_MAX, StandInPort};
 use crate::switch::Ports;
 use crate::{Error, Result};
 use serde::de::DeserializeOwned;
@@ -35,7 +35,7 @@ pub enum SwitchRequest {
     Collect,
     Release,
     Ports,
-    Restore { stand_ins: Vec<(PortId, PortId)> },
+    Restore { stand_ins: Vec<StandInPort> },
     Listen { path: String },
 }
 

@@ -6,7 +6,7 @@ pub use keyframe_units::{EventSink, NoEvents};
 use std::path::PathBuf;
 
 /// The sink of a replay's events, which its threads share.
-pub type SharedEventSink = keyframe_units::SharedEventSink<ReplayEvent>;
+pub type SharedReplayEventSink = keyframe_units::SharedEventSink<ReplayEvent>;
 
 /// An event of a replay or an analysis.
 #[derive(Debug)]

@@ -1,7 +1,7 @@
 //! What a worker on another node needs to know to make parts of an analysis: `OUT/order.json`.
 
 use crate::error::{AnalysisError, Error, Result};
-use crate::event::SharedEventSink;
+use crate::event::SharedReplayEventSink;
 use crate::{
     Analysis, AnalysisHeader, AnalysisSubject, LiveRecording, ReplayableRecording, UnrecordedRun,
 };
@@ -83,7 +83,7 @@ impl JobSpec {
     ///
     /// A recording that is not followed must have ended. One that is followed must have begun:
     /// [`Error::NoStoreYet`] otherwise.
-    pub fn open(&self, key: &KeyArg, events: SharedEventSink) -> Result<OpenedSubject> {
+    pub fn open(&self, key: &KeyArg, events: SharedReplayEventSink) -> Result<OpenedSubject> {
         if self.follow {
             let live = LiveRecording::open(&self.subject, self.store.as_deref(), key, events)?;
             let live = live.ok_or_else(|| Error::NoStoreYet(self.subject.clone()))?;

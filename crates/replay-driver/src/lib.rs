@@ -54,7 +54,7 @@ pub use console::console;
 pub use cut_source::{CompleteLogCuts, CutSource, GrowingLogCuts};
 pub use debugger::Debugger;
 pub use error::{AnalysisError, Error, ReplayError, Result};
-pub use event::{EventSink, NoEvents, ReplayEvent, SharedEventSink};
+pub use event::{EventSink, NoEvents, ReplayEvent, SharedReplayEventSink};
 pub use follower_process::FollowerProcess;
 pub use job_spec::{JobSpec, OpenedSubject, RunSelection, tool};
 pub use live_recording::LiveRecording;

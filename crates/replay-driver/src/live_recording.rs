@@ -9,7 +9,7 @@
 //! After its end it is a recording like all others, and its last intervals appear.
 
 use crate::error::{Error, Result};
-use crate::event::SharedEventSink;
+use crate::event::SharedReplayEventSink;
 use crate::{KnownIntervals, ReplayableRecording, checkpoints_in};
 use keyframe_locks::IgnorePoison;
 use keyframe_replay::cut_points::CutSpacing;
@@ -29,7 +29,7 @@ pub struct LiveRecording {
     /// The store that the caller named.
     named_store: Option<PathBuf>,
     key: KeyArg,
-    events: SharedEventSink,
+    events: SharedReplayEventSink,
     growing: Mutex<Option<GrowingLog>>,
     ended: OnceLock<Arc<ReplayableRecording>>,
 }
@@ -42,7 +42,7 @@ impl LiveRecording {
         path: &Path,
         store: Option<&Path>,
         key: &KeyArg,
-        events: SharedEventSink,
+        events: SharedReplayEventSink,
     ) -> Result<Option<Self>> {
         let recording = Recording::open(path)?;
         let place = store.map_or_else(|| recording.store_path(), Path::to_owned);

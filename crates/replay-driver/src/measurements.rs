@@ -11,7 +11,7 @@ use crate::error::{AnalysisError, Result};
 use crate::event::{EventSink, ReplayEvent};
 use crate::{ReplayableRecording, previous_timings, sealed_checkpoints_in};
 use keyframe_model::simulation::SimulatedInterval;
-use keyframe_model::{Constants, Fit, fit_slowdown};
+use keyframe_model::{Constants, SlowdownFit, TimedSimulation, fit_slowdown};
 use keyframe_replay::RecordingMeta;
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use keyframe_store::Sealed;
@@ -54,7 +54,7 @@ pub struct RecordingMeasurements {
     /// The number of intervals of the analysis.
     pub intervals: u64,
     /// The line through the times of the intervals; `None` if it cannot be fitted.
-    pub fit: Option<Fit>,
+    pub fit: Option<SlowdownFit>,
     /// All intervals, those that are not done included.
     #[serde(skip)]
     pub pieces: Vec<MeasuredInterval>,
@@ -96,9 +96,9 @@ impl RecordingMeasurements {
             if head.recording != meta.id {
                 return Err(AnalysisError::AnotherRecording(dir.to_owned()).into());
             }
-            let pairs = timed_pairs(&head.intervals, &done, each_s);
-            measurements.intervals = pairs.len() as u64;
-            let fit = fit_slowdown(&pairs);
+            let times = timed_simulations(&head.intervals, &done, each_s);
+            measurements.intervals = times.len() as u64;
+            let fit = fit_slowdown(&times);
             measurements.fit =
                 Some(fit.ok_or_else(|| AnalysisError::NoIntervalDone(dir.to_owned()))?);
             took_s = done.iter().map(|one| (one.index, one.wall_ns as f64 / 1e9)).collect();
@@ -155,11 +155,17 @@ fn pauses_s(checkpoints: &[(RecordedCheckpoint, Sealed)]) -> Vec<f64> {
 }
 
 /// The recorded time and the time of the simulation of each interval that is done, in seconds.
-fn timed_pairs(intervals: &[Interval], done: &[IntervalTiming], each_s: f64) -> Vec<(f64, f64)> {
+fn timed_simulations(
+    intervals: &[Interval],
+    done: &[IntervalTiming],
+    each_s: f64,
+) -> Vec<TimedSimulation> {
     let length = |index: u32| intervals.iter().find(|i| i.index == index).map(Interval::len);
-    let pair =
-        |one: &IntervalTiming| Some((length(one.index)? as f64 * each_s, one.wall_ns as f64 / 1e9));
-    done.iter().filter_map(pair).collect()
+    let timed = |one: &IntervalTiming| {
+        let recorded_s = length(one.index)? as f64 * each_s;
+        Some(TimedSimulation { recorded_s, simulated_s: one.wall_ns as f64 / 1e9 })
+    };
+    done.iter().filter_map(timed).collect()
 }
 
 fn pieces(

@@ -11,7 +11,7 @@
 use crate::error::{Error, Result};
 use crate::event::{Event, EventSink};
 use keyframe_capture::BoxError;
-use keyframe_net::{HOLD_MAX, InFlight, PortId, Remote};
+use keyframe_net::{HOLD_MAX, InFlight, PortId, StandInPort, SwitchRemote};
 use keyframe_qemu::cmdline::{NetworkLink, network_links, packet_holders};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -26,7 +26,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The handle to the switch that connects the VMs of a group.
 pub struct Lans {
-    remote: Remote,
+    remote: SwitchRemote,
     held: bool,
 }
 
@@ -36,7 +36,7 @@ impl Lans {
     pub fn start(paths: &[PathBuf]) -> Result<Self> {
         let mut command = Command::new("/proc/self/exe");
         command.arg0("keyframe").arg("__switch");
-        let mut remote = Remote::spawn(&mut command)?;
+        let mut remote = SwitchRemote::spawn(&mut command)?;
         for path in paths {
             remote.listen(path)?;
         }
@@ -46,7 +46,7 @@ impl Lans {
     /// Takes control of the user's switch (`keyframe switch`) through its control socket `control`.
     /// Error: no switch answers there.
     pub fn connect(control: &Path) -> Result<Self> {
-        Ok(Self { remote: Remote::connect(control)?, held: false })
+        Ok(Self { remote: SwitchRemote::connect(control)?, held: false })
     }
 
     /// Stops the delivery of packets and waits until all sent packets have arrived at the switch.
@@ -92,19 +92,20 @@ impl Lans {
     ) -> Result<()> {
         let stands_in = |port: &PortId| {
             let (_, pid) = pids.iter().find(|(then, _)| *then == port.pid)?;
-            Some((port.clone(), PortId { lan: now(&port.lan), pid: *pid, number: port.number }))
+            let present = PortId { lan: now(&port.lan), pid: *pid, number: port.number };
+            Some(StandInPort { recorded: port.clone(), present })
         };
-        let ports: Vec<(PortId, PortId)> =
+        let ports: Vec<StandInPort> =
             in_flight.ports.iter().filter_map(|recorded| stands_in(&recorded.port)).collect();
         let deadline = Instant::now() + CONNECT_TIMEOUT;
         loop {
             let there = self.remote.ports()?.ports;
-            let missing =
-                ports.iter().find(|(_, port)| !there.iter().any(|status| status.port == *port));
+            let is_there = |port: &StandInPort| there.iter().any(|one| one.port == port.present);
+            let missing = ports.iter().find(|port| !is_there(port));
             match missing {
                 None => break,
-                Some((_, port)) if Instant::now() >= deadline => {
-                    return Err(Error::NotConnected { port: port.to_string() });
+                Some(port) if Instant::now() >= deadline => {
+                    return Err(Error::NotConnected { port: port.present.to_string() });
                 }
                 Some(_) => std::thread::sleep(Duration::from_millis(2)),
             }

@@ -18,7 +18,9 @@ use super::memory_guard::{GuestMemory, MemoryGuard};
 use crate::control::{Strategy as Name, TrackerKind};
 use crate::error::{Error, Result};
 use keyframe_capture::compare::CompareTracker;
-use keyframe_capture::group::{GroupFirstWriteMonitor, GroupFreezer, GroupReader, GroupTracker};
+use keyframe_capture::group::{
+    GroupFirstWriteMonitor, GroupFreezer, GroupReader, GroupTracker, MemberPort,
+};
 use keyframe_capture::parallel::ParallelPageReader;
 use keyframe_capture::strategy::{
     AutoStrategy, CopyOnWriteStrategy, CopyStrategy, ForkStrategy, PrecopyStrategy,
@@ -167,7 +169,11 @@ impl RamCapture {
 
 /// A reader of the RAM of all VMs, with the threads and the fault of `options`.
 fn reader(rams: &[Box<dyn RamAccess>], options: &SessionOptions) -> Result<Arc<dyn PageReader>> {
-    let all = rams.iter().map(|ram| (ram.layout().len_pages(), ram.reader())).collect();
+    let port = |ram: &Box<dyn RamAccess>| MemberPort {
+        len_pages: ram.layout().len_pages(),
+        port: ram.reader(),
+    };
+    let all = rams.iter().map(port).collect();
     let plain = one(all, |all| Arc::new(GroupReader::new(all)));
     let parallel: Arc<dyn PageReader> = match options.copy_threads {
         Some(1) => plain,
@@ -220,7 +226,8 @@ impl Tracking {
         for ram in rams {
             let started = ram.track_writes(events)?;
             stopped_ns = stopped_ns.max(started.stopped_ns);
-            trackers.push((ram.layout().len_pages(), started.tracker));
+            let len_pages = ram.layout().len_pages();
+            trackers.push(MemberPort { len_pages, port: started.tracker });
         }
         let tracker = one(trackers, |all| Box::new(GroupTracker::new(all)));
         Ok(Self { tracker, cow: None, stopped_ns })
@@ -232,8 +239,8 @@ impl Tracking {
             let (started, monitor) = ram.track_first_writes(events)?;
             stopped_ns = stopped_ns.max(started.stopped_ns);
             let len_pages = ram.layout().len_pages();
-            trackers.push((len_pages, started.tracker));
-            monitors.push((len_pages, monitor));
+            trackers.push(MemberPort { len_pages, port: started.tracker });
+            monitors.push(MemberPort { len_pages, port: monitor });
         }
         let monitor = one(monitors, |all| Arc::new(GroupFirstWriteMonitor::new(all)));
         let tracker = one(trackers, |all| Box::new(GroupTracker::new(all)));
@@ -241,10 +248,10 @@ impl Tracking {
     }
 }
 
-/// The only one as it is; several, each with the number of its pages, as `group` makes them one.
-fn one<T>(mut members: Vec<(u64, T)>, group: impl FnOnce(Vec<(u64, T)>) -> T) -> T {
+/// Returns the only port as it is; several ports as `group` makes them one.
+fn one<T>(mut members: Vec<MemberPort<T>>, group: impl FnOnce(Vec<MemberPort<T>>) -> T) -> T {
     match (members.pop(), members.is_empty()) {
-        (Some((_, only)), true) => only,
+        (Some(only), true) => only.port,
         (last, _) => group(members.into_iter().chain(last).collect()),
     }
 }
@@ -310,8 +317,8 @@ impl Strategies {
 }
 
 /// A freezer of one VM's RAM, with the number of its pages.
-fn freezer(ram: &dyn RamAccess) -> Result<(u64, Box<dyn RamFreezer>)> {
-    Ok((ram.layout().len_pages(), ram.freezer()?))
+fn freezer(ram: &dyn RamAccess) -> Result<MemberPort<Box<dyn RamFreezer>>> {
+    Ok(MemberPort { len_pages: ram.layout().len_pages(), port: ram.freezer()? })
 }
 
 /// More threads than this do not copy faster: memory is the limit.

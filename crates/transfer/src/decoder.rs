@@ -77,11 +77,11 @@ impl EpochBuffer {
 
 /// Decodes the batches of one stream of a VM's pages.
 #[derive(Debug)]
-pub struct Decoder {
+pub struct EpochDecoder {
     space_pages: u64,
 }
 
-impl Decoder {
+impl EpochDecoder {
     /// Makes a decoder for a VM of `space_pages` pages, disks included.
     #[must_use]
     pub fn new(space_pages: u64) -> Self {
@@ -202,7 +202,7 @@ fn lz4(packed: &[u8], into: &mut [u8]) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Encoder;
+    use crate::EpochEncoder;
     use proptest::prelude::*;
 
     const PAGES: u64 = 40;
@@ -261,10 +261,10 @@ mod tests {
             let mut image = Memory(vm.clone());
             let mut dirty = std::collections::BTreeSet::new();
             let mut owed = dirty.clone();
-            let (mut encoder, decoder) = (Encoder::new(bases * PAGE_BYTES), Decoder::new(PAGES));
+            let (mut encoder, decoder) = (EpochEncoder::new(bases * PAGE_BYTES), EpochDecoder::new(PAGES));
             let mut epoch = EpochBuffer::default();
             let send = |vm: &[Page], dirty: &mut std::collections::BTreeSet<u64>, owed: &mut std::collections::BTreeSet<u64>,
-                            encoder: &mut Encoder, epoch: &mut EpochBuffer, image: &Memory| {
+                            encoder: &mut EpochEncoder, epoch: &mut EpochBuffer, image: &Memory| {
                 let pages: Vec<_> = dirty.iter().map(|p| (PageIndex(*p), &vm[*p as usize])).collect();
                 let mut batch = Vec::new();
                 let sent = encoder.encode(&pages, &mut batch);
@@ -304,14 +304,14 @@ mod tests {
         #[test]
         fn arbitrary_batches_never_panic(batch in prop::collection::vec(any::<u8>(), 0..400)) {
             let mut epoch = EpochBuffer::default();
-            let _ = Decoder::new(PAGES).decode(&batch, &mut epoch, &Memory(vec![ZERO_PAGE; PAGES as usize]));
+            let _ = EpochDecoder::new(PAGES).decode(&batch, &mut epoch, &Memory(vec![ZERO_PAGE; PAGES as usize]));
             prop_assert!(epoch.len_pages() <= PAGES && epoch.pages().all(|(page, _)| page.0 < PAGES));
         }
     }
 
     #[test]
     fn a_page_that_changes_a_few_words_takes_tens_of_bytes() {
-        let mut encoder = Encoder::new(1 << 20);
+        let mut encoder = EpochEncoder::new(1 << 20);
         let mut page = noise(3);
         let mut out = Vec::new();
         assert_eq!(encoder.encode(&[(PageIndex(7), &page)], &mut out).raw, 1);

@@ -16,7 +16,7 @@ const SAVING_BYTES_MIN: usize = 64;
 
 /// Statistics of encoded pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Sent {
+pub struct SentPages {
     /// The number of pages.
     pub pages: u64,
     /// The number of pages of zeros.
@@ -35,7 +35,7 @@ pub struct Sent {
     pub bytes: u64,
 }
 
-impl Sent {
+impl SentPages {
     /// Returns the sums of both statistics.
     #[must_use]
     pub fn plus(self, other: Self) -> Self {
@@ -63,7 +63,7 @@ struct Base {
 
 /// Encodes the pages of one stream. It keeps the standby's versions of the pages sent last as
 /// bases.
-pub struct Encoder {
+pub struct EpochEncoder {
     bases: Vec<Base>,
     of_page: FxHashMap<PageIndex, u32>,
     of_content: FxHashMap<u64, u32>,
@@ -77,7 +77,7 @@ pub struct Encoder {
     patch: Vec<u8>,
 }
 
-impl Encoder {
+impl EpochEncoder {
     /// Creates an encoder that keeps up to `memory_bytes` of the standby's pages as bases.
     #[must_use]
     pub fn new(memory_bytes: usize) -> Self {
@@ -96,8 +96,8 @@ impl Encoder {
     }
 
     /// Appends a batch of `pages`, in rising order, to `out`. Returns its statistics.
-    pub fn encode(&mut self, pages: &[(PageIndex, &Page)], out: &mut Vec<u8>) -> Sent {
-        let (mut sent, before) = (Sent::default(), out.len());
+    pub fn encode(&mut self, pages: &[(PageIndex, &Page)], out: &mut Vec<u8>) -> SentPages {
+        let (mut sent, before) = (SentPages::default(), out.len());
         let mut last = 0;
         for (page, content) in pages {
             self.entry(*page, content, &mut last, out, &mut sent);
@@ -135,7 +135,7 @@ impl Encoder {
         content: &Page,
         last: &mut u64,
         out: &mut Vec<u8>,
-        sent: &mut Sent,
+        sent: &mut SentPages,
     ) {
         sent.pages += 1;
         let hash = xxh3_64(content);

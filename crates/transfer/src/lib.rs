@@ -25,8 +25,8 @@ mod encoder;
 #[doc(hidden)]
 pub mod fuzzing;
 
-pub use decoder::{Decoder, EpochBuffer, EpochImage};
-pub use encoder::{Encoder, Sent};
+pub use decoder::{EpochBuffer, EpochDecoder, EpochImage};
+pub use encoder::{EpochEncoder, SentPages};
 
 use keyframe_units::PageIndex;
 
