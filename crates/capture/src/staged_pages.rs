@@ -57,7 +57,7 @@ impl StagedPages {
         Self { pool: pool.clone(), chunks: Vec::new(), runs: Vec::new(), used_slots: 0 }
     }
 
-    /// Returns true if it holds no page.
+    /// Returns true if the set holds no page.
     pub fn is_empty(&self) -> bool {
         self.used_slots == 0
     }

@@ -190,7 +190,7 @@ impl ListedStore {
         changed |= !new.is_empty();
         if new.len() > ALONE_MAX {
             let listing = self.store.checkpoints().map_err(failed)?;
-            state.unreadable.extend(listing.unreadable.iter().map(|(id, _)| id.0));
+            state.unreadable.extend(listing.unreadable.iter().map(|one| one.id.0));
             let wanted: BTreeSet<u64> = new.into_iter().collect();
             listing
                 .sealed

@@ -52,15 +52,15 @@ pub struct DiskSpec {
     pub base: PathBuf,
     /// The image's format.
     pub format: ImageFormat,
-    /// If set, the disk has so many zero bytes instead of an image, and `base` and `format` are
-    /// ignored.
+    /// The number of zero bytes of a disk without an image; then `base` and `format` are ignored.
+    /// `None` for a disk with an image.
     #[serde(default)]
     pub blank_bytes: Option<u64>,
     /// The directory of the overlay. It is created if it does not exist.
     pub overlay: PathBuf,
     /// The layer between image and overlay, in the form that `open_layer` of [`serve`] takes.
     pub layer: Option<String>,
-    /// If true, written data is discarded at the end, and no flush waits for the medium.
+    /// True if written data is discarded at the end. Then no flush waits for the medium.
     #[serde(default)]
     pub temporary: bool,
 }

@@ -100,7 +100,8 @@ pub fn start_gate(nics: &[NicSockets]) -> Result<Gate> {
 }
 
 /// Launches the VM of `command`, with its network behind a gate and its disks served, and protects
-/// it. `is_last`: this process starts no other program later, and gives up the right to.
+/// it. If `is_last` is true, this process starts no other program later, and gives up the right to
+/// do so.
 ///
 /// Errors: the command line or the VM cannot be protected; the standby's key cannot be read; a
 /// process cannot be started.

@@ -8,7 +8,7 @@ use std::io;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The store is at fault.
+    /// An error of the store.
     #[error(transparent)]
     Store(#[from] keyframe_store::Error),
     /// What a checkpoint holds cannot be used.

@@ -28,9 +28,9 @@ const LATEST: &str = "latest";
 /// The reason why a node cannot be shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NodeError {
-    /// It does not exist, or no longer.
+    /// The node does not exist, or no longer.
     Absent,
-    /// It cannot be read; the reason was reported.
+    /// The node cannot be read; the reason was reported.
     Unreadable,
 }
 

@@ -98,6 +98,7 @@ impl Messages {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::in_flight::PortId;
     use proptest::prelude::*;
 
     proptest! {
@@ -127,6 +128,15 @@ mod tests {
             messages.push(&bytes);
             let _ = messages.next::<SwitchRequest>();
         }
+    }
+
+    #[test]
+    fn a_stand_in_is_a_pair_on_the_wire() {
+        let port = |pid| PortId { lan: "/l".into(), pid, number: 0 };
+        let stand_in = StandInPort { recorded: port(1), present: port(2) };
+        let json = serde_json::to_string(&stand_in).unwrap();
+        assert_eq!(json, serde_json::to_string(&(port(1), port(2))).unwrap());
+        assert_eq!(serde_json::from_str::<StandInPort>(&json).unwrap(), stand_in);
     }
 
     #[test]

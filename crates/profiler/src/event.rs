@@ -10,7 +10,8 @@ use std::time::Duration;
 pub enum ProfilerEvent {
     /// A VM was launched. Its measurement begins later, after a text on its console or a time.
     GuestStarted,
-    /// If this process had died while it attached to QEMU, QEMU would have died with it.
+    /// QEMU was in danger while this process attached to it: had this process died, QEMU would have
+    /// died with it.
     UnguardedAttach {
         /// QEMU's process.
         qemu_pid: u32,

@@ -48,7 +48,8 @@ pub use analysis::{
 };
 pub use analysis_subject::{AnalysisSubject, KnownIntervals, ReplayControl};
 pub use compare::{
-    ComparedDisks, Difference, compare_disks, compare_ram, compare_ram_with_checkpoint,
+    ComparedDisks, Difference, DifferencePlace, compare_disks, compare_ram,
+    compare_ram_with_checkpoint,
 };
 pub use console::console;
 pub use cut_source::{CompleteLogCuts, CutSource, GrowingLogCuts};

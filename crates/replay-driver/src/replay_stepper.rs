@@ -26,9 +26,9 @@ const END_TIMEOUT: Duration = Duration::from_secs(20);
 /// The reason why a replay has stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StopReason {
-    /// It has reached the instruction that was its target.
+    /// The replay has reached the instruction that was its target.
     Target,
-    /// It has reached the log's end, at which the recorded VM was shut down.
+    /// The replay has reached the log's end, at which the recorded VM was shut down.
     LogEnd,
     /// The user asked for an end.
     Interrupted,

@@ -8,7 +8,8 @@
 //! ```
 
 use crate::compare::{
-    ComparedDisks, Difference, compare_disks, compare_ram, compare_ram_with_checkpoint,
+    ComparedDisks, Difference, DifferencePlace, compare_disks, compare_ram,
+    compare_ram_with_checkpoint,
 };
 use crate::error::{Error, Result};
 use crate::{Replay, ReplayOptions, ReplayableRecording, StopReason};
@@ -41,12 +42,12 @@ pub struct IntervalCheck {
     pub exact: bool,
     /// The number of pages of RAM that differ.
     pub differing_pages: u64,
-    /// The first of them: the RAM block's name, and the offset in it in bytes.
-    pub first_differing: Vec<(String, u64)>,
+    /// The first 16 of them.
+    pub first_differing: Vec<DifferencePlace>,
     /// The number of blocks of 4096 bytes of disks that differ.
     pub differing_blocks: u64,
-    /// The first of them: the disk's name, and the offset in it in bytes.
-    pub first_differing_blocks: Vec<(String, u64)>,
+    /// The first 16 of them.
+    pub first_differing_blocks: Vec<DifferencePlace>,
     /// The reason why the replay did not get to the interval's end, at its last try.
     pub error: Option<String>,
     /// The number of times that it was tried.

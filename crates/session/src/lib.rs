@@ -105,7 +105,7 @@ pub struct SessionOptions {
     pub encode_memory_mib: u64,
     /// The memory for the index of deduplication, in MiB.
     pub index_memory_mib: u64,
-    /// When checkpoints become durable.
+    /// The time at which checkpoints become durable.
     pub durability: keyframe_store::Durability,
     /// The longest pause, after which the watchdog resumes the VM.
     pub pause_limit: Duration,
@@ -124,7 +124,7 @@ pub struct SessionOptions {
     pub keep_within: Option<Duration>,
     /// The options of the recording, if the VM is recorded or replays one.
     pub recorded: Option<RecordingOptions>,
-    /// When packs are recompressed.
+    /// The time at which packs are recompressed.
     pub recompress: Recompress,
     /// A fault to inject, for tests.
     pub fault: Option<Fault>,

@@ -270,8 +270,7 @@ pub struct Strategies {
 }
 
 impl Strategies {
-    /// Returns a reader of the first VM's RAM as it is at each read; `None` after the trackers have
-    /// ended.
+    /// Returns a reader of the first VM's RAM as it is at each read; `None` if there is no VM.
     pub fn ram(&self) -> Option<Arc<dyn PageReader>> {
         self.rams.first().map(|ram| ram.reader())
     }

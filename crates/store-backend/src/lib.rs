@@ -24,7 +24,6 @@ mod local;
 mod s3;
 pub mod served;
 #[cfg(any(test, feature = "testing"))]
-#[expect(missing_docs, reason = "for tests only")]
 pub mod testing;
 
 pub use backend::{

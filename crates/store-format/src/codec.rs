@@ -28,7 +28,7 @@ pub enum Codec {
 impl Codec {
     const ALL: [Self; 4] = [Self::Raw, Self::Lz4, Self::Dense, Self::Words];
 
-    /// Returns its number in a record.
+    /// Returns the number that stands for this codec in a record.
     pub fn number(self) -> u8 {
         match self {
             Self::Raw => 0,

@@ -53,7 +53,7 @@ pub enum RecordKind {
 impl RecordKind {
     const ALL: [Self; 4] = [Self::Page, Self::Block, Self::Composed, Self::Delta];
 
-    /// Returns true if its content is made from that of other records.
+    /// Returns true if the content of such a record is made from that of other records.
     pub fn is_derived(self) -> bool {
         matches!(self, Self::Composed | Self::Delta)
     }

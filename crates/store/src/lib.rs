@@ -111,7 +111,7 @@ pub use keyframe_store_format::meta::{
     Counts, MachineMeta, MemberMeta, Meta, Origin, PausePhases, Recorded, Timing,
 };
 pub use keyframe_units::CheckpointId;
-pub use listing::Listing;
+pub use listing::{Listing, UnreadableCheckpoint};
 pub use loaded::{LoadedCheckpoint, UnmappedCheckpoint};
 pub use local::{state_folder, store_of as store_of_folder};
 pub use prune::{PruneOptions, PruneProgress, PruneReport, PruneStep};

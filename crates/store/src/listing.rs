@@ -7,13 +7,22 @@ use keyframe_store_backend::layout;
 use keyframe_units::CheckpointId;
 use std::collections::BTreeMap;
 
+/// A checkpoint whose file cannot be read.
+#[derive(Debug)]
+pub struct UnreadableCheckpoint {
+    /// Its number.
+    pub id: CheckpointId,
+    /// The reason.
+    pub error: Error,
+}
+
 /// The checkpoints of a store.
 #[derive(Debug, Default)]
 pub struct Listing {
     /// The checkpoints that can be read, in rising order.
     pub sealed: Vec<Sealed>,
-    /// The checkpoints whose file cannot be read, each with the reason.
-    pub unreadable: Vec<(CheckpointId, Error)>,
+    /// The checkpoints whose file cannot be read.
+    pub unreadable: Vec<UnreadableCheckpoint>,
 }
 
 impl Store {
@@ -31,7 +40,7 @@ impl Store {
                 }
                 // Forgotten since the listing.
                 Err(Error::UnknownCheckpoint { .. }) => {}
-                Err(error) => listing.unreadable.push((id, error)),
+                Err(error) => listing.unreadable.push(UnreadableCheckpoint { id, error }),
             }
         }
         Ok(listing)

@@ -65,19 +65,19 @@ impl From<&Sealed> for Moment {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KeepReason {
-    /// It is the newest of its VM.
+    /// The checkpoint is the newest of its VM.
     Newest,
-    /// It is one of the last.
+    /// The checkpoint is one of the last.
     Last,
-    /// It is young enough.
+    /// The checkpoint is young enough.
     Within,
-    /// It is the newest of its interval.
+    /// The checkpoint is the newest of its interval.
     Every,
-    /// It has a tag.
+    /// The checkpoint has a tag.
     Tagged,
-    /// It is pinned.
+    /// The checkpoint is pinned.
     Pinned,
-    /// The overlay of a disk depends on it.
+    /// The overlay of a disk depends on the checkpoint.
     Disk,
 }
 

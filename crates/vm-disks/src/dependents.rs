@@ -54,7 +54,7 @@ impl ImageDependents {
                 dependents.checkpoints.push(sealed.id);
             }
         }
-        dependents.unreadable = listing.unreadable.iter().map(|(id, _)| *id).collect();
+        dependents.unreadable = listing.unreadable.iter().map(|one| one.id).collect();
         Ok(dependents)
     }
 

@@ -64,7 +64,7 @@ pub fn clones_of(
         .filter(is_clone)
         .map(PathBuf::from)
         .collect();
-    let hidden = listing.unreadable.iter().any(|(id, _)| !forgotten.contains(id));
+    let hidden = listing.unreadable.iter().any(|one| !forgotten.contains(&one.id));
     if hidden && !clones.is_empty() { (Vec::new(), true) } else { (clones, false) }
 }
 

@@ -66,9 +66,9 @@ impl fmt::Display for Ability {
 /// Whether a VMM has an ability.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Support {
-    /// It has the ability.
+    /// The VMM has the ability.
     Supported,
-    /// It does not have the ability.
+    /// The VMM does not have the ability.
     Unsupported {
         /// The reason why not.
         reason: String,

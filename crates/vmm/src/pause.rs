@@ -56,9 +56,9 @@ pub enum PauseForm {
 /// Whether the VM stood still during a whole pause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PauseVerdict {
-    /// It did not run. The captured state is of one instant.
+    /// The VM did not run. The captured state is of one instant.
     Undisturbed,
-    /// The watchdog or another client resumed it. The captured state is torn.
+    /// The watchdog or another client resumed the VM. The captured state is torn.
     RanMeanwhile,
 }
 

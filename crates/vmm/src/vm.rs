@@ -67,7 +67,7 @@ pub enum ForeignOperation {
 /// A VM that one command of its VMM holds, and its device state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SavedPause {
-    /// Whether the VM ran before.
+    /// Whether the VM ran before the pause.
     pub stop: StopOutcome,
     /// The state of all devices, in the VMM's own format.
     pub device_state: Vec<u8>,
@@ -76,7 +76,7 @@ pub struct SavedPause {
 /// The way in which a VMM's process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VmExit {
-    /// It ended with this status; the process was Keyframe's child.
+    /// The process ended with this status; it was Keyframe's child.
     Status(ExitStatus),
     /// Another program started the process, and only its parent learns the status.
     Unknown,

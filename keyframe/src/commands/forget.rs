@@ -14,6 +14,7 @@ use crate::failure::{Failure, Outcome, WARNED, chain};
 use crate::output;
 use keyframe_store::{
     CheckpointId, KeepReason, Listing, Moment, Retention, RetentionVerdict, Sealed, Store,
+    UnreadableCheckpoint,
 };
 use keyframe_vm_disks::forget::{checkpoints_under_overlays, clones_of, remove_clones};
 use serde::Serialize;
@@ -175,8 +176,8 @@ impl Forget {
             }
             ids.insert(id);
         }
-        let is_held = |(id, _): &&(CheckpointId, _)| !ids.contains(id);
-        if let Some((id, error)) = listing.unreadable.iter().find(is_held) {
+        let held = listing.unreadable.iter().find(|one| !ids.contains(&one.id));
+        if let Some(UnreadableCheckpoint { id, error }) = held {
             eprintln!("keyframe: note: checkpoint {id} cannot be read: {}", chain(error));
         }
         Ok(ids.into_iter().map(|id| RetentionVerdict { id, kept: Vec::new() }).collect())

@@ -211,11 +211,11 @@ pub fn previous_timings(out: &Path) -> Result<(AnalysisHeader, Vec<IntervalTimin
 /// The progress of an interval of an analysis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IntervalState {
-    /// Its part is complete.
+    /// The interval's part is complete.
     Done,
-    /// Its part failed in all tries.
+    /// The interval's part failed in all tries.
     Failed,
-    /// It waits, or is being replayed.
+    /// The interval waits, or is being replayed.
     Waiting,
 }
 

@@ -234,7 +234,7 @@ mod tests {
         let mut difference = Difference::default();
         compare_disk(&readers, [one.0, other], 0, &mut difference).unwrap();
         assert_eq!(difference.count, difference.first.len() as u64);
-        difference.first.into_iter().map(|(_, offset)| offset / BLOCK_BYTES as u64).collect()
+        difference.first.into_iter().map(|one| one.offset_bytes / BLOCK_BYTES as u64).collect()
     }
 
     #[test]

@@ -16,7 +16,7 @@ pub const OWN_STORE: &str = ".";
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RecordingEnding {
-    /// It has not ended: it is being made, or its recorder was killed.
+    /// The recording has not ended: it is being made, or its recorder was killed.
     Recording,
     /// The guest shut down, or the recording was stopped in good order.
     Complete,

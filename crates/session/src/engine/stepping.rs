@@ -20,7 +20,7 @@ const WAIT: Duration = Duration::from_millis(50);
 pub enum Step {
     /// The VM stands at the next instruction at which a checkpoint may be taken.
     Stands,
-    /// There is no further one.
+    /// There is no further such instruction.
     End,
     /// The user has asked for an end.
     Interrupted,

@@ -14,13 +14,13 @@ pub enum RollbackError {
     /// The run takes no more checkpoints, so the present state could not be kept.
     #[error("no more checkpoints are taken of this VM, so it is not rolled back")]
     GivenUp,
-    /// The VM is libvirt's.
+    /// libvirt manages the VM, and would not learn of the rollback.
     #[error("a VM of libvirt's is not rolled back in place: libvirt would not know of it")]
     Libvirt,
-    /// The VM opens its disk images itself.
+    /// QEMU opens the VM's disk images itself.
     #[error("the VM opens its disk images itself; they cannot go back while it runs")]
     OwnDisks,
-    /// The checkpoint is another machine's.
+    /// The checkpoint is of another machine.
     #[error("checkpoint {checkpoint} is another machine's: {difference}")]
     OtherMachine {
         /// The checkpoint.

@@ -73,7 +73,7 @@ impl S3Server {
         }
     }
 
-    /// Starts it again on its files, and waits until it answers.
+    /// Starts the server again on its files, and waits until it answers.
     pub fn resume(&mut self) {
         let path = |name: &str| self.dir.path().join(name).display().to_string();
         let names = ["master", "volume", "filer", "s3"];

@@ -19,7 +19,7 @@ const SUFFIX: &str = ".index";
 /// A directory for spills.
 #[derive(Clone, Debug)]
 pub struct Folder {
-    /// It is made for the first spill.
+    /// The path of the directory, which is made for the first spill.
     pub path: PathBuf,
     /// The store that the spills belong to, and the key of their masks.
     pub bond: Bond,

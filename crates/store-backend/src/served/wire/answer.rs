@@ -42,7 +42,7 @@ pub enum AnswerEncoding {
 /// The reason why a request is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RefusalCode {
-    /// It is not refused.
+    /// The request is not refused.
     None,
     /// The file does not exist.
     NotFound,
