@@ -54,4 +54,4 @@ pub use in_flight::{
 };
 pub use remote::SwitchRemote;
 pub use server::{serve, serve_until};
-pub use switch::{ClosedPort, HOLD_MAX, LANS_MAX, PortStatus, Ports, Switch};
+pub use switch::{ClosedPort, HOLD_MAX, LANS_MAX, PortStatus, Switch, SwitchPorts};

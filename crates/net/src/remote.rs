@@ -1,7 +1,7 @@
 //! The controller's handle to a switch that runs in another process.
 
 use crate::in_flight::{InFlight, StandInPort};
-use crate::switch::Ports;
+use crate::switch::SwitchPorts;
 use crate::wire::{Messages, SwitchRequest, SwitchResponse, encode};
 use crate::{Error, Result};
 use std::io::{ErrorKind, Read, Write};
@@ -131,7 +131,7 @@ impl SwitchRemote {
 
     /// Returns the connections: see [`crate::Switch::ports`]. Errors: those of that function; the
     /// switch does not answer.
-    pub fn ports(&mut self) -> Result<Ports> {
+    pub fn ports(&mut self) -> Result<SwitchPorts> {
         match self.ask(&SwitchRequest::Ports, &[], ANSWER_TIMEOUT)? {
             (SwitchResponse::Ports(ports), _) => Ok(ports),
             _ => Err(self.unexpected()),

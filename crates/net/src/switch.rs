@@ -77,7 +77,7 @@ pub struct ClosedPort {
 
 /// The connections of a switch.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Ports {
+pub struct SwitchPorts {
     /// The open connections, in the order of [`PortId`].
     pub ports: Vec<PortStatus>,
     /// The most recently ended connections, oldest first.
@@ -337,7 +337,7 @@ impl Switch {
     }
 
     /// Returns the open connections and the most recently ended ones.
-    pub fn ports(&self) -> Ports {
+    pub fn ports(&self) -> SwitchPorts {
         let status = |(key, connection): (&PortKey, &Connection)| PortStatus {
             port: connection.id.clone(),
             pending: self.fabric.pending(*key).len(),
@@ -346,7 +346,7 @@ impl Switch {
         let mut ports: Vec<PortStatus> = self.connections.iter().map(status).collect();
         ports.sort_by(|a, b| a.port.cmp(&b.port));
         let held = matches!(self.hold, HoldState::Held { .. });
-        Ports { ports, closed: self.closed.iter().cloned().collect(), held }
+        SwitchPorts { ports, closed: self.closed.iter().cloned().collect(), held }
     }
 
     fn check_held(&self, operation: &str) -> Result<()> {

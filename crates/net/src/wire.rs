@@ -17,7 +17,7 @@
 //! The controller sends one request at a time. Each has one answer.
 
 use crate::in_flight::{IN_FLIGHT_BYTES_MAX, StandInPort};
-use crate::switch::Ports;
+use crate::switch::SwitchPorts;
 use crate::{Error, Result};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -45,7 +45,7 @@ pub enum SwitchRequest {
 pub enum SwitchResponse {
     Done,
     InFlight,
-    Ports(Ports),
+    Ports(SwitchPorts),
     Failed(Error),
 }
 

@@ -25,7 +25,7 @@ use crate::event::{Event, SharedEventSink};
 use keyframe_locks::IgnorePoison;
 use keyframe_scheduling::PruneSchedule;
 use keyframe_store::{
-    CheckpointId, Error as StoreError, Moment, PruneOptions, Retention, Sealed, Store,
+    CheckpointId, Error as StoreError, PruneOptions, Retention, RetentionCandidate, Sealed, Store,
 };
 use keyframe_units::{duration_ns, elapsed_ns};
 use keyframe_vm_disks::forget;
@@ -126,7 +126,7 @@ struct Work {
     /// The newest checkpoint from before.
     before: Option<CheckpointId>,
     /// The run's checkpoints, by number; their tags are looked up each time.
-    known: BTreeMap<CheckpointId, Moment>,
+    known: BTreeMap<CheckpointId, RetentionCandidate>,
     held: Arc<Mutex<BTreeSet<CheckpointId>>>,
     schedule: PruneSchedule,
     born: Instant,
@@ -215,7 +215,7 @@ impl Work {
             }
             match self.store.sealed(*id) {
                 Ok(sealed) if sealed.meta.vm == self.vm => {
-                    self.known.insert(*id, Moment::from(&sealed));
+                    self.known.insert(*id, RetentionCandidate::from(&sealed));
                 }
                 Ok(_) | Err(StoreError::UnknownCheckpoint { .. }) => {}
                 Err(error) => return Err(self.failure(error)),
@@ -226,7 +226,7 @@ impl Work {
             let of = tags.remove(id).unwrap_or_default();
             (moment.tags, moment.pinned) = Sealed::split_tags(*id, &of);
         }
-        let moments: Vec<Moment> = self.known.values().cloned().collect();
+        let moments: Vec<RetentionCandidate> = self.known.values().cloned().collect();
         let mut standing: BTreeSet<CheckpointId> =
             forget::checkpoints_under_overlays(&self.store)?.into_keys().collect();
         standing.extend(self.held.lock().ignore_poison().iter());

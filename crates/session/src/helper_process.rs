@@ -11,7 +11,7 @@
 //! threads or reads its arguments.
 
 use crate::error::{Error, Result, error_chain};
-use keyframe_confine::{Keep, capabilities_but, no_programs};
+use keyframe_confine::{KeptRights, capabilities_but, no_programs};
 use keyframe_qemu::watchdog::{self, Watched};
 use keyframe_vm_disks::layer::Layers;
 use std::ffi::OsString;
@@ -27,15 +27,15 @@ pub fn run_if_asked() {
     // A kernel that refuses to take rights away leaves the helper with the program's own.
     let ended = match first.to_str() {
         Some("__watchdog") => {
-            let _ = capabilities_but(Keep::Tracing);
+            let _ = capabilities_but(KeptRights::Tracing);
             watch(&arguments.collect::<Vec<_>>())
         }
         Some("__disks") => {
-            let _ = capabilities_but(Keep::Files).and_then(|()| no_programs());
+            let _ = capabilities_but(KeptRights::Files).and_then(|()| no_programs());
             serve_disks()
         }
         Some("__switch") => {
-            let _ = capabilities_but(Keep::Files).and_then(|()| no_programs());
+            let _ = capabilities_but(KeptRights::Files).and_then(|()| no_programs());
             switch()
         }
         _ => return,

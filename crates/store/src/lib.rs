@@ -115,7 +115,7 @@ pub use listing::{Listing, UnreadableCheckpoint};
 pub use loaded::{LoadedCheckpoint, UnmappedCheckpoint};
 pub use local::{state_folder, store_of as store_of_folder};
 pub use prune::{PruneOptions, PruneProgress, PruneReport, PruneStep};
-pub use retention::{KeepReason, Moment, Retention, RetentionVerdict};
+pub use retention::{KeepReason, Retention, RetentionCandidate, RetentionVerdict};
 pub use run::{DiskState, PutOutcome, Run, SealRequest};
 pub use sealed::Sealed;
 pub use secret::Secret;

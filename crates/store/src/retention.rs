@@ -40,7 +40,7 @@ pub struct Retention {
 
 /// The properties of a checkpoint that retention rules use.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Moment {
+pub struct RetentionCandidate {
     /// Its number.
     pub id: CheckpointId,
     /// The VM, or the group.
@@ -53,7 +53,7 @@ pub struct Moment {
     pub pinned: bool,
 }
 
-impl From<&Sealed> for Moment {
+impl From<&Sealed> for RetentionCandidate {
     fn from(sealed: &Sealed) -> Self {
         let meta = &sealed.meta;
         let (tags, pinned) = (sealed.names().cloned().collect(), sealed.is_pinned());
@@ -100,10 +100,10 @@ impl Retention {
     /// `standing` holds the checkpoints that overlays of disks depend on.
     pub fn judge(
         &self,
-        moments: &[Moment],
+        moments: &[RetentionCandidate],
         standing: &BTreeSet<CheckpointId>,
     ) -> Vec<RetentionVerdict> {
-        let mut vms = BTreeMap::<&str, Vec<&Moment>>::new();
+        let mut vms = BTreeMap::<&str, Vec<&RetentionCandidate>>::new();
         for moment in moments {
             vms.entry(&moment.vm).or_default().push(moment);
         }
@@ -120,12 +120,12 @@ impl Retention {
     /// Judges the checkpoints of one VM, newest first.
     fn judge_vm(
         &self,
-        of_vm: &[&Moment],
+        of_vm: &[&RetentionCandidate],
         standing: &BTreeSet<CheckpointId>,
     ) -> Vec<RetentionVerdict> {
         let newest_at = of_vm.first().map_or(Timestamp::UNIX_EPOCH, |moment| moment.taken_at);
         let mut intervals = BTreeSet::new();
-        let judge = |(rank, moment): (usize, &&Moment)| {
+        let judge = |(rank, moment): (usize, &&RetentionCandidate)| {
             let interval = self.every.map(|every| interval_of(moment.taken_at, every));
             let age = newest_at.duration_since(moment.taken_at);
             let rules = [
@@ -168,8 +168,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn moment(id: u64, vm: &str, second: i64, tags: &[&str]) -> Moment {
-        Moment {
+    fn moment(id: u64, vm: &str, second: i64, tags: &[&str]) -> RetentionCandidate {
+        RetentionCandidate {
             id: CheckpointId(id),
             vm: vm.into(),
             taken_at: Timestamp::from_second(second).unwrap(),
@@ -178,7 +178,7 @@ mod tests {
         }
     }
 
-    fn kept(rules: &Retention, moments: &[Moment]) -> Vec<u64> {
+    fn kept(rules: &Retention, moments: &[RetentionCandidate]) -> Vec<u64> {
         let verdicts = rules.judge(moments, &BTreeSet::new());
         verdicts.into_iter().filter(|v| !v.kept.is_empty()).map(|v| v.id.0).collect()
     }
@@ -221,12 +221,12 @@ mod tests {
         assert_eq!(verdicts[1].kept, [KeepReason::Newest, KeepReason::Last]);
     }
 
-    fn moments() -> impl Strategy<Value = Vec<Moment>> {
+    fn moments() -> impl Strategy<Value = Vec<RetentionCandidate>> {
         let one =
             (0u8..3, 0i64..5000, prop::collection::vec("[ab]", 0..2), prop::bool::weighted(0.1));
         prop::collection::vec(one, 0..40).prop_map(|all| {
             let moment = |(id, (vm, at, tags, pinned)): (u64, (u8, i64, Vec<String>, bool))| {
-                Moment { tags, pinned, ..moment(id, &vm.to_string(), at, &[]) }
+                RetentionCandidate { tags, pinned, ..moment(id, &vm.to_string(), at, &[]) }
             };
             (1..).zip(all).map(moment).collect()
         })
@@ -248,7 +248,7 @@ mod tests {
             prop_assert_eq!(&rules.judge(&turned, &BTreeSet::new()), &verdicts);
             prop_assert_eq!(verdicts.len(), moments.len());
             for (moment, verdict) in moments.iter().zip(&verdicts) {
-                let at = |m: &Moment| m.taken_at.as_second();
+                let at = |m: &RetentionCandidate| m.taken_at.as_second();
                 let newer: Vec<_> = moments.iter().filter(|m| m.vm == moment.vm && m.id > moment.id).collect();
                 let newest = newer.last().copied().unwrap_or(moment);
                 let mut expected = Vec::new();

@@ -13,8 +13,8 @@ use super::{StoreArg, warn_of_unreadable};
 use crate::failure::{Failure, Outcome, WARNED, chain};
 use crate::output;
 use keyframe_store::{
-    CheckpointId, KeepReason, Listing, Moment, Retention, RetentionVerdict, Sealed, Store,
-    UnreadableCheckpoint,
+    CheckpointId, KeepReason, Listing, Retention, RetentionCandidate, RetentionVerdict, Sealed,
+    Store, UnreadableCheckpoint,
 };
 use keyframe_vm_disks::forget::{checkpoints_under_overlays, clones_of, remove_clones};
 use serde::Serialize;
@@ -148,7 +148,8 @@ impl Forget {
             tags,
         };
         let of_vm = |sealed: &&Sealed| self.vm.as_ref().is_none_or(|vm| *vm == sealed.meta.vm);
-        let moments: Vec<Moment> = listing.sealed.iter().filter(of_vm).map(Moment::from).collect();
+        let moments: Vec<RetentionCandidate> =
+            listing.sealed.iter().filter(of_vm).map(RetentionCandidate::from).collect();
         rules.judge(&moments, standing)
     }
 

@@ -13,7 +13,7 @@
 use super::connection::Connection;
 use super::{DiskRequest, DiskSpec};
 use crate::{DiskEpoch, Error, Result};
-use keyframe_confine::{Keep, capabilities_but};
+use keyframe_confine::{KeptRights, capabilities_but};
 use keyframe_locks::IgnorePoison;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
@@ -123,7 +123,7 @@ impl Supervisor {
     pub fn run(mut self) {
         // The engine gives up rights later, and this thread would keep them. A kernel that refuses
         // leaves it with all.
-        let _ = capabilities_but(Keep::Files);
+        let _ = capabilities_but(KeptRights::Files);
         let mut began = Instant::now();
         let mut failures = 0;
         while self.process_ended() {
